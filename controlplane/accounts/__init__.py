@@ -1,0 +1,1 @@
+"""Users, their roles per cluster, and the audit trail."""

@@ -1,0 +1,7 @@
+"""Filters and tags of every template."""
+
+from __future__ import annotations
+
+from django import template
+
+register = template.Library()

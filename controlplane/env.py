@@ -1,0 +1,78 @@
+"""Reads settings from the environment: the only place that does.
+
+`NAME_FILE` may name a file that holds the value of `NAME`, for secrets handed over as files.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from django.core.exceptions import ImproperlyConfigured
+
+
+def env_str(name: str, default: str = "") -> str:
+    """The value of NAME, or the content of the file named by NAME_FILE, or `default`.
+
+    Raises ImproperlyConfigured if NAME_FILE cannot be read.
+    """
+    path = os.environ.get(f"{name}_FILE")
+    if path is None:
+        return os.environ.get(name, default)
+    try:
+        return Path(path).read_text().strip()
+    except OSError as error:
+        raise ImproperlyConfigured(f"{name}_FILE names {path}: {error.strerror}") from error
+
+
+def env_float(name: str, default: float) -> float:
+    text = env_str(name)
+    if not text:
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        raise ImproperlyConfigured(f"{name} must be a number, not {text!r}") from None
+
+
+def env_int(name: str, default: int) -> int:
+    value = env_float(name, default)
+    if value != int(value):
+        raise ImproperlyConfigured(f"{name} must be a whole number, not {value}")
+    return int(value)
+
+
+def env_bool(name: str, default: bool) -> bool:
+    text = env_str(name).lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("0", "false", "no", "off"):
+        return False
+    if text:
+        raise ImproperlyConfigured(f"{name} must be true or false, not {text!r}")
+    return default
+
+
+def env_list(name: str, default: list[str]) -> list[str]:
+    text = env_str(name)
+    return [part.strip() for part in text.split(",") if part.strip()] if text else default
+
+
+def database_from_url(url: str) -> dict[str, object]:
+    """Django's settings for a `postgresql://user:password@host:port/name?host=/socket` URL."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("postgres", "postgresql"):
+        raise ImproperlyConfigured("DATABASE_URL must begin with postgresql://")
+    query = dict(parse_qsl(parts.query))
+    return {
+        "ENGINE": "django.db.backends.postgresql",
+        "NAME": unquote(parts.path.lstrip("/")) or "postgres",
+        "USER": unquote(parts.username or ""),
+        "PASSWORD": unquote(parts.password or ""),
+        "HOST": query.pop("host", None) or parts.hostname or "",
+        "PORT": str(parts.port or ""),
+        "OPTIONS": query,
+        "CONN_MAX_AGE": None,
+        "CONN_HEALTH_CHECKS": True,
+    }

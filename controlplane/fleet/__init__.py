@@ -1,0 +1,1 @@
+"""Clusters, racks, nodes, cards, their leases, and the commands sent to nodes."""

@@ -1,0 +1,1 @@
+"""Signals, and the failures that triage makes of them."""

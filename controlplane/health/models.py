@@ -1,0 +1,68 @@
+"""Signals as they were observed, kept verbatim, and the failures that triage makes of them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from django.db import models
+from django.db.models import Q
+
+from controlplane.fleet.models import Gpu, Node
+from controlplane.health.choices import FaultClass, SignalKind
+from controlplane.ids import new_id
+
+
+class Signal(models.Model):
+    """One observation. Its id is the sender's, so that a repeated delivery is the same row."""
+
+    id = models.CharField(primary_key=True, max_length=64)
+    kind = models.CharField(max_length=32, choices=SignalKind.choices)
+    source = models.CharField(max_length=255)
+    node = models.ForeignKey(Node, null=True, on_delete=models.PROTECT, related_name="signals")
+    gpu = models.ForeignKey(Gpu, null=True, on_delete=models.PROTECT, related_name="signals")
+    #: The job and replica it speaks of, where it does; the job's app comes later, so ids only.
+    job_id = models.CharField(max_length=40, blank=True)
+    replica = models.PositiveIntegerField(null=True)
+    placement_id = models.CharField(max_length=40, blank=True)
+    raw = models.TextField(blank=True)
+    data = models.JSONField(default=dict)
+    boot_id = models.CharField(max_length=64, blank=True)
+    observed_at = models.DateTimeField()  # the observer's clock
+    recorded_at = models.DateTimeField(auto_now_add=True)  # ours
+    triaged_at = models.DateTimeField(null=True)
+
+    class Meta:
+        indexes = [
+            models.Index(
+                fields=["recorded_at"], condition=Q(triaged_at=None), name="signal_to_triage"
+            ),
+            models.Index(fields=["node", "-observed_at"], name="signal_by_node"),
+        ]
+        constraints = [
+            models.CheckConstraint(condition=Q(kind__in=SignalKind.values), name="signal_kind_known")
+        ]
+
+
+class Failure(models.Model):
+    """What triage made of signals: what broke, whose fault, what is needed, which rule said so."""
+
+    id = models.CharField(primary_key=True, max_length=40, default=partial(new_id, "flr"))
+    fault_class = models.CharField(max_length=16, choices=FaultClass.choices)
+    code = models.CharField(max_length=64)
+    summary = models.TextField()
+    needed = models.CharField(max_length=64)
+    rule = models.CharField(max_length=64)
+    node = models.ForeignKey(Node, null=True, on_delete=models.PROTECT, related_name="failures")
+    gpu = models.ForeignKey(Gpu, null=True, on_delete=models.PROTECT, related_name="failures")
+    job_id = models.CharField(max_length=40, blank=True)
+    replica = models.PositiveIntegerField(null=True)
+    signals = models.ManyToManyField(Signal, related_name="failures")
+    observed_at = models.DateTimeField()
+    created_at = models.DateTimeField(auto_now_add=True)
+
+    class Meta:
+        constraints = [
+            models.CheckConstraint(
+                condition=Q(fault_class__in=FaultClass.values), name="failure_class_known"
+            )
+        ]

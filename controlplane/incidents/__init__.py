@@ -1,0 +1,1 @@
+"""Incidents, their timeline, and playbook runs and steps as rows."""

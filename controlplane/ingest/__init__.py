@@ -1,0 +1,1 @@
+"""The agents' and runtimes' door: enrolment, beats, reports, events. The hot path."""

@@ -1,0 +1,1 @@
+"""Training jobs, their replicas, where these run, and what each step cost."""

@@ -1,0 +1,209 @@
+"""Training jobs: what they are, where they run, how far they got, and what interrupted them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from django.db import models
+from django.db.models import F, Q
+
+from controlplane.fleet.models import Cluster, Node
+from controlplane.ids import new_id
+from controlplane.jobs.choices import (
+    JobState,
+    PlacementState,
+    REPLICA_COLOURS,
+    ReplicaState,
+    Tier,
+)
+
+
+class Job(models.Model):
+    """A training job: a number of data-parallel replicas that run one program."""
+
+    id = models.CharField(primary_key=True, max_length=40, default=partial(new_id, "job"))
+    cluster = models.ForeignKey(Cluster, on_delete=models.PROTECT, related_name="jobs")
+    name = models.CharField(max_length=63)
+    state = models.CharField(max_length=16, choices=JobState.choices, default=JobState.PENDING)
+    program = models.CharField(max_length=63)
+    options = models.JSONField(default=dict)
+    world_replicas = models.PositiveIntegerField()
+    min_replicas = models.PositiveIntegerField(default=1)
+    gpus_per_replica = models.PositiveIntegerField(default=8)
+    created_at = models.DateTimeField(auto_now_add=True)
+    started_at = models.DateTimeField(null=True)
+    ended_at = models.DateTimeField(null=True)
+
+    coordinator_node = models.ForeignKey(
+        Node, null=True, on_delete=models.PROTECT, related_name="coordinated_jobs"
+    )
+    coordinator_address = models.CharField(max_length=255, blank=True)
+    coordinator_placement = models.CharField(max_length=40, blank=True)
+
+    #: The newest committed step that has been told, and what the job looked like then.
+    step = models.BigIntegerField(default=-1)
+    step_at = models.DateTimeField(null=True)
+    epoch = models.BigIntegerField(default=0)
+    loss = models.FloatField(null=True)
+    samples_per_s = models.FloatField(null=True)
+    #: The sample ledger is held without a gap up to this step.
+    ledger_step = models.BigIntegerField(default=-1)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["cluster", "name"], name="job_once_per_cluster"),
+            models.CheckConstraint(condition=Q(state__in=JobState.values), name="job_state_known"),
+            models.CheckConstraint(
+                condition=Q(min_replicas__gte=1) & Q(min_replicas__lte=F("world_replicas")),
+                name="job_min_replicas_fit",
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Replica(models.Model):
+    """One data-parallel group of a job: the unit that drops and rejoins."""
+
+    id = models.CharField(primary_key=True, max_length=40, default=partial(new_id, "rpl"))
+    job = models.ForeignKey(Job, on_delete=models.CASCADE, related_name="replicas")
+    index = models.PositiveIntegerField()
+    state = models.CharField(
+        max_length=16, choices=ReplicaState.choices, default=ReplicaState.PENDING
+    )
+    state_since = models.DateTimeField()
+
+    class Meta:
+        ordering = ["index"]
+        constraints = [
+            models.UniqueConstraint(fields=["job", "index"], name="replica_once_per_job"),
+            models.CheckConstraint(
+                condition=Q(state__in=ReplicaState.values), name="replica_state_known"
+            ),
+        ]
+
+    @property
+    def colour(self) -> str:
+        return REPLICA_COLOURS[self.state]
+
+
+class Placement(models.Model):
+    """One stay of a replica on a node: one start of its process."""
+
+    id = models.CharField(primary_key=True, max_length=40, default=partial(new_id, "plc"))
+    replica = models.ForeignKey(Replica, on_delete=models.CASCADE, related_name="placements")
+    node = models.ForeignKey(Node, on_delete=models.PROTECT, related_name="placements")
+    state = models.CharField(
+        max_length=16, choices=PlacementState.choices, default=PlacementState.STARTING
+    )
+    pid = models.PositiveIntegerField(null=True)
+    created_at = models.DateTimeField(auto_now_add=True)
+    started_at = models.DateTimeField(null=True)  # its process said hello
+    joined_at = models.DateTimeField(null=True)  # its first committed step
+    ended_at = models.DateTimeField(null=True)
+    end_reason = models.TextField(blank=True)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(
+                fields=["replica"],
+                condition=~Q(state=PlacementState.ENDED),
+                name="placement_one_alive_per_replica",
+            ),
+            models.UniqueConstraint(
+                fields=["node"],
+                condition=~Q(state=PlacementState.ENDED),
+                name="placement_one_alive_per_node",
+            ),
+        ]
+
+
+class ProgressSample(models.Model):
+    """Committed steps as one rank reported them, about one row a second."""
+
+    job = models.ForeignKey(Job, on_delete=models.CASCADE, related_name="progress")
+    step = models.BigIntegerField()
+    steps = models.PositiveIntegerField()
+    epoch = models.BigIntegerField()
+    at = models.DateTimeField()
+    loss = models.FloatField(null=True)
+    grad_norm = models.FloatField(null=True)
+    step_s = models.FloatField()
+    max_gap_s = models.FloatField()
+    samples = models.PositiveIntegerField()
+    replicas = models.JSONField(default=list)
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["job", "step"], name="progress_once_per_step")]
+        indexes = [models.Index(fields=["job", "at"], name="progress_by_time")]
+
+
+class LedgerRange(models.Model):
+    """Which shards of the committed steps `step_from..step_to` were applied, and which were not."""
+
+    job = models.ForeignKey(Job, on_delete=models.CASCADE, related_name="ledger")
+    step_from = models.BigIntegerField()
+    step_to = models.BigIntegerField()
+    epoch = models.BigIntegerField()
+    samples = models.PositiveBigIntegerField()
+    lost = models.JSONField(default=list)
+    duplicated = models.JSONField(default=list)
+    dropped = models.JSONField(default=list)
+    recorded_at = models.DateTimeField(auto_now_add=True)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["job", "step_from"], name="ledger_once_per_step"),
+            models.CheckConstraint(condition=Q(step_to__gte=F("step_from")), name="ledger_in_order"),
+        ]
+
+
+class Interruption(models.Model):
+    """An epoch that ended: by a loss, or at a planned edge to let a replica in."""
+
+    job = models.ForeignKey(Job, on_delete=models.CASCADE, related_name="interruptions")
+    epoch = models.BigIntegerField()  # the epoch that began
+    lost = models.JSONField(default=list)
+    joined = models.JSONField(default=list)
+    replicas = models.JSONField(default=list)
+    taken_over = models.JSONField(default=list)
+    started_at = models.DateTimeField()
+    committed_at = models.DateTimeField()
+    step = models.BigIntegerField()
+    gap_s = models.FloatField()
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["job", "epoch"], name="interruption_once_per_epoch")
+        ]
+
+
+class Checkpoint(models.Model):
+    """A checkpoint that a job said is complete and verified."""
+
+    job = models.ForeignKey(Job, on_delete=models.CASCADE, related_name="checkpoints")
+    step = models.BigIntegerField()
+    tier = models.CharField(max_length=16, choices=Tier.choices)
+    path = models.TextField()
+    bytes = models.PositiveBigIntegerField()
+    digest = models.CharField(max_length=128)
+    stall_s = models.FloatField()
+    seconds = models.FloatField()
+    at = models.DateTimeField()
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["job", "step", "tier"], name="checkpoint_once_per_tier")
+        ]
+
+
+class Directive(models.Model):
+    """An order to a job's runtime, carried down in the answer to its messages."""
+
+    id = models.CharField(primary_key=True, max_length=40, default=partial(new_id, "dir"))
+    job = models.ForeignKey(Job, on_delete=models.CASCADE, related_name="directives")
+    verb = models.CharField(max_length=32)
+    args = models.JSONField(default=dict)
+    created_at = models.DateTimeField(auto_now_add=True)
+    expires_at = models.DateTimeField()

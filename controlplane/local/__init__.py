@@ -1,0 +1,1 @@
+"""The whole product on one machine: embedded services, a demo fleet, and its scenarios."""

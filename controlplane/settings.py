@@ -1,0 +1,190 @@
+"""Settings for every process of the control plane, read from the environment.
+
+`controlplane.local.settings` derives those of a single machine from these.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import structlog
+from django.core.exceptions import ImproperlyConfigured
+
+from controlplane.env import (
+    database_from_url,
+    env_bool,
+    env_float,
+    env_int,
+    env_list,
+    env_str,
+)
+
+BASE_DIR = Path(__file__).resolve().parent.parent
+
+SECRET_KEY = env_str("SECRET_KEY")
+DEBUG = env_bool("DEBUG", False)
+ALLOWED_HOSTS = env_list("ALLOWED_HOSTS", ["localhost", "127.0.0.1", "[::1]"])
+CSRF_TRUSTED_ORIGINS = env_list("CSRF_TRUSTED_ORIGINS", [])
+#: Where people reach the pages; used in links inside incidents.
+PUBLIC_URL = env_str("PUBLIC_URL", "http://127.0.0.1:8000")
+#: Where agents and runtimes reach ingest.
+INGEST_URL = env_str("INGEST_URL", "http://127.0.0.1:8001")
+
+DATABASES = {"default": database_from_url(env_str("DATABASE_URL", "postgresql:///drydock"))}
+REDIS_URL = env_str("REDIS_URL", "redis://127.0.0.1:6379/0")
+
+INSTALLED_APPS = [
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.sessions",
+    "django.contrib.messages",
+    "django.contrib.staticfiles",
+    "django.contrib.humanize",
+    "django_htmx",
+    "rest_framework",
+    "controlplane.accounts",
+    "controlplane.fleet",
+    "controlplane.health",
+    "controlplane.jobs",
+    "controlplane.incidents",
+    "controlplane.ingest",
+    "controlplane.dashboard",
+    "controlplane.local",
+    "workers",
+]
+
+MIDDLEWARE = [
+    "django.middleware.security.SecurityMiddleware",
+    "whitenoise.middleware.WhiteNoiseMiddleware",
+    "controlplane.middleware.RequestIdMiddleware",
+    "controlplane.middleware.ContentSecurityPolicyMiddleware",
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+    "django.middleware.clickjacking.XFrameOptionsMiddleware",
+    "django_htmx.middleware.HtmxMiddleware",
+]
+
+ROOT_URLCONF = "controlplane.urls"
+WSGI_APPLICATION = "controlplane.wsgi.application"
+
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "DIRS": [BASE_DIR / "templates"],
+        "APP_DIRS": False,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ],
+            "builtins": ["controlplane.dashboard.templatetags.drydock"],
+            "libraries": {},
+        },
+    }
+]
+
+AUTH_USER_MODEL = "accounts.User"
+PASSWORD_HASHERS = [
+    "django.contrib.auth.hashers.Argon2PasswordHasher",
+    "django.contrib.auth.hashers.PBKDF2PasswordHasher",
+]
+AUTH_PASSWORD_VALIDATORS = [
+    {"NAME": "django.contrib.auth.password_validation.MinimumLengthValidator"},
+    {"NAME": "django.contrib.auth.password_validation.CommonPasswordValidator"},
+]
+LOGIN_URL = "login"
+LOGIN_REDIRECT_URL = "overview"
+LOGOUT_REDIRECT_URL = "login"
+SESSION_COOKIE_HTTPONLY = True
+SESSION_COOKIE_SAMESITE = "Lax"
+SESSION_COOKIE_SECURE = env_bool("SECURE_COOKIES", PUBLIC_URL.startswith("https://"))
+CSRF_COOKIE_SECURE = SESSION_COOKIE_SECURE
+CSRF_COOKIE_HTTPONLY = False  # htmx sends it back as a header
+X_FRAME_OPTIONS = "DENY"
+SECURE_REFERRER_POLICY = "same-origin"
+
+LANGUAGE_CODE = "en"
+TIME_ZONE = "UTC"
+USE_I18N = False
+USE_TZ = True
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+
+STATIC_URL = "/static/"
+STATIC_ROOT = BASE_DIR / "staticfiles"
+STATICFILES_DIRS = [BASE_DIR / "static"]
+WHITENOISE_USE_FINDERS = True
+
+# --- Celery: the doorbell, never the memory -----------------------------------------------------
+
+CELERY_BROKER_URL = REDIS_URL
+CELERY_TASK_IGNORE_RESULT = True
+CELERY_WORKER_PREFETCH_MULTIPLIER = 1
+CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
+CELERY_BROKER_TRANSPORT_OPTIONS = {"socket_timeout": 5, "socket_connect_timeout": 5}
+CELERY_WORKER_HIJACK_ROOT_LOGGER = False
+
+# --- How patient the automation is ----------------------------------------------------------------
+
+#: A node beats this often, in seconds.
+BEAT_INTERVAL_S = env_float("BEAT_INTERVAL_S", 10)
+#: A node that has not been heard for this long is no longer believed alive, in seconds.
+LEASE_S = env_float("LEASE_S", 30)
+#: How long a worker may hold a playbook step before another may take it, in seconds.
+STEP_LEASE_S = env_float("STEP_LEASE_S", 60)
+#: A node back from repair is watched for this long before it counts as healthy, in seconds.
+SOAK_S = env_float("SOAK_S", 1800)
+#: At most this many nodes of one cluster may be out for repair by automation at once.
+BUDGET_NODES_PER_CLUSTER = env_int("BUDGET_NODES_PER_CLUSTER", 2)
+#: At most this many attempts at one rung of the repair ladder per card and 24 hours.
+REPAIR_ATTEMPTS_PER_DAY = env_int("REPAIR_ATTEMPTS_PER_DAY", 2)
+#: An incident's cause is looked for at most this long after the lease that could explain it.
+CAUSE_WAIT_S = env_float("CAUSE_WAIT_S", 10)
+#: A started replica must be training again within this many seconds.
+REPLICA_START_DEADLINE_S = env_float("REPLICA_START_DEADLINE_S", 600)
+#: A power-cycled node must beat again within this many seconds.
+BOOT_DEADLINE_S = env_float("BOOT_DEADLINE_S", 1200)
+
+if LEASE_S < 2 * BEAT_INTERVAL_S:
+    raise ImproperlyConfigured("LEASE_S must be at least twice BEAT_INTERVAL_S: one beat may be lost")
+
+# --- Logs: an event name and fields ---------------------------------------------------------------
+
+LOG_JSON = env_bool("LOG_JSON", True)
+_shared_processors = [
+    structlog.contextvars.merge_contextvars,
+    structlog.stdlib.add_log_level,
+    structlog.stdlib.add_logger_name,
+    structlog.processors.TimeStamper(fmt="iso", utc=True),
+]
+structlog.configure(
+    processors=[
+        structlog.stdlib.filter_by_level,
+        *_shared_processors,
+        structlog.processors.format_exc_info,
+        structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+    ],
+    logger_factory=structlog.stdlib.LoggerFactory(),
+    cache_logger_on_first_use=True,
+)
+LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {
+        "structured": {
+            "()": structlog.stdlib.ProcessorFormatter,
+            "processor": (
+                structlog.processors.JSONRenderer()
+                if LOG_JSON
+                else structlog.dev.ConsoleRenderer(colors=False)
+            ),
+            "foreign_pre_chain": _shared_processors,
+        }
+    },
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "structured"}},
+    "root": {"handlers": ["stderr"], "level": env_str("LOG_LEVEL", "INFO")},
+    "loggers": {"django.request": {"level": "ERROR"}},
+}

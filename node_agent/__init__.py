@@ -1,0 +1,1 @@
+"""One daemon per node: reports health, executes signed commands, starts ranks."""

@@ -1,0 +1,292 @@
+"""The messages between a node agent and the control plane: their one definition.
+
+The agent encodes them, `controlplane.ingest` decodes them. Everything travels as JSON over HTTP.
+This module must stay importable with msgspec alone: no Django, no torch, no I/O.
+
+Paths (all POST, all under the ingest address):
+
+    /v1/enroll             Enroll         -> EnrollAnswer      proves itself by a join token
+    /v1/beat               Beat           -> BeatAnswer        replaceable, never in Postgres
+    /v1/report             Report         -> Accepted          the full inventory, on change
+    /v1/events             Events         -> Accepted          committed before it is answered
+    /v1/commands/poll      CommandPoll    -> Commands          long poll
+    /v1/commands/result    CommandResult  -> Accepted          committed before it is answered
+
+Every request but `enroll` is signed by the node's own Ed25519 key; see `signing_input`. A refused
+request is answered with a `Problem` (4xx or 5xx).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+PROTOCOL = 1
+
+#: A request body above this many bytes is refused with 413 (`body_too_large`).
+MAX_BODY_BYTES = 1_048_576
+#: Longest wait that a `CommandPoll` may ask for, in seconds.
+MAX_POLL_S = 25.0
+#: A signed request whose `Drydock-Time` is further than this from the server's clock is refused.
+MAX_CLOCK_SKEW_S = 300.0
+
+HEADER_NODE = "Drydock-Node"
+HEADER_TIME = "Drydock-Time"
+HEADER_SIGNATURE = "Drydock-Signature"
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
+Id = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.:-]+$")]
+Text = Annotated[str, msgspec.Meta(max_length=8192)]
+Short = Annotated[str, msgspec.Meta(max_length=255)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+#: Seconds since the Unix epoch, by the sender's clock.
+UnixTime = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+
+
+def signing_input(path: str, node_id: str, time: str, body: bytes) -> bytes:
+    """The bytes that a node signs for one request; `time` is the header's text, verbatim."""
+    digest = hashlib.sha256(body).hexdigest()
+    return f"drydock-request-v1\n{path}\n{node_id}\n{time}\n{digest}".encode()
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A message from an agent: unknown fields are refused, so that a typo cannot pass unseen."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer to an agent: unknown fields are ignored, so that an older agent keeps working."""
+
+
+# --- what a node is ---------------------------------------------------------------------------
+
+
+class GpuInfo(Message):
+    """One card. A card is known by its UUID and serial, wherever it is plugged in."""
+
+    index: Annotated[int, msgspec.Meta(ge=0, le=63)]
+    uuid: Id
+    serial: Id
+    model: Short
+    pci_address: Short
+    memory_bytes: Count
+
+
+class Inventory(Message):
+    gpus: Annotated[list[GpuInfo], msgspec.Meta(max_length=64)]
+    cpus: Count
+    memory_bytes: Count
+    kernel: Short
+    driver_version: Short
+    simulated: bool = False
+
+
+class GpuReading(Message):
+    """One card's sensors. `None` means "could not be read", which is never the same as zero."""
+
+    uuid: Id
+    temperature_c: float | None = None
+    power_w: float | None = None
+    utilization: float | None = None
+    sm_clock_mhz: float | None = None
+    memory_used_bytes: float | None = None
+    ecc_corrected: float | None = None
+    ecc_uncorrected: float | None = None
+    pcie_replays: float | None = None
+
+
+class ProcessInfo(Message):
+    """A process that the agent started (or adopted after its own restart) and that still runs."""
+
+    kind: Literal["rank", "coordinator"]
+    job: Id
+    placement: Id
+    pid: Count
+    started_at: UnixTime
+    replica: int | None = None
+    rank: int | None = None
+
+
+# --- requests ---------------------------------------------------------------------------------
+
+
+class Enroll(Message):
+    join_token: Short
+    name: Name
+    #: Ed25519 public key, 32 raw bytes in base64.
+    public_key: Annotated[str, msgspec.Meta(min_length=44, max_length=44)]
+    boot_id: Id
+    #: Host name or address at which other nodes reach this one.
+    address: Short
+    agent_version: Short
+    inventory: Inventory
+    rack: Short = ""
+
+
+class Beat(Message):
+    boot_id: Id
+    seq: Count
+    at: UnixTime
+    #: Digest of the last full report; the server asks for a report when it knows another one.
+    report_digest: Short = ""
+    readings: Annotated[list[GpuReading], msgspec.Meta(max_length=64)] = []
+
+
+class Report(Message):
+    boot_id: Id
+    at: UnixTime
+    digest: Short
+    agent_version: Short
+    inventory: Inventory
+    processes: Annotated[list[ProcessInfo], msgspec.Meta(max_length=256)] = []
+
+
+EventKind = Literal[
+    "boot",  # the agent's first word after a boot; boot_id is new
+    "kernel_line",  # raw is the kernel's line, verbatim
+    "process_exited",  # data: kind, job, replica, rank, placement, pid, exit_code, signal
+    "coordinator_restarted",  # data: job, placement, address
+    "gpu_unreadable",  # the card does not answer
+]
+
+
+class Event(Message):
+    """One thing that happened. Never replaceable: the agent spools it until it is accepted."""
+
+    id: Id
+    kind: EventKind
+    at: UnixTime
+    boot_id: Id
+    source: Short
+    gpu_uuid: Short = ""
+    raw: Text = ""
+    data: dict[str, Any] = {}
+
+
+class Events(Message):
+    events: Annotated[list[Event], msgspec.Meta(min_length=1, max_length=500)]
+
+
+class CommandPoll(Message):
+    boot_id: Id
+    #: How long the server may hold the request when it has nothing, in seconds.
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_POLL_S)] = 20.0
+
+
+class CommandResult(Message):
+    id: Id
+    #: `refused`: signature, node, expiry, allow-list or journal said no; nothing was executed.
+    state: Literal["done", "failed", "refused"]
+    at: UnixTime
+    output: dict[str, Any] = {}
+    error: Text = ""
+
+
+# --- answers ----------------------------------------------------------------------------------
+
+
+class EnrollAnswer(Answer):
+    node_id: str
+    #: The control plane's Ed25519 public keys, base64; a command must verify under one of them.
+    command_keys: list[str]
+    beat_interval_s: float
+    lease_s: float
+
+
+class BeatAnswer(Answer):
+    next_in_s: float
+    want_report: bool = False
+
+
+class Accepted(Answer):
+    #: Ids that are now safe in Postgres; the sender may forget them.
+    ids: list[str] = []
+
+
+class SignedCommand(Answer):
+    #: JSON text of a `Command`, exactly as signed.
+    payload: str
+    #: Ed25519 over `COMMAND_CONTEXT + payload`, base64.
+    signature: str
+
+
+class Commands(Answer):
+    commands: list[SignedCommand] = []
+
+
+class Problem(Answer):
+    """Why a request was refused, after RFC 9457. `code` is stable, `field` names what to mend."""
+
+    status: int
+    code: str
+    title: str
+    detail: str
+    field: str = ""
+
+
+# --- commands ---------------------------------------------------------------------------------
+
+COMMAND_CONTEXT = b"drydock-command-v1\n"
+
+
+class StartCoordinator(Message, tag="start_coordinator", tag_field="verb"):
+    """Start `python -m runtime.replica.coordinator` for a job.
+
+    Result output: `address` ("host:port") and `pid`.
+    """
+
+    job: Id
+    placement: Id
+    token: Short
+    min_replicas: Annotated[int, msgspec.Meta(ge=1)]
+    #: 0 lets the node choose; a restart names the port it had.
+    port: Port = 0
+
+
+class StartRank(Message, tag="start_rank", tag_field="verb"):
+    """Start one rank of a replica. Result output: `pid`, `started_at`."""
+
+    job: Id
+    placement: Id
+    replica: Count
+    rank: Count
+    world_replicas: Annotated[int, msgspec.Meta(ge=1)]
+    coordinator: Short
+    token: Short
+    ingest_url: Short
+    #: A name from the agent's own table of allowed programs, never a path or a shell line.
+    program: Name
+    #: Handed to the program as DRYDOCK_OPTIONS (a JSON object).
+    options: dict[str, Any] = {}
+
+
+class StopProcess(Message, tag="stop_process", tag_field="verb"):
+    """SIGTERM, then SIGKILL after `grace_s`. Idempotent. Result output: `stopped` (bool)."""
+
+    placement: Id
+    grace_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 10.0
+
+
+class Diagnose(Message, tag="diagnose", tag_field="verb"):
+    """Run the node's diagnostics.
+
+    Result output: `passed` (bool), `tests` (list of {name, outcome, detail, seconds}); an outcome
+    is "passed", "failed" or "skipped", and a skipped test is not a passed one.
+    """
+
+    level: Literal[1, 2] = 1
+
+
+Verb = StartCoordinator | StartRank | StopProcess | Diagnose
+
+
+class Command(Message):
+    """What the control plane signs. `id` is the fence: a journal refuses an id it has seen."""
+
+    id: Id
+    node_id: Id
+    issued_at: UnixTime
+    expires_at: UnixTime
+    action: Verb

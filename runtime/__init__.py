@@ -1,0 +1,1 @@
+"""A library inside training jobs: replicas that drop and rejoin, checkpoints, watchdogs."""
