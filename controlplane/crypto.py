@@ -40,7 +40,9 @@ def unseal(sealed: str) -> str:
     try:
         return _fernet().decrypt(sealed.encode()).decode()
     except InvalidToken:
-        raise ValueError("this credential was sealed under another SECRET_KEY; set it anew") from None
+        raise ValueError(
+            "this credential was sealed under another SECRET_KEY; set it anew"
+        ) from None
 
 
 def sign_command(payload: str) -> str:
@@ -50,8 +52,10 @@ def sign_command(payload: str) -> str:
 
 def command_public_keys() -> list[str]:
     """The keys under which agents verify commands, in base64."""
-    raw = _signing_key().public_key().public_bytes(
-        serialization.Encoding.Raw, serialization.PublicFormat.Raw
+    raw = (
+        _signing_key()
+        .public_key()
+        .public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
     )
     return [base64.b64encode(raw).decode()]
 

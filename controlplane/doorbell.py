@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import redis
 import structlog
-from celery import current_app
+from celery import Celery
 from django.conf import settings
 from django.db import transaction
 from kombu.exceptions import OperationalError
@@ -17,20 +17,25 @@ log = structlog.get_logger(__name__)
 DRAIN_TASK = "workers.drain"
 COMMANDS_CHANNEL = "drydock:commands"
 
+_celery = Celery("drydock-doorbell")
+_celery.config_from_object("django.conf:settings", namespace="CELERY")
 _redis = redis.Redis.from_url(
     settings.REDIS_URL, socket_timeout=2, socket_connect_timeout=2, decode_responses=True
 )
 
 
-def ring_after_commit() -> None:
+def ring_after_commit(subject: str = "") -> None:
     """Wake the workers once the present transaction is committed."""
-    transaction.on_commit(ring)
+    transaction.on_commit(lambda: ring(subject))
 
 
-def ring() -> None:
-    """Wake the workers: there may be signals to triage or steps to take."""
+def ring(subject: str = "") -> None:
+    """Wake the workers: there may be signals to triage or steps to take.
+
+    `subject` ("node/<id>", "job/<id>", "step/<id>") also wakes the steps that wait for its news.
+    """
     try:
-        current_app.send_task(DRAIN_TASK, ignore_result=True, retry=False)
+        _celery.send_task(DRAIN_TASK, [subject], ignore_result=True, retry=False)
     except (OperationalError, redis.RedisError, OSError) as error:
         log.warning("doorbell.lost", error=str(error))
 

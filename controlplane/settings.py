@@ -149,7 +149,9 @@ REPLICA_START_DEADLINE_S = env_float("REPLICA_START_DEADLINE_S", 600)
 BOOT_DEADLINE_S = env_float("BOOT_DEADLINE_S", 1200)
 
 if LEASE_S < 2 * BEAT_INTERVAL_S:
-    raise ImproperlyConfigured("LEASE_S must be at least twice BEAT_INTERVAL_S: one beat may be lost")
+    raise ImproperlyConfigured(
+        "LEASE_S must be at least twice BEAT_INTERVAL_S: one beat may be lost"
+    )
 
 # --- Logs: an event name and fields ---------------------------------------------------------------
 

@@ -11,8 +11,26 @@ key, so a batch that is sent twice changes nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import http.client
+import json
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from http import HTTPStatus
 from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
+
+log = logging.getLogger("drydock.client")
+
+INTERVAL_S = 1.0
+MAX_BACKOFF_S = 15.0
+POST_TIMEOUT_S = 5.0
+MAX_QUEUED = 10_000
+MAX_PER_POST = 200
 
 #: The environment that a launcher (the node agent, or a person) gives to each rank.
 ENV_JOB = "DRYDOCK_JOB"
@@ -172,3 +190,124 @@ class Reply:
     #: Highest step up to which the control plane holds the ledger without a gap; -1 for none.
     ledger_step: int = -1
     directives: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Sender:
+    """Tells the control plane, in the background, for as long as it takes.
+
+    What `tell` was given is kept, bounded, until it is answered. Before each POST `gather` gives
+    what happened since the last one, and `ledger` what a control plane that holds everything up to
+    a step does not know yet. With no `url` everything is accepted and nothing is sent.
+    """
+
+    def __init__(
+        self, url: str, token: str, *, job: str, replica: int, rank: int, placement: str
+    ) -> None:
+        self.job = job
+        self.replica = replica
+        self.rank = rank
+        self.placement = placement
+        self.ledger_step: int | None = None  # what the control plane said it holds; None: unknown
+        self.gather: Callable[[], list[Message]] = list
+        self.ledger: Callable[[int], list[Ledger]] = _no_ledger
+        self.on_directive: Callable[[Directive], None] = _ignore
+        self.speaks = False  # the lowest live replica asks for directives even with no news
+        self._url = urlsplit(url.rstrip("/") + "/v1/runtime") if url else None
+        self._token = token
+        self._queue: deque[Message] = deque(maxlen=MAX_QUEUED)  # the oldest give way
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._obeyed: deque[str] = deque(maxlen=256)
+        self._thread = threading.Thread(target=self._run, name="drydock-sender", daemon=True)
+
+    def start(self) -> None:
+        if self._url is not None:
+            self._thread.start()
+
+    def tell(self, message: Message) -> None:
+        """Queue a message and send it at once."""
+        if self._url is not None:
+            self._queue.append(message)
+            self._wake.set()
+
+    def close(self, timeout_s: float) -> None:
+        """Try once more to send what is left, for so long at most."""
+        self._closing.set()
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        backoff_s = 0.0
+        while not self._closing.is_set():
+            if backoff_s:
+                # The door is shut: a new message is no reason to knock sooner.
+                self._closing.wait(backoff_s * (0.5 + random.random()))  # noqa: S311 - jitter
+            else:
+                self._wake.wait(INTERVAL_S)
+            self._wake.clear()
+            backoff_s = 0.0 if self._post() else min(max(2 * backoff_s, 0.5), MAX_BACKOFF_S)
+        while self._post() and self._queue:
+            pass
+
+    def _post(self) -> bool:
+        """One batch; True if the control plane holds it now, or if there was nothing to say."""
+        self._queue.extend(self.gather())
+        kept = list(self._queue)[:MAX_PER_POST]
+        known = [] if self.ledger_step is None else self.ledger(self.ledger_step)
+        if not kept and not known and not self.speaks:
+            return True
+        batch = Batch(
+            job=self.job,
+            replica=self.replica,
+            rank=self.rank,
+            placement=self.placement,
+            sent_at=time.time(),
+            messages=[{"type": m.type, **asdict(m)} for m in [*kept, *known[:MAX_PER_POST]]],
+        )
+        try:
+            reply = self._request(json.dumps(asdict(batch)).encode())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            log.debug("post_failed error=%r", error)
+            return False
+        for message in kept:
+            if self._queue and self._queue[0] is message:
+                self._queue.popleft()
+        self.ledger_step = int(reply.get("ledger_step", -1))
+        for raw in reply.get("directives", []):
+            self._obey(Directive(id=raw["id"], verb=raw["verb"], args=raw.get("args", {})))
+        return True
+
+    def _obey(self, directive: Directive) -> None:
+        if directive.id not in self._obeyed:
+            self._obeyed.append(directive.id)
+            self.on_directive(directive)
+
+    def _request(self, body: bytes) -> dict[str, Any]:
+        assert self._url is not None  # noqa: S101 - start() checked
+        kind = (
+            http.client.HTTPSConnection
+            if self._url.scheme == "https"
+            else http.client.HTTPConnection
+        )
+        connection = kind(self._url.netloc, timeout=POST_TIMEOUT_S)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._token}"}
+        try:
+            connection.request("POST", self._url.path, body, headers)
+            response = connection.getresponse()
+            data = response.read()
+        finally:
+            connection.close()
+        if response.status != HTTPStatus.OK:
+            raise ValueError(f"the control plane answered {response.status}: {data[:200]!r}")
+        reply: dict[str, Any] = json.loads(data)
+        return reply
+
+
+def _no_ledger(_step: int) -> list[Ledger]:
+    """Until the training loop listens, nothing was trained."""
+    return []
+
+
+def _ignore(_directive: Directive) -> None:
+    """Until the training loop listens, a directive has nobody to obey it."""

@@ -56,7 +56,7 @@ def create_user(
 
 @transaction.atomic
 def grant_role(actor: Actor, user: User, role: Role, cluster_id: str | None) -> Grant:
-    """Give a role in one cluster, or everywhere if `cluster_id` is None. Replaces an earlier one."""
+    """Give a role in one cluster (everywhere if None), in place of the one there was."""
     grant, _ = Grant.objects.update_or_create(
         user=user, cluster_id=cluster_id, defaults={"role": role}
     )

@@ -55,7 +55,14 @@ EDGES: dict[NodeState, frozenset[NodeState]] = {
 
 #: States in which automation has taken a node out: what the budget of a cluster counts.
 TAKEN_OUT = frozenset(
-    {_S.DRAINING, _S.DRAIN_FAILED, _S.QUARANTINED, _S.REPAIRING, _S.REPAIR_FAILED, _S.VALIDATION_FAILED}
+    {
+        _S.DRAINING,
+        _S.DRAIN_FAILED,
+        _S.QUARANTINED,
+        _S.REPAIRING,
+        _S.REPAIR_FAILED,
+        _S.VALIDATION_FAILED,
+    }
 )
 
 #: Colour by state, as a CSS class: colour only for what needs a person.

@@ -23,7 +23,9 @@ class Cluster(models.Model):
     class Meta:
         ordering = ["name"]
         constraints = [
-            models.CheckConstraint(condition=Q(gpu_hour_price__gte=0), name="cluster_price_positive")
+            models.CheckConstraint(
+                condition=Q(gpu_hour_price__gte=0), name="cluster_price_positive"
+            )
         ]
 
     def __str__(self) -> str:
@@ -60,7 +62,9 @@ class JoinToken(models.Model):
 
     class Meta:
         constraints = [
-            models.CheckConstraint(condition=Q(uses__lte=F("max_uses")), name="join_token_not_overused")
+            models.CheckConstraint(
+                condition=Q(uses__lte=F("max_uses")), name="join_token_not_overused"
+            )
         ]
 
 
@@ -73,9 +77,7 @@ class Node(models.Model):
     name = models.CharField(max_length=63)
     address = models.CharField(max_length=255)
 
-    state = models.CharField(
-        max_length=20, choices=NodeState.choices, default=NodeState.ENROLLED
-    )
+    state = models.CharField(max_length=20, choices=NodeState.choices, default=NodeState.ENROLLED)
     state_since = models.DateTimeField()
     state_reason = models.TextField(blank=True)
     #: A transient state falls into its failed twin at this moment.
@@ -101,7 +103,9 @@ class Node(models.Model):
         ordering = ["name"]
         constraints = [
             models.UniqueConstraint(fields=["cluster", "name"], name="node_once_per_cluster"),
-            models.CheckConstraint(condition=Q(state__in=NodeState.values), name="node_state_known"),
+            models.CheckConstraint(
+                condition=Q(state__in=NodeState.values), name="node_state_known"
+            ),
             models.CheckConstraint(
                 condition=Q(state__in=sorted(TRANSIENT), state_deadline__isnull=False)
                 | Q(state__in=[s for s in NodeState if s not in TRANSIENT], state_deadline=None),
@@ -202,7 +206,9 @@ class Command(models.Model):
 
     class Meta:
         constraints = [
-            models.UniqueConstraint(fields=["requester", "verb"], name="command_once_per_requester"),
+            models.UniqueConstraint(
+                fields=["requester", "verb"], name="command_once_per_requester"
+            ),
             models.CheckConstraint(
                 condition=Q(state__in=CommandState.values), name="command_state_known"
             ),

@@ -12,6 +12,7 @@ class SignalKind(TextChoices):
     COORDINATOR_RESTARTED = "coordinator_restarted", "Coordinator restarted"
     GPU_UNREADABLE = "gpu_unreadable", "GPU unreadable"
     PEER_LOST = "peer_lost", "Peer lost"  # told by a surviving replica
+    JOB_TROUBLE = "job_trouble", "Trouble in a job"  # told by a rank
     LEASE_LOST = "lease_lost", "Lease lost"  # found by the keeper
 
 

@@ -39,7 +39,9 @@ class Signal(models.Model):
             models.Index(fields=["node", "-observed_at"], name="signal_by_node"),
         ]
         constraints = [
-            models.CheckConstraint(condition=Q(kind__in=SignalKind.values), name="signal_kind_known")
+            models.CheckConstraint(
+                condition=Q(kind__in=SignalKind.values), name="signal_kind_known"
+            )
         ]
 
 

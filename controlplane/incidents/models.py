@@ -103,9 +103,7 @@ class PlaybookRun(models.Model):
     """One execution of a playbook: a snapshot of its version, its steps, what it learnt so far."""
 
     id = models.CharField(primary_key=True, max_length=40, default=partial(new_id, "run"))
-    incident = models.ForeignKey(
-        Incident, null=True, on_delete=models.CASCADE, related_name="runs"
-    )
+    incident = models.ForeignKey(Incident, null=True, on_delete=models.CASCADE, related_name="runs")
     cluster = models.ForeignKey(Cluster, on_delete=models.PROTECT)
     job = models.ForeignKey(Job, null=True, on_delete=models.PROTECT, related_name="runs")
     node = models.ForeignKey(Node, null=True, on_delete=models.PROTECT, related_name="runs")
@@ -169,7 +167,9 @@ class PlaybookStep(models.Model):
         ordering = ["run", "position"]
         constraints = [
             models.UniqueConstraint(fields=["run", "position"], name="step_once_per_position"),
-            models.CheckConstraint(condition=Q(state__in=StepState.values), name="step_state_known"),
+            models.CheckConstraint(
+                condition=Q(state__in=StepState.values), name="step_state_known"
+            ),
             models.CheckConstraint(
                 condition=(Q(state=StepState.RUNNING) & ~Q(lock_token=""))
                 | (~Q(state=StepState.RUNNING) & Q(lock_token="")),

@@ -48,6 +48,8 @@ class Job(models.Model):
     samples_per_s = models.FloatField(null=True)
     #: The sample ledger is held without a gap up to this step.
     ledger_step = models.BigIntegerField(default=-1)
+    #: Steps committed once, rolled back to a checkpoint, and trained again.
+    recomputed_steps = models.BigIntegerField(default=0)
 
     class Meta:
         constraints = [
@@ -135,7 +137,9 @@ class ProgressSample(models.Model):
     replicas = models.JSONField(default=list)
 
     class Meta:
-        constraints = [models.UniqueConstraint(fields=["job", "step"], name="progress_once_per_step")]
+        constraints = [
+            models.UniqueConstraint(fields=["job", "step"], name="progress_once_per_step")
+        ]
         indexes = [models.Index(fields=["job", "at"], name="progress_by_time")]
 
 
@@ -155,7 +159,9 @@ class LedgerRange(models.Model):
     class Meta:
         constraints = [
             models.UniqueConstraint(fields=["job", "step_from"], name="ledger_once_per_step"),
-            models.CheckConstraint(condition=Q(step_to__gte=F("step_from")), name="ledger_in_order"),
+            models.CheckConstraint(
+                condition=Q(step_to__gte=F("step_from")), name="ledger_in_order"
+            ),
         ]
 
 

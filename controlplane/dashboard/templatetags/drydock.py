@@ -1,7 +1,278 @@
-"""Filters and tags of every template."""
+"""Filters and tags of every template: times, numbers, icons and the words of a state."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
 from django import template
+from django.templatetags.static import static
+from django.utils import timezone
+from django.utils.html import conditional_escape, format_html, format_html_join
+from django.utils.safestring import SafeString, mark_safe
 
 register = template.Library()
+
+NOTHING = mark_safe('<span class="nothing">–</span>')
+
+
+# --- Time -----------------------------------------------------------------------------------------
+
+
+@register.filter
+def ago(moment: datetime | None) -> SafeString:
+    """“4 min ago”, kept ticking by the page, with the exact time on hover."""
+    return _time(moment, "ago", "{} ago") if moment else NOTHING
+
+
+@register.filter
+def since(moment: datetime | None) -> SafeString:
+    """“4 min”: how long something has lasted until now."""
+    return _time(moment, "age", "{}") if moment else NOTHING
+
+
+@register.filter
+def clock(moment: datetime | None) -> SafeString:
+    """“03:12:07” in UTC, with the date on hover."""
+    if moment is None:
+        return NOTHING
+    utc = moment.astimezone(UTC)
+    return format_html(
+        '<time datetime="{}" title="{}">{}</time>',
+        utc.isoformat(),
+        _exact(utc),
+        utc.strftime("%H:%M:%S"),
+    )
+
+
+@register.filter
+def offset(moment: datetime, start: datetime) -> SafeString:
+    """“+0.31 s”: how long after `start`, with the exact time on hover."""
+    delta = (moment - start).total_seconds()
+    utc = moment.astimezone(UTC)
+    return format_html(
+        '<time class="offset" datetime="{}" data-time="{}" title="{}">{}{}</time>',
+        utc.isoformat(),
+        utc.timestamp(),
+        _exact(utc),
+        "−" if delta < 0 else "+",
+        seconds(abs(delta)),
+    )
+
+
+def _time(moment: datetime, mode: str, words: str) -> SafeString:
+    age = coarse((timezone.now() - moment).total_seconds())
+    return format_html(
+        '<time datetime="{}" data-tick="{}" title="{}">{}</time>',
+        moment.astimezone(UTC).isoformat(),
+        mode,
+        _exact(moment.astimezone(UTC)),
+        words.format(age),
+    )
+
+
+def _exact(utc: datetime) -> str:
+    return utc.strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + " UTC"
+
+
+@register.filter
+def coarse(seconds: float) -> str:
+    """“12 s”, “4 min”, “3 h 05 min”, “6 d”: an age. The page's script counts in the same words."""
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min"
+    if whole < 2 * 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d"
+
+
+@register.filter
+def seconds(value: float | None) -> str | SafeString:
+    """A measured duration: “84 ms”, “0.31 s”, “12.4 s”, “3 m 04 s”, “2 h 05 m”."""
+    if value is None:
+        return NOTHING
+    size = abs(value)
+    if size < 0.0995:
+        return f"{value * 1000:.0f} ms"
+    if size < 9.995:
+        return f"{value:.2f} s"
+    if size < 59.95:
+        return f"{value:.1f} s"
+    whole = round(size)
+    if whole < 3600:
+        return f"{whole // 60} m {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
+
+
+@register.filter
+def until(start: datetime | None, end: datetime | None) -> str | SafeString:
+    """The duration between two moments."""
+    if start is None or end is None:
+        return NOTHING
+    return seconds((end - start).total_seconds())
+
+
+# --- Numbers --------------------------------------------------------------------------------------
+
+
+@register.filter
+def number(value: float | None, digits: int = 0) -> str | SafeString:
+    """1234567 as “1 234 567”, with thin spaces, to `digits` decimals."""
+    if value is None:
+        return NOTHING
+    return f"{value:,.{digits}f}".replace(",", "\u202f")
+
+
+@register.filter
+def amount(value: float | None) -> str | SafeString:
+    """A measured number to three or four significant digits."""
+    if value is None:
+        return NOTHING
+    if abs(value) >= 1000:
+        return number(value)
+    return f"{value:.4g}" if abs(value) < 10 else f"{value:.1f}"
+
+
+@register.filter
+def size(value: float | None) -> str | SafeString:
+    """Bytes as “64.0 MiB”."""
+    if value is None:
+        return NOTHING
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+@register.filter
+def ranks(values: list[int]) -> str:
+    """[0, 2, 3] as “0, 2, 3”."""
+    return ", ".join(str(value) for value in values)
+
+
+@register.filter
+def short_id(value: str) -> str:
+    """The tail of an id, enough to tell two apart."""
+    return value[-6:]
+
+
+# --- Pieces of pages ------------------------------------------------------------------------------
+
+#: The sign of each colour: a state is told by its shape as well.
+SIGNS = {"good": "ok", "busy": "busy", "warn": "warn", "bad": "bad", "quiet": "quiet"}
+
+
+@register.simple_tag
+def icon(name: str) -> SafeString:
+    """One symbol of the sprite, hidden from screen readers: words stand beside it."""
+    return format_html(
+        '<svg class="icon" aria-hidden="true" focusable="false"><use href="{}#{}"></use></svg>',
+        static("icons.svg"),
+        name,
+    )
+
+
+@register.inclusion_tag("_pill.html")
+def pill(thing: Any, testid: str = "") -> dict[str, Any]:
+    """The state of anything that has `state`, `colour` and `get_state_display`."""
+    return {
+        "label": thing.get_state_display(),
+        "state": thing.state,
+        "colour": thing.colour,
+        "sign": SIGNS[thing.colour],
+        "testid": testid,
+    }
+
+
+@register.filter
+def job_colour(job: Any) -> str:
+    """A job runs well only with all of its replicas; one that was stopped is nobody's trouble."""
+    if job.state == "failed":
+        return "bad"
+    if job.state == "running":
+        return "good" if job.active_replicas >= job.world_replicas else "warn"
+    return "busy" if job.state in ("pending", "starting", "stopping") else "quiet"
+
+
+@register.filter
+def sign(colour: str) -> str:
+    return SIGNS[colour]
+
+
+@register.filter
+def node_colour(node: Any) -> str:
+    """A node that is not heard is bad news whatever its state says."""
+    return node.colour if node.lease_ok or node.colour in ("bad", "quiet") else "bad"
+
+
+@register.filter
+def evidence(value: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A JSON object as label and text, for a definition list."""
+    return [(key.replace("_", " "), _told(item)) for key, item in value.items()]
+
+
+def _told(item: Any) -> str:
+    if item is None or item == "" or item == []:
+        return "–"
+    if isinstance(item, bool):
+        return "yes" if item else "no"
+    if isinstance(item, float):
+        return f"{item:.6g}"
+    if isinstance(item, list) and not any(isinstance(part, dict | list) for part in item):
+        return ", ".join(_told(part) for part in item)
+    if isinstance(item, dict | list):
+        return json.dumps(item, ensure_ascii=False)
+    return str(item)
+
+
+# --- Prose ----------------------------------------------------------------------------------------
+
+
+@register.filter
+def prose(text: str) -> SafeString:
+    """A small part of Markdown: headings, lists, paragraphs, **strong**, `code`. Never raw HTML."""
+    blocks = re.split(r"\n\s*\n", text.replace("\r\n", "\n").strip())
+    return mark_safe("\n".join(_block(lines) for block in blocks for lines in _parts(block)))
+
+
+def _parts(block: str) -> list[list[str]]:
+    """Lines of one block, parted where their kind changes: a heading ends with its line."""
+    parts: list[list[str]] = []
+    for line in block.split("\n"):
+        same = parts and _kind(parts[-1][0]) == _kind(line) != "heading"
+        if same:
+            parts[-1].append(line)
+        elif line.strip():
+            parts.append([line])
+    return parts
+
+
+def _kind(line: str) -> str:
+    if re.match(r"#{1,6} ", line):
+        return "heading"
+    return "list" if re.match(r"\s*[-*] ", line) else "text"
+
+
+def _block(lines: list[str]) -> SafeString:
+    match _kind(lines[0]):
+        case "heading":
+            # Its own page has an h1 and its section an h2.
+            level = min(6, len(lines[0]) - len(lines[0].lstrip("#")) + 2)
+            words = _inline(lines[0].lstrip("# "))
+            return format_html("<h{}>{}</h{}>", level, words, level)
+        case "list":
+            items = ((_inline(re.sub(r"^\s*[-*] ", "", line)),) for line in lines)
+            return format_html("<ul>{}</ul>", format_html_join("", "<li>{}</li>", items))
+    return format_html("<p>{}</p>", _inline("\n".join(lines)))
+
+
+def _inline(text: str) -> SafeString:
+    escaped = str(conditional_escape(text))
+    escaped = re.sub(r"`([^`]+)`", r"<code>\1</code>", escaped)
+    return mark_safe(re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", escaped))

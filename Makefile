@@ -1,0 +1,61 @@
+# Thin: each target is a line or two that a person could type.
+#   make up                    the whole product on this machine, at http://127.0.0.1:8000
+#   make up NODES=12 PORT=9000 with more simulated nodes, on another port
+
+NODES ?= 8
+PORT ?= 8000
+INGEST_PORT ?= 8001
+
+PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3,$(shell \
+	command -v $(name) >/dev/null 2>&1 && \
+	$(name) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && \
+	echo $(name))))
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
+# Says what is being fetched, not all that has been considered.
+BRIEFLY := | sed -u -n -e 's/^Installing collected.*/  installing/p' -e '/^ *Downloading /p'
+SHELL := /bin/bash -o pipefail
+
+.PHONY: install up down reset test lint bench
+
+install: .venv/installed
+
+up: install
+	@exec $(BIN)/python manage.py up --nodes $(NODES) --port $(PORT) --ingest-port $(INGEST_PORT)
+
+down:
+	@$(BIN)/python manage.py down
+
+reset:
+	@$(BIN)/python manage.py reset
+
+test: lint
+	$(BIN)/python manage.py makemigrations --check --dry-run
+	$(BIN)/python -m pytest
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy .
+	$(BIN)/lint-imports
+
+bench: .venv/installed-dev
+	@for file in benchmarks/bench_*.py; do $(BIN)/python "$$file" || exit 1; done
+
+# --- environment ----------------------------------------------------------------------------------
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "Drydock needs Python 3.11 or later with its venv module:" \
+		"install it (Debian: apt install python3-venv), or name it: make up PYTHON=/path" >&2; exit 1; }
+	@echo "making .venv with $(PYTHON)"
+	@$(PYTHON) -m venv .venv
+
+.venv/installed: requirements.lock | .venv/bin/python
+	@echo "installing packages into .venv: some minutes the first time, torch is the largest"
+	@$(PIP) -r requirements.lock $(BRIEFLY)
+	@touch $@
+
+.venv/installed-dev: requirements-dev.lock .venv/installed
+	@echo "installing development tools into .venv"
+	@$(PIP) -r requirements-dev.lock $(BRIEFLY)
+	@touch $@

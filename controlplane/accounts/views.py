@@ -1,0 +1,67 @@
+"""Signing in and out, and the decorator that every page stands behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+from urllib.parse import urlsplit
+
+from django.conf import settings
+from django.contrib.auth.forms import AuthenticationForm
+from django.contrib.auth.views import LoginView, LogoutView
+from django.contrib.auth.views import redirect_to_login
+from django.core.exceptions import ValidationError
+from django.http import HttpRequest, HttpResponse
+from django.shortcuts import resolve_url
+from django_htmx.http import HttpResponseClientRedirect
+
+from controlplane.accounts import throttle
+
+View = Callable[..., HttpResponse]
+
+
+def signed_in(view: View) -> View:
+    """Send whoever is not signed in to the login page, also from within a live update."""
+
+    @wraps(view)
+    def guarded(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        if request.user.is_authenticated:
+            return view(request, *args, **kwargs)
+        if request.htmx:  # type: ignore[attr-defined]
+            page = urlsplit(request.htmx.current_url_abs_path or "/").path  # type: ignore[attr-defined]
+            login = redirect_to_login(page, resolve_url(settings.LOGIN_URL))
+            return HttpResponseClientRedirect(login.url)
+        return redirect_to_login(request.get_full_path(), resolve_url(settings.LOGIN_URL))
+
+    return guarded
+
+
+class LoginForm(AuthenticationForm):
+    """Django's, behind the throttle."""
+
+    error_messages = {
+        "invalid_login": "That name and password do not match. Both are case-sensitive.",
+        "inactive": "This account is switched off. Ask an administrator.",
+    }
+
+    def clean(self) -> dict[str, Any]:
+        username = self.cleaned_data.get("username") or ""
+        address = self.request.META.get("REMOTE_ADDR", "")
+        if throttle.is_blocked(username, address):
+            raise ValidationError("Too many failed attempts. Wait five minutes, then try again.")
+        try:
+            return super().clean()
+        except ValidationError:
+            throttle.record_failure(username, address)
+            raise
+
+
+class Login(LoginView):
+    template_name = "accounts/login.html"
+    authentication_form = LoginForm
+    redirect_authenticated_user = True
+
+
+class Logout(LogoutView):
+    http_method_names = ["post", "options"]

@@ -1,0 +1,127 @@
+"""The only writers of signals and failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+from controlplane import doorbell
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.changes import change
+from controlplane.fleet.models import Gpu, Node
+from controlplane.health.choices import FaultClass, SignalKind
+from controlplane.health.models import Failure, Signal
+from node_agent import wire
+
+
+@change()
+def record_events(node_id: str, events: list[wire.Event]) -> list[str]:
+    """Keep what an agent observed; an event that is told again is the same row.
+
+    Returns the ids that may be forgotten by the sender: all of them.
+    """
+    cards = set(
+        Gpu.objects.filter(uuid__in={e.gpu_uuid for e in events}).values_list("uuid", flat=True)
+    )
+    Signal.objects.bulk_create(
+        [
+            Signal(
+                id=event.id,
+                kind=SignalKind(event.kind),
+                source=event.source,
+                node_id=node_id,
+                gpu_id=event.gpu_uuid if event.gpu_uuid in cards else None,
+                job_id=_text(event.data.get("job")),
+                replica=_index(event.data.get("replica")),
+                placement_id=_text(event.data.get("placement")),
+                raw=event.raw,
+                data=event.data,
+                boot_id=event.boot_id,
+                observed_at=_moment(event.at),
+            )
+            for event in events
+        ],
+        ignore_conflicts=True,
+    )
+    for event in events:
+        if event.kind == "boot":
+            fleet.record_boot(node_id, event.boot_id, _moment(event.at))
+    doorbell.ring_after_commit()
+    return [event.id for event in events]
+
+
+@change()
+def record_signal(
+    signal_id: str,
+    kind: SignalKind,
+    *,
+    source: str,
+    observed_at: datetime,
+    node: Node | None = None,
+    job_id: str = "",
+    replica: int | None = None,
+    placement_id: str = "",
+    data: dict[str, Any] | None = None,
+) -> None:
+    """Keep an observation made by the control plane or a job. The same id again changes nothing."""
+    Signal.objects.bulk_create(
+        [
+            Signal(
+                id=signal_id,
+                kind=kind,
+                source=source,
+                node=node,
+                job_id=job_id,
+                replica=replica,
+                placement_id=placement_id,
+                data=data or {},
+                boot_id=node.boot_id if node else "",
+                observed_at=observed_at,
+            )
+        ],
+        ignore_conflicts=True,
+    )
+    doorbell.ring_after_commit()
+
+
+@change()
+def record_failure(
+    *,
+    fault_class: FaultClass,
+    code: str,
+    summary: str,
+    needed: str,
+    rule: str,
+    signals: Iterable[Signal],
+    observed_at: datetime,
+    node_id: str | None = None,
+    job_id: str = "",
+    replica: int | None = None,
+) -> Failure:
+    """Keep what triage made of these signals."""
+    failure = Failure.objects.create(
+        fault_class=fault_class,
+        code=code,
+        summary=summary,
+        needed=needed,
+        rule=rule,
+        node_id=node_id,
+        job_id=job_id,
+        replica=replica,
+        observed_at=observed_at,
+    )
+    failure.signals.set(signals)
+    return failure
+
+
+def _text(value: object) -> str:
+    return value[:40] if isinstance(value, str) else ""
+
+
+def _index(value: object) -> int | None:
+    return value if isinstance(value, int) and 0 <= value < 1_000_000 else None
+
+
+def _moment(unix_time: float) -> datetime:
+    return datetime.fromtimestamp(unix_time, UTC)

@@ -1,0 +1,41 @@
+"""What interruptions cost a job, in GPU-seconds."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from statistics import median
+
+from controlplane.jobs.models import Interruption, Job, ProgressSample
+
+
+def gpu_seconds_lost(job: Job, replica: int, lost_at: datetime, back_at: datetime) -> float:
+    """GPU-seconds that the loss of one replica cost the job, until it trained again.
+
+    Two parts that do not overlap: the lost replica's own GPUs for as long as it was away, and the
+    survivors' GPUs for as long as they stood still, once when it was lost and once when it was let
+    in again (each gap between commits less one healthy step). Survivors are slower meanwhile
+    because they cover its shards; that work is useful, so it is not counted as lost.
+    """
+    away = (back_at - lost_at).total_seconds() * job.gpus_per_replica
+    step_s = median_step_s(job, lost_at)
+    second = timedelta(seconds=1)
+    pauses = Interruption.objects.filter(
+        job=job, started_at__gte=lost_at - second, committed_at__lte=back_at + second
+    )
+    stood_still = sum(
+        max(0.0, pause.gap_s - step_s)
+        * job.gpus_per_replica
+        * len([index for index in pause.replicas if index != replica])
+        for pause in pauses
+    )
+    return round(away + stood_still, 1)
+
+
+def median_step_s(job: Job, before: datetime, samples: int = 60) -> float:
+    """Median time between commits, in seconds, over the newest samples told before a moment."""
+    times = list(
+        ProgressSample.objects.filter(job=job, at__lt=before)
+        .order_by("-at")
+        .values_list("step_s", flat=True)[:samples]
+    )
+    return median(times) if times else 0.0

@@ -1,0 +1,233 @@
+"""What a caller may see of jobs: where they run, how far they got, what interrupted them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, Protocol
+
+from django.contrib.auth.models import AnonymousUser
+from django.db import connection
+from django.db.models import Count, F, Func, IntegerField, Max, Min, Q, QuerySet, Sum
+from django.http import Http404
+from django.utils import timezone
+
+from controlplane.accounts.models import User
+from controlplane.accounts.selectors import clusters_for
+from controlplane.jobs.choices import JOB_ACTIVE, PlacementState, ReplicaState
+from controlplane.jobs.models import Checkpoint, Interruption, Job, LedgerRange, Placement, Replica
+
+#: At most this many points of a curve are sent to a browser.
+MAX_POINTS = 1000
+#: How far an incident's fault may lie from the interruption it explains.
+NEAR = timedelta(seconds=120)
+
+
+def jobs_for(user: User | AnonymousUser) -> QuerySet[Job]:
+    """Jobs the caller may see, each with `active_replicas`."""
+    return (
+        Job.objects.filter(cluster__in=clusters_for(user))
+        .select_related("cluster")
+        .annotate(active_replicas=Count("replicas", filter=Q(replicas__state=ReplicaState.ACTIVE)))
+    )
+
+
+def active_jobs_for(user: User | AnonymousUser) -> QuerySet[Job]:
+    return jobs_for(user).filter(state__in=JOB_ACTIVE).order_by("name")
+
+
+def job_for(user: User | AnonymousUser, job_id: str) -> Job:
+    """Raises Http404 if there is none, or none the caller may see."""
+    job = jobs_for(user).filter(pk=job_id).first()
+    if job is None:
+        raise Http404("no such job")
+    return job
+
+
+# --- The job's page -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A replica, where it sits now, and where it sat before (newest first)."""
+
+    replica: Replica
+    now: Placement | None
+    before: list[Placement]
+
+
+class IncidentLike(Protocol):
+    """What is needed of an incident here: the incidents' app comes after this one."""
+
+    id: str
+    replica: int | None
+    occurred_at: datetime
+    restored_at: datetime | None
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An interruption and the incident that tells its story, where one is near enough."""
+
+    interruption: Interruption
+    incident: IncidentLike | None
+
+
+@dataclass(frozen=True)
+class SampleLedger:
+    """What the sample ledger says so far."""
+
+    step_from: int | None
+    step_to: int | None
+    samples: int
+    lost: int
+    duplicated: int
+    dropped: int
+
+    @property
+    def whole(self) -> bool:
+        return self.lost == self.duplicated == self.dropped == 0
+
+
+def seats(job: Job) -> list[Seat]:
+    """The job's shape: every replica with its stays on nodes."""
+    stays: dict[str, list[Placement]] = {}
+    placements = Placement.objects.filter(replica__job=job).select_related("node")
+    for placement in placements.order_by("-created_at"):
+        stays.setdefault(placement.replica_id, []).append(placement)
+    return [_seat(replica, stays.get(replica.id, [])) for replica in job.replicas.all()]
+
+
+def _seat(replica: Replica, stays: list[Placement]) -> Seat:
+    alive = [stay for stay in stays if stay.state != PlacementState.ENDED]
+    ended = [stay for stay in stays if stay.state == PlacementState.ENDED]
+    return Seat(replica, alive[0] if alive else None, ended[:20])
+
+
+def marks(job: Job, *, limit: int = 100) -> list[Mark]:
+    """The newest interruptions of a job, newest first."""
+    interruptions = list(job.interruptions.order_by("-epoch")[:limit])
+    if not interruptions:
+        return []
+    since = interruptions[-1].started_at - NEAR
+    incidents = list(
+        job.incidents.filter(Q(occurred_at__gte=since) | Q(restored_at__gte=since)).order_by("id")
+    )
+    return [Mark(one, _explaining(one, incidents)) for one in interruptions]
+
+
+def _explaining(one: Interruption, incidents: list[Any]) -> IncidentLike | None:
+    """The incident nearest in time among those about a replica that left or came back here."""
+    distances: list[tuple[timedelta, int, IncidentLike]] = []
+    for number, incident in enumerate(incidents):
+        if incident.replica in one.lost:
+            distances.append((abs(incident.occurred_at - one.started_at), number, incident))
+        if incident.replica in one.joined and incident.restored_at:
+            distances.append((abs(incident.restored_at - one.committed_at), number, incident))
+    near = [distance for distance in distances if distance[0] <= NEAR]
+    return min(near)[2] if near else None
+
+
+def latest_checkpoint(job: Job) -> Checkpoint | None:
+    return job.checkpoints.order_by("-step", "-at").first()
+
+
+def sample_ledger(job: Job) -> SampleLedger:
+    sums = LedgerRange.objects.filter(job=job).aggregate(
+        first=Min("step_from"),
+        last=Max("step_to"),
+        samples=Sum("samples"),
+        lost=Sum(_length("lost")),
+        duplicated=Sum(_length("duplicated")),
+        dropped=Sum(_length("dropped")),
+    )
+    return SampleLedger(
+        sums["first"],
+        sums["last"],
+        sums["samples"] or 0,
+        sums["lost"] or 0,
+        sums["duplicated"] or 0,
+        sums["dropped"] or 0,
+    )
+
+
+def _length(field: str) -> Func:
+    return Func(F(field), function="jsonb_array_length", output_field=IntegerField())
+
+
+# --- The curves -----------------------------------------------------------------------------------
+
+
+def series(job: Job, *, after_step: int | None, window_s: float | None) -> dict[str, Any] | None:
+    """Loss and throughput over time as columns, at most `MAX_POINTS` long; None: nothing new.
+
+    Whole, `window_s` seconds back from the newest point, or only what came after `after_step`.
+    """
+    points = _points(job, after_step, window_s)
+    if not points and after_step is not None:
+        return None
+    return {
+        "step": [point[0] for point in points],
+        "at": [round(point[1], 3) for point in points],
+        "loss": [point[2] for point in points],
+        "throughput": [point[3] for point in points],
+        "gap_s": [point[4] for point in points],
+        "marks": _chart_marks(job, 5 if after_step is not None else 100),
+        "checkpoints": _chart_checkpoints(job, 5 if after_step is not None else 200),
+        "now": timezone.now().timestamp(),
+    }
+
+
+# Progress grouped into equal stretches of time: `annotate(bucket=...).values("bucket").annotate()`,
+# with the width of a stretch taken from the very rows that are grouped.
+_POINTS_SQL = """
+WITH rows AS (
+    SELECT *, extract(epoch FROM at)::float8 AS t FROM jobs_progresssample
+    WHERE job_id = %(job)s AND step > %(after)s
+      AND at >= (SELECT max(at) FROM jobs_progresssample WHERE job_id = %(job)s)
+                - make_interval(secs => %(window)s)
+), span AS (
+    SELECT min(t) AS start, greatest((max(t) - min(t)) / %(buckets)s, 0.001) AS width FROM rows
+)
+SELECT max(step), max(t),
+       sum(loss * steps) / nullif(sum(steps) FILTER (WHERE loss IS NOT NULL), 0),
+       sum(samples) / nullif(sum(step_s * steps), 0),
+       max(max_gap_s)
+FROM rows, span
+GROUP BY floor((t - start) / width)
+ORDER BY max(step)
+"""
+_EVER_S = 10 * 365 * 86400.0
+
+
+def _points(job: Job, after_step: int | None, window_s: float | None) -> list[tuple[Any, ...]]:
+    with connection.cursor() as cursor:
+        cursor.execute(
+            _POINTS_SQL,
+            {
+                "job": job.id,
+                "after": -1 if after_step is None else after_step,
+                "window": window_s or _EVER_S,
+                "buckets": MAX_POINTS - 1,
+            },
+        )
+        return cursor.fetchall()
+
+
+def _chart_marks(job: Job, limit: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "epoch": mark.interruption.epoch,
+            "at": mark.interruption.committed_at.timestamp(),
+            "lost": mark.interruption.lost,
+            "joined": mark.interruption.joined,
+            "gap_s": mark.interruption.gap_s,
+            "incident": mark.incident.id if mark.incident else None,
+        }
+        for mark in reversed(marks(job, limit=limit))
+    ]
+
+
+def _chart_checkpoints(job: Job, limit: int) -> list[dict[str, Any]]:
+    newest = job.checkpoints.order_by("-step")[:limit]
+    return [{"step": one.step, "at": one.at.timestamp(), "tier": one.tier} for one in newest][::-1]

@@ -1,0 +1,77 @@
+"""Pages about training jobs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
+
+from controlplane.accounts.selectors import clusters_for
+from controlplane.accounts.views import signed_in
+from controlplane.jobs import selectors
+from controlplane.jobs.models import Job
+from controlplane.live import live_page
+
+#: How far back the curves may be asked to reach, by the word in the address.
+WINDOWS: dict[str, tuple[str, float | None]] = {
+    "5m": ("5 min", 300),
+    "30m": ("30 min", 1800),
+    "6h": ("6 h", 6 * 3600),
+    "all": ("All", None),
+}
+
+
+@signed_in
+def jobs(request: HttpRequest) -> HttpResponse:
+    def context() -> dict[str, Any]:
+        return {"jobs": selectors.jobs_for(request.user).order_by("ended_at", "-created_at")[:200]}
+
+    return live_page(request, "jobs/list", clusters_for(request.user), context)
+
+
+@signed_in
+def job(request: HttpRequest, job_id: str) -> HttpResponse:
+    found = selectors.job_for(request.user, job_id)
+    return live_page(request, "jobs/job", [found.cluster], lambda: _job_context(request, found))
+
+
+def _job_context(request: HttpRequest, found: Job) -> dict[str, Any]:
+    return {
+        "job": found,
+        "seats": selectors.seats(found),
+        "marks": selectors.marks(found),
+        "checkpoint": selectors.latest_checkpoint(found),
+        "checkpoints": found.checkpoints.order_by("-step", "-at")[:12],
+        "ledger": selectors.sample_ledger(found),
+        "incidents": found.incidents.order_by("-id")[:12],
+        "windows": {word: label for word, (label, _) in WINDOWS.items()},
+        "window": _window_word(request),
+    }
+
+
+@signed_in
+def series(request: HttpRequest, job_id: str) -> HttpResponse:
+    """The curves as JSON columns; 204 when there is nothing after `after_step`."""
+    found = selectors.job_for(request.user, job_id)
+    after_step = _whole_number(request.GET.get("after_step"))
+    _, window_s = WINDOWS[_window_word(request)]
+    columns = selectors.series(found, after_step=after_step, window_s=window_s)
+    if columns is None:
+        return HttpResponse(status=204)
+    response = JsonResponse(columns)
+    response["Cache-Control"] = "no-store"
+    return response
+
+
+def _window_word(request: HttpRequest) -> str:
+    word = request.GET.get("window", "30m")
+    return word if word in WINDOWS else "30m"
+
+
+def _whole_number(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise Http404("after_step must be a whole number") from None

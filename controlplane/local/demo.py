@@ -1,0 +1,151 @@
+"""What the control plane is told of the simulated fleet: users, clusters, nodes, the demo job.
+
+Talks to the database only, through the same actions that people and agents use.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from django.utils import timezone
+
+from controlplane.accounts import actions as accounts
+from controlplane.accounts.models import SYSTEM, User
+from controlplane.fleet import actions as fleet_actions
+from controlplane.fleet.choices import NodeState
+from controlplane.fleet.models import Cluster, Node
+from controlplane.incidents import actions as incidents
+from controlplane.jobs import actions as jobs
+from controlplane.jobs.choices import JobState
+from controlplane.jobs.models import Job
+from controlplane.local import runfile
+from controlplane.local.fleet import BMC_USER, MAIN_CLUSTER, NodePlan
+
+ADMIN = "admin"
+JOB_NAME = "gpt-demo"
+REPLICAS = 4
+JOIN_TOKEN_S = 3600.0
+ENROL_DEADLINE_S = 60.0
+ADMISSION_DEADLINE_S = 120.0
+FIRST_STEPS_DEADLINE_S = 120.0
+
+Say = Callable[[str], None]
+
+READY = (NodeState.AVAILABLE, NodeState.ALLOCATED)
+
+
+class DemoError(Exception):
+    """The demo did not get where it should; the message says what to look at."""
+
+
+def ensure_admin(home: Path) -> None:
+    """Make the first user, with a password that only the home's owner can read."""
+    password_file = home / "admin-password"
+    if not password_file.exists():
+        runfile.write_private(password_file, secrets.token_urlsafe(12))
+    if not User.objects.filter(username=ADMIN).exists():
+        accounts.create_user(SYSTEM, ADMIN, password_file.read_text(), superuser=True)
+
+
+def ensure_clusters(nodes: list[NodePlan]) -> None:
+    """Make the clusters, and a join token for the nodes that have not enrolled yet."""
+    for name in sorted({node.cluster for node in nodes}):
+        cluster = Cluster.objects.filter(name=name).first()
+        if cluster is None:
+            cluster = fleet_actions.create_cluster(SYSTEM, name)
+        known = set(cluster.nodes.values_list("name", flat=True))
+        strangers = [node for node in nodes if node.cluster == name and node.name not in known]
+        if strangers:
+            token = fleet_actions.create_join_token(
+                SYSTEM, cluster.pk, max_uses=len(strangers), ttl_s=JOIN_TOKEN_S
+            )
+            for node in strangers:
+                runfile.write_private(node.join_token, token)
+
+
+def admit_fleet(plans: list[NodePlan], say: Say) -> None:
+    """Wait until all nodes have enrolled, introduce each once, and wait until they take work."""
+    rows = _await_enrolment(plans, say)
+    for plan in plans:
+        node = rows[plan.name]
+        url = f"http://127.0.0.1:{plan.bmc_port}"
+        if node.bmc_url != url:
+            fleet_actions.set_bmc(SYSTEM, node.pk, url, BMC_USER, plan.bmc_password)
+        if node.state == NodeState.ENROLLED:
+            if plan.spare:
+                fleet_actions.set_spare(SYSTEM, node.pk, True)
+            incidents.admit_node(SYSTEM, node.pk)
+    newcomers = [node.pk for node in rows.values() if node.state == NodeState.ENROLLED]
+    _await_admission(newcomers, say)
+
+
+def start_job(say: Say) -> Job:
+    """Start the demo job, or go on with it from its newest checkpoint; return once it trains."""
+    job = Job.objects.filter(name=JOB_NAME, cluster__name=MAIN_CLUSTER).first()
+    if job is None:
+        cluster = Cluster.objects.get(name=MAIN_CLUSTER)
+        job = jobs.register(
+            SYSTEM,
+            cluster_id=cluster.pk,
+            name=JOB_NAME,
+            program="train-gpt",
+            world_replicas=REPLICAS,
+            options={},
+        )
+        incidents.start_job(SYSTEM, job.pk)
+    else:
+        incidents.restart_job(SYSTEM, job.pk, reason="the machine was stopped")
+    return _await_first_steps(job, say)
+
+
+def _await_enrolment(plans: list[NodePlan], say: Say) -> dict[str, Node]:
+    names = [plan.name for plan in plans]
+    since = timezone.now()  # a lease of the run before says nothing
+
+    def enrolled() -> int:
+        heard = Node.objects.filter(name__in=names, lease__last_beat_at__gte=since)
+        return heard.filter(lease__reachable=True).count()
+
+    _await_count(enrolled, len(plans), "nodes enrolled", ENROL_DEADLINE_S, say)
+    return {node.name: node for node in Node.objects.filter(name__in=names)}
+
+
+def _await_admission(node_ids: list[str], say: Say) -> None:
+    def ready() -> int:
+        return Node.objects.filter(pk__in=node_ids, state__in=READY).count()
+
+    _await_count(ready, len(node_ids), "nodes passed diagnostics", ADMISSION_DEADLINE_S, say)
+
+
+def _await_first_steps(job: Job, say: Say) -> Job:
+    since = timezone.now()
+
+    def running() -> int:
+        job.refresh_from_db()
+        fresh = job.step_at is not None and job.step_at >= since
+        return int(job.state == JobState.RUNNING and fresh)
+
+    _await_count(running, 1, "job training", FIRST_STEPS_DEADLINE_S, say)
+    return job
+
+
+def _await_count(
+    count: Callable[[], int], wanted: int, what: str, deadline_s: float, say: Say
+) -> None:
+    """Poll until `count` reaches `wanted`, telling each change. Raises DemoError when too late."""
+    deadline = time.monotonic() + deadline_s
+    pause = threading.Event()
+    told = -1
+    while (now := count()) < wanted:
+        if now != told:
+            say(f"{now} of {wanted} {what}")
+            told = now
+        if time.monotonic() > deadline:
+            raise DemoError(f"Only {now} of {wanted} {what} within {deadline_s:.0f} s.")
+        pause.wait(0.25)
+    if wanted and now != told:
+        say(f"{now} of {wanted} {what}")

@@ -1,0 +1,266 @@
+"""`manage.py up`: the whole product on one machine, from the first check to the last process.
+
+Speaks to no database itself: what needs one runs as `manage.py demo …` under the addresses that
+are decided here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from controlplane.local import fleet, processes, runfile, services
+from controlplane.local.processes import Program
+from controlplane.local.supervisor import Interrupted, ProgramFailed, Supervisor
+
+MIN_FREE_BYTES = 1_000_000_000
+#: When `up` began (Unix time), so that what it runs counts the same seconds.
+STARTED = "DRYDOCK_UP_STARTED"
+
+
+class UpError(Exception):
+    """The product cannot be started here; the message is for the person who asked, as it is."""
+
+
+@dataclass(frozen=True)
+class Options:
+    home: Path
+    nodes: int = 8
+    port: int = 8000
+    ingest_port: int = 8001
+    with_fleet: bool = True
+    with_job: bool = True
+    ready_file: Path | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def ingest_url(self) -> str:
+        return f"http://127.0.0.1:{self.ingest_port}"
+
+
+def up(options: Options) -> int:
+    """Start everything, keep it running until asked to stop, stop everything; an exit status."""
+    os.environ[STARTED] = str(time.time())
+    try:
+        nodes = fleet.plan(options.home, options.nodes) if options.with_fleet else []
+        with _only_one(options):
+            _check_machine(options)
+            _sweep(options.home)
+            _check_ports(options)
+            return _run(options, nodes)
+    except (UpError, fleet.FleetError, services.ServiceError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def say(line: str) -> None:
+    """One line of progress, with the seconds since `up` was typed."""
+    elapsed = time.time() - float(os.environ.get(STARTED, time.time()))
+    print(f"{elapsed:5.0f} s  {line}", flush=True)
+
+
+def holder(home: Path) -> dict[str, str | int] | None:
+    """The `up` that runs for this home: its `pid` and `url`; None if none does."""
+    try:
+        with (home / "up.lock").open() as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        content: dict[str, str | int] = json.loads((home / "up.lock").read_text())
+        return content
+    return None
+
+
+def _run(options: Options, nodes: list[fleet.NodePlan]) -> int:
+    interrupted = False
+    with Supervisor(options.home, say) as supervisor:
+        try:
+            _start(options, nodes, supervisor)
+            _greet(options)
+            while True:
+                supervisor.wait(3600)
+        except Interrupted:
+            interrupted = True
+            say("stopping; the demo job writes a checkpoint first (Ctrl-C again to kill at once)")
+        except (ProgramFailed, services.ServiceError, OSError) as error:
+            say(f"cannot go on: {error}")
+            say(f"stopping; the logs are in {options.home / 'logs'}")
+    runfile.path().unlink(missing_ok=True)
+    left = processes.marked(options.home)
+    say(f"stopped; {len(left) or 'no'} processes left")
+    return 0 if interrupted and not left else 1
+
+
+def _start(options: Options, nodes: list[fleet.NodePlan], supervisor: Supervisor) -> None:
+    say(f"starting Drydock in {options.home}")
+    plan = services.plan(options.home, os.environ, say)
+    children = [supervisor.keep(program) for program in plan.programs]
+    services.wait_ready(plan, children, supervisor.wait)
+    product = _product_environment(options, plan)
+    runfile.write(product, os.getpid())
+    environment = {**os.environ, **product, "PYTHONPATH": str(runfile.REPOSITORY)}
+    say("PostgreSQL and Redis answer")
+
+    count = str(len(nodes))
+    supervisor.run(_manage(environment, "demo", "prepare", "--nodes", count))
+    say("database ready")
+    for program in _servers(options, environment):
+        supervisor.keep(program)
+    _await_port(options.port, supervisor)
+    _await_port(options.ingest_port, supervisor)
+    say(f"pages and ingest answer: {options.url}")
+    if not nodes:
+        return
+    for node in nodes:
+        fleet.prepare(node, options.ingest_url, options.home / "shared")
+        supervisor.keep(fleet.chassis_program(node))
+    say(f"{len(nodes)} simulated nodes booting")
+    supervisor.run(_manage(environment, "demo", "admit", "--nodes", count))
+    if options.with_job:
+        supervisor.run(_manage(environment, "demo", "job", "--nodes", count))
+
+
+def _product_environment(options: Options, plan: services.Plan) -> dict[str, str]:
+    return {
+        **plan.environment,
+        "PUBLIC_URL": options.url,
+        "INGEST_URL": options.ingest_url,
+        "DRYDOCK_HOME": str(options.home),
+        "DJANGO_SETTINGS_MODULE": "controlplane.local.settings",
+        "SECRET_KEY": os.environ.get("SECRET_KEY") or runfile.secret_key(),
+    }
+
+
+def _servers(options: Options, environment: dict[str, str]) -> list[Program]:
+    """The control plane's own processes, in the order in which they stop."""
+    granian = (
+        *(sys.executable, "-m", "granian", "--host", "127.0.0.1", "--workers", "1"),
+        *("--no-ws", "--respawn-failed-workers", "--log-level", "warning"),
+    )
+    commands = {
+        "worker": (
+            *(sys.executable, "-m", "celery", "-A", "workers.celery:app", "worker"),
+            *("--concurrency", "2", "--loglevel", "WARNING", "-O", "fair"),
+            *("--without-gossip", "--without-mingle", "--without-heartbeat"),
+        ),
+        "keeper": (sys.executable, "manage.py", "keeper"),
+        "ingest": (
+            *(*granian, "--interface", "asgi", "--port", str(options.ingest_port)),
+            *("--backpressure", "20000"),
+            "controlplane.ingest.app:app",
+        ),
+        "web": (
+            *(*granian, "--interface", "wsgi", "--port", str(options.port)),
+            *("--blocking-threads", "4", "controlplane.wsgi:application"),
+        ),
+    }
+    return [
+        Program(name, argv, runfile.REPOSITORY, environment, stop_order=1 + position)
+        for position, (name, argv) in enumerate(commands.items())
+    ]
+
+
+def _manage(environment: dict[str, str], *arguments: str) -> Program:
+    return Program(
+        name="-".join(part for part in arguments[:2]),
+        argv=(sys.executable, "manage.py", *arguments),
+        cwd=runfile.REPOSITORY,
+        env=environment,
+        logged=False,
+    )
+
+
+def _await_port(port: int, supervisor: Supervisor) -> None:
+    deadline = time.monotonic() + services.READY_S
+    while not _answers(port):
+        if time.monotonic() > deadline:
+            raise ProgramFailed(f"Nothing answers on port {port} after {services.READY_S:.0f} s.")
+        supervisor.wait(0.1)
+
+
+def _greet(options: Options) -> None:
+    password = (options.home / "admin-password").read_text().strip()
+    print(
+        f"\n  Drydock runs:  {options.url}\n"
+        f"  log in as      admin\n"
+        f"  password       {password}\n\n"
+        "  Now break something, in another terminal, and watch it being mended:\n"
+        "                 python manage.py scenario kill-process\n\n"
+        "  Ctrl-C stops everything and keeps the data; `make up` goes on from there.\n",
+        flush=True,
+    )
+    if options.ready_file is not None:
+        options.ready_file.touch()
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _only_one(options: Options) -> Iterator[None]:
+    """Hold the home's lock. Raises UpError, naming the other's address, when another `up` has it."""
+    options.home.mkdir(mode=0o711, parents=True, exist_ok=True)
+    with (options.home / "up.lock").open("a+") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            other = holder(options.home) or {}
+            raise UpError(
+                f"Drydock already runs for {options.home} at {other.get('url')} (process "
+                f"{other.get('pid')}). Use that one, or stop it with `make down`."
+            ) from None
+        stream.truncate(0)
+        stream.write(json.dumps({"pid": os.getpid(), "url": options.url}))
+        stream.flush()
+        yield
+
+
+def _check_machine(options: Options) -> None:
+    free = shutil.disk_usage(options.home).free
+    if free < MIN_FREE_BYTES:
+        raise UpError(
+            f"Only {free / 1e9:.1f} GB of disk are free at {options.home}, and Drydock wants 1 GB. "
+            "Free some, or choose another place with DRYDOCK_HOME=/path."
+        )
+
+
+def _check_ports(options: Options) -> None:
+    for port, variable in ((options.port, "PORT"), (options.ingest_port, "INGEST_PORT")):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError as error:
+                raise UpError(
+                    f"Port {port} cannot be used ({error.strerror}). Stop what listens there, or "
+                    f"choose another: make up {variable}={port + 100}"
+                ) from error
+
+
+def _sweep(home: Path) -> None:
+    """Clear what a killed `up` has left: the nodes' own records first, they know best."""
+    swept = processes.sweep(home)
+    for folder in sorted((home / "nodes").glob("*")):
+        fleet.sweep(folder)
+    runfile.path().unlink(missing_ok=True)
+    if swept:
+        say(f"stopped {swept} processes that a killed run had left")
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -1,0 +1,264 @@
+"""The agent put together: beats, reports, events, commands, each on its own thread and connection.
+
+Decides nothing: it tells what it sees and does what it is told by a signed command.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from node_agent import __version__, wire
+from node_agent.collectors import Hardware, HardwareUnknown, kmsg
+from node_agent.commands import Commands
+from node_agent.config import load_config
+from node_agent.diagnostics import diagnose
+from node_agent.files import write_atomically
+from node_agent.hardware import open_hardware
+from node_agent.identity import Identity, identify
+from node_agent.link import Backoff, Link, Refused, Unreachable
+from node_agent.log import log, set_level
+from node_agent.sender import EVENTS_AT_ONCE, Sender, events_body, result_body
+from node_agent.spool import Spool
+from node_agent.supervisor import Supervisor
+from node_agent.threads import Wake, start_thread
+
+POLL_WAIT_S = 20.0
+#: A beat that got no answer by then is given up: the next one is worth more.
+BEAT_TIMEOUT_S = 5.0
+FAILED_BEAT_RETRY_S = 1.0
+
+
+class Agent:
+    """One agent. `run` returns after `stop`; ranks stay. Raises ConfigError when it is made."""
+
+    def __init__(self, config_path: Path) -> None:
+        self._config_path = config_path
+        self._config = config = load_config(config_path)
+        set_level(config.log_level)
+        config.state_dir.mkdir(parents=True, exist_ok=True)
+        self._boot_id = config.boot_id_path.read_text().strip()
+        self._wake = Wake()
+        self._stopped = threading.Event()
+        self._stopping = False
+        self._events = Spool(config.state_dir / "events.jsonl")
+        self._results = Spool(config.state_dir / "results.jsonl")
+        self._supervisor = Supervisor(config, self._boot_id, self._emit, self._wake.ring)
+        self._hardware: Hardware = open_hardware(config, self._busy)
+        self._unreadable: set[str] = set()
+        self._reported = ""
+
+    def stop(self) -> None:
+        """Ask `run` to return. Safe in a signal handler."""
+        self._stopping = True
+        self._wake.ring()
+
+    def run(self) -> None:
+        """Enrol if needed, then work until stopped. Raises CannotEnrol."""
+        self._first_word()
+        identity = identify(self._config, self._boot_id, __version__, self._inventory, self._pause)
+        if identity is None:
+            return
+        log("agent_started", node_id=identity.node_id, boot_id=self._boot_id)
+        self._supervisor.recover()
+        commands = Commands(self._config, identity, self._supervisor, self._diagnose, self._results)
+        commands.recover()
+        self._start_senders(identity)
+        start_thread("kernel-log", self._follow_kernel_log)
+        start_thread("commands", lambda: self._poll(identity, commands))
+        try:
+            self._beat(identity)
+        finally:
+            self._stopped.set()
+            self._hardware.close()
+            log("agent_stopped", processes=len(self._supervisor.processes()))
+
+    def _first_word(self) -> None:
+        """The `boot` event, before anything else of this boot."""
+        path = self._config.state_dir / "boot_id"
+        if path.exists() and path.read_text() == self._boot_id:
+            return
+        self._emit("boot", "boot", {})
+        write_atomically(path, self._boot_id.encode())
+
+    def _start_senders(self, identity: Identity) -> None:
+        events = Sender(
+            self._events,
+            identity.link(self._config),
+            "/v1/events",
+            events_body,
+            EVENTS_AT_ONCE,
+            self._stopped.wait,
+        )
+        results = Sender(
+            self._results,
+            identity.link(self._config),
+            "/v1/commands/result",
+            result_body,
+            1,
+            self._stopped.wait,
+        )
+        start_thread("events", events.run)
+        start_thread("results", results.run)
+
+    # --- beats and reports, on the main thread
+
+    def _beat(self, identity: Identity) -> None:
+        link = identity.link(self._config)
+        interval = identity.beat_interval_s
+        next_at = report_retry_at = 0.0
+        change_fd = self._hardware.change_fd()
+        also = () if change_fd is None else (change_fd,)
+        while not self._stopping:
+            now = time.monotonic()
+            if now >= report_retry_at and not self._report_if_changed(link):
+                report_retry_at = now + interval
+            if now >= next_at:
+                # Up to a tenth early, never late: a fleet must not beat in step.
+                interval = self._send_beat(link, interval)
+                next_at = now + interval * random.uniform(0.9, 1.0)
+                if not self._reported and now >= report_retry_at:
+                    continue
+            self._wake.wait(next_at - time.monotonic(), also)
+
+    def _send_beat(self, link: Link, interval: float) -> float:
+        """One beat. Returns the time to the next one in seconds."""
+        readings = self._hardware.readings()
+        self._notice_unreadable(readings.unreadable)
+        beat = wire.Beat(
+            boot_id=self._boot_id,
+            # Rises over the agent's own restarts too.
+            seq=time.monotonic_ns() // 1_000_000,
+            at=time.time(),
+            report_digest=self._reported,
+            readings=readings.values,
+        )
+        body = msgspec.json.encode(beat)
+        try:
+            answer = link.post("/v1/beat", body, wire.BeatAnswer, BEAT_TIMEOUT_S)
+        except (Unreachable, Refused) as error:
+            log("beat_failed", "warning", error=str(error))
+            return min(interval, FAILED_BEAT_RETRY_S)
+        if answer.want_report:
+            self._reported = ""
+        return answer.next_in_s
+
+    def _report_if_changed(self, link: Link) -> bool:
+        """Send the full report unless the last one still holds. False: try again later."""
+        try:
+            inventory = self._hardware.inventory()
+        except HardwareUnknown as error:
+            log("hardware_unknown", "error", error=str(error))
+            return False
+        processes = sorted(self._supervisor.processes(), key=lambda process: process.placement)
+        digest = hashlib.sha256(msgspec.json.encode((inventory, processes))).hexdigest()
+        if digest == self._reported:
+            return True
+        report = wire.Report(
+            boot_id=self._boot_id,
+            at=time.time(),
+            digest=digest,
+            agent_version=__version__,
+            inventory=inventory,
+            processes=processes,
+        )
+        try:
+            link.post("/v1/report", msgspec.json.encode(report), wire.Accepted)
+        except (Unreachable, Refused) as error:
+            log("report_failed", "warning", error=str(error))
+            return False
+        log("reported", gpus=len(inventory.gpus), processes=len(processes))
+        self._reported = digest
+        return True
+
+    def _notice_unreadable(self, unreadable: dict[str, str]) -> None:
+        """One event for each card that stops answering; again only after it has answered."""
+        for uuid in unreadable.keys() - self._unreadable:
+            key = f"unreadable {uuid} {time.time_ns()}"
+            data = {"reason": unreadable[uuid]}
+            self._emit("gpu_unreadable", key, data, source="hardware", gpu_uuid=uuid)
+        self._unreadable = set(unreadable)
+
+    # --- events
+
+    def _emit(self, kind: wire.EventKind, key: str, data: dict[str, Any], **fields: str) -> None:
+        self._events.put([self._event(kind, key, data, **fields)])
+
+    def _event(
+        self,
+        kind: wire.EventKind,
+        key: str,
+        data: dict[str, Any],
+        source: str = "agent",
+        gpu_uuid: str = "",
+        raw: str = "",
+    ) -> dict[str, Any]:
+        """The id follows from what happened (`key`, within this boot): told twice, it counts once."""
+        digest = hashlib.sha256(f"{self._config.name} {self._boot_id} {key}".encode())
+        event = wire.Event(
+            id=f"ev_{digest.hexdigest()[:32]}",
+            kind=kind,
+            at=time.time(),
+            boot_id=self._boot_id,
+            source=source,
+            gpu_uuid=gpu_uuid,
+            raw=raw,
+            data=data,
+        )
+        encoded: dict[str, Any] = msgspec.to_builtins(event)
+        return encoded
+
+    def _follow_kernel_log(self) -> None:
+        def deliver(lines: list[tuple[str, str]]) -> None:
+            # The kernel's log is itself a buffer: where the spool is full, leave the rest there.
+            self._events.wait_for_room()
+            self._events.put(
+                self._event("kernel_line", f"kernel {key}", {}, source="kmsg", raw=line)
+                for key, line in lines
+            )
+
+        cursor = self._config.state_dir / "kernel-log-cursor.json"
+        kmsg.follow(self._config.kernel_log_path, cursor, self._boot_id, deliver)
+
+    # --- commands
+
+    def _poll(self, identity: Identity, commands: Commands) -> None:
+        link = identity.link(self._config)
+        backoff = Backoff(0.2, 5.0)
+        body = msgspec.json.encode(wire.CommandPoll(boot_id=self._boot_id, wait_s=POLL_WAIT_S))
+        while not self._stopping:
+            try:
+                answer = link.post("/v1/commands/poll", body, wire.Commands, POLL_WAIT_S + 10)
+            except (Unreachable, Refused) as error:
+                log("poll_failed", "warning", error=str(error))
+                self._stopped.wait(backoff.next())
+                continue
+            backoff.reset()
+            for signed in answer.commands:
+                commands.handle(signed)
+
+    def _diagnose(self, level: int) -> dict[str, Any]:
+        return diagnose(self._config_path, level)
+
+    def _busy(self) -> bool:
+        return any(process.kind == "rank" for process in self._supervisor.processes())
+
+    def _inventory(self) -> wire.Inventory | None:
+        try:
+            return self._hardware.inventory()
+        except HardwareUnknown as error:
+            log("hardware_unknown", "error", error=str(error))
+            return None
+
+    def _pause(self, seconds: float) -> bool:
+        """Wait, before the threads run; true when the agent shall stop."""
+        deadline = time.monotonic() + seconds
+        while not self._stopping and time.monotonic() < deadline:
+            self._wake.wait(deadline - time.monotonic())
+        return self._stopping

@@ -1,0 +1,143 @@
+"""The HTTP door of a simulated BMC: Redfish's paths and words, one request at a time.
+
+Holds no state and kills nothing itself: every request becomes one call of the machine behind it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import json
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, Protocol
+
+from node_agent.log import log
+
+USER = "drydock"
+MAX_BODY_BYTES = 65_536
+#: A client that connects and says nothing must not keep the others out.
+REQUEST_TIMEOUT_S = 5.0
+RESET_TYPES = ("On", "ForceOff", "ForceRestart")
+
+SYSTEM = "/redfish/v1/Systems/1"
+RESET = f"{SYSTEM}/Actions/ComputerSystem.Reset"
+CARDS = "/redfish/v1/Oem/Drydock/Cards"
+KERNEL_LOG = "/redfish/v1/Oem/Drydock/KernelLog"
+
+
+class Machine(Protocol):
+    """What stands behind the door."""
+
+    def describe(self) -> dict[str, Any]: ...
+    def reset(self, kind: str) -> None: ...
+    def fit_cards(self) -> list[dict[str, Any]]: ...
+    def kernel_line(self, line: str) -> bool: ...
+
+
+class PasswordError(Exception):
+    """The password file is missing, empty or readable by others."""
+
+
+class _Problem(Exception):
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+def read_password(path: Path) -> str:
+    """The BMC's password. Raises PasswordError."""
+    if not path.exists():
+        raise PasswordError(f"{path} is missing: write the BMC's password into it, mode 0600")
+    if path.stat().st_mode & 0o077:
+        raise PasswordError(f"{path} is open to others: chmod 600 it")
+    password = path.read_text().strip()
+    if not password:
+        raise PasswordError(f"{path} is empty: write the BMC's password into it")
+    return password
+
+
+def server(machine: Machine, address: tuple[str, int], password: str) -> HTTPServer:
+    """A server ready for `serve_forever`. One thread: requests take effect one after the other."""
+    expected = "Basic " + base64.b64encode(f"{USER}:{password}".encode()).decode()
+
+    class Handler(_Handler):
+        pass
+
+    Handler.machine = machine
+    Handler.expected = expected
+    return HTTPServer(address, Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    machine: Machine
+    expected: str
+    timeout = REQUEST_TIMEOUT_S
+    server_version = "Drydock-BMC"
+
+    def do_GET(self) -> None:
+        self._answer(self._get)
+
+    def do_POST(self) -> None:
+        self._answer(self._post)
+
+    def _get(self) -> tuple[int, Any]:
+        if self.path.rstrip("/") != SYSTEM:
+            raise _Problem(404, "ResourceMissing", f"there is no {self.path}")
+        return 200, self.machine.describe()
+
+    def _post(self) -> tuple[int, Any]:
+        path = self.path.rstrip("/")
+        if path not in {RESET, CARDS, KERNEL_LOG}:
+            raise _Problem(404, "ResourceMissing", f"there is no {self.path}")
+        body = self._body()
+        if path == RESET:
+            kind = body.get("ResetType")
+            if kind not in RESET_TYPES:
+                allowed = ", ".join(RESET_TYPES)
+                raise _Problem(400, "ActionParameterNotSupported", f"ResetType: one of {allowed}")
+            self.machine.reset(str(kind))
+            return 204, None
+        if path == CARDS:
+            return 200, {"gpus": self.machine.fit_cards()}
+        line = body.get("line")
+        if not isinstance(line, str) or not line or "\n" in line:
+            raise _Problem(400, "PropertyValueFormatError", "line: one line of text")
+        if not self.machine.kernel_line(line):
+            raise _Problem(409, "InvalidPowerState", "the system is off")
+        return 204, None
+
+    def _body(self) -> dict[str, Any]:
+        length = self.headers.get("Content-Length", "0")
+        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+            raise _Problem(400, "MalformedJSON", f"a body of at most {MAX_BODY_BYTES} bytes")
+        try:
+            body = json.loads(self.rfile.read(int(length)) or b"{}")
+        except ValueError as error:
+            raise _Problem(400, "MalformedJSON", str(error)) from error
+        if not isinstance(body, dict):
+            raise _Problem(400, "MalformedJSON", "an object is expected")
+        return body
+
+    def _answer(self, handle: Any) -> None:
+        try:
+            given = self.headers.get("Authorization", "")
+            if not hmac.compare_digest(given.encode(), self.expected.encode()):
+                raise _Problem(401, "NoValidSession", f"HTTP Basic, user {USER}")
+            status, body = handle()
+        except _Problem as problem:
+            error = {"code": f"Base.1.0.{problem.code}", "message": str(problem)}
+            status, body = problem.status, {"error": error}
+        data = b"" if body is None else json.dumps(body).encode()
+        self.send_response(status)
+        if status == 401:
+            self.send_header("WWW-Authenticate", 'Basic realm="bmc"')
+        if body is not None:
+            self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        log("bmc_request", "debug", line=format % args)

@@ -1,0 +1,147 @@
+"""Follows the kernel's log and hands on the lines that matter, verbatim, each with a stable key.
+
+Independent of NVML: a card that blocks every NVML caller still speaks here. Where it stopped is
+kept in a cursor file; a line read twice after a crash has the same key, so it counts once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from node_agent.files import write_atomically
+from node_agent.log import log
+from node_agent.watch import FolderWatch
+
+WORDS = (b"NVRM", b"Xid", b"SXid", b"nvidia", b"mce:", b"Out of memory")
+#: wire.Text: what is longer is cut.
+MAX_LINE = 8192
+BLOCK = 65536
+
+#: deliver([(key, line), ...]): keep these lines, durably, before it returns.
+Deliver = Callable[[list[tuple[str, str]]], None]
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """How far this boot's log has been read: bytes of a file, or the last record's number."""
+
+    boot_id: str
+    offset: int = 0
+    generation: int = 0  # rises when a file was cut: its offsets then mean other lines
+
+
+def follow(path: Path, cursor_file: Path, boot_id: str, deliver: Deliver) -> None:
+    """Never returns. A log that cannot be read is logged, loudly, and waited for."""
+    cursor = _load(cursor_file, boot_id)
+    if path.exists() and stat.S_ISCHR(path.stat().st_mode):
+        steps = _device(path, cursor)
+    else:
+        steps = _file(path, cursor)
+    for cursor, lines in steps:
+        if lines:
+            deliver(lines)
+        write_atomically(cursor_file, msgspec.json.encode(asdict(cursor)))
+
+
+def matters(line: bytes) -> bool:
+    return any(word in line for word in WORDS)
+
+
+def _load(path: Path, boot_id: str) -> Cursor:
+    fresh = Cursor(boot_id)
+    try:
+        stored: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+        cursor = Cursor(**stored)
+    except FileNotFoundError:
+        return fresh
+    except (msgspec.DecodeError, TypeError) as error:
+        log("kernel_log_cursor_broken", "error", path=path, error=str(error))
+        return fresh
+    return cursor if cursor.boot_id == boot_id else fresh
+
+
+Step = tuple[Cursor, list[tuple[str, str]]]
+
+
+def _file(path: Path, cursor: Cursor) -> Iterator[Step]:
+    """A plain file that grows, as a simulated node has. It may be cut or replaced."""
+    watch = FolderWatch(path.parent)
+    while True:
+        data, cursor = _read_file(path, cursor)
+        whole = data.rfind(b"\n") + 1
+        if whole == 0 and len(data) < BLOCK:
+            watch.wait()
+            continue
+        # A block without any line end is rubbish: it passes as one long line.
+        whole = whole or len(data)
+        lines, at = [], cursor.offset
+        for line in data[:whole].splitlines(keepends=True):
+            if matters(line):
+                lines.append((f"{cursor.generation} {at}", _text(line)))
+            at += len(line)
+        cursor = replace(cursor, offset=at)
+        yield cursor, lines
+
+
+def _read_file(path: Path, cursor: Cursor) -> tuple[bytes, Cursor]:
+    try:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < cursor.offset:
+                cursor = replace(cursor, offset=0, generation=cursor.generation + 1)
+            file.seek(cursor.offset)
+            return file.read(BLOCK), cursor
+    except FileNotFoundError:
+        return b"", cursor
+
+
+def _device(path: Path, cursor: Cursor) -> Iterator[Step]:
+    """/dev/kmsg: each read is one record, "priority,number,microseconds,flags;text"."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    last = cursor.offset
+    while True:
+        lines = []
+        for record in _records(fd):
+            number = _number(record)
+            if number > last:
+                last = number
+                line = record.split(b"\n", 1)[0]  # what follows describes the device, indented
+                if matters(line):
+                    lines.append((f"record {number}", _text(line)))
+        if last != cursor.offset:
+            cursor = replace(cursor, offset=last)
+            yield cursor, lines
+        select.select([fd], [], [])
+
+
+def _records(fd: int) -> Iterator[bytes]:
+    """At most some hundreds of the records that are there now."""
+    for _ in range(500):
+        try:
+            yield os.read(fd, 16384)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                log("kernel_log_overrun", "error")  # the ring turned faster than we read
+            elif error.errno == errno.EINVAL:
+                log("kernel_log_long_record", "error")
+            else:
+                raise
+
+
+def _number(record: bytes) -> int:
+    fields = record.split(b";", 1)[0].split(b",")
+    return int(fields[1]) if len(fields) > 1 and fields[1].isdigit() else 0
+
+
+def _text(line: bytes) -> str:
+    return line.rstrip(b"\r\n").decode(errors="replace")[:MAX_LINE]

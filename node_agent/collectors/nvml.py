@@ -1,0 +1,282 @@
+"""Real cards by NVML, read in a child process that can be killed, behind a deadline.
+
+One halted GPU can block every NVML caller of its host in uninterruptible sleep. So no thread of the
+agent ever calls NVML: a child does, a thread asks it, and the agent reads that thread's last answer.
+A child that cannot even be killed is left alone, and no second one is sent after it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from node_agent.collectors import HardwareUnknown, Readings, host
+from node_agent.log import log
+from node_agent.threads import start_thread
+from node_agent.wire import GpuInfo, GpuReading, Inventory
+
+COMMAND = [sys.executable, "-m", "node_agent.collectors.nvml"]
+PERIOD_S = 1.0
+#: The first answer loads the driver where it is not kept loaded.
+FIRST_DEADLINE_S = 30.0
+DEADLINE_S = 5.0
+#: The cards are listed anew this often: one may fall off the bus.
+LIST_PERIOD_S = 30.0
+#: An answer older than this is no reading any more.
+STALE_S = 10.0
+
+Lines = list[dict[str, Any]]
+
+
+class NoAnswer(Exception):
+    """The child did not answer in time, or died. `card`: the one it was asking, "" if unknown."""
+
+    def __init__(self, reason: str, card: str = "") -> None:
+        super().__init__(reason)
+        self.card = card
+
+
+def look_once() -> tuple[Inventory, Readings]:
+    """Ask now and wait for the answer. Raises HardwareUnknown."""
+    child = _Child(COMMAND)
+    try:
+        inventory = _inventory(child.ask("inventory", FIRST_DEADLINE_S))
+        return inventory, _readings(child.ask("readings", DEADLINE_S))
+    except NoAnswer as error:
+        raise HardwareUnknown(f"NVML: {error}") from error
+    finally:
+        child.kill()
+
+
+class NvmlHardware:
+    """The last known state of the cards, kept fresh by a thread."""
+
+    def __init__(self) -> None:
+        self._child = _Child(COMMAND)
+        self._inventory: Inventory | None = None
+        self._why = "NVML has not answered yet"
+        self._readings = Readings()
+        self._read_at = 0.0
+        self._listed_at = 0.0
+        self._closed = threading.Event()
+        start_thread("nvml", self._keep_fresh)
+
+    def inventory(self) -> Inventory:
+        if self._inventory is None:
+            raise HardwareUnknown(self._why)
+        return self._inventory
+
+    def readings(self) -> Readings:
+        if self._readings.values and time.monotonic() - self._read_at > STALE_S:
+            return Readings(unreadable=self._readings.unreadable)
+        return self._readings
+
+    def change_fd(self) -> int | None:
+        return None
+
+    def close(self) -> None:
+        self._closed.set()
+        self._child.kill()
+
+    def _keep_fresh(self) -> None:
+        while not self._closed.wait(PERIOD_S if self._inventory is not None else 0.1):
+            try:
+                if time.monotonic() - self._listed_at > LIST_PERIOD_S or self._inventory is None:
+                    self._inventory = _inventory(self._child.ask("inventory", FIRST_DEADLINE_S))
+                    self._listed_at = time.monotonic()
+                self._readings = _readings(self._child.ask("readings", DEADLINE_S))
+                self._read_at = time.monotonic()
+            except NoAnswer as error:
+                if self._closed.is_set():
+                    return
+                log("nvml_no_answer", "error", error=str(error), card=error.card)
+                self._why = f"NVML: {error}"
+                self._readings = Readings(unreadable={error.card: str(error)})
+                self._closed.wait(DEADLINE_S)
+
+
+class _Child:
+    """The process that may block. Starts when first asked, and again after it was killed."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._killed = False
+
+    def ask(self, question: str, deadline_s: float) -> Lines:
+        """All lines of one answer. Raises NoAnswer, and the child is killed."""
+        process = self._alive()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        answer: Lines = []
+        try:
+            process.stdin.write(question.encode() + b"\n")
+            process.stdin.flush()
+            for line in _lines(process.stdout.fileno(), time.monotonic() + deadline_s):
+                if line.get("end"):
+                    if "error" in line:
+                        raise NoAnswer(str(line["error"]))
+                    return answer
+                answer.append(line)
+        except (OSError, ValueError) as error:
+            answer.append({"error": str(error)})
+        self.kill()
+        asked = [line["card"] for line in answer if "card" in line]
+        raise NoAnswer(f"no answer to {question} in {deadline_s:g} s", asked[-1] if asked else "")
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._killed = True
+
+    def _alive(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            if self._killed:
+                raise NoAnswer("the process that reads NVML hangs in the kernel")
+            return self._process
+        if self._process is not None:
+            _close(self._process)
+        self._killed = False
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+        return self._process
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                continue  # a question that nobody will read any more
+
+
+def _lines(fd: int, deadline: float) -> Iterator[dict[str, Any]]:
+    """JSON lines until the deadline, or until the child closes its end."""
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(fd, selectors.EVENT_READ)
+        while selector.select(max(0.0, deadline - time.monotonic())):
+            block = os.read(fd, 65536)
+            if not block:
+                return
+            *whole, rest = (rest + block).split(b"\n")
+            for line in whole:
+                yield json.loads(line)
+
+
+def _inventory(lines: Lines) -> Inventory:
+    cards = [line["gpu"] for line in lines if "gpu" in line]
+    driver = next((line["driver"] for line in lines if "driver" in line), "")
+    return Inventory(
+        gpus=[msgspec.convert(card, GpuInfo) for card in cards],
+        cpus=host.cpus(),
+        memory_bytes=host.memory_bytes(),
+        kernel=host.kernel(),
+        driver_version=driver,
+    )
+
+
+def _readings(lines: Lines) -> Readings:
+    values = [msgspec.convert(line["reading"], GpuReading) for line in lines if "reading" in line]
+    silent = {line["unreadable"]: line["why"] for line in lines if "unreadable" in line}
+    return Readings(values, silent)
+
+
+# --- in the child -----------------------------------------------------------------------------
+
+
+def _serve() -> None:
+    """Answer questions from stdin, line by line, until it is closed."""
+    import pynvml
+
+    for question in sys.stdin:
+        try:
+            pynvml.nvmlInit()
+            _list(pynvml) if question.strip() == "inventory" else _read(pynvml)
+        except pynvml.NVMLError as error:
+            _say({"end": True, "error": str(error)})
+        else:
+            _say({"end": True})
+
+
+def _say(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def _list(nvml: Any) -> None:
+    _say({"driver": nvml.nvmlSystemGetDriverVersion()})
+    for index in range(nvml.nvmlDeviceGetCount()):
+        card = nvml.nvmlDeviceGetHandleByIndex(index)
+        uuid = nvml.nvmlDeviceGetUUID(card)
+        _say({"card": uuid})
+        _say(
+            {
+                "gpu": {
+                    "index": index,
+                    "uuid": uuid,
+                    # Consumer cards have no serial; the UUID is then the only name they have.
+                    "serial": _or_none(nvml, lambda: nvml.nvmlDeviceGetSerial(card)) or uuid,
+                    "model": nvml.nvmlDeviceGetName(card),
+                    "pci_address": nvml.nvmlDeviceGetPciInfo(card).busId,
+                    "memory_bytes": nvml.nvmlDeviceGetMemoryInfo(card).total,
+                }
+            }
+        )
+
+
+def _read(nvml: Any) -> None:
+    for index in range(nvml.nvmlDeviceGetCount()):
+        uuid = ""
+        try:
+            card = nvml.nvmlDeviceGetHandleByIndex(index)
+            uuid = nvml.nvmlDeviceGetUUID(card)
+            _say({"card": uuid})
+            _say({"reading": {"uuid": uuid, **_sensors(nvml, card)}})
+        except nvml.NVMLError as error:
+            _say({"unreadable": uuid, "why": f"card {index}: {error}"})
+
+
+def _sensors(nvml: Any, card: Any) -> dict[str, float | None]:
+    """Raises NVMLError if the card does not answer at all; a sensor it lacks is None."""
+    volatile = nvml.NVML_VOLATILE_ECC
+
+    def ecc(kind: int) -> float | None:
+        return _or_none(nvml, lambda: nvml.nvmlDeviceGetTotalEccErrors(card, kind, volatile))
+
+    temperature = nvml.nvmlDeviceGetTemperature(card, nvml.NVML_TEMPERATURE_GPU)
+    milliwatts = _or_none(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(card))
+    return {
+        "temperature_c": temperature,
+        "power_w": None if milliwatts is None else milliwatts / 1000,
+        "utilization": _or_none(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(card).gpu),
+        "sm_clock_mhz": _or_none(
+            nvml, lambda: nvml.nvmlDeviceGetClockInfo(card, nvml.NVML_CLOCK_SM)
+        ),
+        "memory_used_bytes": _or_none(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(card).used),
+        "ecc_corrected": ecc(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
+        "ecc_uncorrected": ecc(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
+        "pcie_replays": _or_none(nvml, lambda: nvml.nvmlDeviceGetPcieReplayCounter(card)),
+    }
+
+
+def _or_none(nvml: Any, read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except nvml.NVMLError_NotSupported:
+        return None
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,247 @@
+"""Executing signed commands, each at most once, whatever dies when.
+
+A command's id is written down before its effect. An id seen before is never executed again: its
+stored result is sent once more; a start whose end is unknown is settled by looking at the world.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from node_agent import wire
+from node_agent.config import Config
+from node_agent.files import Journal
+from node_agent.identity import Identity
+from node_agent.log import log
+from node_agent.spool import Spool
+from node_agent.supervisor import CannotStart, Supervisor
+from node_agent.threads import start_thread
+
+#: A journal entry is kept this long past its command's expiry. After that the id needs no memory:
+#: the expiry itself refuses it.
+KEEP_S = 7 * 86_400.0
+
+Output = dict[str, Any]
+
+
+class _Refusal(Exception):
+    """Why a command is not executed. `remember`: its sender is proven, so the verdict is final."""
+
+    def __init__(self, reason: str, remember: bool = True) -> None:
+        super().__init__(reason)
+        self.remember = remember
+
+
+class _Named(msgspec.Struct, frozen=True):
+    """As much of a command as is needed to answer it."""
+
+    id: wire.Id
+
+
+class Commands:
+    """Takes commands from the poll and leaves results in the spool."""
+
+    def __init__(
+        self,
+        config: Config,
+        identity: Identity,
+        supervisor: Supervisor,
+        diagnose: Callable[[int], Output],
+        results: Spool,
+    ) -> None:
+        self._config = config
+        self._identity = identity
+        self._supervisor = supervisor
+        self._diagnose = diagnose
+        self._results = results
+        self._lock = threading.Lock()
+        self._journal = Journal(config.state_dir / "commands.jsonl")
+        self._seen = _recent(self._journal.load())
+        self._journal.rewrite(self._seen.values())
+
+    def recover(self) -> None:
+        """Settle commands that were under way when the agent died.
+
+        To be called once, after the supervisor has recovered and before `handle`.
+        """
+        for entry in list(self._seen.values()):
+            if "result" not in entry:
+                self._finish(entry["id"], self._look_at_the_world(entry))
+
+    def handle(self, signed: wire.SignedCommand) -> None:
+        """Check one command and execute it. Returns soon: what takes long goes on in a thread."""
+        payload = signed.payload.encode()
+        try:
+            named = msgspec.json.decode(payload, type=_Named)
+        except msgspec.DecodeError as error:
+            log("command_unreadable", "error", error=str(error))
+            return
+        try:
+            command = self._check(payload, signed.signature)
+        except _Refusal as refusal:
+            self._refuse(named.id, refusal)
+            return
+        with self._lock:
+            seen = self._seen.get(command.id)
+            if seen is None and not self._begin(command):
+                return
+        if seen is not None:
+            self._repeat(seen)
+            return
+        self._execute(command)
+
+    def _check(self, payload: bytes, signature: str) -> wire.Command:
+        if not self._identity.trusts(payload, signature):
+            raise _Refusal("signature: no enrolled key made it", remember=False)
+        try:
+            command = msgspec.json.decode(payload, type=wire.Command)
+        except msgspec.DecodeError as error:
+            raise _Refusal(f"allow-list: {error}", remember=False) from error
+        if command.node_id != self._identity.node_id:
+            raise _Refusal(f"node: it is for {command.node_id}", remember=False)
+        if command.id in self._seen:
+            return command
+        if command.expires_at <= time.time():
+            raise _Refusal("expiry: its time is over (compare the clocks)")
+        self._check_allowed(command.action)
+        return command
+
+    def _check_allowed(self, action: wire.Verb) -> None:
+        if isinstance(action, wire.StartRank) and action.program not in self._config.programs:
+            raise _Refusal(f"allow-list: no program {action.program!r} in the agent's `programs`")
+        if isinstance(action, wire.StartRank | wire.StartCoordinator):
+            # They become names of files; wire.Id excludes the slash but not these two.
+            for name in (action.job, action.placement):
+                if re.fullmatch(r"\.+", name):
+                    raise _Refusal(f"allow-list: {name!r} cannot name a job or a placement")
+
+    def _begin(self, command: wire.Command) -> bool:
+        """Write the id down, before any effect. False, and a failed result, if that fails."""
+        action = command.action
+        entry: dict[str, Any] = {
+            "id": command.id,
+            "expires_at": command.expires_at,
+            "verb": type(action).__struct_config__.tag,
+            "placement": getattr(action, "placement", ""),
+        }
+        try:
+            self._journal.append([entry])
+        except OSError as error:
+            log("command_journal_full", "error", id=command.id, error=str(error))
+            self._send(_failed(command.id, f"not executed: the journal refused it: {error}"))
+            return False
+        self._seen[command.id] = entry
+        return True
+
+    def _execute(self, command: wire.Command) -> None:
+        """Starts happen here, in the order of the commands; all waiting happens in a thread."""
+        log("command", id=command.id, verb=type(command.action).__name__)
+        action = command.action
+        try:
+            if isinstance(action, wire.StartRank):
+                rank = self._supervisor.start_rank(action)
+                output = {"pid": rank.pid, "started_at": rank.started_at}
+                self._finish(command.id, _done(command.id, output))
+                return
+            wait = self._begin_slow(action)
+        except CannotStart as error:
+            self._finish(command.id, _failed(command.id, str(error)))
+            return
+
+        def finish() -> None:
+            try:
+                result = _done(command.id, wait())
+            except CannotStart as error:
+                result = _failed(command.id, str(error))
+            self._finish(command.id, result)
+
+        start_thread(f"command-{command.id}", finish)
+
+    def _begin_slow(
+        self, action: wire.StartCoordinator | wire.StopProcess | wire.Diagnose
+    ) -> Callable[[], Output]:
+        if isinstance(action, wire.StartCoordinator):
+            started = self._supervisor.start_coordinator(action)
+            return lambda: self._coordinator_up(started.placement)
+        if isinstance(action, wire.StopProcess):
+            return lambda: {"stopped": self._supervisor.stop(action.placement, action.grace_s)}
+        return lambda: self._diagnose(action.level)
+
+    def _coordinator_up(self, placement: str) -> Output:
+        """Wait for its port. One that opens none is stopped: the control plane decides anew."""
+        running = self._supervisor.find(placement)
+        if running is None:
+            raise CannotStart("the coordinator ended at once; see its log")
+        try:
+            address = self._supervisor.coordinator_address(running)
+        except CannotStart:
+            self._supervisor.stop(placement, grace_s=0)
+            raise
+        return {"address": address, "pid": running.pid}
+
+    def _look_at_the_world(self, entry: dict[str, Any]) -> wire.CommandResult:
+        id, verb = entry["id"], entry["verb"]
+        running = self._supervisor.find(entry["placement"])
+        if verb == "start_rank" and running is not None:
+            return _done(id, {"pid": running.pid, "started_at": running.started_at})
+        if verb == "start_coordinator" and running is not None:
+            try:
+                return _done(id, self._coordinator_up(entry["placement"]))
+            except CannotStart as error:
+                return _failed(id, str(error))
+        if verb == "stop_process" and running is None:
+            return _done(id, {"stopped": True})
+        return _failed(id, f"the agent was restarted during this {verb}; it is not under way now")
+
+    def _finish(self, id: str, result: wire.CommandResult) -> None:
+        log("command_result", id=id, state=result.state, error=result.error)
+        self._remember({**self._seen[id], "result": msgspec.to_builtins(result)})
+        self._send(result)
+
+    def _refuse(self, id: str, refusal: _Refusal) -> None:
+        """Say no. A verdict on an unproven sender is not written down: it must not be able to use
+        up the id of a genuine command.
+        """
+        log("command_refused", "error", id=id, reason=str(refusal))
+        result = wire.CommandResult(id=id, state="refused", at=time.time(), error=str(refusal))
+        if refusal.remember:
+            entry = {"id": id, "expires_at": time.time(), "verb": "", "placement": ""}
+            self._remember({**entry, "result": msgspec.to_builtins(result)})
+        self._send(result)
+
+    def _repeat(self, entry: dict[str, Any]) -> None:
+        if "result" not in entry:
+            log("command_under_way", id=entry["id"])
+            return
+        log("command_repeated", id=entry["id"])
+        self._results.put([entry["result"]])
+
+    def _remember(self, entry: dict[str, Any]) -> None:
+        with self._lock:
+            self._seen[entry["id"]] = entry
+            try:
+                self._journal.append([entry])
+            except OSError as error:
+                log("command_journal_full", "error", id=entry["id"], error=str(error))
+
+    def _send(self, result: wire.CommandResult) -> None:
+        self._results.put([msgspec.to_builtins(result)])
+
+
+def _recent(entries: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    horizon = time.time() - KEEP_S
+    return {entry["id"]: entry for entry in entries if entry["expires_at"] > horizon}
+
+
+def _done(id: str, output: Output) -> wire.CommandResult:
+    return wire.CommandResult(id=id, state="done", at=time.time(), output=output)
+
+
+def _failed(id: str, error: str) -> wire.CommandResult:
+    return wire.CommandResult(id=id, state="failed", at=time.time(), error=error[:8192])

@@ -1,0 +1,115 @@
+"""Files that survive a crash: whole-file replacement, and an append-only journal of JSON lines.
+
+Never leaves a half-written file under its real name, and never reads a torn line as a whole one.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from node_agent.log import log
+
+
+def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Replace `path` by `data`, durable on return. Raises OSError; the old content then stands."""
+    temporary = path.with_name(path.name + ".new")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    try:
+        os.fchmod(fd, mode)
+        _write_all(fd, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a creation or a rename in `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class Journal:
+    """An append-only file of JSON objects, one per line; each append is durable on return.
+
+    A torn last line (the writer was killed in the middle) is cut off when the file is opened: its
+    append never returned, so nobody relies on it. A broken line elsewhere is logged and passed over.
+    Not safe for several threads at once; the owner holds a lock.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = self._open()
+        self._size = 0
+
+    def load(self) -> list[dict[str, Any]]:
+        """All whole entries, oldest first; cuts off a torn tail."""
+        data = self.path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole != len(data):
+            log("journal_torn_tail", "warning", path=self.path, bytes=len(data) - whole)
+            os.ftruncate(self._fd, whole)
+        self._size = whole
+        entries = []
+        for number, line in enumerate(data[:whole].splitlines(), start=1):
+            entry = _parse(line)
+            if entry is None:
+                log("journal_broken_line", "error", path=self.path, line=number)
+            else:
+                entries.append(entry)
+        return entries
+
+    def append(self, entries: Iterable[dict[str, Any]]) -> None:
+        """Add entries with one write and one fsync. On OSError none of them is in the file."""
+        data = _encode(entries)
+        try:
+            _write_all(self._fd, data)
+            os.fsync(self._fd)
+        except OSError:
+            # A half-written line must not be glued to the next append.
+            os.ftruncate(self._fd, self._size)
+            raise
+        self._size += len(data)
+
+    def rewrite(self, entries: Iterable[dict[str, Any]]) -> None:
+        """Replace the whole content, atomically."""
+        data = _encode(entries)
+        write_atomically(self.path, data)
+        os.close(self._fd)
+        self._fd = self._open()
+        self._size = len(data)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        return os.open(self.path, flags, 0o600)
+
+
+def _encode(entries: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) else None
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

@@ -1,0 +1,88 @@
+"""Reading /proc: which processes exist, who their parents are, when they started.
+
+A pid alone names nobody: it is reused. A pid with its start time names one process for ever.
+Standard library only; the chassis uses it too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    ppid: int
+    session: int
+    state: str  # R, S, D, T, Z, ... as in proc(5)
+    start_ticks: int  # clock ticks after the kernel's boot: field 22 of /proc/PID/stat
+
+    @property
+    def running(self) -> bool:
+        return self.state not in "ZXx"
+
+
+def read(pid: int) -> Process | None:
+    """The process with this pid, or None if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The name, in parentheses, may itself hold spaces and parentheses.
+    fields = text[text.rindex(b")") + 2 :].split()
+    return Process(
+        pid=pid,
+        state=fields[0].decode(),
+        ppid=int(fields[1]),
+        session=int(fields[3]),
+        start_ticks=int(fields[19]),
+    )
+
+
+def is_alive(pid: int, start_ticks: int) -> bool:
+    """Whether exactly this process still runs; a zombie does not."""
+    process = read(pid)
+    return process is not None and process.running and process.start_ticks == start_ticks
+
+
+def processes() -> Iterator[Process]:
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            process = read(int(name))
+            if process is not None:
+                yield process
+
+
+def descendants(root: int) -> list[Process]:
+    """All running descendants of `root`, itself not included."""
+    children: dict[int, list[Process]] = {}
+    for process in processes():
+        children.setdefault(process.ppid, []).append(process)
+    found: list[Process] = []
+    queue = [root]
+    while queue:
+        for child in children.get(queue.pop(), []):
+            found.append(child)
+            queue.append(child.pid)
+    return [process for process in found if process.running]
+
+
+def with_environment(name: str, value: str) -> list[Process]:
+    """Running processes that were started with `name=value` in their environment.
+
+    Those of other users are passed over where the kernel does not let us look.
+    """
+    wanted = f"{name}={value}".encode()
+    found = []
+    for process in processes():
+        try:
+            with open(f"/proc/{process.pid}/environ", "rb") as file:
+                variables = file.read().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if wanted in variables and process.running:
+            found.append(process)
+    return found

@@ -1,0 +1,134 @@
+"""Hardware that is not there, behind the same interface: eight cards described by hardware.json.
+
+The chassis writes that file when it fits cards. Fault injection edits it: a card with
+`unreadable = true` does not answer, `ecc_uncorrected` is what its counter shows.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from node_agent.collectors import HardwareUnknown, Readings, host
+from node_agent.wire import GpuInfo, GpuReading, Inventory
+from node_agent.watch import FolderWatch
+
+HARDWARE_FILE = "hardware.json"
+DRIVER = "simulated"
+#: Seconds in which a card gets two thirds of the way to its new temperature, or load.
+WARM_S, LOAD_S = 40.0, 2.0
+
+
+class Card(msgspec.Struct, frozen=True, kw_only=True):
+    """One card in hardware.json."""
+
+    index: int
+    uuid: str
+    serial: str
+    model: str
+    pci_address: str
+    memory_bytes: int
+    unreadable: bool = False
+    ecc_uncorrected: int = 0
+    ecc_corrected: int = 0
+
+
+class _File(msgspec.Struct, frozen=True):
+    gpus: list[Card]
+
+
+@dataclass
+class _Sensors:
+    load: float = 0.0
+    temperature: float = 31.0
+
+
+class SimulatedHardware:
+    """`busy()` says whether a rank runs here: load, heat and memory follow it smoothly."""
+
+    def __init__(self, folder: Path, busy: Callable[[], bool]) -> None:
+        self._path = folder / HARDWARE_FILE
+        self._busy = busy
+        self._watch = FolderWatch(folder)
+        self._version = (0, 0)
+        self._cards: list[Card] = []
+        self._sensors: dict[str, _Sensors] = {}
+        self._at = time.monotonic()
+
+    def inventory(self) -> Inventory:
+        self._watch.clear()
+        self._load()
+        return Inventory(
+            gpus=[_info(card) for card in self._cards],
+            cpus=host.cpus(),
+            memory_bytes=host.memory_bytes(),
+            kernel=host.kernel(),
+            driver_version=DRIVER,
+            simulated=True,
+        )
+
+    def readings(self) -> Readings:
+        try:
+            self._load()
+        except HardwareUnknown as error:
+            return Readings(unreadable={"": str(error)})
+        now = time.monotonic()
+        passed, self._at = now - self._at, now
+        busy = self._busy()
+        values = [self._read(card, busy, passed, now) for card in self._cards]
+        silent = {card.uuid: "does not answer" for card in self._cards if card.unreadable}
+        return Readings(values=values, unreadable=silent)
+
+    def change_fd(self) -> int | None:
+        return self._watch.fd
+
+    def close(self) -> None:
+        self._watch.close()
+
+    def _load(self) -> None:
+        try:
+            stat = self._path.stat()
+            version = (stat.st_mtime_ns, stat.st_ino)
+            if version == self._version:
+                return
+            self._cards = msgspec.json.decode(self._path.read_bytes(), type=_File).gpus
+        except (OSError, msgspec.DecodeError) as error:
+            raise HardwareUnknown(f"{self._path}: {error}") from error
+        self._version = version
+
+    def _read(self, card: Card, busy: bool, passed: float, now: float) -> GpuReading:
+        if card.unreadable:
+            return GpuReading(uuid=card.uuid)
+        sensors = self._sensors.setdefault(card.uuid, _Sensors())
+        sensors.load += (float(busy) - sensors.load) * (1 - math.exp(-passed / LOAD_S))
+        warm = 31.0 + 37.0 * sensors.load
+        sensors.temperature += (warm - sensors.temperature) * (1 - math.exp(-passed / WARM_S))
+        wobble = math.sin(now / 7 + card.index * 1.7)
+        load = sensors.load
+        return GpuReading(
+            uuid=card.uuid,
+            temperature_c=round(sensors.temperature + card.index * 0.6 + 0.4 * wobble, 1),
+            power_w=round(72 + load * (560 + 15 * wobble) + card.index, 1),
+            utilization=round(max(0.0, load * (96 + 3 * wobble)), 1),
+            sm_clock_mhz=round(345 + load * 1635),
+            memory_used_bytes=round(card.memory_bytes * (0.01 + 0.81 * load)),
+            ecc_corrected=card.ecc_corrected,
+            ecc_uncorrected=card.ecc_uncorrected,
+            pcie_replays=0,
+        )
+
+
+def _info(card: Card) -> GpuInfo:
+    return GpuInfo(
+        index=card.index,
+        uuid=card.uuid,
+        serial=card.serial,
+        model=card.model,
+        pci_address=card.pci_address,
+        memory_bytes=card.memory_bytes,
+    )

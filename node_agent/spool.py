@@ -1,0 +1,111 @@
+"""Messages that must not be lost: kept on disk until the control plane says that it has them.
+
+A message leaves the spool in two ways only: its id was acknowledged, or it was refused for what it
+is and now lies in the dead-letter file, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from node_agent.files import Journal
+from node_agent.log import log
+
+#: Above this many waiting messages `wait_for_room` holds back those who can be held back.
+MAX_WAITING = 20_000
+#: The file is rewritten when it holds this many lines more than there are messages waiting.
+MAX_DEAD_LINES = 2_000
+
+
+class Spool:
+    """Messages by id, oldest first. Safe for several threads."""
+
+    def __init__(self, path: Path, max_waiting: int = MAX_WAITING) -> None:
+        self._journal = Journal(path)
+        self._dead_letters = path.with_suffix(".dead.jsonl")
+        self._max_waiting = max_waiting
+        self._changed = threading.Condition()
+        self._waiting: dict[str, dict[str, Any]] = {}
+        entries = self._journal.load()
+        for entry in entries:
+            self._apply(entry)
+        self._lines = len(entries)
+        self._compact()
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._waiting)
+
+    def put(self, messages: Iterable[dict[str, Any]]) -> None:
+        """Keep messages (each with its `id`), durable on return. A newer one of an id replaces it.
+
+        If the disk refuses, they are kept in memory alone and the log says so: a message that may
+        still be delivered is worth more than an error nobody can handle.
+        """
+        with self._changed:
+            new = [m for m in messages if self._waiting.get(m["id"]) != m]
+            entries = [{"put": message} for message in new]
+            for entry in entries:
+                self._apply(entry)
+            self._append(entries)
+            self._changed.notify_all()
+
+    def oldest(self, count: int, timeout_s: float | None = None) -> list[dict[str, Any]]:
+        """Up to `count` messages, waiting for the first one; empty only when time is up."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._waiting), timeout_s)
+            return [message for message, _ in zip(self._waiting.values(), range(count))]
+
+    def acknowledge(self, ids: Iterable[str]) -> None:
+        """Forget messages that are safe elsewhere. Unknown ids are ignored."""
+        with self._changed:
+            known = [id for id in ids if id in self._waiting]
+            if known:
+                entry = {"gone": known}
+                self._apply(entry)
+                self._append([entry])
+                self._compact()
+                self._changed.notify_all()
+
+    def bury(self, id: str, reason: dict[str, Any]) -> None:
+        """Move a message that will never be accepted to the dead-letter file."""
+        with self._changed:
+            message = self._waiting[id]
+        line = json.dumps({"message": message, "reason": reason}).encode() + b"\n"
+        with open(self._dead_letters, "ab") as file:
+            file.write(line)
+        log("dead_letter", "error", id=id, reason=reason, file=self._dead_letters)
+        self.acknowledge([id])
+
+    def wait_for_room(self) -> None:
+        """Block while the spool is full: for sources that are themselves durable for a while."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._waiting) < self._max_waiting)
+
+    def _apply(self, entry: dict[str, Any]) -> None:
+        if "put" in entry:
+            self._waiting[entry["put"]["id"]] = entry["put"]
+        for id in entry.get("gone", []):
+            self._waiting.pop(id, None)
+
+    def _append(self, entries: list[dict[str, Any]]) -> None:
+        try:
+            self._journal.append(entries)
+        except OSError as error:
+            log("spool_not_durable", "error", path=self._journal.path, error=str(error))
+            return
+        self._lines += len(entries)
+
+    def _compact(self) -> None:
+        if self._lines - len(self._waiting) <= MAX_DEAD_LINES:
+            return
+        try:
+            self._journal.rewrite({"put": message} for message in self._waiting.values())
+        except OSError as error:
+            log("spool_not_compacted", "error", path=self._journal.path, error=str(error))
+            return
+        self._lines = len(self._waiting)

@@ -1,0 +1,83 @@
+"""When to save, and the thread that writes: the training thread pays one memcpy.
+
+A failed save raises an alarm and never stops the training.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.checkpoint import store
+from runtime.client import CheckpointSaved
+from runtime.job import Job
+from runtime.snapshot import Damaged, Staged
+
+
+@dataclass(frozen=True)
+class Request:
+    staged: Staged
+    asked: float  # monotonic
+    stall_s: float
+
+
+class Checkpointer:
+    """Saves of one job to its state folder, every `every_s` seconds and when asked."""
+
+    def __init__(self, job: Job, *, every_s: float = 20.0, keep: int = store.KEEP) -> None:
+        self.job = job
+        self.every_s = every_s
+        self.keep = keep
+        self.folder = Path(job.state_dir) / "checkpoints"
+        self._last = time.monotonic()
+        self._requests: queue.Queue[Request | None] = queue.Queue(maxsize=1)
+        self._thread: threading.Thread | None = None
+
+    def load(self) -> Staged | None:
+        """The newest checkpoint that verifies, or None."""
+        found = store.newest(self.folder)
+        return None if found is None else found[1]
+
+    def due(self) -> bool:
+        """Whether the interval is over and the writer is free."""
+        return time.monotonic() - self._last >= self.every_s and self._requests.empty()
+
+    def save(self, staged: Staged, asked: float) -> None:
+        """Hand a copy to the writer; waits only if it is a whole save behind."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._write_all, name="drydock-saver", daemon=True
+            )
+            self._thread.start()
+        self._last = time.monotonic()
+        self._requests.put(Request(staged, asked, self._last - asked))
+
+    def finish(self) -> None:
+        """Wait until everything handed over is durable or was refused."""
+        if self._thread is not None:
+            self._requests.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _write_all(self) -> None:
+        while (request := self._requests.get()) is not None:
+            try:
+                path = store.write(self.folder, request.staged, self.keep)
+            except (OSError, Damaged) as error:
+                self.job.trouble("checkpoint_failed", f"step {request.staged.step}: {error}")
+                continue
+            self.job.sender.tell(
+                CheckpointSaved(
+                    step=request.staged.step,
+                    tier="local",
+                    path=str(path),
+                    bytes=len(request.staged.buffer),
+                    digest=request.staged.digest,
+                    stall_s=request.stall_s,
+                    seconds=time.monotonic() - request.asked,
+                    at=time.time(),
+                )
+            )

@@ -1,0 +1,133 @@
+"""Checkpoints on disk: a folder per step, complete and verified or invisible.
+
+    step-00001234/tensors.bin      raw bytes, as staged
+    step-00001234/manifest.json    what lies where, a hash per tensor, the digest of the whole
+
+No pickle. A folder appears by rename after everything in it is durable; the older ones are only
+removed after that. A damaged or incomplete folder is never chosen.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from runtime.snapshot import Damaged, Piece, Staged
+
+log = logging.getLogger("drydock.checkpoint")
+
+FORMAT = 1
+KEEP = 3
+
+
+def write(folder: Path, staged: Staged, keep: int = KEEP) -> Path:
+    """Write one checkpoint durably, read it back, make it visible, then prune to `keep`.
+
+    Raises OSError (disk full, I/O) or Damaged; what was there before is untouched then.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / f"step-{staged.step:08d}"
+    draft = folder / f".writing-{staged.step:08d}-{os.getpid()}"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    try:
+        write_file(draft / "tensors.bin", staged.buffer)
+        write_file(draft / "manifest.json", json.dumps(manifest_of(staged)).encode())
+        sync_folder(draft)
+        read(draft)
+        if final.exists():
+            replaced = folder / f".replaced-{staged.step:08d}-{os.getpid()}"
+            final.rename(replaced)
+            draft.rename(final)
+            shutil.rmtree(replaced)
+        else:
+            draft.rename(final)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    sync_folder(folder)
+    prune(folder, keep)
+    return final
+
+
+def newest(folder: Path) -> tuple[Path, Staged] | None:
+    """The newest checkpoint that verifies, or None. What fails is left in place and named."""
+    for path in candidates(folder):
+        try:
+            return path, read(path)
+        except (Damaged, OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("checkpoint_refused path=%s error=%s", path, error)
+    return None
+
+
+def read(path: Path) -> Staged:
+    """One checkpoint, every hash checked. Raises Damaged naming the tensor, or OSError."""
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    if manifest["format"] != FORMAT:
+        raise Damaged(f"{path} has format {manifest['format']}, this version reads {FORMAT}")
+    if manifest["self"] != self_hash(manifest):
+        raise Damaged(f"{path}: the manifest was changed")
+    buffer = bytearray((path / "tensors.bin").read_bytes())
+    if len(buffer) != manifest["bytes"]:
+        raise Damaged(f"{path}: {len(buffer)} bytes, {manifest['bytes']} expected")
+    for piece, expected in zip(manifest["pieces"], manifest["hashes"], strict=True):
+        if hash_of(buffer, Piece(**piece)) != expected:
+            raise Damaged(f"{path}: tensor {piece['name']} was changed")
+    return Staged.restore(manifest, buffer)
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Visible checkpoints, newest first."""
+    return sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []
+
+
+def prune(folder: Path, keep: int) -> None:
+    for path in candidates(folder)[keep:]:
+        shutil.rmtree(path)
+    for path in leftovers(folder):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def leftovers(folder: Path) -> Iterator[Path]:
+    """Drafts of writers that died."""
+    for path in folder.glob(".*-*-*"):
+        pid = path.name.rpartition("-")[2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            yield path
+
+
+def manifest_of(staged: Staged) -> dict[str, Any]:
+    hashes = [hash_of(staged.buffer, piece) for piece in staged.pieces]
+    manifest = {"format": FORMAT, **staged.describe(), "hashes": hashes}
+    return {**manifest, "self": self_hash(manifest)}
+
+
+def self_hash(manifest: dict[str, Any]) -> str:
+    rest = {key: value for key, value in manifest.items() if key != "self"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode())
+
+
+def hash_of(buffer: bytearray, piece: Piece) -> str:
+    view = memoryview(buffer)[piece.offset : piece.offset + piece.bytes]
+    return xxhash.xxh3_64_hexdigest(view)
+
+
+def write_file(path: Path, data: bytes | bytearray) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

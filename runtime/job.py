@@ -1,0 +1,79 @@
+"""Who this rank is: `join` reads the environment that a launcher gave it.
+
+Imports no torch, so that the control plane and the coordinator are told of the rank while torch is
+still being imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runtime import client
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """This rank's identity, and its way to the control plane."""
+
+    name: str
+    replica: int
+    rank: int
+    world_replicas: int
+    placement: str
+    coordinator: str  # host:port
+    token: str
+    state_dir: Path
+    options: dict[str, Any] = field(default_factory=dict)
+    sender: client.Sender
+
+    def trouble(self, kind: str, text: str) -> None:
+        """Tell an engineer."""
+        self.sender.tell(client.Trouble(kind=kind, text=text, at=time.time()))
+
+
+def join(environment: dict[str, str] | None = None) -> Job:
+    """Read DRYDOCK_* and start telling the control plane, if there is one.
+
+    Raises RuntimeError naming the variable that is missing.
+    """
+    env = dict(os.environ) if environment is None else environment
+    # A SIGTERM must not kill a rank that is still importing: the training loop obeys it later.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    placement = env.get(client.ENV_PLACEMENT) or f"pid-{os.getpid()}-{time.time_ns()}"
+    token = need(env, client.ENV_TOKEN)
+    replica, rank = int(need(env, client.ENV_REPLICA)), int(env.get(client.ENV_RANK, "0"))
+    sender = client.Sender(
+        env.get(client.ENV_URL, ""),
+        token,
+        job=need(env, client.ENV_JOB),
+        replica=replica,
+        rank=rank,
+        placement=placement,
+    )
+    sender.start()
+    sender.tell(client.Hello(pid=os.getpid(), at=time.time()))
+    return Job(
+        name=sender.job,
+        replica=replica,
+        rank=rank,
+        world_replicas=int(need(env, client.ENV_WORLD_REPLICAS)),
+        placement=placement,
+        coordinator=need(env, client.ENV_COORDINATOR),
+        token=token,
+        state_dir=Path(need(env, client.ENV_STATE_DIR)),
+        options=json.loads(env.get(client.ENV_OPTIONS) or "{}"),
+        sender=sender,
+    )
+
+
+def need(env: dict[str, str], name: str) -> str:
+    value = env.get(name, "")
+    if not value:
+        raise RuntimeError(f"{name} is not set; the launcher must give it to every rank")
+    return value

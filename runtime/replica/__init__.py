@@ -1,0 +1,1 @@
+"""Replicas that drop out, take over and come back without stopping the others."""

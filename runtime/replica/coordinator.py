@@ -1,0 +1,507 @@
+"""The one process that grants epochs: `python -m runtime.replica.coordinator`.
+
+Standard library only. Members propose, this process decides, durably, before it tells anyone. It
+must never stand on the path of a healthy step: its death costs no step.
+
+One TCP connection per member, JSON lines. The first line carries the job's token. The verbs are
+`join`, `ready`, `report`, `caught_up`, `proof`, `set`, `get`, `ping`, `again`, `goodbye` from
+replicas, and `exit` and `status` from a node agent or a person.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runtime.replica.plan import Report, take_over
+from runtime.replica.record import Record, RecordFile
+
+log = logging.getLogger("drydock.coordinator")
+
+PEER_SILENT_S = 2.0  # a member that said nothing for so long is dead
+NEWCOMER_SILENT_S = 20.0  # a newcomer may be busy importing or loading
+ABSENT_S = 2.0  # after our own restart: how long a member of the record has to come back
+GATHER_S = 10.0  # a whole job that starts again: how long to wait for the rest of it
+CATCH_UP_S = 2.0  # how long members wait at an edge for a newcomer to catch up
+TICK_S = 0.1
+MAX_LINE = 1 << 20
+
+
+@dataclass(eq=False)
+class Peer:
+    """One replica's open connection and where it stands."""
+
+    replica: int
+    placement: str
+    address: str  # its snapshot server
+    gloo_port: int
+    shards: int
+    writer: asyncio.StreamWriter
+    #: fresh (told nothing yet), loading, syncing, ready (holds a state), member
+    phase: str = "fresh"
+    step: int = -1
+    digest: str = ""
+    report: Report | None = None
+    proof: str = ""
+    caught_up: bool = False
+    heard: float = field(default_factory=time.monotonic)
+    asked: set[str] = field(default_factory=set)  # what this peer was already told this round
+
+    def tell(self, **message: Any) -> None:
+        if not self.writer.is_closing():
+            self.writer.write(json.dumps(message).encode() + b"\n")
+
+    def tell_once(self, op: str, **message: Any) -> None:
+        if op not in self.asked:
+            self.asked.add(op)
+            self.tell(op=op, **message)
+
+
+class Coordinator:
+    """All decisions, driven by messages and by `tick`; holds no state but the record's."""
+
+    def __init__(self, record_file: RecordFile, token: str, world: int, min_replicas: int) -> None:
+        self.file = record_file
+        self.record = record_file.read()
+        self.token = token
+        self.world = world
+        self.min_replicas = min_replicas
+        self.peers: dict[int, Peer] = {}
+        #: the members of the current epoch that are not known to be gone
+        self.alive: dict[int, str] = dict(self.record.members)
+        self.lost: list[dict[str, Any]] = []  # since the epoch was granted
+        self.broken_at = 0.0  # Unix time when the current epoch was found broken; 0: it is whole
+        self.edge_at = 0.0  # monotonic time since when all members wait at an edge; 0: they do not
+        self.values: dict[str, str] = {}  # rendezvous of the current epoch
+        self.waiting: dict[str, list[tuple[Peer, int]]] = {}
+        self.started = time.monotonic()
+        self.first_newcomer = 0.0
+        self.last_tick = time.monotonic()
+
+    # --- connections ----------------------------------------------------------------------------
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, from its first line to its end."""
+        peer: Peer | None = None
+        try:
+            first = await read_line(reader)
+            if first is None:
+                return
+            refusal = self.refusal(first)
+            if refusal:
+                writer.write(json.dumps({"ok": False, "error": refusal}).encode() + b"\n")
+                return
+            if first["op"] == "join":
+                peer = self.join(first, writer)
+                await self.listen(reader, peer)
+            else:
+                answer = self.answer(first)
+                writer.write(json.dumps(answer).encode() + b"\n")
+        except (ConnectionError, ValueError, KeyError, asyncio.LimitOverrunError) as error:
+            log.warning("connection_failed error=%r", error)
+        finally:
+            if peer is not None:
+                self.gone(peer, "reset")
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
+            writer.close()
+
+    def refusal(self, first: dict[str, Any]) -> str:
+        given = str(first.get("token", "")).encode()
+        if not hmac.compare_digest(given, self.token.encode()):
+            return "wrong token: give the job's DRYDOCK_TOKEN in the first line"
+        if first.get("op") not in ("join", "exit", "status"):
+            return f"unknown op {first.get('op')!r}: begin with join, exit or status"
+        return ""
+
+    async def listen(self, reader: asyncio.StreamReader, peer: Peer) -> None:
+        verbs: dict[str, Callable[[Peer, dict[str, Any]], None]] = {
+            "ping": self.on_ping,
+            "ready": self.on_ready,
+            "report": self.on_report,
+            "caught_up": self.on_caught_up,
+            "proof": self.on_proof,
+            "again": self.on_again,
+            "set": self.on_set,
+            "get": self.on_get,
+            "goodbye": self.on_goodbye,
+        }
+        while (message := await read_line(reader)) is not None:
+            if self.peers.get(peer.replica) is not peer:
+                return
+            peer.heard = time.monotonic()
+            verbs[message["op"]](peer, message)
+            self.settle()
+
+    def answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        if message["op"] == "exit":
+            replica, placement = int(message["replica"]), str(message["placement"])
+            if self.alive.get(replica) == placement:
+                self.lose(replica, "agent")
+                self.settle()
+            return {"ok": True}
+        return {
+            "ok": True,
+            "job": self.record.job,
+            "epoch": self.record.epoch,
+            "members": sorted(self.alive),
+            "step": max([self.record.step, *(p.step for p in self.peers.values())]),
+            "peers": {p.replica: p.phase for p in self.peers.values()},
+        }
+
+    # --- what replicas say ----------------------------------------------------------------------
+
+    def join(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> Peer:
+        replica, placement = int(message["replica"]), str(message["placement"])
+        peer = Peer(
+            replica=replica,
+            placement=placement,
+            address=str(message["address"]),
+            gloo_port=int(message["gloo_port"]),
+            shards=int(message["shards"]),
+            writer=writer,
+            step=int(message["step"]),
+        )
+        previous = self.peers.get(replica)
+        if previous is not None:
+            self.gone(previous, "reset")
+        told_epoch = int(message["epoch"])
+        if told_epoch > self.record.epoch:
+            self.adopt(told_epoch, message)
+        named = self.alive.get(replica) == placement
+        if named and told_epoch == self.record.epoch:
+            peer.phase = "member"
+        elif named and self.record.grant:
+            # We died between making the epoch durable and telling this member.
+            peer.phase = "member"
+            peer.tell(**self.record.grant)
+        elif replica in self.alive:
+            self.lose(replica, "reset")
+        self.peers[replica] = peer
+        if told_epoch and peer.phase != "member":
+            peer.tell(op="evicted", epoch=self.record.epoch)
+        log.info("joined replica=%s placement=%s as=%s", replica, placement, peer.phase)
+        self.settle()
+        return peer
+
+    def adopt(self, epoch: int, message: dict[str, Any]) -> None:
+        """Take the epoch from a member that knows a higher one: our record was lost."""
+        members = {int(replica): str(name) for replica, name in message["members"].items()}
+        record = Record(
+            job=self.record.job, epoch=epoch, members=members, step=int(message["step"])
+        )
+        log.warning("record_adopted epoch=%s members=%s", epoch, sorted(members))
+        self.file.advance(self.record.epoch, record)
+        self.record = record
+        self.alive = dict(members)
+        self.started = time.monotonic()
+
+    def on_ping(self, peer: Peer, message: dict[str, Any]) -> None:
+        if peer.phase == "member":
+            peer.step = int(message["step"])
+
+    def on_ready(self, peer: Peer, message: dict[str, Any]) -> None:
+        if peer.phase == "member":
+            return
+        peer.phase = "ready"
+        peer.step, peer.digest = int(message["step"]), str(message["digest"])
+        peer.asked.clear()
+
+    def on_again(self, peer: Peer, _message: dict[str, Any]) -> None:
+        """A newcomer could not get what it was told to get; judge anew."""
+        if peer.phase != "member":
+            peer.phase = "fresh"
+            peer.asked.clear()
+
+    def on_report(self, peer: Peer, message: dict[str, Any]) -> None:
+        if peer.phase != "member" or int(message["epoch"]) != self.record.epoch:
+            return
+        peer.step = int(message["step"])
+        peer.report = Report(
+            replica=peer.replica, step=peer.step, held=tuple(int(s) for s in message["held"])
+        )
+        if not message["planned"]:
+            self.break_epoch()
+
+    def on_caught_up(self, peer: Peer, message: dict[str, Any]) -> None:
+        peer.step, peer.digest = int(message["step"]), str(message["digest"])
+        peer.caught_up = True
+
+    def on_proof(self, peer: Peer, message: dict[str, Any]) -> None:
+        peer.step, peer.proof = int(message["step"]), str(message["digest"])
+
+    def on_set(self, peer: Peer, message: dict[str, Any]) -> None:
+        if int(message["epoch"]) != self.record.epoch:
+            return
+        key = str(message["key"])
+        self.values[key] = str(message["value"])
+        for waiter, number in self.waiting.pop(key, []):
+            waiter.tell(op="value", id=number, value=self.values[key])
+
+    def on_get(self, peer: Peer, message: dict[str, Any]) -> None:
+        if int(message["epoch"]) != self.record.epoch:
+            return
+        key, number = str(message["key"]), int(message["id"])
+        if key in self.values:
+            peer.tell(op="value", id=number, value=self.values[key])
+        else:
+            self.waiting.setdefault(key, []).append((peer, number))
+
+    def on_goodbye(self, peer: Peer, message: dict[str, Any]) -> None:
+        """A replica leaves of its own will: nobody is told that it is lost."""
+        self.peers.pop(peer.replica, None)
+        if self.alive.get(peer.replica) == peer.placement:
+            del self.alive[peer.replica]
+        if message["reason"] == "stop":
+            for other in self.newcomers():
+                other.tell(op="stop")
+        if self.alive:
+            self.break_epoch()
+
+    # --- losses ---------------------------------------------------------------------------------
+
+    def gone(self, peer: Peer, how: str) -> None:
+        """The peer's connection ended, or the peer is to be treated as if it had."""
+        if self.peers.get(peer.replica) is not peer:
+            return
+        del self.peers[peer.replica]
+        peer.writer.close()
+        if peer.phase == "member" and self.alive.get(peer.replica) == peer.placement:
+            self.lose(peer.replica, how)
+        log.info("gone replica=%s placement=%s how=%s", peer.replica, peer.placement, how)
+        self.settle()
+
+    def lose(self, replica: int, how: str) -> None:
+        placement = self.alive.pop(replica)
+        entry = {"replica": replica, "placement": placement, "how": how, "at": time.time()}
+        self.lost.append(entry)
+        peer = self.peers.get(replica)
+        if peer is not None and peer.placement == placement:
+            del self.peers[replica]
+            peer.writer.close()
+        log.warning("lost replica=%s placement=%s how=%s", replica, placement, how)
+        for member in self.members():
+            member.tell(op="lost", epoch=self.record.epoch, **entry)
+        self.break_epoch()
+
+    def break_epoch(self) -> None:
+        if not self.broken_at:
+            self.broken_at = time.time()
+            for member in self.members():
+                member.tell(op="broken", epoch=self.record.epoch)
+
+    def tick(self) -> None:
+        """Find what died silently. Time in which we ourselves did not run counts for nobody."""
+        now = time.monotonic()
+        late = now - self.last_tick - TICK_S
+        self.last_tick = now
+        for peer in list(self.peers.values()):
+            if late > TICK_S:
+                peer.heard += late
+            limit = PEER_SILENT_S if peer.phase == "member" else NEWCOMER_SILENT_S
+            if now - peer.heard > limit:
+                self.gone(peer, "heartbeat")
+        if now - self.started > ABSENT_S:
+            for replica in [r for r in self.alive if r not in self.peers]:
+                self.lose(replica, "heartbeat")
+        self.settle()
+
+    # --- decisions ------------------------------------------------------------------------------
+
+    def members(self) -> list[Peer]:
+        found = [p for p in self.peers.values() if p.phase == "member" and p.replica in self.alive]
+        return sorted(found, key=lambda p: p.replica)
+
+    def newcomers(self) -> list[Peer]:
+        found = [p for p in self.peers.values() if p.phase != "member"]
+        return sorted(found, key=lambda p: p.replica)
+
+    def settle(self) -> None:
+        """Bring everyone one message further, if anything can be decided now."""
+        if self.alive:
+            self.settle_running()
+        else:
+            self.settle_cold()
+
+    def settle_cold(self) -> None:
+        """Nobody trains: newcomers load what they have, agree on the newest, and begin."""
+        peers = self.newcomers()
+        if not peers:
+            self.first_newcomer = 0.0
+            return
+        self.first_newcomer = self.first_newcomer or time.monotonic()
+        for peer in peers:
+            if peer.phase in ("fresh", "syncing"):
+                peer.phase = "loading"
+                peer.tell(op="load")
+        waited = time.monotonic() - self.first_newcomer
+        enough = len(peers) >= self.world or (
+            self.record.epoch > 0 and waited > GATHER_S and len(peers) >= self.min_replicas
+        )
+        if not enough or any(peer.phase != "ready" for peer in peers):
+            return
+        source = max(peers, key=lambda p: (p.step, -p.replica))
+        behind = [p for p in peers if (p.step, p.digest) != (source.step, source.digest)]
+        for peer in behind:
+            peer.phase = "loading"
+            peer.tell(op="sync", donors=[source.address])
+        if not behind:
+            self.grant(peers, [Report(replica=p.replica, step=p.step) for p in peers])
+
+    def settle_running(self) -> None:
+        """Members train or wait at an edge; newcomers catch up and are let in at an edge."""
+        members = self.members()
+        for peer in self.newcomers():
+            if peer.phase == "fresh" and members:
+                peer.phase = "syncing"
+                peer.tell(op="sync", donors=[m.address for m in members])
+        ready = [p for p in self.newcomers() if p.phase == "ready"]
+        if len(members) < len(self.alive) or not members:
+            return
+        if any(member.report is None for member in members):
+            self.edge_at = 0.0
+            if ready and not self.broken_at:
+                for member in members:
+                    member.tell_once("edge", epoch=self.record.epoch)
+            return
+        self.edge_at = self.edge_at or time.monotonic()
+        entering = self.entering(members, ready)
+        if entering is None or len(members) + len(entering) < self.min_replicas:
+            return
+        reports = [m.report for m in members if m.report is not None]
+        top = max(report.step for report in reports)
+        reports += [Report(replica=p.replica, step=top) for p in entering]
+        self.grant([*members, *entering], reports)
+
+    def entering(self, members: list[Peer], ready: list[Peer]) -> list[Peer] | None:
+        """The newcomers that proved to hold the members' state; None while that is open.
+
+        A broken epoch waits for nobody as long as enough members are left.
+        """
+        if not ready or (self.broken_at and len(members) >= self.min_replicas):
+            return []
+        reports = [m.report for m in members if m.report is not None]
+        top = max(report.step for report in reports)
+        upright = [m for m in members if m.step == top]
+        for member in upright:
+            member.tell_once("prove", step=top)
+        for peer in ready:
+            peer.tell_once("catch_up", step=top, donors=[m.address for m in upright])
+        late = time.monotonic() - self.edge_at > CATCH_UP_S
+        done = [p for p in ready if p.caught_up and p.step == top]
+        if not late and (len(done) < len(ready) or any(not m.proof for m in upright)):
+            return None
+        proofs = {m.proof for m in upright if m.proof}
+        equal = [p for p in done if proofs == {p.digest}]
+        for peer in [p for p in ready if p not in equal]:
+            log.warning("refused replica=%s digest=%s proofs=%s", peer.replica, peer.digest, proofs)
+            peer.phase = "fresh"
+            peer.asked.clear()
+        return equal
+
+    def grant(self, peers: list[Peer], reports: list[Report]) -> None:
+        """Make the next epoch durable, then tell its members what to do first."""
+        before = self.record
+        plan = take_over(reports, max(p.shards for p in peers))
+        members = {p.replica: p.placement for p in sorted(peers, key=lambda p: p.replica)}
+        donors = [p.address for p in peers if p.replica not in plan.behind and p.phase == "member"]
+        message = {
+            "op": "epoch",
+            "epoch": before.epoch + 1,
+            "members": [
+                {"replica": p.replica, "placement": p.placement, "gloo_port": p.gloo_port}
+                for p in sorted(peers, key=lambda p: p.replica)
+            ],
+            "step": plan.step,
+            "held": plan.held,
+            "assign": plan.assign,
+            "taken_over": list(plan.taken_over),
+            "behind": list(plan.behind),
+            "donors": donors,
+            "lost": self.lost,
+            "joined": [p.replica for p in peers if p.phase != "member"] if before.epoch else [],
+            "started_at": self.broken_at or time.time(),
+        }
+        record = Record(
+            job=before.job,
+            epoch=before.epoch + 1,
+            members=members,
+            step=plan.step,
+            grant=message,
+        )
+        self.file.advance(before.epoch, record)
+        self.record, self.alive = record, dict(members)
+        self.lost, self.broken_at, self.edge_at = [], 0.0, 0.0
+        self.values, self.waiting = {}, {}
+        self.first_newcomer = 0.0
+        for peer in peers:
+            peer.phase, peer.report, peer.proof, peer.caught_up = "member", None, "", False
+            peer.asked.clear()
+            peer.tell(**message)
+        for peer in self.newcomers():
+            peer.asked.discard("catch_up")
+            peer.caught_up = False
+        log.info("granted epoch=%s members=%s step=%s", record.epoch, sorted(members), plan.step)
+
+
+async def read_line(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+    """The next JSON object, or None at the end of the stream."""
+    line = await reader.readline()
+    if not line.endswith(b"\n"):
+        return None
+    message = json.loads(line)
+    if not isinstance(message, dict):
+        raise ValueError("a line must be a JSON object")
+    return message
+
+
+async def run(coordinator: Coordinator, host: str, port: int, port_file: Path | None) -> None:
+    server = await asyncio.start_server(coordinator.serve, host, port, limit=MAX_LINE)
+    bound = server.sockets[0].getsockname()
+    if port_file is not None:
+        draft = port_file.with_name(port_file.name + ".new")
+        draft.write_text(f"{bound[1]}\n")
+        draft.replace(port_file)
+    log.info("listening host=%s port=%s epoch=%s", bound[0], bound[1], coordinator.record.epoch)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with server:
+        while not stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), TICK_S)
+            coordinator.tick()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="runtime.replica.coordinator", description=__doc__)
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--min-replicas", type=int, default=1)
+    parser.add_argument("--state-dir", type=Path, required=True)
+    parser.add_argument("--listen", default="127.0.0.1:0", help="host:port; port 0 chooses one")
+    parser.add_argument("--port-file", type=Path, help="the chosen port is written here")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    token = os.environ.get("DRYDOCK_TOKEN", "")
+    if not token:
+        parser.error("DRYDOCK_TOKEN is empty: give the job's token in the environment")
+    host, _, port = options.listen.rpartition(":")
+    world = int(os.environ.get("DRYDOCK_WORLD_REPLICAS", options.min_replicas))
+    record_file = RecordFile(options.state_dir, options.job)
+    coordinator = Coordinator(record_file, token, world, options.min_replicas)
+    asyncio.run(run(coordinator, host, int(port), options.port_file))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Gloo groups that can be cut: build one for an epoch, reduce, sever it from another thread.
+
+Gloo has no abort. What unblocks its collectives is shutdown(2) on the group's established sockets,
+never on the listening one, which would end the process. Never fork once a group exists: a child
+would hold the sockets open and a dead rank would look alive.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import datetime
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch._C._distributed_c10d import AllreduceOptions, ProcessGroupGloo, Store
+
+from runtime.replica.link import Link, LinkLost
+
+if TYPE_CHECKING:
+    import torch
+
+BUILD_S = 3.0  # a peer that died while the group was built is given up after this
+REDUCE_S = 3600.0  # the coordinator says when a peer is dead; this is only a last resort
+
+
+class Severed(RuntimeError):
+    """The collective did not happen everywhere; its buffer must not be used again."""
+
+
+class LinkStore(Store):
+    """Gloo's rendezvous, carried by the coordinator's connection."""
+
+    def __init__(self, link: Link, epoch: int) -> None:
+        super().__init__()
+        self.link = link
+        self.epoch = epoch
+
+    def set(self, key: str, value: bytes) -> None:
+        self.link.set(self.epoch, key, base64.b64encode(value).decode())
+
+    def get(self, key: str) -> bytes:
+        return base64.b64decode(self.link.get(self.epoch, key, BUILD_S))
+
+    def wait(self, keys: list[str], _timeout: datetime.timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+
+class Gloo:
+    """One device per process, one group per epoch."""
+
+    def __init__(self, host: str) -> None:
+        before = listening_sockets()
+        self.device = ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
+        ports = set(listening_sockets()) - set(before)
+        if len(ports) != 1:
+            raise RuntimeError(
+                f"expected one new listening socket of gloo, found {sorted(ports)}; "
+                "join before starting other servers in this process"
+            )
+        self.port = ports.pop()
+        self.group: ProcessGroupGloo | None = None
+        self._lock = threading.Lock()
+        self._broken_epoch = -1  # the highest epoch known to be broken
+        self._epoch = 0
+        self._peer_ports: set[int] = set()
+
+    def build(self, link: Link, epoch: int, ports: list[int], rank: int) -> None:
+        """Connect all ranks of an epoch. Raises Severed if the epoch breaks meanwhile."""
+        with self._lock:
+            self.group = None
+            self._epoch = epoch
+            self._peer_ports = set(ports) - {self.port}
+        if len(ports) == 1:
+            return
+        options = ProcessGroupGloo._Options()
+        options._devices = [self.device]
+        options._timeout = datetime.timedelta(seconds=BUILD_S)
+        try:
+            group = ProcessGroupGloo(LinkStore(link, epoch), rank, len(ports), options)
+        except (RuntimeError, LinkLost, TimeoutError) as error:
+            raise Severed(f"epoch {epoch} broke while its group was built: {error}") from error
+        with self._lock:
+            if self._broken_epoch >= epoch:
+                raise Severed(f"epoch {epoch} broke while its group was built")
+            self.group = group
+
+    def all_reduce(self, buffer: torch.Tensor) -> None:
+        """Sum the buffer over the group, in place. Raises Severed."""
+        if self.group is None:
+            return
+        options = AllreduceOptions()
+        options.timeout = datetime.timedelta(seconds=REDUCE_S)
+        try:
+            self.group.allreduce([buffer], options).wait()
+        except RuntimeError as error:
+            raise Severed(str(error)) from error
+
+    def broken(self, epoch: int) -> bool:
+        return self._broken_epoch >= epoch
+
+    def sever(self, epoch: int) -> None:
+        """Make every collective of this epoch fail now. May be called from any thread."""
+        with self._lock:
+            self._broken_epoch = max(self._broken_epoch, epoch)
+            if epoch < self._epoch:
+                return
+            for connection in established_sockets(self.port, self._peer_ports):
+                with connection, contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def listening_sockets() -> list[int]:
+    """Ports on which this process listens."""
+    found = []
+    for connection in own_sockets():
+        with connection:
+            if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.append(connection.getsockname()[1])
+    return found
+
+
+def established_sockets(own_port: int, peer_ports: set[int]) -> list[socket.socket]:
+    """Duplicates of this process's sockets that lead from or to a gloo listener of the group."""
+    found = []
+    for connection in own_sockets():
+        keep = False
+        with contextlib.suppress(OSError):  # not connected: not one of the group's
+            remote, local = connection.getpeername(), connection.getsockname()
+            keep = local[1] == own_port or remote[1] in peer_ports
+        if keep:
+            found.append(connection)
+        else:
+            connection.close()
+    return found
+
+
+def own_sockets() -> list[socket.socket]:
+    """Duplicates of all TCP sockets of this process, so that no number can be reused under us."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - Path would stat each entry
+        try:
+            if not str(Path(f"/proc/self/fd/{name}").readlink()).startswith("socket:"):
+                continue
+            connection = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue  # closed meanwhile
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            found.append(connection)
+        else:
+            connection.close()
+    return found

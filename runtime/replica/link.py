@@ -1,0 +1,160 @@
+"""A member's one connection to the coordinator: a thread that reads, pings and reconnects.
+
+Imports no torch. The training thread never waits for it on a healthy step; what the coordinator
+says is put into `inbox`, except a broken epoch, which is acted upon at once through `on_break`.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import random
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+PING_S = 0.5
+RETRY_S = 0.1
+
+
+class Refused(RuntimeError):
+    """The coordinator refuses us for good: the token or the job is wrong."""
+
+
+class LinkLost(ConnectionError):
+    """The coordinator cannot be reached at the moment; the link keeps trying."""
+
+
+class Link:
+    """Says `join` first, again after each reconnect, with what `standing` returns at that time."""
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        standing: Callable[[], dict[str, Any]],
+        on_break: Callable[[int, dict[str, Any]], None],
+    ) -> None:
+        host, _, port = address.rpartition(":")
+        self.target = (host, int(port))
+        self.token = token
+        self.standing = standing
+        self.on_break = on_break
+        self.inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.report: dict[str, Any] | None = None  # said again after a reconnect
+        self.step = -1
+        self._socket: socket.socket | None = None
+        self._write_lock = threading.Lock()
+        self._calls: dict[int, Future[str]] = {}
+        self._calls_lock = threading.Lock()
+        self._next_call = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="drydock-link", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def say(self, op: str, **message: Any) -> None:
+        """Send one message. One that cannot be sent is dropped: `join` and `report` are repeated."""
+        data = json.dumps({"op": op, **message}).encode() + b"\n"
+        with self._write_lock:
+            if self._socket is None:
+                return
+            try:
+                self._socket.sendall(data)
+            except OSError:
+                self._socket.close()
+                self._socket = None
+
+    def set(self, epoch: int, key: str, value: str) -> None:
+        self.say("set", epoch=epoch, key=key, value=value)
+
+    def get(self, epoch: int, key: str, timeout_s: float) -> str:
+        """Wait for a value of this epoch's rendezvous.
+
+        Raises LinkLost if the coordinator goes away or the epoch breaks meanwhile.
+        """
+        future: Future[str] = Future()
+        with self._calls_lock:
+            self._next_call += 1
+            number = self._next_call
+            self._calls[number] = future
+        self.say("get", epoch=epoch, key=key, id=number)
+        try:
+            return future.result(timeout_s)
+        finally:
+            with self._calls_lock:
+                self._calls.pop(number, None)
+
+    def abandon_calls(self) -> None:
+        """Wake whoever waits in `get`."""
+        with self._calls_lock:
+            for future in self._calls.values():
+                if not future.done():
+                    future.set_exception(LinkLost("the epoch broke or the coordinator went away"))
+
+    def close(self, reason: str) -> None:
+        """Say goodbye, so that nobody takes our end for a death."""
+        self._closing.set()
+        self.say("goodbye", reason=reason)
+        with self._write_lock:
+            if self._socket is not None:
+                self._socket.shutdown(socket.SHUT_WR)
+        self._thread.join(2.0)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                connection = socket.create_connection(self.target, timeout=2.0)
+            except OSError:
+                self._closing.wait(RETRY_S * (1 + random.random()))  # noqa: S311 - jitter
+                continue
+            try:
+                self._talk(connection)
+            except OSError:
+                pass  # a lost coordinator costs no step: connect again
+            finally:
+                with self._write_lock:
+                    self._socket = None
+                connection.close()
+                self.abandon_calls()
+            self._closing.wait(RETRY_S * random.random())  # noqa: S311 - jitter
+
+    def _talk(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(PING_S)
+        join = {"op": "join", "token": self.token, **self.standing()}
+        connection.sendall(json.dumps(join).encode() + b"\n")
+        with self._write_lock:
+            self._socket = connection
+        if self.report is not None:
+            self.say("report", **self.report)
+        pending = b""
+        while True:
+            try:
+                data = connection.recv(1 << 16)
+            except TimeoutError:
+                self.say("ping", step=self.step)
+                continue
+            if not data:
+                return
+            *lines, pending = (pending + data).split(b"\n")
+            for line in lines:
+                self._hear(json.loads(line))
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        op = message.get("op", "refused")
+        if op == "value":
+            with self._calls_lock:
+                future = self._calls.get(message["id"])
+            if future is not None and not future.done():
+                future.set_result(message["value"])
+            return
+        if op in ("lost", "broken", "evicted"):
+            self.on_break(int(message["epoch"]), message)
+            self.abandon_calls()
+        if op == "refused":
+            self._closing.set()
+        self.inbox.put(message)

@@ -1,0 +1,77 @@
+"""The coordinator's record: the one durable fact about who may train.
+
+Written with fsync before any member is told, so that an epoch is never granted twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """The last epoch granted. `epoch` 0 means that none was."""
+
+    job: str
+    epoch: int = 0
+    members: dict[int, str] = field(default_factory=dict)  # replica -> placement
+    step: int = -1  # last committed step known when the epoch was granted
+    grant: dict[str, Any] = field(default_factory=dict)  # what its members are told, verbatim
+
+
+class StaleEpoch(RuntimeError):
+    """The record moved on: read it again and judge anew."""
+
+
+class RecordFile:
+    """Compare-and-set on one file."""
+
+    def __init__(self, folder: Path, job: str) -> None:
+        self.path = folder / "coordinator.json"
+        self.job = job
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def read(self) -> Record:
+        """The record on disk, or an empty one.
+
+        Raises ValueError if the file belongs to another job.
+        """
+        if not self.path.exists():
+            return Record(job=self.job)
+        raw = json.loads(self.path.read_text())
+        if raw["job"] != self.job:
+            raise ValueError(
+                f"{self.path} belongs to job {raw['job']}, not {self.job}; give another --state-dir"
+            )
+        members = {int(replica): placement for replica, placement in raw["members"].items()}
+        return Record(
+            job=self.job,
+            epoch=raw["epoch"],
+            members=members,
+            step=raw["step"],
+            grant=raw["grant"],
+        )
+
+    def advance(self, expected_epoch: int, new: Record) -> None:
+        """Replace the record if it still names `expected_epoch`; durable when it returns."""
+        found = self.read().epoch
+        if found != expected_epoch or new.epoch <= expected_epoch:
+            raise StaleEpoch(
+                f"{self.path} is at epoch {found}, not {expected_epoch}; is a second coordinator "
+                "running on the same --state-dir?"
+            )
+        draft = self.path.with_suffix(".new")
+        with draft.open("w") as file:
+            json.dump(asdict(new), file)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(self.path)
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -1,0 +1,144 @@
+"""A consistent copy of the training state: one buffer of bytes and a JSON description.
+
+Used by checkpoints and by peers alike. It never pickles: what is not a tensor must be JSON.
+The training thread pays one memcpy (`stage`); hashing is for another thread (`Staged.digest`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+CHUNK_BYTES = 1 << 20
+
+
+class Damaged(RuntimeError):
+    """Bytes do not match their hash: this copy must not be used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Where one tensor lies in the buffer."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A copy of the state at the edge after `step`. Never changed once made."""
+
+    step: int
+    skeleton: Any  # the state with each tensor replaced by {"$tensor": index}
+    pieces: tuple[Piece, ...]
+    buffer: bytearray
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """xxh3-128 over everything: equal exactly if the two states are bit-identical."""
+        hasher = xxhash.xxh3_128()
+        described = [self.skeleton, [vars(piece) for piece in self.pieces]]
+        hasher.update(json.dumps(described, sort_keys=True).encode())
+        hasher.update(self.buffer)
+        return hasher.hexdigest()
+
+    def chunks(self) -> Iterator[memoryview]:
+        view = memoryview(self.buffer)
+        for start in range(0, len(view), CHUNK_BYTES):
+            yield view[start : start + CHUNK_BYTES]
+
+    def describe(self) -> dict[str, Any]:
+        """The JSON half; with the buffer it is the whole."""
+        return {
+            "step": self.step,
+            "skeleton": self.skeleton,
+            "pieces": [vars(piece) for piece in self.pieces],
+            "bytes": len(self.buffer),
+            "digest": self.digest,
+        }
+
+    @staticmethod
+    def restore(described: dict[str, Any], buffer: bytearray) -> Staged:
+        """Put the two halves together. Raises Damaged unless the digest matches."""
+        pieces = tuple(Piece(**piece) for piece in described["pieces"])
+        staged = Staged(described["step"], described["skeleton"], pieces, buffer)
+        if len(buffer) != described["bytes"] or staged.digest != described["digest"]:
+            raise Damaged(
+                f"state of step {staged.step}: digest {staged.digest} is not "
+                f"{described['digest']}; take another copy"
+            )
+        return staged
+
+    def state(self) -> Any:
+        """The state itself; its tensors share memory with the buffer."""
+        tensors = [view_of(self.buffer, piece) for piece in self.pieces]
+        return decode(self.skeleton, tensors)
+
+
+def stage(state: Any, step: int) -> Staged:
+    """Copy a nested state of dicts, lists, tuples, tensors and JSON values."""
+    tensors: list[tuple[str, torch.Tensor]] = []
+    skeleton = encode(state, "", tensors)
+    pieces = []
+    offset = 0
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        piece = Piece(
+            name=name, dtype=dtype, shape=list(tensor.shape), offset=offset, bytes=size
+        )
+        pieces.append(piece)
+        offset += (size + 63) // 64 * 64
+    buffer = bytearray(offset)
+    for piece, (_, tensor) in zip(pieces, tensors, strict=True):
+        view_of(buffer, piece).copy_(tensor.detach())
+    return Staged(step, skeleton, tuple(pieces), buffer)
+
+
+def view_of(buffer: bytearray, piece: Piece) -> torch.Tensor:
+    dtype = getattr(torch, piece.dtype)
+    if piece.bytes == 0:
+        return torch.empty(piece.shape, dtype=dtype)
+    count = piece.bytes // dtype.itemsize
+    flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=piece.offset)
+    return flat.view(piece.shape)
+
+
+def encode(value: Any, name: str, tensors: list[tuple[str, torch.Tensor]]) -> Any:
+    """JSON for a value; tensors are moved to the list, in a fixed order."""
+    if isinstance(value, torch.Tensor):
+        tensors.append((name, value))
+        return {"$tensor": len(tensors) - 1}
+    if isinstance(value, dict):
+        pairs = [[key, encode(item, f"{name}.{key}", tensors)] for key, item in value.items()]
+        return {"$dict": pairs}
+    if isinstance(value, list | tuple):
+        kind = "$tuple" if isinstance(value, tuple) else "$list"
+        return {kind: [encode(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(
+        f"state{name} is a {type(value).__name__}; keep tensors, numbers, strings, lists, tuples "
+        "and dicts in the state, or give the object state_dict() and load_state_dict()"
+    )
+
+
+def decode(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
+    if not isinstance(skeleton, dict):
+        return skeleton
+    ((kind, inner),) = skeleton.items()
+    if kind == "$tensor":
+        return tensors[inner]
+    if kind == "$dict":
+        return {key: decode(item, tensors) for key, item in inner}
+    items = [decode(item, tensors) for item in inner]
+    return tuple(items) if kind == "$tuple" else items

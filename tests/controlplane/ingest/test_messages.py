@@ -1,0 +1,115 @@
+"""What each message leaves behind, and what its answer promises."""
+
+from __future__ import annotations
+
+import json
+
+import redis as redis_client
+
+from controlplane.accounts.models import SYSTEM
+from controlplane.crypto import command_public_keys
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.models import Node
+from controlplane.health.models import Signal
+from node_agent import wire
+
+from .door import Door, NodeClient, Server, enrolment, wait_until
+
+
+def test_enrolment_gives_an_id_and_the_command_keys(door: Door, join_token: str) -> None:
+    answer = door.post("/v1/enroll", enrolment(door, join_token, "n1").enroll_message())
+
+    assert answer.status == 200
+    assert Node.objects.get().pk == answer.json["node_id"]
+    assert answer.json["command_keys"] == command_public_keys()
+
+
+def test_a_lost_enrolment_answer_costs_nothing(door: Door, join_token: str) -> None:
+    newcomer = enrolment(door, join_token, "n1").enrolled()
+
+    again = door.post("/v1/enroll", newcomer.enroll_message())
+
+    assert (again.status, again.json["node_id"]) == (200, newcomer.node_id)
+
+
+def test_beat_goes_to_redis(node: NodeClient, redis: redis_client.Redis) -> None:
+    answer = node.post("/v1/beat", node.beat(seq=7, readings=[{"uuid": "GPU-1", "power_w": 3.5}]))
+
+    assert answer.status == 200
+    stored = json.loads(redis.hget("drydock:beats", node.node_id))
+    assert (stored["seq"], stored["boot_id"], stored["digest"]) == (7, "boot-1", "")
+    assert stored["readings"][0]["power_w"] == 3.5
+    assert stored["received_at"] > 0
+
+
+def test_ingest_says_that_it_hears(door: Door, redis: redis_client.Redis) -> None:
+    wait_until(lambda: redis.exists("drydock:ingest:alive"))
+
+    assert 0 < redis.ttl("drydock:ingest:alive") <= 5
+
+
+def test_beat_asks_for_a_report_that_the_server_does_not_know(node: NodeClient) -> None:
+    before = node.post("/v1/beat", node.beat(report_digest="d1"))
+    node.post("/v1/report", node.report(digest="d1"))
+    after = node.post("/v1/beat", node.beat(report_digest="d1"))
+
+    assert (before.json["want_report"], after.json["want_report"]) == (True, False)
+
+
+def test_beat_of_another_boot_asks_for_a_report(node: NodeClient) -> None:
+    assert node.post("/v1/beat", node.beat(boot_id="boot-2")).json["want_report"] is True
+
+
+def test_report_is_stored_before_it_is_answered(node: NodeClient) -> None:
+    answer = node.post("/v1/report", node.report(digest="d9"))
+
+    assert (answer.status, answer.json["ids"]) == (200, ["d9"])
+    assert Node.objects.get().report_digest == "d9"
+
+
+def test_events_sent_twice_are_stored_once(node: NodeClient) -> None:
+    events = {"events": [node.event(), node.event()]}
+
+    answers = [node.post("/v1/events", events) for _ in range(2)]
+
+    ids = [event["id"] for event in events["events"]]
+    assert [answer.json["ids"] for answer in answers] == [ids, ids]
+    assert Signal.objects.count() == 2
+
+
+def test_answered_events_survive_a_killed_server(
+    server: Server, node: NodeClient, transactional_db: None
+) -> None:
+    doomed = Server()
+    doomed.start()
+    node.door = doomed.door()
+
+    answer = node.post("/v1/events", {"events": [node.event() for _ in range(50)]})
+    doomed.kill()
+
+    assert set(Signal.objects.values_list("pk", flat=True)) == set(answer.json["ids"])
+
+
+def test_command_result_is_stored_and_may_be_repeated(node: NodeClient) -> None:
+    row = fleet.queue_command(SYSTEM, node.node_id, wire.Diagnose(), requester="test")
+    result = {"id": row.pk, "state": "done", "at": 1.0, "output": {"passed": True}}
+
+    answers = [node.post("/v1/commands/result", result) for _ in range(2)]
+
+    row.refresh_from_db()
+    assert [(a.status, a.json["ids"]) for a in answers] == [(200, [row.pk])] * 2
+    assert (row.state, row.output) == ("done", {"passed": True})
+
+
+def test_many_senders_at_once_share_commits_and_all_are_answered(
+    node: NodeClient, other_node: NodeClient
+) -> None:
+    calls = [
+        sender.begin("/v1/events", {"events": [sender.event()]})
+        for sender in (node, other_node) * 10
+    ]
+
+    statuses = [call.answer().status for call in calls]
+
+    assert statuses == [200] * 20
+    assert Signal.objects.count() == 20

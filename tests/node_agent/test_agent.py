@@ -1,0 +1,135 @@
+"""Enrolment, beats and reports of a real agent."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+from tests.node_agent.conftest import ControlPlane, Node, eventually, problem
+
+from node_agent import wire
+
+
+def test_a_new_node_enrols_with_its_token_and_keeps_its_key_to_itself(agent: Node) -> None:
+    request = agent.plane.enrolments[0]
+
+    assert (request.join_token, request.name, request.rack) == ("join-me", "node-a", "rack-1")
+    assert [gpu.uuid for gpu in request.inventory.gpus] == ["GPU-a", "GPU-b"]
+    assert (agent.state / "node.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_an_enrolled_node_does_not_enrol_again(agent: Node) -> None:
+    agent.kill()
+    beats = len(agent.plane.beats)
+    agent.start()
+    eventually(lambda: len(agent.plane.beats) > beats)
+
+    assert len(agent.plane.enrolments) == 1
+
+
+def test_a_refused_token_is_logged_and_tried_again(node: Node, plane: ControlPlane) -> None:
+    plane.refuse = lambda path, body: problem(403, "token_used", field="join_token")
+    node.start()
+
+    refused = eventually(lambda: node.log("enrol_refused"))
+
+    assert refused[0]["problem"]["code"] == "token_used"
+    plane.refuse = lambda path, body: None
+    eventually(lambda: plane.enrolments)
+
+
+def test_a_senseless_enrolment_ends_the_agent(node: Node, plane: ControlPlane) -> None:
+    plane.refuse = lambda path, body: problem(422, "name_taken", field="name")
+    node.start()
+    assert node.process is not None
+
+    assert node.process.wait(20) == 78
+    assert "name_taken" in node.log("cannot_start")[0]["error"]
+
+
+def test_a_misspelt_key_is_named(node: Node) -> None:
+    node.configure(rack_name="x")
+    node.start()
+    assert node.process is not None
+
+    assert node.process.wait(20) == 78
+    assert "rack_name" in node.log("cannot_start")[0]["error"]
+
+
+def test_beats_carry_readings_and_rise(agent: Node) -> None:
+    eventually(lambda: len(agent.plane.beats) >= 4)
+    beats = list(agent.plane.beats)
+
+    assert [beat.seq for beat in beats] == sorted({beat.seq for beat in beats})
+    assert {reading.uuid for reading in beats[-1].readings} == {"GPU-a", "GPU-b"}
+    assert all(reading.temperature_c is not None for reading in beats[-1].readings)
+    assert beats[-1].report_digest == agent.plane.reports[-1].digest
+
+
+def test_new_cards_are_reported_at_once(agent: Node) -> None:
+    agent.fit("GPU-c", "GPU-d")
+
+    cards = eventually(
+        lambda: [r for r in agent.plane.reports if r.inventory.gpus[0].uuid == "GPU-c"]
+    )
+    assert [gpu.uuid for gpu in cards[0].inventory.gpus] == ["GPU-c", "GPU-d"]
+
+
+def test_a_report_is_sent_when_it_is_wanted(agent: Node) -> None:
+    agent.plane.want_report = True
+
+    eventually(lambda: len(agent.plane.reports) == 2)
+
+
+def test_the_first_event_of_a_boot_is_the_boot(agent: Node) -> None:
+    events = eventually(lambda: list(agent.plane.events.values()))
+
+    assert [(event.kind, event.boot_id) for event in events] == [("boot", "boot-1")]
+
+
+def test_a_card_that_stops_answering_is_an_event_once(agent: Node) -> None:
+    agent.fit("GPU-a", "GPU-b", unreadable=True)
+    eventually(lambda: len(agent.plane.events_of("gpu_unreadable")) == 2)
+    beats = len(agent.plane.beats)
+    eventually(lambda: len(agent.plane.beats) > beats + 2)
+
+    events = agent.plane.events_of("gpu_unreadable")
+    assert sorted(event.gpu_uuid for event in events) == ["GPU-a", "GPU-b"]
+    assert agent.plane.beats[-1].readings[0].temperature_c is None
+
+
+def test_beats_survive_cut_connections_and_a_server_that_went_away(agent: Node) -> None:
+    agent.plane.cut()
+    agent.plane.stop()
+    eventually(lambda: agent.log("beat_failed"))
+    agent.plane.start()
+    beats = len(agent.plane.beats)
+
+    eventually(lambda: len(agent.plane.beats) > beats)
+
+
+def test_sigterm_ends_the_agent_and_leaves_its_ranks(agent: Node) -> None:
+    pid = agent.started_rank()
+
+    assert agent.kill(signal.SIGTERM) == 0
+    assert str(pid) == (agent.shared / "job-1" / "p-1").read_text()
+    assert agent.log("agent_stopped")[0]["processes"] == 1
+
+
+def test_diagnose_passes_on_a_sound_node(agent: Node) -> None:
+    result = agent.plane.result(agent.plane.send(wire.Diagnose()))
+
+    outcomes = {test["name"]: test["outcome"] for test in result.output["tests"]}
+    assert result.output["passed"] is True
+    assert set(outcomes.values()) == {"passed"}
+
+
+def test_diagnose_fails_after_an_xid_and_on_memory_errors(agent: Node) -> None:
+    agent.fit("GPU-a", ecc_uncorrected=2)
+    (agent.folder / "kernel.log").write_text("NVRM: Xid (PCI:0000:1b:00): 79, pid=1, lost\n")
+
+    result = agent.plane.result(agent.plane.send(wire.Diagnose()))
+
+    outcomes = {test["name"]: test["outcome"] for test in result.output["tests"]}
+    assert result.output["passed"] is False
+    assert (outcomes["ecc"], outcomes["kernel_log"]) == ("failed", "failed"), json.dumps(outcomes)

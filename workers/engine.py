@@ -1,0 +1,349 @@
+"""Durable execution of playbook steps: claim, act, apply under the lock, queue the next.
+
+Any process may die at any instruction: the rows say what is done, and a step whose worker died is
+taken by another once its lease ends. An outcome is applied only by whoever still holds the lock.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+import structlog
+from django.conf import settings
+from django.db.models import Q
+from django.utils import timezone
+
+from controlplane.accounts.models import SYSTEM
+from controlplane.errors import Conflict
+from controlplane.fleet.changes import change, touch
+from controlplane.ids import new_id
+from controlplane.incidents import actions as incidents
+from controlplane.incidents.choices import (
+    RUN_ACTIVE,
+    STEP_FINISHED,
+    EntryKind,
+    RunState,
+    StepState,
+)
+from controlplane.incidents.models import PlaybookRun, PlaybookStep
+from workers import guards, intake
+from workers.playbooks import PLAYBOOKS
+from workers.playbooks.base import Ask, Back, Done, Outcome, Skip, StepContext, Wait
+from workers.power import PowerError
+
+log = structlog.get_logger(__name__)
+
+#: A step that failed this often, by errors or dead workers, asks for a person.
+MAX_ATTEMPTS = 5
+#: A run that went back this often asks for a person.
+MAX_ROUNDS = 5
+#: A step that the guards refused is asked about again after this long, in seconds.
+GUARD_RETRY_S = 5.0
+
+ACTIVE_RUN = Q(run__state__in=sorted(RUN_ACTIVE))
+
+
+def drain(subject: str, *, owner: str) -> None:
+    """Do all there is to do: triage signals, unfold runs, take due steps.
+
+    `subject` also wakes the steps that wait for news of it, see `wake`.
+    """
+    if subject:
+        wake(subject)
+    while intake.triage_signals() + unfold_runs() + take_step(owner):
+        pass
+
+
+def wake(subject: str) -> None:
+    """Make the steps look again that may be waiting for news of a node, a job or a command.
+
+    A step that is being worked on is marked too, so that news during its work is not missed.
+    """
+    kind, _, key = subject.partition("/")
+    about = {
+        "node": Q(run__node_id=key),
+        "job": Q(run__job_id=key),
+        "step": Q(pk=key.split(".")[0]),
+    }[kind]
+    awake = PlaybookStep.objects.filter(about, state__in=[StepState.WAITING, StepState.RUNNING])
+    awake.update(wake_at=timezone.now())
+
+
+def unfold_runs() -> int:
+    """Give each requested run its steps, from the playbook as it is now. Returns how many runs."""
+    unfolded = 0
+    while _unfold_one():
+        unfolded += 1
+    return unfolded
+
+
+def take_step(owner: str) -> int:
+    """Claim one due step, act, and apply what came of it. Returns 0 if none was due."""
+    step = claim(owner)
+    if step is None:
+        return 0
+    if step.state == StepState.RUNNING:  # the guards may have refused it
+        outcome = _act(step)
+        _apply(step, outcome)
+    return 1
+
+
+@change()
+def claim(owner: str) -> PlaybookStep | None:
+    """Lock the step that has been due longest; None if none is.
+
+    A disruptive step passes the guards in this same transaction; refused, it waits with the reason.
+    """
+    now = timezone.now()
+    step = (
+        PlaybookStep.objects.select_for_update(skip_locked=True, of=("self",))
+        .select_related("run__incident")
+        .filter(ACTIVE_RUN, state__in=[StepState.READY, StepState.WAITING], wake_at__lte=now)
+        .order_by("wake_at")
+        .first()
+    )
+    if step is None:
+        return None
+    definition = PLAYBOOKS[step.run.playbook].step(step.key)
+    if definition is not None and definition.disruptive:
+        refusal = guards.refuse(step.run)
+        if refusal:
+            _refused(step, refusal, now)
+            return step
+    if step.state == StepState.READY:
+        step.attempts += 1
+    step.state = StepState.RUNNING
+    step.lock_token = new_id("lck")
+    step.lock_owner = owner
+    step.lock_expires_at = now + timedelta(seconds=settings.STEP_LEASE_S)
+    step.started_at = step.started_at or now
+    step.wake_at = None
+    step.save()
+    touch(step.run.cluster_id)
+    return step
+
+
+def release_expired(now: datetime) -> int:
+    """Free the steps whose worker has not been heard within its lease. Returns how many."""
+    expired = PlaybookStep.objects.filter(state=StepState.RUNNING, lock_expires_at__lt=now)
+    return expired.update(state=StepState.READY, lock_token="", lock_expires_at=None, wake_at=now)
+
+
+def work_is_due(now: datetime) -> bool:
+    """Whether a doorbell ring was lost, or a timer has come."""
+    due = PlaybookStep.objects.filter(
+        ACTIVE_RUN, state__in=[StepState.READY, StepState.WAITING], wake_at__lte=now
+    )
+    return (
+        due.exists()
+        or intake.untriaged().exists()
+        or PlaybookRun.objects.filter(state=RunState.PENDING).exists()
+    )
+
+
+# --- the parts of taking a step -------------------------------------------------------------------
+
+
+def _act(step: PlaybookStep) -> Outcome:
+    """Let the playbook act, outside of any transaction; an error becomes an outcome too."""
+    definition = PLAYBOOKS[step.run.playbook].step(step.key)
+    if definition is None:
+        return Ask(text=f"this version of the playbook has no step {step.key!r}")
+    if step.attempts > MAX_ATTEMPTS:
+        return Ask(text=f"gave up after {MAX_ATTEMPTS} attempts; last: {step.outcome}")
+    with structlog.contextvars.bound_contextvars(run=step.run_id, step=step.key):
+        try:
+            return definition.act(StepContext(step))
+        except Conflict as conflict:
+            return Wait(text=conflict.detail)
+        except PowerError as error:
+            log.warning("step.power_error", error=str(error))
+            return Wait(text=str(error), wake_s=2.0)
+        except Exception as error:
+            log.exception("step.error")
+            # Kept as an attempt: the step is tried again, later each time, and then asks.
+            return _Failed(text=f"{type(error).__name__}: {error}")
+
+
+class _Failed(Outcome):
+    """The step raised; it is tried again later."""
+
+
+def _apply(step: PlaybookStep, outcome: Outcome) -> None:
+    """Write the outcome, if the step is still ours; a conflict found while writing is a wait."""
+    try:
+        _apply_guarded(step, outcome)
+    except Conflict as conflict:
+        _apply_guarded(step, Wait(text=conflict.detail))
+    except Exception as error:
+        log.exception("step.apply_error", step=step.pk)
+        _apply_guarded(step, _Failed(text=f"{type(error).__name__}: {error}"))
+
+
+@change()
+def _apply_guarded(claimed: PlaybookStep, outcome: Outcome) -> None:
+    run = PlaybookRun.objects.select_for_update(no_key=True, of=("self",)).get(pk=claimed.run_id)
+    step = (
+        PlaybookStep.objects.select_for_update(no_key=True)
+        .filter(pk=claimed.pk, lock_token=claimed.lock_token, state=StepState.RUNNING)
+        .first()
+    )
+    if step is None or run.state not in RUN_ACTIVE:
+        log.warning("step.stale_outcome_dropped", step=claimed.pk, outcome=outcome.text)
+        return
+    if outcome.apply is not None:
+        outcome.apply()
+    now = timezone.now()
+    news_meanwhile = step.wake_at is not None
+    run.context = {**run.context, **outcome.context}
+    step.lock_token = ""
+    step.lock_expires_at = None
+    step.outcome = outcome.text
+    step.evidence = {**step.evidence, **outcome.evidence}
+    if isinstance(outcome, Done | Skip):
+        _finish_step(run, step, outcome, now)
+    elif isinstance(outcome, Back):
+        _go_back(run, step, outcome, now)
+    elif isinstance(outcome, Wait):
+        _wait(run, step, outcome, now, news_meanwhile)
+    elif isinstance(outcome, _Failed):
+        step.state = StepState.READY
+        step.wake_at = now + timedelta(seconds=min(2**step.attempts, 60))
+    else:
+        _ask(run, step, outcome.text)
+    step.save()
+    run.save()
+    touch(run.cluster_id)
+
+
+def _finish_step(run: PlaybookRun, step: PlaybookStep, outcome: Outcome, now: datetime) -> None:
+    step.state = StepState.DONE if isinstance(outcome, Done) else StepState.SKIPPED
+    step.finished_at = now
+    step.wake_at = None
+    _tell(run, step, outcome.text)
+    # Other runs of this incident may be waiting for just this.
+    PlaybookStep.objects.filter(run__incident=run.incident, state=StepState.WAITING).exclude(
+        run__incident=None
+    ).exclude(run=run).update(wake_at=now)
+    following = (
+        PlaybookStep.objects.filter(run=run, position__gt=step.position)
+        .exclude(state__in=STEP_FINISHED)
+        .order_by("position")
+    )
+    upcoming = following.first()
+    if upcoming is None:
+        run.state = RunState.SUCCEEDED
+        run.state_reason = outcome.text
+        run.finished_at = now
+        guards.release(run)
+        if run.incident is not None:
+            # The row must say "finished" before the incident asks whether anything is at work.
+            run.save()
+            incidents.resolve(SYSTEM, run.incident.pk, f"{run.title}: {outcome.text}")
+        return
+    run.state = RunState.RUNNING
+    PlaybookStep.objects.filter(pk=upcoming.pk).update(state=StepState.READY, wake_at=now)
+
+
+def _go_back(run: PlaybookRun, step: PlaybookStep, outcome: Back, now: datetime) -> None:
+    rounds = int(run.context.get("round", 0)) + 1
+    run.context = {**run.context, "round": rounds}
+    if rounds > MAX_ROUNDS:
+        _ask(run, step, f"went back {MAX_ROUNDS} times already; now: {outcome.text}")
+        return
+    target = PlaybookStep.objects.get(run=run, key=outcome.to)
+    again = PlaybookStep.objects.filter(
+        run=run, position__gte=target.position, position__lte=step.position
+    )
+    again.exclude(pk=step.pk).update(
+        state=StepState.BLOCKED, started_at=None, finished_at=None, attempts=0
+    )
+    step.state = StepState.BLOCKED
+    step.started_at = None
+    step.attempts = 0
+    step.wake_at = None
+    if target.pk == step.pk:
+        step.state = StepState.READY
+        step.wake_at = now
+    else:
+        PlaybookStep.objects.filter(pk=target.pk).update(state=StepState.READY, wake_at=now)
+    run.state = RunState.RUNNING
+    _tell(run, step, f"{outcome.text}; going back to “{target.title}”")
+
+
+def _wait(
+    run: PlaybookRun, step: PlaybookStep, outcome: Wait, now: datetime, news_meanwhile: bool
+) -> None:
+    waited = (now - (step.started_at or now)).total_seconds()
+    if waited > step.timeout_s:
+        _ask(run, step, f"waited {waited:.0f} s: {outcome.text}")
+        return
+    step.state = StepState.WAITING
+    step.wake_at = now if news_meanwhile else now + timedelta(seconds=outcome.wake_s)
+    run.state = RunState.WAITING
+
+
+def _ask(run: PlaybookRun, step: PlaybookStep, text: str) -> None:
+    step.state = StepState.NEEDS_OPERATOR
+    step.outcome = text
+    step.wake_at = None
+    run.state = RunState.NEEDS_OPERATOR
+    run.state_reason = text
+    _tell(run, step, f"needs a person: {text}")
+
+
+def _refused(step: PlaybookStep, refusal: str, now: datetime) -> None:
+    """The guards said no: wait with the reason, and ask for a person when it lasts too long."""
+    step.started_at = step.started_at or now
+    step.outcome = f"not now: {refusal}"
+    if (now - step.started_at).total_seconds() > step.timeout_s:
+        _ask(step.run, step, step.outcome)
+        step.run.save()
+    else:
+        step.state = StepState.WAITING
+        step.wake_at = now + timedelta(seconds=GUARD_RETRY_S)
+    step.save()
+    touch(step.run.cluster_id)
+
+
+def _tell(run: PlaybookRun, step: PlaybookStep, text: str) -> None:
+    if run.incident is not None:
+        key = f"{step.pk}/{timezone.now().timestamp()}"
+        incidents.tell(run.incident, key, EntryKind.STEP, f"{step.title}: {text}")
+
+
+@change()
+def _unfold_one() -> bool:
+    run = (
+        PlaybookRun.objects.select_for_update(skip_locked=True, of=("self",))
+        .select_related("incident")
+        .filter(state=RunState.PENDING)
+        .order_by("created_at")
+        .first()
+    )
+    if run is None:
+        return False
+    playbook = PLAYBOOKS[run.playbook]
+    now = timezone.now()
+    PlaybookStep.objects.bulk_create(
+        PlaybookStep(
+            run=run,
+            position=position,
+            key=definition.key,
+            title=definition.title,
+            prose=definition.prose,
+            undo=definition.undo,
+            effect=definition.effect,
+            disruptive=definition.disruptive,
+            timeout_s=definition.timeout_s,
+            state=StepState.READY if position == 0 else StepState.BLOCKED,
+            wake_at=now if position == 0 else None,
+        )
+        for position, definition in enumerate(playbook.steps)
+    )
+    run.version = playbook.version
+    run.state = RunState.RUNNING
+    run.deadline = now + timedelta(seconds=playbook.deadline_s)
+    run.save()
+    touch(run.cluster_id)
+    return True

@@ -1,0 +1,142 @@
+"""The one process that keeps time: beats into leases, leases into signals, timers into rings.
+
+It runs under an advisory lock on a connection of its own, so a second keeper waits as a stand-by.
+It decides nothing; every pass does the same work from the rows, whenever the last one died.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+import redis
+import structlog
+from django.conf import settings
+from django.db import InterfaceError, OperationalError, connection
+from django.utils import timezone
+
+from controlplane import doorbell
+from controlplane.accounts.models import SYSTEM
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.models import Node
+from controlplane.health.actions import record_signal
+from controlplane.health.choices import SignalKind
+from controlplane.incidents import actions as incidents
+from workers import engine
+
+log = structlog.get_logger(__name__)
+
+ADVISORY_LOCK = 0x6472_7964  # "dryd"
+PASS_S = 1.0
+BEATS_KEY = "drydock:beats"
+INGEST_ALIVE_KEY = "drydock:ingest:alive"
+KEEPER_ALIVE_KEY = "drydock:keeper:alive"
+
+
+class _Beat(msgspec.Struct):
+    """What ingest keeps of a node's newest beat; the rest of it is not needed here."""
+
+    received_at: float
+    boot_id: str = ""
+
+
+@dataclass
+class Memory:
+    """What a pass hands to the next; losing it costs one grace."""
+
+    #: When each node's newest beat was received, as last written to its lease.
+    heard: dict[str, float]
+    #: Nobody is declared dead before this moment.
+    grace_until: datetime
+
+
+def run(stop: threading.Event) -> None:
+    """Keep until `stop` is set; survives a database or Redis that comes and goes."""
+    client = redis.Redis.from_url(settings.REDIS_URL, socket_timeout=2, socket_connect_timeout=2)
+    memory = Memory(heard={}, grace_until=_grace())
+    leading = False
+    while not stop.is_set():
+        try:
+            if not leading:
+                leading = _take_lead()
+                memory = Memory(heard={}, grace_until=_grace())
+            if leading:
+                keep(client, memory)
+        except (OperationalError, InterfaceError) as error:
+            # The lock went with the connection: start over as a stand-by.
+            log.warning("keeper.database_away", error=str(error))
+            connection.close()
+            leading = False
+        stop.wait(PASS_S)
+    connection.close()
+
+
+def keep(client: redis.Redis, memory: Memory) -> None:
+    """One pass over everything that has a time."""
+    now = timezone.now()
+    _flush_beats(client, memory)
+    if timezone.now() >= memory.grace_until:
+        _declare_lost(now)
+    fleet.fail_overdue_nodes(SYSTEM, now)
+    fleet.expire_commands(now)
+    incidents.pause_overdue_runs(now)
+    engine.release_expired(now)
+    if engine.work_is_due(now):
+        doorbell.ring()
+
+
+def _take_lead() -> bool:
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_try_advisory_lock(%s)", [ADVISORY_LOCK])
+        leading = bool(cursor.fetchone()[0])
+    log.info("keeper.leads" if leading else "keeper.stands_by")
+    return leading
+
+
+def _flush_beats(client: redis.Redis, memory: Memory) -> None:
+    """Extend the leases of all nodes heard since the last pass, in one statement.
+
+    If Redis or ingest is away we stopped hearing, which says nothing about the nodes: a grace
+    begins, so that the nodes have time to be heard again before anybody is missed.
+    """
+    try:
+        beats = client.hgetall(BEATS_KEY)
+        ingest_alive = client.exists(INGEST_ALIVE_KEY)
+        client.set(KEEPER_ALIVE_KEY, timezone.now().isoformat(), ex=10)
+    except redis.RedisError as error:
+        log.warning("keeper.redis_away", error=str(error))
+        memory.grace_until = _grace()
+        return
+    if not ingest_alive:
+        log.warning("keeper.ingest_away")
+        memory.grace_until = _grace()
+    news: dict[str, datetime] = {}
+    for key, value in beats.items():
+        beat = msgspec.json.decode(value, type=_Beat)
+        node_id = key.decode()
+        if memory.heard.get(node_id) != beat.received_at:
+            memory.heard[node_id] = beat.received_at
+            news[node_id] = datetime.fromtimestamp(beat.received_at, UTC)
+    known = set(Node.objects.filter(pk__in=news).values_list("pk", flat=True))
+    back = fleet.renew_leases({k: v for k, v in news.items() if k in known}, settings.LEASE_S)
+    for node_id in back:
+        log.info("node.reachable_again", node=node_id)
+
+
+def _declare_lost(now: datetime) -> None:
+    for node in fleet.lose_leases(now):
+        log.warning("node.lease_lost", node=node.name)
+        record_signal(
+            f"lease:{node.pk}:{node.lease.deadline.timestamp():.3f}",
+            SignalKind.LEASE_LOST,
+            source="keeper",
+            observed_at=node.lease.last_beat_at,
+            node=node,
+            data={"last_beat_at": node.lease.last_beat_at.isoformat()},
+        )
+
+
+def _grace() -> datetime:
+    return timezone.now() + timedelta(seconds=2 * settings.LEASE_S)

@@ -1,0 +1,21 @@
+"""`manage.py keeper`: the process that keeps time, see `workers.keeper`."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+from django.core.management.base import BaseCommand
+
+from workers import keeper
+
+
+class Command(BaseCommand):
+    help = "Run the keeper: leases, timers, deadlines. One leads; others stand by."
+
+    def handle(self, *_args: Any, **_options: Any) -> None:
+        stop = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+        keeper.run(stop)

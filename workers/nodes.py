@@ -1,0 +1,22 @@
+"""Which nodes are free to take a rank."""
+
+from __future__ import annotations
+
+from controlplane.fleet.choices import NodeState
+from controlplane.fleet.models import Node
+from workers.spares import Candidate
+
+
+def free_nodes(cluster_id: str) -> list[Candidate]:
+    """The cluster's nodes that may take work now: available, heard, trusted, not on hold."""
+    nodes = Node.objects.select_related("rack").filter(
+        cluster_id=cluster_id,
+        state=NodeState.AVAILABLE,
+        lease__reachable=True,
+        key_revoked_at=None,
+        hold_reason="",
+    )
+    return [
+        Candidate(node.pk, node.name, node.rack.name if node.rack else "", node.spare)
+        for node in nodes
+    ]

@@ -1,0 +1,16 @@
+"""The playbooks, by name. One file each, readable aloud by an on-call engineer."""
+
+from __future__ import annotations
+
+from workers.playbooks import admit_node, repair_node, replica_lost, start_job
+from workers.playbooks.base import Playbook
+
+PLAYBOOKS: dict[str, Playbook] = {
+    playbook.name: playbook
+    for playbook in (
+        admit_node.PLAYBOOK,
+        repair_node.PLAYBOOK,
+        replica_lost.PLAYBOOK,
+        start_job.PLAYBOOK,
+    )
+}

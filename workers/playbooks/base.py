@@ -1,0 +1,110 @@
+"""What a playbook is made of: steps, what a step may answer, and what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from controlplane.incidents.choices import Effect
+from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
+
+Apply = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of a step. `apply` runs in the engine's guarded transaction, or not at all."""
+
+    text: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    #: Merged into the run's context, for later steps.
+    context: Mapping[str, Any] = field(default_factory=dict)
+    apply: Apply | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done(Outcome):
+    """The step is finished; the next may begin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skip(Outcome):
+    """The step is not needed here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait(Outcome):
+    """Look again when something is heard of the run's job, node or command, or after `wake_s`."""
+
+    wake_s: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Back(Outcome):
+    """The world changed: go on from an earlier step."""
+
+    to: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask(Outcome):
+    """Automation must not go on alone: a person decides."""
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a step is given: rows as they were when it was claimed."""
+
+    step: PlaybookStep
+
+    @property
+    def run(self) -> PlaybookRun:
+        return self.step.run
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The run's context."""
+        return self.run.context
+
+    @cached_property
+    def incident(self) -> Incident:
+        if self.run.incident is None:
+            raise ValueError(f"{self.run.playbook} runs within an incident")
+        return self.run.incident
+
+    @property
+    def round(self) -> int:
+        """How often this run went back: keeps the commands of each round apart."""
+        return int(self.values.get("round", 0))
+
+    def requester(self, part: str = "") -> str:
+        """Names this step in this round as the asker of a command, the same however often tried."""
+        return ".".join(filter(None, [self.step.pk, str(self.round), part]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDefinition:
+    key: str
+    title: str
+    act: Callable[[StepContext], Outcome]
+    effect: Effect
+    #: How a person does the same by hand.
+    prose: str
+    undo: str = ""
+    #: Asks the guards before it acts on the run's node.
+    disruptive: bool = False
+    #: A step that still waits after this many seconds asks for a person.
+    timeout_s: float = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Playbook:
+    name: str
+    version: int
+    deadline_s: float
+    steps: tuple[StepDefinition, ...]
+
+    def step(self, key: str) -> StepDefinition | None:
+        return next((step for step in self.steps if step.key == key), None)

@@ -1,0 +1,380 @@
+"""A running job lost a replica: find out why, let it return where it can, see it train again.
+
+The survivors need nothing from here: they took over its shards on their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import timedelta
+
+from django.conf import settings
+from django.utils import timezone
+
+from controlplane import crypto
+from controlplane.accounts.models import SYSTEM
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.choices import COMMAND_FINISHED, CommandState, NodeState
+from controlplane.fleet.models import Command, Node
+from controlplane.health.actions import record_failure
+from controlplane.health.choices import FaultClass, SignalKind
+from controlplane.health.models import Signal
+from controlplane.incidents import actions as incidents
+from controlplane.incidents.choices import Effect, StepState
+from controlplane.incidents.models import PlaybookRun
+from controlplane.jobs import actions as jobs
+from controlplane.jobs.choices import PlacementState
+from controlplane.jobs.models import Interruption, Placement, Replica
+from node_agent import wire
+from workers import recovery, triage
+from workers.nodes import free_nodes
+from workers.playbooks.base import (
+    Back,
+    Done,
+    Outcome,
+    Playbook,
+    Skip,
+    StepContext,
+    StepDefinition,
+    Wait,
+)
+from workers.spares import choose_spare
+
+#: Hardware evidence this long before the loss still explains it.
+LOOK_BACK = timedelta(seconds=60)
+
+
+def find_cause(ctx: StepContext) -> Outcome:
+    placement = _latest_placement(ctx)
+    if placement.joined_at and placement.state != PlacementState.ENDED and _trains(placement, ctx):
+        return Skip(text="the replica is in full service")
+    evidence = _evidence(ctx, placement)
+    shown = {k: v for k, v in asdict(evidence).items() if v not in (None, "", ())}
+    verdict = triage.cause_of_loss(evidence)
+    if isinstance(verdict, triage.NotYet):
+        return Wait(text=verdict.reason, wake_s=verdict.wait_s, evidence=shown)
+    where = placement.node.name
+    sentence = f"{verdict.summary[0].upper()}{verdict.summary[1:]}."
+
+    def apply() -> None:
+        failure = record_failure(
+            fault_class=FaultClass(verdict.fault),
+            code=verdict.code,
+            summary=verdict.summary,
+            needed="restart the program" if verdict.node_fit else "power cycle",
+            rule=verdict.rule,
+            signals=Signal.objects.filter(placement_id=placement.pk),
+            observed_at=ctx.incident.occurred_at,
+            node_id=placement.node_id,
+            job_id=str(ctx.run.job_id),
+            replica=ctx.values["replica"],
+        )
+        title = f"{_job_name(ctx)} lost replica {ctx.values['replica']} on {where}: {verdict.code}"
+        incidents.set_cause(ctx.incident.pk, title, sentence, failure)
+
+    return Done(
+        text=f"{verdict.code} on {where}: {verdict.summary}",
+        evidence={**shown, "rule": verdict.rule},
+        context={"node_fit": verdict.node_fit, "lost_placement": placement.pk},
+        apply=apply,
+    )
+
+
+def confirm_takeover(ctx: StepContext) -> Outcome:
+    index = ctx.values["replica"]
+    pauses = Interruption.objects.filter(
+        job_id=ctx.run.job_id,
+        committed_at__gte=ctx.incident.occurred_at,
+        lost__contains=index,
+    )
+    pause = pauses.order_by("epoch").first()
+    if pause is None:
+        waited = timezone.now() - (ctx.step.started_at or timezone.now())
+        if waited < timedelta(seconds=5):
+            return Wait(text="no commit of the survivors has been told yet")
+        return Skip(text="the survivors have not told of a commit; going on to bring it back")
+    text = (
+        f"replicas {', '.join(map(str, pause.replicas))} committed step {pause.step} "
+        f"{pause.gap_s:.2f} s after the step before it"
+    )
+    if pause.taken_over:
+        text += f"; they took over shards {', '.join(map(str, pause.taken_over))} of that step"
+
+    def apply() -> None:
+        incidents.set_mitigated(ctx.incident.pk, pause.committed_at, text)
+
+    return Done(
+        text=text,
+        evidence={"gap_s": pause.gap_s, "step": pause.step, "taken_over": pause.taken_over},
+        apply=apply,
+    )
+
+
+def choose_place(ctx: StepContext) -> Outcome:
+    placement = Placement.objects.select_related("replica__job", "node__rack").get(
+        pk=ctx.values["lost_placement"]
+    )
+    job = placement.replica.job
+    others = (
+        Placement.objects.filter(replica__job=job)
+        .exclude(state=PlacementState.ENDED)
+        .exclude(replica=placement.replica)
+    )
+    spare = choose_spare(
+        [c for c in free_nodes(job.cluster_id) if c.node_id != placement.node_id],
+        [p.node.rack.name if p.node.rack else "" for p in others.select_related("node__rack")],
+    )
+    earlier = Placement.objects.filter(replica__job=job, joined_at__isnull=False)
+    situation = recovery.Situation(
+        node_fit=bool(ctx.values["node_fit"]) and _may_stay(placement.node),
+        spare=spare,
+        survivors=others.count(),
+        replicas=job.world_replicas,
+        gpus_per_replica=job.gpus_per_replica,
+        start_s=recovery.expected_start_s(
+            [(p.joined_at - p.created_at).total_seconds() for p in earlier if p.joined_at]
+        ),
+    )
+    decision = recovery.decide(situation)
+    evidence = {
+        option.strategy: f"{option.gpu_seconds:.0f} GPU-s: {option.reason}"
+        if option.gpu_seconds is not None
+        else option.reason
+        for option in decision.options
+    }
+    if decision.strategy == "wait":
+        return Wait(text=decision.reason, wake_s=2.0, evidence=evidence)
+    in_place = decision.strategy == "in_place"
+    target = placement.node_id if in_place else spare.node_id if spare else ""
+    where = (
+        f"in place, on {placement.node.name}" if in_place else f"on {spare.name if spare else ''}"
+    )
+    return Done(
+        text=f"it returns {where}: {decision.reason}",
+        evidence=evidence,
+        context={"strategy": decision.strategy, "target": target},
+    )
+
+
+def take_node_out(ctx: StepContext) -> Outcome:
+    placement = Placement.objects.select_related("node").get(pk=ctx.values["lost_placement"])
+    node = placement.node
+    if ctx.values["node_fit"]:
+        return Skip(text=f"{node.name} is fit and keeps working")
+    repair = PlaybookRun.objects.filter(
+        incident=ctx.run.incident, playbook="repair-node", node=node
+    ).last()
+    if repair is not None and repair.steps.filter(key="quarantine", state=StepState.DONE).exists():
+        return Done(text=f"{node.name} was switched off and quarantined: nothing of it runs there")
+
+    def apply() -> None:
+        incidents.repair_node(SYSTEM, node.pk, ctx.incident, ctx.incident.cause)
+
+    return Wait(text=f"{node.name} is being taken out by its repair run", wake_s=1.0, apply=apply)
+
+
+def start_replica(ctx: StepContext) -> Outcome:
+    replica = _replica(ctx)
+    target = Node.objects.select_related("lease").get(pk=ctx.values["target"])
+    lost = Placement.objects.get(pk=ctx.values["lost_placement"])
+    requester = ctx.requester()
+    command = Command.objects.filter(requester=requester).first()
+    if command is None:
+        placement_id = f"plc_{requester.removeprefix('stp_').replace('.', '_')}"
+
+        def apply() -> None:
+            jobs.end_placement(
+                SYSTEM, lost.pk, ctx.incident.cause, free_node=lost.node_id != target.pk
+            )
+            jobs.place(SYSTEM, replica.pk, target.pk, placement_id=placement_id)
+            fleet.queue_command(
+                SYSTEM,
+                target.pk,
+                start_rank_command(replica, placement_id),
+                requester=requester,
+                ttl_s=20,
+            )
+
+        return Wait(
+            text=f"{target.name} is told to start it",
+            context={"placement": placement_id},
+            apply=apply,
+        )
+    if command.state == CommandState.DONE:
+        return Done(
+            text=f"process {command.output.get('pid')} runs on {target.name}",
+            evidence={"command": command.pk, "output": command.output},
+        )
+    if not target.lease.reachable:
+        return Back(to="find-cause", text=f"{target.name} went silent before it started it")
+    if command.state in COMMAND_FINISHED:
+        return Back(
+            to="choose-place",
+            text=f"{target.name} did not start it: {command.error or command.state}",
+            context={"lost_placement": ctx.values["placement"]},
+        )
+    return Wait(text=f"waiting for {target.name} to start it")
+
+
+def await_rejoin(ctx: StepContext) -> Outcome:
+    placement = Placement.objects.select_related("node").get(pk=ctx.values["placement"])
+    if placement.joined_at is not None:
+        pause = Interruption.objects.filter(
+            job_id=ctx.run.job_id,
+            joined__contains=ctx.values["replica"],
+            committed_at__gte=placement.created_at,
+        ).first()
+        text = f"replica {ctx.values['replica']} trains again on {placement.node.name}"
+        if pause is not None:
+            text += f", let in at step {pause.step} with a pause of {pause.gap_s:.2f} s"
+        joined_at = placement.joined_at
+
+        def apply() -> None:
+            incidents.set_restored(ctx.incident.pk, joined_at, text)
+
+        return Done(text=text, apply=apply)
+    exited = Signal.objects.filter(
+        kind=SignalKind.PROCESS_EXITED, placement_id=placement.pk
+    ).exists()
+    reachable = Node.objects.filter(pk=placement.node_id, lease__reachable=True).exists()
+    if placement.state == PlacementState.ENDED or exited or not reachable:
+        return Back(to="find-cause", text=f"it was lost again on {placement.node.name}")
+    state = "fetches its state from its peers" if placement.started_at else "is starting"
+    return Wait(text=f"the process {state}")
+
+
+PLAYBOOK = Playbook(
+    name="replica-lost",
+    version=1,
+    deadline_s=1800,
+    steps=(
+        StepDefinition(
+            key="find-cause",
+            title="Find the cause",
+            act=find_cause,
+            effect=Effect.NONE,
+            prose="Look at how the process ended (the agent's event), at the node's kernel log and "
+            "cards, and at the node's last beat. A node that is silent or has a hardware fault is "
+            "unfit; a process that merely died is not its node's fault.",
+        ),
+        StepDefinition(
+            key="confirm-takeover",
+            title="See that the survivors go on",
+            act=confirm_takeover,
+            effect=Effect.NONE,
+            prose="On the job's page the step counter must move again, with one replica less.",
+        ),
+        StepDefinition(
+            key="choose-place",
+            title="Choose where it returns",
+            act=choose_place,
+            effect=Effect.NONE,
+            timeout_s=900,
+            prose="In place if the node is fit. Otherwise a spare of the same cluster, in the rack "
+            "that holds the fewest of the job's other replicas.",
+        ),
+        StepDefinition(
+            key="take-node-out",
+            title="Take the unfit node out",
+            act=take_node_out,
+            effect=Effect.IDEMPOTENT,
+            timeout_s=600,
+            prose="Switch the node off through its BMC before its replica runs anywhere else, so "
+            "that no two processes can ever believe to be the same replica.",
+            undo="Return the node after its validation.",
+        ),
+        StepDefinition(
+            key="start-replica",
+            title="Start it",
+            act=start_replica,
+            effect=Effect.FENCED,
+            timeout_s=120,
+            prose="Start the rank on the chosen node with the job's coordinator and token.",
+            undo="Stop the process on the chosen node.",
+        ),
+        StepDefinition(
+            key="await-rejoin",
+            title="See it train again",
+            act=await_rejoin,
+            effect=Effect.NONE,
+            timeout_s=settings.REPLICA_START_DEADLINE_S,
+            prose="It loads a snapshot from its peers' memory, replays what it missed, proves that "
+            "its state equals theirs, and enters at a step's edge.",
+        ),
+    ),
+)
+
+
+def start_rank_command(replica: Replica, placement_id: str) -> wire.StartRank:
+    """The order to start the one rank of a replica."""
+    job = replica.job
+    return wire.StartRank(
+        job=job.pk,
+        placement=placement_id,
+        replica=replica.index,
+        rank=0,
+        world_replicas=job.world_replicas,
+        coordinator=job.coordinator_address,
+        token=crypto.job_token(job.pk),
+        ingest_url=settings.INGEST_URL,
+        program=job.program,
+        options=job.options,
+    )
+
+
+# --- helpers --------------------------------------------------------------------------------------
+
+
+def _replica(ctx: StepContext) -> Replica:
+    return Replica.objects.select_related("job").get(
+        job_id=ctx.run.job_id, index=ctx.values["replica"]
+    )
+
+
+def _latest_placement(ctx: StepContext) -> Placement:
+    return (
+        Placement.objects.select_related("node__lease", "replica")
+        .filter(replica=_replica(ctx))
+        .latest("created_at")
+    )
+
+
+def _job_name(ctx: StepContext) -> str:
+    return ctx.run.job.name if ctx.run.job else ""
+
+
+def _evidence(ctx: StepContext, placement: Placement) -> triage.LossEvidence:
+    now = timezone.now()
+    end = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=placement.pk).first()
+    data = end.data if end else {}
+    lines = Signal.objects.filter(
+        node=placement.node,
+        kind__in=[SignalKind.KERNEL_LINE, SignalKind.GPU_UNREADABLE],
+        observed_at__gte=ctx.incident.occurred_at - LOOK_BACK,
+    ).values_list("raw", "kind")
+    lease = placement.node.lease
+    return triage.LossEvidence(
+        process_exited=end is not None,
+        exit_code=data.get("exit_code"),
+        exit_signal=data.get("signal"),
+        exit_reason=str(data.get("reason", "")),
+        node_reachable=lease.reachable,
+        silent_s=round((now - lease.last_beat_at).total_seconds(), 2),
+        lease_s=settings.LEASE_S,
+        hardware_lines=tuple(
+            raw or "a card does not answer"
+            for raw, kind in lines
+            if kind == SignalKind.GPU_UNREADABLE or triage.is_hardware_line(raw)
+        ),
+        waited_s=round((now - ctx.incident.occurred_at).total_seconds(), 2),
+        patience_s=settings.LEASE_S + settings.CAUSE_WAIT_S,
+    )
+
+
+def _trains(placement: Placement, ctx: StepContext) -> bool:
+    """Whether the replica's placement is newer than the loss that this incident is about."""
+    return placement.created_at > ctx.incident.opened_at
+
+
+def _may_stay(node: Node) -> bool:
+    return node.state in (NodeState.ALLOCATED, NodeState.AVAILABLE) and not node.hold_reason

@@ -1,0 +1,171 @@
+"""A job is to run, for the first time or as a whole again: coordinator, ranks, first step."""
+
+from __future__ import annotations
+
+from django.conf import settings
+
+from controlplane import crypto
+from controlplane.accounts.models import SYSTEM
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.choices import COMMAND_FINISHED, CommandState
+from controlplane.fleet.models import Command, Node
+from controlplane.incidents.choices import Effect
+from controlplane.jobs import actions as jobs
+from controlplane.jobs.choices import JobState
+from controlplane.jobs.models import Job
+from node_agent import wire
+from workers.nodes import free_nodes
+from workers.playbooks.base import (
+    Ask,
+    Back,
+    Done,
+    Outcome,
+    Playbook,
+    StepContext,
+    StepDefinition,
+    Wait,
+)
+from workers.playbooks.replica_lost import start_rank_command
+from workers.spares import choose_coordinator_node, choose_nodes
+
+
+def choose(ctx: StepContext) -> Outcome:
+    job = _job(ctx)
+    candidates = free_nodes(job.cluster_id)
+    chosen = choose_nodes(candidates, job.world_replicas)
+    if len(chosen) < job.world_replicas:
+        return Wait(text=f"{len(chosen)} of {job.world_replicas} nodes are free")
+    coordinator = choose_coordinator_node(candidates, chosen)
+    names = ", ".join(node.name for node in chosen)
+    return Done(
+        text=f"ranks on {names}; coordinator on {coordinator.name}",
+        context={
+            "nodes": [node.node_id for node in chosen],
+            "coordinator_node": coordinator.node_id,
+        },
+    )
+
+
+def start_coordinator(ctx: StepContext) -> Outcome:
+    job = _job(ctx)
+    requester = ctx.requester()
+    command = Command.objects.filter(requester=requester).first()
+    if command is None:
+        placement_id = f"plc_{requester.removeprefix('stp_').replace('.', '_')}"
+
+        def order() -> None:
+            fleet.queue_command(
+                SYSTEM,
+                ctx.values["coordinator_node"],
+                wire.StartCoordinator(
+                    job=job.pk,
+                    placement=placement_id,
+                    token=crypto.job_token(job.pk),
+                    min_replicas=job.min_replicas,
+                ),
+                requester=requester,
+            )
+
+        return Wait(
+            text="the node is told to start it",
+            context={"coordinator_placement": placement_id},
+            apply=order,
+        )
+    if command.state not in COMMAND_FINISHED:
+        return Wait(text="it is starting")
+    if command.state != CommandState.DONE:
+        return Back(to="choose-nodes", text=f"it did not start: {command.error or command.state}")
+    address = str(command.output["address"])
+
+    def apply() -> None:
+        jobs.set_coordinator(
+            SYSTEM,
+            job.pk,
+            ctx.values["coordinator_node"],
+            address,
+            ctx.values["coordinator_placement"],
+        )
+
+    return Done(text=f"the coordinator answers at {address}", apply=apply)
+
+
+def start_ranks(ctx: StepContext) -> Outcome:
+    job = _job(ctx)
+    commands = Command.objects.filter(requester__startswith=f"{ctx.requester()}.")
+    if not commands:
+
+        def apply() -> None:
+            for replica, node_id in zip(
+                job.replicas.select_related("job"), ctx.values["nodes"], strict=True
+            ):
+                requester = ctx.requester(str(replica.index))
+                placement_id = f"plc_{requester.removeprefix('stp_').replace('.', '_')}"
+                jobs.place(SYSTEM, replica.pk, node_id, placement_id=placement_id)
+                fleet.queue_command(
+                    SYSTEM, node_id, start_rank_command(replica, placement_id), requester=requester
+                )
+
+        return Wait(text=f"{job.world_replicas} nodes are told to start their ranks", apply=apply)
+    refused = [c for c in commands if c.state in COMMAND_FINISHED and c.state != CommandState.DONE]
+    if refused:
+        node = Node.objects.get(pk=refused[0].node_id)
+        return Ask(
+            text=f"{node.name} did not start its rank: {refused[0].error or refused[0].state}"
+        )
+    running = sum(c.state == CommandState.DONE for c in commands)
+    if running < job.world_replicas:
+        return Wait(text=f"{running} of {job.world_replicas} ranks run")
+    return Done(text=f"{running} ranks run")
+
+
+def await_first_step(ctx: StepContext) -> Outcome:
+    job = _job(ctx)
+    if job.state != JobState.RUNNING:
+        return Wait(text="the ranks are joining")
+    return Done(text=f"the job trains, at step {job.step}")
+
+
+PLAYBOOK = Playbook(
+    name="start-job",
+    version=1,
+    deadline_s=3600,
+    steps=(
+        StepDefinition(
+            key="choose-nodes",
+            title="Choose nodes",
+            act=choose,
+            effect=Effect.NONE,
+            timeout_s=1800,
+            prose="One free node for each replica, spread over racks, spares left alone; another "
+            "for the coordinator if there is one.",
+        ),
+        StepDefinition(
+            key="start-coordinator",
+            title="Start the coordinator",
+            act=start_coordinator,
+            effect=Effect.FENCED,
+            prose="Start `python -m runtime.replica.coordinator` on the chosen node.",
+            undo="Stop the process.",
+        ),
+        StepDefinition(
+            key="start-ranks",
+            title="Start the ranks",
+            act=start_ranks,
+            effect=Effect.FENCED,
+            prose="Start the program on each chosen node, with the coordinator's address.",
+            undo="Stop the processes.",
+        ),
+        StepDefinition(
+            key="await-first-step",
+            title="See it train",
+            act=await_first_step,
+            effect=Effect.NONE,
+            timeout_s=settings.REPLICA_START_DEADLINE_S * 2,
+            prose="The first committed step is told within a minute or two.",
+        ),
+    ),
+)
+
+
+def _job(ctx: StepContext) -> Job:
+    return Job.objects.get(pk=ctx.run.job_id)

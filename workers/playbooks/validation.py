@@ -1,0 +1,81 @@
+"""Steps that more than one playbook takes before a node may have work."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Literal
+
+from django.conf import settings
+from django.utils import timezone
+
+from controlplane.accounts.models import SYSTEM
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.choices import COMMAND_FINISHED, CommandState, NodeState
+from controlplane.fleet.models import Command, Node
+from controlplane.health.choices import SignalKind
+from controlplane.health.models import Signal
+from node_agent import wire
+from workers.playbooks.base import Ask, Done, Outcome, StepContext, Wait
+from workers.repair import diagnosis_passed
+from workers.triage import is_hardware_line
+
+#: Longest time that a diagnostic may take, in seconds.
+DIAGNOSTIC_S = 600
+
+
+def run_diagnostic(ctx: StepContext, node: Node, level: Literal[1, 2]) -> Outcome:
+    """Have the node's agent run its diagnostics; the node is `validating` meanwhile."""
+    requester = ctx.requester()
+    command = Command.objects.filter(requester=requester).first()
+    if command is None:
+
+        def apply() -> None:
+            if node.state != NodeState.VALIDATING:
+                fleet.transition(
+                    SYSTEM,
+                    node.pk,
+                    NodeState.VALIDATING,
+                    reason=f"level-{level} diagnostic",
+                    deadline_s=DIAGNOSTIC_S + settings.SOAK_S + 300,
+                )
+            fleet.queue_command(
+                SYSTEM,
+                node.pk,
+                wire.Diagnose(level=level),
+                requester=requester,
+                ttl_s=DIAGNOSTIC_S,
+            )
+
+        return Wait(text=f"{node.name} is told to run its level-{level} diagnostic", apply=apply)
+    if command.state not in COMMAND_FINISHED:
+        return Wait(text="the diagnostic is running", wake_s=2.0)
+    passed, reason = diagnosis_passed(command.output)
+    evidence = {"command": command.pk, **command.output}
+    if command.state == CommandState.DONE and passed:
+        return Done(text=reason, evidence=evidence)
+
+    def fail() -> None:
+        if node.state == NodeState.VALIDATING:
+            fleet.transition(SYSTEM, node.pk, NodeState.VALIDATION_FAILED, reason=reason)
+
+    return Ask(text=f"not validated: {command.error or reason}", evidence=evidence, apply=fail)
+
+
+def await_soak(ctx: StepContext, node: Node) -> Outcome:
+    """Watch the node for SOAK_S seconds: any hardware signal or lost beat ends in `Ask`."""
+    began = ctx.step.started_at or timezone.now()
+    lines = Signal.objects.filter(
+        node=node, kind=SignalKind.KERNEL_LINE, observed_at__gte=began
+    ).values_list("raw", flat=True)
+    bad = next((line for line in lines if is_hardware_line(line)), None)
+    if bad is not None or not node.lease.reachable:
+        reason = bad or "its beats stopped"
+
+        def fail() -> None:
+            fleet.transition(SYSTEM, node.pk, NodeState.VALIDATION_FAILED, reason=reason)
+
+        return Ask(text=f"while watched: {reason}", apply=fail)
+    left = began + timedelta(seconds=settings.SOAK_S) - timezone.now()
+    if left > timedelta(0):
+        return Wait(text=f"watched for {settings.SOAK_S:g} s", wake_s=left.total_seconds())
+    return Done(text=f"healthy for {settings.SOAK_S:g} s")

@@ -1,0 +1,78 @@
+"""Power of a node, through the Redfish interface of its management controller.
+
+Reading is free. Whoever switches must have asked the guards before.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from controlplane.crypto import unseal
+from controlplane.fleet.models import Node
+
+SYSTEM_PATH = "/redfish/v1/Systems/1"
+TIMEOUT_S = 15.0
+
+ResetType = Literal["On", "ForceOff", "ForceRestart"]
+
+
+class PowerError(Exception):
+    """The management controller cannot be reached or said no."""
+
+
+@dataclass(frozen=True)
+class Power:
+    on: bool
+    #: The boot that the machine is in; changes with each start. Empty where the BMC cannot tell.
+    boot_id: str
+
+
+def read(node: Node) -> Power:
+    """Whether the node is on, and its boot id. Raises PowerError."""
+    answer = _call(node, "GET", SYSTEM_PATH, None)
+    return Power(
+        on=answer.get("PowerState") == "On",
+        boot_id=str(answer.get("Oem", {}).get("Drydock", {}).get("BootId", "")),
+    )
+
+
+def switch(node: Node, reset_type: ResetType) -> None:
+    """Switch the node's power. `On` of a node that is on and `ForceOff` of one that is off change
+    nothing. Raises PowerError."""
+    _call(node, "POST", f"{SYSTEM_PATH}/Actions/ComputerSystem.Reset", {"ResetType": reset_type})
+
+
+def fit_new_cards(node: Node) -> None:
+    """Simulated machines only: put new cards into the node, as a technician would."""
+    _call(node, "POST", "/redfish/v1/Oem/Drydock/Cards", {})
+
+
+def _call(node: Node, method: str, path: str, body: dict[str, str] | None) -> dict[str, Any]:
+    if not node.bmc_url:
+        raise PowerError(f"{node.name} has no management controller on record; set its BMC address")
+    parts = urlsplit(node.bmc_url)
+    connection_type = (
+        http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    )
+    connection = connection_type(parts.netloc, timeout=TIMEOUT_S)
+    credentials = f"{node.bmc_username}:{unseal(node.bmc_password_sealed)}"
+    headers = {
+        "Authorization": "Basic " + base64.b64encode(credentials.encode()).decode(),
+        "Content-Type": "application/json",
+    }
+    try:
+        connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+        response = connection.getresponse()
+        content = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise PowerError(f"the BMC of {node.name} does not answer: {error}") from error
+    finally:
+        connection.close()
+    if response.status >= 300:
+        raise PowerError(f"the BMC of {node.name} answered {response.status} to {method} {path}")
+    return json.loads(content) if content else {}

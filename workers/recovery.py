@@ -1,0 +1,76 @@
+"""Where a lost replica returns: every option with its cost, and the choice. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from workers.spares import Choice
+
+Strategy = Literal["in_place", "on_spare", "wait"]
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the choice rests on. Times in seconds."""
+
+    node_fit: bool
+    spare: Choice | None
+    survivors: int
+    replicas: int
+    gpus_per_replica: int
+    #: Process start, import and state fetch, as measured at this job's earlier starts.
+    start_s: float
+    #: What moving to another node costs on top: nothing is cached there.
+    move_s: float = 1.0
+
+
+@dataclass(frozen=True)
+class Option:
+    strategy: Strategy
+    possible: bool
+    #: GPU-seconds of the lost replica until it trains again; survivors cover its shards meanwhile.
+    gpu_seconds: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    strategy: Strategy
+    reason: str
+    options: tuple[Option, ...]
+
+
+def decide(situation: Situation) -> Decision:
+    """Choose the cheapest possible way back; `wait` where there is none yet."""
+    options = (_in_place(situation), _on_spare(situation), _wait())
+    priced = [o for o in options if o.possible and o.gpu_seconds is not None]
+    best = min(priced, key=lambda o: o.gpu_seconds or 0.0) if priced else options[-1]
+    return Decision(best.strategy, best.reason, options)
+
+
+def expected_start_s(earlier: Sequence[float], default: float = 10.0) -> float:
+    """The median of what earlier starts took, from command to first commit; `default` if none."""
+    ordered = sorted(earlier)
+    return ordered[len(ordered) // 2] if ordered else default
+
+
+def _in_place(situation: Situation) -> Option:
+    if not situation.node_fit:
+        return Option("in_place", False, None, "its node is unfit")
+    cost = situation.start_s * situation.gpus_per_replica
+    return Option("in_place", True, cost, "its node is healthy: restart the process there")
+
+
+def _on_spare(situation: Situation) -> Option:
+    if situation.spare is None:
+        return Option("on_spare", False, None, "no node is free")
+    cost = (situation.start_s + situation.move_s) * situation.gpus_per_replica
+    return Option("on_spare", True, cost, situation.spare.reason)
+
+
+def _wait() -> Option:
+    return Option(
+        "wait", True, None, "survivors cover its shards; wait until a node is free or repaired"
+    )
