@@ -30,6 +30,7 @@ from node_agent.supervisor import Supervisor
 from node_agent.threads import Wake, start_thread
 
 POLL_WAIT_S = 20.0
+REPEATED_PAUSE_S = 0.5
 #: A beat that got no answer by then is given up: the next one is worth more.
 BEAT_TIMEOUT_S = 5.0
 FAILED_BEAT_RETRY_S = 1.0
@@ -122,7 +123,7 @@ class Agent:
             if now >= next_at:
                 # Up to a tenth early, never late: a fleet must not beat in step.
                 interval = self._send_beat(link, interval)
-                next_at = now + interval * random.uniform(0.9, 1.0)
+                next_at = now + interval * random.uniform(0.9, 1.0)  # noqa: S311 - spreads load
                 if not self._reported and now >= report_retry_at:
                     continue
             self._wake.wait(next_at - time.monotonic(), also)
@@ -199,7 +200,7 @@ class Agent:
         gpu_uuid: str = "",
         raw: str = "",
     ) -> dict[str, Any]:
-        """The id follows from what happened (`key`, within this boot): told twice, it counts once."""
+        """The id follows from what happened (`key`, in this boot): told twice, it counts once."""
         digest = hashlib.sha256(f"{self._config.name} {self._boot_id} {key}".encode())
         event = wire.Event(
             id=f"ev_{digest.hexdigest()[:32]}",
@@ -240,8 +241,10 @@ class Agent:
                 self._stopped.wait(backoff.next())
                 continue
             backoff.reset()
-            for signed in answer.commands:
-                commands.handle(signed)
+            new = [commands.handle(signed) for signed in answer.commands]
+            if new and not any(new):
+                # Offered once more before their results arrived: do not ask in a tight loop.
+                self._stopped.wait(REPEATED_PAUSE_S)
 
     def _diagnose(self, level: int) -> dict[str, Any]:
         return diagnose(self._config_path, level)

@@ -74,27 +74,29 @@ class Commands:
             if "result" not in entry:
                 self._finish(entry["id"], self._look_at_the_world(entry))
 
-    def handle(self, signed: wire.SignedCommand) -> None:
-        """Check one command and execute it. Returns soon: what takes long goes on in a thread."""
+    def handle(self, signed: wire.SignedCommand) -> bool:
+        """Check one command and execute it. Returns soon: what takes long goes on in a thread.
+
+        False if the command was known already, so that nothing new came of it.
+        """
         payload = signed.payload.encode()
         try:
             named = msgspec.json.decode(payload, type=_Named)
         except msgspec.DecodeError as error:
             log("command_unreadable", "error", error=str(error))
-            return
+            return False
         try:
             command = self._check(payload, signed.signature)
         except _Refusal as refusal:
-            self._refuse(named.id, refusal)
-            return
+            return self._refuse(named.id, refusal)
         with self._lock:
             seen = self._seen.get(command.id)
-            if seen is None and not self._begin(command):
-                return
+            begun = seen is None and self._begin(command)
         if seen is not None:
             self._repeat(seen)
-            return
-        self._execute(command)
+        if begun:
+            self._execute(command)
+        return begun
 
     def _check(self, payload: bytes, signature: str) -> wire.Command:
         if not self._identity.trusts(payload, signature):
@@ -186,34 +188,35 @@ class Commands:
         return {"address": address, "pid": running.pid}
 
     def _look_at_the_world(self, entry: dict[str, Any]) -> wire.CommandResult:
-        id, verb = entry["id"], entry["verb"]
+        command_id, verb = entry["id"], entry["verb"]
         running = self._supervisor.find(entry["placement"])
         if verb == "start_rank" and running is not None:
-            return _done(id, {"pid": running.pid, "started_at": running.started_at})
+            return _done(command_id, {"pid": running.pid, "started_at": running.started_at})
         if verb == "start_coordinator" and running is not None:
             try:
-                return _done(id, self._coordinator_up(entry["placement"]))
+                return _done(command_id, self._coordinator_up(entry["placement"]))
             except CannotStart as error:
-                return _failed(id, str(error))
+                return _failed(command_id, str(error))
         if verb == "stop_process" and running is None:
-            return _done(id, {"stopped": True})
-        return _failed(id, f"the agent was restarted during this {verb}; it is not under way now")
+            return _done(command_id, {"stopped": True})
+        return _failed(command_id, f"the agent was restarted during this {verb}; it is not under way now")
 
-    def _finish(self, id: str, result: wire.CommandResult) -> None:
-        log("command_result", id=id, state=result.state, error=result.error)
-        self._remember({**self._seen[id], "result": msgspec.to_builtins(result)})
+    def _finish(self, command_id: str, result: wire.CommandResult) -> None:
+        log("command_result", id=command_id, state=result.state, error=result.error)
+        self._remember({**self._seen[command_id], "result": msgspec.to_builtins(result)})
         self._send(result)
 
-    def _refuse(self, id: str, refusal: _Refusal) -> None:
-        """Say no. A verdict on an unproven sender is not written down: it must not be able to use
-        up the id of a genuine command.
+    def _refuse(self, command_id: str, refusal: _Refusal) -> bool:
+        """Say no: always False. A verdict on an unproven sender is not written down, or it could
+        use up the id of a genuine command.
         """
-        log("command_refused", "error", id=id, reason=str(refusal))
-        result = wire.CommandResult(id=id, state="refused", at=time.time(), error=str(refusal))
+        log("command_refused", "error", id=command_id, reason=str(refusal))
+        result = wire.CommandResult(id=command_id, state="refused", at=time.time(), error=str(refusal))
         if refusal.remember:
-            entry = {"id": id, "expires_at": time.time(), "verb": "", "placement": ""}
+            entry = {"id": command_id, "expires_at": time.time(), "verb": "", "placement": ""}
             self._remember({**entry, "result": msgspec.to_builtins(result)})
         self._send(result)
+        return False
 
     def _repeat(self, entry: dict[str, Any]) -> None:
         if "result" not in entry:
@@ -239,9 +242,9 @@ def _recent(entries: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {entry["id"]: entry for entry in entries if entry["expires_at"] > horizon}
 
 
-def _done(id: str, output: Output) -> wire.CommandResult:
-    return wire.CommandResult(id=id, state="done", at=time.time(), output=output)
+def _done(command_id: str, output: Output) -> wire.CommandResult:
+    return wire.CommandResult(id=command_id, state="done", at=time.time(), output=output)
 
 
-def _failed(id: str, error: str) -> wire.CommandResult:
-    return wire.CommandResult(id=id, state="failed", at=time.time(), error=error[:8192])
+def _failed(command_id: str, error: str) -> wire.CommandResult:
+    return wire.CommandResult(id=command_id, state="failed", at=time.time(), error=error[:8192])

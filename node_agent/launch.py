@@ -33,6 +33,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None = None
     coordinator: str = ""  # host:port that a rank's exit is told to
     port: int = 0  # a coordinator's own
+    up: bool = False  # a coordinator has opened its port once: from then on it is kept alive
     min_replicas: int = 1
 
 

@@ -56,7 +56,7 @@ class Backoff:
     def next(self) -> float:
         delay = self._next
         self._next = min(self.most, delay * 2)
-        return delay * random.uniform(0.75, 1.0)
+        return delay * random.uniform(0.75, 1.0)  # noqa: S311 - spreads load
 
     def reset(self) -> None:
         self._next = self.first

@@ -32,7 +32,7 @@ from node_agent.launch import (
 )
 from node_agent.log import log
 from node_agent.threads import start_thread
-from node_agent.watch import wait_in_folder
+from node_agent.watch import wait_for_file
 
 #: A coordinator must have opened its port within this time.
 COORDINATOR_START_S = 10.0
@@ -133,19 +133,23 @@ class Supervisor:
     def coordinator_address(self, placement: Placement) -> str:
         """The "host:port" of a started coordinator; its port is kept for a later restart.
 
-        Raises CannotStart if it opens no port in time; it may then still run.
+        Raises CannotStart if it ends, or opens no port in time; it may then still run.
         """
         path = port_file(self._config, placement.placement)
-        if not wait_in_folder(path.parent, lambda: _port(path) > 0, COORDINATOR_START_S):
-            output = self._config.state_dir / "logs" / f"{placement.placement}.log"
+        output = self._config.state_dir / "logs" / f"{placement.placement}.log"
+        if not wait_for_file(
+            path.parent, lambda: _port(path) > 0, COORDINATOR_START_S, placement.pid
+        ):
             raise CannotStart(f"the coordinator opened no port; see {output}")
-        port = _port(path)
         with self._lock:
             running = self._running.get(placement.placement)
-            if running is not None and running.placement.port != port:
-                running.placement = msgspec.structs.replace(running.placement, port=port)
-                self._record(_put(running.placement))
-        return f"{self._config.address}:{port}"
+            if running is None or running.placement.pid != placement.pid:
+                raise CannotStart(f"the coordinator ended at once; see {output}")
+            up = msgspec.structs.replace(placement, port=_port(path), up=True)
+            if running.placement != up:
+                running.placement = up
+                self._record(_put(up))
+        return f"{self._config.address}:{up.port}"
 
     def stop(self, placement: str, grace_s: float) -> bool:
         """SIGTERM, then SIGKILL after the grace. True when nothing of it runs any more."""
@@ -217,7 +221,7 @@ class Supervisor:
         with self._lock:
             placement = running.placement
             del self._running[placement.placement]
-            restart = placement.kind == "coordinator" and not running.stopping
+            restart = placement.up and not running.stopping
             if restart:
                 self._count_death(placement)
         self._report_exit(placement, code, requested=running.stopping)
@@ -292,9 +296,6 @@ class Supervisor:
     def _adopt(self, placement: Placement) -> None:
         if placement.pid == 0:
             placement = self._find_orphan(placement)
-        if placement.pid == 0 and placement.kind == "rank":
-            self._forget(placement)  # its start never happened, and its command says so
-            return
         if placement.pid and procfs.is_alive(placement.pid, placement.start_ticks):
             try:
                 self._watch(Running(placement, None))
@@ -305,7 +306,7 @@ class Supervisor:
                 return
         if placement.pid:
             self._report_exit(placement, None)
-        if placement.kind == "coordinator" and placement.port:
+        if placement.up:
             self._count_death(placement)
             self._restart_coordinator(placement)
         else:

@@ -48,15 +48,28 @@ class FolderWatch:
         os.close(self.fd)
 
 
-def wait_in_folder(folder: Path, condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Wait until `condition` holds, looking again whenever the folder changes."""
+def wait_for_file(
+    folder: Path, condition: Callable[[], bool], timeout_s: float, writer: int
+) -> bool:
+    """Wait until `condition` holds, looking again whenever the folder changes.
+
+    False when the time is up or the process `writer`, a pid, has ended.
+    """
     deadline = time.monotonic() + timeout_s
     watch = FolderWatch(folder)
     try:
+        ended = os.pidfd_open(writer)
+    except ProcessLookupError:
+        watch.close()
+        return condition()
+    try:
         while not condition():
             left = deadline - time.monotonic()
-            if left <= 0 or not watch.wait(left):
+            ready, _, _ = select.select([watch.fd, ended], [], [], max(0.0, left))
+            if watch.fd not in ready:
                 return condition()
+            watch.clear()
         return True
     finally:
+        os.close(ended)
         watch.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ class Job:
     state_dir: Path
     options: dict[str, Any] = field(default_factory=dict)
     sender: client.Sender
+    stop: threading.Event  # set by SIGTERM
 
     def trouble(self, kind: str, text: str) -> None:
         """Tell an engineer."""
@@ -43,8 +45,10 @@ def join(environment: dict[str, str] | None = None) -> Job:
     Raises RuntimeError naming the variable that is missing.
     """
     env = dict(os.environ) if environment is None else environment
-    # A SIGTERM must not kill a rank that is still importing: the training loop obeys it later.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    stop = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        # A rank that is still importing notes the wish; the training loop obeys it at its edge.
+        signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
     placement = env.get(client.ENV_PLACEMENT) or f"pid-{os.getpid()}-{time.time_ns()}"
     token = need(env, client.ENV_TOKEN)
     replica, rank = int(need(env, client.ENV_REPLICA)), int(env.get(client.ENV_RANK, "0"))
@@ -69,6 +73,7 @@ def join(environment: dict[str, str] | None = None) -> Job:
         state_dir=Path(need(env, client.ENV_STATE_DIR)),
         options=json.loads(env.get(client.ENV_OPTIONS) or "{}"),
         sender=sender,
+        stop=stop,
     )
 
 

@@ -126,7 +126,9 @@ def claim(owner: str) -> PlaybookStep | None:
 def release_expired(now: datetime) -> int:
     """Free the steps whose worker has not been heard within its lease. Returns how many."""
     expired = PlaybookStep.objects.filter(state=StepState.RUNNING, lock_expires_at__lt=now)
-    return expired.update(state=StepState.READY, lock_token="", lock_expires_at=None, wake_at=now)
+    return expired.update(
+        state=StepState.READY, lock_token="", lock_expires_at=None, wake_at=timezone.now()
+    )
 
 
 def work_is_due(now: datetime) -> bool:

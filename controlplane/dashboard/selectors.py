@@ -70,7 +70,7 @@ def overview(user: User | AnonymousUser) -> dict[str, Any]:
         "needs": needs_for(user),
         "cards": [ClusterCard(fleet[cluster.id], jobs[cluster.id]) for cluster in clusters],
         "resolved": incidents.resolved_for(user, limit=8),
-        "decisions": incidents.decisions_for(user, limit=10),
+        "decisions": incidents.decisions_for(user, limit=8),
     }
 
 

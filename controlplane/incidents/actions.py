@@ -268,7 +268,7 @@ def retry_run(actor: Actor, run_id: str, reason: str) -> None:
     run = PlaybookRun.objects.select_for_update(no_key=True).get(pk=run_id)
     if run.state not in (RunState.NEEDS_OPERATOR, RunState.PAUSED):
         raise Conflict(
-            f"this run is {run.get_state_display().lower()}; it does not wait for a person"
+            f"this run is {run.get_state_display().lower()}; it waits for nobody"
         )
     now = timezone.now()
     PlaybookStep.objects.filter(run=run, state=StepState.NEEDS_OPERATOR).update(
@@ -298,14 +298,15 @@ def pause_overdue_runs(now: datetime) -> int:
     overdue = PlaybookRun.objects.filter(state__in=RUN_UNFINISHED, deadline__lt=now).exclude(
         state__in=[RunState.NEEDS_OPERATOR, RunState.PAUSED]
     )
-    for run in overdue.select_for_update(no_key=True, skip_locked=True):
+    runs = list(overdue.select_for_update(no_key=True, skip_locked=True, of=("self",)))
+    for run in runs:
         PlaybookStep.objects.filter(
             Q(state__in=[StepState.READY, StepState.WAITING, StepState.RUNNING]), run=run
         ).update(state=StepState.NEEDS_OPERATOR, lock_token="", lock_expires_at=None, wake_at=None)
         _set_run(
             SYSTEM, run, RunState.NEEDS_OPERATOR, "not finished before its deadline", "run.overdue"
         )
-    return len(overdue)
+    return len(runs)
 
 
 # --- what asks for runs ---------------------------------------------------------------------------

@@ -180,5 +180,15 @@ def impact_of(incident: Incident) -> Impact:
 
 
 def timeline_of(incident: Incident, *, limit: int = 500) -> list[TimelineEntry]:
-    """The newest entries, oldest of them first."""
-    return list(incident.timeline.order_by("-at", "-id")[:limit])[::-1]
+    """The newest entries, oldest of them first, each with the `author` of its words if it has one."""
+    entries = list(incident.timeline.order_by("-at", "-id")[:limit])[::-1]
+    names = _usernames({str(entry.data["by"]) for entry in entries if "by" in entry.data})
+    for entry in entries:
+        entry.author = names.get(str(entry.data.get("by")), "")
+    return entries
+
+
+def _usernames(ids: set[str]) -> dict[str, str]:
+    """Names by id. An id that is no number belongs to no person."""
+    numbers = [int(one) for one in ids if one.isdigit()]
+    return {str(pk): name for pk, name in User.objects.filter(pk__in=numbers).values_list("pk", "username")}

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import structlog
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-from django.db import DatabaseError, connection
+from django.db import DatabaseError, InterfaceError, close_old_connections, connection
 
 from controlplane import crypto
 from controlplane.errors import Refused
@@ -173,12 +173,13 @@ def _check_clock(text: str) -> None:
 def _read(known: dict[str, Identity]) -> dict[str, Identity] | None:
     """All nodes, on the reader's thread; None if Postgres does not answer."""
     try:
+        close_old_connections()  # pings it, and drops it if Postgres has gone meanwhile
         rows = list(
             Node.objects.values_list(
                 "pk", "public_key", "key_revoked_at", "boot_id", "report_digest"
             ).iterator()
         )
-    except DatabaseError as error:
+    except (DatabaseError, InterfaceError) as error:
         log.warning("ingest.directory_unreadable", error=str(error))
         connection.close()
         return None

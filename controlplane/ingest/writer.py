@@ -22,6 +22,7 @@ from django.db import (
     IntegrityError,
     InterfaceError,
     OperationalError,
+    close_old_connections,
     connection,
     transaction,
 )
@@ -139,7 +140,7 @@ def _commit(batch: list[_Item]) -> tuple[list[Any], list[Hook]]:
     if not batch:
         return [], []
     try:
-        _reconnect_if_lost()
+        close_old_connections()  # pings it, and drops it if Postgres has gone meanwhile
         with change():
             _set_patience()
             outcomes = [_apply(item) for item in batch]
@@ -151,11 +152,6 @@ def _commit(batch: list[_Item]) -> tuple[list[Any], list[Hook]]:
         connection.close()
         return [unavailable(_RETRY) for _ in batch], []
     return outcomes, hooks
-
-
-def _reconnect_if_lost() -> None:
-    if connection.connection is not None and not connection.is_usable():
-        connection.close()
 
 
 def _set_patience() -> None:

@@ -41,9 +41,9 @@ def _job_context(request: HttpRequest, found: Job) -> dict[str, Any]:
         "seats": selectors.seats(found),
         "marks": selectors.marks(found),
         "checkpoint": selectors.latest_checkpoint(found),
-        "checkpoints": found.checkpoints.order_by("-step", "-at")[:12],
+        "checkpoints": found.checkpoints.order_by("-step", "-at")[:8],
         "ledger": selectors.sample_ledger(found),
-        "incidents": found.incidents.order_by("-id")[:12],
+        "incidents": found.incidents.order_by("-id")[:8],
         "windows": {word: label for word, (label, _) in WINDOWS.items()},
         "window": _window_word(request),
     }

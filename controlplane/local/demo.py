@@ -23,7 +23,8 @@ from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState
 from controlplane.jobs.models import Job
 from controlplane.local import runfile
-from controlplane.local.fleet import BMC_USER, MAIN_CLUSTER, NodePlan
+from controlplane.local.fleet import MAIN_CLUSTER, NodePlan
+from node_agent.bmc import USER as BMC_USER
 
 ADMIN = "admin"
 JOB_NAME = "gpt-demo"
@@ -31,7 +32,9 @@ REPLICAS = 4
 JOIN_TOKEN_S = 3600.0
 ENROL_DEADLINE_S = 60.0
 ADMISSION_DEADLINE_S = 120.0
-FIRST_STEPS_DEADLINE_S = 120.0
+FIRST_STEPS_DEADLINE_S = 180.0
+#: For how long after our own start no node is declared dead, in seconds: they start after us.
+BOOT_GRACE_S = 60.0
 
 Say = Callable[[str], None]
 
@@ -49,6 +52,11 @@ def ensure_admin(home: Path) -> None:
         runfile.write_private(password_file, secrets.token_urlsafe(12))
     if not User.objects.filter(username=ADMIN).exists():
         accounts.create_user(SYSTEM, ADMIN, password_file.read_text(), superuser=True)
+
+
+def believe_all_alive() -> None:
+    """The nodes of this machine were stopped with us: their silence says nothing of them."""
+    fleet_actions.extend_leases(BOOT_GRACE_S)
 
 
 def ensure_clusters(nodes: list[NodePlan]) -> None:
@@ -73,7 +81,7 @@ def admit_fleet(plans: list[NodePlan], say: Say) -> None:
     for plan in plans:
         node = rows[plan.name]
         url = f"http://127.0.0.1:{plan.bmc_port}"
-        if node.bmc_url != url:
+        if (node.bmc_url, node.bmc_username) != (url, BMC_USER):
             fleet_actions.set_bmc(SYSTEM, node.pk, url, BMC_USER, plan.bmc_password)
         if node.state == NodeState.ENROLLED:
             if plan.spare:

@@ -29,8 +29,7 @@ def down(home: Path, say: Callable[[str], None]) -> bool:
     say(f"stopping {running['url']} (process {process.pid})")
     os.kill(process.pid, signal.SIGTERM)
     began = time.monotonic()
-    _, alive = psutil.wait_procs([process], STOP_S)
-    if alive:
+    if processes.wait_gone([process], STOP_S):
         say(f"process {process.pid} still stops after {STOP_S:.0f} s; kill it and try again")
         return False
     say(f"stopped in {time.monotonic() - began:.0f} s")

@@ -21,7 +21,6 @@ MIN_NODES = 6
 MAX_NODES = 64
 MAIN_CLUSTER = "harbor"
 SIDE_CLUSTER = "quay"
-BMC_USER = "admin"
 RANK_NICE = 10
 
 
@@ -96,7 +95,7 @@ def chassis_program(node: NodePlan) -> Program:
         cwd=runfile.REPOSITORY,
         env=plain_environment(),
         stop_s=20.0,
-        stop_order=0,
+        stop_order=1,
     )
 
 

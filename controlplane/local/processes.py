@@ -174,8 +174,7 @@ def marked(home: Path) -> list[psutil.Process]:
         if process.pid in ourselves:
             continue
         try:
-            lives = process.status() != psutil.STATUS_ZOMBIE
-            if lives and process.environ().get(MARK) == str(home):
+            if _lives(process) and process.environ().get(MARK) == str(home):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
             continue  # gone meanwhile, or another user's, hence not ours
@@ -186,7 +185,20 @@ def kill_all(processes: Iterable[psutil.Process]) -> None:
     victims = list(processes)
     for process in victims:
         _signal(process, signal.SIGKILL)
-    psutil.wait_procs(victims, 5)
+    wait_gone(victims, 5)
+
+
+def wait_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Wait until these have ended, and return those that have not.
+
+    A zombie has ended: its parent may be slow to notice, and is not always us.
+    """
+    deadline = time.monotonic() + seconds
+    alive = [process for process in processes if _lives(process)]
+    while alive and time.monotonic() < deadline:
+        time.sleep(0.05)  # nobody tells us of the end of another's children
+        alive = [process for process in alive if _lives(process)]
+    return alive
 
 
 @dataclass(frozen=True)
@@ -217,8 +229,14 @@ def _stop_remains(remains: list[_Remain]) -> None:
     for remain in remains:
         _signal(remain.process, remain.stop_signal)
     patience = max((remain.stop_s for remain in remains), default=0.0)
-    _, alive = psutil.wait_procs([remain.process for remain in remains], patience)
-    kill_all(alive)
+    kill_all(wait_gone([remain.process for remain in remains], patience))
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:

@@ -140,36 +140,47 @@ def _product_environment(options: Options, plan: services.Plan) -> dict[str, str
         "INGEST_URL": options.ingest_url,
         "DRYDOCK_HOME": str(options.home),
         "DJANGO_SETTINGS_MODULE": "controlplane.local.settings",
-        "SECRET_KEY": os.environ.get("SECRET_KEY") or runfile.secret_key(),
     }
 
 
 def _servers(options: Options, environment: dict[str, str]) -> list[Program]:
-    """The control plane's own processes, in the order in which they stop."""
+    """The control plane's own processes.
+
+    What acts stops before the nodes do, and what records after them: our own stop is no fault, and
+    what the nodes say of it is still heard.
+    """
     granian = (
         *(sys.executable, "-m", "granian", "--host", "127.0.0.1", "--workers", "1"),
         *("--no-ws", "--respawn-failed-workers", "--log-level", "warning"),
     )
-    commands = {
+    commands: dict[str, tuple[int, tuple[str, ...]]] = {
+        "keeper": (0, (sys.executable, "manage.py", "keeper")),
         "worker": (
-            *(sys.executable, "-m", "celery", "-A", "workers.celery:app", "worker"),
-            *("--concurrency", "2", "--loglevel", "WARNING", "-O", "fair"),
-            *("--without-gossip", "--without-mingle", "--without-heartbeat"),
+            0,
+            (
+                *(sys.executable, "-m", "celery", "-A", "workers.celery:app", "worker"),
+                *("--concurrency", "2", "--loglevel", "WARNING", "-O", "fair"),
+                *("--without-gossip", "--without-mingle", "--without-heartbeat"),
+            ),
         ),
-        "keeper": (sys.executable, "manage.py", "keeper"),
         "ingest": (
-            *(*granian, "--interface", "asgi", "--port", str(options.ingest_port)),
-            *("--backpressure", "20000"),
-            "controlplane.ingest.app:app",
+            2,
+            (
+                *(*granian, "--interface", "asgi", "--port", str(options.ingest_port)),
+                *("--backpressure", "20000", "controlplane.ingest.app:app"),
+            ),
         ),
         "web": (
-            *(*granian, "--interface", "wsgi", "--port", str(options.port)),
-            *("--blocking-threads", "4", "controlplane.wsgi:application"),
+            2,
+            (
+                *(*granian, "--interface", "wsgi", "--port", str(options.port)),
+                *("--blocking-threads", "4", "controlplane.wsgi:application"),
+            ),
         ),
     }
     return [
-        Program(name, argv, runfile.REPOSITORY, environment, stop_order=1 + position)
-        for position, (name, argv) in enumerate(commands.items())
+        Program(name, argv, runfile.REPOSITORY, environment, stop_order=order)
+        for name, (order, argv) in commands.items()
     ]
 
 

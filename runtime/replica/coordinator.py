@@ -264,7 +264,7 @@ class Coordinator:
         if self.alive.get(peer.replica) == peer.placement:
             del self.alive[peer.replica]
         if message["reason"] == "stop":
-            for other in self.newcomers():
+            for other in self.peers.values():
                 other.tell(op="stop")
         if self.alive:
             self.break_epoch()

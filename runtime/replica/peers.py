@@ -33,6 +33,10 @@ class PeerFailed(ConnectionError):
     """This peer cannot give what was asked; ask another."""
 
 
+class NotKept(PeerFailed):
+    """The peer has not made this step yet, or keeps it no longer."""
+
+
 @dataclass(frozen=True)
 class Reduced:
     """One committed step's reduced buffer: what a peer needs to make the same step."""
@@ -132,7 +136,7 @@ class PeerServer:
     def _serve_reduced(self, connection: socket.socket, step: int) -> None:
         reduced = self.log.get(step)
         if reduced is None:
-            send_json(connection, {"error": f"step {step} is not kept here"})
+            send_json(connection, {"not_kept": f"step {step} is not kept here"})
             return
         size = reduced.buffer.numel() * reduced.buffer.element_size()
         send_json(connection, {"step": step, "epoch": reduced.epoch, "bytes": size})
@@ -151,7 +155,7 @@ def fetch_snapshot(address: str, token: str) -> Staged:
 
 
 def fetch_reduced(address: str, token: str, step: int) -> Reduced:
-    """One committed step's reduced buffer. Raises PeerFailed if the peer does not hold it."""
+    """One committed step's reduced buffer. Raises NotKept, PeerFailed, Damaged."""
     with request(address, token, {"op": "reduced", "step": step}, FETCH_TIMEOUT_S) as connection:
         described = receive_json(connection)
         data = receive_chunks(connection, int(described["bytes"]))
@@ -184,6 +188,8 @@ def receive_json(connection: socket.socket) -> dict[str, Any]:
     message: dict[str, Any] = json.loads(receive_exactly(connection, size))
     if "error" in message:
         raise PeerFailed(message["error"])
+    if "not_kept" in message:
+        raise NotKept(message["not_kept"])
     return message
 
 

@@ -3,7 +3,7 @@
 // marks are links.
 
 const NS = "http://www.w3.org/2000/svg";
-const LEFT = 52, RIGHT = 62, LANE = 36, LOSS = 132, BETWEEN = 22, RATE = 92, CKPT = 16, AXIS = 20;
+const LEFT = 52, RIGHT = 62, LANE = 36, LOSS = 132, BETWEEN = 22, RATE = 92, CKPT = 22, AXIS = 20;
 const RATE_TOP = LANE + LOSS + BETWEEN;
 const BOTTOM = RATE_TOP + RATE;
 const HEIGHT = BOTTOM + CKPT + AXIS;
@@ -109,7 +109,7 @@ function scale(values, top, height, fromZero) {
   const room = (high - low) * 0.08;
   if (!fromZero) low -= room;
   high += room;
-  const rough = (high - low) / 3;
+  const rough = (high - low) / 4;
   const unit = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].find((factor) => factor * unit >= rough) * unit;
   const ticks = [];
@@ -174,10 +174,10 @@ function degraded(shown, x, to) {
 
 function checkpointTicks(from, to, x) {
   const shown = [...checkpoints.values()].filter((one) => one.at >= from && one.at <= to);
-  const title = element("text", { class: "c-tick", x: LEFT - 8, y: BOTTOM + 13, "text-anchor": "end" }, "ckpt");
+  const title = element("text", { class: "c-tick", x: LEFT - 8, y: BOTTOM + 18, "text-anchor": "end" }, "ckpt");
   return [title, ...shown.map((one) => {
     const at = x(one.at);
-    const tick = element("path", { class: `c-ckpt c-ckpt--${one.tier}`, d: `M${at - 3.5} ${BOTTOM + 9}l3.5 -5 3.5 5 -3.5 5z` });
+    const tick = element("path", { class: `c-ckpt c-ckpt--${one.tier}`, d: `M${at - 3.5} ${BOTTOM + 14}l3.5 -5 3.5 5 -3.5 5z` });
     tick.append(element("title", {}, `Checkpoint of step ${one.step} (${one.tier}), ${clock(one.at)} UTC`));
     return tick;
   })];

@@ -40,11 +40,21 @@ def clock(moment: datetime | None) -> SafeString:
     if moment is None:
         return NOTHING
     utc = moment.astimezone(UTC)
+    return _plain(utc, utc.strftime("%H:%M:%S"))
+
+
+@register.filter
+def clock_ms(moment: datetime | None) -> SafeString:
+    """“03:12:07.518” in UTC, with the date on hover."""
+    if moment is None:
+        return NOTHING
+    utc = moment.astimezone(UTC)
+    return _plain(utc, utc.strftime("%H:%M:%S.%f")[:-3])
+
+
+def _plain(utc: datetime, words: str) -> SafeString:
     return format_html(
-        '<time datetime="{}" title="{}">{}</time>',
-        utc.isoformat(),
-        _exact(utc),
-        utc.strftime("%H:%M:%S"),
+        '<time datetime="{}" title="{}">{}</time>', utc.isoformat(), _exact(utc), words
     )
 
 
@@ -97,6 +107,8 @@ def seconds(value: float | None) -> str | SafeString:
     if value is None:
         return NOTHING
     size = abs(value)
+    if size < 0.0005:
+        return "0 s"
     if size < 0.0995:
         return f"{value * 1000:.0f} ms"
     if size < 9.995:
@@ -236,7 +248,7 @@ def _told(item: Any) -> str:
 
 @register.filter
 def prose(text: str) -> SafeString:
-    """A small part of Markdown: headings, lists, paragraphs, **strong**, `code`. Never raw HTML."""
+    """A small part of Markdown: headings, lists, **strong**, _stressed_, `code`. Never raw HTML."""
     blocks = re.split(r"\n\s*\n", text.replace("\r\n", "\n").strip())
     return mark_safe("\n".join(_block(lines) for block in blocks for lines in _parts(block)))
 
@@ -256,23 +268,28 @@ def _parts(block: str) -> list[list[str]]:
 def _kind(line: str) -> str:
     if re.match(r"#{1,6} ", line):
         return "heading"
-    return "list" if re.match(r"\s*[-*] ", line) else "text"
+    if re.match(r"\s*\d+\. ", line):
+        return "ol"
+    return "ul" if re.match(r"\s*[-*] ", line) else "text"
 
 
 def _block(lines: list[str]) -> SafeString:
-    match _kind(lines[0]):
+    kind = _kind(lines[0])
+    match kind:
         case "heading":
             # Its own page has an h1 and its section an h2.
             level = min(6, len(lines[0]) - len(lines[0].lstrip("#")) + 2)
             words = _inline(lines[0].lstrip("# "))
             return format_html("<h{}>{}</h{}>", level, words, level)
-        case "list":
-            items = ((_inline(re.sub(r"^\s*[-*] ", "", line)),) for line in lines)
-            return format_html("<ul>{}</ul>", format_html_join("", "<li>{}</li>", items))
+        case "ul" | "ol":
+            items = ((_inline(re.sub(r"^\s*([-*]|\d+\.) ", "", line)),) for line in lines)
+            inner = format_html_join("", "<li>{}</li>", items)
+            return format_html("<{}>{}</{}>", kind, inner, kind)
     return format_html("<p>{}</p>", _inline("\n".join(lines)))
 
 
 def _inline(text: str) -> SafeString:
     escaped = str(conditional_escape(text))
     escaped = re.sub(r"`([^`]+)`", r"<code>\1</code>", escaped)
-    return mark_safe(re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", escaped))
+    escaped = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", escaped)
+    return mark_safe(re.sub(r"(?<!\w)_([^_]+)_(?!\w)", r"<em>\1</em>", escaped))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 
-from tests.node_agent.conftest import ControlPlane, Node, eventually, problem
+from tests.node_agent.fleet import ControlPlane, Node, eventually, problem
 
 from node_agent import wire
 

@@ -1,0 +1,49 @@
+"""`manage.py scenario NAME`: break one thing of the running product and measure how it is mended."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandParser
+from django.db import OperationalError
+
+from controlplane.local import scenarios
+from workers.power import PowerError
+
+
+class Command(BaseCommand):
+    help = "Play one failure against the running product and tell what happened."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("name", choices=["kill-process", "kill-node"])
+        parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+    def handle(self, *_args: Any, **options: Any) -> None:
+        try:
+            result = scenarios.play(options["name"], self._say)
+        except OperationalError:
+            sys.exit("Drydock does not run here. Start it with `make up`, then try again.")
+        except (scenarios.ScenarioError, PowerError) as error:
+            result = scenarios.Result(scenario=options["name"], problems=[str(error)])
+        if options["json"]:
+            self.stdout.write(json.dumps(asdict(result)))
+        else:
+            self._print(result)
+        if not result.ok:
+            sys.exit(1)
+
+    def _say(self, line: str) -> None:
+        self.stderr.write(line)
+
+    def _print(self, result: scenarios.Result) -> None:
+        for name, seconds in sorted(result.seconds.items(), key=lambda item: item[1] or 0.0):
+            shown = "never" if seconds is None else f"{seconds:8.2f} s"
+            self.stdout.write(f"  {name:<18}{shown}")
+        self.stdout.write(f"  longest gap between commits: {result.longest_gap_s} s")
+        self.stdout.write(f"  samples: {result.samples}")
+        for problem in result.problems:
+            self.stdout.write(f"  problem: {problem}")
+        self.stdout.write("all came true" if result.ok else "NOT all came true")

@@ -1,0 +1,490 @@
+"""The training loop's engine: shards in, committed steps out, whoever dies meanwhile.
+
+A step is its global batch, not who computes it. When a member dies, the others keep the gradients
+they have, compute only the shards that are missing, and commit the same step. Nothing here rolls
+back, and a step whose coverage is not exactly one everywhere is never applied.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from runtime.checkpoint import Checkpointer
+from runtime.client import Directive, Stopped
+from runtime.data import Batches, Shard, checksum
+from runtime.job import Job
+from runtime.replica.flat import FlatGradients, Tail
+from runtime.replica.gloo import Gloo, Severed
+from runtime.replica.link import Link, Refused
+from runtime.replica.peers import (
+    NotKept,
+    PeerFailed,
+    PeerServer,
+    Reduced,
+    ReducedLog,
+    fetch_reduced,
+    fetch_snapshot,
+)
+from runtime.replica.plan import divide
+from runtime.replica.state import Stateful, TrainingState
+from runtime.replica.telling import Teller
+from runtime.snapshot import Damaged
+
+log = logging.getLogger("drydock.replica")
+
+MAX_REFUSED_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed:
+    """One applied step, as all members saw it."""
+
+    step: int
+    epoch: int
+    loss: float
+    grad_norm: float
+    samples: int
+    coverage: list[int]
+    members: list[int]
+
+
+class ReplicaGroup:
+    """One replica's membership. Iterate it for shards; call `backward` once for each.
+
+    `optimizer` and `schedule` need `step`, `state_dict` and `load_state_dict`. `steps` ends the job
+    after so many; `on_step` is called after each commit.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        model: torch.nn.Module,
+        optimizer: Stateful,
+        batches: Batches,
+        saver: Checkpointer,
+        *,
+        schedule: Stateful | None = None,
+        max_grad_norm: float = 1.0,
+        steps: int | None = None,
+        on_step: Callable[[Committed], None] | None = None,
+    ) -> None:
+        self.job = job
+        self.batches = batches
+        self.saver = saver
+        self.max_grad_norm = max_grad_norm
+        self.steps = steps
+        self.on_step = on_step
+        self.state = TrainingState(model, optimizer, batches, schedule)
+        self.flat = FlatGradients(model.parameters(), batches.shards)
+        self.teller = Teller(job, self.state.ledger, batches.tokens_per_sample)
+        self.epoch = 0
+        self.members: dict[int, str] = {}  # replica -> placement, of the current epoch
+        self.held: set[int] = set()  # shards of the pending step whose gradient is in self.flat
+        self.todo: list[int] = []  # shards of the pending step that are ours to compute
+        self._share: list[int] = []  # our shards of a step nothing happens to
+        self._current: Shard | None = None
+        self._want_regroup = False
+        self._want_checkpoint = threading.Event()
+        self._refused_steps = 0
+        self._left = False
+
+        host = own_address(job.coordinator)
+        self.gloo = Gloo(host)
+        self.link = Link(job.coordinator, job.token, self._standing, self._on_break)
+        self.log = ReducedLog()
+        self.peers = PeerServer(host, job.token, self.log, self._ask_to_stage)
+        self._donor = ""
+
+    # --- the user's side ------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+        self.job.sender.on_directive = self._on_directive
+        self.link.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        if self._left:
+            return
+        if error is not None:
+            self.job.trouble("exception", f"{type(error).__name__}: {error}")
+        self._leave("exception" if kind else "left the loop", goodbye="leave")
+
+    def __iter__(self) -> Iterator[Shard]:
+        """Shards to compute, for as long as the job lives."""
+        self._await_epoch()
+        while not self._left:
+            try:
+                yield from self._shards()
+                tail = self._reduce()
+            except Severed as error:
+                log.info("severed epoch=%s step=%s error=%s", self.epoch, self.pending, error)
+                self._regroup(planned=False)
+                continue
+            if tail is not None:
+                self._edge(tail)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of the present shard; `loss` is the mean over the shard's samples."""
+        shard = self._current
+        if shard is None:
+            raise RuntimeError("call backward once for each shard that the loop gave you")
+        (loss / self.batches.shards).backward()  # type: ignore[no-untyped-call]
+        self.flat.add(shard.index, checksum(shard.ids), float(loss.detach()), len(shard.ids))
+        self.held.add(shard.index)
+        self._current = None
+
+    @property
+    def pending(self) -> int:
+        """The step under way."""
+        return self.state.committed + 1
+
+    # --- one step -------------------------------------------------------------------------------
+
+    def _shards(self) -> Iterator[Shard]:
+        for index in self.todo:
+            if self.gloo.broken(self.epoch):
+                raise Severed("a member is gone")
+            if index in self.held:
+                continue
+            self.state.seed(index)
+            self._current = self.batches.shard(self.pending, index)
+            yield self._current
+            if self._current is not None:
+                raise RuntimeError(f"shard {index} was not given to backward")
+
+    def _reduce(self) -> Tail | None:
+        """All-reduce a copy and commit; None if the coverage forbade it. Raises Severed."""
+        self._pump()
+        buffer = self.flat.copy_out(
+            regroup=self._want_regroup,
+            checkpoint=self._want_checkpoint.is_set(),
+            stop=self.job.stop.is_set(),
+        )
+        if self.gloo.broken(self.epoch):
+            raise Severed("a member is gone")
+        self.gloo.all_reduce(buffer)
+        tail = self.flat.read(buffer)
+        if not self._is_whole(tail):
+            self._refuse_step(tail)
+            return None
+        self._commit(Reduced(self.pending, self.epoch, buffer), tail)
+        return tail
+
+    def _is_whole(self, tail: Tail) -> bool:
+        step = self.pending
+        expected = [checksum(self.batches.shard(step, k).ids) for k in range(self.batches.shards)]
+        return all(count == 1 for count in tail.coverage) and tail.checksums == expected
+
+    def _refuse_step(self, tail: Tail) -> None:
+        """All members see the same tail, so all compute this step anew."""
+        self._refused_steps += 1
+        self.job.trouble("coverage", f"step {self.pending}: shards summed {tail.coverage}")
+        if self._refused_steps >= MAX_REFUSED_STEPS:
+            raise RuntimeError(
+                f"step {self.pending} was summed wrongly {self._refused_steps} times in a row "
+                f"(shards {tail.coverage}); do all replicas read the same data?"
+            )
+        self._forget_gradients()
+        self.todo = self._share
+
+    def _commit(self, reduced: Reduced, tail: Tail) -> None:
+        """Apply one reduced gradient: our own, or one handed over by a peer."""
+        self.flat.local.copy_(reduced.buffer[: self.flat.size])
+        grad_norm = float(self.flat.local.norm())
+        if grad_norm > self.max_grad_norm:
+            self.flat.local.mul_(self.max_grad_norm / (grad_norm + 1e-6))
+        self.state.advance(reduced.epoch, tail.coverage)
+        self.log.add(reduced)
+        self._forget_gradients()
+        self._refused_steps = 0
+        self.todo = self._share
+        self.link.step = self.state.committed
+        if not self.epoch:
+            return  # a newcomer replays what others did: not ours to tell
+        self.teller.committed(reduced.step, reduced.epoch, tail.loss, grad_norm, tail.samples)
+        if self.on_step is not None:
+            self.on_step(
+                Committed(
+                    step=reduced.step,
+                    epoch=reduced.epoch,
+                    loss=tail.loss,
+                    grad_norm=grad_norm,
+                    samples=tail.samples,
+                    coverage=tail.coverage,
+                    members=sorted(self.members),
+                )
+            )
+
+    def _forget_gradients(self) -> None:
+        self.flat.clear()
+        self.held.clear()
+
+    def _edge(self, tail: Tail) -> None:
+        """Between two steps: what all members agreed on in the last all-reduce."""
+        self._pump()
+        if tail.stop or (self.steps is not None and self.pending >= self.steps):
+            self._stop("stop wanted" if tail.stop else "all steps done")
+            return
+        if self.teller.speaks() and (tail.checkpoint or self.saver.due()):
+            asked = time.monotonic()
+            self.saver.save(self.state.copy(), asked)
+        if tail.checkpoint:
+            self._want_checkpoint.clear()
+        if tail.regroup:
+            self._regroup(planned=True)
+
+    # --- epochs ---------------------------------------------------------------------------------
+
+    def _regroup(self, *, planned: bool) -> None:
+        """Tell the coordinator how far we are and wait for the next epoch."""
+        self._report(planned=planned)
+        self._await_epoch()
+
+    def _report(self, *, planned: bool) -> None:
+        self._current = None
+        self.link.report = {
+            "epoch": self.epoch,
+            "step": self.state.committed,
+            "held": sorted(self.held),
+            "planned": planned,
+        }
+        self.link.say("report", **self.link.report)
+
+    def _await_epoch(self) -> None:
+        """Do what the coordinator asks until an epoch is granted and its group stands."""
+        asked: dict[str, Callable[[dict[str, Any]], None]] = {
+            "load": self._on_load,
+            "sync": self._on_sync,
+            "catch_up": self._on_catch_up,
+            "prove": self._on_prove,
+            "evicted": self._on_evicted,
+            "refused": self._on_refused,
+        }
+        if self.job.stop.is_set():
+            self.link.inbox.put({"op": "stop"})
+        while not self._left:
+            message = self.link.inbox.get()
+            if message["op"] == "epoch":
+                try:
+                    self._adopt(message)
+                except Severed as error:
+                    log.info("severed epoch=%s error=%s", self.epoch, error)
+                    self._report(planned=False)
+                else:
+                    return
+            elif message["op"] == "stop":
+                self._stop("stopped while waiting for an epoch")
+            elif message["op"] in asked:
+                asked[message["op"]](message)
+            else:
+                self._on_passing(message)
+
+    def _adopt(self, message: dict[str, Any]) -> None:
+        """Enter a granted epoch. Raises Severed if it breaks before its group stands."""
+        me = self.job.replica
+        self.teller.granted(message, self.state.committed)
+        self.epoch = int(message["epoch"])
+        self.members = {int(m["replica"]): str(m["placement"]) for m in message["members"]}
+        self.link.report = None
+        self._want_regroup = False
+        replicas = sorted(self.members)
+        self._share = divide(range(self.batches.shards), replicas)[me]
+        if me in message["behind"]:
+            self._replay_to(int(message["step"]), message["donors"])
+        if self.state.committed != int(message["step"]):
+            raise RuntimeError(
+                f"granted epoch {self.epoch} at step {message['step']}, but this replica is at "
+                f"{self.state.committed}; restart it, it will rejoin from a peer"
+            )
+        if self.held != set(message["held"][str(me)]):
+            self._forget_gradients()
+        self.todo = message["assign"][str(me)]
+        ports = [int(m["gloo_port"]) for m in message["members"]]
+        self.gloo.build(self.link, self.epoch, ports, replicas.index(me))
+        log.info("adopted epoch=%s members=%s todo=%s", self.epoch, replicas, self.todo)
+
+    def _replay_to(self, step: int, donors: list[str]) -> None:
+        """Commit the steps up to `step` from peers' reduced gradients. Raises Severed."""
+        while self.state.committed < step:
+            reduced = self._ask(donors, self.pending)
+            if reduced is None:
+                raise Severed(f"no peer could hand over step {self.pending}")
+            self._commit(reduced, self.flat.read(reduced.buffer))
+
+    def _ask(self, donors: list[str], step: int) -> Reduced | None:
+        for donor in donors:
+            try:
+                return fetch_reduced(donor, self.job.token, step)
+            except (PeerFailed, Damaged) as error:
+                log.warning("peer_failed peer=%s step=%s error=%s", donor, step, error)
+        return None
+
+    # --- what the coordinator asks --------------------------------------------------------------
+
+    def _on_load(self, _message: dict[str, Any]) -> None:
+        """The job begins: take the newest checkpoint, else what the script initialised."""
+        staged = self.saver.load()
+        if staged is not None and staged.step > self.state.committed:
+            self.state.load(staged)
+        self._say_ready()
+
+    def _on_sync(self, message: dict[str, Any]) -> None:
+        """Take the state from a peer's memory and replay what was committed since."""
+        donors = list(message["donors"])
+        random.Random(os.getpid()).shuffle(donors)  # noqa: S311 - spreads the load
+        for donor in donors:
+            try:
+                staged = fetch_snapshot(donor, self.job.token)
+                self.state.load(staged)
+                self.link.step = self.state.committed
+                if self.state.copy().digest != staged.digest:
+                    raise Damaged(f"the state of {donor} did not load bit for bit")
+                self._replay_from(donor)
+            except (PeerFailed, Damaged) as error:
+                log.warning("peer_failed peer=%s error=%s", donor, error)
+                continue
+            self._donor = donor
+            self._say_ready()
+            return
+        self.link.say("again")
+
+    def _replay_from(self, donor: str) -> None:
+        while True:
+            try:
+                reduced = fetch_reduced(donor, self.job.token, self.pending)
+            except NotKept:
+                return
+            self._commit(reduced, self.flat.read(reduced.buffer))
+
+    def _on_catch_up(self, message: dict[str, Any]) -> None:
+        """The members wait at an edge: make their last steps too, and prove it."""
+        try:
+            self._replay_to(int(message["step"]), [self._donor, *message["donors"]])
+        except Severed as error:
+            log.warning("cannot_catch_up error=%s", error)
+            self.link.say("again")
+            return
+        digest = self.state.copy().digest
+        self.link.say("caught_up", step=self.state.committed, digest=digest)
+
+    def _on_prove(self, _message: dict[str, Any]) -> None:
+        self.link.say("proof", step=self.state.committed, digest=self.state.copy().digest)
+
+    def _say_ready(self) -> None:
+        digest = self.state.copy().digest
+        self.link.say("ready", step=self.state.committed, digest=digest)
+
+    def _on_evicted(self, message: dict[str, Any]) -> None:
+        """Others went on without us: we are a newcomer, our gradients are theirs by now."""
+        self.job.trouble("evicted", f"epoch {self.epoch} went on without this replica")
+        log.warning("evicted epoch=%s now=%s", self.epoch, message["epoch"])
+        self.epoch = 0
+        self.members = {}
+        self.link.report = None
+        self._forget_gradients()
+
+    def _on_refused(self, message: dict[str, Any]) -> None:
+        raise Refused(f"coordinator {self.job.coordinator}: {message['error']}")
+
+    # --- what may be heard at any time ----------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Handle what arrived while we computed."""
+        while not self.link.inbox.empty():
+            message = self.link.inbox.get()
+            if message["op"] in ("evicted", "sync", "load"):
+                self.link.inbox.put(message)
+                raise Severed("the coordinator told us to rejoin")
+            self._on_passing(message)
+
+    def _on_passing(self, message: dict[str, Any]) -> None:
+        op = message["op"]
+        if op == "stage":
+            self.peers.offer(self.state.copy())
+        elif op == "lost":
+            self.teller.lost(message, self.state.committed)
+        elif op == "edge" and int(message["epoch"]) == self.epoch:
+            self._want_regroup = True
+        elif op == "stop":
+            self.job.stop.set()
+
+    def _on_break(self, epoch: int, _message: dict[str, Any]) -> None:
+        """On the link's thread: make a collective under way fail now."""
+        self.gloo.sever(epoch)
+
+    def _ask_to_stage(self) -> None:
+        """On a peer server's thread: the training thread copies at its next edge."""
+        self.link.inbox.put({"op": "stage"})
+
+    def _on_directive(self, directive: Directive) -> None:
+        """On the sender's thread."""
+        if directive.verb == "stop":
+            self._wish_stop()
+        else:
+            self._want_checkpoint.set()
+
+    def _on_sigterm(self, _number: int, _frame: Any) -> None:
+        self._wish_stop()
+
+    def _wish_stop(self) -> None:
+        self.job.stop.set()
+        self.link.inbox.put({"op": "stop"})
+
+    def _standing(self) -> dict[str, Any]:
+        """How we introduce ourselves, at first and after each reconnect."""
+        return {
+            "replica": self.job.replica,
+            "placement": self.job.placement,
+            "address": self.peers.address,
+            "gloo_port": self.gloo.port,
+            "shards": self.batches.shards,
+            "epoch": self.epoch,
+            "step": self.state.committed,
+            "members": self.members,
+        }
+
+    # --- the end --------------------------------------------------------------------------------
+
+    def _stop(self, reason: str) -> None:
+        """All members stop at this edge; the lowest live one saves."""
+        if self.teller.speaks():
+            asked = time.monotonic()
+            self.saver.save(self.state.copy(), asked)
+        self._leave(reason, goodbye="stop")
+
+    def _leave(self, reason: str, *, goodbye: str) -> None:
+        self._left = True
+        self.saver.finish()
+        now = time.time()
+        self.job.sender.tell(Stopped(step=self.state.committed, reason=reason, at=now))
+        self.link.close(goodbye)
+        self.peers.close()
+        self.job.sender.close(3.0)
+
+
+def own_address(coordinator: str) -> str:
+    """The address of ours at which those who reach the coordinator reach us."""
+    host, _, port = coordinator.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        address: str = probe.getsockname()[0]
+        return address

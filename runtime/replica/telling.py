@@ -1,0 +1,134 @@
+"""What the training loop tells the control plane: sums up commits, names losses and regroupings.
+
+Called by the training thread, read by the sender's thread; never waits for the network.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from runtime.client import Ledger, Message, PeerLost, Progress, Regrouped
+from runtime.data import SampleLedger
+from runtime.job import Job
+
+
+class Teller:
+    """Speaks for the replica; most things are told by the lowest live one only."""
+
+    def __init__(self, job: Job, ledger: SampleLedger, tokens_per_sample: int) -> None:
+        self.job = job
+        self.ledger = ledger
+        self.tokens_per_sample = tokens_per_sample
+        self.members: list[int] = []
+        self._lock = threading.Lock()
+        self._told_lost: set[tuple[int, int]] = set()
+        self._lost_now: set[int] = set()
+        self._grant: dict[str, Any] | None = None  # an epoch whose first commit is awaited
+        self._last_commit = 0.0  # monotonic; 0 before the first
+        self._reset()
+        job.sender.gather = self._gather
+        job.sender.ledger = self._unknown_ledger
+
+    def speaks(self) -> bool:
+        return bool(self.members) and self.job.replica == self.members[0]
+
+    def granted(self, message: dict[str, Any], committed: int) -> None:
+        """A new epoch was adopted."""
+        old_epoch = int(message["epoch"]) - 1
+        for entry in message["lost"]:
+            self.lost({"epoch": old_epoch, **entry}, committed)
+        with self._lock:
+            self.members = [int(m["replica"]) for m in message["members"]]
+            self._lost_now = set()
+            self._grant = message
+        self.job.sender.speaks = self.speaks()
+
+    def lost(self, message: dict[str, Any], committed: int) -> None:
+        """A member of the epoch is gone; the lowest survivor tells it."""
+        epoch, replica = int(message["epoch"]), int(message["replica"])
+        self._lost_now.add(replica)
+        survivors = [m for m in self.members if m not in self._lost_now]
+        if survivors[:1] != [self.job.replica] or (epoch, replica) in self._told_lost:
+            return
+        self._told_lost.add((epoch, replica))
+        self.job.sender.tell(
+            PeerLost(
+                epoch=epoch,
+                replica=replica,
+                placement=str(message["placement"]),
+                step=committed + 1,
+                at=float(message["at"]),
+                how=message["how"],
+            )
+        )
+
+    def committed(
+        self, step: int, epoch: int, loss: float, grad_norm: float, samples: int
+    ) -> None:
+        """A step was applied."""
+        now = time.monotonic()
+        gap = now - self._last_commit if self._last_commit else 0.0
+        self._last_commit = now
+        with self._lock:
+            self._steps += 1
+            self._loss += loss
+            self._samples += samples
+            self._max_gap = max(self._max_gap, gap)
+            self._gaps += gap
+            self._last = (step, epoch, grad_norm, time.time())
+        if self._grant is not None and int(self._grant["epoch"]) == epoch:
+            self._tell_regrouped(self._grant, step, gap)
+            self._grant = None
+
+    def _tell_regrouped(self, grant: dict[str, Any], step: int, gap_s: float) -> None:
+        joined = [int(r) for r in grant["joined"]]
+        old_hands = [m for m in self.members if m not in joined]
+        if old_hands[:1] != [self.job.replica]:
+            return
+        self.job.sender.tell(
+            Regrouped(
+                epoch=int(grant["epoch"]),
+                replicas=self.members,
+                lost=[int(entry["replica"]) for entry in grant["lost"]],
+                joined=joined,
+                started_at=float(grant["started_at"]),
+                committed_at=time.time(),
+                step=step,
+                gap_s=gap_s,
+                taken_over=[int(shard) for shard in grant["taken_over"]],
+            )
+        )
+
+    def _reset(self) -> None:
+        self._steps = 0
+        self._loss = 0.0
+        self._samples = 0
+        self._max_gap = 0.0
+        self._gaps = 0.0
+        self._last = (-1, 0, 0.0, 0.0)
+
+    def _gather(self) -> list[Message]:
+        with self._lock:
+            if self._steps == 0:
+                return []
+            step, epoch, grad_norm, at = self._last
+            progress = Progress(
+                step=step,
+                steps=self._steps,
+                epoch=epoch,
+                at=at,
+                loss=self._loss / self._steps,
+                grad_norm=grad_norm,
+                step_s=self._gaps / self._steps,
+                max_gap_s=self._max_gap,
+                samples=self._samples,
+                tokens=self._samples * self.tokens_per_sample,
+                replicas=list(self.members),
+            )
+            self._reset()
+        return [progress] if self.speaks() else []
+
+    def _unknown_ledger(self, known_step: int) -> list[Ledger]:
+        return self.ledger.since(known_step) if self.speaks() else []

@@ -1,0 +1,79 @@
+"""Commands: signed, one per asker, their results taken from their own node only."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from datetime import timedelta
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from django.utils import timezone
+
+from controlplane import crypto
+from controlplane.accounts.models import SYSTEM
+from controlplane.errors import Refused
+from controlplane.fleet import actions
+from controlplane.fleet.choices import CommandState
+from controlplane.fleet.models import Command
+from node_agent import wire
+from tests.factories import NodeFactory
+
+pytestmark = pytest.mark.django_db
+
+
+def result(command: Command, state: str = "done") -> wire.CommandResult:
+    return wire.CommandResult(id=command.pk, state=state, at=time.time(), output={"pid": 7})  # type: ignore[arg-type]
+
+
+def test_a_command_carries_a_signature_that_the_enrolled_key_verifies() -> None:
+    node = NodeFactory()
+    command = actions.queue_command(SYSTEM, node.pk, wire.Diagnose(), requester="stp_1")
+    key = Ed25519PublicKey.from_public_bytes(base64.b64decode(crypto.command_public_keys()[0]))
+    key.verify(base64.b64decode(command.signature), wire.COMMAND_CONTEXT + command.payload.encode())
+    assert json.loads(command.payload)["node_id"] == node.pk
+
+
+def test_asking_again_finds_the_same_command() -> None:
+    node = NodeFactory()
+    first = actions.queue_command(SYSTEM, node.pk, wire.Diagnose(), requester="stp_1")
+    again = actions.queue_command(SYSTEM, node.pk, wire.Diagnose(), requester="stp_1")
+    assert again.pk == first.pk
+    assert Command.objects.count() == 1
+
+
+def test_a_delivered_command_is_handed_out_until_its_result_is_known() -> None:
+    node = NodeFactory()
+    command = actions.queue_command(SYSTEM, node.pk, wire.Diagnose(), requester="stp_1")
+    assert actions.take_commands([node.pk])[node.pk][0].pk == command.pk
+    assert actions.take_commands([node.pk])[node.pk][0].pk == command.pk
+    actions.record_command_result(node.pk, result(command))
+    assert actions.take_commands([node.pk]) == {}
+
+
+def test_the_first_result_stands() -> None:
+    node = NodeFactory()
+    command = actions.queue_command(SYSTEM, node.pk, wire.Diagnose(), requester="stp_1")
+    actions.record_command_result(node.pk, result(command, "done"))
+    actions.record_command_result(node.pk, result(command, "failed"))
+    command.refresh_from_db()
+    assert command.state == CommandState.DONE
+    assert command.output == {"pid": 7}
+
+
+def test_a_result_from_another_node_is_refused_and_changes_nothing() -> None:
+    command = actions.queue_command(SYSTEM, NodeFactory().pk, wire.Diagnose(), requester="stp_1")
+    with pytest.raises(Refused) as refusal:
+        actions.record_command_result(NodeFactory().pk, result(command))
+    command.refresh_from_db()
+    assert (refusal.value.status, refusal.value.field) == (403, "id")
+    assert command.state == CommandState.QUEUED
+
+
+def test_an_order_that_nobody_answers_expires() -> None:
+    node = NodeFactory()
+    command = actions.queue_command(SYSTEM, node.pk, wire.Diagnose(), requester="s", ttl_s=1)
+    assert actions.expire_commands(timezone.now() + timedelta(seconds=60)) == 1
+    command.refresh_from_db()
+    assert command.state == CommandState.EXPIRED

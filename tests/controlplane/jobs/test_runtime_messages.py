@@ -1,0 +1,148 @@
+"""What a job tells of itself: told twice it stands once, and the ledger has no gap."""
+
+from __future__ import annotations
+
+import pytest
+
+from controlplane.health.models import Signal
+from controlplane.jobs import actions
+from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
+from controlplane.jobs.models import Interruption, Job, LedgerRange, Placement, ProgressSample
+from runtime import client
+from tests.factories import JobFactory, PlacementFactory, ReplicaFactory
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture
+def placement() -> Placement:
+    job = JobFactory(state=JobState.STARTING)
+    made: Placement = PlacementFactory(
+        replica=ReplicaFactory(job=job, index=0, state=ReplicaState.STARTING),
+        state=PlacementState.STARTING,
+        started_at=None,
+        joined_at=None,
+    )
+    return made
+
+
+def tell(placement: Placement, *messages: client.Message) -> client.Reply:
+    batch = client.Batch(
+        job=placement.replica.job_id,
+        replica=placement.replica.index,
+        rank=0,
+        placement=placement.pk,
+        sent_at=1.0,
+        messages=[],
+    )
+    return actions.record_runtime_batch(placement.replica.job_id, batch, list(messages))
+
+
+def progress(step: int, at: float = 1000.0, epoch: int = 1) -> client.Progress:
+    return client.Progress(
+        step=step,
+        steps=5,
+        epoch=epoch,
+        at=at,
+        loss=3.0,
+        grad_norm=1.0,
+        step_s=0.1,
+        max_gap_s=0.2,
+        samples=120,
+        tokens=120,
+        replicas=[0],
+    )
+
+
+def ledger(first: int, last: int, epoch: int = 1) -> client.Ledger:
+    return client.Ledger(
+        step_from=first, step_to=last, epoch=epoch, samples=24 * (last - first + 1)
+    )
+
+
+def job_of(placement: Placement) -> Job:
+    return Job.objects.get(pk=placement.replica.job_id)
+
+
+def test_a_hello_makes_the_placement_run_and_progress_makes_the_replica_active(
+    placement: Placement,
+) -> None:
+    tell(placement, client.Hello(pid=42, at=999.0))
+    placement.refresh_from_db()
+    assert (placement.state, placement.pid) == (PlacementState.RUNNING, 42)
+
+    tell(placement, progress(4))
+
+    placement.replica.refresh_from_db()
+    assert placement.replica.state == ReplicaState.ACTIVE
+    assert job_of(placement).state == JobState.RUNNING
+    assert job_of(placement).step == 4
+
+
+def test_a_message_told_twice_stands_once(placement: Placement) -> None:
+    lost = client.PeerLost(epoch=1, replica=3, placement="plc", step=4, at=5.0, how="reset")
+    regrouped = client.Regrouped(
+        epoch=2,
+        replicas=[0],
+        lost=[3],
+        joined=[],
+        started_at=5.0,
+        committed_at=5.2,
+        step=5,
+        gap_s=0.2,
+    )
+    for _ in range(2):
+        tell(placement, progress(4), ledger(0, 4), lost, regrouped)
+    assert ProgressSample.objects.count() == 1
+    assert LedgerRange.objects.count() == 1
+    assert Signal.objects.count() == 1
+    assert Interruption.objects.count() == 1
+
+
+def test_progress_told_late_does_not_turn_the_clock_back(placement: Placement) -> None:
+    tell(placement, progress(9, at=1001.0))
+    tell(placement, progress(4, at=1000.0))
+    assert job_of(placement).step == 9
+
+
+def test_the_ledger_accepts_no_gap_and_says_where_to_go_on(placement: Placement) -> None:
+    tell(placement, ledger(0, 4))
+    assert tell(placement, ledger(7, 9)).ledger_step == 4
+    assert tell(placement, ledger(5, 9)).ledger_step == 9
+
+
+def test_a_resumed_job_takes_back_the_steps_that_it_trains_again(placement: Placement) -> None:
+    tell(placement, ledger(0, 9), ledger(10, 19))
+    tell(placement, ledger(15, 24, epoch=2))
+    job = job_of(placement)
+    ranges = list(
+        LedgerRange.objects.order_by("step_from").values_list("step_from", "step_to", "samples")
+    )
+    assert ranges == [(0, 9, 240), (10, 14, 120), (15, 24, 240)]
+    assert job.ledger_step == 24
+    assert job.recomputed_steps == 5
+
+
+def test_a_rank_that_leaves_by_itself_frees_its_node(placement: Placement) -> None:
+    tell(placement, client.Stopped(step=9, reason="asked to", at=1.0))
+    placement.refresh_from_db()
+    placement.node.refresh_from_db()
+    assert placement.state == PlacementState.ENDED
+    assert placement.node.state == "available"
+
+
+def test_a_stranger_cannot_end_a_placement_of_another_job(placement: Placement) -> None:
+    other = PlacementFactory()
+    batch = client.Batch(
+        job=placement.replica.job_id,
+        replica=0,
+        rank=0,
+        placement=other.pk,
+        sent_at=1.0,
+        messages=[],
+    )
+    actions.record_runtime_batch(
+        placement.replica.job_id, batch, [client.Stopped(step=1, reason="x", at=1.0)]
+    )
+    other.refresh_from_db()
+    assert other.state == PlacementState.RUNNING

@@ -1,0 +1,212 @@
+"""Ranks and coordinators: their start, their end, and their life without an agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node_agent import procfs, wire
+from tests.node_agent.fleet import ControlPlane, Node, eventually
+
+
+class Coordinator:
+    """A listener that takes one JSON line per connection and says ok."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with connection, connection.makefile("rwb") as stream:
+                self.lines.append(json.loads(stream.readline()))
+                stream.write(b'{"ok": true}\n')
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    coordinator = Coordinator()
+    yield coordinator
+    coordinator.close()
+
+
+def exits(plane: ControlPlane) -> list[wire.Event]:
+    return plane.events_of("process_exited")
+
+
+def test_a_rank_gets_its_environment_and_is_reported(agent: Node) -> None:
+    pid = agent.started_rank()
+    environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+
+    expected = {
+        "DRYDOCK_JOB=job-1",
+        "DRYDOCK_REPLICA=2",
+        "DRYDOCK_RANK=0",
+        "DRYDOCK_WORLD_REPLICAS=4",
+        "DRYDOCK_PLACEMENT=p-1",
+        "DRYDOCK_COORDINATOR=127.0.0.1:1",
+        "DRYDOCK_TOKEN=job-token",
+        f"DRYDOCK_URL={agent.plane.url}",
+        'DRYDOCK_OPTIONS={"steps": 3}',
+        f"DRYDOCK_STATE_DIR={agent.shared / 'job-1'}",
+        "OMP_NUM_THREADS=1",
+    }
+    assert expected <= set(environment)
+    reported = eventually(lambda: agent.plane.reports[-1].processes)
+    assert [(process.placement, process.pid) for process in reported] == [("p-1", pid)]
+
+
+def test_a_killed_rank_is_told_to_its_coordinator_and_to_the_control_plane(
+    agent: Node, coordinator: Coordinator
+) -> None:
+    pid = agent.started_rank(coordinator=coordinator.address)
+    os.kill(pid, signal.SIGKILL)
+
+    line = eventually(lambda: coordinator.lines)[0]
+    event = eventually(lambda: exits(agent.plane))[0]
+
+    assert line == {
+        "op": "exit",
+        "token": "job-token",
+        "replica": 2,
+        "placement": "p-1",
+        "code": -9,
+    }
+    assert event.data == {
+        "kind": "rank",
+        "job": "job-1",
+        "replica": 2,
+        "rank": 0,
+        "placement": "p-1",
+        "pid": pid,
+        "exit_code": None,
+        "signal": 9,
+        "requested": False,
+    }
+
+
+def test_an_exit_code_is_reported_though_the_coordinator_is_dead(agent: Node) -> None:
+    agent.plane.send(agent.rank(program="quit"))
+
+    event = eventually(lambda: exits(agent.plane))[0]
+
+    assert (event.data["exit_code"], event.data["signal"]) == (3, None)
+    eventually(lambda: agent.log("coordinator_not_told"))
+
+
+def test_a_restarted_agent_adopts_its_ranks(agent: Node, coordinator: Coordinator) -> None:
+    pid = agent.started_rank(coordinator=coordinator.address)
+    agent.kill()
+    agent.start()
+    eventually(lambda: agent.log("adopted"))
+    eventually(lambda: len(agent.plane.reports) == 3)
+    os.kill(pid, signal.SIGKILL)
+
+    event = eventually(lambda: exits(agent.plane))[0]
+
+    assert agent.plane.reports[2].processes[0].pid == pid
+    assert (event.data["pid"], event.data["exit_code"], event.data["signal"]) == (pid, None, None)
+    assert eventually(lambda: coordinator.lines)[0]["code"] is None
+
+
+def test_a_rank_whose_start_was_not_written_down_is_adopted_all_the_same(agent: Node) -> None:
+    pid = agent.started_rank()
+    agent.kill()
+    journal = agent.state / "placements.jsonl"
+    journal.write_text(journal.read_text().splitlines()[0] + "\n")
+    agent.start()
+
+    adopted = eventually(lambda: agent.log("adopted"))
+
+    assert adopted[0]["pid"] == pid
+
+
+def test_a_rank_that_ended_while_the_agent_was_away_is_reported(agent: Node) -> None:
+    pid = agent.started_rank()
+    agent.kill()
+    os.kill(pid, signal.SIGKILL)
+    agent.start()
+
+    event = eventually(lambda: exits(agent.plane))[0]
+
+    assert (event.data["pid"], event.data["exit_code"]) == (pid, None)
+
+
+def test_after_a_reboot_nothing_is_adopted_and_the_boot_is_told_first(agent: Node) -> None:
+    agent.started_rank()
+    agent.kill()
+    agent.boot("boot-2")
+    agent.start()
+
+    event = eventually(lambda: exits(agent.plane))[0]
+
+    kinds = [(event.kind, event.boot_id) for event in agent.plane.events.values()]
+    assert kinds == [("boot", "boot-1"), ("boot", "boot-2"), ("process_exited", "boot-2")]
+    assert event.data["reason"] == "reboot"
+    assert not agent.log("adopted")
+
+
+def test_what_a_rank_leaves_behind_in_its_session_is_killed_with_it(agent: Node) -> None:
+    pid = agent.started_rank(program="child")
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: exits(agent.plane))
+
+    eventually(lambda: not procfs.with_environment("DRYDOCK_JOB", "job-1"))
+
+
+def test_a_dead_coordinator_is_back_on_its_port_at_once(agent: Node) -> None:
+    start = wire.StartCoordinator(job="job-1", placement="c-1", token="t", min_replicas=1)
+    result = agent.plane.result(agent.plane.send(start))
+    assert result.state == "done", result.error
+    os.kill(result.output["pid"], signal.SIGKILL)
+
+    event = eventually(lambda: agent.plane.events_of("coordinator_restarted"))[0]
+
+    assert event.data["address"] == result.output["address"]
+    host, _, port = event.data["address"].rpartition(":")
+    socket.create_connection((host, int(port)), 5).close()
+    stop = wire.StopProcess(placement="c-1", grace_s=5)
+    assert agent.plane.result(agent.plane.send(stop)).output == {"stopped": True}
+    assert len(agent.plane.events_of("coordinator_restarted")) == 1
+
+
+def test_a_coordinator_that_died_with_its_agent_is_started_by_the_next_agent(agent: Node) -> None:
+    start = wire.StartCoordinator(job="job-1", placement="c-1", token="t", min_replicas=1)
+    result = agent.plane.result(agent.plane.send(start))
+    agent.kill()
+    os.kill(result.output["pid"], signal.SIGKILL)
+    agent.start()
+
+    event = eventually(lambda: agent.plane.events_of("coordinator_restarted"))[0]
+
+    assert event.data["address"] == result.output["address"]
+
+
+def test_a_coordinator_that_cannot_start_is_a_failed_command(agent: Node) -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    start = wire.StartCoordinator(
+        job="job-1", placement="c-1", token="t", min_replicas=1, port=taken.getsockname()[1]
+    )
+    result = agent.plane.result(agent.plane.send(start))
+    taken.close()
+
+    assert result.state == "failed"
+    assert "c-1.log" in result.error
