@@ -139,5 +139,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        log("bmc_request", "debug", line=format % args)
+    def log_message(self, template: str, *args: Any) -> None:
+        log("bmc_request", "debug", line=template % args)

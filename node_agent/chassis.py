@@ -134,7 +134,7 @@ class Chassis:
         """Append to the kernel's log. False if the node is off: it has no kernel then."""
         with self._lock:
             if self._on:
-                with open(self._folder / "kernel.log", "a") as file:
+                with (self._folder / "kernel.log").open("a") as file:
                     file.write(line + "\n")
             return self._on
 
@@ -226,10 +226,9 @@ def sweep(folder: Path) -> int:
     """
     record = _read_record(folder / "chassis.json")
     killed = 0
-    if record is not None and record["pid"] != os.getpid():
-        if procfs.is_alive(record["pid"], record["start_ticks"]):
-            _signal(record["pid"], signal.SIGKILL)
-            killed += 1
+    if record is not None and procfs.is_alive(record["pid"], record["start_ticks"]):
+        _signal(record["pid"], signal.SIGKILL)
+        killed += 1
 
     def left() -> list[procfs.Process]:
         found = procfs.with_environment(ENV_CHASSIS_DIR, str(folder))

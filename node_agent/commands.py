@@ -199,7 +199,9 @@ class Commands:
                 return _failed(command_id, str(error))
         if verb == "stop_process" and running is None:
             return _done(command_id, {"stopped": True})
-        return _failed(command_id, f"the agent was restarted during this {verb}; it is not under way now")
+        return _failed(
+            command_id, f"the agent was restarted during this {verb}; it is not under way now"
+        )
 
     def _finish(self, command_id: str, result: wire.CommandResult) -> None:
         log("command_result", id=command_id, state=result.state, error=result.error)
@@ -211,7 +213,9 @@ class Commands:
         use up the id of a genuine command.
         """
         log("command_refused", "error", id=command_id, reason=str(refusal))
-        result = wire.CommandResult(id=command_id, state="refused", at=time.time(), error=str(refusal))
+        result = wire.CommandResult(
+            id=command_id, state="refused", at=time.time(), error=str(refusal)
+        )
         if refusal.remember:
             entry = {"id": command_id, "expires_at": time.time(), "verb": "", "placement": ""}
             self._remember({**entry, "result": msgspec.to_builtins(result)})

@@ -25,7 +25,7 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-    os.replace(temporary, path)
+    temporary.replace(path)
     sync_folder(path.parent)
 
 
@@ -42,7 +42,7 @@ class Journal:
     """An append-only file of JSON objects, one per line; each append is durable on return.
 
     A torn last line (the writer was killed in the middle) is cut off when the file is opened: its
-    append never returned, so nobody relies on it. A broken line elsewhere is logged and passed over.
+    append never returned, so nobody relies on it. A broken line elsewhere is logged and left out.
     Not safe for several threads at once; the owner holds a lock.
     """
 
@@ -50,7 +50,7 @@ class Journal:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = self._open()
-        self._size = 0
+        self._size = os.fstat(self._fd).st_size
 
     def load(self) -> list[dict[str, Any]]:
         """All whole entries, oldest first; cuts off a torn tail."""

@@ -85,7 +85,7 @@ def spawn(
     """
     paths = [str(config.workdir), *filter(None, [os.environ.get("PYTHONPATH")])]
     inherited = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    with open(_fresh_log(config.state_dir / "logs", placement), "wb") as output:
+    with _fresh_log(config.state_dir / "logs", placement).open("wb") as output:
         process = subprocess.Popen(
             argv,
             cwd=config.workdir,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,7 @@ class Process:
 def read(pid: int) -> Process | None:
     """The process with this pid, or None if there is none."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
+        text = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
     # The name, in parentheses, may itself hold spaces and parentheses.
@@ -49,7 +49,7 @@ def is_alive(pid: int, start_ticks: int) -> bool:
 
 
 def processes() -> Iterator[Process]:
-    for name in os.listdir("/proc"):
+    for name in os.listdir("/proc"):  # noqa: PTH208 - names alone, and quickly
         if name.isdigit():
             process = read(int(name))
             if process is not None:
@@ -79,8 +79,7 @@ def with_environment(name: str, value: str) -> list[Process]:
     found = []
     for process in processes():
         try:
-            with open(f"/proc/{process.pid}/environ", "rb") as file:
-                variables = file.read().split(b"\0")
+            variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
         if wanted in variables and process.running:

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from node_agent.collectors import HardwareUnknown, Readings, host
-from node_agent.wire import GpuInfo, GpuReading, Inventory
 from node_agent.watch import FolderWatch
+from node_agent.wire import GpuInfo, GpuReading, Inventory
 
 HARDWARE_FILE = "hardware.json"
 DRIVER = "simulated"

@@ -6,6 +6,7 @@ is and now lies in the dead-letter file, with the reason.
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Iterable
@@ -58,12 +59,12 @@ class Spool:
         """Up to `count` messages, waiting for the first one; empty only when time is up."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._waiting), timeout_s)
-            return [message for message, _ in zip(self._waiting.values(), range(count))]
+            return list(itertools.islice(self._waiting.values(), count))
 
     def acknowledge(self, ids: Iterable[str]) -> None:
         """Forget messages that are safe elsewhere. Unknown ids are ignored."""
         with self._changed:
-            known = [id for id in ids if id in self._waiting]
+            known = [message_id for message_id in ids if message_id in self._waiting]
             if known:
                 entry = {"gone": known}
                 self._apply(entry)
@@ -71,15 +72,15 @@ class Spool:
                 self._compact()
                 self._changed.notify_all()
 
-    def bury(self, id: str, reason: dict[str, Any]) -> None:
+    def bury(self, message_id: str, reason: dict[str, Any]) -> None:
         """Move a message that will never be accepted to the dead-letter file."""
         with self._changed:
-            message = self._waiting[id]
+            message = self._waiting[message_id]
         line = json.dumps({"message": message, "reason": reason}).encode() + b"\n"
-        with open(self._dead_letters, "ab") as file:
+        with self._dead_letters.open("ab") as file:
             file.write(line)
-        log("dead_letter", "error", id=id, reason=reason, file=self._dead_letters)
-        self.acknowledge([id])
+        log("dead_letter", "error", id=message_id, reason=reason, file=self._dead_letters)
+        self.acknowledge([message_id])
 
     def wait_for_room(self) -> None:
         """Block while the spool is full: for sources that are themselves durable for a while."""
@@ -89,8 +90,8 @@ class Spool:
     def _apply(self, entry: dict[str, Any]) -> None:
         if "put" in entry:
             self._waiting[entry["put"]["id"]] = entry["put"]
-        for id in entry.get("gone", []):
-            self._waiting.pop(id, None)
+        for message_id in entry.get("gone", []):
+            self._waiting.pop(message_id, None)
 
     def _append(self, entries: list[dict[str, Any]]) -> None:
         try:

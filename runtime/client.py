@@ -88,7 +88,9 @@ class Ledger:
     epoch: int
     samples: int  # samples whose gradient was applied, over all these steps
     lost: list[list[int]] = field(default_factory=list)  # [step, shard] whose count was 0
-    duplicated: list[list[int]] = field(default_factory=list)  # [step, shard] whose count was over 1
+    duplicated: list[list[int]] = field(
+        default_factory=list
+    )  # [step, shard] whose count was over 1
     dropped: list[list[int]] = field(default_factory=list)  # [step, shard] given up by policy
 
 

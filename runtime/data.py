@@ -172,8 +172,7 @@ class SampleLedger:
 
     def state_dict(self) -> list[Any]:
         return [
-            [r.step_from, r.step_to, r.epoch, r.per_step, r.lost, r.duplicated]
-            for r in self.ranges
+            [r.step_from, r.step_to, r.epoch, r.per_step, r.lost, r.duplicated] for r in self.ranges
         ]
 
     def load_state_dict(self, state: list[Any]) -> None:

@@ -93,9 +93,7 @@ def stage(state: Any, step: int) -> Staged:
     for name, tensor in tensors:
         size = tensor.numel() * tensor.element_size()
         dtype = str(tensor.dtype).removeprefix("torch.")
-        piece = Piece(
-            name=name, dtype=dtype, shape=list(tensor.shape), offset=offset, bytes=size
-        )
+        piece = Piece(name=name, dtype=dtype, shape=list(tensor.shape), offset=offset, bytes=size)
         pieces.append(piece)
         offset += (size + 63) // 64 * 64
     buffer = bytearray(offset)

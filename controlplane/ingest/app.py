@@ -22,6 +22,7 @@ django.setup()  # before anything that imports a model
 from controlplane.errors import Refused  # noqa: E402
 from controlplane.ids import new_id  # noqa: E402
 from controlplane.ingest.http import (  # noqa: E402
+    Budget,
     DisconnectedError,
     Receive,
     Request,
@@ -39,6 +40,8 @@ log = structlog.get_logger(__name__)
 #: Above this many requests at once a new one is refused. Waiting polls are counted, so this
 #: bounds the nodes of one process as well.
 MAX_IN_FLIGHT = 20_000
+#: Bodies of all requests under way together, in bytes.
+MAX_BYTES_IN_FLIGHT = 128 * 1024 * 1024
 
 
 class App:
@@ -47,12 +50,13 @@ class App:
     def __init__(self) -> None:
         self._service: Service | None = None
         self._in_flight = 0
+        self._budget = Budget(MAX_BYTES_IN_FLIGHT)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
         elif scope["type"] == "http":
-            await self._answer(Request(scope, receive), send)
+            await self._answer(Request(scope, receive, self._budget), send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()  # lifespan.startup
@@ -71,6 +75,7 @@ class App:
         except DisconnectedError:
             log.debug("ingest.sender_gone", path=request.path)
         finally:
+            request.close()
             self._in_flight -= 1
 
     async def _response(self, request: Request) -> Response:

@@ -40,15 +40,33 @@ class Response:
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
 
+class Budget:
+    """How many bytes of bodies one process holds at once, over all its requests."""
+
+    def __init__(self, limit: int) -> None:
+        self._left = limit
+
+    def take(self, count: int) -> None:
+        """Raises Refused (503) if so much is not to be had."""
+        if count > self._left:
+            raise unavailable("too much is being received at once; keep this and send it again")
+        self._left -= count
+
+    def give_back(self, count: int) -> None:
+        self._left += count
+
+
 class Request:
     """One request: its head at once, its body when asked for."""
 
-    def __init__(self, scope: Scope, receive: Receive) -> None:
+    def __init__(self, scope: Scope, receive: Receive, budget: Budget) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self._receive = receive
         self._more = True
+        self._budget = budget
+        self._held = 0
 
     def header(self, name: str) -> str:
         """The header's text, or "" where it is absent."""
@@ -66,6 +84,11 @@ class Request:
             raise Refused(
                 408, "body_too_slow", "", f"send the body within {BODY_DEADLINE_S:.0f} seconds"
             ) from None
+
+    def close(self) -> None:
+        """Give back what the body took of the budget."""
+        self._budget.give_back(self._held)
+        self._held = 0
 
     async def discard(self) -> None:
         """Read and drop what is left of the body, within bounds."""
@@ -92,6 +115,8 @@ class Request:
                 raise Refused(
                     413, "body_too_large", "", f"send at most {wire.MAX_BODY_BYTES} bytes at once"
                 )
+            self._budget.take(len(chunk))
+            self._held += len(chunk)
             chunks.append(chunk)
         return b"".join(chunks)
 

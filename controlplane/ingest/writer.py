@@ -151,6 +151,10 @@ def _commit(batch: list[_Item]) -> tuple[list[Any], list[Hook]]:
         log.warning("ingest.postgres_unavailable", error=str(error), items=len(batch))
         connection.close()
         return [unavailable(_RETRY) for _ in batch], []
+    except Exception as error:
+        log.exception("ingest.commit_failed", items=len(batch))
+        connection.close()
+        return [error for _ in batch], []
     return outcomes, hooks
 
 

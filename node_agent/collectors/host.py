@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 
 def cpus() -> int:
@@ -23,7 +24,7 @@ def kernel() -> str:
 
 
 def _meminfo(key: str) -> int:
-    with open("/proc/meminfo") as file:
+    with Path("/proc/meminfo").open() as file:
         for line in file:
             name, _, rest = line.partition(":")
             if name == key:

@@ -84,17 +84,17 @@ def _file(path: Path, cursor: Cursor) -> Iterator[Step]:
         # A block without any line end is rubbish: it passes as one long line.
         whole = whole or len(data)
         lines, at = [], cursor.offset
-        for line in data[:whole].splitlines(keepends=True):
+        for line in data[:whole].split(b"\n"):
             if matters(line):
                 lines.append((f"{cursor.generation} {at}", _text(line)))
-            at += len(line)
-        cursor = replace(cursor, offset=at)
+            at += len(line) + 1
+        cursor = replace(cursor, offset=cursor.offset + whole)
         yield cursor, lines
 
 
 def _read_file(path: Path, cursor: Cursor) -> tuple[bytes, Cursor]:
     try:
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size < cursor.offset:
                 cursor = replace(cursor, offset=0, generation=cursor.generation + 1)
             file.seek(cursor.offset)

@@ -1,12 +1,13 @@
 """Real cards by NVML, read in a child process that can be killed, behind a deadline.
 
-One halted GPU can block every NVML caller of its host in uninterruptible sleep. So no thread of the
-agent ever calls NVML: a child does, a thread asks it, and the agent reads that thread's last answer.
-A child that cannot even be killed is left alone, and no second one is sent after it.
+One halted GPU can block every NVML caller of its host in uninterruptible sleep. So no thread of
+the agent ever calls NVML: a child does, a thread asks it, and the agent takes that thread's last
+answer. A child that cannot even be killed is left alone, and no second one is sent after it.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import selectors
@@ -33,6 +34,8 @@ DEADLINE_S = 5.0
 LIST_PERIOD_S = 30.0
 #: An answer older than this is no reading any more.
 STALE_S = 10.0
+#: How long a killed child may take to go before it counts as hanging in the kernel.
+KILL_WAIT_S = 1.0
 
 Lines = list[dict[str, Any]]
 
@@ -110,18 +113,16 @@ class _Child:
     def __init__(self, command: list[str]) -> None:
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
+        self._open: tuple[io.FileIO, io.FileIO]
         self._killed = False
 
     def ask(self, question: str, deadline_s: float) -> Lines:
         """All lines of one answer. Raises NoAnswer, and the child is killed."""
-        process = self._alive()
-        assert process.stdin is not None
-        assert process.stdout is not None
+        questions, answers = self._pipes()
         answer: Lines = []
         try:
-            process.stdin.write(question.encode() + b"\n")
-            process.stdin.flush()
-            for line in _lines(process.stdout.fileno(), time.monotonic() + deadline_s):
+            questions.write(question.encode() + b"\n")
+            for line in _lines(answers.fileno(), time.monotonic() + deadline_s):
                 if line.get("end"):
                     if "error" in line:
                         raise NoAnswer(str(line["error"]))
@@ -138,28 +139,27 @@ class _Child:
             self._process.kill()
             self._killed = True
 
-    def _alive(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.poll() is None:
-            if self._killed:
-                raise NoAnswer("the process that reads NVML hangs in the kernel")
-            return self._process
-        if self._process is not None:
-            _close(self._process)
-        self._killed = False
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
-        return self._process
-
-
-def _close(process: subprocess.Popen[bytes]) -> None:
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
+    def _pipes(self) -> tuple[io.FileIO, io.FileIO]:
+        """Where a living child takes questions and gives answers."""
+        if self._process is not None and self._killed:
             try:
-                pipe.close()
-            except BrokenPipeError:
-                continue  # a question that nobody will read any more
+                self._process.wait(KILL_WAIT_S)
+            except subprocess.TimeoutExpired as error:
+                raise NoAnswer("the process that reads NVML hangs in the kernel") from error
+        if self._process is None or self._process.poll() is not None:
+            questions, asker = _pipe()
+            answerer, answers = _pipe()
+            with questions, answers:
+                self._process = subprocess.Popen(self._command, stdin=questions, stdout=answers)
+            self._open = (asker, answerer)
+            self._killed = False
+        return self._open
+
+
+def _pipe() -> tuple[io.FileIO, io.FileIO]:
+    """The end to read from and the end to write to, unbuffered."""
+    read, write = os.pipe()
+    return io.FileIO(read, "r"), io.FileIO(write, "w")
 
 
 def _lines(fd: int, deadline: float) -> Iterator[dict[str, Any]]:
@@ -212,7 +212,8 @@ def _serve() -> None:
 
 
 def _say(line: dict[str, Any]) -> None:
-    print(json.dumps(line), flush=True)
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
 
 
 def _list(nvml: Any) -> None:
@@ -221,19 +222,17 @@ def _list(nvml: Any) -> None:
         card = nvml.nvmlDeviceGetHandleByIndex(index)
         uuid = nvml.nvmlDeviceGetUUID(card)
         _say({"card": uuid})
-        _say(
-            {
-                "gpu": {
-                    "index": index,
-                    "uuid": uuid,
-                    # Consumer cards have no serial; the UUID is then the only name they have.
-                    "serial": _or_none(nvml, lambda: nvml.nvmlDeviceGetSerial(card)) or uuid,
-                    "model": nvml.nvmlDeviceGetName(card),
-                    "pci_address": nvml.nvmlDeviceGetPciInfo(card).busId,
-                    "memory_bytes": nvml.nvmlDeviceGetMemoryInfo(card).total,
-                }
-            }
-        )
+        _say({"gpu": {"index": index, "uuid": uuid, **_describe(nvml, card, uuid)}})
+
+
+def _describe(nvml: Any, card: Any, uuid: str) -> dict[str, Any]:
+    return {
+        # Consumer cards have no serial; the UUID is then the only name they have.
+        "serial": _or_none(nvml, lambda: nvml.nvmlDeviceGetSerial(card)) or uuid,
+        "model": nvml.nvmlDeviceGetName(card),
+        "pci_address": nvml.nvmlDeviceGetPciInfo(card).busId,
+        "memory_bytes": nvml.nvmlDeviceGetMemoryInfo(card).total,
+    }
 
 
 def _read(nvml: Any) -> None:
@@ -252,7 +251,7 @@ def _sensors(nvml: Any, card: Any) -> dict[str, float | None]:
     """Raises NVMLError if the card does not answer at all; a sensor it lacks is None."""
     volatile = nvml.NVML_VOLATILE_ECC
 
-    def ecc(kind: int) -> float | None:
+    def ecc(kind: int) -> Any:
         return _or_none(nvml, lambda: nvml.nvmlDeviceGetTotalEccErrors(card, kind, volatile))
 
     temperature = nvml.nvmlDeviceGetTemperature(card, nvml.NVML_TEMPERATURE_GPU)

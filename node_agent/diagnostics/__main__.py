@@ -1,9 +1,10 @@
-"""`python -m node_agent.diagnostics`: one test, its verdict as one JSON line. For the agent only."""
+"""`python -m node_agent.diagnostics`: one test, its verdict as one JSON line. The agent runs it."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from node_agent.collectors import HardwareUnknown
@@ -21,7 +22,7 @@ def main() -> None:
         outcome, detail = CHECKS[arguments.test](load_config(arguments.config), arguments.level)
     except HardwareUnknown as error:
         outcome, detail = "failed", str(error)
-    print(json.dumps({"outcome": outcome, "detail": detail}))
+    sys.stdout.write(json.dumps({"outcome": outcome, "detail": detail}) + "\n")
 
 
 if __name__ == "__main__":

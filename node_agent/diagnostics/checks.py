@@ -24,7 +24,7 @@ KNOWN_ANSWER = "c4773d4f7ba4ea18ce27038cca89df4b29a1d5c12808fd05ea0037fb2579fecd
 XID = re.compile(rb"\bS?Xid\b")
 
 
-def cards(config: Config, level: int) -> Outcome:
+def cards(config: Config, _level: int) -> Outcome:
     """Every card answers, with readings a healthy card can have."""
     inventory, readings = look_once(config)
     listed = {card.uuid for card in inventory.gpus}
@@ -42,7 +42,7 @@ def cards(config: Config, level: int) -> Outcome:
     return "passed", f"{len(listed)} cards answer"
 
 
-def ecc(config: Config, level: int) -> Outcome:
+def ecc(config: Config, _level: int) -> Outcome:
     """No uncorrectable memory error since the driver was loaded."""
     _, readings = look_once(config)
     counts = {value.uuid: value.ecc_uncorrected for value in readings.values}
@@ -55,7 +55,7 @@ def ecc(config: Config, level: int) -> Outcome:
     return "passed", f"{len(counts)} cards without uncorrectable errors"
 
 
-def memory(config: Config, level: int) -> Outcome:
+def memory(_config: Config, level: int) -> Outcome:
     """Host memory is free, and keeps what is written to it."""
     available = host.available_bytes()
     if available < MIN_AVAILABLE_BYTES:
@@ -68,7 +68,7 @@ def memory(config: Config, level: int) -> Outcome:
     return "passed", f"{available >> 20} MiB free"
 
 
-def disk(config: Config, level: int) -> Outcome:
+def disk(config: Config, _level: int) -> Outcome:
     """The agent's folder and the checkpoint root take a block and give it back."""
     block = os.urandom(2**20)
     for folder in (config.state_dir, config.shared_dir):
@@ -85,7 +85,7 @@ def disk(config: Config, level: int) -> Outcome:
     return "passed", "writable"
 
 
-def compute(config: Config, level: int) -> Outcome:
+def compute(_config: Config, level: int) -> Outcome:
     """The processor computes a known answer."""
     for _ in range(1 if level == 1 else 5):
         value = bytes(32)
@@ -96,7 +96,7 @@ def compute(config: Config, level: int) -> Outcome:
     return "passed", "known answer"
 
 
-def kernel_log(config: Config, level: int) -> Outcome:
+def kernel_log(config: Config, _level: int) -> Outcome:
     """No Xid or SXid since boot."""
     try:
         lines = _kernel_lines(config.kernel_log_path)

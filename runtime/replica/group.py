@@ -14,6 +14,7 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -95,6 +96,7 @@ class ReplicaGroup:
         self.todo: list[int] = []  # shards of the pending step that are ours to compute
         self._share: list[int] = []  # our shards of a step nothing happens to
         self._current: Shard | None = None
+        self._postponed: deque[dict[str, Any]] = deque()
         self._want_regroup = False
         self._want_checkpoint = threading.Event()
         self._refused_steps = 0
@@ -118,15 +120,17 @@ class ReplicaGroup:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        _kind: type[BaseException] | None,
         error: BaseException | None,
         _trace: TracebackType | None,
     ) -> None:
         if self._left:
             return
-        if error is not None:
+        if error is None:
+            self._leave("left the loop", goodbye="leave")
+        else:
             self.job.trouble("exception", f"{type(error).__name__}: {error}")
-        self._leave("exception" if kind else "left the loop", goodbye="leave")
+            self._leave("exception", goodbye=None)
 
     def __iter__(self) -> Iterator[Shard]:
         """Shards to compute, for as long as the job lives."""
@@ -242,7 +246,7 @@ class ReplicaGroup:
         """Between two steps: what all members agreed on in the last all-reduce."""
         self._pump()
         if tail.stop or (self.steps is not None and self.pending >= self.steps):
-            self._stop("stop wanted" if tail.stop else "all steps done")
+            self._stop("stop wanted" if tail.stop else "all steps done", goodbye="stop")
             return
         if self.teller.speaks() and (tail.checkpoint or self.saver.due()):
             asked = time.monotonic()
@@ -282,7 +286,7 @@ class ReplicaGroup:
         if self.job.stop.is_set():
             self.link.inbox.put({"op": "stop"})
         while not self._left:
-            message = self.link.inbox.get()
+            message = self._postponed.popleft() if self._postponed else self.link.inbox.get()
             if message["op"] == "epoch":
                 try:
                     self._adopt(message)
@@ -292,7 +296,7 @@ class ReplicaGroup:
                 else:
                     return
             elif message["op"] == "stop":
-                self._stop("stopped while waiting for an epoch")
+                self._stop("stopped while waiting for an epoch", goodbye="leave")
             elif message["op"] in asked:
                 asked[message["op"]](message)
             else:
@@ -306,6 +310,7 @@ class ReplicaGroup:
         self.members = {int(m["replica"]): str(m["placement"]) for m in message["members"]}
         self.link.report = None
         self._want_regroup = False
+        self.log.wanted = self.log.wanted and bool(message["lost"])
         replicas = sorted(self.members)
         self._share = divide(range(self.batches.shards), replicas)[me]
         if me in message["behind"]:
@@ -412,7 +417,7 @@ class ReplicaGroup:
         while not self.link.inbox.empty():
             message = self.link.inbox.get()
             if message["op"] in ("evicted", "sync", "load"):
-                self.link.inbox.put(message)
+                self._postponed.append(message)
                 raise Severed("the coordinator told us to rejoin")
             self._on_passing(message)
 
@@ -464,14 +469,14 @@ class ReplicaGroup:
 
     # --- the end --------------------------------------------------------------------------------
 
-    def _stop(self, reason: str) -> None:
-        """All members stop at this edge; the lowest live one saves."""
+    def _stop(self, reason: str, *, goodbye: str) -> None:
+        """Stop at this edge; the lowest live member saves."""
         if self.teller.speaks():
             asked = time.monotonic()
             self.saver.save(self.state.copy(), asked)
-        self._leave(reason, goodbye="stop")
+        self._leave(reason, goodbye=goodbye)
 
-    def _leave(self, reason: str, *, goodbye: str) -> None:
+    def _leave(self, reason: str, *, goodbye: str | None) -> None:
         self._left = True
         self.saver.finish()
         now = time.time()

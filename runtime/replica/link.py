@@ -95,10 +95,11 @@ class Link:
                 if not future.done():
                     future.set_exception(LinkLost("the epoch broke or the coordinator went away"))
 
-    def close(self, reason: str) -> None:
-        """Say goodbye, so that nobody takes our end for a death."""
+    def close(self, goodbye: str | None) -> None:
+        """Hang up; with a goodbye nobody takes our end for a death."""
         self._closing.set()
-        self.say("goodbye", reason=reason)
+        if goodbye is not None:
+            self.say("goodbye", reason=goodbye)
         with self._write_lock:
             if self._socket is not None:
                 self._socket.shutdown(socket.SHUT_WR)

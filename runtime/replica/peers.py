@@ -25,7 +25,7 @@ from runtime.snapshot import CHUNK_BYTES, Damaged, Staged
 HEADER = struct.Struct("!IQ")  # length of the chunk, its xxh3-64
 FETCH_TIMEOUT_S = 5.0
 STAGE_TIMEOUT_S = 30.0
-LOG_BYTES = 64 << 20
+LOG_BYTES = 32 << 20
 MAX_JSON = 64 << 20
 
 
@@ -163,9 +163,7 @@ def fetch_reduced(address: str, token: str, step: int) -> Reduced:
         return Reduced(int(described["step"]), int(described["epoch"]), buffer)
 
 
-def request(
-    address: str, token: str, message: dict[str, Any], timeout_s: float
-) -> socket.socket:
+def request(address: str, token: str, message: dict[str, Any], timeout_s: float) -> socket.socket:
     host, _, port = address.rpartition(":")
     try:
         connection = socket.create_connection((host, int(port)), timeout=FETCH_TIMEOUT_S)

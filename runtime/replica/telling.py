@@ -64,9 +64,7 @@ class Teller:
             )
         )
 
-    def committed(
-        self, step: int, epoch: int, loss: float, grad_norm: float, samples: int
-    ) -> None:
+    def committed(self, step: int, epoch: int, loss: float, grad_norm: float, samples: int) -> None:
         """A step was applied."""
         now = time.monotonic()
         gap = now - self._last_commit if self._last_commit else 0.0

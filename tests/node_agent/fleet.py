@@ -23,7 +23,7 @@ from node_agent import procfs, wire
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 20.0
-TOKEN = "join-me"  # noqa: S105
+TOKEN = "join-me"
 
 
 def eventually(condition: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:

@@ -21,13 +21,11 @@ from tests.node_agent.fleet import REPOSITORY, Node, eventually
 BASIC = base64.b64encode(b"drydock:secret").decode()
 
 
-def call(
-    node: Node, path: str, body: Any = None, basic: str = BASIC
-) -> tuple[int, dict[str, Any]]:
+def call(node: Node, path: str, body: Any = None, basic: str = BASIC) -> tuple[int, dict[str, Any]]:
     """One request to the BMC: (status, answer)."""
     data = None if body is None else json.dumps(body).encode()
     url = f"http://127.0.0.1:{node.bmc_port}{path}"
-    request = urllib.request.Request(url, data, {"Authorization": f"Basic {basic}"})  # noqa: S310
+    request = urllib.request.Request(url, data, {"Authorization": f"Basic {basic}"})
     try:
         with urllib.request.urlopen(request, timeout=20) as response:  # noqa: S310
             return response.status, json.loads(response.read() or b"{}")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import signal
 
-from tests.node_agent.fleet import ControlPlane, Node, eventually, problem
-
 from node_agent import wire
+from tests.node_agent.fleet import ControlPlane, Node, eventually, problem
 
 
 def test_a_new_node_enrols_with_its_token_and_keeps_its_key_to_itself(agent: Node) -> None:

@@ -1,19 +1,86 @@
-"""The embedded services start, answer and end."""
+"""The embedded services start, answer, survive a crash, and hide from other users."""
 
 from __future__ import annotations
 
+import os
+import signal
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import psycopg
 import pytest
+import redis
 from django.conf import settings
 from django.db import connection
-import redis
+
+from controlplane.local import processes, services
+from controlplane.local.processes import Child
+
+
+def start(home: Path) -> tuple[services.Plan, dict[str, Child]]:
+    plan = services.plan(home, {}, print)
+    children = {program.name: Child(home, program) for program in plan.programs}
+    for child in children.values():
+        child.start()
+    services.wait_ready(plan, list(children.values()))
+    return plan, children
 
 
 @pytest.mark.django_db
-def test_database_answers() -> None:
+def test_the_test_database_answers() -> None:
     with connection.cursor() as cursor:
         cursor.execute("SELECT 1")
         assert cursor.fetchone() == (1,)
 
 
-def test_redis_answers() -> None:
+def test_the_test_redis_answers() -> None:
     assert redis.Redis.from_url(settings.REDIS_URL).ping()
+
+
+def test_committed_rows_survive_a_killed_postgres(
+    home: Path, eventually: Callable[..., object]
+) -> None:
+    plan, children = start(home)
+    with psycopg.connect(plan.database_url) as session:
+        session.execute("CREATE TABLE kept AS SELECT 42 AS answer")
+    os.kill(children["postgres"].pid or 0, signal.SIGKILL)
+    processes.sweep(home)
+    eventually(lambda: children["postgres"].poll() is not None, 10, "it is gone")
+    plan, children = start(home)
+    with psycopg.connect(plan.database_url) as session:
+        assert session.execute("SELECT answer FROM kept").fetchone() == (42,)
+    assert all([child.stop() for child in children.values()])
+
+
+def test_the_database_socket_is_closed_to_other_users(home: Path) -> None:
+    plan = services.plan(home, {}, print)
+    folder = Path(plan.database_url.split("host=")[1])
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_long_path_gets_a_short_socket(home: Path) -> None:
+    deep = home / ("d" * 90)
+    plan = services.plan(deep, {}, print)
+    folder = Path(plan.database_url.split("host=")[1])
+    assert len(str(folder)) < 80
+    folder.rmdir()
+
+
+def test_the_users_own_servers_are_used_and_nothing_is_started(home: Path) -> None:
+    own = {"DATABASE_URL": "postgresql://db/x", "REDIS_URL": "redis://cache"}
+    plan = services.plan(home, own, print)
+    assert plan.programs == ()
+    assert plan.environment == own
+
+
+def test_a_wrong_binary_says_why(home: Path) -> None:
+    plan = services.plan(home, {}, print)
+    (home / "redis" / "redis.conf").write_text("no such directive\n")
+    children = [Child(home, program) for program in plan.programs]
+    for child in children:
+        child.start()
+    with pytest.raises(services.ServiceError, match="redis ended at once"):
+        services.wait_ready(plan, children)
+    for child in children:
+        child.stop()

@@ -1,0 +1,82 @@
+"""Homes for products of their own, beside the services of the test run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from controlplane.local import processes, runfile, services
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """An empty home that servers run by another user can reach; swept afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="home-", dir=os.environ["DRYDOCK_HOME"])).resolve()
+    folder.chmod(0o711)
+    yield folder
+    processes.sweep(folder)
+
+
+class Product:
+    """`manage.py` for one home, as a person would type it, on ports of its own."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.port, self.ingest_port = services.free_port(), services.free_port()
+        self.ready = home / "ready"
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self._argv(*arguments),
+            env=self._environment(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    def up(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self._argv("up", "--no-fleet", "--ready-file", str(self.ready), *arguments),
+            env=self._environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def _argv(self, *arguments: str) -> list[str]:
+        return [sys.executable, str(runfile.REPOSITORY / "manage.py"), *arguments]
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            **processes.plain_environment(),
+            "DRYDOCK_HOME": str(self.home),
+            "DRYDOCK_PORT": str(self.port),
+            "DRYDOCK_INGEST_PORT": str(self.ingest_port),
+        }
+
+
+@pytest.fixture
+def product(home: Path) -> Product:
+    return Product(home)
+
+
+@pytest.fixture
+def running(
+    product: Product, eventually: Callable[..., object]
+) -> Iterator[tuple[Product, subprocess.Popen[str]]]:
+    """A product without a fleet, ready; ended whatever the test did to it."""
+    process = product.up()
+    eventually(
+        lambda: product.ready.exists() or process.poll() is not None, 90, "the product is ready"
+    )
+    yield product, process
+    process.kill()
+    process.communicate()

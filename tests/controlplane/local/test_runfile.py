@@ -1,0 +1,69 @@
+"""The run file is whole or absent, private, and believed only while its `up` lives."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from controlplane.local import runfile
+
+
+@pytest.fixture(autouse=True)
+def own_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRYDOCK_HOME", str(home))
+
+
+def test_a_living_ups_environment_is_read_and_the_callers_wins() -> None:
+    runfile.write({"REDIS_URL": "redis://there", "PUBLIC_URL": "http://there"}, os.getpid())
+    environment = {"PUBLIC_URL": "http://mine"}
+    runfile.load_into(environment)
+    assert environment["REDIS_URL"] == "redis://there"
+    assert environment["PUBLIC_URL"] == "http://mine"
+
+
+def test_what_a_dead_up_has_left_is_not_believed() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        runfile.write({"REDIS_URL": "redis://gone"}, process.pid)
+    assert runfile.read() == {}
+
+
+def test_it_is_readable_by_its_owner_only() -> None:
+    runfile.write({}, os.getpid())
+    assert stat.S_IMODE(runfile.path().stat().st_mode) == 0o600
+
+
+def test_readers_never_see_half_a_file() -> None:
+    texts = {character * 100_000 for character in "ab"}
+    stop = threading.Event()
+    target = runfile.home() / "value"
+    runfile.write_private(target, "a" * 100_000)
+
+    def rewrite() -> None:
+        while not stop.is_set():
+            for text in sorted(texts):
+                runfile.write_private(target, text)
+
+    writer = threading.Thread(target=rewrite)
+    writer.start()
+    seen = {target.read_text() for _ in range(200)}
+    stop.set()
+    writer.join()
+    assert seen <= texts
+
+
+def test_the_secret_key_stays_the_same() -> None:
+    assert runfile.secret_key() == runfile.secret_key()
+    assert len(runfile.secret_key()) > 40
+
+
+def test_a_damaged_record_is_an_error_not_a_guess() -> None:
+    runfile.path().write_text("{")
+    with pytest.raises(json.JSONDecodeError):
+        runfile.read()

@@ -1,0 +1,260 @@
+"""Who sees and does what: an owner of the role, a teammate with less, and a stranger."""
+
+from __future__ import annotations
+
+import pytest
+from django.contrib.auth.models import AnonymousUser
+from django.test import Client
+from django.urls import reverse
+
+from controlplane.accounts.choices import Role
+from controlplane.accounts.models import User
+from controlplane.accounts.selectors import clusters_for, may
+from controlplane.fleet.models import Cluster
+from controlplane.incidents.models import Incident
+from tests.factories import (
+    PASSWORD,
+    ClusterFactory,
+    GrantFactory,
+    IncidentFactory,
+    JobFactory,
+    PlaybookRunFactory,
+    UserFactory,
+)
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture
+def incident() -> Incident:
+    cluster = ClusterFactory(name="alpha")
+    return IncidentFactory(
+        cluster=cluster, job=JobFactory(cluster=cluster, name="the-job"), title="The incident"
+    )
+
+
+@pytest.fixture
+def operator(incident: Incident) -> Client:
+    return _client(Role.OPERATOR, incident.cluster)
+
+
+@pytest.fixture
+def viewer(incident: Incident) -> Client:
+    return _client(Role.VIEWER, incident.cluster)
+
+
+@pytest.fixture
+def stranger(incident: Incident) -> Client:
+    return _client(Role.ADMIN, ClusterFactory(name="elsewhere"))
+
+
+def _client(role: Role, cluster: Cluster) -> Client:
+    client = Client()
+    client.force_login(GrantFactory(role=role, cluster=cluster).user)
+    return client
+
+
+# --- The selector that every other one starts from ------------------------------------------------
+
+
+def test_a_grant_in_one_cluster_shows_that_cluster_only() -> None:
+    here, _ = ClusterFactory(), ClusterFactory()
+    grant = GrantFactory(cluster=here)
+
+    assert list(clusters_for(grant.user)) == [here]
+
+
+def test_a_grant_without_a_cluster_holds_in_all() -> None:
+    clusters = {ClusterFactory(), ClusterFactory()}
+    grant = GrantFactory(cluster=None)
+
+    assert set(clusters_for(grant.user)) == clusters
+
+
+def test_a_superuser_sees_all_without_a_grant() -> None:
+    cluster = ClusterFactory()
+
+    assert list(clusters_for(UserFactory(is_superuser=True), Role.ADMIN)) == [cluster]
+
+
+def test_a_role_includes_those_before_it_and_none_after() -> None:
+    cluster = ClusterFactory()
+    user = GrantFactory(cluster=cluster, role=Role.OPERATOR).user
+
+    assert may(user, Role.VIEWER, cluster.id)
+    assert may(user, Role.OPERATOR, cluster.id)
+    assert not may(user, Role.ADMIN, cluster.id)
+
+
+def test_nobody_and_the_switched_off_see_nothing() -> None:
+    ClusterFactory()
+    switched_off = UserFactory(is_superuser=True, is_active=False)
+
+    assert not clusters_for(AnonymousUser()).exists()
+    assert not clusters_for(switched_off).exists()
+
+
+# --- Reading --------------------------------------------------------------------------------------
+
+OBJECT_PAGES = ["job", "job-series", "incident", "incident-export"]
+
+
+def _address(name: str, incident: Incident) -> str:
+    return reverse(name, args=[incident.job_id if name.startswith("job") else incident.id])
+
+
+@pytest.mark.parametrize("name", OBJECT_PAGES)
+def test_a_viewer_of_the_cluster_sees_the_page(
+    name: str, viewer: Client, incident: Incident
+) -> None:
+    assert viewer.get(_address(name, incident)).status_code == 200
+
+
+@pytest.mark.parametrize("name", OBJECT_PAGES)
+def test_to_a_stranger_it_does_not_exist(name: str, stranger: Client, incident: Incident) -> None:
+    assert stranger.get(_address(name, incident)).status_code == 404
+
+
+@pytest.mark.parametrize("name", OBJECT_PAGES)
+def test_whoever_is_not_signed_in_is_asked_to(name: str, incident: Incident) -> None:
+    address = _address(name, incident)
+
+    answer = Client().get(address)
+
+    assert answer.status_code == 302
+    assert answer["Location"] == f"{reverse('login')}?next={address}"
+
+
+@pytest.mark.parametrize("name", ["overview", "jobs", "incidents"])
+def test_lists_show_a_stranger_nothing_of_the_cluster(
+    name: str, viewer: Client, stranger: Client
+) -> None:
+    words = {"overview": "The incident", "jobs": "the-job", "incidents": "The incident"}[name]
+
+    assert words in viewer.get(reverse(name)).content.decode()
+    assert words not in stranger.get(reverse(name)).content.decode()
+
+
+def test_a_live_update_after_signing_out_leads_to_the_login_page(incident: Incident) -> None:
+    page = reverse("incident", args=[incident.id])
+
+    answer = Client().get(
+        page, headers={"HX-Request": "true", "HX-Current-URL": f"http://testserver{page}"}
+    )
+
+    assert answer["HX-Redirect"] == f"{reverse('login')}?next={page}"
+
+
+# --- Acting ---------------------------------------------------------------------------------------
+
+DEEDS = ["incident-acknowledge", "incident-note", "incident-postmortem"]
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_an_operator_may_act(deed: str, operator: Client, incident: Incident) -> None:
+    answer = operator.post(reverse(deed, args=[incident.id]), {"text": "words"})
+
+    assert answer.status_code == 302
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_a_viewer_may_not_act(deed: str, viewer: Client, incident: Incident) -> None:
+    assert viewer.post(reverse(deed, args=[incident.id]), {"text": "words"}).status_code == 403
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_a_stranger_finds_nothing_to_act_on(
+    deed: str, stranger: Client, incident: Incident
+) -> None:
+    assert stranger.post(reverse(deed, args=[incident.id]), {"text": "words"}).status_code == 404
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_reading_an_action_is_refused(deed: str, operator: Client, incident: Incident) -> None:
+    assert operator.get(reverse(deed, args=[incident.id])).status_code == 405
+
+
+@pytest.mark.parametrize("deed", ["run-retry", "run-cancel"])
+def test_a_run_is_only_reached_through_its_own_incident(
+    deed: str, operator: Client, incident: Incident
+) -> None:
+    foreign = PlaybookRunFactory(state="needs_operator")
+
+    answer = operator.post(reverse(deed, args=[incident.id, foreign.id]), {"reason": "why not"})
+
+    assert answer.status_code == 404
+    foreign.refresh_from_db()
+    assert foreign.state == "needs_operator"
+
+
+def test_a_form_without_its_token_is_refused(incident: Incident) -> None:
+    client = Client(enforce_csrf_checks=True)
+    client.force_login(GrantFactory(role=Role.OPERATOR, cluster=incident.cluster).user)
+
+    answer = client.post(reverse("incident-acknowledge", args=[incident.id]))
+
+    assert answer.status_code == 403
+
+
+# --- Signing in and out ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ada() -> User:
+    return UserFactory(username="ada")
+
+
+def test_the_right_password_opens_the_page_that_was_asked_for(ada: User) -> None:
+    answer = Client().post(
+        reverse("login") + "?next=/jobs/", {"username": "ada", "password": PASSWORD}
+    )
+
+    assert answer["Location"] == "/jobs/"
+
+
+def test_the_next_page_is_never_on_another_site(ada: User) -> None:
+    answer = Client().post(
+        reverse("login"),
+        {"username": "ada", "password": PASSWORD, "next": "https://evil.example/"},
+    )
+
+    assert answer["Location"] == reverse("overview")
+
+
+def test_a_wrong_password_says_so_and_nothing_more(ada: User) -> None:
+    known = Client().post(reverse("login"), {"username": "ada", "password": "wrong"})
+    unknown = Client().post(reverse("login"), {"username": "bob", "password": "wrong"})
+
+    assert "do not match" in known.content.decode()
+    assert "do not match" in unknown.content.decode()
+
+
+def test_after_ten_failures_even_the_right_password_waits() -> None:
+    victim = UserFactory(username="much-guessed")
+    for _ in range(10):
+        Client().post(reverse("login"), {"username": "much-guessed", "password": "wrong"})
+
+    answer = Client().post(reverse("login"), {"username": victim.username, "password": PASSWORD})
+
+    assert "Too many failed attempts" in answer.content.decode()
+
+
+def test_another_address_is_not_kept_out_by_the_guesser() -> None:
+    victim = UserFactory(username="guessed-from-afar")
+    for _ in range(10):
+        Client(REMOTE_ADDR="192.0.2.7").post(
+            reverse("login"), {"username": victim.username, "password": "wrong"}
+        )
+
+    answer = Client().post(reverse("login"), {"username": victim.username, "password": PASSWORD})
+
+    assert answer.status_code == 302
+
+
+def test_signing_out_takes_a_post(ada: User) -> None:
+    client = Client()
+    client.force_login(ada)
+
+    assert client.get(reverse("logout")).status_code == 405
+    assert client.post(reverse("logout"))["Location"] == reverse("login")
+    assert client.get(reverse("overview")).status_code == 302

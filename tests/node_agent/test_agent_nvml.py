@@ -1,0 +1,88 @@
+"""NVML in its own process: a driver that is missing, sound, or hangs on one card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from node_agent.collectors import HardwareUnknown, nvml
+
+#: A stand-in for the vendor's library: three cards, of which one is lost and one may hang.
+DRIVER = """
+import os, signal
+NVML_VOLATILE_ECC = NVML_TEMPERATURE_GPU = NVML_CLOCK_SM = NVML_MEMORY_ERROR_TYPE_CORRECTED = 0
+NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
+class NVMLError(Exception): pass
+class NVMLError_NotSupported(NVMLError): pass
+class Box:
+    def __init__(self, **fields): self.__dict__.update(fields)
+def refuse(*_): raise NVMLError_NotSupported("not supported")
+def nvmlInit(): pass
+def nvmlSystemGetDriverVersion(): return "570.1"
+def nvmlDeviceGetCount(): return 3
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetUUID(card): return f"GPU-{card}"
+def nvmlDeviceGetName(card): return "NVIDIA H200"
+def nvmlDeviceGetPciInfo(card): return Box(busId=f"00000000:1{card}:00.0")
+def nvmlDeviceGetMemoryInfo(card): return Box(total=1000, used=10)
+def nvmlDeviceGetTemperature(card, _):
+    if card == 1: raise NVMLError("GPU is lost")
+    if card == 2 and "HANG" in os.environ: signal.pause()
+    return 40
+def nvmlDeviceGetPowerUsage(card): return 70500
+def nvmlDeviceGetUtilizationRates(card): return Box(gpu=7)
+def nvmlDeviceGetTotalEccErrors(card, kind, _): return kind
+nvmlDeviceGetSerial = nvmlDeviceGetClockInfo = nvmlDeviceGetPcieReplayCounter = refuse
+"""
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pynvml.py").write_text(DRIVER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def test_cards_and_sensors_are_read_and_what_is_missing_is_none(driver: None) -> None:
+    inventory, readings = nvml.look_once()
+
+    assert inventory.driver_version == "570.1"
+    assert [(gpu.uuid, gpu.serial) for gpu in inventory.gpus][0] == ("GPU-0", "GPU-0")
+    first = readings.values[0]
+    assert (first.temperature_c, first.power_w, first.ecc_uncorrected) == (40, 70.5, 1)
+    assert (first.sm_clock_mhz, first.pcie_replays) == (None, None)
+
+
+def test_a_lost_card_is_named_and_the_others_are_read(driver: None) -> None:
+    _, readings = nvml.look_once()
+
+    assert [value.uuid for value in readings.values] == ["GPU-0", "GPU-2"]
+    assert readings.unreadable == {"GPU-1": "card 1: GPU is lost"}
+
+
+def test_a_card_that_hangs_is_named_and_the_process_is_replaced(
+    driver: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HANG", "1")
+    process = nvml.NvmlProcess(nvml.COMMAND)
+
+    with pytest.raises(nvml.NoAnswer) as hang:
+        process.ask("readings", 1.0)
+    assert hang.value.card == "GPU-2"
+
+    monkeypatch.delenv("HANG")
+    assert len(process.ask("readings", 20.0)) == 6
+    process.kill()
+
+
+def test_a_driver_that_cannot_be_loaded_is_not_an_empty_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = DRIVER.replace(
+        "def nvmlInit(): pass", 'def nvmlInit(): raise NVMLError("Driver Not Loaded")'
+    )
+    (tmp_path / "pynvml.py").write_text(broken)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    with pytest.raises(HardwareUnknown, match="Driver Not Loaded"):
+        nvml.look_once()

@@ -1,0 +1,113 @@
+"""From signal to incident: merged by what it is about, old news ignored, each handled once."""
+
+from __future__ import annotations
+
+import pytest
+from django.utils import timezone
+
+from controlplane.health.choices import SignalKind
+from controlplane.health.models import Signal
+from controlplane.incidents.models import Incident, PlaybookRun
+from controlplane.jobs.choices import PlacementState
+from controlplane.jobs.models import Placement
+from tests.factories import NodeFactory, PlacementFactory, ReplicaFactory, SignalFactory
+from workers import intake
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture
+def placement() -> Placement:
+    made: Placement = PlacementFactory(replica=ReplicaFactory(index=2))
+    return made
+
+
+def peer_lost(placement: Placement) -> Signal:
+    signal: Signal = SignalFactory(
+        kind=SignalKind.PEER_LOST,
+        node=None,
+        job_id=placement.replica.job_id,
+        replica=placement.replica.index,
+        placement_id=placement.pk,
+        data={"how": "reset", "step": 7},
+    )
+    return signal
+
+
+def process_exited(placement: Placement) -> Signal:
+    signal: Signal = SignalFactory(
+        kind=SignalKind.PROCESS_EXITED,
+        node=placement.node,
+        job_id=placement.replica.job_id,
+        replica=placement.replica.index,
+        placement_id=placement.pk,
+        data={"kind": "rank", "signal": 9, "pid": 1},
+    )
+    return signal
+
+
+def lease_lost(placement: Placement) -> Signal:
+    signal: Signal = SignalFactory(kind=SignalKind.LEASE_LOST, node=placement.node)
+    return signal
+
+
+def test_peers_agent_and_lease_speak_of_one_incident(placement: Placement) -> None:
+    peer_lost(placement)
+    process_exited(placement)
+    lease_lost(placement)
+    assert intake.triage_signals() == 3
+    incident = Incident.objects.get()
+    assert incident.replica == 2
+    assert incident.timeline.filter(kind="signal").count() == 3
+    assert PlaybookRun.objects.get().playbook == "replica-lost"
+
+
+def test_the_incident_began_when_the_first_observer_saw_it(placement: Placement) -> None:
+    late, early = process_exited(placement), peer_lost(placement)
+    earlier = timezone.now().replace(year=2020)
+    Signal.objects.filter(pk=early.pk).update(observed_at=earlier)
+    Signal.objects.filter(pk=late.pk).update(recorded_at=earlier)  # triaged first
+    intake.triage_signals()
+    assert Incident.objects.get().occurred_at == earlier
+
+
+def test_a_signal_is_handled_once(placement: Placement) -> None:
+    peer_lost(placement)
+    assert intake.triage_signals() == 1
+    assert intake.triage_signals() == 0
+
+
+def test_news_of_a_placement_that_has_ended_opens_nothing(placement: Placement) -> None:
+    Placement.objects.filter(pk=placement.pk).update(state=PlacementState.ENDED)
+    process_exited(placement)
+    intake.triage_signals()
+    assert not Incident.objects.exists()
+
+
+def test_a_rank_of_a_job_that_was_told_to_stop_is_no_incident(placement: Placement) -> None:
+    job = placement.replica.job
+    job.state = "stopping"
+    job.save()
+    process_exited(placement)
+    intake.triage_signals()
+    assert not Incident.objects.exists()
+
+
+def test_a_silent_node_without_a_replica_is_an_incident_of_its_own() -> None:
+    node = NodeFactory()
+    SignalFactory(kind=SignalKind.LEASE_LOST, node=node)
+    intake.triage_signals()
+    assert Incident.objects.get().subject == f"node/{node.pk}"
+    assert PlaybookRun.objects.get().playbook == "repair-node"
+
+
+def test_a_silent_node_that_is_out_for_repair_opens_nothing() -> None:
+    SignalFactory(kind=SignalKind.LEASE_LOST, node=NodeFactory(state="quarantined"))
+    intake.triage_signals()
+    assert not Incident.objects.exists()
+
+
+def test_a_signal_about_an_unknown_placement_is_kept_and_harmless() -> None:
+    SignalFactory(kind=SignalKind.PROCESS_EXITED, placement_id="plc_x", data={"kind": "rank"})
+    assert intake.triage_signals() == 1
+    assert not Incident.objects.exists()

@@ -1,0 +1,115 @@
+"""The keeper: beats become leases, silence becomes a signal, but never while we could not hear."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import redis
+from django.conf import settings
+from django.utils import timezone
+
+from controlplane.fleet.models import Lease, Node
+from controlplane.health.choices import SignalKind
+from controlplane.health.models import Signal
+from tests.factories import NodeFactory
+from workers import keeper
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture
+def beats() -> Iterator[redis.Redis]:
+    client = redis.Redis.from_url(settings.REDIS_URL)
+    client.set(keeper.INGEST_ALIVE_KEY, "1")
+    yield client
+    client.delete(keeper.BEATS_KEY, keeper.INGEST_ALIVE_KEY)
+
+
+@pytest.fixture
+def memory() -> keeper.Memory:
+    """A keeper that has been at work for long enough to declare nodes lost."""
+    return keeper.Memory(heard={}, grace_until=timezone.now() - timedelta(seconds=1))
+
+
+def beat(client: redis.Redis, node: Node, received_at: float) -> None:
+    content = {"boot_id": node.boot_id, "received_at": received_at, "seq": 1}
+    client.hset(keeper.BEATS_KEY, node.pk, json.dumps(content))
+
+
+def silent_node() -> Node:
+    node: Node = NodeFactory()
+    Lease.objects.filter(pk=node.pk).update(deadline=timezone.now() - timedelta(seconds=1))
+    return node
+
+
+def lease_signals() -> int:
+    return Signal.objects.filter(kind=SignalKind.LEASE_LOST).count()
+
+
+def test_a_beat_extends_the_lease(beats: redis.Redis, memory: keeper.Memory) -> None:
+    node = silent_node()
+    beat(beats, node, time.time())
+    keeper.keep(beats, memory)
+    lease = Lease.objects.get(pk=node.pk)
+    assert lease.reachable
+    assert lease.deadline > timezone.now()
+
+
+def test_a_node_without_beats_is_lost_once(beats: redis.Redis, memory: keeper.Memory) -> None:
+    node = silent_node()
+    keeper.keep(beats, memory)
+    keeper.keep(beats, memory)
+    assert not Lease.objects.get(pk=node.pk).reachable
+    assert lease_signals() == 1
+
+
+def test_a_beat_from_before_is_not_heard_again(beats: redis.Redis, memory: keeper.Memory) -> None:
+    node = NodeFactory()
+    beat(beats, node, time.time())
+    keeper.keep(beats, memory)
+    Lease.objects.filter(pk=node.pk).update(deadline=timezone.now() - timedelta(seconds=1))
+    keeper.keep(beats, memory)
+    assert lease_signals() == 1
+
+
+def test_a_lost_node_that_beats_again_is_reachable(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    node = silent_node()
+    keeper.keep(beats, memory)
+    beat(beats, node, time.time())
+    keeper.keep(beats, memory)
+    assert Lease.objects.get(pk=node.pk).reachable
+
+
+def test_nobody_is_lost_while_ingest_is_away(beats: redis.Redis, memory: keeper.Memory) -> None:
+    silent_node()
+    beats.delete(keeper.INGEST_ALIVE_KEY)
+    keeper.keep(beats, memory)
+    assert lease_signals() == 0
+    assert memory.grace_until > timezone.now()
+
+
+def test_nobody_is_lost_while_redis_is_away(memory: keeper.Memory) -> None:
+    silent_node()
+    keeper.keep(redis.Redis(host="127.0.0.1", port=1, socket_timeout=0.2), memory)
+    assert lease_signals() == 0
+
+
+def test_a_keeper_that_just_started_declares_nobody_lost(beats: redis.Redis) -> None:
+    silent_node()
+    keeper.keep(beats, keeper.Memory(heard={}, grace_until=keeper._grace()))
+    assert lease_signals() == 0
+
+
+def test_a_beat_of_a_node_that_nobody_knows_is_ignored(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    content = {"boot_id": "b", "received_at": time.time(), "seq": 1}
+    beats.hset(keeper.BEATS_KEY, "nod_stranger", json.dumps(content))
+    keeper.keep(beats, memory)
+    assert not Lease.objects.filter(pk="nod_stranger").exists()
