@@ -17,7 +17,7 @@ from node_agent.log import log
 USER = "drydock"
 MAX_BODY_BYTES = 65_536
 #: A client that connects and says nothing must not keep the others out.
-REQUEST_TIMEOUT_S = 5.0
+REQUEST_TIMEOUT_S = 2.0
 RESET_TYPES = ("On", "ForceOff", "ForceRestart")
 
 SYSTEM = "/redfish/v1/Systems/1"
@@ -26,7 +26,7 @@ CARDS = "/redfish/v1/Oem/Drydock/Cards"
 KERNEL_LOG = "/redfish/v1/Oem/Drydock/KernelLog"
 
 
-class Machine(Protocol):
+class Switches(Protocol):
     """What stands behind the door."""
 
     def describe(self) -> dict[str, Any]: ...
@@ -58,7 +58,7 @@ def read_password(path: Path) -> str:
     return password
 
 
-def server(machine: Machine, address: tuple[str, int], password: str) -> HTTPServer:
+def server(machine: Switches, address: tuple[str, int], password: str) -> HTTPServer:
     """A server ready for `serve_forever`. One thread: requests take effect one after the other."""
     expected = "Basic " + base64.b64encode(f"{USER}:{password}".encode()).decode()
 
@@ -71,7 +71,7 @@ def server(machine: Machine, address: tuple[str, int], password: str) -> HTTPSer
 
 
 class _Handler(BaseHTTPRequestHandler):
-    machine: Machine
+    machine: Switches
     expected: str
     timeout = REQUEST_TIMEOUT_S
     server_version = "Drydock-BMC"

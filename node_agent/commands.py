@@ -200,7 +200,7 @@ class Commands:
         if verb == "stop_process" and running is None:
             return _done(command_id, {"stopped": True})
         return _failed(
-            command_id, f"the agent was restarted during this {verb}; it is not under way now"
+            command_id, f"the agent was restarted during this {verb}; it is not under way"
         )
 
     def _finish(self, command_id: str, result: wire.CommandResult) -> None:

@@ -21,7 +21,7 @@ from node_agent.link import Backoff, Link, Refused, Unreachable
 from node_agent.log import log
 
 #: A refused token may be replaced by a person: try again this often, in seconds.
-REFUSED_RETRY_S = 5.0
+REFUSED_RETRY_S = 3.0
 
 
 class CannotEnrol(Exception):

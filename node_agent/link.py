@@ -36,9 +36,11 @@ class Refused(Exception):
     def about_the_message(self) -> bool:
         """Whether the message itself is at fault, so that sending it again cannot help.
 
-        Only ingest can say so: a page that some proxy puts in its place is no such verdict.
+        Only the handler of the message can say so: neither a page that some proxy puts in its
+        place nor a wrong address is such a verdict.
         """
-        return self.problem.code != UNKNOWN and self.problem.status in {400, 404, 409, 413, 422}
+        at_fault = self.problem.status in {400, 404, 409, 413, 422}
+        return at_fault and self.problem.code not in {UNKNOWN, "unknown_path"}
 
 
 class Unreachable(Exception):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import math
 import random
 import threading
 import time
@@ -30,7 +31,13 @@ INTERVAL_S = 1.0
 MAX_BACKOFF_S = 15.0
 POST_TIMEOUT_S = 5.0
 MAX_QUEUED = 10_000
-MAX_PER_POST = 200
+MAX_PER_POST = 100
+#: Answers that no repetition will change.
+REFUSALS = (
+    HTTPStatus.BAD_REQUEST,
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    HTTPStatus.UNPROCESSABLE_ENTITY,
+)
 
 #: The environment that a launcher (the node agent, or a person) gives to each rank.
 ENV_JOB = "DRYDOCK_JOB"
@@ -194,6 +201,19 @@ class Reply:
     directives: list[dict[str, Any]] = field(default_factory=list)
 
 
+class Rejected(RuntimeError):
+    """The control plane will never accept this batch as it is."""
+
+
+def encode(message: Message) -> dict[str, Any]:
+    """The JSON form of a message; JSON has no word for NaN and infinity but null."""
+    values = {"type": message.type, **asdict(message)}
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in values.items()
+    }
+
+
 class Sender:
     """Tells the control plane, in the background, for as long as it takes.
 
@@ -219,6 +239,7 @@ class Sender:
         self._queue: deque[Message] = deque(maxlen=MAX_QUEUED)  # the oldest give way
         self._wake = threading.Event()
         self._closing = threading.Event()
+        self._per_post = MAX_PER_POST
         self._obeyed: deque[str] = deque(maxlen=256)
         self._thread = threading.Thread(target=self._run, name="drydock-sender", daemon=True)
 
@@ -255,7 +276,7 @@ class Sender:
     def _post(self) -> bool:
         """One batch; True if the control plane holds it now, or if there was nothing to say."""
         self._queue.extend(self.gather())
-        kept = list(self._queue)[:MAX_PER_POST]
+        kept = list(self._queue)[: self._per_post]
         known = [] if self.ledger_step is None else self.ledger(self.ledger_step)
         if not kept and not known and not self.speaks:
             return True
@@ -265,13 +286,17 @@ class Sender:
             rank=self.rank,
             placement=self.placement,
             sent_at=time.time(),
-            messages=[{"type": m.type, **asdict(m)} for m in [*kept, *known[:MAX_PER_POST]]],
+            messages=[encode(message) for message in [*kept, *known[:MAX_PER_POST]]],
         )
         try:
             reply = self._request(json.dumps(asdict(batch)).encode())
+        except Rejected as error:
+            self._set_aside(kept, error)
+            return False
         except (OSError, http.client.HTTPException, ValueError) as error:
             log.debug("post_failed error=%r", error)
             return False
+        self._per_post = MAX_PER_POST
         for message in kept:
             if self._queue and self._queue[0] is message:
                 self._queue.popleft()
@@ -279,6 +304,13 @@ class Sender:
         for raw in reply.get("directives", []):
             self._obey(Directive(id=raw["id"], verb=raw["verb"], args=raw.get("args", {})))
         return True
+
+    def _set_aside(self, kept: list[Message], error: Rejected) -> None:
+        """Find the one message that is refused for good, and let the others pass."""
+        if self._per_post > 1:
+            self._per_post = 1
+        elif kept and self._queue and self._queue[0] is kept[0]:
+            log.error("message_refused message=%r error=%s", self._queue.popleft(), error)
 
     def _obey(self, directive: Directive) -> None:
         if directive.id not in self._obeyed:
@@ -300,6 +332,8 @@ class Sender:
             data = response.read()
         finally:
             connection.close()
+        if response.status in REFUSALS:
+            raise Rejected(f"{response.status}: {data[:500]!r}")
         if response.status != HTTPStatus.OK:
             raise ValueError(f"the control plane answered {response.status}: {data[:200]!r}")
         reply: dict[str, Any] = json.loads(data)

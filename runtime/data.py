@@ -30,7 +30,7 @@ class Shard:
 
 
 class Batches:
-    """The data of every step, as ids: `shards` × `shard_size` samples of a seeded permutation.
+    """The data of every step, as ids: `shards` times `shard_size` samples of a seeded order.
 
     One epoch visits each id at most once; the remainder that fills no whole step is left out and
     the next epoch is permuted anew.

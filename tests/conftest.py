@@ -50,7 +50,7 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(HOME, ignore_errors=True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def eventually() -> Eventually[object]:
     """Waits until `predicate()` is true, and returns what it gave; fails after `timeout` s."""
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import base64
 import secrets
 from datetime import timedelta
-from typing import Any
+from functools import cache
 
 import factory
+from django.contrib.auth.hashers import make_password
 from django.utils import timezone
 from factory.django import DjangoModelFactory
 
@@ -25,6 +26,13 @@ from controlplane.jobs.choices import JobState, PlacementState, ReplicaState, Ti
 
 PASSWORD = "a long enough password"
 
+
+@cache
+def _hashed(password: str) -> str:
+    """Made once: a good hash takes its time."""
+    return make_password(password)
+
+
 _now = factory.LazyFunction(timezone.now)
 
 
@@ -38,14 +46,9 @@ def _in(**span: float) -> factory.LazyFunction:
 class UserFactory(DjangoModelFactory[accounts.User]):
     class Meta:
         model = accounts.User
-        skip_postgeneration_save = True
 
     username = factory.Sequence(lambda n: f"user-{n}")
-
-    @classmethod
-    def _create(cls, model_class: type[accounts.User], *args: Any, **kwargs: Any) -> accounts.User:
-        password = kwargs.pop("password", PASSWORD)
-        return model_class.objects.create_user(*args, password=password, **kwargs)
+    password = factory.LazyFunction(lambda: _hashed(PASSWORD))
 
 
 class GrantFactory(DjangoModelFactory[accounts.Grant]):

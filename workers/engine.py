@@ -239,7 +239,8 @@ def _finish_step(run: PlaybookRun, step: PlaybookStep, outcome: Outcome, now: da
         run.finished_at = now
         guards.release(run)
         if run.incident is not None:
-            # The row must say "finished" before the incident asks whether anything is at work.
+            # The rows must say "finished" before the incident asks whether anything is at work.
+            step.save()
             run.save()
             incidents.resolve(SYSTEM, run.incident.pk, f"{run.title}: {outcome.text}")
         return

@@ -193,6 +193,8 @@ def _words(signal: Signal) -> str:
         step = signal.data.get("step")
         return f"{signal.source} saw replica {signal.replica} go at step {step}: {how}"
     if signal.kind == SignalKind.PROCESS_EXITED:
+        if signal.data.get("reason") == "reboot":
+            return f"{node}: process {signal.data.get('pid')} ended with the reboot"
         number = signal.data.get("signal")
         end = (
             f"killed by signal {number}"

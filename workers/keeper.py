@@ -132,7 +132,7 @@ def _declare_lost(now: datetime) -> None:
             f"lease:{node.pk}:{node.lease.deadline.timestamp():.3f}",
             SignalKind.LEASE_LOST,
             source="keeper",
-            observed_at=node.lease.last_beat_at,
+            observed_at=now,
             node=node,
             data={"last_beat_at": node.lease.last_beat_at.isoformat()},
         )

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
+from django.conf import settings
+from django.utils import timezone
+
 from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Node
 from workers.spares import Candidate
@@ -9,10 +14,12 @@ from workers.spares import Candidate
 
 def free_nodes(cluster_id: str) -> list[Candidate]:
     """The cluster's nodes that may take work now: available, heard, trusted, not on hold."""
+    heard_since = timezone.now() - timedelta(seconds=settings.LEASE_S)
     nodes = Node.objects.select_related("rack").filter(
         cluster_id=cluster_id,
         state=NodeState.AVAILABLE,
         lease__reachable=True,
+        lease__last_beat_at__gte=heard_since,
         key_revoked_at=None,
         hold_reason="",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 
 @dataclass(frozen=True)
@@ -44,20 +45,13 @@ def choose_spare(candidates: Sequence[Candidate], peers_racks: Sequence[str]) ->
 
 
 def choose_nodes(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
-    """Nodes for the `count` replicas of a starting job, spread over racks, spares left out.
+    """Nodes for the `count` replicas of a starting job, spread over racks.
 
-    Fewer than `count` if there are not enough.
+    A spare is taken only where the common nodes do not suffice. Fewer than `count` if there are
+    not enough.
     """
-    by_rack: dict[str, list[Candidate]] = {}
-    for candidate in sorted(candidates, key=lambda c: c.name):
-        if not candidate.spare:
-            by_rack.setdefault(candidate.rack, []).append(candidate)
-    chosen: list[Candidate] = []
-    while len(chosen) < count and any(by_rack.values()):
-        for rack in sorted(by_rack):
-            if by_rack[rack] and len(chosen) < count:
-                chosen.append(by_rack[rack].pop(0))
-    return chosen
+    common = _spread([c for c in candidates if not c.spare])
+    return (common + _spread([c for c in candidates if c.spare]))[:count]
 
 
 def choose_coordinator_node(
@@ -68,3 +62,12 @@ def choose_coordinator_node(
     taken = {rank.node_id for rank in ranks}
     free = [c for c in candidates if c.node_id not in taken and not c.spare]
     return min(free, key=lambda c: c.name) if free else ranks[0]
+
+
+def _spread(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The same nodes, one of each rack in turn, by name within a rack."""
+    by_rack: dict[str, list[Candidate]] = {}
+    for candidate in sorted(candidates, key=lambda c: c.name):
+        by_rack.setdefault(candidate.rack, []).append(candidate)
+    rounds = zip_longest(*(by_rack[rack] for rack in sorted(by_rack)))
+    return [candidate for turn in rounds for candidate in turn if candidate is not None]

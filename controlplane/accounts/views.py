@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 
 from django.conf import settings
 from django.contrib.auth.forms import AuthenticationForm
-from django.contrib.auth.views import LoginView, LogoutView
-from django.contrib.auth.views import redirect_to_login
+from django.contrib.auth.views import LoginView, LogoutView, redirect_to_login
 from django.core.exceptions import ValidationError
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import resolve_url
@@ -47,7 +46,7 @@ class LoginForm(AuthenticationForm):
 
     def clean(self) -> dict[str, Any]:
         username = self.cleaned_data.get("username") or ""
-        address = self.request.META.get("REMOTE_ADDR", "")
+        address = self.request.META.get("REMOTE_ADDR", "") if self.request else ""
         if throttle.is_blocked(username, address):
             raise ValidationError("Too many failed attempts. Wait five minutes, then try again.")
         try:

@@ -23,7 +23,9 @@ from controlplane.jobs.selectors import active_jobs_for
 KEEPER_ALIVE_KEY = "drydock:keeper:alive"
 
 log = structlog.get_logger(__name__)
-_redis = redis.Redis.from_url(settings.REDIS_URL, socket_timeout=1, socket_connect_timeout=1, decode_responses=True)
+_redis = redis.Redis.from_url(
+    settings.REDIS_URL, socket_timeout=1, socket_connect_timeout=1, decode_responses=True
+)
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,7 @@ class Needs:
     @property
     def waiting(self) -> int:
         """How many things a person has to act on."""
-        return len(self.runs) + sum(
-            ask.kind in ("decide", "look") for _, ask in self.incidents
-        )
+        return len(self.runs) + sum(ask.kind in ("decide", "look") for _, ask in self.incidents)
 
     def __bool__(self) -> bool:
         return bool(self.incidents or self.runs)

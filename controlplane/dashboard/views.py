@@ -28,12 +28,12 @@ def automation(request: HttpRequest) -> HttpResponse:
     return render(request, "dashboard/_automation.html", {"automation": selectors.automation()})
 
 
-def healthz(request: HttpRequest) -> HttpResponse:
+def healthz(_request: HttpRequest) -> HttpResponse:
     """200 while this process answers."""
     return HttpResponse("ok\n", content_type="text/plain")
 
 
-def readyz(request: HttpRequest) -> HttpResponse:
+def readyz(_request: HttpRequest) -> HttpResponse:
     """200 while the database answers too, else 503."""
     try:
         with connection.cursor() as cursor:

@@ -168,6 +168,8 @@ def set_bmc(actor: Actor, node_id: str, url: str, username: str, password: str) 
 def set_spare(actor: Actor, node_id: str, spare: bool) -> None:
     """Keep this node free for replicas that lose theirs, or give it to the common pool."""
     node = Node.objects.get(pk=node_id)
+    if node.spare == spare:
+        return
     Node.objects.filter(pk=node_id).update(spare=spare)
     audit(
         actor,

@@ -10,30 +10,43 @@ from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Cluster, Node
 
 
+@dataclass(frozen=True)
+class Cell:
+    """A node as it is shown: what is believed of it, and whether it is heard at all."""
+
+    node: Node
+    reachable: bool
+
+    @property
+    def colour(self) -> str:
+        """A node that is not heard is bad news whatever its state says."""
+        return self.node.colour if self.reachable or self.node.colour == "quiet" else "bad"
+
+
 @dataclass
 class FleetOfCluster:
     """One cluster's nodes, counted the way the overview shows them."""
 
     cluster: Cluster
-    nodes: list[Node] = field(default_factory=list)
+    cells: list[Cell] = field(default_factory=list)
 
     @property
     def counts(self) -> list[tuple[NodeState, int]]:
         """How many nodes are in each state, those states only in which there are any."""
-        counted = Counter(node.state for node in self.nodes)
+        counted = Counter(cell.node.state for cell in self.cells)
         return [(state, counted[state]) for state in NodeState if counted[state]]
 
     @property
     def spares(self) -> int:
         """Spare nodes that could take work at this moment."""
         return sum(
-            node.spare and node.state == NodeState.AVAILABLE and node.lease_ok
-            for node in self.nodes
+            cell.reachable and cell.node.spare and cell.node.state == NodeState.AVAILABLE
+            for cell in self.cells
         )
 
     @property
     def unreachable(self) -> int:
-        return sum(not node.lease_ok for node in self.nodes)
+        return sum(not cell.reachable for cell in self.cells)
 
 
 def fleet_of(clusters: Iterable[Cluster]) -> dict[str, FleetOfCluster]:
@@ -41,6 +54,7 @@ def fleet_of(clusters: Iterable[Cluster]) -> dict[str, FleetOfCluster]:
     fleet = {cluster.id: FleetOfCluster(cluster) for cluster in clusters}
     nodes = Node.objects.filter(cluster_id__in=fleet).exclude(state=NodeState.RETIRED)
     for node in nodes.select_related("lease").order_by("name"):
-        node.lease_ok = not hasattr(node, "lease") or node.lease.reachable
-        fleet[node.cluster_id].nodes.append(node)
+        # A node without a lease has only just enrolled and was never expected to beat.
+        reachable = not hasattr(node, "lease") or node.lease.reachable
+        fleet[node.cluster_id].cells.append(Cell(node, reachable))
     return fleet

@@ -59,9 +59,7 @@ def resolved_for(user: User | AnonymousUser, *, limit: int) -> QuerySet[Incident
 def runs_needing_operator_for(user: User | AnonymousUser) -> QuerySet[PlaybookRun]:
     """Runs that wait for a person, the longest wait first."""
     return (
-        PlaybookRun.objects.filter(
-            cluster__in=clusters_for(user), state=RunState.NEEDS_OPERATOR
-        )
+        PlaybookRun.objects.filter(cluster__in=clusters_for(user), state=RunState.NEEDS_OPERATOR)
         .select_related("cluster", "job", "node", "incident")
         .order_by("created_at")
     )
@@ -179,16 +177,22 @@ def impact_of(incident: Incident) -> Impact:
     return Impact(max(rows, default=None), len(rows))
 
 
-def timeline_of(incident: Incident, *, limit: int = 500) -> list[TimelineEntry]:
-    """The newest entries, oldest of them first, each with the `author` of its words if it has one."""
+@dataclass(frozen=True)
+class Told:
+    """A line of the timeline, with the name of the person whose words it holds, if any."""
+
+    entry: TimelineEntry
+    author: str
+
+
+def timeline_of(incident: Incident, *, limit: int = 500) -> list[Told]:
+    """The newest entries, oldest of them first."""
     entries = list(incident.timeline.order_by("-at", "-id")[:limit])[::-1]
-    names = _usernames({str(entry.data["by"]) for entry in entries if "by" in entry.data})
-    for entry in entries:
-        entry.author = names.get(str(entry.data.get("by")), "")
-    return entries
+    names = _usernames({str(entry.data.get("by", "")) for entry in entries})
+    return [Told(entry, names.get(str(entry.data.get("by", "")), "")) for entry in entries]
 
 
 def _usernames(ids: set[str]) -> dict[str, str]:
     """Names by id. An id that is no number belongs to no person."""
-    numbers = [int(one) for one in ids if one.isdigit()]
-    return {str(pk): name for pk, name in User.objects.filter(pk__in=numbers).values_list("pk", "username")}
+    people = User.objects.filter(pk__in=[int(one) for one in ids if one.isdigit()])
+    return {str(pk): name for pk, name in people.values_list("pk", "username")}

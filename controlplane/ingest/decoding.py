@@ -100,7 +100,7 @@ _BY_NAME: dict[str, Any] = {
     # A loss that is not a number is a fact worth keeping; JSON has no word for it but null.
     **dict.fromkeys(("loss", "grad_norm"), _Real | None),
     "job": wire.Id,
-    "placement": wire.Short,
+    "placement": Annotated[str, Meta(max_length=40)],
     "kind": wire.Short,
     "digest": Annotated[str, Meta(max_length=128)],
 }

@@ -44,6 +44,8 @@ MAX_WAITING = 4096
 MAX_WAITING_BYTES = 64 * 1024 * 1024
 #: An item that is not committed within this many seconds is answered 503; it may be sent again.
 ANSWER_S = 10.0
+#: What is waiting at the end has this long to be committed, in seconds.
+CLOSE_S = 10.0
 #: No item may hold the others up for longer than this behind a lock or in a query, in ms.
 LOCK_TIMEOUT_MS = 1000
 STATEMENT_TIMEOUT_MS = 5000
@@ -96,7 +98,7 @@ class Writer:
     async def close(self) -> None:
         """Commit what is waiting, then end the threads."""
         self._queue.put(None)
-        await asyncio.to_thread(self._thread.join, ANSWER_S)
+        await asyncio.to_thread(self._thread.join, CLOSE_S)
         await asyncio.to_thread(self._bells.close)
 
     def _run(self) -> None:

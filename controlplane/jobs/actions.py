@@ -131,6 +131,7 @@ def place(actor: Actor, replica_id: str, node_id: str, *, placement_id: str) -> 
             NodeState.ALLOCATED,
             reason=f"replica {replica.index} of {replica.job.name}",
         )
+        fleet.set_spare(actor, node_id, False)  # it is needed now; another may take its part
     placement = Placement.objects.create(pk=placement_id, replica=replica, node_id=node_id)
     _set_replicas(replica.job, [replica.index], ReplicaState.STARTING)
     audit(

@@ -211,7 +211,7 @@ def _points(job: Job, after_step: int | None, window_s: float | None) -> list[tu
                 "buckets": MAX_POINTS - 1,
             },
         )
-        return cursor.fetchall()
+        return list(cursor.fetchall())
 
 
 def _chart_marks(job: Job, limit: int) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Cluster, Node
 from controlplane.incidents import actions as incidents
 from controlplane.jobs import actions as jobs
-from controlplane.jobs.choices import JobState
+from controlplane.jobs.choices import JOB_ACTIVE, JobState
 from controlplane.jobs.models import Job
 from controlplane.local import runfile
 from controlplane.local.fleet import MAIN_CLUSTER, NodePlan
@@ -59,6 +59,17 @@ def believe_all_alive() -> None:
     fleet_actions.extend_leases(BOOT_GRACE_S)
 
 
+def resume() -> None:
+    """Take up what the last run of the product left, before anything is started.
+
+    The fleet went down with it: no rank is alive, and no node's silence means anything yet. Jobs
+    are started anew as a whole, from their newest checkpoint, once their nodes are heard again.
+    """
+    fleet_actions.extend_leases(ENROL_DEADLINE_S)
+    for job in Job.objects.filter(state__in=JOB_ACTIVE):
+        incidents.restart_job(SYSTEM, job.pk, reason="the machine was stopped")
+
+
 def ensure_clusters(nodes: list[NodePlan]) -> None:
     """Make the clusters, and a join token for the nodes that have not enrolled yet."""
     for name in sorted({node.cluster for node in nodes}):
@@ -92,7 +103,7 @@ def admit_fleet(plans: list[NodePlan], say: Say) -> None:
 
 
 def start_job(say: Say) -> Job:
-    """Start the demo job, or go on with it from its newest checkpoint; return once it trains."""
+    """Start the demo job, unless it is being resumed already; return once it trains."""
     job = Job.objects.filter(name=JOB_NAME, cluster__name=MAIN_CLUSTER).first()
     if job is None:
         cluster = Cluster.objects.get(name=MAIN_CLUSTER)
@@ -105,8 +116,6 @@ def start_job(say: Say) -> Job:
             options={},
         )
         incidents.start_job(SYSTEM, job.pk)
-    else:
-        incidents.restart_job(SYSTEM, job.pk, reason="the machine was stopped")
     return _await_first_steps(job, say)
 
 

@@ -61,7 +61,7 @@ def is_alive(pid: int, started_at: float) -> bool:
     try:
         process = psutil.Process(pid)
         same = abs(process.create_time() - started_at) < 1
-        return same and process.status() != psutil.STATUS_ZOMBIE
+        return bool(same and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
@@ -82,4 +82,4 @@ def write_private(target: Path, text: str) -> None:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
-    os.replace(temporary, target)
+    Path(temporary).replace(target)

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from django.conf import settings
 from django.db.models import Max, Min, Sum
+from django.urls import reverse
 
 from controlplane.accounts.models import AuditEvent
 from controlplane.fleet.choices import NodeState
@@ -81,9 +82,9 @@ def play(name: str, say: Say) -> Result:
     else:
         _kill_rank(victim)
     incident = _await(lambda: _incident(scene), 60, "no incident was opened", say)
-    say(f"incident: {settings.PUBLIC_URL}/incidents/{incident.pk}/")
+    say(f"incident: {_url(incident)}")
     resolved = _await(lambda: _resolved(incident.pk), MENDED_S, "the incident is not resolved", say)
-    _await(lambda: _ledger_reaches(scene, resolved), 30, "the sample ledger lags behind", say)
+    _await(lambda: _ledger_reaches(scene), 30, "the sample ledger lags behind", say)
     return _measure(name, scene, resolved, breaks_node)
 
 
@@ -115,7 +116,7 @@ def _choose_victim(job: Job) -> Placement:
 
 
 def _fit_new_cards(node: Node, say: Say) -> None:
-    """Give the node cards that nobody has repaired yet, so that a scenario can be played for ever."""
+    """Give the node cards that nobody has repaired yet: a scenario can be played for ever."""
     before = set(Gpu.objects.filter(node=node).values_list("uuid", flat=True))
     power.fit_new_cards(node)
 
@@ -162,7 +163,7 @@ def _resolved(incident_id: str) -> Incident | None:
     return incident if incident.state == IncidentState.RESOLVED else None
 
 
-def _ledger_reaches(scene: Scene, incident: Incident) -> bool:
+def _ledger_reaches(scene: Scene) -> bool:
     joined = _rejoin(scene)
     scene.job.refresh_from_db(fields=["ledger_step"])
     return joined is not None and scene.job.ledger_step >= joined.step
@@ -194,7 +195,7 @@ def _measure(name: str, scene: Scene, incident: Incident, breaks_node: bool) -> 
         seconds={key: _since(scene.at, moment) for key, moment in moments.items()},
         longest_gap_s=_longest_gap(scene, incident),
         samples=samples,
-        incident=f"{settings.PUBLIC_URL}/incidents/{incident.pk}/",
+        incident=_url(incident),
     )
     result.problems = _problems(scene, incident, result, breaks_node)
     result.ok = not result.problems
@@ -294,6 +295,10 @@ def _validated_at(incident: Incident) -> datetime | None:
         run__incident=incident, key="validate", state=StepState.DONE
     ).first()
     return step.finished_at if step else None
+
+
+def _url(incident: Incident) -> str:
+    return settings.PUBLIC_URL + reverse("incident", args=[incident.pk])
 
 
 def _since(start: datetime, moment: datetime | None) -> float | None:

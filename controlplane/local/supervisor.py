@@ -123,22 +123,31 @@ class Supervisor:
         children = [kept.child for kept in self._kept]
         for order in sorted({child.program.stop_order for child in children}):
             group = [child for child in children if child.program.stop_order == order]
-            alive = [child for child in group if child.pid is not None]
-            for child in alive:
-                child.ask_to_stop()
-            deadline = time.monotonic() + max((c.program.stop_s for c in alive), default=0.0)
-            while self._stops_asked <= patience and any(c.poll() is None for c in alive):
-                if time.monotonic() > deadline:
-                    break
-                self._sleep(0.2)
-            for child in group:
-                if not child.finish(time.monotonic()):
-                    self._say(f"{child.program.name} did not stop in time and was killed")
+            self._stop_group(group, patience)
+            self._say(f"stopped {_listed([child.program.name for child in group])}")
         self._kept.clear()
         remains = marked(self._home)
         kill_all(remains)
         if remains:
             self._say(f"killed {len(remains)} processes that had been left behind")
+
+    def _stop_group(self, group: list[Child], patience: int) -> None:
+        alive = [child for child in group if child.poll() is None]
+        for child in alive:
+            child.ask_to_stop()
+        deadline = time.monotonic() + max((c.program.stop_s for c in alive), default=0.0)
+        while any(child.poll() is None for child in alive):
+            if self._stops_asked > patience or time.monotonic() > deadline:
+                break
+            self._sleep(0.2)
+        for child in group:
+            if not child.finish(time.monotonic()):
+                self._say(f"{child.program.name} did not stop in time and was killed")
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 class _Kept:

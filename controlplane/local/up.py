@@ -61,14 +61,14 @@ def up(options: Options) -> int:
             _check_ports(options)
             return _run(options, nodes)
     except (UpError, fleet.FleetError, services.ServiceError) as error:
-        print(error, file=sys.stderr)
+        sys.stderr.write(f"{error}\n")
         return 1
 
 
 def say(line: str) -> None:
     """One line of progress, with the seconds since `up` was typed."""
     elapsed = time.time() - float(os.environ.get(STARTED, time.time()))
-    print(f"{elapsed:5.0f} s  {line}", flush=True)
+    _print(f"{elapsed:5.0f} s  {line}")
 
 
 def holder(home: Path) -> dict[str, str | int] | None:
@@ -204,17 +204,24 @@ def _await_port(port: int, supervisor: Supervisor) -> None:
 
 def _greet(options: Options) -> None:
     password = (options.home / "admin-password").read_text().strip()
-    print(
+    _print(
         f"\n  Drydock runs:  {options.url}\n"
         f"  log in as      admin\n"
         f"  password       {password}\n\n"
         "  Now break something, in another terminal, and watch it being mended:\n"
         "                 python manage.py scenario kill-process\n\n"
         "  Ctrl-C stops everything and keeps the data; `make up` goes on from there.\n",
-        flush=True,
     )
     if options.ready_file is not None:
         options.ready_file.touch()
+
+
+def _print(text: str) -> None:
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except OSError:  # the terminal was closed: there is still everything to stop
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - as long as we live
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -222,7 +229,7 @@ def _greet(options: Options) -> None:
 
 @contextmanager
 def _only_one(options: Options) -> Iterator[None]:
-    """Hold the home's lock. Raises UpError, naming the other's address, when another `up` has it."""
+    """Hold the home's lock. Raises UpError, naming its address, when another `up` has it."""
     options.home.mkdir(mode=0o711, parents=True, exist_ok=True)
     with (options.home / "up.lock").open("a+") as stream:
         try:

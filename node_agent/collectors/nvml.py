@@ -50,7 +50,7 @@ class NoAnswer(Exception):
 
 def look_once() -> tuple[Inventory, Readings]:
     """Ask now and wait for the answer. Raises HardwareUnknown."""
-    child = _Child(COMMAND)
+    child = NvmlProcess(COMMAND)
     try:
         inventory = _inventory(child.ask("inventory", FIRST_DEADLINE_S))
         return inventory, _readings(child.ask("readings", DEADLINE_S))
@@ -64,7 +64,7 @@ class NvmlHardware:
     """The last known state of the cards, kept fresh by a thread."""
 
     def __init__(self) -> None:
-        self._child = _Child(COMMAND)
+        self._child = NvmlProcess(COMMAND)
         self._inventory: Inventory | None = None
         self._why = "NVML has not answered yet"
         self._readings = Readings()
@@ -107,7 +107,7 @@ class NvmlHardware:
                 self._closed.wait(DEADLINE_S)
 
 
-class _Child:
+class NvmlProcess:
     """The process that may block. Starts when first asked, and again after it was killed."""
 
     def __init__(self, command: list[str]) -> None:

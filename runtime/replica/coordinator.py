@@ -53,6 +53,7 @@ class Peer:
     step: int = -1
     digest: str = ""
     report: Report | None = None
+    leaving: bool = False  # its report said that all stop at this edge
     proof: str = ""
     caught_up: bool = False
     heard: float = field(default_factory=time.monotonic)
@@ -231,6 +232,7 @@ class Coordinator:
         peer.report = Report(
             replica=peer.replica, step=peer.step, held=tuple(int(s) for s in message["held"])
         )
+        peer.leaving = bool(message["leaving"])
         if not message["planned"]:
             self.break_epoch()
 
@@ -241,7 +243,7 @@ class Coordinator:
     def on_proof(self, peer: Peer, message: dict[str, Any]) -> None:
         peer.step, peer.proof = int(message["step"]), str(message["digest"])
 
-    def on_set(self, peer: Peer, message: dict[str, Any]) -> None:
+    def on_set(self, _peer: Peer, message: dict[str, Any]) -> None:
         if int(message["epoch"]) != self.record.epoch:
             return
         key = str(message["key"])
@@ -258,14 +260,11 @@ class Coordinator:
         else:
             self.waiting.setdefault(key, []).append((peer, number))
 
-    def on_goodbye(self, peer: Peer, message: dict[str, Any]) -> None:
+    def on_goodbye(self, peer: Peer, _message: dict[str, Any]) -> None:
         """A replica leaves of its own will: nobody is told that it is lost."""
         self.peers.pop(peer.replica, None)
         if self.alive.get(peer.replica) == peer.placement:
             del self.alive[peer.replica]
-        if message["reason"] == "stop":
-            for other in self.peers.values():
-                other.tell(op="stop")
         if self.alive:
             self.break_epoch()
 
@@ -375,6 +374,9 @@ class Coordinator:
                 for member in members:
                     member.tell_once("edge", epoch=self.record.epoch)
             return
+        if all(member.leaving for member in members) and not self.broken_at:
+            self.dismiss()
+            return
         self.edge_at = self.edge_at or time.monotonic()
         entering = self.entering(members, ready)
         if entering is None or len(members) + len(entering) < self.min_replicas:
@@ -409,6 +411,13 @@ class Coordinator:
             peer.phase = "fresh"
             peer.asked.clear()
         return equal
+
+    def dismiss(self) -> None:
+        """All members stand at the same last edge: now each may go without hurting another."""
+        log.info("dismissed epoch=%s members=%s", self.record.epoch, sorted(self.alive))
+        self.alive = {}
+        for peer in self.peers.values():
+            peer.tell(op="dismissed")
 
     def grant(self, peers: list[Peer], reports: list[Report]) -> None:
         """Make the next epoch durable, then tell its members what to do first."""
@@ -446,7 +455,8 @@ class Coordinator:
         self.values, self.waiting = {}, {}
         self.first_newcomer = 0.0
         for peer in peers:
-            peer.phase, peer.report, peer.proof, peer.caught_up = "member", None, "", False
+            peer.phase, peer.report, peer.proof = "member", None, ""
+            peer.leaving = peer.caught_up = False
             peer.asked.clear()
             peer.tell(**message)
         for peer in self.newcomers():

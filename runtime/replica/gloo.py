@@ -39,7 +39,7 @@ class LinkStore(Store):
         self.link = link
         self.epoch = epoch
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # gloo gives bytes
         self.link.set(self.epoch, key, base64.b64encode(value).decode())
 
     def get(self, key: str) -> bytes:
@@ -77,7 +77,7 @@ class Gloo:
             self._peer_ports = set(ports) - {self.port}
         if len(ports) == 1:
             return
-        options = ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [self.device]
         options._timeout = datetime.timedelta(seconds=BUILD_S)
         try:
@@ -96,7 +96,7 @@ class Gloo:
         options = AllreduceOptions()
         options.timeout = datetime.timedelta(seconds=REDUCE_S)
         try:
-            self.group.allreduce([buffer], options).wait()
+            self.group.allreduce([buffer], options).wait()  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise Severed(str(error)) from error
 

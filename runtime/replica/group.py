@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import random
 import signal
 import socket
@@ -46,6 +47,7 @@ from runtime.snapshot import Damaged
 log = logging.getLogger("drydock.replica")
 
 MAX_REFUSED_STEPS = 3
+LEAVE_S = 5.0  # how long a stopping member waits for the coordinator's leave to go
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,7 @@ class ReplicaGroup:
         self._want_regroup = False
         self._want_checkpoint = threading.Event()
         self._refused_steps = 0
+        self._why = ""  # why we stop, once all have agreed to
         self._left = False
 
         host = own_address(job.coordinator)
@@ -127,10 +130,10 @@ class ReplicaGroup:
         if self._left:
             return
         if error is None:
-            self._leave("left the loop", goodbye="leave")
+            self._leave("left the loop", goodbye=True)
         else:
             self.job.trouble("exception", f"{type(error).__name__}: {error}")
-            self._leave("exception", goodbye=None)
+            self._leave("exception", goodbye=False)
 
     def __iter__(self) -> Iterator[Shard]:
         """Shards to compute, for as long as the job lives."""
@@ -246,7 +249,7 @@ class ReplicaGroup:
         """Between two steps: what all members agreed on in the last all-reduce."""
         self._pump()
         if tail.stop or (self.steps is not None and self.pending >= self.steps):
-            self._stop("stop wanted" if tail.stop else "all steps done", goodbye="stop")
+            self._stop("stop wanted" if tail.stop else "all steps done")
             return
         if self.teller.speaks() and (tail.checkpoint or self.saver.due()):
             asked = time.monotonic()
@@ -263,13 +266,14 @@ class ReplicaGroup:
         self._report(planned=planned)
         self._await_epoch()
 
-    def _report(self, *, planned: bool) -> None:
+    def _report(self, *, planned: bool, leaving: bool = False) -> None:
         self._current = None
         self.link.report = {
             "epoch": self.epoch,
             "step": self.state.committed,
             "held": sorted(self.held),
             "planned": planned,
+            "leaving": leaving,
         }
         self.link.say("report", **self.link.report)
 
@@ -283,10 +287,8 @@ class ReplicaGroup:
             "evicted": self._on_evicted,
             "refused": self._on_refused,
         }
-        if self.job.stop.is_set():
-            self.link.inbox.put({"op": "stop"})
         while not self._left:
-            message = self._postponed.popleft() if self._postponed else self.link.inbox.get()
+            message = self._next()
             if message["op"] == "epoch":
                 try:
                     self._adopt(message)
@@ -295,12 +297,26 @@ class ReplicaGroup:
                     self._report(planned=False)
                 else:
                     return
-            elif message["op"] == "stop":
-                self._stop("stopped while waiting for an epoch", goodbye="leave")
+            elif message["op"] == "dismissed":
+                if not self._why and self.teller.speaks():
+                    self.saver.save(self.state.copy(), time.monotonic())
+                self._leave(self._why or "stopped while waiting for an epoch", goodbye=True)
             elif message["op"] in asked:
                 asked[message["op"]](message)
             else:
                 self._on_passing(message)
+
+    def _next(self) -> dict[str, Any]:
+        """The next message; who is to stop dismisses itself when none comes."""
+        if self._postponed:
+            return self._postponed.popleft()
+        stopping = self.job.stop.is_set()
+        if stopping and not self.epoch:
+            return {"op": "dismissed"}
+        try:
+            return self.link.inbox.get(timeout=LEAVE_S if stopping or self._why else None)
+        except queue.Empty:
+            return {"op": "dismissed"}
 
     def _adopt(self, message: dict[str, Any]) -> None:
         """Enter a granted epoch. Raises Severed if it breaks before its group stands."""
@@ -310,6 +326,7 @@ class ReplicaGroup:
         self.members = {int(m["replica"]): str(m["placement"]) for m in message["members"]}
         self.link.report = None
         self._want_regroup = False
+        self._why = ""
         self.log.wanted = self.log.wanted and bool(message["lost"])
         replicas = sorted(self.members)
         self._share = divide(range(self.batches.shards), replicas)[me]
@@ -469,19 +486,24 @@ class ReplicaGroup:
 
     # --- the end --------------------------------------------------------------------------------
 
-    def _stop(self, reason: str, *, goodbye: str) -> None:
-        """Stop at this edge; the lowest live member saves."""
+    def _stop(self, reason: str) -> None:
+        """All members stop at this edge: save, and go when all are known to have reached it.
+
+        Whoever went earlier could break the last all-reduce of a slower one.
+        """
         if self.teller.speaks():
             asked = time.monotonic()
             self.saver.save(self.state.copy(), asked)
-        self._leave(reason, goodbye=goodbye)
+        self._why = reason
+        self._report(planned=True, leaving=True)
+        self._await_epoch()
 
-    def _leave(self, reason: str, *, goodbye: str | None) -> None:
+    def _leave(self, reason: str, *, goodbye: bool) -> None:
         self._left = True
         self.saver.finish()
         now = time.time()
         self.job.sender.tell(Stopped(step=self.state.committed, reason=reason, at=now))
-        self.link.close(goodbye)
+        self.link.close(goodbye=goodbye)
         self.peers.close()
         self.job.sender.close(3.0)
 

@@ -57,7 +57,7 @@ class Link:
         self._thread.start()
 
     def say(self, op: str, **message: Any) -> None:
-        """Send one message. One that cannot be sent is dropped: `join` and `report` are repeated."""
+        """Send a message, or drop it if the link is down: `join` and `report` are repeated."""
         data = json.dumps({"op": op, **message}).encode() + b"\n"
         with self._write_lock:
             if self._socket is None:
@@ -95,11 +95,11 @@ class Link:
                 if not future.done():
                     future.set_exception(LinkLost("the epoch broke or the coordinator went away"))
 
-    def close(self, goodbye: str | None) -> None:
+    def close(self, *, goodbye: bool) -> None:
         """Hang up; with a goodbye nobody takes our end for a death."""
         self._closing.set()
-        if goodbye is not None:
-            self.say("goodbye", reason=goodbye)
+        if goodbye:
+            self.say("goodbye")
         with self._write_lock:
             if self._socket is not None:
                 self._socket.shutdown(socket.SHUT_WR)

@@ -27,9 +27,11 @@ class Teller:
         self._lost_now: set[int] = set()
         self._grant: dict[str, Any] | None = None  # an epoch whose first commit is awaited
         self._last_commit = 0.0  # monotonic; 0 before the first
-        self._reset()
+        self._steps = self._samples = 0
+        self._loss = self._gaps = self._max_gap = 0.0
+        self._last = (-1, 0, 0.0, 0.0)  # step, epoch, gradient's norm, Unix time
         job.sender.gather = self._gather
-        job.sender.ledger = self._unknown_ledger
+        job.sender.ledger = self._ledger_since
 
     def speaks(self) -> bool:
         return bool(self.members) and self.job.replica == self.members[0]
@@ -99,14 +101,6 @@ class Teller:
             )
         )
 
-    def _reset(self) -> None:
-        self._steps = 0
-        self._loss = 0.0
-        self._samples = 0
-        self._max_gap = 0.0
-        self._gaps = 0.0
-        self._last = (-1, 0, 0.0, 0.0)
-
     def _gather(self) -> list[Message]:
         with self._lock:
             if self._steps == 0:
@@ -125,8 +119,9 @@ class Teller:
                 tokens=self._samples * self.tokens_per_sample,
                 replicas=list(self.members),
             )
-            self._reset()
+            self._steps = self._samples = 0
+            self._loss = self._gaps = self._max_gap = 0.0
         return [progress] if self.speaks() else []
 
-    def _unknown_ledger(self, known_step: int) -> list[Ledger]:
+    def _ledger_since(self, known_step: int) -> list[Ledger]:
         return self.ledger.since(known_step) if self.speaks() else []

@@ -16,6 +16,10 @@
       .replace(/ hx-swap-oob="true"/g, "")
       .replace(/\s+/g, " ");
 
+  for (const region of document.querySelectorAll("[data-region]")) {
+    received.set(region.id, newsOf(region.outerHTML));
+  }
+
   document.addEventListener("click", (event) => {
     const details = event.target.closest("summary")?.parentElement;
     if (details?.dataset.key) toggled.set(details.dataset.key, !details.open);
@@ -28,12 +32,11 @@
     const { target, fragment } = event.detail;
     const fresh = fragment.firstElementChild;
     const news = newsOf(fresh.outerHTML);
-    const known = received.get(target.id) ?? newsOf(target.outerHTML);
-    received.set(target.id, news);
-    if (news === known) {
+    if (received.get(target.id) === news) {
       event.detail.shouldSwap = false;
       return;
     }
+    received.set(target.id, news);
     carryOver(target, fresh);
     const restore = placeOf(target);
     queueMicrotask(() => restore(document.getElementById(target.id)));

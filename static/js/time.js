@@ -1,4 +1,4 @@
-// Keeps relative times ticking, in the same words as the server's.
+// Keeps relative times ticking, in the same words as the server's, and marks what is overdue.
 "use strict";
 
 (() => {
@@ -20,6 +20,11 @@
       const age = coarse((now - Date.parse(time.dateTime)) / 1000);
       const text = time.dataset.tick === "ago" ? `${age} ago` : age;
       if (time.textContent !== text) time.textContent = text;
+      const watched = time.closest("[data-late]");
+      if (watched) {
+        const late = (now - Date.parse(time.dateTime)) / 1000 > Number(watched.dataset.late);
+        watched.toggleAttribute("data-is-late", late);
+      }
     }
   }
 

@@ -174,7 +174,9 @@ def test_queries_do_not_grow_with_what_is_shown(
         PlacementFactory(replica=ReplicaFactory(job=other, index=0))
         IncidentFactory(cluster=cluster, job=other)
         run = PlaybookRunFactory(incident=incident, job=job, state="needs_operator")
-        step = PlaybookStepFactory(run=run, state="done", outcome="done", finished_at=timezone.now())
+        step = PlaybookStepFactory(
+            run=run, state="done", outcome="done", finished_at=timezone.now()
+        )
         TimelineEntryFactory(incident=incident, text=step.outcome, data={"by": "1"})
         InterruptionFactory(job=job, lost=[2], gap_s=0.3 + index)
         CheckpointFactory(job=job)
@@ -194,9 +196,7 @@ def test_a_calm_overview_says_that_nothing_needs_you(viewer: Client) -> None:
     assert "Nothing needs you" in viewer.get(reverse("overview")).content.decode()
 
 
-def test_what_waits_for_a_person_comes_with_its_reason(
-    viewer: Client, incident: Incident
-) -> None:
+def test_what_waits_for_a_person_comes_with_its_reason(viewer: Client, incident: Incident) -> None:
     PlaybookRunFactory(
         incident=incident, state="needs_operator", state_reason="The BMC does not answer."
     )
@@ -219,9 +219,7 @@ def test_what_automation_has_in_hand_does_not_ask_for_anybody(
     assert "nothing waits for you" in page
 
 
-def test_the_gravest_incident_comes_first_then_the_oldest(
-    viewer: Client, cluster: Cluster
-) -> None:
+def test_the_gravest_incident_comes_first_then_the_oldest(viewer: Client, cluster: Cluster) -> None:
     hour_ago = timezone.now() - timedelta(hours=1)
     IncidentFactory(cluster=cluster, title="C minor", severity="minor", occurred_at=hour_ago)
     IncidentFactory(cluster=cluster, title="B major, new", severity="major")
@@ -314,7 +312,8 @@ def test_curves_without_anything_new_are_204(viewer: Client, job: Job) -> None:
 def test_a_long_job_is_drawn_with_a_bounded_number_of_points(viewer: Client, job: Job) -> None:
     began = timezone.now() - timedelta(hours=1)
     job.progress.bulk_create(
-        ProgressSampleFactory.build(job=job, step=step, began=began) for step in range(9, 25_000, 10)
+        ProgressSampleFactory.build(job=job, step=step, began=began)
+        for step in range(9, 25_000, 10)
     )
 
     curves = viewer.get(reverse("job-series", args=[job.id]), {"window": "all"}).json()

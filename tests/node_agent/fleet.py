@@ -116,10 +116,10 @@ class ControlPlane:
 
     def send(self, action: Any, node_id: str = "node-1", **more: Any) -> str:
         """Sign a command and let the next poll carry it. Returns its id."""
-        id = more.pop("id", f"cmd_{os.urandom(6).hex()}")
+        command_id = more.pop("id", f"cmd_{os.urandom(6).hex()}")
         now = time.time()
         command = wire.Command(
-            id=id,
+            id=command_id,
             node_id=node_id,
             issued_at=now,
             expires_at=more.pop("expires_at", now + 60),
@@ -132,12 +132,12 @@ class ControlPlane:
             signed = wire.SignedCommand(payload=payload.decode(), signature=signature)
             self._commands.append(signed)
             self._changed.notify_all()
-        return str(id)
+        return str(command_id)
 
-    def result(self, id: str) -> wire.CommandResult:
+    def result(self, command_id: str) -> wire.CommandResult:
         """Wait for a command's result."""
         found: wire.CommandResult = eventually(
-            lambda: next((result for result in self.results if result.id == id), None)
+            lambda: next((result for result in self.results if result.id == command_id), None)
         )
         return found
 

@@ -42,6 +42,15 @@ def system(node: Node) -> dict[str, Any]:
 
 
 @pytest.fixture
+def bare(node: Node) -> Node:
+    """A powered node whose agent cannot start."""
+    node.config.unlink()
+    node.start_chassis()
+    eventually(lambda: node.log("chassis_started"))
+    return node
+
+
+@pytest.fixture
 def chassis(node: Node) -> Node:
     """A powered node whose agent has enrolled and reported."""
     node.start_chassis()
@@ -70,13 +79,13 @@ def test_it_describes_the_system(chassis: Node) -> None:
     ],
 )
 def test_bad_requests_are_refused(
-    chassis: Node, path: str, body: Any, basic: str, status: int
+    bare: Node, path: str, body: Any, basic: str, status: int
 ) -> None:
-    answer = call(chassis, path, body, basic)
+    answer = call(bare, path, body, basic)
 
     assert answer[0] == status
     assert answer[1]["error"]["message"]
-    assert system(chassis)["PowerState"] == "On"
+    assert system(bare)["PowerState"] == "On"
 
 
 def test_a_power_cycle_kills_every_descendant_and_gives_a_new_boot_id(chassis: Node) -> None:
@@ -148,9 +157,9 @@ def test_a_kernel_line_becomes_an_event_and_a_boot_empties_the_log(chassis: Node
     assert (chassis.folder / "kernel.log").read_text() == ""
 
 
-def test_a_silent_client_does_not_keep_others_out_for_long(chassis: Node) -> None:
-    with socket.create_connection(("127.0.0.1", chassis.bmc_port)):
-        assert system(chassis)["PowerState"] == "On"
+def test_a_silent_client_does_not_keep_others_out_for_long(bare: Node) -> None:
+    with socket.create_connection(("127.0.0.1", bare.bmc_port)):
+        assert system(bare)["PowerState"] == "On"
 
 
 def test_sigterm_lets_ranks_leave_and_leaves_nothing_behind(chassis: Node) -> None:

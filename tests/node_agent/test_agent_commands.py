@@ -56,8 +56,8 @@ def test_a_verb_that_the_agent_does_not_know_is_refused(agent: Node) -> None:
 
 def test_a_repeated_id_is_not_executed_again_and_its_result_is_sent_again(agent: Node) -> None:
     pid = agent.started_rank()
-    id = agent.plane.results[0].id
-    agent.plane.send(agent.rank("p-2"), id=id)
+    command_id = agent.plane.results[0].id
+    agent.plane.send(agent.rank("p-2"), id=command_id)
     eventually(lambda: len(agent.plane.results) == 2)
 
     assert agent.plane.results[1] == agent.plane.results[0]
@@ -67,12 +67,12 @@ def test_a_repeated_id_is_not_executed_again_and_its_result_is_sent_again(agent:
 
 def test_a_repeated_id_is_known_after_the_agent_was_killed(agent: Node) -> None:
     agent.started_rank()
-    id = agent.plane.results[0].id
+    command_id = agent.plane.results[0].id
     agent.kill()
     polls = agent.plane.polls
     agent.start()
     eventually(lambda: agent.plane.polls > polls)
-    agent.plane.send(agent.rank("p-2"), id=id)
+    agent.plane.send(agent.rank("p-2"), id=command_id)
     eventually(lambda: len(agent.plane.results) == 2)
 
     assert agent.plane.results[1] == agent.plane.results[0]
@@ -91,27 +91,27 @@ def test_a_forged_command_does_not_use_up_the_id_of_the_genuine_one(agent: Node)
 
 def test_a_start_interrupted_by_a_crash_is_done_if_its_process_lives(agent: Node) -> None:
     pid = agent.started_rank()
-    id = agent.plane.results[0].id
+    command_id = agent.plane.results[0].id
     agent.kill()
     forget_results(agent)
     agent.plane.results.clear()
     agent.start()
 
-    result = agent.plane.result(id)
+    result = agent.plane.result(command_id)
 
     assert (result.state, result.output["pid"]) == ("done", pid)
 
 
 def test_a_start_interrupted_before_its_process_failed_with_an_explanation(agent: Node) -> None:
     agent.started_rank()
-    id = agent.plane.results[0].id
+    command_id = agent.plane.results[0].id
     agent.plane.result(agent.plane.send(wire.StopProcess(placement="p-1")))
     agent.kill()
     forget_results(agent)
     agent.plane.results.clear()
     agent.start()
 
-    result = agent.plane.result(id)
+    result = agent.plane.result(command_id)
 
     assert result.state == "failed"
     assert "restarted" in result.error
@@ -119,14 +119,14 @@ def test_a_start_interrupted_before_its_process_failed_with_an_explanation(agent
 
 
 def test_a_result_waits_for_a_server_that_is_away(agent: Node) -> None:
-    id = agent.plane.send(agent.rank())
+    command_id = agent.plane.send(agent.rank())
     agent.plane.refuse = lambda path, body: unavailable(path)
     eventually(lambda: agent.log("command_result"))
     agent.kill()
     agent.plane.refuse = lambda path, body: None
     agent.start()
 
-    assert agent.plane.result(id).state == "done"
+    assert agent.plane.result(command_id).state == "done"
 
 
 def test_stop_ends_a_process_and_may_be_repeated(agent: Node) -> None:

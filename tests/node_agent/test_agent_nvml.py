@@ -47,7 +47,7 @@ def test_cards_and_sensors_are_read_and_what_is_missing_is_none(driver: None) ->
     inventory, readings = nvml.look_once()
 
     assert inventory.driver_version == "570.1"
-    assert [(gpu.uuid, gpu.serial) for gpu in inventory.gpus][0] == ("GPU-0", "GPU-0")
+    assert (inventory.gpus[0].uuid, inventory.gpus[0].serial) == ("GPU-0", "GPU-0")
     first = readings.values[0]
     assert (first.temperature_c, first.power_w, first.ecc_uncorrected) == (40, 70.5, 1)
     assert (first.sm_clock_mhz, first.pcie_replays) == (None, None)

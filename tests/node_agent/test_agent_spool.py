@@ -65,7 +65,7 @@ def test_a_spool_reopened_after_a_kill_holds_what_was_not_acknowledged(
             spool.put(change)
             spool.acknowledge(gone)
             expected.update({item["id"]: item for item in change})
-            expected = {id: item for id, item in expected.items() if id not in gone}
+            expected = {key: item for key, item in expected.items() if key not in gone}
         with path.open("ab") as file:
             file.write(torn.replace(b"\n", b" "))
 
@@ -85,7 +85,12 @@ def test_a_full_spool_holds_back_a_source_until_there_is_room(tmp_path: Path) ->
     spool = Spool(tmp_path / "events.jsonl", max_waiting=2)
     spool.put([message(1, ""), message(2, "")])
     passed = threading.Event()
-    threading.Thread(target=lambda: (spool.wait_for_room(), passed.set()), daemon=True).start()
+
+    def source() -> None:
+        spool.wait_for_room()
+        passed.set()
+
+    threading.Thread(target=source, daemon=True).start()
 
     assert not passed.wait(0.1)
     spool.acknowledge(["ev_1"])

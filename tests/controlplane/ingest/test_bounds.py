@@ -29,10 +29,11 @@ def code_of(work: Callable[[], Awaitable[object]]) -> tuple[int, str]:
     return caught.value.status, caught.value.code
 
 
-async def written(*writes: Callable[[], object]) -> list[Any]:
+async def written(*writes: Callable[[], object], size: int = 0) -> list[Any]:
     """What becomes of these writes when they share a commit."""
     running = writer.Writer()
-    outcomes = await asyncio.gather(*map(running.submit, writes), return_exceptions=True)
+    submitted = [running.submit(write, size) for write in writes]
+    outcomes = await asyncio.gather(*submitted, return_exceptions=True)
     await running.close()
     return outcomes
 
@@ -72,10 +73,7 @@ def test_writer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_writer_by_size(monkeypatch: pytest.MonkeyPatch, transactional_db: None) -> None:
     monkeypatch.setattr(writer, "MAX_WAITING_BYTES", 10)
 
-    async def submit() -> object:
-        return await writer.Writer().submit(lambda: 1, size=11)
-
-    assert code_of(submit) == (503, "unavailable")
+    assert [o.status for o in asyncio.run(written(lambda: 1, size=11))] == [503]
 
 
 def test_a_write_that_takes_too_long_is_put_back(

@@ -36,7 +36,7 @@ def test_beat_goes_to_redis(node: NodeClient, redis: redis_client.Redis) -> None
     answer = node.post("/v1/beat", node.beat(seq=7, readings=[{"uuid": "GPU-1", "power_w": 3.5}]))
 
     assert answer.status == 200
-    stored = json.loads(redis.hget("drydock:beats", node.node_id))
+    stored = json.loads(str(redis.hget("drydock:beats", node.node_id)))
     assert (stored["seq"], stored["boot_id"], stored["digest"]) == (7, "boot-1", "")
     assert stored["readings"][0]["power_w"] == 3.5
     assert stored["received_at"] > 0

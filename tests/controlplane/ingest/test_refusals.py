@@ -91,10 +91,10 @@ def test_a_node_that_was_never_enrolled(node: NodeClient) -> None:
     assert refusal(node.post("/v1/beat", node.beat())) == (401, "unknown_node", "Drydock-Node")
 
 
-def test_a_revoked_node_within_two_seconds(node: NodeClient) -> None:
+def test_a_revoked_node(node: NodeClient) -> None:
     fleet.revoke_node_key(SYSTEM, node.node_id, "stolen")
 
-    wait_until(lambda: node.post("/v1/beat", node.beat()).status == 403, timeout=2.0)
+    wait_until(lambda: node.post("/v1/beat", node.beat()).status == 403)
 
     answer = node.post("/v1/events", {"events": [node.event()]})
     assert refusal(answer) == (403, "node_revoked", "Drydock-Node")
@@ -137,9 +137,7 @@ def test_a_signature_that_is_none(node: NodeClient, signature: str) -> None:
     assert refusal(answer) == (401, "bad_signature", "Drydock-Signature")
 
 
-@pytest.mark.parametrize(
-    "at", [repr(time.time() - 400), repr(time.time() + 400), "yesterday", "nan", "inf", "-inf"]
-)
+@pytest.mark.parametrize("at", ["1000.5", "99999999999.5", "yesterday", "nan", "inf", "-inf"])
 def test_a_clock_that_is_off(node: NodeClient, at: str) -> None:
     headers = node.headers("/v1/beat", b"{}", at=at)
 
@@ -302,7 +300,7 @@ def job(cluster: Cluster) -> Job:
     )
 
 
-def progress(step: int = 1, **changes: Any) -> dict[str, Any]:
+def progress(step: object = 1, **changes: Any) -> dict[str, Any]:
     return {
         "type": "progress",
         "step": step,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,19 @@ import pytest
 from controlplane.local import processes, runfile, services
 
 
-@pytest.fixture
-def home() -> Iterator[Path]:
+@contextmanager
+def new_home() -> Iterator[Path]:
     """An empty home that servers run by another user can reach; swept afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="home-", dir=os.environ["DRYDOCK_HOME"])).resolve()
     folder.chmod(0o711)
     yield folder
     processes.sweep(folder)
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    with new_home() as folder:
+        yield folder
 
 
 class Product:
@@ -34,8 +41,8 @@ class Product:
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            self._argv(*arguments),
-            env=self._environment(),
+            self.argv(*arguments),
+            env=self.environment(),
             capture_output=True,
             text=True,
             timeout=120,
@@ -44,17 +51,17 @@ class Product:
 
     def up(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            self._argv("up", "--no-fleet", "--ready-file", str(self.ready), *arguments),
-            env=self._environment(),
+            self.argv("up", "--no-fleet", "--ready-file", str(self.ready), *arguments),
+            env=self.environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
 
-    def _argv(self, *arguments: str) -> list[str]:
+    def argv(self, *arguments: str) -> list[str]:
         return [sys.executable, str(runfile.REPOSITORY / "manage.py"), *arguments]
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         return {
             **processes.plain_environment(),
             "DRYDOCK_HOME": str(self.home),
@@ -63,20 +70,36 @@ class Product:
         }
 
 
+Running = tuple[Product, subprocess.Popen[str]]
+Eventually = Callable[..., object]
+
+
 @pytest.fixture
 def product(home: Path) -> Product:
     return Product(home)
 
 
-@pytest.fixture
-def running(
-    product: Product, eventually: Callable[..., object]
-) -> Iterator[tuple[Product, subprocess.Popen[str]]]:
+@contextmanager
+def started(home: Path, eventually: Eventually) -> Iterator[Running]:
     """A product without a fleet, ready; ended whatever the test did to it."""
-    process = product.up()
-    eventually(
-        lambda: product.ready.exists() or process.poll() is not None, 90, "the product is ready"
-    )
-    yield product, process
-    process.kill()
-    process.communicate()
+    product = Product(home)
+    with product.up() as process:
+        eventually(
+            lambda: product.ready.exists() or process.poll() is not None, 90, "the product is ready"
+        )
+        yield product, process
+        process.kill()
+
+
+@pytest.fixture
+def running(home: Path, eventually: Eventually) -> Iterator[Running]:
+    """One for a test that ends it."""
+    with started(home, eventually) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def shared(eventually: Eventually) -> Iterator[Running]:
+    """One for all tests that leave it running."""
+    with new_home() as home, started(home, eventually) as running:
+        yield running

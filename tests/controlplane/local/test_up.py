@@ -8,26 +8,23 @@ import signal
 import socket
 import subprocess
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from controlplane.local import processes
 from controlplane.local.up import MIN_FREE_BYTES, Options, UpError, _check_machine
-from tests.controlplane.local.conftest import Product
+from tests.controlplane.local.conftest import Eventually, Product, Running
 
 pytestmark = pytest.mark.e2e
-Running = tuple[Product, subprocess.Popen[str]]
-Eventually = Callable[..., object]
 
 
 def pid_of(home: Path, name: str) -> int:
     return int(json.loads((home / "pids" / f"{name}.json").read_text())["pid"])
 
 
-def test_a_running_product_serves_pages_and_commands_beside_it(running: Running) -> None:
-    product, _ = running
+def test_a_running_product_serves_pages_and_commands_beside_it(shared: Running) -> None:
+    product, _ = shared
     with urllib.request.urlopen(product.url, timeout=10) as page:  # noqa: S310 - our own loopback
         assert page.status == 200
     told = product.run(
@@ -36,16 +33,16 @@ def test_a_running_product_serves_pages_and_commands_beside_it(running: Running)
     assert told.stdout.strip() == product.url
 
 
-def test_a_second_up_is_refused_and_told_the_address(running: Running) -> None:
-    product, _ = running
+def test_a_second_up_is_refused_and_told_the_address(shared: Running) -> None:
+    product, _ = shared
     second = product.run("up")
     assert second.returncode == 1
     assert product.url in second.stderr
     assert "make down" in second.stderr
 
 
-def test_a_program_that_dies_is_started_again(running: Running, eventually: Eventually) -> None:
-    product, _ = running
+def test_a_program_that_dies_is_started_again(shared: Running, eventually: Eventually) -> None:
+    product, _ = shared
     victim = pid_of(product.home, "keeper")
     os.kill(victim, signal.SIGKILL)
     eventually(lambda: pid_of(product.home, "keeper") != victim, 20, "a new keeper")
@@ -59,6 +56,15 @@ def test_sigterm_stops_everything(running: Running) -> None:
     assert "no processes left" in output
     assert processes.marked(product.home) == []
     assert not (product.home / "run.json").exists()
+
+
+def test_a_closed_terminal_stops_everything(running: Running) -> None:
+    product, process = running
+    assert process.stdout is not None
+    process.stdout.close()
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 0
+    assert processes.marked(product.home) == []
 
 
 def test_down_stops_a_running_product(running: Running) -> None:
@@ -110,8 +116,8 @@ def test_too_few_nodes_are_refused(product: Product) -> None:
 
 def test_reset_asks_first(product: Product) -> None:
     told = subprocess.run(
-        product._argv("reset"),
-        env=product._environment(),
+        product.argv("reset"),
+        env=product.environment(),
         input="no\n",
         text=True,
         capture_output=True,

@@ -1,0 +1,176 @@
+"""What the pages are made of: what an incident asks of a person, and how figures are told."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from django.utils import timezone
+
+from controlplane.dashboard.templatetags.drydock import coarse, evidence, number, prose, seconds
+from controlplane.fleet.selectors import fleet_of
+from controlplane.incidents.selectors import Ask, ask_of, deeds_of, runs_of
+from controlplane.jobs.selectors import marks, sample_ledger
+from tests.factories import (
+    IncidentFactory,
+    InterruptionFactory,
+    JobFactory,
+    LedgerRangeFactory,
+    NodeFactory,
+    PlaybookRunFactory,
+    PlaybookStepFactory,
+)
+
+
+@pytest.mark.django_db
+def test_a_run_that_waits_for_a_person_comes_before_one_at_work() -> None:
+    incident = IncidentFactory()
+    PlaybookRunFactory(incident=incident, state="running")
+    waiting = PlaybookRunFactory(incident=incident, state="needs_operator", state_reason="Stuck.")
+
+    assert ask_of(incident, runs_of(incident)) == Ask("decide", "Stuck.", waiting)
+
+
+@pytest.mark.django_db
+def test_a_run_at_work_is_told_by_its_present_step() -> None:
+    incident = IncidentFactory()
+    run = PlaybookRunFactory(incident=incident, state="running")
+    PlaybookStepFactory(run=run, position=0, state="done")
+    PlaybookStepFactory(run=run, position=1, state="running", title="Power cycle it")
+
+    ask = ask_of(incident, runs_of(incident))
+
+    assert ask.kind == "watch"
+    assert ask.text == "Nothing now. The playbook is at step 2: Power cycle it."
+
+
+@pytest.mark.django_db
+def test_a_resolved_incident_asks_for_nothing() -> None:
+    incident = IncidentFactory(state="resolved")
+
+    assert ask_of(incident, runs_of(incident)).kind == "nothing"
+
+
+@pytest.mark.django_db
+def test_deeds_are_told_in_the_order_in_which_they_finished() -> None:
+    incident = IncidentFactory()
+    now = timezone.now()
+    first, second = PlaybookRunFactory(incident=incident), PlaybookRunFactory(incident=incident)
+    late = {"state": "done", "finished_at": now, "outcome": "late"}
+    early = {"state": "done", "finished_at": now - timedelta(seconds=5), "outcome": "early"}
+    PlaybookStepFactory(run=first, **late)
+    PlaybookStepFactory(run=second, **early)
+    PlaybookStepFactory(run=second, state="blocked", outcome="not yet")
+
+    assert [step.outcome for step in deeds_of(runs_of(incident))] == ["early", "late"]
+
+
+@pytest.mark.django_db
+def test_an_interruption_is_explained_by_the_nearest_incident_of_its_replica() -> None:
+    job = JobFactory()
+    now = timezone.now()
+    near = IncidentFactory(job=job, replica=1, occurred_at=now)
+    IncidentFactory(job=job, replica=1, occurred_at=now - timedelta(seconds=60))
+    IncidentFactory(job=job, replica=2, occurred_at=now)
+    InterruptionFactory(job=job, lost=[1], started_at=now)
+
+    (mark,) = marks(job)
+
+    assert mark.incident == near
+
+
+@pytest.mark.django_db
+def test_a_replica_that_comes_back_is_told_by_the_incident_it_ends() -> None:
+    job = JobFactory()
+    now = timezone.now()
+    ended = IncidentFactory(
+        job=job, replica=1, occurred_at=now - timedelta(minutes=10), restored_at=now
+    )
+    InterruptionFactory(job=job, joined=[1], started_at=now)
+
+    (mark,) = marks(job)
+
+    assert mark.incident == ended
+
+
+@pytest.mark.django_db
+def test_an_incident_long_past_explains_nothing() -> None:
+    job = JobFactory()
+    now = timezone.now()
+    IncidentFactory(job=job, replica=1, occurred_at=now - timedelta(hours=1))
+    InterruptionFactory(job=job, lost=[1], started_at=now)
+
+    (mark,) = marks(job)
+
+    assert mark.incident is None
+
+
+@pytest.mark.django_db
+def test_the_sample_ledger_is_whole_until_a_sample_is_missing() -> None:
+    job = JobFactory()
+    LedgerRangeFactory(job=job, step_from=0, step_to=99, samples=4800)
+    whole = sample_ledger(job)
+    LedgerRangeFactory(job=job, step_from=100, step_to=199, duplicated=[[150, 3]])
+
+    assert whole.whole
+    assert (whole.step_from, whole.step_to, whole.samples) == (0, 99, 4800)
+    assert not sample_ledger(job).whole
+
+
+@pytest.mark.django_db
+def test_a_spare_that_is_not_heard_is_not_ready() -> None:
+    node = NodeFactory(spare=True)
+    heard = fleet_of([node.cluster])[node.cluster_id].spares
+    node.lease.reachable = False
+    node.lease.save()
+
+    assert heard == 1
+    assert fleet_of([node.cluster])[node.cluster_id].spares == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (0.0, "0 s"),
+        (0.084, "84 ms"),
+        (0.312, "0.31 s"),
+        (12.44, "12.4 s"),
+        (59.97, "1 m 00 s"),
+        (184.0, "3 m 04 s"),
+        (7500.0, "2 h 05 m"),
+    ],
+)
+def test_durations_are_told_as_precisely_as_they_matter(value: float, told: str) -> None:
+    assert seconds(value) == told
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [(0, "0 s"), (59.9, "59 s"), (240, "4 min"), (11_100, "3 h 05 min"), (600_000, "6 d")],
+)
+def test_ages_are_coarse(value: float, told: str) -> None:
+    assert coarse(value) == told
+
+
+def test_numbers_are_grouped_by_thin_spaces() -> None:
+    assert number(1_234_567) == "1\u202f234\u202f567"
+
+
+def test_evidence_is_told_in_words() -> None:
+    told = evidence({"boot_id": None, "reachable": False, "shards": [6, 7], "gap_s": 0.31})
+
+    assert told == [
+        ("boot id", "\N{EN DASH}"),
+        ("reachable", "no"),
+        ("shards", "6, 7"),
+        ("gap s", "0.31"),
+    ]
+
+
+def test_prose_knows_headings_lists_and_emphasis() -> None:
+    html = prose("# Title\n- one\n- **two**\n\n1. first\n\n_why_ `a_b_c`")
+
+    assert "<h3>Title</h3>" in html
+    assert "<ul><li>one</li><li><strong>two</strong></li></ul>" in html
+    assert "<ol><li>first</li></ol>" in html
+    assert "<p><em>why</em> <code>a_b_c</code></p>" in html

@@ -1,0 +1,158 @@
+"""Real coordinators and ranks for the tests: started, killed, and read back from their logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "a-token-of-this-test"
+PATIENCE_S = 90.0
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    """Poll until the condition gives something true; fail with `what` otherwise."""
+    deadline = time.monotonic() + PATIENCE_S
+    pause = threading.Event()
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        pause.wait(0.02)
+    raise AssertionError(f"never happened: {what}")
+
+
+@dataclass
+class Fleet:
+    """One job's processes on this machine."""
+
+    folder: Path
+    world: int
+    min_replicas: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    url: str = ""
+    port: int = 0
+    coordinator: subprocess.Popen[bytes] | None = None
+    ranks: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start_coordinator(self) -> None:
+        port_file = self.folder / "port"
+        port_file.unlink(missing_ok=True)
+        self.coordinator = self._run(
+            "coordinator",
+            ["-m", "runtime.replica.coordinator", "--job", "job_t"]
+            + ["--min-replicas", str(self.min_replicas), "--state-dir", str(self.folder / "c")]
+            + ["--listen", f"127.0.0.1:{self.port}", "--port-file", str(port_file)],
+            {},
+        )
+        until(port_file.exists, "the coordinator listens")
+        self.port = int(port_file.read_text())
+
+    def start_rank(self, replica: int) -> subprocess.Popen[bytes]:
+        environment = {
+            "DRYDOCK_JOB": "job_t",
+            "DRYDOCK_REPLICA": str(replica),
+            "DRYDOCK_RANK": "0",
+            "DRYDOCK_PLACEMENT": f"plc_{len(self.started)}",
+            "DRYDOCK_COORDINATOR": f"127.0.0.1:{self.port}",
+            "DRYDOCK_URL": self.url,
+            "DRYDOCK_STATE_DIR": str(self.folder / "state"),
+            "DRYDOCK_OPTIONS": json.dumps({"folder": str(self.folder), **self.options}),
+        }
+        script = str(Path(__file__).with_name("tiny.py"))
+        self.ranks[replica] = self._run(f"rank{replica}", [script], environment)
+        return self.ranks[replica]
+
+    def start(self) -> None:
+        self.start_coordinator()
+        for replica in range(self.world):
+            self.start_rank(replica)
+
+    def kill(self, *replicas: int) -> None:
+        for replica in replicas:
+            self.ranks[replica].kill()
+        for replica in replicas:
+            self.ranks.pop(replica).wait()
+
+    def ask(self, **message: Any) -> dict[str, Any]:
+        """One line to the coordinator, one line back."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as connection:
+            connection.sendall(json.dumps({"token": TOKEN, **message}).encode() + b"\n")
+            answer: dict[str, Any] = json.loads(connection.makefile().readline())
+            return answer
+
+    def steps(self, replica: int) -> list[dict[str, Any]]:
+        """What the replica committed, over all its incarnations."""
+        path = self.folder / f"steps.{replica}"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def last(self, replica: int) -> dict[str, Any]:
+        steps = self.steps(replica)
+        return steps[-1] if steps else {"step": -1, "members": [], "epoch": 0}
+
+    def wait_for_step(self, step: int) -> None:
+        until(lambda: self.newest() >= step, f"step {step}")
+
+    def newest(self) -> int:
+        return max(self.last(replica)["step"] for replica in self.ranks)
+
+    def wait_for_members(self, members: list[int]) -> None:
+        until(
+            lambda: all(self.last(r)["members"] == members for r in members),
+            f"members are {members}",
+        )
+
+    def train_on(self, steps: int = 20) -> None:
+        """Wait for more steps than there are now."""
+        self.wait_for_step(self.newest() + steps)
+
+    def stop(self) -> None:
+        """SIGTERM to all ranks; they end at one edge."""
+        for process in self.ranks.values():
+            process.send_signal(signal.SIGTERM)
+        for process in self.ranks.values():
+            assert process.wait(PATIENCE_S) == 0
+
+    def digests(self) -> set[str]:
+        """Of the whole state at the end."""
+        return {(self.folder / f"digest.{r}").read_text() for r in self.ranks}
+
+    def weights(self) -> set[str]:
+        """Of all but the ledger, whose epochs tell of deaths."""
+        return {(self.folder / f"weights.{r}").read_text() for r in self.ranks}
+
+    def close(self) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def _run(
+        self, name: str, arguments: list[str], environment: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("DRYDOCK")}
+        common = {
+            "PYTHONPATH": str(ROOT),
+            "DRYDOCK_TOKEN": TOKEN,
+            "DRYDOCK_WORLD_REPLICAS": str(self.world),
+        }
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                env={**inherited, **common, **environment},
+                stdout=log,
+                stderr=log,
+            )
+        self.started.append(process)
+        return process

@@ -1,0 +1,112 @@
+"""A checkpoint named complete restores bit for bit; a damaged one is never chosen."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.checkpoint import store
+from runtime.snapshot import Damaged, Staged, stage
+
+
+def some_state(step: int) -> Staged:
+    generator = torch.Generator().manual_seed(step)
+    state = {
+        "model": {"weight": torch.randn(300, 7, generator=generator), "empty": torch.empty(0, 3)},
+        "optimizer": {0: (torch.randn(5, generator=generator).bfloat16(), 0.25), 1: None},
+        "text": "kept as it is",
+        "scalar": torch.tensor(step),
+    }
+    return stage(state, step)
+
+
+def flip_a_bit(path: Path, where: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[where % len(data)] ^= 1 << (where % 8)
+    path.write_bytes(data)
+
+
+def test_what_is_read_equals_what_was_staged(tmp_path: Path) -> None:
+    staged = some_state(7)
+
+    path = store.write(tmp_path, staged)
+    state = store.read(path).state()
+
+    assert stage(state, 7).digest == staged.digest
+    assert state["optimizer"][0][1] == 0.25
+    assert state["model"]["empty"].shape == (0, 3)
+    assert state["scalar"].shape == ()
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in range(5):
+        store.write(tmp_path, some_state(step), keep=3)
+
+    assert [p.name for p in store.candidates(tmp_path)] == [
+        "step-00000004",
+        "step-00000003",
+        "step-00000002",
+    ]
+
+
+@pytest.mark.parametrize("name", ["tensors.bin", "manifest.json"])
+def test_any_flipped_bit_makes_the_next_older_one_chosen(tmp_path: Path, name: str) -> None:
+    store.write(tmp_path, some_state(1))
+    newer = store.write(tmp_path, some_state(2))
+    whole = (newer / name).read_bytes()
+    places = random.Random(4)
+
+    chosen = set()
+    for _ in range(100):
+        flip_a_bit(newer / name, places.randrange(1 << 30))
+        chosen.add(store.newest(tmp_path)[1].step)
+        (newer / name).write_bytes(whole)
+
+    assert chosen == {1}
+
+
+@pytest.mark.parametrize("name", ["tensors.bin", "manifest.json"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_torn_file_is_never_chosen(tmp_path: Path, name: str, share: float) -> None:
+    store.write(tmp_path, some_state(1))
+    newer = store.write(tmp_path, some_state(2))
+
+    os.truncate(newer / name, int((newer / name).stat().st_size * share))
+
+    assert store.newest(tmp_path)[1].step == 1
+
+
+def test_a_missing_file_is_never_chosen(tmp_path: Path) -> None:
+    newer = store.write(tmp_path, some_state(2))
+
+    (newer / "tensors.bin").unlink()
+
+    assert store.newest(tmp_path) is None
+
+
+def test_a_damaged_tensor_is_named(tmp_path: Path) -> None:
+    path = store.write(tmp_path, some_state(2))
+
+    flip_a_bit(path / "tensors.bin", 80)
+
+    with pytest.raises(Damaged, match=r"model\.weight"):
+        store.read(path)
+
+
+def test_a_draft_left_by_a_dead_writer_is_not_seen_and_goes(tmp_path: Path) -> None:
+    draft = tmp_path / ".writing-00000009-999999999"
+    draft.mkdir(parents=True)
+
+    store.write(tmp_path, some_state(1))
+
+    assert not draft.exists()
+    assert store.newest(tmp_path)[1].step == 1
+
+
+def test_what_cannot_be_kept_without_pickle_is_refused() -> None:
+    with pytest.raises(TypeError, match="state_dict"):
+        stage({"thing": object()}, 0)

@@ -1,0 +1,150 @@
+"""Messages outlive a control plane that is away, and arrive once it is back."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from replicas import TOKEN, Fleet, until
+
+from runtime.client import Directive, Ledger, Sender, Trouble
+
+
+class Door:
+    """A stand-in for ingest: keeps what it is sent, answers what the test says."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.refuses = "nothing"
+        self.batches: list[dict[str, Any]] = []
+        self.reply: dict[str, Any] = {"ledger_step": -1, "directives": []}
+        door = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                authorised = self.headers["Authorization"] == f"Bearer {TOKEN}"
+                refused = door.refuses.encode() in body
+                door.batches += [] if refused else [json.loads(body)]
+                answer = json.dumps(door.reply).encode()
+                self.send_response(422 if refused else 200 if authorised else 401)
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *_args: Any) -> None:
+                """The tests read `batches` instead."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.port = self.server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def messages(self, kind: str) -> list[dict[str, Any]]:
+        found = [m for batch in list(self.batches) for m in batch["messages"]]
+        return [m for m in found if m["type"] == kind]
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    door = Door()
+    yield door
+    door.close()
+
+
+def make_sender(url: str) -> Sender:
+    return Sender(url, TOKEN, job="job_t", replica=0, rank=0, placement="plc_0")
+
+
+def test_messages_are_kept_while_the_door_is_shut_and_arrive_in_order() -> None:
+    shut = Door()
+    shut.close()
+    sender = make_sender(shut.url)
+    sender.start()
+    for number in range(300):
+        sender.tell(Trouble(kind="test", text=str(number), at=1.0))
+
+    opened = Door(shut.port)
+    until(lambda: len(opened.messages("trouble")) >= 300, "all messages arrive")
+    sender.close(5.0)
+    opened.close()
+
+    assert [m["text"] for m in opened.messages("trouble")] == [str(n) for n in range(300)]
+    assert opened.batches[0]["placement"] == "plc_0"
+
+
+def test_a_directive_is_obeyed_once_however_often_it_is_said(door: Door) -> None:
+    obeyed: list[Directive] = []
+    door.reply["directives"] = [{"id": "dir_1", "verb": "checkpoint", "args": {}}]
+    sender = make_sender(door.url)
+    sender.on_directive = obeyed.append
+    sender.start()
+
+    for number in range(3):
+        sender.tell(Trouble(kind="test", text=str(number), at=1.0))
+        until(lambda n=number: len(door.messages("trouble")) > n, "the message arrives")
+    sender.close(5.0)
+
+    assert [d.verb for d in obeyed] == ["checkpoint"]
+
+
+def test_a_message_that_is_refused_for_good_does_not_hold_up_the_others(door: Door) -> None:
+    door.refuses = "unbearable"
+    sender = make_sender(door.url)
+    for text in ("before", "unbearable", "after"):
+        sender.tell(Trouble(kind="test", text=text, at=float("nan")))
+
+    sender.start()
+    until(lambda: door.messages("trouble"), "the others arrive")
+    sender.close(5.0)
+
+    assert [m["text"] for m in door.messages("trouble")] == ["before", "after"]
+    assert {m["at"] for m in door.messages("trouble")} == {None}
+
+
+def test_the_ledger_is_told_from_where_the_control_plane_stands(door: Door) -> None:
+    asked: list[int] = []
+
+    def ledger(known: int) -> list[Ledger]:
+        asked.append(known)
+        return [Ledger(step_from=known + 1, step_to=known + 5, epoch=1, samples=5)]
+
+    door.reply["ledger_step"] = 41
+    sender = make_sender(door.url)
+    sender.ledger = ledger
+    sender.start()
+    sender.tell(Trouble(kind="test", text="hello", at=1.0))
+    until(lambda: door.messages("ledger"), "a ledger arrives")
+    sender.close(5.0)
+
+    assert door.messages("ledger")[0]["step_from"] == 42
+    assert set(asked) == {41}
+
+
+def test_a_job_tells_its_life(door: Door, make_fleet: Callable[..., Fleet]) -> None:
+    fleet = make_fleet(2, url=door.url, options={"checkpoint_s": 0.2})
+    fleet.start()
+    until(lambda: door.messages("ledger"), "a ledger arrives")
+    fleet.kill(0)
+    until(lambda: len(door.messages("regrouped")) == 2, "the survivor tells that it went on")
+    until(lambda: door.messages("checkpoint"), "a checkpoint is told")
+    door.reply["directives"] = [{"id": "dir_9", "verb": "stop", "args": {}}]
+    assert fleet.ranks[1].wait(60) == 0
+
+    assert {m["pid"] for m in door.messages("hello")} == {p.pid for p in fleet.started[1:]}
+    (lost,) = door.messages("peer_lost")
+    assert (lost["epoch"], lost["replica"], lost["placement"]) == (1, 0, "plc_1")
+    begun, regrouped = door.messages("regrouped")
+    assert (begun["epoch"], begun["lost"], begun["replicas"]) == (1, [], [0, 1])
+    assert (regrouped["epoch"], regrouped["lost"], regrouped["replicas"]) == (2, [0], [1])
+    assert door.messages("progress")[-1]["replicas"] == [1]
+    assert all(m["lost"] == m["duplicated"] == [] for m in door.messages("ledger"))
+    (stopped,) = door.messages("stopped")
+    assert stopped["step"] == fleet.last(1)["step"]

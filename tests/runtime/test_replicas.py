@@ -1,0 +1,159 @@
+"""Replicas die, others take over, newcomers come back: with real processes and sockets."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from replicas import Fleet, until
+
+MakeFleet = Callable[..., Fleet]
+
+
+def assert_every_sample_once(steps: list[dict[str, Any]], first: int) -> None:
+    """The steps follow each other, and each summed each of its twelve shards exactly once."""
+    assert [s["step"] for s in steps] == list(range(first, first + len(steps)))
+    assert {tuple(s["coverage"]) for s in steps} == {(1,) * 12}
+    assert {s["samples"] for s in steps} == {24}
+
+
+def test_survivors_take_over_and_a_newcomer_enters_with_an_equal_state(
+    make_fleet: MakeFleet,
+) -> None:
+    fleet = make_fleet(4)
+    fleet.start()
+    fleet.wait_for_step(20)
+    survivors = {r: p.pid for r, p in fleet.ranks.items() if r != 2}
+
+    fleet.kill(2)
+    fleet.wait_for_members([0, 1, 3])
+    fleet.train_on()
+    fleet.start_rank(2)
+    fleet.wait_for_members([0, 1, 2, 3])
+    fleet.train_on()
+    fleet.stop()
+
+    assert {r: fleet.ranks[r].pid for r in survivors} == survivors
+    for replica in survivors:
+        assert_every_sample_once(fleet.steps(replica), 0)
+    assert len(fleet.digests()) == 1
+
+
+def test_two_deaths_at_once_and_two_newcomers(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(4)
+    fleet.start()
+    fleet.wait_for_step(20)
+
+    fleet.kill(0, 3)
+    fleet.wait_for_members([1, 2])
+    fleet.start_rank(3)
+    fleet.start_rank(0)
+    fleet.wait_for_members([0, 1, 2, 3])
+    fleet.train_on()
+    fleet.stop()
+
+    assert_every_sample_once(fleet.steps(1), 0)
+    assert_every_sample_once(fleet.steps(2), 0)
+    assert len(fleet.digests()) == 1
+
+
+def test_below_the_minimum_members_wait_holding_their_state(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(2, min_replicas=2)
+    fleet.start()
+    fleet.wait_for_step(20)
+
+    fleet.kill(1)
+    until(lambda: fleet.ask(op="status")["members"] == [0], "the loss is known")
+    fleet.start_rank(1)
+    fleet.train_on()
+    fleet.stop()
+
+    assert {tuple(s["members"]) for s in fleet.steps(0)} == {(0, 1)}
+    assert_every_sample_once(fleet.steps(0), 0)
+    assert len(fleet.digests()) == 1
+
+
+def test_a_dead_coordinator_costs_no_step_and_its_successor_goes_on(
+    make_fleet: MakeFleet,
+) -> None:
+    fleet = make_fleet(3)
+    fleet.start()
+    fleet.wait_for_step(20)
+
+    fleet.coordinator.kill()
+    fleet.coordinator.wait()
+    fleet.train_on(50)
+    fleet.start_coordinator()
+    until(lambda: len(fleet.ask(op="status")["peers"]) == 3, "members found the successor")
+    fleet.train_on()
+    unbroken = {s["epoch"] for s in fleet.steps(0)}
+    fleet.kill(1)
+    fleet.wait_for_members([0, 2])
+    fleet.stop()
+
+    assert unbroken == {1}
+    assert_every_sample_once(fleet.steps(0), 0)
+    assert len(fleet.digests()) == 1
+
+
+def test_the_agents_word_counts_only_for_the_present_placement(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(2)
+    fleet.start()
+    fleet.wait_for_step(5)
+    status = fleet.ask(op="status")
+
+    stale = fleet.ask(op="exit", replica=1, placement="plc_of_long_ago", code=-9)
+    unmoved = fleet.ask(op="status")
+    fleet.ask(op="exit", replica=1, placement="plc_2", code=-9)
+
+    assert stale == {"ok": True}
+    assert unmoved["epoch"] == status["epoch"] == 1
+    assert unmoved["members"] == [0, 1]
+    assert fleet.ask(op="status")["epoch"] > 1
+
+
+def test_a_silent_replica_is_dropped_and_comes_back_by_itself(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(3)
+    fleet.start()
+    fleet.wait_for_step(5)
+
+    fleet.ranks[1].send_signal(signal.SIGSTOP)
+    until(lambda: fleet.last(0)["members"] == [0, 2], "the silent one is dropped")
+    fleet.ranks[1].send_signal(signal.SIGCONT)
+    fleet.wait_for_members([0, 1, 2])
+    fleet.train_on()
+    fleet.stop()
+
+    assert_every_sample_once(fleet.steps(0), 0)
+    assert len(fleet.digests()) == 1
+
+
+def test_a_wrong_token_is_refused_with_one_line(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(1)
+    fleet.start_coordinator()
+
+    with socket.create_connection(("127.0.0.1", fleet.port), timeout=10) as connection:
+        connection.sendall(b'{"op": "status", "token": "guessed"}\n')
+        lines = connection.makefile().readlines()
+
+    assert len(lines) == 1
+    assert "wrong token" in json.loads(lines[0])["error"]
+
+
+def test_a_resume_equals_the_run_that_was_left_alone(make_fleet: MakeFleet) -> None:
+    alone = make_fleet(1, options={"steps": 400})
+    alone.start()
+    assert alone.ranks[0].wait(90) == 0
+    killed = make_fleet(1, options={"steps": 400, "checkpoint_s": 0.01})
+    killed.start()
+    checkpoints = killed.folder / "state" / "checkpoints"
+    until(lambda: len(list(checkpoints.glob("step-*"))) >= 2, "two checkpoints")
+
+    killed.kill(0)
+    resumed = killed.start_rank(0)
+
+    assert resumed.wait(90) == 0
+    assert killed.weights() == alone.weights()
