@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {
     "width": 64,
     "layers": 2,
     "context": 64,
-    "shard_size": 4,
+    "shard_size": 2,
     "seed": 7,
     "learning_rate": 3e-3,
     "checkpoint_s": 20.0,

@@ -116,7 +116,7 @@ class PeerLost:
 
 @dataclass(frozen=True, kw_only=True)
 class Regrouped:
-    """A new epoch committed its first step. Key: (job, epoch)."""
+    """A new epoch committed its first step; not told when a job begins. Key: (job, epoch)."""
 
     type: ClassVar[str] = "regrouped"
     epoch: int
@@ -232,6 +232,7 @@ class Sender:
         self.ledger_step: int | None = None  # what the control plane said it holds; None: unknown
         self.gather: Callable[[], list[Message]] = list
         self.ledger: Callable[[int], list[Ledger]] = _no_ledger
+        self.acknowledged: Callable[[list[Ledger]], None] = _ignore
         self.on_directive: Callable[[Directive], None] = _ignore
         self.speaks = False  # the lowest live replica asks for directives even with no news
         self._url = urlsplit(url.rstrip("/") + "/v1/runtime") if url else None
@@ -277,7 +278,7 @@ class Sender:
         """One batch; True if the control plane holds it now, or if there was nothing to say."""
         self._queue.extend(self.gather())
         kept = list(self._queue)[: self._per_post]
-        known = [] if self.ledger_step is None else self.ledger(self.ledger_step)
+        known = [] if self.ledger_step is None else self.ledger(self.ledger_step)[:MAX_PER_POST]
         if not kept and not known and not self.speaks:
             return True
         batch = Batch(
@@ -286,7 +287,7 @@ class Sender:
             rank=self.rank,
             placement=self.placement,
             sent_at=time.time(),
-            messages=[encode(message) for message in [*kept, *known[:MAX_PER_POST]]],
+            messages=[encode(message) for message in [*kept, *known]],
         )
         try:
             reply = self._request(json.dumps(asdict(batch)).encode())
@@ -301,6 +302,7 @@ class Sender:
             if self._queue and self._queue[0] is message:
                 self._queue.popleft()
         self.ledger_step = int(reply.get("ledger_step", -1))
+        self.acknowledged(known)
         for raw in reply.get("directives", []):
             self._obey(Directive(id=raw["id"], verb=raw["verb"], args=raw.get("args", {})))
         return True
@@ -345,5 +347,5 @@ def _no_ledger(_step: int) -> list[Ledger]:
     return []
 
 
-def _ignore(_directive: Directive) -> None:
-    """Until the training loop listens, a directive has nobody to obey it."""
+def _ignore(_heard: Any) -> None:
+    """Until the training loop listens, what the control plane says concerns nobody."""

@@ -168,14 +168,18 @@ def series(job: Job, *, after_step: int | None, window_s: float | None) -> dict[
         return None
     return {
         "step": [point[0] for point in points],
-        "at": [round(point[1], 3) for point in points],
-        "loss": [point[2] for point in points],
-        "throughput": [point[3] for point in points],
-        "gap_s": [point[4] for point in points],
+        "at": [_rounded(point[1], 3) for point in points],
+        "loss": [_rounded(point[2], 6) for point in points],
+        "throughput": [_rounded(point[3], 2) for point in points],
+        "gap_s": [_rounded(point[4], 4) for point in points],
         "marks": _chart_marks(job, 5 if after_step is not None else 100),
         "checkpoints": _chart_checkpoints(job, 5 if after_step is not None else 200),
         "now": timezone.now().timestamp(),
     }
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 # Progress grouped into equal stretches of time: `annotate(bucket=...).values("bucket").annotate()`,

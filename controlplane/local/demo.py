@@ -38,7 +38,7 @@ BOOT_GRACE_S = 60.0
 
 Say = Callable[[str], None]
 
-READY = (NodeState.AVAILABLE, NodeState.ALLOCATED)
+UNTESTED = (NodeState.ENROLLED, NodeState.VALIDATING)
 
 
 class DemoError(Exception):
@@ -87,7 +87,7 @@ def ensure_clusters(nodes: list[NodePlan]) -> None:
 
 
 def admit_fleet(plans: list[NodePlan], say: Say) -> None:
-    """Wait until all nodes have enrolled, introduce each once, and wait until they take work."""
+    """Wait until all nodes have enrolled, introduce each once, and await their diagnostics."""
     rows = _await_enrolment(plans, say)
     for plan in plans:
         node = rows[plan.name]
@@ -98,8 +98,7 @@ def admit_fleet(plans: list[NodePlan], say: Say) -> None:
             if plan.spare:
                 fleet_actions.set_spare(SYSTEM, node.pk, True)
             incidents.admit_node(SYSTEM, node.pk)
-    newcomers = [node.pk for node in rows.values() if node.state == NodeState.ENROLLED]
-    _await_admission(newcomers, say)
+    _await_admission([node.pk for node in rows.values() if node.state in UNTESTED], say)
 
 
 def start_job(say: Say) -> Job:
@@ -132,10 +131,13 @@ def _await_enrolment(plans: list[NodePlan], say: Say) -> dict[str, Node]:
 
 
 def _await_admission(node_ids: list[str], say: Say) -> None:
-    def ready() -> int:
-        return Node.objects.filter(pk__in=node_ids, state__in=READY).count()
+    def tested() -> int:
+        return Node.objects.filter(pk__in=node_ids).exclude(state__in=UNTESTED).count()
 
-    _await_count(ready, len(node_ids), "nodes passed diagnostics", ADMISSION_DEADLINE_S, say)
+    _await_count(tested, len(node_ids), "nodes went through diagnostics", ADMISSION_DEADLINE_S, say)
+    failed = Node.objects.filter(pk__in=node_ids, state=NodeState.VALIDATION_FAILED)
+    for name in failed.values_list("name", flat=True):
+        say(f"{name} failed its diagnostics; see its page")
 
 
 def _await_first_steps(job: Job, say: Say) -> Job:

@@ -25,7 +25,9 @@ from controlplane.local import runfile
 #: Set, to the home's path, for all that `up` starts and for whatever those start in turn.
 MARK = "DRYDOCK_STARTED_FOR"
 
-PLAIN_NAMES = frozenset({"PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "VIRTUAL_ENV", "USER"})
+PLAIN_NAMES = frozenset(
+    {"PATH", "PYTHONPATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "TZ", "VIRTUAL_ENV"}
+)
 
 #: A log above this size is begun anew, in bytes; the old one is kept once.
 MAX_LOG_BYTES = 20_000_000

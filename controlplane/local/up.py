@@ -111,7 +111,7 @@ def _start(options: Options, nodes: list[fleet.NodePlan], supervisor: Supervisor
     services.wait_ready(plan, children, supervisor.wait)
     product = _product_environment(options, plan)
     runfile.write(product, os.getpid())
-    environment = {**os.environ, **product, "PYTHONPATH": str(runfile.REPOSITORY)}
+    environment = {**os.environ, **product}
     say("PostgreSQL and Redis answer")
 
     count = str(len(nodes))

@@ -20,10 +20,10 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runtime.replica.connection import Peer, read_line
 from runtime.replica.plan import Report, take_over
 from runtime.replica.record import Record, RecordFile
 
@@ -36,37 +36,6 @@ GATHER_S = 10.0  # a whole job that starts again: how long to wait for the rest 
 CATCH_UP_S = 2.0  # how long members wait at an edge for a newcomer to catch up
 TICK_S = 0.1
 MAX_LINE = 1 << 20
-
-
-@dataclass(eq=False)
-class Peer:
-    """One replica's open connection and where it stands."""
-
-    replica: int
-    placement: str
-    address: str  # its snapshot server
-    gloo_port: int
-    shards: int
-    writer: asyncio.StreamWriter
-    #: fresh (told nothing yet), loading, syncing, ready (holds a state), member
-    phase: str = "fresh"
-    step: int = -1
-    digest: str = ""
-    report: Report | None = None
-    leaving: bool = False  # its report said that all stop at this edge
-    proof: str = ""
-    caught_up: bool = False
-    heard: float = field(default_factory=time.monotonic)
-    asked: set[str] = field(default_factory=set)  # what this peer was already told this round
-
-    def tell(self, **message: Any) -> None:
-        if not self.writer.is_closing():
-            self.writer.write(json.dumps(message).encode() + b"\n")
-
-    def tell_once(self, op: str, **message: Any) -> None:
-        if op not in self.asked:
-            self.asked.add(op)
-            self.tell(op=op, **message)
 
 
 class Coordinator:
@@ -428,6 +397,7 @@ class Coordinator:
         message = {
             "op": "epoch",
             "epoch": before.epoch + 1,
+            "begins": not any(p.phase == "member" for p in peers),
             "members": [
                 {"replica": p.replica, "placement": p.placement, "gloo_port": p.gloo_port}
                 for p in sorted(peers, key=lambda p: p.replica)
@@ -463,17 +433,6 @@ class Coordinator:
             peer.asked.discard("catch_up")
             peer.caught_up = False
         log.info("granted epoch=%s members=%s step=%s", record.epoch, sorted(members), plan.step)
-
-
-async def read_line(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """The next JSON object, or None at the end of the stream."""
-    line = await reader.readline()
-    if not line.endswith(b"\n"):
-        return None
-    message = json.loads(line)
-    if not isinstance(message, dict):
-        raise ValueError("a line must be a JSON object")
-    return message
 
 
 async def run(coordinator: Coordinator, host: str, port: int, port_file: Path | None) -> None:

@@ -64,30 +64,44 @@ class Gloo:
             )
         self.port = ports.pop()
         self.group: ProcessGroupGloo | None = None
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._broken_epoch = -1  # the highest epoch known to be broken
         self._epoch = 0
         self._peer_ports: set[int] = set()
 
     def build(self, link: Link, epoch: int, ports: list[int], rank: int) -> None:
-        """Connect all ranks of an epoch. Raises Severed if the epoch breaks meanwhile."""
-        with self._lock:
+        """Connect all ranks of an epoch. Raises Severed as soon as the epoch breaks meanwhile.
+
+        The connecting runs in a thread of its own: it cannot be interrupted while it waits for a
+        peer that died, so it is left behind then, to end by its timeout.
+        """
+        with self._changed:
             self.group = None
             self._epoch = epoch
             self._peer_ports = set(ports) - {self.port}
         if len(ports) == 1:
             return
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [self.device]
-        options._timeout = datetime.timedelta(seconds=BUILD_S)
-        try:
-            group = ProcessGroupGloo(LinkStore(link, epoch), rank, len(ports), options)
-        except (RuntimeError, LinkLost, TimeoutError) as error:
-            raise Severed(f"epoch {epoch} broke while its group was built: {error}") from error
-        with self._lock:
-            if self._broken_epoch >= epoch:
-                raise Severed(f"epoch {epoch} broke while its group was built")
-            self.group = group
+        built: list[ProcessGroupGloo | Exception] = []
+
+        def connect() -> None:
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [self.device]
+            options._timeout = datetime.timedelta(seconds=BUILD_S)
+            result: ProcessGroupGloo | Exception
+            try:
+                result = ProcessGroupGloo(LinkStore(link, epoch), rank, len(ports), options)
+            except (RuntimeError, LinkLost, TimeoutError) as error:
+                result = error
+            with self._changed:
+                built.append(result)
+                self._changed.notify_all()
+
+        threading.Thread(target=connect, name="drydock-connect", daemon=True).start()
+        with self._changed:
+            self._changed.wait_for(lambda: built or self.broken(epoch))
+            if self.broken(epoch) or isinstance(built[0], Exception):
+                raise Severed(f"epoch {epoch} broke while its group was built: {built}")
+            self.group = built[0]
 
     def all_reduce(self, buffer: torch.Tensor) -> None:
         """Sum the buffer over the group, in place. Raises Severed."""
@@ -105,8 +119,9 @@ class Gloo:
 
     def sever(self, epoch: int) -> None:
         """Make every collective of this epoch fail now. May be called from any thread."""
-        with self._lock:
+        with self._changed:
             self._broken_epoch = max(self._broken_epoch, epoch)
+            self._changed.notify_all()
             if epoch < self._epoch:
                 return
             for connection in established_sockets(self.port, self._peer_ports):

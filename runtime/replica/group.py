@@ -12,12 +12,10 @@ import os
 import queue
 import random
 import signal
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,7 +27,7 @@ from runtime.data import Batches, Shard, checksum
 from runtime.job import Job
 from runtime.replica.flat import FlatGradients, Tail
 from runtime.replica.gloo import Gloo, Severed
-from runtime.replica.link import Link, Refused
+from runtime.replica.link import Link, Refused, own_address
 from runtime.replica.peers import (
     NotKept,
     PeerFailed,
@@ -41,26 +39,13 @@ from runtime.replica.peers import (
 )
 from runtime.replica.plan import divide
 from runtime.replica.state import Stateful, TrainingState
-from runtime.replica.telling import Teller
+from runtime.replica.telling import Committed, Teller
 from runtime.snapshot import Damaged
 
 log = logging.getLogger("drydock.replica")
 
 MAX_REFUSED_STEPS = 3
 LEAVE_S = 5.0  # how long a stopping member waits for the coordinator's leave to go
-
-
-@dataclass(frozen=True, kw_only=True)
-class Committed:
-    """One applied step, as all members saw it."""
-
-    step: int
-    epoch: int
-    loss: float
-    grad_norm: float
-    samples: int
-    coverage: list[int]
-    members: list[int]
 
 
 class ReplicaGroup:
@@ -236,6 +221,7 @@ class ReplicaGroup:
                     loss=tail.loss,
                     grad_norm=grad_norm,
                     samples=tail.samples,
+                    at=time.time(),
                     coverage=tail.coverage,
                     members=sorted(self.members),
                 )
@@ -506,12 +492,3 @@ class ReplicaGroup:
         self.link.close(goodbye=goodbye)
         self.peers.close()
         self.job.sender.close(3.0)
-
-
-def own_address(coordinator: str) -> str:
-    """The address of ours at which those who reach the coordinator reach us."""
-    host, _, port = coordinator.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))
-        address: str = probe.getsockname()[0]
-        return address

@@ -159,3 +159,12 @@ class Link:
         if op == "refused":
             self._closing.set()
         self.inbox.put(message)
+
+
+def own_address(coordinator: str) -> str:
+    """The address of ours at which those who reach the coordinator reach us."""
+    host, _, port = coordinator.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        address: str = probe.getsockname()[0]
+        return address

@@ -38,7 +38,7 @@ from tests.factories import (
 pytestmark = pytest.mark.django_db
 
 #: Sessions, users and grants are read on every page.
-QUERIES = {"overview": 12, "jobs": 4, "job": 13, "incidents": 4, "incident": 14}
+QUERIES = {"overview": 12, "jobs": 4, "job": 11, "incidents": 4, "incident": 10}
 
 
 @pytest.fixture

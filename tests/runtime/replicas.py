@@ -40,6 +40,7 @@ class Fleet:
     min_replicas: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     url: str = ""
+    shared_disk: bool = True  # one state folder for all replicas, or one for each
     port: int = 0
     coordinator: subprocess.Popen[bytes] | None = None
     ranks: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -48,12 +49,16 @@ class Fleet:
     def start_coordinator(self) -> None:
         port_file = self.folder / "port"
         port_file.unlink(missing_ok=True)
+        options = {
+            "--job": "job_t",
+            "--min-replicas": str(self.min_replicas),
+            "--state-dir": str(self.folder / "c"),
+            "--listen": f"127.0.0.1:{self.port}",
+            "--port-file": str(port_file),
+        }
+        words = [word for pair in options.items() for word in pair]
         self.coordinator = self._run(
-            "coordinator",
-            ["-m", "runtime.replica.coordinator", "--job", "job_t"]
-            + ["--min-replicas", str(self.min_replicas), "--state-dir", str(self.folder / "c")]
-            + ["--listen", f"127.0.0.1:{self.port}", "--port-file", str(port_file)],
-            {},
+            "coordinator", ["-m", "runtime.replica.coordinator", *words], {}
         )
         until(port_file.exists, "the coordinator listens")
         self.port = int(port_file.read_text())
@@ -66,7 +71,9 @@ class Fleet:
             "DRYDOCK_PLACEMENT": f"plc_{len(self.started)}",
             "DRYDOCK_COORDINATOR": f"127.0.0.1:{self.port}",
             "DRYDOCK_URL": self.url,
-            "DRYDOCK_STATE_DIR": str(self.folder / "state"),
+            "DRYDOCK_STATE_DIR": str(
+                self.folder / ("state" if self.shared_disk else f"state{replica}")
+            ),
             "DRYDOCK_OPTIONS": json.dumps({"folder": str(self.folder), **self.options}),
         }
         script = str(Path(__file__).with_name("tiny.py"))

@@ -58,7 +58,7 @@ def test_any_flipped_bit_makes_the_next_older_one_chosen(tmp_path: Path, name: s
     store.write(tmp_path, some_state(1))
     newer = store.write(tmp_path, some_state(2))
     whole = (newer / name).read_bytes()
-    places = random.Random(4)
+    places = random.Random(4)  # noqa: S311 - which bits, not secrecy
 
     chosen = set()
     for _ in range(100):

@@ -54,7 +54,9 @@ def test_after_a_takeover_every_shard_is_held_or_assigned_exactly_once(
 
 
 def test_of_two_who_claim_a_shard_the_later_discards_all_it_holds() -> None:
-    plan = take_over([Report(replica=0, step=3, held=(1,)), Report(replica=4, step=3, held=(1, 2))], 4)
+    plan = take_over(
+        [Report(replica=0, step=3, held=(1,)), Report(replica=4, step=3, held=(1, 2))], 4
+    )
 
     assert plan.held == {0: [1], 4: []}
     assert sorted(plan.assign[0] + plan.assign[4]) == [0, 2, 3]

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from replicas import Fleet, until
 
 MakeFleet = Callable[..., Fleet]
@@ -76,8 +77,9 @@ def test_below_the_minimum_members_wait_holding_their_state(make_fleet: MakeFlee
     assert len(fleet.digests()) == 1
 
 
+@pytest.mark.parametrize("what_is_left", ["coordinator.json", "nothing.json"])
 def test_a_dead_coordinator_costs_no_step_and_its_successor_goes_on(
-    make_fleet: MakeFleet,
+    make_fleet: MakeFleet, what_is_left: str
 ) -> None:
     fleet = make_fleet(3)
     fleet.start()
@@ -86,6 +88,7 @@ def test_a_dead_coordinator_costs_no_step_and_its_successor_goes_on(
     fleet.coordinator.kill()
     fleet.coordinator.wait()
     fleet.train_on(50)
+    (fleet.folder / "c" / "coordinator.json").rename(fleet.folder / "c" / what_is_left)
     fleet.start_coordinator()
     until(lambda: len(fleet.ask(op="status")["peers"]) == 3, "members found the successor")
     fleet.train_on()
@@ -108,11 +111,11 @@ def test_the_agents_word_counts_only_for_the_present_placement(make_fleet: MakeF
     stale = fleet.ask(op="exit", replica=1, placement="plc_of_long_ago", code=-9)
     unmoved = fleet.ask(op="status")
     fleet.ask(op="exit", replica=1, placement="plc_2", code=-9)
+    until(lambda: fleet.ask(op="status")["epoch"] > 1, "the agent's word counts")
 
     assert stale == {"ok": True}
     assert unmoved["epoch"] == status["epoch"] == 1
     assert unmoved["members"] == [0, 1]
-    assert fleet.ask(op="status")["epoch"] > 1
 
 
 def test_a_silent_replica_is_dropped_and_comes_back_by_itself(make_fleet: MakeFleet) -> None:
@@ -128,6 +131,27 @@ def test_a_silent_replica_is_dropped_and_comes_back_by_itself(make_fleet: MakeFl
     fleet.stop()
 
     assert_every_sample_once(fleet.steps(0), 0)
+    assert len(fleet.digests()) == 1
+
+
+def test_a_whole_job_resumes_from_the_newest_checkpoint_of_any_replica(
+    make_fleet: MakeFleet,
+) -> None:
+    fleet = make_fleet(2, shared_disk=False)
+    fleet.start()
+    fleet.wait_for_step(20)
+    fleet.stop()
+    stopped_at = fleet.last(0)["step"]
+    written = [r for r in (0, 1) if (fleet.folder / f"state{r}" / "checkpoints").exists()]
+
+    fleet.start_rank(0)
+    fleet.start_rank(1)
+    fleet.wait_for_step(stopped_at + 20)
+    fleet.stop()
+
+    assert written == [0]
+    assert fleet.last(1)["epoch"] == 2
+    assert_every_sample_once(fleet.steps(1), 0)
     assert len(fleet.digests()) == 1
 
 

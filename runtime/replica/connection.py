@@ -1,0 +1,53 @@
+"""One replica's connection as the coordinator sees it. Standard library only; decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from runtime.replica.plan import Report
+
+
+@dataclass(eq=False)
+class Peer:
+    """One replica's open connection and where it stands."""
+
+    replica: int
+    placement: str
+    address: str  # its snapshot server
+    gloo_port: int
+    shards: int
+    writer: asyncio.StreamWriter
+    #: fresh (told nothing yet), loading, syncing, ready (holds a state), member
+    phase: str = "fresh"
+    step: int = -1
+    digest: str = ""
+    report: Report | None = None
+    leaving: bool = False  # its report said that all stop at this edge
+    proof: str = ""
+    caught_up: bool = False
+    heard: float = field(default_factory=time.monotonic)
+    asked: set[str] = field(default_factory=set)  # what this peer was already told this round
+
+    def tell(self, **message: Any) -> None:
+        if not self.writer.is_closing():
+            self.writer.write(json.dumps(message).encode() + b"\n")
+
+    def tell_once(self, op: str, **message: Any) -> None:
+        if op not in self.asked:
+            self.asked.add(op)
+            self.tell(op=op, **message)
+
+
+async def read_line(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+    """The next JSON object, or None at the end of the stream."""
+    line = await reader.readline()
+    if not line.endswith(b"\n"):
+        return None
+    message = json.loads(line)
+    if not isinstance(message, dict):
+        raise ValueError("a line must be a JSON object")
+    return message

@@ -1,0 +1,157 @@
+"""The whole product as a person starts it: `manage.py up`, with data and ports of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+#: What the test run has set for itself; the product beside it must not see it.
+OURS = ("DATABASE_URL", "REDIS_URL", "SECRET_KEY", "PUBLIC_URL", "INGEST_URL")
+START_S = 180.0
+STOP_S = 60.0
+
+
+@dataclass
+class Product:
+    """A home with its ports; `up` runs while `process` is set."""
+
+    home: Path
+    port: int
+    ingest_port: int
+    process: subprocess.Popen[str] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def password(self) -> str:
+        return (self.home / "admin-password").read_text().strip()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if name not in OURS}
+        return {**kept, "DRYDOCK_HOME": str(self.home)}
+
+    def start(self) -> None:
+        """Return once the job trains. Fails the test with what `up` printed otherwise."""
+        ready = self.home / "ready"
+        ready.unlink(missing_ok=True)
+        self.home.mkdir(parents=True, exist_ok=True)
+        log = (self.home / "up.log").open("w")
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "manage.py", "up", "--ready-file", str(ready)),
+                *("--port", str(self.port), "--ingest-port", str(self.ingest_port)),
+            ],
+            cwd=REPOSITORY,
+            env=self.environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + START_S
+        while not ready.exists():
+            try:
+                self.process.wait(0.2)
+            except subprocess.TimeoutExpired:
+                if time.monotonic() < deadline:
+                    continue
+            pytest.fail("`up` did not start the product:\n" + self.log())
+
+    def stop(self) -> int:
+        """Ctrl-C, and the exit status of `up`."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(STOP_S)
+
+    def kill(self) -> None:
+        """SIGKILL of `up` alone: what it started stays behind."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def log(self) -> str:
+        return (self.home / "up.log").read_text()
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything that was started under this home, and still runs."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("DRYDOCK_HOME") == str(self.home):
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return [p for p in found if p.pid != os.getpid()]
+
+    def manage(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "manage.py", *arguments],
+            cwd=REPOSITORY,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+
+    def scenario(self, name: str) -> dict[str, Any]:
+        """Play a scenario and return its JSON object; its exit status must agree with it."""
+        done = self.manage("scenario", name, "--json")
+        result: dict[str, Any] = json.loads(done.stdout)
+        assert (done.returncode == 0) == result["ok"], done.stderr
+        return result
+
+    def job(self) -> dict[str, Any]:
+        """The demo job's row."""
+        code = (
+            "import json; from controlplane.jobs.models import Job\n"
+            "print(json.dumps(Job.objects.values('step','state','epoch','ledger_step',"
+            "'recomputed_steps').get()))"
+        )
+        done = self.manage("shell", "--no-imports", "-v0", "-c", code)
+        row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        return row
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+@pytest.fixture(scope="session")
+def product(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
+    home = tmp_path_factory.mktemp("product")
+    product = Product(home, free_port(), free_port())
+    product.start()
+    yield product
+    if product.process is not None and product.process.poll() is None:
+        product.stop()
+    for process in product.processes():
+        process.kill()
+    shutil.rmtree(home, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    if path is None:
+        pytest.skip("no Chromium on this machine; install it to run the browser tests")
+    return path

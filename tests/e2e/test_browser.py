@@ -1,0 +1,76 @@
+"""A person logs in, breaks something, and watches it being mended, in a real browser."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Page, expect, sync_playwright
+
+from tests.e2e.conftest import REPOSITORY, Product
+
+pytestmark = [pytest.mark.e2e, pytest.mark.browser]
+
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+MENDED_MS = 120_000
+
+
+@pytest.fixture
+def page(chromium: str, product: Product) -> Iterator[Page]:
+    """A logged-in page; whatever it complains of fails the test."""
+    complaints: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on(
+            "console",
+            lambda message: complaints.append(message.text) if message.type == "error" else None,
+        )
+        page.goto(product.url)
+        page.fill("input[name=username]", "admin")
+        page.fill("input[name=password]", product.password)
+        page.keyboard.press("Enter")
+        page.wait_for_url(lambda url: "login" not in url)
+        yield page
+        browser.close()
+    assert complaints == []
+
+
+def test_a_killed_process_is_mended_before_ones_eyes(page: Page, product: Product) -> None:
+    page.goto(product.url)
+    playing = subprocess.Popen(
+        [sys.executable, "manage.py", "scenario", "kill-process", "--json"],
+        cwd=REPOSITORY,
+        env=product.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    # The overview tells of it by itself; nothing is reloaded from here on.
+    page.get_by_test_id("needs-incident").get_by_role("link").first.click(timeout=MENDED_MS)
+    state = page.get_by_test_id("incident-state")
+    expect(state).to_have_attribute("data-state", "resolved", timeout=MENDED_MS)
+    expect(page.get_by_text("See it train again").first).to_be_visible()
+    expect(page.get_by_text("Post-mortem").first).to_be_visible()
+    output, errors = playing.communicate(timeout=60)
+    assert playing.returncode == 0, output + errors
+
+
+def test_the_jobs_page_moves_without_a_reload(page: Page, product: Product) -> None:
+    page.goto(f"{product.url}/jobs/")
+    page.get_by_role("link", name="gpt-demo").first.click()
+    step = page.get_by_test_id("job-step")
+    before = step.inner_text()
+    expect(step).not_to_have_text(before, timeout=10_000)
+    expect(page.locator("canvas").first).to_be_visible()
