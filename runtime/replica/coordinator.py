@@ -45,7 +45,7 @@ class Coordinator:
         self.file = record_file
         self.record = record_file.read()
         self.token = token
-        self.world = world
+        self.world = world  # how many the first epoch waits for; the ranks know it too
         self.min_replicas = min_replicas
         self.peers: dict[int, Peer] = {}
         #: the members of the current epoch that are not known to be gone
@@ -143,6 +143,7 @@ class Coordinator:
             writer=writer,
             step=int(message["step"]),
         )
+        self.world = max(self.world, int(message["world"]))
         previous = self.peers.get(replica)
         if previous is not None:
             self.gone(previous, "reset")

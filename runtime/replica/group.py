@@ -465,6 +465,7 @@ class ReplicaGroup:
             "address": self.peers.address,
             "gloo_port": self.gloo.port,
             "shards": self.batches.shards,
+            "world": self.job.world_replicas,
             "epoch": self.epoch,
             "step": self.state.committed,
             "members": self.members,

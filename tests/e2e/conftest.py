@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from controlplane.local.processes import MARK
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 #: What the test run has set for itself; the product beside it must not see it.
@@ -94,7 +97,7 @@ class Product:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get("DRYDOCK_HOME") == str(self.home):
+                if process.environ().get(MARK) == str(self.home):
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
@@ -137,8 +140,10 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def product(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
-    home = tmp_path_factory.mktemp("product")
+def product() -> Iterator[Product]:
+    # Not under pytest's own temporary folder: each run of pytest closes that to other users, and
+    # as root the embedded PostgreSQL is another user.
+    home = Path(tempfile.mkdtemp(prefix="drydock-e2e-"))
     product = Product(home, free_port(), free_port())
     product.start()
     yield product

@@ -73,4 +73,4 @@ def test_the_jobs_page_moves_without_a_reload(page: Page, product: Product) -> N
     step = page.get_by_test_id("job-step")
     before = step.inner_text()
     expect(step).not_to_have_text(before, timeout=10_000)
-    expect(page.locator("canvas").first).to_be_visible()
+    expect(page.get_by_test_id("chart").locator("svg").first).to_be_visible()
