@@ -6,7 +6,7 @@ NODES ?= 8
 PORT ?= 8000
 INGEST_PORT ?= 8001
 
-PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3,$(shell \
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell \
 	command -v $(name) >/dev/null 2>&1 && \
 	$(name) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && \
 	echo $(name))))
@@ -40,7 +40,7 @@ lint: .venv/installed-dev
 	$(BIN)/lint-imports
 
 bench: .venv/installed-dev
-	@for file in benchmarks/bench_*.py; do $(BIN)/python "$$file" || exit 1; done
+	@for file in benchmarks/*.py; do $(BIN)/python "$$file" || exit 1; done
 
 # --- environment ----------------------------------------------------------------------------------
 

@@ -156,7 +156,7 @@ if LEASE_S < 2 * BEAT_INTERVAL_S:
 # --- Logs: an event name and fields ---------------------------------------------------------------
 
 LOG_JSON = env_bool("LOG_JSON", True)
-_shared_processors = [
+_shared_processors: list[structlog.typing.Processor] = [
     structlog.contextvars.merge_contextvars,
     structlog.stdlib.add_log_level,
     structlog.stdlib.add_logger_name,

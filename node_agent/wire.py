@@ -36,8 +36,12 @@ HEADER_NODE = "Drydock-Node"
 HEADER_TIME = "Drydock-Time"
 HEADER_SIGNATURE = "Drydock-Signature"
 
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
-Id = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.:-]+$")]
+Name = Annotated[
+    str, msgspec.Meta(min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?\Z")
+]
+Id = Annotated[
+    str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:-]*\Z")
+]
 Text = Annotated[str, msgspec.Meta(max_length=8192)]
 Short = Annotated[str, msgspec.Meta(max_length=255)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
@@ -63,7 +67,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 # --- what a node is ---------------------------------------------------------------------------
 
 
-class GpuInfo(Message):
+class GpuInfo(Message, frozen=True):
     """One card. A card is known by its UUID and serial, wherever it is plugged in."""
 
     index: Annotated[int, msgspec.Meta(ge=0, le=63)]
@@ -74,7 +78,7 @@ class GpuInfo(Message):
     memory_bytes: Count
 
 
-class Inventory(Message):
+class Inventory(Message, frozen=True):
     gpus: Annotated[list[GpuInfo], msgspec.Meta(max_length=64)]
     cpus: Count
     memory_bytes: Count
@@ -83,7 +87,7 @@ class Inventory(Message):
     simulated: bool = False
 
 
-class GpuReading(Message):
+class GpuReading(Message, frozen=True):
     """One card's sensors. `None` means "could not be read", which is never the same as zero."""
 
     uuid: Id
@@ -97,7 +101,7 @@ class GpuReading(Message):
     pcie_replays: float | None = None
 
 
-class ProcessInfo(Message):
+class ProcessInfo(Message, frozen=True):
     """A process that the agent started (or adopted after its own restart) and that still runs."""
 
     kind: Literal["rank", "coordinator"]
@@ -112,7 +116,7 @@ class ProcessInfo(Message):
 # --- requests ---------------------------------------------------------------------------------
 
 
-class Enroll(Message):
+class Enroll(Message, frozen=True):
     join_token: Short
     name: Name
     #: Ed25519 public key, 32 raw bytes in base64.
@@ -125,7 +129,7 @@ class Enroll(Message):
     rack: Short = ""
 
 
-class Beat(Message):
+class Beat(Message, frozen=True):
     boot_id: Id
     seq: Count
     at: UnixTime
@@ -134,7 +138,7 @@ class Beat(Message):
     readings: Annotated[list[GpuReading], msgspec.Meta(max_length=64)] = []
 
 
-class Report(Message):
+class Report(Message, frozen=True):
     boot_id: Id
     at: UnixTime
     digest: Short
@@ -152,7 +156,7 @@ EventKind = Literal[
 ]
 
 
-class Event(Message):
+class Event(Message, frozen=True):
     """One thing that happened. Never replaceable: the agent spools it until it is accepted."""
 
     id: Id
@@ -165,17 +169,17 @@ class Event(Message):
     data: dict[str, Any] = {}
 
 
-class Events(Message):
+class Events(Message, frozen=True):
     events: Annotated[list[Event], msgspec.Meta(min_length=1, max_length=500)]
 
 
-class CommandPoll(Message):
+class CommandPoll(Message, frozen=True):
     boot_id: Id
     #: How long the server may hold the request when it has nothing, in seconds.
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_POLL_S)] = 20.0
 
 
-class CommandResult(Message):
+class CommandResult(Message, frozen=True):
     id: Id
     #: `refused`: signature, node, expiry, allow-list or journal said no; nothing was executed.
     state: Literal["done", "failed", "refused"]
@@ -187,7 +191,7 @@ class CommandResult(Message):
 # --- answers ----------------------------------------------------------------------------------
 
 
-class EnrollAnswer(Answer):
+class EnrollAnswer(Answer, frozen=True):
     node_id: str
     #: The control plane's Ed25519 public keys, base64; a command must verify under one of them.
     command_keys: list[str]
@@ -195,28 +199,28 @@ class EnrollAnswer(Answer):
     lease_s: float
 
 
-class BeatAnswer(Answer):
+class BeatAnswer(Answer, frozen=True):
     next_in_s: float
     want_report: bool = False
 
 
-class Accepted(Answer):
+class Accepted(Answer, frozen=True):
     #: Ids that are now safe in Postgres; the sender may forget them.
     ids: list[str] = []
 
 
-class SignedCommand(Answer):
+class SignedCommand(Answer, frozen=True):
     #: JSON text of a `Command`, exactly as signed.
     payload: str
     #: Ed25519 over `COMMAND_CONTEXT + payload`, base64.
     signature: str
 
 
-class Commands(Answer):
+class Commands(Answer, frozen=True):
     commands: list[SignedCommand] = []
 
 
-class Problem(Answer):
+class Problem(Answer, frozen=True):
     """Why a request was refused, after RFC 9457. `code` is stable, `field` names what to mend."""
 
     status: int
@@ -231,7 +235,7 @@ class Problem(Answer):
 COMMAND_CONTEXT = b"drydock-command-v1\n"
 
 
-class StartCoordinator(Message, tag="start_coordinator", tag_field="verb"):
+class StartCoordinator(Message, frozen=True, tag="start_coordinator", tag_field="verb"):
     """Start `python -m runtime.replica.coordinator` for a job.
 
     Result output: `address` ("host:port") and `pid`.
@@ -245,7 +249,7 @@ class StartCoordinator(Message, tag="start_coordinator", tag_field="verb"):
     port: Port = 0
 
 
-class StartRank(Message, tag="start_rank", tag_field="verb"):
+class StartRank(Message, frozen=True, tag="start_rank", tag_field="verb"):
     """Start one rank of a replica. Result output: `pid`, `started_at`."""
 
     job: Id
@@ -262,14 +266,14 @@ class StartRank(Message, tag="start_rank", tag_field="verb"):
     options: dict[str, Any] = {}
 
 
-class StopProcess(Message, tag="stop_process", tag_field="verb"):
+class StopProcess(Message, frozen=True, tag="stop_process", tag_field="verb"):
     """SIGTERM, then SIGKILL after `grace_s`. Idempotent. Result output: `stopped` (bool)."""
 
     placement: Id
     grace_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 10.0
 
 
-class Diagnose(Message, tag="diagnose", tag_field="verb"):
+class Diagnose(Message, frozen=True, tag="diagnose", tag_field="verb"):
     """Run the node's diagnostics.
 
     Result output: `passed` (bool), `tests` (list of {name, outcome, detail, seconds}); an outcome
@@ -282,7 +286,7 @@ class Diagnose(Message, tag="diagnose", tag_field="verb"):
 Verb = StartCoordinator | StartRank | StopProcess | Diagnose
 
 
-class Command(Message):
+class Command(Message, frozen=True):
     """What the control plane signs. `id` is the fence: a journal refuses an id it has seen."""
 
     id: Id

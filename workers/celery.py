@@ -13,7 +13,7 @@ app = Celery("drydock")
 app.config_from_object("django.conf:settings", namespace="CELERY")
 
 
-@app.task(name="workers.drain")
+@app.task(name="workers.drain")  # type: ignore[untyped-decorator]
 def drain(subject: str = "") -> None:
     """Triage new signals and take every step that is due; first wake those that wait for news."""
     from workers import engine  # Django's models exist only once Celery has set Django up

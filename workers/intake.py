@@ -51,12 +51,18 @@ def triage_signals() -> int:
 def _handle(signal: Signal) -> None:
     if signal.kind == SignalKind.LEASE_LOST:
         _node_went_silent(signal)
-    elif signal.kind == SignalKind.PEER_LOST or (
-        signal.kind == SignalKind.PROCESS_EXITED and signal.data.get("kind") == "rank"
-    ):
+    elif signal.kind == SignalKind.PEER_LOST or _is_unasked_end_of_rank(signal):
         _replica_was_lost(signal)
     elif signal.node is not None:
         _tell_node_incident(signal)
+
+
+def _is_unasked_end_of_rank(signal: Signal) -> bool:
+    return (
+        signal.kind == SignalKind.PROCESS_EXITED
+        and signal.data.get("kind") == "rank"
+        and not signal.data.get("requested")
+    )
 
 
 def _replica_was_lost(signal: Signal) -> None:
@@ -83,7 +89,7 @@ def _replica_was_lost(signal: Signal) -> None:
 
 
 def _present_placement(signal: Signal) -> Placement | None:
-    if signal.placement_id or not signal.job_id:
+    if signal.placement_id or not signal.job_id or signal.replica is None:
         return None
     return (
         Placement.objects.select_related("replica__job", "node")

@@ -115,7 +115,7 @@ def _flush_beats(client: redis.Redis, memory: Memory) -> None:
     news: dict[str, datetime] = {}
     for key, value in beats.items():
         beat = msgspec.json.decode(value, type=_Beat)
-        node_id = key.decode()
+        node_id = key.decode() if isinstance(key, bytes) else key
         if memory.heard.get(node_id) != beat.received_at:
             memory.heard[node_id] = beat.received_at
             news[node_id] = datetime.fromtimestamp(beat.received_at, UTC)

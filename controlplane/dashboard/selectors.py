@@ -12,9 +12,8 @@ from django.conf import settings
 from django.contrib.auth.models import AnonymousUser
 
 from controlplane.accounts.models import User
-from controlplane.accounts.selectors import clusters_for
 from controlplane.fleet.models import Cluster
-from controlplane.fleet.selectors import FleetOfCluster, fleet_of
+from controlplane.fleet.selectors import FleetOfCluster, clusters_for, fleet_of
 from controlplane.incidents import selectors as incidents
 from controlplane.jobs.models import Job
 from controlplane.jobs.selectors import active_jobs_for

@@ -6,9 +6,9 @@ from django.db import DatabaseError, connection
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 
-from controlplane.accounts.selectors import clusters_for
 from controlplane.accounts.views import signed_in
 from controlplane.dashboard import selectors
+from controlplane.fleet.selectors import clusters_for
 from controlplane.live import live_page
 
 

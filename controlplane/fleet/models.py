@@ -7,12 +7,12 @@ from functools import partial
 from django.db import models
 from django.db.models import F, Q
 
-from controlplane.fleet.choices import COLOURS, CommandState, NodeState, Rung, TRANSIENT
+from controlplane.fleet.choices import COLOURS, TRANSIENT, CommandState, NodeState, Rung
 from controlplane.ids import new_id
 
 
 class Cluster(models.Model):
-    """A set of nodes under one scheduler. Every visible change in it takes the next `change_seq`."""
+    """A set of nodes under one scheduler. Each visible change takes the next `change_seq`."""
 
     id = models.CharField(primary_key=True, max_length=40, default=partial(new_id, "clu"))
     name = models.SlugField(unique=True)

@@ -1,4 +1,7 @@
-"""What a caller may see of clusters and nodes."""
+"""What a caller may see of clusters and nodes. Every other selector starts from `clusters_for`.
+
+Whatever lies outside it must look as if it did not exist.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,30 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from django.contrib.auth.models import AnonymousUser
+from django.db.models import Exists, OuterRef, Q, QuerySet
+
+from controlplane.accounts.choices import ROLES_INCLUDING, Role
+from controlplane.accounts.models import Grant, User
 from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Cluster, Node
+
+
+def clusters_for(user: User | AnonymousUser, role: Role = Role.VIEWER) -> QuerySet[Cluster]:
+    """The clusters in which `user` holds `role` or one that includes it."""
+    if not user.is_active:
+        return Cluster.objects.none()
+    if user.is_superuser:
+        return Cluster.objects.all()
+    grants = Grant.objects.filter(user_id=user.pk, role__in=ROLES_INCLUDING[role])
+    return Cluster.objects.filter(
+        Exists(grants.filter(Q(cluster=None) | Q(cluster=OuterRef("pk"))))
+    )
+
+
+def may(user: User | AnonymousUser, role: Role, cluster_id: str) -> bool:
+    """Whether `user` holds `role` in this cluster."""
+    return clusters_for(user, role).filter(pk=cluster_id).exists()
 
 
 @dataclass(frozen=True)

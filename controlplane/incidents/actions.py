@@ -267,9 +267,7 @@ def retry_run(actor: Actor, run_id: str, reason: str) -> None:
     """Let a run that asked for a person try its step again. Raises Conflict if it did not ask."""
     run = PlaybookRun.objects.select_for_update(no_key=True).get(pk=run_id)
     if run.state not in (RunState.NEEDS_OPERATOR, RunState.PAUSED):
-        raise Conflict(
-            f"this run is {run.get_state_display().lower()}; it waits for nobody"
-        )
+        raise Conflict(f"this run is {run.get_state_display().lower()}; it waits for nobody")
     now = timezone.now()
     PlaybookStep.objects.filter(run=run, state=StepState.NEEDS_OPERATOR).update(
         state=StepState.READY, wake_at=now, started_at=now, attempts=0

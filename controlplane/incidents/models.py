@@ -28,7 +28,7 @@ from controlplane.jobs.models import Job
 
 
 class Incident(models.Model):
-    """One thing an engineer handles: failures that share a cause, and all that was done about it."""
+    """One thing an engineer handles: failures that share a cause, and what was done."""
 
     id = models.CharField(primary_key=True, max_length=40, default=partial(new_id, "inc"))
     cluster = models.ForeignKey(Cluster, on_delete=models.PROTECT, related_name="incidents")

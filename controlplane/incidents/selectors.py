@@ -11,7 +11,7 @@ from django.db.models import Case, IntegerField, QuerySet, Value, When
 from django.http import Http404
 
 from controlplane.accounts.models import User
-from controlplane.accounts.selectors import clusters_for
+from controlplane.fleet.selectors import clusters_for
 from controlplane.incidents.choices import (
     INCIDENT_UNRESOLVED,
     RUN_ACTIVE,

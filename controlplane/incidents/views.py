@@ -12,9 +12,10 @@ from django.urls import reverse
 from django.views.decorators.http import require_POST
 
 from controlplane.accounts.choices import Role
-from controlplane.accounts.selectors import actor_of, clusters_for, may
+from controlplane.accounts.selectors import actor_of
 from controlplane.accounts.views import signed_in
 from controlplane.errors import Conflict
+from controlplane.fleet.selectors import clusters_for, may
 from controlplane.incidents import actions, selectors
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED
 from controlplane.incidents.models import Incident

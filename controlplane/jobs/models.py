@@ -10,9 +10,9 @@ from django.db.models import F, Q
 from controlplane.fleet.models import Cluster, Node
 from controlplane.ids import new_id
 from controlplane.jobs.choices import (
+    REPLICA_COLOURS,
     JobState,
     PlacementState,
-    REPLICA_COLOURS,
     ReplicaState,
     Tier,
 )

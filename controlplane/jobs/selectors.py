@@ -13,7 +13,7 @@ from django.http import Http404
 from django.utils import timezone
 
 from controlplane.accounts.models import User
-from controlplane.accounts.selectors import clusters_for
+from controlplane.fleet.selectors import clusters_for
 from controlplane.jobs.choices import JOB_ACTIVE, PlacementState, ReplicaState
 from controlplane.jobs.models import Checkpoint, Interruption, Job, LedgerRange, Placement, Replica
 

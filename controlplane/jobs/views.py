@@ -6,8 +6,8 @@ from typing import Any
 
 from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
 
-from controlplane.accounts.selectors import clusters_for
 from controlplane.accounts.views import signed_in
+from controlplane.fleet.selectors import clusters_for
 from controlplane.jobs import selectors
 from controlplane.jobs.models import Job
 from controlplane.live import live_page

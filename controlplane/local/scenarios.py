@@ -69,9 +69,9 @@ class Scene:
 def play(name: str, say: Say) -> Result:
     """Break one thing, wait until it is mended, and measure. Raises ScenarioError."""
     breaks_node = {"kill-process": False, "kill-node": True}[name]
-    job = _ready_job(breaks_node, say)
+    job = _ready_job(breaks_node)
     victim = _choose_victim(job)
-    _fit_new_cards(victim.node, say)
+    _fit_new_cards(victim.node)
     scene = _scene(job, victim)
     say(
         f"{'power off' if breaks_node else 'kill -9'}: replica {victim.replica.index} "
@@ -81,17 +81,17 @@ def play(name: str, say: Say) -> Result:
         power.switch(victim.node, "ForceOff")
     else:
         _kill_rank(victim)
-    incident = _await(lambda: _incident(scene), 60, "no incident was opened", say)
+    incident = _await(lambda: _incident(scene), 60, "no incident was opened")
     say(f"incident: {_url(incident)}")
-    resolved = _await(lambda: _resolved(incident.pk), MENDED_S, "the incident is not resolved", say)
-    _await(lambda: _ledger_reaches(scene), 30, "the sample ledger lags behind", say)
+    resolved = _await(lambda: _resolved(incident.pk), MENDED_S, "the incident is not resolved")
+    _await(lambda: _ledger_reaches(scene), 30, "the sample ledger lags behind")
     return _measure(name, scene, resolved, breaks_node)
 
 
 # --- before ---------------------------------------------------------------------------------------
 
 
-def _ready_job(breaks_node: bool, say: Say) -> Job:
+def _ready_job(breaks_node: bool) -> Job:
     """The job that trains, with all its replicas, nothing else being mended, a spare at hand."""
 
     def ready() -> Job | None:
@@ -105,7 +105,7 @@ def _ready_job(breaks_node: bool, say: Say) -> Job:
         )
         return job if spares.exists() or not breaks_node else None
 
-    return _await(ready, READY_S, "no job trains with all its replicas and a spare beside it", say)
+    return _await(ready, READY_S, "no job trains with all its replicas and a spare beside it")
 
 
 def _choose_victim(job: Job) -> Placement:
@@ -115,7 +115,7 @@ def _choose_victim(job: Job) -> Placement:
     return random.choice(list(placements))  # noqa: S311 - any will do
 
 
-def _fit_new_cards(node: Node, say: Say) -> None:
+def _fit_new_cards(node: Node) -> None:
     """Give the node cards that nobody has repaired yet: a scenario can be played for ever."""
     before = set(Gpu.objects.filter(node=node).values_list("uuid", flat=True))
     power.fit_new_cards(node)
@@ -124,7 +124,7 @@ def _fit_new_cards(node: Node, say: Say) -> None:
         now = set(Gpu.objects.filter(node=node).values_list("uuid", flat=True))
         return bool(now) and now.isdisjoint(before)
 
-    _await(reported, 30, f"{node.name} did not report its new cards", say)
+    _await(reported, 30, f"{node.name} did not report its new cards")
 
 
 def _scene(job: Job, victim: Placement) -> Scene:
@@ -256,7 +256,8 @@ def _longest_gap(scene: Scene, incident: Incident) -> float | None:
     window = ProgressSample.objects.filter(
         job=scene.job, at__gte=scene.at, at__lte=incident.resolved_at or datetime.now(UTC)
     )
-    return window.aggregate(longest=Max("max_gap_s"))["longest"]
+    longest: float | None = window.aggregate(longest=Max("max_gap_s"))["longest"]
+    return longest
 
 
 def _samples(scene: Scene) -> dict[str, int]:
@@ -305,7 +306,7 @@ def _since(start: datetime, moment: datetime | None) -> float | None:
     return None if moment is None else round(max(moment - start, timedelta(0)).total_seconds(), 3)
 
 
-def _await(predicate: Callable[[], T | None], timeout: float, otherwise: str, say: Say) -> T:
+def _await(predicate: Callable[[], T | None], timeout: float, otherwise: str) -> T:
     """Poll the rows until there is something. Raises ScenarioError with `otherwise`."""
     deadline = time.monotonic() + timeout
     pause = threading.Event()

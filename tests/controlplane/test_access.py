@@ -9,8 +9,8 @@ from django.urls import reverse
 
 from controlplane.accounts.choices import Role
 from controlplane.accounts.models import User
-from controlplane.accounts.selectors import clusters_for, may
 from controlplane.fleet.models import Cluster
+from controlplane.fleet.selectors import clusters_for, may
 from controlplane.incidents.models import Incident
 from tests.factories import (
     PASSWORD,

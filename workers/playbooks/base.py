@@ -66,7 +66,8 @@ class StepContext:
     @property
     def values(self) -> dict[str, Any]:
         """The run's context."""
-        return self.run.context
+        values: dict[str, Any] = self.run.context
+        return values
 
     @cached_property
     def incident(self) -> Incident:

@@ -136,7 +136,7 @@ def choose_place(ctx: StepContext) -> Outcome:
         ),
     )
     decision = recovery.decide(situation)
-    evidence = {
+    evidence: dict[str, str] = {
         option.strategy: f"{option.gpu_seconds:.0f} GPU-s: {option.reason}"
         if option.gpu_seconds is not None
         else option.reason

@@ -60,7 +60,7 @@ def fold(node: Node) -> str:
 
 
 def test_every_state_is_stable_or_transient_with_a_failed_twin() -> None:
-    assert STABLE | TRANSIENT == frozenset(NodeState)
+    assert frozenset(NodeState) == STABLE | TRANSIENT
     assert not STABLE & TRANSIENT
     assert set(FAILED_TWIN.values()) <= STABLE
     assert set(EDGES) == set(NodeState) == set(COLOURS)

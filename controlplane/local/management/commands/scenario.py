@@ -1,4 +1,4 @@
-"""`manage.py scenario NAME`: break one thing of the running product and measure how it is mended."""
+"""`manage.py scenario NAME`: break one thing of the running product, measure its mending."""
 
 from __future__ import annotations
 
