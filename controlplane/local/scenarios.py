@@ -17,6 +17,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TypeVar
 
 from django.conf import settings
+from django.db import InterfaceError, OperationalError, connection
 from django.db.models import Max, Min, Sum
 from django.urls import reverse
 
@@ -310,8 +311,12 @@ def _await(predicate: Callable[[], T | None], timeout: float, otherwise: str) ->
     """Poll the rows until there is something. Raises ScenarioError with `otherwise`."""
     deadline = time.monotonic() + timeout
     pause = threading.Event()
-    while not (value := predicate()):
+    while True:
+        try:
+            if value := predicate():
+                return value
+        except (OperationalError, InterfaceError):
+            connection.close()  # the database may be what is being mended
         if time.monotonic() > deadline:
             raise ScenarioError(f"{otherwise} after {timeout:.0f} s")
         pause.wait(0.1)
-    return value

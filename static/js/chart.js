@@ -83,7 +83,7 @@ function draw() {
     ...axis("loss", loss, width),
     ...axis("samples/s", rate, width),
     ...timeAxis(from, to, x),
-    element("path", { class: "c-area", d: `${line(series.throughput, x, rate.y)}L${x(to)} ${BOTTOM}L${x(from)} ${BOTTOM}Z` }),
+    element("path", { class: "c-area", d: area(series.throughput, x, rate.y) }),
     element("path", { class: "c-rate", d: line(series.throughput, x, rate.y) }),
     element("path", { class: "c-loss", d: line(series.loss, x, loss.y) }),
     ...ends(width, loss, rate),
@@ -130,6 +130,19 @@ function line(values, x, y) {
     pen = "L";
   });
   return path;
+}
+
+/** Each unbroken stretch of the line, closed down to the axis. */
+function area(values, x, y) {
+  let path = "";
+  let last = null;
+  values.forEach((value, index) => {
+    const at = x(series.at[index]).toFixed(1);
+    if (value != null) path += `${last === null ? `M${at} ${BOTTOM}` : ""}L${at} ${y(value).toFixed(1)}`;
+    else if (last !== null) path += `L${last} ${BOTTOM}Z`;
+    last = value == null ? null : at;
+  });
+  return last === null ? path : `${path}L${last} ${BOTTOM}Z`;
 }
 
 function axis(title, { top, height, ticks, digits, y }, width) {

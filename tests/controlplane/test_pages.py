@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from django.db.models import F
-from django.http import HttpResponse
 from django.test import Client
 from django.urls import reverse
 from django.utils import timezone
@@ -34,6 +33,10 @@ from tests.factories import (
     ReplicaFactory,
     TimelineEntryFactory,
 )
+
+if TYPE_CHECKING:
+    # What the test client answers has a type of its own, known to type checkers only.
+    from django.test.client import _MonkeyPatchedWSGIResponse as Page
 
 pytestmark = pytest.mark.django_db
 
@@ -77,11 +80,11 @@ def incident(cluster: Cluster, job: Job) -> Incident:
     )
 
 
-def _refresh(client: Client, address: str, after: str) -> HttpResponse:
+def _refresh(client: Client, address: str, after: str) -> Page:
     return client.get(address, {"after": after}, headers={"HX-Request": "true"})
 
 
-def _token(page: HttpResponse) -> str:
+def _token(page: Page) -> str:
     found = re.search(r'data-token="([^"]+)"', page.content.decode())
     assert found
     return found[1]
@@ -382,6 +385,7 @@ def test_acknowledging_makes_the_incident_mine(operator: Client, incident: Incid
     incident.refresh_from_db()
     assert answer["Location"] == page
     assert incident.state == "acknowledged"
+    assert incident.owner is not None
     assert f"{incident.owner.username} has it" in operator.get(page).content.decode()
 
 

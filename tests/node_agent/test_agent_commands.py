@@ -45,7 +45,7 @@ def test_a_name_that_would_leave_its_folder_is_refused(agent: Node) -> None:
 
 
 def test_a_verb_that_the_agent_does_not_know_is_refused(agent: Node) -> None:
-    class Format(wire.Message, tag="format_disk", tag_field="verb"):
+    class Format(wire.Message, frozen=True, tag="format_disk", tag_field="verb"):
         path: str
 
     result = agent.plane.result(agent.plane.send(Format(path="/")))

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replicas import Fleet
+
+from tests.runtime.replicas import Fleet
 
 
 @pytest.fixture

@@ -112,7 +112,8 @@ class Fleet:
         until(lambda: self.newest() >= step, f"step {step}")
 
     def newest(self) -> int:
-        return max(self.last(replica)["step"] for replica in self.ranks)
+        newest: int = max(self.last(replica)["step"] for replica in self.ranks)
+        return newest
 
     def wait_for_members(self, members: list[int]) -> None:
         until(

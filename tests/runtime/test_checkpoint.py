@@ -30,6 +30,12 @@ def flip_a_bit(path: Path, where: int) -> None:
     path.write_bytes(data)
 
 
+def newest_step(folder: Path) -> int:
+    found = store.newest(folder)
+    assert found is not None
+    return found[1].step
+
+
 def test_what_is_read_equals_what_was_staged(tmp_path: Path) -> None:
     staged = some_state(7)
 
@@ -63,7 +69,7 @@ def test_any_flipped_bit_makes_the_next_older_one_chosen(tmp_path: Path, name: s
     chosen = set()
     for _ in range(100):
         flip_a_bit(newer / name, places.randrange(1 << 30))
-        chosen.add(store.newest(tmp_path)[1].step)
+        chosen.add(newest_step(tmp_path))
         (newer / name).write_bytes(whole)
 
     assert chosen == {1}
@@ -77,7 +83,7 @@ def test_a_torn_file_is_never_chosen(tmp_path: Path, name: str, share: float) ->
 
     os.truncate(newer / name, int((newer / name).stat().st_size * share))
 
-    assert store.newest(tmp_path)[1].step == 1
+    assert newest_step(tmp_path) == 1
 
 
 def test_a_missing_file_is_never_chosen(tmp_path: Path) -> None:
@@ -104,7 +110,7 @@ def test_a_draft_left_by_a_dead_writer_is_not_seen_and_goes(tmp_path: Path) -> N
     store.write(tmp_path, some_state(1))
 
     assert not draft.exists()
-    assert store.newest(tmp_path)[1].step == 1
+    assert newest_step(tmp_path) == 1
 
 
 def test_what_cannot_be_kept_without_pickle_is_refused() -> None:

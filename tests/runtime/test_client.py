@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from replicas import TOKEN, Fleet, until
 
 from runtime.client import Directive, Ledger, Sender, Trouble
+from tests.runtime.replicas import TOKEN, Fleet, until
 
 
 class Door:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from replicas import Fleet, until
+
+from tests.runtime.replicas import Fleet, until
 
 MakeFleet = Callable[..., Fleet]
 

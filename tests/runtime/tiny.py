@@ -48,6 +48,7 @@ class Momentum:
     @torch.no_grad()
     def step(self) -> None:
         for parameter, momentum in zip(self.parameters, self.momentum, strict=True):
+            assert parameter.grad is not None
             momentum.mul_(0.9).add_(parameter.grad)
             parameter.sub_(momentum, alpha=1e-3)
 

@@ -19,6 +19,7 @@ from controlplane.incidents.choices import Effect, IncidentState, RunState, Step
 from controlplane.incidents.models import PlaybookRun, PlaybookStep, Reservation
 from tests.factories import ClusterFactory, IncidentFactory, NodeFactory, PlaybookRunFactory
 from workers import engine
+from workers.playbooks import PLAYBOOKS
 from workers.playbooks.base import (
     Ask,
     Back,
@@ -70,7 +71,7 @@ PLAYBOOK = Playbook(
 def playbook() -> Iterator[None]:
     script.clear()
     acted.clear()
-    with patch.dict(engine.PLAYBOOKS, {"test": PLAYBOOK}):
+    with patch.dict(PLAYBOOKS, {"test": PLAYBOOK}):
         yield
 
 
@@ -147,7 +148,9 @@ class TestOneWorker:
         assert step is not None
         engine.wake(f"node/{run.node_id}")
         engine._apply(step, Wait(text="not yet", wake_s=3600))
-        assert run.steps.get(key="one").wake_at <= timezone.now()
+        wake_at = run.steps.get(key="one").wake_at
+        assert wake_at is not None
+        assert wake_at <= timezone.now()
 
     def test_a_skipped_step_lets_the_next_begin(self) -> None:
         run = request()

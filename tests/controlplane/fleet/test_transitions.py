@@ -56,7 +56,8 @@ def audited_start(node: Node) -> None:
 def fold(node: Node) -> str:
     """The node's state as its audit events tell it."""
     events = AuditEvent.objects.filter(object_type="node", object_id=node.pk).order_by("id")
-    return [event.after["state"] for event in events if "state" in event.after][-1]
+    states: list[str] = [event.after["state"] for event in events if "state" in event.after]
+    return states[-1]
 
 
 def test_every_state_is_stable_or_transient_with_a_failed_twin() -> None:
@@ -108,6 +109,7 @@ def test_a_transient_state_past_its_deadline_falls_into_its_twin() -> None:
     node = NodeFactory(state=NodeState.QUARANTINED)
     actions.transition(SYSTEM, node.pk, NodeState.REPAIRING, reason="test", deadline_s=0.0)
     node.refresh_from_db()
+    assert node.state_deadline is not None
 
     failed = actions.fail_overdue_nodes(SYSTEM, node.state_deadline.replace(year=2100))
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandParser
-from django.db import OperationalError
+from django.db import OperationalError, connection
 
 from controlplane.local import scenarios
 from workers.power import PowerError
@@ -23,17 +23,22 @@ class Command(BaseCommand):
 
     def handle(self, *_args: Any, **options: Any) -> None:
         try:
+            connection.ensure_connection()
             result = scenarios.play(options["name"], self._say)
         except OperationalError:
-            sys.exit("Drydock does not run here. Start it with `make up`, then try again.")
+            result = self._without_result(options, "Drydock does not run here: `make up` first.")
         except (scenarios.ScenarioError, PowerError) as error:
-            result = scenarios.Result(scenario=options["name"], problems=[str(error)])
+            result = self._without_result(options, str(error))
         if options["json"]:
             self.stdout.write(json.dumps(asdict(result)))
         else:
             self._print(result)
         if not result.ok:
             sys.exit(1)
+
+    def _without_result(self, options: dict[str, Any], problem: str) -> scenarios.Result:
+        self._say(problem)
+        return scenarios.Result(scenario=options["name"], problems=[problem])
 
     def _say(self, line: str) -> None:
         self.stderr.write(line)
