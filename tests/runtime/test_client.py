@@ -63,6 +63,10 @@ def make_sender(url: str) -> Sender:
     return Sender(url, TOKEN, job="job_t", replica=0, rank=0, placement="plc_0")
 
 
+def wait_for_troubles(door: Door, count: int) -> None:
+    until(lambda: len(door.messages("trouble")) >= count, f"{count} messages arrive")
+
+
 def test_messages_are_kept_while_the_door_is_shut_and_arrive_in_order() -> None:
     shut = Door()
     shut.close()
@@ -89,7 +93,7 @@ def test_a_directive_is_obeyed_once_however_often_it_is_said(door: Door) -> None
 
     for number in range(3):
         sender.tell(Trouble(kind="test", text=str(number), at=1.0))
-        until(lambda n=number: len(door.messages("trouble")) > n, "the message arrives")
+        wait_for_troubles(door, number + 1)
     sender.close(5.0)
 
     assert [d.verb for d in obeyed] == ["checkpoint"]

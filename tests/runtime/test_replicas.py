@@ -86,6 +86,7 @@ def test_a_dead_coordinator_costs_no_step_and_its_successor_goes_on(
     fleet.start()
     fleet.wait_for_step(20)
 
+    assert fleet.coordinator is not None
     fleet.coordinator.kill()
     fleet.coordinator.wait()
     fleet.train_on(50)
