@@ -76,7 +76,8 @@ def tell(number: int, result: dict[str, Any]) -> None:
     seconds = result["seconds"]
     print(
         f"{number:>3} {'ok ' if result['ok'] else 'NOT'} gap {result['longest_gap_s'] or 0:.3f} s, "
-        f"survivors {seconds.get('survivors_commit')} s, replica {seconds.get('replica_commit')} s, "
+        f"survivors {seconds.get('survivors_commit')} s, "
+        f"replica {seconds.get('replica_commit')} s, "
         f"resolved {seconds.get('resolved')} s {' '.join(result['problems'])}",
         flush=True,
     )

@@ -163,6 +163,7 @@ class Stopped:
     step: int
     reason: str
     at: float
+    clean: bool = True  # False: an exception carried it out of its loop
 
 
 Message = Hello | Progress | Ledger | PeerLost | Regrouped | CheckpointSaved | Trouble | Stopped

@@ -13,6 +13,7 @@ from django.conf import settings
 from django.db.models import Q
 from django.utils import timezone
 
+from controlplane import doorbell
 from controlplane.accounts.models import SYSTEM
 from controlplane.errors import Conflict
 from controlplane.fleet.changes import change, touch
@@ -25,10 +26,20 @@ from controlplane.incidents.choices import (
     RunState,
     StepState,
 )
-from controlplane.incidents.models import PlaybookRun, PlaybookStep
+from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
 from workers import guards, intake
 from workers.playbooks import PLAYBOOKS
-from workers.playbooks.base import Ask, Back, Done, Outcome, Skip, StepContext, Wait
+from workers.playbooks.base import (
+    Ask,
+    Back,
+    Done,
+    End,
+    Outcome,
+    Skip,
+    StepContext,
+    StepDefinition,
+    Wait,
+)
 from workers.power import PowerError
 
 log = structlog.get_logger(__name__)
@@ -63,10 +74,13 @@ def wake(subject: str) -> None:
     about = {
         "node": Q(run__node_id=key),
         "job": Q(run__job_id=key),
+        "incident": Q(run__incident_id=key),
         "step": Q(pk=key.split(".")[0]),
     }[kind]
-    awake = PlaybookStep.objects.filter(about, state__in=[StepState.WAITING, StepState.RUNNING])
-    awake.update(wake_at=timezone.now())
+    attentive = Q(state__in=[StepState.WAITING, StepState.RUNNING])
+    # One row at a time: a statement that locks several steps could wait for one that locks others.
+    for step_id in PlaybookStep.objects.filter(about, attentive).values_list("pk", flat=True):
+        PlaybookStep.objects.filter(attentive, pk=step_id).update(wake_at=timezone.now())
 
 
 def unfold_runs() -> int:
@@ -104,7 +118,7 @@ def claim(owner: str) -> PlaybookStep | None:
     )
     if step is None:
         return None
-    definition = PLAYBOOKS[step.run.playbook].step(step.key)
+    definition = _definition(step)
     if definition is not None and definition.disruptive:
         refusal = guards.refuse(step.run)
         if refusal:
@@ -146,9 +160,14 @@ def work_is_due(now: datetime) -> bool:
 # --- the parts of taking a step -------------------------------------------------------------------
 
 
+def _definition(step: PlaybookStep) -> StepDefinition | None:
+    playbook = PLAYBOOKS.get(step.run.playbook)
+    return playbook.step(step.key) if playbook else None
+
+
 def _act(step: PlaybookStep) -> Outcome:
     """Let the playbook act, outside of any transaction; an error becomes an outcome too."""
-    definition = PLAYBOOKS[step.run.playbook].step(step.key)
+    definition = _definition(step)
     if definition is None:
         return Ask(text=f"this version of the playbook has no step {step.key!r}")
     if step.attempts > MAX_ATTEMPTS:
@@ -176,7 +195,7 @@ def _apply(step: PlaybookStep, outcome: Outcome) -> None:
     try:
         _apply_guarded(step, outcome)
     except Conflict as conflict:
-        _apply_guarded(step, Wait(text=conflict.detail))
+        _apply_guarded(step, outcome.on_conflict or Wait(text=conflict.detail))
     except Exception as error:
         log.exception("step.apply_error", step=step.pk)
         _apply_guarded(step, _Failed(text=f"{type(error).__name__}: {error}"))
@@ -184,6 +203,11 @@ def _apply(step: PlaybookStep, outcome: Outcome) -> None:
 
 @change()
 def _apply_guarded(claimed: PlaybookStep, outcome: Outcome) -> None:
+    # Locks are taken in one order everywhere: incident, run, step, and the cluster last.
+    if claimed.run.incident_id is not None:
+        Incident.objects.select_for_update(no_key=True, of=("self",)).get(
+            pk=claimed.run.incident_id
+        )
     run = PlaybookRun.objects.select_for_update(no_key=True, of=("self",)).get(pk=claimed.run_id)
     step = (
         PlaybookStep.objects.select_for_update(no_key=True)
@@ -202,8 +226,8 @@ def _apply_guarded(claimed: PlaybookStep, outcome: Outcome) -> None:
     step.lock_expires_at = None
     step.outcome = outcome.text
     step.evidence = {**step.evidence, **outcome.evidence}
-    if isinstance(outcome, Done | Skip):
-        _finish_step(run, step, outcome, now)
+    if isinstance(outcome, Done | Skip | End):
+        _finish_step(run, step, outcome, now, news_meanwhile)
     elif isinstance(outcome, Back):
         _go_back(run, step, outcome, now)
     elif isinstance(outcome, Wait):
@@ -218,22 +242,26 @@ def _apply_guarded(claimed: PlaybookStep, outcome: Outcome) -> None:
     touch(run.cluster_id)
 
 
-def _finish_step(run: PlaybookRun, step: PlaybookStep, outcome: Outcome, now: datetime) -> None:
-    step.state = StepState.DONE if isinstance(outcome, Done) else StepState.SKIPPED
+def _finish_step(
+    run: PlaybookRun, step: PlaybookStep, outcome: Outcome, now: datetime, news_meanwhile: bool
+) -> None:
+    following = PlaybookStep.objects.filter(run=run, position__gt=step.position).exclude(
+        state__in=STEP_FINISHED
+    )
+    ends = isinstance(outcome, End) or not following.exists()
+    if ends and news_meanwhile:
+        # What came while the last step looked may be what the run is there for: look again.
+        _wait(run, step, Wait(text=outcome.text, wake_s=0), now, news_meanwhile)
+        return
+    step.state = StepState.SKIPPED if isinstance(outcome, Skip) else StepState.DONE
     step.finished_at = now
     step.wake_at = None
     _tell(run, step, outcome.text)
-    # Other runs of this incident may be waiting for just this.
-    PlaybookStep.objects.filter(run__incident=run.incident, state=StepState.WAITING).exclude(
-        run__incident=None
-    ).exclude(run=run).update(wake_at=now)
-    following = (
-        PlaybookStep.objects.filter(run=run, position__gt=step.position)
-        .exclude(state__in=STEP_FINISHED)
-        .order_by("position")
-    )
-    upcoming = following.first()
-    if upcoming is None:
+    if run.incident_id is not None:
+        # Other runs of this incident may be waiting for just this.
+        doorbell.ring_after_commit(f"incident/{run.incident_id}")
+    if ends:
+        following.update(state=StepState.SKIPPED, wake_at=None)
         run.state = RunState.SUCCEEDED
         run.state_reason = outcome.text
         run.finished_at = now
@@ -244,6 +272,7 @@ def _finish_step(run: PlaybookRun, step: PlaybookStep, outcome: Outcome, now: da
             run.save()
             incidents.resolve(SYSTEM, run.incident.pk, f"{run.title}: {outcome.text}")
         return
+    upcoming = following.order_by("position")[:1].get()
     run.state = RunState.RUNNING
     PlaybookStep.objects.filter(pk=upcoming.pk).update(state=StepState.READY, wake_at=now)
 
@@ -301,7 +330,7 @@ def _refused(step: PlaybookStep, refusal: str, now: datetime) -> None:
     step.outcome = f"not now: {refusal}"
     if (now - step.started_at).total_seconds() > step.timeout_s:
         _ask(step.run, step, step.outcome)
-        step.run.save()
+        step.run.save(update_fields=["state", "state_reason"])
     else:
         step.state = StepState.WAITING
         step.wake_at = now + timedelta(seconds=GUARD_RETRY_S)
@@ -326,8 +355,13 @@ def _unfold_one() -> bool:
     )
     if run is None:
         return False
-    playbook = PLAYBOOKS[run.playbook]
     now = timezone.now()
+    playbook = PLAYBOOKS.get(run.playbook)
+    if playbook is None:
+        run.state = RunState.NEEDS_OPERATOR
+        run.state_reason = f"there is no playbook {run.playbook!r} any more"
+        run.save()
+        return True
     PlaybookStep.objects.bulk_create(
         PlaybookStep(
             run=run,

@@ -12,8 +12,8 @@ from django.conf import settings
 from django.db.models import Count, Q
 from django.utils import timezone
 
-from controlplane.fleet.choices import Rung
-from controlplane.fleet.models import Cluster, Gpu, Node
+from controlplane.fleet.choices import TAKEN_OUT, Rung
+from controlplane.fleet.models import Cluster, Gpu, Node, RepairRecord
 from controlplane.incidents.models import PlaybookRun, Reservation
 from workers import repair
 
@@ -34,7 +34,10 @@ def refuse(run: PlaybookRun) -> str:
         return ""
     if held.filter(node=node).exists():
         return f"another run has {node.name} in hand"
-    taken = held.count()
+    out = Node.objects.filter(
+        Q(pk__in=held.values("node")) | Q(state__in=sorted(TAKEN_OUT)), cluster_id=run.cluster_id
+    ).exclude(pk=node.pk)
+    taken = out.count()
     if taken >= settings.BUDGET_NODES_PER_CLUSTER:
         return (
             f"{taken} nodes of this cluster are out for repair already "
@@ -50,9 +53,11 @@ def may_repair(node: Node, rung: Rung) -> repair.Attempt:
     counts = Gpu.objects.filter(node=node).annotate(
         attempts=Count("repairs", filter=Q(repairs__rung=rung, repairs__at__gte=since))
     )
+    of_node = RepairRecord.objects.filter(node=node, gpu=None, rung=rung, at__gte=since).count()
+    cards = list(counts.values_list("attempts", flat=True))
     return repair.may_attempt(
         rung,
-        list(counts.values_list("attempts", flat=True)),
+        cards or [of_node],
         settings.REPAIR_ATTEMPTS_PER_DAY,
     )
 

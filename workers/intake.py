@@ -11,6 +11,7 @@ from django.db.models import QuerySet
 from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM
+from controlplane.errors import Conflict
 from controlplane.fleet.changes import change
 from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Node
@@ -20,12 +21,13 @@ from controlplane.health.models import Signal
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED, EntryKind, Severity
 from controlplane.incidents.models import Incident
-from controlplane.jobs.choices import JobState, PlacementState
-from controlplane.jobs.models import Placement
+from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState
+from controlplane.jobs.models import Job, Placement
 
 log = structlog.get_logger(__name__)
 
-BATCH = 100
+#: Few, because what they touch stays locked until all are done.
+BATCH = 20
 
 
 def untriaged() -> QuerySet[Signal]:
@@ -38,14 +40,29 @@ def triage_signals() -> int:
     # Placements in a fixed order of locks with ingest: signals first, then what they speak of.
     batch = list(
         untriaged()
-        .select_for_update(skip_locked=True, of=("self",))
-        .select_related("node")
+        .select_for_update(skip_locked=True, no_key=True, of=("self",))
+        .select_related("node__lease")
         .order_by("recorded_at")[:BATCH]
     )
-    for signal in batch:
-        _handle(signal)
-    Signal.objects.filter(pk__in=[signal.pk for signal in batch]).update(triaged_at=timezone.now())
+    handled = [signal.pk for signal in batch if _handle_alone(signal)]
+    Signal.objects.filter(pk__in=handled).update(triaged_at=timezone.now())
     return len(batch)
+
+
+def _handle_alone(signal: Signal) -> bool:
+    """Handle one signal in a savepoint, so that one that cannot be handled stops no other.
+
+    False: what it belongs to ended in this very moment; it is to be handled again.
+    """
+    try:
+        with change():
+            _handle(signal)
+    except Conflict as conflict:
+        log.info("intake.again", signal=signal.pk, reason=conflict.detail)
+        return False
+    except Exception:
+        log.exception("intake.signal_not_handled", signal=signal.pk)
+    return True
 
 
 def _handle(signal: Signal) -> None:
@@ -53,6 +70,8 @@ def _handle(signal: Signal) -> None:
         _node_went_silent(signal)
     elif signal.kind == SignalKind.PEER_LOST or _is_unasked_end_of_rank(signal):
         _replica_was_lost(signal)
+    elif signal.node is not None and _is_coordinator_gone(signal):
+        _coordinators_went_with(signal.node, signal)
     elif signal.node is not None:
         _tell_node_incident(signal)
 
@@ -62,6 +81,15 @@ def _is_unasked_end_of_rank(signal: Signal) -> bool:
         signal.kind == SignalKind.PROCESS_EXITED
         and signal.data.get("kind") == "rank"
         and not signal.data.get("requested")
+    )
+
+
+def _is_coordinator_gone(signal: Signal) -> bool:
+    """Its agent starts a coordinator again by itself, unless the node booted in between."""
+    return (
+        signal.kind == SignalKind.PROCESS_EXITED
+        and signal.data.get("kind") == "coordinator"
+        and signal.data.get("reason") == "reboot"
     )
 
 
@@ -122,7 +150,7 @@ def _open_for_replica(signal: Signal, placement: Placement) -> None:
         incident=incident,
         job_id=job.pk,
         node_id=placement.node_id,
-        context={"replica": index},
+        context={"replica": index, "lost_placement": placement.pk},
     )
 
 
@@ -131,12 +159,16 @@ def _node_went_silent(signal: Signal) -> None:
     node = signal.node
     if node is None:
         raise ValueError("a lease belongs to a node")
+    if node.lease.reachable:
+        _tell_node_incident(signal)  # it has been heard again since
+        return
     placement = (
         Placement.objects.select_related("replica__job", "node")
         .filter(node=node)
         .exclude(state=PlacementState.ENDED)
         .first()
     )
+    _coordinators_went_with(node, signal)
     if placement is not None:
         _open_for_replica(signal, placement)
         return
@@ -165,7 +197,23 @@ def _node_went_silent(signal: Signal) -> None:
     incidents.set_cause(
         incident.pk, incident.title, "The node stopped beating; it held no replica.", failure
     )
-    incidents.repair_node(SYSTEM, node.pk, incident, "it went silent")
+    incidents.repair_node(SYSTEM, node.pk, incident, "it went silent", only_if_silent=True)
+
+
+def _coordinators_went_with(node: Node, signal: Signal) -> None:
+    """A coordinator that ran on this node is gone: its job trains on, but can lose no replica."""
+    for job in Job.objects.filter(coordinator_node=node, state__in=JOB_ACTIVE):
+        incident = incidents.open_or_merge(
+            f"coordinator/{job.pk}",
+            cluster_id=job.cluster_id,
+            title=f"{job.name} lost its coordinator on {node.name}",
+            severity=Severity.CRITICAL,
+            occurred_at=signal.observed_at,
+            job_id=job.pk,
+            node_id=node.pk,
+        )
+        _tell_signal(incident, signal)
+        incidents.restore_coordinator(SYSTEM, job, incident)
 
 
 def _tell_node_incident(signal: Signal) -> None:

@@ -20,6 +20,7 @@ from django.utils import timezone
 from controlplane import doorbell
 from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
+from controlplane.fleet.changes import change
 from controlplane.fleet.models import Node
 from controlplane.health.actions import record_signal
 from controlplane.health.choices import SignalKind
@@ -125,7 +126,9 @@ def _flush_beats(client: redis.Redis, memory: Memory) -> None:
         log.info("node.reachable_again", node=node_id)
 
 
+@change()
 def _declare_lost(now: datetime) -> None:
+    """Leases and the signals that tell of them, in one transaction: neither without the other."""
     for node in fleet.lose_leases(now):
         log.warning("node.lease_lost", node=node.name)
         record_signal(

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from controlplane.accounts.models import SYSTEM
 from controlplane.crypto import unseal
+from controlplane.fleet import actions as fleet
 from controlplane.fleet.models import Node
 
 SYSTEM_PATH = "/redfish/v1/Systems/1"
-TIMEOUT_S = 15.0
+#: Well below a step's lease, so that whoever calls still holds the step when the answer comes.
+TIMEOUT_S = 4.0
 
 ResetType = Literal["On", "ForceOff", "ForceRestart"]
 
@@ -43,7 +46,8 @@ def read(node: Node) -> Power:
 
 def switch(node: Node, reset_type: ResetType) -> None:
     """Switch the node's power. `On` of a node that is on and `ForceOff` of one that is off change
-    nothing. Raises PowerError."""
+    nothing. Written into the audit trail before it is done. Raises PowerError."""
+    fleet.record_power_order(SYSTEM, node.pk, reset_type, node.state_reason)
     _call(node, "POST", f"{SYSTEM_PATH}/Actions/ComputerSystem.Reset", {"ResetType": reset_type})
 
 

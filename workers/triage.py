@@ -26,6 +26,10 @@ class LossEvidence:
 
     #: How the agent saw its process end: exit status, signal number, and why if not by itself.
     process_exited: bool = False
+    #: A survivor said that it is gone.
+    peers_lost_it: bool = False
+    #: It committed a step after its node was last heard: the agent is away, the replica is not.
+    still_commits: bool = False
     exit_code: int | None = None
     exit_signal: int | None = None
     exit_reason: str = ""
@@ -52,6 +56,13 @@ class Cause:
 
 
 @dataclass(frozen=True)
+class NothingLost:
+    """The replica trains and its node is heard: whatever was told is over."""
+
+    summary: str
+
+
+@dataclass(frozen=True)
 class NotYet:
     """No cause can be named yet; look again when something is heard, or in `wait_s` seconds."""
 
@@ -64,12 +75,18 @@ def is_hardware_line(line: str) -> bool:
     return _HARDWARE_LINE.search(line) is not None
 
 
-def cause_of_loss(evidence: LossEvidence) -> Cause | NotYet:
+def cause_of_loss(evidence: LossEvidence) -> Cause | NotYet | NothingLost:
     """Name the cause of a replica's loss, the strongest evidence first.
 
     Hardware evidence outranks the way in which the process ended: a lost card kills its process
-    too. A node that went silent outranks a process's end that was told before it did.
+    too. A node that went silent outranks a process's end that was told before it did. But silence
+    alone loses nothing: an agent may be away while its rank trains on.
     """
+    gone = evidence.process_exited or evidence.peers_lost_it
+    if not gone and evidence.still_commits and not evidence.node_reachable:
+        return NotYet(1.0, "its node's agent is silent, but the replica commits steps")
+    if not gone and evidence.node_reachable:
+        return NothingLost("its node is heard again, and nobody lost the replica")
     if not evidence.node_reachable:
         return Cause(
             "platform",

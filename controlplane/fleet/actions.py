@@ -285,12 +285,29 @@ def record_report(node_id: str, report: wire.Report) -> None:
 def record_repair(node_id: str, rung: Rung, step_id: str) -> None:
     """Write one attempt at a rung of the ladder into the record of each card of the node."""
     now = timezone.now()
+    # One row for the node itself too: one whose cards are all gone must not be repaired for ever.
+    cards = [None, *Gpu.objects.filter(node_id=node_id)]
     RepairRecord.objects.bulk_create(
         [
             RepairRecord(gpu=gpu, node_id=node_id, rung=rung, step_id=step_id, at=now)
-            for gpu in Gpu.objects.filter(node_id=node_id)
+            for gpu in cards
         ],
         ignore_conflicts=True,
+    )
+
+
+@change()
+def record_power_order(actor: Actor, node_id: str, order: str, reason: str) -> None:
+    """Write down that a node's power is about to be switched, before it is."""
+    node = Node.objects.get(pk=node_id)
+    audit(
+        actor,
+        "node.power",
+        "node",
+        node_id,
+        cluster_id=node.cluster_id,
+        after={"order": order},
+        reason=reason,
     )
 
 
@@ -442,6 +459,20 @@ def record_command_result(node_id: str, result: wire.CommandResult) -> None:
     ):
         touch(row.node.cluster_id)
         doorbell.ring_after_commit(f"step/{row.requester}")
+
+
+@change()
+def call_back_commands(requester: str) -> int:
+    """Expire the orders of this asker that no node has finished. Returns how many.
+
+    One that a node has taken already may still be executed.
+    """
+    unfinished = Command.objects.filter(requester__startswith=f"{requester}.").exclude(
+        state__in=COMMAND_FINISHED
+    )
+    return unfinished.update(
+        state=CommandState.EXPIRED, finished_at=timezone.now(), error="called back"
+    )
 
 
 @change()

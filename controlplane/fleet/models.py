@@ -168,11 +168,11 @@ class Gpu(models.Model):
 
 
 class RepairRecord(models.Model):
-    """What was done to a card, by its UUID, whichever node it sat in."""
+    """What was done to a card, by its UUID, whichever node it sat in; `gpu` empty: to the node."""
 
     id = models.CharField(primary_key=True, max_length=40, default=partial(new_id, "rep"))
-    gpu = models.ForeignKey(Gpu, on_delete=models.PROTECT, related_name="repairs")
-    node = models.ForeignKey(Node, on_delete=models.PROTECT)
+    gpu = models.ForeignKey(Gpu, null=True, on_delete=models.PROTECT, related_name="repairs")
+    node = models.ForeignKey(Node, on_delete=models.PROTECT, related_name="repairs")
     rung = models.CharField(max_length=20, choices=Rung.choices)
     #: The playbook step that did it; with the card, the key that keeps one attempt one row.
     step_id = models.CharField(max_length=40)
@@ -180,7 +180,11 @@ class RepairRecord(models.Model):
 
     class Meta:
         constraints = [
-            models.UniqueConstraint(fields=["gpu", "step_id", "rung"], name="repair_once_per_step")
+            models.UniqueConstraint(
+                fields=["gpu", "node", "step_id", "rung"],
+                nulls_distinct=False,
+                name="repair_once_per_step",
+            )
         ]
 
 

@@ -24,6 +24,9 @@ def record_events(node_id: str, events: list[wire.Event]) -> list[str]:
     cards = set(
         Gpu.objects.filter(uuid__in={e.gpu_uuid for e in events}).values_list("uuid", flat=True)
     )
+    told_before = set(
+        Signal.objects.filter(pk__in=[e.id for e in events]).values_list("pk", flat=True)
+    )
     Signal.objects.bulk_create(
         [
             Signal(
@@ -45,7 +48,8 @@ def record_events(node_id: str, events: list[wire.Event]) -> list[str]:
         ignore_conflicts=True,
     )
     for event in events:
-        if event.kind == "boot":
+        # A boot that is told again must not turn a later one back.
+        if event.kind == "boot" and event.id not in told_before:
             fleet.record_boot(node_id, event.boot_id, _moment(event.at))
     doorbell.ring_after_commit()
     return [event.id for event in events]

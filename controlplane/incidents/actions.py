@@ -16,8 +16,9 @@ from controlplane import doorbell
 from controlplane.accounts.actions import audit
 from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.errors import Conflict
+from controlplane.fleet import actions as fleet
 from controlplane.fleet.changes import change, touch
-from controlplane.fleet.models import Cluster, Node
+from controlplane.fleet.models import Node
 from controlplane.health.models import Failure
 from controlplane.incidents import postmortem
 from controlplane.incidents.choices import (
@@ -38,7 +39,8 @@ from controlplane.incidents.models import (
 )
 from controlplane.jobs import accounting
 from controlplane.jobs import actions as jobs
-from controlplane.jobs.models import Job
+from controlplane.jobs.choices import PlacementState
+from controlplane.jobs.models import Job, Placement
 
 # --- incidents ------------------------------------------------------------------------------------
 
@@ -55,15 +57,11 @@ def open_or_merge(
     replica: int | None = None,
     node_id: str | None = None,
 ) -> Incident:
-    """The unresolved incident about this subject; a new one if there is none."""
-    # The cluster's row is the turnstile: two workers cannot open two incidents about one thing.
-    Cluster.objects.select_for_update(no_key=True).get(pk=cluster_id)
-    incident = Incident.objects.filter(subject=subject, state__in=INCIDENT_UNRESOLVED).first()
-    if incident is not None:
-        if occurred_at < incident.occurred_at:
-            Incident.objects.filter(pk=incident.pk).update(occurred_at=occurred_at)
-        return incident
-    incident = Incident.objects.create(
+    """The unresolved incident about this subject, locked; a new one if there is none.
+
+    Raises Conflict if it was resolved in this very moment: ask again.
+    """
+    fresh = Incident(
         cluster_id=cluster_id,
         subject=subject,
         title=title,
@@ -73,6 +71,20 @@ def open_or_merge(
         replica=replica,
         node_id=node_id,
     )
+    # The unique constraint is the turnstile: whoever comes second waits, then finds the first's.
+    Incident.objects.bulk_create([fresh], ignore_conflicts=True)
+    # Locked, so that it cannot be resolved while something is attached to it.
+    incident = (
+        Incident.objects.select_for_update(no_key=True, of=("self",))
+        .filter(subject=subject, state__in=INCIDENT_UNRESOLVED)
+        .first()
+    )
+    if incident is None:
+        raise Conflict("the incident was resolved in this very moment")
+    if incident.pk != fresh.pk:
+        if occurred_at < incident.occurred_at:
+            Incident.objects.filter(pk=incident.pk).update(occurred_at=occurred_at)
+        return incident
     tell(incident, "opened", EntryKind.STATE, f"Incident opened: {title}")
     audit(
         SYSTEM,
@@ -229,14 +241,11 @@ def request_run(
 ) -> PlaybookRun:
     """Ask for a playbook to be run; the unfinished run about this subject, if there is one.
 
-    The engine unfolds the run into steps from the playbook's present version.
+    The engine unfolds the run into steps from the playbook's present version. Raises Conflict if
+    such a run finished in this very moment: ask again.
     """
-    Cluster.objects.select_for_update(no_key=True).get(pk=cluster_id)
     subject = f"{playbook}/{subject}"
-    there = PlaybookRun.objects.filter(subject=subject, state__in=RUN_UNFINISHED).first()
-    if there is not None:
-        return there
-    run = PlaybookRun.objects.create(
+    run = PlaybookRun(
         playbook=playbook,
         version=0,
         title=title,
@@ -249,6 +258,20 @@ def request_run(
         # Replaced by the playbook's own when the engine unfolds it; until then an hour is generous.
         deadline=timezone.now() + timedelta(hours=1),
     )
+    PlaybookRun.objects.bulk_create([run], ignore_conflicts=True)
+    there = (
+        PlaybookRun.objects.select_for_update(no_key=True, of=("self",))
+        .filter(subject=subject, state__in=RUN_UNFINISHED)
+        .first()
+    )
+    if there is None:
+        raise Conflict("the run about this finished in this very moment")
+    if there.pk != run.pk:
+        # It may be at its last look: let it look again.
+        PlaybookStep.objects.filter(
+            run=there, state__in=[StepState.WAITING, StepState.RUNNING]
+        ).update(wake_at=timezone.now())
+        return there
     audit(
         actor,
         "run.request",
@@ -272,17 +295,33 @@ def retry_run(actor: Actor, run_id: str, reason: str) -> None:
     PlaybookStep.objects.filter(run=run, state=StepState.NEEDS_OPERATOR).update(
         state=StepState.READY, wake_at=now, started_at=now, attempts=0
     )
-    _set_run(actor, run, RunState.RUNNING, reason or "tried again", "run.retry")
-    PlaybookRun.objects.filter(pk=run_id).update(deadline=now + timedelta(hours=1))
+    to = RunState.RUNNING if run.steps.exists() else RunState.PENDING
+    _set_run(actor, run, to, reason or "tried again", "run.retry")
+    # Another turn: what was refused before is asked for anew, and the rounds count from here.
+    turn = {**run.context, "retry": int(run.context.get("retry", 0)) + 1, "round": 0}
+    PlaybookRun.objects.filter(pk=run_id).update(deadline=now + timedelta(hours=1), context=turn)
     doorbell.ring_after_commit()
 
 
 @change()
 def cancel_run(actor: Actor, run_id: str, reason: str) -> None:
-    """Stop a run where it stands; what is done stays done. Raises Conflict if it is finished."""
-    run = PlaybookRun.objects.select_for_update(no_key=True).get(pk=run_id)
+    """Stop a run where it stands; what is done stays done. Raises Conflict if it is finished.
+
+    Orders that no node has finished are called back, and a placement that never came to life ends.
+    """
+    incident_id = PlaybookRun.objects.values_list("incident_id", flat=True).get(pk=run_id)
+    if incident_id is not None:
+        Incident.objects.select_for_update(no_key=True, of=("self",)).get(pk=incident_id)
+    run = PlaybookRun.objects.select_for_update(no_key=True, of=("self",)).get(pk=run_id)
     if run.state not in RUN_UNFINISHED:
         raise Conflict(f"this run is {run.get_state_display().lower()} already")
+    for step_id in run.steps.values_list("pk", flat=True):
+        fleet.call_back_commands(step_id)
+    stillborn = Placement.objects.filter(
+        pk=run.context.get("placement", ""), state=PlacementState.STARTING
+    )
+    for placement in stillborn:
+        jobs.end_placement(actor, placement.pk, f"cancelled: {reason}", free_node=True)
     PlaybookStep.objects.filter(run=run).exclude(
         state__in=[StepState.DONE, StepState.SKIPPED, StepState.FAILED]
     ).update(state=StepState.SKIPPED, lock_token="", lock_expires_at=None, wake_at=None)
@@ -323,8 +362,20 @@ def admit_node(actor: Actor, node_id: str) -> PlaybookRun:
     )
 
 
-def repair_node(actor: Actor, node_id: str, incident: Incident, reason: str) -> PlaybookRun:
-    """Have a node taken out, repaired, validated and returned as a spare."""
+def repair_node(
+    actor: Actor,
+    node_id: str,
+    incident: Incident,
+    reason: str,
+    *,
+    only_if_silent: bool = False,
+    lost_placement: str = "",
+) -> PlaybookRun:
+    """Have a node taken out, repaired, validated and returned as a spare.
+
+    `only_if_silent`: silence is all that speaks against it, so a word from it ends the repair.
+    `lost_placement` is the one that may be ended with it; another on it is a reason to stop.
+    """
     node = Node.objects.get(pk=node_id)
     return request_run(
         actor,
@@ -334,7 +385,25 @@ def repair_node(actor: Actor, node_id: str, incident: Incident, reason: str) -> 
         title=f"Repair {node.name}",
         incident=incident,
         node_id=node_id,
-        context={"reason": reason},
+        context={
+            "reason": reason,
+            "only_if_silent": only_if_silent,
+            "lost_placement": lost_placement,
+        },
+    )
+
+
+def restore_coordinator(actor: Actor, job: Job, incident: Incident) -> PlaybookRun:
+    """Have a job's coordinator started again where it was, once its node is back."""
+    return request_run(
+        actor,
+        "restore-coordinator",
+        job.pk,
+        cluster_id=job.cluster_id,
+        title=f"Restore the coordinator of {job.name}",
+        incident=incident,
+        job_id=job.pk,
+        node_id=job.coordinator_node_id,
     )
 
 
@@ -358,7 +427,9 @@ def restart_job(actor: Actor, job_id: str, reason: str) -> PlaybookRun:
     """Start a job anew as a whole: what was under way for single replicas of it is moot."""
     job = Job.objects.get(pk=job_id)
     moot = PlaybookRun.objects.filter(
-        job=job, playbook__in=["replica-lost", "start-job"], state__in=RUN_UNFINISHED
+        job=job,
+        playbook__in=["replica-lost", "start-job", "restore-coordinator"],
+        state__in=RUN_UNFINISHED,
     )
     for run in list(moot):
         cancel_run(actor, run.pk, f"the whole job is started anew: {reason}")

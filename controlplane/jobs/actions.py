@@ -366,6 +366,8 @@ def _record_trouble(job: Job, batch: client.Batch, message: client.Trouble) -> N
 
 
 def _record_stopped(job: Job, batch: client.Batch, message: client.Stopped) -> None:
+    if not message.clean:
+        return  # its process is about to exit, and that is what an incident begins with
     if Placement.objects.filter(pk=batch.placement, replica__job=job).exists():
         end_placement(SYSTEM, batch.placement, f"left: {message.reason}", free_node=True)
 

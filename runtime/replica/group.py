@@ -489,7 +489,9 @@ class ReplicaGroup:
         self._left = True
         self.saver.finish()
         now = time.time()
-        self.job.sender.tell(Stopped(step=self.state.committed, reason=reason, at=now))
+        self.job.sender.tell(
+            Stopped(step=self.state.committed, reason=reason, at=now, clean=goodbye)
+        )
         self.link.close(goodbye=goodbye)
         self.peers.close()
         self.job.sender.close(3.0)

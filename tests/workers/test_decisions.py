@@ -20,9 +20,14 @@ def evidence(**known: object) -> triage.LossEvidence:
         ({"process_exited": True, "exit_code": 1}, "process-exited", True),
         ({"process_exited": True}, "process-vanished", True),
         ({"process_exited": True, "exit_reason": "reboot"}, "node-rebooted", False),
+        ({"node_reachable": False, "peers_lost_it": True}, "node-lost", False),
         ({"node_reachable": False, "silent_s": 31.0}, "node-lost", False),
-        ({"hardware_lines": ("NVRM: Xid 79",)}, "hardware-fault", False),
-        ({"waited_s": 41.0, "patience_s": 40.0}, "replica-unresponsive", False),
+        ({"peers_lost_it": True, "hardware_lines": ("Xid",)}, "hardware-fault", False),
+        (
+            {"peers_lost_it": True, "waited_s": 41.0, "patience_s": 40.0},
+            "replica-unresponsive",
+            False,
+        ),
     ],
 )
 def test_the_cause_follows_from_the_evidence(
@@ -34,7 +39,18 @@ def test_the_cause_follows_from_the_evidence(
 
 
 def test_without_a_word_from_agent_or_lease_there_is_no_cause_yet() -> None:
-    assert isinstance(triage.cause_of_loss(evidence(waited_s=1.0, patience_s=8.0)), triage.NotYet)
+    assert isinstance(
+        triage.cause_of_loss(evidence(peers_lost_it=True, waited_s=1.0)), triage.NotYet
+    )
+
+
+def test_a_silent_agent_loses_no_replica_that_commits_steps() -> None:
+    known = evidence(node_reachable=False, silent_s=60.0, still_commits=True, waited_s=1e3)
+    assert isinstance(triage.cause_of_loss(known), triage.NotYet)
+
+
+def test_silence_that_is_over_has_lost_nothing() -> None:
+    assert isinstance(triage.cause_of_loss(evidence(waited_s=1e3)), triage.NothingLost)
 
 
 def test_a_hardware_line_outranks_the_way_in_which_the_process_ended() -> None:

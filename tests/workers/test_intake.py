@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from django.utils import timezone
 
+from controlplane.fleet.models import Lease
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
 from controlplane.incidents.models import Incident, PlaybookRun
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Placement
-from tests.factories import NodeFactory, PlacementFactory, ReplicaFactory, SignalFactory
+from tests.factories import JobFactory, NodeFactory, PlacementFactory, ReplicaFactory, SignalFactory
 from workers import intake
 
 pytestmark = pytest.mark.django_db
@@ -54,6 +55,7 @@ def lease_lost(placement: Placement) -> Signal:
 def test_peers_agent_and_lease_speak_of_one_incident(placement: Placement) -> None:
     peer_lost(placement)
     process_exited(placement)
+    Lease.objects.filter(pk=placement.node_id).update(reachable=False)
     lease_lost(placement)
     assert intake.triage_signals() == 3
     incident = Incident.objects.get()
@@ -95,10 +97,35 @@ def test_a_rank_of_a_job_that_was_told_to_stop_is_no_incident(placement: Placeme
 
 def test_a_silent_node_without_a_replica_is_an_incident_of_its_own() -> None:
     node = NodeFactory()
+    Lease.objects.filter(pk=node.pk).update(reachable=False)
     SignalFactory(kind=SignalKind.LEASE_LOST, node=node)
     intake.triage_signals()
     assert Incident.objects.get().subject == f"node/{node.pk}"
     assert PlaybookRun.objects.get().playbook == "repair-node"
+
+
+def test_a_lost_lease_of_a_node_that_is_heard_again_is_old_news() -> None:
+    SignalFactory(kind=SignalKind.LEASE_LOST, node=NodeFactory())
+    intake.triage_signals()
+    assert not Incident.objects.exists()
+
+
+def test_the_coordinator_of_a_job_goes_with_its_node() -> None:
+    job = JobFactory(coordinator_node=NodeFactory(), coordinator_address="127.0.0.1:4000")
+    Lease.objects.filter(pk=job.coordinator_node_id).update(reachable=False)
+    SignalFactory(kind=SignalKind.LEASE_LOST, node=job.coordinator_node)
+    intake.triage_signals()
+    runs = set(PlaybookRun.objects.values_list("playbook", flat=True))
+    assert runs == {"repair-node", "restore-coordinator"}
+
+
+def test_a_signal_that_cannot_be_handled_stops_no_other(placement: Placement) -> None:
+    broken = SignalFactory(kind=SignalKind.LEASE_LOST, node=None)
+    peer_lost(placement)
+    intake.triage_signals()
+    broken.refresh_from_db()
+    assert broken.triaged_at is not None
+    assert Incident.objects.count() == 1
 
 
 def test_a_silent_node_that_is_out_for_repair_opens_nothing() -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from workers.playbooks import admit_node, repair_node, replica_lost, start_job
+from workers.playbooks import (
+    admit_node,
+    repair_node,
+    replica_lost,
+    restore_coordinator,
+    start_job,
+)
 from workers.playbooks.base import Playbook
 
 PLAYBOOKS: dict[str, Playbook] = {
@@ -11,6 +17,7 @@ PLAYBOOKS: dict[str, Playbook] = {
         admit_node.PLAYBOOK,
         repair_node.PLAYBOOK,
         replica_lost.PLAYBOOK,
+        restore_coordinator.PLAYBOOK,
         start_job.PLAYBOOK,
     )
 }

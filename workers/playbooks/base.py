@@ -22,6 +22,9 @@ class Outcome:
     #: Merged into the run's context, for later steps.
     context: Mapping[str, Any] = field(default_factory=dict)
     apply: Apply | None = None
+    #: What comes instead when `apply` finds that the world does not allow it any more; without
+    #: it the step waits and looks again.
+    on_conflict: Outcome | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,11 @@ class Back(Outcome):
     """The world changed: go on from an earlier step."""
 
     to: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class End(Outcome):
+    """Nothing is left to do: the steps to come are skipped and the run has succeeded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +89,16 @@ class StepContext:
         return int(self.values.get("round", 0))
 
     def requester(self, part: str = "") -> str:
-        """Names this step in this round as the asker of a command, the same however often tried."""
-        return ".".join(filter(None, [self.step.pk, str(self.round), part]))
+        """Names this step as the asker of a command, the same however often it is tried.
+
+        Another round, or a person's word to try again, makes it another asker.
+        """
+        turn = f"{self.round}-{self.values.get('retry', 0)}"
+        return ".".join(filter(None, [self.step.pk, turn, part]))
+
+    def placement_id(self, part: str = "") -> str:
+        """The id of the placement that goes with `requester`."""
+        return "plc_" + self.requester(part).removeprefix("stp_").replace(".", "_")
 
 
 @dataclass(frozen=True, kw_only=True)

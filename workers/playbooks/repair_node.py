@@ -15,7 +15,9 @@ from controlplane.jobs.models import Placement
 from workers import guards, power
 from workers.playbooks.base import (
     Ask,
+    Back,
     Done,
+    End,
     Outcome,
     Playbook,
     Skip,
@@ -30,6 +32,9 @@ def quarantine(ctx: StepContext) -> Outcome:
     node = _node(ctx)
     if node.state == NodeState.QUARANTINED:
         return Done(text=f"{node.name} is quarantined already")
+    reason = _back_at_work(ctx, node)
+    if reason:
+        return End(text=reason)
     # Off before anything of its is started elsewhere. Off when it is off already changes nothing.
     power.switch(node, "ForceOff")
     if power.read(node).on:
@@ -68,11 +73,15 @@ def power_cycle(ctx: StepContext) -> Outcome:
         return Wait(
             text=f"about to power-cycle; {attempt.reason}",
             wake_s=0,
-            context={"boot_before": node.boot_id},
+            context={"boot_before": node.boot_id, "was_off": not state.on},
             apply=apply,
         )
     if state.on and state.boot_id and state.boot_id != before:
         return Done(text="it has been power-cycled: its boot id changed")
+    if state.on and not state.boot_id and ctx.values["was_off"]:
+        return Done(text="it was off and is on now: it has been power-cycled")
+    if state.on and not state.boot_id and ctx.step.attempts > 1:
+        return Ask(text="its BMC cannot tell whether it has been restarted; look before going on")
     power.switch(node, "ForceRestart" if state.on else "On")
     return Done(
         text="switched on" if not state.on else "power-cycled", evidence={"boot_before": before}
@@ -82,7 +91,11 @@ def power_cycle(ctx: StepContext) -> Outcome:
 def await_boot(ctx: StepContext) -> Outcome:
     node = _node(ctx)
     if node.state == NodeState.REPAIR_FAILED:
-        return Ask(text=f"{node.name} did not come back within {settings.BOOT_DEADLINE_S:g} s")
+        return Back(
+            to="power-cycle",
+            text=f"it did not come back within {settings.BOOT_DEADLINE_S:g} s",
+            context={"boot_before": None},
+        )
     if node.boot_id == ctx.values["boot_before"]:
         return Wait(text="not heard since it was switched on")
     if not node.lease.reachable:
@@ -114,7 +127,7 @@ def return_as_spare(ctx: StepContext) -> Outcome:
 
 PLAYBOOK = Playbook(
     name="repair-node",
-    version=1,
+    version=2,
     deadline_s=7200,
     steps=(
         StepDefinition(
@@ -171,6 +184,22 @@ PLAYBOOK = Playbook(
         ),
     ),
 )
+
+
+def _back_at_work(ctx: StepContext, node: Node) -> str:
+    """Why the node must not be touched after all; "" if it is to be taken out.
+
+    The guards may have kept this run waiting, and the world went on: a node that was only silent
+    and beats again is well, and one that holds a replica that nobody lost is in use.
+    """
+    if not node.lease.reachable:
+        return ""
+    if ctx.values.get("only_if_silent"):
+        return f"{node.name} beats again: nothing to repair"
+    others = Placement.objects.filter(node=node, state=PlacementState.RUNNING)
+    if others.exclude(pk=ctx.values.get("lost_placement", "")).exists():
+        return f"{node.name} holds another replica by now, and beats"
+    return ""
 
 
 def _node(ctx: StepContext) -> Node:

@@ -6,7 +6,7 @@ The survivors need nothing from here: they took over its shards on their own.
 from __future__ import annotations
 
 from dataclasses import asdict
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from django.conf import settings
 from django.utils import timezone
@@ -21,16 +21,18 @@ from controlplane.health.choices import FaultClass, SignalKind
 from controlplane.health.models import Signal
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import Effect, StepState
-from controlplane.incidents.models import PlaybookRun
+from controlplane.incidents.models import PlaybookStep
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState
-from controlplane.jobs.models import Interruption, Placement, Replica
+from controlplane.jobs.models import Interruption, Placement, ProgressSample, Replica
 from node_agent import wire
 from workers import recovery, triage
 from workers.nodes import free_nodes
 from workers.playbooks.base import (
+    Ask,
     Back,
     Done,
+    End,
     Outcome,
     Playbook,
     Skip,
@@ -42,15 +44,19 @@ from workers.spares import choose_spare
 
 #: Hardware evidence this long before the loss still explains it.
 LOOK_BACK = timedelta(seconds=60)
+#: A node that is heard starts a rank within this many seconds, or is passed over.
+START_ORDER_S = 20.0
 
 
 def find_cause(ctx: StepContext) -> Outcome:
-    placement = _latest_placement(ctx)
-    if placement.joined_at and placement.state != PlacementState.ENDED and _trains(placement, ctx):
-        return Skip(text="the replica is in full service")
+    placement = Placement.objects.select_related("node__lease", "replica").get(
+        pk=ctx.values["lost_placement"]
+    )
     evidence = _evidence(ctx, placement)
     shown = {k: v for k, v in asdict(evidence).items() if v not in (None, "", ())}
     verdict = triage.cause_of_loss(evidence)
+    if isinstance(verdict, triage.NothingLost):
+        return End(text=verdict.summary, evidence=shown)
     if isinstance(verdict, triage.NotYet):
         return Wait(text=verdict.reason, wake_s=verdict.wait_s, evidence=shown)
     where = placement.node.name
@@ -75,7 +81,7 @@ def find_cause(ctx: StepContext) -> Outcome:
     return Done(
         text=f"{verdict.code} on {where}: {verdict.summary}",
         evidence={**shown, "rule": verdict.rule},
-        context={"node_fit": verdict.node_fit, "lost_placement": placement.pk},
+        context={"node_fit": verdict.node_fit, "passed_over": []},
         apply=apply,
     )
 
@@ -121,12 +127,18 @@ def choose_place(ctx: StepContext) -> Outcome:
         .exclude(replica=placement.replica)
     )
     spare = choose_spare(
-        [c for c in free_nodes(job.cluster_id) if c.node_id != placement.node_id],
+        [
+            c
+            for c in free_nodes(job.cluster_id)
+            if c.node_id not in [placement.node_id, *ctx.values["passed_over"]]
+        ],
         [p.node.rack.name if p.node.rack else "" for p in others.select_related("node__rack")],
     )
     earlier = Placement.objects.filter(replica__job=job, joined_at__isnull=False)
     situation = recovery.Situation(
-        node_fit=bool(ctx.values["node_fit"]) and _may_stay(placement.node),
+        node_fit=bool(ctx.values["node_fit"])
+        and _may_stay(placement.node)
+        and placement.node_id not in ctx.values["passed_over"],
         spare=spare,
         survivors=others.count(),
         replicas=job.world_replicas,
@@ -161,14 +173,20 @@ def take_node_out(ctx: StepContext) -> Outcome:
     node = placement.node
     if ctx.values["node_fit"]:
         return Skip(text=f"{node.name} is fit and keeps working")
-    repair = PlaybookRun.objects.filter(
-        incident=ctx.run.incident, playbook="repair-node", node=node
-    ).last()
-    if repair is not None and repair.steps.filter(key="quarantine", state=StepState.DONE).exists():
+    quarantined = PlaybookStep.objects.filter(
+        key="quarantine",
+        state=StepState.DONE,
+        run__playbook="repair-node",
+        run__node=node,
+        finished_at__gt=placement.created_at,
+    )
+    if quarantined.exists():
         return Done(text=f"{node.name} was switched off and quarantined: nothing of it runs there")
 
     def apply() -> None:
-        incidents.repair_node(SYSTEM, node.pk, ctx.incident, ctx.incident.cause)
+        incidents.repair_node(
+            SYSTEM, node.pk, ctx.incident, ctx.incident.cause, lost_placement=placement.pk
+        )
 
     return Wait(text=f"{node.name} is being taken out by its repair run", wake_s=1.0, apply=apply)
 
@@ -177,28 +195,25 @@ def start_replica(ctx: StepContext) -> Outcome:
     replica = _replica(ctx)
     target = Node.objects.select_related("lease").get(pk=ctx.values["target"])
     lost = Placement.objects.get(pk=ctx.values["lost_placement"])
-    requester = ctx.requester()
-    command = Command.objects.filter(requester=requester).first()
+    placement_id = ctx.placement_id()
+    command = Command.objects.filter(requester=ctx.requester(), verb="start_rank").first()
     if command is None:
-        placement_id = f"plc_{requester.removeprefix('stp_').replace('.', '_')}"
 
         def apply() -> None:
             jobs.end_placement(
                 SYSTEM, lost.pk, ctx.incident.cause, free_node=lost.node_id != target.pk
             )
             jobs.place(SYSTEM, replica.pk, target.pk, placement_id=placement_id)
+            order = start_rank_command(replica, placement_id)
             fleet.queue_command(
-                SYSTEM,
-                target.pk,
-                start_rank_command(replica, placement_id),
-                requester=requester,
-                ttl_s=20,
+                SYSTEM, target.pk, order, requester=ctx.requester(), ttl_s=START_ORDER_S
             )
 
         return Wait(
             text=f"{target.name} is told to start it",
             context={"placement": placement_id},
             apply=apply,
+            on_conflict=Back(to="choose-place", text=f"{target.name} was taken meanwhile"),
         )
     if command.state == CommandState.DONE:
         return Done(
@@ -206,46 +221,74 @@ def start_replica(ctx: StepContext) -> Outcome:
             evidence={"command": command.pk, "output": command.output},
         )
     if not target.lease.reachable:
-        return Back(to="find-cause", text=f"{target.name} went silent before it started it")
-    if command.state in COMMAND_FINISHED:
         return Back(
-            to="choose-place",
-            text=f"{target.name} did not start it: {command.error or command.state}",
-            context={"lost_placement": ctx.values["placement"]},
+            to="find-cause",
+            text=f"{target.name} went silent before it started it",
+            context={"lost_placement": placement_id},
         )
+    if command.state in COMMAND_FINISHED:
+        return _start_failed(ctx, target, command)
     return Wait(text=f"waiting for {target.name} to start it")
 
 
+def _start_failed(ctx: StepContext, target: Node, command: Command) -> Outcome:
+    """Go on to another node, once nothing of this start can be running on the one that failed."""
+    stop = Command.objects.filter(requester=ctx.requester(), verb="stop_process").first()
+    if command.state == CommandState.EXPIRED and stop is None:
+
+        def order_stop() -> None:
+            order = wire.StopProcess(placement=ctx.placement_id(), grace_s=0)
+            fleet.queue_command(SYSTEM, target.pk, order, requester=ctx.requester())
+
+        return Wait(text=f"{target.name} did not answer; told to stop it", apply=order_stop)
+    if stop is not None and stop.state not in COMMAND_FINISHED:
+        return Wait(text=f"waiting for {target.name} to say that nothing runs")
+    if stop is not None and stop.state != CommandState.DONE:
+        return Ask(text=f"{target.name} neither started it nor says that it did not")
+
+    def apply() -> None:
+        jobs.end_placement(SYSTEM, ctx.placement_id(), command.error, free_node=True)
+
+    return Back(
+        to="choose-place",
+        text=f"{target.name} did not start it: {command.error or command.state}",
+        context={"passed_over": [*ctx.values["passed_over"], target.pk]},
+        apply=apply,
+    )
+
+
 def await_rejoin(ctx: StepContext) -> Outcome:
-    placement = Placement.objects.select_related("node").get(pk=ctx.values["placement"])
-    if placement.joined_at is not None:
-        pause = Interruption.objects.filter(
-            job_id=ctx.run.job_id,
-            joined__contains=ctx.values["replica"],
-            committed_at__gte=placement.created_at,
-        ).first()
-        text = f"replica {ctx.values['replica']} trains again on {placement.node.name}"
-        if pause is not None:
-            text += f", let in at step {pause.step} with a pause of {pause.gap_s:.2f} s"
-        joined_at = placement.joined_at
+    placement = Placement.objects.select_related("node__lease").get(pk=ctx.values["placement"])
+    # Lost again comes first: it may have joined and died before anybody looked.
+    gone = _told_gone(placement)
+    if gone or placement.state == PlacementState.ENDED or not placement.node.lease.reachable:
+        return Back(
+            to="find-cause",
+            text=f"it was lost again on {placement.node.name}",
+            context={"lost_placement": placement.pk},
+        )
+    if placement.joined_at is None:
+        state = "fetches its state from its peers" if placement.started_at else "is starting"
+        return Wait(text=f"the process {state}")
+    pause = Interruption.objects.filter(
+        job_id=ctx.run.job_id,
+        joined__contains=ctx.values["replica"],
+        committed_at__gte=placement.created_at,
+    ).first()
+    text = f"replica {ctx.values['replica']} trains again on {placement.node.name}"
+    if pause is not None:
+        text += f", let in at step {pause.step} with a pause of {pause.gap_s:.2f} s"
+    joined_at = placement.joined_at
 
-        def apply() -> None:
-            incidents.set_restored(ctx.incident.pk, joined_at, text)
+    def apply() -> None:
+        incidents.set_restored(ctx.incident.pk, joined_at, text)
 
-        return Done(text=text, apply=apply)
-    exited = Signal.objects.filter(
-        kind=SignalKind.PROCESS_EXITED, placement_id=placement.pk
-    ).exists()
-    reachable = Node.objects.filter(pk=placement.node_id, lease__reachable=True).exists()
-    if placement.state == PlacementState.ENDED or exited or not reachable:
-        return Back(to="find-cause", text=f"it was lost again on {placement.node.name}")
-    state = "fetches its state from its peers" if placement.started_at else "is starting"
-    return Wait(text=f"the process {state}")
+    return Done(text=text, apply=apply)
 
 
 PLAYBOOK = Playbook(
     name="replica-lost",
-    version=1,
+    version=2,
     deadline_s=1800,
     steps=(
         StepDefinition(
@@ -265,15 +308,6 @@ PLAYBOOK = Playbook(
             prose="On the job's page the step counter must move again, with one replica less.",
         ),
         StepDefinition(
-            key="choose-place",
-            title="Choose where it returns",
-            act=choose_place,
-            effect=Effect.NONE,
-            timeout_s=900,
-            prose="In place if the node is fit. Otherwise a spare of the same cluster, in the rack "
-            "that holds the fewest of the job's other replicas.",
-        ),
-        StepDefinition(
             key="take-node-out",
             title="Take the unfit node out",
             act=take_node_out,
@@ -282,6 +316,15 @@ PLAYBOOK = Playbook(
             prose="Switch the node off through its BMC before its replica runs anywhere else, so "
             "that no two processes can ever believe to be the same replica.",
             undo="Return the node after its validation.",
+        ),
+        StepDefinition(
+            key="choose-place",
+            title="Choose where it returns",
+            act=choose_place,
+            effect=Effect.NONE,
+            timeout_s=900,
+            prose="In place if the node is fit. Otherwise a spare of the same cluster, in the rack "
+            "that holds the fewest of the job's other replicas.",
         ),
         StepDefinition(
             key="start-replica",
@@ -331,14 +374,6 @@ def _replica(ctx: StepContext) -> Replica:
     )
 
 
-def _latest_placement(ctx: StepContext) -> Placement:
-    return (
-        Placement.objects.select_related("node__lease", "replica")
-        .filter(replica=_replica(ctx))
-        .latest("created_at")
-    )
-
-
 def _job_name(ctx: StepContext) -> str:
     return ctx.run.job.name if ctx.run.job else ""
 
@@ -353,8 +388,13 @@ def _evidence(ctx: StepContext, placement: Placement) -> triage.LossEvidence:
         observed_at__gte=ctx.incident.occurred_at - LOOK_BACK,
     ).values_list("raw", "kind")
     lease = placement.node.lease
+    began = ctx.step.started_at or now
     return triage.LossEvidence(
         process_exited=end is not None,
+        peers_lost_it=Signal.objects.filter(
+            kind=SignalKind.PEER_LOST, placement_id=placement.pk
+        ).exists(),
+        still_commits=_commits_since(placement, lease.last_beat_at),
         exit_code=data.get("exit_code"),
         exit_signal=data.get("signal"),
         exit_reason=str(data.get("reason", "")),
@@ -366,14 +406,22 @@ def _evidence(ctx: StepContext, placement: Placement) -> triage.LossEvidence:
             for raw, kind in lines
             if kind == SignalKind.GPU_UNREADABLE or triage.is_hardware_line(raw)
         ),
-        waited_s=round((now - ctx.incident.occurred_at).total_seconds(), 2),
+        waited_s=round((now - began).total_seconds(), 2),
         patience_s=settings.LEASE_S + settings.CAUSE_WAIT_S,
     )
 
 
-def _trains(placement: Placement, ctx: StepContext) -> bool:
-    """Whether the replica's placement is newer than the loss that this incident is about."""
-    return placement.created_at > ctx.incident.opened_at
+def _commits_since(placement: Placement, since: datetime) -> bool:
+    """Whether the replica stands in what the job told of its newest steps, after this moment."""
+    newest = ProgressSample.objects.filter(job_id=placement.replica.job_id).order_by("-at").first()
+    return newest is not None and newest.at > since and placement.replica.index in newest.replicas
+
+
+def _told_gone(placement: Placement) -> bool:
+    """Whether its agent or a peer said that this process is gone."""
+    return Signal.objects.filter(
+        kind__in=[SignalKind.PROCESS_EXITED, SignalKind.PEER_LOST], placement_id=placement.pk
+    ).exists()
 
 
 def _may_stay(node: Node) -> bool:

@@ -11,8 +11,8 @@ from controlplane.fleet.choices import COMMAND_FINISHED, CommandState
 from controlplane.fleet.models import Command, Node
 from controlplane.incidents.choices import Effect
 from controlplane.jobs import actions as jobs
-from controlplane.jobs.choices import JobState
-from controlplane.jobs.models import Job
+from controlplane.jobs.choices import JobState, PlacementState
+from controlplane.jobs.models import Job, Replica
 from node_agent import wire
 from workers.nodes import free_nodes
 from workers.playbooks.base import (
@@ -51,7 +51,7 @@ def start_coordinator(ctx: StepContext) -> Outcome:
     requester = ctx.requester()
     command = Command.objects.filter(requester=requester).first()
     if command is None:
-        placement_id = f"plc_{requester.removeprefix('stp_').replace('.', '_')}"
+        placement_id = ctx.placement_id()
 
         def order() -> None:
             fleet.queue_command(
@@ -95,27 +95,36 @@ def start_ranks(ctx: StepContext) -> Outcome:
     if not commands:
 
         def apply() -> None:
-            for replica, node_id in zip(
-                job.replicas.select_related("job"), ctx.values["nodes"], strict=True
-            ):
-                requester = ctx.requester(str(replica.index))
-                placement_id = f"plc_{requester.removeprefix('stp_').replace('.', '_')}"
-                jobs.place(SYSTEM, replica.pk, node_id, placement_id=placement_id)
-                fleet.queue_command(
-                    SYSTEM, node_id, start_rank_command(replica, placement_id), requester=requester
-                )
+            replicas = job.replicas.select_related("job")
+            for replica, node_id in zip(replicas, ctx.values["nodes"], strict=True):
+                _order_rank(ctx, replica, node_id)
 
-        return Wait(text=f"{job.world_replicas} nodes are told to start their ranks", apply=apply)
+        return Wait(
+            text=f"{job.world_replicas} nodes are told to start their ranks",
+            apply=apply,
+            on_conflict=Back(to="choose-nodes", text="one of the nodes was taken meanwhile"),
+        )
     refused = [c for c in commands if c.state in COMMAND_FINISHED and c.state != CommandState.DONE]
     if refused:
         node = Node.objects.get(pk=refused[0].node_id)
-        return Ask(
-            text=f"{node.name} did not start its rank: {refused[0].error or refused[0].state}"
-        )
+        why = refused[0].error or refused[0].state
+        return Ask(text=f"{node.name} did not start its rank: {why}")
     running = sum(c.state == CommandState.DONE for c in commands)
-    if running < job.world_replicas:
-        return Wait(text=f"{running} of {job.world_replicas} ranks run")
+    if running < len(commands):
+        return Wait(text=f"{running} of {len(commands)} ranks run")
     return Done(text=f"{running} ranks run")
+
+
+def _order_rank(ctx: StepContext, replica: Replica, node_id: str) -> None:
+    """Place one replica and have its rank started; a retry leaves alone what runs already."""
+    there = replica.placements.exclude(state=PlacementState.ENDED).first()
+    if there is not None and there.state == PlacementState.RUNNING:
+        return
+    part = str(replica.index)
+    placement_id = there.pk if there else ctx.placement_id(part)
+    jobs.place(SYSTEM, replica.pk, node_id, placement_id=placement_id)
+    order = start_rank_command(replica, placement_id)
+    fleet.queue_command(SYSTEM, node_id, order, requester=ctx.requester(part))
 
 
 def await_first_step(ctx: StepContext) -> Outcome:

@@ -15,7 +15,7 @@ from controlplane.fleet.models import Command, Node
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
 from node_agent import wire
-from workers.playbooks.base import Ask, Done, Outcome, StepContext, Wait
+from workers.playbooks.base import Ask, Back, Done, Outcome, StepContext, Wait
 from workers.repair import diagnosis_passed
 from workers.triage import is_hardware_line
 
@@ -62,12 +62,15 @@ def run_diagnostic(ctx: StepContext, node: Node, level: Literal[1, 2]) -> Outcom
 
 
 def await_soak(ctx: StepContext, node: Node) -> Outcome:
-    """Watch the node for SOAK_S seconds: any hardware signal or lost beat ends in `Ask`."""
+    """Watch the node for SOAK_S seconds: any hardware signal or lost lease ends in `Ask`.
+
+    What was told since its diagnostic began counts too.
+    """
+    if node.state == NodeState.VALIDATION_FAILED:
+        return Back(to="validate", text="tried again: it must pass its diagnostic first")
     began = ctx.step.started_at or timezone.now()
-    lines = Signal.objects.filter(
-        node=node, kind=SignalKind.KERNEL_LINE, observed_at__gte=began
-    ).values_list("raw", flat=True)
-    bad = next((line for line in lines if is_hardware_line(line)), None)
+    signals = Signal.objects.filter(node=node, recorded_at__gte=node.state_since)
+    bad = next((s.raw or s.get_kind_display() for s in signals if _speaks_against(s)), None)
     if bad is not None or not node.lease.reachable:
         reason = bad or "its beats stopped"
 
@@ -79,3 +82,9 @@ def await_soak(ctx: StepContext, node: Node) -> Outcome:
     if left > timedelta(0):
         return Wait(text=f"watched for {settings.SOAK_S:g} s", wake_s=left.total_seconds())
     return Done(text=f"healthy for {settings.SOAK_S:g} s")
+
+
+def _speaks_against(signal: Signal) -> bool:
+    if signal.kind == SignalKind.KERNEL_LINE:
+        return is_hardware_line(signal.raw)
+    return signal.kind in (SignalKind.GPU_UNREADABLE, SignalKind.LEASE_LOST)

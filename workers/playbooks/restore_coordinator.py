@@ -1,0 +1,101 @@
+"""A job's coordinator went down with its node: start it again where it was, once the node is back.
+
+The ranks know its address and keep calling; its record of the epoch lies on shared storage. The
+job trains on meanwhile, but a replica that dies then has to wait for it.
+"""
+
+from __future__ import annotations
+
+from controlplane import crypto
+from controlplane.accounts.models import SYSTEM
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.choices import COMMAND_FINISHED, CommandState, NodeState
+from controlplane.fleet.models import Command, Node
+from controlplane.health.choices import SignalKind
+from controlplane.health.models import Signal
+from controlplane.incidents.choices import Effect
+from controlplane.jobs import actions as jobs
+from controlplane.jobs.models import Job
+from node_agent import wire
+from workers.playbooks.base import (
+    Ask,
+    Done,
+    End,
+    Outcome,
+    Playbook,
+    StepContext,
+    StepDefinition,
+    Wait,
+)
+
+
+def await_node(ctx: StepContext) -> Outcome:
+    node = Node.objects.select_related("lease").get(pk=ctx.run.node_id)
+    job = Job.objects.get(pk=ctx.run.job_id)
+    if node.state not in (NodeState.AVAILABLE, NodeState.ALLOCATED) or not node.lease.reachable:
+        return Wait(text=f"{node.name} is {node.get_state_display().lower()}", wake_s=2.0)
+    ended = Signal.objects.filter(
+        kind=SignalKind.PROCESS_EXITED, placement_id=job.coordinator_placement
+    )
+    if not ended.exists():
+        return End(text=f"{node.name} is heard again, and the coordinator never went")
+    return Done(text=f"{node.name} may work again")
+
+
+def start(ctx: StepContext) -> Outcome:
+    job = Job.objects.get(pk=ctx.run.job_id)
+    command = Command.objects.filter(requester=ctx.requester()).first()
+    port = int(job.coordinator_address.rpartition(":")[2])
+    if command is None:
+
+        def order() -> None:
+            fleet.queue_command(
+                SYSTEM,
+                str(ctx.run.node_id),
+                wire.StartCoordinator(
+                    job=job.pk,
+                    placement=ctx.placement_id(),
+                    token=crypto.job_token(job.pk),
+                    min_replicas=job.min_replicas,
+                    port=port,
+                ),
+                requester=ctx.requester(),
+            )
+
+        return Wait(text=f"told to start it on port {port} again", apply=order)
+    if command.state not in COMMAND_FINISHED:
+        return Wait(text="it is starting")
+    if command.state != CommandState.DONE:
+        return Ask(text=f"it did not start: {command.error or command.state}")
+    address = str(command.output["address"])
+
+    def apply() -> None:
+        jobs.set_coordinator(SYSTEM, job.pk, str(ctx.run.node_id), address, ctx.placement_id())
+
+    return Done(text=f"the coordinator answers at {address} again", apply=apply)
+
+
+PLAYBOOK = Playbook(
+    name="restore-coordinator",
+    version=1,
+    deadline_s=7200,
+    steps=(
+        StepDefinition(
+            key="await-node",
+            title="Wait for its node",
+            act=await_node,
+            effect=Effect.NONE,
+            timeout_s=3600,
+            prose="The node's own repair brings it back; follow that run.",
+        ),
+        StepDefinition(
+            key="start",
+            title="Start it where it was",
+            act=start,
+            effect=Effect.FENCED,
+            prose="Start `python -m runtime.replica.coordinator` on the same node and port, with "
+            "the job's state folder, so that the ranks find it by the address they know.",
+            undo="Stop the process.",
+        ),
+    ),
+)
