@@ -11,6 +11,8 @@ from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Node
 from controlplane.incidents.choices import RUN_UNFINISHED
 from controlplane.incidents.models import PlaybookRun
+from controlplane.jobs.choices import JOB_ACTIVE
+from controlplane.jobs.models import Job
 from workers.spares import Candidate
 
 
@@ -36,7 +38,18 @@ def free_nodes(cluster_id: str) -> list[Candidate]:
             )
         )
     )
+    coordinating = set(
+        Job.objects.filter(cluster_id=cluster_id, state__in=JOB_ACTIVE).values_list(
+            "coordinator_node_id", flat=True
+        )
+    )
     return [
-        Candidate(node.pk, node.name, node.rack.name if node.rack else "", node.spare)
+        Candidate(
+            node.pk,
+            node.name,
+            node.rack.name if node.rack else "",
+            node.spare,
+            coordinates=node.pk in coordinating,
+        )
         for node in nodes
     ]

@@ -16,6 +16,8 @@ class Candidate:
     name: str
     rack: str
     spare: bool
+    #: It runs a job's coordinator: a rank beside it would die with it.
+    coordinates: bool = False
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,14 @@ class Choice:
 def choose_spare(candidates: Sequence[Candidate], peers_racks: Sequence[str]) -> Choice | None:
     """The node for a replica that lost its own; None if none is free.
 
-    Spares first, for that is what they are for; among them the rack that holds the fewest of the
-    job's other replicas, so that one rack's fault takes as few as possible; then by name, so that
-    the same fleet gives the same answer.
+    Never beside a coordinator while there is another. Spares first, for that is what they are
+    for; among them the rack that holds the fewest of the job's other replicas, so that one rack's
+    fault takes as few as possible; then by name, so that the same fleet gives the same answer.
     """
     if not candidates:
         return None
     crowd = Counter(peers_racks)
-    best = min(candidates, key=lambda c: (not c.spare, crowd[c.rack], c.name))
+    best = min(candidates, key=lambda c: (c.coordinates, not c.spare, crowd[c.rack], c.name))
     kind = "spare" if best.spare else "free node"
     reason = (
         f"{best.name} is a {kind} in rack {best.rack or 'unknown'}, "

@@ -391,9 +391,7 @@ def _evidence(ctx: StepContext, placement: Placement) -> triage.LossEvidence:
     began = ctx.step.started_at or now
     return triage.LossEvidence(
         process_exited=end is not None,
-        peers_lost_it=Signal.objects.filter(
-            kind=SignalKind.PEER_LOST, placement_id=placement.pk
-        ).exists(),
+        peers_lost_it=_peers_miss_it(placement),
         still_commits=_commits_since(placement, lease.last_beat_at),
         exit_code=data.get("exit_code"),
         exit_signal=data.get("signal"),
@@ -417,11 +415,26 @@ def _commits_since(placement: Placement, since: datetime) -> bool:
     return newest is not None and newest.at > since and placement.replica.index in newest.replicas
 
 
-def _told_gone(placement: Placement) -> bool:
-    """Whether its agent or a peer said that this process is gone."""
-    return Signal.objects.filter(
-        kind__in=[SignalKind.PROCESS_EXITED, SignalKind.PEER_LOST], placement_id=placement.pk
+def _peers_miss_it(placement: Placement) -> bool:
+    """Whether survivors lost this process and have not let it in again since.
+
+    A rank that was starved for seconds is lost by its heartbeat and comes back by itself.
+    """
+    lost = Signal.objects.filter(kind=SignalKind.PEER_LOST, placement_id=placement.pk)
+    newest = lost.order_by("-observed_at").first()
+    if newest is None:
+        return False
+    return not Interruption.objects.filter(
+        job_id=placement.replica.job_id,
+        joined__contains=placement.replica.index,
+        committed_at__gt=newest.observed_at,
     ).exists()
+
+
+def _told_gone(placement: Placement) -> bool:
+    """Whether its agent or its peers said that this process is gone."""
+    exits = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=placement.pk)
+    return exits.exists() or _peers_miss_it(placement)
 
 
 def _may_stay(node: Node) -> bool:

@@ -1,0 +1,457 @@
+"""Playbooks against a world that changes under them: second losses, vanished spares, rumours."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.utils import timezone
+
+from controlplane.accounts.choices import ActorKind
+from controlplane.accounts.models import SYSTEM, Actor, AuditEvent
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.choices import CommandState, NodeState
+from controlplane.fleet.models import Cluster, Command, Lease, Node, RepairRecord
+from controlplane.health.actions import record_events, record_signal
+from controlplane.health.choices import SignalKind
+from controlplane.ids import new_id
+from controlplane.incidents import actions as incidents
+from controlplane.incidents.choices import IncidentState, RunState, StepState
+from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
+from controlplane.jobs import actions as jobs
+from controlplane.jobs.choices import PlacementState
+from controlplane.jobs.models import Job, Placement
+from node_agent import wire
+from runtime import client
+from tests.factories import (
+    ClusterFactory,
+    InterruptionFactory,
+    JobFactory,
+    NodeFactory,
+    PlacementFactory,
+    ProgressSampleFactory,
+    ReplicaFactory,
+)
+from tests.workers.bmc import Bmc, bmc_of
+from workers import engine, guards
+
+pytestmark = pytest.mark.django_db
+PERSON = Actor(ActorKind.USER, "1")
+
+
+class World:
+    """A job of two replicas and some spares, each node with a power switch."""
+
+    def __init__(self, stack: ExitStack, spares: int) -> None:
+        self.cluster: Cluster = ClusterFactory()
+        self.job: Job = JobFactory(cluster=self.cluster, world_replicas=2)
+        self.job.coordinator_address = "127.0.0.1:4000"
+        self.job.save()
+        self.bmcs: dict[str, Bmc] = {}
+        self.placements = [self._placement(stack, index) for index in range(2)]
+        self.spares = [self._node(stack, f"spare-{n}", spare=True) for n in range(spares)]
+
+    def _node(self, stack: ExitStack, name: str, **fields: Any) -> Node:
+        node = NodeFactory(cluster=self.cluster, name=name, boot_id="boot-1", **fields)
+        self.bmcs[node.pk] = stack.enter_context(bmc_of(node))
+        return node
+
+    def _placement(self, stack: ExitStack, index: int) -> Placement:
+        node = self._node(stack, f"node-{index}", state=NodeState.ALLOCATED)
+        replica = ReplicaFactory(job=self.job, index=index)
+        return PlacementFactory(replica=replica, node=node)
+
+    def kill(self, placement: Placement) -> None:
+        """Its process is killed, and its agent says so."""
+        node = placement.node
+        exit_data = {
+            "kind": "rank",
+            "job": self.job.pk,
+            "replica": placement.replica.index,
+            "placement": placement.pk,
+            "signal": 9,
+            "pid": 1,
+        }
+        event = wire.Event(
+            id=new_id("evt"),
+            kind="process_exited",
+            at=time.time(),
+            boot_id=node.boot_id,
+            source="agent",
+            data=exit_data,
+        )
+
+        record_events(node.pk, [event])
+        self.survivors_commit(placement)
+
+    def peers_lose(self, placement: Placement) -> None:
+        record_signal(
+            new_id("sig"),
+            SignalKind.PEER_LOST,
+            source="replica 0",
+            observed_at=timezone.now(),
+            job_id=self.job.pk,
+            replica=placement.replica.index,
+            placement_id=placement.pk,
+            data={"how": "reset", "step": 5},
+        )
+        self.survivors_commit(placement)
+
+    def survivors_commit(self, placement: Placement) -> None:
+        """The other replica goes on without it."""
+        InterruptionFactory(
+            job=self.job, lost=[placement.replica.index], replicas=[], started_at=timezone.now()
+        )
+
+    def silence(self, node: Node) -> None:
+        """Its lease has run out, and the keeper says so."""
+        Lease.objects.filter(pk=node.pk).update(
+            reachable=False, last_beat_at=timezone.now() - timedelta(seconds=60)
+        )
+        record_signal(
+            new_id("sig"),
+            SignalKind.LEASE_LOST,
+            source="keeper",
+            observed_at=timezone.now(),
+            node=node,
+        )
+
+    def hear(self, node: Node) -> None:
+        Lease.objects.filter(pk=node.pk).update(reachable=True, last_beat_at=timezone.now())
+
+    def boot(self, node: Node) -> None:
+        """Its agent is up again, under the boot id that its controller shows."""
+        fleet.record_boot(node.pk, f"boot-{self.bmcs[node.pk].boots}", timezone.now())
+        self.hear(node)
+
+    def join(self, placement: Placement) -> None:
+        """The replica trains."""
+        Placement.objects.filter(pk=placement.pk).update(
+            state=PlacementState.RUNNING, started_at=timezone.now(), joined_at=timezone.now()
+        )
+
+    def placement_of(self, index: int) -> Placement:
+        return Placement.objects.get(
+            replica__job=self.job, replica__index=index, state__in=["starting", "running"]
+        )
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with ExitStack() as stack:
+        yield World(stack, spares=2)
+
+
+@pytest.fixture
+def poor_world() -> Iterator[World]:
+    with ExitStack() as stack:
+        yield World(stack, spares=0)
+
+
+def drain(times: int = 4) -> None:
+    """Let the workers do all they can now, timers included."""
+    for _ in range(times):
+        PlaybookStep.objects.filter(state__in=["ready", "waiting"]).update(wake_at=timezone.now())
+        engine.drain("", owner="test")
+
+
+def answer(verb: str, state: str = "done", **output: Any) -> None:
+    """The nodes answer every unfinished order of this verb."""
+    for command in Command.objects.filter(verb=verb, state__in=["queued", "delivered"]):
+        result = wire.CommandResult(
+            id=command.pk,
+            state=state,  # type: ignore[arg-type]
+            at=time.time(),
+            output=output,
+            error="" if state == "done" else "no",
+        )
+        fleet.record_command_result(command.node_id, result)
+
+
+def run_of(playbook: str) -> PlaybookRun:
+    return PlaybookRun.objects.filter(playbook=playbook).latest("created_at")
+
+
+def step_of(playbook: str, key: str) -> PlaybookStep:
+    return run_of(playbook).steps.get(key=key)
+
+
+def mend(world: World, index: int) -> None:
+    drain()
+    answer("start_rank", pid=2)
+    world.join(world.placement_of(index))
+    drain()
+
+
+def test_a_killed_process_returns_in_place_and_its_node_is_not_touched(world: World) -> None:
+    world.kill(world.placements[1])
+    mend(world, 1)
+    incident = Incident.objects.get()
+    assert incident.state == IncidentState.RESOLVED
+    assert world.placement_of(1).node == world.placements[1].node
+    assert not any(bmc.orders for bmc in world.bmcs.values())
+
+
+def test_a_silent_node_is_off_before_its_replica_starts_elsewhere(world: World) -> None:
+    lost = world.placements[1]
+    world.silence(lost.node)
+    world.peers_lose(lost)
+    drain()
+    assert world.bmcs[lost.node_id].orders[0] == "ForceOff"
+    assert world.placement_of(1).node == world.spares[0]
+
+    answer("start_rank", pid=2)
+    world.join(world.placement_of(1))
+    world.boot(lost.node)
+    drain()
+    answer("diagnose", tests=[{"name": "cards", "outcome": "passed"}])
+    drain()
+    PlaybookStep.objects.filter(key="soak").update(started_at=timezone.now() - timedelta(hours=1))
+    PlaybookStep.objects.filter(key="soak").update(timeout_s=1e6)
+    drain()
+
+    lost.node.refresh_from_db()
+    assert (lost.node.state, lost.node.spare) == (NodeState.AVAILABLE, True)
+    assert world.bmcs[lost.node_id].orders == ["ForceOff", "On"]
+    assert Incident.objects.get().state == IncidentState.RESOLVED
+
+
+def test_a_silent_agent_whose_replica_trains_loses_neither(world: World) -> None:
+    placement = world.placements[1]
+    world.silence(placement.node)
+    ProgressSampleFactory(job=world.job, at=timezone.now(), replicas=[0, 1])
+    drain()
+    assert step_of("replica-lost", "find-cause").state == StepState.WAITING
+    world.hear(placement.node)
+    drain()
+    assert run_of("replica-lost").state == RunState.SUCCEEDED
+    assert not world.bmcs[placement.node_id].orders
+    assert world.placement_of(1).pk == placement.pk
+
+
+def test_a_starved_rank_that_came_back_by_itself_is_left_alone(world: World) -> None:
+    placement = world.placements[1]
+    world.peers_lose(placement)
+    drain()
+    now = timezone.now().timestamp()
+    batch = client.Batch(
+        job=world.job.pk, replica=0, rank=0, placement="", sent_at=now, messages=[]
+    )
+    back = client.Regrouped(
+        epoch=9,
+        replicas=[0, 1],
+        lost=[],
+        joined=[1],
+        started_at=now,
+        committed_at=now + 1,
+        step=9,
+        gap_s=0.1,
+    )
+    jobs.record_runtime_batch(world.job.pk, batch, [back])
+    drain()
+    assert run_of("replica-lost").state == RunState.SUCCEEDED
+    assert not world.bmcs[placement.node_id].orders
+
+
+def test_an_unfit_node_is_repaired_even_when_no_other_is_free(poor_world: World) -> None:
+    lost = poor_world.placements[1]
+    poor_world.silence(lost.node)
+    poor_world.peers_lose(lost)
+    drain()
+    assert poor_world.bmcs[lost.node_id].orders == ["ForceOff", "On"]
+    assert step_of("replica-lost", "choose-place").state == StepState.WAITING
+
+
+def test_two_replicas_lost_at_once_get_two_spares(world: World) -> None:
+    for placement in world.placements:
+        world.silence(placement.node)
+        world.peers_lose(placement)
+    drain(8)
+    nodes = {world.placement_of(0).node_id, world.placement_of(1).node_id}
+    assert nodes == {spare.pk for spare in world.spares}
+
+
+def test_a_second_loss_while_the_first_is_being_mended_is_mended_too(world: World) -> None:
+    world.kill(world.placements[1])
+    drain()
+    answer("start_rank", pid=2)
+    again = world.placement_of(1)
+    world.join(again)
+    world.kill(again)  # before anybody looked
+    mend(world, 1)
+    assert world.placement_of(1).pk != again.pk
+    assert Incident.objects.get().state == IncidentState.RESOLVED
+
+
+def test_a_loss_after_the_run_finished_gets_a_run_of_its_own(world: World) -> None:
+    world.kill(world.placements[1])
+    mend(world, 1)
+    world.kill(world.placement_of(1))
+    mend(world, 1)
+    assert PlaybookRun.objects.filter(playbook="replica-lost", state="succeeded").count() == 2
+
+
+def test_a_spare_that_refuses_is_passed_over_and_stays_on(world: World) -> None:
+    lost = world.placements[1]
+    world.silence(lost.node)
+    world.peers_lose(lost)
+    drain()
+    answer("start_rank", state="refused")
+    drain()
+    assert world.placement_of(1).node == world.spares[1]
+    assert not world.bmcs[world.spares[0].pk].orders
+    world.spares[0].refresh_from_db()
+    assert world.spares[0].state == NodeState.AVAILABLE
+
+
+def test_a_start_that_nobody_answered_is_stopped_before_another_is_made(world: World) -> None:
+    world.kill(world.placements[1])
+    drain()
+    Command.objects.filter(verb="start_rank").update(state=CommandState.EXPIRED)
+    drain()
+    assert Placement.objects.filter(state__in=["starting", "running"]).count() == 2
+    answer("stop_process", stopped=True)
+    drain()
+    assert world.placement_of(1).node != world.placements[1].node
+
+
+def test_a_node_that_was_only_silent_and_beats_again_is_left_alone(world: World) -> None:
+    spare = world.spares[0]
+    Node.objects.filter(pk=spare.pk).update(hold_reason="somebody looks at it")
+    world.silence(spare)
+    drain()
+    world.hear(spare)
+    Node.objects.filter(pk=spare.pk).update(hold_reason="")
+    drain()
+    assert not world.bmcs[spare.pk].orders
+    assert run_of("repair-node").state == RunState.SUCCEEDED
+    assert Incident.objects.get().state == IncidentState.RESOLVED
+
+
+def test_a_node_that_is_about_to_be_repaired_takes_no_replica(world: World) -> None:
+    Node.objects.filter(pk=world.spares[0].pk).update(hold_reason="later")
+    world.silence(world.spares[0])
+    drain()
+    Node.objects.update(hold_reason="")
+    world.hear(world.spares[0])
+    incident = Incident.objects.get()
+    incidents.repair_node(SYSTEM, world.spares[0].pk, incident, "still unfinished")
+    world.silence(world.placements[1].node)
+    world.peers_lose(world.placements[1])
+    PlaybookStep.objects.filter(run__node=world.spares[0]).update(wake_at=None)
+    for _ in range(6):
+        PlaybookStep.objects.exclude(run__node=world.spares[0]).filter(
+            state__in=["ready", "waiting"]
+        ).update(wake_at=timezone.now())
+        engine.drain("", owner="test")
+    assert world.placement_of(1).node == world.spares[1]
+
+
+def test_a_power_cycle_whose_worker_died_is_not_done_twice(world: World) -> None:
+    lost = world.placements[1]
+    world.silence(lost.node)
+    world.peers_lose(lost)
+    drain(1)
+    step = step_of("repair-node", "power-cycle")
+    # As if the worker had switched it on and died before it wrote so.
+    world.bmcs[lost.node_id].on = True
+    world.bmcs[lost.node_id].boots = 2
+    PlaybookStep.objects.filter(pk=step.pk).update(state=StepState.READY, wake_at=timezone.now())
+    run = step.run
+    run.context = {**run.context, "boot_before": "boot-1", "was_off": True}
+    run.save()
+    before = list(world.bmcs[lost.node_id].orders)
+    drain()
+    assert [o for o in world.bmcs[lost.node_id].orders if o != "ForceOff"] in ([], ["On"])
+    assert world.bmcs[lost.node_id].orders[: len(before)] == before
+
+
+def test_every_switch_of_power_stands_in_the_audit_trail_before_it_is_done(world: World) -> None:
+    lost = world.placements[1]
+    world.silence(lost.node)
+    world.peers_lose(lost)
+    drain()
+    audited = AuditEvent.objects.filter(verb="node.power", object_id=lost.node_id)
+    orders = [event.after["order"] for event in audited.order_by("id")]
+    assert orders == world.bmcs[lost.node_id].orders
+
+
+def test_a_node_without_cards_is_not_repaired_for_ever(world: World) -> None:
+    node = world.spares[0]
+    for attempt in range(2):
+        fleet.record_repair(node.pk, guards.Rung.POWER_CYCLE, f"stp_{attempt}")
+    assert RepairRecord.objects.filter(node=node, gpu=None).count() == 2
+    assert not guards.may_repair(node, guards.Rung.POWER_CYCLE).allowed
+
+
+def test_a_person_can_have_a_refused_diagnostic_run_again(world: World) -> None:
+    Node.objects.filter(pk=world.spares[0].pk).update(state=NodeState.ENROLLED)
+    run = incidents.admit_node(SYSTEM, world.spares[0].pk)
+    drain()
+    answer("diagnose", state="failed")
+    drain()
+    incidents.retry_run(PERSON, run.pk, "cable was loose")
+    drain()
+    answer("diagnose", tests=[{"name": "cards", "outcome": "passed"}])
+    drain()
+    run.refresh_from_db()
+    assert run.state == RunState.SUCCEEDED
+
+
+def test_cancelling_a_start_leaves_no_node_allocated(world: World) -> None:
+    lost = world.placements[1]
+    world.silence(lost.node)
+    world.peers_lose(lost)
+    drain()
+    incidents.cancel_run(PERSON, run_of("replica-lost").pk, "by hand")
+    world.spares[0].refresh_from_db()
+    assert world.spares[0].state == NodeState.AVAILABLE
+    assert Command.objects.get(verb="start_rank").state == CommandState.EXPIRED
+
+
+def test_a_rank_that_died_of_an_exception_is_mended(world: World) -> None:
+    lost = world.placements[1]
+    batch = client.Batch(
+        job=world.job.pk, replica=1, rank=0, placement=lost.pk, sent_at=1.0, messages=[]
+    )
+    stopped = client.Stopped(step=3, reason="exception", at=1.0, clean=False)
+    jobs.record_runtime_batch(world.job.pk, batch, [stopped])
+    world.kill(lost)
+    mend(world, 1)
+    assert Incident.objects.get().state == IncidentState.RESOLVED
+
+
+def test_a_coordinator_that_went_with_its_node_is_started_where_it_was(world: World) -> None:
+    node = world.spares[1]
+    Job.objects.filter(pk=world.job.pk).update(
+        coordinator_node=node, coordinator_placement="plc_coordinator"
+    )
+    world.silence(node)
+    drain()
+    record_signal(
+        new_id("sig"),
+        SignalKind.PROCESS_EXITED,
+        source="agent",
+        observed_at=timezone.now(),
+        node=node,
+        job_id=world.job.pk,
+        placement_id="plc_coordinator",
+        data={"kind": "coordinator", "reason": "reboot"},
+    )
+    world.boot(node)
+    drain()
+    answer("diagnose", tests=[{"name": "cards", "outcome": "passed"}])
+    drain()
+    PlaybookStep.objects.filter(key="soak").update(
+        started_at=timezone.now() - timedelta(hours=1), timeout_s=1e6
+    )
+    drain()
+    order = Command.objects.get(verb="start_coordinator")
+    assert (order.node, '"port":4000' in order.payload) == (node, True)
+    answer("start_coordinator", address="127.0.0.1:4000", pid=5)
+    drain()
+    assert not Incident.objects.exclude(state=IncidentState.RESOLVED).exists()
