@@ -14,7 +14,7 @@ from django.utils import timezone
 from controlplane.accounts.choices import ActorKind
 from controlplane.accounts.models import SYSTEM, Actor, AuditEvent
 from controlplane.fleet import actions as fleet
-from controlplane.fleet.choices import CommandState, NodeState
+from controlplane.fleet.choices import CommandState, NodeState, Rung
 from controlplane.fleet.models import Cluster, Command, Lease, Node, RepairRecord
 from controlplane.health.actions import record_events, record_signal
 from controlplane.health.choices import SignalKind
@@ -383,9 +383,9 @@ def test_every_switch_of_power_stands_in_the_audit_trail_before_it_is_done(world
 def test_a_node_without_cards_is_not_repaired_for_ever(world: World) -> None:
     node = world.spares[0]
     for attempt in range(2):
-        fleet.record_repair(node.pk, guards.Rung.POWER_CYCLE, f"stp_{attempt}")
+        fleet.record_repair(node.pk, Rung.POWER_CYCLE, f"stp_{attempt}")
     assert RepairRecord.objects.filter(node=node, gpu=None).count() == 2
-    assert not guards.may_repair(node, guards.Rung.POWER_CYCLE).allowed
+    assert not guards.may_repair(node, Rung.POWER_CYCLE).allowed
 
 
 def test_a_person_can_have_a_refused_diagnostic_run_again(world: World) -> None:
