@@ -71,7 +71,8 @@ def _handle(signal: Signal) -> None:
     elif signal.kind == SignalKind.PEER_LOST or _is_unasked_end_of_rank(signal):
         _replica_was_lost(signal)
     elif signal.node is not None and _is_coordinator_gone(signal):
-        _coordinators_went_with(signal.node, signal)
+        jobs = Job.objects.filter(coordinator_placement=signal.placement_id)
+        _coordinators_went_with(signal.node, signal, jobs)
     elif signal.node is not None:
         _tell_node_incident(signal)
 
@@ -168,12 +169,13 @@ def _node_went_silent(signal: Signal) -> None:
         .exclude(state=PlacementState.ENDED)
         .first()
     )
-    _coordinators_went_with(node, signal)
+    _coordinators_went_with(node, signal, Job.objects.filter(coordinator_node=node))
     if placement is not None:
         _open_for_replica(signal, placement)
         return
-    if node.state not in (NodeState.AVAILABLE, NodeState.ALLOCATED, NodeState.SUSPECT):
-        _tell_node_incident(signal)  # it is out already, and whoever repairs it watches its lease
+    in_service = node.state in (NodeState.AVAILABLE, NodeState.ALLOCATED, NodeState.SUSPECT)
+    if not in_service or node.hold_reason:
+        _tell_node_incident(signal)  # it is in somebody's hands already
         return
     incident = incidents.open_or_merge(
         f"node/{node.pk}",
@@ -200,9 +202,9 @@ def _node_went_silent(signal: Signal) -> None:
     incidents.repair_node(SYSTEM, node.pk, incident, "it went silent", only_if_silent=True)
 
 
-def _coordinators_went_with(node: Node, signal: Signal) -> None:
+def _coordinators_went_with(node: Node, signal: Signal, jobs: QuerySet[Job]) -> None:
     """A coordinator that ran on this node is gone: its job trains on, but can lose no replica."""
-    for job in Job.objects.filter(coordinator_node=node, state__in=JOB_ACTIVE):
+    for job in jobs.filter(state__in=JOB_ACTIVE):
         incident = incidents.open_or_merge(
             f"coordinator/{job.pk}",
             cluster_id=job.cluster_id,

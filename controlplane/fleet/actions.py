@@ -183,6 +183,25 @@ def set_spare(actor: Actor, node_id: str, spare: bool) -> None:
     touch(node.cluster_id)
 
 
+@change()
+def set_hold(actor: Actor, node_id: str, reason: str) -> None:
+    """Keep automation's hands off a node, for this reason; "" lifts the hold."""
+    node = Node.objects.get(pk=node_id)
+    if node.hold_reason == reason:
+        return
+    Node.objects.filter(pk=node_id).update(hold_reason=reason)
+    audit(
+        actor,
+        "node.hold",
+        "node",
+        node_id,
+        cluster_id=node.cluster_id,
+        before={"hold_reason": node.hold_reason},
+        after={"hold_reason": reason},
+    )
+    touch(node.cluster_id)
+
+
 # --- the node's life ------------------------------------------------------------------------------
 
 

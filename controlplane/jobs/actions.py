@@ -82,8 +82,17 @@ def begin_start(actor: Actor, job_id: str, reason: str) -> Job:
         reason=reason,
     )
     job.state = JobState.STARTING
+    job.coordinator_node = None
     job.coordinator_address = ""
-    job.save(update_fields=["state", "coordinator_address"])
+    job.coordinator_placement = ""
+    job.save(
+        update_fields=[
+            "state",
+            "coordinator_node",
+            "coordinator_address",
+            "coordinator_placement",
+        ]
+    )
     touch(job.cluster_id)
     return job
 

@@ -30,6 +30,7 @@ ADMIN = "admin"
 JOB_NAME = "gpt-demo"
 REPLICAS = 4
 JOIN_TOKEN_S = 3600.0
+NOT_STARTED = "not started: `make up` was given fewer nodes"
 ENROL_DEADLINE_S = 60.0
 ADMISSION_DEADLINE_S = 120.0
 FIRST_STEPS_DEADLINE_S = 180.0
@@ -57,6 +58,16 @@ def ensure_admin(home: Path) -> None:
 def believe_all_alive() -> None:
     """The nodes of this machine were stopped with us: their silence says nothing of them."""
     fleet_actions.extend_leases(BOOT_GRACE_S)
+
+
+def choose_nodes(plans: list[NodePlan]) -> None:
+    """Let the fleet be this run's nodes: those that stay off are held, so nobody misses them."""
+    names = {plan.name for plan in plans}
+    for node in Node.objects.exclude(state=NodeState.RETIRED):
+        if node.name not in names:
+            fleet_actions.set_hold(SYSTEM, node.pk, NOT_STARTED)
+        elif node.hold_reason == NOT_STARTED:
+            fleet_actions.set_hold(SYSTEM, node.pk, "")
 
 
 def resume() -> None:

@@ -119,6 +119,19 @@ def test_the_coordinator_of_a_job_goes_with_its_node() -> None:
     assert runs == {"repair-node", "restore-coordinator"}
 
 
+def test_the_end_of_a_coordinator_that_was_replaced_is_old_news() -> None:
+    job = JobFactory(coordinator_node=NodeFactory(), coordinator_placement="plc_new")
+    data = {"kind": "coordinator", "reason": "reboot"}
+    SignalFactory(
+        kind=SignalKind.PROCESS_EXITED,
+        node=job.coordinator_node,
+        placement_id="plc_old",
+        data=data,
+    )
+    intake.triage_signals()
+    assert not Incident.objects.exists()
+
+
 def test_a_signal_that_cannot_be_handled_stops_no_other(placement: Placement) -> None:
     broken = SignalFactory(kind=SignalKind.LEASE_LOST, node=None)
     peer_lost(placement)
@@ -130,6 +143,14 @@ def test_a_signal_that_cannot_be_handled_stops_no_other(placement: Placement) ->
 
 def test_a_silent_node_that_is_out_for_repair_opens_nothing() -> None:
     SignalFactory(kind=SignalKind.LEASE_LOST, node=NodeFactory(state="quarantined"))
+    intake.triage_signals()
+    assert not Incident.objects.exists()
+
+
+def test_a_silent_node_on_hold_is_in_somebodys_hands() -> None:
+    node = NodeFactory(hold_reason="new cables")
+    Lease.objects.filter(pk=node.pk).update(reachable=False)
+    SignalFactory(kind=SignalKind.LEASE_LOST, node=node)
     intake.triage_signals()
     assert not Incident.objects.exists()
 
