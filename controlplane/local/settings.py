@@ -25,3 +25,6 @@ os.environ.setdefault("BOOT_DEADLINE_S", "60")
 os.environ.setdefault("LOG_JSON", "true")
 
 from controlplane.settings import *  # noqa: E402, F403
+
+# One machine serves static files from where they are; nothing collects them.
+STATIC_ROOT = None

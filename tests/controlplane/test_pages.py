@@ -416,6 +416,7 @@ def test_a_run_that_waits_is_tried_again_from_the_page(
     operator: Client, incident: Incident
 ) -> None:
     run = PlaybookRunFactory(incident=incident, state="needs_operator")
+    PlaybookStepFactory(run=run, state="needs_operator")
     page = operator.get(reverse("incident", args=[incident.id])).content.decode()
 
     operator.post(reverse("run-retry", args=[incident.id, run.id]), {"reason": "cable reseated"})

@@ -104,13 +104,36 @@ def test_a_damaged_tensor_is_named(tmp_path: Path) -> None:
 
 
 def test_a_draft_left_by_a_dead_writer_is_not_seen_and_goes(tmp_path: Path) -> None:
-    draft = tmp_path / ".writing-00000009-999999999"
+    draft = tmp_path / f".writing-00000009-{store.HOST}-999999999"
     draft.mkdir(parents=True)
 
     store.write(tmp_path, some_state(1))
 
     assert not draft.exists()
     assert newest_step(tmp_path) == 1
+
+
+def test_a_draft_of_another_host_goes_by_its_age_only(tmp_path: Path) -> None:
+    fresh = tmp_path / ".writing-00000009-elsewhere-999999999"
+    stale = tmp_path / ".writing-00000008-elsewhere-999999999"
+    fresh.mkdir()
+    stale.mkdir()
+    os.utime(stale, (1.0, 1.0))
+
+    store.write(tmp_path, some_state(1))
+
+    assert fresh.exists()
+    assert not stale.exists()
+
+
+def test_the_one_just_written_and_whole_ones_are_kept(tmp_path: Path) -> None:
+    for step in (7, 8, 9):
+        store.write(tmp_path, some_state(step))
+    (tmp_path / "step-00000009" / "manifest.json").unlink()
+
+    store.write(tmp_path, some_state(2), keep=2)
+
+    assert [p.name for p in store.candidates(tmp_path)] == ["step-00000008", "step-00000002"]
 
 
 def test_what_cannot_be_kept_without_pickle_is_refused() -> None:

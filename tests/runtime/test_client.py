@@ -113,6 +113,35 @@ def test_a_message_that_is_refused_for_good_does_not_hold_up_the_others(door: Do
     assert {m["at"] for m in door.messages("trouble")} == {None}
 
 
+def test_a_refused_ledger_takes_no_message_with_it(door: Door) -> None:
+    door.refuses = '"type": "ledger"'
+    sender = make_sender(door.url)
+    sender.ledger = lambda known: [
+        Ledger(step_from=known + 1, step_to=known + 5, epoch=1, samples=5)
+    ]
+    sender.start()
+    for number in range(3):
+        sender.tell(Trouble(kind="test", text=str(number), at=1.0))
+        wait_for_troubles(door, number + 1)
+    sender.close(5.0)
+
+    assert [m["text"] for m in door.messages("trouble")] == ["0", "1", "2"]
+
+
+def test_whatever_fails_once_the_sender_goes_on(door: Door) -> None:
+    sender = make_sender(door.url)
+    door.reply["directives"] = [{"verb": "has no id"}]
+    sender.start()
+    sender.tell(Trouble(kind="test", text="before", at=1.0))
+    wait_for_troubles(door, 1)
+    door.reply["directives"] = []
+    sender.tell(Trouble(kind="test", text="after", at=1.0))
+    wait_for_troubles(door, 2)
+    sender.close(5.0)
+
+    assert door.messages("trouble")[-1]["text"] == "after"
+
+
 def test_the_ledger_is_told_from_where_the_control_plane_stands(door: Door) -> None:
     asked: list[int] = []
     acknowledged: list[Ledger] = []

@@ -1,0 +1,42 @@
+"""A link that fails tells the training loop, whatever it was; one that lost its peer closes."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+from runtime.replica.link import Link
+from tests.runtime.replicas import until
+
+
+def make_link(server: socket.socket, broken: list[int]) -> Link:
+    address = f"127.0.0.1:{server.getsockname()[1]}"
+    return Link(address, "t", dict, lambda epoch, _message: broken.append(epoch))
+
+
+def test_nonsense_from_the_coordinator_ends_the_wait_of_the_training_loop() -> None:
+    broken: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = make_link(server, broken)
+        link.start()
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(b"nonsense\n")
+            message = link.inbox.get(timeout=30)
+
+    assert message["op"] == "refused"
+    assert broken == [sys.maxsize]
+
+
+def test_closing_after_the_coordinator_hung_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = make_link(server, [])
+        link.start()
+        connection, _ = server.accept()
+        until(lambda: link._socket is not None, "the link stands")
+        held = link._socket
+        assert held is not None
+        held.shutdown(socket.SHUT_RDWR)
+        connection.close()
+
+        link.close(goodbye=True)
