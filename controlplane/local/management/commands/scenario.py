@@ -47,8 +47,11 @@ class Command(BaseCommand):
         for name, seconds in sorted(result.seconds.items(), key=lambda item: item[1] or 0.0):
             shown = "never" if seconds is None else f"{seconds:8.2f} s"
             self.stdout.write(f"  {name:<18}{shown}")
-        self.stdout.write(f"  longest gap between commits: {result.longest_gap_s} s")
-        self.stdout.write(f"  samples: {result.samples}")
+        if result.longest_gap_s is not None:
+            self.stdout.write(f"  longest gap       {result.longest_gap_s:8.2f} s between commits")
+        self.stdout.write(
+            "".join(f"  samples {k:<10}{n:8}\n" for k, n in result.samples.items()), ending=""
+        )
         for problem in result.problems:
             self.stdout.write(f"  problem: {problem}")
         self.stdout.write("all came true" if result.ok else "NOT all came true")
