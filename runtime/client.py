@@ -35,6 +35,7 @@ MAX_PER_POST = 100
 #: Answers that no repetition will change.
 REFUSALS = (
     HTTPStatus.BAD_REQUEST,
+    HTTPStatus.CONFLICT,
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     HTTPStatus.UNPROCESSABLE_ENTITY,
 )
@@ -271,9 +272,17 @@ class Sender:
             else:
                 self._wake.wait(INTERVAL_S)
             self._wake.clear()
-            backoff_s = 0.0 if self._post() else min(max(2 * backoff_s, 0.5), MAX_BACKOFF_S)
-        while self._post() and self._queue:
+            backoff_s = 0.0 if self._posted() else min(max(2 * backoff_s, 0.5), MAX_BACKOFF_S)
+        while self._posted() and self._queue:
             pass
+
+    def _posted(self) -> bool:
+        """`_post`, but whatever fails, this thread goes on: without it nothing is told at all."""
+        try:
+            return self._post()
+        except Exception:
+            log.exception("post_failed")
+            return False
 
     def _post(self) -> bool:
         """One batch; True if the control plane holds it now, or if there was nothing to say."""
@@ -293,7 +302,7 @@ class Sender:
         try:
             reply = self._request(json.dumps(asdict(batch)).encode())
         except Rejected as error:
-            self._set_aside(kept, error)
+            self._set_aside(kept, known, error)
             return False
         except (OSError, http.client.HTTPException, ValueError) as error:
             log.debug("post_failed error=%r", error)
@@ -308,9 +317,13 @@ class Sender:
             self._obey(Directive(id=raw["id"], verb=raw["verb"], args=raw.get("args", {})))
         return True
 
-    def _set_aside(self, kept: list[Message], error: Rejected) -> None:
+    def _set_aside(self, kept: list[Message], known: list[Ledger], error: Rejected) -> None:
         """Find the one message that is refused for good, and let the others pass."""
-        if self._per_post > 1:
+        if known:
+            # Try without the ledger; the next reply says anew from where it is wanted.
+            log.warning("batch_refused ledger_from=%s error=%s", known[0].step_from, error)
+            self.ledger_step = None
+        elif self._per_post > 1:
             self._per_post = 1
         elif kept and self._queue and self._queue[0] is kept[0]:
             log.error("message_refused message=%r error=%s", self._queue.popleft(), error)

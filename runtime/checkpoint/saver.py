@@ -5,6 +5,7 @@ A failed save raises an alarm and never stops the training.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -14,7 +15,9 @@ from pathlib import Path
 from runtime.checkpoint import store
 from runtime.client import CheckpointSaved
 from runtime.job import Job
-from runtime.snapshot import Damaged, Staged
+from runtime.snapshot import Staged
+
+FINISH_S = 30.0  # how long the end of a job waits for its last checkpoint
 
 
 @dataclass(frozen=True)
@@ -45,34 +48,46 @@ class Checkpointer:
         """Whether the interval is over and the writer is free."""
         return time.monotonic() - self._last >= self.every_s and self._requests.empty()
 
-    def save(self, staged: Staged, asked: float) -> None:
-        """Hand a copy to the writer; waits only if it is a whole save behind."""
+    def save(self, staged: Staged, asked: float, *, last: bool = False) -> None:
+        """Hand a copy to the writer.
+
+        A writer that is a whole save behind is not waited for, except, for FINISH_S, with the last
+        save of all: training goes on, an engineer is told.
+        """
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._write_all, name="drydock-saver", daemon=True
             )
             self._thread.start()
         self._last = time.monotonic()
-        self._requests.put(Request(staged, asked, self._last - asked))
+        request = Request(staged, asked, self._last - asked)
+        try:
+            self._requests.put(request, block=last, timeout=FINISH_S)
+        except queue.Full:
+            self.job.trouble("checkpoint_skipped", f"step {staged.step}: the store is too slow")
 
     def finish(self) -> None:
-        """Wait until everything handed over is durable or was refused."""
-        if self._thread is not None:
-            self._requests.put(None)
-            self._thread.join()
-            self._thread = None
+        """Wait until everything handed over is durable or was refused, for FINISH_S at most."""
+        if self._thread is None:
+            return
+        with contextlib.suppress(queue.Full):  # then the join below ends by its time too
+            self._requests.put(None, timeout=FINISH_S)
+        self._thread.join(FINISH_S)
+        if self._thread.is_alive():
+            self.job.trouble("checkpoint_unfinished", f"not durable after {FINISH_S:g} s")
+        self._thread = None
 
     def _write_all(self) -> None:
         while (request := self._requests.get()) is not None:
             try:
                 path = store.write(self.folder, request.staged, self.keep)
-            except (OSError, Damaged) as error:
-                self.job.trouble("checkpoint_failed", f"step {request.staged.step}: {error}")
+            except Exception as error:  # without this thread no later save would be written
+                self.job.trouble("checkpoint_failed", f"step {request.staged.step}: {error!r}")
                 continue
             self.job.sender.tell(
                 CheckpointSaved(
                     step=request.staged.step,
-                    tier="local",
+                    tier="shared",
                     path=str(path),
                     bytes=len(request.staged.buffer),
                     digest=request.staged.digest,

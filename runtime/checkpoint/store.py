@@ -13,6 +13,8 @@ import json
 import logging
 import os
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,9 @@ log = logging.getLogger("drydock.checkpoint")
 
 FORMAT = 1
 KEEP = 3
+DRAFT_S = 3600.0  # another host's draft that nobody touched for so long was left by a dead writer
+#: Pids mean something only here; a container that shares the store is a host of its own.
+HOST = socket.gethostname()
 
 
 def write(folder: Path, staged: Staged, keep: int = KEEP) -> Path:
@@ -34,7 +39,8 @@ def write(folder: Path, staged: Staged, keep: int = KEEP) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{staged.step:08d}"
-    draft = folder / f".writing-{staged.step:08d}-{os.getpid()}"
+    mine = f"{staged.step:08d}-{HOST}-{os.getpid()}"
+    draft = folder / f".writing-{mine}"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     try:
@@ -43,7 +49,7 @@ def write(folder: Path, staged: Staged, keep: int = KEEP) -> Path:
         sync_folder(draft)
         read(draft)
         if final.exists():
-            replaced = folder / f".replaced-{staged.step:08d}-{os.getpid()}"
+            replaced = folder / f".replaced-{mine}"
             final.rename(replaced)
             draft.rename(final)
             shutil.rmtree(replaced)
@@ -52,7 +58,7 @@ def write(folder: Path, staged: Staged, keep: int = KEEP) -> Path:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     sync_folder(folder)
-    prune(folder, keep)
+    prune(folder, keep, final)
     return final
 
 
@@ -87,19 +93,45 @@ def candidates(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []
 
 
-def prune(folder: Path, keep: int) -> None:
-    for path in candidates(folder)[keep:]:
-        shutil.rmtree(path)
+def prune(folder: Path, keep: int, written: Path) -> None:
+    """Keep the one just written and the newest others that look whole, `keep` in all."""
+    kept = 1
+    for path in candidates(folder):
+        if path == written:
+            continue
+        if kept < keep and looks_whole(path):
+            kept += 1
+        else:
+            shutil.rmtree(path, ignore_errors=True)  # another host may be removing it too
     for path in leftovers(folder):
         shutil.rmtree(path, ignore_errors=True)
 
 
+def looks_whole(path: Path) -> bool:
+    """A cheap check: the manifest is unchanged and the tensors have the length that it says."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_bytes())
+        size = (path / "tensors.bin").stat().st_size
+        whole: bool = manifest["self"] == self_hash(manifest) and manifest["bytes"] == size
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return whole
+
+
 def leftovers(folder: Path) -> Iterator[Path]:
-    """Drafts of writers that died."""
-    for path in folder.glob(".*-*-*"):
-        pid = path.name.rpartition("-")[2]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+    """Drafts of writers that died: on this host at once, on others by age."""
+    for path in folder.glob(".*-*-*-*"):
+        start, _, pid = path.name.rpartition("-")
+        ours = start.endswith(f"-{HOST}")
+        if not Path(f"/proc/{pid}").exists() if ours else age_s(path) > DRAFT_S:
             yield path
+
+
+def age_s(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0  # its writer finished meanwhile
 
 
 def manifest_of(staged: Staged) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from typing import Any
 
 from runtime.replica.plan import Report
 
+MAX_PUT_OFF_S = 30.0
+
 
 @dataclass(eq=False)
 class Peer:
@@ -31,6 +33,15 @@ class Peer:
     caught_up: bool = False
     heard: float = field(default_factory=time.monotonic)
     asked: set[str] = field(default_factory=set)  # what this peer was already told this round
+    refusals: int = 0  # how often it could not be let in
+    not_before: float = 0.0  # monotonic: when it may try again
+
+    def put_off(self) -> None:
+        """Let a newcomer begin anew, later each time."""
+        self.phase = "fresh"
+        self.asked.clear()
+        self.refusals += 1
+        self.not_before = time.monotonic() + min(2.0 ** (self.refusals - 1), MAX_PUT_OFF_S)
 
     def tell(self, **message: Any) -> None:
         if not self.writer.is_closing():

@@ -17,15 +17,16 @@ import hmac
 import json
 import logging
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from runtime.replica.connection import Peer, read_line
+from runtime.replica.listening import TICK_S, run
+from runtime.replica.places import Places
 from runtime.replica.plan import Report, take_over
-from runtime.replica.record import Record, RecordFile
+from runtime.replica.record import Record, RecordFile, StaleEpoch
 
 log = logging.getLogger("drydock.coordinator")
 
@@ -34,8 +35,7 @@ NEWCOMER_SILENT_S = 20.0  # a newcomer may be busy importing or loading
 ABSENT_S = 2.0  # after our own restart: how long a member of the record has to come back
 GATHER_S = 10.0  # a whole job that starts again: how long to wait for the rest of it
 CATCH_UP_S = 2.0  # how long members wait at an edge for a newcomer to catch up
-TICK_S = 0.1
-MAX_LINE = 1 << 20
+FIRST_LINE_S = 10.0  # how long a stranger may take to say who it is
 
 
 class Coordinator:
@@ -50,6 +50,7 @@ class Coordinator:
         self.peers: dict[int, Peer] = {}
         #: the members of the current epoch that are not known to be gone
         self.alive: dict[int, str] = dict(self.record.members)
+        self.places = Places(self.record)
         self.lost: list[dict[str, Any]] = []  # since the epoch was granted
         self.broken_at = 0.0  # Unix time when the current epoch was found broken; 0: it is whole
         self.edge_at = 0.0  # monotonic time since when all members wait at an edge; 0: they do not
@@ -65,7 +66,8 @@ class Coordinator:
         """One connection, from its first line to its end."""
         peer: Peer | None = None
         try:
-            first = await read_line(reader)
+            async with asyncio.timeout(FIRST_LINE_S):
+                first = await read_line(reader)
             if first is None:
                 return
             refusal = self.refusal(first)
@@ -78,8 +80,11 @@ class Coordinator:
             else:
                 answer = self.answer(first)
                 writer.write(json.dumps(answer).encode() + b"\n")
-        except (ConnectionError, ValueError, KeyError, asyncio.LimitOverrunError) as error:
+        except (OSError, ValueError, KeyError, asyncio.LimitOverrunError) as error:
             log.warning("connection_failed error=%r", error)
+        except asyncio.CancelledError:
+            peer = None  # it is we who end, not the peer
+            raise
         finally:
             if peer is not None:
                 self.gone(peer, "reset")
@@ -93,6 +98,9 @@ class Coordinator:
             return "wrong token: give the job's DRYDOCK_TOKEN in the first line"
         if first.get("op") not in ("join", "exit", "status"):
             return f"unknown op {first.get('op')!r}: begin with join, exit or status"
+        if first["op"] == "join":
+            was_member = 0 < int(first["epoch"]) <= self.record.epoch
+            return self.places.refusal(int(first["replica"]), str(first["placement"]), was_member)
         return ""
 
     async def listen(self, reader: asyncio.StreamReader, peer: Peer) -> None:
@@ -144,6 +152,7 @@ class Coordinator:
             step=int(message["step"]),
         )
         self.world = max(self.world, int(message["world"]))
+        self.supersede(replica, placement)
         previous = self.peers.get(replica)
         if previous is not None:
             self.gone(previous, "reset")
@@ -159,6 +168,10 @@ class Coordinator:
             peer.tell(**self.record.grant)
         elif replica in self.alive:
             self.lose(replica, "reset")
+        if peer.phase == "member" and self.broken_at:
+            for entry in self.lost:
+                peer.tell(op="lost", epoch=self.record.epoch, **entry)
+            peer.tell(op="broken", epoch=self.record.epoch)
         self.peers[replica] = peer
         if told_epoch and peer.phase != "member":
             peer.tell(op="evicted", epoch=self.record.epoch)
@@ -166,16 +179,31 @@ class Coordinator:
         self.settle()
         return peer
 
+    def supersede(self, replica: int, placement: str) -> None:
+        """The newest start of a replica has its place; an older one is told to end."""
+        before = self.places.take(replica, placement)
+        if not before:
+            return
+        log.info("superseded replica=%s placement=%s by=%s", replica, before, placement)
+        peer = self.peers.get(replica)
+        if peer is not None:
+            peer.tell(op="refused", error=self.places.refusal(replica, before, was_member=True))
+            self.gone(peer, "reset")
+
     def adopt(self, epoch: int, message: dict[str, Any]) -> None:
         """Take the epoch from a member that knows a higher one: our record was lost."""
         members = {int(replica): str(name) for replica, name in message["members"].items()}
         record = Record(
-            job=self.record.job, epoch=epoch, members=members, step=int(message["step"])
+            job=self.record.job,
+            epoch=epoch,
+            members=members,
+            step=int(message["step"]),
+            superseded=self.places.superseded,
         )
         log.warning("record_adopted epoch=%s members=%s", epoch, sorted(members))
-        self.file.advance(self.record.epoch, record)
-        self.record = record
+        self.keep(record)
         self.alive = dict(members)
+        self.places.holders.update(members)
         self.started = time.monotonic()
 
     def on_ping(self, peer: Peer, message: dict[str, Any]) -> None:
@@ -192,8 +220,7 @@ class Coordinator:
     def on_again(self, peer: Peer, _message: dict[str, Any]) -> None:
         """A newcomer could not get what it was told to get; judge anew."""
         if peer.phase != "member":
-            peer.phase = "fresh"
-            peer.asked.clear()
+            peer.put_off()
 
     def on_report(self, peer: Peer, message: dict[str, Any]) -> None:
         if peer.phase != "member" or int(message["epoch"]) != self.record.epoch:
@@ -298,10 +325,13 @@ class Coordinator:
 
     def settle(self) -> None:
         """Bring everyone one message further, if anything can be decided now."""
-        if self.alive:
-            self.settle_running()
-        else:
-            self.settle_cold()
+        try:
+            if self.alive:
+                self.settle_running()
+            else:
+                self.settle_cold()
+        except OSError as error:  # nothing was granted; the next tick tries again
+            log.error("record_not_written path=%s error=%s", self.file.path, error)
 
     def settle_cold(self) -> None:
         """Nobody trains: newcomers load what they have, agree on the newest, and begin."""
@@ -324,7 +354,7 @@ class Coordinator:
         behind = [p for p in peers if (p.step, p.digest) != (source.step, source.digest)]
         for peer in behind:
             peer.phase = "loading"
-            peer.tell(op="sync", donors=[source.address])
+            peer.tell(op="sync", donors=[source.address], refusals=peer.refusals)
         if not behind:
             self.grant(peers, [Report(replica=p.replica, step=p.step) for p in peers])
 
@@ -332,9 +362,9 @@ class Coordinator:
         """Members train or wait at an edge; newcomers catch up and are let in at an edge."""
         members = self.members()
         for peer in self.newcomers():
-            if peer.phase == "fresh" and members:
+            if peer.phase == "fresh" and members and time.monotonic() >= peer.not_before:
                 peer.phase = "syncing"
-                peer.tell(op="sync", donors=[m.address for m in members])
+                peer.tell(op="sync", donors=[m.address for m in members], refusals=peer.refusals)
         ready = [p for p in self.newcomers() if p.phase == "ready"]
         if len(members) < len(self.alive) or not members:
             return
@@ -378,8 +408,7 @@ class Coordinator:
         equal = [p for p in done if proofs == {p.digest}]
         for peer in [p for p in ready if p not in equal]:
             log.warning("refused replica=%s digest=%s proofs=%s", peer.replica, peer.digest, proofs)
-            peer.phase = "fresh"
-            peer.asked.clear()
+            peer.put_off()
         return equal
 
     def dismiss(self) -> None:
@@ -419,15 +448,17 @@ class Coordinator:
             members=members,
             step=plan.step,
             grant=message,
+            superseded=self.places.superseded,
         )
-        self.file.advance(before.epoch, record)
-        self.record, self.alive = record, dict(members)
+        self.keep(record)
+        self.alive = dict(members)
         self.lost, self.broken_at, self.edge_at = [], 0.0, 0.0
         self.values, self.waiting = {}, {}
         self.first_newcomer = 0.0
         for peer in peers:
             peer.phase, peer.report, peer.proof = "member", None, ""
             peer.leaving = peer.caught_up = False
+            peer.refusals = 0
             peer.asked.clear()
             peer.tell(**message)
         for peer in self.newcomers():
@@ -435,23 +466,14 @@ class Coordinator:
             peer.caught_up = False
         log.info("granted epoch=%s members=%s step=%s", record.epoch, sorted(members), plan.step)
 
-
-async def run(coordinator: Coordinator, host: str, port: int, port_file: Path | None) -> None:
-    server = await asyncio.start_server(coordinator.serve, host, port, limit=MAX_LINE)
-    bound = server.sockets[0].getsockname()
-    if port_file is not None:
-        draft = port_file.with_name(port_file.name + ".new")
-        draft.write_text(f"{bound[1]}\n")
-        draft.replace(port_file)
-    log.info("listening host=%s port=%s epoch=%s", bound[0], bound[1], coordinator.record.epoch)
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with server:
-        while not stop.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), TICK_S)
-            coordinator.tick()
+    def keep(self, record: Record) -> None:
+        """Make a record durable. Raises OSError; ends this process if another one wrote it too."""
+        try:
+            self.file.advance(self.record.epoch, record)
+        except StaleEpoch as error:
+            log.critical("stale_epoch error=%s", error)
+            raise SystemExit(1) from error
+        self.record = record
 
 
 def main() -> None:

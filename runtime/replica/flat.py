@@ -54,11 +54,27 @@ class FlatGradients:
             start = end
 
     def add(self, index: int, checksum: int, loss: float, samples: int) -> None:
-        """Note that backward has just summed this shard."""
+        """Note that backward has just summed this shard.
+
+        Raises RuntimeError if the gradients are no longer ours: zeros would be trained on.
+        """
+        self._check_bound()
         self.coverage[index] += 1
         self.checksums[index] += checksum
         self.loss_sum += loss * samples
         self.samples += samples
+
+    def _check_bound(self) -> None:
+        """The first and the last gradient lie where they were put; whoever moves one moves all."""
+        ends = [(self.parameters[0], 0), (self.parameters[-1], self.size)]
+        for parameter, at in ends:
+            start = at and at - parameter.numel()
+            place = self.local.data_ptr() + start * self.local.element_size()
+            if parameter.grad is None or parameter.grad.data_ptr() != place:
+                raise RuntimeError(
+                    "a parameter's gradient is not where the replica group put it; remove "
+                    "optimizer.zero_grad(): the group clears the gradients after each step"
+                )
 
     def clear(self) -> None:
         self.local.zero_()

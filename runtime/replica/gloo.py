@@ -9,32 +9,46 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
 import datetime
+import logging
 import os
 import socket
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch._C._distributed_c10d import AllreduceOptions, ProcessGroupGloo, Store
 
-from runtime.replica.link import Link, LinkLost
+from runtime.replica.link import LinkLost
 
 if TYPE_CHECKING:
     import torch
+    from torch._C._distributed_c10d import Work
+
+log = logging.getLogger("drydock.gloo")
 
 BUILD_S = 3.0  # a peer that died while the group was built is given up after this
 REDUCE_S = 3600.0  # the coordinator says when a peer is dead; this is only a last resort
+SEVERED_S = 0.2  # how long a collective may take to fail once its sockets are shut
 
 
 class Severed(RuntimeError):
     """The collective did not happen everywhere; its buffer must not be used again."""
 
 
+class Rendezvous(Protocol):
+    """Where the members of an epoch leave word for each other: the coordinator, through a link."""
+
+    def set(self, epoch: int, key: str, value: str, /) -> None: ...
+
+    def get(self, epoch: int, key: str, timeout_s: float, /) -> str: ...
+
+
 class LinkStore(Store):
     """Gloo's rendezvous, carried by the coordinator's connection."""
 
-    def __init__(self, link: Link, epoch: int) -> None:
+    def __init__(self, link: Rendezvous, epoch: int) -> None:
         super().__init__()
         self.link = link
         self.epoch = epoch
@@ -69,14 +83,15 @@ class Gloo:
         self._epoch = 0
         self._peer_ports: set[int] = set()
 
-    def build(self, link: Link, epoch: int, ports: list[int], rank: int) -> None:
+    def build(self, link: Rendezvous, epoch: int, ports: list[int], rank: int) -> None:
         """Connect all ranks of an epoch. Raises Severed as soon as the epoch breaks meanwhile.
 
         The connecting runs in a thread of its own: it cannot be interrupted while it waits for a
         peer that died, so it is left behind then, to end by its timeout.
         """
+        release([self.group])
+        self.group = None
         with self._changed:
-            self.group = None
             self._epoch = epoch
             self._peer_ports = set(ports) - {self.port}
         if len(ports) == 1:
@@ -100,19 +115,45 @@ class Gloo:
         with self._changed:
             self._changed.wait_for(lambda: built or self.broken(epoch))
             if self.broken(epoch) or isinstance(built[0], Exception):
-                raise Severed(f"epoch {epoch} broke while its group was built: {built}")
+                why = f"epoch {epoch} broke while its group was built: {built}"
+                release(built)
+                raise Severed(why)
             self.group = built[0]
 
     def all_reduce(self, buffer: torch.Tensor) -> None:
-        """Sum the buffer over the group, in place. Raises Severed."""
+        """Sum the buffer over the group, in place. Raises Severed.
+
+        The sockets alone are not trusted to end it: a collective that starts just as its group is
+        severed may wait for ever. It is left behind then, with all that it may still touch.
+        """
         if self.group is None:
             return
         options = AllreduceOptions()
         options.timeout = datetime.timedelta(seconds=REDUCE_S)
         try:
-            self.group.allreduce([buffer], options).wait()  # type: ignore[attr-defined]
+            work = self.group.allreduce([buffer], options)  # type: ignore[attr-defined]
+            if self._ends(work):
+                work.wait()  # raises its error, if it has one
+                return
         except RuntimeError as error:
             raise Severed(str(error)) from error
+        keep_for_ever(self.group, work, buffer)
+        self.group = None
+        log.warning("abandoned epoch=%s", self._epoch)
+        raise Severed(f"epoch {self._epoch} broke and its all-reduce did not end")
+
+    def _ends(self, work: Work) -> bool:
+        """Wait for the end of a collective, or of its epoch; False if it outlives its epoch."""
+
+        def wake(_future: object) -> None:
+            with self._changed:
+                self._changed.notify_all()
+
+        future = work.get_future()
+        future.add_done_callback(wake)  # on gloo's own thread: no thread of ours sits in wait()
+        with self._changed:
+            self._changed.wait_for(lambda: future.done() or self.broken(self._epoch))
+            return self._changed.wait_for(future.done, SEVERED_S)
 
     def broken(self, epoch: int) -> bool:
         return self._broken_epoch >= epoch
@@ -127,6 +168,17 @@ class Gloo:
             for connection in established_sockets(self.port, self._peer_ports):
                 with connection, contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
+
+
+def release(held: list[Any]) -> None:
+    """Drop the last references in a thread of their own: destroying a group joins its threads."""
+    threading.Thread(target=held.clear, name="drydock-release", daemon=True).start()
+
+
+def keep_for_ever(*things: object) -> None:
+    """Never destroy these: gloo's threads still use them, and a destructor would wait for those."""
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def listening_sockets() -> list[int]:

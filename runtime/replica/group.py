@@ -35,6 +35,7 @@ from runtime.replica.peers import (
     Reduced,
     ReducedLog,
     fetch_reduced,
+    fetch_reduced_from,
     fetch_snapshot,
 )
 from runtime.replica.plan import divide
@@ -45,6 +46,7 @@ from runtime.snapshot import Damaged
 log = logging.getLogger("drydock.replica")
 
 MAX_REFUSED_STEPS = 3
+MAX_REFUSALS = 3  # as a newcomer, before a person is told
 LEAVE_S = 5.0  # how long a stopping member waits for the coordinator's leave to go
 
 
@@ -124,15 +126,17 @@ class ReplicaGroup:
         """Shards to compute, for as long as the job lives."""
         self._await_epoch()
         while not self._left:
+            if self.steps is not None and self.pending >= self.steps:
+                self._stop("all steps done")
+                continue
             try:
                 yield from self._shards()
                 tail = self._reduce()
+                if tail is not None:
+                    self._edge(tail)
             except Severed as error:
                 log.info("severed epoch=%s step=%s error=%s", self.epoch, self.pending, error)
                 self._regroup(planned=False)
-                continue
-            if tail is not None:
-                self._edge(tail)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of the present shard; `loss` is the mean over the shard's samples."""
@@ -234,8 +238,8 @@ class ReplicaGroup:
     def _edge(self, tail: Tail) -> None:
         """Between two steps: what all members agreed on in the last all-reduce."""
         self._pump()
-        if tail.stop or (self.steps is not None and self.pending >= self.steps):
-            self._stop("stop wanted" if tail.stop else "all steps done")
+        if tail.stop:
+            self._stop("stop wanted")
             return
         if self.teller.speaks() and (tail.checkpoint or self.saver.due()):
             asked = time.monotonic()
@@ -285,7 +289,7 @@ class ReplicaGroup:
                     return
             elif message["op"] == "dismissed":
                 if not self._why and self.teller.speaks():
-                    self.saver.save(self.state.copy(), time.monotonic())
+                    self.saver.save(self.state.copy(), time.monotonic(), last=True)
                 self._leave(self._why or "stopped while waiting for an epoch", goodbye=True)
             elif message["op"] in asked:
                 asked[message["op"]](message)
@@ -333,18 +337,11 @@ class ReplicaGroup:
     def _replay_to(self, step: int, donors: list[str]) -> None:
         """Commit the steps up to `step` from peers' reduced gradients. Raises Severed."""
         while self.state.committed < step:
-            reduced = self._ask(donors, self.pending)
-            if reduced is None:
-                raise Severed(f"no peer could hand over step {self.pending}")
-            self._commit(reduced, self.flat.read(reduced.buffer))
-
-    def _ask(self, donors: list[str], step: int) -> Reduced | None:
-        for donor in donors:
             try:
-                return fetch_reduced(donor, self.job.token, step)
-            except (PeerFailed, Damaged) as error:
-                log.warning("peer_failed peer=%s step=%s error=%s", donor, step, error)
-        return None
+                reduced = fetch_reduced_from(donors, self.job.token, self.pending)
+            except PeerFailed as error:
+                raise Severed(str(error)) from error
+            self._commit(reduced, self.flat.read(reduced.buffer))
 
     # --- what the coordinator asks --------------------------------------------------------------
 
@@ -357,6 +354,8 @@ class ReplicaGroup:
 
     def _on_sync(self, message: dict[str, Any]) -> None:
         """Take the state from a peer's memory and replay what was committed since."""
+        if message.get("refusals") == MAX_REFUSALS:
+            self.job.trouble("cannot_rejoin", f"refused {MAX_REFUSALS} times in a row")
         donors = list(message["donors"])
         random.Random(os.getpid()).shuffle(donors)  # noqa: S311 - spreads the load
         for donor in donors:
@@ -419,7 +418,7 @@ class ReplicaGroup:
         """Handle what arrived while we computed."""
         while not self.link.inbox.empty():
             message = self.link.inbox.get()
-            if message["op"] in ("evicted", "sync", "load"):
+            if message["op"] in ("evicted", "sync", "load", "refused"):
                 self._postponed.append(message)
                 raise Severed("the coordinator told us to rejoin")
             self._on_passing(message)
@@ -480,7 +479,7 @@ class ReplicaGroup:
         """
         if self.teller.speaks():
             asked = time.monotonic()
-            self.saver.save(self.state.copy(), asked)
+            self.saver.save(self.state.copy(), asked, last=True)
         self._why = reason
         self._report(planned=True, leaving=True)
         self._await_epoch()

@@ -6,21 +6,26 @@ says is put into `inbox`, except a broken epoch, which is acted upon at once thr
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import queue
 import random
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
+
+log = logging.getLogger("drydock.link")
 
 PING_S = 0.5
 RETRY_S = 0.1
 
 
 class Refused(RuntimeError):
-    """The coordinator refuses us for good: the token or the job is wrong."""
+    """The coordinator refuses us for good: a wrong token, or another start has our place."""
 
 
 class LinkLost(ConnectionError):
@@ -102,7 +107,8 @@ class Link:
             self.say("goodbye")
         with self._write_lock:
             if self._socket is not None:
-                self._socket.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(OSError):  # it hung up first
+                    self._socket.shutdown(socket.SHUT_WR)
         self._thread.join(2.0)
 
     def _run(self) -> None:
@@ -116,6 +122,9 @@ class Link:
                 self._talk(connection)
             except OSError:
                 pass  # a lost coordinator costs no step: connect again
+            except Exception as error:  # whatever it is, the training loop must hear of it
+                log.exception("link_failed")
+                self._give_up({"op": "refused", "error": f"the link failed: {error!r}"})
             finally:
                 with self._write_lock:
                     self._socket = None
@@ -157,7 +166,15 @@ class Link:
             self.on_break(int(message["epoch"]), message)
             self.abandon_calls()
         if op == "refused":
-            self._closing.set()
+            self._give_up({**message, "op": op})
+        else:
+            self.inbox.put(message)
+
+    def _give_up(self, message: dict[str, Any]) -> None:
+        """Nothing more will come: no epoch of ours, present or future, can be trusted."""
+        self._closing.set()
+        self.on_break(sys.maxsize, message)
+        self.abandon_calls()
         self.inbox.put(message)
 
 

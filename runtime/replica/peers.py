@@ -84,6 +84,8 @@ class PeerServer:
         outer = self
 
         class Handler(socketserver.StreamRequestHandler):
+            timeout = FETCH_TIMEOUT_S
+
             def handle(self) -> None:
                 outer._serve(self.connection, self.rfile.readline(65536))
 
@@ -111,7 +113,6 @@ class PeerServer:
         self._server.server_close()
 
     def _serve(self, connection: socket.socket, line: bytes) -> None:
-        connection.settimeout(FETCH_TIMEOUT_S)
         request = json.loads(line)
         if not hmac.compare_digest(str(request.get("token", "")).encode(), self._token):
             send_json(connection, {"error": "wrong token"})
@@ -161,6 +162,17 @@ def fetch_reduced(address: str, token: str, step: int) -> Reduced:
         data = receive_chunks(connection, int(described["bytes"]))
         buffer = torch.frombuffer(data, dtype=torch.float32)
         return Reduced(int(described["step"]), int(described["epoch"]), buffer)
+
+
+def fetch_reduced_from(donors: list[str], token: str, step: int) -> Reduced:
+    """The same, from the first donor that has it. Raises PeerFailed with all their answers."""
+    answers = []
+    for donor in donors:
+        try:
+            return fetch_reduced(donor, token, step)
+        except (PeerFailed, Damaged) as error:
+            answers.append(f"{donor}: {error}")
+    raise PeerFailed(f"no peer could hand over step {step}: {answers}")
 
 
 def request(address: str, token: str, message: dict[str, Any], timeout_s: float) -> socket.socket:

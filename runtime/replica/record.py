@@ -21,6 +21,7 @@ class Record:
     members: dict[int, str] = field(default_factory=dict)  # replica -> placement
     step: int = -1  # last committed step known when the epoch was granted
     grant: dict[str, Any] = field(default_factory=dict)  # what its members are told, verbatim
+    superseded: list[str] = field(default_factory=list)  # placements whose place another has
 
 
 class StaleEpoch(RuntimeError):
@@ -54,6 +55,7 @@ class RecordFile:
             members=members,
             step=raw["step"],
             grant=raw["grant"],
+            superseded=raw.get("superseded", []),
         )
 
     def advance(self, expected_epoch: int, new: Record) -> None:

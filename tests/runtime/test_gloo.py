@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -53,7 +54,10 @@ def in_thread(work: Callable[[], None]) -> Future[None]:
 def test_a_sum_over_the_group(pair: tuple[Gloo, Gloo]) -> None:
     buffers = [torch.ones(5), torch.full((5,), 2.0)]
 
-    jobs = [in_thread(lambda m=m, b=b: m.all_reduce(b)) for m, b in zip(pair, buffers, strict=True)]
+    jobs = [
+        in_thread(partial(member.all_reduce, buffer))
+        for member, buffer in zip(pair, buffers, strict=True)
+    ]
     for job in jobs:
         job.result(30)
 

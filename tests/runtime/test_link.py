@@ -28,6 +28,19 @@ def test_nonsense_from_the_coordinator_ends_the_wait_of_the_training_loop() -> N
     assert broken == [sys.maxsize]
 
 
+def test_a_refusal_is_heard_as_one() -> None:
+    broken: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = make_link(server, broken)
+        link.start()
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(b'{"ok": false, "error": "replaced"}\n')
+            message = link.inbox.get(timeout=30)
+
+    assert (message["op"], message["error"]) == ("refused", "replaced")
+
+
 def test_closing_after_the_coordinator_hung_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         link = make_link(server, [])

@@ -1,0 +1,59 @@
+"""The coordinator's socket and clock: listens, ticks, and goes after its members.
+
+Decides nothing about epochs, and must never be taken for a death of those still connected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runtime.replica.coordinator import Coordinator
+
+log = logging.getLogger("drydock.coordinator")
+
+TICK_S = 0.1
+DRAIN_S = 10.0  # how long members may take to leave once we are told to end
+MAX_LINE = 1 << 20
+
+
+async def run(coordinator: Coordinator, host: str, port: int, port_file: Path | None) -> None:
+    """Serve until SIGTERM or SIGINT, then for as long as members are connected, but DRAIN_S."""
+    connections: set[asyncio.Task[None]] = set()
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(coordinator.serve(reader, writer))
+        connections.add(task)
+        task.add_done_callback(connections.discard)
+
+    server = await asyncio.start_server(accept, host, port, limit=MAX_LINE)
+    bound = server.sockets[0].getsockname()
+    if port_file is not None:
+        draft = port_file.with_name(port_file.name + ".new")
+        draft.write_text(f"{bound[1]}\n")
+        draft.replace(port_file)
+    log.info("listening host=%s port=%s epoch=%s", bound[0], bound[1], coordinator.record.epoch)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with server:
+        while not stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), TICK_S)
+            coordinator.tick()
+        await drain(coordinator)
+    log.info("ended epoch=%s connected=%s", coordinator.record.epoch, sorted(coordinator.peers))
+
+
+async def drain(coordinator: Coordinator) -> None:
+    """At power-off all get SIGTERM at once: members that stop still need our leave to go."""
+    deadline = time.monotonic() + DRAIN_S
+    while coordinator.peers and time.monotonic() < deadline:
+        await asyncio.sleep(TICK_S)  # the clock that tick() counts on
+        coordinator.tick()
