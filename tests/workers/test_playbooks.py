@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from django.utils import timezone
+from pytest_django import Settings
 
 from controlplane.accounts.choices import ActorKind
 from controlplane.accounts.models import SYSTEM, Actor, AuditEvent
@@ -38,6 +39,7 @@ from tests.factories import (
 )
 from tests.workers.bmc import Bmc, bmc_of
 from workers import engine, guards
+from workers.nodes import free_nodes
 
 pytestmark = pytest.mark.django_db
 PERSON = Actor(ActorKind.USER, "1")
@@ -319,36 +321,30 @@ def test_a_start_that_nobody_answered_is_stopped_before_another_is_made(world: W
     assert world.placement_of(1).node != world.placements[1].node
 
 
-def test_a_node_that_was_only_silent_and_beats_again_is_left_alone(world: World) -> None:
+def test_a_node_that_was_only_silent_and_beats_again_is_left_alone(
+    world: World, settings: Settings
+) -> None:
     spare = world.spares[0]
-    Node.objects.filter(pk=spare.pk).update(hold_reason="somebody looks at it")
+    settings.BUDGET_NODES_PER_CLUSTER = 0
     world.silence(spare)
     drain()
+    assert "out for repair" in step_of("repair-node", "quarantine").outcome
     world.hear(spare)
-    Node.objects.filter(pk=spare.pk).update(hold_reason="")
+    settings.BUDGET_NODES_PER_CLUSTER = 2
     drain()
     assert not world.bmcs[spare.pk].orders
     assert run_of("repair-node").state == RunState.SUCCEEDED
     assert Incident.objects.get().state == IncidentState.RESOLVED
 
 
-def test_a_node_that_is_about_to_be_repaired_takes_no_replica(world: World) -> None:
-    Node.objects.filter(pk=world.spares[0].pk).update(hold_reason="later")
+def test_a_node_that_is_about_to_be_repaired_takes_no_replica(
+    world: World, settings: Settings
+) -> None:
+    settings.BUDGET_NODES_PER_CLUSTER = 0
     world.silence(world.spares[0])
     drain()
-    Node.objects.update(hold_reason="")
     world.hear(world.spares[0])
-    incident = Incident.objects.get()
-    incidents.repair_node(SYSTEM, world.spares[0].pk, incident, "still unfinished")
-    world.silence(world.placements[1].node)
-    world.peers_lose(world.placements[1])
-    PlaybookStep.objects.filter(run__node=world.spares[0]).update(wake_at=None)
-    for _ in range(6):
-        PlaybookStep.objects.exclude(run__node=world.spares[0]).filter(
-            state__in=["ready", "waiting"]
-        ).update(wake_at=timezone.now())
-        engine.drain("", owner="test")
-    assert world.placement_of(1).node == world.spares[1]
+    assert [node.node_id for node in free_nodes(world.cluster.pk)] == [world.spares[1].pk]
 
 
 def test_a_power_cycle_whose_worker_died_is_not_done_twice(world: World) -> None:
