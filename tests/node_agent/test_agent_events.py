@@ -76,6 +76,8 @@ def test_the_same_line_in_a_log_that_was_cut_is_another_event(agent: Node) -> No
 
     eventually(lambda: len(lines(agent.plane)) == 2)
 
+    assert lines(agent.plane) == [f"{XID} a longer line", XID]
+
 
 def test_rubbish_in_the_log_does_not_stop_it(agent: Node) -> None:
     with (agent.folder / "kernel.log").open("ab") as log:

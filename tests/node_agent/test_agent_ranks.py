@@ -166,6 +166,7 @@ def test_after_a_reboot_nothing_is_adopted_and_the_boot_is_told_first(agent: Nod
 
 def test_what_a_rank_leaves_behind_in_its_session_is_killed_with_it(agent: Node) -> None:
     pid = agent.started_rank(program="child")
+    eventually(lambda: len(procfs.with_environment("DRYDOCK_JOB", "job-1")) == 2)
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: exits(agent.plane))
 
