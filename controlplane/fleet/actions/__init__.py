@@ -1,0 +1,57 @@
+"""The only writers of clusters, nodes, cards, leases and commands."""
+
+from __future__ import annotations
+
+from controlplane.fleet.actions.commands import (
+    RESULT_GRACE_S,
+    call_back_commands,
+    expire_commands,
+    queue_command,
+    record_command_result,
+    take_commands,
+)
+from controlplane.fleet.actions.enrolment import (
+    create_cluster,
+    create_join_token,
+    enroll,
+    revoke_join_token,
+    revoke_node_key,
+)
+from controlplane.fleet.actions.leases import extend_leases, lose_leases, renew_leases
+from controlplane.fleet.actions.nodes import (
+    fail_overdue_nodes,
+    record_boot,
+    record_power_order,
+    record_repair,
+    record_report,
+    set_bmc,
+    set_hold,
+    set_spare,
+    transition,
+)
+
+__all__ = [
+    "RESULT_GRACE_S",
+    "call_back_commands",
+    "create_cluster",
+    "create_join_token",
+    "enroll",
+    "expire_commands",
+    "extend_leases",
+    "fail_overdue_nodes",
+    "lose_leases",
+    "queue_command",
+    "record_boot",
+    "record_command_result",
+    "record_power_order",
+    "record_repair",
+    "record_report",
+    "renew_leases",
+    "revoke_join_token",
+    "revoke_node_key",
+    "set_bmc",
+    "set_hold",
+    "set_spare",
+    "take_commands",
+    "transition",
+]

@@ -1,0 +1,150 @@
+"""Signed orders to nodes, and what came of them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+from django.utils import timezone
+
+from controlplane import crypto, doorbell
+from controlplane.accounts.actions import audit
+from controlplane.accounts.models import Actor
+from controlplane.errors import Refused
+from controlplane.fleet.changes import change, touch
+from controlplane.fleet.choices import (
+    COMMAND_FINISHED,
+    CommandState,
+)
+from controlplane.fleet.models import (
+    Command,
+    Node,
+)
+from controlplane.ids import new_id
+from node_agent import wire
+
+#: An order taken in its last second may still be running; its result is awaited this much longer.
+RESULT_GRACE_S = 30
+
+
+@change()
+def queue_command(
+    actor: Actor, node_id: str, action: wire.Verb, *, requester: str, ttl_s: float = 60
+) -> Command:
+    """Sign an order and keep it for the node's next poll.
+
+    One command per requester and verb: asking again returns the one there is, so a step that is
+    tried again cannot send a second. The order expires `ttl_s` seconds from now.
+    """
+    verb = msgspec.to_builtins(action)["verb"]
+    there = Command.objects.filter(requester=requester, verb=verb).first()
+    if there is not None:
+        return there
+    now = timezone.now()
+    expires_at = now + timedelta(seconds=ttl_s)
+    command = wire.Command(
+        id=new_id("cmd"),
+        node_id=node_id,
+        issued_at=now.timestamp(),
+        expires_at=expires_at.timestamp(),
+        action=action,
+    )
+    payload = msgspec.json.encode(command).decode()
+    row = Command.objects.create(
+        id=command.id,
+        node_id=node_id,
+        verb=verb,
+        payload=payload,
+        signature=crypto.sign_command(payload),
+        requester=requester,
+        expires_at=expires_at,
+    )
+    audit(
+        actor,
+        f"command.{verb}",
+        "node",
+        node_id,
+        cluster_id=Node.objects.values_list("cluster_id", flat=True).get(pk=node_id),
+        after={"command": row.pk, "requester": requester},
+    )
+    doorbell.announce_command_after_commit(node_id)
+    return row
+
+
+@change()
+def take_commands(node_ids: list[str]) -> dict[str, list[Command]]:
+    """The orders that these nodes have not finished, oldest first; marks them as delivered.
+
+    A delivered order is handed out again until its result is known: the agent's journal, not this
+    row, is what keeps it from being executed twice.
+    """
+    now = timezone.now()
+    rows = list(
+        Command.objects.filter(
+            node_id__in=node_ids,
+            state__in=[CommandState.QUEUED, CommandState.DELIVERED],
+            expires_at__gt=now,
+        ).order_by("created_at")
+    )
+    Command.objects.filter(pk__in=[row.pk for row in rows], state=CommandState.QUEUED).update(
+        state=CommandState.DELIVERED, delivered_at=now
+    )
+    taken: dict[str, list[Command]] = {}
+    for row in rows:
+        taken.setdefault(row.node_id, []).append(row)
+    return taken
+
+
+@change()
+def record_command_result(node_id: str, result: wire.CommandResult) -> None:
+    """Store what an agent says of a command; the same result again changes nothing.
+
+    Raises Refused for a command that does not exist or was given to another node.
+    """
+    row = Command.objects.select_related("node").filter(pk=result.id).first()
+    if row is None:
+        raise Refused(404, "unknown_command", "id", f"there is no command {result.id}")
+    if row.node_id != node_id:
+        raise Refused(403, "command_of_other_node", "id", "this command was given to another node")
+    finished = Command.objects.filter(pk=row.pk).exclude(state__in=COMMAND_FINISHED)
+    if finished.update(
+        state=CommandState(result.state),
+        finished_at=_moment(result.at),
+        output=result.output,
+        error=result.error,
+    ):
+        touch(row.node.cluster_id)
+        doorbell.ring_after_commit(f"step/{row.requester}")
+
+
+@change()
+def call_back_commands(requester: str) -> int:
+    """Expire the orders of this asker that no node has finished. Returns how many.
+
+    One that a node has taken already may still be executed.
+    """
+    unfinished = Command.objects.filter(requester__startswith=f"{requester}.").exclude(
+        state__in=COMMAND_FINISHED
+    )
+    return unfinished.update(
+        state=CommandState.EXPIRED, finished_at=timezone.now(), error="called back"
+    )
+
+
+@change()
+def expire_commands(now: datetime) -> int:
+    """Give up on orders that no agent answered in time. Returns how many."""
+    overdue = Command.objects.exclude(state__in=COMMAND_FINISHED).filter(
+        expires_at__lt=now - timedelta(seconds=RESULT_GRACE_S)
+    )
+    count = 0
+    for row in overdue:
+        count += Command.objects.filter(pk=row.pk, state=row.state).update(
+            state=CommandState.EXPIRED, finished_at=now, error="the agent did not answer in time"
+        )
+        doorbell.ring_after_commit(f"step/{row.requester}")
+    return count
+
+
+def _moment(unix_time: float) -> datetime:
+    return datetime.fromtimestamp(unix_time, UTC)

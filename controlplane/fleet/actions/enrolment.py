@@ -1,0 +1,153 @@
+"""Writes about clusters, and how nodes and their keys are let in and shut out."""
+
+from __future__ import annotations
+
+import secrets
+from datetime import timedelta
+
+from django.db.models import F
+from django.utils import timezone
+
+from controlplane import crypto
+from controlplane.accounts.actions import audit
+from controlplane.accounts.choices import ActorKind
+from controlplane.accounts.models import Actor
+from controlplane.errors import Conflict, Refused
+from controlplane.fleet.actions.nodes import record_cards
+from controlplane.fleet.changes import change, touch
+from controlplane.fleet.choices import (
+    NodeState,
+)
+from controlplane.fleet.models import (
+    Cluster,
+    JoinToken,
+    Lease,
+    Node,
+    Rack,
+)
+from node_agent import wire
+
+
+@change()
+def create_cluster(actor: Actor, name: str, *, gpu_hour_price: float = 2.0) -> Cluster:
+    """Add an empty cluster. `gpu_hour_price` is money per GPU-hour in the cluster's currency."""
+    cluster = Cluster.objects.create(name=name, gpu_hour_price=gpu_hour_price)
+    audit(
+        actor, "cluster.create", "cluster", cluster.pk, cluster_id=cluster.pk, after={"name": name}
+    )
+    return cluster
+
+
+@change()
+def create_join_token(
+    actor: Actor, cluster_id: str, *, max_uses: int = 1, ttl_s: float = 1800
+) -> str:
+    """Make a token that lets `max_uses` new nodes into a cluster within `ttl_s` seconds.
+
+    The token is returned once and never stored.
+    """
+    token = "ddk_" + secrets.token_urlsafe(32)
+    row = JoinToken.objects.create(
+        cluster_id=cluster_id,
+        hash=crypto.token_hash(token),
+        max_uses=max_uses,
+        expires_at=timezone.now() + timedelta(seconds=ttl_s),
+    )
+    audit(
+        actor,
+        "join_token.create",
+        "join_token",
+        row.pk,
+        cluster_id=cluster_id,
+        after={"max_uses": max_uses, "ttl_s": ttl_s},
+    )
+    return token
+
+
+@change()
+def revoke_join_token(actor: Actor, token: str) -> None:
+    """Let nobody in by this token any more. Raises Conflict if there is no such token."""
+    row = JoinToken.objects.filter(hash=crypto.token_hash(token)).first()
+    if row is None:
+        raise Conflict("there is no such join token")
+    JoinToken.objects.filter(pk=row.pk, revoked_at=None).update(revoked_at=timezone.now())
+    audit(actor, "join_token.revoke", "join_token", row.pk, cluster_id=row.cluster_id)
+
+
+@change()
+def enroll(message: wire.Enroll) -> Node:
+    """Let a new node in by its join token; the same key again gets the same node.
+
+    Raises Refused, naming the field, for a token that is unknown, revoked, expired or used up, and
+    for a name or a key that belongs to another node.
+    """
+    known = Node.objects.filter(public_key=message.public_key, name=message.name).first()
+    if known is not None and known.key_revoked_at is None:
+        return known  # the answer to the first enrolment was lost
+    token = _usable_token(message.join_token)
+    if Node.objects.filter(public_key=message.public_key).exists():
+        raise Refused(409, "key_taken", "public_key", "another node has this key; make a new one")
+    if Node.objects.filter(cluster_id=token.cluster_id, name=message.name).exists():
+        raise Refused(
+            409,
+            "name_taken",
+            "name",
+            f"cluster has a node {message.name!r} already; retire it or choose another name",
+        )
+    now = timezone.now()
+    node = Node.objects.create(
+        cluster_id=token.cluster_id,
+        rack=_rack(token.cluster_id, message.rack),
+        name=message.name,
+        address=message.address,
+        state=NodeState.ENROLLED,
+        state_since=now,
+        public_key=message.public_key,
+        boot_id=message.boot_id,
+        booted_at=now,
+        agent_version=message.agent_version,
+    )
+    Lease.objects.create(node=node, last_beat_at=now, deadline=now + timedelta(seconds=60))
+    record_cards(node, message.inventory)
+    audit(
+        Actor(ActorKind.AGENT, node.pk),
+        "node.enroll",
+        "node",
+        node.pk,
+        cluster_id=node.cluster_id,
+        after={"name": node.name, "state": node.state, "join_token": token.pk},
+    )
+    touch(node.cluster_id)
+    return node
+
+
+@change()
+def revoke_node_key(actor: Actor, node_id: str, reason: str) -> None:
+    """Hear this node no more; it must be enrolled anew under another key."""
+    node = Node.objects.get(pk=node_id)
+    Node.objects.filter(pk=node_id, key_revoked_at=None).update(key_revoked_at=timezone.now())
+    audit(actor, "node.revoke_key", "node", node_id, cluster_id=node.cluster_id, reason=reason)
+    touch(node.cluster_id)
+
+
+def _usable_token(token: str) -> JoinToken:
+    """Count one use of a join token, or refuse it by name."""
+    row = JoinToken.objects.filter(hash=crypto.token_hash(token)).first()
+    if row is None:
+        raise Refused(
+            403, "token_unknown", "join_token", "no such join token; make one for this cluster"
+        )
+    if row.revoked_at is not None:
+        raise Refused(
+            403, "token_revoked", "join_token", "this join token was revoked; make another"
+        )
+    if row.expires_at < timezone.now():
+        raise Refused(403, "token_expired", "join_token", "this join token expired; make another")
+    # The condition is the lock: of two nodes with the last use, one gets it.
+    if not JoinToken.objects.filter(pk=row.pk, uses__lt=F("max_uses")).update(uses=F("uses") + 1):
+        raise Refused(403, "token_used", "join_token", "this join token is used up; make another")
+    return row
+
+
+def _rack(cluster_id: str, name: str) -> Rack | None:
+    return Rack.objects.get_or_create(cluster_id=cluster_id, name=name)[0] if name else None

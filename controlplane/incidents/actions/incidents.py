@@ -1,0 +1,230 @@
+"""Writes of incidents and their timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from django.utils import timezone
+
+from controlplane.accounts.actions import audit
+from controlplane.accounts.models import SYSTEM, Actor
+from controlplane.errors import Conflict
+from controlplane.fleet.changes import change, touch
+from controlplane.health.models import Failure
+from controlplane.incidents import postmortem
+from controlplane.incidents.choices import (
+    INCIDENT_UNRESOLVED,
+    RUN_UNFINISHED,
+    EntryKind,
+    IncidentState,
+    Severity,
+)
+from controlplane.incidents.models import (
+    Incident,
+    TimelineEntry,
+)
+from controlplane.jobs import accounting
+
+
+@change()
+def open_or_merge(
+    subject: str,
+    *,
+    cluster_id: str,
+    title: str,
+    severity: Severity,
+    occurred_at: datetime,
+    job_id: str | None = None,
+    replica: int | None = None,
+    node_id: str | None = None,
+) -> Incident:
+    """The unresolved incident about this subject, locked; a new one if there is none.
+
+    Raises Conflict if it was resolved in this very moment: ask again.
+    """
+    fresh = Incident(
+        cluster_id=cluster_id,
+        subject=subject,
+        title=title,
+        severity=severity,
+        occurred_at=occurred_at,
+        job_id=job_id,
+        replica=replica,
+        node_id=node_id,
+    )
+    # The unique constraint is the turnstile: whoever comes second waits, then finds the first's.
+    Incident.objects.bulk_create([fresh], ignore_conflicts=True)
+    # Locked, so that it cannot be resolved while something is attached to it.
+    incident = (
+        Incident.objects.select_for_update(no_key=True, of=("self",))
+        .filter(subject=subject, state__in=INCIDENT_UNRESOLVED)
+        .first()
+    )
+    if incident is None:
+        raise Conflict("the incident was resolved in this very moment")
+    if incident.pk != fresh.pk:
+        if occurred_at < incident.occurred_at:
+            Incident.objects.filter(pk=incident.pk).update(occurred_at=occurred_at)
+        return incident
+    tell(incident, "opened", EntryKind.STATE, f"Incident opened: {title}")
+    audit(
+        SYSTEM,
+        "incident.open",
+        "incident",
+        incident.pk,
+        cluster_id=cluster_id,
+        after={"title": title, "subject": subject},
+    )
+    touch(cluster_id)
+    return incident
+
+
+@change()
+def tell(
+    incident: Incident,
+    key: str,
+    kind: EntryKind,
+    text: str,
+    *,
+    at: datetime | None = None,
+    data: Mapping[str, Any] | None = None,
+) -> None:
+    """Add a line to the timeline, once per key."""
+    TimelineEntry.objects.get_or_create(
+        incident=incident,
+        key=key,
+        defaults={"at": at or timezone.now(), "kind": kind, "text": text, "data": dict(data or {})},
+    )
+    touch(incident.cluster_id)
+
+
+@change()
+def set_cause(incident_id: str, title: str, cause: str, failure: Failure) -> None:
+    """Write what was found to be the cause, in a sentence, with the failure behind it."""
+    incident = Incident.objects.get(pk=incident_id)
+    incident.failures.add(failure)
+    Incident.objects.filter(pk=incident_id).update(
+        title=title, cause=cause, node_id=incident.node_id or failure.node_id
+    )
+    _move(SYSTEM, incident, IncidentState.MITIGATING, frm={IncidentState.OPEN}, reason=cause)
+
+
+@change()
+def set_mitigated(incident_id: str, at: datetime, text: str) -> None:
+    """Note when the job committed steps again."""
+    incident = Incident.objects.get(pk=incident_id)
+    if Incident.objects.filter(pk=incident_id, mitigated_at=None).update(mitigated_at=at):
+        tell(incident, f"mitigated/{at.timestamp()}", EntryKind.JOB, text, at=at)
+
+
+@change()
+def set_restored(incident_id: str, at: datetime, text: str) -> None:
+    """Note when the job had all its replicas again, and what the time between cost."""
+    incident = Incident.objects.select_related("job").get(pk=incident_id)
+    cost = None
+    if incident.job is not None and incident.replica is not None:
+        cost = accounting.gpu_seconds_lost(incident.job, incident.replica, incident.occurred_at, at)
+    Incident.objects.filter(pk=incident_id).update(restored_at=at, gpu_seconds_lost=cost)
+    tell(incident, f"restored/{at.timestamp()}", EntryKind.JOB, text, at=at)
+
+
+@change()
+def resolve(actor: Actor, incident_id: str, reason: str) -> bool:
+    """Resolve an incident unless a run of it is still at work; drafts the post-mortem.
+
+    Returns whether it is resolved now.
+    """
+    incident = Incident.objects.select_for_update(no_key=True).get(pk=incident_id)
+    if incident.runs.filter(state__in=RUN_UNFINISHED).exists() or not incident.unresolved:
+        return not incident.unresolved
+    now = timezone.now()
+    Incident.objects.filter(pk=incident_id).update(resolved_at=now)
+    _move(actor, incident, IncidentState.RESOLVED, frm=INCIDENT_UNRESOLVED, reason=reason)
+    tell(incident, f"resolved/{now.timestamp()}", EntryKind.STATE, f"Resolved: {reason}", at=now)
+    incident.refresh_from_db()
+    if not incident.postmortem:
+        Incident.objects.filter(pk=incident_id).update(postmortem=postmortem.draft(incident))
+    return True
+
+
+@change()
+def acknowledge(actor: Actor, incident_id: str) -> None:
+    """Say that a person has seen it. Raises Conflict if it is resolved or acknowledged already."""
+    incident = Incident.objects.select_for_update(no_key=True).get(pk=incident_id)
+    if not incident.unresolved:
+        raise Conflict("this incident is resolved; there is nothing to acknowledge")
+    if incident.owner_id is not None:
+        raise Conflict("somebody has acknowledged this incident already")
+    if incident.state == IncidentState.OPEN:
+        _move(actor, incident, IncidentState.ACKNOWLEDGED, frm={IncidentState.OPEN})
+    Incident.objects.filter(pk=incident_id).update(owner_id=actor.id)
+    tell(incident, f"acknowledged/{actor.id}", EntryKind.STATE, "Acknowledged")
+    audit(
+        actor,
+        "incident.acknowledge",
+        "incident",
+        incident_id,
+        cluster_id=incident.cluster_id,
+        after={"owner": actor.id},
+    )
+
+
+@change()
+def add_note(actor: Actor, incident_id: str, text: str) -> None:
+    """Add a person's words to the timeline. Raises Conflict if there are none."""
+    if not text.strip():
+        raise Conflict("a note needs some words")
+    incident = Incident.objects.get(pk=incident_id)
+    now = timezone.now()
+    tell(incident, f"note/{now.timestamp()}", EntryKind.NOTE, text.strip(), data={"by": actor.id})
+    audit(
+        actor,
+        "incident.note",
+        "incident",
+        incident_id,
+        cluster_id=incident.cluster_id,
+        after={"text": text.strip()},
+    )
+
+
+@change()
+def save_postmortem(actor: Actor, incident_id: str, text: str) -> None:
+    """Replace the post-mortem's text."""
+    incident = Incident.objects.get(pk=incident_id)
+    Incident.objects.filter(pk=incident_id).update(postmortem=text)
+    audit(
+        actor,
+        "incident.save_postmortem",
+        "incident",
+        incident_id,
+        cluster_id=incident.cluster_id,
+        before={"text": incident.postmortem},
+        after={"text": text},
+    )
+    touch(incident.cluster_id)
+
+
+def _move(
+    actor: Actor,
+    incident: Incident,
+    to: IncidentState,
+    *,
+    frm: set[IncidentState] | frozenset[IncidentState],
+    reason: str = "",
+) -> None:
+    """Compare-and-set of an incident's state, with its audit row."""
+    before = incident.state
+    if Incident.objects.filter(pk=incident.pk, state__in=frm).update(state=to):
+        audit(
+            actor,
+            "incident.transition",
+            "incident",
+            incident.pk,
+            cluster_id=incident.cluster_id,
+            before={"state": before},
+            after={"state": to},
+            reason=reason,
+        )
+        touch(incident.cluster_id)

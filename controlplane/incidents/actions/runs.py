@@ -1,0 +1,178 @@
+"""Requests for runs, and what people do to a run. The engine alone moves its steps."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.db.models import Q
+from django.utils import timezone
+
+from controlplane import doorbell
+from controlplane.accounts.actions import audit
+from controlplane.accounts.models import SYSTEM, Actor
+from controlplane.errors import Conflict
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.changes import change, touch
+from controlplane.incidents.actions.incidents import tell
+from controlplane.incidents.choices import (
+    RUN_UNFINISHED,
+    EntryKind,
+    RunState,
+    StepState,
+)
+from controlplane.incidents.models import (
+    Incident,
+    PlaybookRun,
+    PlaybookStep,
+    Reservation,
+)
+from controlplane.jobs import actions as jobs
+from controlplane.jobs.choices import PlacementState
+from controlplane.jobs.models import Placement
+
+
+@change()
+def request_run(
+    actor: Actor,
+    playbook: str,
+    subject: str,
+    *,
+    cluster_id: str,
+    title: str,
+    incident: Incident | None = None,
+    job_id: str | None = None,
+    node_id: str | None = None,
+    context: dict[str, Any] | None = None,
+) -> PlaybookRun:
+    """Ask for a playbook to be run; the unfinished run about this subject, if there is one.
+
+    The engine unfolds the run into steps from the playbook's present version. Raises Conflict if
+    such a run finished in this very moment: ask again.
+    """
+    subject = f"{playbook}/{subject}"
+    run = PlaybookRun(
+        playbook=playbook,
+        version=0,
+        title=title,
+        subject=subject,
+        cluster_id=cluster_id,
+        incident=incident,
+        job_id=job_id,
+        node_id=node_id,
+        context=context or {},
+        # Replaced by the playbook's own when the engine unfolds it; until then an hour is generous.
+        deadline=timezone.now() + timedelta(hours=1),
+    )
+    PlaybookRun.objects.bulk_create([run], ignore_conflicts=True)
+    there = (
+        PlaybookRun.objects.select_for_update(no_key=True, of=("self",))
+        .filter(subject=subject, state__in=RUN_UNFINISHED)
+        .first()
+    )
+    if there is None:
+        raise Conflict("the run about this finished in this very moment")
+    if there.pk != run.pk:
+        # It may be at its last look: let it look again.
+        PlaybookStep.objects.filter(
+            run=there, state__in=[StepState.WAITING, StepState.RUNNING]
+        ).update(wake_at=timezone.now())
+        return there
+    audit(
+        actor,
+        "run.request",
+        "run",
+        run.pk,
+        cluster_id=cluster_id,
+        after={"playbook": playbook, "subject": subject},
+    )
+    touch(cluster_id)
+    doorbell.ring_after_commit()
+    return run
+
+
+@change()
+def retry_run(actor: Actor, run_id: str, reason: str) -> None:
+    """Let a run that asked for a person try its step again. Raises Conflict if it did not ask."""
+    run = PlaybookRun.objects.select_for_update(no_key=True).get(pk=run_id)
+    if run.state not in (RunState.NEEDS_OPERATOR, RunState.PAUSED):
+        raise Conflict(f"this run is {run.get_state_display().lower()}; it waits for nobody")
+    now = timezone.now()
+    PlaybookStep.objects.filter(run=run, state=StepState.NEEDS_OPERATOR).update(
+        state=StepState.READY, wake_at=now, started_at=now, attempts=0
+    )
+    to = RunState.RUNNING if run.steps.exists() else RunState.PENDING
+    _set_run(actor, run, to, reason or "tried again", "run.retry")
+    # Another turn: what was refused before is asked for anew, and the rounds count from here.
+    turn = {**run.context, "retry": int(run.context.get("retry", 0)) + 1, "round": 0}
+    PlaybookRun.objects.filter(pk=run_id).update(deadline=now + timedelta(hours=1), context=turn)
+    doorbell.ring_after_commit()
+
+
+@change()
+def cancel_run(actor: Actor, run_id: str, reason: str) -> None:
+    """Stop a run where it stands; what is done stays done. Raises Conflict if it is finished.
+
+    Orders that no node has finished are called back, and a placement that never came to life ends.
+    """
+    incident_id = PlaybookRun.objects.values_list("incident_id", flat=True).get(pk=run_id)
+    if incident_id is not None:
+        Incident.objects.select_for_update(no_key=True, of=("self",)).get(pk=incident_id)
+    run = PlaybookRun.objects.select_for_update(no_key=True, of=("self",)).get(pk=run_id)
+    if run.state not in RUN_UNFINISHED:
+        raise Conflict(f"this run is {run.get_state_display().lower()} already")
+    for step_id in run.steps.values_list("pk", flat=True):
+        fleet.call_back_commands(step_id)
+    stillborn = Placement.objects.filter(
+        pk=run.context.get("placement", ""), state=PlacementState.STARTING
+    )
+    for placement in stillborn:
+        jobs.end_placement(actor, placement.pk, f"cancelled: {reason}", free_node=True)
+    PlaybookStep.objects.filter(run=run).exclude(
+        state__in=[StepState.DONE, StepState.SKIPPED, StepState.FAILED]
+    ).update(state=StepState.SKIPPED, lock_token="", lock_expires_at=None, wake_at=None)
+    Reservation.objects.filter(run=run, released_at=None).update(released_at=timezone.now())
+    _set_run(actor, run, RunState.CANCELLED, reason or "cancelled", "run.cancel")
+
+
+@change()
+def pause_overdue_runs(now: datetime) -> int:
+    """Ask for a person wherever a run outlived its deadline. Returns how many."""
+    overdue = PlaybookRun.objects.filter(state__in=RUN_UNFINISHED, deadline__lt=now).exclude(
+        state__in=[RunState.NEEDS_OPERATOR, RunState.PAUSED]
+    )
+    runs = list(overdue.select_for_update(no_key=True, skip_locked=True, of=("self",)))
+    for run in runs:
+        PlaybookStep.objects.filter(
+            Q(state__in=[StepState.READY, StepState.WAITING, StepState.RUNNING]), run=run
+        ).update(state=StepState.NEEDS_OPERATOR, lock_token="", lock_expires_at=None, wake_at=None)
+        _set_run(
+            SYSTEM, run, RunState.NEEDS_OPERATOR, "not finished before its deadline", "run.overdue"
+        )
+    return len(runs)
+
+
+def _set_run(actor: Actor, run: PlaybookRun, to: RunState, reason: str, verb: str) -> None:
+    before = run.state
+    finished = None if to in RUN_UNFINISHED else timezone.now()
+    PlaybookRun.objects.filter(pk=run.pk).update(
+        state=to, state_reason=reason, finished_at=finished
+    )
+    if run.incident is not None:
+        tell(
+            run.incident,
+            f"{run.pk}/{to}/{timezone.now().timestamp()}",
+            EntryKind.STEP,
+            f"{run.title}: {to.label.lower()} ({reason})",
+        )
+    audit(
+        actor,
+        verb,
+        "run",
+        run.pk,
+        cluster_id=run.cluster_id,
+        before={"state": before},
+        after={"state": to},
+        reason=reason,
+    )
+    touch(run.cluster_id)
