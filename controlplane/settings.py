@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import urlsplit
 
-import structlog
 from django.core.exceptions import ImproperlyConfigured
 
+from controlplane import logs
 from controlplane.env import (
     database_from_url,
     env_bool,
@@ -23,14 +24,28 @@ BASE_DIR = Path(__file__).resolve().parent.parent
 
 SECRET_KEY = env_str("SECRET_KEY")
 DEBUG = env_bool("DEBUG", False)
-ALLOWED_HOSTS = env_list("ALLOWED_HOSTS", ["localhost", "127.0.0.1", "[::1]"])
-CSRF_TRUSTED_ORIGINS = env_list("CSRF_TRUSTED_ORIGINS", [])
 #: Where people reach the pages; used in links inside incidents.
 PUBLIC_URL = env_str("PUBLIC_URL", "http://127.0.0.1:8000")
+_public = urlsplit(PUBLIC_URL)
+if _public.scheme not in ("http", "https") or not _public.hostname:
+    raise ImproperlyConfigured(
+        f"PUBLIC_URL must be as https://drydock.example.org, not {PUBLIC_URL!r}"
+    )
+#: Further names by which web may be asked, besides PUBLIC_URL's and this machine's.
+ALLOWED_HOSTS = [
+    *env_list("ALLOWED_HOSTS", []),
+    *(_public.hostname, "localhost", "127.0.0.1", "[::1]"),
+]
+#: Behind a proxy that speaks TLS, forms come from here although web itself is asked over HTTP.
+CSRF_TRUSTED_ORIGINS = env_list("CSRF_TRUSTED_ORIGINS", [f"{_public.scheme}://{_public.netloc}"])
 #: Where agents and runtimes reach ingest.
 INGEST_URL = env_str("INGEST_URL", "http://127.0.0.1:8001")
 
-DATABASES = {"default": database_from_url(env_str("DATABASE_URL", "postgresql:///drydock"))}
+DATABASES = {
+    "default": database_from_url(
+        env_str("DATABASE_URL", "postgresql:///drydock"), env_str("DATABASE_PASSWORD")
+    )
+}
 REDIS_URL = env_str("REDIS_URL", "redis://127.0.0.1:6379/0")
 
 INSTALLED_APPS = [
@@ -42,6 +57,7 @@ INSTALLED_APPS = [
     "django.contrib.humanize",
     "django_htmx",
     "rest_framework",
+    "drf_spectacular",
     "controlplane.accounts",
     "controlplane.fleet",
     "controlplane.health",
@@ -107,6 +123,34 @@ CSRF_COOKIE_HTTPONLY = False  # htmx sends it back as a header
 X_FRAME_OPTIONS = "DENY"
 SECURE_REFERRER_POLICY = "same-origin"
 
+# --- REST -----------------------------------------------------------------------------------------
+
+REST_FRAMEWORK = {
+    "DEFAULT_AUTHENTICATION_CLASSES": [
+        "controlplane.accounts.authentication.TokenAuthentication",
+        "controlplane.accounts.authentication.SessionAuthentication",
+    ],
+    "DEFAULT_PERMISSION_CLASSES": ["rest_framework.permissions.IsAuthenticated"],
+    "DEFAULT_PARSER_CLASSES": ["controlplane.rest.media.JsonParser"],
+    "DEFAULT_RENDERER_CLASSES": ["controlplane.rest.media.JsonRenderer"],
+    "DEFAULT_SCHEMA_CLASS": "controlplane.rest.schema.ApiSchema",
+    "DEFAULT_METADATA_CLASS": None,
+    "EXCEPTION_HANDLER": "controlplane.rest.problems.exception_handler",
+    "URL_FORMAT_OVERRIDE": None,
+}
+SPECTACULAR_SETTINGS = {
+    "TITLE": "Drydock",
+    "VERSION": "1",
+    "OAS_VERSION": "3.1.1",
+    "DESCRIPTION": "Read and steer GPU training fleets. The guide is in docs/api.md.",
+    "SCHEMA_PATH_PREFIX": "/api/v1",
+    "COMPONENT_NO_READ_ONLY_REQUIRED": True,  # `fields=` may leave out any of them
+    "POSTPROCESSING_HOOKS": [
+        "drf_spectacular.hooks.postprocess_schema_enums",
+        "controlplane.rest.schema.complete",
+    ],
+}
+
 LANGUAGE_CODE = "en"
 TIME_ZONE = "UTC"
 USE_I18N = False
@@ -139,6 +183,24 @@ STEP_LEASE_S = env_float("STEP_LEASE_S", 60)
 SOAK_S = env_float("SOAK_S", 1800)
 #: At most this many nodes of one cluster may be out for repair by automation at once.
 BUDGET_NODES_PER_CLUSTER = env_int("BUDGET_NODES_PER_CLUSTER", 2)
+#: And at most this many of one rack, of one job, and for one failure code.
+BUDGET_NODES_PER_RACK = env_int("BUDGET_NODES_PER_RACK", 2)
+BUDGET_NODES_PER_JOB = env_int("BUDGET_NODES_PER_JOB", 2)
+BUDGET_NODES_PER_CODE = env_int("BUDGET_NODES_PER_CODE", 2)
+#: One failure code on this many nodes of a cluster within the window opens its breaker.
+BREAKER_NODES = env_int("BREAKER_NODES", 5)
+BREAKER_WINDOW_S = env_float("BREAKER_WINDOW_S", 600)
+#: A share of a rack or cluster that goes quiet within the window is one incident of the shared
+#: thing, and nothing disruptive is done to its members.
+SILENCE_SHARE = env_float("SILENCE_SHARE", 0.5)
+SILENCE_WINDOW_S = env_float("SILENCE_WINDOW_S", 30)
+#: A site that stays silent this long asks for a person.
+SILENCE_ASK_S = env_float("SILENCE_ASK_S", 900)
+#: A node's sensors are kept for its charts this often, and for this long.
+SAMPLE_INTERVAL_S = env_float("SAMPLE_INTERVAL_S", 60)
+SAMPLE_KEEP_S = env_float("SAMPLE_KEEP_S", 7 * 86_400)
+#: The nodes are simulated: their pages offer to break them.
+SIMULATED_FLEET = env_bool("SIMULATED_FLEET", False)
 #: At most this many attempts at one rung of the repair ladder per card and 24 hours.
 REPAIR_ATTEMPTS_PER_DAY = env_int("REPAIR_ATTEMPTS_PER_DAY", 2)
 #: An incident's cause is looked for at most this long after the lease that could explain it.
@@ -155,38 +217,18 @@ if LEASE_S < 2 * BEAT_INTERVAL_S:
 
 # --- Logs: an event name and fields ---------------------------------------------------------------
 
+#: Whether each line is a JSON object; otherwise text for a terminal.
 LOG_JSON = env_bool("LOG_JSON", True)
-_shared_processors: list[structlog.typing.Processor] = [
-    structlog.contextvars.merge_contextvars,
-    structlog.stdlib.add_log_level,
-    structlog.stdlib.add_logger_name,
-    structlog.processors.TimeStamper(fmt="iso", utc=True),
-]
-structlog.configure(
-    processors=[
-        structlog.stdlib.filter_by_level,
-        *_shared_processors,
-        structlog.processors.format_exc_info,
-        structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-    ],
-    logger_factory=structlog.stdlib.LoggerFactory(),
-    cache_logger_on_first_use=True,
-)
-LOGGING = {
-    "version": 1,
-    "disable_existing_loggers": False,
-    "formatters": {
-        "structured": {
-            "()": structlog.stdlib.ProcessorFormatter,
-            "processor": (
-                structlog.processors.JSONRenderer()
-                if LOG_JSON
-                else structlog.dev.ConsoleRenderer(colors=False)
-            ),
-            "foreign_pre_chain": _shared_processors,
-        }
-    },
-    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "structured"}},
-    "root": {"handlers": ["stderr"], "level": env_str("LOG_LEVEL", "INFO")},
-    "loggers": {"django.request": {"level": "ERROR"}},
-}
+LOG_LEVEL = env_str("LOG_LEVEL", "INFO").upper()
+if LOG_LEVEL not in logs.LEVELS:
+    raise ImproperlyConfigured(f"LOG_LEVEL must be one of {', '.join(logs.LEVELS)}")
+LOGGING = logs.configure(json_lines=LOG_JSON, level=LOG_LEVEL)
+
+# --- Metrics --------------------------------------------------------------------------------------
+
+#: Addresses or networks from which /metrics may be read without a token.
+METRICS_ALLOW = env_list("METRICS_ALLOW", ["127.0.0.0/8", "::1"])
+#: With this bearer token /metrics may be read from anywhere.
+METRICS_TOKEN = env_str("METRICS_TOKEN")
+#: host:port of the keeper's own /metrics, /healthz and /readyz; empty: it listens nowhere.
+KEEPER_METRICS_ADDRESS = env_str("KEEPER_METRICS_ADDRESS")

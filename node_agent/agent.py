@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from node_agent import __version__, wire
-from node_agent.collectors import Hardware, HardwareUnknown, kmsg
+from node_agent.collectors import Hardware, HardwareUnknown, ResetFailed, kmsg, reset_marks
 from node_agent.commands import Commands
 from node_agent.config import load_config
 from node_agent.diagnostics import diagnose
@@ -68,7 +68,14 @@ class Agent:
             return
         log("agent_started", node_id=identity.node_id, boot_id=self._boot_id)
         self._supervisor.recover()
-        commands = Commands(self._config, identity, self._supervisor, self._diagnose, self._results)
+        commands = Commands(
+            self._config,
+            identity,
+            self._supervisor,
+            self._diagnose,
+            self._reset_cards,
+            self._results,
+        )
         commands.recover()
         self._start_senders(identity)
         start_thread("kernel-log", self._follow_kernel_log)
@@ -117,6 +124,7 @@ class Agent:
         change_fd = self._hardware.change_fd()
         also = () if change_fd is None else (change_fd,)
         while not self._stopping:
+            self._notice_unreadable(self._hardware.readings().unreadable)
             now = time.monotonic()
             if now >= report_retry_at and not self._report_if_changed(link):
                 report_retry_at = now + interval
@@ -130,15 +138,13 @@ class Agent:
 
     def _send_beat(self, link: Link, interval: float) -> float:
         """One beat. Returns the time to the next one in seconds."""
-        readings = self._hardware.readings()
-        self._notice_unreadable(readings.unreadable)
         beat = wire.Beat(
             boot_id=self._boot_id,
             # Rises over the agent's own restarts too.
             seq=time.monotonic_ns() // 1_000_000,
             at=time.time(),
             report_digest=self._reported,
-            readings=readings.values,
+            readings=self._hardware.readings().values,
         )
         body = msgspec.json.encode(beat)
         try:
@@ -224,7 +230,7 @@ class Agent:
                 for key, line in lines
             )
 
-        cursor = self._config.state_dir / "kernel-log-cursor.json"
+        cursor = self._config.state_dir / kmsg.CURSOR_FILE
         kmsg.follow(self._config.kernel_log_path, cursor, self._boot_id, deliver)
 
     # --- commands
@@ -248,6 +254,22 @@ class Agent:
 
     def _diagnose(self, level: int) -> dict[str, Any]:
         return diagnose(self._config_path, level)
+
+    def _reset_cards(self, uuids: list[str]) -> dict[str, Any]:
+        """Raises ResetFailed or HardwareUnknown."""
+        fitted = {gpu.uuid: gpu.pci_address for gpu in self._hardware.inventory().gpus}
+        reset = self._hardware.reset(uuids)
+        log("cards_reset", uuids=reset)
+        pcis = [] if fitted.keys() <= set(reset) else [fitted[uuid] for uuid in reset]
+        try:
+            reset_marks.note(self._config, self._boot_id, pcis)
+        except OSError as error:
+            raise ResetFailed(
+                f"the cards were reset, but that could not be noted ({error}), so older lines of"
+                " the kernel's log still speak against them: see that the agent can read that log"
+                " and write its state folder, then reset them again"
+            ) from error
+        return {"reset": reset}
 
     def _busy(self) -> bool:
         return any(process.kind == "rank" for process in self._supervisor.processes())

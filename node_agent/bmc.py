@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, Protocol
 
+from node_agent.faults import FAULTS, NoSuchCard
 from node_agent.log import log
 
 USER = "drydock"
@@ -24,6 +25,9 @@ SYSTEM = "/redfish/v1/Systems/1"
 RESET = f"{SYSTEM}/Actions/ComputerSystem.Reset"
 CARDS = "/redfish/v1/Oem/Drydock/Cards"
 KERNEL_LOG = "/redfish/v1/Oem/Drydock/KernelLog"
+BREAK = "/redfish/v1/Oem/Drydock/Faults"
+FREEZE = "/redfish/v1/Oem/Drydock/Freeze"
+FREEZABLE = ("agent", "all")
 
 
 class Switches(Protocol):
@@ -33,6 +37,8 @@ class Switches(Protocol):
     def reset(self, kind: str) -> None: ...
     def fit_cards(self) -> list[dict[str, Any]]: ...
     def kernel_line(self, line: str) -> bool: ...
+    def break_card(self, name: str, index: int) -> dict[str, Any] | None: ...
+    def freeze(self, what: str, frozen: bool) -> bool: ...
 
 
 class PasswordError(Exception):
@@ -88,24 +94,53 @@ class _Handler(BaseHTTPRequestHandler):
         return 200, self.machine.describe()
 
     def _post(self) -> tuple[int, Any]:
-        path = self.path.rstrip("/")
-        if path not in {RESET, CARDS, KERNEL_LOG}:
+        orders = {
+            RESET: self._reset,
+            CARDS: self._fit_cards,
+            KERNEL_LOG: self._kernel_line,
+            BREAK: self._break_card,
+            FREEZE: self._freeze,
+        }
+        order = orders.get(self.path.rstrip("/"))
+        if order is None:
             raise _Problem(404, "ResourceMissing", f"there is no {self.path}")
-        body = self._body()
-        if path == RESET:
-            kind = body.get("ResetType")
-            if kind not in RESET_TYPES:
-                allowed = ", ".join(RESET_TYPES)
-                raise _Problem(400, "ActionParameterNotSupported", f"ResetType: one of {allowed}")
-            self.machine.reset(str(kind))
-            return 204, None
-        if path == CARDS:
-            return 200, {"gpus": self.machine.fit_cards()}
+        return order(self._body())
+
+    def _reset(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self.machine.reset(_one_of(body, "ResetType", RESET_TYPES))
+        return 204, None
+
+    def _fit_cards(self, _body: dict[str, Any]) -> tuple[int, Any]:
+        return 200, {"gpus": self.machine.fit_cards()}
+
+    def _kernel_line(self, body: dict[str, Any]) -> tuple[int, Any]:
         line = body.get("line")
         if not isinstance(line, str) or not line or "\n" in line:
             raise _Problem(400, "PropertyValueFormatError", "line: one line of text")
         if not self.machine.kernel_line(line):
-            raise _Problem(409, "InvalidPowerState", "the system is off")
+            raise _off()
+        return 204, None
+
+    def _break_card(self, body: dict[str, Any]) -> tuple[int, Any]:
+        fault = _one_of(body, "fault", tuple(FAULTS))
+        index = body.get("card")
+        if not isinstance(index, int) or isinstance(index, bool):
+            raise _Problem(400, "PropertyValueTypeError", "card: the index of a card")
+        try:
+            broken = self.machine.break_card(fault, index)
+        except NoSuchCard as error:
+            raise _Problem(400, "PropertyValueOutOfRange", str(error)) from error
+        if broken is None:
+            raise _off()
+        return 200, broken
+
+    def _freeze(self, body: dict[str, Any]) -> tuple[int, Any]:
+        what = _one_of(body, "what", FREEZABLE)
+        frozen = body.get("frozen")
+        if not isinstance(frozen, bool):
+            raise _Problem(400, "PropertyValueTypeError", "frozen: true or false")
+        if not self.machine.freeze(what, frozen):
+            raise _off()
         return 204, None
 
     def _body(self) -> dict[str, Any]:
@@ -141,3 +176,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, template: str, *args: Any) -> None:
         log("bmc_request", "debug", line=template % args)
+
+
+def _one_of(body: dict[str, Any], name: str, allowed: tuple[str, ...]) -> str:
+    value = body.get(name)
+    if value not in allowed:
+        raise _Problem(400, "ActionParameterNotSupported", f"{name}: one of {', '.join(allowed)}")
+    return str(value)
+
+
+def _off() -> _Problem:
+    return _Problem(409, "InvalidPowerState", "the system is off")

@@ -15,12 +15,13 @@ from typing import Any
 import msgspec
 
 from node_agent import wire
+from node_agent.collectors import HardwareUnknown, ResetFailed
 from node_agent.config import Config
 from node_agent.files import Journal
 from node_agent.identity import Identity
 from node_agent.log import log
 from node_agent.spool import Spool
-from node_agent.supervisor import CannotStart, Supervisor
+from node_agent.supervisor import CannotStart, CardsInUse, Supervisor
 from node_agent.threads import start_thread
 
 #: A journal entry is kept this long past its command's expiry. After that the id needs no memory:
@@ -28,6 +29,8 @@ from node_agent.threads import start_thread
 KEEP_S = 7 * 86_400.0
 
 Output = dict[str, Any]
+#: What a command may come to grief on: its result is then `failed`, with the reason.
+FAILURES = (CannotStart, CardsInUse, HardwareUnknown, ResetFailed)
 
 
 class _Refusal(Exception):
@@ -53,12 +56,14 @@ class Commands:
         identity: Identity,
         supervisor: Supervisor,
         diagnose: Callable[[int], Output],
+        reset: Callable[[list[str]], Output],
         results: Spool,
     ) -> None:
         self._config = config
         self._identity = identity
         self._supervisor = supervisor
         self._diagnose = diagnose
+        self._reset = reset
         self._results = results
         self._lock = threading.Lock()
         self._journal = Journal(config.state_dir / "commands.jsonl")
@@ -152,28 +157,39 @@ class Commands:
                 self._finish(command.id, _done(command.id, output))
                 return
             wait = self._begin_slow(action)
-        except CannotStart as error:
+        except FAILURES as error:
             self._finish(command.id, _failed(command.id, str(error)))
             return
 
         def finish() -> None:
             try:
                 result = _done(command.id, wait())
-            except CannotStart as error:
+            except FAILURES as error:
                 result = _failed(command.id, str(error))
             self._finish(command.id, result)
 
         start_thread(f"command-{command.id}", finish)
 
     def _begin_slow(
-        self, action: wire.StartCoordinator | wire.StopProcess | wire.Diagnose
+        self,
+        action: wire.StartCoordinator | wire.StopProcess | wire.Diagnose | wire.ResetGpus,
     ) -> Callable[[], Output]:
         if isinstance(action, wire.StartCoordinator):
             started = self._supervisor.start_coordinator(action)
             return lambda: self._coordinator_up(started.placement)
         if isinstance(action, wire.StopProcess):
             return lambda: {"stopped": self._supervisor.stop(action.placement, action.grace_s)}
+        if isinstance(action, wire.ResetGpus):
+            # Held from here on, so that a start that comes right behind it cannot overtake it.
+            self._supervisor.hold_cards()
+            return lambda: self._reset_held(action.uuids)
         return lambda: self._diagnose(action.level)
+
+    def _reset_held(self, uuids: list[str]) -> Output:
+        try:
+            return self._reset(uuids)
+        finally:
+            self._supervisor.release_cards()
 
     def _coordinator_up(self, placement: str) -> Output:
         """Wait for its port. One that opens none is stopped: the control plane decides anew."""

@@ -14,7 +14,7 @@ def open_hardware(config: Config, busy: Callable[[], bool]) -> Hardware:
     """`busy` says whether a rank runs on this node; real cards show it by themselves."""
     if config.hardware_dir is not None and config.hardware == "simulated":
         return SimulatedHardware(config.hardware_dir, busy)
-    return nvml.NvmlHardware()
+    return nvml.NvmlHardware(config.nvidia_smi)
 
 
 def look_once(config: Config) -> tuple[Inventory, Readings]:

@@ -17,12 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from node_agent import procfs
+from node_agent import cards, faults, procfs
 from node_agent.files import write_atomically
 from node_agent.log import log
 
 #: Everything this chassis starts carries it, so that a later life finds what was left behind.
 ENV_CHASSIS_DIR = "DRYDOCK_CHASSIS_DIR"
+#: What every process of a rank carries.
+ENV_RANK = "DRYDOCK_RANK"
 FIRST_RESTART_S, LAST_RESTART_S = 1.0, 30.0
 #: An agent that ran this long is no longer counted as failing at its start.
 SETTLED_S = 10.0
@@ -46,6 +48,10 @@ class Machine:
         self._on = False
         self._agent_pid = 0
         self._boot_id = ""
+        self._booted_at = 0.0
+        self._frozen = False
+        #: Processes that a lost card left stuck, by pid and start time: nothing thaws them.
+        self._stuck: set[tuple[int, int]] = set()
         self._agent_started_at = 0.0
         self._restart_delay = FIRST_RESTART_S
         self._restart: threading.Timer | None = None
@@ -80,8 +86,13 @@ class Machine:
                 return
             self._boot_id = _uuid()
             write_atomically(self._folder / "boot_id", self._boot_id.encode())
+            self._booted_at = time.monotonic()
+            self._frozen = False
+            self._stuck.clear()
             (self._folder / "kernel.log").write_bytes(b"")
+            fitted = cards.edit(self._folder, lambda old: [faults.after_boot(c) for c in old])
             self._on = True
+            self._say([line for card in fitted for line in faults.boot_lines(card)])
             self._restart_delay = FIRST_RESTART_S
             self._record()
             self._start_agent()
@@ -109,7 +120,7 @@ class Machine:
     def fit_cards(self) -> list[dict[str, Any]]:
         """Replace all cards by new ones; serial numbers of one delivery follow each other."""
         first = 1_320_000_000_000 + int.from_bytes(os.urandom(5)) % 700_000_000_000
-        cards = [
+        new: cards.Cards = [
             {
                 "index": index,
                 "uuid": f"GPU-{_uuid()}",
@@ -120,18 +131,87 @@ class Machine:
             }
             for index, bus in enumerate(BUSES)
         ]
-        content = json.dumps({"gpus": cards}, indent=1).encode()
-        write_atomically(self._folder / "hardware.json", content, mode=0o644)
+        cards.edit(self._folder, lambda _: new)
         log("cards_fitted", first_serial=first)
-        return cards
+        return new
 
     def kernel_line(self, line: str) -> bool:
         """Append to the kernel's log. False if the node is off: it has no kernel then."""
         with self._lock:
             if self._on:
-                with (self._folder / "kernel.log").open("a") as file:
-                    file.write(line + "\n")
+                self._write_log([line])
             return self._on
+
+    def break_card(self, name: str, index: int) -> dict[str, Any] | None:
+        """Let a card have one of `faults.FAULTS`. None if the node is off.
+
+        Returns the kernel's line, the card's `uuid` and `serial`, and the `pids` of the ranks that
+        it hit. Raises NoSuchCard.
+        """
+        fault = faults.FAULTS[name]
+        with self._lock:
+            if not self._on:
+                return None
+            ranks = self._ranks()
+            pids = [process.pid for process in ranks if process.pid == process.session]
+            card = self._mark(fault, index)
+            said = self._say(fault.kernel_lines(card, pids[0] if pids else None))
+            if fault.signal == signal.SIGSTOP:
+                self._stuck |= {(p.pid, p.start_ticks) for p in _stop_all(self._ranks)}
+            else:
+                for process in ranks:
+                    _signal(process.pid, fault.signal)
+            log("card_broken", fault=name, uuid=card["uuid"], pids=pids)
+            named = {"uuid": card["uuid"], "serial": card["serial"]}
+            return {"line": said[fault.main], **named, "pids": pids}
+
+    def freeze(self, what: str, frozen: bool) -> bool:
+        """Stop (or let go on) the `agent`, or `all` processes of the node. False if it is off.
+
+        A frozen agent is not started again if it dies; a process stuck on a lost card stays so.
+        """
+        with self._lock:
+            if not self._on:
+                return False
+            log("freeze", what=what, frozen=frozen)
+            self._frozen = frozen
+            if frozen:
+                with cards.locked(self._folder):  # never stop one that keeps the others from them
+                    _stop_all(lambda: self._processes(what))
+                return True
+            for process in self._processes(what):
+                if (process.pid, process.start_ticks) not in self._stuck:
+                    _signal(process.pid, signal.SIGCONT)
+            self._start_agent()
+            return True
+
+    def _processes(self, what: str) -> list[procfs.Process]:
+        everything = procfs.descendants(os.getpid())
+        return [p for p in everything if what == "all" or p.pid == self._agent_pid]
+
+    def _ranks(self) -> list[procfs.Process]:
+        everything = procfs.descendants(os.getpid())
+        return [process for process in everything if procfs.has_variable(process.pid, ENV_RANK)]
+
+    def _mark(self, fault: faults.Fault, index: int) -> dict[str, Any]:
+        def change(fitted: cards.Cards) -> cards.Cards:
+            if not any(card["index"] == index for card in fitted):
+                raise faults.NoSuchCard(f"card {index}: {len(fitted)} cards are fitted")
+            return [fault.mark(card) if card["index"] == index else card for card in fitted]
+
+        after = cards.edit(self._folder, change)
+        return next(card for card in after if card["index"] == index)
+
+    def _say(self, lines: list[str]) -> list[str]:
+        """Write to the kernel's log as the kernel does, with its clock. Returns what was written."""
+        uptime = time.monotonic() - self._booted_at
+        stamped = [f"[{uptime:12.6f}] {line}" for line in lines]
+        self._write_log(stamped)
+        return stamped
+
+    def _write_log(self, lines: list[str]) -> None:
+        with (self._folder / "kernel.log").open("a") as file:
+            file.write("".join(line + "\n" for line in lines))
 
     # --- the agent, as an init system keeps it
 
@@ -163,7 +243,7 @@ class Machine:
 
     def _start_agent(self) -> None:
         with self._lock:
-            if not self._on or self._agent_pid:
+            if not self._on or self._agent_pid or self._frozen:
                 return
             argv = [sys.executable, "-m", "node_agent", "--config", str(self._agent_config)]
             output = os.open(self._agent_log(), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -252,13 +332,7 @@ def _kill_all(find: Find) -> int:
     All are stopped first, so that none escapes by forking while another is being killed.
     """
     killed: set[tuple[int, int]] = set()
-    while found := find():
-        stopped: set[int] = set()
-        while new := [process for process in found if process.pid not in stopped]:
-            for process in new:
-                _signal(process.pid, signal.SIGSTOP)
-                stopped.add(process.pid)
-            found = find()
+    while found := _stop_all(find):
         for process in found:
             _signal(process.pid, signal.SIGKILL)
             killed.add((process.pid, process.start_ticks))
@@ -266,13 +340,32 @@ def _kill_all(find: Find) -> int:
     return len(killed)
 
 
+def _stop_all(find: Find) -> list[procfs.Process]:
+    """SIGSTOP everything that `find` finds, until it finds nothing new. Returns all of them."""
+    found = find()
+    stopped: set[int] = set()
+    while new := [process for process in found if process.pid not in stopped]:
+        for process in new:
+            _signal(process.pid, signal.SIGSTOP)
+            stopped.add(process.pid)
+        found = find()
+    return found
+
+
 def _end_politely(find: Find, grace_s: float) -> None:
-    """SIGTERM every leader of a session that `find` finds, and wait until all are gone."""
+    """SIGTERM every leader of a session that `find` finds, and wait until all are gone.
+
+    One that is stopped cannot leave by itself: it is passed over.
+    """
     deadline = time.monotonic() + grace_s
-    for process in find():
+
+    def able() -> list[procfs.Process]:
+        return [process for process in find() if process.state != "T"]
+
+    for process in able():
         if process.pid == process.session:
             _signal(process.pid, signal.SIGTERM)
-    while (found := find()) and (left := deadline - time.monotonic()) > 0:
+    while (found := able()) and (left := deadline - time.monotonic()) > 0:
         _wait_for_one(found, left)
 
 

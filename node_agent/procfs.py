@@ -76,12 +76,22 @@ def with_environment(name: str, value: str) -> list[Process]:
     Those of other users are passed over where the kernel does not let us look.
     """
     wanted = f"{name}={value}".encode()
-    found = []
-    for process in processes():
-        try:
-            variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        if wanted in variables and process.running:
-            found.append(process)
-    return found
+    return [
+        process
+        for process in processes()
+        if process.running and wanted in _environment(process.pid)
+    ]
+
+
+def has_variable(pid: int, name: str) -> bool:
+    """Whether the process was started with this variable in its environment, whatever its value."""
+    prefix = f"{name}=".encode()
+    return any(variable.startswith(prefix) for variable in _environment(pid))
+
+
+def _environment(pid: int) -> list[bytes]:
+    """Empty for a process that is gone, or that we may not look into."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return []

@@ -1,7 +1,8 @@
 """Hardware that is not there, behind the same interface: eight cards described by hardware.json.
 
-The chassis writes that file when it fits cards. Fault injection edits it: a card with
-`unreadable = true` does not answer, `ecc_uncorrected` is what its counter shows.
+The chassis writes that file when it fits cards and when it breaks one: a card with
+`unreadable = true` does not answer, `ecc_uncorrected` is what its counter shows since the last
+boot or reset. What else stands there is of the chassis: see `cards`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from node_agent.collectors import HardwareUnknown, Readings, host
+from node_agent.cards import HARDWARE_FILE, Cards, edit
+from node_agent.collectors import HardwareUnknown, Readings, ResetFailed, host
 from node_agent.watch import FolderWatch
 from node_agent.wire import GpuInfo, GpuReading, Inventory
 
-HARDWARE_FILE = "hardware.json"
 DRIVER = "simulated"
 #: Seconds in which a card gets two thirds of the way to its new temperature, or load.
 WARM_S, LOAD_S = 40.0, 2.0
@@ -52,6 +53,7 @@ class SimulatedHardware:
     """`busy()` says whether a rank runs here: load, heat and memory follow it smoothly."""
 
     def __init__(self, folder: Path, busy: Callable[[], bool]) -> None:
+        self._folder = folder
         self._path = folder / HARDWARE_FILE
         self._busy = busy
         self._watch = FolderWatch(folder)
@@ -61,7 +63,6 @@ class SimulatedHardware:
         self._at = time.monotonic()
 
     def inventory(self) -> Inventory:
-        self._watch.clear()
         self._load()
         return Inventory(
             gpus=[_info(card) for card in self._cards],
@@ -73,6 +74,7 @@ class SimulatedHardware:
         )
 
     def readings(self) -> Readings:
+        self._watch.clear()
         try:
             self._load()
         except HardwareUnknown as error:
@@ -86,6 +88,28 @@ class SimulatedHardware:
 
     def change_fd(self) -> int | None:
         return self._watch.fd
+
+    def reset(self, uuids: list[str]) -> list[str]:
+        reset: list[str] = []
+
+        def change(cards: Cards) -> Cards:
+            known = {card["uuid"] for card in cards}
+            strange = [uuid for uuid in uuids if uuid not in known]
+            if strange:
+                raise ResetFailed(f"no card {strange[0]} is fitted: name one of this node's")
+            wanted = [card for card in cards if not uuids or card["uuid"] in uuids]
+            lost = [card["uuid"] for card in wanted if card.get("unreadable")]
+            if lost:
+                raise ResetFailed(f"{', '.join(lost)} has fallen off the bus: reboot the node")
+            reset.extend(card["uuid"] for card in wanted)
+            mended = {"ecc_uncorrected": 0, "contained": False}
+            return [{**card, **mended} if card["uuid"] in reset else card for card in cards]
+
+        try:
+            edit(self._folder, change)
+        except (OSError, ValueError, KeyError) as error:
+            raise HardwareUnknown(f"{self._path}: {error!r}") from error
+        return reset
 
     def close(self) -> None:
         self._watch.close()

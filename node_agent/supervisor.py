@@ -50,6 +50,10 @@ class CannotStart(Exception):
     """A process could not be started, or did not come up."""
 
 
+class CardsInUse(Exception):
+    """Something uses the cards, so they cannot be held."""
+
+
 @dataclass
 class Running:
     """A process under watch. `child` is None when it was adopted."""
@@ -75,6 +79,7 @@ class Supervisor:
         self._watcher = ExitWatcher()
         self._running: dict[str, Running] = {}
         self._restarts: dict[str, int] = {}  # placement of a coordinator -> deaths in a row
+        self._cards_held = False
         (config.state_dir / "ports").mkdir(parents=True, exist_ok=True)
         self._journal = Journal(config.state_dir / "placements.jsonl")
 
@@ -100,6 +105,20 @@ class Supervisor:
         with self._lock:
             running = self._running.get(placement)
             return running.placement if running is not None else None
+
+    def hold_cards(self) -> None:
+        """Keep ranks away until `release_cards`: none starts meanwhile. Raises CardsInUse."""
+        with self._lock:
+            ranks = [r.placement.placement for r in self._running.values() if _is_rank(r)]
+            if ranks:
+                raise CardsInUse(f"the rank {ranks[0]} runs on this node: stop it first")
+            if self._cards_held:
+                raise CardsInUse("the cards are being reset already: wait for that")
+            self._cards_held = True
+
+    def release_cards(self) -> None:
+        with self._lock:
+            self._cards_held = False
 
     def start_rank(self, action: wire.StartRank) -> Placement:
         """Start a rank; one that already runs is returned as it is. Raises CannotStart."""
@@ -189,6 +208,8 @@ class Supervisor:
             already = self._running.get(placement.placement)
             if already is not None:
                 return already.placement
+            if self._cards_held and placement.kind == "rank":
+                raise CannotStart("the cards of this node are being reset: start it afterwards")
             try:
                 # Written first: after a crash right here the process is still found as an orphan.
                 self._journal.append([_put(placement)])
@@ -339,6 +360,10 @@ class Supervisor:
             self._journal.append([entry])
         except OSError as error:
             log("placements_not_durable", "error", error=str(error))
+
+
+def _is_rank(running: Running) -> bool:
+    return running.placement.kind == "rank"
 
 
 def _tell(placement: Placement, code: int | None) -> None:

@@ -283,7 +283,17 @@ class Diagnose(Message, frozen=True, tag="diagnose", tag_field="verb"):
     level: Literal[1, 2] = 1
 
 
-Verb = StartCoordinator | StartRank | StopProcess | Diagnose
+class ResetGpus(Message, frozen=True, tag="reset_gpus", tag_field="verb"):
+    """Reset cards, all of the node's where none is named. Fails while a rank runs on the node.
+
+    Result output: `reset` (list of UUIDs). What the kernel's log said of these cards before no
+    longer speaks against them in a later diagnostic.
+    """
+
+    uuids: Annotated[list[Id], msgspec.Meta(max_length=64)] = []
+
+
+Verb = StartCoordinator | StartRank | StopProcess | Diagnose | ResetGpus
 
 
 class Command(Message, frozen=True):

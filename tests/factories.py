@@ -81,6 +81,20 @@ class GrantFactory(RowFactory[accounts.Grant]):
     role = Role.VIEWER
 
 
+class ApiTokenFactory(RowFactory[accounts.ApiToken]):
+    """A token whose text nobody knows; `accounts.actions.create_token` gives one that works."""
+
+    class Meta:
+        model = accounts.ApiToken
+
+    user = SubFactory(UserFactory)
+    name = Sequence(lambda n: f"program-{n}")
+    prefix = LazyFunction(lambda: secrets.token_hex(5))
+    hash = LazyFunction(lambda: secrets.token_hex(32))
+    scope = Role.VIEWER
+    expires_at = _in(days=30)
+
+
 class AuditEventFactory(RowFactory[accounts.AuditEvent]):
     class Meta:
         model = accounts.AuditEvent

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import Any
 
 from celery import Celery
+from celery.signals import setup_logging
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.local.settings")
 
@@ -19,3 +21,8 @@ def drain(subject: str = "") -> None:
     from workers import engine  # Django's models exist only once Celery has set Django up
 
     engine.drain(subject, owner=f"{socket.gethostname()}/{os.getpid()}")
+
+
+@setup_logging.connect  # type: ignore[untyped-decorator]
+def _keep_our_logs(**_: Any) -> None:
+    """Django has set them up already; that somebody listens here keeps Celery from its own."""

@@ -50,6 +50,8 @@ MAX_ATTEMPTS = 5
 MAX_ROUNDS = 5
 #: A step that the guards refused is asked about again after this long, in seconds.
 GUARD_RETRY_S = 5.0
+#: A plan that waits for a signature is held against the world this often: a change voids it.
+SIGNATURE_RETRY_S = 10.0
 
 ACTIVE_RUN = Q(run__state__in=sorted(RUN_ACTIVE))
 
@@ -106,7 +108,8 @@ def take_step(owner: str) -> int:
 def claim(owner: str) -> PlaybookStep | None:
     """Lock the step that has been due longest; None if none is.
 
-    A disruptive step passes the guards in this same transaction; refused, it waits with the reason.
+    A disruptive step passes the guards in this same transaction; one that they do not let go comes
+    back in another state than running, with the reason.
     """
     now = timezone.now()
     step = (
@@ -119,11 +122,8 @@ def claim(owner: str) -> PlaybookStep | None:
     if step is None:
         return None
     definition = _definition(step)
-    if definition is not None and definition.disruptive:
-        refusal = guards.refuse(step.run)
-        if refusal:
-            _refused(step, refusal, now)
-            return step
+    if definition is not None and definition.disruptive and not _guards_let_go(step, now):
+        return step
     if step.state == StepState.READY:
         step.attempts += 1
     step.state = StepState.RUNNING
@@ -133,7 +133,7 @@ def claim(owner: str) -> PlaybookStep | None:
     step.started_at = step.started_at or now
     step.wake_at = None
     step.save()
-    touch(step.run.cluster_id)
+    touch(step.run.cluster_id, ("run", step.run_id))
     return step
 
 
@@ -239,7 +239,7 @@ def _apply_guarded(claimed: PlaybookStep, outcome: Outcome) -> None:
         _ask(run, step, outcome.text)
     step.save()
     run.save()
-    touch(run.cluster_id)
+    touch(run.cluster_id, ("run", run.pk))
 
 
 def _finish_step(
@@ -324,18 +324,56 @@ def _ask(run: PlaybookRun, step: PlaybookStep, text: str) -> None:
     _tell(run, step, f"needs a person: {text}")
 
 
-def _refused(step: PlaybookStep, refusal: str, now: datetime) -> None:
-    """The guards said no: wait with the reason, and ask for a person when it lasts too long."""
+def _guards_let_go(step: PlaybookStep, now: datetime) -> bool:
+    """Ask the guards; where they do not say go, write down what they said instead."""
+    run = step.run
+    playbook = PLAYBOOKS[run.playbook]
+    verdict = guards.judge(run, playbook.does(run.context))
+    if verdict.word == "go":
+        if verdict.context:
+            run.context = {**run.context, **verdict.context}
+            run.save(update_fields=["context"])
+        return True
     step.started_at = step.started_at or now
-    step.outcome = f"not now: {refusal}"
-    if (now - step.started_at).total_seconds() > step.timeout_s:
-        _ask(step.run, step, step.outcome)
-        step.run.save(update_fields=["state", "state_reason"])
+    step.outcome = verdict.text
+    if verdict.plan is not None:
+        step.evidence = {"plan": verdict.plan.as_dict()}
+    if verdict.word == "show":
+        _only_shown(run, step, now)
+    elif verdict.word == "sign":
+        # However long the person takes: their time is not the step's.
+        step.started_at = None
+        step.state = StepState.WAITING
+        step.wake_at = now + timedelta(seconds=SIGNATURE_RETRY_S)
+        run.state = RunState.WAITING
+        run.state_reason = verdict.text
+        run.deadline = max(run.deadline, now + timedelta(days=7))
+        run.save(update_fields=["state", "state_reason", "deadline"])
+    elif verdict.word == "ask" or (now - step.started_at).total_seconds() > step.timeout_s:
+        _ask(run, step, f"not done: {verdict.text}")
+        run.save(update_fields=["state", "state_reason"])
     else:
+        step.outcome = f"not now: {verdict.text}"
         step.state = StepState.WAITING
         step.wake_at = now + timedelta(seconds=GUARD_RETRY_S)
     step.save()
-    touch(step.run.cluster_id)
+    touch(run.cluster_id, ("run", run.pk))
+    return False
+
+
+def _only_shown(run: PlaybookRun, step: PlaybookStep, now: datetime) -> None:
+    """A dry run ends at its first disruptive step. Its incident stays open: nothing was done."""
+    step.state = StepState.SKIPPED
+    step.finished_at = now
+    step.wake_at = None
+    PlaybookStep.objects.filter(run=run, position__gt=step.position).update(
+        state=StepState.SKIPPED, wake_at=None
+    )
+    run.state = RunState.SUCCEEDED
+    run.state_reason = step.outcome
+    run.finished_at = now
+    run.save(update_fields=["state", "state_reason", "finished_at"])
+    _tell(run, step, step.outcome)
 
 
 def _tell(run: PlaybookRun, step: PlaybookStep, text: str) -> None:
@@ -382,5 +420,5 @@ def _unfold_one() -> bool:
     run.state = RunState.RUNNING
     run.deadline = now + timedelta(seconds=playbook.deadline_s)
     run.save()
-    touch(run.cluster_id)
+    touch(run.cluster_id, ("run", run.pk))
     return True

@@ -1,67 +1,135 @@
 """What is asked before every disruptive step: may automation take this node out now?
 
-Budgets are reserved in the transaction that claims the step, under the cluster's row lock, so that
-a limit cannot be exceeded by two workers at once.
+The answer is given in the transaction that claims the step, under the cluster's row lock, and a
+share of the budgets is reserved with it: a limit cannot be exceeded by two workers at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Literal
 
-from django.conf import settings
 from django.db.models import Count, Q
 from django.utils import timezone
 
-from controlplane.fleet.choices import TAKEN_OUT, Rung
+from controlplane.fleet.choices import Rung
 from controlplane.fleet.models import Cluster, Gpu, Node, RepairRecord
+from controlplane.incidents import actions as incidents
+from controlplane.incidents import limits
+from controlplane.incidents.choices import ApprovalState, Mode
 from controlplane.incidents.models import PlaybookRun, Reservation
-from workers import repair
+from controlplane.incidents.plans import Plan, plan_of_run
+from controlplane.jobs.choices import PlacementState
+from controlplane.jobs.models import Placement
 
 
-def refuse(run: PlaybookRun) -> str:
-    """Why the run may not disrupt its node now; "" if it may, its share of the budget reserved.
+@dataclass(frozen=True)
+class Verdict:
+    """`go`: act. `wait`: ask again soon. `ask`: only a person can. `sign`: a person must sign the
+    plan first. `show`: show the plan and do nothing."""
 
-    Must be called inside the transaction that claims the step.
+    word: Literal["go", "wait", "ask", "sign", "show"]
+    text: str = ""
+    plan: Plan | None = None
+    #: What the run must remember, where the word is `go`.
+    context: Mapping[str, object] | None = None
+
+
+GO = Verdict("go")
+
+
+def judge(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Verdict:
+    """Whether the run may disrupt its node now, its share of the budgets reserved if it may.
+
+    `does` gives the exact words of the run's disruptive steps. Must be called inside the
+    transaction that claims the step. What a person ordered passes, unless another run has the node
+    in hand: they have read the objections in its dry run.
     """
     if run.node_id is None:
         raise ValueError(f"{run.playbook} has a disruptive step but no node")
     Cluster.objects.select_for_update(no_key=True).get(pk=run.cluster_id)
-    node = Node.objects.get(pk=run.node_id)
-    if node.hold_reason:
-        return f"{node.name} is on hold: {node.hold_reason}"
-    held = Reservation.objects.filter(cluster_id=run.cluster_id, released_at=None)
-    if held.filter(run=run, node=node).exists():
-        return ""
-    if held.filter(node=node).exists():
-        return f"another run has {node.name} in hand"
-    out = Node.objects.filter(
-        Q(pk__in=held.values("node")) | Q(state__in=sorted(TAKEN_OUT)), cluster_id=run.cluster_id
-    ).exclude(pk=node.pk)
-    taken = out.count()
-    if taken >= settings.BUDGET_NODES_PER_CLUSTER:
-        return (
-            f"{taken} nodes of this cluster are out for repair already "
-            f"(limit {settings.BUDGET_NODES_PER_CLUSTER})"
-        )
-    Reservation.objects.create(cluster_id=run.cluster_id, node=node, run=run)
-    return ""
+    node = Node.objects.select_related("rack", "cluster", "lease").get(pk=run.node_id)
+    if run.requested_by:
+        return _reserve(run, node, "", None) or GO
+    mode = limits.mode_of(run.cluster_id, run.playbook)
+    if mode == Mode.OFF:
+        return Verdict("ask", f"the playbook is switched off in {node.cluster.name}")
+    if mode == Mode.DRY_RUN:
+        plan = plan_of_run(run, does)
+        return Verdict("show", "dry run: this is what would be done; nothing was", plan)
+    context: dict[str, object] = {}
+    if mode == Mode.APPROVE:
+        signature = _signature(run, does)
+        if isinstance(signature, Verdict):
+            return signature
+        context = signature
+    code = run.incident.code if run.incident else ""
+    job_id = _job_on(node) or run.job_id
+    objections = limits.objections(node, code=code, job_id=job_id, run=run)
+    if any(objection.startswith("the breaker is open") for objection in objections):
+        # Closing the breaker does not replay what it stopped: by then it is stale.
+        return Verdict("ask", "; ".join(objections))
+    if objections:
+        return Verdict("wait", "; ".join(objections))
+    return _reserve(run, node, code, job_id) or Verdict("go", context=context)
 
 
-def may_repair(node: Node, rung: Rung) -> repair.Attempt:
-    """Whether the loop guard lets this rung be tried on the node's cards once more."""
+def attempts_at(node: Node, rung: Rung, gpu_uuid: str = "") -> int:
+    """How often this rung was tried in 24 hours: on the card that failed, or on the worst card."""
     since = timezone.now() - timedelta(hours=24)
-    counts = Gpu.objects.filter(node=node).annotate(
+    cards = Gpu.objects.filter(pk=gpu_uuid) if gpu_uuid else Gpu.objects.filter(node=node)
+    counts = cards.annotate(
         attempts=Count("repairs", filter=Q(repairs__rung=rung, repairs__at__gte=since))
     )
     of_node = RepairRecord.objects.filter(node=node, gpu=None, rung=rung, at__gte=since).count()
-    cards = list(counts.values_list("attempts", flat=True))
-    return repair.may_attempt(
-        rung,
-        cards or [of_node],
-        settings.REPAIR_ATTEMPTS_PER_DAY,
-    )
+    return max(counts.values_list("attempts", flat=True), default=of_node)
 
 
 def release(run: PlaybookRun) -> None:
     """Give back what the run had reserved."""
     Reservation.objects.filter(run=run, released_at=None).update(released_at=timezone.now())
+
+
+def _signature(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Verdict | dict[str, object]:
+    """What to remember if a person signed what is about to be done; else who must do what.
+
+    A signature is for the world as it was read. Once the run has begun on it, what the run itself
+    changed no longer voids it; going back to an earlier step does.
+    """
+    turn = int(run.context.get("round", 0))
+    signed = run.context.get("signed")
+    if signed == turn:
+        return {}
+    plan = plan_of_run(run, does)
+    approval = incidents.request_approval(run, plan)
+    if approval.state == ApprovalState.APPROVED:
+        return {"signed": turn}
+    return Verdict("sign", "waits until a person approves the plan", plan)
+
+
+def _reserve(run: PlaybookRun, node: Node, code: str, job_id: str | None) -> Verdict | None:
+    """Reserve the node for the run; a verdict only if another run has it."""
+    held = Reservation.objects.filter(node=node, released_at=None)
+    if held.exclude(run=run).exists():
+        return Verdict("wait", f"another run has {node.name} in hand")
+    if not held.exists():
+        Reservation.objects.create(
+            cluster_id=run.cluster_id,
+            node=node,
+            run=run,
+            rack=node.rack,
+            job_id=job_id,
+            code=code,
+        )
+    return None
+
+
+def _job_on(node: Node) -> str | None:
+    placement = (
+        Placement.objects.filter(node=node)
+        .exclude(state=PlacementState.ENDED)
+        .values_list("replica__job_id", flat=True)
+    )
+    return placement.first()

@@ -6,25 +6,36 @@ each is handled once, whoever dies.
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
+from functools import partial
+
 import structlog
+from django.conf import settings
 from django.db.models import QuerySet
 from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM
 from controlplane.errors import Conflict
+from controlplane.fleet import actions as fleet
 from controlplane.fleet.changes import change
-from controlplane.fleet.choices import NodeState
-from controlplane.fleet.models import Node
-from controlplane.health.actions import record_failure
-from controlplane.health.choices import FaultClass, SignalKind
-from controlplane.health.models import Signal
+from controlplane.fleet.choices import IN_SERVICE
+from controlplane.fleet.models import Gpu, Node
+from controlplane.health.actions import card_at, record_failure, repeat_failure
+from controlplane.health.catalogue import xids
+from controlplane.health.choices import Action, FaultClass, SignalKind, Urgency
+from controlplane.health.models import Failure, Signal
 from controlplane.incidents import actions as incidents
+from controlplane.incidents import limits
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED, EntryKind, Severity
 from controlplane.incidents.models import Incident
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState
 from controlplane.jobs.models import Job, Placement
+from workers import triage
 
 log = structlog.get_logger(__name__)
+
+#: A fault that shows again within this time of its last line is the same one.
+BURST_GAP = timedelta(minutes=3)
 
 #: Few, because what they touch stays locked until all are done.
 BATCH = 20
@@ -41,7 +52,7 @@ def triage_signals() -> int:
     batch = list(
         untriaged()
         .select_for_update(skip_locked=True, no_key=True, of=("self",))
-        .select_related("node__lease")
+        .select_related("node__lease", "node__cluster", "node__rack")
         .order_by("recorded_at")[:BATCH]
     )
     handled = [signal.pk for signal in batch if _handle_alone(signal)]
@@ -68,6 +79,8 @@ def _handle_alone(signal: Signal) -> bool:
 def _handle(signal: Signal) -> None:
     if signal.kind == SignalKind.LEASE_LOST:
         _node_went_silent(signal)
+    elif signal.kind == SignalKind.KERNEL_LINE:
+        _kernel_spoke(signal)
     elif signal.kind == SignalKind.PEER_LOST or _is_unasked_end_of_rank(signal):
         _replica_was_lost(signal)
     elif signal.node is not None and _is_coordinator_gone(signal):
@@ -75,6 +88,126 @@ def _handle(signal: Signal) -> None:
         _coordinators_went_with(signal.node, signal, jobs)
     elif signal.node is not None:
         _tell_node_incident(signal)
+
+
+def _kernel_spoke(signal: Signal) -> None:
+    """A line of a node's kernel log: nothing, a note, or a failure that somebody must act on."""
+    node: Node | None = signal.node
+    verdict = triage.judge_line(signal.raw, xids())
+    if node is None or verdict is None or verdict.action in ("ignore", "follow_primary"):
+        _tell_node_incident(signal)
+        return
+    card = card_at(node.pk, verdict.pci)
+    if card is not None and signal.gpu_id is None:
+        Signal.objects.filter(pk=signal.pk).update(gpu=card)
+    known = _same_burst(node, card, verdict)
+    if known is not None:
+        repeat_failure(known, signal)
+        _tell_node_incident(signal)
+        return
+    placement = _live_placement(node)
+    failure = record_failure(
+        fault_class=FaultClass(verdict.fault),
+        code=verdict.code,
+        summary=verdict.summary,
+        needed=Action(verdict.action),
+        urgency=Urgency(verdict.urgency),
+        rule=verdict.rule,
+        signals=[signal],
+        observed_at=signal.observed_at,
+        node_id=node.pk,
+        gpu_id=card.pk if card else None,
+        job_id=placement.replica.job_id if placement else "",
+        replica=placement.replica.index if placement else None,
+    )
+    if node.state not in IN_SERVICE:
+        _tell_node_incident(signal)  # it is in somebody's hands already
+        return
+    _act_on_failure(signal, node, placement, failure, verdict)
+
+
+def _act_on_failure(
+    signal: Signal,
+    node: Node,
+    placement: Placement | None,
+    failure: Failure,
+    verdict: triage.LineVerdict,
+) -> None:
+    """Open the incident, and ask for the runs that mend it."""
+    incident = _incident_of_failure(signal, node, placement, verdict)
+    if incident is None:
+        return
+    where = f"card {failure.gpu.index} of {node.name}" if failure.gpu else node.name
+    sentence = f"{where}: {verdict.summary[0].upper()}{verdict.summary[1:]}."
+    incidents.set_cause(incident.pk, f"{verdict.code} on {where}", sentence, failure)
+    incidents.open_breaker_on_burst(node.cluster_id, verdict.code)
+    repair = partial(
+        incidents.repair_node,
+        SYSTEM,
+        node.pk,
+        incident,
+        sentence,
+        gpu_uuid=failure.gpu_id or "",
+        code=verdict.code,
+        lost_placement=placement.pk if placement else "",
+    )
+    if verdict.reset_when_idle:
+        fleet.set_reset_pending(SYSTEM, node.pk, sentence)
+        repair(action=Action.RESET_GPU, urgency=Urgency.IDLE)
+    elif verdict.action in triage.NODE_REPAIRS:
+        repair(action=Action(verdict.action))
+
+
+def _incident_of_failure(
+    signal: Signal, node: Node, placement: Placement | None, verdict: triage.LineVerdict
+) -> Incident | None:
+    """The incident of the replica that the node holds, or one about the node; None: no incident.
+
+    A fault of a program on a node that holds none of ours is nobody's incident here.
+    """
+    if placement is not None and placement.replica.job.state in JOB_ACTIVE:
+        return _open_for_replica(signal, placement)
+    if verdict.action == "restart_app":
+        return None
+    incident = incidents.open_or_merge(
+        f"node/{node.pk}",
+        cluster_id=node.cluster_id,
+        title=f"{verdict.code} on {node.name}",
+        severity=Severity.MINOR,
+        occurred_at=signal.observed_at,
+        node_id=node.pk,
+    )
+    _tell_signal(incident, signal)
+    return incident
+
+
+def _same_burst(node: Node, card: Gpu | None, verdict: triage.LineVerdict) -> Failure | None:
+    """The failure of the last minutes on this card that already calls for as much as the line does.
+
+    A driver repeats itself, and one fault speaks through several codes.
+    """
+    recent = Failure.objects.filter(
+        node=node, gpu=card, last_seen_at__gte=timezone.now() - BURST_GAP
+    ).order_by("-observed_at")
+    strength = triage.ACTIONS.index(verdict.action)
+    # What came before the node was taken out and returned is another story.
+    recent = recent.filter(observed_at__gte=_back_since(node))
+    return next((f for f in recent if triage.ACTIONS.index(f.needed) >= strength), None)
+
+
+def _back_since(node: Node) -> datetime:
+    """When the node last came out of repair; its enrolment if it never was in it."""
+    repair = node.repairs.order_by("-at").first()
+    return repair.at if repair else node.enrolled_at
+
+
+def _live_placement(node: Node) -> Placement | None:
+    return (
+        Placement.objects.select_related("replica__job", "node")
+        .filter(node=node)
+        .exclude(state=PlacementState.ENDED)
+        .first()
+    )
 
 
 def _is_unasked_end_of_rank(signal: Signal) -> bool:
@@ -128,7 +261,7 @@ def _present_placement(signal: Signal) -> Placement | None:
     )
 
 
-def _open_for_replica(signal: Signal, placement: Placement) -> None:
+def _open_for_replica(signal: Signal, placement: Placement) -> Incident:
     job = placement.replica.job
     index = placement.replica.index
     incident = incidents.open_or_merge(
@@ -153,6 +286,7 @@ def _open_for_replica(signal: Signal, placement: Placement) -> None:
         node_id=placement.node_id,
         context={"replica": index, "lost_placement": placement.pk},
     )
+    return incident
 
 
 def _node_went_silent(signal: Signal) -> None:
@@ -163,18 +297,16 @@ def _node_went_silent(signal: Signal) -> None:
     if node.lease.reachable:
         _tell_node_incident(signal)  # it has been heard again since
         return
-    placement = (
-        Placement.objects.select_related("replica__job", "node")
-        .filter(node=node)
-        .exclude(state=PlacementState.ENDED)
-        .first()
-    )
+    silence = limits.silence_around(node)
+    if silence is not None:
+        _site_went_silent(signal, node, silence)
+        return
+    placement = _live_placement(node)
     _coordinators_went_with(node, signal, Job.objects.filter(coordinator_node=node))
     if placement is not None:
         _open_for_replica(signal, placement)
         return
-    in_service = node.state in (NodeState.AVAILABLE, NodeState.ALLOCATED, NodeState.SUSPECT)
-    if not in_service or node.hold_reason:
+    if node.state not in IN_SERVICE or node.hold_reason:
         _tell_node_incident(signal)  # it is in somebody's hands already
         return
     incident = incidents.open_or_merge(
@@ -190,7 +322,7 @@ def _node_went_silent(signal: Signal) -> None:
         fault_class=FaultClass.PLATFORM,
         code="node-lost",
         summary=f"{node.name} has not been heard within its lease",
-        needed="power cycle",
+        needed=Action.POWER_CYCLE,
         rule="lease-lost",
         signals=[signal],
         observed_at=signal.observed_at,
@@ -200,6 +332,43 @@ def _node_went_silent(signal: Signal) -> None:
         incident.pk, incident.title, "The node stopped beating; it held no replica.", failure
     )
     incidents.repair_node(SYSTEM, node.pk, incident, "it went silent", only_if_silent=True)
+
+
+def _site_went_silent(signal: Signal, node: Node, silence: limits.Silence) -> None:
+    """Many nodes went quiet together: one incident of what they share, and nothing done to them."""
+    incident = incidents.open_or_merge(
+        f"silence/{node.cluster_id}",
+        cluster_id=node.cluster_id,
+        title=f"{silence}",
+        severity=Severity.CRITICAL,
+        occurred_at=node.lease.last_beat_at,
+    )
+    _tell_signal(incident, signal)
+    failure = incident.failures.first() or record_failure(
+        fault_class=FaultClass.FABRIC,
+        code="site-silent",
+        summary=f"{silence}",
+        needed=Action.UNDECODABLE,
+        rule="correlated-silence",
+        signals=[signal],
+        observed_at=signal.observed_at,
+    )
+    repeat_failure(failure, signal)
+    incidents.set_cause(
+        incident.pk,
+        f"{silence}",
+        f"{silence}, within {settings.SILENCE_WINDOW_S:g} s. Something that they share failed: "
+        "their own state is unknown, and nothing disruptive is done to them.",
+        failure,
+    )
+    incidents.request_run(
+        SYSTEM,
+        "site-silent",
+        node.cluster_id,
+        cluster_id=node.cluster_id,
+        title=f"Watch {node.cluster.name} until it is heard again",
+        incident=incident,
+    )
 
 
 def _coordinators_went_with(node: Node, signal: Signal, jobs: QuerySet[Job]) -> None:

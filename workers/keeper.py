@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import msgspec
 import redis
@@ -18,19 +19,25 @@ from django.db import InterfaceError, OperationalError, connection
 from django.utils import timezone
 
 from controlplane import doorbell
+from controlplane.accounts import actions as accounts
 from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.changes import change
 from controlplane.fleet.models import Node
+from controlplane.health import actions as health
 from controlplane.health.actions import record_signal
 from controlplane.health.choices import SignalKind
 from controlplane.incidents import actions as incidents
-from workers import engine
+from workers import engine, metrics
+from workers.playbooks import PLAYBOOKS
+from workers.pulse import Pulse
 
 log = structlog.get_logger(__name__)
 
 ADVISORY_LOCK = 0x6472_7964  # "dryd"
 PASS_S = 1.0
+#: The head of the audit chain is told to the log at most this often.
+PIN_S = 60
 BEATS_KEY = "drydock:beats"
 INGEST_ALIVE_KEY = "drydock:ingest:alive"
 KEEPER_ALIVE_KEY = "drydock:keeper:alive"
@@ -41,6 +48,7 @@ class _Beat(msgspec.Struct):
 
     received_at: float
     boot_id: str = ""
+    readings: list[dict[str, Any]] = []
 
 
 @dataclass
@@ -51,10 +59,18 @@ class Memory:
     heard: dict[str, float]
     #: Nobody is declared dead before this moment.
     grace_until: datetime
+    #: When the nodes' readings were last kept for their charts.
+    sampled_at: datetime | None = None
+    #: Where the audit chain stood when the log was last told, and when that was.
+    pinned_position: int = 0
+    pinned_at: datetime | None = None
 
 
-def run(stop: threading.Event) -> None:
-    """Keep until `stop` is set; survives a database or Redis that comes and goes."""
+def run(stop: threading.Event, pulse: Pulse) -> None:
+    """Keep until `stop` is set; survives a database or Redis that comes and goes.
+
+    A pass that has begun is finished; then the lock is let go, so that a stand-by leads at once.
+    """
     client = redis.Redis.from_url(settings.REDIS_URL, socket_timeout=2, socket_connect_timeout=2)
     memory = Memory(heard={}, grace_until=_grace())
     leading = False
@@ -62,14 +78,19 @@ def run(stop: threading.Event) -> None:
         try:
             if not leading:
                 leading = _take_lead()
+                if leading:
+                    incidents.publish_playbooks([one.as_row() for one in PLAYBOOKS.values()])
                 memory = Memory(heard={}, grace_until=_grace())
             if leading:
-                keep(client, memory)
+                with metrics.PASSES.time():
+                    keep(client, memory)
+            pulse.turned(leading)
         except (OperationalError, InterfaceError) as error:
             # The lock went with the connection: start over as a stand-by.
             log.warning("keeper.database_away", error=str(error))
             connection.close()
             leading = False
+            pulse.database_lost()
         stop.wait(PASS_S)
     connection.close()
 
@@ -84,8 +105,19 @@ def keep(client: redis.Redis, memory: Memory) -> None:
     fleet.expire_commands(now)
     incidents.pause_overdue_runs(now)
     engine.release_expired(now)
+    incidents.readmit_replaced()
+    _chain_audit(memory, now)
     if engine.work_is_due(now):
         doorbell.ring()
+
+
+def _chain_audit(memory: Memory, now: datetime) -> None:
+    """Chain what was audited, and pin the chain's head in the log, which is kept elsewhere."""
+    head = accounts.chain_audit()
+    pinned_lately = memory.pinned_at and now - memory.pinned_at < timedelta(seconds=PIN_S)
+    if head.position != memory.pinned_position and not pinned_lately:
+        log.info("audit.head", position=head.position, hash=head.hash)
+        memory.pinned_position, memory.pinned_at = head.position, now
 
 
 def _take_lead() -> bool:
@@ -114,16 +146,30 @@ def _flush_beats(client: redis.Redis, memory: Memory) -> None:
         log.warning("keeper.ingest_away")
         memory.grace_until = _grace()
     news: dict[str, datetime] = {}
+    readings: dict[str, list[dict[str, Any]]] = {}
     for key, value in beats.items():
         beat = msgspec.json.decode(value, type=_Beat)
         node_id = key.decode() if isinstance(key, bytes) else key
         if memory.heard.get(node_id) != beat.received_at:
             memory.heard[node_id] = beat.received_at
             news[node_id] = datetime.fromtimestamp(beat.received_at, UTC)
+            readings[node_id] = beat.readings
     known = set(Node.objects.filter(pk__in=news).values_list("pk", flat=True))
     back = fleet.renew_leases({k: v for k, v in news.items() if k in known}, settings.LEASE_S)
     for node_id in back:
         log.info("node.reachable_again", node=node_id)
+    _keep_samples(memory, {k: v for k, v in readings.items() if k in known and v})
+
+
+def _keep_samples(memory: Memory, readings: dict[str, list[dict[str, Any]]]) -> None:
+    """Keep readings now and then, for the charts; old ones go."""
+    now = timezone.now()
+    interval = timedelta(seconds=settings.SAMPLE_INTERVAL_S)
+    if memory.sampled_at is not None and now - memory.sampled_at < interval:
+        return
+    memory.sampled_at = now
+    health.record_samples(readings, now)
+    health.forget_samples(now - timedelta(seconds=settings.SAMPLE_KEEP_S))
 
 
 @change()
@@ -131,6 +177,7 @@ def _declare_lost(now: datetime) -> None:
     """Leases and the signals that tell of them, in one transaction: neither without the other."""
     for node in fleet.lose_leases(now):
         log.warning("node.lease_lost", node=node.name)
+        metrics.LEASES_LOST.inc()
         record_signal(
             f"lease:{node.pk}:{node.lease.deadline.timestamp():.3f}",
             SignalKind.LEASE_LOST,

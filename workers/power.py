@@ -56,7 +56,21 @@ def fit_new_cards(node: Node) -> None:
     _call(node, "POST", "/redfish/v1/Oem/Drydock/Cards", {})
 
 
-def _call(node: Node, method: str, path: str, body: dict[str, str] | None) -> dict[str, Any]:
+def break_card(node: Node, fault: str, card: int) -> dict[str, Any]:
+    """Simulated machines only: break one card as this fault does, kernel line and all.
+
+    Returns the line, the card's uuid and serial, and the processes that it took with it.
+    """
+    return _call(node, "POST", "/redfish/v1/Oem/Drydock/Faults", {"fault": fault, "card": card})
+
+
+def freeze(node: Node, what: Literal["agent", "all"], *, frozen: bool = True) -> dict[str, Any]:
+    """Simulated machines only: stop the agent, or all that runs, where it stands; or go on."""
+    body = {"what": what, "frozen": frozen}
+    return _call(node, "POST", "/redfish/v1/Oem/Drydock/Freeze", body)
+
+
+def _call(node: Node, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
     if not node.bmc_url:
         raise PowerError(f"{node.name} has no management controller on record; set its BMC address")
     parts = urlsplit(node.bmc_url)

@@ -24,6 +24,8 @@ class Situation:
     start_s: float
     #: What moving to another node costs on top: nothing is cached there.
     move_s: float = 1.0
+    #: Its node's cards want a reset: staying means another interruption later.
+    reset_pending: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,9 @@ def _in_place(situation: Situation) -> Option:
     if not situation.node_fit:
         return Option("in_place", False, None, "its node is unfit")
     cost = situation.start_s * situation.gpus_per_replica
+    if situation.reset_pending:
+        reason = "its node can go on, but its cards want a reset, which will interrupt it again"
+        return Option("in_place", True, 2 * cost, reason)
     return Option("in_place", True, cost, "its node is healthy: restart the process there")
 
 

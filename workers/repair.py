@@ -2,33 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+#: What automation can do to a node, gentlest first; after the last comes the vendor.
+LADDER = ("reset_gpu", "reboot", "power_cycle", "rma")
+#: Where each action begins.
+_START = {
+    "reset_gpu": "reset_gpu",
+    "drain_and_reset": "reset_gpu",
+    "reboot": "reboot",
+    "power_cycle": "power_cycle",
+}
+#: A restart that did not cure the same fault of the same card is not tried again.
+_RESTARTS = frozenset({"reboot", "power_cycle"})
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """Whether a rung may be tried, and why."""
+class Record:
+    """The repair record that a decision rests on: the failed card's, whichever node it sat in."""
 
-    allowed: bool
+    #: Attempts at each rung in the last 24 hours.
+    attempts: Mapping[str, int] = field(default_factory=dict)
+    #: Rungs that were tried for this very code in the last 30 days, after which it came again.
+    in_vain: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The rung to take, and why."""
+
+    rung: str
     reason: str
 
 
-def may_attempt(rung: str, attempts_by_card: Sequence[int], limit: int) -> Attempt:
-    """Whether a rung may be tried once more on a node.
+def choose_rung(
+    action: str, record: Record, *, limit: int, card_known: bool, not_below: str = ""
+) -> Choice | None:
+    """The gentlest rung that the failure calls for and the record still allows.
 
-    `attempts_by_card` counts, for each card of the node, the attempts at this rung in the last 24
-    hours. Repairs that are repeated without end are the commonest complaint about automatic
-    remediation, so the card with the most attempts decides.
+    `not_below` is set once a gentler rung was tried in this very repair and did not help. None: no
+    rung is left that automation may take, a person decides. The same fault of the same card after
+    a restart goes to the vendor (NVIDIA's catalogue on XID 79: restart, then contact support), and
+    repairs that are repeated without end are the commonest complaint about automatic remediation,
+    so `limit` attempts in 24 hours close a rung.
     """
-    most = max(attempts_by_card, default=0)
-    if most >= limit:
-        return Attempt(
-            False,
-            f"{rung.replace('_', ' ')} was tried {most} times in 24 h on a card of this node "
-            f"(limit {limit}): the next rung, or a person",
-        )
-    return Attempt(True, f"{most} of {limit} attempts in 24 h")
+    start = _START.get(action)
+    if start is None:
+        return None
+    begin = max(LADDER.index(start), LADDER.index(not_below) if not_below else 0)
+    reasons = [f"{action.replace('_', ' ')} is what the failure calls for"]
+    if not_below:
+        reasons.append("a gentler rung did not help")
+    for rung in LADDER[begin:]:
+        tried = record.attempts.get(rung, 0)
+        if rung == "rma":
+            break
+        if rung in _RESTARTS and record.in_vain & _RESTARTS:
+            reasons.append("the same fault of the same card came again after a restart")
+        elif rung in record.in_vain:
+            reasons.append(f"it came again after a {_words(rung)}")
+        elif tried >= limit:
+            reasons.append(f"{_words(rung)} was tried {tried} times in 24 h (limit {limit})")
+        else:
+            reasons.append(f"{tried} of {limit} attempts in 24 h")
+            return Choice(rung, "; ".join(reasons))
+    if not card_known:
+        return None
+    return Choice("rma", "; ".join(reasons))
+
+
+def next_rung(rung: str) -> str:
+    """The rung above."""
+    return LADDER[min(LADDER.index(rung) + 1, len(LADDER) - 1)]
 
 
 def diagnosis_passed(output: dict[str, object]) -> tuple[bool, str]:
@@ -44,3 +90,7 @@ def diagnosis_passed(output: dict[str, object]) -> tuple[bool, str]:
     if not_passed:
         return False, "; ".join(not_passed)
     return True, f"{len(tests)} of {len(tests)} tests passed"
+
+
+def _words(rung: str) -> str:
+    return rung.replace("_", " ")

@@ -7,17 +7,78 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-#: A kernel line of the NVIDIA driver about a fault: "NVRM: Xid (PCI:0000:1b:00): 79, …" and kin,
-#: also SXid of a switch and a lost card without any code.
-_HARDWARE_LINE = re.compile(
-    r"NVRM:.*\bXid\b|\bSXid\b|GPU has fallen off the bus|GPU is lost|mce: \[Hardware Error\]",
-    re.IGNORECASE,
-)
+from node_agent.collectors import xid
 
-Fault = Literal["hardware", "program", "platform", "unknown"]
+Fault = Literal["hardware", "driver", "program", "fabric", "platform", "unknown"]
+Urgency = Literal["now", "next_checkpoint", "idle", "none"]
+
+#: What a failure can call for, gentlest first: of two that hold, the later one decides.
+ACTIONS = (
+    "ignore",
+    "follow_primary",
+    "undecodable",
+    "restart_app",
+    "update_software",
+    "reset_gpu",
+    "drain_and_reset",
+    "reboot",
+    "power_cycle",
+    "check_mechanicals",
+    "field_diagnostic",
+    "contact_vendor",
+)
+#: Actions that automation can take by itself, and that need the node emptied.
+NODE_REPAIRS = frozenset({"reset_gpu", "drain_and_reset", "reboot", "power_cycle"})
+#: Actions that only a person, or the vendor, can take.
+FOR_PEOPLE = frozenset(
+    {"undecodable", "update_software", "check_mechanicals", "field_diagnostic", "contact_vendor"}
+)
+#: The driver's own recovery action in an XID 154, read by its number: NVML field 230 has the same.
+RECOVERY_ACTIONS = {
+    0: "ignore",
+    1: "reset_gpu",
+    2: "reboot",
+    3: "drain_and_reset",  # drain P2P
+    4: "drain_and_reset",
+    5: "contact_vendor",  # IMEX domain
+    6: "reset_gpu",  # bus reset
+    7: "reboot",
+}
+_RECOVERY = re.compile(r"\bto\s+(?:0x)?([0-9a-f]+)\s*\(", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class CatalogueEntry:
+    """What the vendor says of one code."""
+
+    number: int
+    mnemonic: str
+    description: str
+    fault: Fault
+    action: str
+    #: The vendor marks the code as unused: it never takes a node out by itself.
+    unused: bool
+
+
+@dataclass(frozen=True)
+class LineVerdict:
+    """What one kernel line means."""
+
+    code: str  # "xid-79", "sxid-20034", "gpu-lost"
+    pci: str
+    fault: Fault
+    action: str
+    urgency: Urgency
+    #: Which rule said so, with its authority.
+    rule: str
+    #: A sentence for the on-call engineer.
+    summary: str
+    #: A reset is wanted once the node is idle, whatever is done now.
+    reset_when_idle: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,8 +98,12 @@ class LossEvidence:
     #: Seconds since the node's last beat, and the lease that it has.
     silent_s: float = 0.0
     lease_s: float = 30.0
-    #: Kernel lines and unreadable cards of that node since shortly before the loss, verbatim.
-    hardware_lines: tuple[str, ...] = ()
+    #: Somebody ordered its process to be stopped.
+    stopped_by_order: bool = False
+    #: What the kernel lines of that node since shortly before the loss mean, the gravest first.
+    verdicts: tuple[LineVerdict, ...] = ()
+    #: A card of that node does not answer, and no kernel line says why.
+    card_silent: str = ""
     #: Seconds since the loss, and how long a cause is looked for at the most.
     waited_s: float = 0.0
     patience_s: float = 40.0
@@ -53,6 +118,8 @@ class Cause:
     node_fit: bool
     summary: str
     rule: str
+    action: str = "restart_app"
+    pci: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,9 +137,70 @@ class NotYet:
     reason: str
 
 
-def is_hardware_line(line: str) -> bool:
-    """Whether a kernel line speaks of a fault of a card, a switch or the machine."""
-    return _HARDWARE_LINE.search(line) is not None
+def judge_line(line: str, xids: Mapping[int, CatalogueEntry]) -> LineVerdict | None:
+    """What a kernel line says of a card or a switch; None if nothing.
+
+    The driver's own recovery action stands above the catalogue. Codes that the vendor marks as
+    unused, and codes whose line would have to be decoded further, never take a node out alone.
+    """
+    parsed = xid.parse(line)
+    if isinstance(parsed, xid.LostGpu):
+        return LineVerdict(
+            "gpu-lost", parsed.pci, "hardware", "reboot", "now", "lost-card",
+            "the card has fallen off the bus",
+        )  # fmt: skip
+    if isinstance(parsed, xid.SxidLine):
+        return LineVerdict(
+            f"sxid-{parsed.code}", parsed.pci, "fabric", "undecodable", "now", "sxid",
+            f"SXid {parsed.code} of an NVSwitch",
+        )  # fmt: skip
+    if parsed is None:
+        return None
+    entry = xids.get(parsed.code)
+    if parsed.code == 154:
+        return _recovery_action(parsed)
+    if entry is None:
+        return LineVerdict(
+            f"xid-{parsed.code}", parsed.pci, "unknown", "undecodable", "now", "not-in-catalogue",
+            f"XID {parsed.code}, which the catalogue does not know",
+        )  # fmt: skip
+    return LineVerdict(
+        code=f"xid-{parsed.code}",
+        pci=parsed.pci,
+        fault=entry.fault,
+        action="ignore" if entry.unused else entry.action,
+        urgency="now",
+        rule="xid-catalogue: unused code" if entry.unused else "xid-catalogue",
+        summary=f"XID {parsed.code}: {entry.description}",
+        # NVIDIA on XID 94: restart the program, others go on, reset when convenient.
+        reset_when_idle=parsed.code == 94,
+    )
+
+
+def gravest(verdicts: Iterable[LineVerdict]) -> tuple[LineVerdict, ...]:
+    """The same verdicts, those that call for most first."""
+    return tuple(sorted(verdicts, key=lambda v: -ACTIONS.index(v.action)))
+
+
+def condemns_node(verdict: LineVerdict) -> bool:
+    """Whether the line speaks against the node itself, not just against the program on it."""
+    return verdict.action in NODE_REPAIRS or (
+        verdict.action in FOR_PEOPLE and verdict.fault in ("hardware", "fabric")
+    )
+
+
+def _recovery_action(parsed: xid.XidLine) -> LineVerdict:
+    number = _RECOVERY.search(parsed.text)
+    action = RECOVERY_ACTIONS.get(int(number.group(1), 16), "") if number else ""
+    return LineVerdict(
+        code="xid-154",
+        pci=parsed.pci,
+        fault="hardware",
+        action=action or "undecodable",
+        urgency="now",
+        rule="driver-recovery-action",
+        summary=f"the driver says: {parsed.text.strip() or 'recovery action changed'}",
+    )
 
 
 def cause_of_loss(evidence: LossEvidence) -> Cause | NotYet | NothingLost:
@@ -95,15 +223,22 @@ def cause_of_loss(evidence: LossEvidence) -> Cause | NotYet | NothingLost:
             f"the node has been silent for {evidence.silent_s:.1f} s, beyond its lease of "
             f"{evidence.lease_s:g} s, and its replica is gone",
             "lease-lost",
+            "power_cycle",
         )
-    if evidence.hardware_lines:
+    line = next(iter(evidence.verdicts), None)
+    if line is not None and condemns_node(line):
+        return _line_cause(line, node_fit=False)
+    if evidence.card_silent:
         return Cause(
             "hardware",
-            "hardware-fault",
+            "gpu-unreadable",
             False,
-            f"the node's kernel reported a hardware fault: {evidence.hardware_lines[0]}",
-            "kernel-line",
+            f"a card of the node does not answer: {evidence.card_silent}",
+            "card-silent",
+            "reboot",
         )
+    if line is not None and line.action == "restart_app":
+        return _line_cause(line, node_fit=True)
     if evidence.process_exited:
         return _process_cause(evidence)
     if evidence.waited_s < evidence.patience_s:
@@ -118,10 +253,23 @@ def cause_of_loss(evidence: LossEvidence) -> Cause | NotYet | NothingLost:
         f"its peers lost it {evidence.waited_s:.0f} s ago, its node beats, and its agent says "
         "nothing of its process: the node cannot be trusted with it",
         "silence",
+        "power_cycle",
     )
 
 
+def _line_cause(line: LineVerdict, node_fit: bool) -> Cause:
+    return Cause(line.fault, line.code, node_fit, line.summary, line.rule, line.action, line.pci)
+
+
 def _process_cause(evidence: LossEvidence) -> Cause:
+    if evidence.stopped_by_order:
+        return Cause(
+            "platform",
+            "stopped-by-order",
+            True,
+            "its process was stopped by order, because its node is being taken out",
+            "process-exit",
+        )
     if evidence.exit_reason == "reboot":
         return Cause(
             "platform",

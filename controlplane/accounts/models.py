@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from django.contrib.auth.models import AbstractUser
 from django.db import models
 from django.db.models import Q
 
 from controlplane.accounts.choices import ActorKind, Role
+from controlplane.ids import new_id
 
 
 class User(AbstractUser):
@@ -35,6 +37,52 @@ class Grant(models.Model):
 
     def __str__(self) -> str:
         return f"{self.user}: {self.role} in {self.cluster or 'all clusters'}"
+
+
+class ApiToken(models.Model):
+    """Lets a program act as its owner, never beyond `scope`. Only an HMAC of the secret is kept."""
+
+    id = models.CharField(primary_key=True, max_length=40, default=partial(new_id, "tok"))
+    user = models.ForeignKey(User, on_delete=models.CASCADE, related_name="tokens")
+    name = models.CharField(max_length=63)
+    #: The public part, by which a token is found and recognised in lists.
+    prefix = models.CharField(max_length=12, unique=True)
+    hash = models.CharField(max_length=64)
+    #: The most that the token may do, whatever its owner may.
+    scope = models.CharField(max_length=16, choices=Role.choices, default=Role.VIEWER)
+    #: Restricts the token to one cluster; empty: all that its owner may see.
+    cluster = models.ForeignKey("fleet.Cluster", null=True, blank=True, on_delete=models.CASCADE)
+    created_at = models.DateTimeField(auto_now_add=True)
+    expires_at = models.DateTimeField()
+    last_used_at = models.DateTimeField(null=True, blank=True)
+    revoked_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["-created_at"]
+        constraints = [
+            models.CheckConstraint(condition=Q(scope__in=Role.values), name="token_scope_known")
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.prefix}…)"
+
+
+class IdempotentRequest(models.Model):
+    """The answer to a write that named an idempotency key: the same key again gets it again."""
+
+    user = models.ForeignKey(User, on_delete=models.CASCADE)
+    key = models.CharField(max_length=100)
+    #: Hash of method, path and body: the same key with another request is an error.
+    request_hash = models.CharField(max_length=64)
+    status = models.PositiveSmallIntegerField(null=True)  # empty: still being answered
+    body = models.JSONField(null=True)
+    created_at = models.DateTimeField(auto_now_add=True)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["user", "key"], name="idempotency_key_once_per_user")
+        ]
+        indexes = [models.Index(fields=["created_at"], name="idempotent_by_age")]
 
 
 @dataclass(frozen=True)
@@ -65,9 +113,17 @@ class AuditEvent(models.Model):
     before = models.JSONField(default=dict)
     after = models.JSONField(default=dict)
     reason = models.TextField(blank=True)
+    #: The keeper's chain: each row's keyed hash covers the row and the hash before it. Empty until
+    #: the keeper has come by, within a second or two.
+    position = models.BigIntegerField(null=True, unique=True)
+    hash = models.CharField(max_length=64, blank=True)
 
     class Meta:
-        indexes = [models.Index(fields=["object_type", "object_id", "id"], name="audit_by_object")]
+        indexes = [
+            models.Index(fields=["object_type", "object_id", "id"], name="audit_by_object"),
+            models.Index(fields=["cluster", "-id"], name="audit_by_cluster"),
+            models.Index(fields=["id"], condition=Q(position=None), name="audit_to_chain"),
+        ]
 
     def __str__(self) -> str:
         return f"{self.verb} {self.object_type} {self.object_id}"

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from django.http import HttpRequest
+from controlplane.accounts.requests import actor_of
 
-from controlplane.accounts.choices import ActorKind
-from controlplane.accounts.models import Actor
-
-
-def actor_of(request: HttpRequest) -> Actor:
-    """The signed-in person behind this request, as actions and audit rows name them."""
-    return Actor(ActorKind.USER, str(request.user.pk), getattr(request, "request_id", ""))
+__all__ = ["actor_of"]

@@ -65,6 +65,9 @@ TAKEN_OUT = frozenset(
     }
 )
 
+#: States in which a node is expected to beat and may hold work.
+IN_SERVICE = frozenset({_S.AVAILABLE, _S.ALLOCATED, _S.SUSPECT})
+
 #: Colour by state, as a CSS class: colour only for what needs a person.
 COLOURS: dict[NodeState, str] = {
     _S.ENROLLED: "quiet",

@@ -32,6 +32,23 @@ class Cluster(models.Model):
         return self.name
 
 
+class Changed(models.Model):
+    """The cluster's change number at which an object was last written; see `fleet.changes`."""
+
+    cluster = models.ForeignKey(Cluster, on_delete=models.CASCADE, related_name="changed")
+    object_type = models.CharField(max_length=32)
+    object_id = models.CharField(max_length=64)
+    seq = models.BigIntegerField()
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(
+                fields=["cluster", "object_type", "object_id"], name="changed_once_per_object"
+            )
+        ]
+        indexes = [models.Index(fields=["cluster", "seq"], name="changed_by_number")]
+
+
 class Rack(models.Model):
     """A failure domain inside a cluster."""
 
@@ -85,6 +102,10 @@ class Node(models.Model):
     spare = models.BooleanField(default=False)
     #: A person said: hands off.
     hold_reason = models.TextField(blank=True)
+    #: Who drained it: ours are "drydock/<incident>", anybody else's is never lifted by us.
+    drained_by = models.CharField(max_length=150, blank=True)
+    #: Why its cards want a reset once it is idle.
+    reset_pending = models.TextField(blank=True)
 
     public_key = models.CharField(max_length=44, unique=True)
     key_revoked_at = models.DateTimeField(null=True, blank=True)
@@ -126,6 +147,34 @@ class Node(models.Model):
     @property
     def colour(self) -> str:
         return COLOURS[NodeState(self.state)]
+
+
+class MaintenanceWindow(models.Model):
+    """Work announced on a cluster, a rack or a node: automation keeps its hands off meanwhile."""
+
+    id = models.CharField(primary_key=True, max_length=40, default=partial(new_id, "mnt"))
+    cluster = models.ForeignKey(Cluster, on_delete=models.PROTECT, related_name="maintenance")
+    #: Narrower than the cluster where one of them is set.
+    rack = models.ForeignKey(Rack, null=True, blank=True, on_delete=models.PROTECT)
+    node = models.ForeignKey(
+        Node, null=True, blank=True, on_delete=models.PROTECT, related_name="maintenance"
+    )
+    starts_at = models.DateTimeField()
+    ends_at = models.DateTimeField()
+    owner = models.CharField(max_length=150)
+    reason = models.TextField()
+    closed_at = models.DateTimeField(null=True, blank=True)  # ended before its time
+
+    class Meta:
+        ordering = ["-starts_at"]
+        constraints = [
+            models.CheckConstraint(
+                condition=Q(ends_at__gt=F("starts_at")), name="maintenance_ends_after_start"
+            ),
+            models.CheckConstraint(
+                condition=Q(rack=None) | Q(node=None), name="maintenance_rack_or_node"
+            ),
+        ]
 
 
 class Lease(models.Model):

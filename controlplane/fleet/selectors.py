@@ -10,29 +10,94 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from django.contrib.auth.models import AnonymousUser
-from django.db.models import Exists, OuterRef, Q, QuerySet
+from django.db.models import Exists, OuterRef, Prefetch, Q, QuerySet
 
 from controlplane.accounts.choices import ROLES_INCLUDING, Role
-from controlplane.accounts.models import Grant, User
+from controlplane.accounts.models import ApiToken, AuditEvent, Grant, User
 from controlplane.fleet.choices import NodeState
-from controlplane.fleet.models import Cluster, Node
+from controlplane.fleet.models import Cluster, Gpu, MaintenanceWindow, Node, Rack, RepairRecord
 
 
 def clusters_for(user: User | AnonymousUser, role: Role = Role.VIEWER) -> QuerySet[Cluster]:
-    """The clusters in which `user` holds `role` or one that includes it."""
-    if not user.is_active:
+    """The clusters in which `user` holds `role` or one that includes it.
+
+    Where a token stands for the user (`user.token`), its scope and its cluster restrict what the
+    user holds at this moment.
+    """
+    token = _token_of(user)
+    if not user.is_active or (token and token.scope not in ROLES_INCLUDING[role]):
         return Cluster.objects.none()
+    within = Cluster.objects.all()
+    if token and token.cluster_id is not None:
+        within = within.filter(pk=token.cluster_id)
     if user.is_superuser:
-        return Cluster.objects.all()
+        return within
     grants = Grant.objects.filter(user_id=user.pk, role__in=ROLES_INCLUDING[role])
-    return Cluster.objects.filter(
-        Exists(grants.filter(Q(cluster=None) | Q(cluster=OuterRef("pk"))))
-    )
+    return within.filter(Exists(grants.filter(Q(cluster=None) | Q(cluster=OuterRef("pk")))))
 
 
 def may(user: User | AnonymousUser, role: Role, cluster_id: str) -> bool:
     """Whether `user` holds `role` in this cluster."""
     return clusters_for(user, role).filter(pk=cluster_id).exists()
+
+
+def may_everywhere(user: User | AnonymousUser, role: Role) -> bool:
+    """Whether `user` holds `role` in every cluster there is or will be."""
+    token = _token_of(user)
+    if token and (token.cluster_id is not None or token.scope not in ROLES_INCLUDING[role]):
+        return False
+    if user.is_active and not user.is_superuser:
+        return Grant.objects.filter(
+            user_id=user.pk, cluster=None, role__in=ROLES_INCLUDING[role]
+        ).exists()
+    return user.is_active
+
+
+def is_superuser(user: User | AnonymousUser) -> bool:
+    """Whether `user` may do everything: a token only if neither scope nor cluster restricts it."""
+    return user.is_superuser and may_everywhere(user, Role.ADMIN)
+
+
+def audit_for(user: User | AnonymousUser) -> QuerySet[AuditEvent]:
+    """What was written in the clusters that `user` sees, newest first.
+
+    Rows that belong to no cluster (users, tokens) are shown to whoever is admin of all of them.
+    """
+    shown = Q(cluster__in=clusters_for(user))
+    if may_everywhere(user, Role.ADMIN):
+        shown |= Q(cluster=None)
+    return AuditEvent.objects.filter(shown).order_by("-pk")
+
+
+def nodes_for(user: User | AnonymousUser) -> QuerySet[Node]:
+    """Nodes the caller may see, each with its cluster, rack, lease and cards."""
+    cards = Gpu.objects.order_by("index")
+    return (
+        Node.objects.filter(cluster__in=clusters_for(user))
+        .select_related("cluster", "rack", "lease")
+        .prefetch_related(Prefetch("gpus", cards))
+    )
+
+
+def racks_for(user: User | AnonymousUser) -> QuerySet[Rack]:
+    return Rack.objects.filter(cluster__in=clusters_for(user)).select_related("cluster")
+
+
+def gpus_for(user: User | AnonymousUser) -> QuerySet[Gpu]:
+    """Cards in nodes that the caller may see. One that sits in none is shown with its repairs."""
+    return Gpu.objects.filter(node__cluster__in=clusters_for(user)).select_related("node")
+
+
+def repairs_for(user: User | AnonymousUser) -> QuerySet[RepairRecord]:
+    return RepairRecord.objects.filter(node__cluster__in=clusters_for(user)).select_related("node")
+
+
+def maintenance_for(user: User | AnonymousUser) -> QuerySet[MaintenanceWindow]:
+    return MaintenanceWindow.objects.filter(cluster__in=clusters_for(user))
+
+
+def _token_of(user: User | AnonymousUser) -> ApiToken | None:
+    return getattr(user, "token", None)
 
 
 @dataclass(frozen=True)

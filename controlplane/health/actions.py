@@ -6,13 +6,16 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
+from django.db.models import F
+
 from controlplane import doorbell
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.changes import change
 from controlplane.fleet.models import Gpu, Node
-from controlplane.health.choices import FaultClass, SignalKind
-from controlplane.health.models import Failure, Signal
+from controlplane.health.choices import Action, FaultClass, SignalKind, Urgency
+from controlplane.health.models import Failure, NodeSample, Signal
 from node_agent import wire
+from node_agent.collectors.xid import same_card
 
 
 @change()
@@ -95,16 +98,21 @@ def record_failure(
     fault_class: FaultClass,
     code: str,
     summary: str,
-    needed: str,
+    needed: Action,
     rule: str,
     signals: Iterable[Signal],
     observed_at: datetime,
     node_id: str | None = None,
+    gpu_id: str | None = None,
     job_id: str = "",
     replica: int | None = None,
+    urgency: Urgency = Urgency.NOW,
 ) -> Failure:
     """Keep what triage made of these signals."""
     failure = Failure.objects.create(
+        urgency=urgency,
+        gpu_id=gpu_id,
+        last_seen_at=observed_at,
         fault_class=fault_class,
         code=code,
         summary=summary,
@@ -117,6 +125,37 @@ def record_failure(
     )
     failure.signals.set(signals)
     return failure
+
+
+@change()
+def repeat_failure(failure: Failure, signal: Signal) -> None:
+    """Count a signal as one more of the same failure, or as its consequence."""
+    failure.signals.add(signal)
+    Failure.objects.filter(pk=failure.pk).update(
+        count=F("count") + 1, last_seen_at=signal.observed_at
+    )
+
+
+def record_samples(readings: dict[str, list[dict[str, Any]]], at: datetime) -> None:
+    """Keep what the nodes' sensors showed at this moment; `readings` by node id."""
+    NodeSample.objects.bulk_create(
+        [NodeSample(node_id=node_id, at=at, gpus=gpus) for node_id, gpus in readings.items()],
+        ignore_conflicts=True,
+        batch_size=1000,
+    )
+
+
+def forget_samples(before: datetime) -> int:
+    """Delete what the charts show no more. Returns how many rows."""
+    return NodeSample.objects.filter(at__lt=before).delete()[0]
+
+
+def card_at(node_id: str, pci: str) -> Gpu | None:
+    """The node's card at this PCI address, as a kernel line gives it."""
+    if not pci:
+        return None
+    cards = Gpu.objects.filter(node_id=node_id)
+    return next((card for card in cards if same_card(pci, card.pci_address)), None)
 
 
 def _text(value: object) -> str:

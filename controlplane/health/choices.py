@@ -16,6 +16,32 @@ class SignalKind(TextChoices):
     LEASE_LOST = "lease_lost", "Lease lost"  # found by the keeper
 
 
+class Action(TextChoices):
+    """What a failure calls for, in NVIDIA's words of remedy, gentlest first."""
+
+    IGNORE = "ignore", "Nothing"
+    FOLLOW_PRIMARY = "follow_primary", "Nothing: a consequence of another fault"
+    RESTART_APP = "restart_app", "Restart the program"
+    UPDATE_SOFTWARE = "update_software", "Update the software"
+    RESET_GPU = "reset_gpu", "Reset the GPU"
+    DRAIN_AND_RESET = "drain_and_reset", "Drain, then reset the GPU"
+    REBOOT = "reboot", "Reboot the node"
+    POWER_CYCLE = "power_cycle", "Power-cycle the node"
+    CHECK_MECHANICALS = "check_mechanicals", "Check seating and cables"
+    FIELD_DIAGNOSTIC = "field_diagnostic", "Run the field diagnostic"
+    CONTACT_VENDOR = "contact_vendor", "Hand it to the vendor"
+    UNDECODABLE = "undecodable", "Look at it: the line lacks what its code needs"
+
+
+class Urgency(TextChoices):
+    """When a failure must be acted upon."""
+
+    NOW = "now", "Now"
+    NEXT_CHECKPOINT = "next_checkpoint", "At the next checkpoint"
+    IDLE = "idle", "When the node is idle"
+    NONE = "none", "Never"
+
+
 class FaultClass(TextChoices):
     """Whose fault it is."""
 

@@ -8,7 +8,7 @@ from django.db import models
 from django.db.models import Q
 
 from controlplane.fleet.models import Gpu, Node
-from controlplane.health.choices import FaultClass, SignalKind
+from controlplane.health.choices import Action, FaultClass, SignalKind, Urgency
 from controlplane.ids import new_id
 
 
@@ -52,7 +52,9 @@ class Failure(models.Model):
     fault_class = models.CharField(max_length=16, choices=FaultClass.choices)
     code = models.CharField(max_length=64)
     summary = models.TextField()
-    needed = models.CharField(max_length=64)
+    #: What it calls for, and when.
+    needed = models.CharField(max_length=64, choices=Action.choices)
+    urgency = models.CharField(max_length=16, choices=Urgency.choices, default=Urgency.NOW)
     rule = models.CharField(max_length=64)
     node = models.ForeignKey(Node, null=True, on_delete=models.PROTECT, related_name="failures")
     gpu = models.ForeignKey(Gpu, null=True, on_delete=models.PROTECT, related_name="failures")
@@ -60,11 +62,37 @@ class Failure(models.Model):
     replica = models.PositiveIntegerField(null=True)
     signals = models.ManyToManyField(Signal, related_name="failures")
     observed_at = models.DateTimeField()
+    #: Repeats of the same fault stand here, not in rows of their own.
+    count = models.PositiveIntegerField(default=1)
+    last_seen_at = models.DateTimeField(null=True)
     created_at = models.DateTimeField(auto_now_add=True)
 
     class Meta:
+        ordering = ["-observed_at"]
         constraints = [
             models.CheckConstraint(
                 condition=Q(fault_class__in=FaultClass.values), name="failure_class_known"
             )
         ]
+        indexes = [
+            models.Index(fields=["node", "-observed_at"], name="failure_by_node"),
+            models.Index(fields=["gpu", "-observed_at"], name="failure_by_gpu"),
+            models.Index(fields=["code", "-observed_at"], name="failure_by_code"),
+        ]
+
+
+class NodeSample(models.Model):
+    """A node's sensors at one moment, kept now and then for its charts; beats themselves are not.
+
+    `gpus` holds one object per card, with the fields of the agent's readings.
+    """
+
+    node = models.ForeignKey(Node, on_delete=models.CASCADE, related_name="samples")
+    at = models.DateTimeField()
+    gpus = models.JSONField(default=list)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["node", "at"], name="sample_once_per_moment")
+        ]
+        indexes = [models.Index(fields=["at"], name="sample_by_age")]

@@ -31,6 +31,54 @@ class Severity(TextChoices):
     MINOR = "minor", "Minor"  # nothing is lost yet
 
 
+class Mode(TextChoices):
+    """How far a playbook may go by itself in a cluster, boldest first."""
+
+    AUTOMATIC = "automatic", "Automatic"
+    APPROVE = "approve", "Asks for approval"  # a person signs the exact plan
+    DRY_RUN = "dry_run", "Dry run"  # shows what it would do, and does nothing disruptive
+    OFF = "off", "Off"
+
+
+class Scope(TextChoices):
+    """What a limit on the blast radius is counted over."""
+
+    CLUSTER = "cluster", "Nodes of the cluster"
+    RACK = "rack", "Nodes of one rack"
+    JOB = "job", "Nodes of one job"
+    CODE = "code", "Nodes with one failure code"
+
+
+class ApprovalState(TextChoices):
+    WAITING = "waiting", "Waiting"
+    APPROVED = "approved", "Approved"
+    REJECTED = "rejected", "Rejected"
+    VOID = "void", "Void"  # the world changed before it was used
+
+
+APPROVAL_COLOURS: dict[str, str] = {
+    ApprovalState.WAITING: "bad",
+    ApprovalState.APPROVED: "good",
+    ApprovalState.REJECTED: "quiet",
+    ApprovalState.VOID: "quiet",
+}
+
+
+class CaseState(TextChoices):
+    """Where a card that is out for replacement stands."""
+
+    OPEN = "open", "Open"  # evidence collected, not yet with the vendor
+    SENT = "sent", "With the vendor"
+    CLOSED = "closed", "Closed"  # the card has left the fleet, or came back
+
+
+CASE_COLOURS: dict[str, str] = {
+    CaseState.OPEN: "bad",
+    CaseState.SENT: "warn",
+    CaseState.CLOSED: "quiet",
+}
+
+
 class EntryKind(TextChoices):
     """What a line of the timeline is."""
 

@@ -8,19 +8,25 @@ from django.conf import settings
 from django.db import models
 from django.db.models import Q
 
-from controlplane.fleet.models import Cluster, Node
+from controlplane.fleet.models import Cluster, Gpu, Node, Rack
 from controlplane.health.models import Failure
 from controlplane.ids import new_id
 from controlplane.incidents.choices import (
+    APPROVAL_COLOURS,
+    CASE_COLOURS,
     INCIDENT_COLOURS,
     INCIDENT_UNRESOLVED,
     RUN_COLOURS,
     RUN_UNFINISHED,
     STEP_COLOURS,
+    ApprovalState,
+    CaseState,
     Effect,
     EntryKind,
     IncidentState,
+    Mode,
     RunState,
+    Scope,
     Severity,
     StepState,
 )
@@ -54,6 +60,10 @@ class Incident(models.Model):
     restored_at = models.DateTimeField(null=True)  # the job has all its replicas again
     resolved_at = models.DateTimeField(null=True)
     gpu_seconds_lost = models.FloatField(null=True)
+    #: What the loss is made of: [{"part": words, "gpu_seconds": float}], see `incidents.pricing`.
+    impact = models.JSONField(default=list)
+    #: The code of the failure that caused it, e.g. "xid-79"; empty until it is found.
+    code = models.CharField(max_length=64, blank=True)
     postmortem = models.TextField(blank=True)
 
     class Meta:
@@ -110,6 +120,8 @@ class PlaybookRun(models.Model):
     playbook = models.CharField(max_length=64)
     version = models.PositiveIntegerField()
     title = models.CharField(max_length=200)
+    #: The user id of the person who asked for it; empty: automation did.
+    requested_by = models.CharField(max_length=150, blank=True)
     #: One unfinished run for each, as "replica-lost/job_…/2".
     subject = models.CharField(max_length=150)
     state = models.CharField(max_length=16, choices=RunState.choices, default=RunState.PENDING)
@@ -195,12 +207,16 @@ class PlaybookStep(models.Model):
 
 
 class Reservation(models.Model):
-    """A share of a cluster's budget: a run may take this node out, until it is released."""
+    """A share of the budgets: a run may take this node out, until it is released."""
 
     id = models.CharField(primary_key=True, max_length=40, default=partial(new_id, "rsv"))
     cluster = models.ForeignKey(Cluster, on_delete=models.PROTECT)
     node = models.ForeignKey(Node, on_delete=models.PROTECT)
     run = models.ForeignKey(PlaybookRun, on_delete=models.CASCADE, related_name="reservations")
+    #: What else it counts against: the node's rack, the job it took from, the failure's code.
+    rack = models.ForeignKey(Rack, null=True, on_delete=models.PROTECT)
+    job = models.ForeignKey(Job, null=True, on_delete=models.PROTECT)
+    code = models.CharField(max_length=64, blank=True)
     reserved_at = models.DateTimeField(auto_now_add=True)
     released_at = models.DateTimeField(null=True)
 
@@ -210,3 +226,144 @@ class Reservation(models.Model):
                 fields=["node"], condition=Q(released_at=None), name="reservation_one_per_node"
             )
         ]
+
+
+class Playbook(models.Model):
+    """A playbook that the workers know, as pages and the API show it; the keeper writes it anew.
+
+    `steps` holds objects with key, title, prose, undo, effect, disruptive and does (exact words of
+    what a disruptive step does).
+    """
+
+    name = models.CharField(primary_key=True, max_length=64)
+    version = models.PositiveIntegerField()
+    summary = models.TextField()
+    deadline_s = models.FloatField()
+    steps = models.JSONField(default=list)
+
+    class Meta:
+        ordering = ["name"]
+
+    @property
+    def disruptive(self) -> bool:
+        return any(step["disruptive"] for step in self.steps)
+
+
+class PlaybookMode(models.Model):
+    """How far a playbook may go by itself in one cluster; without a row it is automatic."""
+
+    cluster = models.ForeignKey(Cluster, on_delete=models.CASCADE, related_name="playbook_modes")
+    playbook = models.CharField(max_length=64)
+    mode = models.CharField(max_length=16, choices=Mode.choices)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(
+                fields=["cluster", "playbook"], name="mode_once_per_playbook_and_cluster"
+            ),
+            models.CheckConstraint(condition=Q(mode__in=Mode.values), name="mode_known"),
+        ]
+
+
+class BudgetLimit(models.Model):
+    """How many nodes automation may have out at once; without a row the setting's default holds."""
+
+    cluster = models.ForeignKey(Cluster, on_delete=models.CASCADE, related_name="budget_limits")
+    scope = models.CharField(max_length=16, choices=Scope.choices)
+    nodes = models.PositiveIntegerField()
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["cluster", "scope"], name="limit_once_per_scope"),
+            models.CheckConstraint(condition=Q(scope__in=Scope.values), name="limit_scope_known"),
+        ]
+
+
+class Breaker(models.Model):
+    """Open: a burst of one failure code stopped disruptive automation, until a person closes it."""
+
+    id = models.CharField(primary_key=True, max_length=40, default=partial(new_id, "brk"))
+    cluster = models.ForeignKey(Cluster, on_delete=models.CASCADE, related_name="breakers")
+    code = models.CharField(max_length=64)
+    reason = models.TextField()
+    opened_at = models.DateTimeField(auto_now_add=True)
+    closed_at = models.DateTimeField(null=True)
+    closed_by = models.CharField(max_length=150, blank=True)
+
+    class Meta:
+        ordering = ["-opened_at"]
+        constraints = [
+            models.UniqueConstraint(
+                fields=["cluster", "code"],
+                condition=Q(closed_at=None),
+                name="breaker_open_once_per_code",
+            )
+        ]
+
+
+class Approval(models.Model):
+    """A plan that a person is asked to sign. It holds for exactly this plan, in this world."""
+
+    id = models.CharField(primary_key=True, max_length=40, default=partial(new_id, "apr"))
+    cluster = models.ForeignKey(Cluster, on_delete=models.PROTECT)
+    run = models.ForeignKey(PlaybookRun, on_delete=models.CASCADE, related_name="approvals")
+    state = models.CharField(
+        max_length=16, choices=ApprovalState.choices, default=ApprovalState.WAITING
+    )
+    #: What would be done, to what, at what cost: see `incidents.plans`.
+    plan = models.JSONField()
+    #: Over the plan's steps and the state of the world that it rests on.
+    digest = models.CharField(max_length=64)
+    requested_at = models.DateTimeField(auto_now_add=True)
+    decided_at = models.DateTimeField(null=True)
+    decided_by = models.CharField(max_length=150, blank=True)
+    reason = models.TextField(blank=True)
+
+    class Meta:
+        ordering = ["requested_at"]
+        constraints = [
+            models.UniqueConstraint(
+                fields=["run"],
+                condition=Q(state__in=[ApprovalState.WAITING, ApprovalState.APPROVED]),
+                name="approval_one_valid_per_run",
+            ),
+            models.CheckConstraint(
+                condition=Q(state__in=ApprovalState.values), name="approval_state_known"
+            ),
+        ]
+
+    @property
+    def colour(self) -> str:
+        return APPROVAL_COLOURS[self.state]
+
+
+class RmaCase(models.Model):
+    """A card that goes back to its vendor, with all the evidence there is about it."""
+
+    id = models.CharField(primary_key=True, max_length=40, default=partial(new_id, "rma"))
+    cluster = models.ForeignKey(Cluster, on_delete=models.PROTECT)
+    gpu = models.ForeignKey(Gpu, on_delete=models.PROTECT, related_name="rma_cases")
+    node = models.ForeignKey(Node, on_delete=models.PROTECT, related_name="rma_cases")
+    incident = models.ForeignKey(
+        Incident, null=True, on_delete=models.SET_NULL, related_name="rma_cases"
+    )
+    state = models.CharField(max_length=16, choices=CaseState.choices, default=CaseState.OPEN)
+    reason = models.TextField()
+    #: Serial, failures with raw lines, repairs, diagnostics, driver: see `incidents.evidence`.
+    bundle = models.JSONField(default=dict)
+    vendor_reference = models.CharField(max_length=100, blank=True)
+    opened_at = models.DateTimeField(auto_now_add=True)
+    closed_at = models.DateTimeField(null=True)
+
+    class Meta:
+        ordering = ["-opened_at"]
+        constraints = [
+            models.UniqueConstraint(
+                fields=["gpu"], condition=~Q(state=CaseState.CLOSED), name="rma_one_open_per_card"
+            ),
+            models.CheckConstraint(condition=Q(state__in=CaseState.values), name="rma_state_known"),
+        ]
+
+    @property
+    def colour(self) -> str:
+        return CASE_COLOURS[self.state]

@@ -7,20 +7,36 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from django.contrib.auth.models import AnonymousUser
-from django.db.models import Case, IntegerField, QuerySet, Value, When
+from django.db.models import Case, Exists, IntegerField, OuterRef, Q, QuerySet, Value, When
 from django.http import Http404
 
 from controlplane.accounts.models import User
+from controlplane.fleet.models import Node
 from controlplane.fleet.selectors import clusters_for
+from controlplane.health.models import Failure
+from controlplane.incidents import pricing
 from controlplane.incidents.choices import (
     INCIDENT_UNRESOLVED,
     RUN_ACTIVE,
+    RUN_UNFINISHED,
     STEP_FINISHED,
+    ApprovalState,
     RunState,
     Severity,
     StepState,
 )
-from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep, TimelineEntry
+from controlplane.incidents.models import (
+    Approval,
+    Breaker,
+    Incident,
+    PlaybookRun,
+    PlaybookStep,
+    RmaCase,
+    TimelineEntry,
+)
+from controlplane.incidents.plans import NODE_ORDERS
+from controlplane.jobs.models import Job
+from controlplane.jobs.selectors import placeable_nodes
 
 _GRAVITY = Case(
     *(When(severity=severity, then=Value(rank)) for rank, severity in enumerate(Severity)),
@@ -48,7 +64,9 @@ def incident_for(user: User | AnonymousUser, incident_id: str) -> Incident:
 def unresolved_for(user: User | AnonymousUser) -> QuerySet[Incident]:
     """The gravest first, then the oldest."""
     unresolved = incidents_for(user).filter(state__in=INCIDENT_UNRESOLVED)
-    return unresolved.prefetch_related("runs__steps").order_by(_GRAVITY, "occurred_at")
+    return unresolved.prefetch_related("runs__steps", "runs__approvals").order_by(
+        _GRAVITY, "occurred_at"
+    )
 
 
 def resolved_for(user: User | AnonymousUser, *, limit: int) -> QuerySet[Incident]:
@@ -63,6 +81,38 @@ def runs_needing_operator_for(user: User | AnonymousUser) -> QuerySet[PlaybookRu
         .select_related("cluster", "job", "node", "incident")
         .order_by("created_at")
     )
+
+
+def runs_for(user: User | AnonymousUser) -> QuerySet[PlaybookRun]:
+    """Runs the caller may see, newest first."""
+    return (
+        PlaybookRun.objects.filter(cluster__in=clusters_for(user))
+        .select_related("cluster", "job", "node", "incident")
+        .prefetch_related("steps", "approvals")
+        .order_by("-id")
+    )
+
+
+def run_for(user: User | AnonymousUser, run_id: str) -> PlaybookRun:
+    """Raises Http404 if there is none, or none the caller may see."""
+    run = runs_for(user).filter(pk=run_id).first()
+    if run is None:
+        raise Http404("no such run")
+    return run
+
+
+def approval_for(user: User | AnonymousUser, approval_id: str) -> Approval:
+    """Raises Http404 if there is none, or none the caller may see."""
+    found = Approval.objects.filter(pk=approval_id, cluster__in=clusters_for(user))
+    approval = found.select_related("run").first()
+    if approval is None:
+        raise Http404("no such approval")
+    return approval
+
+
+def requester_of(run: PlaybookRun) -> str:
+    """The name of the person who asked for a run; empty: automation did."""
+    return _usernames({run.requested_by}).get(run.requested_by, run.requested_by)
 
 
 def decisions_for(user: User | AnonymousUser, *, limit: int) -> QuerySet[PlaybookStep]:
@@ -96,21 +146,37 @@ class Moment:
 class Ask:
     """What the incident wants from a person: nothing, or the run that waits for one."""
 
-    kind: str  # "nothing", "watch", "decide" or "look"
+    kind: str  # "nothing", "watch", "sign", "decide" or "look"
     text: str
     run: PlaybookRun | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for a person."""
+        return self.kind in ("sign", "decide", "look")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A share of what an incident cost."""
+
+    label: str
+    gpu_seconds: float
+    money: float
 
 
 @dataclass(frozen=True)
 class Impact:
-    """What the fault cost the job."""
+    """What the fault cost: the job its time, the fleet its GPU-seconds."""
 
     longest_gap_s: float | None
     interruptions: int
+    parts: list[Part]
+    money: float | None
 
 
 def runs_of(incident: Incident) -> list[PlaybookRun]:
-    return list(incident.runs.select_related("job", "node").prefetch_related("steps"))
+    return list(incident.runs.select_related("job", "node").prefetch_related("steps", "approvals"))
 
 
 def moments_of(incident: Incident) -> list[Moment]:
@@ -135,6 +201,8 @@ def _seconds(incident: Incident, at: datetime | None) -> float | None:
 def ask_of(incident: Incident, runs: Sequence[PlaybookRun]) -> Ask:
     """What the on-call engineer should do now, in one sentence."""
     for run in runs:
+        if waiting_approval(run) is not None:
+            return Ask("sign", f"Sign or reject the plan of “{run.title}”.", run)
         if run.state == RunState.NEEDS_OPERATOR:
             reason = run.state_reason or "The playbook stopped and waits for a person."
             return Ask("decide", reason, run)
@@ -144,6 +212,12 @@ def ask_of(incident: Incident, runs: Sequence[PlaybookRun]) -> Ask:
         if run.state in RUN_ACTIVE:
             return Ask("watch", f"Nothing now. {_doing(run)}", run)
     return Ask("look", "No playbook is at work on this. Look at the evidence and act by hand.")
+
+
+def waiting_approval(run: PlaybookRun) -> Approval | None:
+    """The plan that a run wants signed, if it waits for that."""
+    waiting = [one for one in run.approvals.all() if one.state == ApprovalState.WAITING]
+    return waiting[-1] if waiting else None
 
 
 def _doing(run: PlaybookRun) -> str:
@@ -165,16 +239,34 @@ def deeds_of(runs: Sequence[PlaybookRun]) -> list[PlaybookStep]:
 
 
 def impact_of(incident: Incident) -> Impact:
-    """The gaps in the job's commits between the fault and the replica's return."""
+    """The gaps in the job's commits, and what the incident cost by its parts."""
+    cluster = incident.cluster
+    parts = [
+        Part(one["part"], one["gpu_seconds"], pricing.money(cluster, one["gpu_seconds"]))
+        for one in incident.impact
+    ]
+    lost = incident.gpu_seconds_lost
+    money = None if lost is None else pricing.money(cluster, lost)
+    gaps = _gaps_of(incident)
+    return Impact(max(gaps, default=None), len(gaps), parts, money)
+
+
+def _gaps_of(incident: Incident) -> list[float]:
+    """Seconds of each gap between the fault and the replica's return."""
     if incident.job is None:
-        return Impact(None, 0)
+        return []
     interruptions = incident.job.interruptions.filter(
         committed_at__gte=incident.occurred_at - timedelta(seconds=5)
     )
     if end := incident.restored_at or incident.resolved_at:
         interruptions = interruptions.filter(started_at__lte=end + timedelta(seconds=5))
-    rows = list(interruptions.values_list("gap_s", flat=True)[:1000])
-    return Impact(max(rows, default=None), len(rows))
+    return list(interruptions.values_list("gap_s", flat=True)[:1000])
+
+
+def failures_of(incident: Incident) -> list[Failure]:
+    """What triage found behind the incident, oldest first, each with the signals it was made of."""
+    failures = incident.failures.select_related("node", "gpu").prefetch_related("signals")
+    return list(failures.order_by("observed_at")[:100])
 
 
 @dataclass(frozen=True)
@@ -196,3 +288,46 @@ def _usernames(ids: set[str]) -> dict[str, str]:
     """Names by id. An id that is no number belongs to no person."""
     people = User.objects.filter(pk__in=[int(one) for one in ids if one.isdigit()])
     return {str(pk): name for pk, name in people.values_list("pk", "username")}
+
+
+# --- Lists of the API -----------------------------------------------------------------------------
+
+
+def failures_for(user: User | AnonymousUser) -> QuerySet[Failure]:
+    """Failures of nodes, or of jobs where no node is blamed, in clusters the caller may see."""
+    clusters = clusters_for(user)
+    jobs = Job.objects.filter(cluster__in=clusters).values("pk")
+    return Failure.objects.filter(
+        Q(node__cluster__in=clusters) | Q(node=None, job_id__in=jobs)
+    ).select_related("node")
+
+
+def steps_for(user: User | AnonymousUser) -> QuerySet[PlaybookStep]:
+    return PlaybookStep.objects.filter(run__cluster__in=clusters_for(user)).select_related("run")
+
+
+def approvals_for(user: User | AnonymousUser) -> QuerySet[Approval]:
+    return Approval.objects.filter(cluster__in=clusters_for(user)).select_related("run")
+
+
+def breakers_for(user: User | AnonymousUser) -> QuerySet[Breaker]:
+    return Breaker.objects.filter(cluster__in=clusters_for(user))
+
+
+def rma_cases_for(user: User | AnonymousUser) -> QuerySet[RmaCase]:
+    return RmaCase.objects.filter(cluster__in=clusters_for(user)).select_related("gpu", "node")
+
+
+#: Playbooks that take their node out of service, or are about to.
+TAKING_OUT = ("repair-node", *NODE_ORDERS.values())
+
+
+def usable_nodes(cluster_id: str, job_id: str | None = None) -> QuerySet[Node]:
+    """The nodes that may take work at this moment, spares among them; see `placeable_nodes`.
+
+    One that a run is about to take out is none of them.
+    """
+    leaving = PlaybookRun.objects.filter(
+        node_id=OuterRef("pk"), playbook__in=TAKING_OUT, state__in=sorted(RUN_UNFINISHED)
+    )
+    return placeable_nodes(cluster_id, job_id).exclude(Exists(leaving))

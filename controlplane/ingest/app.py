@@ -2,7 +2,7 @@
 
     granian --interface asgi controlplane.ingest.app:app --workers 1 --backpressure 20000
 
-It must never answer anything but JSON, nor let an exception reach the server.
+It must never answer a message with anything but JSON, nor let an exception reach the server.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ django.setup()  # before anything that imports a model
 
 from controlplane.errors import Refused  # noqa: E402
 from controlplane.ids import new_id  # noqa: E402
+from controlplane.ingest import metrics  # noqa: E402
 from controlplane.ingest.http import (  # noqa: E402
     Budget,
     DisconnectedError,
@@ -51,6 +52,7 @@ class App:
         self._service: Service | None = None
         self._in_flight = 0
         self._budget = Budget(MAX_BYTES_IN_FLIGHT)
+        metrics.REQUESTS_IN_FLIGHT.set_function(lambda: self._in_flight)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -69,14 +71,17 @@ class App:
 
     async def _answer(self, request: Request, send: Send) -> None:
         self._in_flight += 1
+        outcome = "sender_gone"
         try:
             response = await self._response(request)
+            outcome = response.outcome
             await respond(send, response)
         except DisconnectedError:
-            log.debug("ingest.sender_gone", path=request.path)
+            log.debug("ingest.sender_gone", kind=self._kind(request))
         finally:
             request.close()
             self._in_flight -= 1
+            metrics.MESSAGES.labels(self._kind(request), outcome).inc()
 
     async def _response(self, request: Request) -> Response:
         try:
@@ -84,17 +89,24 @@ class App:
                 raise unavailable("too many requests at once; try again")
             return await self._route(request)
         except Refused as refused:
-            log.debug("ingest.refused", path=request.path, code=refused.code, field=refused.field)
+            log.debug(
+                "ingest.refused", kind=self._kind(request), code=refused.code, field=refused.field
+            )
             await request.discard()
             return problem(refused)
         except DisconnectedError:
             raise
         except Exception:
             request_id = new_id("req")
-            log.exception("ingest.failed", path=request.path, request_id=request_id)
+            log.exception("ingest.failed", kind=self._kind(request), request=request_id)
             return problem(
                 Refused(500, "internal_error", "", f"our mistake; our log has it as {request_id}")
             )
+
+    def _kind(self, request: Request) -> str:
+        """A route's name, never the path that a sender chose."""
+        known = self._service is not None and request.path in self._service.routes
+        return request.path.removeprefix("/v1/").strip("/") if known else "unknown"
 
     async def _route(self, request: Request) -> Response:
         if self._service is None:

@@ -38,6 +38,8 @@ class Response:
     body: bytes
     content_type: bytes = b"application/json"
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    #: For the metrics: "accepted", or why not.
+    outcome: str = "accepted"
 
 
 class Budget:
@@ -62,6 +64,8 @@ class Request:
     def __init__(self, scope: Scope, receive: Receive, budget: Budget) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        #: The sender's address as the socket has it; "" on a Unix socket.
+        self.address: str = (scope.get("client") or ("", 0))[0]
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self._receive = receive
         self._more = True
@@ -146,7 +150,7 @@ def problem(refused: Refused) -> Response:
         )
     )
     headers = [(b"retry-after", b"%d" % RETRY_AFTER_S)] if refused.status == 503 else []
-    return Response(refused.status, body, b"application/problem+json", headers)
+    return Response(refused.status, body, b"application/problem+json", headers, refused.code)
 
 
 def unavailable(detail: str) -> Refused:

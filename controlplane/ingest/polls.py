@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 
 from controlplane import doorbell
 from controlplane.errors import Refused
+from controlplane.ingest import metrics
 from controlplane.ingest.http import unavailable
 from node_agent import wire
 
@@ -59,6 +60,7 @@ class Polls:
         self._wake = asyncio.Event()
         self._carried: dict[str, dict[str, float]] = {}
         self._closing = False
+        metrics.POLLS_HELD.set_function(lambda: len(self._waiters))
 
     async def wait(self, node_id: str, wait_s: float) -> wire.Commands:
         """The node's orders as soon as there are some, or none after `wait_s` seconds.

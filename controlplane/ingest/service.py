@@ -15,6 +15,7 @@ from django.db import connection
 from redis.exceptions import RedisError
 
 from controlplane import crypto
+from controlplane import metrics as prometheus
 from controlplane.errors import Refused
 from controlplane.fleet import actions as fleet
 from controlplane.health import actions as health
@@ -64,6 +65,7 @@ class Service:
         self.routes: dict[str, tuple[str, Handler]] = {
             "/healthz": ("GET", self._healthz),
             "/readyz": ("GET", self._readyz),
+            "/metrics": ("GET", self._metrics),
             "/v1/enroll": ("POST", self._enroll),
             "/v1/runtime": ("POST", self._runtime),
             "/v1/beat": ("POST", self._signed(self._beat)),
@@ -105,6 +107,17 @@ class Service:
         if missing:
             raise unavailable(f"not ready: {', '.join(missing)}")
         return accepted(parts)
+
+    async def _metrics(self, request: Request) -> Response:
+        allowed = prometheus.may_read(
+            request.address,
+            request.header("Authorization"),
+            relayed=any(request.header(name) for name in prometheus.RELAYED),
+        )
+        if not allowed:
+            raise Refused(403, "metrics_denied", "", prometheus.DENIED.strip())
+        content = await asyncio.to_thread(prometheus.exposition)
+        return Response(200, content, prometheus.CONTENT_TYPE.encode())
 
     # --- messages ---------------------------------------------------------------------------------
 

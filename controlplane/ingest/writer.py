@@ -30,6 +30,7 @@ from psycopg.errors import CheckViolation, UniqueViolation
 
 from controlplane.errors import Conflict, Refused
 from controlplane.fleet.changes import change
+from controlplane.ingest import metrics
 from controlplane.ingest.http import unavailable
 
 T = TypeVar("T")
@@ -70,6 +71,8 @@ class Writer:
         self._waiting = 0
         self._waiting_bytes = 0
         self._bells = _Bells()
+        metrics.WRITES_WAITING.set_function(lambda: self._waiting)
+        metrics.WRITES_WAITING_BYTES.set_function(lambda: self._waiting_bytes)
         self._thread = threading.Thread(target=self._run, name="ingest-writer", daemon=True)
         self._thread.start()
 
@@ -105,7 +108,8 @@ class Writer:
         open_ = True
         while open_:
             batch, open_ = self._gather()
-            outcomes, hooks = _commit(batch)
+            with metrics.COMMITS.time():
+                outcomes, hooks = _commit(batch)
             self._loop.call_soon_threadsafe(self._settle, batch, outcomes)
             self._bells.ring(hooks)
         connection.close()
@@ -151,10 +155,12 @@ def _commit(batch: list[_Item]) -> tuple[list[Any], list[Hook]]:
             connection.run_on_commit = []
     except (DatabaseError, InterfaceError) as error:
         log.warning("ingest.postgres_unavailable", error=str(error), items=len(batch))
+        metrics.COMMITS_FAILED.inc()
         connection.close()
         return [unavailable(_RETRY) for _ in batch], []
     except Exception as error:
         log.exception("ingest.commit_failed", items=len(batch))
+        metrics.COMMITS_FAILED.inc()
         connection.close()
         return [error for _ in batch], []
     return outcomes, hooks

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from statistics import median
 
 from controlplane.jobs.models import Interruption, Job, ProgressSample
 
 
-def gpu_seconds_lost(job: Job, replica: int, lost_at: datetime, back_at: datetime) -> float:
-    """GPU-seconds that the loss of one replica cost the job, until it trained again.
+@dataclass(frozen=True)
+class Loss:
+    """GPU-seconds that the loss of one replica cost its job, in two parts that do not overlap."""
 
-    Two parts that do not overlap: the lost replica's own GPUs for as long as it was away, and the
-    survivors' GPUs for as long as they stood still, once when it was lost and once when it was let
-    in again (each gap between commits less one healthy step). Survivors are slower meanwhile
-    because they cover its shards; that work is useful, so it is not counted as lost.
+    #: The lost replica's own GPUs, for as long as it was away.
+    away: float
+    #: The survivors' GPUs, for as long as they stood still.
+    stood_still: float
+
+    @property
+    def total(self) -> float:
+        return round(self.away + self.stood_still, 1)
+
+
+def loss_of(job: Job, replica: int, lost_at: datetime, back_at: datetime) -> Loss:
+    """What the loss of one replica cost the job, until it trained again.
+
+    Survivors stand still once when it is lost and once when it is let in again: each gap between
+    commits less one healthy step. They are slower meanwhile because they cover its shards; that
+    work is useful, so it is not counted as lost.
     """
     away = (back_at - lost_at).total_seconds() * job.gpus_per_replica
     step_s = median_step_s(job, lost_at)
@@ -28,7 +42,7 @@ def gpu_seconds_lost(job: Job, replica: int, lost_at: datetime, back_at: datetim
         * len([index for index in pause.replicas if index != replica])
         for pause in pauses
     )
-    return round(away + stood_still, 1)
+    return Loss(round(away, 1), round(stood_still, 1))
 
 
 def median_step_s(job: Job, before: datetime, samples: int = 60) -> float:

@@ -213,3 +213,41 @@ class Directive(models.Model):
     args = models.JSONField(default=dict)
     created_at = models.DateTimeField(auto_now_add=True)
     expires_at = models.DateTimeField()
+
+
+class NodeExclusion(models.Model):
+    """A node that a job must not be placed on, because its scheduler or owner said so."""
+
+    id = models.CharField(primary_key=True, max_length=40, default=partial(new_id, "exc"))
+    job = models.ForeignKey(Job, on_delete=models.CASCADE, related_name="exclusions")
+    node = models.ForeignKey(Node, on_delete=models.PROTECT, related_name="exclusions")
+    reason = models.TextField()
+    created_at = models.DateTimeField(auto_now_add=True)
+
+    class Meta:
+        ordering = ["created_at"]
+        constraints = [
+            models.UniqueConstraint(fields=["job", "node"], name="exclusion_once_per_node")
+        ]
+
+
+class SpareReservation(models.Model):
+    """A spare that is kept for one job, or for whoever asked, until it is used or time is up."""
+
+    id = models.CharField(primary_key=True, max_length=40, default=partial(new_id, "srv"))
+    cluster = models.ForeignKey(Cluster, on_delete=models.PROTECT)
+    node = models.ForeignKey(Node, on_delete=models.PROTECT, related_name="spare_reservations")
+    job = models.ForeignKey(Job, null=True, on_delete=models.CASCADE)
+    holder = models.CharField(max_length=150)
+    reason = models.TextField(blank=True)
+    created_at = models.DateTimeField(auto_now_add=True)
+    expires_at = models.DateTimeField()
+    released_at = models.DateTimeField(null=True)
+
+    class Meta:
+        ordering = ["created_at"]
+        constraints = [
+            models.UniqueConstraint(
+                fields=["node"], condition=Q(released_at=None), name="spare_reserved_once"
+            )
+        ]

@@ -6,16 +6,39 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Protocol
 
+from django.conf import settings
 from django.contrib.auth.models import AnonymousUser
 from django.db import connection
-from django.db.models import Count, F, Func, IntegerField, Max, Min, Q, QuerySet, Sum
+from django.db.models import (
+    Count,
+    Exists,
+    F,
+    Func,
+    IntegerField,
+    Max,
+    Min,
+    OuterRef,
+    Q,
+    QuerySet,
+    Sum,
+)
 from django.http import Http404
 from django.utils import timezone
 
 from controlplane.accounts.models import User
+from controlplane.fleet.choices import NodeState
+from controlplane.fleet.models import Gpu, MaintenanceWindow, Node
 from controlplane.fleet.selectors import clusters_for
 from controlplane.jobs.choices import JOB_ACTIVE, PlacementState, ReplicaState
-from controlplane.jobs.models import Checkpoint, Interruption, Job, LedgerRange, Placement, Replica
+from controlplane.jobs.models import (
+    Checkpoint,
+    Interruption,
+    Job,
+    LedgerRange,
+    Placement,
+    Replica,
+    SpareReservation,
+)
 
 #: At most this many points of a curve are sent to a browser.
 MAX_POINTS = 1000
@@ -42,6 +65,51 @@ def job_for(user: User | AnonymousUser, job_id: str) -> Job:
     if job is None:
         raise Http404("no such job")
     return job
+
+
+# --- Which nodes may take work ----------------------------------------------------------------------
+
+
+def placeable_nodes(cluster_id: str, job_id: str | None = None) -> QuerySet[Node]:
+    """The nodes of a cluster that may take work at this moment, spares among them.
+
+    Available, heard within a lease, trusted, not on hold, not drained by anybody, in no maintenance
+    window; not reserved, unless for this job, and not among those it is kept from.
+    """
+    now = timezone.now()
+    nodes = Node.objects.filter(
+        cluster_id=cluster_id,
+        state=NodeState.AVAILABLE,
+        lease__reachable=True,
+        lease__last_beat_at__gte=now - timedelta(seconds=settings.LEASE_S),
+        key_revoked_at=None,
+        hold_reason="",
+        drained_by="",
+    )
+    windows = MaintenanceWindow.objects.filter(
+        cluster_id=cluster_id, starts_at__lte=now, ends_at__gt=now, closed_at=None
+    )
+    whole = windows.filter(rack=None, node=None)
+    reserved = present_reservations()
+    if job_id is not None:
+        reserved = reserved.exclude(job_id=job_id)
+        nodes = nodes.exclude(exclusions__job_id=job_id)
+    return (
+        nodes.exclude(Exists(whole))
+        .exclude(Exists(windows.filter(node_id=OuterRef("pk"))))
+        .exclude(Exists(windows.filter(rack_id=OuterRef("rack_id"))))
+        .exclude(Exists(reserved.filter(node_id=OuterRef("pk"))))
+    )
+
+
+def present_reservations() -> QuerySet[SpareReservation]:
+    """Reservations that hold a spare at this moment."""
+    return SpareReservation.objects.filter(released_at=None, expires_at__gt=timezone.now())
+
+
+def nodes_with(gpu_model: str) -> QuerySet[Gpu]:
+    """The ids of the nodes that have cards of this model."""
+    return Gpu.objects.filter(model=gpu_model, node__isnull=False).values("node_id")
 
 
 # --- The job's page -------------------------------------------------------------------------------

@@ -6,11 +6,14 @@ from typing import Any
 
 from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
 
+from controlplane.accounts.access import Access, needs
 from controlplane.accounts.views import signed_in
 from controlplane.fleet.selectors import clusters_for
 from controlplane.jobs import selectors
+from controlplane.jobs.choices import JOB_ACTIVE
 from controlplane.jobs.models import Job
 from controlplane.live import live_page
+from controlplane.paging import page_of
 
 #: How far back the curves may be asked to reach, by the word in the address.
 WINDOWS: dict[str, tuple[str, float | None]] = {
@@ -21,15 +24,31 @@ WINDOWS: dict[str, tuple[str, float | None]] = {
 }
 
 
+#: Ids sort by the time of their making.
+SORTS = {"-registered": "pk", "name": "name", "state": "state", "-step": "step"}
+
+
 @signed_in
+@needs(Access.SIGNED_IN)
 def jobs(request: HttpRequest) -> HttpResponse:
+    """Jobs by `state` ("active" or "ended") and `cluster`."""
+
     def context() -> dict[str, Any]:
-        return {"jobs": selectors.jobs_for(request.user).order_by("ended_at", "-created_at")[:200]}
+        found = selectors.jobs_for(request.user)
+        state = request.GET.get("state", "")
+        if state == "active":
+            found = found.filter(state__in=JOB_ACTIVE)
+        elif state == "ended":
+            found = found.exclude(state__in=JOB_ACTIVE)
+        if cluster := request.GET.get("cluster"):
+            found = found.filter(cluster=cluster)
+        return {"page": page_of(found, request.GET, sorts=SORTS), "state": state}
 
     return live_page(request, "jobs/list", clusters_for(request.user), context)
 
 
 @signed_in
+@needs(Access.VIEWER)
 def job(request: HttpRequest, job_id: str) -> HttpResponse:
     found = selectors.job_for(request.user, job_id)
     return live_page(request, "jobs/job", [found.cluster], lambda: _job_context(request, found))
@@ -50,6 +69,7 @@ def _job_context(request: HttpRequest, found: Job) -> dict[str, Any]:
 
 
 @signed_in
+@needs(Access.VIEWER)
 def series(request: HttpRequest, job_id: str) -> HttpResponse:
     """The curves as JSON columns; 204 when there is nothing after `after_step`."""
     found = selectors.job_for(request.user, job_id)

@@ -12,6 +12,10 @@ class HardwareUnknown(Exception):
     """The hardware cannot be listed now. Not the same as "there is none"."""
 
 
+class ResetFailed(Exception):
+    """The cards were not reset; the message names the remedy."""
+
+
 @dataclass(frozen=True)
 class Readings:
     """The latest sensors. `unreadable`: cards that do not answer, by UUID, with the reason.
@@ -24,16 +28,28 @@ class Readings:
 
 
 class Hardware(Protocol):
-    """Where cards and sensors are read. Neither call blocks for longer than a moment."""
+    """Where cards and sensors are read. Only `reset` blocks for longer than a moment."""
 
     def inventory(self) -> Inventory:
         """What is fitted now. Raises HardwareUnknown."""
         ...
 
-    def readings(self) -> Readings: ...
+    def readings(self) -> Readings:
+        """The latest. From then on `change_fd` tells of newer changes only."""
+        ...
 
     def change_fd(self) -> int | None:
-        """A descriptor that is readable when `inventory` may have changed, if there is one."""
+        """A descriptor that is readable when the cards, or which of them answer, may have changed.
+
+        None where there is no such descriptor.
+        """
+        ...
+
+    def reset(self, uuids: list[str]) -> list[str]:
+        """Reset these cards, or all if none is named; returns which. No process may use them.
+
+        Takes up to a minute. Raises ResetFailed; HardwareUnknown if the cards cannot be listed.
+        """
         ...
 
     def close(self) -> None: ...

@@ -22,6 +22,8 @@ from node_agent.log import log
 from node_agent.watch import FolderWatch
 
 WORDS = (b"NVRM", b"Xid", b"SXid", b"nvidia", b"mce:", b"Out of memory")
+#: In the agent's state folder.
+CURSOR_FILE = "kernel-log-cursor.json"
 #: wire.Text: what is longer is cut.
 MAX_LINE = 8192
 BLOCK = 65536
@@ -50,6 +52,33 @@ def follow(path: Path, cursor_file: Path, boot_id: str, deliver: Deliver) -> Non
         if lines:
             deliver(lines)
         write_atomically(cursor_file, msgspec.json.encode(asdict(cursor)))
+
+
+def position(path: Path, cursor_file: Path, boot_id: str) -> Cursor:
+    """Where the log ends now, counted as the cursor of `follow` counts. OSError if unreadable."""
+    if stat.S_ISCHR(path.stat().st_mode):
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return Cursor(boot_id, max((number for number, _ in _all_records(fd)), default=0))
+        finally:
+            os.close(fd)
+    generation = _load(cursor_file, boot_id).generation
+    return Cursor(boot_id, path.stat().st_size, generation)
+
+
+def lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """All that the log holds now: (where it stands, counted as a cursor counts; the line)."""
+    if stat.S_ISCHR(path.stat().st_mode):
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            yield from _all_records(fd)
+        finally:
+            os.close(fd)
+    else:
+        at = 0
+        for line in path.read_bytes().split(b"\n"):
+            at += len(line) + 1
+            yield at, line
 
 
 def matters(line: bytes) -> bool:
@@ -136,6 +165,13 @@ def _records(fd: int) -> Iterator[bytes]:
                 log("kernel_log_long_record", "error")
             else:
                 raise
+
+
+def _all_records(fd: int) -> Iterator[tuple[int, bytes]]:
+    """Every record that is there now: its number, and its first line."""
+    while batch := list(_records(fd)):
+        for record in batch:
+            yield _number(record), record.split(b"\n", 1)[0]
 
 
 def _number(record: bytes) -> int:

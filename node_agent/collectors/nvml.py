@@ -16,11 +16,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from node_agent.collectors import HardwareUnknown, Readings, host
+from node_agent.collectors import HardwareUnknown, Readings, ResetFailed, host, nvidia_smi
 from node_agent.log import log
 from node_agent.threads import start_thread
 from node_agent.wire import GpuInfo, GpuReading, Inventory
@@ -63,8 +65,12 @@ def look_once() -> tuple[Inventory, Readings]:
 class NvmlHardware:
     """The last known state of the cards, kept fresh by a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, reset_tool: Path) -> None:
+        self._reset_tool = reset_tool
+        nvidia_smi.end_left_over(reset_tool)
         self._child = NvmlProcess(COMMAND)
+        self._asking = threading.Lock()
+        self._changed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._inventory: Inventory | None = None
         self._why = "NVML has not answered yet"
         self._readings = Readings()
@@ -79,32 +85,61 @@ class NvmlHardware:
         return self._inventory
 
     def readings(self) -> Readings:
+        with suppress(BlockingIOError):  # nothing has changed since the last call
+            os.eventfd_read(self._changed)
         if self._readings.values and time.monotonic() - self._read_at > STALE_S:
             return Readings(unreadable=self._readings.unreadable)
         return self._readings
 
     def change_fd(self) -> int | None:
-        return None
+        return self._changed
+
+    def reset(self, uuids: list[str]) -> list[str]:
+        fitted = [gpu.uuid for gpu in self.inventory().gpus]
+        strange = [uuid for uuid in uuids if uuid not in fitted]
+        if strange:
+            raise ResetFailed(f"no card {strange[0]} is fitted: name one of this node's")
+        wanted = uuids or fitted
+        with self._asking:
+            # A process that reads a card's sensors keeps it open, and an open card is not reset.
+            self._child.kill()
+            try:
+                self._child.wait_for_its_end()
+            except NoAnswer as error:
+                raise ResetFailed(f"{error}: reboot the node") from error
+            nvidia_smi.reset(self._reset_tool, wanted)
+            self._listed_at = 0.0
+        return wanted
 
     def close(self) -> None:
         self._closed.set()
         self._child.kill()
 
     def _keep_fresh(self) -> None:
-        while not self._closed.wait(PERIOD_S if self._inventory is not None else 0.1):
+        pause = 0.1
+        while not self._closed.wait(pause):
+            pause = PERIOD_S
+            before = (self._inventory, self._readings.unreadable.keys())
             try:
-                if time.monotonic() - self._listed_at > LIST_PERIOD_S or self._inventory is None:
-                    self._inventory = _inventory(self._child.ask("inventory", FIRST_DEADLINE_S))
-                    self._listed_at = time.monotonic()
-                self._readings = _readings(self._child.ask("readings", DEADLINE_S))
-                self._read_at = time.monotonic()
+                with self._asking:
+                    self._ask()
             except NoAnswer as error:
                 if self._closed.is_set():
                     return
                 log("nvml_no_answer", "error", error=str(error), card=error.card)
                 self._why = f"NVML: {error}"
                 self._readings = Readings(unreadable={error.card: str(error)})
-                self._closed.wait(DEADLINE_S)
+                pause = DEADLINE_S
+            if before != (self._inventory, self._readings.unreadable.keys()):
+                os.eventfd_write(self._changed, 1)
+
+    def _ask(self) -> None:
+        """Raises NoAnswer."""
+        if time.monotonic() - self._listed_at > LIST_PERIOD_S or self._inventory is None:
+            self._inventory = _inventory(self._child.ask("inventory", FIRST_DEADLINE_S))
+            self._listed_at = time.monotonic()
+        self._readings = _readings(self._child.ask("readings", DEADLINE_S))
+        self._read_at = time.monotonic()
 
 
 class NvmlProcess:
@@ -139,13 +174,17 @@ class NvmlProcess:
             self._process.kill()
             self._killed = True
 
-    def _pipes(self) -> tuple[io.FileIO, io.FileIO]:
-        """Where a living child takes questions and gives answers."""
+    def wait_for_its_end(self) -> None:
+        """Return once a killed process is gone. Raises NoAnswer if it cannot even be killed."""
         if self._process is not None and self._killed:
             try:
                 self._process.wait(KILL_WAIT_S)
             except subprocess.TimeoutExpired as error:
                 raise NoAnswer("the process that reads NVML hangs in the kernel") from error
+
+    def _pipes(self) -> tuple[io.FileIO, io.FileIO]:
+        """Where a living child takes questions and gives answers."""
+        self.wait_for_its_end()
         if self._process is None or self._process.poll() is not None:
             questions, asker = _pipe()
             answerer, answers = _pipe()

@@ -2,14 +2,14 @@
 // Fetches what is new each second and appends; drawn as SVG, so that CSS gives the colours and
 // marks are links.
 
-const NS = "http://www.w3.org/2000/svg";
+import { clock, element, figure, TICK_S } from "./svg.js";
+
 const LEFT = 52, RIGHT = 62, LANE = 36, LOSS = 132, BETWEEN = 22, RATE = 92, CKPT = 22, AXIS = 20;
 const RATE_TOP = LANE + LOSS + BETWEEN;
 const BOTTOM = RATE_TOP + RATE;
 const HEIGHT = BOTTOM + CKPT + AXIS;
 const COLUMNS = ["step", "at", "loss", "throughput", "gap_s"];
 const WINDOW_S = { "5m": 300, "30m": 1800, "6h": 21600, all: Infinity };
-const TICK_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
 
 const box = document.getElementById("chart");
 const body = document.querySelector("#chart-table tbody");
@@ -18,19 +18,7 @@ const marks = new Map(); // epoch -> mark
 const checkpoints = new Map(); // step and tier -> checkpoint
 let cursor = null; // index of the point under the crosshair
 
-const clock = (at) => new Date(at * 1000).toISOString().slice(11, 19);
-const figure = (value) =>
-  value == null ? "–"
-    : Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en").replaceAll(",", "\u202f")
-    : value.toPrecision(4);
 const span = (value) => (value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(1)} s`);
-
-function element(name, attributes, ...children) {
-  const made = document.createElementNS(NS, name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.append(...children);
-  return made;
-}
 
 // --- What is new ---------------------------------------------------------------------------------
 

@@ -62,6 +62,7 @@ def definition(key: str, *, disruptive: bool = False) -> StepDefinition:
 PLAYBOOK = Playbook(
     name="test",
     version=3,
+    summary="for tests",
     deadline_s=600,
     steps=(definition("one"), definition("two", disruptive=True), definition("three")),
 )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from workers.playbooks import (
     admit_node,
+    node_orders,
     repair_node,
     replica_lost,
     restore_coordinator,
+    site_silent,
     start_job,
 )
 from workers.playbooks.base import Playbook
@@ -18,6 +20,8 @@ PLAYBOOKS: dict[str, Playbook] = {
         repair_node.PLAYBOOK,
         replica_lost.PLAYBOOK,
         restore_coordinator.PLAYBOOK,
+        site_silent.PLAYBOOK,
         start_job.PLAYBOOK,
+        *node_orders.PLAYBOOKS,
     )
 }

@@ -29,6 +29,7 @@ def admit(ctx: StepContext) -> Outcome:
 PLAYBOOK = Playbook(
     name="admit-node",
     version=1,
+    summary="Validates a newly enrolled node and lets it take work.",
     deadline_s=3600,
     steps=(
         StepDefinition(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from controlplane.incidents.choices import Effect
 from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
+from controlplane.incidents.models import Playbook as PlaybookRow
 
 Apply = Callable[[], object]
 
@@ -112,6 +113,8 @@ class StepDefinition:
     undo: str = ""
     #: Asks the guards before it acts on the run's node.
     disruptive: bool = False
+    #: The exact words of what a disruptive step does, from the run's context; "{node}" names it.
+    does: Callable[[Mapping[str, Any]], Sequence[str]] = lambda _context: ()
     #: A step that still waits after this many seconds asks for a person.
     timeout_s: float = 300
 
@@ -120,8 +123,35 @@ class StepDefinition:
 class Playbook:
     name: str
     version: int
+    #: What it is for, in a sentence.
+    summary: str
     deadline_s: float
     steps: tuple[StepDefinition, ...]
 
     def step(self, key: str) -> StepDefinition | None:
         return next((step for step in self.steps if step.key == key), None)
+
+    def as_row(self) -> PlaybookRow:
+        """The playbook as pages and dry runs show it."""
+        return PlaybookRow(
+            name=self.name,
+            version=self.version,
+            summary=self.summary,
+            deadline_s=self.deadline_s,
+            steps=[
+                {
+                    "key": step.key,
+                    "title": step.title,
+                    "prose": step.prose,
+                    "undo": step.undo,
+                    "effect": step.effect.label,
+                    "disruptive": step.disruptive,
+                    "does": list(step.does({})),
+                }
+                for step in self.steps
+            ],
+        )
+
+    def does(self, context: Mapping[str, Any]) -> dict[str, Iterable[str]]:
+        """What each disruptive step would do, by its key."""
+        return {step.key: step.does(context) for step in self.steps if step.disruptive}

@@ -1,18 +1,20 @@
-"""A node is unfit: take it out, power-cycle it, validate it, and return it as a spare."""
+"""A node is unfit: take it out, repair it up its ladder, validate it, and return it as a spare."""
 
 from __future__ import annotations
 
-from django.conf import settings
+from datetime import timedelta
 
-from controlplane.accounts.models import SYSTEM
-from controlplane.fleet import actions as fleet
-from controlplane.fleet.choices import NodeState, Rung
-from controlplane.fleet.models import Node
+from django.conf import settings
+from django.utils import timezone
+
+from controlplane.fleet.choices import Rung
+from controlplane.fleet.models import RepairRecord
+from controlplane.health.models import Failure
 from controlplane.incidents.choices import Effect
-from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Placement
-from workers import guards, power
+from workers import guards
+from workers.playbooks import node_steps
 from workers.playbooks.base import (
     Ask,
     Back,
@@ -26,134 +28,123 @@ from workers.playbooks.base import (
     Wait,
 )
 from workers.playbooks.validation import await_soak, run_diagnostic
+from workers.repair import Record, choose_rung, next_rung
+
+#: The same fault of the same card within this time after a repair means that it did not help.
+IN_VAIN_WITHIN = timedelta(days=30)
 
 
-def quarantine(ctx: StepContext) -> Outcome:
-    node = _node(ctx)
-    if node.state == NodeState.QUARANTINED:
-        return Done(text=f"{node.name} is quarantined already")
-    reason = _back_at_work(ctx, node)
+def decide(ctx: StepContext) -> Outcome:
+    node = node_steps.node_of(ctx)
+    reason = node_steps.back_at_work(ctx, node)
     if reason:
         return End(text=reason)
-    # Off before anything of its is started elsewhere. Off when it is off already changes nothing.
-    power.switch(node, "ForceOff")
-    if power.read(node).on:
-        return Wait(text="its BMC has been told to switch it off")
-
-    def apply() -> None:
-        for placement in Placement.objects.filter(node=node).exclude(state=PlacementState.ENDED):
-            jobs.end_placement(SYSTEM, placement.pk, "its node was taken out", free_node=False)
-        fleet.transition(
-            SYSTEM, node.pk, NodeState.QUARANTINED, reason=str(ctx.values.get("reason", ""))
-        )
-
-    return Done(text=f"{node.name} is off and quarantined: nothing runs there", apply=apply)
-
-
-def power_cycle(ctx: StepContext) -> Outcome:
-    node = _node(ctx)
-    state = power.read(node)
-    before = ctx.values.get("boot_before")
-    if before is None:
-        attempt = guards.may_repair(node, Rung.POWER_CYCLE)
-        if not attempt.allowed:
-            return Ask(text=attempt.reason)
-
-        def apply() -> None:
-            fleet.transition(
-                SYSTEM,
-                node.pk,
-                NodeState.REPAIRING,
-                reason="power cycle",
-                deadline_s=settings.BOOT_DEADLINE_S,
-            )
-            fleet.record_repair(node.pk, Rung.POWER_CYCLE, ctx.step.pk)
-
-        # What is about to be done is written down first: whoever takes over looks whether it was.
-        return Wait(
-            text=f"about to power-cycle; {attempt.reason}",
-            wake_s=0,
-            context={"boot_before": node.boot_id, "was_off": not state.on},
-            apply=apply,
-        )
-    if state.on and state.boot_id and state.boot_id != before:
-        return Done(text="it has been power-cycled: its boot id changed")
-    if state.on and not state.boot_id and ctx.values["was_off"]:
-        return Done(text="it was off and is on now: it has been power-cycled")
-    if state.on and not state.boot_id and ctx.step.attempts > 1:
-        return Ask(text="its BMC cannot tell whether it has been restarted; look before going on")
-    power.switch(node, "ForceRestart" if state.on else "On")
+    tried = str(ctx.values.get("not_helped") or "")
+    card = str(ctx.values.get("gpu", ""))
+    record = _record(ctx, card)
+    choice = choose_rung(
+        str(ctx.values.get("action", "power_cycle")),
+        record,
+        limit=settings.REPAIR_ATTEMPTS_PER_DAY,
+        card_known=bool(card),
+        not_below=next_rung(tried) if tried else "",
+    )
+    evidence = {
+        "attempts in 24 h": ", ".join(f"{k}: {n}" for k, n in record.attempts.items() if n)
+        or "none",
+        "tried in vain for this code": ", ".join(sorted(record.in_vain)) or "nothing",
+    }
+    if choice is None:
+        return Ask(text="no rung of the repair ladder is left to automation", evidence=evidence)
     return Done(
-        text="switched on" if not state.on else "power-cycled", evidence={"boot_before": before}
+        text=f"{Rung(choice.rung).label}: {choice.reason}",
+        evidence=evidence,
+        context={
+            "rung": choice.rung,
+            "why": choice.reason,
+            "boot_before": None,
+            "not_helped": tried,
+            "decided_for": str(ctx.values.get("action", "")),
+        },
     )
 
 
-def await_boot(ctx: StepContext) -> Outcome:
-    node = _node(ctx)
-    if node.state == NodeState.REPAIR_FAILED:
-        return Back(
-            to="power-cycle",
-            text=f"it did not come back within {settings.BOOT_DEADLINE_S:g} s",
-            context={"boot_before": None},
-        )
-    if node.boot_id == ctx.values["boot_before"]:
-        return Wait(text="not heard since it was switched on")
-    if not node.lease.reachable:
-        return Wait(text="it booted; its beats are awaited")
-    return Done(
-        text=f"it beats again under boot id {node.boot_id}", evidence={"boot_id": node.boot_id}
-    )
+def await_moment(ctx: StepContext) -> Outcome:
+    if ctx.values.get("action", "") != ctx.values.get("decided_for"):
+        return Back(to="decide", text="a graver failure came while it waited")
+    if ctx.values.get("urgency", "now") != "idle":
+        return Skip(text="it cannot wait")
+    node = node_steps.node_of(ctx)
+    if Placement.objects.filter(node=node).exclude(state=PlacementState.ENDED).exists():
+        return Wait(text=f"{node.name} is at work: it is repaired once it is idle", wake_s=30.0)
+    return Done(text=f"{node.name} is idle")
 
 
 def validate(ctx: StepContext) -> Outcome:
-    return run_diagnostic(ctx, _node(ctx), level=2)
+    return run_diagnostic(
+        ctx,
+        node_steps.node_of(ctx),
+        level=2,
+        on_failed=lambda why: node_steps.not_helped(ctx, why),
+    )
 
 
 def soak(ctx: StepContext) -> Outcome:
-    return await_soak(ctx, _node(ctx))
-
-
-def return_as_spare(ctx: StepContext) -> Outcome:
-    node = _node(ctx)
-    if node.state == NodeState.AVAILABLE:
-        return Skip(text=f"{node.name} is available already")
-
-    def apply() -> None:
-        fleet.transition(SYSTEM, node.pk, NodeState.AVAILABLE, reason="repaired and validated")
-        fleet.set_spare(SYSTEM, node.pk, True)
-
-    return Done(text=f"{node.name} is available, as a spare", apply=apply)
+    return await_soak(ctx, node_steps.node_of(ctx))
 
 
 PLAYBOOK = Playbook(
     name="repair-node",
-    version=2,
-    deadline_s=7200,
+    version=3,
+    summary="Takes an unfit node out, repairs it up the ladder, validates it, returns it as a "
+    "spare.",
+    deadline_s=7 * 86_400,
     steps=(
         StepDefinition(
-            key="quarantine",
-            title="Switch it off and quarantine it",
-            act=quarantine,
-            effect=Effect.IDEMPOTENT,
-            disruptive=True,
-            timeout_s=1800,
-            prose="Switch the node off through its BMC (ForceOff), see that it is off, then mark "
-            "it quarantined so that nothing lands on it.",
-            undo="Switch it on and validate it.",
+            key="decide",
+            title="Decide on the repair",
+            act=decide,
+            effect=Effect.NONE,
+            prose="Start at the rung that the failure calls for: reset the GPU, reboot, power "
+            "cycle. Look at the card's repair record by its serial: the same fault after a restart "
+            "goes to the vendor.",
         ),
         StepDefinition(
-            key="power-cycle",
-            title="Power-cycle it",
-            act=power_cycle,
+            key="await-moment",
+            title="Await the moment",
+            act=await_moment,
+            effect=Effect.NONE,
+            timeout_s=7 * 86_400,
+            prose="What can wait is done when the node holds no work.",
+        ),
+        StepDefinition(
+            key="quarantine",
+            title="Empty it and quarantine it",
+            act=node_steps.quarantine,
+            effect=Effect.IDEMPOTENT,
+            disruptive=True,
+            does=node_steps.words_of_quarantine,
+            timeout_s=1800,
+            prose="Kill what runs on it through its agent. If the agent does not answer, switch "
+            "the node off through its BMC (ForceOff) and see that it is off. Then mark it "
+            "quarantined, so that nothing lands on it.",
+            undo="Validate it and return it.",
+        ),
+        StepDefinition(
+            key="repair",
+            title="Repair it",
+            act=node_steps.repair,
             effect=Effect.NON_REPEATABLE,
             disruptive=True,
-            prose="Note the boot id, then switch the node on. If you are not sure whether somebody "
-            "did so already, compare the boot id first.",
+            does=node_steps.words_of_repair,
+            timeout_s=600,
+            prose="Note the boot id, then take the rung that was decided on. If you are not sure "
+            "whether somebody did so already, compare the boot id first.",
         ),
         StepDefinition(
             key="await-boot",
             title="See it come back",
-            act=await_boot,
+            act=node_steps.await_boot,
             effect=Effect.NONE,
             timeout_s=settings.BOOT_DEADLINE_S * 2,
             prose="The agent beats again, and the boot id is not the one from before.",
@@ -177,7 +168,7 @@ PLAYBOOK = Playbook(
         StepDefinition(
             key="return",
             title="Return it as a spare",
-            act=return_as_spare,
+            act=node_steps.return_to_service,
             effect=Effect.IDEMPOTENT,
             prose="Mark it available and a spare.",
             undo="Quarantine it.",
@@ -186,21 +177,25 @@ PLAYBOOK = Playbook(
 )
 
 
-def _back_at_work(ctx: StepContext, node: Node) -> str:
-    """Why the node must not be touched after all; "" if it is to be taken out.
-
-    The guards may have kept this run waiting, and the world went on: a node that was only silent
-    and beats again is well, and one that holds a replica that nobody lost is in use.
-    """
-    if not node.lease.reachable:
-        return ""
-    if ctx.values.get("only_if_silent"):
-        return f"{node.name} beats again: nothing to repair"
-    others = Placement.objects.filter(node=node, state=PlacementState.RUNNING)
-    if others.exclude(pk=ctx.values.get("lost_placement", "")).exists():
-        return f"{node.name} holds another replica by now, and beats"
-    return ""
-
-
-def _node(ctx: StepContext) -> Node:
-    return Node.objects.select_related("lease").get(pk=ctx.run.node_id)
+def _record(ctx: StepContext, card: str) -> Record:
+    """The repair record: of the card that failed where it is known, of the whole node else."""
+    node = node_steps.node_of(ctx)
+    attempts = {
+        rung.value: guards.attempts_at(node, rung, card)
+        for rung in (Rung.RESET_GPU, Rung.REBOOT, Rung.POWER_CYCLE)
+    }
+    code = str(ctx.values.get("code", ""))
+    if not card or not code:
+        return Record(attempts)
+    since = timezone.now() - IN_VAIN_WITHIN
+    earlier = Failure.objects.filter(gpu_id=card, code=code, observed_at__gte=since)
+    first = earlier.order_by("observed_at").first()
+    if first is None:
+        return Record(attempts)
+    repairs = RepairRecord.objects.filter(gpu_id=card, at__gte=first.observed_at)
+    # What this very run did shows in `not_helped`, not as an earlier attempt in vain.
+    own = tuple(ctx.run.steps.values_list("pk", flat=True))
+    in_vain = {
+        rung for rung, step in repairs.values_list("rung", "step_id") if not step.startswith(own)
+    }
+    return Record(attempts, frozenset(in_vain))

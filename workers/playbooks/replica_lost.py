@@ -16,12 +16,13 @@ from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import COMMAND_FINISHED, CommandState, NodeState
 from controlplane.fleet.models import Command, Node
-from controlplane.health.actions import record_failure
-from controlplane.health.choices import FaultClass, SignalKind
+from controlplane.health.actions import card_at, record_failure
+from controlplane.health.catalogue import xids
+from controlplane.health.choices import Action, FaultClass, SignalKind
 from controlplane.health.models import Signal
 from controlplane.incidents import actions as incidents
-from controlplane.incidents.choices import Effect, StepState
-from controlplane.incidents.models import PlaybookStep
+from controlplane.incidents.choices import RUN_UNFINISHED, Effect, RunState, StepState
+from controlplane.incidents.models import PlaybookRun, PlaybookStep
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Interruption, Placement, ProgressSample, Replica
@@ -53,7 +54,8 @@ def find_cause(ctx: StepContext) -> Outcome:
         pk=ctx.values["lost_placement"]
     )
     evidence = _evidence(ctx, placement)
-    shown = {k: v for k, v in asdict(evidence).items() if v not in (None, "", ())}
+    shown = {k: v for k, v in asdict(evidence).items() if v not in (None, "", (), False)}
+    shown |= {"verdicts": [f"{v.code}: {v.action}" for v in evidence.verdicts]}
     verdict = triage.cause_of_loss(evidence)
     if isinstance(verdict, triage.NothingLost):
         return End(text=verdict.summary, evidence=shown)
@@ -61,17 +63,22 @@ def find_cause(ctx: StepContext) -> Outcome:
         return Wait(text=verdict.reason, wake_s=verdict.wait_s, evidence=shown)
     where = placement.node.name
     sentence = f"{verdict.summary[0].upper()}{verdict.summary[1:]}."
+    card = card_at(placement.node_id, verdict.pci)
 
     def apply() -> None:
-        failure = record_failure(
+        # A kernel line's failure stands already, from when the line was triaged.
+        failure = ctx.incident.failures.filter(
+            code=verdict.code, node=placement.node
+        ).first() or record_failure(
             fault_class=FaultClass(verdict.fault),
             code=verdict.code,
             summary=verdict.summary,
-            needed="restart the program" if verdict.node_fit else "power cycle",
+            needed=Action(verdict.action),
             rule=verdict.rule,
             signals=Signal.objects.filter(placement_id=placement.pk),
             observed_at=ctx.incident.occurred_at,
             node_id=placement.node_id,
+            gpu_id=card.pk if card else None,
             job_id=str(ctx.run.job_id),
             replica=ctx.values["replica"],
         )
@@ -81,7 +88,13 @@ def find_cause(ctx: StepContext) -> Outcome:
     return Done(
         text=f"{verdict.code} on {where}: {verdict.summary}",
         evidence={**shown, "rule": verdict.rule},
-        context={"node_fit": verdict.node_fit, "passed_over": []},
+        context={
+            "node_fit": verdict.node_fit,
+            "passed_over": [],
+            "code": verdict.code,
+            "action": verdict.action,
+            "gpu": card.pk if card else "",
+        },
         apply=apply,
     )
 
@@ -129,7 +142,7 @@ def choose_place(ctx: StepContext) -> Outcome:
     spare = choose_spare(
         [
             c
-            for c in free_nodes(job.cluster_id)
+            for c in free_nodes(job.cluster_id, job.pk)
             if c.node_id not in [placement.node_id, *ctx.values["passed_over"]]
         ],
         [p.node.rack.name if p.node.rack else "" for p in others.select_related("node__rack")],
@@ -139,6 +152,7 @@ def choose_place(ctx: StepContext) -> Outcome:
         node_fit=bool(ctx.values["node_fit"])
         and _may_stay(placement.node)
         and placement.node_id not in ctx.values["passed_over"],
+        reset_pending=bool(placement.node.reset_pending),
         spare=spare,
         survivors=others.count(),
         replicas=job.world_replicas,
@@ -173,22 +187,37 @@ def take_node_out(ctx: StepContext) -> Outcome:
     node = placement.node
     if ctx.values["node_fit"]:
         return Skip(text=f"{node.name} is fit and keeps working")
-    quarantined = PlaybookStep.objects.filter(
-        key="quarantine",
-        state=StepState.DONE,
-        run__playbook="repair-node",
-        run__node=node,
-        finished_at__gt=placement.created_at,
+    steps = PlaybookStep.objects.filter(
+        key="quarantine", run__node=node, finished_at__gt=placement.created_at
     )
-    if quarantined.exists():
-        return Done(text=f"{node.name} was switched off and quarantined: nothing of it runs there")
+    if steps.filter(state=StepState.DONE).exists():
+        return Done(text=f"{node.name} is quarantined: nothing of it runs there")
+    repairs = PlaybookRun.objects.filter(playbook="repair-node", node=node)
+    if repairs.filter(state__in=sorted(RUN_UNFINISHED)).exclude(context__urgency="idle").exists():
+        return Wait(text=f"{node.name} is being taken out by its repair run", wake_s=1.0)
+    since = ctx.step.started_at or timezone.now()
+    ended = repairs.filter(finished_at__gt=max(since, placement.created_at)).last()
+    if ended is not None and ended.state == RunState.SUCCEEDED and steps.count() == 0:
+        return Back(to="find-cause", text=f"{node.name} was not taken out: {ended.state_reason}")
+    if ended is not None:
+        return Ask(
+            text=f"{node.name} was not taken out ({ended.state_reason}): until nothing runs there, "
+            "its replica must not be started anywhere else"
+        )
 
     def apply() -> None:
         incidents.repair_node(
-            SYSTEM, node.pk, ctx.incident, ctx.incident.cause, lost_placement=placement.pk
+            SYSTEM,
+            node.pk,
+            ctx.incident,
+            ctx.incident.cause,
+            lost_placement=placement.pk,
+            action=Action(ctx.values.get("action", Action.POWER_CYCLE)),
+            gpu_uuid=str(ctx.values.get("gpu", "")),
+            code=str(ctx.values.get("code", "")),
         )
 
-    return Wait(text=f"{node.name} is being taken out by its repair run", wake_s=1.0, apply=apply)
+    return Wait(text=f"{node.name} is to be taken out by its repair run", wake_s=1.0, apply=apply)
 
 
 def start_replica(ctx: StepContext) -> Outcome:
@@ -288,7 +317,8 @@ def await_rejoin(ctx: StepContext) -> Outcome:
 
 PLAYBOOK = Playbook(
     name="replica-lost",
-    version=2,
+    version=3,
+    summary="Finds out why a replica was lost and lets it train again, in place or on a spare.",
     deadline_s=1800,
     steps=(
         StepDefinition(
@@ -313,8 +343,9 @@ PLAYBOOK = Playbook(
             act=take_node_out,
             effect=Effect.IDEMPOTENT,
             timeout_s=600,
-            prose="Switch the node off through its BMC before its replica runs anywhere else, so "
-            "that no two processes can ever believe to be the same replica.",
+            prose="See that nothing of it runs on the unfit node any more, by killing it or by "
+            "switching the node off, before its replica runs anywhere else: no two processes may "
+            "ever believe to be the same replica.",
             undo="Return the node after its validation.",
         ),
         StepDefinition(
@@ -382,11 +413,12 @@ def _evidence(ctx: StepContext, placement: Placement) -> triage.LossEvidence:
     now = timezone.now()
     end = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=placement.pk).first()
     data = end.data if end else {}
-    lines = Signal.objects.filter(
-        node=placement.node,
-        kind__in=[SignalKind.KERNEL_LINE, SignalKind.GPU_UNREADABLE],
-        observed_at__gte=ctx.incident.occurred_at - LOOK_BACK,
-    ).values_list("raw", "kind")
+    told = Signal.objects.filter(
+        node=placement.node, observed_at__gte=ctx.incident.occurred_at - LOOK_BACK
+    )
+    lines = told.filter(kind=SignalKind.KERNEL_LINE).values_list("raw", flat=True)
+    verdicts = [triage.judge_line(line, xids()) for line in lines]
+    silent = told.filter(kind=SignalKind.GPU_UNREADABLE).first()
     lease = placement.node.lease
     began = ctx.step.started_at or now
     return triage.LossEvidence(
@@ -399,11 +431,9 @@ def _evidence(ctx: StepContext, placement: Placement) -> triage.LossEvidence:
         node_reachable=lease.reachable,
         silent_s=round((now - lease.last_beat_at).total_seconds(), 2),
         lease_s=settings.LEASE_S,
-        hardware_lines=tuple(
-            raw or "a card does not answer"
-            for raw, kind in lines
-            if kind == SignalKind.GPU_UNREADABLE or triage.is_hardware_line(raw)
-        ),
+        stopped_by_order=bool(data.get("requested")),
+        verdicts=triage.gravest(verdict for verdict in verdicts if verdict is not None),
+        card_silent=str(silent.data.get("reason") or "no reason given") if silent else "",
         waited_s=round((now - began).total_seconds(), 2),
         patience_s=settings.LEASE_S + settings.CAUSE_WAIT_S,
     )

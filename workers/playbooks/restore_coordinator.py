@@ -78,6 +78,7 @@ def start(ctx: StepContext) -> Outcome:
 PLAYBOOK = Playbook(
     name="restore-coordinator",
     version=1,
+    summary="Starts a lost coordinator again where it was, once its node is back.",
     deadline_s=7200,
     steps=(
         StepDefinition(

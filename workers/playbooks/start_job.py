@@ -31,7 +31,7 @@ from workers.spares import choose_coordinator_node, choose_nodes
 
 def choose(ctx: StepContext) -> Outcome:
     job = _job(ctx)
-    candidates = free_nodes(job.cluster_id)
+    candidates = free_nodes(job.cluster_id, job.pk)
     chosen = choose_nodes(candidates, job.world_replicas)
     if len(chosen) < job.world_replicas:
         return Wait(text=f"{len(chosen)} of {job.world_replicas} nodes are free")
@@ -137,6 +137,7 @@ def await_first_step(ctx: StepContext) -> Outcome:
 PLAYBOOK = Playbook(
     name="start-job",
     version=1,
+    summary="Starts a job's coordinator and ranks, from its newest checkpoint if it has one.",
     deadline_s=3600,
     steps=(
         StepDefinition(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Literal
 
@@ -12,19 +14,28 @@ from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import COMMAND_FINISHED, CommandState, NodeState
 from controlplane.fleet.models import Command, Node
+from controlplane.health.catalogue import xids
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
 from node_agent import wire
 from workers.playbooks.base import Ask, Back, Done, Outcome, StepContext, Wait
 from workers.repair import diagnosis_passed
-from workers.triage import is_hardware_line
+from workers.triage import condemns_node, judge_line
 
 #: Longest time that a diagnostic may take, in seconds.
 DIAGNOSTIC_S = 600
 
 
-def run_diagnostic(ctx: StepContext, node: Node, level: Literal[1, 2]) -> Outcome:
-    """Have the node's agent run its diagnostics; the node is `validating` meanwhile."""
+def run_diagnostic(
+    ctx: StepContext,
+    node: Node,
+    level: Literal[1, 2],
+    on_failed: Callable[[str], Outcome] = lambda why: Ask(text=why),
+) -> Outcome:
+    """Have the node's agent run its diagnostics; the node is `validating` meanwhile.
+
+    `on_failed` says what comes of it if they do not pass; else a person is asked.
+    """
     requester = ctx.requester()
     command = Command.objects.filter(requester=requester).first()
     if command is None:
@@ -58,7 +69,8 @@ def run_diagnostic(ctx: StepContext, node: Node, level: Literal[1, 2]) -> Outcom
         if node.state == NodeState.VALIDATING:
             fleet.transition(SYSTEM, node.pk, NodeState.VALIDATION_FAILED, reason=reason)
 
-    return Ask(text=f"not validated: {command.error or reason}", evidence=evidence, apply=fail)
+    outcome = on_failed(f"not validated: {command.error or reason}")
+    return replace(outcome, evidence={**outcome.evidence, **evidence}, apply=fail)
 
 
 def await_soak(ctx: StepContext, node: Node) -> Outcome:
@@ -86,5 +98,6 @@ def await_soak(ctx: StepContext, node: Node) -> Outcome:
 
 def _speaks_against(signal: Signal) -> bool:
     if signal.kind == SignalKind.KERNEL_LINE:
-        return is_hardware_line(signal.raw)
+        verdict = judge_line(signal.raw, xids())
+        return verdict is not None and condemns_node(verdict)
     return signal.kind in (SignalKind.GPU_UNREADABLE, SignalKind.LEASE_LOST)

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from django import template
+from django.template.context import Context
 from django.templatetags.static import static
+from django.urls import NoReverseMatch, reverse
 from django.utils import timezone
 from django.utils.html import conditional_escape, format_html, format_html_join
 from django.utils.safestring import SafeString, mark_safe
+
+from controlplane.accounts.choices import Role
+from controlplane.fleet.choices import COLOURS, NodeState
+from controlplane.fleet.selectors import clusters_for
+from controlplane.incidents.models import Approval, PlaybookRun
+from controlplane.incidents.selectors import waiting_approval
 
 register = template.Library()
 
@@ -164,6 +172,18 @@ def size(value: float | None) -> str | SafeString:
 
 
 @register.filter
+def money(value: float | None, currency: str) -> str | SafeString:
+    """“1 234.50 USD”."""
+    return NOTHING if value is None else f"{number(value, 2)}\u202f{currency}"
+
+
+@register.filter
+def percent(value: float | None) -> str | SafeString:
+    """0.974 as “97 %”."""
+    return NOTHING if value is None else f"{value * 100:.0f}\u202f%"
+
+
+@register.filter
 def ranks(values: list[int]) -> str:
     """[0, 2, 3] as “0, 2, 3”."""
     return ", ".join(str(value) for value in values)
@@ -203,6 +223,57 @@ def pill(thing: Any, testid: str = "") -> dict[str, Any]:
     }
 
 
+@register.simple_tag(takes_context=True)
+def nav_link(context: Context, name: str, words: str, also: str = "") -> SafeString:
+    """A link of the header, marked on its own page and on those in `also`; nothing if unknown."""
+    try:
+        address = reverse(name)
+    except NoReverseMatch:
+        return SafeString("")
+    match = context["request"].resolver_match
+    here = match is not None and match.url_name in (name, *also.split())
+    current = mark_safe(' aria-current="page"') if here else ""
+    return format_html('<a href="{}"{}>{}</a>', address, current, words)
+
+
+@register.simple_tag(takes_context=True)
+def may_administer(context: Context) -> bool:
+    """Whether the reader is an administrator of any cluster."""
+    return clusters_for(context["request"].user, Role.ADMIN).exists()
+
+
+@register.simple_tag(takes_context=True)
+def sort_head(
+    context: Context, words: str, word: str, sort: str, number: bool = False
+) -> SafeString:
+    """The head of a column by which the list can be sorted: a link that turns the order round."""
+    query = context["request"].GET.copy()
+    for gone in ("after", "cursor"):
+        query.pop(gone, None)
+    now = {word: "ascending", f"-{word}": "descending"}.get(sort, "none")
+    # Numbers and times are mostly looked for from the greatest down.
+    first, second = (f"-{word}", word) if number else (word, f"-{word}")
+    query["sort"] = second if sort == first else first
+    return format_html(
+        '<th{} aria-sort="{}"><a class="sort" href="?{}">{}{}</a></th>',
+        mark_safe(' class="num"') if number else "",
+        now,
+        query.urlencode(),
+        words,
+        "" if now == "none" else icon("up" if now == "ascending" else "down"),
+    )
+
+
+@register.filter
+def node_colour(state: str) -> str:
+    return COLOURS[NodeState(state)]
+
+
+@register.filter
+def in_list(value: Any, values: Container[Any]) -> bool:
+    return value in values
+
+
 @register.filter
 def job_colour(job: Any) -> str:
     """A job runs well only with all of its replicas; one that was stopped is nobody's trouble."""
@@ -219,9 +290,27 @@ def sign(colour: str) -> str:
 
 
 @register.filter
+def to_sign(run: PlaybookRun) -> Approval | None:
+    """The approval that a run waits for."""
+    return waiting_approval(run)
+
+
+@register.filter
+def pretty_json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False, default=str)
+
+
+@register.filter
+def lookup(values: Mapping[str, Any], key: str) -> Any:
+    """The entry of a mapping, or nothing."""
+    return values.get(key, "")
+
+
+@register.filter
 def evidence(value: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A JSON object as label and text, for a definition list."""
-    return [(key.replace("_", " "), _told(item)) for key, item in value.items()]
+    """A JSON object as label and text, for a definition list. A plan is shown in its own way."""
+    told = ((key.replace("_", " "), _told(item)) for key, item in value.items() if key != "plan")
+    return list(told)
 
 
 def _told(item: Any) -> str:

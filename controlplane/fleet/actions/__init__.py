@@ -18,14 +18,18 @@ from controlplane.fleet.actions.enrolment import (
     revoke_node_key,
 )
 from controlplane.fleet.actions.leases import extend_leases, lose_leases, renew_leases
+from controlplane.fleet.actions.maintenance import close_maintenance, open_maintenance
 from controlplane.fleet.actions.nodes import (
     fail_overdue_nodes,
     record_boot,
     record_power_order,
     record_repair,
     record_report,
+    retire_node,
     set_bmc,
+    set_drained_by,
     set_hold,
+    set_reset_pending,
     set_spare,
     transition,
 )
@@ -33,6 +37,7 @@ from controlplane.fleet.actions.nodes import (
 __all__ = [
     "RESULT_GRACE_S",
     "call_back_commands",
+    "close_maintenance",
     "create_cluster",
     "create_join_token",
     "enroll",
@@ -40,6 +45,7 @@ __all__ = [
     "extend_leases",
     "fail_overdue_nodes",
     "lose_leases",
+    "open_maintenance",
     "queue_command",
     "record_boot",
     "record_command_result",
@@ -47,10 +53,13 @@ __all__ = [
     "record_repair",
     "record_report",
     "renew_leases",
+    "retire_node",
     "revoke_join_token",
     "revoke_node_key",
     "set_bmc",
+    "set_drained_by",
     "set_hold",
+    "set_reset_pending",
     "set_spare",
     "take_commands",
     "transition",

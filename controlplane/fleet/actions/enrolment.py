@@ -33,7 +33,12 @@ def create_cluster(actor: Actor, name: str, *, gpu_hour_price: float = 2.0) -> C
     """Add an empty cluster. `gpu_hour_price` is money per GPU-hour in the cluster's currency."""
     cluster = Cluster.objects.create(name=name, gpu_hour_price=gpu_hour_price)
     audit(
-        actor, "cluster.create", "cluster", cluster.pk, cluster_id=cluster.pk, after={"name": name}
+        actor,
+        "cluster.create",
+        "cluster",
+        cluster.pk,
+        cluster_id=cluster.pk,
+        after={"name": name, "gpu_hour_price": str(gpu_hour_price)},
     )
     return cluster
 
@@ -61,17 +66,28 @@ def create_join_token(
         cluster_id=cluster_id,
         after={"max_uses": max_uses, "ttl_s": ttl_s},
     )
+    touch(cluster_id)
     return token
 
 
 @change()
-def revoke_join_token(actor: Actor, token: str) -> None:
-    """Let nobody in by this token any more. Raises Conflict if there is no such token."""
-    row = JoinToken.objects.filter(hash=crypto.token_hash(token)).first()
-    if row is None:
-        raise Conflict("there is no such join token")
-    JoinToken.objects.filter(pk=row.pk, revoked_at=None).update(revoked_at=timezone.now())
-    audit(actor, "join_token.revoke", "join_token", row.pk, cluster_id=row.cluster_id)
+def revoke_join_token(actor: Actor, token_id: str, reason: str) -> None:
+    """Let nobody in by this token any more. Raises Conflict if it was revoked already."""
+    row = JoinToken.objects.get(pk=token_id)
+    now = timezone.now()
+    if not JoinToken.objects.filter(pk=token_id, revoked_at=None).update(revoked_at=now):
+        raise Conflict("this join token was revoked already")
+    audit(
+        actor,
+        "join_token.revoke",
+        "join_token",
+        token_id,
+        cluster_id=row.cluster_id,
+        before={"uses": row.uses, "max_uses": row.max_uses},
+        after={"revoked_at": now.isoformat()},
+        reason=reason,
+    )
+    touch(row.cluster_id)
 
 
 @change()

@@ -45,7 +45,7 @@ def renew_leases(beats: dict[str, datetime], lease_s: float) -> list[str]:
         rows, ["last_beat_at", "deadline", "reachable", "unreachable_since"], batch_size=1000
     )
     for node_id, cluster_id in back:
-        touch(cluster_id)
+        touch(cluster_id, ("node", node_id))
         doorbell.ring_after_commit(f"node/{node_id}")
     return [node_id for node_id, _ in back]
 
@@ -66,6 +66,6 @@ def lose_leases(now: datetime) -> list[Node]:
         )
     ]
     for node in lost:
-        touch(node.cluster_id)
+        touch(node.cluster_id, ("node", node.pk))
         doorbell.ring_after_commit(f"node/{node.pk}")
     return lost

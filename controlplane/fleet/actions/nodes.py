@@ -11,7 +11,7 @@ from django.utils import timezone
 from controlplane import crypto, doorbell
 from controlplane.accounts.actions import audit
 from controlplane.accounts.choices import ActorKind
-from controlplane.accounts.models import Actor
+from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.errors import Conflict
 from controlplane.fleet.changes import change, touch
 from controlplane.fleet.choices import (
@@ -27,6 +27,9 @@ from controlplane.fleet.models import (
     RepairRecord,
 )
 from node_agent import wire
+
+#: How a drain of ours begins; an incident's id follows.
+OUR_DRAIN = "drydock/"
 
 
 @change()
@@ -121,21 +124,36 @@ def record_report(node_id: str, report: wire.Report) -> None:
         agent_version=report.agent_version,
     )
     record_cards(node, report.inventory)
-    touch(node.cluster_id)
+    touch(node.cluster_id, ("node", node_id))
 
 
 @change()
-def record_repair(node_id: str, rung: Rung, step_id: str) -> None:
-    """Write one attempt at a rung of the ladder into the record of each card of the node."""
+def record_repair(
+    node_id: str, rung: Rung, step_id: str, *, gpu_uuid: str = "", turn: int = 0
+) -> None:
+    """Write one attempt at a rung of the ladder into the record of the card that it was for.
+
+    Where no card is to blame it stands in the record of each card of the node, and in the node's
+    own in any case: one whose cards are all gone must not be repaired for ever. `turn` counts how
+    often the step came back to it.
+    """
     now = timezone.now()
-    # One row for the node itself too: one whose cards are all gone must not be repaired for ever.
-    cards = [None, *Gpu.objects.filter(node_id=node_id)]
+    cards = Gpu.objects.filter(pk=gpu_uuid) if gpu_uuid else Gpu.objects.filter(node_id=node_id)
+    key = f"{step_id}.{turn}" if turn else step_id
     RepairRecord.objects.bulk_create(
         [
-            RepairRecord(gpu=gpu, node_id=node_id, rung=rung, step_id=step_id, at=now)
-            for gpu in cards
+            RepairRecord(gpu=gpu, node_id=node_id, rung=rung, step_id=key, at=now)
+            for gpu in [None, *cards]
         ],
         ignore_conflicts=True,
+    )
+    audit(
+        SYSTEM,
+        "node.repair",
+        "node",
+        node_id,
+        cluster_id=Node.objects.values_list("cluster_id", flat=True).get(pk=node_id),
+        after={"rung": rung, "gpu": gpu_uuid or None, "step": step_id},
     )
 
 
@@ -173,7 +191,7 @@ def set_bmc(actor: Actor, node_id: str, url: str, username: str, password: str) 
 
 
 @change()
-def set_spare(actor: Actor, node_id: str, spare: bool) -> None:
+def set_spare(actor: Actor, node_id: str, spare: bool, *, reason: str = "") -> None:
     """Keep this node free for replicas that lose theirs, or give it to the common pool."""
     node = Node.objects.get(pk=node_id)
     if node.spare == spare:
@@ -187,8 +205,64 @@ def set_spare(actor: Actor, node_id: str, spare: bool) -> None:
         cluster_id=node.cluster_id,
         before={"spare": node.spare},
         after={"spare": spare},
+        reason=reason,
     )
     touch(node.cluster_id)
+
+
+@change()
+def set_drained_by(actor: Actor, node_id: str, owner: str, reason: str) -> None:
+    """Note who drained the node: "drydock/<incident>" for automation, else a person or scheduler.
+
+    "" gives it back. A drain that is not ours is never lifted by us: raises Conflict if automation
+    tries to.
+    """
+    node = Node.objects.get(pk=node_id)
+    foreign = node.drained_by and not node.drained_by.startswith(OUR_DRAIN)
+    if actor.kind == ActorKind.SYSTEM and foreign:
+        raise Conflict(f"{node.name} was drained by {node.drained_by}; only they give it back")
+    if node.drained_by == owner:
+        return
+    Node.objects.filter(pk=node_id).update(drained_by=owner)
+    audit(
+        actor,
+        "node.drain" if owner else "node.undrain",
+        "node",
+        node_id,
+        cluster_id=node.cluster_id,
+        before={"drained_by": node.drained_by},
+        after={"drained_by": owner},
+        reason=reason,
+    )
+    touch(node.cluster_id)
+
+
+@change()
+def set_reset_pending(actor: Actor, node_id: str, reason: str) -> None:
+    """Note that the node's cards want a reset once it is idle, and why; "" when it is done."""
+    node = Node.objects.get(pk=node_id)
+    if node.reset_pending == reason:
+        return
+    Node.objects.filter(pk=node_id).update(reset_pending=reason)
+    audit(
+        actor,
+        "node.reset_pending",
+        "node",
+        node_id,
+        cluster_id=node.cluster_id,
+        before={"reset_pending": node.reset_pending},
+        after={"reset_pending": reason},
+        reason=reason,
+    )
+    touch(node.cluster_id)
+
+
+@change()
+def retire_node(actor: Actor, node_id: str, reason: str) -> Node:
+    """Take a node out for ever; its history stays, its key is heard no more."""
+    node = transition(actor, node_id, NodeState.RETIRED, reason=reason)
+    Node.objects.filter(pk=node_id, key_revoked_at=None).update(key_revoked_at=timezone.now())
+    return node
 
 
 @change()
@@ -206,12 +280,15 @@ def set_hold(actor: Actor, node_id: str, reason: str) -> None:
         cluster_id=node.cluster_id,
         before={"hold_reason": node.hold_reason},
         after={"hold_reason": reason},
+        reason=reason or "lifted",
     )
     touch(node.cluster_id)
+    doorbell.ring_after_commit(f"node/{node_id}")
 
 
 def record_cards(node: Node, inventory: wire.Inventory) -> None:
     """Let the node hold exactly these cards. A card that left keeps its record, without a node."""
+    _audit_cards(node, [card.uuid for card in inventory.gpus])
     Gpu.objects.filter(node=node).exclude(uuid__in=[g.uuid for g in inventory.gpus]).update(
         node=None, index=None
     )
@@ -229,3 +306,21 @@ def record_cards(node: Node, inventory: wire.Inventory) -> None:
                 "pci_address": card.pci_address,
             },
         )
+
+
+def _audit_cards(node: Node, uuids: list[str]) -> None:
+    """Write down which cards came and went, and which node those that came had sat in."""
+    held = list(Gpu.objects.filter(node=node).order_by("index").values_list("uuid", flat=True))
+    if set(held) == set(uuids):
+        return
+    moved = Gpu.objects.filter(uuid__in=uuids, node__isnull=False).exclude(node=node)
+    audit(
+        Actor(ActorKind.AGENT, node.pk),
+        "node.cards",
+        "node",
+        node.pk,
+        cluster_id=node.cluster_id,
+        before={"cards": held},
+        after={"cards": uuids, "from": dict(moved.values_list("uuid", "node_id"))},
+        reason="the node's own report",
+    )

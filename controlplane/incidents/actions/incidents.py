@@ -13,7 +13,7 @@ from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.errors import Conflict
 from controlplane.fleet.changes import change, touch
 from controlplane.health.models import Failure
-from controlplane.incidents import postmortem
+from controlplane.incidents import postmortem, pricing
 from controlplane.incidents.choices import (
     INCIDENT_UNRESOLVED,
     RUN_UNFINISHED,
@@ -25,7 +25,6 @@ from controlplane.incidents.models import (
     Incident,
     TimelineEntry,
 )
-from controlplane.jobs import accounting
 
 
 @change()
@@ -97,7 +96,7 @@ def tell(
         key=key,
         defaults={"at": at or timezone.now(), "kind": kind, "text": text, "data": dict(data or {})},
     )
-    touch(incident.cluster_id)
+    touch(incident.cluster_id, ("incident", incident.pk))
 
 
 @change()
@@ -106,7 +105,10 @@ def set_cause(incident_id: str, title: str, cause: str, failure: Failure) -> Non
     incident = Incident.objects.get(pk=incident_id)
     incident.failures.add(failure)
     Incident.objects.filter(pk=incident_id).update(
-        title=title, cause=cause, node_id=incident.node_id or failure.node_id
+        title=title[:200],
+        cause=cause,
+        code=failure.code,
+        node_id=incident.node_id or failure.node_id,
     )
     _move(SYSTEM, incident, IncidentState.MITIGATING, frm={IncidentState.OPEN}, reason=cause)
 
@@ -122,11 +124,9 @@ def set_mitigated(incident_id: str, at: datetime, text: str) -> None:
 @change()
 def set_restored(incident_id: str, at: datetime, text: str) -> None:
     """Note when the job had all its replicas again, and what the time between cost."""
-    incident = Incident.objects.select_related("job").get(pk=incident_id)
-    cost = None
-    if incident.job is not None and incident.replica is not None:
-        cost = accounting.gpu_seconds_lost(incident.job, incident.replica, incident.occurred_at, at)
-    Incident.objects.filter(pk=incident_id).update(restored_at=at, gpu_seconds_lost=cost)
+    incident = Incident.objects.get(pk=incident_id)
+    Incident.objects.filter(pk=incident_id).update(restored_at=at)
+    _price(incident_id, at)
     tell(incident, f"restored/{at.timestamp()}", EntryKind.JOB, text, at=at)
 
 
@@ -141,12 +141,24 @@ def resolve(actor: Actor, incident_id: str, reason: str) -> bool:
         return not incident.unresolved
     now = timezone.now()
     Incident.objects.filter(pk=incident_id).update(resolved_at=now)
+    _price(incident_id, now)
     _move(actor, incident, IncidentState.RESOLVED, frm=INCIDENT_UNRESOLVED, reason=reason)
     tell(incident, f"resolved/{now.timestamp()}", EntryKind.STATE, f"Resolved: {reason}", at=now)
     incident.refresh_from_db()
     if not incident.postmortem:
         Incident.objects.filter(pk=incident_id).update(postmortem=postmortem.draft(incident))
     return True
+
+
+@change()
+def resolve_by_hand(actor: Actor, incident_id: str, reason: str) -> None:
+    """A person says it is over. Raises Conflict if it is, or while a run of it is at work."""
+    incident = Incident.objects.select_for_update(no_key=True).get(pk=incident_id)
+    if not incident.unresolved:
+        raise Conflict("this incident is resolved already")
+    if incident.runs.filter(state__in=RUN_UNFINISHED).exists():
+        raise Conflict("a playbook is at work on it; cancel that first")
+    resolve(actor, incident_id, reason)
 
 
 @change()
@@ -204,6 +216,14 @@ def save_postmortem(actor: Actor, incident_id: str, text: str) -> None:
         after={"text": text},
     )
     touch(incident.cluster_id)
+
+
+def _price(incident_id: str, until: datetime) -> None:
+    """Write down what the incident has cost so far, and what that is made of."""
+    incident = Incident.objects.select_related("job", "cluster").get(pk=incident_id)
+    parts = pricing.parts(incident, until)
+    lost = round(sum(part["gpu_seconds"] for part in parts), 1) if parts else None
+    Incident.objects.filter(pk=incident_id).update(impact=parts, gpu_seconds_lost=lost)
 
 
 def _move(

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from django.utils import timezone
+
 from controlplane.accounts.models import Actor
+from controlplane.errors import Conflict
 from controlplane.fleet.changes import change
 from controlplane.fleet.models import Node
+from controlplane.health.choices import Action, Urgency
 from controlplane.incidents.actions.incidents import resolve
 from controlplane.incidents.actions.runs import cancel_run, request_run
 from controlplane.incidents.choices import (
     INCIDENT_UNRESOLVED,
     RUN_UNFINISHED,
+    StepState,
 )
 from controlplane.incidents.models import (
     Incident,
     PlaybookRun,
+    PlaybookStep,
 )
+from controlplane.incidents.plans import NODE_ORDERS
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.models import Job
 
@@ -32,35 +41,87 @@ def admit_node(actor: Actor, node_id: str) -> PlaybookRun:
     )
 
 
+@change()
+def order_node(actor: Actor, node_id: str, verb: str, reason: str) -> PlaybookRun:
+    """Do what a person asks for a node, as a run of its own: see NODE_ORDERS for the verbs.
+
+    Raises Conflict for an unknown verb, without a reason, or while another order is under way.
+    """
+    playbook = NODE_ORDERS.get(verb)
+    if playbook is None:
+        raise Conflict(f"there is no order {verb!r}; one of {', '.join(NODE_ORDERS)}")
+    if not reason.strip():
+        raise Conflict("an order needs a reason, for the record")
+    node = Node.objects.select_for_update(no_key=True, of=("self",)).get(pk=node_id)
+    orders = PlaybookRun.objects.filter(
+        node=node, playbook__in=NODE_ORDERS.values(), state__in=RUN_UNFINISHED
+    )
+    under_way = orders.first()
+    if under_way is not None:
+        raise Conflict(f"“{under_way.title}” is under way; cancel it or wait for it")
+    return request_run(
+        actor,
+        playbook,
+        node_id,
+        cluster_id=node.cluster_id,
+        title=f"{verb.capitalize()} {node.name}",
+        node_id=node_id,
+        context={"reason": reason, "by": actor.id},
+        requested_by=actor.id,
+    )
+
+
+@change()
 def repair_node(
     actor: Actor,
     node_id: str,
-    incident: Incident,
+    incident: Incident | None,
     reason: str,
     *,
     only_if_silent: bool = False,
     lost_placement: str = "",
+    action: Action = Action.POWER_CYCLE,
+    gpu_uuid: str = "",
+    code: str = "",
+    urgency: Urgency = Urgency.NOW,
 ) -> PlaybookRun:
     """Have a node taken out, repaired, validated and returned as a spare.
 
     `only_if_silent`: silence is all that speaks against it, so a word from it ends the repair.
     `lost_placement` is the one that may be ended with it; another on it is a reason to stop.
+    `action` is what the failure calls for, `gpu_uuid` the card that failed where one is known,
+    `code` the failure's.
+    A repair that waits until the node is idle is nobody's incident: it may take days. One that is
+    under way for less takes over what this one calls for.
     """
     node = Node.objects.get(pk=node_id)
-    return request_run(
+    context: dict[str, Any] = {
+        "reason": reason,
+        "only_if_silent": only_if_silent,
+        "lost_placement": lost_placement,
+        "hardware": bool(gpu_uuid),
+        "action": action,
+        "gpu": gpu_uuid,
+        "code": code,
+        "urgency": urgency,
+    }
+    idle = urgency == Urgency.IDLE
+    run = request_run(
         actor,
         "repair-node",
         node_id,
         cluster_id=node.cluster_id,
-        title=f"Repair {node.name}",
-        incident=incident,
+        title=f"Repair {node.name}" + (" when idle" if idle else ""),
+        incident=None if idle else incident,
         node_id=node_id,
-        context={
-            "reason": reason,
-            "only_if_silent": only_if_silent,
-            "lost_placement": lost_placement,
-        },
+        context=context,
     )
+    if run.context.get("urgency") == Urgency.IDLE and not idle:
+        PlaybookRun.objects.filter(pk=run.pk).update(
+            incident=incident, title=f"Repair {node.name}", context={**run.context, **context}
+        )
+        PlaybookStep.objects.filter(run=run, state=StepState.WAITING).update(wake_at=timezone.now())
+    return run
 
 
 def restore_coordinator(actor: Actor, job: Job, incident: Incident) -> PlaybookRun:

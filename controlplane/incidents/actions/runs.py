@@ -16,12 +16,15 @@ from controlplane.fleet import actions as fleet
 from controlplane.fleet.changes import change, touch
 from controlplane.incidents.actions.incidents import tell
 from controlplane.incidents.choices import (
+    RUN_ACTIVE,
     RUN_UNFINISHED,
+    ApprovalState,
     EntryKind,
     RunState,
     StepState,
 )
 from controlplane.incidents.models import (
+    Approval,
     Incident,
     PlaybookRun,
     PlaybookStep,
@@ -44,6 +47,7 @@ def request_run(
     job_id: str | None = None,
     node_id: str | None = None,
     context: dict[str, Any] | None = None,
+    requested_by: str = "",
 ) -> PlaybookRun:
     """Ask for a playbook to be run; the unfinished run about this subject, if there is one.
 
@@ -61,6 +65,7 @@ def request_run(
         job_id=job_id,
         node_id=node_id,
         context=context or {},
+        requested_by=requested_by,
         # Replaced by the playbook's own when the engine unfolds it; until then an hour is generous.
         deadline=timezone.now() + timedelta(hours=1),
     )
@@ -110,15 +115,46 @@ def retry_run(actor: Actor, run_id: str, reason: str) -> None:
 
 
 @change()
+def pause_run(actor: Actor, run_id: str, reason: str) -> None:
+    """Keep a run from taking its next step until a person lets it go on.
+
+    A step that is under way ends as it would; its outcome is kept for when the run goes on. Raises
+    Conflict unless the run is at work.
+    """
+    run = _lock_run(run_id)
+    if run.state not in RUN_ACTIVE:
+        raise Conflict(f"this run is {run.get_state_display().lower()}; there is nothing to pause")
+    # Whoever works on a step loses its lock: the step is taken again, and looks first.
+    PlaybookStep.objects.filter(run=run, state=StepState.RUNNING).update(
+        state=StepState.READY, lock_token="", lock_expires_at=None, wake_at=timezone.now()
+    )
+    _set_run(actor, run, RunState.PAUSED, reason, "run.pause")
+
+
+@change()
+def resume_run(actor: Actor, run_id: str, reason: str) -> None:
+    """Let a paused run go on, or one that asked for a person try again. Raises Conflict else."""
+    run = _lock_run(run_id)
+    if run.state != RunState.PAUSED:
+        retry_run(actor, run_id, reason)
+        return
+    now = timezone.now()
+    PlaybookStep.objects.filter(run=run, state=StepState.WAITING).update(
+        wake_at=now, started_at=now
+    )
+    to = RunState.RUNNING if run.steps.exists() else RunState.PENDING
+    _set_run(actor, run, to, reason, "run.resume")
+    PlaybookRun.objects.filter(pk=run_id).update(deadline=now + timedelta(hours=1))
+    doorbell.ring_after_commit()
+
+
+@change()
 def cancel_run(actor: Actor, run_id: str, reason: str) -> None:
     """Stop a run where it stands; what is done stays done. Raises Conflict if it is finished.
 
     Orders that no node has finished are called back, and a placement that never came to life ends.
     """
-    incident_id = PlaybookRun.objects.values_list("incident_id", flat=True).get(pk=run_id)
-    if incident_id is not None:
-        Incident.objects.select_for_update(no_key=True, of=("self",)).get(pk=incident_id)
-    run = PlaybookRun.objects.select_for_update(no_key=True, of=("self",)).get(pk=run_id)
+    run = _lock_run(run_id)
     if run.state not in RUN_UNFINISHED:
         raise Conflict(f"this run is {run.get_state_display().lower()} already")
     for step_id in run.steps.values_list("pk", flat=True):
@@ -132,6 +168,9 @@ def cancel_run(actor: Actor, run_id: str, reason: str) -> None:
         state__in=[StepState.DONE, StepState.SKIPPED, StepState.FAILED]
     ).update(state=StepState.SKIPPED, lock_token="", lock_expires_at=None, wake_at=None)
     Reservation.objects.filter(run=run, released_at=None).update(released_at=timezone.now())
+    Approval.objects.filter(run=run, state=ApprovalState.WAITING).update(
+        state=ApprovalState.VOID, decided_at=timezone.now()
+    )
     _set_run(actor, run, RunState.CANCELLED, reason or "cancelled", "run.cancel")
 
 
@@ -150,6 +189,14 @@ def pause_overdue_runs(now: datetime) -> int:
             SYSTEM, run, RunState.NEEDS_OPERATOR, "not finished before its deadline", "run.overdue"
         )
     return len(runs)
+
+
+def _lock_run(run_id: str) -> PlaybookRun:
+    """The run, locked after its incident: the order in which everybody takes them."""
+    incident_id = PlaybookRun.objects.values_list("incident_id", flat=True).get(pk=run_id)
+    if incident_id is not None:
+        Incident.objects.select_for_update(no_key=True, of=("self",)).get(pk=incident_id)
+    return PlaybookRun.objects.select_for_update(no_key=True, of=("self",)).get(pk=run_id)
 
 
 def _set_run(actor: Actor, run: PlaybookRun, to: RunState, reason: str, verb: str) -> None:

@@ -248,7 +248,7 @@ def test_join_token_expired(door: Door, join_token: str) -> None:
 
 
 def test_join_token_revoked(door: Door, join_token: str) -> None:
-    fleet.revoke_join_token(SYSTEM, join_token)
+    fleet.revoke_join_token(SYSTEM, JoinToken.objects.get().pk, "leaked")
 
     answer = door.post("/v1/enroll", enrolment(door, join_token, "n1").enroll_message())
 

@@ -6,9 +6,10 @@ import signal
 import threading
 from typing import Any
 
+from django.conf import settings
 from django.core.management.base import BaseCommand
 
-from workers import keeper
+from workers import keeper, metrics, pulse
 
 
 class Command(BaseCommand):
@@ -18,4 +19,11 @@ class Command(BaseCommand):
         stop = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
-        keeper.run(stop)
+        state = pulse.Pulse()
+        listener = None
+        if settings.KEEPER_METRICS_ADDRESS:
+            metrics.publish_fleet_figures(lambda: state.leading)
+            listener = pulse.listen(settings.KEEPER_METRICS_ADDRESS, state)
+        keeper.run(stop, state)
+        if listener is not None:
+            listener.close()

@@ -18,7 +18,7 @@ class Command(BaseCommand):
     help = "Play one failure against the running product and tell what happened."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("name", choices=["kill-process", "kill-node"])
+        parser.add_argument("name", choices=scenarios.NAMES)
         parser.add_argument("--json", action="store_true", help="print one JSON object")
 
     def handle(self, *_args: Any, **options: Any) -> None:
@@ -52,6 +52,8 @@ class Command(BaseCommand):
         self.stdout.write(
             "".join(f"  samples {k:<10}{n:8}\n" for k, n in result.samples.items()), ending=""
         )
+        for name, fact in result.facts.items():
+            self.stdout.write(f"  {name:<18}{fact}")
         for problem in result.problems:
             self.stdout.write(f"  problem: {problem}")
         self.stdout.write("all came true" if result.ok else "NOT all came true")

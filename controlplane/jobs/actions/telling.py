@@ -1,23 +1,19 @@
-"""The only writers of jobs, replicas, placements and what a job tells of itself."""
+"""What a job tells of itself, and what its scheduler tells of it."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 from django.utils import timezone
 
 from controlplane import doorbell
-from controlplane.accounts.actions import audit
 from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.errors import Conflict
-from controlplane.fleet import actions as fleet
 from controlplane.fleet.changes import change, touch
-from controlplane.fleet.choices import NodeState
-from controlplane.fleet.models import Node
 from controlplane.health.actions import record_signal
 from controlplane.health.choices import SignalKind
-from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
+from controlplane.jobs.actions.jobs import end_placement, set_job, set_replicas
+from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import (
     Checkpoint,
     Directive,
@@ -26,175 +22,11 @@ from controlplane.jobs.models import (
     LedgerRange,
     Placement,
     ProgressSample,
-    Replica,
 )
 from runtime import client
 
-# --- what people, schedulers and playbooks do -----------------------------------------------------
-
-
-@change()
-def register(
-    actor: Actor,
-    *,
-    cluster_id: str,
-    name: str,
-    program: str,
-    world_replicas: int,
-    min_replicas: int = 1,
-    options: dict[str, Any] | None = None,
-) -> Job:
-    """Make a job known, with its replicas pending. Raises Conflict if the name is taken."""
-    if Job.objects.filter(cluster_id=cluster_id, name=name).exists():
-        raise Conflict(f"the cluster has a job {name!r} already; choose another name")
-    job = Job.objects.create(
-        cluster_id=cluster_id,
-        name=name,
-        program=program,
-        world_replicas=world_replicas,
-        min_replicas=min_replicas,
-        options=options or {},
-    )
-    now = timezone.now()
-    Replica.objects.bulk_create(
-        [Replica(job=job, index=index, state_since=now) for index in range(world_replicas)]
-    )
-    audit(actor, "job.register", "job", job.pk, cluster_id=cluster_id, after={"name": name})
-    touch(cluster_id)
-    return job
-
-
-@change()
-def begin_start(actor: Actor, job_id: str, reason: str) -> Job:
-    """Take a job back to the point before its ranks run: all placements ended, replicas pending."""
-    job = Job.objects.select_for_update(no_key=True).get(pk=job_id)
-    for placement in Placement.objects.filter(replica__job=job).exclude(state=PlacementState.ENDED):
-        end_placement(actor, placement.pk, reason, free_node=True)
-    _set_replicas(job, list(range(job.world_replicas)), ReplicaState.PENDING)
-    audit(
-        actor,
-        "job.start",
-        "job",
-        job.pk,
-        cluster_id=job.cluster_id,
-        before={"state": job.state},
-        after={"state": JobState.STARTING},
-        reason=reason,
-    )
-    job.state = JobState.STARTING
-    job.coordinator_node = None
-    job.coordinator_address = ""
-    job.coordinator_placement = ""
-    job.save(
-        update_fields=[
-            "state",
-            "coordinator_node",
-            "coordinator_address",
-            "coordinator_placement",
-        ]
-    )
-    touch(job.cluster_id)
-    return job
-
-
-@change()
-def set_coordinator(actor: Actor, job_id: str, node_id: str, address: str, placement: str) -> None:
-    """Note where the job's coordinator answers ("" while it is being started)."""
-    job = Job.objects.get(pk=job_id)
-    Job.objects.filter(pk=job_id).update(
-        coordinator_node_id=node_id, coordinator_address=address, coordinator_placement=placement
-    )
-    audit(
-        actor,
-        "job.set_coordinator",
-        "job",
-        job_id,
-        cluster_id=job.cluster_id,
-        before={"address": job.coordinator_address},
-        after={"address": address, "node": node_id},
-    )
-    touch(job.cluster_id)
-
-
-@change()
-def place(actor: Actor, replica_id: str, node_id: str, *, placement_id: str) -> Placement:
-    """Put a replica on a node: the node becomes allocated, the replica starting.
-
-    `placement_id` is the caller's, so that asking again finds what is there. Raises Conflict if the
-    replica is placed already or the node is not free.
-    """
-    there = Placement.objects.filter(pk=placement_id).first()
-    if there is not None:
-        return there
-    replica = (
-        Replica.objects.select_for_update(no_key=True).select_related("job").get(pk=replica_id)
-    )
-    if replica.placements.exclude(state=PlacementState.ENDED).exists():
-        raise Conflict(f"replica {replica.index} of {replica.job.name} is placed already")
-    if Placement.objects.filter(node_id=node_id).exclude(state=PlacementState.ENDED).exists():
-        raise Conflict("this node holds another replica")
-    if _node_state(node_id) != NodeState.ALLOCATED:
-        fleet.transition(
-            actor,
-            node_id,
-            NodeState.ALLOCATED,
-            reason=f"replica {replica.index} of {replica.job.name}",
-        )
-        fleet.set_spare(actor, node_id, False)  # it is needed now; another may take its part
-    placement = Placement.objects.create(pk=placement_id, replica=replica, node_id=node_id)
-    _set_replicas(replica.job, [replica.index], ReplicaState.STARTING)
-    audit(
-        actor,
-        "replica.place",
-        "job",
-        replica.job_id,
-        cluster_id=replica.job.cluster_id,
-        after={"replica": replica.index, "node": node_id, "placement": placement.pk},
-    )
-    touch(replica.job.cluster_id)
-    return placement
-
-
-@change()
-def end_placement(actor: Actor, placement_id: str, reason: str, *, free_node: bool) -> bool:
-    """Note that this process is gone; its replica is lost until it is placed anew.
-
-    `free_node` gives an allocated node back to the pool; a replica that returns in place keeps it.
-    Returns False if the placement had ended before.
-    """
-    placement = Placement.objects.select_related("replica__job").get(pk=placement_id)
-    ended = Placement.objects.filter(pk=placement_id).exclude(state=PlacementState.ENDED)
-    if not ended.update(state=PlacementState.ENDED, ended_at=timezone.now(), end_reason=reason):
-        return False
-    job = placement.replica.job
-    _set_replicas(job, [placement.replica.index], ReplicaState.LOST)
-    if free_node and _node_state(placement.node_id) == NodeState.ALLOCATED:
-        fleet.transition(actor, placement.node_id, NodeState.AVAILABLE, reason="its replica left")
-    audit(
-        actor,
-        "replica.end",
-        "job",
-        job.pk,
-        cluster_id=job.cluster_id,
-        before={"replica": placement.replica.index, "placement": placement_id},
-        reason=reason,
-    )
-    touch(job.cluster_id)
-    return True
-
-
-@change()
-def direct(actor: Actor, job_id: str, verb: str, *, ttl_s: float = 60) -> Directive:
-    """Give an order to a job's runtime; it is obeyed at a step's edge, once."""
-    job = Job.objects.get(pk=job_id)
-    directive = Directive.objects.create(
-        job=job, verb=verb, expires_at=timezone.now() + timedelta(seconds=ttl_s)
-    )
-    audit(actor, f"job.direct.{verb}", "job", job_id, cluster_id=job.cluster_id)
-    return directive
-
-
-# --- what a job tells of itself -------------------------------------------------------------------
+#: Clocks may differ by so much.
+MAX_AHEAD = timedelta(minutes=5)
 
 
 @change()
@@ -222,7 +54,7 @@ def record_runtime_batch(
         else:
             _record_stopped(job, batch, message)
     job.save()
-    touch(job.cluster_id)
+    touch(job.cluster_id, ("job", job.pk))
     directives = Directive.objects.filter(job=job, expires_at__gt=timezone.now())
     return client.Reply(
         ledger_step=job.ledger_step,
@@ -237,7 +69,7 @@ def _record_hello(job: Job, batch: client.Batch, message: client.Hello) -> None:
     if started.update(
         state=PlacementState.RUNNING, pid=message.pid, started_at=_moment(message.at)
     ):
-        _set_replicas(job, [batch.replica], ReplicaState.JOINING)
+        set_replicas(job, [batch.replica], ReplicaState.JOINING)
         doorbell.ring_after_commit(f"job/{job.pk}")
 
 
@@ -381,6 +213,45 @@ def _record_stopped(job: Job, batch: client.Batch, message: client.Stopped) -> N
         end_placement(SYSTEM, batch.placement, f"left: {message.reason}", free_node=True)
 
 
+# --- what its scheduler tells -----------------------------------------------------------------------
+
+
+@change()
+def record_progress(
+    actor: Actor,
+    job_id: str,
+    *,
+    step: int,
+    at: datetime | None = None,
+    loss: float | None = None,
+    samples_per_s: float | None = None,
+) -> Job:
+    """Keep how far a job is that does not tell by itself; what is told late changes nothing.
+
+    Raises Conflict if the job has ended, or if its own ranks report: their word is more exact.
+    """
+    job = Job.objects.select_for_update(no_key=True).get(pk=job_id)
+    if job.state not in JOB_ACTIVE:
+        raise Conflict(f"{job.name} is {job.get_state_display().lower()}; it makes no progress")
+    if job.progress.exists():
+        raise Conflict(f"the ranks of {job.name} report their own progress; nothing else is taken")
+    moment = at or timezone.now()
+    if moment > timezone.now() + MAX_AHEAD:
+        raise Conflict("progress cannot lie in the future; set the sender's clock")
+    if job.step_at is not None and moment <= job.step_at:
+        return job
+    job.step = step
+    job.step_at = moment
+    job.loss = loss
+    job.samples_per_s = samples_per_s
+    job.started_at = job.started_at or moment
+    job.save(update_fields=["step", "step_at", "loss", "samples_per_s", "started_at"])
+    touch(job.cluster_id, ("job", job.pk))
+    if job.state != JobState.RUNNING:
+        set_job(actor, job, JobState.RUNNING, "its scheduler tells of progress", "job.progress")
+    return job
+
+
 # --- helpers --------------------------------------------------------------------------------------
 
 
@@ -398,18 +269,8 @@ def _activate(job: Job, replicas: list[int], at: datetime) -> None:
         Placement.objects.filter(replica__job=job, replica__index__in=indices).filter(
             state=PlacementState.RUNNING, joined_at=None
         ).update(joined_at=at)
-        _set_replicas(job, indices, ReplicaState.ACTIVE)
+        set_replicas(job, indices, ReplicaState.ACTIVE)
         doorbell.ring_after_commit(f"job/{job.pk}")
-
-
-def _set_replicas(job: Job, indices: list[int], state: ReplicaState) -> None:
-    Replica.objects.filter(job=job, index__in=indices).exclude(state=state).update(
-        state=state, state_since=timezone.now()
-    )
-
-
-def _node_state(node_id: str) -> NodeState:
-    return NodeState(Node.objects.values_list("state", flat=True).get(pk=node_id))
 
 
 def _moment(unix_time: float) -> datetime:

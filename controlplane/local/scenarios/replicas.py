@@ -1,4 +1,4 @@
-"""Scripted failures against the running product, and what they measure.
+"""Scenarios that break one replica of the training job, each in its way.
 
 A scenario breaks one thing from outside and then only watches: everything that mends it is the
 product. It reads rows; it never writes one.
@@ -9,51 +9,48 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
-from typing import TypeVar
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
 
-from django.conf import settings
-from django.db import InterfaceError, OperationalError, connection
 from django.db.models import Max, Min, Sum
-from django.urls import reverse
 
-from controlplane.accounts.models import AuditEvent
 from controlplane.fleet.choices import NodeState
-from controlplane.fleet.models import Gpu, Node
+from controlplane.fleet.models import Node
 from controlplane.health.models import Signal
-from controlplane.incidents.choices import INCIDENT_UNRESOLVED, IncidentState, StepState
+from controlplane.incidents.choices import INCIDENT_UNRESOLVED, StepState
 from controlplane.incidents.models import Incident, PlaybookStep
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import Interruption, Job, LedgerRange, Placement, ProgressSample
+from controlplane.local.scenarios.base import (
+    MENDED_S,
+    READY_S,
+    Result,
+    Say,
+    ScenarioError,
+    await_rows,
+    fit_new_cards,
+    resolved,
+    seconds_since,
+    state_reached,
+    url,
+)
 from workers import power
 
-T = TypeVar("T")
-Say = Callable[[str], None]
 
-READY_S = 120.0
-MENDED_S = 180.0
+@dataclass(frozen=True)
+class Fault:
+    """One way to break a replica, and what must come of it."""
 
-
-class ScenarioError(Exception):
-    """The scenario cannot be played, or did not come to its end; the message says why."""
-
-
-@dataclass
-class Result:
-    """What one play measured. Times are seconds since the fault; None: it did not come to that."""
-
-    scenario: str
-    ok: bool = False
-    seconds: dict[str, float | None] = field(default_factory=dict)
-    longest_gap_s: float | None = None
-    samples: dict[str, int] = field(default_factory=dict)
-    incident: str = ""
-    #: Why `ok` is false, one sentence each.
-    problems: list[str] = field(default_factory=list)
+    words: str
+    break_it: Callable[[Placement], dict[str, Any]]
+    #: The code that triage must find; "" where the way of dying decides.
+    code: str
+    #: The node is taken out, repaired and returned as a spare; else it keeps its replica.
+    node_out: bool
+    #: The repair waits until the replica has left, and is nobody's incident.
+    repaired_when_idle: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,32 +64,58 @@ class Scene:
     at: datetime
 
 
+def _kill_rank(victim: Placement) -> dict[str, Any]:
+    if victim.pid is None:
+        raise ScenarioError("the rank has not told its process id")
+    os.kill(victim.pid, signal.SIGKILL)
+    return {"pid": victim.pid}
+
+
+def _power_off(victim: Placement) -> dict[str, Any]:
+    power.switch(victim.node, "ForceOff")
+    return {}
+
+
+def _freeze(victim: Placement) -> dict[str, Any]:
+    return power.freeze(victim.node, "all")
+
+
+def _card(fault: str) -> Callable[[Placement], dict[str, Any]]:
+    return lambda victim: power.break_card(victim.node, fault, random.randrange(8))  # noqa: S311
+
+
+FAULTS: dict[str, Fault] = {
+    "kill-process": Fault("kill -9", _kill_rank, "process-killed", node_out=False),
+    "kill-node": Fault("power off", _power_off, "node-lost", node_out=True),
+    "xid79": Fault("XID 79", _card("xid79"), "xid-79", node_out=True),
+    "xid94": Fault("XID 94", _card("xid94"), "xid-94", node_out=True, repaired_when_idle=True),
+    "app-error": Fault("XID 31", _card("xid31"), "xid-31", node_out=False),
+    "node-silent": Fault("SIGSTOP to agent and ranks", _freeze, "node-lost", node_out=True),
+}
+
+
 def play(name: str, say: Say) -> Result:
-    """Break one thing, wait until it is mended, and measure. Raises ScenarioError."""
-    breaks_node = {"kill-process": False, "kill-node": True}[name]
-    job = _ready_job(breaks_node)
+    """Break one replica, wait until it is mended, and measure. Raises ScenarioError."""
+    fault = FAULTS[name]
+    job = _ready_job(fault.node_out)
     victim = _choose_victim(job)
-    _fit_new_cards(victim.node)
+    fit_new_cards(victim.node)
     scene = _scene(job, victim)
-    say(
-        f"{'power off' if breaks_node else 'kill -9'}: replica {victim.replica.index} "
-        f"on {victim.node.name} at step {scene.step}"
-    )
-    if breaks_node:
-        power.switch(victim.node, "ForceOff")
-    else:
-        _kill_rank(victim)
-    incident = _await(lambda: _incident(scene), 60, "no incident was opened")
-    say(f"incident: {_url(incident)}")
-    resolved = _await(lambda: _resolved(incident.pk), MENDED_S, "the incident is not resolved")
-    _await(lambda: _ledger_reaches(scene), 30, "the sample ledger lags behind")
-    return _measure(name, scene, resolved, breaks_node)
+    say(f"{fault.words}: replica {victim.replica.index} on {victim.node.name} at step {scene.step}")
+    facts = fault.break_it(victim)
+    incident = await_rows(lambda: _incident(scene), 60, "no incident was opened")
+    say(f"incident: {url(incident)}")
+    done = await_rows(lambda: resolved(incident.pk), MENDED_S, "the incident is not resolved")
+    await_rows(lambda: _ledger_reaches(scene), 30, "the sample ledger lags behind")
+    if fault.node_out:
+        await_rows(lambda: _back(scene), MENDED_S, f"{victim.node.name} did not come back")
+    return _measure(name, fault, scene, done, facts)
 
 
 # --- before ---------------------------------------------------------------------------------------
 
 
-def _ready_job(breaks_node: bool) -> Job:
+def _ready_job(needs_spare: bool) -> Job:
     """The job that trains, with all its replicas, nothing else being mended, a spare at hand."""
 
     def ready() -> Job | None:
@@ -104,9 +127,9 @@ def _ready_job(breaks_node: bool) -> Job:
         spares = Node.objects.filter(
             cluster=job.cluster, state=NodeState.AVAILABLE, lease__reachable=True
         )
-        return job if spares.exists() or not breaks_node else None
+        return job if spares.exists() or not needs_spare else None
 
-    return _await(ready, READY_S, "no job trains with all its replicas and a spare beside it")
+    return await_rows(ready, READY_S, "no job trains with all its replicas and a spare beside it")
 
 
 def _choose_victim(job: Job) -> Placement:
@@ -114,18 +137,6 @@ def _choose_victim(job: Job) -> Placement:
         replica__job=job, state=PlacementState.RUNNING
     )
     return random.choice(list(placements))  # noqa: S311 - any will do
-
-
-def _fit_new_cards(node: Node) -> None:
-    """Give the node cards that nobody has repaired yet: a scenario can be played for ever."""
-    before = set(Gpu.objects.filter(node=node).values_list("uuid", flat=True))
-    power.fit_new_cards(node)
-
-    def reported() -> bool:
-        now = set(Gpu.objects.filter(node=node).values_list("uuid", flat=True))
-        return bool(now) and now.isdisjoint(before)
-
-    _await(reported, 30, f"{node.name} did not report its new cards")
 
 
 def _scene(job: Job, victim: Placement) -> Scene:
@@ -142,26 +153,12 @@ def _scene(job: Job, victim: Placement) -> Scene:
     )
 
 
-def _kill_rank(victim: Placement) -> None:
-    if victim.pid is None:
-        raise ScenarioError("the rank has not told its process id")
-    os.kill(victim.pid, signal.SIGKILL)
-
-
 # --- meanwhile ------------------------------------------------------------------------------------
 
 
 def _incident(scene: Scene) -> Incident | None:
     subject = f"job/{scene.job.pk}/{scene.victim.replica.index}"
     return Incident.objects.filter(subject=subject, opened_at__gte=scene.at).first()
-
-
-def _resolved(incident_id: str) -> Incident | None:
-    incident = Incident.objects.get(pk=incident_id)
-    if incident.runs.filter(state__in=["needs_operator", "failed", "cancelled"]).exists():
-        run = incident.runs.filter(state__in=["needs_operator", "failed", "cancelled"]).first()
-        raise ScenarioError(f"{run.title} {run.state}: {run.state_reason}" if run else "")
-    return incident if incident.state == IncidentState.RESOLVED else None
 
 
 def _ledger_reaches(scene: Scene) -> bool:
@@ -173,7 +170,20 @@ def _ledger_reaches(scene: Scene) -> bool:
 # --- after ----------------------------------------------------------------------------------------
 
 
-def _measure(name: str, scene: Scene, incident: Incident, breaks_node: bool) -> Result:
+def _back(scene: Scene) -> bool:
+    """The node stands ready as a spare again, without a wish left."""
+    return Node.objects.filter(
+        pk=scene.victim.node_id,
+        state=NodeState.AVAILABLE,
+        spare=True,
+        reset_pending="",
+        state_since__gte=scene.at,
+    ).exists()
+
+
+def _measure(
+    name: str, fault: Fault, scene: Scene, incident: Incident, facts: dict[str, Any]
+) -> Result:
     signals = Signal.objects.filter(failures__incidents=incident) | Signal.objects.filter(
         job_id=scene.job.pk, replica=scene.victim.replica.index, recorded_at__gte=scene.at
     )
@@ -187,23 +197,32 @@ def _measure(name: str, scene: Scene, incident: Incident, breaks_node: bool) -> 
         "replica_commit": incident.restored_at,
         "resolved": incident.resolved_at,
     }
-    if breaks_node:
-        moments["quarantined"] = _quarantined_at(scene)
-        moments["validated"] = _validated_at(incident)
-    samples = _samples(scene)
+    if fault.node_out:
+        node_id = scene.victim.node_id
+        moments["quarantined"] = state_reached(node_id, NodeState.QUARANTINED, scene.at)
+        moments["validated"] = _validated_at(scene)
+        moments["returned"] = state_reached(node_id, NodeState.AVAILABLE, scene.at)
+    failure = incident.failures.order_by("observed_at").first()
     result = Result(
         scenario=name,
-        seconds={key: _since(scene.at, moment) for key, moment in moments.items()},
+        seconds={key: seconds_since(scene.at, moment) for key, moment in moments.items()},
         longest_gap_s=_longest_gap(scene, incident),
-        samples=samples,
-        incident=_url(incident),
+        samples=_samples(scene),
+        incident=url(incident),
+        facts={
+            **facts,
+            "code": incident.code,
+            "rule": failure.rule if failure else None,
+            "card": failure.gpu.serial if failure and failure.gpu else None,
+            "gpu_seconds_lost": incident.gpu_seconds_lost,
+        },
     )
-    result.problems = _problems(scene, incident, result, breaks_node)
+    result.problems = _problems(fault, scene, incident, result)
     result.ok = not result.problems
     return result
 
 
-def _problems(scene: Scene, incident: Incident, result: Result, breaks_node: bool) -> list[str]:
+def _problems(fault: Fault, scene: Scene, incident: Incident, result: Result) -> list[str]:
     problems = [f"{key} never came" for key, value in result.seconds.items() if value is None]
     now = {
         p.replica.index: (p.pk, p.pid)
@@ -219,13 +238,14 @@ def _problems(scene: Scene, incident: Incident, result: Result, breaks_node: boo
             problems.append(f"{count} samples {kind}")
     if not incident.postmortem or incident.gpu_seconds_lost is None:
         problems.append("the incident has no post-mortem or no cost")
-    if (
-        breaks_node
-        and not Node.objects.filter(
-            pk=scene.victim.node_id, state=NodeState.AVAILABLE, spare=True
-        ).exists()
+    if incident.code != fault.code:
+        problems.append(f"the cause was taken for {incident.code or 'unknown'}, not {fault.code}")
+    if "serial" in result.facts and result.facts["card"] != result.facts["serial"]:
+        problems.append("the failure names another card")
+    if not fault.node_out and not scene.victim.node.placements.filter(
+        replica=scene.victim.replica, state=PlacementState.RUNNING
     ):
-        problems.append(f"{scene.victim.node.name} did not come back as a spare")
+        problems.append(f"the replica did not return on {scene.victim.node.name}")
     return problems
 
 
@@ -282,41 +302,11 @@ def _samples(scene: Scene) -> dict[str, int]:
     }
 
 
-def _quarantined_at(scene: Scene) -> datetime | None:
-    event = AuditEvent.objects.filter(
-        verb="node.transition",
-        object_id=scene.victim.node_id,
-        after__state=NodeState.QUARANTINED,
-        at__gte=scene.at,
-    ).first()
-    return event.at if event else None
-
-
-def _validated_at(incident: Incident) -> datetime | None:
+def _validated_at(scene: Scene) -> datetime | None:
     step = PlaybookStep.objects.filter(
-        run__incident=incident, key="validate", state=StepState.DONE
+        run__node_id=scene.victim.node_id,
+        key="validate",
+        state=StepState.DONE,
+        finished_at__gte=scene.at,
     ).first()
     return step.finished_at if step else None
-
-
-def _url(incident: Incident) -> str:
-    return settings.PUBLIC_URL + reverse("incident", args=[incident.pk])
-
-
-def _since(start: datetime, moment: datetime | None) -> float | None:
-    return None if moment is None else round(max(moment - start, timedelta(0)).total_seconds(), 3)
-
-
-def _await(predicate: Callable[[], T | None], timeout: float, otherwise: str) -> T:
-    """Poll the rows until there is something. Raises ScenarioError with `otherwise`."""
-    deadline = time.monotonic() + timeout
-    pause = threading.Event()
-    while True:
-        try:
-            if value := predicate():
-                return value
-        except (OperationalError, InterfaceError):
-            connection.close()  # the database may be what is being mended
-        if time.monotonic() > deadline:
-            raise ScenarioError(f"{otherwise} after {timeout:.0f} s")
-        pause.wait(0.1)

@@ -1,0 +1,226 @@
+"""The page of one node, its readings, and what an operator may have done to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.conf import settings
+from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
+from django.urls import NoReverseMatch, reverse
+from django.utils import timezone
+from django.views.decorators.gzip import gzip_page
+from django.views.decorators.http import require_POST
+
+from controlplane.accounts.access import Access, needs
+from controlplane.accounts.choices import Role
+from controlplane.accounts.models import Actor
+from controlplane.accounts.views import signed_in
+from controlplane.acting import act, reason_of
+from controlplane.dashboard.selectors import nodes as selectors
+from controlplane.dashboard.selectors.fleet import is_reachable
+from controlplane.dashboard.selectors.story import story_of
+from controlplane.errors import Conflict
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.models import Node
+from controlplane.fleet.selectors import may
+from controlplane.incidents import actions as incidents
+from controlplane.incidents.plans import NODE_ORDERS, Plan, plan_of_order
+from controlplane.live import live_page
+
+
+@dataclass(frozen=True)
+class Order:
+    """Something that an operator may ask for, and what it means in a sentence."""
+
+    verb: str
+    label: str
+    effect: str
+    disruptive: bool = True
+
+
+ORDERS: dict[str, Order] = {
+    one.verb: one
+    for one in (
+        Order("drain", "Drain", "Nothing new lands on it; what runs there is moved away first."),
+        Order("quarantine", "Quarantine", "Taken out at once; what runs there is ended."),
+        Order("diagnose", "Diagnose", "Runs its diagnostics; it takes no work meanwhile."),
+        Order("reset", "Reset GPUs", "Resets its cards; what runs on them is ended."),
+        Order("reboot", "Reboot", "Restarts it through its chassis; what runs there is ended."),
+        Order("return", "Return", "Validates it and gives it back to the fleet.", False),
+        Order("hold", "Hold", "Automation keeps its hands off until it is released.", False),
+        Order("release", "Release", "Lifts the hold: automation may act on it again.", False),
+        Order(
+            "maintenance",
+            "Maintenance",
+            "Announces work on it: automation keeps its hands off for that time.",
+            False,
+        ),
+    )
+}
+#: The faults that the simulated hardware can show, by the word its scenario has.
+FAULTS: dict[str, str] = {
+    "xid79": "XID 79: the card falls off the bus",
+    "xid94": "XID 94: contained memory error",
+    "xid31": "XID 31: the program touches memory that is not its own",
+}
+#: How long a maintenance window may be announced for, in hours.
+MAX_MAINTENANCE_H = 24 * 14
+
+
+@signed_in
+@needs(Access.VIEWER)
+def node(request: HttpRequest, node_id: str) -> HttpResponse:
+    """One node; `order` shows the dry run of an order, `before` an older part of its story."""
+    return _page(request, selectors.node_for(request.user, node_id))
+
+
+@gzip_page
+@signed_in
+@needs(Access.VIEWER)
+def samples(request: HttpRequest, node_id: str) -> HttpResponse:
+    """The readings of its cards as JSON columns, over `window`."""
+    found = selectors.node_for(request.user, node_id)
+    word = _window_word(request)
+    response = JsonResponse(selectors.readings_of(found, selectors.WINDOWS[word][1]))
+    response["Cache-Control"] = "no-store"
+    return response
+
+
+@require_POST
+@signed_in
+@needs(Access.OPERATOR)
+def order(request: HttpRequest, node_id: str) -> HttpResponse:
+    """Have a playbook do `verb` to the node, for `reason`."""
+    verb = request.POST.get("verb", "")
+    return _act(
+        request,
+        node_id,
+        lambda actor: incidents.order_node(actor, node_id, verb, reason_of(request)),
+    )
+
+
+@require_POST
+@signed_in
+@needs(Access.OPERATOR)
+def hold(request: HttpRequest, node_id: str) -> HttpResponse:
+    return _act(request, node_id, lambda actor: fleet.set_hold(actor, node_id, reason_of(request)))
+
+
+@require_POST
+@signed_in
+@needs(Access.OPERATOR)
+def release(request: HttpRequest, node_id: str) -> HttpResponse:
+    return _act(request, node_id, lambda actor: fleet.set_hold(actor, node_id, ""))
+
+
+@require_POST
+@signed_in
+@needs(Access.OPERATOR)
+def maintenance(request: HttpRequest, node_id: str) -> HttpResponse:
+    """Announce work on this node, from now on for `hours`."""
+
+    def deed(actor: Actor) -> None:
+        now = timezone.now()
+        fleet.open_maintenance(
+            actor,
+            selectors.node_for(request.user, node_id).cluster_id,
+            starts_at=now,
+            ends_at=now + timedelta(hours=hours_of(request)),
+            reason=reason_of(request),
+            node_id=node_id,
+        )
+
+    return _act(request, node_id, deed)
+
+
+def hours_of(request: HttpRequest) -> float:
+    """The length of a maintenance window. Raises Conflict if it is no sensible number."""
+    try:
+        hours = float(request.POST.get("hours", ""))
+    except ValueError:
+        raise Conflict("say for how many hours the maintenance lasts, such as 2 or 0.5") from None
+    if not 0 < hours <= MAX_MAINTENANCE_H:
+        raise Conflict(f"a maintenance lasts up to {MAX_MAINTENANCE_H} hours; announce it in parts")
+    return hours
+
+
+def _act(request: HttpRequest, node_id: str, deed: Callable[[Actor], object]) -> HttpResponse:
+    found = selectors.node_for(request.user, node_id)
+    return act(
+        request,
+        found.cluster_id,
+        deed,
+        back=reverse("node", args=[node_id]),
+        again=lambda status: _page(
+            request, selectors.node_for(request.user, node_id), status=status
+        ),
+    )
+
+
+def _page(request: HttpRequest, found: Node, status: int = 200) -> HttpResponse:
+    def context() -> dict[str, Any]:
+        cards = selectors.cards_of(found)
+        own = selectors.faults_of_itself(found)
+        story, older = story_of(found, before=_moment(request.GET.get("before")))
+        asked = ORDERS.get(request.GET.get("order", ""))
+        may_act = may(request.user, Role.OPERATOR, found.cluster_id)
+        return {
+            "live_path": reverse("node", args=[found.id]),
+            "node": found,
+            "reachable": is_reachable(found),
+            "standing": selectors.standing_of(found),
+            "cards": cards,
+            "own_faults": own,
+            "health": selectors.health_of(cards, own),
+            "work": selectors.work_of(found),
+            "story": story,
+            "older": older,
+            "windows": {word: label for word, (label, _) in selectors.WINDOWS.items()},
+            "window": _window_word(request),
+            "may_act": may_act,
+            "orders": _offered(found),
+            "asked": asked if may_act else None,
+            "plan": _plan(found, asked) if may_act and asked else None,
+            "faults": _faults(found) if may_act else {},
+        }
+
+    return live_page(request, "nodes/node", [found.cluster], context, status=status)
+
+
+def _offered(found: Node) -> list[Order]:
+    hidden = "hold" if found.hold_reason else "release"
+    return [one for one in ORDERS.values() if one.verb != hidden]
+
+
+def _plan(found: Node, asked: Order) -> Plan | None:
+    """The dry run of what a playbook would do; holds and announcements do nothing to a node."""
+    return plan_of_order(found, asked.verb) if asked.verb in NODE_ORDERS else None
+
+
+def _faults(found: Node) -> dict[str, str]:
+    """What can be broken here: only in a fleet that is simulated, and nowhere else."""
+    if not settings.SIMULATED_FLEET:
+        return {}
+    try:
+        reverse("node-fault", args=[found.id])
+    except NoReverseMatch:
+        return {}
+    return FAULTS
+
+
+def _window_word(request: HttpRequest) -> str:
+    word = request.GET.get("window", "10m")
+    return word if word in selectors.WINDOWS else "10m"
+
+
+def _moment(text: str | None) -> datetime | None:
+    if not text:
+        return None
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise Http404("before must be a time in ISO 8601") from None
+    return moment if moment.tzinfo else timezone.make_aware(moment)

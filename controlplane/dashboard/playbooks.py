@@ -1,0 +1,175 @@
+"""The automation page: playbooks and their modes, budgets, breakers, maintenance, recent runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from django.http import Http404, HttpRequest, HttpResponse
+from django.urls import reverse
+from django.utils import timezone
+from django.views.decorators.http import require_POST
+
+from controlplane.accounts.access import Access, needs
+from controlplane.accounts.choices import Role
+from controlplane.accounts.models import Actor
+from controlplane.accounts.views import signed_in
+from controlplane.acting import act, reason_of
+from controlplane.dashboard.nodes import hours_of
+from controlplane.dashboard.selectors import playbooks as selectors
+from controlplane.dashboard.selectors.fleet import cluster_for
+from controlplane.errors import Conflict
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.models import Cluster
+from controlplane.fleet.selectors import clusters_for, may
+from controlplane.incidents import actions as incidents
+from controlplane.incidents import limits
+from controlplane.incidents.choices import Mode, Scope
+from controlplane.incidents.selectors import runs_for
+from controlplane.live import live_page
+from controlplane.paging import page_of
+
+RUNS_PER_PAGE = 20
+#: Ids sort by the time of their making.
+RUN_SORTS = {"-began": "pk"}
+
+
+@signed_in
+@needs(Access.SIGNED_IN)
+def playbooks(request: HttpRequest) -> HttpResponse:
+    """How far automation may go in `cluster`, and what it did there lately."""
+    clusters = list(clusters_for(request.user))
+    wanted = request.GET.get("cluster")
+    chosen = next((one for one in clusters if one.id == wanted), None)
+    if wanted and chosen is None:
+        raise Http404("no such cluster")
+    return _page(request, chosen or (clusters[0] if clusters else None))
+
+
+@require_POST
+@signed_in
+@needs(Access.ADMIN)
+def set_mode(request: HttpRequest, cluster_id: str) -> HttpResponse:
+    """Say how far `playbook` may go by itself."""
+    found = cluster_for(request.user, cluster_id)
+
+    def deed(actor: Actor) -> None:
+        mode = request.POST.get("mode", "")
+        if mode not in Mode.values:
+            raise Conflict(f"a mode is one of {', '.join(Mode.values)}")
+        playbook = request.POST.get("playbook", "")
+        incidents.set_mode(actor, cluster_id, playbook, Mode(mode), reason_of(request))
+
+    return _act(request, found, deed, role=Role.ADMIN)
+
+
+@require_POST
+@signed_in
+@needs(Access.ADMIN)
+def set_limit(request: HttpRequest, cluster_id: str) -> HttpResponse:
+    """Say how many nodes automation may have out at once, over a `scope`."""
+    found = cluster_for(request.user, cluster_id)
+
+    def deed(actor: Actor) -> None:
+        scope, nodes = request.POST.get("scope", ""), request.POST.get("nodes", "")
+        if scope not in Scope.values or not nodes.isdecimal() or int(nodes) > 100_000:
+            raise Conflict("a limit is a number of nodes, for one of the scopes shown")
+        incidents.set_limit(actor, cluster_id, Scope(scope), int(nodes), reason_of(request))
+
+    return _act(request, found, deed, role=Role.ADMIN)
+
+
+@require_POST
+@signed_in
+@needs(Access.OPERATOR)
+def close_breaker(request: HttpRequest, breaker_id: str) -> HttpResponse:
+    found = selectors.breaker_for(request.user, breaker_id)
+    return _act(
+        request,
+        found.cluster,
+        lambda actor: incidents.close_breaker(actor, breaker_id, reason_of(request)),
+    )
+
+
+@require_POST
+@signed_in
+@needs(Access.OPERATOR)
+def open_maintenance(request: HttpRequest, cluster_id: str) -> HttpResponse:
+    """Announce work on a cluster or one `rack` of it, in `delay` hours from now, for `hours`."""
+    found = cluster_for(request.user, cluster_id)
+
+    def deed(actor: Actor) -> None:
+        starts_at = timezone.now() + timedelta(hours=_delay_of(request))
+        fleet.open_maintenance(
+            actor,
+            cluster_id,
+            starts_at=starts_at,
+            ends_at=starts_at + timedelta(hours=hours_of(request)),
+            reason=reason_of(request),
+            rack_id=request.POST.get("rack") or None,
+        )
+
+    return _act(request, found, deed)
+
+
+@require_POST
+@signed_in
+@needs(Access.OPERATOR)
+def close_maintenance(request: HttpRequest, window_id: str) -> HttpResponse:
+    found = selectors.window_for(request.user, window_id)
+    return _act(
+        request,
+        found.cluster,
+        lambda actor: fleet.close_maintenance(actor, window_id, reason_of(request)),
+    )
+
+
+def _delay_of(request: HttpRequest) -> float:
+    try:
+        delay = float(request.POST.get("delay") or 0)
+    except ValueError:
+        raise Conflict("say in how many hours it begins, such as 0 or 12") from None
+    if not 0 <= delay <= 24 * 365:
+        raise Conflict("a maintenance begins within a year from now")
+    return delay
+
+
+def _act(
+    request: HttpRequest,
+    found: Cluster,
+    deed: Callable[[Actor], object],
+    *,
+    role: Role = Role.OPERATOR,
+) -> HttpResponse:
+    def again(status: int) -> HttpResponse:
+        return _page(request, cluster_for(request.user, found.id), status=status)
+
+    back = f"{reverse('automation-page')}?cluster={found.id}"
+    return act(request, found.id, deed, back=back, again=again, role=role)
+
+
+def _page(request: HttpRequest, found: Cluster | None, status: int = 200) -> HttpResponse:
+    clusters = list(clusters_for(request.user))
+
+    def context() -> dict[str, Any]:
+        base = {"live_path": reverse("automation-page"), "clusters": clusters, "cluster": found}
+        if found is None:
+            return base
+        runs = runs_for(request.user).filter(cluster=found)
+        return base | {
+            "rows": selectors.playbooks_in(found),
+            "modes": Mode,
+            "budgets": selectors.budgets_in(found),
+            "reservations": selectors.reservations_in(found),
+            "breakers": limits.open_breakers([found.id]),
+            "elsewhere": limits.open_breakers(one.id for one in clusters if one.id != found.id),
+            "closed": selectors.closed_breakers(found),
+            "windows": selectors.windows_in(found),
+            "racks": found.racks.order_by("name"),
+            "runs": page_of(runs, request.GET, sorts=RUN_SORTS, size=RUNS_PER_PAGE),
+            "may_act": may(request.user, Role.OPERATOR, found.id),
+            "may_change": may(request.user, Role.ADMIN, found.id),
+        }
+
+    return live_page(request, "dashboard/playbooks", clusters, context, status=status)

@@ -1,0 +1,1 @@
+"""What the pages that belong to no single app show: one module for each page."""

@@ -1,0 +1,185 @@
+"""What the failures page shows: a filtered list, and how codes were spread over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from datetime import datetime, timedelta
+
+from django.contrib.auth.models import AnonymousUser
+from django.db.models import Count, FloatField, Q, QuerySet
+from django.db.models.functions import Cast, Extract, Floor
+from django.utils import timezone
+
+from controlplane.accounts.models import User
+from controlplane.fleet.selectors import clusters_for
+from controlplane.health.models import Failure
+from controlplane.jobs.models import Job
+
+#: How far back the page may reach, by the word in the address, in seconds.
+WINDOWS: dict[str, tuple[str, float]] = {
+    "1h": ("1 h", 3600.0),
+    "1d": ("1 d", 86_400.0),
+    "7d": ("7 d", 7 * 86_400.0),
+    "30d": ("30 d", 30 * 86_400.0),
+}
+DEFAULT_WINDOW = "7d"
+STRETCHES = 48
+#: This many codes are told apart in the chart; the rest are one.
+CODES_APART = 5
+
+
+@dataclass(frozen=True)
+class FailureFilter:
+    """Which failures are asked for; every part is empty where it does not matter."""
+
+    code: str = ""
+    fault_class: str = ""
+    cluster: str = ""
+    node: str = ""  # a part of its name, or its id
+    card: str = ""  # a serial or UUID
+    window: str = DEFAULT_WINDOW
+
+    @classmethod
+    def of(cls, query: Mapping[str, str]) -> FailureFilter:
+        told = {one.name: query.get(one.name, "").strip() for one in fields(cls)}
+        if told["window"] not in WINDOWS:
+            told["window"] = DEFAULT_WINDOW
+        return cls(**told)
+
+    @property
+    def since(self) -> datetime:
+        return timezone.now() - timedelta(seconds=WINDOWS[self.window][1])
+
+    def apply(self, failures: QuerySet[Failure]) -> QuerySet[Failure]:
+        found = failures.filter(observed_at__gte=self.since)
+        if self.code:
+            found = found.filter(code=self.code)
+        if self.fault_class:
+            found = found.filter(fault_class=self.fault_class)
+        if self.cluster:
+            found = found.filter(node__cluster=self.cluster)
+        if self.node:
+            found = found.filter(Q(node__name__icontains=self.node) | Q(node=self.node))
+        if self.card:
+            found = found.filter(Q(gpu__serial=self.card) | Q(gpu=self.card))
+        return found
+
+
+def failures_for(user: User | AnonymousUser) -> QuerySet[Failure]:
+    """Failures of nodes, or of jobs where no node is blamed, in clusters the caller may see."""
+    clusters = clusters_for(user)
+    jobs = Job.objects.filter(cluster__in=clusters).values("pk")
+    return Failure.objects.filter(Q(node__cluster__in=clusters) | Q(node=None, job_id__in=jobs))
+
+
+def with_story(failures: QuerySet[Failure]) -> QuerySet[Failure]:
+    """The same, with all that a row of the table shows."""
+    return failures.select_related("node__cluster", "gpu").prefetch_related("signals", "incidents")
+
+
+def job_names(failures: list[Failure]) -> dict[str, str]:
+    """Names of the jobs that these speak of, by id."""
+    wanted = {failure.job_id for failure in failures if failure.job_id}
+    return dict(Job.objects.filter(pk__in=wanted).values_list("pk", "name"))
+
+
+def codes_of(failures: QuerySet[Failure]) -> list[str]:
+    return list(failures.order_by("code").values_list("code", flat=True).distinct())
+
+
+# --- Codes over time ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One code in one stretch of time, as a rectangle in the chart's own units."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    rank: int
+    title: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Failures by code over time, stacked: drawn in a box of `WIDTH` by `HEIGHT`."""
+
+    bars: list[Bar]
+    codes: list[tuple[int, str, int]]  # rank, code, how many
+    highest: int
+    ticks: list[tuple[float, str]]
+
+
+WIDTH, HEIGHT = 960.0, 120.0
+
+
+def chart_of(failures: QuerySet[Failure], chosen: FailureFilter) -> Chart:
+    since, span = chosen.since, WINDOWS[chosen.window][1]
+    counted = _counted(failures, since, span)
+    totals: dict[str, int] = {}
+    for (_, code), count in counted.items():
+        totals[code] = totals.get(code, 0) + count
+    ranked = sorted(totals, key=lambda code: (-totals[code], code))
+    rank = {code: min(place, CODES_APART) for place, code in enumerate(ranked)}
+    stretches: dict[int, dict[str, int]] = {}
+    for (place, code), count in counted.items():
+        stretches.setdefault(place, {})[code] = count
+    highest = max((sum(one.values()) for one in stretches.values()), default=0)
+    bars = [
+        bar
+        for place, codes in sorted(stretches.items())
+        for bar in _stacked(place, codes, rank, highest, since, span)
+    ]
+    return Chart(
+        bars,
+        [(rank[code], code, totals[code]) for code in ranked],
+        highest,
+        [
+            (WIDTH * part / 4, f"{since + timedelta(seconds=span * part / 4):%m-%d %H:%M}")
+            for part in range(4)
+        ],
+    )
+
+
+def _counted(
+    failures: QuerySet[Failure], since: datetime, span: float
+) -> dict[tuple[int, str], int]:
+    """How many of each code in each stretch of time, counted by the database."""
+    at = Cast(Extract("observed_at", "epoch"), FloatField())
+    place = Floor((at - since.timestamp()) / (span / STRETCHES))
+    rows = failures.annotate(place=place).values_list("place", "code").annotate(Count("pk"))
+    counted: dict[tuple[int, str], int] = {}
+    for found, code, count in rows.order_by():
+        counted[min(int(found), STRETCHES - 1), code] = count
+    return counted
+
+
+def _stacked(
+    place: int,
+    codes: dict[str, int],
+    rank: dict[str, int],
+    highest: int,
+    since: datetime,
+    span: float,
+) -> list[Bar]:
+    width = WIDTH / STRETCHES
+    begins = since + timedelta(seconds=span * place / STRETCHES)
+    bars, top = [], HEIGHT
+    for code in sorted(codes, key=lambda one: (rank[one], one)):
+        height = codes[code] / highest * HEIGHT
+        top -= height
+        title = f"{code}: {codes[code]}, from {begins:%Y-%m-%d %H:%M} UTC"
+        bars.append(
+            Bar(
+                round(place * width + 1, 2),
+                round(top, 2),
+                round(width - 2, 2),
+                round(height, 2),
+                rank[code],
+                title,
+            )
+        )
+    return bars

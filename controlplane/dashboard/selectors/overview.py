@@ -1,0 +1,151 @@
+"""What the overview shows: what needs a person, the fleet by cluster, the pulse of automation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+import redis
+import structlog
+from django.conf import settings
+from django.contrib.auth.models import AnonymousUser
+from django.utils import timezone
+
+from controlplane.accounts.choices import Role
+from controlplane.accounts.models import User
+from controlplane.dashboard.selectors.fleet import Tally, tallies_of
+from controlplane.fleet.models import Cluster
+from controlplane.fleet.selectors import Cell, clusters_for, fleet_of
+from controlplane.incidents import limits, pricing
+from controlplane.incidents import selectors as incidents
+from controlplane.incidents.choices import ApprovalState, CaseState
+from controlplane.incidents.models import Approval, Breaker, RmaCase
+from controlplane.jobs.models import Job
+from controlplane.jobs.selectors import active_jobs_for
+
+#: The keeper writes the time of its last round here, in ISO 8601; it expires when it falls silent.
+KEEPER_ALIVE_KEY = "drydock:keeper:alive"
+#: A larger cluster is drawn as a map instead of one tile for each node.
+TILES_UP_TO = 96
+#: What interruptions cost is told over this time.
+COST_OVER = timedelta(days=30)
+
+log = structlog.get_logger(__name__)
+_redis = redis.Redis.from_url(
+    settings.REDIS_URL, socket_timeout=1, socket_connect_timeout=1, decode_responses=True
+)
+
+
+@dataclass(frozen=True)
+class Automation:
+    """Whether what acts is alive, in a word and a colour."""
+
+    label: str
+    colour: str
+    seen_at: datetime | None = None
+
+
+def automation() -> Automation:
+    """The keeper's last sign of life."""
+    try:
+        told = _redis.get(KEEPER_ALIVE_KEY)
+    except redis.RedisError as error:
+        log.warning("automation.unknown", error=str(error))
+        return Automation("Automation unknown", "quiet")
+    if told is None:
+        return Automation("Automation silent", "bad")
+    return Automation("Automation on", "good", datetime.fromisoformat(str(told)))
+
+
+@dataclass(frozen=True)
+class ClusterCard:
+    """One cluster on the overview; `cells` is empty where it is drawn as a map."""
+
+    cluster: Cluster
+    tally: Tally
+    cells: list[Cell]
+    jobs: list[Job]
+
+
+def overview(user: User | AnonymousUser) -> dict[str, Any]:
+    """Everything on the overview, in a number of queries that does not grow with the fleet."""
+    clusters = list(clusters_for(user))
+    impacts = pricing.impact_by_code(clusters, timezone.now() - COST_OVER)
+    return {
+        "needs": needs_for(user, clusters),
+        "cards": cards_of(clusters, list(active_jobs_for(user))),
+        "resolved": incidents.resolved_for(user, limit=8),
+        "decisions": incidents.decisions_for(user, limit=8),
+        "cost": Cost.of(impacts),
+        "operates": set(clusters_for(user, Role.OPERATOR).values_list("pk", flat=True)),
+    }
+
+
+def cards_of(clusters: list[Cluster], active_jobs: list[Job]) -> list[ClusterCard]:
+    tallies = tallies_of(clusters)
+    small = [one for one in clusters if tallies[one.id].nodes <= TILES_UP_TO]
+    tiles = fleet_of(small)
+    jobs: dict[str, list[Job]] = {cluster.id: [] for cluster in clusters}
+    for job in active_jobs:
+        jobs[job.cluster_id].append(job)
+    return [
+        ClusterCard(
+            cluster,
+            tallies[cluster.id],
+            tiles[cluster.id].cells if cluster.id in tiles else [],
+            jobs[cluster.id],
+        )
+        for cluster in clusters
+    ]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What incidents have cost, in GPU-hours and in each currency."""
+
+    gpu_hours: float
+    money: list[tuple[str, float]]
+
+    @classmethod
+    def of(cls, impacts: list[pricing.CodeImpact]) -> Cost:
+        money: dict[str, float] = {}
+        for impact in impacts:
+            money[impact.currency] = money.get(impact.currency, 0.0) + impact.money
+        return cls(sum(impact.gpu_seconds for impact in impacts) / 3600, sorted(money.items()))
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What is open: what waits for a person, and what automation has in hand."""
+
+    approvals: list[Approval]
+    breakers: list[Breaker]
+    cases: list[RmaCase]  # evidence collected, not yet with the vendor
+    incidents: list[tuple[Any, incidents.Ask]]
+    runs: list[Any]  # waiting for a person, without an incident of their own
+
+    @property
+    def waiting(self) -> int:
+        """How many things a person has to act on."""
+        asked = sum(ask.kind in ("decide", "look") for _, ask in self.incidents)
+        own = len(self.approvals) + len(self.breakers) + len(self.cases)
+        return own + len(self.runs) + asked
+
+    def __bool__(self) -> bool:
+        return bool(self.waiting or self.incidents)
+
+
+def needs_for(user: User | AnonymousUser, clusters: list[Cluster]) -> Needs:
+    unresolved = list(incidents.unresolved_for(user)[:50])
+    shown = {incident.id for incident in unresolved}
+    runs = incidents.runs_needing_operator_for(user)[:50]
+    waiting = Approval.objects.filter(cluster__in=clusters, state=ApprovalState.WAITING)
+    to_send = RmaCase.objects.filter(cluster__in=clusters, state=CaseState.OPEN)
+    return Needs(
+        list(waiting.select_related("cluster", "run__incident", "run__node")[:50]),
+        list(limits.open_breakers(c.id for c in clusters).select_related("cluster")[:50]),
+        list(to_send.select_related("cluster", "gpu", "node")[:50]),
+        [(one, incidents.ask_of(one, list(one.runs.all()))) for one in unresolved],
+        [run for run in runs if run.incident_id not in shown],
+    )

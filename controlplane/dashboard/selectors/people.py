@@ -1,0 +1,26 @@
+"""Who stands behind an id: rows keep ids, pages show names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from controlplane.accounts.choices import ActorKind
+from controlplane.accounts.models import AuditEvent, User
+
+
+def usernames(ids: Iterable[str]) -> dict[str, str]:
+    """Names by id, in one query. What is no number is no person's id, and stays as it is."""
+    wanted = set(ids)
+    people = User.objects.filter(pk__in=[int(one) for one in wanted if one.isdigit()])
+    known = {str(pk): name for pk, name in people.values_list("pk", "username")}
+    return {one: known.get(one, one) for one in wanted}
+
+
+def actors(events: Iterable[AuditEvent]) -> dict[int, str]:
+    """Who did each of these, by the event's id: a person's name, or the kind of program."""
+    events = list(events)
+    names = usernames(e.actor_id for e in events if e.actor_kind == ActorKind.USER)
+    return {
+        e.pk: names[e.actor_id] if e.actor_kind == ActorKind.USER else ActorKind(e.actor_kind).label
+        for e in events
+    }

@@ -1,0 +1,127 @@
+"""What the automation page shows of one cluster: how far automation may go, and what stops it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from django.contrib.auth.models import AnonymousUser
+from django.http import Http404
+from django.utils import timezone
+
+from controlplane.accounts.models import User
+from controlplane.dashboard.selectors.people import usernames
+from controlplane.fleet.models import Cluster, MaintenanceWindow
+from controlplane.fleet.selectors import clusters_for
+from controlplane.incidents import limits
+from controlplane.incidents.choices import Mode
+from controlplane.incidents.limits import BudgetUse
+from controlplane.incidents.models import Breaker, Playbook, PlaybookMode, Reservation
+
+RECENTLY = 8
+#: Colour is kept for what a person should know of: here, that automation does not act by itself.
+MODE_COLOURS: dict[Mode, str] = {
+    Mode.AUTOMATIC: "good",
+    Mode.APPROVE: "busy",
+    Mode.DRY_RUN: "warn",
+    Mode.OFF: "warn",
+}
+
+
+@dataclass(frozen=True)
+class PlaybookRow:
+    """A playbook and how far it may go in a cluster."""
+
+    playbook: Playbook
+    mode: Mode
+
+    @property
+    def colour(self) -> str:
+        return MODE_COLOURS[self.mode]
+
+
+def playbooks_in(cluster: Cluster) -> list[PlaybookRow]:
+    chosen = dict(PlaybookMode.objects.filter(cluster=cluster).values_list("playbook", "mode"))
+    return [
+        PlaybookRow(one, Mode(chosen.get(one.name, Mode.AUTOMATIC)))
+        for one in Playbook.objects.all()
+    ]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """One limit of the blast radius, as a bar."""
+
+    use: BudgetUse
+
+    @property
+    def colour(self) -> str:
+        return "warn" if self.use.left == 0 else "busy" if self.use.used else "quiet"
+
+    @property
+    def share(self) -> float:
+        """How much of the limit is used, of 100."""
+        return min(100.0, 100 * self.use.used / self.use.limit) if self.use.limit else 100.0
+
+
+def budgets_in(cluster: Cluster) -> list[Budget]:
+    return [Budget(use) for use in limits.budgets_of(cluster)]
+
+
+def reservations_in(cluster: Cluster) -> list[Reservation]:
+    """The shares of the budgets that runs hold now, oldest first."""
+    held = Reservation.objects.filter(cluster=cluster, released_at=None)
+    return list(held.select_related("run", "node", "rack", "job").order_by("reserved_at")[:100])
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A breaker that a person closed, and who that was."""
+
+    breaker: Breaker
+    by: str
+
+
+def closed_breakers(cluster: Cluster) -> list[Closed]:
+    closed = cluster.breakers.exclude(closed_at=None).order_by("-closed_at")
+    found = list(closed[:RECENTLY])
+    names = usernames(one.closed_by for one in found)
+    return [Closed(one, names[one.closed_by]) for one in found]
+
+
+@dataclass(frozen=True)
+class Window:
+    """A maintenance window, whose it is, and whether it holds now."""
+
+    window: MaintenanceWindow
+    owner: str
+    now: bool
+
+
+def windows_in(cluster: Cluster) -> list[Window]:
+    """Windows that hold now or are to come, the next to end first."""
+    now = timezone.now()
+    found = list(
+        cluster.maintenance.filter(ends_at__gt=now, closed_at=None)
+        .select_related("rack", "node")
+        .order_by("ends_at")[:100]
+    )
+    names = usernames(one.owner for one in found)
+    return [Window(one, names[one.owner], one.starts_at <= now) for one in found]
+
+
+def window_for(user: User | AnonymousUser, window_id: str) -> MaintenanceWindow:
+    """Raises Http404 if there is none, or none the caller may see."""
+    found = MaintenanceWindow.objects.filter(pk=window_id, cluster__in=clusters_for(user))
+    window = found.select_related("cluster").first()
+    if window is None:
+        raise Http404("no such maintenance window")
+    return window
+
+
+def breaker_for(user: User | AnonymousUser, breaker_id: str) -> Breaker:
+    """Raises Http404 if there is none, or none the caller may see."""
+    found = Breaker.objects.filter(pk=breaker_id, cluster__in=clusters_for(user))
+    breaker = found.select_related("cluster").first()
+    if breaker is None:
+        raise Http404("no such breaker")
+    return breaker

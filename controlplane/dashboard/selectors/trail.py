@@ -1,0 +1,187 @@
+"""The audit trail as its page shows it: narrowed, with names for ids and each change as a diff."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from typing import Any
+
+from django.db.models import Q, QuerySet
+from django.urls import reverse
+from django.utils.dateparse import parse_datetime
+
+from controlplane.accounts.choices import ActorKind
+from controlplane.accounts.models import AuditEvent, User
+from controlplane.dashboard.templatetags.drydock import evidence
+from controlplane.fleet.models import Cluster, Node
+from controlplane.jobs.models import Job
+
+#: The page of each kind of object, by its address's name.
+PAGES = {"node": "node", "job": "job", "incident": "incident", "run": "run"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the form asks for; every field is optional."""
+
+    actor: str = ""
+    verb: str = ""
+    object: str = ""
+    cluster: str = ""
+    since: str = ""
+    until: str = ""
+    q: str = ""
+
+    @classmethod
+    def of(cls, query: Mapping[str, str]) -> Asked:
+        return cls(**{field.name: query.get(field.name, "").strip() for field in fields(cls)})
+
+    def __bool__(self) -> bool:
+        return self != Asked()
+
+    @property
+    def unreadable(self) -> list[str]:
+        """The moments that could not be understood, and so were left out."""
+        return [text for text in (self.since, self.until) if text and _moment(text) is None]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One field of the object, before and after; None where there was nothing to tell."""
+
+    label: str
+    before: str | None
+    after: str | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One write, with names where the trail keeps ids."""
+
+    event: AuditEvent
+    actor: str
+    object: str
+    address: str
+    cluster: str
+    changes: list[Change]
+
+
+def narrowed(events: QuerySet[AuditEvent], asked: Asked) -> QuerySet[AuditEvent]:
+    """Those of `events` that fit every field that was filled in."""
+    if asked.actor:
+        events = events.filter(_by_actor(asked.actor))
+    if asked.verb:
+        events = events.filter(verb__startswith=asked.verb)
+    if asked.object:
+        events = events.filter(_about(asked.object))
+    if asked.cluster:
+        events = events.filter(cluster__name=asked.cluster)
+    if (since := _moment(asked.since)) is not None:
+        events = events.filter(at__gte=since)
+    if (until := _moment(asked.until)) is not None:
+        events = events.filter(at__lte=until)
+    if asked.q:
+        events = events.filter(
+            Q(reason__icontains=asked.q) | Q(verb__icontains=asked.q) | Q(request_id=asked.q)
+        )
+    return events
+
+
+def rows_of(events: list[AuditEvent]) -> list[Row]:
+    """These events with names in place of ids, in four queries whatever their number."""
+    ids = {(e.object_type, e.object_id) for e in events}
+    ids |= {(_type_of_actor(e), e.actor_id) for e in events}
+    names = {
+        "user": _names(User, "username", [i for kind, i in ids if kind == "user" and i.isdigit()]),
+        "node": _names(Node, "name", [i for kind, i in ids if kind == "node"]),
+        "job": _names(Job, "name", [i for kind, i in ids if kind == "job"]),
+        "cluster": _names(Cluster, "name", [e.cluster_id for e in events if e.cluster_id]),
+    }
+
+    def name(kind: str, key: str) -> str:
+        return names.get(kind, {}).get(key) or key
+
+    return [
+        Row(
+            event=event,
+            actor=name(_type_of_actor(event), event.actor_id),
+            object=name(event.object_type, event.object_id),
+            address=_address(event),
+            cluster=name("cluster", event.cluster_id or ""),
+            changes=changes(event.before, event.after),
+        )
+        for event in events
+    ]
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    """A diff of two JSON objects, field by field; what stayed the same is left out."""
+    was, now = dict(evidence(before)), dict(evidence(after))
+    labels = [*was, *(label for label in now if label not in was)]
+    # An object that only has an after, or only a before, was told whole: nothing to compare.
+    return [
+        Change(label, was.get(label), now.get(label))
+        for label in labels
+        if was.get(label) != now.get(label)
+    ]
+
+
+def last_verification() -> AuditEvent | None:
+    """When the trail was last verified, and what came of it."""
+    done = AuditEvent.objects.filter(object_type="audit", object_id="chain", verb="audit.verify")
+    return done.order_by("-pk").first()
+
+
+def _by_actor(text: str) -> Q:
+    people = [str(pk) for pk in User.objects.filter(username=text).values_list("pk", flat=True)]
+    nodes = list(Node.objects.filter(name=text).values_list("pk", flat=True))
+    return (
+        Q(actor_kind=ActorKind.USER, actor_id__in=people)
+        | Q(actor_kind=ActorKind.AGENT, actor_id__in=nodes)
+        | Q(actor_id=text)
+    )
+
+
+def _about(text: str) -> Q:
+    people = [str(pk) for pk in User.objects.filter(username=text).values_list("pk", flat=True)]
+    return (
+        Q(object_id=text)
+        | Q(object_type=text)
+        | Q(object_type="node", object_id__in=Node.objects.filter(name=text).values("pk"))
+        | Q(object_type="job", object_id__in=Job.objects.filter(name=text).values("pk"))
+        | Q(object_type="user", object_id__in=people)
+    )
+
+
+def _moment(text: str) -> datetime | None:
+    """“2026-11-21 03:00”, read as UTC; None for anything else."""
+    try:
+        moment = parse_datetime(text)
+    except ValueError:
+        return None
+    return moment.replace(tzinfo=UTC) if moment and moment.tzinfo is None else moment
+
+
+def _type_of_actor(event: AuditEvent) -> str:
+    kinds = {ActorKind.USER: "user", ActorKind.AGENT: "node", ActorKind.RUNTIME: "job"}
+    return kinds.get(ActorKind(event.actor_kind), "system")
+
+
+def _names(model: Any, field: str, ids: Iterable[str]) -> dict[str, str]:
+    wanted = set(ids)
+    if not wanted:
+        return {}
+    return {
+        str(pk): name for pk, name in model.objects.filter(pk__in=wanted).values_list("pk", field)
+    }
+
+
+def _address(event: AuditEvent) -> str:
+    """Where the object can be looked at, or empty."""
+    if event.object_type in PAGES:
+        return reverse(PAGES[event.object_type], args=[event.object_id])
+    if event.object_type == "user":
+        return f"{reverse('users')}?user={event.object_id}"
+    lists = {"token": "tokens", "join_token": "enrolment"}
+    return reverse(lists[event.object_type]) if event.object_type in lists else ""

@@ -1,0 +1,147 @@
+"""The page of API tokens: made here, shown once, revoked here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from django.contrib import messages
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
+from django.shortcuts import get_object_or_404, render
+from django.urls import reverse
+from django.utils import timezone
+from django.views.decorators.http import require_POST
+
+from controlplane.accounts import actions
+from controlplane.accounts.access import Access, needs
+from controlplane.accounts.choices import Role
+from controlplane.accounts.models import ApiToken, User
+from controlplane.accounts.selectors import actor_of
+from controlplane.accounts.views import signed_in
+from controlplane.acting import reason_of
+from controlplane.dashboard.selectors import roles
+from controlplane.errors import Conflict
+from controlplane.fleet.selectors import clusters_for, is_superuser
+
+SHOWN = 200
+#: How long a token may live, in days, by the words of the form.
+LIVES = {1: "1 day", 7: "7 days", 30: "30 days", 90: "90 days", 366: "1 year"}
+EXPIRES_SOON = timedelta(days=7)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A token and whether it still opens anything."""
+
+    token: ApiToken
+    label: str
+    colour: str
+
+    @property
+    def live(self) -> bool:
+        return self.label in ("Live", "Expires soon")
+
+
+@signed_in
+@needs(Access.SIGNED_IN)
+def tokens(request: HttpRequest) -> HttpResponse:
+    """One's own tokens; to superusers, with `of=all`, everybody's."""
+    return _page(request)
+
+
+@require_POST
+@signed_in
+@needs(Access.SIGNED_IN)
+def create(request: HttpRequest) -> HttpResponse:
+    """Make a token for oneself; its text is shown in the answer and never again."""
+    user = _owner(request)
+    cluster_id = request.POST.get("cluster") or None
+    if cluster_id and not clusters_for(user).filter(pk=cluster_id).exists():
+        raise Http404("no such cluster")
+    try:
+        token, text = actions.create_token(
+            actor_of(request),
+            user,
+            name=request.POST.get("name", ""),
+            scope=_scope(request.POST.get("scope", "")),
+            cluster_id=cluster_id,
+            ttl_s=_days(request.POST.get("days", "")) * 86_400,
+        )
+    except Conflict as conflict:
+        return _refused(request, conflict)
+    return _page(request, made=token, text=text)
+
+
+@require_POST
+@signed_in
+@needs(Access.SIGNED_IN)
+def revoke(request: HttpRequest, token_id: str) -> HttpResponse:
+    """Revoke one's own token; superusers anybody's. To others it does not exist."""
+    token = get_object_or_404(roles.tokens_for(_owner(request)), pk=token_id)
+    try:
+        actions.revoke_token(actor_of(request), token.pk, reason_of(request))
+    except Conflict as conflict:
+        return _refused(request, conflict)
+    everybodys = "" if token.user_id == request.user.pk else "?of=all"
+    return HttpResponseRedirect(reverse("tokens") + everybodys)
+
+
+# --- helpers --------------------------------------------------------------------------------------
+
+
+def _refused(request: HttpRequest, conflict: Conflict) -> HttpResponse:
+    messages.error(request, conflict.detail)
+    return _page(request, status=409)
+
+
+def _page(
+    request: HttpRequest, *, made: ApiToken | None = None, text: str = "", status: int = 200
+) -> HttpResponse:
+    user = _owner(request)
+    found = roles.tokens_for(user)
+    everybodys = is_superuser(user) and request.GET.get("of") == "all"
+    if not everybodys:
+        found = found.filter(user=user)
+    now = timezone.now()
+    # The live ones first: what is revoked or has expired is history.
+    rows = sorted((_row(token, now) for token in found[:SHOWN]), key=lambda row: not row.live)
+    context = {
+        "rows": rows,
+        "made": made,
+        "text": text,
+        "scopes": roles.roles_held(user),
+        "clusters": clusters_for(user),
+        "lives": LIVES,
+        "superuser": is_superuser(user),
+        "everybodys": everybodys,
+    }
+    response = render(request, "people/tokens.html", context, status=status)
+    response["Cache-Control"] = "no-store"
+    return response
+
+
+def _row(token: ApiToken, now: datetime) -> Row:
+    if token.revoked_at is not None:
+        return Row(token, "Revoked", "quiet")
+    if token.expires_at <= now:
+        return Row(token, "Expired", "quiet")
+    if token.expires_at <= now + EXPIRES_SOON:
+        return Row(token, "Expires soon", "warn")
+    return Row(token, "Live", "good")
+
+
+def _scope(word: str) -> Role:
+    if word not in Role.values:
+        raise Conflict("Choose one of the scopes.")
+    return Role(word)
+
+
+def _days(text: str) -> int:
+    if not text.isdecimal() or int(text) not in LIVES:
+        raise Conflict("Choose how long the token lives.")
+    return int(text)
+
+
+def _owner(request: HttpRequest) -> User:
+    assert isinstance(request.user, User)  # noqa: S101 - `signed_in` stands before every view
+    return request.user

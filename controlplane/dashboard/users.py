@@ -1,0 +1,198 @@
+"""The page of the people: who they are, what they may do where, and how that is changed.
+
+An admin of clusters gives and takes roles there; only superusers make people, switch them off and
+give them new passwords.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from django.contrib import messages
+from django.core.exceptions import PermissionDenied
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
+from django.shortcuts import get_object_or_404, render
+from django.urls import reverse
+from django.views.decorators.http import require_POST
+
+from controlplane.accounts import actions
+from controlplane.accounts.access import Access, needs
+from controlplane.accounts.choices import Role
+from controlplane.accounts.models import Actor, User
+from controlplane.accounts.selectors import actor_of
+from controlplane.accounts.views import signed_in
+from controlplane.acting import reason_of
+from controlplane.dashboard.selectors import roles
+from controlplane.errors import Conflict
+from controlplane.fleet.selectors import clusters_for, is_superuser
+from controlplane.paging import page_of
+
+
+@signed_in
+@needs(Access.ADMIN_SOMEWHERE)
+def users(request: HttpRequest) -> HttpResponse:
+    """The people, by name; `q` narrows, `user` chooses whom the forms are about."""
+    return _page(request)
+
+
+@require_POST
+@signed_in
+@needs(Access.SUPERUSER)
+def create(request: HttpRequest) -> HttpResponse:
+    """Make a person, whose password is shown once."""
+    _superusers_only(request)
+    username = request.POST.get("username", "").strip()
+    password = _new_password()
+
+    def deed(actor: Actor) -> User:
+        return actions.create_user(
+            actor,
+            username,
+            password,
+            email=request.POST.get("email", "").strip(),
+            superuser=request.POST.get("superuser") == "yes",
+        )
+
+    try:
+        user = deed(actor_of(request))
+    except Conflict as conflict:
+        return _refused(request, conflict)
+    return _page(request, chosen_id=user.pk, password=password)
+
+
+@require_POST
+@signed_in
+@needs(Access.SUPERUSER)
+def reset_password(request: HttpRequest, user_id: int) -> HttpResponse:
+    """Replace a forgotten password by one that is shown once."""
+    _superusers_only(request)
+    user = get_object_or_404(User, pk=user_id)
+    password = _new_password()
+    try:
+        actions.set_password(actor_of(request), user, password, reason=reason_of(request))
+    except Conflict as conflict:
+        return _refused(request, conflict, user_id)
+    return _page(request, chosen_id=user_id, password=password)
+
+
+@require_POST
+@signed_in
+@needs(Access.SUPERUSER)
+def switch(request: HttpRequest, user_id: int) -> HttpResponse:
+    """Switch a person off (`active=no`) or on again (`active=yes`)."""
+    _superusers_only(request)
+    user = get_object_or_404(User, pk=user_id)
+    active = request.POST.get("active") == "yes"
+    return _act(
+        request,
+        user,
+        lambda actor: actions.set_user_active(actor, user, active, reason_of(request)),
+    )
+
+
+@require_POST
+@signed_in
+@needs(Access.ADMIN)
+def grant(request: HttpRequest) -> HttpResponse:
+    """Give `username` a role in a cluster, or everywhere, in place of the one they held there."""
+    cluster_id = _managed_cluster(request)
+    username = request.POST.get("username", "").strip()
+    user = User.objects.filter(username=username).first()
+    role = request.POST.get("role", "")
+    if user is None:
+        unknown = Conflict(f"There is no user {username!r}. A superuser creates people.")
+        return _refused(request, unknown)
+    if role not in Role.values:
+        return _refused(request, Conflict("Choose one of the roles."), user.pk)
+
+    def deed(actor: Actor) -> object:
+        return actions.grant_role(actor, user, Role(role), cluster_id, reason=reason_of(request))
+
+    return _act(request, user, deed)
+
+
+@require_POST
+@signed_in
+@needs(Access.ADMIN)
+def revoke(request: HttpRequest, user_id: int) -> HttpResponse:
+    """Take away the role that a person holds in a cluster, or everywhere."""
+    cluster_id = _managed_cluster(request)
+    user = get_object_or_404(roles.people_for(_asker(request)), pk=user_id)
+    return _act(
+        request,
+        user,
+        lambda actor: actions.revoke_role(actor, user, cluster_id, reason=reason_of(request)),
+    )
+
+
+# --- helpers --------------------------------------------------------------------------------------
+
+
+def _act(request: HttpRequest, user: User, deed: Callable[[Actor], object]) -> HttpResponse:
+    try:
+        deed(actor_of(request))
+    except Conflict as conflict:
+        return _refused(request, conflict, user.pk)
+    return HttpResponseRedirect(f"{reverse('users')}?user={user.pk}")
+
+
+def _refused(request: HttpRequest, conflict: Conflict, user_id: int | None = None) -> HttpResponse:
+    messages.error(request, conflict.detail)
+    return _page(request, chosen_id=user_id, status=409)
+
+
+def _page(
+    request: HttpRequest, *, chosen_id: int | None = None, password: str = "", status: int = 200
+) -> HttpResponse:
+    asker = _asker(request)
+    superuser = is_superuser(asker)
+    clusters = list(roles.administered(asker))
+    if not clusters and not superuser:
+        raise PermissionDenied("Only admins manage who may do what.")
+    people = roles.people_for(asker)
+    if q := request.GET.get("q", "").strip():
+        people = people.filter(username__icontains=q)
+    told = request.GET.get("user", "")
+    chosen_id = chosen_id or (int(told) if told.isdecimal() else None)
+    context = {
+        "page": page_of(people, request.GET, sorts={"name": "username"}),
+        "q": q,
+        "chosen": roles.people_for(asker).filter(pk=chosen_id).first() if chosen_id else None,
+        "password": password,
+        "clusters": clusters,
+        "roles": Role,
+        "superuser": superuser,
+        "everywhere": roles.may_grant(asker, None),
+    }
+    response = render(request, "people/users.html", context, status=status)
+    response["Cache-Control"] = "no-store"
+    return response
+
+
+def _managed_cluster(request: HttpRequest) -> str | None:
+    """The cluster named in the form, None for all of them, if the person manages roles there.
+
+    A cluster that they do not see does not exist; one that they only see is refused.
+    """
+    asker = _asker(request)
+    cluster_id = request.POST.get("cluster") or None
+    if not roles.may_grant(asker, cluster_id):
+        if cluster_id and not clusters_for(asker).filter(pk=cluster_id).exists():
+            raise Http404("no such cluster")
+        raise PermissionDenied("Only admins of this cluster manage its roles.")
+    return cluster_id
+
+
+def _superusers_only(request: HttpRequest) -> None:
+    if not is_superuser(_asker(request)):
+        raise PermissionDenied("Only superusers may do this.")
+
+
+def _asker(request: HttpRequest) -> User:
+    assert isinstance(request.user, User)  # noqa: S101 - `signed_in` stands before every view
+    return request.user
+
+
+def _new_password() -> str:
+    return secrets.token_urlsafe(12)

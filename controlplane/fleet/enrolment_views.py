@@ -1,0 +1,141 @@
+"""The page on which nodes are let in: join tokens, the words to paste, and who came lately."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from django.conf import settings
+from django.contrib import messages
+from django.core.exceptions import PermissionDenied
+from django.http import HttpRequest, HttpResponse
+from django.shortcuts import get_object_or_404
+from django.urls import reverse
+from django.utils import timezone
+from django.views.decorators.http import require_POST
+
+from controlplane.accounts.access import Access, needs
+from controlplane.accounts.choices import Role
+from controlplane.accounts.selectors import actor_of
+from controlplane.accounts.views import signed_in
+from controlplane.acting import act, reason_of
+from controlplane.errors import Conflict
+from controlplane.fleet import actions
+from controlplane.fleet.models import Cluster, JoinToken, Node
+from controlplane.fleet.selectors import clusters_for
+from controlplane.live import live_page
+
+TOKENS_SHOWN = 50
+NODES_SHOWN = 50
+MAX_USES = 10_000
+#: How long a join token may live, in seconds, by the words of the form.
+LIVES = {1800: "30 minutes", 7200: "2 hours", 86_400: "1 day", 7 * 86_400: "7 days"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A join token and whether it still lets anybody in."""
+
+    token: JoinToken
+    label: str
+    colour: str
+
+    @property
+    def live(self) -> bool:
+        return self.label == "Live"
+
+
+@dataclass(frozen=True)
+class Made:
+    """A token that was made a moment ago: its text, and where it leads."""
+
+    text: str
+    cluster: Cluster
+    uses: int
+    life: str
+    ingest_url: str
+
+
+@signed_in
+@needs(Access.ADMIN_SOMEWHERE)
+def enrolment(request: HttpRequest) -> HttpResponse:
+    """Join tokens and the nodes that came lately, of the clusters that one is admin of."""
+    return _page(request)
+
+
+@require_POST
+@signed_in
+@needs(Access.ADMIN)
+def create(request: HttpRequest) -> HttpResponse:
+    """Make a join token; its text is shown in the answer, with what to do, and never again."""
+    cluster = get_object_or_404(clusters_for(request.user), pk=request.POST.get("cluster", ""))
+    if not clusters_for(request.user, Role.ADMIN).filter(pk=cluster.pk).exists():
+        raise PermissionDenied("Only admins of this cluster let nodes in.")
+    uses, life = request.POST.get("uses", "1"), request.POST.get("ttl_s", "1800")
+    try:
+        _check(uses, life)
+    except Conflict as conflict:
+        messages.error(request, conflict.detail)
+        return _page(request, status=409)
+    text = actions.create_join_token(
+        actor_of(request), cluster.pk, max_uses=int(uses), ttl_s=int(life)
+    )
+    made = Made(text, cluster, int(uses), LIVES[int(life)], settings.INGEST_URL)
+    return _page(request, made=made)
+
+
+@require_POST
+@signed_in
+@needs(Access.ADMIN)
+def revoke(request: HttpRequest, token_id: str) -> HttpResponse:
+    """Let nobody in by this token any more."""
+    mine = JoinToken.objects.filter(cluster__in=clusters_for(request.user))
+    token = get_object_or_404(mine, pk=token_id)
+    return act(
+        request,
+        token.cluster_id,
+        lambda actor: actions.revoke_join_token(actor, token.pk, reason_of(request)),
+        back=reverse("enrolment"),
+        again=lambda status: _page(request, status=status),
+        role=Role.ADMIN,
+    )
+
+
+def _page(request: HttpRequest, *, made: Made | None = None, status: int = 200) -> HttpResponse:
+    clusters = clusters_for(request.user, Role.ADMIN)
+    if not clusters:
+        raise PermissionDenied("Only admins of a cluster let nodes in.")
+
+    def context() -> dict[str, Any]:
+        tokens = JoinToken.objects.filter(cluster__in=clusters).select_related("cluster")
+        nodes = Node.objects.filter(cluster__in=clusters).select_related("cluster", "rack")
+        now = timezone.now()
+        rows = [_row(token, now) for token in tokens.order_by("-created_at")[:TOKENS_SHOWN]]
+        return {
+            "live_path": reverse("enrolment"),
+            "rows": sorted(rows, key=lambda row: not row.live),
+            "nodes": nodes.order_by("-enrolled_at")[:NODES_SHOWN],
+            "clusters": clusters,
+            "lives": LIVES,
+            "made": made,
+        }
+
+    return live_page(request, "enrolment/enrolment", clusters, context, status=status)
+
+
+def _row(token: JoinToken, now: datetime) -> Row:
+    if token.revoked_at is not None:
+        return Row(token, "Revoked", "quiet")
+    if token.uses >= token.max_uses:
+        return Row(token, "Used up", "quiet")
+    if token.expires_at <= now:
+        return Row(token, "Expired", "quiet")
+    return Row(token, "Live", "good")
+
+
+def _check(uses: str, life: str) -> None:
+    if not uses.isdecimal() or not 1 <= int(uses) <= MAX_USES:
+        raise Conflict(f"A join token lets in 1 to {MAX_USES:,} nodes.")
+    if not life.isdecimal() or int(life) not in LIVES:
+        raise Conflict("Choose how long the token lives.")

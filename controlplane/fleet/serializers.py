@@ -1,0 +1,133 @@
+"""How clusters, racks, nodes, cards, repairs and windows are shown."""
+
+from __future__ import annotations
+
+from rest_framework import serializers
+
+from controlplane.fleet.models import Cluster, Gpu, MaintenanceWindow, Node, Rack, RepairRecord
+from controlplane.rest.serializers import RowSerializer
+
+
+class ClusterSerializer(RowSerializer):
+    class Meta:
+        model = Cluster
+        fields = ("id", "name", "gpu_hour_price", "currency", "change_seq")
+
+
+class RackSerializer(RowSerializer):
+    cluster_name = serializers.CharField(source="cluster.name")
+
+    class Meta:
+        model = Rack
+        fields = ("id", "name", "cluster_id", "cluster_name")
+
+
+class NodeSerializer(RowSerializer):
+    cluster_name = serializers.CharField(source="cluster.name")
+    rack_name = serializers.CharField(source="rack.name", default=None, allow_null=True)
+    reachable = serializers.BooleanField(source="lease.reachable", default=False)
+    unreachable_since = serializers.DateTimeField(
+        source="lease.unreachable_since", default=None, allow_null=True
+    )
+    last_beat_at = serializers.DateTimeField(
+        source="lease.last_beat_at", default=None, allow_null=True
+    )
+    gpu_model = serializers.SerializerMethodField()
+    gpu_count = serializers.SerializerMethodField()
+
+    class Meta:
+        model = Node
+        fields: tuple[str, ...] = (
+            "id",
+            "name",
+            "cluster_id",
+            "cluster_name",
+            "rack_id",
+            "rack_name",
+            "address",
+            "state",
+            "state_since",
+            "state_reason",
+            "state_deadline",
+            "spare",
+            "hold_reason",
+            "drained_by",
+            "reset_pending",
+            "reachable",
+            "unreachable_since",
+            "last_beat_at",
+            "boot_id",
+            "booted_at",
+            "agent_version",
+            "gpu_model",
+            "gpu_count",
+            "enrolled_at",
+        )
+
+    def get_gpu_model(self, node: Node) -> str:
+        """The model of its cards; empty where it has none."""
+        return next((gpu.model for gpu in node.gpus.all()), "")
+
+    def get_gpu_count(self, node: Node) -> int:
+        return len(node.gpus.all())
+
+
+class CardSerializer(RowSerializer):
+    """A card as its node shows it."""
+
+    class Meta:
+        model = Gpu
+        fields = ("uuid", "index", "serial", "model", "memory_bytes", "pci_address")
+
+
+class NodeDetailSerializer(NodeSerializer):
+    gpus = CardSerializer(many=True)
+
+    class Meta(NodeSerializer.Meta):
+        fields = (*NodeSerializer.Meta.fields, "gpus", "report")
+
+
+class GpuSerializer(RowSerializer):
+    node_name = serializers.CharField(source="node.name", default=None, allow_null=True)
+    cluster_id = serializers.CharField(source="node.cluster_id", default=None, allow_null=True)
+
+    class Meta:
+        model = Gpu
+        fields = (
+            "uuid",
+            "serial",
+            "model",
+            "memory_bytes",
+            "node_id",
+            "node_name",
+            "cluster_id",
+            "index",
+            "pci_address",
+            "first_seen_at",
+        )
+
+
+class RepairSerializer(RowSerializer):
+    node_name = serializers.CharField(source="node.name")
+    cluster_id = serializers.CharField(source="node.cluster_id")
+    gpu_uuid = serializers.CharField(source="gpu_id", allow_null=True)
+
+    class Meta:
+        model = RepairRecord
+        fields = ("id", "gpu_uuid", "node_id", "node_name", "cluster_id", "rung", "step_id", "at")
+
+
+class MaintenanceSerializer(RowSerializer):
+    class Meta:
+        model = MaintenanceWindow
+        fields = (
+            "id",
+            "cluster_id",
+            "rack_id",
+            "node_id",
+            "starts_at",
+            "ends_at",
+            "closed_at",
+            "owner",
+            "reason",
+        )

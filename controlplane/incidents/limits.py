@@ -1,0 +1,239 @@
+"""What stands between automation and a node: holds, windows, drains, breakers, budgets, silence.
+
+Reads only. The workers' guards ask here inside the transaction that claims a disruptive step; pages
+and dry runs ask the same, so that what is shown is what will be decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from django.conf import settings
+from django.db.models import Q, QuerySet
+from django.utils import timezone
+
+from controlplane.fleet.actions.nodes import OUR_DRAIN
+from controlplane.fleet.choices import IN_SERVICE, TAKEN_OUT
+from controlplane.fleet.models import Cluster, MaintenanceWindow, Node
+from controlplane.incidents.choices import Mode, Scope
+from controlplane.incidents.models import (
+    Breaker,
+    BudgetLimit,
+    PlaybookMode,
+    PlaybookRun,
+    Reservation,
+)
+
+#: Where no limit is set for a cluster, these settings hold.
+DEFAULT_LIMITS: dict[Scope, str] = {
+    Scope.CLUSTER: "BUDGET_NODES_PER_CLUSTER",
+    Scope.RACK: "BUDGET_NODES_PER_RACK",
+    Scope.JOB: "BUDGET_NODES_PER_JOB",
+    Scope.CODE: "BUDGET_NODES_PER_CODE",
+}
+
+
+@dataclass(frozen=True)
+class BudgetUse:
+    """How much of one limit is in use. `label` names the rack, job or code it is counted over."""
+
+    scope: Scope
+    label: str
+    limit: int
+    used: int
+
+    @property
+    def left(self) -> int:
+        return max(0, self.limit - self.used)
+
+
+@dataclass(frozen=True)
+class Silence:
+    """A large share of a rack or cluster that went quiet together: nobody knows its nodes."""
+
+    where: str
+    quiet: int
+    members: int
+
+    def __str__(self) -> str:
+        return f"{self.quiet} of {self.members} nodes of {self.where} went quiet together"
+
+
+@dataclass(frozen=True)
+class _Out:
+    """A node that is out for repair, and what it counts against."""
+
+    node_id: str
+    rack_id: str | None
+    job_id: str | None
+    code: str
+
+
+def mode_of(cluster_id: str, playbook: str) -> Mode:
+    """How far this playbook may go by itself in this cluster."""
+    row = PlaybookMode.objects.filter(cluster_id=cluster_id, playbook=playbook).first()
+    return Mode(row.mode) if row else Mode.AUTOMATIC
+
+
+def open_breakers(cluster_ids: Iterable[str]) -> QuerySet[Breaker]:
+    return Breaker.objects.filter(cluster_id__in=list(cluster_ids), closed_at=None)
+
+
+def objections(
+    node: Node, *, code: str = "", job_id: str | None = None, run: PlaybookRun | None = None
+) -> list[str]:
+    """Why automation may not take this node out now, in words; empty if it may.
+
+    `code` and `job_id` name the failure and the job that it would count against; `run` is the one
+    that asks, whose own reservation is no objection.
+    """
+    found = [*_peoples_words(node), *_open_breaker(node, code), *_silence(node)]
+    held = Reservation.objects.filter(node=node, released_at=None)
+    if run is not None:
+        if held.filter(run=run).exists():
+            return found  # its share is reserved already
+        held = held.exclude(run=run)
+    if held.exists():
+        return [*found, f"another run has {node.name} in hand"]
+    uses = _uses_with(node, code, job_id)
+    found += [
+        f"{use.used} nodes are out for repair already, of {use.label} (limit {use.limit})"
+        for use in uses
+        if use.left == 0
+    ]
+    return found
+
+
+def budgets_of(cluster: Cluster) -> list[BudgetUse]:
+    """The cluster's limits with what is used: of racks, jobs and codes the fullest is shown."""
+    out = _out_nodes(cluster.pk)
+    limits = limits_of(cluster.pk)
+    racks = dict(cluster.racks.values_list("pk", "name"))
+    uses = [BudgetUse(Scope.CLUSTER, cluster.name, limits[Scope.CLUSTER], len(out))]
+    for scope, keys, names in (
+        (Scope.RACK, [o.rack_id for o in out], racks),
+        (Scope.JOB, [o.job_id for o in out], {}),
+        (Scope.CODE, [o.code for o in out], {}),
+    ):
+        counted = {key: keys.count(key) for key in keys if key}
+        fullest = max(counted, key=lambda key: (counted[key], key), default="")
+        label = names.get(fullest, fullest) or f"any {scope.value}"
+        uses.append(BudgetUse(scope, label, limits[scope], counted.get(fullest, 0)))
+    return uses
+
+
+def limits_of(cluster_id: str) -> dict[Scope, int]:
+    """The limit of each scope in this cluster, in nodes."""
+    own = {
+        Scope(scope): nodes
+        for scope, nodes in BudgetLimit.objects.filter(cluster_id=cluster_id).values_list(
+            "scope", "nodes"
+        )
+    }
+    return {
+        scope: own.get(scope, int(getattr(settings, name)))
+        for scope, name in DEFAULT_LIMITS.items()
+    }
+
+
+def silence_around(node: Node) -> Silence | None:
+    """Whether the node's silence is shared by so many neighbours that the cause must be shared too.
+
+    A share of SILENCE_SHARE of its cluster or rack, two nodes at least, whose last beats all fell
+    within SILENCE_WINDOW_S: then a switch, a link or our own intake is the likelier culprit.
+    """
+    now = timezone.now()
+    quiet_since = now - timedelta(seconds=2 * settings.BEAT_INTERVAL_S)
+    together = timedelta(seconds=settings.SILENCE_WINDOW_S)
+    in_service = Node.objects.filter(
+        Q(state__in=sorted(IN_SERVICE)) | Q(pk=node.pk), cluster_id=node.cluster_id, hold_reason=""
+    )
+    for where, members in (
+        (f"cluster {node.cluster.name}", in_service),
+        (f"rack {node.rack.name if node.rack else ''}", in_service.filter(rack=node.rack_id)),
+    ):
+        if node.rack_id is None and where.startswith("rack"):
+            continue
+        # Whoever was silent long before this node is no part of this silence.
+        heard = members.filter(lease__last_beat_at__gte=node.lease.last_beat_at - together)
+        quiet = heard.filter(lease__last_beat_at__lt=quiet_since).count()
+        total = heard.count()
+        if quiet >= 2 and quiet >= settings.SILENCE_SHARE * total:
+            return Silence(where, quiet, total)
+    return None
+
+
+def maintenance_of(node: Node) -> QuerySet[MaintenanceWindow]:
+    """The windows that cover the node at this moment."""
+    now = timezone.now()
+    covers = Q(node=node) | Q(node=None, rack=None)
+    if node.rack_id is not None:
+        covers |= Q(rack_id=node.rack_id)
+    return MaintenanceWindow.objects.filter(
+        covers, cluster_id=node.cluster_id, starts_at__lte=now, ends_at__gt=now, closed_at=None
+    )
+
+
+# --- single objections ----------------------------------------------------------------------------
+
+
+def _peoples_words(node: Node) -> list[str]:
+    found = []
+    if node.hold_reason:
+        found.append(f"{node.name} is on hold: {node.hold_reason}")
+    window = maintenance_of(node).first()
+    if window is not None:
+        found.append(
+            f"maintenance until {window.ends_at:%Y-%m-%d %H:%M} UTC by {window.owner}: "
+            f"{window.reason}"
+        )
+    if node.drained_by and not node.drained_by.startswith(OUR_DRAIN):
+        found.append(f"{node.name} was drained by {node.drained_by}: theirs to give back")
+    return found
+
+
+def _open_breaker(node: Node, code: str) -> list[str]:
+    breaker = open_breakers([node.cluster_id]).filter(code__in=["", code]).first()
+    return [f"the breaker is open: {breaker.reason}"] if breaker else []
+
+
+def _silence(node: Node) -> list[str]:
+    if node.lease.reachable:
+        return []
+    silence = silence_around(node)
+    return [f"{silence}: its state is unknown"] if silence else []
+
+
+# --- counting -------------------------------------------------------------------------------------
+
+
+def _uses_with(node: Node, code: str, job_id: str | None) -> list[BudgetUse]:
+    """The limits that taking this node out would count against, with what others use of them."""
+    limits = limits_of(node.cluster_id)
+    out = [o for o in _out_nodes(node.cluster_id) if o.node_id != node.pk]
+    uses = [BudgetUse(Scope.CLUSTER, "this cluster", limits[Scope.CLUSTER], len(out))]
+    if node.rack_id is not None:
+        used = sum(o.rack_id == node.rack_id for o in out)
+        uses.append(BudgetUse(Scope.RACK, "its rack", limits[Scope.RACK], used))
+    if job_id:
+        used = sum(o.job_id == job_id for o in out)
+        uses.append(BudgetUse(Scope.JOB, "its job", limits[Scope.JOB], used))
+    if code:
+        used = sum(o.code == code for o in out)
+        uses.append(BudgetUse(Scope.CODE, f"failure code {code}", limits[Scope.CODE], used))
+    return uses
+
+
+def _out_nodes(cluster_id: str) -> list[_Out]:
+    """Nodes that automation has in hand or that are out for repair already, each once."""
+    held = Reservation.objects.filter(cluster_id=cluster_id, released_at=None)
+    out = {
+        node_id: _Out(node_id, rack_id, job_id, code)
+        for node_id, rack_id, job_id, code in held.values_list("node", "rack", "job", "code")
+    }
+    taken = Node.objects.filter(cluster_id=cluster_id, state__in=sorted(TAKEN_OUT))
+    for node_id, rack_id in taken.values_list("pk", "rack"):
+        out.setdefault(node_id, _Out(node_id, rack_id, None, ""))
+    return list(out.values())

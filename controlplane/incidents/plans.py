@@ -1,0 +1,178 @@
+"""What a playbook would do to a node, before it does it: the dry run, and what a person signs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from controlplane.errors import Conflict
+from controlplane.fleet.models import Gpu, Node
+from controlplane.incidents import limits, pricing
+from controlplane.incidents.choices import Mode
+from controlplane.incidents.models import Incident, Playbook, PlaybookRun
+from controlplane.jobs.choices import PlacementState
+from controlplane.jobs.models import Placement
+
+#: What people may order for a node, and the playbook that does it.
+NODE_ORDERS: dict[str, str] = {
+    "drain": "drain-node",
+    "quarantine": "quarantine-node",
+    "diagnose": "diagnose-node",
+    "reset": "reset-node",
+    "reboot": "reboot-node",
+    "return": "return-node",
+}
+#: Where a job has not been started before: how long a lost replica is away, in seconds.
+TYPICAL_ABSENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would be done, to what, at what cost, and what speaks against it."""
+
+    playbook: str
+    version: int
+    title: str
+    node: dict[str, Any]
+    #: {"key", "title", "disruptive", "does": the exact words of what it does}.
+    steps: list[dict[str, Any]]
+    #: {"id", "name", "replica"} of what runs on the node.
+    jobs: list[dict[str, Any]]
+    gpu_hours_at_stake: float
+    money: str
+    #: Why automation would not do it now; a person may all the same.
+    objections: list[str]
+    #: {"scope", "label", "limit", "used"} of the cluster's budgets.
+    budgets: list[dict[str, Any]]
+    mode: str
+    notes: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def digest(self) -> str:
+        """Over what is done and the world it rests on; numbers that move by themselves stay out."""
+        fixed = {
+            "playbook": self.playbook,
+            "version": self.version,
+            "steps": self.steps,
+            "node": self.node,
+            "jobs": self.jobs,
+        }
+        text = json.dumps(fixed, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def plan_of_order(node: Node, verb: str) -> Plan:
+    """The dry run of a person's order. Raises Conflict for a verb that there is not."""
+    playbook = NODE_ORDERS.get(verb)
+    if playbook is None:
+        raise Conflict(f"there is no order {verb!r}; one of {', '.join(NODE_ORDERS)}")
+    return _plan(playbook, node, f"{verb.capitalize()} {node.name}", objections=[], code="")
+
+
+def plan_of_run(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Plan:
+    """What the rest of a run would do. `does` gives the exact words of its disruptive steps."""
+    if run.node is None:
+        raise ValueError(f"{run.playbook} has a disruptive step but no node")
+    incident: Incident | None = run.incident
+    code = incident.code if incident else ""
+    return _plan(
+        run.playbook,
+        run.node,
+        run.title,
+        objections=limits.objections(run.node, code=code, run=run),
+        code=code,
+        version=run.version,
+        does={key: list(words) for key, words in does.items()},
+    )
+
+
+def _plan(
+    playbook: str,
+    node: Node,
+    title: str,
+    *,
+    objections: list[str],
+    code: str,
+    version: int = 0,
+    does: dict[str, list[str]] | None = None,
+) -> Plan:
+    known = Playbook.objects.filter(pk=playbook).first()
+    placements = list(
+        Placement.objects.select_related("replica__job")
+        .filter(node=node)
+        .exclude(state=PlacementState.ENDED)
+    )
+    at_stake = sum(
+        p.replica.job.gpus_per_replica * _expected_absence_s(p) / 3600 for p in placements
+    )
+    return Plan(
+        playbook=playbook,
+        version=version or (known.version if known else 0),
+        title=title,
+        node={
+            "id": node.pk,
+            "name": node.name,
+            "state": node.state,
+            "boot_id": node.boot_id,
+            "gpus": Gpu.objects.filter(node=node).count(),
+        },
+        steps=[_step(step, node, does) for step in (known.steps if known else [])],
+        jobs=[
+            {
+                "id": p.replica.job_id,
+                "name": p.replica.job.name,
+                "replica": p.replica.index,
+                "placement": p.pk,
+            }
+            for p in placements
+        ],
+        gpu_hours_at_stake=round(at_stake, 4),
+        money=f"{pricing.money(node.cluster, at_stake * 3600):.2f} {node.cluster.currency}",
+        objections=objections or limits.objections(node, code=code),
+        budgets=[
+            {"scope": use.scope.value, "label": use.label, "limit": use.limit, "used": use.used}
+            for use in limits.budgets_of(node.cluster)
+        ],
+        mode=limits.mode_of(node.cluster_id, playbook).value or Mode.AUTOMATIC.value,
+        notes=_notes(node, placements),
+    )
+
+
+def _step(step: dict[str, Any], node: Node, does: dict[str, list[str]] | None) -> dict[str, Any]:
+    words = (does or {}).get(step["key"], step.get("does", []))
+    return {
+        "key": step["key"],
+        "title": step["title"],
+        "disruptive": step["disruptive"],
+        "does": [line.replace("{node}", node.name) for line in words],
+    }
+
+
+def _notes(node: Node, placements: list[Placement]) -> list[str]:
+    notes = []
+    if not node.lease.reachable:
+        notes.append(f"{node.name} is not heard: what its agent must do will wait or fail")
+    for placement in placements:
+        job = placement.replica.job
+        notes.append(
+            f"{job.name} loses replica {placement.replica.index}; its survivors take over, and it "
+            "returns on a spare if one is free"
+        )
+    for job in node.coordinated_jobs.filter(state="running"):
+        notes.append(f"{node.name} runs the coordinator of {job.name}")
+    return notes
+
+
+def _expected_absence_s(placement: Placement) -> float:
+    """How long the job's replicas took to train after they were placed, the median."""
+    earlier = Placement.objects.filter(
+        replica__job=placement.replica.job, joined_at__isnull=False
+    ).values_list("created_at", "joined_at")
+    times = sorted((joined - created).total_seconds() for created, joined in earlier if joined)
+    return times[len(times) // 2] if times else TYPICAL_ABSENCE_S

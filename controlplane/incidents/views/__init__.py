@@ -1,0 +1,15 @@
+"""Pages about incidents, runs and approvals, and what a person does there."""
+
+from __future__ import annotations
+
+from controlplane.incidents.views.incidents import (
+    acknowledge,
+    export,
+    incident,
+    incidents,
+    note,
+    postmortem,
+    resolve,
+)
+
+__all__ = ["acknowledge", "export", "incident", "incidents", "note", "postmortem", "resolve"]

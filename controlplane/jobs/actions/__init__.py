@@ -1,0 +1,40 @@
+"""The only writers of jobs, replicas, placements, exclusions, reservations and progress."""
+
+from __future__ import annotations
+
+from controlplane.jobs.actions.jobs import (
+    begin_start,
+    direct,
+    end_job,
+    end_placement,
+    place,
+    register,
+    request_stop,
+    set_coordinator,
+)
+from controlplane.jobs.actions.spares import (
+    exclude_node,
+    expire_reservations,
+    include_node,
+    release_spare,
+    reserve_spare,
+)
+from controlplane.jobs.actions.telling import record_progress, record_runtime_batch
+
+__all__ = [
+    "begin_start",
+    "direct",
+    "end_job",
+    "end_placement",
+    "exclude_node",
+    "expire_reservations",
+    "include_node",
+    "place",
+    "record_progress",
+    "record_runtime_batch",
+    "register",
+    "release_spare",
+    "request_stop",
+    "reserve_spare",
+    "set_coordinator",
+]

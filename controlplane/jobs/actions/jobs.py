@@ -1,0 +1,266 @@
+"""What people, schedulers and playbooks do with jobs: register, place, direct, end."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from django.db.models import QuerySet
+from django.utils import timezone
+
+from controlplane import doorbell
+from controlplane.accounts.actions import audit
+from controlplane.accounts.models import Actor
+from controlplane.errors import Conflict
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.changes import change, touch
+from controlplane.fleet.choices import NodeState
+from controlplane.fleet.models import Node
+from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState
+from controlplane.jobs.models import Directive, Job, Placement, Replica, SpareReservation
+
+#: How long a job's ranks may take to hear that they are to stop.
+STOP_TTL_S = 24 * 3600
+
+
+@change()
+def register(
+    actor: Actor,
+    *,
+    cluster_id: str,
+    name: str,
+    program: str,
+    world_replicas: int,
+    min_replicas: int = 1,
+    gpus_per_replica: int = 8,
+    options: dict[str, Any] | None = None,
+) -> Job:
+    """Make a job known, with its replicas pending. Raises Conflict if the name is taken."""
+    if Job.objects.filter(cluster_id=cluster_id, name=name).exists():
+        raise Conflict(f"the cluster has a job {name!r} already; choose another name")
+    job = Job.objects.create(
+        cluster_id=cluster_id,
+        name=name,
+        program=program,
+        world_replicas=world_replicas,
+        min_replicas=min_replicas,
+        gpus_per_replica=gpus_per_replica,
+        options=options or {},
+    )
+    now = timezone.now()
+    Replica.objects.bulk_create(
+        [Replica(job=job, index=index, state_since=now) for index in range(world_replicas)]
+    )
+    audit(actor, "job.register", "job", job.pk, cluster_id=cluster_id, after={"name": name})
+    touch(cluster_id)
+    return job
+
+
+@change()
+def begin_start(actor: Actor, job_id: str, reason: str) -> Job:
+    """Take a job back to the point before its ranks run: all placements ended, replicas pending."""
+    job = Job.objects.select_for_update(no_key=True).get(pk=job_id)
+    for placement in Placement.objects.filter(replica__job=job).exclude(state=PlacementState.ENDED):
+        end_placement(actor, placement.pk, reason, free_node=True)
+    set_replicas(job, list(range(job.world_replicas)), ReplicaState.PENDING)
+    audit(
+        actor,
+        "job.start",
+        "job",
+        job.pk,
+        cluster_id=job.cluster_id,
+        before={"state": job.state},
+        after={"state": JobState.STARTING},
+        reason=reason,
+    )
+    job.state = JobState.STARTING
+    job.coordinator_node = None
+    job.coordinator_address = ""
+    job.coordinator_placement = ""
+    job.save(
+        update_fields=[
+            "state",
+            "coordinator_node",
+            "coordinator_address",
+            "coordinator_placement",
+        ]
+    )
+    touch(job.cluster_id)
+    return job
+
+
+@change()
+def set_coordinator(actor: Actor, job_id: str, node_id: str, address: str, placement: str) -> None:
+    """Note where the job's coordinator answers ("" while it is being started)."""
+    job = Job.objects.get(pk=job_id)
+    Job.objects.filter(pk=job_id).update(
+        coordinator_node_id=node_id, coordinator_address=address, coordinator_placement=placement
+    )
+    audit(
+        actor,
+        "job.set_coordinator",
+        "job",
+        job_id,
+        cluster_id=job.cluster_id,
+        before={"address": job.coordinator_address},
+        after={"address": address, "node": node_id},
+    )
+    touch(job.cluster_id)
+
+
+@change()
+def place(actor: Actor, replica_id: str, node_id: str, *, placement_id: str) -> Placement:
+    """Put a replica on a node: the node becomes allocated, the replica starting.
+
+    `placement_id` is the caller's, so that asking again finds what is there. Raises Conflict if the
+    replica is placed already or the node is not free.
+    """
+    there = Placement.objects.filter(pk=placement_id).first()
+    if there is not None:
+        return there
+    replica = (
+        Replica.objects.select_for_update(no_key=True).select_related("job").get(pk=replica_id)
+    )
+    if replica.placements.exclude(state=PlacementState.ENDED).exists():
+        raise Conflict(f"replica {replica.index} of {replica.job.name} is placed already")
+    if Placement.objects.filter(node_id=node_id).exclude(state=PlacementState.ENDED).exists():
+        raise Conflict("this node holds another replica")
+    if _node_state(node_id) != NodeState.ALLOCATED:
+        fleet.transition(
+            actor,
+            node_id,
+            NodeState.ALLOCATED,
+            reason=f"replica {replica.index} of {replica.job.name}",
+        )
+        # It is needed now; another may take its part.
+        fleet.set_spare(actor, node_id, False, reason="it takes a replica")
+    placement = Placement.objects.create(pk=placement_id, replica=replica, node_id=node_id)
+    SpareReservation.objects.filter(node_id=node_id, released_at=None).update(
+        released_at=timezone.now()
+    )
+    set_replicas(replica.job, [replica.index], ReplicaState.STARTING)
+    audit(
+        actor,
+        "replica.place",
+        "job",
+        replica.job_id,
+        cluster_id=replica.job.cluster_id,
+        after={"replica": replica.index, "node": node_id, "placement": placement.pk},
+    )
+    touch(replica.job.cluster_id)
+    return placement
+
+
+@change()
+def end_placement(actor: Actor, placement_id: str, reason: str, *, free_node: bool) -> bool:
+    """Note that this process is gone; its replica is lost until it is placed anew.
+
+    `free_node` gives an allocated node back to the pool; a replica that returns in place keeps it.
+    Returns False if the placement had ended before.
+    """
+    placement = Placement.objects.select_related("replica__job").get(pk=placement_id)
+    ended = Placement.objects.filter(pk=placement_id).exclude(state=PlacementState.ENDED)
+    if not ended.update(state=PlacementState.ENDED, ended_at=timezone.now(), end_reason=reason):
+        return False
+    job = placement.replica.job
+    set_replicas(job, [placement.replica.index], ReplicaState.LOST)
+    if free_node and _node_state(placement.node_id) == NodeState.ALLOCATED:
+        fleet.transition(actor, placement.node_id, NodeState.AVAILABLE, reason="its replica left")
+    audit(
+        actor,
+        "replica.end",
+        "job",
+        job.pk,
+        cluster_id=job.cluster_id,
+        before={"replica": placement.replica.index, "placement": placement_id},
+        reason=reason,
+    )
+    touch(job.cluster_id)
+    doorbell.ring_after_commit(f"node/{placement.node_id}")
+    if job.state == JobState.STOPPING and not _alive(job).exists():
+        end_job(actor, job.pk, "its last process has left")
+    return True
+
+
+@change()
+def direct(
+    actor: Actor, job_id: str, verb: str, *, ttl_s: float = 60, reason: str = ""
+) -> Directive:
+    """Give an order to a job's runtime; it is obeyed at a step's edge, once."""
+    job = Job.objects.get(pk=job_id)
+    directive = Directive.objects.create(
+        job=job, verb=verb, expires_at=timezone.now() + timedelta(seconds=ttl_s)
+    )
+    audit(
+        actor,
+        f"job.direct.{verb}",
+        "job",
+        job_id,
+        cluster_id=job.cluster_id,
+        after={"directive": directive.pk, "ttl_s": ttl_s},
+        reason=reason,
+    )
+    return directive
+
+
+@change()
+def request_stop(actor: Actor, job_id: str, reason: str) -> Job:
+    """Have a job's ranks leave at a step's edge; it ends when the last one has.
+
+    One without a process ends at once. Raises Conflict if it has ended or is stopping already.
+    """
+    job = Job.objects.select_for_update(no_key=True).get(pk=job_id)
+    if job.state not in JOB_ACTIVE:
+        raise Conflict(f"{job.name} is {job.get_state_display().lower()}; there is nothing to end")
+    if not _alive(job).exists():
+        return end_job(actor, job_id, reason)
+    set_job(actor, job, JobState.STOPPING, reason, "job.stop")
+    direct(actor, job_id, "stop", ttl_s=STOP_TTL_S, reason=reason)
+    return job
+
+
+@change()
+def end_job(actor: Actor, job_id: str, reason: str) -> Job:
+    """Note that a job is over. Raises Conflict while a process of it is believed to run."""
+    job = Job.objects.select_for_update(no_key=True).get(pk=job_id)
+    if job.ended_at is not None:
+        raise Conflict(f"{job.name} has ended already")
+    if _alive(job).exists():
+        raise Conflict(f"processes of {job.name} still run; have them stop first")
+    job.ended_at = timezone.now()
+    job.save(update_fields=["ended_at"])
+    set_job(actor, job, JobState.STOPPED, reason, "job.end")
+    SpareReservation.objects.filter(job=job, released_at=None).update(released_at=job.ended_at)
+    return job
+
+
+def set_job(actor: Actor, job: Job, to: JobState, reason: str, verb: str) -> None:
+    before = job.state
+    job.state = to
+    job.save(update_fields=["state"])
+    audit(
+        actor,
+        verb,
+        "job",
+        job.pk,
+        cluster_id=job.cluster_id,
+        before={"state": before},
+        after={"state": to},
+        reason=reason,
+    )
+    touch(job.cluster_id)
+    doorbell.ring_after_commit(f"job/{job.pk}")
+
+
+def _alive(job: Job) -> QuerySet[Placement]:
+    return Placement.objects.filter(replica__job=job).exclude(state=PlacementState.ENDED)
+
+
+def set_replicas(job: Job, indices: list[int], state: ReplicaState) -> None:
+    Replica.objects.filter(job=job, index__in=indices).exclude(state=state).update(
+        state=state, state_since=timezone.now()
+    )
+
+
+def _node_state(node_id: str) -> NodeState:
+    return NodeState(Node.objects.values_list("state", flat=True).get(pk=node_id))

@@ -1,0 +1,149 @@
+"""What schedulers and owners ask of nodes: keep this one from my job, keep a spare for me."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from django.utils import timezone
+
+from controlplane.accounts.actions import audit
+from controlplane.accounts.models import SYSTEM, Actor
+from controlplane.errors import Conflict
+from controlplane.fleet.changes import change, touch
+from controlplane.fleet.models import Node
+from controlplane.jobs import selectors
+from controlplane.jobs.models import Job, NodeExclusion, SpareReservation
+
+
+@change()
+def exclude_node(actor: Actor, job_id: str, node_id: str, reason: str) -> NodeExclusion:
+    """Never place this job on this node from now on; what runs there goes on.
+
+    Raises Conflict if the node is of another cluster or is excluded already.
+    """
+    job = Job.objects.get(pk=job_id)
+    if not Node.objects.filter(pk=node_id, cluster_id=job.cluster_id).exists():
+        raise Conflict(f"the cluster of {job.name} has no such node")
+    exclusion, made = NodeExclusion.objects.get_or_create(
+        job_id=job_id, node_id=node_id, defaults={"reason": reason}
+    )
+    if not made:
+        raise Conflict(f"{job.name} is kept from this node already: {exclusion.reason}")
+    audit(
+        actor,
+        "job.exclude_node",
+        "job",
+        job_id,
+        cluster_id=job.cluster_id,
+        after={"node": node_id},
+        reason=reason,
+    )
+    touch(job.cluster_id)
+    return exclusion
+
+
+@change()
+def include_node(actor: Actor, job_id: str, node_id: str, reason: str) -> None:
+    """Let this job use this node again. Raises Conflict if it was not kept from it."""
+    job = Job.objects.get(pk=job_id)
+    if not NodeExclusion.objects.filter(job_id=job_id, node_id=node_id).delete()[0]:
+        raise Conflict(f"{job.name} is not kept from this node")
+    audit(
+        actor,
+        "job.include_node",
+        "job",
+        job_id,
+        cluster_id=job.cluster_id,
+        before={"node": node_id},
+        reason=reason,
+    )
+    touch(job.cluster_id)
+
+
+@change()
+def reserve_spare(
+    actor: Actor,
+    cluster_id: str,
+    *,
+    holder: str,
+    ttl_s: float,
+    reason: str,
+    job_id: str | None = None,
+    gpu_model: str = "",
+    rack_id: str | None = None,
+) -> SpareReservation:
+    """Keep one free spare for `holder` for `ttl_s` seconds, or until the job is placed on it.
+
+    Of two who ask at once each gets another node. Raises Conflict if no spare is free that fits.
+    """
+    spares = selectors.placeable_nodes(cluster_id, job_id).filter(spare=True)
+    if gpu_model:
+        spares = spares.filter(pk__in=selectors.nodes_with(gpu_model))
+    if rack_id is not None:
+        spares = spares.filter(rack_id=rack_id)
+    # Another's choice is skipped, so that nobody waits only to find it taken.
+    node = (
+        spares.exclude(spare_reservations__in=selectors.present_reservations())
+        .select_for_update(no_key=True, skip_locked=True, of=("self",))
+        .order_by("name")
+        .first()
+    )
+    if node is None:
+        raise Conflict("no spare that fits is free; ask for less, or wait for a repair to end")
+    now = timezone.now()
+    # A row whose time is up holds nothing, but the keeper may not have come by yet.
+    SpareReservation.objects.filter(node=node, released_at=None, expires_at__lte=now).update(
+        released_at=now
+    )
+    reservation = SpareReservation.objects.create(
+        cluster_id=cluster_id,
+        node=node,
+        job_id=job_id,
+        holder=holder,
+        reason=reason,
+        expires_at=now + timedelta(seconds=ttl_s),
+    )
+    _audit(actor, "spare.reserve", reservation, reason)
+    return reservation
+
+
+@change()
+def release_spare(actor: Actor, reservation_id: str, reason: str) -> None:
+    """Give a spare back before its time. Raises Conflict if it is not held any more."""
+    reservation = SpareReservation.objects.select_for_update(no_key=True).get(pk=reservation_id)
+    if reservation.released_at is not None:
+        raise Conflict("this reservation is over already")
+    _release(actor, reservation, timezone.now(), reason)
+
+
+@change()
+def expire_reservations(now: datetime) -> int:
+    """Give back the spares whose time is up. Returns how many; the keeper calls it."""
+    due = SpareReservation.objects.filter(released_at=None, expires_at__lte=now)
+    expired = list(due.select_for_update(no_key=True, skip_locked=True))
+    for reservation in expired:
+        _release(SYSTEM, reservation, now, "its time is up")
+    return len(expired)
+
+
+def _release(actor: Actor, reservation: SpareReservation, at: datetime, reason: str) -> None:
+    SpareReservation.objects.filter(pk=reservation.pk).update(released_at=at)
+    _audit(actor, "spare.release", reservation, reason)
+
+
+def _audit(actor: Actor, verb: str, reservation: SpareReservation, reason: str) -> None:
+    audit(
+        actor,
+        verb,
+        "spare_reservation",
+        reservation.pk,
+        cluster_id=reservation.cluster_id,
+        after={
+            "node": reservation.node_id,
+            "holder": reservation.holder,
+            "job": reservation.job_id,
+            "expires_at": reservation.expires_at.isoformat(),
+        },
+        reason=reason,
+    )
+    touch(reservation.cluster_id)

@@ -1,0 +1,1 @@
+"""What every REST resource shares: problems, filters, cursors, ETags, idempotency, verbs."""

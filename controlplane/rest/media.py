@@ -1,0 +1,50 @@
+"""How bodies are read and written: JSON only, small, and without text that a database refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from rest_framework.exceptions import ParseError
+from rest_framework.parsers import BaseParser
+from rest_framework.renderers import BaseRenderer
+
+from controlplane.rest.problems import Problem
+
+MAX_BODY_BYTES = 256 * 1024
+
+
+class JsonParser(BaseParser):
+    media_type = "application/json"
+
+    def parse(
+        self, stream: Any, media_type: str | None = None, parser_context: Any = None
+    ) -> dict[str, Any]:
+        """One JSON object; an empty body is an empty one."""
+        raw = stream.read(MAX_BODY_BYTES + 1)
+        if len(raw) > MAX_BODY_BYTES:
+            raise Problem("body_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes")
+        if not raw.strip():
+            return {}
+        try:
+            body = msgspec.json.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ParseError(f"not JSON: {error}") from None
+        if not isinstance(body, dict):
+            raise ParseError("the body must be a JSON object")
+        return body
+
+
+class JsonRenderer(BaseRenderer):
+    media_type = "application/json"
+    format = "json"
+    charset = None
+
+    def render(
+        self,
+        data: Any,
+        accepted_media_type: str | None = None,
+        renderer_context: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        return b"" if data is None else msgspec.json.encode(data)

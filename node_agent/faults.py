@@ -1,0 +1,103 @@
+"""The faults that a simulated machine can have: what each does to a card, its log, its programs.
+
+Descriptions only; `machine` makes them happen, in the order in which they do: the card first, then
+the kernel says so, then the programs feel it. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class NoSuchCard(Exception):
+    """No card with that index is fitted."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind. In `lines` may stand {pci}, {who} (pid and name of a program) and {row}."""
+
+    lines: tuple[str, ...]
+    #: Which of the lines names the fault.
+    main: int
+    #: What becomes of the programs. A lost card leaves them stuck in the driver, which no signal
+    #: but SIGKILL ends: they are stopped.
+    signal: signal.Signals
+    flags: dict[str, bool] = field(default_factory=dict)
+    uncorrected: int = 0
+
+    def mark(self, card: dict[str, Any]) -> dict[str, Any]:
+        """The card's entry in hardware.json once it has this fault."""
+        count = card.get("ecc_uncorrected", 0) + self.uncorrected
+        return {**card, **self.flags, "ecc_uncorrected": count}
+
+    def kernel_lines(self, card: dict[str, Any], pid: int | None) -> list[str]:
+        who = "pid='<unknown>', name=<unknown>" if pid is None else f"pid={pid}, name=python3"
+        row = f"0x{int.from_bytes(os.urandom(4)) << 4:016x}"
+        return [line.format(pci=kernel_pci(card), who=who, row=row) for line in self.lines]
+
+
+_LOST = (
+    "NVRM: Xid (PCI:{pci}): 79, {who}, GPU has fallen off the bus.",
+    "NVRM: GPU {pci}.0: GPU has fallen off the bus.",
+)
+FAULTS = {
+    "xid79": Fault(_LOST, 0, signal.SIGSTOP, flags={"unreadable": True}),
+    # The same, and no boot brings the card back.
+    "dead-card": Fault(_LOST, 0, signal.SIGSTOP, flags={"unreadable": True, "dead": True}),
+    "xid94": Fault(
+        (
+            "NVRM: Xid (PCI:{pci}): 63, {who}, Row Remapper: New row ({row}) marked for remapping,"
+            " reset gpu to activate.",
+            "NVRM: Xid (PCI:{pci}): 94, {who}, Ch 00000008",
+        ),
+        1,
+        signal.SIGABRT,
+        flags={"contained": True},
+        uncorrected=1,
+    ),
+    "xid31": Fault(
+        (
+            "NVRM: Xid (PCI:{pci}): 31, {who}, Ch 0000000d, intr 00000000. MMU Fault: ENGINE"
+            " GRAPHICS GPCCLIENT_T1_1 faulted @ 0x7f_a0000000. Fault is of type FAULT_PDE"
+            " ACCESS_TYPE_VIRT_READ",
+        ),
+        0,
+        signal.SIGABRT,
+    ),
+    "xid48": Fault(
+        (
+            "NVRM: Xid (PCI:{pci}): 48, An uncorrectable double bit error (DBE) has been detected"
+            " on GPU in the framebuffer at physAddr {row} partition 3, subpartition 0.",
+        ),
+        0,
+        signal.SIGABRT,
+        uncorrected=1,
+    ),
+}
+
+
+def after_boot(card: dict[str, Any]) -> dict[str, Any]:
+    """The card's entry once the machine has booted: only a dead card stays lost."""
+    dead = card.get("dead", False)
+    return {**card, "unreadable": dead, "contained": False, "ecc_uncorrected": 0}
+
+
+def boot_lines(card: dict[str, Any]) -> list[str]:
+    """What the driver says of this card when it is loaded."""
+    if not card.get("dead"):
+        return []
+    return [
+        f"NVRM: The NVIDIA GPU {kernel_pci(card)}.0 (PCI ID: 10de:2330) installed in this system"
+        " has fallen off the bus and is not responding to commands."
+    ]
+
+
+def kernel_pci(card: dict[str, Any]) -> str:
+    """NVML's "00000000:1B:00.0" as the kernel writes it: "0000:1b:00"."""
+    address = str(card["pci_address"]).lower().partition(".")[0]
+    domain, _, rest = address.partition(":")
+    return f"{domain[-4:]}:{rest}"

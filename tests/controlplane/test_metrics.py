@@ -1,0 +1,134 @@
+"""Who may read the metrics, and that each is named and written as Prometheus wants it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import pytest
+from django.test import Client, override_settings
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+import controlplane.ingest.metrics  # noqa: F401 - for what it registers
+import workers.metrics
+from controlplane import metrics
+from tests.factories import NodeFactory
+
+PROMTOOL = shutil.which("promtool")
+ELSEWHERE = "198.51.100.7"
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture
+def fleet() -> CollectorRegistry:
+    """The figures of a fleet with one node."""
+    NodeFactory()
+    registry = CollectorRegistry()
+    registry.register(workers.metrics.FleetFigures(lambda: True))
+    return registry
+
+
+@pytest.fixture
+def ours(fleet: CollectorRegistry) -> list[Metric]:
+    """Every metric of web, ingest and keeper."""
+    registered = [m for m in REGISTRY.collect() if m.name.startswith("drydock_")]
+    return [*registered, *fleet.collect()]
+
+
+# --- who may read them ----------------------------------------------------------------------------
+
+
+def status(**headers: str) -> int:
+    return Client().get("/metrics", **headers).status_code  # type: ignore[arg-type]
+
+
+def test_this_machine_reads_them() -> None:
+    assert status(REMOTE_ADDR="127.0.0.1") == 200
+    assert status(REMOTE_ADDR="::1") == 200
+
+
+def test_another_machine_does_not() -> None:
+    assert status(REMOTE_ADDR=ELSEWHERE) == 403
+    assert status(REMOTE_ADDR="") == 403
+
+
+@pytest.mark.parametrize("header", metrics.RELAYED)
+def test_a_proxy_on_this_machine_does_not_lend_its_address(header: str) -> None:
+    name = "HTTP_" + header.upper().replace("-", "_")
+    assert status(REMOTE_ADDR="127.0.0.1", **{name: ELSEWHERE}) == 403
+
+
+@override_settings(METRICS_ALLOW=["198.51.100.0/24"])
+def test_a_network_that_is_named_reads_them() -> None:
+    assert status(REMOTE_ADDR=ELSEWHERE) == 200
+    assert status(REMOTE_ADDR="127.0.0.1") == 403
+
+
+@override_settings(METRICS_TOKEN="of-prometheus")
+def test_the_token_reads_them_from_anywhere_and_no_other_does() -> None:
+    relayed = {"REMOTE_ADDR": ELSEWHERE, "HTTP_X_FORWARDED_FOR": ELSEWHERE}
+    assert status(**relayed, HTTP_AUTHORIZATION="Bearer of-prometheus") == 200
+    assert status(**relayed, HTTP_AUTHORIZATION="Bearer another") == 403
+    assert status(**relayed, HTTP_AUTHORIZATION="Bearer ") == 403
+
+
+def test_without_a_token_an_empty_one_opens_nothing() -> None:
+    assert status(REMOTE_ADDR=ELSEWHERE, HTTP_AUTHORIZATION="Bearer ") == 403
+
+
+def test_a_signed_in_person_needs_the_right_address_too(admin_client: Client) -> None:
+    assert admin_client.get("/metrics", REMOTE_ADDR=ELSEWHERE).status_code == 403
+
+
+# --- how they are written -------------------------------------------------------------------------
+
+
+def test_the_page_can_be_parsed_and_counts_requests() -> None:
+    client = Client()
+    client.get("/login")
+    text = client.get("/metrics").content.decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    counted = {tuple(s.labels.values()) for s in families["drydock_http_requests"].samples}
+    assert ("GET", "login", "200") in counted
+    assert families["drydock_http_request_duration_seconds"].type == "histogram"
+
+
+def test_a_path_that_nobody_knows_makes_no_series_of_its_own() -> None:
+    client = Client()
+    client.get("/made-up-by-a-scanner")
+    client.generic("BREW", "/")
+    text = client.get("/metrics").content.decode()
+    assert "made-up" not in text
+    assert "BREW" not in text
+
+
+def test_names_follow_the_conventions(ours: list[Metric]) -> None:
+    assert len(ours) > 20
+    for metric in ours:
+        assert re.fullmatch(r"drydock_[a-z]+(_[a-z]+)*", metric.name), metric.name
+        assert metric.documentation.endswith("."), metric.name
+        assert not re.search(r"_(ms|milliseconds|minutes|kb|mb|percent|total|count)$", metric.name)
+
+
+def test_durations_are_in_seconds_and_sizes_in_bytes(ours: list[Metric]) -> None:
+    for metric in ours:
+        timed = re.search(r"_(duration|age|timestamp)_", metric.name)
+        assert bool(timed) == metric.name.endswith("_seconds"), metric.name
+
+
+def test_labels_are_few_and_hold_no_ids(ours: list[Metric]) -> None:
+    allowed = {"cluster", "state", "severity", "route", "method", "status", "kind", "outcome", "le"}
+    used = {label for metric in ours for sample in metric.samples for label in sample.labels}
+    assert used <= allowed
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
+def test_promtool_finds_nothing_to_complain_of(fleet: CollectorRegistry) -> None:
+    assert PROMTOOL
+    content = metrics.exposition() + generate_latest(fleet)
+    checked = subprocess.run([PROMTOOL, "check", "metrics"], input=content, capture_output=True)
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")

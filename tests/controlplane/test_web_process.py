@@ -1,0 +1,87 @@
+"""Web as a process: its log lines, its metrics over several processes, and its end."""
+
+from __future__ import annotations
+
+import http.client
+import secrets
+from pathlib import Path
+
+import pytest
+from django.conf import settings
+from django.db import connection, transaction
+from django.test import Client
+from prometheus_client.parser import text_string_to_metric_families
+
+from controlplane.accounts.models import User
+from tests.controlplane.ingest.door import wait_until
+from tests.factories import UserFactory
+from tests.running import answers, get, web
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "web.log"
+
+
+def session_of(user: User) -> str:
+    client = Client()
+    client.force_login(user)
+    return f"{settings.SESSION_COOKIE_NAME}={client.cookies[settings.SESSION_COOKIE_NAME].value}"
+
+
+def test_each_request_leaves_one_line_without_what_the_caller_sent(log: Path) -> None:
+    user, secret = UserFactory(is_superuser=True), secrets.token_urlsafe(16)
+    cookie = session_of(user)
+    with web(log) as (process, port):
+        status, _ = get(port, f"/incidents/?token={secret}", Cookie=cookie)
+        get(port, f"/no/such/page/{secret}", Authorization=f"Bearer {secret}")
+        wait_until(lambda: len([x for x in process.lines() if x["event"] == "http.request"]) == 2)
+        told, unknown = (x for x in process.lines() if x["event"] == "http.request")
+
+    assert status == told["status"] == 200
+    assert (told["method"], told["route"], told["user"]) == ("GET", "incidents", user.pk)
+    assert told["request"].startswith("req_")
+    assert told["duration_s"] > 0
+    assert (told["level"], bool(told["time"])) == ("info", True)
+    assert (unknown["route"], unknown["status"], unknown["user"]) == ("unknown", 404, None)
+    assert secret not in log.read_text()
+    assert cookie.partition("=")[2] not in log.read_text()
+
+
+def test_a_request_under_way_is_answered_before_web_ends(log: Path) -> None:
+    cookie = session_of(UserFactory(is_superuser=True))
+    with web(log) as (process, port):
+        slow = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        with transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute("LOCK TABLE django_session IN ACCESS EXCLUSIVE MODE")
+            slow.request("GET", "/incidents/", headers={"Cookie": cookie})
+            wait_until(waits_for_a_lock)
+
+            process.terminate()
+            wait_until(lambda: process.said("Shutting down granian"))
+
+        assert slow.getresponse().status == 200
+        assert process.wait() == 0
+    assert process.said("Granian shutdown completed, see ya!")
+
+
+def test_several_processes_tell_one_set_of_metrics(log: Path, tmp_path: Path) -> None:
+    shared = tmp_path / "metrics"
+    shared.mkdir()
+    with web(log, workers=2, PROMETHEUS_MULTIPROC_DIR=str(shared)) as (_process, port):
+        wait_until(lambda: answers(port, "/healthz") and len(list(shared.glob("counter_*"))) == 2)
+        for _ in range(20):
+            get(port, "/login")
+        status, text = get(port, "/metrics")
+
+    (told,) = [f for f in text_string_to_metric_families(text) if f.name == "drydock_http_requests"]
+    logins = [s.value for s in told.samples if s.labels["route"] == "login"]
+    assert (status, logins) == (200, [20.0])
+
+
+def waits_for_a_lock() -> bool:
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted")
+        return bool(cursor.fetchone()[0] > 0)

@@ -1,0 +1,101 @@
+"""A worker as a process: its health, its log, and that it leaves no step locked at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connection, transaction
+
+from controlplane import doorbell
+from controlplane.accounts.models import SYSTEM
+from controlplane.fleet.models import Command
+from controlplane.incidents import actions as incidents
+from controlplane.incidents.choices import StepState
+from controlplane.incidents.models import PlaybookRun, PlaybookStep
+from tests.controlplane.ingest.door import wait_until
+from tests.factories import NodeFactory
+from tests.running import worker
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+NAME = "drydock-test@localhost"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "worker.log"
+
+
+def is_healthy() -> bool:
+    try:
+        call_command("health", "worker", f"--name={NAME}")
+    except CommandError:
+        return False
+    return True
+
+
+def admission() -> PlaybookRun:
+    """A run whose first step gives its node an order."""
+    node = NodeFactory(state="enrolled")
+    return incidents.request_run(
+        SYSTEM,
+        "admit-node",
+        node.pk,
+        cluster_id=node.cluster_id,
+        title="Admit",
+        node_id=node.pk,
+    )
+
+
+@contextmanager
+def commands_locked() -> Iterator[None]:
+    """Whoever gives a node an order has to wait."""
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute(f"LOCK TABLE {Command._meta.db_table} IN ACCESS EXCLUSIVE MODE")
+        yield
+
+
+def is_running(run: PlaybookRun) -> bool:
+    return PlaybookStep.objects.filter(run=run, state=StepState.RUNNING).exists()
+
+
+def test_a_worker_that_lives_is_healthy_and_one_that_ended_is_not(log: Path) -> None:
+    with worker(log, NAME) as process:
+        wait_until(is_healthy)
+        process.terminate()
+        assert process.wait() == 0
+    assert not is_healthy()
+
+
+def test_a_worker_that_is_told_to_end_finishes_its_step(log: Path) -> None:
+    run = admission()
+    with worker(log, NAME) as process:
+        wait_until(is_healthy)
+        with commands_locked():
+            doorbell.ring()
+            wait_until(lambda: is_running(run))
+
+            process.terminate()
+            wait_until(lambda: "Warm shutdown" in process.output)
+            assert is_running(run)
+
+        assert process.wait() == 0
+    assert not is_running(run)
+    first = run.steps.get(position=0)
+    assert (first.lock_token, first.lock_expires_at) == ("", None)
+    assert first.state == StepState.WAITING
+
+
+def test_a_worker_writes_lines_of_json_only(log: Path) -> None:
+    run = admission()
+    with worker(log, NAME) as process:
+        wait_until(is_healthy)
+        doorbell.ring()
+        wait_until(lambda: not run.steps.filter(state=StepState.READY).exists())
+        process.terminate()
+        process.wait()
+        assert all(line["level"] and line["time"] for line in process.lines())

@@ -1,0 +1,209 @@
+"""What people order for a node: drain, quarantine, diagnose, reset, reboot, return.
+
+They have read the dry run, so the guards do not hold them up; everything else is as in a repair.
+"""
+
+from __future__ import annotations
+
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.choices import COMMAND_FINISHED, CommandState, NodeState, Rung
+from controlplane.fleet.models import Command
+from controlplane.incidents.choices import Effect
+from node_agent import wire
+from workers.playbooks import node_steps
+from workers.playbooks.base import (
+    Ask,
+    Done,
+    End,
+    Outcome,
+    Playbook,
+    StepContext,
+    StepDefinition,
+    Wait,
+)
+from workers.playbooks.validation import DIAGNOSTIC_S, run_diagnostic
+from workers.repair import diagnosis_passed
+
+#: A drain that is not done by then has failed, in seconds.
+DRAIN_S = 600.0
+
+
+def drain(ctx: StepContext) -> Outcome:
+    node = node_steps.node_of(ctx)
+    if node.state in (NodeState.DRAINING, NodeState.QUARANTINED):
+        return Done(text=f"{node.name} is {node.get_state_display().lower()} already")
+    actor = node_steps.actor_of(ctx)
+    reason = str(ctx.values.get("reason", ""))
+
+    def apply() -> None:
+        fleet.transition(actor, node.pk, NodeState.DRAINING, reason=reason, deadline_s=DRAIN_S)
+        fleet.set_drained_by(actor, node.pk, f"user/{actor.id}", reason)
+
+    return Done(text=f"{node.name} takes no new work", apply=apply)
+
+
+def end_quarantined(ctx: StepContext) -> Outcome:
+    return End(text=f"{node_steps.node_of(ctx).name} stays quarantined until somebody returns it")
+
+
+def choose_reset(_ctx: StepContext) -> Outcome:
+    return Done(text="the cards are reset", context={"rung": Rung.RESET_GPU.value})
+
+
+def choose_reboot(_ctx: StepContext) -> Outcome:
+    return Done(
+        text="the node is rebooted", context={"rung": Rung.REBOOT.value, "boot_before": None}
+    )
+
+
+def validate(ctx: StepContext) -> Outcome:
+    return run_diagnostic(ctx, node_steps.node_of(ctx), level=2)
+
+
+def diagnose(ctx: StepContext) -> Outcome:
+    """Run the gentle diagnostic beside whatever runs; the node's state stays as it is."""
+    node = node_steps.node_of(ctx)
+    command = Command.objects.filter(requester=ctx.requester(), verb="diagnose").first()
+    if command is None:
+
+        def order() -> None:
+            fleet.queue_command(
+                node_steps.actor_of(ctx),
+                node.pk,
+                wire.Diagnose(level=1),
+                requester=ctx.requester(),
+                ttl_s=DIAGNOSTIC_S,
+            )
+
+        return Wait(text=f"{node.name} is told to run its level-1 diagnostic", apply=order)
+    if command.state not in COMMAND_FINISHED:
+        return Wait(text="the diagnostic is running", wake_s=2.0)
+    evidence = {"command": command.pk, **command.output}
+    if command.state != CommandState.DONE:
+        return Ask(text=f"no diagnosis: {command.error or command.state}", evidence=evidence)
+    passed, reason = diagnosis_passed(command.output)
+    return Done(text=reason if passed else f"not healthy: {reason}", evidence=evidence)
+
+
+_QUARANTINE = StepDefinition(
+    key="quarantine",
+    title="Empty it and quarantine it",
+    act=node_steps.quarantine,
+    effect=Effect.IDEMPOTENT,
+    disruptive=True,
+    does=node_steps.words_of_quarantine,
+    timeout_s=600,
+    prose="Kill what runs on it through its agent, or switch it off where the agent is silent.",
+    undo="Validate it and return it.",
+)
+_STAY = StepDefinition(
+    key="stay",
+    title="Leave it quarantined",
+    act=end_quarantined,
+    effect=Effect.NONE,
+    prose="It stays out until somebody returns it.",
+)
+_REPAIR = StepDefinition(
+    key="repair",
+    title="Do it",
+    act=node_steps.repair,
+    effect=Effect.NON_REPEATABLE,
+    disruptive=True,
+    does=node_steps.words_of_repair,
+    timeout_s=600,
+    prose="Note the boot id first, so that it is done once.",
+)
+_AWAIT_BOOT = StepDefinition(
+    key="await-boot",
+    title="See it come back",
+    act=node_steps.await_boot,
+    effect=Effect.NONE,
+    timeout_s=2400,
+    prose="The agent beats again under another boot id.",
+)
+_VALIDATE = StepDefinition(
+    key="validate",
+    title="Validate it",
+    act=validate,
+    effect=Effect.FENCED,
+    timeout_s=900,
+    prose="Run the node's level-2 diagnostic. A skipped test is not a passed one.",
+)
+_RETURN = StepDefinition(
+    key="return",
+    title="Return it to service",
+    act=node_steps.return_to_service,
+    effect=Effect.IDEMPOTENT,
+    prose="Mark it available.",
+    undo="Quarantine it.",
+)
+
+
+def _order(name: str, summary: str, *steps: StepDefinition) -> Playbook:
+    return Playbook(name=name, version=1, summary=summary, deadline_s=7200, steps=steps)
+
+
+def _choice(act: object, title: str) -> StepDefinition:
+    return StepDefinition(
+        key="choose",
+        title=title,
+        act=act,  # type: ignore[arg-type]
+        effect=Effect.NONE,
+        prose="What was ordered.",
+    )
+
+
+PLAYBOOKS = (
+    _order(
+        "drain-node",
+        "Empties a node for a person: its replicas move to spares, then it is quarantined.",
+        StepDefinition(
+            key="drain",
+            title="Let it take no new work",
+            act=drain,
+            effect=Effect.IDEMPOTENT,
+            prose="Mark it draining, with your name.",
+            undo="Return it.",
+        ),
+        _QUARANTINE,
+        _STAY,
+    ),
+    _order("quarantine-node", "Empties a node and keeps it out.", _QUARANTINE, _STAY),
+    _order(
+        "diagnose-node",
+        "Runs the gentle diagnostic on a node, beside whatever runs there.",
+        StepDefinition(
+            key="diagnose",
+            title="Run its diagnostic",
+            act=diagnose,
+            effect=Effect.FENCED,
+            timeout_s=900,
+            prose="Run the node's level-1 diagnostic.",
+        ),
+    ),
+    _order(
+        "reset-node",
+        "Empties a node, resets its cards, validates it, and returns it.",
+        _choice(choose_reset, "Choose the reset"),
+        _QUARANTINE,
+        _REPAIR,
+        _VALIDATE,
+        _RETURN,
+    ),
+    _order(
+        "reboot-node",
+        "Empties a node, reboots it, validates it, and returns it.",
+        _choice(choose_reboot, "Choose the reboot"),
+        _QUARANTINE,
+        _REPAIR,
+        _AWAIT_BOOT,
+        _VALIDATE,
+        _RETURN,
+    ),
+    _order(
+        "return-node",
+        "Validates a node that is out, and returns it to service.",
+        _VALIDATE,
+        _RETURN,
+    ),
+)

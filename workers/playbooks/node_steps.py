@@ -1,0 +1,302 @@
+"""Steps on one node that several playbooks take: empty it, restart or reset it, let it return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from django.conf import settings
+from django.utils import timezone
+
+from controlplane.accounts.choices import ActorKind
+from controlplane.accounts.models import SYSTEM, Actor
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.actions.nodes import OUR_DRAIN
+from controlplane.fleet.choices import (
+    COMMAND_FINISHED,
+    IN_SERVICE,
+    TAKEN_OUT,
+    CommandState,
+    NodeState,
+    Rung,
+)
+from controlplane.fleet.models import Command, Gpu, Node
+from controlplane.incidents import actions as incidents
+from controlplane.jobs import actions as jobs
+from controlplane.jobs.choices import PlacementState
+from controlplane.jobs.models import Placement
+from node_agent import wire
+from workers import power
+from workers.playbooks.base import Ask, Back, Done, End, Outcome, Skip, StepContext, Wait
+
+#: A rank that its agent was told to kill is gone within this time, or the power is cut.
+KILL_S = 4.0
+#: A reset of the cards takes some seconds each.
+RESET_S = 180.0
+
+
+def node_of(ctx: StepContext) -> Node:
+    return Node.objects.select_related("lease", "cluster", "rack").get(pk=ctx.run.node_id)
+
+
+def actor_of(ctx: StepContext) -> Actor:
+    """The person who ordered the run; automation where nobody did."""
+    by = ctx.run.requested_by
+    return Actor(ActorKind.USER, by, ctx.run.pk) if by else SYSTEM
+
+
+# --- emptying -------------------------------------------------------------------------------------
+
+
+def quarantine(ctx: StepContext) -> Outcome:
+    """Kill what runs on the node, by its agent or else by its power, and mark it quarantined.
+
+    Nothing of it may run anywhere else before this is done.
+    """
+    node = node_of(ctx)
+    if node.state in TAKEN_OUT - {NodeState.DRAINING} or node.state == NodeState.RMA:
+        return Done(text=f"{node.name} is out already: {node.get_state_display().lower()}")
+    reason = back_at_work(ctx, node)
+    if reason:
+        return End(text=reason)
+    live = list(Placement.objects.filter(node=node).exclude(state=PlacementState.ENDED))
+    if not node.lease.reachable:
+        return _cut_power(ctx, node, "its agent is not heard")
+    if not live:
+        return Done(text=f"{node.name} holds no work; quarantined", apply=_take_out(ctx, node))
+    orders = [
+        Command.objects.filter(requester=ctx.requester(str(i)), verb="stop_process").first()
+        for i in range(len(live))
+    ]
+    if orders[0] is None:
+        return Wait(
+            text=f"{node.name} is told to kill what runs there",
+            wake_s=KILL_S,
+            apply=lambda: _order_kill(ctx, node, live),
+        )
+    if any(order is None or order.state not in COMMAND_FINISHED for order in orders):
+        asked = timezone.now() - orders[0].created_at
+        if asked < timedelta(seconds=KILL_S):
+            return Wait(text="waiting for its agent to say that nothing runs", wake_s=1.0)
+        return _cut_power(ctx, node, f"its agent did not answer within {KILL_S:g} s")
+    if all(order is not None and order.state == CommandState.DONE for order in orders):
+        return Done(
+            text=f"what ran on {node.name} was killed; quarantined", apply=_take_out(ctx, node)
+        )
+    return _cut_power(ctx, node, "its agent could not kill what runs there")
+
+
+def words_of_quarantine(_context: Mapping[str, Any]) -> Sequence[str]:
+    return (
+        "agent of {node}: stop_process, SIGKILL, for each rank on it",
+        f"if it is silent, or has not answered within {KILL_S:g} s: "
+        "BMC of {node}: ComputerSystem.Reset ForceOff",
+        "mark {node} quarantined: nothing lands on it",
+    )
+
+
+def back_at_work(ctx: StepContext, node: Node) -> str:
+    """Why the node must not be touched after all; "" if it is to be taken out.
+
+    The guards may have kept this run waiting, and the world went on: a node that was only silent
+    and beats again is well, and one that holds a replica that nobody lost is in use.
+    """
+    if not node.lease.reachable or ctx.run.requested_by or ctx.values.get("hardware"):
+        return ""
+    if ctx.values.get("only_if_silent"):
+        return f"{node.name} beats again: nothing to repair"
+    others = Placement.objects.filter(node=node, state=PlacementState.RUNNING)
+    if others.exclude(pk=ctx.values.get("lost_placement", "")).exists():
+        return f"{node.name} holds another replica by now, and beats"
+    return ""
+
+
+def _order_kill(ctx: StepContext, node: Node, live: list[Placement]) -> None:
+    for position, placement in enumerate(live):
+        order = wire.StopProcess(placement=placement.pk, grace_s=0)
+        fleet.queue_command(
+            actor_of(ctx), node.pk, order, requester=ctx.requester(str(position)), ttl_s=30
+        )
+
+
+def _cut_power(ctx: StepContext, node: Node, why: str) -> Outcome:
+    # Off when it is off already changes nothing.
+    power.switch(node, "ForceOff")
+    if power.read(node).on:
+        return Wait(text=f"{why}: its BMC has been told to switch it off")
+    return Done(
+        text=f"{why}: {node.name} was switched off by its BMC, and quarantined",
+        apply=_take_out(ctx, node),
+    )
+
+
+def _take_out(ctx: StepContext, node: Node) -> Any:
+    reason = str(ctx.values.get("reason", "")) or ctx.run.title
+
+    def apply() -> None:
+        for placement in Placement.objects.filter(node=node).exclude(state=PlacementState.ENDED):
+            jobs.end_placement(
+                actor_of(ctx), placement.pk, f"{node.name} was taken out", free_node=False
+            )
+        fleet.transition(actor_of(ctx), node.pk, NodeState.QUARANTINED, reason=reason)
+        if not node.drained_by:
+            owner = f"{OUR_DRAIN}{ctx.run.incident_id or ctx.run.pk}"
+            fleet.set_drained_by(SYSTEM, node.pk, owner, reason)
+
+    return apply
+
+
+# --- repairing ------------------------------------------------------------------------------------
+
+
+def repair(ctx: StepContext) -> Outcome:
+    """Take the rung that was decided on. Looks first whether it was taken already."""
+    rung = Rung(ctx.values["rung"])
+    node = node_of(ctx)
+    if rung == Rung.RMA:
+        return _hand_to_vendor(ctx, node)
+    if rung == Rung.RESET_GPU:
+        return _reset_cards(ctx, node)
+    return _restart(ctx, node, rung)
+
+
+def words_of_repair(context: Mapping[str, Any]) -> Sequence[str]:
+    rung = context.get("rung", "")
+    words = {
+        Rung.RESET_GPU: "agent of {node}: reset_gpus",
+        Rung.REBOOT: "BMC of {node}: ComputerSystem.Reset ForceRestart (On if it is off)",
+        Rung.POWER_CYCLE: "BMC of {node}: ComputerSystem.Reset ForceOff, then On",
+        Rung.RMA: "mark {node} for RMA and open the card's case with its evidence; nothing runs",
+    }
+    return (words[Rung(rung)],) if rung else ("the rung of the repair ladder that is decided on",)
+
+
+def _reset_cards(ctx: StepContext, node: Node) -> Outcome:
+    requester = ctx.requester()
+    command = Command.objects.filter(requester=requester, verb="reset_gpus").first()
+    card = str(ctx.values.get("gpu", ""))
+    if command is None:
+
+        def order() -> None:
+            _enter_repair(ctx, node, Rung.RESET_GPU, RESET_S + 60)
+            verb = wire.ResetGpus(uuids=[card] if card else [])
+            fleet.queue_command(actor_of(ctx), node.pk, verb, requester=requester, ttl_s=RESET_S)
+
+        return Wait(text=f"{node.name} is told to reset its cards", apply=order)
+    if command.state not in COMMAND_FINISHED:
+        return Wait(text="the reset is under way", wake_s=2.0)
+    if command.state == CommandState.DONE:
+        return Done(text="the cards were reset", evidence={"command": command.pk})
+    why = command.error or command.get_state_display().lower()
+    return not_helped(ctx, f"the reset failed: {why}")
+
+
+def _restart(ctx: StepContext, node: Node, rung: Rung) -> Outcome:
+    """Reboot or power-cycle, proven by the boot id; looks first whether it happened already."""
+    state = power.read(node)
+    before = ctx.values.get("boot_before")
+    words = rung.label.lower()
+    if before is None:
+
+        def enter() -> None:
+            _enter_repair(ctx, node, rung, settings.BOOT_DEADLINE_S)
+
+        # What is about to be done is written down first: whoever takes over looks whether it was.
+        return Wait(
+            text=f"about to {words}",
+            wake_s=0,
+            context={"boot_before": node.boot_id, "was_off": not state.on},
+            apply=enter,
+        )
+    if state.on and state.boot_id and state.boot_id != before:
+        return Done(text=f"it was restarted ({words}): its boot id changed")
+    if state.on and not state.boot_id and ctx.values.get("was_off"):
+        return Done(text="it was off and is on now: it has been restarted")
+    if state.on and not state.boot_id and ctx.step.attempts > 1:
+        return Ask(text="its BMC cannot tell whether it has been restarted; look before going on")
+    if rung == Rung.POWER_CYCLE and state.on:
+        power.switch(node, "ForceOff")
+        power.switch(node, "On")
+    else:
+        power.switch(node, "ForceRestart" if state.on else "On")
+    return Done(
+        text="restarted through its BMC" if state.on else "switched on",
+        evidence={"boot_before": before},
+    )
+
+
+def _enter_repair(ctx: StepContext, node: Node, rung: Rung, deadline_s: float) -> None:
+    fleet.transition(
+        actor_of(ctx),
+        node.pk,
+        NodeState.REPAIRING,
+        reason=rung.label.lower(),
+        deadline_s=deadline_s,
+    )
+    fleet.record_repair(
+        node.pk, rung, ctx.step.pk, gpu_uuid=str(ctx.values.get("gpu", "")), turn=ctx.round
+    )
+
+
+def _hand_to_vendor(ctx: StepContext, node: Node) -> Outcome:
+    card = Gpu.objects.filter(pk=ctx.values.get("gpu", "")).first()
+    if card is None:
+        return Ask(text="which card goes back is not known: look, then open the case by hand")
+    reason = str(ctx.values.get("why", ""))
+
+    def apply() -> None:
+        incidents.open_case(SYSTEM, card, node, ctx.run.incident, reason)
+        fleet.record_repair(node.pk, Rung.RMA, ctx.step.pk, gpu_uuid=card.pk)
+        fleet.transition(SYSTEM, node.pk, NodeState.RMA, reason=f"card {card.serial}: {reason}")
+
+    return End(
+        text=f"{node.name} is out for RMA: card {card.serial} goes back, evidence collected",
+        evidence={"serial": card.serial, "reason": reason},
+        apply=apply,
+    )
+
+
+def await_boot(ctx: StepContext) -> Outcome:
+    node = node_of(ctx)
+    before = ctx.values.get("boot_before")
+    if before is None:
+        return Skip(text="it was not restarted")
+    if node.state == NodeState.REPAIR_FAILED:
+        return not_helped(ctx, f"it did not come back within {settings.BOOT_DEADLINE_S:g} s")
+    if node.boot_id == before:
+        return Wait(text="not heard since it was restarted")
+    if not node.lease.reachable:
+        return Wait(text="it booted; its beats are awaited")
+    return Done(
+        text=f"it beats again under boot id {node.boot_id}", evidence={"boot_id": node.boot_id}
+    )
+
+
+def not_helped(ctx: StepContext, why: str) -> Outcome:
+    """The rung did not cure it: go on from the decision where this playbook has one, else ask."""
+    if not ctx.run.steps.filter(key="decide").exists():
+        return Ask(text=why)
+    return Back(
+        to="decide", text=why, context={"not_helped": ctx.values["rung"], "boot_before": None}
+    )
+
+
+# --- returning ------------------------------------------------------------------------------------
+
+
+def return_to_service(ctx: StepContext) -> Outcome:
+    node = node_of(ctx)
+    spare = bool(ctx.values.get("spare", not ctx.run.requested_by))
+    if node.state in IN_SERVICE - {NodeState.SUSPECT}:
+        return Skip(text=f"{node.name} is in service already")
+
+    def apply() -> None:
+        actor = actor_of(ctx)
+        fleet.transition(actor, node.pk, NodeState.AVAILABLE, reason="repaired and validated")
+        fleet.set_drained_by(actor, node.pk, "", "it is back")
+        fleet.set_reset_pending(actor, node.pk, "")
+        if spare:
+            fleet.set_spare(actor, node.pk, True)
+
+    return Done(text=f"{node.name} is available{', as a spare' if spare else ''}", apply=apply)

@@ -1,0 +1,88 @@
+"""A large share of a cluster or rack went quiet together: wait, touch nothing, tell a person.
+
+A switch, a link or our own intake is the likelier cause than many nodes that died at once. What
+they are is unknown, so nothing disruptive is done. Whoever stays silent when most are heard again
+is looked at alone.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from django.conf import settings
+from django.utils import timezone
+
+from controlplane.fleet.choices import IN_SERVICE
+from controlplane.fleet.models import Node
+from controlplane.health.actions import record_signal
+from controlplane.health.choices import SignalKind
+from controlplane.incidents import limits
+from controlplane.incidents.choices import Effect
+from workers.playbooks.base import (
+    Ask,
+    Done,
+    Outcome,
+    Playbook,
+    StepContext,
+    StepDefinition,
+    Wait,
+)
+
+
+def watch(ctx: StepContext) -> Outcome:
+    silent = list(
+        Node.objects.select_related("lease", "cluster", "rack").filter(
+            cluster_id=ctx.run.cluster_id,
+            state__in=sorted(IN_SERVICE),
+            hold_reason="",
+            lease__reachable=False,
+        )
+    )
+    names = ", ".join(sorted(node.name for node in silent))
+    if any(limits.silence_around(node) for node in silent):
+        waited = timezone.now() - (ctx.step.started_at or timezone.now())
+        text = f"silent, their state unknown: {names}. Nothing is done to them"
+        if waited > timedelta(seconds=settings.SILENCE_ASK_S):
+            return Ask(
+                text=f"{text}. This lasts {waited.total_seconds():.0f} s: look at their switch, "
+                "their uplink, and whether our own intake is reachable from there"
+            )
+        return Wait(text=text, wake_s=1.0)
+
+    def hand_over() -> None:
+        for node in silent:
+            record_signal(
+                f"lease:{node.pk}:{node.lease.deadline.timestamp():.3f}:alone",
+                SignalKind.LEASE_LOST,
+                source="site-silent",
+                observed_at=timezone.now(),
+                node=node,
+                data={"last_beat_at": node.lease.last_beat_at.isoformat()},
+            )
+
+    if silent:
+        return Done(
+            text=f"most are heard again; still silent, and looked at alone: {names}",
+            apply=hand_over,
+        )
+    return Done(text="all are heard again")
+
+
+PLAYBOOK = Playbook(
+    name="site-silent",
+    version=1,
+    summary="Watches a site that went quiet as a whole; touches nothing.",
+    deadline_s=7 * 86_400,
+    steps=(
+        StepDefinition(
+            key="watch",
+            title="Wait until it is heard again",
+            act=watch,
+            effect=Effect.NONE,
+            timeout_s=7 * 86_400,
+            prose="Nodes that go quiet together have a cause in common: look at the switch, the "
+            "uplink, the proxy before ingest, and ingest itself. Jobs train on without us. Do not "
+            "power-cycle nodes on silence alone.",
+        ),
+    ),
+)
