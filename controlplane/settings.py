@@ -145,10 +145,7 @@ SPECTACULAR_SETTINGS = {
     "DESCRIPTION": "Read and steer GPU training fleets. The guide is in docs/api.md.",
     "SCHEMA_PATH_PREFIX": "/api/v1",
     "COMPONENT_NO_READ_ONLY_REQUIRED": True,  # `fields=` may leave out any of them
-    "POSTPROCESSING_HOOKS": [
-        "drf_spectacular.hooks.postprocess_schema_enums",
-        "controlplane.rest.schema.complete",
-    ],
+    "POSTPROCESSING_HOOKS": ["controlplane.rest.schema.complete"],
 }
 
 LANGUAGE_CODE = "en"

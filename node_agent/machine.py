@@ -203,7 +203,7 @@ class Machine:
         return next(card for card in after if card["index"] == index)
 
     def _say(self, lines: list[str]) -> list[str]:
-        """Write to the kernel's log as the kernel does, with its clock. Returns what was written."""
+        """Write to the kernel's log as the kernel does, with its clock: the lines as written."""
         uptime = time.monotonic() - self._booted_at
         stamped = [f"[{uptime:12.6f}] {line}" for line in lines]
         self._write_log(stamped)

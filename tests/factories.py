@@ -392,3 +392,74 @@ class ReservationFactory(RowFactory[incidents.Reservation]):
     run = SubFactory(PlaybookRunFactory)
     cluster = SelfAttribute("run.cluster")
     node = SubFactory(NodeFactory, cluster=SelfAttribute("..run.cluster"))
+
+
+class MaintenanceWindowFactory(RowFactory[fleet.MaintenanceWindow]):
+    """Work that is going on, on the whole cluster."""
+
+    class Meta:
+        model = fleet.MaintenanceWindow
+
+    cluster = SubFactory(ClusterFactory)
+    starts_at = _in(minutes=-5)
+    ends_at = _in(hours=1)
+    owner = "1"
+    reason = "cabling"
+
+
+class NodeExclusionFactory(RowFactory[jobs.NodeExclusion]):
+    class Meta:
+        model = jobs.NodeExclusion
+
+    job = SubFactory(JobFactory)
+    node = SubFactory(NodeFactory, cluster=SelfAttribute("..job.cluster"))
+    reason = "slow"
+
+
+class SpareReservationFactory(RowFactory[jobs.SpareReservation]):
+    class Meta:
+        model = jobs.SpareReservation
+
+    cluster = SubFactory(ClusterFactory)
+    node = SubFactory(NodeFactory, cluster=SelfAttribute("..cluster"), spare=True)
+    holder = "scheduler"
+    expires_at = _in(hours=1)
+
+
+class BreakerFactory(RowFactory[incidents.Breaker]):
+    class Meta:
+        model = incidents.Breaker
+
+    cluster = SubFactory(ClusterFactory)
+    code = "xid-79"
+    reason = "five nodes within ten minutes"
+
+
+class PlaybookFactory(RowFactory[incidents.Playbook]):
+    class Meta:
+        model = incidents.Playbook
+
+    name = Sequence(lambda n: f"playbook-{n}")
+    version = 1
+    summary = "Does a thing."
+    deadline_s = 1800.0
+
+
+class ApprovalFactory(RowFactory[incidents.Approval]):
+    class Meta:
+        model = incidents.Approval
+
+    run = SubFactory(PlaybookRunFactory)
+    cluster = SelfAttribute("run.cluster")
+    plan: dict[str, Any] = {}
+    digest = "0" * 64
+
+
+class RmaCaseFactory(RowFactory[incidents.RmaCase]):
+    class Meta:
+        model = incidents.RmaCase
+
+    gpu = SubFactory(GpuFactory)
+    node = SelfAttribute("gpu.node")
+    cluster = SelfAttribute("gpu.node.cluster")
+    reason = "the second XID 79 after its repair"

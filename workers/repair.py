@@ -59,7 +59,8 @@ def choose_rung(
         if rung == "rma":
             break
         if rung in _RESTARTS and record.in_vain & _RESTARTS:
-            reasons.append("the same fault of the same card came again after a restart")
+            again = "the same fault of the same card came again after a restart"
+            reasons += [again] if again not in reasons else []
         elif rung in record.in_vain:
             reasons.append(f"it came again after a {_words(rung)}")
         elif tried >= limit:

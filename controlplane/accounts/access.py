@@ -20,6 +20,7 @@ class Access(Enum):
     OPERATOR = "operator"
     ADMIN = "admin"
     ADMIN_SOMEWHERE = "admin somewhere"  # of any cluster; shows and changes those only
+    OWNER = "owner"  # of what only they and superusers see
     SUPERUSER = "superuser"
 
 

@@ -38,7 +38,7 @@ class TokenAuthentication(BaseAuthentication):
         token.user.token = token  # type: ignore[attr-defined]
         return token.user, token
 
-    def authenticate_header(self, request: HttpRequest) -> str:
+    def authenticate_header(self, _request: HttpRequest) -> str:
         return 'Bearer realm="drydock"'
 
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from django.urls import path
 
-from controlplane.accounts.views import Login, Logout
+from controlplane.accounts import views
 
 urlpatterns = [
-    path("login", Login.as_view(), name="login"),
-    path("logout", Logout.as_view(), name="logout"),
+    path("login", views.login, name="login"),
+    path("logout", views.logout, name="logout"),
 ]

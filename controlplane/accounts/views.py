@@ -16,6 +16,7 @@ from django.shortcuts import resolve_url
 from django_htmx.http import HttpResponseClientRedirect
 
 from controlplane.accounts import throttle
+from controlplane.accounts.access import Access, needs
 
 View = Callable[..., HttpResponse]
 
@@ -64,3 +65,7 @@ class Login(LoginView):
 
 class Logout(LogoutView):
     http_method_names = ["post", "options"]
+
+
+login = needs(Access.PUBLIC)(Login.as_view())
+logout = needs(Access.PUBLIC)(Logout.as_view())

@@ -173,6 +173,7 @@ def _page(request: HttpRequest, found: Node, status: int = 200) -> HttpResponse:
             "reachable": is_reachable(found),
             "standing": selectors.standing_of(found),
             "cards": cards,
+            "first_faulty": next((card.gpu.index for card in cards if card.faults), None),
             "own_faults": own,
             "health": selectors.health_of(cards, own),
             "work": selectors.work_of(found),

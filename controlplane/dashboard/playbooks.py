@@ -163,7 +163,9 @@ def _page(request: HttpRequest, found: Cluster | None, status: int = 200) -> Htt
             "budgets": selectors.budgets_in(found),
             "reservations": selectors.reservations_in(found),
             "breakers": limits.open_breakers([found.id]),
-            "elsewhere": limits.open_breakers(one.id for one in clusters if one.id != found.id),
+            "elsewhere": limits.open_breakers(
+                one.id for one in clusters if one.id != found.id
+            ).select_related("cluster"),
             "closed": selectors.closed_breakers(found),
             "windows": selectors.windows_in(found),
             "racks": found.racks.order_by("name"),

@@ -74,7 +74,7 @@ def create(request: HttpRequest) -> HttpResponse:
 
 @require_POST
 @signed_in
-@needs(Access.SIGNED_IN)
+@needs(Access.OWNER)
 def revoke(request: HttpRequest, token_id: str) -> HttpResponse:
     """Revoke one's own token; superusers anybody's. To others it does not exist."""
     token = get_object_or_404(roles.tokens_for(_owner(request)), pk=token_id)

@@ -1,27 +1,25 @@
-"""The API's clusters, racks, nodes, cards, repairs and maintenance windows."""
+"""The API's clusters, racks, nodes, cards, spares, repairs and maintenance windows.
+
+What automation does to nodes and clusters is added by `incidents.api`, which comes later.
+"""
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 
 from django.db.models import Q, QuerySet
+from django.utils import timezone
 
-from controlplane.accounts.choices import Role
 from controlplane.accounts.models import Actor
 from controlplane.fleet import actions, selectors
 from controlplane.fleet.choices import NodeState, Rung
-from controlplane.fleet.models import (
-    Cluster,
-    Gpu,
-    MaintenanceWindow,
-    Node,
-    Rack,
-    RepairRecord,
-)
+from controlplane.fleet.models import Cluster, Gpu, MaintenanceWindow, Node, Rack, RepairRecord
 from controlplane.fleet.serializers import (
     ClusterSerializer,
     GpuSerializer,
     MaintenanceSerializer,
+    NewWindow,
     NodeDetailSerializer,
     NodeSerializer,
     RackSerializer,
@@ -35,8 +33,35 @@ IN_CLUSTER = Reference("cluster", id_prefix="clu_")
 OF_NODE = Reference("node", id_prefix="nod_")
 
 
-class Nodes(Resource):
-    noun, plural = "node", "nodes"
+class Clusters(Resource):
+    noun, plural = "cluster", "clusters"
+    queryset = Cluster.objects.none()
+    serializer_class = ClusterSerializer
+    filters = (Exact("name"), Search(["name"]))
+    sorts = {"name": "name", "id": "pk"}
+    default_sort = "name"
+    cluster_path = "pk"
+    volatile = ("change_seq",)
+
+    def rows(self) -> QuerySet[Cluster]:
+        return selectors.clusters_for(self.request.user)
+
+
+class Racks(Resource):
+    noun, plural = "rack", "racks"
+    queryset = Rack.objects.none()
+    serializer_class = RackSerializer
+    filters = (IN_CLUSTER, Exact("name"), Search(["name"]))
+    sorts = {"name": "name", "id": "pk"}
+    default_sort = "name"
+
+    def rows(self) -> QuerySet[Rack]:
+        return selectors.racks_for(self.request.user)
+
+
+class NodeList(Resource):
+    """How nodes are listed, whichever of them."""
+
     queryset = Node.objects.none()
     serializer_class = NodeSerializer
     detail_serializer_class = NodeDetailSerializer
@@ -45,7 +70,6 @@ class Nodes(Resource):
         Reference("rack", id_prefix="rck_"),
         Exact("state", choices=NodeState),
         Exact("name"),
-        Exact("gpu_model", "gpus__model"),
         Flag("spare", Q(spare=True), "Only those kept as spares, or only the others."),
         Flag("reachable", Q(lease__reachable=True), "Only those that are heard, or are not."),
         Flag("held", ~Q(hold_reason=""), "Only those on hold, or only the others."),
@@ -59,7 +83,101 @@ class Nodes(Resource):
     def rows(self) -> QuerySet[Node]:
         return selectors.nodes_for(self.request.user)
 
+
+class Nodes(NodeList):
+    noun, plural = "node", "nodes"
+
     @verb()
     def hold(self, actor: Actor, node: Node, order: dict[str, Any]) -> None:
         """Keep automation's hands off a node"""
         actions.set_hold(actor, node.pk, order["reason"])
+
+    @verb()
+    def release(self, actor: Actor, node: Node, order: dict[str, Any]) -> None:
+        """Lift the hold of a node"""
+        actions.set_hold(actor, node.pk, "", lifted_because=order["reason"])
+
+
+class Spares(NodeList):
+    """The nodes that are kept for replicas that lose theirs."""
+
+    noun, plural = "spare", "spares"
+
+    def rows(self) -> QuerySet[Node]:
+        return super().rows().filter(spare=True)
+
+
+class Gpus(Resource):
+    noun, plural = "GPU", "GPUs"
+    queryset = Gpu.objects.none()
+    serializer_class = GpuSerializer
+    filters = (
+        Reference("cluster", "node__cluster", id_prefix="clu_"),
+        OF_NODE,
+        Exact("model"),
+        Exact("serial"),
+        Search(["serial", "uuid"]),
+    )
+    sorts = {"uuid": "pk", "serial": "serial", "first_seen_at": "first_seen_at"}
+    default_sort = "uuid"
+    cluster_path = "node.cluster_id"
+
+    def rows(self) -> QuerySet[Gpu]:
+        return selectors.gpus_for(self.request.user)
+
+
+class Repairs(Resource):
+    noun, plural = "repair", "repairs"
+    queryset = RepairRecord.objects.none()
+    serializer_class = RepairSerializer
+    filters = (
+        Reference("cluster", "node__cluster", id_prefix="clu_"),
+        OF_NODE,
+        Exact("gpu", "gpu_id"),
+        Exact("rung", choices=Rung),
+        Times("at"),
+    )
+    sorts = {"id": "pk", "at": "at"}
+    cluster_path = "node.cluster_id"
+
+    def rows(self) -> QuerySet[RepairRecord]:
+        return selectors.repairs_for(self.request.user)
+
+
+class MaintenanceWindows(Resource):
+    noun, plural = "maintenance window", "maintenance windows"
+    queryset = MaintenanceWindow.objects.none()
+    serializer_class = MaintenanceSerializer
+    filters = (
+        IN_CLUSTER,
+        Reference("rack", id_prefix="rck_"),
+        OF_NODE,
+        Flag("closed", ~Q(closed_at=None), "Only those ended before their time, or the others."),
+        Times("starts_at"),
+        Times("ends_at"),
+    )
+    sorts = {"id": "pk", "starts_at": "starts_at", "ends_at": "ends_at"}
+
+    def rows(self) -> QuerySet[MaintenanceWindow]:
+        return selectors.maintenance_for(self.request.user)
+
+    @verb(detail=False, takes=NewWindow, status=HTTPStatus.CREATED)
+    def create(self, actor: Actor, cluster: Cluster, order: dict[str, Any]) -> MaintenanceWindow:
+        """Open a maintenance window
+
+        Automation keeps its hands off the cluster, the rack or the node while it lasts.
+        """
+        return actions.open_maintenance(
+            actor,
+            cluster.pk,
+            starts_at=order["starts_at"] or timezone.now(),
+            ends_at=order["ends_at"],
+            reason=order["reason"],
+            rack_id=order["rack"],
+            node_id=order["node"],
+        )
+
+    @verb()
+    def close(self, actor: Actor, window: MaintenanceWindow, order: dict[str, Any]) -> None:
+        """End a maintenance window before its time"""
+        actions.close_maintenance(actor, window.pk, order["reason"])

@@ -88,10 +88,10 @@ def create(request: HttpRequest) -> HttpResponse:
 @require_POST
 @signed_in
 @needs(Access.ADMIN)
-def revoke(request: HttpRequest, token_id: str) -> HttpResponse:
+def revoke(request: HttpRequest, join_token_id: str) -> HttpResponse:
     """Let nobody in by this token any more."""
     mine = JoinToken.objects.filter(cluster__in=clusters_for(request.user))
-    token = get_object_or_404(mine, pk=token_id)
+    token = get_object_or_404(mine, pk=join_token_id)
     return act(
         request,
         token.cluster_id,

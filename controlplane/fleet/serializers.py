@@ -5,7 +5,7 @@ from __future__ import annotations
 from rest_framework import serializers
 
 from controlplane.fleet.models import Cluster, Gpu, MaintenanceWindow, Node, Rack, RepairRecord
-from controlplane.rest.serializers import RowSerializer
+from controlplane.rest.serializers import Reasoned, RowSerializer
 
 
 class ClusterSerializer(RowSerializer):
@@ -131,3 +131,20 @@ class MaintenanceSerializer(RowSerializer):
             "owner",
             "reason",
         )
+
+
+# --- bodies ---------------------------------------------------------------------------------------
+
+
+class NewWindow(Reasoned):
+    cluster = serializers.CharField(max_length=64, help_text="The cluster's id or name.")
+    rack = serializers.CharField(
+        max_length=64, default=None, allow_null=True, help_text="The rack's id: only this rack."
+    )
+    node = serializers.CharField(
+        max_length=64, default=None, allow_null=True, help_text="The node's id: only this node."
+    )
+    starts_at = serializers.DateTimeField(
+        default=None, allow_null=True, help_text="Now if left out."
+    )
+    ends_at = serializers.DateTimeField()

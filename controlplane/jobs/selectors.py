@@ -18,6 +18,7 @@ from django.db.models import (
     Max,
     Min,
     OuterRef,
+    Prefetch,
     Q,
     QuerySet,
     Sum,
@@ -35,6 +36,7 @@ from controlplane.jobs.models import (
     Interruption,
     Job,
     LedgerRange,
+    NodeExclusion,
     Placement,
     Replica,
     SpareReservation,
@@ -67,7 +69,7 @@ def job_for(user: User | AnonymousUser, job_id: str) -> Job:
     return job
 
 
-# --- Which nodes may take work ----------------------------------------------------------------------
+# --- Which nodes may take work --------------------------------------------------------------------
 
 
 def placeable_nodes(cluster_id: str, job_id: str | None = None) -> QuerySet[Node]:
@@ -303,3 +305,40 @@ def _chart_marks(job: Job, limit: int) -> list[dict[str, Any]]:
 def _chart_checkpoints(job: Job, limit: int) -> list[dict[str, Any]]:
     newest = job.checkpoints.order_by("-step")[:limit]
     return [{"step": one.step, "at": one.at.timestamp(), "tier": one.tier} for one in newest][::-1]
+
+
+# --- Lists of the API -----------------------------------------------------------------------------
+
+
+def replicas_for(user: User | AnonymousUser) -> QuerySet[Replica]:
+    """Replicas the caller may see, each with its present stay on a node as `present`."""
+    return (
+        Replica.objects.filter(job__cluster__in=clusters_for(user))
+        .select_related("job")
+        .prefetch_related(_present_stays())
+    )
+
+
+def checkpoints_for(user: User | AnonymousUser) -> QuerySet[Checkpoint]:
+    return Checkpoint.objects.filter(job__cluster__in=clusters_for(user)).select_related("job")
+
+
+def exclusions_for(user: User | AnonymousUser) -> QuerySet[NodeExclusion]:
+    found = NodeExclusion.objects.filter(job__cluster__in=clusters_for(user))
+    return found.select_related("job", "node")
+
+
+def reservations_for(user: User | AnonymousUser) -> QuerySet[SpareReservation]:
+    found = SpareReservation.objects.filter(cluster__in=clusters_for(user))
+    return found.select_related("node")
+
+
+def seated(jobs: QuerySet[Job]) -> QuerySet[Job]:
+    """The same jobs with `seated_replicas`, each with its present stay as `present`."""
+    replicas = Replica.objects.select_related("job").prefetch_related(_present_stays())
+    return jobs.prefetch_related(Prefetch("replicas", replicas, to_attr="seated_replicas"))
+
+
+def _present_stays() -> Prefetch:
+    alive = Placement.objects.exclude(state=PlacementState.ENDED).select_related("node")
+    return Prefetch("placements", alive, to_attr="present")

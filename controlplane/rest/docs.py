@@ -22,6 +22,6 @@ def document() -> dict[str, Any]:
 
 @needs(Access.PUBLIC)
 @require_safe
-def openapi(request: HttpRequest) -> HttpResponse:
+def openapi(_request: HttpRequest) -> HttpResponse:
     """The document itself: no secrets stand in it, so anybody may read it."""
     return HttpResponse(msgspec.json.encode(document()), content_type="application/json")

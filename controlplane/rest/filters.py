@@ -29,12 +29,13 @@ class Parameter:
     description: str
     schema: Mapping[str, Any]
     many: bool = False
+    required: bool = False
 
 
 class Filter(Protocol):
     def parameters(self) -> list[Parameter]: ...
 
-    def condition(self, name: str, values: list[str]) -> Q: ...
+    def condition(self, name: str, values: list[str], /) -> Q: ...
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Reference:
         description = f"Only of this {_words(self.name)}, by {words}."
         return [Parameter(self.name, description, {"type": "string"}, many=True)]
 
-    def condition(self, name: str, values: list[str]) -> Q:
+    def condition(self, _name: str, values: list[str]) -> Q:
         lookup = self.lookup or self.name
         ids = [value for value in values if value.startswith(self.id_prefix)]
         names = [value for value in values if value not in ids]
@@ -143,7 +144,7 @@ class Search:
         description = f"Only where {words} contains this, whatever the case."
         return [Parameter(self.name, description, {"type": "string", "maxLength": MAX_LENGTH})]
 
-    def condition(self, name: str, values: list[str]) -> Q:
+    def condition(self, _name: str, values: list[str]) -> Q:
         found = Q()
         for lookup in self.lookups:
             found |= Q(**{f"{lookup}__icontains": values[-1]})

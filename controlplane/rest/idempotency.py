@@ -1,7 +1,8 @@
 """The same write asked for twice happens once: answers are kept by key for a day.
 
 The key is claimed in the transaction of the write itself. So a crash leaves neither half, and of
-two at the same moment the second waits for the first at the unique constraint, then gets its answer.
+two at the same moment the second waits for the first at the unique constraint, then gets its
+answer.
 A request that was refused changed nothing and keeps no answer: its key may be used again.
 """
 

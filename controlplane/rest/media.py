@@ -19,7 +19,7 @@ class JsonParser(BaseParser):
     media_type = "application/json"
 
     def parse(
-        self, stream: Any, media_type: str | None = None, parser_context: Any = None
+        self, stream: Any, _media_type: str | None = None, _parser_context: Any = None
     ) -> dict[str, Any]:
         """One JSON object; an empty body is an empty one."""
         raw = stream.read(MAX_BODY_BYTES + 1)
@@ -27,9 +27,11 @@ class JsonParser(BaseParser):
             raise Problem("body_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes")
         if not raw.strip():
             return {}
+        if b"\\u0000" in raw:
+            raise ParseError("text must not contain NUL: the database cannot keep it")
         try:
             body = msgspec.json.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise ParseError(f"not JSON: {error}") from None
         if not isinstance(body, dict):
             raise ParseError("the body must be a JSON object")
@@ -44,7 +46,7 @@ class JsonRenderer(BaseRenderer):
     def render(
         self,
         data: Any,
-        accepted_media_type: str | None = None,
-        renderer_context: Mapping[str, Any] | None = None,
+        _accepted_media_type: str | None = None,
+        _renderer_context: Mapping[str, Any] | None = None,
     ) -> bytes:
         return b"" if data is None else msgspec.json.encode(data)

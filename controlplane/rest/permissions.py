@@ -2,7 +2,8 @@
 
 Every view in the URLconf tells what each of its methods needs, as pages do:
 
-    view.cls.access[view.actions[method]]      an `accounts.access.Access`, view = resolve(path).func
+    view = resolve(path).func
+    view.cls.access[view.actions[method]]      an `accounts.access.Access`
 
 (`cls` and `actions` are what Django REST framework leaves there; methods are in lower case.) A role
 is needed in the cluster of the object in the path. Where the path names none (POST /jobs), it is

@@ -128,7 +128,7 @@ KINDS: dict[str, Kind] = {
 
 @dataclass
 class Problem(Exception):
-    """Raised anywhere under the API; `errors` holds {field, code, detail} for each thing to mend."""
+    """Raised anywhere under the API. `errors`: {field, code, detail} of each thing to mend."""
 
     code: str
     detail: str

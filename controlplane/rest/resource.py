@@ -35,6 +35,7 @@ class Resource(GenericViewSet):
 
     pagination_class = CursorPagination
     lookup_value_regex = ID_PATTERN
+    http_method_names = ["get", "head", "post", "delete"]
     #: One word for an object of this kind, in what is said of it.
     noun: ClassVar[str]
     plural: ClassVar[str]
@@ -68,7 +69,11 @@ class Resource(GenericViewSet):
         """All rows that the caller may see, with what the serializer needs of their relations."""
         raise NotImplementedError
 
-    def context_of(self, rows: Sequence[Any]) -> dict[str, Any]:
+    def detailed(self, rows: QuerySet[Any]) -> QuerySet[Any]:
+        """The same rows with what the detail shows beyond the list."""
+        return rows
+
+    def context_of(self, rows: Sequence[Any]) -> dict[str, Any]:  # noqa: ARG002
         """What the serializer needs beside the rows of a page, in a fixed number of queries."""
         return {}
 
@@ -104,7 +109,7 @@ class Resource(GenericViewSet):
     def visible(self, pk: str) -> Any:
         """The object, or 404 where there is none that the caller may see."""
         try:
-            found = self.rows().filter(pk=pk).first()
+            found = self.detailed(self.rows()).filter(pk=pk).first()
         except ValueError:  # a number is wanted and this is none
             found = None
         if found is None:

@@ -16,11 +16,17 @@ from rest_framework import serializers
 from controlplane.rest import problems
 from controlplane.rest.filters import Parameter
 from controlplane.rest.resource import Reading, Resource, fields_parameter
-from controlplane.rest.serializers import Change
+from controlplane.rest.serializers import REASON_MAX, Change
 from controlplane.rest.verbs import Verb
 
 DRY_RUN = Parameter(
     "dry_run", "Check everything, tell what would change, and change nothing.", {"type": "boolean"}
+)
+REASON = Parameter(
+    "reason",
+    "Why; it stands in the audit trail beside your name.",
+    {"type": "string", "minLength": 1, "maxLength": REASON_MAX},
+    required=True,
 )
 _TEXT = {"type": "string"}
 IDEMPOTENCY_KEY = Parameter(
@@ -53,10 +59,18 @@ class ApiSchema(AutoSchema):
             responses["304"] = {"description": "It is still what `If-None-Match` names."}
         for status in _ALWAYS + (_WRITING if self._verb else ()):
             responses[str(status)] = _problem(status)
-        if self._verb:
+        if self._verb and self.method != "DELETE":
             body = self.resolve_serializer(self._verb.takes, "request")
             body.schema["additionalProperties"] = False
         return operation
+
+    def get_operation_id(self) -> str:
+        """As "nodes_list" or "nodes_drain": the place in the path, then what is done there."""
+        place = self.path.removeprefix("/api/v1/").partition("/")[0].replace("-", "_")
+        return f"{place}_{self.view.action}"
+
+    def get_auth(self) -> list[dict[str, Any]]:
+        return [{"token": []}, {"session": []}]
 
     def get_request_serializer(self) -> Any:
         return self._verb.takes if self._verb else None
@@ -101,7 +115,8 @@ class ApiSchema(AutoSchema):
         view = self.view
         if self._verb:
             held = [IDEMPOTENCY_KEY, IF_MATCH] if self._verb.detail else [IDEMPOTENCY_KEY]
-            return {"query": [DRY_RUN], "header": held}
+            query = [DRY_RUN, REASON] if self.method == "DELETE" else [DRY_RUN]
+            return {"query": query, "header": held}
         query = (
             list(self._reading.parameters)
             if self._reading
@@ -134,7 +149,12 @@ _outcomes: dict[str, Any] = {}
 
 def complete(result: dict[str, Any], **_kwargs: Any) -> dict[str, Any]:
     """Add what all operations share: the shape of a problem and the list of its codes."""
-    schemas = result.setdefault("components", {}).setdefault("schemas", {})
+    components = result.setdefault("components", {})
+    components["securitySchemes"] = {
+        "token": {"type": "http", "scheme": "bearer", "bearerFormat": "ddt_<prefix>_<secret>"},
+        "session": {"type": "apiKey", "in": "cookie", "name": "sessionid"},
+    }
+    schemas = components.setdefault("schemas", {})
     text = {"type": "string"}
     schemas["Problem"] = {
         "type": "object",
@@ -161,7 +181,12 @@ def complete(result: dict[str, Any], **_kwargs: Any) -> dict[str, Any]:
 
 def _parameter(parameter: Parameter, place: str) -> dict[str, Any]:
     schema: dict[str, Any] = dict(parameter.schema)
-    told = {"name": parameter.name, "in": place, "description": parameter.description}
+    told: dict[str, Any] = {
+        "name": parameter.name,
+        "in": place,
+        "description": parameter.description,
+        "required": parameter.required,
+    }
     if parameter.many:
         schema = {"type": "array", "items": schema, "maxItems": 100, "minItems": 1}
         told |= {"style": "form", "explode": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -23,6 +24,18 @@ class RowSerializer(serializers.ModelSerializer):
             field.read_only = True
             field.required = False
         return {name: f for name, f in fields.items() if not self._only or name in self._only}
+
+
+class Number(serializers.FloatField):
+    """A finite number, as JSON knows it: neither text nor NaN."""
+
+    def to_internal_value(self, data: Any) -> float:
+        if not isinstance(data, int | float) or isinstance(data, bool):
+            self.fail("invalid")
+        value: float = super().to_internal_value(data)
+        if not math.isfinite(value):
+            self.fail("invalid")
+        return value
 
 
 class Body(serializers.Serializer):

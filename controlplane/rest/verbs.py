@@ -95,13 +95,15 @@ class _Undone(Exception):
 def _perform(
     view: Resource, request: Request, verb: Verb, deed: Deed, path_values: dict[str, str]
 ) -> Response:
-    demand_known(request.query_params, ["dry_run"])
+    in_query = request.method == "DELETE"  # its body may be dropped on the way
+    demand_known(request.query_params, ["dry_run", "reason"] if in_query else ["dry_run"])
     target = view.visible(path_values["pk"]) if verb.detail else None
     if target is not None and view.cluster_of(target):
         permissions.demand(request.user, verb.role, view.cluster_of(target))
     else:
         permissions.demand_somewhere(request.user, verb.role)
-    order = _order_of(request, verb)
+    told = request.query_params.dict() if in_query else request.data
+    order = _order_of(request, verb, told)
     dry_run = order.pop("dry_run") or _asks_for_dry_run(request)
     key = idempotency.key_of(request)
     answer: dict[str, Any] = {}
@@ -110,7 +112,7 @@ def _perform(
         with change():
             _wait_briefly()
             if key and not dry_run:
-                row = idempotency.claim(request.user, key, request, request.data)
+                row = idempotency.claim(request.user, key, request, told)
                 if row.status is not None:
                     return Response(
                         row.body, status=row.status, headers={"Idempotent-Replay": "true"}
@@ -152,8 +154,8 @@ def _do(
     }
 
 
-def _order_of(request: Request, verb: Verb) -> dict[str, Any]:
-    body = verb.takes(data=request.data)
+def _order_of(request: Request, verb: Verb, told: Mapping[str, Any]) -> dict[str, Any]:
+    body = verb.takes(data=told)
     body.is_valid(raise_exception=True)
     order = dict(body.validated_data)
     if "cluster" in order:

@@ -12,7 +12,7 @@ const SIZES = [
   { upTo: Infinity, cell: 4, gap: 1, names: false },
 ];
 const COLUMN = 48; // at most this many nodes stand below one another
-const TITLE = 16, APART = 12, NAME_WIDTH = 96;
+const TITLE = 16, APART = 14;
 
 const canvas = document.getElementById("map");
 const read = document.getElementById("map-read");
@@ -26,6 +26,7 @@ canvas.parentElement.append(tip);
 let nodes = [];
 let blocks = [];
 let size = SIZES[0];
+let nameWidth = 0;
 let cursor = null; // { node: index, card }
 
 // --- What there is -------------------------------------------------------------------------------
@@ -68,11 +69,12 @@ function lay() {
   size = SIZES.find(({ upTo }) => nodes.length <= upTo);
   const pitch = size.cell + size.gap;
   const width = canvas.parentElement.clientWidth;
+  nameWidth = size.names ? widest() + 10 : 0;
   blocks = [];
   let x = 0, y = 0, tall = 0;
   for (const column of columns()) {
     const cards = Math.max(1, ...column.map((index) => nodes[index].cards));
-    const wide = cards * pitch + (size.names ? NAME_WIDTH : 0);
+    const wide = cards * pitch + nameWidth;
     if (x > 0 && x + wide > width) [x, y, tall] = [0, y + tall + APART, 0];
     blocks.push({ x, y: y + TITLE, wide, column, title: nodes[column[0]].rack });
     tall = Math.max(tall, TITLE + column.length * pitch);
@@ -82,6 +84,14 @@ function lay() {
   resize(canvas, width, y + tall + 2);
   paint();
 }
+
+function widest() {
+  const pen = base.getContext("2d");
+  pen.font = nameFont();
+  return Math.min(160, Math.max(0, ...nodes.map(({ name }) => pen.measureText(name).width)));
+}
+
+const nameFont = () => `11.5px ${getComputedStyle(read).fontFamily}`;
 
 /** Indexes of nodes that stand below one another: a rack, or a part of one that is too tall. */
 function columns() {
@@ -137,9 +147,9 @@ function paintNode(pen, node, block, row, colours, ink) {
   pen.globalAlpha = node.flags & MATCHES ? 1 : 0.16;
   if (size.names) {
     pen.fillStyle = ink.color;
-    pen.font = `11.5px ${ink.fontFamily}`;
-    pen.fillText(node.name, x, y + size.cell - 3, NAME_WIDTH - 8);
-    x += NAME_WIDTH;
+    pen.font = nameFont();
+    pen.fillText(node.name, x, y + size.cell - 3, nameWidth - 8);
+    x += nameWidth;
   }
   const whole = node.faults.some(({ card }) => card < 0);
   for (let card = 0; card < node.cards; card += 1) {
@@ -186,7 +196,7 @@ function boxOf({ node, card }) {
   const pitch = size.cell + size.gap;
   const block = blocks.find(({ column }) => column[0] <= node && node <= column.at(-1));
   if (!block) return null;
-  const x = block.x + (size.names ? NAME_WIDTH : 0) + Math.max(0, card) * pitch;
+  const x = block.x + nameWidth + Math.max(0, card) * pitch;
   return { x, y: block.y + (node - block.column[0]) * pitch, block };
 }
 
@@ -199,7 +209,7 @@ function at(event) {
     x >= one.x && x < one.x + one.wide && y >= one.y && y < one.y + one.column.length * pitch);
   if (!block) return null;
   const node = block.column[Math.floor((y - block.y) / pitch)];
-  const card = Math.floor((x - block.x - (size.names ? NAME_WIDTH : 0)) / pitch);
+  const card = Math.floor((x - block.x - nameWidth) / pitch);
   return card < nodes[node].cards ? { node, card } : null;
 }
 

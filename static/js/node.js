@@ -9,9 +9,9 @@ const METRICS = [
   { key: "sm_clock_mhz", title: "SM clock", unit: "MHz" },
   { key: "utilization", title: "Utilisation", unit: "%", factor: 100, low: 0 },
   { key: "memory_used_bytes", title: "Memory used", unit: "GiB", factor: 1 / 2 ** 30, low: 0 },
-  { key: "ecc_corrected", title: "ECC corrected", unit: "", low: 0 },
-  { key: "ecc_uncorrected", title: "ECC uncorrected", unit: "", low: 0 },
-  { key: "pcie_replays", title: "PCIe replays", unit: "", low: 0 },
+  { key: "ecc_corrected", title: "ECC corrected", unit: "", low: 0, counts: true },
+  { key: "ecc_uncorrected", title: "ECC uncorrected", unit: "", low: 0, counts: true },
+  { key: "pcie_replays", title: "PCIe replays", unit: "", low: 0, counts: true },
 ];
 const HEIGHT = 128, LEFT = 40, RIGHT = 8, TOP = 8, BOTTOM = 108;
 
@@ -114,7 +114,7 @@ function drawing(metric) {
   return svg;
 }
 
-function scale(values, { low: floor }) {
+function scale(values, { low: floor, counts }) {
   const known = values.filter((value) => value != null);
   let low = floor ?? Math.min(...known);
   let high = Math.max(...known, floor === undefined ? -Infinity : floor + 1);
@@ -123,8 +123,9 @@ function scale(values, { low: floor }) {
   const room = (high - low) * 0.08;
   const bottom = floor ?? low - room;
   const top = high + room;
-  const { step, ticks } = ticksOf(bottom, top, 3);
-  const digits = step >= 1 ? 0 : Math.min(3, Math.ceil(-Math.log10(step)));
+  const { step, ticks: all } = ticksOf(bottom, top, 3);
+  const ticks = counts ? all.filter(Number.isInteger) : all;
+  const digits = step >= 1 || counts ? 0 : Math.min(3, Math.ceil(-Math.log10(step)));
   return { ticks, digits, y: (value) => BOTTOM - ((value - bottom) / (top - bottom)) * (BOTTOM - TOP) };
 }
 

@@ -25,6 +25,14 @@ def node(tmp_path: Path, plane: ControlPlane) -> Iterator[Node]:
 
 
 @pytest.fixture
+def chassis(node: Node) -> Node:
+    """A powered node whose agent has enrolled and reported."""
+    node.start_chassis()
+    eventually(lambda: node.plane.reports)
+    return node
+
+
+@pytest.fixture
 def agent(node: Node) -> Node:
     """A node whose agent is enrolled and has reported."""
     node.start()

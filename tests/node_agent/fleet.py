@@ -11,6 +11,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,11 +21,12 @@ from typing import Any
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from node_agent import procfs, wire
+from node_agent import bmc, procfs, wire
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 20.0
 TOKEN = "join-me"
+BASIC = base64.b64encode(b"drydock:secret").decode()
 
 
 def eventually(condition: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
@@ -72,6 +75,7 @@ class ControlPlane:
         self.results: list[wire.CommandResult] = []
         self.refuse: Callable[[str, bytes], wire.Problem | None] = lambda path, body: None
         self.want_report = False
+        self.next_in_s = 0.2
         self.polls = 0
         self._commands: list[wire.SignedCommand] = []
         self._changed = threading.Condition()
@@ -178,7 +182,7 @@ class ControlPlane:
     def _on_beat(self, body: bytes) -> wire.BeatAnswer:
         self.beats.append(msgspec.json.decode(body, type=wire.Beat))
         want, self.want_report = self.want_report, False
-        return wire.BeatAnswer(next_in_s=0.2, want_report=want)
+        return wire.BeatAnswer(next_in_s=self.next_in_s, want_report=want)
 
     def _on_report(self, body: bytes) -> wire.Accepted:
         self.reports.append(msgspec.json.decode(body, type=wire.Report))
@@ -291,6 +295,13 @@ class Node:
         config = ["--agent-config", str(self.config)]
         self._run(["-m", "node_agent.chassis", *arguments, *config, *more])
 
+    def cards(self) -> list[dict[str, Any]]:
+        """What hardware.json says now."""
+        cards: list[dict[str, Any]] = json.loads((self.folder / "hardware.json").read_bytes())[
+            "gpus"
+        ]
+        return cards
+
     def kill(self, number: int = signal.SIGKILL) -> int:
         assert self.process is not None
         self.process.send_signal(number)
@@ -339,6 +350,22 @@ class Node:
             self.process = subprocess.Popen(
                 [sys.executable, *arguments], cwd=REPOSITORY, stdout=output, stderr=output
             )
+
+
+def call(node: Node, path: str, body: Any = None, basic: str = BASIC) -> tuple[int, dict[str, Any]]:
+    """One request to the BMC: (status, answer)."""
+    data = None if body is None else json.dumps(body).encode()
+    url = f"http://127.0.0.1:{node.bmc_port}{path}"
+    request = urllib.request.Request(url, data, {"Authorization": f"Basic {basic}"})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as response:  # noqa: S310
+            return response.status, json.loads(response.read() or b"{}")
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def reset(node: Node, kind: str) -> int:
+    return call(node, bmc.RESET, {"ResetType": kind})[0]
 
 
 #: A rank with a child that has left its session and its parent: only its environment tells.

@@ -3,38 +3,17 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from typing import Any
 
 import pytest
 
 from node_agent import bmc, procfs
-from tests.node_agent.fleet import REPOSITORY, Node, eventually
-
-BASIC = base64.b64encode(b"drydock:secret").decode()
-
-
-def call(node: Node, path: str, body: Any = None, basic: str = BASIC) -> tuple[int, dict[str, Any]]:
-    """One request to the BMC: (status, answer)."""
-    data = None if body is None else json.dumps(body).encode()
-    url = f"http://127.0.0.1:{node.bmc_port}{path}"
-    request = urllib.request.Request(url, data, {"Authorization": f"Basic {basic}"})
-    try:
-        with urllib.request.urlopen(request, timeout=20) as response:  # noqa: S310
-            return response.status, json.loads(response.read() or b"{}")
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
-
-
-def reset(node: Node, kind: str) -> int:
-    return call(node, bmc.RESET, {"ResetType": kind})[0]
+from tests.node_agent.fleet import BASIC, REPOSITORY, Node, call, eventually, reset
 
 
 def system(node: Node) -> dict[str, Any]:
@@ -47,14 +26,6 @@ def bare(node: Node) -> Node:
     node.config.unlink()
     node.start_chassis()
     eventually(lambda: node.log("chassis_started"))
-    return node
-
-
-@pytest.fixture
-def chassis(node: Node) -> Node:
-    """A powered node whose agent has enrolled and reported."""
-    node.start_chassis()
-    eventually(lambda: node.plane.reports)
     return node
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,19 @@ def test_a_lost_card_is_named_and_the_others_are_read(driver: None) -> None:
 
     assert [value.uuid for value in readings.values] == ["GPU-0", "GPU-2"]
     assert readings.unreadable == {"GPU-1": "card 1: GPU is lost"}
+
+
+def test_a_card_that_falls_silent_is_noticed_without_being_asked_for(
+    driver: None, tmp_path: Path
+) -> None:
+    hardware = nvml.NvmlHardware(tmp_path / "nvidia-smi")
+    changed = hardware.change_fd()
+    assert changed is not None
+
+    assert select.select([changed], [], [], 20) == ([changed], [], [])
+    assert hardware.readings().unreadable == {"GPU-1": "card 1: GPU is lost"}
+    assert select.select([changed], [], [], 0) == ([], [], [])
+    hardware.close()
 
 
 def test_a_card_that_hangs_is_named_and_the_process_is_replaced(

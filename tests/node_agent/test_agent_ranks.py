@@ -103,6 +103,31 @@ def test_a_killed_rank_is_told_to_its_coordinator_and_to_the_control_plane(
     }
 
 
+def test_a_rank_stopped_by_order_is_told_to_its_coordinator_at_once(
+    agent: Node, coordinator: Coordinator
+) -> None:
+    agent.started_rank(coordinator=coordinator.address)
+    agent.plane.send(wire.StopProcess(placement="p-1", grace_s=5))
+
+    line = eventually(lambda: coordinator.lines)[0]
+
+    assert (line["op"], line["placement"], line["code"]) == ("exit", "p-1", -15)
+    event = eventually(lambda: exits(agent.plane))[0]
+    assert event.data["requested"] is True
+
+
+def test_a_rank_that_hangs_is_killed_by_a_stop_without_grace(
+    agent: Node, coordinator: Coordinator
+) -> None:
+    pid = agent.started_rank(coordinator=coordinator.address)
+    os.kill(pid, signal.SIGSTOP)
+
+    result = agent.plane.result(agent.plane.send(wire.StopProcess(placement="p-1", grace_s=0)))
+
+    assert result.output == {"stopped": True}
+    assert eventually(lambda: coordinator.lines)[0]["code"] == -signal.SIGKILL
+
+
 def test_an_exit_code_is_reported_though_the_coordinator_is_dead(agent: Node) -> None:
     agent.plane.send(agent.rank(program="quit"))
 
@@ -115,14 +140,15 @@ def test_an_exit_code_is_reported_though_the_coordinator_is_dead(agent: Node) ->
 def test_a_restarted_agent_adopts_its_ranks(agent: Node, coordinator: Coordinator) -> None:
     pid = agent.started_rank(coordinator=coordinator.address)
     agent.kill()
+    agent.plane.reports.clear()
     agent.start()
     eventually(lambda: agent.log("adopted"))
-    eventually(lambda: len(agent.plane.reports) == 3)
+    eventually(lambda: agent.plane.reports)
     os.kill(pid, signal.SIGKILL)
 
     event = eventually(lambda: exits(agent.plane))[0]
 
-    assert agent.plane.reports[2].processes[0].pid == pid
+    assert agent.plane.reports[0].processes[0].pid == pid
     assert (event.data["pid"], event.data["exit_code"], event.data["signal"]) == (pid, None, None)
     assert eventually(lambda: coordinator.lines)[0]["code"] is None
 

@@ -97,6 +97,19 @@ def test_a_card_that_stops_answering_is_an_event_once(agent: Node) -> None:
     assert agent.plane.beats[-1].readings[0].temperature_c is None
 
 
+def test_a_silent_card_is_told_without_waiting_for_a_beat(agent: Node) -> None:
+    agent.plane.next_in_s = 600.0
+    beats = len(agent.plane.beats)
+    eventually(lambda: len(agent.plane.beats) > beats)
+    beats = len(agent.plane.beats)
+
+    agent.fit("GPU-a", unreadable=True)
+
+    event = eventually(lambda: agent.plane.events_of("gpu_unreadable"))[0]
+    assert event.gpu_uuid == "GPU-a"
+    assert len(agent.plane.beats) == beats
+
+
 def test_beats_survive_cut_connections_and_a_server_that_went_away(agent: Node) -> None:
     agent.plane.cut()
     agent.plane.stop()

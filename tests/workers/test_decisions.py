@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controlplane.health.catalogue import xids
+from controlplane.health.choices import Action
 from workers import recovery, repair, spares, triage
+
+XID_79 = (
+    "NVRM: Xid (PCI:0000:1b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+)
+XID_31 = "NVRM: Xid (PCI:0000:1b:00): 31, pid=7, name=python3, Ch 0000000d, intr 0. MMU Fault"
+XID_94 = "NVRM: Xid (PCI:0000:1b:00): 94, pid=7, name=python3, Ch 00000008"
+XID_45 = "NVRM: Xid (PCI:0000:1b:00): 45, pid=7, name=python3, channel 0x00000002"
+
+
+def xid(rest: str) -> str:
+    return f"NVRM: Xid (PCI:0000:1b:00): {rest}"
+
+
+def recovery_action(value: str) -> str:
+    return (
+        f"NVRM: Xid (PCI:0000:1b:00): 154, GPU recovery action changed from 0x0 (None) to {value}"
+    )
+
+
+def judged(line: str) -> triage.LineVerdict:
+    verdict = triage.judge_line(line, xids())
+    assert verdict is not None
+    return verdict
 
 
 def evidence(**known: object) -> triage.LossEvidence:
@@ -22,7 +49,12 @@ def evidence(**known: object) -> triage.LossEvidence:
         ({"process_exited": True, "exit_reason": "reboot"}, "node-rebooted", False),
         ({"node_reachable": False, "peers_lost_it": True}, "node-lost", False),
         ({"node_reachable": False, "silent_s": 31.0}, "node-lost", False),
-        ({"peers_lost_it": True, "hardware_lines": ("Xid",)}, "hardware-fault", False),
+        ({"peers_lost_it": True, "verdicts": (judged(XID_79),)}, "xid-79", False),
+        ({"process_exited": True, "verdicts": (judged(XID_31),)}, "xid-31", True),
+        ({"process_exited": True, "verdicts": (judged(XID_94),)}, "xid-94", True),
+        ({"process_exited": True, "verdicts": (judged(XID_45),)}, "process-vanished", True),
+        ({"peers_lost_it": True, "card_silent": "no answer"}, "gpu-unreadable", False),
+        ({"process_exited": True, "stopped_by_order": True}, "stopped-by-order", True),
         (
             {"peers_lost_it": True, "waited_s": 41.0, "patience_s": 40.0},
             "replica-unresponsive",
@@ -55,25 +87,50 @@ def test_silence_that_is_over_has_lost_nothing() -> None:
 
 def test_a_hardware_line_outranks_the_way_in_which_the_process_ended() -> None:
     cause = triage.cause_of_loss(
-        evidence(process_exited=True, exit_signal=9, hardware_lines=("NVRM: Xid 79",))
+        evidence(process_exited=True, exit_signal=9, verdicts=(judged(XID_79),))
     )
     assert isinstance(cause, triage.Cause)
     assert not cause.node_fit
 
 
 @pytest.mark.parametrize(
-    ("line", "is_fault"),
+    ("line", "action", "condemned"),
     [
-        ("NVRM: Xid (PCI:0000:1b:00): 79, pid=123, GPU has fallen off the bus.", True),
-        ("NVRM: GPU at PCI:0000:1b:00: GPU-x is lost: GPU has fallen off the bus", True),
-        ("nvidia-nvswitch0: SXid (PCI:0000:05:00.0): 20034, Fatal", True),
-        ("mce: [Hardware Error]: Machine check events logged", True),
-        ("NVRM: loading NVIDIA UNIX x86_64 Kernel Module", False),
-        ("in function handleXidEvent of some module", False),
+        (XID_79, "reboot", True),
+        ("NVRM: GPU 0000:1b:00.0: GPU has fallen off the bus.", "reboot", True),
+        (XID_31, "restart_app", False),
+        (XID_94, "restart_app", False),
+        (XID_45, "follow_primary", False),
+        (xid("48, An uncorrectable double bit error"), "drain_and_reset", True),
+        (xid("119, pid=1, name=q, Timeout waiting for RPC"), "reset_gpu", True),
+        (xid("63, Row Remapper: New row marked"), "ignore", False),
+        (xid("1, something old"), "ignore", False),  # an unused code
+        (xid("9999, from the future"), "undecodable", False),
+        ("nvidia-nvswitch0: SXid (PCI:0000:05:00.0): 20034, Fatal, Link 30", "undecodable", True),
+        (recovery_action("0x0 (None)"), "ignore", False),
+        (recovery_action("0x1 (GPU Reset Required)"), "reset_gpu", True),
+        (recovery_action("0x2 (Node Reboot Required)"), "reboot", True),
+        (recovery_action("0x4 (anything it may be called)"), "drain_and_reset", True),
     ],
+)  # fmt: skip
+def test_a_line_is_judged_by_the_driver_first_and_the_catalogue_next(
+    line: str, action: str, condemned: bool
+) -> None:
+    verdict = judged(line)
+    assert (verdict.action, triage.condemns_node(verdict)) == (action, condemned)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["NVRM: loading NVIDIA UNIX x86_64 Kernel Module", "in function handleXidEvent of a module"],
 )
-def test_hardware_lines_are_told_from_others(line: str, is_fault: bool) -> None:
-    assert triage.is_hardware_line(line) is is_fault
+def test_a_line_that_only_looks_like_a_fault_is_none(line: str) -> None:
+    assert triage.judge_line(line, xids()) is None
+
+
+def test_every_action_of_the_catalogue_is_one_of_ours() -> None:
+    assert {entry.action for entry in xids().values()} <= set(triage.ACTIONS)
+    assert set(triage.ACTIONS) == set(Action.values)
 
 
 candidates = st.lists(
@@ -144,9 +201,64 @@ def test_every_option_is_shown_and_the_cheapest_possible_one_is_taken(
     assert decision.strategy == min(priced, key=lambda s: priced[s], default="wait")
 
 
-def test_a_card_that_was_tried_too_often_stops_the_rung() -> None:
-    assert repair.may_attempt("power_cycle", [0, 1, 0], 2).allowed
-    assert not repair.may_attempt("power_cycle", [0, 2, 0], 2).allowed
+@pytest.mark.parametrize(
+    ("action", "record", "rung"),
+    [
+        ("reset_gpu", {}, "reset_gpu"),
+        ("drain_and_reset", {}, "reset_gpu"),
+        ("reboot", {}, "reboot"),
+        ("power_cycle", {}, "power_cycle"),
+        ("reboot", {"attempts": {"reboot": 2}}, "power_cycle"),
+        ("reset_gpu", {"attempts": {"reset_gpu": 2, "reboot": 2}}, "power_cycle"),
+        ("reboot", {"attempts": {"reboot": 2, "power_cycle": 2}}, "rma"),
+        ("reboot", {"in_vain": frozenset({"reboot"})}, "rma"),
+        ("reset_gpu", {"in_vain": frozenset({"reset_gpu"})}, "reboot"),
+        ("reset_gpu", {"in_vain": frozenset({"reset_gpu", "reboot"})}, "rma"),
+    ],
+)
+def test_the_ladder_is_climbed_from_where_the_failure_begins(
+    action: str, record: dict[str, Any], rung: str
+) -> None:
+    choice = repair.choose_rung(action, repair.Record(**record), limit=2, card_known=True)
+    assert choice is not None
+    assert choice.rung == rung
+
+
+def test_a_rung_that_did_not_help_is_not_taken_again_in_the_same_repair() -> None:
+    choice = repair.choose_rung(
+        "reset_gpu", repair.Record(), limit=2, card_known=True, not_below="reboot"
+    )
+    assert choice is not None
+    assert choice.rung == "reboot"
+
+
+@pytest.mark.parametrize("action", ["contact_vendor", "field_diagnostic", "check_mechanicals"])
+def test_what_only_people_can_do_is_left_to_them(action: str) -> None:
+    assert repair.choose_rung(action, repair.Record(), limit=2, card_known=True) is None
+
+
+def test_without_a_card_to_blame_nothing_goes_to_the_vendor() -> None:
+    record = repair.Record(in_vain=frozenset({"reboot"}))
+    assert repair.choose_rung("reboot", record, limit=2, card_known=False) is None
+
+
+@given(
+    action=st.sampled_from(sorted(triage.NODE_REPAIRS)),
+    attempts=st.dictionaries(st.sampled_from(repair.LADDER), st.integers(0, 4)),
+    in_vain=st.frozensets(st.sampled_from(repair.LADDER)),
+)
+def test_a_rung_that_is_used_up_is_never_chosen(
+    action: str, attempts: dict[str, int], in_vain: frozenset[str]
+) -> None:
+    record = repair.Record(attempts, in_vain)
+    choice = repair.choose_rung(action, record, limit=2, card_known=True)
+    assert choice is not None
+    assert choice.rung == "rma" or (attempts.get(choice.rung, 0) < 2 and choice.rung not in in_vain)
+
+
+def test_a_node_whose_cards_want_a_reset_gives_its_replica_to_a_spare() -> None:
+    assert recovery.decide(situation(reset_pending=True)).strategy == "on_spare"
+    assert recovery.decide(situation(reset_pending=True, spare=None)).strategy == "in_place"
 
 
 @pytest.mark.parametrize(

@@ -413,9 +413,9 @@ def _evidence(ctx: StepContext, placement: Placement) -> triage.LossEvidence:
     now = timezone.now()
     end = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=placement.pk).first()
     data = end.data if end else {}
-    told = Signal.objects.filter(
-        node=placement.node, observed_at__gte=ctx.incident.occurred_at - LOOK_BACK
-    )
+    # What the node said before this process was placed on it explains nothing of its end.
+    since = max(ctx.incident.occurred_at - LOOK_BACK, placement.created_at)
+    told = Signal.objects.filter(node=placement.node, observed_at__gte=since)
     lines = told.filter(kind=SignalKind.KERNEL_LINE).values_list("raw", flat=True)
     verdicts = [triage.judge_line(line, xids()) for line in lines]
     silent = told.filter(kind=SignalKind.GPU_UNREADABLE).first()

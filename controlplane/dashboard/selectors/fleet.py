@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from django.contrib.auth.models import AnonymousUser
-from django.db.models import Count, Exists, OuterRef, Q, QuerySet
+from django.db.models import Count, Exists, OuterRef, Q, QuerySet, Value
 from django.db.models.functions import Coalesce
 from django.http import Http404
 
@@ -214,7 +214,7 @@ def listed(cluster: Cluster, chosen: NodeFilter) -> QuerySet[Node]:
     return (
         nodes.select_related("rack", "lease")
         .defer("report")
-        .annotate(rack_name=Coalesce("rack__name", ""))
+        .annotate(rack_name=Coalesce("rack__name", Value("")))
     )
 
 
@@ -271,7 +271,7 @@ def map_of(cluster: Cluster, chosen: NodeFilter) -> dict[str, Any]:
     """
     nodes = list(
         present([cluster])
-        .order_by(Coalesce("rack__name", ""), "name")
+        .order_by(Coalesce("rack__name", Value("")), "name")
         .values_list(
             "pk", "name", "rack__name", "state", "spare", "hold_reason", "lease__reachable"
         )

@@ -78,7 +78,7 @@ class Card:
     repairs: int
     faults: list[Failure]
     case: RmaCase | None
-    reading: dict[str, Any]  # the newest, empty if there is none
+    reading: dict[str, Any]  # the newest; None for what could not be read
 
 
 def cards_of(node: Node) -> list[Card]:
@@ -106,7 +106,7 @@ def cards_of(node: Node) -> list[Card]:
             counts.get(gpu.uuid, {}).get("ever", 0),
             faults.get(gpu.uuid, []),
             cases.get(gpu.uuid),
-            readings.get(gpu.uuid, {}),
+            dict.fromkeys(METRICS) | readings.get(gpu.uuid, {}),
         )
         for gpu in gpus
     ]

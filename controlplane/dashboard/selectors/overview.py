@@ -140,12 +140,15 @@ def needs_for(user: User | AnonymousUser, clusters: list[Cluster]) -> Needs:
     unresolved = list(incidents.unresolved_for(user)[:50])
     shown = {incident.id for incident in unresolved}
     runs = incidents.runs_needing_operator_for(user)[:50]
+    asked = [(one, incidents.ask_of(one, list(one.runs.all()))) for one in unresolved]
+    # A plan to sign stands among the approvals already, with its incident.
+    asks = [(one, ask) for one, ask in asked if ask.kind != "sign"]
     waiting = Approval.objects.filter(cluster__in=clusters, state=ApprovalState.WAITING)
     to_send = RmaCase.objects.filter(cluster__in=clusters, state=CaseState.OPEN)
     return Needs(
         list(waiting.select_related("cluster", "run__incident", "run__node")[:50]),
         list(limits.open_breakers(c.id for c in clusters).select_related("cluster")[:50]),
         list(to_send.select_related("cluster", "gpu", "node")[:50]),
-        [(one, incidents.ask_of(one, list(one.runs.all()))) for one in unresolved],
+        asks,
         [run for run in runs if run.incident_id not in shown],
     )

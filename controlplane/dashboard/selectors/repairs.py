@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from django.contrib.auth.models import AnonymousUser
-from django.db.models import Count, OuterRef, Q, QuerySet, Subquery
+from django.db.models import Count, OuterRef, Q, QuerySet, Subquery, Value
 from django.db.models.functions import Coalesce
 from django.http import Http404
 from django.utils import timezone
@@ -64,7 +64,7 @@ def _pools(
     kept = SpareReservation.objects.filter(released_at=None, expires_at__gt=now).values("node")
     rows = (
         present(clusters)
-        .annotate(gpu_model=Coalesce(Subquery(model), ""))
+        .annotate(gpu_model=Coalesce(Subquery(model), Value("")))
         .values(*by, "gpu_model")
         .annotate(
             nodes=Count("pk"),

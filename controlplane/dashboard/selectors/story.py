@@ -101,7 +101,8 @@ def _repairs(node: Node, before: datetime | None = None) -> Iterator[Moment]:
     if before:
         rows = rows.filter(done_at__lt=before)
     for row in rows[: PAGE_SIZE + 1]:
-        text = f"{Rung(row['rung']).label}, in the record of {row['cards']} cards"
+        cards = f"{row['cards']} card{'' if row['cards'] == 1 else 's'}"
+        text = f"{Rung(row['rung']).label}, in the record of {cards}"
         yield Moment(row["done_at"], "node", "Repair", text)
 
 

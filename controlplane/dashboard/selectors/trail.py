@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
@@ -12,11 +13,12 @@ from django.urls import reverse
 from django.utils.dateparse import parse_datetime
 
 from controlplane.accounts.choices import ActorKind
-from controlplane.accounts.models import AuditEvent, User
+from controlplane.accounts.models import ApiToken, AuditEvent, User
 from controlplane.dashboard.templatetags.drydock import evidence
 from controlplane.fleet.models import Cluster, Node
 from controlplane.jobs.models import Job
 
+_MOMENT = re.compile(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)\.\d+\+00:00$")
 #: The page of each kind of object, by its address's name.
 PAGES = {"node": "node", "job": "job", "incident": "incident", "run": "run"}
 
@@ -89,13 +91,14 @@ def narrowed(events: QuerySet[AuditEvent], asked: Asked) -> QuerySet[AuditEvent]
 
 
 def rows_of(events: list[AuditEvent]) -> list[Row]:
-    """These events with names in place of ids, in four queries whatever their number."""
+    """These events with names in place of ids, in a query per kind of object."""
     ids = {(e.object_type, e.object_id) for e in events}
     ids |= {(_type_of_actor(e), e.actor_id) for e in events}
     names = {
         "user": _names(User, "username", [i for kind, i in ids if kind == "user" and i.isdigit()]),
         "node": _names(Node, "name", [i for kind, i in ids if kind == "node"]),
         "job": _names(Job, "name", [i for kind, i in ids if kind == "job"]),
+        "token": _names(ApiToken, "name", [i for kind, i in ids if kind == "token"]),
         "cluster": _names(Cluster, "name", [e.cluster_id for e in events if e.cluster_id]),
     }
 
@@ -109,17 +112,21 @@ def rows_of(events: list[AuditEvent]) -> list[Row]:
             object=name(event.object_type, event.object_id),
             address=_address(event),
             cluster=name("cluster", event.cluster_id or ""),
-            changes=changes(event.before, event.after),
+            changes=changes(event.before, event.after, known=event.cluster_id),
         )
         for event in events
     ]
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """A diff of two JSON objects, field by field; what stayed the same is left out."""
-    was, now = dict(evidence(before)), dict(evidence(after))
+def changes(
+    before: Mapping[str, Any], after: Mapping[str, Any], *, known: str | None = None
+) -> list[Change]:
+    """A diff of two JSON objects, field by field; what stayed the same is left out.
+
+    So is `known`, the cluster's id, which stands in a column of its own.
+    """
+    was, now = _told(before, known), _told(after, known)
     labels = [*was, *(label for label in now if label not in was)]
-    # An object that only has an after, or only a before, was told whole: nothing to compare.
     return [
         Change(label, was.get(label), now.get(label))
         for label in labels
@@ -161,6 +168,14 @@ def _moment(text: str) -> datetime | None:
     except ValueError:
         return None
     return moment.replace(tzinfo=UTC) if moment and moment.tzinfo is None else moment
+
+
+def _told(values: Mapping[str, Any], known: str | None) -> dict[str, str]:
+    """The fields that say something, as label and text, moments to the second."""
+    return {
+        label: _MOMENT.sub(r"\1 \2 UTC", text)
+        for label, text in evidence({k: v for k, v in values.items() if v not in (None, known)})
+    }
 
 
 def _type_of_actor(event: AuditEvent) -> str:

@@ -142,17 +142,20 @@ def until(start: datetime | None, end: datetime | None) -> str | SafeString:
 
 
 @register.filter
-def number(value: float | None, digits: int = 0) -> str | SafeString:
-    """1234567 as “1 234 567”, with thin spaces, to `digits` decimals."""
-    if value is None:
+def number(value: float | str | None, digits: int = 0) -> str | SafeString:
+    """1234567 as “1 234 567”, with thin spaces, to `digits` decimals.
+
+    A key that some JSON lacks reaches a filter as an empty string, and is nothing too.
+    """
+    if value is None or isinstance(value, str):
         return NOTHING
     return f"{value:,.{digits}f}".replace(",", "\u202f")
 
 
 @register.filter
-def amount(value: float | None) -> str | SafeString:
-    """A measured number to three or four significant digits."""
-    if value is None:
+def amount(value: float | str | None) -> str | SafeString:
+    """A measured number to three or four significant digits; see `number` of what is missing."""
+    if value is None or isinstance(value, str):
         return NOTHING
     if abs(value) >= 1000:
         return number(value)

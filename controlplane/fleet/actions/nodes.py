@@ -266,7 +266,7 @@ def retire_node(actor: Actor, node_id: str, reason: str) -> Node:
 
 
 @change()
-def set_hold(actor: Actor, node_id: str, reason: str) -> None:
+def set_hold(actor: Actor, node_id: str, reason: str, *, lifted_because: str = "lifted") -> None:
     """Keep automation's hands off a node, for this reason; "" lifts the hold."""
     node = Node.objects.get(pk=node_id)
     if node.hold_reason == reason:
@@ -280,7 +280,7 @@ def set_hold(actor: Actor, node_id: str, reason: str) -> None:
         cluster_id=node.cluster_id,
         before={"hold_reason": node.hold_reason},
         after={"hold_reason": reason},
-        reason=reason or "lifted",
+        reason=reason or lifted_because,
     )
     touch(node.cluster_id)
     doorbell.ring_after_commit(f"node/{node_id}")

@@ -213,7 +213,7 @@ def _record_stopped(job: Job, batch: client.Batch, message: client.Stopped) -> N
         end_placement(SYSTEM, batch.placement, f"left: {message.reason}", free_node=True)
 
 
-# --- what its scheduler tells -----------------------------------------------------------------------
+# --- what its scheduler tells ---------------------------------------------------------------------
 
 
 @change()

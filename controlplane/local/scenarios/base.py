@@ -76,6 +76,14 @@ def state_reached(node_id: str, state: NodeState, since: datetime) -> datetime |
     return event.at if event else None
 
 
+def last_reached(node_id: str, state: NodeState, since: datetime) -> datetime | None:
+    """When the node last entered a state after a moment."""
+    event = AuditEvent.objects.filter(
+        verb="node.transition", object_id=node_id, after__state=state, at__gte=since
+    ).last()
+    return event.at if event else None
+
+
 def url(incident: Incident) -> str:
     return settings.PUBLIC_URL + reverse("incident", args=[incident.pk])
 

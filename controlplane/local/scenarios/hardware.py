@@ -14,7 +14,7 @@ from controlplane.local.scenarios.base import (
     Result,
     Say,
     await_rows,
-    fit_new_cards,
+    last_reached,
     resolved,
     seconds_since,
     state_reached,
@@ -49,8 +49,10 @@ def second_failure(say: Say) -> Result:
     incident = await_rows(lambda: resolved(incident.pk), MENDED_S, "it is not resolved")
     case = RmaCase.objects.filter(gpu=card, opened_at__gte=at).first()
     problems = _problems(node, case)
-    say(f"new cards are fitted into {node.name}")
-    fit_new_cards(node)
+    say(f"{node.name} is switched off, new cards are fitted, and it is switched on")
+    power.switch(node, "ForceOff")
+    power.fit_new_cards(node)
+    power.switch(node, "On")
     await_rows(lambda: _returned(node, at), MENDED_S, f"{node.name} did not come back")
     problems += _problems_of_record(card)
     moments = {
@@ -58,7 +60,7 @@ def second_failure(say: Say) -> Result:
         "quarantined": state_reached(node.pk, NodeState.QUARANTINED, at),
         "rma": state_reached(node.pk, NodeState.RMA, at),
         "resolved": incident.resolved_at,
-        "returned": state_reached(node.pk, NodeState.AVAILABLE, at),
+        "returned": last_reached(node.pk, NodeState.AVAILABLE, at),
     }
     return Result(
         scenario="second-failure",

@@ -31,6 +31,7 @@ from controlplane.local.scenarios.base import (
     ScenarioError,
     await_rows,
     fit_new_cards,
+    last_reached,
     resolved,
     seconds_since,
     state_reached,
@@ -201,7 +202,7 @@ def _measure(
         node_id = scene.victim.node_id
         moments["quarantined"] = state_reached(node_id, NodeState.QUARANTINED, scene.at)
         moments["validated"] = _validated_at(scene)
-        moments["returned"] = state_reached(node_id, NodeState.AVAILABLE, scene.at)
+        moments["returned"] = last_reached(node_id, NodeState.AVAILABLE, scene.at)
     failure = incident.failures.order_by("observed_at").first()
     result = Result(
         scenario=name,

@@ -1,0 +1,209 @@
+"""The API's jobs, replicas, checkpoints, and what schedulers hold for jobs."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from django.db.models import Q, QuerySet
+
+from controlplane.accounts.models import Actor
+from controlplane.fleet.api import IN_CLUSTER, OF_NODE, Spares
+from controlplane.fleet.models import Cluster
+from controlplane.fleet.selectors import nodes_for, racks_for
+from controlplane.jobs import actions, selectors
+from controlplane.jobs.choices import JobState, ReplicaState, Tier
+from controlplane.jobs.models import (
+    Checkpoint,
+    Directive,
+    Job,
+    NodeExclusion,
+    Replica,
+    SpareReservation,
+)
+from controlplane.jobs.serializers import (
+    CheckpointSerializer,
+    DirectiveSerializer,
+    ExclusionSerializer,
+    JobDetailSerializer,
+    JobSerializer,
+    NewDirective,
+    NewExclusion,
+    NewJob,
+    NewReservation,
+    Progress,
+    ReplicaSerializer,
+    SpareReservationSerializer,
+)
+from controlplane.rest.filters import Exact, Flag, Reference, Search, Times, Whole
+from controlplane.rest.resource import ID_PATTERN, Resource
+from controlplane.rest.verbs import verb
+
+OF_JOB = Reference("job", id_prefix="job_")
+
+
+class Jobs(Resource):
+    noun, plural = "job", "jobs"
+    queryset = Job.objects.none()
+    serializer_class = JobSerializer
+    detail_serializer_class = JobDetailSerializer
+    filters = (
+        IN_CLUSTER,
+        Exact("state", choices=JobState),
+        Exact("name"),
+        Exact("program"),
+        Times("created_at"),
+        Search(["name"]),
+    )
+    sorts = {"id": "pk", "name": "name", "created_at": "created_at", "step": "step"}
+    volatile = ("step", "step_at", "epoch", "loss", "samples_per_s", "ledger_step")
+
+    def rows(self) -> QuerySet[Job]:
+        return selectors.jobs_for(self.request.user)
+
+    def detailed(self, rows: QuerySet[Job]) -> QuerySet[Job]:
+        return selectors.seated(rows)
+
+    @verb(detail=False, takes=NewJob, status=HTTPStatus.CREATED)
+    def create(self, actor: Actor, cluster: Cluster, order: dict[str, Any]) -> Job:
+        """Register a job
+
+        It is known from then on, with its replicas pending; whoever schedules it starts it.
+        """
+        return actions.register(actor, cluster_id=cluster.pk, **order)
+
+    @verb(takes=Progress)
+    def progress(self, actor: Actor, job: Job, order: dict[str, Any]) -> None:
+        """Tell how far a job is
+
+        For jobs whose ranks do not report by themselves; where they do, this is a conflict. What is
+        older than what is known changes nothing. It is an observation: the audit trail keeps only
+        the change of state that it brings.
+        """
+        actions.record_progress(actor, job.pk, **order)
+
+    @verb(takes=NewDirective, answers=DirectiveSerializer, status=HTTPStatus.CREATED)
+    def directives(self, actor: Actor, job: Job, order: dict[str, Any]) -> Directive:
+        """Give an order to a job's ranks
+
+        They obey it once, at a step's edge, if they hear of it before it expires.
+        """
+        return actions.direct(
+            actor, job.pk, order["verb"], ttl_s=order["ttl_s"], reason=order["reason"]
+        )
+
+    @verb(takes=NewExclusion, answers=ExclusionSerializer, status=HTTPStatus.CREATED)
+    def exclusions(self, actor: Actor, job: Job, order: dict[str, Any]) -> NodeExclusion:
+        """Keep a job from a node
+
+        It is not placed there from now on; what runs there already goes on.
+        """
+        node = self.referred(nodes_for(self.request.user), order["node"], "node")
+        return actions.exclude_node(actor, job.pk, node.pk, order["reason"])
+
+    @verb(method="delete", path=f"exclusions/(?P<node>{ID_PATTERN})")
+    def include(self, actor: Actor, job: Job, order: dict[str, Any]) -> None:
+        """Let a job use a node again"""
+        actions.include_node(actor, job.pk, order["node"], order["reason"])
+
+
+class Replicas(Resource):
+    noun, plural = "replica", "replicas"
+    queryset = Replica.objects.none()
+    serializer_class = ReplicaSerializer
+    filters = (
+        Reference("cluster", "job__cluster", id_prefix="clu_"),
+        OF_JOB,
+        Exact("state", choices=ReplicaState),
+        Whole("index"),
+        Times("state_since"),
+    )
+    sorts = {"id": "pk", "index": "index", "state_since": "state_since"}
+    cluster_path = "job.cluster_id"
+
+    def rows(self) -> QuerySet[Replica]:
+        return selectors.replicas_for(self.request.user)
+
+
+class Checkpoints(Resource):
+    noun, plural = "checkpoint", "checkpoints"
+    queryset = Checkpoint.objects.none()
+    serializer_class = CheckpointSerializer
+    filters = (
+        Reference("cluster", "job__cluster", id_prefix="clu_"),
+        OF_JOB,
+        Exact("tier", choices=Tier),
+        Whole("step"),
+        Times("at"),
+    )
+    sorts = {"id": "pk", "at": "at", "step": "step"}
+    cluster_path = "job.cluster_id"
+
+    def rows(self) -> QuerySet[Checkpoint]:
+        return selectors.checkpoints_for(self.request.user)
+
+
+class Exclusions(Resource):
+    noun, plural = "exclusion", "exclusions"
+    queryset = NodeExclusion.objects.none()
+    serializer_class = ExclusionSerializer
+    filters = (Reference("cluster", "job__cluster", id_prefix="clu_"), OF_JOB, OF_NODE)
+    sorts = {"id": "pk", "created_at": "created_at"}
+    cluster_path = "job.cluster_id"
+
+    def rows(self) -> QuerySet[NodeExclusion]:
+        return selectors.exclusions_for(self.request.user)
+
+
+class SpareReservations(Resource):
+    noun, plural = "reservation of a spare", "reservations of spares"
+    queryset = SpareReservation.objects.none()
+    serializer_class = SpareReservationSerializer
+    filters = (
+        IN_CLUSTER,
+        OF_NODE,
+        OF_JOB,
+        Exact("holder"),
+        Flag("released", ~Q(released_at=None), "Only those that are over, or only the others."),
+    )
+    sorts = {"id": "pk", "expires_at": "expires_at"}
+
+    def rows(self) -> QuerySet[SpareReservation]:
+        return selectors.reservations_for(self.request.user)
+
+    @verb()
+    def release(self, actor: Actor, reservation: SpareReservation, order: dict[str, Any]) -> None:
+        """Give a spare back before its time"""
+        actions.release_spare(actor, reservation.pk, order["reason"])
+
+
+class SparesToReserve(Spares):
+    @verb(
+        detail=False,
+        takes=NewReservation,
+        answers=SpareReservationSerializer,
+        status=HTTPStatus.CREATED,
+    )
+    def reserve(self, actor: Actor, cluster: Cluster, order: dict[str, Any]) -> SpareReservation:
+        """Keep a spare
+
+        One that is free and fits is chosen; of two who ask at once each gets another. It is given
+        back when its time is up, or when the job is placed on it.
+        """
+        user = self.request.user
+        job, rack = order["job"], order["rack"]
+        if job is not None:
+            jobs = selectors.jobs_for(user).filter(cluster=cluster)
+            job = self.referred(jobs, job, "job").pk
+        if rack is not None:
+            rack = self.referred(racks_for(user).filter(cluster=cluster), rack, "rack").pk
+        return actions.reserve_spare(
+            actor,
+            cluster.pk,
+            holder=order["holder"],
+            ttl_s=order["ttl_s"],
+            reason=order["reason"],
+            job_id=job,
+            gpu_model=order["gpu_model"],
+            rack_id=rack,
+        )

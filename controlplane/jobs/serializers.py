@@ -1,0 +1,208 @@
+"""How jobs, replicas, checkpoints and what is held for jobs are shown, and what is told of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rest_framework import serializers
+
+from controlplane.jobs.models import (
+    Checkpoint,
+    Directive,
+    Job,
+    NodeExclusion,
+    Placement,
+    Replica,
+    SpareReservation,
+)
+from controlplane.rest.serializers import Body, Number, Reasoned, RowSerializer
+
+MAX_REPLICAS = 4096
+MAX_STEP = 2**53
+
+
+class JobSerializer(RowSerializer):
+    cluster_name = serializers.CharField(source="cluster.name")
+    active_replicas = serializers.IntegerField()
+
+    class Meta:
+        model = Job
+        fields: tuple[str, ...] = (
+            "id",
+            "name",
+            "cluster_id",
+            "cluster_name",
+            "state",
+            "program",
+            "world_replicas",
+            "min_replicas",
+            "gpus_per_replica",
+            "active_replicas",
+            "step",
+            "step_at",
+            "epoch",
+            "loss",
+            "samples_per_s",
+            "ledger_step",
+            "recomputed_steps",
+            "created_at",
+            "started_at",
+            "ended_at",
+        )
+
+
+class ReplicaSerializer(RowSerializer):
+    job_name = serializers.CharField(source="job.name")
+    node_id = serializers.SerializerMethodField()
+    node_name = serializers.SerializerMethodField()
+    placement_id = serializers.SerializerMethodField()
+
+    class Meta:
+        model = Replica
+        fields = (
+            "id",
+            "job_id",
+            "job_name",
+            "index",
+            "state",
+            "state_since",
+            "node_id",
+            "node_name",
+            "placement_id",
+        )
+
+    def get_node_id(self, replica: Replica) -> str | None:
+        seat = _seat(replica)
+        return seat.node_id if seat else None
+
+    def get_node_name(self, replica: Replica) -> str | None:
+        seat = _seat(replica)
+        return seat.node.name if seat else None
+
+    def get_placement_id(self, replica: Replica) -> str | None:
+        seat = _seat(replica)
+        return seat.pk if seat else None
+
+
+class JobDetailSerializer(JobSerializer):
+    replicas = ReplicaSerializer(many=True, source="seated_replicas")
+
+    class Meta(JobSerializer.Meta):
+        fields = (*JobSerializer.Meta.fields, "options", "replicas")
+
+
+class CheckpointSerializer(RowSerializer):
+    job_name = serializers.CharField(source="job.name")
+
+    class Meta:
+        model = Checkpoint
+        fields = (
+            "id",
+            "job_id",
+            "job_name",
+            "step",
+            "tier",
+            "path",
+            "bytes",
+            "digest",
+            "stall_s",
+            "seconds",
+            "at",
+        )
+
+
+class ExclusionSerializer(RowSerializer):
+    node_name = serializers.CharField(source="node.name")
+
+    class Meta:
+        model = NodeExclusion
+        fields = ("id", "job_id", "node_id", "node_name", "reason", "created_at")
+
+
+class SpareReservationSerializer(RowSerializer):
+    node_name = serializers.CharField(source="node.name")
+
+    class Meta:
+        model = SpareReservation
+        fields = (
+            "id",
+            "cluster_id",
+            "node_id",
+            "node_name",
+            "job_id",
+            "holder",
+            "reason",
+            "created_at",
+            "expires_at",
+            "released_at",
+        )
+
+
+class DirectiveSerializer(RowSerializer):
+    class Meta:
+        model = Directive
+        fields = ("id", "job_id", "verb", "args", "created_at", "expires_at")
+
+
+# --- bodies ---------------------------------------------------------------------------------------
+
+
+class NewJob(Body):
+    cluster = serializers.CharField(max_length=64, help_text="The cluster's id or name.")
+    name = serializers.RegexField(r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=63)
+    program = serializers.RegexField(
+        r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=63, help_text="As the nodes' agents name it."
+    )
+    world_replicas = serializers.IntegerField(min_value=1, max_value=MAX_REPLICAS)
+    min_replicas = serializers.IntegerField(min_value=1, max_value=MAX_REPLICAS, default=1)
+    gpus_per_replica = serializers.IntegerField(min_value=1, max_value=1024, default=8)
+    options = serializers.DictField(
+        default=dict, help_text="Handed to the program, as its agents allow."
+    )
+
+    def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
+        if attrs["min_replicas"] > attrs["world_replicas"]:
+            raise serializers.ValidationError(
+                {"min_replicas": "must not exceed world_replicas"}, code="max_value"
+            )
+        return attrs
+
+
+class Progress(Body):
+    step = serializers.IntegerField(
+        min_value=0, max_value=MAX_STEP, help_text="The newest step that is done."
+    )
+    at = serializers.DateTimeField(
+        default=None, allow_null=True, help_text="When; now if left out."
+    )
+    loss = Number(default=None, allow_null=True)
+    samples_per_s = Number(default=None, allow_null=True, min_value=0)
+
+
+class NewDirective(Reasoned):
+    verb = serializers.ChoiceField(["checkpoint"])
+    ttl_s = Number(
+        default=60, min_value=1, max_value=3600, help_text="Not obeyed later than this, in seconds."
+    )
+
+
+class NewExclusion(Reasoned):
+    node = serializers.CharField(max_length=64, help_text="The node's id.")
+
+
+class NewReservation(Reasoned):
+    cluster = serializers.CharField(max_length=64, help_text="The cluster's id or name.")
+    holder = serializers.CharField(
+        max_length=150, help_text="Who keeps it, as your scheduler names it."
+    )
+    ttl_s = Number(
+        min_value=1, max_value=7 * 86_400, help_text="Given back after this, in seconds."
+    )
+    job = serializers.CharField(max_length=64, default=None, allow_null=True)
+    gpu_model = serializers.CharField(max_length=255, default="", allow_blank=True)
+    rack = serializers.CharField(max_length=64, default=None, allow_null=True)
+
+
+def _seat(replica: Replica) -> Placement | None:
+    """Where it sits now; the selector fetches the present placement only."""
+    return next(iter(replica.present), None)  # type: ignore[attr-defined]

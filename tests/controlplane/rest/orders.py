@@ -1,0 +1,130 @@
+"""One acceptable order for every verb of the API: where it is sent, and with what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from django.utils import timezone
+
+from controlplane.api import RESOURCES
+from tests.controlplane.rest.world import World
+
+WHY = {"reason": "a test"}
+
+
+@dataclass(frozen=True)
+class Order:
+    path: str
+    body: dict[str, Any] = field(default_factory=lambda: dict(WHY))
+    status: int = 200
+    method: str = "post"
+
+
+def verbs() -> set[str]:
+    """Every verb there is, as "<list>/<action>"."""
+    return {
+        f"{name}/{action}"
+        for name, resource in RESOURCES.items()
+        for action in dir(resource)
+        if hasattr(getattr(resource, action), "verb")
+    }
+
+
+def _on(name: str, action: str, body: dict[str, Any] | None = None, status: int = 200) -> Any:
+    """An order to the world's object of this list, with a reason and what else it takes."""
+    return lambda world: Order(f"{world.path(name)}/{action}", WHY | (body or {}), status)
+
+
+def _changed(world: World, name: str, **fields: Any) -> None:
+    row = world.objects[name]
+    type(row)._default_manager.filter(pk=row.pk).update(**fields)
+
+
+def _resume(world: World) -> Order:
+    _changed(world, "runs", state="paused")
+    return Order(f"{world.path('runs')}/resume")
+
+
+def _return(world: World) -> Order:
+    _changed(world, "nodes", state="quarantined")
+    return Order(f"{world.path('nodes')}/return", status=202)
+
+
+def _release(world: World) -> Order:
+    _changed(world, "nodes", hold_reason="hands off")
+    return Order(f"{world.path('nodes')}/release")
+
+
+def _resolve(world: World) -> Order:
+    return Order(f"{world.path('incidents')}/resolve")
+
+
+def _exclude(world: World) -> Order:
+    node = world.objects["nodes"].pk
+    return Order(f"{world.path('jobs')}/exclusions", WHY | {"node": node}, 201)
+
+
+def _include(world: World) -> Order:
+    exclusion: Any = world.objects["exclusions"]
+    path = f"/api/v1/jobs/{exclusion.job_id}/exclusions/{exclusion.node_id}?reason=a+test"
+    return Order(path, {}, method="delete")
+
+
+def _window(world: World) -> Order:
+    ends_at = (timezone.now() + timedelta(hours=1)).isoformat()
+    return Order("/api/v1/maintenance", _here(world) | {"ends_at": ends_at}, 201)
+
+
+def _register(world: World) -> Order:
+    body = {"cluster": world.cluster.pk, "name": "new", "program": "train", "world_replicas": 2}
+    return Order("/api/v1/jobs", body, 201)
+
+
+def _mode(world: World) -> Order:
+    return Order(f"{world.path('playbooks')}/mode", _here(world) | {"mode": "approve"})
+
+
+def _reserve(world: World) -> Order:
+    return Order("/api/v1/spares/reserve", _here(world) | {"holder": "slurm", "ttl_s": 60}, 201)
+
+
+def _here(world: World) -> dict[str, Any]:
+    return WHY | {"cluster": world.cluster.name}
+
+
+ORDERS: dict[str, Callable[[World], Order]] = {
+    "approvals/approve": _on("approvals", "approve", {"digest": "d1"}),
+    "approvals/reject": _on("approvals", "reject"),
+    "breakers/close": _on("breakers", "close"),
+    "clusters/limits": _on("clusters", "limits", {"scope": "rack", "nodes": 1}),
+    "incidents/acknowledge": _on("incidents", "acknowledge"),
+    "incidents/note": lambda world: Order(f"{world.path('incidents')}/note", {"text": "words"}),
+    "incidents/resolve": _resolve,
+    "jobs/create": _register,
+    "jobs/directives": _on("jobs", "directives", {"verb": "checkpoint"}, 201),
+    "jobs/end": _on("jobs", "end"),
+    "jobs/exclusions": _exclude,
+    "jobs/include": _include,
+    "jobs/progress": lambda world: Order(f"{world.path('jobs')}/progress", {"step": 7}),
+    "maintenance/close": _on("maintenance", "close"),
+    "maintenance/create": _window,
+    "nodes/diagnose": _on("nodes", "diagnose", status=202),
+    "nodes/drain": _on("nodes", "drain", status=202),
+    "nodes/hold": _on("nodes", "hold"),
+    "nodes/quarantine": _on("nodes", "quarantine", status=202),
+    "nodes/reboot": _on("nodes", "reboot", status=202),
+    "nodes/release": _release,
+    "nodes/reset": _on("nodes", "reset", status=202),
+    "nodes/return_node": _return,
+    "playbooks/mode": _mode,
+    "rma-cases/close": _on("rma-cases", "close"),
+    "rma-cases/send": _on("rma-cases", "send", {"vendor_reference": "NV-1"}),
+    "runs/cancel": _on("runs", "cancel"),
+    "runs/pause": _on("runs", "pause"),
+    "runs/resume": _resume,
+    "spare-reservations/release": _on("spare-reservations", "release"),
+    "spares/reserve": _reserve,
+}

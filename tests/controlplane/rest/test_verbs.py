@@ -1,0 +1,196 @@
+"""Every verb: who may, what a dry run leaves behind, done once per key, refused when stale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from django.apps import apps
+
+from controlplane.accounts.models import AuditEvent, IdempotentRequest
+from tests.controlplane.rest.orders import ORDERS, Order, verbs
+from tests.controlplane.rest.world import Caller, World
+
+every_verb = pytest.mark.parametrize("verb", sorted(ORDERS))
+#: Those that are sent to an object, and so may be bound to its tag.
+OF_AN_OBJECT = sorted(set(ORDERS) - {"jobs/create", "maintenance/create", "spares/reserve"})
+
+
+def send(caller: Caller, order: Order, *, dry_run: bool = False, **headers: str) -> Any:
+    path = order.path
+    if dry_run:
+        path += "&dry_run=true" if "?" in path else "?dry_run=true"
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    call = getattr(caller, order.method)
+    return call(path, order.body, content_type="application/json", headers=named)
+
+
+def rows() -> dict[str, int]:
+    return {model._meta.label: model._default_manager.count() for model in apps.get_models()}
+
+
+def test_no_verb_is_without_an_order() -> None:
+    assert set(ORDERS) == verbs()
+
+
+@every_verb
+def test_whoever_holds_the_role_may_and_it_is_audited(
+    verb: str, world: World, admin: Caller
+) -> None:
+    order = ORDERS[verb](world)
+
+    answer = send(admin, order)
+
+    assert answer.status_code == order.status, answer.content
+    told = answer.json()
+    assert told["dry_run"] is False
+    events = AuditEvent.objects.filter(request_id=answer["X-Request-Id"]).order_by("pk")
+    assert [change["verb"] for change in told["changes"]] == [event.verb for event in events]
+    assert {event.actor_id for event in events} <= {str(admin.user.pk), "drydock"}
+
+
+@every_verb
+def test_a_viewer_may_not(verb: str, world: World, viewer: Caller) -> None:
+    before = AuditEvent.objects.count()
+
+    answer = send(viewer, ORDERS[verb](world))
+
+    assert (answer.status_code, answer.json()["code"]) == (403, "forbidden")
+    assert AuditEvent.objects.count() == before
+
+
+@every_verb
+def test_to_a_stranger_it_does_not_exist(verb: str, world: World, stranger: Caller) -> None:
+    answer = send(stranger, ORDERS[verb](world))
+
+    assert (answer.status_code, answer.json()["code"]) == (404, "not_found")
+
+
+@every_verb
+def test_a_dry_run_says_what_it_would_do_and_changes_nothing(
+    verb: str, world: World, admin: Caller
+) -> None:
+    order = ORDERS[verb](world)
+    before = rows()
+
+    rehearsed = send(admin, order, dry_run=True)
+
+    assert rehearsed.status_code == 200, rehearsed.content
+    assert rows() == before
+    assert rehearsed.json()["dry_run"] is True
+    done = send(admin, order)
+    assert [change["verb"] for change in rehearsed.json()["changes"]] == [
+        change["verb"] for change in done.json()["changes"]
+    ]
+
+
+@every_verb
+def test_the_same_key_is_done_once_and_answered_twice(
+    verb: str, world: World, admin: Caller
+) -> None:
+    order = ORDERS[verb](world)
+    first = send(admin, order, idempotency_key="k-1")
+    before = rows()
+
+    again = send(admin, order, idempotency_key="k-1")
+
+    assert (again.status_code, again.json()) == (first.status_code, first.json())
+    assert again["Idempotent-Replay"] == "true"
+    assert rows() == before
+
+
+@pytest.mark.parametrize("verb", OF_AN_OBJECT)
+def test_an_order_bound_to_an_older_state_is_refused(
+    verb: str, world: World, admin: Caller
+) -> None:
+    before = AuditEvent.objects.count()
+
+    answer = send(admin, ORDERS[verb](world), if_match='W/"0.0"')
+
+    assert (answer.status_code, answer.json()["code"]) == (412, "changed")
+    assert AuditEvent.objects.count() == before
+
+
+@pytest.mark.parametrize("verb", OF_AN_OBJECT)
+def test_an_order_bound_to_the_present_state_is_done(
+    verb: str, world: World, admin: Caller
+) -> None:
+    order = ORDERS[verb](world)
+    target = "/".join(order.path.split("/")[:5])
+    tag = admin.get(target)["ETag"]
+
+    assert send(admin, order, if_match=tag).status_code == order.status
+
+
+@every_verb
+def test_a_field_that_is_not_known_is_refused(verb: str, world: World, admin: Caller) -> None:
+    order = ORDERS[verb](world)
+    extra = {"dryrun": True}
+    path = f"{order.path}&dryrun=true" if order.method == "delete" else order.path
+    odd = Order(path, order.body | extra, order.status, order.method)
+
+    answer = send(admin, odd)
+
+    assert answer.status_code == 400
+    assert [error["field"] for error in answer.json()["errors"]] == ["dryrun"]
+
+
+# --- single things --------------------------------------------------------------------------------
+
+
+def test_a_disruptive_order_takes_a_reason(world: World, operator: Caller) -> None:
+    answer = operator.order(f"{world.path('nodes')}/drain", {"reason": " "})
+
+    assert answer.status_code == 400
+    assert answer.json()["errors"][0]["field"] == "reason"
+
+
+def test_the_dry_run_of_a_nodes_order_shows_its_plan(world: World, operator: Caller) -> None:
+    path = f"{world.path('nodes')}/reboot"
+
+    plan = operator.order(path, {"reason": "why", "dry_run": True}).json()["plan"]
+
+    assert plan["playbook"] == "reboot-node"
+    assert plan["steps"][0]["disruptive"]
+
+
+def test_only_an_admin_sets_a_playbooks_mode(world: World, operator: Caller) -> None:
+    assert send(operator, ORDERS["playbooks/mode"](world)).status_code == 403
+
+
+def test_a_key_belongs_to_one_request(world: World, operator: Caller) -> None:
+    path = f"{world.path('nodes')}/hold"
+    operator.order(path, {"reason": "one"}, idempotency_key="k")
+
+    answer = operator.order(path, {"reason": "another"}, idempotency_key="k")
+
+    assert (answer.status_code, answer.json()["code"]) == (422, "idempotency_key_reused")
+
+
+def test_a_refused_order_may_be_sent_again_under_its_key(world: World, operator: Caller) -> None:
+    path = f"{world.path('breakers')}/close"
+    operator.order(path, {"reason": "over"})
+
+    refused = operator.order(path, {"reason": "over"}, idempotency_key="k")
+
+    assert (refused.status_code, refused.json()["code"]) == (409, "conflict")
+    assert not IdempotentRequest.objects.exists()
+
+
+@pytest.mark.parametrize("key", ["", "x" * 101, "tab\there"])
+def test_a_key_that_cannot_be_kept_is_refused(key: str, world: World, operator: Caller) -> None:
+    answer = operator.order(f"{world.path('nodes')}/hold", {"reason": "x"}, idempotency_key=key)
+
+    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_parameter")
+
+
+def test_a_heartbeat_does_not_void_an_order(world: World, operator: Caller) -> None:
+    node: Any = world.objects["nodes"]
+    tag = operator.get(world.path("nodes"))["ETag"]
+    node.lease.last_beat_at = node.booted_at
+    node.lease.save()
+
+    answer = operator.order(f"{world.path('nodes')}/hold", {"reason": "x"}, if_match=tag)
+
+    assert answer.status_code == 200
+    assert operator.get(world.path("nodes"))["ETag"] != tag

@@ -1,0 +1,191 @@
+"""The driver's lines as they were seen in the wild, and the forms that they can take."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node_agent.collectors import xid
+from node_agent.collectors.xid import LostGpu, SxidLine, XidLine, parse, same_card
+
+with (Path(__file__).parent / "kernel_lines.tsv").open(newline="") as file:
+    SEEN = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+XIDS = [row for row in SEEN if row["code"].isdigit()]
+SXIDS = [row for row in SEEN if row["code"].startswith("S")]
+LOST = [row for row in SEEN if row["code"] == "79*"]
+OTHERS = [row for row in SEEN if row["code"] == ""]
+
+BUS = "GPU has fallen off the bus."
+
+
+def test_every_row_of_the_collection_is_of_one_kind() -> None:
+    assert len(XIDS) + len(SXIDS) + len(LOST) + len(OTHERS) == len(SEEN) == 52
+
+
+@pytest.mark.parametrize("row", XIDS, ids=lambda row: row["code"])
+def test_an_xid_is_read(row: dict[str, str]) -> None:
+    parsed = parse(row["line"])
+
+    assert isinstance(parsed, XidLine)
+    assert (str(parsed.code), parsed.pci) == (row["code"], row["pci"])
+
+
+@pytest.mark.parametrize("row", SXIDS, ids=lambda row: row["code"])
+def test_an_sxid_is_read(row: dict[str, str]) -> None:
+    parsed = parse(row["line"])
+
+    assert isinstance(parsed, SxidLine)
+    assert (f"S{parsed.code}", parsed.pci) == (row["code"], row["pci"])
+
+
+@pytest.mark.parametrize("row", LOST, ids=lambda row: row["pci"])
+def test_a_lost_card_is_read(row: dict[str, str]) -> None:
+    assert parse(row["line"]) == LostGpu(row["pci"], f"GPU {row['pci']}.0: {BUS}")
+
+
+@pytest.mark.parametrize("row", OTHERS, ids=lambda row: row["line"][:30])
+def test_what_only_looks_like_one_is_nothing(row: dict[str, str]) -> None:
+    assert parse(row["line"]) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "NVRM: Xid (PCI:0000:1b:00): 79, pid='77', name=a b.c[1]:x, " + BUS,
+            XidLine(79, "0000:1b:00", "", 77, "a b.c[1]:x", BUS),
+        ),
+        (
+            "NVRM: Xid (PCI:0000:1B:00.0 GPU-I:01): 13, pid=9, name=[kworker/0:1], Ch 1",
+            XidLine(13, "0000:1b:00", "GPU-I:01", 9, "[kworker/0:1]", "Ch 1"),
+        ),
+        (
+            "NVRM: Xid (PCI:0000:3b:00 GPU-I:01 GPU-CI:02): 31, pid=9, name=a, channel 0x02",
+            XidLine(31, "0000:3b:00", "GPU-I:01 GPU-CI:02", 9, "a", "channel 0x02"),
+        ),
+        ("NVRM: Xid (1b:00): 31, Ch 02", XidLine(31, "1b:00", "", None, "", "Ch 02")),
+        ("NVRM: Xid (PCI:0000:1b:00): 79,", XidLine(79, "0000:1b:00", "", None, "", "")),
+        ("NVRM: Xid (PCI:0000:1b:00): 79", XidLine(79, "0000:1b:00", "", None, "", "")),
+        ("NVRM: Xid: 79, " + BUS, XidLine(79, "", "", None, "", BUS)),
+        (
+            "NVRM: Xid (PCI:0000:1b:00): 45, pid='<unk",
+            XidLine(45, "0000:1b:00", "", None, "", ""),
+        ),
+        (
+            "4,1234,567890,-;NVRM: Xid (PCI:0000:1b:00): 63, pid=1\n SUBSYSTEM=pci",
+            XidLine(63, "0000:1b:00", "", 1, "", ""),
+        ),
+        (
+            "[  17.05][ T4711] NVRM: Xid (PCI:0000:1b:00): 43, pid=1, name=x, Ch 8\r",
+            XidLine(43, "0000:1b:00", "", 1, "x", "Ch 8"),
+        ),
+        (
+            "mär 03 10:11:12 host kernel: NVRM: Xid (PCI:0000:1b:00): 8, Channel 1",
+            XidLine(8, "0000:1b:00", "", None, "", "Channel 1"),
+        ),
+        (
+            "python-1 [003] d..1. 5.1: nvidia_dev_xid: Xid (PCI:0000:75:00.0): 172, SM ICACHE",
+            XidLine(172, "0000:75:00", "", None, "", "SM ICACHE"),
+        ),
+        (
+            "XID event received: code=48 pci=0000:75:00 msg=pid=34, name=python3, Ch 0a",
+            XidLine(48, "0000:75:00", "", 34, "python3", "Ch 0a"),
+        ),
+        (
+            "nvidia-nvswitch0: SXid (PCI:0000:a9:00.0): 20034, Data {0x00140004, 0x1}",
+            SxidLine(20034, "0000:a9:00", None, None, "Data {0x00140004, 0x1}"),
+        ),
+        (
+            "nvidia-nvswitch2: SXid (PCI:0000:85:00.0): 12028, Non-fatal, Link 61 egress",
+            SxidLine(12028, "0000:85:00", False, 61, "Non-fatal, Link 61 egress"),
+        ),
+        (
+            "nvidia-nvswitch2: SXid (PCI:0000:85:00.0): 20034, Fatal, Link 30 LTSSM",
+            SxidLine(20034, "0000:85:00", True, 30, "Fatal, Link 30 LTSSM"),
+        ),
+        (
+            "NVRM: GPU at 0000:3b:00.0 has fallen off the bus.",
+            LostGpu("0000:3b:00", "GPU at 0000:3b:00.0 has fallen off the bus."),
+        ),
+        (
+            "NVRM: fallen off the bus and is not responding to commands.",
+            LostGpu("", "fallen off the bus and is not responding to commands."),
+        ),
+    ],
+)
+def test_a_form_is_read_whole(line: str, expected: xid.Parsed) -> None:
+    assert parse(line) == expected
+
+
+def test_a_loss_told_in_three_lines_at_once_names_its_card() -> None:
+    lines = [
+        "[ 1843.308145] NVRM: The NVIDIA GPU 0000:b3:00.0",
+        "               NVRM: (PCI ID: 10de:26b5) installed in this system has",
+        "               NVRM: fallen off the bus and is not responding to commands.",
+    ]
+
+    for joint in ("\n", r"\x0a"):
+        parsed = parse(joint.join(lines))
+        assert isinstance(parsed, LostGpu)
+        assert parsed.pci == "0000:b3:00"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM: nvGpuXidHandler: 79, entered",
+        "Unable to determine the device handle for GPU0000:03:00.0: GPU is lost.",
+        "app: GPU has fallen off the bus, says somebody",
+        "NVRM: GPU at PCI:0000:1b:00: GPU-6f3d",
+        "",
+    ],
+)
+def test_other_words_of_and_about_the_driver_are_nothing(line: str) -> None:
+    assert parse(line) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "nvml", "same"),
+    [
+        ("0000:1b:00", "00000000:1B:00.0", True),
+        ("1b:00", "00000000:1B:00.0", True),
+        ("0001:00", "00000000:01:00.0", True),
+        ("0000:1b:00", "00000000:1C:00.0", False),
+        ("0004:01:00", "00000000:01:00.0", False),
+        ("0000:00:06", "00000000:00:06.0", True),
+        ("", "00000000:00:00.0", False),
+        ("", "", False),
+    ],
+)
+def test_an_address_is_compared_as_an_address(line: str, nvml: str, same: bool) -> None:
+    assert same_card(line, nvml) is same
+
+
+PREFIXES = st.from_regex(r"\A(\[[ 0-9.:TZ+-]{1,30}\]|[A-Za-z0-9 ,;<>.äé-]{0,40}: )*\Z")
+
+
+@given(prefix=PREFIXES, row=st.sampled_from(SEEN))
+def test_what_stands_before_the_drivers_words_changes_nothing(
+    prefix: str, row: dict[str, str]
+) -> None:
+    assert parse(prefix + row["line"]) == parse(row["line"])
+
+
+@given(row=st.sampled_from(SEEN), cut=st.integers(0, 300), tail=st.text(max_size=40))
+def test_any_piece_of_a_line_is_read_without_an_error(
+    row: dict[str, str], cut: int, tail: str
+) -> None:
+    parsed = parse(row["line"][:cut] + tail)
+
+    assert parsed is None or parsed == parse(row["line"][:cut] + tail)
+
+
+@given(st.text(), st.text())
+def test_any_text_is_an_address_or_not_and_a_line_or_not(line: str, pci: str) -> None:
+    parse(line)
+
+    assert same_card(line, pci) is same_card(pci, line)

@@ -1,0 +1,106 @@
+"""The operations guide names every setting, metric and alert there is, and no other."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import REGISTRY, CollectorRegistry
+
+import controlplane.ingest.metrics
+import controlplane.middleware  # noqa: F401 - each for what it registers
+import workers.metrics
+from controlplane.local import runfile
+
+DOCS = runfile.REPOSITORY / "docs"
+PROMTOOL = shutil.which("promtool")
+#: Read by a library, not by our settings.
+FOREIGN = {"PROMETHEUS_MULTIPROC_DIR"}
+
+
+@pytest.fixture(scope="module")
+def guide() -> str:
+    return (DOCS / "operations.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def alerts() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((DOCS / "alerts.yml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+@pytest.fixture
+def metrics(db: None) -> set[str]:
+    """The name of each of our metrics as it stands in a query, without a histogram's endings."""
+    fleet = CollectorRegistry()
+    fleet.register(workers.metrics.FleetFigures(lambda: True))
+    families = [*REGISTRY.collect(), *fleet.collect()]
+    return {
+        family.name + ("_total" if family.type == "counter" else "")
+        for family in families
+        if family.name.startswith("drydock_")
+    }
+
+
+def documented(guide: str, heading: str) -> set[str]:
+    """The first column of the table under a heading."""
+    section = guide.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return set(re.findall(r"^\| `(\w+)", section, re.MULTILINE))
+
+
+def settings_read() -> set[str]:
+    """The name in each env_*(NAME, …) call of the settings."""
+    tree = ast.parse((runfile.REPOSITORY / "controlplane" / "settings.py").read_text())
+    return {
+        str(node.args[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id.startswith("env_")
+        and isinstance(node.args[0], ast.Constant)
+    }
+
+
+def test_every_setting_is_in_the_guide_and_no_other(guide: str) -> None:
+    assert documented(guide, "Settings") == settings_read() | FOREIGN
+
+
+def test_every_metric_is_in_the_guide(guide: str, metrics: set[str]) -> None:
+    section = guide.split("\n## Monitor\n")[1].split("\n## ")[0]
+    named = set(re.findall(r"`(drydock_\w+)", section))
+    abbreviated = {"drydock_ingest_writes_waiting_bytes"}  # as "…_waiting_bytes"
+    assert named == metrics - abbreviated
+
+
+def test_alerts_speak_of_metrics_that_exist(
+    alerts: list[dict[str, Any]], metrics: set[str]
+) -> None:
+    named = {name for rule in alerts for name in re.findall(r"drydock_\w+", rule["expr"])}
+    assert {name.removesuffix("_bucket") for name in named} <= metrics
+
+
+def test_each_alert_says_what_is_and_what_to_do(alerts: list[dict[str, Any]]) -> None:
+    for rule in alerts:
+        assert rule["alert"].startswith("Drydock")
+        assert rule["labels"]["severity"] in {"warning", "critical"}
+        assert rule["annotations"].keys() == {"summary", "remedy"}
+
+
+def test_links_between_the_guides_lead_somewhere() -> None:
+    for page in [*DOCS.glob("*.md"), *runfile.REPOSITORY.glob("*.md")]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
+def test_promtool_accepts_the_alerts() -> None:
+    assert PROMTOOL
+    checked = subprocess.run(
+        [PROMTOOL, "check", "rules", str(DOCS / "alerts.yml")], capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
