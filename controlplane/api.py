@@ -43,7 +43,7 @@ for name, resource in RESOURCES.items():
 
 urlpatterns: list[URLPattern | URLResolver] = [
     path("v1/openapi.json", docs.openapi, name="api-openapi"),
-    path("v1/docs", docs.openapi, name="api-docs"),
+    path("v1/docs", docs.page, name="api-docs"),
     path("v1/", include(router.urls)),
     re_path("", problems.not_found),
 ]

@@ -55,14 +55,14 @@ def page_of(
     field = sorts.get(word) or sorts[f"-{word}"]
     sign, beyond = ("-", "lt") if falling else ("", "gt")
     ordered = queryset.order_by(f"{sign}{field}", f"{sign}pk")
-    if token := query.get("cursor"):
-        value, pk = _opened(token)
-        ordered = ordered.filter(
-            Q(**{f"{field}__{beyond}": value}) | Q(**{field: value, f"pk__{beyond}": pk})
-        )
     try:
+        if token := query.get("cursor"):
+            value, pk = _opened(token)
+            ordered = ordered.filter(
+                Q(**{f"{field}__{beyond}": value}) | Q(**{field: value, f"pk__{beyond}": pk})
+            )
         rows = list(ordered[: size + 1])
-    except (ValidationError, ValueError):
+    except (ValidationError, ValueError, TypeError):
         raise Http404("this cursor belongs to another list") from None
     if len(rows) <= size:
         return Page(rows, sort, "")

@@ -12,6 +12,7 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("", include("controlplane.accounts.urls")),
     path("", include("controlplane.dashboard.people_urls")),
     path("enrolment/", include("controlplane.fleet.enrolment_urls")),
+    path("", include("controlplane.local.urls")),
     path("api/", include("controlplane.api")),
     path("jobs/", include("controlplane.jobs.urls")),
     path("", include("controlplane.incidents.urls")),

@@ -19,6 +19,9 @@ import psutil
 import pytest
 
 from controlplane.local import processes, services
+from tests.product import chromium, product
+
+__all__ = ["chromium", "product"]  # fixtures of the whole product, for every folder
 
 T = TypeVar("T")
 Eventually = Callable[..., T]

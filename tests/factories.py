@@ -451,7 +451,20 @@ class ApprovalFactory(RowFactory[incidents.Approval]):
 
     run = SubFactory(PlaybookRunFactory)
     cluster = SelfAttribute("run.cluster")
-    plan: dict[str, Any] = {}
+    plan: dict[str, Any] = {
+        "playbook": "replica-lost",
+        "version": 1,
+        "title": "Bring a lost replica back",
+        "node": {},
+        "steps": [],
+        "jobs": [],
+        "gpu_hours_at_stake": 1.5,
+        "money": "3.00 USD",
+        "objections": [],
+        "budgets": [],
+        "mode": "approve",
+        "notes": [],
+    }
     digest = "0" * 64
 
 

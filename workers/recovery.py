@@ -46,7 +46,7 @@ class Decision:
 
 def decide(situation: Situation) -> Decision:
     """Choose the cheapest possible way back; `wait` where there is none yet."""
-    options = (_in_place(situation), _on_spare(situation), _wait())
+    options = (_on_spare(situation), _in_place(situation), _wait())
     priced = [o for o in options if o.possible and o.gpu_seconds is not None]
     best = min(priced, key=lambda o: o.gpu_seconds or 0.0) if priced else options[-1]
     return Decision(best.strategy, best.reason, options)
@@ -54,7 +54,7 @@ def decide(situation: Situation) -> Decision:
 
 def expected_start_s(earlier: Sequence[float], default: float = 10.0) -> float:
     """The median of what earlier starts took, from command to first commit; `default` if none."""
-    ordered = sorted(earlier)
+    ordered = sorted(max(0.0, taken) for taken in earlier)
     return ordered[len(ordered) // 2] if ordered else default
 
 
@@ -64,7 +64,8 @@ def _in_place(situation: Situation) -> Option:
     cost = situation.start_s * situation.gpus_per_replica
     if situation.reset_pending:
         reason = "its node can go on, but its cards want a reset, which will interrupt it again"
-        return Option("in_place", True, 2 * cost, reason)
+        later = (situation.start_s + situation.move_s) * situation.gpus_per_replica
+        return Option("in_place", True, cost + later, reason)
     return Option("in_place", True, cost, "its node is healthy: restart the process there")
 
 

@@ -211,6 +211,10 @@ def cause_of_loss(evidence: LossEvidence) -> Cause | NotYet | NothingLost:
     alone loses nothing: an agent may be away while its rank trains on.
     """
     gone = evidence.process_exited or evidence.peers_lost_it
+    line = next(iter(evidence.verdicts), None)
+    if line is not None and condemns_node(line) and (gone or evidence.node_reachable):
+        # Also where the process still stands: it hangs on the card, and its node is being emptied.
+        return _line_cause(line, node_fit=False)
     if not gone and evidence.still_commits and not evidence.node_reachable:
         return NotYet(1.0, "its node's agent is silent, but the replica commits steps")
     if not gone and evidence.node_reachable:
@@ -225,9 +229,6 @@ def cause_of_loss(evidence: LossEvidence) -> Cause | NotYet | NothingLost:
             "lease-lost",
             "power_cycle",
         )
-    line = next(iter(evidence.verdicts), None)
-    if line is not None and condemns_node(line):
-        return _line_cause(line, node_fit=False)
     if evidence.card_silent:
         return Cause(
             "hardware",

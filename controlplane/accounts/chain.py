@@ -104,9 +104,10 @@ def verify(pinned: Head | None = None) -> Report:
 
 def head() -> Head:
     """The newest chained row as it stands."""
-    newest = AuditEvent.objects.exclude(position=None).order_by("-position")
-    found = newest.values_list("position", "hash").first()
-    return Head(*found) if found else Head()
+    newest = AuditEvent.objects.exclude(position=None).order_by("-position").first()
+    if newest is None or newest.position is None:
+        return Head()
+    return Head(newest.position, newest.hash)
 
 
 def unchained() -> int:

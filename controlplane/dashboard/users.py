@@ -20,7 +20,7 @@ from controlplane.accounts import actions
 from controlplane.accounts.access import Access, needs
 from controlplane.accounts.choices import Role
 from controlplane.accounts.models import Actor, User
-from controlplane.accounts.selectors import actor_of
+from controlplane.accounts.requests import actor_of
 from controlplane.accounts.views import signed_in
 from controlplane.acting import reason_of
 from controlplane.dashboard.selectors import roles

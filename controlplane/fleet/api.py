@@ -5,10 +5,11 @@ What automation does to nodes and clusters is added by `incidents.api`, which co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
-from django.db.models import Q, QuerySet
+from django.db.models import Prefetch, Q, QuerySet
 from django.utils import timezone
 
 from controlplane.accounts.models import Actor
@@ -82,6 +83,12 @@ class NodeList(Resource):
 
     def rows(self) -> QuerySet[Node]:
         return selectors.nodes_for(self.request.user)
+
+    def detailed(self, rows: QuerySet[Node]) -> QuerySet[Node]:
+        return rows.prefetch_related(Prefetch("gpus", Gpu.objects.order_by("index")))
+
+    def context_of(self, rows: Sequence[Node]) -> dict[str, Any]:
+        return {"cards": selectors.cards_of(rows)}
 
 
 class Nodes(NodeList):

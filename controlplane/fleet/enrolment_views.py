@@ -17,7 +17,7 @@ from django.views.decorators.http import require_POST
 
 from controlplane.accounts.access import Access, needs
 from controlplane.accounts.choices import Role
-from controlplane.accounts.selectors import actor_of
+from controlplane.accounts.requests import actor_of
 from controlplane.accounts.views import signed_in
 from controlplane.acting import act, reason_of
 from controlplane.errors import Conflict

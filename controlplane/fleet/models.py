@@ -138,7 +138,10 @@ class Node(models.Model):
                 fields=["state_deadline"],
                 condition=Q(state_deadline__isnull=False),
                 name="node_by_deadline",
-            )
+            ),
+            # Lists walk these instead of sorting the whole fleet for one page.
+            models.Index(fields=["name", "id"], name="node_by_name"),
+            models.Index(fields=["state_since", "id"], name="node_by_state_since"),
         ]
 
     def __str__(self) -> str:

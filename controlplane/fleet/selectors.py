@@ -6,11 +6,11 @@ Whatever lies outside it must look as if it did not exist.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from django.contrib.auth.models import AnonymousUser
-from django.db.models import Exists, OuterRef, Prefetch, Q, QuerySet
+from django.db.models import Count, Exists, Min, OuterRef, Q, QuerySet
 
 from controlplane.accounts.choices import ROLES_INCLUDING, Role
 from controlplane.accounts.models import ApiToken, AuditEvent, Grant, User
@@ -63,37 +63,14 @@ def audit_for(user: User | AnonymousUser) -> QuerySet[AuditEvent]:
 
     Rows that belong to no cluster (users, tokens) are shown to whoever is admin of all of them.
     """
-    shown = Q(cluster__in=clusters_for(user))
+    events = AuditEvent.objects.order_by("-pk")
+    if is_superuser(user):
+        return events
+    # As values, not as a subquery: only then does the planner know how rare a cluster's rows are.
+    shown = Q(cluster__in=list(clusters_for(user).values_list("pk", flat=True)))
     if may_everywhere(user, Role.ADMIN):
         shown |= Q(cluster=None)
-    return AuditEvent.objects.filter(shown).order_by("-pk")
-
-
-def nodes_for(user: User | AnonymousUser) -> QuerySet[Node]:
-    """Nodes the caller may see, each with its cluster, rack, lease and cards."""
-    cards = Gpu.objects.order_by("index")
-    return (
-        Node.objects.filter(cluster__in=clusters_for(user))
-        .select_related("cluster", "rack", "lease")
-        .prefetch_related(Prefetch("gpus", cards))
-    )
-
-
-def racks_for(user: User | AnonymousUser) -> QuerySet[Rack]:
-    return Rack.objects.filter(cluster__in=clusters_for(user)).select_related("cluster")
-
-
-def gpus_for(user: User | AnonymousUser) -> QuerySet[Gpu]:
-    """Cards in nodes that the caller may see. One that sits in none is shown with its repairs."""
-    return Gpu.objects.filter(node__cluster__in=clusters_for(user)).select_related("node")
-
-
-def repairs_for(user: User | AnonymousUser) -> QuerySet[RepairRecord]:
-    return RepairRecord.objects.filter(node__cluster__in=clusters_for(user)).select_related("node")
-
-
-def maintenance_for(user: User | AnonymousUser) -> QuerySet[MaintenanceWindow]:
-    return MaintenanceWindow.objects.filter(cluster__in=clusters_for(user))
+    return events.filter(shown)
 
 
 def _token_of(user: User | AnonymousUser) -> ApiToken | None:
@@ -148,3 +125,36 @@ def fleet_of(clusters: Iterable[Cluster]) -> dict[str, FleetOfCluster]:
         reachable = not hasattr(node, "lease") or node.lease.reachable
         fleet[node.cluster_id].cells.append(Cell(node, reachable))
     return fleet
+
+
+# --- Lists of the API -----------------------------------------------------------------------------
+
+
+def nodes_for(user: User | AnonymousUser) -> QuerySet[Node]:
+    """Nodes the caller may see, each with its cluster, rack and lease."""
+    found = Node.objects.filter(cluster__in=clusters_for(user))
+    return found.select_related("cluster", "rack", "lease")
+
+
+def cards_of(nodes: Sequence[Node]) -> dict[str, tuple[int, str]]:
+    """How many cards each of these nodes holds, and of which model, by node id."""
+    cards = Gpu.objects.filter(node__in=[node.pk for node in nodes]).values("node_id")
+    counted = cards.annotate(count=Count("pk"), model=Min("model"))
+    return {row["node_id"]: (row["count"], row["model"]) for row in counted}
+
+
+def racks_for(user: User | AnonymousUser) -> QuerySet[Rack]:
+    return Rack.objects.filter(cluster__in=clusters_for(user)).select_related("cluster")
+
+
+def gpus_for(user: User | AnonymousUser) -> QuerySet[Gpu]:
+    """Cards in nodes that the caller may see. One that sits in none is shown with its repairs."""
+    return Gpu.objects.filter(node__cluster__in=clusters_for(user)).select_related("node")
+
+
+def repairs_for(user: User | AnonymousUser) -> QuerySet[RepairRecord]:
+    return RepairRecord.objects.filter(node__cluster__in=clusters_for(user)).select_related("node")
+
+
+def maintenance_for(user: User | AnonymousUser) -> QuerySet[MaintenanceWindow]:
+    return MaintenanceWindow.objects.filter(cluster__in=clusters_for(user))

@@ -66,10 +66,10 @@ class NodeSerializer(RowSerializer):
 
     def get_gpu_model(self, node: Node) -> str:
         """The model of its cards; empty where it has none."""
-        return next((gpu.model for gpu in node.gpus.all()), "")
+        return str(self.context["cards"].get(node.pk, (0, ""))[1])
 
     def get_gpu_count(self, node: Node) -> int:
-        return len(node.gpus.all())
+        return int(self.context["cards"].get(node.pk, (0, ""))[0])
 
 
 class CardSerializer(RowSerializer):

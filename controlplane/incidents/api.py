@@ -97,7 +97,7 @@ NEWEST_SIGNALS = 20
 MAX_TIMELINE = 500
 
 
-# --- clusters, nodes and jobs, as automation sees them ---------------------------------------------
+# --- clusters, nodes and jobs, as automation sees them --------------------------------------------
 
 
 class Clusters(fleet.Clusters):
@@ -107,9 +107,7 @@ class Clusters(fleet.Clusters):
         parameters=[
             Parameter("gpu_model", "Only with cards of this model.", {"type": "string"}),
             Parameter("rack", "Only in this rack, by id or name.", {"type": "string"}),
-            Parameter(
-                "job", "For this job: what it holds and avoids counts.", {"type": "string"}
-            ),
+            Parameter("job", "For this job: what it holds and avoids counts.", {"type": "string"}),
             Parameter("spare", "Only spares, or only the others.", {"type": "boolean"}),
         ],
     )

@@ -48,6 +48,8 @@ class Plan:
     #: {"scope", "label", "limit", "used"} of the cluster's budgets.
     budgets: list[dict[str, Any]]
     mode: str
+    #: How often the run went back before: a plan is signed for one turn.
+    turn: int = 0
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -62,6 +64,7 @@ class Plan:
             "steps": self.steps,
             "node": self.node,
             "jobs": self.jobs,
+            "turn": self.turn,
         }
         text = json.dumps(fixed, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
@@ -89,6 +92,7 @@ def plan_of_run(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Plan:
         code=code,
         version=run.version,
         does={key: list(words) for key, words in does.items()},
+        turn=int(run.context.get("round", 0)),
     )
 
 
@@ -101,6 +105,7 @@ def _plan(
     code: str,
     version: int = 0,
     does: dict[str, list[str]] | None = None,
+    turn: int = 0,
 ) -> Plan:
     known = Playbook.objects.filter(pk=playbook).first()
     placements = list(
@@ -140,6 +145,7 @@ def _plan(
             for use in limits.budgets_of(node.cluster)
         ],
         mode=limits.mode_of(node.cluster_id, playbook).value or Mode.AUTOMATIC.value,
+        turn=turn,
         notes=_notes(node, placements),
     )
 

@@ -276,6 +276,16 @@ class Told:
     entry: TimelineEntry
     author: str
 
+    @property
+    def raw(self) -> str:
+        """What was observed, verbatim."""
+        return str(self.entry.data.get("raw") or "")
+
+    @property
+    def text(self) -> str:
+        """The entry's words; empty where they only repeat what was observed."""
+        return "" if self.raw.split() == self.entry.text.split() else self.entry.text
+
 
 def timeline_of(incident: Incident, *, limit: int = 500) -> list[Told]:
     """The newest entries, oldest of them first."""

@@ -109,7 +109,7 @@ def present_reservations() -> QuerySet[SpareReservation]:
     return SpareReservation.objects.filter(released_at=None, expires_at__gt=timezone.now())
 
 
-def nodes_with(gpu_model: str) -> QuerySet[Gpu]:
+def nodes_with(gpu_model: str) -> QuerySet[Gpu, Any]:
     """The ids of the nodes that have cards of this model."""
     return Gpu.objects.filter(model=gpu_model, node__isnull=False).values("node_id")
 
@@ -339,6 +339,6 @@ def seated(jobs: QuerySet[Job]) -> QuerySet[Job]:
     return jobs.prefetch_related(Prefetch("replicas", replicas, to_attr="seated_replicas"))
 
 
-def _present_stays() -> Prefetch:
+def _present_stays() -> Prefetch[Any, Any, Any]:
     alive = Placement.objects.exclude(state=PlacementState.ENDED).select_related("node")
     return Prefetch("placements", alive, to_attr="present")

@@ -4,6 +4,9 @@ A subclass declares which rows there are (through a selector, so already restric
 how they are shown, filtered and sorted, and its verbs. It holds no rules of its own.
 """
 
+# Django REST framework carries no types.
+# mypy: disallow-subclassing-any=False
+
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -54,7 +57,7 @@ class Resource(GenericViewSet):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        handlers = {name: getattr(cls, name, None) for name in dir(cls)}
+        handlers: dict[str, Any] = {name: getattr(cls, name, None) for name in dir(cls)}
         cls.access = {
             "list": Access.SIGNED_IN,
             "retrieve": Access.VIEWER if cls.cluster_path else Access.SIGNED_IN,
@@ -77,7 +80,7 @@ class Resource(GenericViewSet):
         """What the serializer needs beside the rows of a page, in a fixed number of queries."""
         return {}
 
-    def lock(self, target: Model) -> None:
+    def lock(self, target: Any) -> None:
         """Lock the object before If-Match is compared, in the order in which its actions lock."""
         manager = type(target)._default_manager
         manager.select_for_update(no_key=True, of=("self",)).get(pk=target.pk)
@@ -151,7 +154,7 @@ class Resource(GenericViewSet):
     # --- for the description ------------------------------------------------------------------
 
     @classmethod
-    def list_parameters(cls) -> list[Parameter]:
+    def list_parameters(cls) -> Sequence[Parameter]:
         names = list(cls.sorts)
         return [
             *(parameter for one in cls.filters for parameter in one.parameters()),
@@ -178,7 +181,7 @@ class Resource(GenericViewSet):
     def _whole(self, row: Any) -> Mapping[str, Any]:
         return dict(self._detail(row, context=self.context_of([row])).data)
 
-    def _only(self, request: Request, serializer: type[RowSerializer]) -> list[str]:
+    def _only(self, request: Request, serializer: type[RowSerializer]) -> Sequence[str]:
         if "fields" not in request.query_params:
             return []
         names = values_of(request.query_params, "fields", many=True)
@@ -199,6 +202,7 @@ class Reading:
     parameters: Sequence[Parameter]
 
 
+Handler = Callable[..., Response]
 #: (view, object in the path, query) -> the answer's body.
 Read = Callable[[Any, Any, QueryDict], Mapping[str, Any]]
 
@@ -208,10 +212,10 @@ def reading(
     *,
     path: str,
     parameters: Sequence[Parameter] = (),
-) -> Callable[[Read], Callable[..., Response]]:
+) -> Callable[[Read], Handler]:
     """Make a function of an object a sub-resource that is read; `answers` describes its answer."""
 
-    def decorate(read: Read) -> Callable[..., Response]:
+    def decorate(read: Read) -> Handler:
         def handler(view: Resource, request: Request, pk: str) -> Response:
             demand_known(request.query_params, [parameter.name for parameter in parameters])
             body = read(view, view.visible(pk), request.query_params)
@@ -220,7 +224,8 @@ def reading(
         handler.__name__ = read.__name__
         handler.__doc__ = read.__doc__
         handler.reading = Reading(answers, parameters)  # type: ignore[attr-defined]
-        return action(detail=True, methods=["get"], url_path=path)(handler)
+        made: Handler = action(detail=True, methods=["get"], url_path=path)(handler)
+        return made
 
     return decorate
 

@@ -38,6 +38,7 @@ LOCK_TIMEOUT_MS = 5_000
 #: target is the object in the path; for a collection, the cluster that the body names.
 Deed = Callable[[Any, Actor, Any, dict[str, Any]], Model | None]
 Plan = Callable[[Any], Mapping[str, Any]]
+Handler = Callable[..., Response]
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def verb(
     detail: bool = True,
     path: str | None = None,
     method: str = "post",
-) -> Callable[[Deed], Callable[..., Response]]:
+) -> Callable[[Deed], Handler]:
     """Make a deed a sub-resource that is written to.
 
     `answers` is the serializer of what the deed returns; without it the answer shows the object
@@ -74,7 +75,7 @@ def verb(
     """
     told = Verb(access, takes, answers, status, plan, detail)
 
-    def decorate(deed: Deed) -> Callable[..., Response]:
+    def decorate(deed: Deed) -> Handler:
         def handler(view: Resource, request: Request, **path_values: str) -> Response:
             return _perform(view, request, told, deed, path_values)
 
@@ -83,7 +84,8 @@ def verb(
         handler.verb = told  # type: ignore[attr-defined]
         if deed.__name__ == "create":
             return handler  # the router finds it by this name
-        return action(detail=detail, methods=[method], url_path=path)(handler)
+        made: Handler = action(detail=detail, methods=[method], url_path=path)(handler)
+        return made
 
     return decorate
 

@@ -36,6 +36,12 @@ async function update() {
   if (!answer || !answer.ok || answer.redirected) return;
   unpack(await answer.json());
   lay();
+  if (document.activeElement === canvas && nodes.length) move(present(cursor));
+}
+
+/** The same place, or the first where that is gone. */
+function present(place) {
+  return place && place.node < nodes.length ? place : { node: 0, card: 0 };
 }
 
 function unpack({ states, jobs, racks }) {
@@ -284,12 +290,12 @@ canvas.addEventListener("click", (event) => {
   if (found) open(found);
 });
 canvas.addEventListener("focus", () => {
-  if (!cursor && nodes.length) move({ node: 0, card: 0 });
+  if (nodes.length) move(present(cursor));
 });
 canvas.addEventListener("blur", () => move(null));
 canvas.addEventListener("keydown", (event) => {
   if (!nodes.length || event.ctrlKey || event.metaKey || event.altKey) return;
-  const now = cursor && cursor.node < nodes.length ? cursor : { node: 0, card: 0 };
+  const now = present(cursor);
   if (event.key === "Enter") return open(now);
   const next = step(event.key, now);
   if (!next) return;

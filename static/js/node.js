@@ -7,7 +7,7 @@ const METRICS = [
   { key: "temperature_c", title: "Temperature", unit: "°C" },
   { key: "power_w", title: "Power", unit: "W" },
   { key: "sm_clock_mhz", title: "SM clock", unit: "MHz" },
-  { key: "utilization", title: "Utilisation", unit: "%", factor: 100, low: 0 },
+  { key: "utilization", title: "Utilisation", unit: "%", low: 0 },
   { key: "memory_used_bytes", title: "Memory used", unit: "GiB", factor: 1 / 2 ** 30, low: 0 },
   { key: "ecc_corrected", title: "ECC corrected", unit: "", low: 0, counts: true },
   { key: "ecc_uncorrected", title: "ECC uncorrected", unit: "", low: 0, counts: true },

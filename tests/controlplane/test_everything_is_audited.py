@@ -7,6 +7,7 @@ that says who, but not what or why.
 from __future__ import annotations
 
 import ast
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,9 @@ UNAUDITED = {
     # Observations: kept verbatim as rows of their own, never changed.
     "health.record_signal": "a signal is its own record",
     "health.record_failure": "a failure is its own record, with the signals it was made of",
+    "health.repeat_failure": "the same failure once more: counted on its own row",
+    "health.record_samples": "readings for charts, one a minute and node",
+    "health.forget_samples": "readings of more than a week ago",
     # The incident's own record, which names who and when; what is decided is audited beside it.
     "incidents.tell": "a line of the timeline: appended once, never changed",
     "incidents.set_mitigated": "a moment that was measured, told in the timeline",
@@ -54,10 +58,7 @@ class Function:
     name: str
     calls: frozenset[str]
     node: ast.FunctionDef
-
-    @property
-    def public(self) -> bool:
-        return not self.name.startswith("_")
+    public: bool  # called from outside its shelf, not only by other actions
 
 
 def _shelves() -> list[Path]:
@@ -69,9 +70,11 @@ def _functions() -> dict[str, Function]:
     found = {}
     for path in _shelves():
         app = path.relative_to(CONTROLPLANE).parts[0]
+        shelf = importlib.import_module(f"controlplane.{app}.actions")
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef):
-                found[f"{app}.{node.name}"] = Function(app, node.name, _calls(node), node)
+                public = hasattr(shelf, node.name) and not node.name.startswith("_")
+                found[f"{app}.{node.name}"] = Function(app, node.name, _calls(node), node, public)
     return found
 
 

@@ -17,6 +17,7 @@ from django.db import transaction
 from django.test import Client
 from django.urls import URLPattern, URLResolver, get_resolver, reverse
 from django.utils import timezone
+from pytest_django.fixtures import SettingsWrapper
 
 from controlplane.accounts import actions
 from controlplane.accounts.access import Access
@@ -200,8 +201,8 @@ class World:
         )
         body = BODIES.get(route.name, {})
         with transaction.atomic():
-            sent = body(self) if callable(body) else body
-            answer = self._send(client, route, address, {"reason": "because", **sent})
+            sent = {"reason": "because"} | (body(self) if callable(body) else body)
+            answer = self._send(client, route, address, sent)
             transaction.set_rollback(True)
         return heard(answer)
 
@@ -209,9 +210,8 @@ class World:
         if route.method == "get":
             return client.get(address)
         if route.api:
-            return client.generic(
-                route.method.upper(), address, json.dumps(body), "application/json"
-            )
+            told = json.dumps({name: value for name, value in body.items() if value is not None})
+            return client.generic(route.method.upper(), address, told, "application/json")
         if self._method_of(route, address) == "post":
             return client.post(address, body)
         return client.get(address)
@@ -276,8 +276,8 @@ def _cluster(world: World) -> dict[str, Any]:
     return {"cluster": world.here.pk}
 
 
-#: What is posted, beside a reason. An answer of 400 counts as yes, so what matters is told here:
-#: whatever decides about who may.
+#: What is posted, beside a reason (none where it is None). An answer of 400 counts as yes, so
+#: what decides about who may is told here.
 BODIES: dict[str, dict[str, Any] | Callable[[World], dict[str, Any]]] = {
     "incident-note": {"text": "words"},
     "user-create": {"username": "somebody-new"},
@@ -290,13 +290,12 @@ BODIES: dict[str, dict[str, Any] | Callable[[World], dict[str, Any]]] = {
     "join-token-create": _cluster,
     "node-order": {"verb": "drain"},
     "node-maintenance": {"hours": "1"},
+    "node-fault": {"kind": "xid79"},
     "maintenance-open": {"hours": "1"},
     "approval-approve": {"digest": "0" * 64},
     "api-jobs-list": lambda world: {
         **_cluster(world),
-        "name": "other",
-        "program": "train",
-        "world_replicas": 1,
+        **{"name": "other", "program": "train", "world_replicas": 1, "reason": None},
     },
     "api-maintenance-list": lambda world: {
         **_cluster(world),
@@ -334,8 +333,9 @@ def test_each_route_declares_who_may(route: Route) -> None:
 
 
 @pytest.mark.parametrize("route", REACHED, ids=str)
-def test_each_caller_hears_what_the_route_declares(route: Route) -> None:
+def test_each_caller_hears_what_the_route_declares(route: Route, settings: SettingsWrapper) -> None:
     assert route.access is not None
+    settings.SIMULATED_FLEET = True  # so that the buttons that break things are there, too
     world = World()
 
     heard_by = {caller: world.tries(route, caller) for caller in CALLERS}

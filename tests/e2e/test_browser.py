@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
-from tests.e2e.conftest import REPOSITORY, Product
+from tests.product import REPOSITORY, Product
 
 pytestmark = [pytest.mark.e2e, pytest.mark.browser]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.conftest import Product
+from tests.product import Product
 
 pytestmark = pytest.mark.e2e
 

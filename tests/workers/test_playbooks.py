@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any
 
 import pytest
 from django.utils import timezone
@@ -16,177 +12,26 @@ from controlplane.accounts.choices import ActorKind
 from controlplane.accounts.models import SYSTEM, Actor, AuditEvent
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import CommandState, NodeState, Rung
-from controlplane.fleet.models import Cluster, Command, Lease, Node, RepairRecord
-from controlplane.health.actions import record_events, record_signal
+from controlplane.fleet.models import Command, Node, RepairRecord
+from controlplane.health.actions import record_signal
 from controlplane.health.choices import SignalKind
 from controlplane.ids import new_id
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import IncidentState, RunState, StepState
 from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
 from controlplane.jobs import actions as jobs
-from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Job, Placement
-from node_agent import wire
 from runtime import client
 from tests.factories import (
-    ClusterFactory,
-    InterruptionFactory,
-    JobFactory,
     NodeFactory,
-    PlacementFactory,
     ProgressSampleFactory,
-    ReplicaFactory,
 )
-from tests.workers.bmc import Bmc, bmc_of
-from workers import engine, guards
+from tests.workers.world import World, answer, drain, mend, run_of, step_of
+from workers import guards
 from workers.nodes import free_nodes
 
 pytestmark = pytest.mark.django_db
 PERSON = Actor(ActorKind.USER, "1")
-
-
-class World:
-    """A job of two replicas and some spares, each node with a power switch."""
-
-    def __init__(self, stack: ExitStack, spares: int) -> None:
-        self.cluster: Cluster = ClusterFactory()
-        self.job: Job = JobFactory(cluster=self.cluster, world_replicas=2)
-        self.job.coordinator_address = "127.0.0.1:4000"
-        self.job.save()
-        self.bmcs: dict[str, Bmc] = {}
-        self.placements = [self._placement(stack, index) for index in range(2)]
-        self.spares = [self._node(stack, f"spare-{n}", spare=True) for n in range(spares)]
-
-    def _node(self, stack: ExitStack, name: str, **fields: Any) -> Node:
-        node = NodeFactory(cluster=self.cluster, name=name, boot_id="boot-1", **fields)
-        self.bmcs[node.pk] = stack.enter_context(bmc_of(node))
-        return node
-
-    def _placement(self, stack: ExitStack, index: int) -> Placement:
-        node = self._node(stack, f"node-{index}", state=NodeState.ALLOCATED)
-        replica = ReplicaFactory(job=self.job, index=index)
-        return PlacementFactory(replica=replica, node=node)
-
-    def kill(self, placement: Placement) -> None:
-        """Its process is killed, and its agent says so."""
-        node = placement.node
-        exit_data = {
-            "kind": "rank",
-            "job": self.job.pk,
-            "replica": placement.replica.index,
-            "placement": placement.pk,
-            "signal": 9,
-            "pid": 1,
-        }
-        event = wire.Event(
-            id=new_id("evt"),
-            kind="process_exited",
-            at=time.time(),
-            boot_id=node.boot_id,
-            source="agent",
-            data=exit_data,
-        )
-
-        record_events(node.pk, [event])
-        self.survivors_commit(placement)
-
-    def peers_lose(self, placement: Placement) -> None:
-        record_signal(
-            new_id("sig"),
-            SignalKind.PEER_LOST,
-            source="replica 0",
-            observed_at=timezone.now(),
-            job_id=self.job.pk,
-            replica=placement.replica.index,
-            placement_id=placement.pk,
-            data={"how": "reset", "step": 5},
-        )
-        self.survivors_commit(placement)
-
-    def survivors_commit(self, placement: Placement) -> None:
-        """The other replica goes on without it."""
-        InterruptionFactory(
-            job=self.job, lost=[placement.replica.index], replicas=[], started_at=timezone.now()
-        )
-
-    def silence(self, node: Node) -> None:
-        """Its lease has run out, and the keeper says so."""
-        Lease.objects.filter(pk=node.pk).update(
-            reachable=False, last_beat_at=timezone.now() - timedelta(seconds=60)
-        )
-        record_signal(
-            new_id("sig"),
-            SignalKind.LEASE_LOST,
-            source="keeper",
-            observed_at=timezone.now(),
-            node=node,
-        )
-
-    def hear(self, node: Node) -> None:
-        Lease.objects.filter(pk=node.pk).update(reachable=True, last_beat_at=timezone.now())
-
-    def boot(self, node: Node) -> None:
-        """Its agent is up again, under the boot id that its controller shows."""
-        fleet.record_boot(node.pk, f"boot-{self.bmcs[node.pk].boots}", timezone.now())
-        self.hear(node)
-
-    def join(self, placement: Placement) -> None:
-        """The replica trains."""
-        Placement.objects.filter(pk=placement.pk).update(
-            state=PlacementState.RUNNING, started_at=timezone.now(), joined_at=timezone.now()
-        )
-
-    def placement_of(self, index: int) -> Placement:
-        return Placement.objects.get(
-            replica__job=self.job, replica__index=index, state__in=["starting", "running"]
-        )
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with ExitStack() as stack:
-        yield World(stack, spares=2)
-
-
-@pytest.fixture
-def poor_world() -> Iterator[World]:
-    with ExitStack() as stack:
-        yield World(stack, spares=0)
-
-
-def drain(times: int = 4) -> None:
-    """Let the workers do all they can now, timers included."""
-    for _ in range(times):
-        PlaybookStep.objects.filter(state__in=["ready", "waiting"]).update(wake_at=timezone.now())
-        engine.drain("", owner="test")
-
-
-def answer(verb: str, state: str = "done", **output: Any) -> None:
-    """The nodes answer every unfinished order of this verb."""
-    for command in Command.objects.filter(verb=verb, state__in=["queued", "delivered"]):
-        result = wire.CommandResult(
-            id=command.pk,
-            state=state,  # type: ignore[arg-type]
-            at=time.time(),
-            output=output,
-            error="" if state == "done" else "no",
-        )
-        fleet.record_command_result(command.node_id, result)
-
-
-def run_of(playbook: str) -> PlaybookRun:
-    return PlaybookRun.objects.filter(playbook=playbook).latest("created_at")
-
-
-def step_of(playbook: str, key: str) -> PlaybookStep:
-    return run_of(playbook).steps.get(key=key)
-
-
-def mend(world: World, index: int) -> None:
-    drain()
-    answer("start_rank", pid=2)
-    world.join(world.placement_of(index))
-    drain()
 
 
 def test_a_killed_process_returns_in_place_and_its_node_is_not_touched(world: World) -> None:

@@ -19,10 +19,17 @@ from controlplane.incidents.models import PlaybookRun, PlaybookStep
 from tests.controlplane.ingest.door import wait_until
 from tests.factories import NodeFactory
 from tests.running import worker
+from workers.celery import app
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
 NAME = "drydock-test@localhost"
+
+
+@pytest.fixture(autouse=True)
+def no_rings_from_before() -> None:
+    """Other tests ring too, with nobody there to hear."""
+    app.control.purge()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -189,7 +190,12 @@ def _reset_cards(ctx: StepContext, node: Node) -> Outcome:
     if command.state == CommandState.DONE:
         return Done(text="the cards were reset", evidence={"command": command.pk})
     why = command.error or command.get_state_display().lower()
-    return not_helped(ctx, f"the reset failed: {why}")
+
+    def give_up() -> None:
+        if node.state == NodeState.REPAIRING:
+            fleet.transition(actor_of(ctx), node.pk, NodeState.REPAIR_FAILED, reason=why)
+
+    return replace(not_helped(ctx, f"the reset failed: {why}"), apply=give_up)
 
 
 def _restart(ctx: StepContext, node: Node, rung: Rung) -> Outcome:

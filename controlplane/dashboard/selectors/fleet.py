@@ -74,8 +74,8 @@ def tallies_of(clusters: Iterable[Cluster]) -> dict[str, Tally]:
     ):
         counted[cluster_id][state] = count
     ready = Q(spare=True, state=NodeState.AVAILABLE) & ~UNREACHABLE
-    flags: dict[str, dict[str, int]] = {
-        row["cluster"]: row
+    flags: dict[str, dict[str, Any]] = {
+        row["cluster"]: dict(row)
         for row in present(clusters)
         .values("cluster")
         .annotate(

@@ -84,8 +84,8 @@ class Card:
 def cards_of(node: Node) -> list[Card]:
     gpus = list(node.gpus.order_by("index"))
     day_ago = timezone.now() - timedelta(hours=24)
-    counts: dict[str, dict[str, int]] = {
-        row["gpu"]: row
+    counts: dict[str, dict[str, Any]] = {
+        row["gpu"]: dict(row)
         for row in RepairRecord.objects.filter(gpu__in=gpus)
         .values("gpu")
         .annotate(day=Count("pk", filter=Q(at__gte=day_ago)), ever=Count("pk"))

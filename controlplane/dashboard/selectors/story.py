@@ -21,11 +21,11 @@ PAGE_SIZE = 40
 _WORDS: dict[str, str] = {
     "node.enroll": "Enrolled",
     "node.boot": "Booted: a new boot id",
-    "node.power": "Power order to its chassis",
     "node.drain": "Drained",
     "node.undrain": "Drain given back",
     "node.set_spare": "Spare flag changed",
     "node.set_bmc": "Management controller set",
+    "node.cards": "Cards fitted",
     "node.unreachable": "Lease lost",
     "node.reachable": "Heard again",
 }
@@ -118,6 +118,8 @@ def _runs(node: Node, before: datetime | None = None) -> Iterator[Moment]:
 
 def _audit(node: Node, before: datetime | None = None) -> Iterator[Moment]:
     rows = AuditEvent.objects.filter(object_type="node", object_id=node.id).order_by("-id")
+    # Commands and repairs are told by their own rows.
+    rows = rows.exclude(verb__startswith="command.").exclude(verb="node.repair")
     if before:
         rows = rows.filter(at__lt=before)
     events = list(rows[: PAGE_SIZE + 1])
@@ -137,6 +139,8 @@ def _told(event: AuditEvent) -> str:
     elif event.verb == "node.reset_pending":
         pending = event.after.get("reset_pending")
         return f"Reset pending: {pending}" if pending else "Pending reset is done"
+    elif event.verb == "node.power":
+        words = f"Power order to its chassis: {event.after.get('order', '')}"
     elif event.verb == "node.drain":
         words = f"Drained by {event.after.get('drained_by', '')}"
     else:

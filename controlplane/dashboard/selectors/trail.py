@@ -14,7 +14,7 @@ from django.utils.dateparse import parse_datetime
 
 from controlplane.accounts.choices import ActorKind
 from controlplane.accounts.models import ApiToken, AuditEvent, User
-from controlplane.dashboard.templatetags.drydock import evidence
+from controlplane.dashboard.templatetags.drydock import evidence, short_id
 from controlplane.fleet.models import Cluster, Node
 from controlplane.jobs.models import Job
 
@@ -94,6 +94,9 @@ def rows_of(events: list[AuditEvent]) -> list[Row]:
     """These events with names in place of ids, in a query per kind of object."""
     ids = {(e.object_type, e.object_id) for e in events}
     ids |= {(_type_of_actor(e), e.actor_id) for e in events}
+    # Among the values, nodes are what is most often told by id.
+    values = [value for e in events for value in (*e.before.values(), *e.after.values())]
+    ids |= {("node", value) for value in values if str(value).startswith("nod_")}
     names = {
         "user": _names(User, "username", [i for kind, i in ids if kind == "user" and i.isdigit()]),
         "node": _names(Node, "name", [i for kind, i in ids if kind == "node"]),
@@ -103,7 +106,8 @@ def rows_of(events: list[AuditEvent]) -> list[Row]:
     }
 
     def name(kind: str, key: str) -> str:
-        return names.get(kind, {}).get(key) or key
+        known = names.get(kind, {}).get(key)
+        return known or (short_id(key) if kind == "join_token" else key)
 
     return [
         Row(
@@ -112,20 +116,24 @@ def rows_of(events: list[AuditEvent]) -> list[Row]:
             object=name(event.object_type, event.object_id),
             address=_address(event),
             cluster=name("cluster", event.cluster_id or ""),
-            changes=changes(event.before, event.after, known=event.cluster_id),
+            changes=changes(event.before, event.after, known=event.cluster_id, names=names["node"]),
         )
         for event in events
     ]
 
 
 def changes(
-    before: Mapping[str, Any], after: Mapping[str, Any], *, known: str | None = None
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    *,
+    known: str | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> list[Change]:
     """A diff of two JSON objects, field by field; what stayed the same is left out.
 
-    So is `known`, the cluster's id, which stands in a column of its own.
+    So is `known`, the cluster's id, which stands in a column of its own. `names` holds names by id.
     """
-    was, now = _told(before, known), _told(after, known)
+    was, now = _told(before, known, names or {}), _told(after, known, names or {})
     labels = [*was, *(label for label in now if label not in was)]
     return [
         Change(label, was.get(label), now.get(label))
@@ -170,11 +178,11 @@ def _moment(text: str) -> datetime | None:
     return moment.replace(tzinfo=UTC) if moment and moment.tzinfo is None else moment
 
 
-def _told(values: Mapping[str, Any], known: str | None) -> dict[str, str]:
-    """The fields that say something, as label and text, moments to the second."""
+def _told(values: Mapping[str, Any], known: str | None, names: Mapping[str, str]) -> dict[str, str]:
+    """The fields that say something, as label and text: names for ids, moments to the second."""
+    said = {label: value for label, value in values.items() if value not in (None, known)}
     return {
-        label: _MOMENT.sub(r"\1 \2 UTC", text)
-        for label, text in evidence({k: v for k, v in values.items() if v not in (None, known)})
+        label: names.get(text) or _MOMENT.sub(r"\1 \2 UTC", text) for label, text in evidence(said)
     }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from django.db.models import Max, Min, Sum
 
+from controlplane.accounts.models import AuditEvent
 from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Node
 from controlplane.health.models import Signal
@@ -216,6 +217,7 @@ def _measure(
             "rule": failure.rule if failure else None,
             "card": failure.gpu.serial if failure and failure.gpu else None,
             "gpu_seconds_lost": incident.gpu_seconds_lost,
+            "boots": _boots(scene),
         },
     )
     result.problems = _problems(fault, scene, incident, result)
@@ -241,6 +243,9 @@ def _problems(fault: Fault, scene: Scene, incident: Incident, result: Result) ->
         problems.append("the incident has no post-mortem or no cost")
     if incident.code != fault.code:
         problems.append(f"the cause was taken for {incident.code or 'unknown'}, not {fault.code}")
+    boots = int(fault.node_out and not fault.repaired_when_idle)
+    if result.facts["boots"] != boots:
+        problems.append(f"the node was booted {result.facts['boots']} times instead of {boots}")
     if "serial" in result.facts and result.facts["card"] != result.facts["serial"]:
         problems.append("the failure names another card")
     if not fault.node_out and not scene.victim.node.placements.filter(
@@ -248,6 +253,13 @@ def _problems(fault: Fault, scene: Scene, incident: Incident, result: Result) ->
     ):
         problems.append(f"the replica did not return on {scene.victim.node.name}")
     return problems
+
+
+def _boots(scene: Scene) -> int:
+    """How often the node came up under a new boot id since the fault."""
+    return AuditEvent.objects.filter(
+        verb="node.boot", object_id=scene.victim.node_id, at__gte=scene.at
+    ).count()
 
 
 def _loss(scene: Scene) -> Interruption | None:

@@ -170,8 +170,8 @@ def test_a_deleted_row_is_missing(chained: list[AuditEvent]) -> None:
 
 def test_a_deleted_row_whose_gap_was_closed_is_found(chained: list[AuditEvent]) -> None:
     chained[2].delete()
-    for row in chained[3:]:
-        edit(row, position=row.position - 1)
+    for position, row in enumerate(chained[3:], start=3):
+        edit(row, position=position)
 
     assert [position for position, _ in whats()] == [3]
 

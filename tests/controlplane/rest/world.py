@@ -1,4 +1,4 @@
-"""One of every kind of object under the API, in one cluster, for tests that go through all routes."""
+"""One of every kind of object under the API, in one cluster, for tests of all routes."""
 
 from __future__ import annotations
 
@@ -129,8 +129,9 @@ def _approval(cluster: Cluster) -> Approval:
 
 
 def _rma_case(cluster: Cluster) -> RmaCase:
-    card = make.GpuFactory(node=_node(cluster), index=1)
-    return RmaCase.objects.create(cluster=cluster, gpu=card, node=card.node, reason="again")
+    node = _node(cluster)
+    card = make.GpuFactory(node=node, index=1)
+    return RmaCase.objects.create(cluster=cluster, gpu=card, node=node, reason="again")
 
 
 def _playbook(_cluster: Cluster) -> Playbook:

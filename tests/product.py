@@ -21,7 +21,7 @@ import pytest
 
 from controlplane.local.processes import MARK
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
 #: What the test run has set for itself; the product beside it must not see it.
 OURS = ("DATABASE_URL", "REDIS_URL", "SECRET_KEY", "PUBLIC_URL", "INGEST_URL")
 START_S = 180.0
@@ -112,6 +112,30 @@ class Product:
             text=True,
             timeout=400,
         )
+
+    def begin(self, name: str) -> subprocess.Popen[str]:
+        """Start a scenario and return once it has made its fault and found the incident."""
+        process = subprocess.Popen(
+            [sys.executable, "manage.py", "scenario", name, "--json"],
+            cwd=REPOSITORY,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stderr is not None
+        told = []
+        for line in process.stderr:
+            told.append(line)
+            if line.startswith("incident:"):
+                return process
+        pytest.fail(f"{name} did not begin:\n{''.join(told)}")
+
+    def end(self, process: subprocess.Popen[str]) -> dict[str, Any]:
+        """The JSON object of a scenario that was begun."""
+        output, _ = process.communicate(timeout=400)
+        result: dict[str, Any] = json.loads(output)
+        return result
 
     def scenario(self, name: str) -> dict[str, Any]:
         """Play a scenario and return its JSON object; its exit status must agree with it."""

@@ -1,0 +1,92 @@
+"""How fast the audit trail is chained and verified, and what finding one edit costs.
+
+    python benchmarks/audit_chain.py [rows]
+
+The limit is reading the same rows from the same database and doing nothing with them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+HOME = Path(tempfile.mkdtemp(prefix="drydock-bench-"))
+os.environ["DRYDOCK_HOME"] = str(HOME)
+os.environ["DJANGO_SETTINGS_MODULE"] = "controlplane.local.settings"
+
+import django  # noqa: E402
+
+from controlplane.local import processes, services  # noqa: E402
+
+T = TypeVar("T")
+
+
+def main(rows: int) -> None:
+    plan = services.plan(HOME, os.environ, print, durable=True)
+    children = [processes.Child(HOME, program) for program in plan.programs]
+    try:
+        for child in children:
+            child.start()
+        services.wait_ready(plan, children)
+        os.environ.update(plan.environment)
+        django.setup()
+        measure(rows)
+    finally:
+        for child in reversed(children):
+            child.stop()
+        shutil.rmtree(HOME, ignore_errors=True)
+
+
+def measure(rows: int) -> None:
+    # Django's models can be imported only once its settings are made.
+    from django.core.management import call_command
+
+    from controlplane.accounts import chain
+    from controlplane.accounts.actions import chain_audit
+    from controlplane.accounts.models import AuditEvent
+
+    call_command("migrate", verbosity=0)
+    for start in range(0, rows, 10_000):
+        AuditEvent.objects.bulk_create(
+            AuditEvent(
+                actor_kind="system",
+                actor_id="drydock",
+                verb="node.transition",
+                object_type="node",
+                object_id=f"nod_{number % 12_500}",
+                before={"state": "available"},
+                after={"state": "quarantined"},
+                reason="XID 79 on GPU 3: the card has fallen off the bus",
+            )
+            for number in range(start, min(start + 10_000, rows))
+        )
+    appending, _ = timed(lambda: [chain_audit() for _ in range((rows + 999) // 1000)])
+    reading, _ = timed(lambda: sum(1 for _ in chain._chained_rows()))
+    verifying, report = timed(chain.verify)
+    assert report.ok, report  # noqa: S101 - a broken chain makes the figures worthless
+    AuditEvent.objects.filter(position=rows // 2).update(reason="nothing happened")
+    finding, report = timed(chain.verify)
+    assert [p.position for p in report.problems] == [rows // 2]  # noqa: S101
+    print(f"{rows:,} rows")
+    print(f"  chained in   {appending:6.2f} s  {rows / appending:10,.0f} rows/s")
+    print(f"  verified in  {verifying:6.2f} s  {rows / verifying:10,.0f} rows/s")
+    print(f"  edit found   {finding:6.2f} s")
+    print(f"  only read in {reading:6.2f} s  ratio {verifying / reading:.2f}")
+
+
+def timed(deed: Callable[[], T]) -> tuple[float, T]:
+    began = time.perf_counter()
+    result = deed()
+    return time.perf_counter() - began, result
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 100_000)

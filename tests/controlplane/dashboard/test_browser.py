@@ -1,0 +1,208 @@
+"""The fleet's pages in a real browser: the map by pointer and keyboard, orders, approvals."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from django.db.models import F
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from pytest_django.live_server_helper import LiveServer
+
+from controlplane.accounts.choices import Role
+from controlplane.fleet.models import Cluster, Node
+from controlplane.health.models import NodeSample
+from controlplane.incidents.models import Approval, PlaybookRun
+from tests.controlplane.dashboard.world import Fleet, one_fleet, ten_samples
+from tests.factories import PASSWORD, ApprovalFactory, GrantFactory, PlaybookFactory
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed"),
+]
+
+#: A change is seen within this many milliseconds.
+LIVE_MS = 2000
+PLAN: dict[str, Any] = {
+    "steps": [{"title": "Reboot it", "disruptive": True, "does": ["power cycle alpha-01"]}],
+    "jobs": [],
+    "gpu_hours_at_stake": 0.5,
+    "money": "1.00 USD",
+    "objections": [],
+    "budgets": [],
+    "notes": [],
+}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright, pytest.MonkeyPatch.context() as patch:
+        # Playwright's loop lives in this thread; the tests themselves are not asynchronous.
+        patch.setitem(os.environ, "DJANGO_ALLOW_ASYNC_UNSAFE", "1")
+        running = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-quic"]
+        )
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def fleet(transactional_db: None) -> Fleet:
+    return one_fleet()
+
+
+@pytest.fixture
+def samples(fleet: Fleet) -> list[NodeSample]:
+    return ten_samples(fleet)
+
+
+@pytest.fixture
+def page(browser: Browser, live_server: LiveServer, fleet: Fleet) -> Iterator[Page]:
+    """A page of a signed-in operator that must end without an error in its console."""
+    user = GrantFactory(role=Role.OPERATOR, cluster=fleet.cluster).user
+    context = browser.new_context(base_url=live_server.url, viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    troubles: list[str] = []
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.on("console", lambda message: troubles.append(message.text))
+    page.goto("/login")
+    page.fill("#id_username", user.username)
+    page.fill("#id_password", PASSWORD)
+    page.get_by_role("button", name="Sign in").click()
+    expect(page).to_have_url(live_server.url + "/")
+    yield page
+    context.close()
+    assert troubles == []
+
+
+def _changed(fleet: Fleet) -> None:
+    Cluster.objects.filter(pk=fleet.cluster.pk).update(change_seq=F("change_seq") + 1)
+
+
+# --- The map --------------------------------------------------------------------------------------
+
+
+def test_the_keyboard_reaches_each_card_and_opens_its_node(page: Page, fleet: Fleet) -> None:
+    page.goto(f"/clusters/{fleet.cluster.id}")
+    told = page.get_by_test_id("map-read")
+    page.get_by_test_id("map").focus()
+    expect(told).to_contain_text("alpha-01 GPU 0")
+
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    expect(told).to_contain_text("alpha-01 GPU 3 · Allocated · xid-79")
+
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text("alpha-01")
+
+
+def test_the_pointer_is_told_what_it_points_at(page: Page, fleet: Fleet) -> None:
+    page.goto(f"/clusters/{fleet.cluster.id}")
+    page.get_by_test_id("map").focus()
+    expect(page.get_by_test_id("map-read")).to_contain_text("alpha-01")
+
+    page.get_by_test_id("map").hover(position={"x": 75, "y": 24})
+
+    expect(page.locator(".map-tip")).to_contain_text("alpha-01 GPU")
+
+
+def test_map_and_table_are_live(page: Page, fleet: Fleet) -> None:
+    page.goto(f"/clusters/{fleet.cluster.id}")
+    page.get_by_test_id("map").focus()
+    expect(page.get_by_test_id("map-read")).to_contain_text("Allocated")
+
+    Node.objects.filter(pk=fleet.node.pk).update(state="quarantined")
+    _changed(fleet)
+
+    row = page.locator('[data-node="alpha-01"]')
+    expect(row).to_have_attribute("data-state", "quarantined", timeout=LIVE_MS)
+    page.keyboard.press("ArrowRight")
+    expect(page.get_by_test_id("map-read")).to_contain_text("Quarantined", timeout=LIVE_MS)
+
+
+def test_a_filter_is_applied_at_once_and_stands_in_the_address(page: Page, fleet: Fleet) -> None:
+    page.goto(f"/clusters/{fleet.cluster.id}")
+
+    page.get_by_label("State").select_option("allocated")
+
+    expect(page).to_have_url(f"{page.url.split('?')[0]}?state=allocated")
+    expect(page.get_by_test_id("node-row")).to_have_count(1)
+
+
+# --- A node ---------------------------------------------------------------------------------------
+
+
+def test_an_order_shows_its_dry_run_then_is_given(page: Page, fleet: Fleet) -> None:
+    step = {"key": "cycle", "title": "Reboot it", "disruptive": True, "does": ["cycle {node}"]}
+    PlaybookFactory(name="reboot-node", steps=[step])
+    page.goto(f"/nodes/{fleet.node.id}")
+
+    page.get_by_test_id("ask-reboot").click()
+    expect(page.get_by_test_id("plan")).to_contain_text("cycle alpha-01")
+    assert not PlaybookRun.objects.filter(playbook="reboot-node").exists()
+
+    page.fill("#order-reason", "fan rattles")
+    page.get_by_test_id("do-order").click()
+
+    expect(page.locator('[data-testid="node-run"][data-playbook="reboot-node"]')).to_be_visible()
+    assert PlaybookRun.objects.get(playbook="reboot-node").context["reason"] == "fan rattles"
+
+
+def test_what_was_typed_outlives_what_changes_meanwhile(page: Page, fleet: Fleet) -> None:
+    page.goto(f"/nodes/{fleet.node.id}?order=drain")
+    page.fill("#order-reason", "fan rattles")
+
+    Node.objects.filter(pk=fleet.node.pk).update(hold_reason="Ada looks at it")
+    _changed(fleet)
+
+    expect(page.get_by_test_id("objections")).to_contain_text("Ada", timeout=LIVE_MS)
+    expect(page.locator("#order-reason")).to_have_value("fan rattles")
+
+
+def test_readings_are_drawn_and_told_in_numbers(
+    page: Page, fleet: Fleet, samples: list[NodeSample]
+) -> None:
+    page.goto(f"/nodes/{fleet.node.id}")
+    expect(page.locator("#readings svg")).to_have_count(8)
+    expect(page.locator(".r-line--chosen").first).to_have_attribute("data-card", "3")
+
+    page.get_by_role("button", name="GPU 2").click()
+    page.get_by_text("The numbers").click()
+
+    expect(page.locator('[data-last="temperature_c"]')).to_have_text("59")
+    expect(page.locator("#readings-table tbody tr").first).to_contain_text("59")
+
+
+# --- Signing --------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_read_and_signed(page: Page, fleet: Fleet) -> None:
+    approval = ApprovalFactory(run=fleet.run, plan=PLAN, digest="d" * 64)
+    page.goto("/")
+    page.get_by_text("The exact plan, and to sign it").click()
+    expect(page.get_by_test_id("plan")).to_contain_text("power cycle alpha-01")
+
+    page.fill(f"#approval-{approval.id}", "the card is dead")
+    page.get_by_test_id("approve").click()
+
+    expect(page).to_have_url(f"{page.url.split('/incidents')[0]}/incidents/{fleet.incident.id}")
+    assert Approval.objects.get(pk=approval.pk).state == "approved"
+
+
+@pytest.mark.parametrize("path", ["incidents", "nodes"])
+def test_a_plan_fits_a_phone(path: str, page: Page, fleet: Fleet) -> None:
+    ApprovalFactory(run=fleet.run, plan=PLAN)
+    page.set_viewport_size({"width": 390, "height": 844})
+
+    page.goto(
+        {"incidents": f"/incidents/{fleet.incident.id}", "nodes": f"/nodes/{fleet.node.id}"}[path]
+    )
+
+    expect(page.get_by_role("heading", level=1)).to_be_in_viewport()
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

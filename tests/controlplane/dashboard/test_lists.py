@@ -1,0 +1,81 @@
+"""Lists of jobs and incidents: filtered by their address, paged without an end."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from django.test import Client
+from django.urls import reverse
+
+from tests.controlplane.dashboard.world import Fleet
+from tests.factories import IncidentFactory, JobFactory
+
+
+def _rows(client: Client, name: str, what: str, **query: str) -> list[str]:
+    page = client.get(reverse(name), query).content.decode()
+    return [row.split("</a>")[0].split(">")[-1] for row in page.split(f'data-testid="{what}"')[1:]]
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ({}, ["ended", "pretrain"]),
+        ({"state": "active"}, ["pretrain"]),
+        ({"state": "ended"}, ["ended"]),
+        ({"sort": "-name"}, ["pretrain", "ended"]),
+        ({"cluster": "nonsense"}, []),
+    ],
+)
+def test_jobs_by_state_cluster_and_order(
+    query: dict[str, str], found: list[str], viewer: Client, fleet: Fleet
+) -> None:
+    JobFactory(cluster=fleet.cluster, name="ended", state="stopped")
+
+    assert _rows(viewer, "jobs", "job-row", **query) == found
+
+
+def test_no_job_is_left_off_the_list(viewer: Client, fleet: Fleet) -> None:
+    for number in range(120):
+        JobFactory(cluster=fleet.cluster, name=f"job-{number:03d}")
+    seen: list[str] = []
+    address = reverse("jobs")
+
+    for _ in range(3):
+        page = viewer.get(address).content.decode()
+        seen += re.findall(r'data-testid="job-row"><td><a href="[^"]+">([^<]+)', page)
+        link = re.search(r'href="(\?cursor=[^"]+)" rel="next"', page)
+        address = reverse("jobs") + (link[1] if link else "")
+
+    assert len(seen) == len(set(seen)) == 121
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ({"severity": "critical"}, ["Other"]),
+        ({"code": "xid-79"}, ["First"]),
+        ({"state": "resolved"}, ["Other"]),
+        ({"state": "unresolved"}, ["First"]),
+    ],
+)
+def test_incidents_by_what_the_address_says(
+    query: dict[str, str], found: list[str], viewer: Client, fleet: Fleet
+) -> None:
+    fleet.incident.title = "First"
+    fleet.incident.save()
+    IncidentFactory(cluster=fleet.cluster, title="Other", severity="critical", state="resolved")
+
+    page = viewer.get(reverse("incidents"), query).content.decode()
+
+    assert [title for title in ("First", "Other") if title in page] == found
+
+
+def test_incidents_of_one_node_and_one_job(viewer: Client, fleet: Fleet) -> None:
+    IncidentFactory(cluster=fleet.cluster, title="Other")
+
+    by_node = viewer.get(reverse("incidents"), {"node": fleet.node.id}).content.decode()
+    by_job = viewer.get(reverse("incidents"), {"job": fleet.job.id}).content.decode()
+
+    assert by_node.count('data-testid="incident-row"') == 1
+    assert by_job.count('data-testid="incident-row"') == 1

@@ -1,0 +1,231 @@
+"""The page of a node: how it stands, its record, and orders that show their dry run first."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.test import Client
+from django.urls import reverse
+from django.utils import timezone
+
+from controlplane.accounts.models import SYSTEM, AuditEvent
+from controlplane.fleet import actions as fleet_actions
+from controlplane.fleet.choices import NodeState
+from controlplane.fleet.models import Lease, MaintenanceWindow, Node
+from controlplane.health.models import NodeSample
+from controlplane.incidents.models import PlaybookRun
+from controlplane.incidents.plans import NODE_ORDERS
+from tests.controlplane.dashboard.world import Fleet
+from tests.factories import (
+    CommandFactory,
+    PlaybookFactory,
+    RepairRecordFactory,
+    SpareReservationFactory,
+)
+
+
+def _page(client: Client, fleet: Fleet, **query: str) -> str:
+    answer = client.get(reverse("node", args=[fleet.node.id]), query)
+    assert answer.status_code == 200
+    return answer.content.decode()
+
+
+def test_it_says_how_the_node_stands_and_who_said_so(viewer: Client, fleet: Fleet) -> None:
+    fleet_actions.transition(SYSTEM, fleet.node.id, NodeState.QUARANTINED, reason="xid-79 on GPU 3")
+    Node.objects.filter(pk=fleet.node.pk).update(
+        hold_reason="Ada looks at it", drained_by="slurm", reset_pending="xid-94"
+    )
+    Lease.objects.filter(node=fleet.node).update(reachable=False)
+    SpareReservationFactory(cluster=fleet.cluster, node=fleet.node, holder="scheduler-7")
+
+    page = _page(viewer, fleet)
+
+    for words in ("xid-79 on GPU 3", "Ada looks at it", "slurm", "xid-94", "scheduler-7"):
+        assert words in page
+    assert 'data-testid="unreachable"' in page
+    assert ", by Drydock" in page
+
+
+def test_a_faulty_card_is_named_with_its_record(viewer: Client, fleet: Fleet) -> None:
+    RepairRecordFactory(gpu=fleet.card, at=timezone.now() - timedelta(days=2))
+    RepairRecordFactory(gpu=fleet.card)
+
+    page = _page(viewer, fleet)
+
+    row = page[page.index('data-card="3" class="row--bad"') :].split("</tr>")[0]
+    assert "xid-79" in row
+    assert fleet.card.serial in row
+    assert fleet.card.uuid in row
+    assert re.search(r">1</a> / <a[^>]*>2</a>", row)  # repairs in 24 hours, and in all
+
+
+def test_the_timeline_tells_from_every_source_newest_first(viewer: Client, fleet: Fleet) -> None:
+    CommandFactory(node=fleet.node, verb="stop_rank")
+    RepairRecordFactory(gpu=fleet.card, rung="reboot")
+    fleet_actions.set_hold(SYSTEM, fleet.node.id, "cabling")
+
+    page = _page(viewer, fleet)
+
+    told = page[page.index('data-testid="story"') :]
+    hold, repair = told.index("Hold: cabling"), told.index("Reboot, in the record of 1 card")
+    command, signal = told.index("Command stop_rank"), told.index("Kernel line on GPU 3")
+    assert hold < repair < command < signal
+    assert "Repair alpha-01: running" in told
+    assert "&lt;script&gt;" in told
+
+
+def test_an_older_part_of_the_story_has_its_own_address(viewer: Client, fleet: Fleet) -> None:
+    for number in range(60):
+        fleet_actions.set_hold(SYSTEM, fleet.node.id, f"note {number:02d}")
+    newest = _page(viewer, fleet)
+    oldest_shown = AuditEvent.objects.get(after__hold_reason="note 20").at
+
+    older = _page(viewer, fleet, before=oldest_shown.isoformat())
+
+    assert "note 59" in newest
+    assert "note 19" not in newest
+    assert "note 19" in older
+    assert "note 20" not in older
+
+
+def test_a_time_that_is_none_is_not_found(viewer: Client, fleet: Fleet) -> None:
+    address = reverse("node", args=[fleet.node.id])
+
+    assert viewer.get(address, {"before": "yesterday"}).status_code == 404
+
+
+# --- Readings -------------------------------------------------------------------------------------
+
+
+def test_readings_come_by_card_and_a_missing_one_is_no_zero(
+    viewer: Client, fleet: Fleet, samples: list[NodeSample]
+) -> None:
+    told: dict[str, Any] = viewer.get(reverse("node-samples", args=[fleet.node.id])).json()
+
+    assert len(told["cards"]) == 8
+    assert told["cards"][3]["temperature_c"][-1] is None
+    assert told["cards"][2]["temperature_c"][-1] == 59.0
+    assert told["cards"][2]["power_w"][-1] is None
+
+
+def test_a_long_time_is_told_in_a_bounded_number_of_points(viewer: Client, fleet: Fleet) -> None:
+    now = timezone.now()
+    NodeSample.objects.bulk_create(
+        NodeSample(
+            node=fleet.node,
+            at=now - timedelta(minutes=number),
+            gpus=[
+                {"uuid": fleet.card.uuid, "temperature_c": 50.0, "sm_clock_mhz": 1980.0 - number}
+            ],
+        )
+        for number in range(1, 1400)
+    )
+
+    answer = viewer.get(reverse("node-samples", args=[fleet.node.id]), {"window": "1d"})
+
+    told = answer.json()
+    assert 100 < len(told["at"]) <= 161
+    # Of clocks the lowest counts: a card that throttles must not hide behind an average.
+    assert told["cards"][3]["sm_clock_mhz"][0] < told["cards"][3]["sm_clock_mhz"][-1]
+    assert len(answer.content) < 300_000
+
+
+# --- Orders ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", list(NODE_ORDERS))
+def test_an_order_shows_its_dry_run_and_does_nothing(
+    verb: str, operator: Client, fleet: Fleet
+) -> None:
+    PlaybookFactory(
+        name=NODE_ORDERS[verb],
+        steps=[
+            {
+                "key": "do",
+                "title": "Do it",
+                "disruptive": True,
+                "does": ["switch {node} off and on"],
+            }
+        ],
+    )
+
+    page = _page(operator, fleet, order=verb)
+
+    assert f'data-verb="{verb}"' in page
+    assert "switch alpha-01 off and on" in page
+    assert "pretrain" in page[page.index('data-testid="plan"') :]
+    assert not PlaybookRun.objects.filter(playbook=NODE_ORDERS[verb]).exists()
+
+
+@pytest.mark.parametrize("verb", list(NODE_ORDERS))
+def test_an_order_is_given_with_its_reason(verb: str, operator: Client, fleet: Fleet) -> None:
+    answer = operator.post(
+        reverse("node-order", args=[fleet.node.id]), {"verb": verb, "reason": "fan rattles"}
+    )
+
+    run = PlaybookRun.objects.get(playbook=NODE_ORDERS[verb])
+    assert answer["Location"] == reverse("node", args=[fleet.node.id])
+    assert run.requested_by == operator.session["_auth_user_id"]
+    assert run.context["reason"] == "fan rattles"
+
+
+@pytest.mark.parametrize("form", [{"verb": "reboot"}, {"verb": "explode", "reason": "why not"}])
+def test_an_order_without_reason_or_sense_is_refused_on_the_page(
+    form: dict[str, str], operator: Client, fleet: Fleet
+) -> None:
+    answer = operator.post(reverse("node-order", args=[fleet.node.id]), form)
+
+    assert answer.status_code == 409
+    assert 'role="alert"' in answer.content.decode()
+    assert PlaybookRun.objects.count() == 1
+
+
+def test_a_viewer_is_offered_no_action(viewer: Client, fleet: Fleet) -> None:
+    page = _page(viewer, fleet, order="reboot")
+
+    assert "Actions" not in page
+    assert "<textarea" not in page
+
+
+def test_a_hold_is_put_on_and_lifted(operator: Client, fleet: Fleet) -> None:
+    operator.post(reverse("node-hold", args=[fleet.node.id]), {"reason": "Ada looks at it"})
+    held = _page(operator, fleet)
+    operator.post(reverse("node-release", args=[fleet.node.id]))
+    released = _page(operator, fleet)
+
+    assert 'data-testid="ask-release"' in held
+    assert 'data-testid="ask-hold"' not in held
+    assert 'data-testid="ask-hold"' in released
+
+
+def test_maintenance_is_announced_from_now_on(operator: Client, fleet: Fleet) -> None:
+    form = {"reason": "new fans", "hours": "1.5"}
+
+    operator.post(reverse("node-maintenance", args=[fleet.node.id]), form)
+
+    window = MaintenanceWindow.objects.get(node=fleet.node)
+    assert window.ends_at - window.starts_at == timedelta(hours=1.5)
+    assert "new fans" in _page(operator, fleet)
+
+
+@pytest.mark.parametrize("hours", ["", "soon", "0", "-1", "9999", "nan", "inf"])
+def test_a_maintenance_of_no_sensible_length_is_refused(
+    hours: str, operator: Client, fleet: Fleet
+) -> None:
+    form = {"reason": "new fans", "hours": hours}
+
+    answer = operator.post(reverse("node-maintenance", args=[fleet.node.id]), form)
+
+    assert answer.status_code == 409
+    assert not MaintenanceWindow.objects.exists()
+
+
+def test_real_hardware_is_not_broken_from_a_page(
+    operator: Client, fleet: Fleet, settings: Any
+) -> None:
+    settings.SIMULATED_FLEET = False
+
+    assert "Break something" not in _page(operator, fleet)

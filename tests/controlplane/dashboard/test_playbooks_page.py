@@ -1,0 +1,145 @@
+"""The automation page: modes, budgets, breakers and maintenance, and who may change them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from django.test import Client
+from django.urls import reverse
+
+from controlplane.fleet.models import MaintenanceWindow
+from controlplane.incidents.choices import Mode, Scope
+from controlplane.incidents.limits import limits_of, mode_of
+from controlplane.incidents.models import Breaker
+from tests.controlplane.dashboard.world import Fleet
+from tests.factories import BreakerFactory, PlaybookFactory, ReservationFactory
+
+
+def _page(client: Client, **query: str) -> str:
+    return client.get(reverse("automation-page"), query).content.decode()
+
+
+@pytest.fixture
+def playbook(fleet: Fleet) -> str:
+    step = {
+        "title": "Reboot it",
+        "disruptive": True,
+        "does": ["power cycle"],
+        "prose": "By `hand`.",
+    }
+    return str(PlaybookFactory(name="repair-node", steps=[step]).pk)
+
+
+def test_a_playbook_is_told_with_its_steps_and_mode(
+    viewer: Client, fleet: Fleet, playbook: str
+) -> None:
+    page = _page(viewer)
+
+    assert 'data-playbook="repair-node" data-mode="automatic"' in page
+    assert "power cycle" in page
+    assert "<code>hand</code>" in page
+    assert "Change the mode" not in page
+
+
+def test_an_admin_sets_the_mode_with_a_reason(admin: Client, fleet: Fleet, playbook: str) -> None:
+    form = {"playbook": playbook, "mode": "approve", "reason": "new firmware"}
+
+    answer = admin.post(reverse("playbook-mode", args=[fleet.cluster.id]), form)
+
+    assert answer["Location"] == f"{reverse('automation-page')}?cluster={fleet.cluster.id}"
+    assert mode_of(fleet.cluster.id, playbook) == Mode.APPROVE
+
+
+def test_an_operator_does_not_set_the_mode(operator: Client, fleet: Fleet, playbook: str) -> None:
+    form = {"playbook": playbook, "mode": "off", "reason": "no"}
+
+    answer = operator.post(reverse("playbook-mode", args=[fleet.cluster.id]), form)
+
+    assert answer.status_code == 403
+    assert mode_of(fleet.cluster.id, playbook) == Mode.AUTOMATIC
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"playbook": "repair-node", "mode": "sometimes", "reason": "x"},
+        {"playbook": "repair-node", "mode": "off"},
+        {"playbook": "nonsense", "mode": "off", "reason": "x"},
+    ],
+)
+def test_a_mode_without_sense_is_refused(
+    form: dict[str, str], admin: Client, fleet: Fleet, playbook: str
+) -> None:
+    answer = admin.post(reverse("playbook-mode", args=[fleet.cluster.id]), form)
+
+    assert answer.status_code == 409
+    assert mode_of(fleet.cluster.id, playbook) == Mode.AUTOMATIC
+
+
+def test_budgets_are_shown_with_what_holds_them(viewer: Client, fleet: Fleet) -> None:
+    ReservationFactory(run=fleet.run, node=fleet.node, rack=fleet.rack, code="xid-79")
+
+    page = _page(viewer)
+
+    budget = page[page.index('data-scope="cluster"') :].split("</li>")[0]
+    assert "<strong>1</strong></a> of 2" in budget
+    assert f'href="/runs/{fleet.run.id}"' in page[page.index("Held now") :]
+
+
+def test_an_admin_sets_a_limit(admin: Client, fleet: Fleet) -> None:
+    form = {"scope": "rack", "nodes": "5", "reason": "larger racks"}
+
+    admin.post(reverse("budget-limit", args=[fleet.cluster.id]), form)
+
+    assert limits_of(fleet.cluster.id)[Scope.RACK] == 5
+
+
+@pytest.mark.parametrize("nodes", ["-1", "many", "", "1e9"])
+def test_a_limit_without_sense_is_refused(nodes: str, admin: Client, fleet: Fleet) -> None:
+    form = {"scope": "rack", "nodes": nodes, "reason": "x"}
+
+    assert admin.post(reverse("budget-limit", args=[fleet.cluster.id]), form).status_code == 409
+
+
+def test_an_open_breaker_is_closed_with_a_reason(operator: Client, fleet: Fleet) -> None:
+    breaker = BreakerFactory(cluster=fleet.cluster, code="xid-79")
+    before = _page(operator)
+
+    operator.post(
+        reverse("breaker-close", args=[breaker.id]), {"reason": "bad driver, rolled back"}
+    )
+
+    assert 'data-testid="breaker"' in before
+    assert Breaker.objects.get(pk=breaker.pk).closed_at is not None
+    assert "Closed lately" in _page(operator)
+
+
+def test_maintenance_is_announced_and_ended(operator: Client, fleet: Fleet) -> None:
+    form = {"rack": fleet.rack.id, "delay": "0", "hours": "2", "reason": "switch firmware"}
+
+    operator.post(reverse("maintenance-open", args=[fleet.cluster.id]), form)
+    window = MaintenanceWindow.objects.get()
+    announced = _page(operator)
+    operator.post(reverse("maintenance-close", args=[window.id]), {"reason": "done early"})
+
+    assert window.rack == fleet.rack
+    assert "switch firmware" in announced
+    assert "switch firmware" not in _page(operator)
+
+
+@pytest.mark.parametrize("form", [{"hours": "x"}, {"hours": "2", "delay": "soon"}, {"hours": "2"}])
+def test_maintenance_without_sense_is_refused(
+    form: dict[str, Any], operator: Client, fleet: Fleet
+) -> None:
+    address = reverse("maintenance-open", args=[fleet.cluster.id])
+
+    assert operator.post(address, form).status_code == 409
+    assert not MaintenanceWindow.objects.exists()
+
+
+def test_another_cluster_is_not_found(viewer: Client, stranger: Client, fleet: Fleet) -> None:
+    address = reverse("automation-page")
+
+    assert viewer.get(address, {"cluster": fleet.cluster.id}).status_code == 200
+    assert stranger.get(address, {"cluster": fleet.cluster.id}).status_code == 404

@@ -1,0 +1,112 @@
+"""The pages of spares, repairs and RMA cases."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from django.test import Client
+from django.urls import reverse
+
+from controlplane.fleet.models import Node
+from controlplane.incidents.models import RmaCase
+from tests.controlplane.dashboard.world import Fleet
+from tests.factories import (
+    GpuFactory,
+    RepairRecordFactory,
+    RmaCaseFactory,
+    SpareReservationFactory,
+)
+
+
+@pytest.fixture
+def case(fleet: Fleet) -> RmaCase:
+    bundle = {"serial": fleet.card.serial, "note": "<b>kept verbatim</b>"}
+    return RmaCaseFactory(gpu=fleet.card, incident=fleet.incident, bundle=bundle)
+
+
+def _page(client: Client, **query: str) -> str:
+    return client.get(reverse("repairs"), query).content.decode()
+
+
+def test_spares_are_told_against_the_nodes_they_cover(viewer: Client, fleet: Fleet) -> None:
+    GpuFactory(node=fleet.other, index=0)
+
+    pools = _page(viewer).split('data-testid="pools"')[1].split("</table>")[0]
+
+    assert "NVIDIA H200" in pools
+    assert "<strong>1</strong>" in pools
+
+
+def test_a_reserved_spare_is_not_free(viewer: Client, fleet: Fleet) -> None:
+    GpuFactory(node=fleet.other, index=0)
+    SpareReservationFactory(cluster=fleet.cluster, node=fleet.other, holder="slurm-1")
+
+    page = _page(viewer)
+
+    assert "slurm-1" in page
+    assert "<strong>0</strong>" in page.split('data-testid="pools"')[1].split("</table>")[0]
+
+
+def test_a_node_out_of_service_is_told_with_its_rung(viewer: Client, fleet: Fleet) -> None:
+    Node.objects.filter(pk=fleet.node.pk).update(state="quarantined", state_reason="xid-79")
+    RepairRecordFactory(gpu=fleet.card, rung="reboot")
+
+    out = _page(viewer).split('data-testid="out"')[1].split("</table>")[0]
+
+    assert "alpha-01" in out
+    assert "Reboot" in out
+
+
+def test_the_record_follows_the_card(viewer: Client, fleet: Fleet) -> None:
+    RepairRecordFactory(gpu=fleet.card, rung="reset_gpu")
+    RepairRecordFactory(gpu=fleet.card, rung="reboot")
+    fleet.card.node, fleet.card.index = fleet.other, 0
+    fleet.card.save()
+
+    records = _page(viewer).split('data-testid="records"')[1].split("</table>")[0]
+
+    assert "Reboot 1, Reset the GPU 1" in records
+    assert "alpha-02" in records
+
+
+@pytest.mark.parametrize(
+    ("chosen", "shown"), [("", True), ("open", True), ("sent", False), ("all", True)]
+)
+def test_cases_are_listed_by_their_state(
+    chosen: str, shown: bool, viewer: Client, case: RmaCase
+) -> None:
+    assert ('data-testid="case-row"' in _page(viewer, cases=chosen)) is shown
+
+
+def test_the_evidence_is_shown_and_downloaded(viewer: Client, case: RmaCase) -> None:
+    page = viewer.get(reverse("rma-case", args=[case.id])).content.decode()
+    file = viewer.get(reverse("rma-bundle", args=[case.id]))
+
+    assert "&lt;b&gt;kept verbatim" in page
+    assert json.loads(file.content) == case.bundle
+    assert f"rma-{case.gpu.serial}" in file["Content-Disposition"]
+
+
+def test_a_case_goes_to_the_vendor_and_is_closed(operator: Client, case: RmaCase) -> None:
+    operator.post(
+        reverse("rma-send", args=[case.id]),
+        {"vendor_reference": "NV-123", "reason": "picked up"},
+    )
+    sent = RmaCase.objects.get(pk=case.pk)
+    operator.post(reverse("rma-close", args=[case.id]), {"reason": "replaced"})
+    closed = RmaCase.objects.get(pk=case.pk)
+
+    assert (sent.state, sent.vendor_reference) == ("sent", "NV-123")
+    assert closed.state == "closed"
+
+
+def test_a_case_is_not_sent_without_a_reference(operator: Client, case: RmaCase) -> None:
+    answer = operator.post(reverse("rma-send", args=[case.id]), {"reason": "picked up"})
+
+    assert answer.status_code == 409
+    assert RmaCase.objects.get(pk=case.pk).state == "open"
+
+
+def test_a_fleet_in_service_says_so(stranger: Client) -> None:
+    assert "Every node is in service" in _page(stranger)

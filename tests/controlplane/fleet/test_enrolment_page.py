@@ -1,0 +1,133 @@
+"""The enrolment page: a join token shown once with what to paste, and who came by it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from html import unescape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from django.test import Client
+from django.urls import reverse
+from django.utils import timezone
+
+from controlplane import crypto
+from controlplane.accounts.choices import Role
+from controlplane.accounts.models import AuditEvent
+from controlplane.fleet.models import Cluster, JoinToken
+from node_agent.config import load_config
+from tests.factories import ClusterFactory, GrantFactory, JoinTokenFactory, NodeFactory
+
+if TYPE_CHECKING:
+    from django.test.client import _MonkeyPatchedWSGIResponse as Page
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture
+def here() -> Cluster:
+    return ClusterFactory(name="here")
+
+
+@pytest.fixture
+def admin(here: Cluster) -> Client:
+    client = Client()
+    client.force_login(GrantFactory(role=Role.ADMIN, cluster=here).user)
+    return client
+
+
+def create(client: Client, cluster: Cluster, uses: str = "8", ttl_s: str = "7200") -> Page:
+    return client.post(
+        reverse("join-token-create"), {"cluster": cluster.pk, "uses": uses, "ttl_s": ttl_s}
+    )
+
+
+def test_a_join_token_is_shown_once_and_kept_as_a_hash(admin: Client, here: Cluster) -> None:
+    page = create(admin, here).content.decode()
+
+    shown = re.search(r'data-testid="secret">([^<]+)<', page)
+    assert shown
+    token = JoinToken.objects.get()
+    assert token.hash == crypto.token_hash(shown[1])
+    assert (token.max_uses, token.cluster) == (8, here)
+    assert shown[1] not in admin.get(reverse("enrolment")).content.decode()
+
+
+def test_the_commands_to_paste_make_a_file_that_the_agent_reads(
+    admin: Client, here: Cluster, tmp_path: Path
+) -> None:
+    page = create(admin, here).content.decode()
+    block = re.search(r'data-testid="agent-commands">(.*?)</pre>', page, re.DOTALL)
+    assert block
+    commands = unescape(re.sub(r"<[^>]+>", "", block[1]))
+    shell, _, start = commands.rpartition("\n")
+    shell = shell.replace("/etc/drydock", f"{tmp_path}/etc").replace("/var/lib", f"{tmp_path}/var")
+
+    subprocess.run(["bash", "-e", "-c", shell], check=True)
+
+    assert start == "python3 -m node_agent --config /etc/drydock/agent.toml"
+    written = tmp_path / "etc" / "agent.toml"
+    config = load_config(written)
+    assert config.name == tomllib.loads(written.read_text())["name"]
+    assert config.join_token_file is not None
+    token = config.join_token_file.read_text()
+    assert JoinToken.objects.get().hash == crypto.token_hash(token)
+    assert config.join_token_file.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(("uses", "ttl_s"), [("0", "7200"), ("x", "7200"), ("1", "7"), ("1", "")])
+def test_a_token_that_cannot_be_is_refused_in_words(
+    uses: str, ttl_s: str, admin: Client, here: Cluster
+) -> None:
+    assert create(admin, here, uses, ttl_s).status_code == 409
+    assert not JoinToken.objects.exists()
+
+
+def test_a_revoked_token_stays_listed_with_its_reason_on_record(
+    admin: Client, here: Cluster
+) -> None:
+    token = JoinTokenFactory(cluster=here)
+
+    answer = admin.post(reverse("join-token-revoke", args=[token.pk]), {"reason": "leaked"})
+
+    assert answer.status_code == 302
+    assert "Revoked" in admin.get(reverse("enrolment")).content.decode()
+    assert AuditEvent.objects.get(verb="join_token.revoke").reason == "leaked"
+
+
+def test_revoking_wants_a_reason(admin: Client, here: Cluster) -> None:
+    token = JoinTokenFactory(cluster=here)
+
+    assert admin.post(reverse("join-token-revoke", args=[token.pk])).status_code == 409
+    assert JoinToken.objects.filter(revoked_at=None).exists()
+
+
+def test_used_up_and_expired_tokens_are_marked(admin: Client, here: Cluster) -> None:
+    JoinTokenFactory(cluster=here, uses=1, max_uses=1)
+    JoinTokenFactory(cluster=here, expires_at=timezone.now())
+
+    page = admin.get(reverse("enrolment")).content.decode()
+
+    assert "Used up" in page
+    assert "Expired" in page
+    assert "Revoke…" not in page
+
+
+def test_it_shows_the_newcomers_of_own_clusters_only(admin: Client, here: Cluster) -> None:
+    NodeFactory(cluster=here, name="newcomer-here")
+    NodeFactory(name="newcomer-elsewhere")
+
+    page = admin.get(reverse("enrolment")).content.decode()
+
+    assert "newcomer-here" in page
+    assert "newcomer-elsewhere" not in page
+
+
+def test_empty_it_says_what_to_do(admin: Client) -> None:
+    page = admin.get(reverse("enrolment")).content.decode()
+
+    assert "Make one above" in page
+    assert "No node has enrolled yet" in page

@@ -1,0 +1,221 @@
+"""Every list: its filters, sorts, pages, fields and tags, as each resource declares them."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from controlplane.api import RESOURCES
+from controlplane.rest.filters import Parameter
+from tests.controlplane.rest.world import ROWS, Caller, World
+from tests.factories import NodeFactory
+
+every_list = pytest.mark.parametrize("name", sorted(RESOURCES))
+EVERY_SORT = [
+    pytest.param(name, way + sort, id=f"{name}-{way}{sort}")
+    for name, resource in sorted(RESOURCES.items())
+    for sort in resource.sorts
+    for way in ("", "-")
+]
+#: A value that fits each kind of parameter.
+FITTING = {"boolean": "true", "integer": "1", "string": "x", "date-time": "2026-11-21T12:00:00Z"}
+
+
+def results(caller: Caller, path: str) -> list[dict[str, Any]]:
+    answer = caller.get(path)
+    assert answer.status_code == 200, answer.content
+    found: list[dict[str, Any]] = answer.json()["results"]
+    return found
+
+
+def parameters_of(name: str) -> list[Parameter]:
+    """What this list may be asked with; cursors are asked for by following them."""
+    told = RESOURCES[name].list_parameters()
+    return [parameter for parameter in told if parameter.name not in ("cursor", "fields")]
+
+
+def _fitting(parameter: Parameter) -> str:
+    kind = parameter.schema.get("format", parameter.schema["type"])
+    return str(parameter.schema.get("enum", [FITTING[kind]])[0])
+
+
+@every_list
+def test_a_viewer_sees_what_is_in_the_cluster(name: str, world: World, viewer: Caller) -> None:
+    shown = results(viewer, f"/api/v1/{name}")
+
+    key = "uuid" if name == "gpus" else "name" if name == "playbooks" else "id"
+    assert world.objects[name].pk in [row[key] for row in shown]
+
+
+@every_list
+def test_an_object_is_shown_with_all_that_its_list_shows(
+    name: str, world: World, viewer: Caller
+) -> None:
+    whole = viewer.get(world.path(name)).json()
+
+    assert set(RESOURCES[name].serializer_class.Meta.fields) <= set(whole)
+
+
+@pytest.mark.parametrize("name", sorted(set(RESOURCES) - {"playbooks"}))
+def test_a_stranger_sees_nothing_of_it(name: str, world: World, stranger: Caller) -> None:
+    own = world.objects[name].pk
+
+    assert all(own not in row.values() for row in results(stranger, f"/api/v1/{name}"))
+    assert stranger.get(world.path(name)).status_code == 404
+
+
+@every_list
+def test_every_parameter_is_understood(name: str, world: World, viewer: Caller) -> None:
+    given = {parameter.name: _fitting(parameter) for parameter in parameters_of(name)}
+
+    statuses = {key: viewer.get(f"/api/v1/{name}", {key: given[key]}).status_code for key in given}
+
+    assert set(statuses.values()) == {200}, statuses
+    assert viewer.get(f"/api/v1/{name}", given).status_code == 200
+
+
+@every_list
+def test_a_value_that_cannot_be_is_refused_by_name(name: str, world: World, viewer: Caller) -> None:
+    keys = [parameter.name for parameter in parameters_of(name)]
+
+    answers = {key: viewer.get(f"/api/v1/{name}", {key: "\0"}) for key in keys}
+
+    assert {answer.status_code for answer in answers.values()} == {400}
+    assert [answer.json()["errors"][0]["field"] for answer in answers.values()] == keys
+
+
+@every_list
+def test_a_parameter_that_is_not_known_is_refused_by_name(
+    name: str, world: World, viewer: Caller
+) -> None:
+    answer = viewer.get(f"/api/v1/{name}?colour=red")
+
+    assert (answer.status_code, answer.json()["code"]) == (400, "unknown_parameter")
+    assert answer.json()["errors"][0]["field"] == "colour"
+
+
+@pytest.mark.parametrize(("name", "sort"), EVERY_SORT)
+def test_pages_in_any_order_show_every_row_once(
+    name: str, sort: str, world: World, viewer: Caller
+) -> None:
+    for _ in range(4):
+        ROWS[name](world.cluster)
+    whole = results(viewer, f"/api/v1/{name}?sort={sort}&limit=500")
+
+    there: list[Any] = []
+    pages = []
+    path = f"/api/v1/{name}?sort={sort}&limit=2"
+    while path:
+        page = viewer.get(path).json()
+        pages.append(page)
+        there += page["results"]
+        path = page["next"]
+
+    assert there == whole
+    back: list[Any] = []
+    path = pages[-1]["previous"]
+    while path:
+        page = viewer.get(path).json()
+        back = page["results"] + back
+        path = page["previous"]
+    assert back == whole[: len(back)]
+    assert len(back) == len(whole) - len(pages[-1]["results"])
+
+
+@every_list
+def test_only_the_fields_that_are_asked_for_are_shown(
+    name: str, world: World, viewer: Caller
+) -> None:
+    first, second = RESOURCES[name].serializer_class.Meta.fields[:2]
+
+    for row in results(viewer, f"/api/v1/{name}?fields={first},{second}"):
+        assert set(row) == {first, second}
+    assert set(viewer.get(f"{world.path(name)}?fields={first}").json()) == {first}
+    assert viewer.get(f"/api/v1/{name}?fields=secret").status_code == 400
+
+
+@every_list
+def test_what_has_not_changed_is_not_sent_again(name: str, world: World, viewer: Caller) -> None:
+    for path in (f"/api/v1/{name}", world.path(name)):
+        tag = viewer.get(path)["ETag"]
+
+        again = viewer.get(path, headers={"If-None-Match": tag})
+
+        assert (again.status_code, again.content) == (304, b"")
+        assert viewer.get(path, headers={"If-None-Match": '"other"'}).status_code == 200
+
+
+# --- nodes, as an example of the rest -------------------------------------------------------------
+
+
+def names(caller: Caller, query: str) -> list[str]:
+    return [row["name"] for row in results(caller, f"/api/v1/nodes?{query}&fields=name")]
+
+
+@pytest.fixture
+def fleet(world: World) -> None:
+    for name, state in (("a1", "available"), ("a2", "allocated"), ("b1", "repairing")):
+        NodeFactory(
+            cluster=world.cluster,
+            name=name,
+            state=state,
+            **({"state_deadline": "2030-01-01T00:00:00Z"} if state == "repairing" else {}),
+        )
+
+
+def test_values_of_one_filter_are_alternatives(fleet: None, viewer: Caller) -> None:
+    assert names(viewer, "name=a1,b1") == ["a1", "b1"]
+    assert names(viewer, "name=a1&name=b1") == ["a1", "b1"]
+
+
+def test_several_filters_all_hold(fleet: None, viewer: Caller) -> None:
+    assert names(viewer, "q=A&state=allocated") == ["a2"]
+
+
+def test_a_cluster_is_named_by_id_or_name(fleet: None, world: World, viewer: Caller) -> None:
+    by_id = names(viewer, f"cluster={world.cluster.pk}&q=a")
+
+    assert by_id == names(viewer, f"cluster={world.cluster.name}&q=a") != []
+
+
+def test_rows_that_come_in_between_shift_no_page(fleet: None, world: World, viewer: Caller) -> None:
+    first = viewer.get("/api/v1/nodes?q=1&limit=1&name=a1,a15,b1").json()
+    NodeFactory(cluster=world.cluster, name="a0-1")
+
+    second = viewer.get(first["next"]).json()
+
+    assert [row["name"] for row in first["results"] + second["results"]] == ["a1", "b1"]
+
+
+@pytest.mark.parametrize("cursor", ["abc", "eyJ4IjoxfQ:1:2", "%00"])
+def test_a_cursor_of_ones_own_making_is_refused(cursor: str, world: World, viewer: Caller) -> None:
+    answer = viewer.get(f"/api/v1/nodes?cursor={cursor}")
+
+    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_cursor")
+
+
+def test_a_cursor_belongs_to_its_sort(fleet: None, viewer: Caller) -> None:
+    onward = viewer.get("/api/v1/nodes?limit=1").json()["next"]
+
+    answer = viewer.get(f"{onward}&sort=-name")
+
+    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_cursor")
+    assert urlsplit(onward).path == "/api/v1/nodes"
+
+
+@pytest.mark.parametrize("limit", ["0", "501", "many", "-1", "9" * 30])
+def test_a_limit_is_from_1_to_500(limit: str, world: World, viewer: Caller) -> None:
+    assert viewer.get(f"/api/v1/nodes?limit={limit}").status_code == 400
+
+
+@pytest.mark.parametrize("moment", ["yesterday", "2026-11-21", "2026-11-21T12:00:00", "2026-13-01"])
+def test_a_time_needs_its_zone(moment: str, world: World, viewer: Caller) -> None:
+    assert viewer.get(f"/api/v1/nodes?state_since__gte={moment}").status_code == 400
+
+
+def test_a_zone_written_plainly_is_understood(world: World, viewer: Caller) -> None:
+    path = "/api/v1/nodes?state_since__gte=2026-01-01T00:00:00+01:00"
+
+    assert viewer.get(path).status_code == 200

@@ -1,0 +1,297 @@
+"""What schedulers ask: which nodes may I use, what changed, keep a spare, not this node."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.utils import timezone
+
+from controlplane.accounts.models import SYSTEM
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.models import Cluster, MaintenanceWindow, Node, Rack
+from controlplane.incidents import actions as incidents
+from controlplane.jobs import actions as jobs
+from controlplane.jobs.models import SpareReservation
+from tests.controlplane.rest.world import Caller, World, playbooks
+from tests.factories import ClusterFactory, GpuFactory, JobFactory, NodeFactory, RackFactory
+
+
+@pytest.fixture
+def yard(db: None) -> World:
+    """A cluster with nothing in it but what the test puts there."""
+    playbooks()
+    return World(ClusterFactory())
+
+
+@pytest.fixture
+def scheduler(yard: World) -> Caller:
+    return yard.caller("operator")
+
+
+def node(yard: World, **fields: Any) -> Node:
+    made = NodeFactory(cluster=yard.cluster, **fields)
+    GpuFactory(node=made, index=0)
+    return made
+
+
+def usable(scheduler: Caller, yard: World, **query: str) -> list[str]:
+    answer = scheduler.get(f"/api/v1/clusters/{yard.cluster.pk}/usable-nodes", query)
+    assert answer.status_code == 200, answer.content
+    return sorted(row["id"] for row in answer.json()["nodes"])
+
+
+# --- which nodes may I use now --------------------------------------------------------------------
+
+
+def _held(it: Node) -> None:
+    fleet.set_hold(SYSTEM, it.pk, "hands off")
+
+
+def _drained(it: Node) -> None:
+    fleet.set_drained_by(SYSTEM, it.pk, "slurm", "theirs")
+
+
+def _silent(it: Node) -> None:
+    it.lease.last_beat_at = timezone.now() - timedelta(hours=1)
+    it.lease.save()
+
+
+def _revoked(it: Node) -> None:
+    fleet.revoke_node_key(SYSTEM, it.pk, "stolen")
+
+
+def _in_maintenance(it: Node) -> None:
+    _window(it, node=it)
+
+
+def _in_a_rack_in_maintenance(it: Node) -> None:
+    _window(it, rack=it.rack)
+
+
+def _in_a_cluster_in_maintenance(it: Node) -> None:
+    _window(it)
+
+
+def _ordered_out(it: Node) -> None:
+    incidents.order_node(SYSTEM, it.pk, "drain", "to be emptied")
+
+
+def _reserved(it: Node) -> None:
+    Node.objects.filter(pk=it.pk).update(spare=True)
+    jobs.reserve_spare(SYSTEM, it.cluster_id, holder="another", ttl_s=60, reason="theirs")
+
+
+def _window(it: Node, rack: Rack | None = None, node: Node | None = None) -> None:
+    now = timezone.now()
+    MaintenanceWindow.objects.create(
+        cluster=it.cluster,
+        rack=rack,
+        node=node,
+        starts_at=now - timedelta(minutes=1),
+        ends_at=now + timedelta(minutes=1),
+        owner="1",
+        reason="cables",
+    )
+
+
+STANDS_IN_THE_WAY = [
+    _held,
+    _drained,
+    _silent,
+    _revoked,
+    _in_maintenance,
+    _in_a_rack_in_maintenance,
+    _in_a_cluster_in_maintenance,
+    _ordered_out,
+    _reserved,
+]
+
+
+@pytest.mark.parametrize("obstacle", STANDS_IN_THE_WAY)
+def test_a_node_with_something_in_its_way_is_not_usable(
+    obstacle: Any, yard: World, scheduler: Caller
+) -> None:
+    it = node(yard, rack=RackFactory(cluster=yard.cluster))
+    assert usable(scheduler, yard) == [it.pk]
+
+    obstacle(it)
+
+    assert usable(scheduler, yard) == []
+
+
+def test_a_window_that_is_over_stands_in_nobodys_way(yard: World, scheduler: Caller) -> None:
+    it = node(yard)
+    _in_a_cluster_in_maintenance(it)
+    fleet.close_maintenance(SYSTEM, MaintenanceWindow.objects.get().pk, "done early")
+
+    assert usable(scheduler, yard) == [it.pk]
+
+
+def test_nodes_are_asked_for_by_model_rack_and_kind(yard: World, scheduler: Caller) -> None:
+    rack = RackFactory(cluster=yard.cluster, name="r1")
+    near, far = node(yard, rack=rack), node(yard, spare=True)
+    far.gpus.update(model="NVIDIA B200")
+
+    assert usable(scheduler, yard, rack="r1") == usable(scheduler, yard, rack=rack.pk) == [near.pk]
+    assert usable(scheduler, yard, gpu_model="NVIDIA B200") == [far.pk]
+    assert usable(scheduler, yard, spare="true") == [far.pk]
+
+
+def test_a_job_may_use_what_is_kept_for_it_and_not_what_it_avoids(
+    yard: World, scheduler: Caller
+) -> None:
+    job = JobFactory(cluster=yard.cluster)
+    kept, avoided = node(yard, spare=True), node(yard)
+    jobs.reserve_spare(
+        SYSTEM, yard.cluster.pk, holder="slurm", ttl_s=60, reason="mine", job_id=job.pk
+    )
+    jobs.exclude_node(SYSTEM, job.pk, avoided.pk, "slow")
+
+    assert usable(scheduler, yard) == [avoided.pk]
+    assert usable(scheduler, yard, job=job.pk) == [kept.pk]
+
+
+def test_what_is_said_of_a_usable_node_is_enough_to_use_it(yard: World, scheduler: Caller) -> None:
+    it = node(yard, rack=RackFactory(cluster=yard.cluster, name="r7"), address="10.0.0.7")
+
+    told = scheduler.get(f"/api/v1/clusters/{yard.cluster.pk}/usable-nodes").json()
+
+    assert told["nodes"] == [
+        {
+            "id": it.pk,
+            "name": it.name,
+            "address": "10.0.0.7",
+            "rack_id": it.rack_id,
+            "rack_name": "r7",
+            "spare": False,
+            "gpu_model": "NVIDIA H200",
+            "gpu_count": 1,
+        }
+    ]
+    assert told["change_seq"] == yard.cluster.change_seq
+
+
+# --- what changed ---------------------------------------------------------------------------------
+
+
+def changes(scheduler: Caller, yard: World, after: int) -> tuple[int, list[tuple[str, str]]]:
+    told = scheduler.get(f"/api/v1/clusters/{yard.cluster.pk}/changes?after={after}").json()
+    return told["seq"], [(one["type"], one["id"]) for one in told["changes"]]
+
+
+def test_what_was_written_since_is_told_once_each_in_the_order_of_commits(
+    yard: World, scheduler: Caller
+) -> None:
+    first, second = node(yard), node(yard)
+    seq, _ = changes(scheduler, yard, 0)
+    fleet.set_hold(SYSTEM, first.pk, "a")
+    fleet.set_hold(SYSTEM, second.pk, "b")
+    fleet.set_hold(SYSTEM, first.pk, "c")
+
+    new, told = changes(scheduler, yard, seq)
+
+    assert told == [("node", second.pk), ("node", first.pk)]
+    assert new == seq + 3
+    assert changes(scheduler, yard, new) == (new, [])
+
+
+def test_a_node_that_falls_silent_or_returns_is_a_change(yard: World, scheduler: Caller) -> None:
+    it = node(yard)
+    it.lease.deadline = timezone.now() - timedelta(seconds=1)
+    it.lease.save()
+    seq, _ = changes(scheduler, yard, 0)
+
+    fleet.lose_leases(timezone.now())
+    lost = changes(scheduler, yard, seq)
+    fleet.renew_leases({it.pk: timezone.now()}, 30)
+
+    assert lost[1] == changes(scheduler, yard, lost[0])[1] == [("node", it.pk)]
+
+
+def test_long_news_come_in_parts_and_none_is_missed(
+    yard: World, scheduler: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controlplane.incidents.api.CHANGES_WINDOW", 2)
+    nodes = [node(yard) for _ in range(7)]
+    for it in nodes:
+        fleet.set_hold(SYSTEM, it.pk, "x")
+
+    told, seq, more = [], 0, True
+    while more:
+        path = f"/api/v1/clusters/{yard.cluster.pk}/changes?after={seq}"
+        part = scheduler.get(path).json()
+        told += [one["id"] for one in part["changes"]]
+        seq, more = part["seq"], part["more"]
+
+    assert told == [it.pk for it in nodes]
+    assert seq == Cluster.objects.get().change_seq
+
+
+def test_a_change_that_was_rolled_back_is_none(yard: World, scheduler: Caller) -> None:
+    it = node(yard)
+    seq, _ = changes(scheduler, yard, 0)
+
+    scheduler.order(f"/api/v1/nodes/{it.pk}/hold?dry_run=true", {"reason": "x"})
+
+    assert changes(scheduler, yard, seq) == (seq, [])
+
+
+def test_another_clusters_news_are_nobodys_business(yard: World, stranger_to: Caller) -> None:
+    path = f"/api/v1/clusters/{yard.cluster.pk}/changes"
+
+    assert stranger_to.get(path).status_code == 404
+
+
+@pytest.fixture
+def stranger_to(yard: World) -> Caller:
+    return World(ClusterFactory()).caller("admin")
+
+
+# --- a job, from its scheduler --------------------------------------------------------------------
+
+
+def test_a_job_from_registration_to_its_end(yard: World, scheduler: Caller) -> None:
+    body = {"cluster": yard.cluster.name, "name": "llm", "program": "train", "world_replicas": 2}
+    job = scheduler.order("/api/v1/jobs", body).json()["result"]
+    path = f"/api/v1/jobs/{job['id']}"
+    assert [replica["state"] for replica in job["replicas"]] == ["pending", "pending"]
+
+    told = scheduler.order(f"{path}/progress", {"step": 12, "loss": 2.5}).json()["result"]
+    assert (told["state"], told["step"], told["loss"]) == ("running", 12, 2.5)
+
+    ended = scheduler.order(f"{path}/end", {"reason": "converged"}).json()["result"]
+    assert (ended["state"], ended["ended_at"] is not None) == ("stopped", True)
+    assert scheduler.order(f"{path}/progress", {"step": 13}).status_code == 409
+    assert scheduler.order(f"{path}/end", {"reason": "again"}).status_code == 409
+
+
+def test_two_reservations_never_hold_the_same_spare(yard: World, scheduler: Caller) -> None:
+    spares = {node(yard, spare=True).pk for _ in range(2)}
+    body = {"cluster": yard.cluster.pk, "holder": "slurm", "ttl_s": 60, "reason": "x"}
+
+    first, second = (scheduler.order("/api/v1/spares/reserve", body).json() for _ in range(2))
+    third = scheduler.order("/api/v1/spares/reserve", body)
+
+    assert {first["result"]["node_id"], second["result"]["node_id"]} == spares
+    assert third.status_code == 409
+
+
+def test_a_reservation_whose_time_is_up_holds_nothing(yard: World, scheduler: Caller) -> None:
+    it = node(yard, spare=True)
+    body = {"cluster": yard.cluster.pk, "holder": "slurm", "ttl_s": 60, "reason": "x"}
+    scheduler.order("/api/v1/spares/reserve", body)
+    SpareReservation.objects.update(expires_at=timezone.now())
+
+    assert usable(scheduler, yard) == [it.pk]
+    assert scheduler.order("/api/v1/spares/reserve", body).status_code == 201
+
+
+def test_the_keeper_gives_back_what_has_expired(yard: World) -> None:
+    node(yard, spare=True)
+    jobs.reserve_spare(SYSTEM, yard.cluster.pk, holder="slurm", ttl_s=60, reason="x")
+
+    assert jobs.expire_reservations(timezone.now()) == 0
+    assert jobs.expire_reservations(timezone.now() + timedelta(minutes=2)) == 1
+    assert SpareReservation.objects.get().released_at is not None

@@ -1,0 +1,30 @@
+"""Worlds to play in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.workers.world import World
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    yield from _world(spares=2)
+
+
+@pytest.fixture
+def poor_world() -> Iterator[World]:
+    yield from _world(spares=0)
+
+
+def _world(spares: int) -> Iterator[World]:
+    # Models can be imported only once Django's settings are known, which is after this module.
+    from tests.workers.world import World
+
+    with ExitStack() as stack:
+        yield World(stack, spares=spares)

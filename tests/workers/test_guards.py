@@ -1,0 +1,461 @@
+"""The guards: what stops a disruptive step, what lets it go, and what a person signs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from unittest.mock import patch
+
+import pytest
+from django.utils import timezone
+from pytest_django import Settings
+
+from controlplane.accounts.choices import ActorKind
+from controlplane.accounts.models import SYSTEM, Actor
+from controlplane.errors import Conflict
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.choices import NodeState
+from controlplane.fleet.models import Cluster, Lease, Node
+from controlplane.incidents import actions as incidents
+from controlplane.incidents import limits
+from controlplane.incidents.choices import (
+    ApprovalState,
+    Effect,
+    IncidentState,
+    Mode,
+    RunState,
+    Scope,
+    StepState,
+)
+from controlplane.incidents.models import Approval, Breaker, PlaybookRun, Reservation
+from tests.factories import (
+    ClusterFactory,
+    FailureFactory,
+    IncidentFactory,
+    NodeFactory,
+    PlacementFactory,
+    RackFactory,
+)
+from workers import engine
+from workers.playbooks import PLAYBOOKS
+from workers.playbooks.base import Back, Done, Outcome, Playbook, StepContext, StepDefinition
+
+pytestmark = pytest.mark.django_db
+PERSON = Actor(ActorKind.USER, "1")
+acted: list[str] = []
+goes_back: list[str] = []
+
+
+def act(ctx: StepContext) -> Outcome:
+    acted.append(ctx.step.key)
+    if goes_back and ctx.step.key == "second":
+        goes_back.clear()
+        return Back(to="first", text="it did not help")
+    return Done(text="done")
+
+
+def disruptive(key: str) -> StepDefinition:
+    return StepDefinition(
+        key=key,
+        title=key,
+        act=act,
+        effect=Effect.IDEMPOTENT,
+        prose="by hand",
+        disruptive=True,
+        does=lambda context: (f"break {{node}} in {context.get('how', 'the usual way')}",),
+        timeout_s=60,
+    )
+
+
+PLAYBOOK = Playbook(
+    name="guarded",
+    version=1,
+    summary="for tests",
+    deadline_s=600,
+    steps=(disruptive("first"), disruptive("second")),
+)
+
+
+@pytest.fixture(autouse=True)
+def playbook() -> Iterator[None]:
+    acted.clear()
+    goes_back.clear()
+    with patch.dict(PLAYBOOKS, {"guarded": PLAYBOOK}):
+        incidents.publish_playbooks([PLAYBOOK.as_row()])
+        yield
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return ClusterFactory()
+
+
+def request(cluster: Cluster, code: str = "xid-79", **fields: object) -> PlaybookRun:
+    node = fields.pop("node", None) or NodeFactory(cluster=cluster)
+    assert isinstance(node, Node)
+    incident = IncidentFactory(cluster=cluster, node=node, code=code, subject=f"node/{node.pk}")
+    return incidents.request_run(
+        SYSTEM,
+        "guarded",
+        node.pk,
+        cluster_id=cluster.pk,
+        title="Guarded",
+        incident=incident,
+        node_id=node.pk,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def drain(run: PlaybookRun) -> PlaybookRun:
+    run.steps.filter(state__in=["ready", "waiting"]).update(wake_at=timezone.now())
+    engine.drain("", owner="test")
+    run.refresh_from_db()
+    return run
+
+
+def first_words(run: PlaybookRun) -> str:
+    return run.steps.order_by("position")[0].outcome
+
+
+# --- what stops automation ------------------------------------------------------------------------
+
+
+def open_window(cluster_id: str, **where: str | None) -> str:
+    now = timezone.now()
+    hour = timedelta(hours=1)
+    window = fleet.open_maintenance(
+        PERSON, cluster_id, starts_at=now - hour, ends_at=now + hour, reason="hands off", **where
+    )
+    return window.pk
+
+
+def hold(node: Node) -> None:
+    fleet.set_hold(PERSON, node.pk, "hands off")
+
+
+def window_of_node(node: Node) -> None:
+    open_window(node.cluster_id, node_id=node.pk)
+
+
+def window_of_rack(node: Node) -> None:
+    open_window(node.cluster_id, rack_id=node.rack_id)
+
+
+def window_of_cluster(node: Node) -> None:
+    open_window(node.cluster_id)
+
+
+def foreign_drain(node: Node) -> None:
+    fleet.set_drained_by(PERSON, node.pk, "slurm/admin", "hands off")
+
+
+@pytest.mark.parametrize(
+    "stop", [hold, window_of_node, window_of_rack, window_of_cluster, foreign_drain]
+)
+def test_a_persons_word_stops_automation(stop: Callable[[Node], None], cluster: Cluster) -> None:
+    node = NodeFactory(cluster=cluster, rack=RackFactory(cluster=cluster))
+    run = request(cluster, node=node)
+    stop(node)
+    drain(run)
+    assert (acted, run.state) == ([], RunState.RUNNING)
+    assert first_words(run).startswith("not now: ")
+
+
+@pytest.mark.parametrize("stop", [hold, window_of_cluster, foreign_drain])
+def test_a_persons_word_does_not_stop_a_persons_order(
+    stop: Callable[[Node], None], cluster: Cluster
+) -> None:
+    run = request(cluster, requested_by="1")
+    assert run.node is not None
+    stop(run.node)
+    assert drain(run).state == RunState.SUCCEEDED
+
+
+def test_a_window_that_is_over_or_elsewhere_stops_nothing(cluster: Cluster) -> None:
+    elsewhere = NodeFactory(cluster=cluster)
+    window_of_node(elsewhere)
+    fleet.close_maintenance(PERSON, open_window(cluster.pk), "done early")
+    assert drain(request(cluster)).state == RunState.SUCCEEDED
+
+
+def test_our_own_drain_stops_nothing(cluster: Cluster) -> None:
+    run = request(cluster)
+    fleet.set_drained_by(SYSTEM, str(run.node_id), f"drydock/{run.incident_id}", "ours")
+    assert drain(run).state == RunState.SUCCEEDED
+
+
+def test_automation_never_lifts_a_drain_that_is_not_ours() -> None:
+    node = NodeFactory(drained_by="slurm/admin")
+    with pytest.raises(Conflict, match="only they give it back"):
+        fleet.set_drained_by(SYSTEM, node.pk, "", "it is back")
+    fleet.set_drained_by(PERSON, node.pk, "", "I give it back")
+
+
+def test_a_step_that_the_guards_hold_up_too_long_asks_for_a_person(cluster: Cluster) -> None:
+    run = request(cluster)
+    fleet.set_hold(PERSON, str(run.node_id), "hands off")
+    drain(run)
+    run.steps.update(started_at=timezone.now() - timedelta(hours=1))
+    assert drain(run).state == RunState.NEEDS_OPERATOR
+
+
+# --- budgets --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scope", Scope)
+def test_each_limit_holds_up_the_node_beyond_it(scope: Scope, cluster: Cluster) -> None:
+    rack = RackFactory(cluster=cluster)
+    placements = [
+        PlacementFactory(
+            node=NodeFactory(cluster=cluster, rack=rack, state=NodeState.ALLOCATED),
+            replica__job__cluster=cluster,
+        )
+        for _ in range(2)
+    ]
+    job = placements[0].replica.job
+    placements[1].replica.job = job
+    placements[1].replica.index = 1
+    placements[1].replica.save()
+    incidents.set_limit(PERSON, cluster.pk, scope, 1, "one at a time")
+    for placement in placements:
+        request(cluster, node=placement.node)
+    runs = [drain(run) for run in PlaybookRun.objects.order_by("created_at")]
+    # The first has finished and given its share back before the second asked: hold it open.
+    assert [run.state for run in runs] == [RunState.SUCCEEDED, RunState.SUCCEEDED]
+
+    Reservation.objects.create(
+        cluster=cluster, node=placements[0].node, run=runs[0], rack=rack, job=job, code="xid-79"
+    )
+    late = request(cluster, node=placements[1].node)
+    drain(late)
+    assert "limit 1" in first_words(late)
+    Reservation.objects.update(released_at=timezone.now())
+    assert drain(late).state == RunState.SUCCEEDED
+
+
+def test_a_limit_of_zero_stops_automation(cluster: Cluster) -> None:
+    incidents.set_limit(PERSON, cluster.pk, Scope.CLUSTER, 0, "stop")
+    run = request(cluster)
+    drain(run)
+    assert "limit 0" in first_words(run)
+
+
+def test_a_limit_below_zero_is_refused(cluster: Cluster) -> None:
+    with pytest.raises(Conflict, match="0 or more"):
+        incidents.set_limit(PERSON, cluster.pk, Scope.CLUSTER, -1, "no")
+
+
+def test_what_pages_show_of_budgets_is_what_the_guards_count(cluster: Cluster) -> None:
+    NodeFactory(cluster=cluster, state=NodeState.QUARANTINED)
+    use = limits.budgets_of(cluster)[0]
+    assert (use.scope, use.used, use.limit) == (Scope.CLUSTER, 1, 2)
+
+
+# --- breakers -------------------------------------------------------------------------------------
+
+
+def burst(cluster: Cluster, nodes: int) -> Breaker | None:
+    for _ in range(nodes):
+        FailureFactory(node=NodeFactory(cluster=cluster), code="xid-79")
+    return incidents.open_breaker_on_burst(cluster.pk, "xid-79")
+
+
+def test_one_code_on_many_nodes_opens_its_breaker(cluster: Cluster, settings: Settings) -> None:
+    settings.BREAKER_NODES = 3
+    assert burst(cluster, 2) is None
+    assert burst(cluster, 1) is not None
+    run = request(cluster)
+    drain(run)
+    assert (acted, run.state) == ([], RunState.NEEDS_OPERATOR)
+    assert "the breaker is open" in run.state_reason
+
+
+def test_another_code_goes_on(cluster: Cluster, settings: Settings) -> None:
+    settings.BREAKER_NODES = 1
+    burst(cluster, 1)
+    assert drain(request(cluster, code="xid-48")).state == RunState.SUCCEEDED
+
+
+def test_many_failures_of_one_node_open_nothing(cluster: Cluster, settings: Settings) -> None:
+    settings.BREAKER_NODES = 2
+    node = NodeFactory(cluster=cluster)
+    FailureFactory.create_batch(5, node=node, code="xid-79")
+    assert incidents.open_breaker_on_burst(cluster.pk, "xid-79") is None
+
+
+def test_closing_a_breaker_replays_nothing_but_lets_new_faults_through(
+    cluster: Cluster, settings: Settings
+) -> None:
+    settings.BREAKER_NODES = 2
+    breaker = burst(cluster, 2)
+    assert breaker is not None
+    stale = request(cluster)
+    drain(stale)
+    incidents.close_breaker(PERSON, breaker.pk, "it was the driver")
+    assert drain(stale).state == RunState.NEEDS_OPERATOR
+    assert incidents.open_breaker_on_burst(cluster.pk, "xid-79") is None
+    assert drain(request(cluster)).state == RunState.SUCCEEDED
+    with pytest.raises(Conflict, match="closed already"):
+        incidents.close_breaker(PERSON, breaker.pk, "again")
+
+
+# --- silence --------------------------------------------------------------------------------------
+
+
+def silence(*nodes: Node, ago: float = 4.0) -> None:
+    Lease.objects.filter(pk__in=[node.pk for node in nodes]).update(
+        reachable=False, last_beat_at=timezone.now() - timedelta(seconds=ago)
+    )
+
+
+def test_a_node_whose_whole_site_is_silent_is_left_alone(cluster: Cluster) -> None:
+    nodes = NodeFactory.create_batch(4, cluster=cluster)
+    silence(*nodes[:3])
+    run = request(cluster, node=nodes[0])
+    drain(run)
+    assert acted == []
+    assert "went quiet together" in first_words(run)
+
+
+def test_a_node_that_is_silent_alone_is_taken_out(cluster: Cluster) -> None:
+    nodes = NodeFactory.create_batch(4, cluster=cluster)
+    silence(nodes[0])
+    assert drain(request(cluster, node=nodes[0])).state == RunState.SUCCEEDED
+
+
+def test_nodes_that_were_silent_long_before_are_no_part_of_it(cluster: Cluster) -> None:
+    nodes = NodeFactory.create_batch(4, cluster=cluster)
+    silence(*nodes[1:3], ago=3600)
+    silence(nodes[0])
+    nodes[0].refresh_from_db()
+    assert limits.silence_around(nodes[0]) is None
+
+
+def test_a_silent_rack_is_found_within_a_cluster_that_is_heard(cluster: Cluster) -> None:
+    rack = RackFactory(cluster=cluster, name="r7")
+    quiet = NodeFactory.create_batch(3, cluster=cluster, rack=rack)
+    NodeFactory.create_batch(9, cluster=cluster)
+    silence(*quiet)
+    quiet[0].refresh_from_db()
+    assert str(limits.silence_around(quiet[0])) == "3 of 3 nodes of rack r7 went quiet together"
+
+
+# --- modes ----------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_shows_everything_and_does_nothing(cluster: Cluster) -> None:
+    incidents.set_mode(PERSON, cluster.pk, "guarded", Mode.DRY_RUN, "first weeks")
+    run = request(cluster)
+    drain(run)
+    assert run.node is not None
+    plan = run.steps.order_by("position")[0].evidence["plan"]
+    assert (acted, run.state) == ([], RunState.SUCCEEDED)
+    assert [step["does"] for step in plan["steps"]] == [
+        [f"break {run.node.name} in the usual way"],
+        [f"break {run.node.name} in the usual way"],
+    ]
+    assert not Reservation.objects.exists()
+    assert run.incident is not None
+    assert run.incident.state == IncidentState.OPEN
+
+
+def test_a_playbook_that_is_off_asks_for_a_person(cluster: Cluster) -> None:
+    incidents.set_mode(PERSON, cluster.pk, "guarded", Mode.OFF, "not here")
+    assert drain(request(cluster)).state == RunState.NEEDS_OPERATOR
+    assert acted == []
+
+
+def test_a_mode_holds_in_its_cluster_only(cluster: Cluster) -> None:
+    incidents.set_mode(PERSON, cluster.pk, "guarded", Mode.OFF, "not here")
+    assert drain(request(ClusterFactory())).state == RunState.SUCCEEDED
+
+
+def test_a_playbook_that_nobody_knows_has_no_mode(cluster: Cluster) -> None:
+    with pytest.raises(Conflict, match="no playbook"):
+        incidents.set_mode(PERSON, cluster.pk, "guess", Mode.OFF, "x")
+
+
+def asked(cluster: Cluster) -> tuple[PlaybookRun, Approval]:
+    """A run that waits for its plan to be signed."""
+    incidents.set_mode(PERSON, cluster.pk, "guarded", Mode.APPROVE, "we look first")
+    run = drain(request(cluster))
+    return run, Approval.objects.get(run=run, state=ApprovalState.WAITING)
+
+
+def test_nothing_is_done_before_a_person_has_signed_the_plan(cluster: Cluster) -> None:
+    run, approval = asked(cluster)
+    drain(run)
+    assert acted == []
+    incidents.approve(PERSON, approval.pk, approval.digest, "go")
+    assert drain(run).state == RunState.SUCCEEDED
+    assert acted == ["first", "second"]
+
+
+def test_a_plan_that_was_not_read_cannot_be_signed(cluster: Cluster) -> None:
+    run, approval = asked(cluster)
+    with pytest.raises(Conflict, match="has changed since you read it"):
+        incidents.approve(PERSON, approval.pk, "0" * 64, "go")
+    drain(run)
+    assert acted == []
+
+
+def test_a_changed_world_voids_the_signature(cluster: Cluster) -> None:
+    run, approval = asked(cluster)
+    incidents.approve(PERSON, approval.pk, approval.digest, "go")
+    PlacementFactory(node=run.node)  # a replica landed there meanwhile
+    drain(run)
+    approval.refresh_from_db()
+    assert (acted, approval.state) == ([], ApprovalState.VOID)
+    fresh = Approval.objects.get(run=run, state=ApprovalState.WAITING)
+    assert fresh.plan["jobs"] != approval.plan["jobs"]
+
+
+def test_going_back_to_an_earlier_step_asks_anew(cluster: Cluster) -> None:
+    run, approval = asked(cluster)
+    goes_back.append("once")
+    incidents.approve(PERSON, approval.pk, approval.digest, "go")
+    drain(run)
+    assert acted == ["first", "second"]
+    assert Approval.objects.filter(run=run, state=ApprovalState.WAITING).exists()
+
+
+def test_a_rejected_plan_ends_its_run_and_leaves_the_incident_to_people(cluster: Cluster) -> None:
+    run, approval = asked(cluster)
+    incidents.reject(PERSON, approval.pk, "it is on fire, leave it")
+    drain(run)
+    assert (acted, run.state) == ([], RunState.CANCELLED)
+    with pytest.raises(Conflict, match="rejected"):
+        incidents.approve(PERSON, approval.pk, approval.digest, "go")
+
+
+def test_waiting_for_a_signature_does_not_use_up_the_steps_time(cluster: Cluster) -> None:
+    run, approval = asked(cluster)
+    run.steps.filter(state=StepState.WAITING).update(started_at=timezone.now() - timedelta(days=1))
+    drain(run)
+    incidents.approve(PERSON, approval.pk, approval.digest, "go")
+    assert drain(run).state == RunState.SUCCEEDED
+
+
+def test_switching_to_automatic_lets_a_waiting_run_go(cluster: Cluster) -> None:
+    run, _ = asked(cluster)
+    incidents.set_mode(PERSON, cluster.pk, "guarded", Mode.AUTOMATIC, "we trust it")
+    assert drain(run).state == RunState.SUCCEEDED
+
+
+# --- what people do to a run ----------------------------------------------------------------------
+
+
+def test_a_paused_run_takes_no_step_until_it_is_let_go_on(cluster: Cluster) -> None:
+    run = request(cluster)
+    engine.unfold_runs()
+    incidents.pause_run(PERSON, run.pk, "wait a moment")
+    assert drain(run).state == RunState.PAUSED
+    assert acted == []
+    incidents.resume_run(PERSON, run.pk, "go on")
+    assert drain(run).state == RunState.SUCCEEDED
+
+
+def test_a_finished_run_cannot_be_paused(cluster: Cluster) -> None:
+    run = drain(request(cluster))
+    with pytest.raises(Conflict, match="nothing to pause"):
+        incidents.pause_run(PERSON, run.pk, "too late")

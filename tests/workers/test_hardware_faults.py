@@ -1,0 +1,366 @@
+"""From a kernel line to a repaired node: triage, quarantine, the ladder, the vendor, the return."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from django.utils import timezone
+
+from controlplane.accounts.models import SYSTEM
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.choices import NodeState, Rung
+from controlplane.fleet.models import Command, Gpu, Lease, Node, RepairRecord
+from controlplane.health.choices import Action, SignalKind
+from controlplane.health.models import Failure, Signal
+from controlplane.incidents import actions as incidents
+from controlplane.incidents.choices import CaseState, IncidentState, RunState, StepState
+from controlplane.incidents.models import Incident, PlaybookRun, RmaCase
+from controlplane.jobs import actions as jobs
+from tests.factories import FailureFactory, GpuFactory, NodeFactory
+from tests.workers.world import HEALTHY, World, answer, drain, run_of, soaked, step_of
+
+pytestmark = pytest.mark.django_db
+
+XID_79 = "[ 12.3] NVRM: Xid (PCI:0000:1b:00): 79, pid=7, name=python3, GPU has fallen off the bus."
+LOST = "[ 12.4] NVRM: GPU 0000:1b:00.0: GPU has fallen off the bus."
+XID_31 = "NVRM: Xid (PCI:0000:1b:00): 31, pid=7, name=python3, Ch 0000000d, intr 0. MMU Fault"
+XID_63 = "NVRM: Xid (PCI:0000:1b:00): 63, pid=7, name=python3, Row Remapper: New row marked"
+XID_94 = "NVRM: Xid (PCI:0000:1b:00): 94, pid=7, name=python3, Ch 00000008"
+XID_54 = "NVRM: Xid (PCI:0000:1b:00): 54, Auxiliary power is not connected"
+
+
+def quarantine(world: World, node: Node) -> None:
+    """The agent kills what it was told to, and the playbooks go on."""
+    drain()
+    answer("stop_process", stopped=True)
+    drain()
+    node.refresh_from_db()
+
+
+def come_back(world: World, node: Node) -> None:
+    """The node boots, passes its diagnostic, and is watched long enough."""
+    world.boot(node)
+    drain()
+    answer("diagnose", **HEALTHY)
+    drain()
+    soaked()
+    drain()
+    node.refresh_from_db()
+
+
+def rejoin(world: World, index: int) -> None:
+    answer("start_rank", pid=2)
+    world.join(world.placement_of(index))
+    drain()
+
+
+def test_a_lost_card_takes_its_node_out_and_its_replica_to_a_spare(world: World) -> None:
+    lost = world.placements[1]
+    node = lost.node
+    card = world.card_of(node)
+    world.kernel_says(node, XID_79, LOST)
+    world.survivors_commit(lost)
+    quarantine(world, node)
+    rejoin(world, 1)
+
+    failure = Failure.objects.get(code="xid-79")
+    assert (failure.gpu, failure.needed, failure.rule) == (card, Action.REBOOT, "xid-catalogue")
+    assert [signal.raw for signal in failure.signals.order_by("recorded_at")] == [XID_79, LOST]
+    assert node.drained_by.startswith("drydock/inc_")
+    assert world.placement_of(1).node == world.spares[0]
+    assert world.bmcs[node.pk].orders == ["ForceRestart"]  # its ranks were killed by its agent
+
+    come_back(world, node)
+    incident = Incident.objects.get()
+    assert (node.state, node.spare, node.drained_by) == (NodeState.AVAILABLE, True, "")
+    assert incident.state == IncidentState.RESOLVED
+    assert (incident.code, incident.node) == ("xid-79", node)
+    assert XID_79 in str(list(incident.timeline.values_list("data__raw", flat=True)))
+    assert "xid-79" in incident.postmortem
+    assert RepairRecord.objects.get(gpu=card).rung == Rung.REBOOT
+
+
+def test_nothing_starts_elsewhere_before_the_agent_says_that_nothing_runs(world: World) -> None:
+    lost = world.placements[1]
+    world.kernel_says(lost.node, XID_79)
+    drain()
+    assert not Command.objects.filter(verb="start_rank").exists()
+    assert step_of("repair-node", "quarantine").state == StepState.WAITING
+
+
+def test_an_agent_that_cannot_kill_has_its_node_switched_off(world: World) -> None:
+    node = world.placements[1].node
+    world.kernel_says(node, XID_79)
+    drain()
+    answer("stop_process", state="failed")
+    drain()
+    assert world.bmcs[node.pk].orders[0] == "ForceOff"
+    assert step_of("repair-node", "quarantine").state == StepState.DONE
+
+
+def test_an_agent_that_does_not_answer_has_its_node_switched_off(world: World) -> None:
+    node = world.placements[1].node
+    world.kernel_says(node, XID_79)
+    drain()
+    Command.objects.filter(verb="stop_process").update(
+        created_at=timezone.now() - timedelta(seconds=60)
+    )
+    drain()
+    assert world.bmcs[node.pk].orders[0] == "ForceOff"
+
+
+def test_one_fault_that_speaks_often_is_one_failure(world: World) -> None:
+    node = world.placements[1].node
+    world.kernel_says(node, XID_79, XID_79, LOST, XID_79)
+    drain()
+    assert Failure.objects.get().count == 4
+    assert Incident.objects.count() == 1
+
+
+def test_the_end_of_the_process_joins_the_incident_of_its_card(world: World) -> None:
+    lost = world.placements[1]
+    world.kernel_says(lost.node, XID_79)
+    world.kill(lost)
+    world.peers_lose(lost)
+    drain()
+    assert Incident.objects.get().code == "xid-79"
+    assert PlaybookRun.objects.count() == 2  # the replica's and the node's
+
+
+def test_a_card_of_an_idle_node_is_an_incident_of_the_node(world: World) -> None:
+    node = world.spares[0]
+    world.kernel_says(node, XID_79)
+    drain()
+    come_back(world, node)
+    incident = Incident.objects.get()
+    assert (incident.subject, incident.state) == (f"node/{node.pk}", IncidentState.RESOLVED)
+    assert incident.job is None
+
+
+def test_an_error_of_the_program_restarts_it_in_place(world: World) -> None:
+    lost = world.placements[1]
+    world.kernel_says(lost.node, XID_31)
+    world.kill(lost)
+    drain()
+    rejoin(world, 1)
+    assert world.placement_of(1).node == lost.node
+    assert Incident.objects.get().code == "xid-31"
+    assert Incident.objects.get().state == IncidentState.RESOLVED
+    assert not any(bmc.orders for bmc in world.bmcs.values())
+    assert not PlaybookRun.objects.filter(playbook="repair-node").exists()
+
+
+def test_a_contained_error_moves_the_replica_and_resets_the_node(world: World) -> None:
+    lost = world.placements[1]
+    node = lost.node
+    world.kernel_says(node, XID_63, XID_94)
+    world.kill(lost)
+    drain(6)
+    rejoin(world, 1)
+    assert world.placement_of(1).node == world.spares[0]
+    assert Incident.objects.get().state == IncidentState.RESOLVED  # it waits for no reset
+    answer("reset_gpus", reset=[world.card_of(node).uuid])
+    drain()
+    answer("diagnose", **HEALTHY)
+    drain()
+    soaked()
+    drain()
+    node.refresh_from_db()
+    assert (node.state, node.reset_pending) == (NodeState.AVAILABLE, "")
+    assert RepairRecord.objects.get(gpu=world.card_of(node)).rung == Rung.RESET_GPU
+
+
+def test_without_a_spare_the_program_restarts_in_place_and_the_reset_waits(
+    poor_world: World,
+) -> None:
+    lost = poor_world.placements[1]
+    poor_world.kernel_says(lost.node, XID_94)
+    poor_world.kill(lost)
+    drain(6)
+    rejoin(poor_world, 1)
+    assert poor_world.placement_of(1).node == lost.node
+    assert step_of("repair-node", "await-moment").state == StepState.WAITING
+    assert not Command.objects.filter(verb="reset_gpus").exists()
+
+    jobs.end_placement(SYSTEM, poor_world.placement_of(1).pk, "the job ended", free_node=True)
+    drain()
+    assert Command.objects.filter(verb="reset_gpus").exists()
+
+
+def test_a_graver_fault_overtakes_a_reset_that_waits(poor_world: World) -> None:
+    lost = poor_world.placements[1]
+    poor_world.kernel_says(lost.node, XID_94)
+    poor_world.kill(lost)
+    drain(6)
+    rejoin(poor_world, 1)
+    poor_world.kernel_says(lost.node, XID_79)
+    quarantine(poor_world, lost.node)
+    assert poor_world.bmcs[lost.node_id].orders == ["ForceRestart"]
+    assert PlaybookRun.objects.filter(playbook="repair-node").count() == 1
+
+
+def test_a_reset_that_fails_is_followed_by_a_reboot(world: World) -> None:
+    node = world.spares[0]
+    world.kernel_says(node, "NVRM: Xid (PCI:0000:1b:00): 119, pid=1, name=q, Timeout waiting")
+    drain()
+    answer("reset_gpus", state="failed")
+    drain()
+    assert step_of("repair-node", "decide").outcome.startswith("Reboot")
+    assert world.bmcs[node.pk].orders == ["ForceRestart"]
+
+
+def test_a_node_that_fails_its_validation_climbs_the_ladder_to_the_vendor(world: World) -> None:
+    node = world.spares[0]
+    world.kernel_says(node, XID_79)
+    for _ in range(2):  # after the reboot, and after the power cycle
+        drain()
+        world.boot(node)
+        drain()
+        answer("diagnose", tests=[{"name": "cards", "outcome": "failed"}])
+    drain()
+    node.refresh_from_db()
+    assert world.bmcs[node.pk].orders == ["ForceRestart", "ForceOff", "On"]
+    assert node.state == NodeState.RMA
+    assert RmaCase.objects.get().gpu == world.card_of(node)
+
+
+def failed_before(node: Node, gpu: Gpu) -> None:
+    """The card had an XID 79 yesterday, was rebooted for it, and worked since."""
+    yesterday = timezone.now() - timedelta(days=1, hours=2)
+    FailureFactory(node=node, gpu=gpu, code="xid-79", observed_at=yesterday, last_seen_at=yesterday)
+    fleet.record_repair(node.pk, Rung.REBOOT, "stp_earlier", gpu_uuid=gpu.pk)
+    RepairRecord.objects.update(at=yesterday + timedelta(minutes=5))
+
+
+def test_the_same_card_again_after_its_restart_goes_to_the_vendor(world: World) -> None:
+    node = world.spares[0]
+    card = world.card_of(node)
+    failed_before(node, card)
+    world.kernel_says(node, XID_79)
+    drain()
+    node.refresh_from_db()
+    case = RmaCase.objects.get()
+    assert (node.state, case.gpu, case.state) == (NodeState.RMA, card, CaseState.OPEN)
+    assert case.bundle["card"]["serial"] == card.serial
+    assert len(case.bundle["failures"]) == 2
+    assert XID_79 in case.bundle["failures"][1]["lines"]
+    assert [repair["rung"] for repair in case.bundle["repairs"]] == ["reboot"]
+    assert not world.bmcs[node.pk].orders
+    assert Incident.objects.get().state == IncidentState.RESOLVED
+
+
+def test_a_card_that_changes_its_node_keeps_its_record(world: World) -> None:
+    first, second = world.spares
+    card = world.card_of(first)
+    failed_before(first, card)
+    Gpu.objects.filter(node=second).delete()
+    Gpu.objects.filter(pk=card.pk).update(node=second)
+    world.kernel_says(second, XID_79)
+    drain()
+    second.refresh_from_db()
+    assert second.state == NodeState.RMA
+
+
+def test_another_card_of_the_same_node_begins_at_the_first_rung(world: World) -> None:
+    node = world.spares[0]
+    other = GpuFactory(node=node, index=1, pci_address="00000000:43:00.0")
+    failed_before(node, other)
+    world.kernel_says(node, XID_79)
+    drain()
+    assert world.bmcs[node.pk].orders == ["ForceRestart"]
+
+
+def test_a_node_with_new_cards_is_admitted_again_by_itself(world: World) -> None:
+    node = world.spares[0]
+    card = world.card_of(node)
+    failed_before(node, card)
+    world.kernel_says(node, XID_79)
+    drain()
+    assert incidents.readmit_replaced() == 0
+    Gpu.objects.filter(pk=card.pk).update(node=None, index=None)
+    GpuFactory(node=node, index=0)
+    assert incidents.readmit_replaced() == 1
+    assert incidents.readmit_replaced() == 0
+    drain()
+    answer("diagnose", **HEALTHY)
+    drain()
+    node.refresh_from_db()
+    assert (node.state, node.spare) == (NodeState.AVAILABLE, True)
+    assert RmaCase.objects.get().state == CaseState.CLOSED
+
+
+@pytest.mark.parametrize("line", [XID_63, "NVRM: Xid (PCI:0000:1b:00): 45, pid=7, name=a, ch 2"])
+def test_a_note_or_a_consequence_opens_nothing(line: str, world: World) -> None:
+    world.kernel_says(world.placements[1].node, line)
+    drain()
+    assert not Failure.objects.exists()
+    assert not Incident.objects.exists()
+    assert Signal.objects.get().triaged_at is not None
+
+
+def test_what_only_a_person_can_mend_opens_an_incident_and_touches_nothing(world: World) -> None:
+    world.kernel_says(world.spares[0], XID_54)
+    drain()
+    incident = Incident.objects.get()
+    assert incident.unresolved
+    assert not incident.runs.exists()
+    assert not any(bmc.orders for bmc in world.bmcs.values())
+
+
+def test_a_line_from_a_node_that_is_out_is_kept_and_starts_nothing(world: World) -> None:
+    node = world.spares[0]
+    fleet.transition(SYSTEM, node.pk, NodeState.QUARANTINED, reason="a person's doing")
+    world.kernel_says(node, XID_79)
+    drain()
+    assert Failure.objects.get().code == "xid-79"
+    assert not PlaybookRun.objects.exists()
+
+
+# --- a site that goes quiet -----------------------------------------------------------------------
+
+
+def all_silent(world: World, nodes: list[Node]) -> None:
+    Lease.objects.filter(node__in=nodes).update(
+        reachable=False, last_beat_at=timezone.now() - timedelta(seconds=5)
+    )
+    for node in nodes:
+        world.lease_lost(node)
+
+
+@pytest.fixture
+def site(world: World) -> list[Node]:
+    """The spares and two more, silent at once; the job's own nodes are heard by nobody either."""
+    return [*world.spares, *NodeFactory.create_batch(2, cluster=world.cluster)]
+
+
+def test_a_silent_site_is_one_incident_and_nothing_is_done(world: World, site: list[Node]) -> None:
+    all_silent(world, site)
+    drain()
+    incident = Incident.objects.get()
+    assert incident.subject == f"silence/{world.cluster.pk}"
+    assert "went quiet together" in incident.title
+    assert not any(bmc.orders for bmc in world.bmcs.values())
+    assert not PlaybookRun.objects.filter(playbook="repair-node").exists()
+    assert incident.failures.get().count >= 4
+
+
+def test_a_site_that_is_heard_again_resolves_by_itself(world: World, site: list[Node]) -> None:
+    all_silent(world, site)
+    drain()
+    Lease.objects.update(reachable=True, last_beat_at=timezone.now())
+    drain()
+    assert Incident.objects.get().state == IncidentState.RESOLVED
+
+
+def test_who_stays_silent_when_the_site_is_back_is_looked_at_alone(
+    world: World, site: list[Node]
+) -> None:
+    all_silent(world, site)
+    drain()
+    dead = world.spares[0]
+    Lease.objects.exclude(node=dead).update(reachable=True, last_beat_at=timezone.now())
+    drain()
+    assert Signal.objects.filter(kind=SignalKind.LEASE_LOST, node=dead).count() == 2
+    assert world.bmcs[dead.pk].orders[0] == "ForceOff"
+    assert run_of("site-silent").state == RunState.SUCCEEDED
