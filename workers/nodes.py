@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from django.db.models import Count, Min, QuerySet
+
+from controlplane.fleet.models import Node
 from controlplane.incidents.selectors import usable_nodes
 from controlplane.jobs.choices import JOB_ACTIVE
 from controlplane.jobs.models import Job
-from workers.spares import Candidate
+from workers.spares import Candidate, Wanted
 
 
 def free_nodes(cluster_id: str, job_id: str | None = None) -> list[Candidate]:
@@ -25,6 +30,19 @@ def free_nodes(cluster_id: str, job_id: str | None = None) -> list[Candidate]:
             node.rack.name if node.rack else "",
             node.spare,
             coordinates=node.pk in coordinating,
+            gpu_model=node.gpu_model or "",
+            gpus=node.gpu_count,
         )
-        for node in usable_nodes(cluster_id, job_id).select_related("rack")
+        for node in with_cards(usable_nodes(cluster_id, job_id)).select_related("rack")
     ]
+
+
+def wanted_by(node: Node, gpus: int) -> Wanted:
+    """What a replica that was on this node needs of the next one."""
+    had = with_cards(Node.objects.filter(pk=node.pk)).select_related("rack").get()
+    return Wanted(had.gpu_model or "", gpus, had.rack.name if had.rack else "")
+
+
+def with_cards(nodes: QuerySet[Node]) -> QuerySet[Any]:
+    """The nodes with the model of their cards and how many there are."""
+    return nodes.annotate(gpu_model=Min("gpus__model"), gpu_count=Count("gpus", distinct=True))

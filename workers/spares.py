@@ -18,6 +18,18 @@ class Candidate:
     spare: bool
     #: It runs a job's coordinator: a rank beside it would die with it.
     coordinates: bool = False
+    #: The model of its cards and how many answer; "" and 0 where its report has not come yet.
+    gpu_model: str = ""
+    gpus: int = 0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the node that was lost had, and what the replica needs of the next."""
+
+    gpu_model: str = ""
+    gpus: int = 0
+    rack: str = ""
 
 
 @dataclass(frozen=True)
@@ -27,22 +39,45 @@ class Choice:
     reason: str
 
 
-def choose_spare(candidates: Sequence[Candidate], peers_racks: Sequence[str]) -> Choice | None:
-    """The node for a replica that lost its own; None if none is free.
+#: Nothing is asked of the node.
+_ANY = Wanted()
 
-    Never beside a coordinator while there is another. Spares first, for that is what they are
-    for; among them the rack that holds the fewest of the job's other replicas, so that one rack's
-    fault takes as few as possible; then by name, so that the same fleet gives the same answer.
+
+def choose_spare(
+    candidates: Sequence[Candidate], peers_racks: Sequence[str], wanted: Wanted = _ANY
+) -> Choice | None:
+    """The node for a replica that lost its own; None if none that it fits on is free.
+
+    Cards of the same model first: a job's replicas go at the pace of the slowest. Never beside a
+    coordinator while there is another. Spares first, for that is what they are for. By failure
+    domain, the rack that holds the fewest of the job's other replicas, so that one rack's fault
+    takes as few as possible; by locality, the rack that it comes from; then by name, so that the
+    same fleet gives the same answer.
     """
-    if not candidates:
+    fitting = [c for c in candidates if not c.gpus or c.gpus >= wanted.gpus]
+    if not fitting:
         return None
     crowd = Counter(peers_racks)
-    best = min(candidates, key=lambda c: (c.coordinates, not c.spare, crowd[c.rack], c.name))
+    best = min(
+        fitting,
+        key=lambda c: (
+            bool(wanted.gpu_model and c.gpu_model and c.gpu_model != wanted.gpu_model),
+            c.coordinates,
+            not c.spare,
+            crowd[c.rack],
+            c.rack != wanted.rack,
+            c.name,
+        ),
+    )
     kind = "spare" if best.spare else "free node"
     reason = (
         f"{best.name} is a {kind} in rack {best.rack or 'unknown'}, "
         f"which holds {crowd[best.rack]} of the job's other replicas"
     )
+    if wanted.gpu_model and best.gpu_model == wanted.gpu_model:
+        reason += f"; its cards are of the same model, {best.gpu_model}"
+    elif wanted.gpu_model and best.gpu_model:
+        reason += f"; none has cards of the same model: these are {best.gpu_model}"
     return Choice(best.node_id, best.name, reason)
 
 

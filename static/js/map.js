@@ -74,7 +74,7 @@ function look(label, colour, flags) {
 function lay() {
   size = SIZES.find(({ upTo }) => nodes.length <= upTo);
   const pitch = size.cell + size.gap;
-  const width = canvas.parentElement.clientWidth;
+  const width = roomOf(canvas.parentElement);
   nameWidth = size.names ? widest() + 10 : 0;
   blocks = [];
   let x = 0, y = 0, tall = 0;
@@ -89,6 +89,11 @@ function lay() {
   resize(base, width, y + tall + 2);
   resize(canvas, width, y + tall + 2);
   paint();
+}
+
+function roomOf(frame) {
+  const { paddingLeft, paddingRight } = getComputedStyle(frame);
+  return frame.clientWidth - parseFloat(paddingLeft) - parseFloat(paddingRight);
 }
 
 function widest() {
@@ -250,8 +255,12 @@ function follow(event) {
   tip.textContent = told(found);
   const frame = canvas.getBoundingClientRect();
   const x = event.clientX - frame.left;
-  tip.style.top = `${event.clientY - frame.top + 16}px`;
-  tip.style.left = `${Math.min(x + 12, frame.width - tip.offsetWidth)}px`;
+  // Above the pointer in the lower half of what is seen, so that the frame need not grow for it.
+  const seen = canvas.parentElement.getBoundingClientRect();
+  const below = event.clientY < (seen.top + seen.bottom) / 2;
+  const y = event.clientY - frame.top + canvas.offsetTop;
+  tip.style.top = `${below ? y + 16 : y - tip.offsetHeight - 10}px`;
+  tip.style.left = `${Math.max(0, Math.min(x + 12, frame.width - tip.offsetWidth))}px`;
   if (!cursor || cursor.node !== found.node || cursor.card !== found.card) move(found);
 }
 
@@ -301,9 +310,11 @@ canvas.addEventListener("keydown", (event) => {
   if (!next) return;
   event.preventDefault();
   move(next);
-  const box = boxOf(next);
-  const top = canvas.getBoundingClientRect().top + box.y;
-  if (top < 60 || top > innerHeight - 40) scrollBy({ top: top - innerHeight / 2 });
+  const frame = canvas.parentElement;
+  const { y } = boxOf(next);
+  if (y < frame.scrollTop + TITLE || y > frame.scrollTop + frame.clientHeight - 3 * TITLE) {
+    frame.scrollTop = y - frame.clientHeight / 2;
+  }
 });
 
 // The page's own poll says when anything changed here.

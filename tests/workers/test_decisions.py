@@ -156,6 +156,29 @@ def test_a_spare_is_taken_before_any_other_free_node(
     assert [c.spare for c in chosen] == [any(c.spare for c in candidates)] * len(chosen)
 
 
+def a_spare(name: str, **known: Any) -> spares.Candidate:
+    return spares.Candidate(f"nod_{name}", name, known.pop("rack", "r1"), True, **known)
+
+
+def test_cards_of_the_same_model_come_before_everything_else() -> None:
+    other, same = a_spare("a", gpu_model="H100", gpus=8), a_spare("b", gpu_model="H200", gpus=8)
+    choice = spares.choose_spare([other, same], [], spares.Wanted("H200", 8, "r1"))
+    assert choice is not None
+    assert choice.name == "b"
+
+
+def test_a_node_with_too_few_cards_is_no_place() -> None:
+    wanted = spares.Wanted("H100", 8, "r1")
+    assert spares.choose_spare([a_spare("a", gpu_model="H100", gpus=7)], [], wanted) is None
+
+
+def test_among_equally_crowded_racks_the_replica_stays_near() -> None:
+    far, near = a_spare("a", rack="r1"), a_spare("b", rack="r2")
+    choice = spares.choose_spare([far, near], ["r1", "r2"], spares.Wanted(rack="r2"))
+    assert choice is not None
+    assert choice.name == "b"
+
+
 @given(candidates=candidates, count=st.integers(0, 8))
 def test_a_starting_job_gets_distinct_nodes_and_spares_last(
     candidates: list[spares.Candidate], count: int

@@ -31,7 +31,7 @@ from tests.factories import (
 from tests.workers.bmc import Bmc, bmc_of
 from workers import engine
 
-HEALTHY = {"tests": [{"name": "cards", "outcome": "passed"}]}
+HEALTHY: dict[str, Any] = {"tests": [{"name": "cards", "outcome": "passed"}]}
 
 
 class World:
@@ -39,7 +39,7 @@ class World:
 
     def __init__(self, stack: ExitStack, spares: int) -> None:
         self.cluster: Cluster = ClusterFactory()
-        self.job: Job = JobFactory(cluster=self.cluster, world_replicas=2)
+        self.job: Job = JobFactory(cluster=self.cluster, world_replicas=2, gpus_per_replica=1)
         self.job.coordinator_address = "127.0.0.1:4000"
         self.job.save()
         self.bmcs: dict[str, Bmc] = {}

@@ -28,7 +28,7 @@ from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Interruption, Placement, ProgressSample, Replica
 from node_agent import wire
 from workers import recovery, triage
-from workers.nodes import free_nodes
+from workers.nodes import free_nodes, wanted_by
 from workers.playbooks.base import (
     Ask,
     Back,
@@ -146,6 +146,7 @@ def choose_place(ctx: StepContext) -> Outcome:
             if c.node_id not in [placement.node_id, *ctx.values["passed_over"]]
         ],
         [p.node.rack.name if p.node.rack else "" for p in others.select_related("node__rack")],
+        wanted_by(placement.node, job.gpus_per_replica),
     )
     earlier = Placement.objects.filter(replica__job=job, joined_at__isnull=False)
     situation = recovery.Situation(
