@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from django.db import transaction
+
 from controlplane import crypto
 from controlplane.accounts.models import AuditEvent
 
@@ -72,6 +74,7 @@ class Report:
         return {"ok": self.ok, **asdict(self)}
 
 
+@transaction.atomic  # so that the rows are streamed, all as of one moment
 def verify(pinned: Head | None = None) -> Report:
     """Walk the chain and report each place where it does not hold.
 

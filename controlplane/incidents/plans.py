@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from controlplane.errors import Conflict
+from controlplane.fleet.choices import IN_SERVICE, NodeState
 from controlplane.fleet.models import Gpu, Node
 from controlplane.incidents import limits, pricing
 from controlplane.incidents.choices import Mode
@@ -24,6 +25,24 @@ NODE_ORDERS: dict[str, str] = {
     "reset": "reset-node",
     "reboot": "reboot-node",
     "return": "return-node",
+}
+#: The states of a node in which each order makes sense; `diagnose` leaves the state as it is.
+_OUT = frozenset(
+    {
+        NodeState.VALIDATION_FAILED,
+        NodeState.SUSPECT,
+        NodeState.DRAIN_FAILED,
+        NodeState.QUARANTINED,
+        NodeState.REPAIR_FAILED,
+    }
+)
+ORDER_STATES: dict[str, frozenset[NodeState]] = {
+    "drain": IN_SERVICE | {NodeState.DRAIN_FAILED},
+    "quarantine": IN_SERVICE | {NodeState.DRAIN_FAILED, NodeState.VALIDATION_FAILED},
+    "diagnose": frozenset(NodeState) - {NodeState.RETIRED},
+    "reset": IN_SERVICE | _OUT,
+    "reboot": IN_SERVICE | _OUT,
+    "return": _OUT | {NodeState.RMA},
 }
 #: Where a job has not been started before: how long a lost replica is away, in seconds.
 TYPICAL_ABSENCE_S = 60.0
@@ -75,7 +94,24 @@ def plan_of_order(node: Node, verb: str) -> Plan:
     playbook = NODE_ORDERS.get(verb)
     if playbook is None:
         raise Conflict(f"there is no order {verb!r}; one of {', '.join(NODE_ORDERS)}")
-    return _plan(playbook, node, f"{verb.capitalize()} {node.name}", objections=[], code="")
+    plan = _plan(playbook, node, f"{verb.capitalize()} {node.name}", objections=[], code="")
+    try:
+        check_order(node, verb)
+    except Conflict as conflict:
+        plan.notes.insert(0, conflict.detail)
+    return plan
+
+
+def check_order(node: Node, verb: str) -> None:
+    """Raises Conflict if there is no such order, or the node's state does not allow it."""
+    if verb not in NODE_ORDERS:
+        raise Conflict(f"there is no order {verb!r}; one of {', '.join(NODE_ORDERS)}")
+    if node.state not in ORDER_STATES[verb]:
+        allowed = ", ".join(sorted(state.label.lower() for state in ORDER_STATES[verb]))
+        raise Conflict(
+            f"{node.name} is {node.get_state_display().lower()}: it cannot be told to {verb}; "
+            f"that is for nodes that are {allowed}"
+        )
 
 
 def plan_of_run(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Plan:

@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
 from django.views.decorators.http import require_safe
 from drf_spectacular.generators import SchemaGenerator
 
@@ -41,7 +43,8 @@ def openapi(_request: HttpRequest) -> HttpResponse:
 @signed_in
 def page(request: HttpRequest) -> HttpResponse:
     """The document as a page: every operation by what it is about, with an example."""
-    return render(request, "rest/docs.html", {"sections": sections(), "kinds": problems.KINDS})
+    told = [(code, kind, _with_code(kind.remedy)) for code, kind in problems.KINDS.items()]
+    return render(request, "rest/docs.html", {"sections": sections(), "problems": told})
 
 
 # --- the document, arranged for reading -----------------------------------------------------------
@@ -157,10 +160,19 @@ def _kind(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return "one of " + ", ".join(str(one) for one in schema["enum"] if one is not None)
     if schema.get("type") == "array":
-        return f"list of {_kind(schema['items'])}"
+        items = _kind(schema["items"])
+        return f"any of {items[7:]}" if items.startswith("one of ") else f"list of {items}"
     kinds = schema.get("type", "any")
     kind = " or ".join(kinds) if isinstance(kinds, list) else kinds
     return str(schema["format"]) if schema.get("format") == "date-time" else kind
+
+
+def _with_code(text: str) -> SafeString:
+    """Words between backticks as code."""
+    parts = enumerate(text.split("`"))
+    return format_html_join(
+        "", "{}", ((format_html("<code>{}</code>", part) if n % 2 else part,) for n, part in parts)
+    )
 
 
 def _example(path: str, method: str, body: dict[str, Any]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -11,27 +12,16 @@ from tests.product import Product
 
 pytestmark = pytest.mark.e2e
 
-Choose = Callable[[psutil.Process], bool]
+#: What runs of the control plane, by the names that `up` gives; and the agents of all nodes.
+KINDS = ("web", "ingest", "keeper", "worker", "agents", "redis", "postgres")
 
 
-def _argument(*words: str) -> Choose:
-    return lambda process: all(word in process.cmdline() for word in words)
-
-
-def _named(name: str) -> Choose:
-    return lambda process: process.name() == name
-
-
-#: By kind, which processes of the product belong to it.
-KINDS: dict[str, Choose] = {
-    "web": _argument("controlplane.wsgi:application"),
-    "ingest": _argument("controlplane.ingest.app:app"),
-    "keeper": _argument("manage.py", "keeper"),
-    "worker": _argument("workers.celery:app"),
-    "agents": _argument("-m", "node_agent"),
-    "redis": _named("redis-server"),
-    "postgres": _named("postgres"),
-}
+def processes_of(product: Product, kind: str) -> list[psutil.Process]:
+    if kind == "agents":
+        return [p for p in product.processes() if "node_agent" in p.cmdline()]
+    record = json.loads((product.home / "pids" / f"{kind}.json").read_text())
+    main = psutil.Process(record["pid"])
+    return [main, *main.children(recursive=True)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -39,9 +29,10 @@ def test_a_fault_is_mended_once_whichever_process_is_killed_meanwhile(
     product: Product, kind: str
 ) -> None:
     play = product.begin("xid79")
-    victims = [process for process in product.processes() if KINDS[kind](process)]
+    victims = processes_of(product, kind)
     for process in victims:
-        process.kill()
+        with suppress(psutil.NoSuchProcess):  # its parent took it along
+            process.kill()
     for data in product.home.glob("redis/*.rdb"):
         data.unlink()  # Redis keeps nothing that matters: it may lose all it has
     result = product.end(play)

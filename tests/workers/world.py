@@ -57,7 +57,7 @@ class World:
         replica = ReplicaFactory(job=self.job, index=index)
         return PlacementFactory(replica=replica, node=node)
 
-    def kill(self, placement: Placement) -> None:
+    def kill(self, placement: Placement, *, requested: bool = False) -> None:
         """Its process is killed, and its agent says so."""
         node = placement.node
         exit_data = {
@@ -67,6 +67,7 @@ class World:
             "placement": placement.pk,
             "signal": 9,
             "pid": 1,
+            "requested": requested,
         }
         event = wire.Event(
             id=new_id("evt"),

@@ -56,7 +56,8 @@ def quarantine(ctx: StepContext) -> Outcome:
     Nothing of it may run anywhere else before this is done.
     """
     node = node_of(ctx)
-    if node.state in TAKEN_OUT - {NodeState.DRAINING} or node.state == NodeState.RMA:
+    being_emptied = {NodeState.DRAINING, NodeState.DRAIN_FAILED}
+    if node.state in TAKEN_OUT - being_emptied or node.state == NodeState.RMA:
         return Done(text=f"{node.name} is out already: {node.get_state_display().lower()}")
     reason = back_at_work(ctx, node)
     if reason:

@@ -23,7 +23,7 @@ from controlplane.incidents.models import (
     PlaybookRun,
     PlaybookStep,
 )
-from controlplane.incidents.plans import NODE_ORDERS
+from controlplane.incidents.plans import NODE_ORDERS, check_order
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.models import Job
 
@@ -45,14 +45,14 @@ def admit_node(actor: Actor, node_id: str) -> PlaybookRun:
 def order_node(actor: Actor, node_id: str, verb: str, reason: str) -> PlaybookRun:
     """Do what a person asks for a node, as a run of its own: see NODE_ORDERS for the verbs.
 
-    Raises Conflict for an unknown verb, without a reason, or while another order is under way.
+    Raises Conflict for an unknown verb, without a reason, in a state that does not allow it, or
+    while another order is under way.
     """
-    playbook = NODE_ORDERS.get(verb)
-    if playbook is None:
-        raise Conflict(f"there is no order {verb!r}; one of {', '.join(NODE_ORDERS)}")
     if not reason.strip():
         raise Conflict("an order needs a reason, for the record")
     node = Node.objects.select_for_update(no_key=True, of=("self",)).get(pk=node_id)
+    check_order(node, verb)
+    playbook = NODE_ORDERS[verb]
     orders = PlaybookRun.objects.filter(
         node=node, playbook__in=NODE_ORDERS.values(), state__in=RUN_UNFINISHED
     )

@@ -1,0 +1,166 @@
+"""What people order for a node: the dry run shows it, the run does it, once, with their name."""
+
+from __future__ import annotations
+
+import pytest
+
+from controlplane.accounts.choices import ActorKind
+from controlplane.accounts.models import Actor, AuditEvent
+from controlplane.errors import Conflict
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.choices import NodeState
+from controlplane.fleet.models import Command, Node
+from controlplane.incidents import actions as incidents
+from controlplane.incidents.choices import IncidentState, RunState
+from controlplane.incidents.models import Incident, PlaybookRun
+from controlplane.incidents.plans import NODE_ORDERS, plan_of_order
+from tests.workers.world import HEALTHY, World, answer, drain, run_of
+from workers.playbooks import PLAYBOOKS
+
+pytestmark = pytest.mark.django_db
+PERSON = Actor(ActorKind.USER, "1")
+
+
+@pytest.fixture(autouse=True)
+def catalogue() -> None:
+    incidents.publish_playbooks([playbook.as_row() for playbook in PLAYBOOKS.values()])
+
+
+def order(node: Node, verb: str) -> PlaybookRun:
+    run = incidents.order_node(PERSON, node.pk, verb, "because")
+    drain()
+    return run
+
+
+def state_of(node: Node) -> str:
+    node.refresh_from_db()
+    return node.state
+
+
+def test_every_order_has_a_playbook() -> None:
+    assert set(NODE_ORDERS.values()) <= set(PLAYBOOKS)
+
+
+@pytest.mark.parametrize("verb", NODE_ORDERS)
+def test_a_dry_run_shows_the_steps_and_changes_nothing(world: World, verb: str) -> None:
+    node = world.placements[1].node
+    audited = AuditEvent.objects.count()
+    plan = plan_of_order(node, verb)
+    assert plan.steps
+    assert [job["name"] for job in plan.jobs] == [world.job.name]
+    assert node.name in " ".join(line for step in plan.steps for line in step["does"]) or not any(
+        step["disruptive"] for step in plan.steps
+    )
+    assert AuditEvent.objects.count() == audited
+    assert not PlaybookRun.objects.exists()
+
+
+def test_the_dry_run_shows_what_the_guards_say(world: World) -> None:
+    node = world.spares[0]
+    fleet.set_hold(PERSON, node.pk, "mine")
+    node.refresh_from_db()
+    assert plan_of_order(node, "reboot").objections == [f"{node.name} is on hold: mine"]
+
+
+def test_a_drain_moves_the_replica_and_keeps_the_node_out_under_the_persons_name(
+    world: World,
+) -> None:
+    lost = world.placements[1]
+    order(lost.node, "drain")
+    world.kill(lost, requested=True)
+    world.peers_lose(lost)
+    answer("stop_process", stopped=True)
+    drain()
+    answer("start_rank", pid=2)
+    world.join(world.placement_of(1))
+    drain()
+    assert state_of(lost.node) == NodeState.QUARANTINED
+    assert lost.node.drained_by == "user/1"
+    assert world.placement_of(1).node == world.spares[0]
+    assert not world.bmcs[lost.node_id].orders
+    assert Incident.objects.get().state == IncidentState.RESOLVED
+
+
+def test_a_returned_node_is_validated_first_and_given_back(world: World) -> None:
+    node = world.spares[0]
+    order(node, "drain")
+    run = order(node, "return")
+    assert state_of(node) == NodeState.VALIDATING
+    answer("diagnose", **HEALTHY)
+    drain()
+    run.refresh_from_db()
+    assert (state_of(node), node.drained_by, run.state) == (
+        NodeState.AVAILABLE,
+        "",
+        RunState.SUCCEEDED,
+    )
+
+
+def test_a_node_that_fails_its_validation_does_not_return(world: World) -> None:
+    node = world.spares[0]
+    order(node, "quarantine")
+    order(node, "return")
+    answer("diagnose", tests=[{"name": "cards", "outcome": "failed"}])
+    drain()
+    assert state_of(node) == NodeState.VALIDATION_FAILED
+    assert run_of("return-node").state == RunState.NEEDS_OPERATOR
+
+
+def test_a_reset_empties_resets_validates_and_returns(world: World) -> None:
+    node = world.spares[0]
+    order(node, "reset")
+    answer("reset_gpus", reset=[])
+    drain()
+    answer("diagnose", **HEALTHY)
+    drain()
+    assert state_of(node) == NodeState.AVAILABLE
+
+
+def test_a_reboot_is_proven_by_the_boot_id(world: World) -> None:
+    node = world.spares[0]
+    order(node, "reboot")
+    assert world.bmcs[node.pk].orders == ["ForceRestart"]
+    assert state_of(node) == NodeState.REPAIRING
+    world.boot(node)
+    drain()
+    answer("diagnose", **HEALTHY)
+    drain()
+    assert state_of(node) == NodeState.AVAILABLE
+
+
+def test_a_diagnosis_leaves_the_node_at_work(world: World) -> None:
+    node = world.placements[0].node
+    order(node, "diagnose")
+    answer("diagnose", tests=[{"name": "cards", "outcome": "failed"}])
+    drain()
+    assert state_of(node) == NodeState.ALLOCATED
+    assert run_of("diagnose-node").state == RunState.SUCCEEDED
+    assert run_of("diagnose-node").state_reason.startswith("not healthy")
+
+
+def test_one_order_at_a_time(world: World) -> None:
+    order(world.spares[0], "diagnose")
+    with pytest.raises(Conflict, match="under way"):
+        incidents.order_node(PERSON, world.spares[0].pk, "reboot", "because")
+
+
+@pytest.mark.parametrize(("verb", "reason"), [("explode", "because"), ("reboot", " ")])
+def test_an_unknown_verb_or_no_reason_is_refused(world: World, verb: str, reason: str) -> None:
+    with pytest.raises(Conflict):
+        incidents.order_node(PERSON, world.spares[0].pk, verb, reason)
+    assert not PlaybookRun.objects.exists()
+
+
+@pytest.mark.parametrize("verb", ["return", "drain", "reboot"])
+def test_an_order_that_its_state_does_not_allow_is_refused_at_once(world: World, verb: str) -> None:
+    state = NodeState.AVAILABLE if verb == "return" else NodeState.RETIRED
+    Node.objects.filter(pk=world.spares[0].pk).update(state=state)
+    with pytest.raises(Conflict, match="cannot"):
+        incidents.order_node(PERSON, world.spares[0].pk, verb, "because")
+
+
+def test_what_a_person_ordered_carries_their_name(world: World) -> None:
+    order(world.spares[0], "quarantine")
+    event = AuditEvent.objects.filter(verb="node.transition").latest("id")
+    assert (event.actor_kind, event.actor_id, event.reason) == (ActorKind.USER, "1", "because")
+    assert not Command.objects.exists()
