@@ -27,7 +27,7 @@ from controlplane.fleet import actions as fleet
 from controlplane.fleet.models import Node
 from controlplane.fleet.selectors import may
 from controlplane.incidents import actions as incidents
-from controlplane.incidents.plans import NODE_ORDERS, Plan, plan_of_order
+from controlplane.incidents.plans import NODE_ORDERS, ORDER_STATES, Plan, plan_of_order
 from controlplane.live import live_page
 
 
@@ -39,6 +39,11 @@ class Order:
     label: str
     effect: str
     disruptive: bool = True
+
+    def fits(self, node: Node) -> bool:
+        """Whether the node's present state allows it."""
+        allowed = ORDER_STATES.get(self.verb)
+        return allowed is None or node.state in allowed
 
 
 ORDERS: dict[str, Order] = {
@@ -182,8 +187,9 @@ def _page(request: HttpRequest, found: Node, status: int = 200) -> HttpResponse:
             "windows": {word: label for word, (label, _) in selectors.WINDOWS.items()},
             "window": _window_word(request),
             "may_act": may_act,
-            "orders": _offered(found),
+            "orders": [(one, one.fits(found)) for one in _offered(found)],
             "asked": asked if may_act else None,
+            "fits": asked is not None and asked.fits(found),
             "plan": _plan(found, asked) if may_act and asked else None,
             "faults": _faults(found) if may_act else {},
         }

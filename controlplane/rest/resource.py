@@ -168,7 +168,7 @@ class Resource(GenericViewSet):
                 "How many at most.",
                 {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
             ),
-            Parameter("cursor", "As found in `next` or `previous`.", {"type": "string"}),
+            Parameter("cursor", "As found in next or previous.", {"type": "string"}),
             fields_parameter(cls.serializer_class),
         ]
 

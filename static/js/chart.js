@@ -106,14 +106,18 @@ function scale(values, top, height, fromZero) {
   return { top, height, ticks, digits, y: (value) => top + height - ((value - low) / (high - low)) * height };
 }
 
+/** Whether nothing was told for long before this point: the job stood still, or was not there. */
+function hole(index) {
+  const usual = (series.at.at(-1) - series.at[0]) / series.at.length;
+  return index > 0 && series.at[index] - series.at[index - 1] > Math.max(20, 8 * usual);
+}
+
 function line(values, x, y) {
   let path = "";
   let pen = "M";
   values.forEach((value, index) => {
-    if (value == null) {
-      pen = "M";
-      return;
-    }
+    if (value == null || hole(index)) pen = "M";
+    if (value == null) return;
     path += `${pen}${x(series.at[index]).toFixed(1)} ${y(value).toFixed(1)}`;
     pen = "L";
   });
@@ -126,6 +130,10 @@ function area(values, x, y) {
   let last = null;
   values.forEach((value, index) => {
     const at = x(series.at[index]).toFixed(1);
+    if (last !== null && hole(index)) {
+      path += `L${last} ${BOTTOM}Z`;
+      last = null;
+    }
     if (value != null) path += `${last === null ? `M${at} ${BOTTOM}` : ""}L${at} ${y(value).toFixed(1)}`;
     else if (last !== null) path += `L${last} ${BOTTOM}Z`;
     last = value == null ? null : at;

@@ -180,7 +180,7 @@ def test_without_a_spare_the_program_restarts_in_place_and_the_reset_waits(
     drain(6)
     rejoin(poor_world, 1)
     assert poor_world.placement_of(1).node == lost.node
-    assert step_of("repair-node", "await-moment").state == StepState.WAITING
+    assert step_of("repair-node", "decide").state == StepState.WAITING
     assert not Command.objects.filter(verb="reset_gpus").exists()
 
     jobs.end_placement(SYSTEM, poor_world.placement_of(1).pk, "the job ended", free_node=True)

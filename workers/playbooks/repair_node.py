@@ -17,12 +17,10 @@ from workers import guards
 from workers.playbooks import node_steps
 from workers.playbooks.base import (
     Ask,
-    Back,
     Done,
     End,
     Outcome,
     Playbook,
-    Skip,
     StepContext,
     StepDefinition,
     Wait,
@@ -56,28 +54,20 @@ def decide(ctx: StepContext) -> Outcome:
     }
     if choice is None:
         return Ask(text="no rung of the repair ladder is left to automation", evidence=evidence)
+    words = f"{Rung(choice.rung).label}: {choice.reason}"
+    busy = Placement.objects.filter(node=node).exclude(state=PlacementState.ENDED)
+    if ctx.values.get("urgency", "now") == "idle" and busy.exists():
+        return Wait(text=f"{words}; once {node.name} is idle", wake_s=30.0, evidence=evidence)
     return Done(
-        text=f"{Rung(choice.rung).label}: {choice.reason}",
+        text=words,
         evidence=evidence,
         context={
             "rung": choice.rung,
             "why": choice.reason,
             "boot_before": None,
             "not_helped": tried,
-            "decided_for": str(ctx.values.get("action", "")),
         },
     )
-
-
-def await_moment(ctx: StepContext) -> Outcome:
-    if ctx.values.get("action", "") != ctx.values.get("decided_for"):
-        return Back(to="decide", text="a graver failure came while it waited")
-    if ctx.values.get("urgency", "now") != "idle":
-        return Skip(text="it cannot wait")
-    node = node_steps.node_of(ctx)
-    if Placement.objects.filter(node=node).exclude(state=PlacementState.ENDED).exists():
-        return Wait(text=f"{node.name} is at work: it is repaired once it is idle", wake_s=30.0)
-    return Done(text=f"{node.name} is idle")
 
 
 def validate(ctx: StepContext) -> Outcome:
@@ -102,20 +92,13 @@ PLAYBOOK = Playbook(
     steps=(
         StepDefinition(
             key="decide",
-            title="Decide on the repair",
+            title="Decide on the repair, and when",
             act=decide,
             effect=Effect.NONE,
+            timeout_s=7 * 86_400,
             prose="Start at the rung that the failure calls for: reset the GPU, reboot, power "
             "cycle. Look at the card's repair record by its serial: the same fault after a restart "
-            "goes to the vendor.",
-        ),
-        StepDefinition(
-            key="await-moment",
-            title="Await the moment",
-            act=await_moment,
-            effect=Effect.NONE,
-            timeout_s=7 * 86_400,
-            prose="What can wait is done when the node holds no work.",
+            "goes to the vendor. What can wait is done when the node holds no work.",
         ),
         StepDefinition(
             key="quarantine",

@@ -12,6 +12,7 @@ from controlplane.accounts.models import AuditEvent
 from controlplane.dashboard.selectors.people import actors
 from controlplane.fleet.choices import NodeState, Rung
 from controlplane.fleet.models import Command, Node
+from controlplane.health.choices import SignalKind
 from controlplane.health.models import Failure, Signal
 from controlplane.incidents.models import PlaybookRun
 
@@ -65,7 +66,8 @@ def _signals(node: Node, before: datetime | None = None) -> Iterator[Moment]:
     for one in rows[: PAGE_SIZE + 1]:
         card = f" on GPU {one.gpu.index}" if one.gpu and one.gpu.index is not None else ""
         text = f"{one.get_kind_display()}{card}, from {one.source}"
-        yield Moment(one.observed_at, "signal", "Signal", text, raw=one.raw)
+        kind = "node" if one.kind == SignalKind.BOOT else "signal"
+        yield Moment(one.observed_at, kind, "Signal", text, raw=one.raw)
 
 
 def _failures(node: Node, before: datetime | None = None) -> Iterator[Moment]:

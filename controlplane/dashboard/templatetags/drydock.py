@@ -181,12 +181,6 @@ def money(value: float | None, currency: str) -> str | SafeString:
 
 
 @register.filter
-def percent(value: float | None) -> str | SafeString:
-    """0.974 as “97 %”."""
-    return NOTHING if value is None else f"{value * 100:.0f}\u202f%"
-
-
-@register.filter
 def ranks(values: list[int]) -> str:
     """[0, 2, 3] as “0, 2, 3”."""
     return ", ".join(str(value) for value in values)

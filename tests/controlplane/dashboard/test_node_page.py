@@ -135,6 +135,9 @@ def test_a_long_time_is_told_in_a_bounded_number_of_points(viewer: Client, fleet
 
 # --- Orders ---------------------------------------------------------------------------------------
 
+#: States in which an order makes sense, where a node at work is none.
+STATES = {"return": "quarantined"}
+
 
 @pytest.mark.parametrize("verb", list(NODE_ORDERS))
 def test_an_order_shows_its_dry_run_and_does_nothing(
@@ -162,6 +165,8 @@ def test_an_order_shows_its_dry_run_and_does_nothing(
 
 @pytest.mark.parametrize("verb", list(NODE_ORDERS))
 def test_an_order_is_given_with_its_reason(verb: str, operator: Client, fleet: Fleet) -> None:
+    Node.objects.filter(pk=fleet.node.pk).update(state=STATES.get(verb, "allocated"))
+
     answer = operator.post(
         reverse("node-order", args=[fleet.node.id]), {"verb": verb, "reason": "fan rattles"}
     )
@@ -181,6 +186,19 @@ def test_an_order_without_reason_or_sense_is_refused_on_the_page(
     assert answer.status_code == 409
     assert 'role="alert"' in answer.content.decode()
     assert PlaybookRun.objects.count() == 1
+
+
+def test_an_order_that_the_state_forbids_is_shown_but_not_given(
+    operator: Client, fleet: Fleet
+) -> None:
+    page = _page(operator, fleet, order="return")
+    answer = operator.post(
+        reverse("node-order", args=[fleet.node.id]), {"verb": "return", "reason": "why not"}
+    )
+
+    assert "Its present state does not allow it" in page
+    assert 'data-testid="do-order"' not in page
+    assert answer.status_code == 409
 
 
 def test_a_viewer_is_offered_no_action(viewer: Client, fleet: Fleet) -> None:

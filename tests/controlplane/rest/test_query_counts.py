@@ -1,4 +1,4 @@
-"""No list costs more queries the longer it is; what each costs is kept in query_counts.json.
+"""No list costs more queries the longer it is; what each costs is kept in tests/query_counts.json.
 
 To accept a new cost: run with DRYDOCK_WRITE_QUERY_COUNTS=1 and read the difference.
 """
@@ -16,7 +16,7 @@ from django.test.utils import CaptureQueriesContext
 from controlplane.api import RESOURCES
 from tests.controlplane.rest.world import ROWS, Caller, World
 
-BASELINE = Path(__file__).with_name("query_counts.json")
+BASELINE = Path(__file__).parents[2] / "query_counts.json"
 MOST = 8
 
 
