@@ -15,6 +15,9 @@ from kombu.exceptions import OperationalError
 log = structlog.get_logger(__name__)
 
 DRAIN_TASK = "workers.drain"
+#: Celery's queue in Redis, and how many rings may wait in it while all workers are away.
+QUEUE = "celery"
+MAX_RINGS = 1000
 COMMANDS_CHANNEL = "drydock:commands"
 
 _celery = Celery("drydock-doorbell")
@@ -35,6 +38,8 @@ def ring(subject: str = "") -> None:
     `subject` ("node/<id>", "job/<id>", "step/<id>") also wakes the steps that wait for its news.
     """
     try:
+        if _redis.llen(QUEUE) >= MAX_RINGS:
+            return  # nobody has looked for long, and whoever comes will look at everything
         _celery.send_task(DRAIN_TASK, [subject], ignore_result=True, retry=False)
     except (OperationalError, redis.RedisError, OSError) as error:
         log.warning("doorbell.lost", error=str(error))

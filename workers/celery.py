@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 from typing import Any
 
 from celery import Celery
-from celery.signals import setup_logging
+from celery.signals import setup_logging, worker_shutting_down
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.local.settings")
+
+#: Whether this worker was told to end; shared with the processes of its pool.
+_stopping = multiprocessing.RawValue("b", 0)
 
 app = Celery("drydock")
 app.config_from_object("django.conf:settings", namespace="CELERY")
@@ -20,7 +24,14 @@ def drain(subject: str = "") -> None:
     """Triage new signals and take every step that is due; first wake those that wait for news."""
     from workers import engine  # Django's models exist only once Celery has set Django up
 
-    engine.drain(subject, owner=f"{socket.gethostname()}/{os.getpid()}")
+    owner = f"{socket.gethostname()}/{os.getpid()}"
+    engine.drain(subject, owner=owner, stopping=lambda: bool(_stopping.value))
+
+
+@worker_shutting_down.connect  # type: ignore[untyped-decorator]
+def _let_the_children_finish(**_: Any) -> None:
+    """Told to the pool's processes, which Celery lets finish their task, however long that is."""
+    _stopping.value = True
 
 
 @setup_logging.connect  # type: ignore[untyped-decorator]

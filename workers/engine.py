@@ -6,6 +6,7 @@ taken by another once its lease ends. An outcome is applied only by whoever stil
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime, timedelta
 
 import structlog
@@ -56,14 +57,15 @@ SIGNATURE_RETRY_S = 10.0
 ACTIVE_RUN = Q(run__state__in=sorted(RUN_ACTIVE))
 
 
-def drain(subject: str, *, owner: str) -> None:
+def drain(subject: str, *, owner: str, stopping: Callable[[], bool] = lambda: False) -> None:
     """Do all there is to do: triage signals, unfold runs, take due steps.
 
-    `subject` also wakes the steps that wait for news of it, see `wake`.
+    `subject` also wakes the steps that wait for news of it, see `wake`. Once `stopping` says so no
+    further step is begun: what is due is another worker's.
     """
     if subject:
         wake(subject)
-    while intake.triage_signals() + unfold_runs() + take_step(owner):
+    while not stopping() and intake.triage_signals() + unfold_runs() + take_step(owner):
         pass
 
 

@@ -7,8 +7,10 @@ It decides nothing; every pass does the same work from the rows, whenever the la
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,6 +30,8 @@ from controlplane.health import actions as health
 from controlplane.health.actions import record_signal
 from controlplane.health.choices import SignalKind
 from controlplane.incidents import actions as incidents
+from controlplane.jobs import actions as jobs
+from controlplane.rest.idempotency import forget_old_answers
 from workers import engine, metrics
 from workers.playbooks import PLAYBOOKS
 from workers.pulse import Pulse
@@ -101,14 +105,29 @@ def keep(client: redis.Redis, memory: Memory) -> None:
     _flush_beats(client, memory)
     if timezone.now() >= memory.grace_until:
         _declare_lost(now)
-    fleet.fail_overdue_nodes(SYSTEM, now)
-    fleet.expire_commands(now)
-    incidents.pause_overdue_runs(now)
-    engine.release_expired(now)
-    incidents.readmit_replaced()
-    _chain_audit(memory, now)
+    for chore in (
+        partial(fleet.fail_overdue_nodes, SYSTEM, now),
+        partial(fleet.expire_commands, now),
+        partial(incidents.pause_overdue_runs, now),
+        partial(engine.release_expired, now),
+        incidents.readmit_replaced,
+        partial(jobs.expire_reservations, now),
+        partial(forget_old_answers, now),
+        partial(_chain_audit, memory, now),
+    ):
+        _do(chore)
     if engine.work_is_due(now):
         doorbell.ring()
+
+
+def _do(chore: Callable[[], object]) -> None:
+    """One chore that fails must not keep the others from being done."""
+    try:
+        chore()
+    except (OperationalError, InterfaceError):
+        raise
+    except Exception:
+        log.exception("keeper.chore_failed", chore=getattr(chore, "func", chore).__name__)
 
 
 def _chain_audit(memory: Memory, now: datetime) -> None:
