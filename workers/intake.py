@@ -20,7 +20,12 @@ from controlplane.fleet import actions as fleet
 from controlplane.fleet.changes import change
 from controlplane.fleet.choices import IN_SERVICE
 from controlplane.fleet.models import Gpu, Node
-from controlplane.health.actions import card_at, record_failure, repeat_failure
+from controlplane.health.actions import (
+    card_at,
+    record_failure,
+    rename_failure,
+    repeat_failure,
+)
 from controlplane.health.catalogue import xids
 from controlplane.health.choices import Action, FaultClass, SignalKind, Urgency
 from controlplane.health.models import Failure, Signal
@@ -53,7 +58,7 @@ def triage_signals() -> int:
         untriaged()
         .select_for_update(skip_locked=True, no_key=True, of=("self",))
         .select_related("node__lease", "node__cluster", "node__rack")
-        .order_by("recorded_at")[:BATCH]
+        .order_by("recorded_at", "observed_at")[:BATCH]
     )
     handled = [signal.pk for signal in batch if _handle_alone(signal)]
     Signal.objects.filter(pk__in=handled).update(triaged_at=timezone.now())
@@ -103,6 +108,8 @@ def _kernel_spoke(signal: Signal) -> None:
     known = _same_burst(node, card, verdict)
     if known is not None:
         repeat_failure(known, signal)
+        if known.code in triage.VAGUE_CODES and verdict.code not in triage.VAGUE_CODES:
+            _name_it(known, node, verdict)
         _tell_node_incident(signal)
         return
     placement = _live_placement(node)
@@ -137,9 +144,8 @@ def _act_on_failure(
     incident = _incident_of_failure(signal, node, placement, verdict)
     if incident is None:
         return
-    where = f"card {failure.gpu.index} of {node.name}" if failure.gpu else node.name
-    sentence = f"{where}: {verdict.summary[0].upper()}{verdict.summary[1:]}."
-    incidents.set_cause(incident.pk, f"{verdict.code} on {where}", sentence, failure)
+    title, sentence = _words_of_cause(failure, node, verdict)
+    incidents.set_cause(incident.pk, title, sentence, failure)
     incidents.open_breaker_on_burst(node.cluster_id, verdict.code)
     repair = partial(
         incidents.repair_node,
@@ -156,6 +162,21 @@ def _act_on_failure(
         repair(action=Action.RESET_GPU, urgency=Urgency.IDLE)
     elif verdict.action in triage.NODE_REPAIRS:
         repair(action=Action(verdict.action))
+
+
+def _name_it(failure: Failure, node: Node, verdict: triage.LineVerdict) -> None:
+    """The driver's own line of a lost card may come before the one with its code."""
+    rename_failure(failure, verdict.code, verdict.summary, verdict.rule)
+    for incident in failure.incidents.all():
+        title, sentence = _words_of_cause(failure, node, verdict)
+        incidents.set_cause(incident.pk, title, sentence, failure)
+
+
+def _words_of_cause(failure: Failure, node: Node, verdict: triage.LineVerdict) -> tuple[str, str]:
+    """The incident's title, and its cause in a sentence."""
+    where = f"card {failure.gpu.index} of {node.name}" if failure.gpu else node.name
+    sentence = f"{where}: {verdict.summary[0].upper()}{verdict.summary[1:]}."
+    return f"{verdict.code} on {where}", sentence
 
 
 def _incident_of_failure(

@@ -37,6 +37,8 @@ NODE_REPAIRS = frozenset({"reset_gpu", "drain_and_reset", "reboot", "power_cycle
 FOR_PEOPLE = frozenset(
     {"undecodable", "update_software", "check_mechanicals", "field_diagnostic", "contact_vendor"}
 )
+#: Codes that say that a card is gone, not why: a code of the driver names it better.
+VAGUE_CODES = frozenset({"gpu-lost", "gpu-unreadable"})
 #: The driver's own recovery action in an XID 154, read by its number: NVML field 230 has the same.
 RECOVERY_ACTIONS = {
     0: "ignore",
@@ -178,8 +180,10 @@ def judge_line(line: str, xids: Mapping[int, CatalogueEntry]) -> LineVerdict | N
 
 
 def gravest(verdicts: Iterable[LineVerdict]) -> tuple[LineVerdict, ...]:
-    """The same verdicts, those that call for most first."""
-    return tuple(sorted(verdicts, key=lambda v: -ACTIONS.index(v.action)))
+    """The same verdicts, those that call for most first, and of those the best named."""
+    return tuple(
+        sorted(verdicts, key=lambda v: (-ACTIONS.index(v.action), v.code in VAGUE_CODES))
+    )
 
 
 def condemns_node(verdict: LineVerdict) -> bool:

@@ -12,6 +12,7 @@ from controlplane.dashboard.selectors import failures as selectors
 from controlplane.fleet.selectors import clusters_for
 from controlplane.health.choices import FaultClass
 from controlplane.incidents import pricing
+from controlplane.incidents.selectors import failures_for
 from controlplane.live import live_page
 from controlplane.paging import page_of
 
@@ -26,7 +27,7 @@ def failures(request: HttpRequest) -> HttpResponse:
 
     def context() -> dict[str, Any]:
         chosen = selectors.FailureFilter.of(request.GET)
-        visible = selectors.failures_for(request.user)
+        visible = failures_for(request.user)
         found = chosen.apply(visible)
         page = page_of(selectors.with_story(found), request.GET, sorts=SORTS)
         return {

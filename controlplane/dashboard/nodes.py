@@ -20,7 +20,6 @@ from controlplane.accounts.models import Actor
 from controlplane.accounts.views import signed_in
 from controlplane.acting import act, reason_of
 from controlplane.dashboard.selectors import nodes as selectors
-from controlplane.dashboard.selectors.fleet import is_reachable
 from controlplane.dashboard.selectors.story import story_of
 from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet
@@ -175,7 +174,7 @@ def _page(request: HttpRequest, found: Node, status: int = 200) -> HttpResponse:
         return {
             "live_path": reverse("node", args=[found.id]),
             "node": found,
-            "reachable": is_reachable(found),
+            "reachable": found.reachable,
             "standing": selectors.standing_of(found),
             "cards": cards,
             "first_faulty": next((card.gpu.index for card in cards if card.faults), None),

@@ -151,6 +151,11 @@ class Node(models.Model):
     def colour(self) -> str:
         return COLOURS[NodeState(self.state)]
 
+    @property
+    def reachable(self) -> bool:
+        """Whether it is heard; one without a lease was never expected to beat."""
+        return not hasattr(self, "lease") or self.lease.reachable
+
 
 class MaintenanceWindow(models.Model):
     """Work announced on a cluster, a rack or a node: automation keeps its hands off meanwhile."""

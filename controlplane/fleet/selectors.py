@@ -121,9 +121,7 @@ def fleet_of(clusters: Iterable[Cluster]) -> dict[str, FleetOfCluster]:
     fleet = {cluster.id: FleetOfCluster(cluster) for cluster in clusters}
     nodes = Node.objects.filter(cluster_id__in=fleet).exclude(state=NodeState.RETIRED)
     for node in nodes.select_related("lease").order_by("name"):
-        # A node without a lease has only just enrolled and was never expected to beat.
-        reachable = not hasattr(node, "lease") or node.lease.reachable
-        fleet[node.cluster_id].cells.append(Cell(node, reachable))
+        fleet[node.cluster_id].cells.append(Cell(node, node.reachable))
     return fleet
 
 

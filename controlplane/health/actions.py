@@ -136,6 +136,13 @@ def repeat_failure(failure: Failure, signal: Signal) -> None:
     )
 
 
+@change()
+def rename_failure(failure: Failure, code: str, summary: str, rule: str) -> None:
+    """Give a failure the better name that a later line of the same fault brought."""
+    failure.code, failure.summary, failure.rule = code, summary, rule
+    failure.save(update_fields=["code", "summary", "rule"])
+
+
 def record_samples(readings: dict[str, list[dict[str, Any]]], at: datetime) -> None:
     """Keep what the nodes' sensors showed at this moment; `readings` by node id."""
     NodeSample.objects.bulk_create(

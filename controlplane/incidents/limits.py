@@ -114,7 +114,7 @@ def budgets_of(cluster: Cluster) -> list[BudgetUse]:
     uses = [BudgetUse(Scope.CLUSTER, cluster.name, limits[Scope.CLUSTER], len(out))]
     for scope, keys, names in (
         (Scope.RACK, [o.rack_id for o in out], racks),
-        (Scope.JOB, [o.job_id for o in out], {}),
+        (Scope.JOB, [o.job_id for o in out], dict(cluster.jobs.values_list("pk", "name"))),
         (Scope.CODE, [o.code for o in out], {}),
     ):
         counted = {key: keys.count(key) for key in keys if key}
@@ -200,7 +200,7 @@ def _open_breaker(node: Node, code: str) -> list[str]:
 
 
 def _silence(node: Node) -> list[str]:
-    if node.lease.reachable:
+    if node.reachable:
         return []
     silence = silence_around(node)
     return [f"{silence}: its state is unknown"] if silence else []

@@ -198,7 +198,7 @@ def _step(step: dict[str, Any], node: Node, does: dict[str, list[str]] | None) -
 
 def _notes(node: Node, placements: list[Placement]) -> list[str]:
     notes = []
-    if not node.lease.reachable:
+    if not node.reachable:
         notes.append(f"{node.name} is not heard: what its agent must do will wait or fail")
     for placement in placements:
         job = placement.replica.job

@@ -304,11 +304,12 @@ def _usernames(ids: set[str]) -> dict[str, str]:
 
 
 def failures_for(user: User | AnonymousUser) -> QuerySet[Failure]:
-    """Failures of nodes, or of jobs where no node is blamed, in clusters the caller may see."""
+    """Failures of nodes, or of jobs and sites where no node is blamed, in the caller's clusters."""
     clusters = clusters_for(user)
     jobs = Job.objects.filter(cluster__in=clusters).values("pk")
+    shared = Incident.objects.filter(cluster__in=clusters).values("failures")
     return Failure.objects.filter(
-        Q(node__cluster__in=clusters) | Q(node=None, job_id__in=jobs)
+        Q(node__cluster__in=clusters) | Q(node=None, job_id__in=jobs) | Q(node=None, pk__in=shared)
     ).select_related("node")
 
 

@@ -118,6 +118,12 @@ def test_one_fault_that_speaks_often_is_one_failure(world: World) -> None:
     assert Incident.objects.count() == 1
 
 
+def test_the_code_names_the_fault_even_if_it_comes_second(world: World) -> None:
+    world.kernel_says(world.placements[1].node, LOST, XID_79)
+    drain()
+    assert (Failure.objects.get().code, Incident.objects.get().code) == ("xid-79", "xid-79")
+
+
 def test_the_end_of_the_process_joins_the_incident_of_its_card(world: World) -> None:
     lost = world.placements[1]
     world.kernel_says(lost.node, XID_79)

@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 
-from django.contrib.auth.models import AnonymousUser
 from django.db.models import Count, FloatField, Q, QuerySet
 from django.db.models.functions import Cast, Extract, Floor
 from django.utils import timezone
 
-from controlplane.accounts.models import User
-from controlplane.fleet.selectors import clusters_for
 from controlplane.health.models import Failure
 from controlplane.jobs.models import Job
 
@@ -64,13 +61,6 @@ class FailureFilter:
         if self.card:
             found = found.filter(Q(gpu__serial=self.card) | Q(gpu=self.card))
         return found
-
-
-def failures_for(user: User | AnonymousUser) -> QuerySet[Failure]:
-    """Failures of nodes, or of jobs where no node is blamed, in clusters the caller may see."""
-    clusters = clusters_for(user)
-    jobs = Job.objects.filter(cluster__in=clusters).values("pk")
-    return Failure.objects.filter(Q(node__cluster__in=clusters) | Q(node=None, job_id__in=jobs))
 
 
 def with_story(failures: QuerySet[Failure]) -> QuerySet[Failure]:

@@ -231,17 +231,13 @@ def rows_of(nodes: list[Node]) -> list[Row]:
     return [
         Row(
             node,
-            is_reachable(node),
+            node.reachable,
             cards.get(node.id, 0),
             faults.get(node.id, []),
             jobs.get(node.id),
         )
         for node in nodes
     ]
-
-
-def is_reachable(node: Node) -> bool:
-    return not hasattr(node, "lease") or node.lease.reachable
 
 
 def faults_by_node(failures: QuerySet[Failure]) -> dict[str, list[tuple[int | None, str]]]:
