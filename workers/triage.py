@@ -181,9 +181,7 @@ def judge_line(line: str, xids: Mapping[int, CatalogueEntry]) -> LineVerdict | N
 
 def gravest(verdicts: Iterable[LineVerdict]) -> tuple[LineVerdict, ...]:
     """The same verdicts, those that call for most first, and of those the best named."""
-    return tuple(
-        sorted(verdicts, key=lambda v: (-ACTIONS.index(v.action), v.code in VAGUE_CODES))
-    )
+    return tuple(sorted(verdicts, key=lambda v: (-ACTIONS.index(v.action), v.code in VAGUE_CODES)))
 
 
 def condemns_node(verdict: LineVerdict) -> bool:

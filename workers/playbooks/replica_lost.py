@@ -62,8 +62,10 @@ def find_cause(ctx: StepContext) -> Outcome:
     if isinstance(verdict, triage.NotYet):
         return Wait(text=verdict.reason, wake_s=verdict.wait_s, evidence=shown)
     where = placement.node.name
-    sentence = f"{verdict.summary[0].upper()}{verdict.summary[1:]}."
     card = card_at(placement.node_id, verdict.pci)
+    what = f"card {card.index} of {where}: " if card else ""
+    sentence = f"{what}{verdict.summary}."
+    sentence = sentence[0].upper() + sentence[1:]
 
     def apply() -> None:
         # A kernel line's failure stands already, from when the line was triaged.
