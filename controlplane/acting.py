@@ -45,6 +45,13 @@ def act(
     return HttpResponseRedirect(back)
 
 
+def whole(text: str, most: int) -> int | None:
+    """A whole number from 0 to `most`, or None."""
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        return None
+    return int(text) if int(text) <= most else None
+
+
 def reason_of(request: HttpRequest) -> str:
     """The reason given in a form. Raises Conflict if there is none."""
     reason = request.POST.get("reason", "").strip()

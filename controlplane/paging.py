@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any, Generic, TypeVar
 
 from django.core.exceptions import ValidationError
+from django.db import DataError
 from django.db.models import Model, Q, QuerySet
 from django.http import Http404
 
@@ -62,7 +63,7 @@ def page_of(
                 Q(**{f"{field}__{beyond}": value}) | Q(**{field: value, f"pk__{beyond}": pk})
             )
         rows = list(ordered[: size + 1])
-    except (ValidationError, ValueError, TypeError):
+    except (ValidationError, ValueError, TypeError, OverflowError, DataError):
         raise Http404("this cursor belongs to another list") from None
     if len(rows) <= size:
         return Page(rows, sort, "")

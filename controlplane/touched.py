@@ -43,3 +43,4 @@ def note(cluster_id: str | None, object_type: str, object_id: str) -> None:
     collected = _present.get()
     if collected is not None and cluster_id is not None:
         collected.objects.add((cluster_id, object_type, object_id))
+        collected.clusters.add(cluster_id)

@@ -115,7 +115,7 @@ def claim(owner: str) -> PlaybookStep | None:
     """
     now = timezone.now()
     step = (
-        PlaybookStep.objects.select_for_update(skip_locked=True, of=("self",))
+        PlaybookStep.objects.select_for_update(skip_locked=True, no_key=True, of=("self", "run"))
         .select_related("run__incident")
         .filter(ACTIVE_RUN, state__in=[StepState.READY, StepState.WAITING], wake_at__lte=now)
         .order_by("wake_at")
@@ -375,6 +375,7 @@ def _only_shown(run: PlaybookRun, step: PlaybookStep, now: datetime) -> None:
     run.state_reason = step.outcome
     run.finished_at = now
     run.save(update_fields=["state", "state_reason", "finished_at"])
+    guards.release(run)
     _tell(run, step, step.outcome)
 
 

@@ -20,7 +20,7 @@ from controlplane.incidents import actions as incidents
 from controlplane.incidents import limits
 from controlplane.incidents.choices import ApprovalState, Mode
 from controlplane.incidents.models import PlaybookRun, Reservation
-from controlplane.incidents.plans import Plan, plan_of_run
+from controlplane.incidents.plans import Plan, code_of, plan_of_run
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Placement
 
@@ -65,7 +65,7 @@ def judge(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Verdict:
         if isinstance(signature, Verdict):
             return signature
         context = signature
-    code = run.incident.code if run.incident else ""
+    code = code_of(run)
     job_id = _job_on(node) or run.job_id
     objections = limits.objections(node, code=code, job_id=job_id, run=run)
     if any(objection.startswith("the breaker is open") for objection in objections):

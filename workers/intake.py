@@ -11,6 +11,7 @@ from functools import partial
 
 import structlog
 from django.conf import settings
+from django.db import OperationalError
 from django.db.models import QuerySet
 from django.utils import timezone
 
@@ -76,6 +77,8 @@ def _handle_alone(signal: Signal) -> bool:
     except Conflict as conflict:
         log.info("intake.again", signal=signal.pk, reason=conflict.detail)
         return False
+    except OperationalError:
+        raise  # a deadlock or a lost connection says nothing of the signal: all are taken again
     except Exception:
         log.exception("intake.signal_not_handled", signal=signal.pk)
     return True
@@ -145,7 +148,11 @@ def _act_on_failure(
     if incident is None:
         return
     title, sentence = _words_of_cause(failure, node, verdict)
-    incidents.set_cause(incident.pk, title, sentence, failure)
+    graver = triage.ACTIONS[triage.ACTIONS.index(verdict.action) + 1 :]
+    if incident.failures.filter(needed__in=graver).exists():
+        incident.failures.add(failure)  # what the incident is about calls for more
+    else:
+        incidents.set_cause(incident.pk, title, sentence, failure)
     incidents.open_breaker_on_burst(node.cluster_id, verdict.code)
     repair = partial(
         incidents.repair_node,
@@ -186,7 +193,8 @@ def _incident_of_failure(
 
     A fault of a program on a node that holds none of ours is nobody's incident here.
     """
-    if placement is not None and placement.replica.job.state in JOB_ACTIVE:
+    for_people = verdict.action in triage.FOR_PEOPLE
+    if placement is not None and placement.replica.job.state in JOB_ACTIVE and not for_people:
         return _open_for_replica(signal, placement)
     if verdict.action == "restart_app":
         return None
@@ -210,14 +218,18 @@ def _same_burst(node: Node, card: Gpu | None, verdict: triage.LineVerdict) -> Fa
     recent = Failure.objects.filter(
         node=node, gpu=card, last_seen_at__gte=timezone.now() - BURST_GAP
     ).order_by("-observed_at")
-    strength = triage.ACTIONS.index(verdict.action)
+    covered = {verdict.action}
+    if verdict.action not in triage.FOR_PEOPLE:
+        # What only a person can do covers nothing that automation has to do.
+        stronger = triage.ACTIONS[triage.ACTIONS.index(verdict.action) :]
+        covered |= set(stronger) - triage.FOR_PEOPLE
     # What came before the node was taken out and returned is another story.
     recent = recent.filter(observed_at__gte=_back_since(node))
-    return next((f for f in recent if triage.ACTIONS.index(f.needed) >= strength), None)
+    return next((f for f in recent if f.needed in covered), None)
 
 
 def _back_since(node: Node) -> datetime:
-    """When the node last came out of repair; its enrolment if it never was in it."""
+    """When the node was last repaired; its enrolment if it never was."""
     repair = node.repairs.order_by("-at").first()
     return repair.at if repair else node.enrolled_at
 
@@ -283,30 +295,8 @@ def _present_placement(signal: Signal) -> Placement | None:
 
 
 def _open_for_replica(signal: Signal, placement: Placement) -> Incident:
-    job = placement.replica.job
-    index = placement.replica.index
-    incident = incidents.open_or_merge(
-        f"job/{job.pk}/{index}",
-        cluster_id=job.cluster_id,
-        title=f"{job.name} lost replica {index} on {placement.node.name}",
-        severity=Severity.MAJOR,
-        occurred_at=signal.observed_at,
-        job_id=job.pk,
-        replica=index,
-        node_id=placement.node_id,
-    )
+    incident = incidents.bring_back(placement, signal.observed_at)
     _tell_signal(incident, signal)
-    incidents.request_run(
-        SYSTEM,
-        "replica-lost",
-        f"{job.pk}/{index}",
-        cluster_id=job.cluster_id,
-        title=f"Bring back replica {index} of {job.name}",
-        incident=incident,
-        job_id=job.pk,
-        node_id=placement.node_id,
-        context={"replica": index, "lost_placement": placement.pk},
-    )
     return incident
 
 
@@ -324,7 +314,7 @@ def _node_went_silent(signal: Signal) -> None:
         return
     placement = _live_placement(node)
     _coordinators_went_with(node, signal, Job.objects.filter(coordinator_node=node))
-    if placement is not None:
+    if placement is not None and placement.replica.job.state in JOB_ACTIVE:
         _open_for_replica(signal, placement)
         return
     if node.state not in IN_SERVICE or node.hold_reason:
@@ -352,6 +342,7 @@ def _node_went_silent(signal: Signal) -> None:
     incidents.set_cause(
         incident.pk, incident.title, "The node stopped beating; it held no replica.", failure
     )
+    incidents.open_breaker_on_burst(node.cluster_id, failure.code)
     incidents.repair_node(SYSTEM, node.pk, incident, "it went silent", only_if_silent=True)
 
 

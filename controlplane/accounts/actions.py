@@ -66,6 +66,8 @@ def create_user(
         User.username_validator(username)
     except ValidationError as error:
         raise Conflict("a name is made of letters, digits and @ . + - _") from error
+    if len(username) > 150 or len(email) > 254:
+        raise Conflict("a name has at most 150 characters, an address at most 254")
     if User.objects.filter(username__iexact=username).exists():
         raise Conflict(f"there is a user {username!r} already; choose another name")
     _check_password(password, user)
@@ -189,8 +191,8 @@ def create_token(
     What the user holds is looked up at each use: the scope only caps it. The text is returned once
     and never stored. Raises Conflict for a life of more than 366 days or none at all.
     """
-    if not name.strip():
-        raise Conflict("give the token a name that tells what uses it")
+    if not 1 <= len(name.strip()) <= 63:
+        raise Conflict("give the token a name of at most 63 characters that tells what uses it")
     if not 0 < ttl_s <= MAX_TOKEN_DAYS * 86_400:
         raise Conflict(f"a token lives for at most {MAX_TOKEN_DAYS} days")
     prefix = "".join(secrets.choice(_PREFIX_ALPHABET) for _ in range(10))

@@ -8,9 +8,10 @@ from django.http import HttpRequest, HttpResponse
 
 from controlplane.accounts import chain
 from controlplane.accounts.access import Access, needs
+from controlplane.accounts.choices import Role
 from controlplane.accounts.views import signed_in
 from controlplane.dashboard.selectors import trail
-from controlplane.fleet.selectors import audit_for, clusters_for
+from controlplane.fleet.selectors import audit_for, clusters_for, may_everywhere
 from controlplane.live import live_page
 from controlplane.paging import page_of
 
@@ -24,14 +25,16 @@ def audit(request: HttpRequest) -> HttpResponse:
         asked = trail.Asked.of(request.GET)
         found = trail.narrowed(audit_for(request.user), asked)
         page = page_of(found, request.GET, sorts={"-id": "id"})
+        whole_trail = may_everywhere(request.user, Role.ADMIN)
         return {
             "asked": asked,
             "page": page,
             "rows": trail.rows_of(page.rows),
             "clusters": clusters_for(request.user),
-            "head": chain.head(),
-            "unchained": chain.unchained(),
-            "verification": trail.last_verification(),
+            "whole_trail": whole_trail,
+            "head": chain.head() if whole_trail else None,
+            "unchained": chain.unchained() if whole_trail else 0,
+            "verification": trail.last_verification() if whole_trail else None,
         }
 
     return live_page(request, "audit/list", clusters_for(request.user), context)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from django.conf import settings
@@ -117,7 +117,11 @@ def hold(request: HttpRequest, node_id: str) -> HttpResponse:
 @signed_in
 @needs(Access.OPERATOR)
 def release(request: HttpRequest, node_id: str) -> HttpResponse:
-    return _act(request, node_id, lambda actor: fleet.set_hold(actor, node_id, ""))
+    return _act(
+        request,
+        node_id,
+        lambda actor: fleet.set_hold(actor, node_id, "", lifted_because=reason_of(request)),
+    )
 
 
 @require_POST
@@ -227,6 +231,6 @@ def _moment(text: str | None) -> datetime | None:
         return None
     try:
         moment = datetime.fromisoformat(text)
-    except ValueError:
+        return (moment if moment.tzinfo else timezone.make_aware(moment)).astimezone(UTC)
+    except (ValueError, OverflowError):
         raise Http404("before must be a time in ISO 8601") from None
-    return moment if moment.tzinfo else timezone.make_aware(moment)

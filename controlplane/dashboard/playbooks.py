@@ -15,7 +15,7 @@ from controlplane.accounts.access import Access, needs
 from controlplane.accounts.choices import Role
 from controlplane.accounts.models import Actor
 from controlplane.accounts.views import signed_in
-from controlplane.acting import act, reason_of
+from controlplane.acting import act, reason_of, whole
 from controlplane.dashboard.nodes import hours_of
 from controlplane.dashboard.selectors import playbooks as selectors
 from controlplane.dashboard.selectors.fleet import cluster_for
@@ -72,10 +72,11 @@ def set_limit(request: HttpRequest, cluster_id: str) -> HttpResponse:
     found = cluster_for(request.user, cluster_id)
 
     def deed(actor: Actor) -> None:
-        scope, nodes = request.POST.get("scope", ""), request.POST.get("nodes", "")
-        if scope not in Scope.values or not nodes.isdecimal() or int(nodes) > 100_000:
+        scope = request.POST.get("scope", "")
+        nodes = whole(request.POST.get("nodes", ""), 100_000)
+        if scope not in Scope.values or nodes is None:
             raise Conflict("a limit is a number of nodes, for one of the scopes shown")
-        incidents.set_limit(actor, cluster_id, Scope(scope), int(nodes), reason_of(request))
+        incidents.set_limit(actor, cluster_id, Scope(scope), nodes, reason_of(request))
 
     return _act(request, found, deed, role=Role.ADMIN)
 

@@ -18,7 +18,7 @@ from controlplane.accounts.choices import Role
 from controlplane.accounts.models import ApiToken, User
 from controlplane.accounts.requests import actor_of
 from controlplane.accounts.views import signed_in
-from controlplane.acting import reason_of
+from controlplane.acting import reason_of, whole
 from controlplane.dashboard.selectors import roles
 from controlplane.errors import Conflict
 from controlplane.fleet.selectors import clusters_for, is_superuser
@@ -137,9 +137,10 @@ def _scope(word: str) -> Role:
 
 
 def _days(text: str) -> int:
-    if not text.isdecimal() or int(text) not in LIVES:
+    days = whole(text, max(LIVES))
+    if days not in LIVES:
         raise Conflict("Choose how long the token lives.")
-    return int(text)
+    return days
 
 
 def _owner(request: HttpRequest) -> User:

@@ -22,7 +22,7 @@ from controlplane.accounts.choices import Role
 from controlplane.accounts.models import Actor, User
 from controlplane.accounts.requests import actor_of
 from controlplane.accounts.views import signed_in
-from controlplane.acting import reason_of
+from controlplane.acting import reason_of, whole
 from controlplane.dashboard.selectors import roles
 from controlplane.errors import Conflict
 from controlplane.fleet.selectors import clusters_for, is_superuser
@@ -154,7 +154,7 @@ def _page(
     if q := request.GET.get("q", "").strip():
         people = people.filter(username__icontains=q)
     told = request.GET.get("user", "")
-    chosen_id = chosen_id or (int(told) if told.isdecimal() else None)
+    chosen_id = chosen_id or whole(told, 2**31 - 1)
     context = {
         "page": page_of(people, request.GET, sorts={"name": "username"}),
         "q": q,

@@ -19,7 +19,7 @@ from controlplane.accounts.access import Access, needs
 from controlplane.accounts.choices import Role
 from controlplane.accounts.requests import actor_of
 from controlplane.accounts.views import signed_in
-from controlplane.acting import act, reason_of
+from controlplane.acting import act, reason_of, whole
 from controlplane.errors import Conflict
 from controlplane.fleet import actions
 from controlplane.fleet.models import Cluster, JoinToken, Node
@@ -135,7 +135,7 @@ def _row(token: JoinToken, now: datetime) -> Row:
 
 
 def _check(uses: str, life: str) -> None:
-    if not uses.isdecimal() or not 1 <= int(uses) <= MAX_USES:
+    if not whole(uses, MAX_USES):
         raise Conflict(f"A join token lets in 1 to {MAX_USES:,} nodes.")
-    if not life.isdecimal() or int(life) not in LIVES:
+    if whole(life, max(LIVES)) not in LIVES:
         raise Conflict("Choose how long the token lives.")

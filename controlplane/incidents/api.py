@@ -358,6 +358,7 @@ class Runs(Resource):
         Search(["title"]),
     )
     sorts = {"id": "pk", "created_at": "created_at", "deadline": "deadline"}
+    volatile = ("steps", "deadline")  # they move while nobody does anything
 
     def rows(self) -> QuerySet[PlaybookRun]:
         return selectors.runs_for(self.request.user).prefetch_related(None)

@@ -118,8 +118,7 @@ def plan_of_run(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Plan:
     """What the rest of a run would do. `does` gives the exact words of its disruptive steps."""
     if run.node is None:
         raise ValueError(f"{run.playbook} has a disruptive step but no node")
-    incident: Incident | None = run.incident
-    code = incident.code if incident else ""
+    code = code_of(run)
     return _plan(
         run.playbook,
         run.node,
@@ -130,6 +129,12 @@ def plan_of_run(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Plan:
         does={key: list(words) for key, words in does.items()},
         turn=int(run.context.get("round", 0)),
     )
+
+
+def code_of(run: PlaybookRun) -> str:
+    """The failure code that a run acts upon: its own, or that of its incident."""
+    incident: Incident | None = run.incident
+    return str(run.context.get("code") or "") or (incident.code if incident else "")
 
 
 def _plan(

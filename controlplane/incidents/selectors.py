@@ -10,6 +10,7 @@ from django.contrib.auth.models import AnonymousUser
 from django.db.models import Case, Exists, IntegerField, OuterRef, Q, QuerySet, Value, When
 from django.http import Http404
 
+from controlplane.accounts.ids import person_id
 from controlplane.accounts.models import User
 from controlplane.fleet.models import Node
 from controlplane.fleet.selectors import clusters_for
@@ -296,7 +297,7 @@ def timeline_of(incident: Incident, *, limit: int = 500) -> list[Told]:
 
 def _usernames(ids: set[str]) -> dict[str, str]:
     """Names by id. An id that is no number belongs to no person."""
-    people = User.objects.filter(pk__in=[int(one) for one in ids if one.isdigit()])
+    people = User.objects.filter(pk__in=[pk for one in ids if (pk := person_id(one))])
     return {str(pk): name for pk, name in people.values_list("pk", "username")}
 
 

@@ -17,6 +17,8 @@ from controlplane.jobs.models import (
 )
 from controlplane.rest.serializers import Body, Number, Reasoned, RowSerializer
 
+#: Options travel through encoders that recurse.
+MAX_NESTING = 32
 MAX_REPLICAS = 4096
 MAX_STEP = 2**53
 
@@ -160,6 +162,13 @@ class NewJob(Body):
         default=dict, help_text="Handed to the program, as its agents allow."
     )
 
+    def validate_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        if _depth(options) > MAX_NESTING:
+            raise serializers.ValidationError(
+                f"may be nested {MAX_NESTING} deep at most", code="too_deep"
+            )
+        return options
+
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
         if attrs["min_replicas"] > attrs["world_replicas"]:
             raise serializers.ValidationError(
@@ -206,3 +215,14 @@ class NewReservation(Reasoned):
 def _seat(replica: Replica) -> Placement | None:
     """Where it sits now; the selector fetches the present placement only."""
     return next(iter(replica.present), None)  # type: ignore[attr-defined]
+
+
+def _depth(value: Any) -> int:
+    """How deep lists and objects are nested, without recursion of our own."""
+    depth, level = 0, [value]
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        depth += 1
+        level = [
+            inner for one in level for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+    return depth

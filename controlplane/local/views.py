@@ -15,6 +15,7 @@ from controlplane.accounts.access import Access, needs
 from controlplane.accounts.choices import Role
 from controlplane.accounts.requests import actor_of
 from controlplane.accounts.views import signed_in
+from controlplane.acting import whole
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.models import Node
 from controlplane.fleet.selectors import clusters_for, may
@@ -49,7 +50,7 @@ def break_card(request: HttpRequest, node_id: str) -> HttpResponse:
 def _card(request: HttpRequest, node: Node) -> int:
     """The card that was named, or any."""
     fitted = list(node.gpus.exclude(index=None).values_list("index", flat=True)) or [0]
-    wanted = request.POST.get("card", "")
-    if wanted.isdigit() and int(wanted) in fitted:
-        return int(wanted)
+    wanted = whole(request.POST.get("card", ""), 63)
+    if wanted is not None and wanted in fitted:
+        return wanted
     return random.choice(fitted)  # type: ignore[return-value]  # noqa: S311 - any will do

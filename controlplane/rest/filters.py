@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
 
 from django.db.models import Choices, Model, Q, QuerySet
@@ -210,11 +210,11 @@ def moment(name: str, text: str) -> datetime:
     try:
         # An unescaped "+" of a zone arrives as a space.
         parsed = parse_datetime(text.replace(" ", "+") if "T" in text else text)
-    except ValueError:
-        parsed = None
-    if parsed is None or parsed.tzinfo is None:
-        raise invalid(name, "must be a time with its zone, such as 2026-11-21T12:00:00Z")
-    return parsed
+        if parsed is not None and parsed.tzinfo is not None:
+            return parsed.astimezone(UTC)  # the database knows fewer zones than Python
+    except (ValueError, OverflowError):
+        pass
+    raise invalid(name, "must be a time with its zone, such as 2026-11-21T12:00:00Z")
 
 
 def _words(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 from django.core.exceptions import PermissionDenied
-from django.db import OperationalError
+from django.db import DatabaseError, IntegrityError, OperationalError
 from django.http import Http404, HttpRequest, HttpResponse
 from django.urls import reverse
 from django.views import defaults
@@ -211,7 +211,7 @@ def _problem_of(error: Exception) -> Problem | None:
         return Problem("conflict", error.detail)
     if isinstance(error, exceptions.ValidationError):
         return Problem("invalid_body", "some fields cannot be accepted", [*_flat(error.detail, "")])
-    if isinstance(error, OperationalError) and _is_contention(error):
+    if isinstance(error, OperationalError | IntegrityError) and _is_contention(error):
         return Problem("busy", "another write was in the way", headers={"Retry-After": "1"})
     for kind, code in _CODES:
         if isinstance(error, kind):
@@ -233,6 +233,9 @@ def _flat(detail: Any, path: str) -> Iterator[dict[str, str]]:
         yield {"field": path, "code": getattr(detail, "code", "invalid"), "detail": str(detail)}
 
 
-def _is_contention(error: OperationalError) -> bool:
-    """A lock that was not got in time, or a deadlock: both leave nothing behind."""
-    return getattr(error.__cause__, "sqlstate", "") in ("55P03", "40P01")
+def _is_contention(error: DatabaseError) -> bool:
+    """A lock that was not got in time, a deadlock, or a row that another wrote first.
+
+    All leave nothing behind: the caller may ask again, and then hears what there is.
+    """
+    return getattr(error.__cause__, "sqlstate", "") in ("55P03", "40P01", "23505")

@@ -156,7 +156,7 @@ def _choice(act: object, title: str) -> StepDefinition:
 PLAYBOOKS = (
     _order(
         "drain-node",
-        "Empties a node for a person: its replicas move to spares, then it is quarantined.",
+        "Empties a node for a person and quarantines it; its replicas return on spares.",
         StepDefinition(
             key="drain",
             title="Let it take no new work",

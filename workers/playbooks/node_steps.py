@@ -25,7 +25,7 @@ from controlplane.fleet.choices import (
 from controlplane.fleet.models import Command, Gpu, Node
 from controlplane.incidents import actions as incidents
 from controlplane.jobs import actions as jobs
-from controlplane.jobs.choices import PlacementState
+from controlplane.jobs.choices import JOB_ACTIVE, PlacementState
 from controlplane.jobs.models import Placement
 from node_agent import wire
 from workers import power
@@ -123,6 +123,8 @@ def _order_kill(ctx: StepContext, node: Node, live: list[Placement]) -> None:
 
 
 def _cut_power(ctx: StepContext, node: Node, why: str) -> Outcome:
+    if not node.bmc_url:
+        return Ask(text=f"{why}, and {node.name} has no BMC on record: switch it off by hand")
     # Off when it is off already changes nothing.
     power.switch(node, "ForceOff")
     if power.read(node).on:
@@ -137,10 +139,14 @@ def _take_out(ctx: StepContext, node: Node) -> Any:
     reason = str(ctx.values.get("reason", "")) or ctx.run.title
 
     def apply() -> None:
-        for placement in Placement.objects.filter(node=node).exclude(state=PlacementState.ENDED):
+        there = Placement.objects.select_related("replica__job", "node").filter(node=node)
+        for placement in there.exclude(state=PlacementState.ENDED):
             jobs.end_placement(
                 actor_of(ctx), placement.pk, f"{node.name} was taken out", free_node=False
             )
+            if ctx.run.requested_by and placement.replica.job.state in JOB_ACTIVE:
+                # Its loss may be told only after this, and would then be old news.
+                incidents.bring_back(placement, timezone.now())
         fleet.transition(actor_of(ctx), node.pk, NodeState.QUARANTINED, reason=reason)
         if not node.drained_by:
             owner = f"{OUR_DRAIN}{ctx.run.incident_id or ctx.run.pk}"
@@ -177,12 +183,11 @@ def words_of_repair(context: Mapping[str, Any]) -> Sequence[str]:
 def _reset_cards(ctx: StepContext, node: Node) -> Outcome:
     requester = ctx.requester()
     command = Command.objects.filter(requester=requester, verb="reset_gpus").first()
-    card = str(ctx.values.get("gpu", ""))
     if command is None:
 
         def order() -> None:
             _enter_repair(ctx, node, Rung.RESET_GPU, RESET_S + 60)
-            verb = wire.ResetGpus(uuids=[card] if card else [])
+            verb = wire.ResetGpus(uuids=[])
             fleet.queue_command(actor_of(ctx), node.pk, verb, requester=requester, ttl_s=RESET_S)
 
         return Wait(text=f"{node.name} is told to reset its cards", apply=order)
@@ -204,7 +209,7 @@ def _restart(ctx: StepContext, node: Node, rung: Rung) -> Outcome:
     state = power.read(node)
     before = ctx.values.get("boot_before")
     words = rung.label.lower()
-    if before is None:
+    if before is None or node.state == NodeState.REPAIR_FAILED:
 
         def enter() -> None:
             _enter_repair(ctx, node, rung, settings.BOOT_DEADLINE_S)
@@ -213,7 +218,7 @@ def _restart(ctx: StepContext, node: Node, rung: Rung) -> Outcome:
         return Wait(
             text=f"about to {words}",
             wake_s=0,
-            context={"boot_before": node.boot_id, "was_off": not state.on},
+            context={"boot_before": before or node.boot_id, "was_off": not state.on},
             apply=enter,
         )
     if state.on and state.boot_id and state.boot_id != before:
@@ -222,11 +227,16 @@ def _restart(ctx: StepContext, node: Node, rung: Rung) -> Outcome:
         return Done(text="it was off and is on now: it has been restarted")
     if state.on and not state.boot_id and ctx.step.attempts > 1:
         return Ask(text="its BMC cannot tell whether it has been restarted; look before going on")
-    if rung == Rung.POWER_CYCLE and state.on:
-        power.switch(node, "ForceOff")
-        power.switch(node, "On")
-    else:
-        power.switch(node, "ForceRestart" if state.on else "On")
+    try:
+        if rung == Rung.POWER_CYCLE and state.on:
+            power.switch(node, "ForceOff")
+            power.switch(node, "On")
+        else:
+            power.switch(node, "ForceRestart" if state.on else "On")
+    except power.PowerError as error:
+        if state.boot_id:
+            raise  # looked at again: the boot id will tell
+        return Ask(text=f"{error}; whether it was restarted cannot be told: look before going on")
     return Done(
         text="restarted through its BMC" if state.on else "switched on",
         evidence={"boot_before": before},
@@ -297,6 +307,13 @@ def return_to_service(ctx: StepContext) -> Outcome:
     spare = bool(ctx.values.get("spare", not ctx.run.requested_by))
     if node.state in IN_SERVICE - {NodeState.SUSPECT}:
         return Skip(text=f"{node.name} is in service already")
+    theirs = (f"user/{ctx.run.requested_by}", "")
+    if (
+        ctx.run.playbook != "return-node"
+        and node.drained_by not in theirs
+        and not node.drained_by.startswith(OUR_DRAIN)
+    ):
+        return End(text=f"done; {node.name} stays out, for {node.drained_by} drained it")
 
     def apply() -> None:
         actor = actor_of(ctx)

@@ -13,7 +13,7 @@ from controlplane.health.models import Failure
 from controlplane.incidents.choices import Effect
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Placement
-from workers import guards
+from workers import guards, triage
 from workers.playbooks import node_steps
 from workers.playbooks.base import (
     Ask,
@@ -53,7 +53,9 @@ def decide(ctx: StepContext) -> Outcome:
         "tried in vain for this code": ", ".join(sorted(record.in_vain)) or "nothing",
     }
     if choice is None:
-        return Ask(text="no rung of the repair ladder is left to automation", evidence=evidence)
+        return Ask(
+            text="no rung of the repair ladder is left for automation to take", evidence=evidence
+        )
     words = f"{Rung(choice.rung).label}: {choice.reason}"
     busy = Placement.objects.filter(node=node).exclude(state=PlacementState.ENDED)
     if ctx.values.get("urgency", "now") == "idle" and busy.exists():
@@ -171,7 +173,10 @@ def _record(ctx: StepContext, card: str) -> Record:
     if not card or not code:
         return Record(attempts)
     since = timezone.now() - IN_VAIN_WITHIN
-    earlier = Failure.objects.filter(gpu_id=card, code=code, observed_at__gte=since)
+    earlier = Failure.objects.filter(gpu_id=card, observed_at__gte=since)
+    # A card that is gone may bear any code: what called for the same is the same fault.
+    vague = code in triage.VAGUE_CODES
+    earlier = earlier.filter(needed=ctx.values["action"]) if vague else earlier.filter(code=code)
     first = earlier.order_by("observed_at").first()
     if first is None:
         return Record(attempts)

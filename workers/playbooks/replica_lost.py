@@ -86,6 +86,8 @@ def find_cause(ctx: StepContext) -> Outcome:
         )
         title = f"{_job_name(ctx)} lost replica {ctx.values['replica']} on {where}: {verdict.code}"
         incidents.set_cause(ctx.incident.pk, title, sentence, failure)
+        if not verdict.node_fit:
+            incidents.open_breaker_on_burst(ctx.run.cluster_id, verdict.code)
 
     return Done(
         text=f"{verdict.code} on {where}: {verdict.summary}",
@@ -322,7 +324,7 @@ PLAYBOOK = Playbook(
     name="replica-lost",
     version=3,
     summary="Finds out why a replica was lost and lets it train again, in place or on a spare.",
-    deadline_s=1800,
+    deadline_s=7 * 86_400,
     steps=(
         StepDefinition(
             key="find-cause",
@@ -345,7 +347,7 @@ PLAYBOOK = Playbook(
             title="Take the unfit node out",
             act=take_node_out,
             effect=Effect.IDEMPOTENT,
-            timeout_s=600,
+            timeout_s=7 * 86_400,  # its repair run asks, where it must wait for long
             prose="See that nothing of it runs on the unfit node any more, by killing it or by "
             "switching the node off, before its replica runs anywhere else: no two processes may "
             "ever believe to be the same replica.",

@@ -133,14 +133,18 @@ class Record:
 def records_in(clusters: Iterable[Cluster], *, limit: int = 50) -> list[Record]:
     """The cards that were repaired most often in 30 days: a card that comes again is a lemon."""
     now = timezone.now()
+    visible = {cluster.pk for cluster in clusters}
     month = RepairRecord.objects.filter(
         gpu__isnull=False,
-        node__cluster__in=list(clusters),
+        node__cluster__in=visible,
         at__gte=now - timedelta(days=30),
     )
     often = list(month.values("gpu").annotate(times=Count("pk")).order_by("-times", "gpu")[:limit])
     ids = [row["gpu"] for row in often]
     gpus = Gpu.objects.select_related("node__cluster").in_bulk(ids)
+    for gpu in gpus.values():
+        if gpu.node is not None and gpu.node.cluster_id not in visible:
+            gpu.node = None  # it has moved to where the caller sees nothing
     by_rung: dict[str, list[tuple[str, int, int]]] = {}
     rows = (
         month.filter(gpu__in=ids)

@@ -173,9 +173,11 @@ def _moment(text: str) -> datetime | None:
     """“2026-11-21 03:00”, read as UTC; None for anything else."""
     try:
         moment = parse_datetime(text)
-    except ValueError:
+        if moment is None:
+            return None
+        return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):
         return None
-    return moment.replace(tzinfo=UTC) if moment and moment.tzinfo is None else moment
 
 
 def _told(values: Mapping[str, Any], known: str | None, names: Mapping[str, str]) -> dict[str, str]:

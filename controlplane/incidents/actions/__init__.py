@@ -26,6 +26,7 @@ from controlplane.incidents.actions.incidents import (
 )
 from controlplane.incidents.actions.requests import (
     admit_node,
+    bring_back,
     order_node,
     repair_node,
     restart_job,
@@ -52,6 +53,7 @@ __all__ = [
     "add_note",
     "admit_node",
     "approve",
+    "bring_back",
     "cancel_run",
     "close_breaker",
     "close_case",

@@ -15,7 +15,7 @@ from controlplane.errors import Conflict
 from controlplane.fleet.changes import change, touch
 from controlplane.health.models import Failure
 from controlplane.incidents.actions.incidents import tell
-from controlplane.incidents.actions.runs import cancel_run
+from controlplane.incidents.actions.runs import cancel_run, lock_run
 from controlplane.incidents.choices import (
     RUN_UNFINISHED,
     ApprovalState,
@@ -72,6 +72,10 @@ def set_mode(actor: Actor, cluster_id: str, playbook: str, mode: Mode, reason: s
         after={"mode": Mode(mode)},
         reason=reason,
     )
+    if mode != Mode.APPROVE:
+        Approval.objects.filter(
+            cluster_id=cluster_id, run__playbook=playbook, state=ApprovalState.WAITING
+        ).update(state=ApprovalState.VOID, decided_at=timezone.now())
     touch(cluster_id)
     _look_again(PlaybookRun.objects.filter(cluster_id=cluster_id, playbook=playbook))
 
@@ -214,6 +218,7 @@ def reject(actor: Actor, approval_id: str, reason: str) -> None:
 
 
 def _waiting(approval_id: str) -> Approval:
+    lock_run(Approval.objects.values_list("run_id", flat=True).get(pk=approval_id))
     approval = (
         Approval.objects.select_for_update(no_key=True, of=("self",))
         .select_related("run__incident")

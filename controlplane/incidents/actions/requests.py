@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 from django.utils import timezone
 
-from controlplane.accounts.models import Actor
+from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.errors import Conflict
 from controlplane.fleet.changes import change
 from controlplane.fleet.models import Node
 from controlplane.health.choices import Action, Urgency
-from controlplane.incidents.actions.incidents import resolve
+from controlplane.incidents.actions.incidents import open_or_merge, resolve
 from controlplane.incidents.actions.runs import cancel_run, request_run
 from controlplane.incidents.choices import (
     INCIDENT_UNRESOLVED,
     RUN_UNFINISHED,
+    Severity,
     StepState,
 )
 from controlplane.incidents.models import (
@@ -25,7 +27,7 @@ from controlplane.incidents.models import (
 )
 from controlplane.incidents.plans import NODE_ORDERS, check_order
 from controlplane.jobs import actions as jobs
-from controlplane.jobs.models import Job
+from controlplane.jobs.models import Job, Placement
 
 
 def admit_node(actor: Actor, node_id: str) -> PlaybookRun:
@@ -167,3 +169,32 @@ def restart_job(actor: Actor, job_id: str, reason: str) -> PlaybookRun:
     for incident in Incident.objects.filter(job=job, state__in=INCIDENT_UNRESOLVED):
         resolve(actor, incident.pk, f"the whole job is started anew: {reason}")
     return start_job(actor, job_id, reason)
+
+
+@change()
+def bring_back(placement: Placement, occurred_at: datetime) -> Incident:
+    """Open the incident of the replica that this placement held, and have it brought back."""
+    job = placement.replica.job
+    index = placement.replica.index
+    incident = open_or_merge(
+        f"job/{job.pk}/{index}",
+        cluster_id=job.cluster_id,
+        title=f"{job.name} lost replica {index} on {placement.node.name}",
+        severity=Severity.MAJOR,
+        occurred_at=occurred_at,
+        job_id=job.pk,
+        replica=index,
+        node_id=placement.node_id,
+    )
+    request_run(
+        SYSTEM,
+        "replica-lost",
+        f"{job.pk}/{index}",
+        cluster_id=job.cluster_id,
+        title=f"Bring back replica {index} of {job.name}",
+        incident=incident,
+        job_id=job.pk,
+        node_id=placement.node_id,
+        context={"replica": index, "lost_placement": placement.pk},
+    )
+    return incident

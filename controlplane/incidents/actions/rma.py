@@ -77,8 +77,9 @@ def readmit_replaced() -> int:
     waiting = Node.objects.filter(state="rma", rma_cases__isnull=False, lease__reachable=True)
     count = 0
     for node in waiting.distinct():
-        cases = node.rma_cases.exclude(state=CaseState.CLOSED)
-        if cases.filter(gpu__node=node).exists() or not node.gpus.exists():
+        cases = list(node.rma_cases.exclude(state=CaseState.CLOSED).select_related("gpu"))
+        # A case that a person closed says nothing of the card: they order the return themselves.
+        if not cases or any(c.gpu.node_id == node.pk for c in cases) or not node.gpus.exists():
             continue
         if node.runs.filter(playbook="return-node", finished_at=None).exists():
             continue

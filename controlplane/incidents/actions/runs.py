@@ -26,6 +26,7 @@ from controlplane.incidents.choices import (
 from controlplane.incidents.models import (
     Approval,
     Incident,
+    Playbook,
     PlaybookRun,
     PlaybookStep,
     Reservation,
@@ -110,7 +111,11 @@ def retry_run(actor: Actor, run_id: str, reason: str) -> None:
     _set_run(actor, run, to, reason or "tried again", "run.retry")
     # Another turn: what was refused before is asked for anew, and the rounds count from here.
     turn = {**run.context, "retry": int(run.context.get("retry", 0)) + 1, "round": 0}
-    PlaybookRun.objects.filter(pk=run_id).update(deadline=now + timedelta(hours=1), context=turn)
+    turn.pop("signed", None)
+    Approval.objects.filter(
+        run=run, state__in=[ApprovalState.WAITING, ApprovalState.APPROVED]
+    ).update(state=ApprovalState.VOID, decided_at=now)
+    PlaybookRun.objects.filter(pk=run_id).update(deadline=_fresh_deadline(run), context=turn)
     doorbell.ring_after_commit()
 
 
@@ -118,10 +123,10 @@ def retry_run(actor: Actor, run_id: str, reason: str) -> None:
 def pause_run(actor: Actor, run_id: str, reason: str) -> None:
     """Keep a run from taking its next step until a person lets it go on.
 
-    A step that is under way ends as it would; its outcome is kept for when the run goes on. Raises
-    Conflict unless the run is at work.
+    A step that is under way is taken again when the run goes on, and looks first what it has done.
+    Raises Conflict unless the run is at work.
     """
-    run = _lock_run(run_id)
+    run = lock_run(run_id)
     if run.state not in RUN_ACTIVE:
         raise Conflict(f"this run is {run.get_state_display().lower()}; there is nothing to pause")
     # Whoever works on a step loses its lock: the step is taken again, and looks first.
@@ -134,7 +139,7 @@ def pause_run(actor: Actor, run_id: str, reason: str) -> None:
 @change()
 def resume_run(actor: Actor, run_id: str, reason: str) -> None:
     """Let a paused run go on, or one that asked for a person try again. Raises Conflict else."""
-    run = _lock_run(run_id)
+    run = lock_run(run_id)
     if run.state != RunState.PAUSED:
         retry_run(actor, run_id, reason)
         return
@@ -144,7 +149,7 @@ def resume_run(actor: Actor, run_id: str, reason: str) -> None:
     )
     to = RunState.RUNNING if run.steps.exists() else RunState.PENDING
     _set_run(actor, run, to, reason, "run.resume")
-    PlaybookRun.objects.filter(pk=run_id).update(deadline=now + timedelta(hours=1))
+    PlaybookRun.objects.filter(pk=run_id).update(deadline=_fresh_deadline(run))
     doorbell.ring_after_commit()
 
 
@@ -154,7 +159,7 @@ def cancel_run(actor: Actor, run_id: str, reason: str) -> None:
 
     Orders that no node has finished are called back, and a placement that never came to life ends.
     """
-    run = _lock_run(run_id)
+    run = lock_run(run_id)
     if run.state not in RUN_UNFINISHED:
         raise Conflict(f"this run is {run.get_state_display().lower()} already")
     for step_id in run.steps.values_list("pk", flat=True):
@@ -191,7 +196,13 @@ def pause_overdue_runs(now: datetime) -> int:
     return len(runs)
 
 
-def _lock_run(run_id: str) -> PlaybookRun:
+def _fresh_deadline(run: PlaybookRun) -> datetime:
+    """As long again as its playbook may take; an hour where the workers have not told yet."""
+    known = Playbook.objects.filter(pk=run.playbook).first()
+    return timezone.now() + timedelta(seconds=known.deadline_s if known else 3600)
+
+
+def lock_run(run_id: str) -> PlaybookRun:
     """The run, locked after its incident: the order in which everybody takes them."""
     incident_id = PlaybookRun.objects.values_list("incident_id", flat=True).get(pk=run_id)
     if incident_id is not None:

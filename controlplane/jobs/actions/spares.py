@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
+from django.db.models import QuerySet
 from django.utils import timezone
 
 from controlplane.accounts.actions import audit
@@ -71,23 +72,21 @@ def reserve_spare(
     job_id: str | None = None,
     gpu_model: str = "",
     rack_id: str | None = None,
+    among: QuerySet[Node] | None = None,
 ) -> SpareReservation:
     """Keep one free spare for `holder` for `ttl_s` seconds, or until the job is placed on it.
 
-    Of two who ask at once each gets another node. Raises Conflict if no spare is free that fits.
+    Of two who ask at once each gets another node. `among` narrows the nodes to what a later app
+    knows to be usable. Raises Conflict if no spare is free that fits.
     """
     spares = selectors.placeable_nodes(cluster_id, job_id).filter(spare=True)
+    if among is not None:
+        spares = spares.filter(pk__in=among.values("pk"))
     if gpu_model:
         spares = spares.filter(pk__in=selectors.nodes_with(gpu_model))
     if rack_id is not None:
         spares = spares.filter(rack_id=rack_id)
-    # Another's choice is skipped, so that nobody waits only to find it taken.
-    node = (
-        spares.exclude(spare_reservations__in=selectors.present_reservations())
-        .select_for_update(no_key=True, skip_locked=True, of=("self",))
-        .order_by("name")
-        .first()
-    )
+    node = _lock_free_spare(spares)
     if node is None:
         raise Conflict("no spare that fits is free; ask for less, or wait for a repair to end")
     now = timezone.now()
@@ -105,6 +104,24 @@ def reserve_spare(
     )
     _audit(actor, "spare.reserve", reservation, reason)
     return reservation
+
+
+def _lock_free_spare(spares: QuerySet[Node]) -> Node | None:
+    """The first of these that nobody has reserved, locked.
+
+    Another's choice is skipped, so that nobody waits only to find it taken; one that was reserved
+    between our look and our lock shows at the second look, which sees what was committed since.
+    """
+    for _ in range(spares.count()):
+        node = (
+            spares.exclude(spare_reservations__in=selectors.present_reservations())
+            .select_for_update(no_key=True, skip_locked=True, of=("self",))
+            .order_by("name")
+            .first()
+        )
+        if node is None or not selectors.present_reservations().filter(node=node).exists():
+            return node
+    return None
 
 
 @change()

@@ -48,7 +48,7 @@ QUERIES = {
     "failures": 12,
     "repairs": 14,
     "rma-case": 6,
-    "automation-page": 24,
+    "automation-page": 25,
     "run": 9,
 }
 MAX_BYTES = 300_000

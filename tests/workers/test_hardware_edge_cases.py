@@ -1,0 +1,318 @@
+"""The fault loop where things come late, twice, together, or not at all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from django.db import connection, transaction
+from django.utils import timezone
+
+from controlplane.accounts.choices import ActorKind
+from controlplane.accounts.models import SYSTEM, Actor
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.choices import NodeState
+from controlplane.fleet.models import Cluster, Command, Node, RepairRecord
+from controlplane.health.choices import Action, Urgency
+from controlplane.health.models import Failure
+from controlplane.incidents import actions as incidents
+from controlplane.incidents.choices import IncidentState, Mode, RunState
+from controlplane.incidents.models import (
+    Approval,
+    Breaker,
+    Incident,
+    PlaybookRun,
+    PlaybookStep,
+    Reservation,
+)
+from controlplane.jobs import actions as jobs
+from tests.factories import GpuFactory
+from tests.workers.world import HEALTHY, World, answer, drain, run_of, soaked
+from workers import engine, intake, power
+from workers.playbooks import PLAYBOOKS
+
+# Commits for real, so that other connections see it.
+pytestmark = pytest.mark.django_db(transaction=True)
+PERSON = Actor(ActorKind.USER, "1")
+LOST = "[ 12.4] NVRM: GPU 0000:1b:00.0: GPU has fallen off the bus."
+
+
+def xid(code: int, bus: str = "1b") -> str:
+    return f"[ 12.3] NVRM: Xid (PCI:0000:{bus}:00): {code}, pid=7, name=python3, x."
+
+
+@pytest.fixture(autouse=True)
+def catalogue(transactional_db: None) -> None:
+    incidents.publish_playbooks([playbook.as_row() for playbook in PLAYBOOKS.values()])
+
+
+def repair(world: World, node: Node, **fields: Any) -> PlaybookRun:
+    told: dict[str, Any] = {"action": Action.REBOOT, "code": "xid-79", **fields}
+    return incidents.repair_node(
+        SYSTEM, node.pk, None, "its card", gpu_uuid=world.card_of(node).pk, **told
+    )
+
+
+def test_a_loss_that_is_told_after_the_order_was_carried_out_is_mended_too(world: World) -> None:
+    lost = world.placements[1]
+    incidents.order_node(PERSON, lost.node.pk, "drain", "because")
+    drain()
+    world.kill(lost, requested=True)
+    answer("stop_process", stopped=True)
+    drain()
+    world.peers_lose(lost)
+    drain()
+    assert PlaybookRun.objects.filter(playbook="replica-lost").exists()
+
+
+def test_what_only_people_can_do_hides_nothing_that_automation_has_to_do(world: World) -> None:
+    node = world.spares[0]
+    world.kernel_says(node, xid(54))
+    drain()
+    world.kernel_says(node, xid(79))
+    drain()
+    assert PlaybookRun.objects.filter(playbook="repair-node").exists()
+
+
+@pytest.mark.parametrize("code", [54, 999])
+def test_a_code_for_people_on_a_node_at_work_is_an_incident_without_a_playbook(
+    world: World, code: int
+) -> None:
+    world.kernel_says(world.placements[1].node, xid(code))
+    drain()
+    assert Incident.objects.get().state != IncidentState.RESOLVED
+    assert not PlaybookRun.objects.exists()
+
+
+def test_a_lesser_fault_does_not_take_the_headline(world: World) -> None:
+    node = world.placements[1].node
+    GpuFactory(node=node, index=1, pci_address="00000000:2B:00.0")
+    world.kernel_says(node, xid(79), xid(31, "2b"))
+    intake.triage_signals()
+    assert Incident.objects.get().code == "xid-79"
+
+
+def test_a_repair_that_waited_obeys_the_breaker_of_its_own_code(world: World) -> None:
+    Breaker.objects.create(cluster=world.cluster, code="xid-94", reason="burst")
+    node = world.spares[0]
+    repair(world, node, action=Action.RESET_GPU, code="xid-94", urgency=Urgency.IDLE)
+    drain()
+    node.refresh_from_db()
+    assert (node.state, run_of("repair-node").state) == (
+        NodeState.AVAILABLE,
+        RunState.NEEDS_OPERATOR,
+    )
+
+
+def test_a_signature_does_not_outlive_a_new_try(world: World) -> None:
+    incidents.set_mode(PERSON, world.cluster.pk, "repair-node", Mode.APPROVE, "we look first")
+    node = world.spares[0]
+    run = repair(world, node, action=Action.RESET_GPU, code="xid-95")
+    drain()
+    approval = Approval.objects.get(state="waiting")
+    incidents.approve(PERSON, approval.pk, approval.digest, "go")
+    drain()
+    answer("reset_gpus", state="failed")
+    drain()
+    incidents.pause_run(PERSON, run.pk, "look")
+    incidents.retry_run(PERSON, run.pk, "go on")
+    drain()
+    assert not world.bmcs[node.pk].orders
+    assert Approval.objects.filter(state="waiting").count() == 1
+
+
+def lossy(*, answers_with_boot_id: bool) -> Any:
+    """A management controller that does what it is told, and whose answer is lost."""
+    real = power._call
+
+    def call(node: Node, method: str, path: str, body: Any) -> dict[str, Any]:
+        answered = real(node, method, path, body)
+        if method == "POST":
+            raise power.PowerError("no answer in time")
+        return answered if answers_with_boot_id else {**answered, "Oem": {}}
+
+    return patch.object(power, "_call", call)
+
+
+@pytest.mark.parametrize("answers_with_boot_id", [True, False])
+def test_a_restart_whose_answer_was_lost_is_not_done_twice(
+    world: World, answers_with_boot_id: bool
+) -> None:
+    node = world.spares[0]
+    repair(world, node)
+    with lossy(answers_with_boot_id=answers_with_boot_id):
+        drain()
+    assert world.bmcs[node.pk].orders == ["ForceRestart"]
+
+
+def test_a_restart_that_is_tried_again_after_its_time_is_done_once(world: World) -> None:
+    node = world.spares[0]
+    run = repair(world, node)
+    with patch.object(power, "switch", side_effect=power.PowerError("away")):
+        drain()
+        long_ago = timezone.now() - timedelta(hours=1)
+        PlaybookStep.objects.filter(key="repair").update(started_at=long_ago)
+        drain()
+    Node.objects.filter(pk=node.pk).update(state_deadline=timezone.now() - timedelta(seconds=1))
+    fleet.fail_overdue_nodes(SYSTEM, timezone.now())
+    incidents.retry_run(PERSON, run.pk, "its BMC is back")
+    drain()
+    assert world.bmcs[node.pk].orders == ["ForceRestart"]
+
+
+def test_a_repair_that_becomes_a_dry_run_gives_its_share_back(world: World) -> None:
+    repair(world, world.spares[0], action=Action.RESET_GPU, code="xid-95")
+    engine.unfold_runs()
+    engine.take_step("test")
+    engine.take_step("test")
+    incidents.set_mode(PERSON, world.cluster.pk, "repair-node", Mode.DRY_RUN, "wait")
+    drain()
+    assert not Reservation.objects.filter(released_at=None).exists()
+
+
+def test_a_second_card_that_fails_meanwhile_is_reset_too(world: World) -> None:
+    node = world.spares[0]
+    GpuFactory(node=node, index=1, pci_address="00000000:2B:00.0")
+    world.kernel_says(node, xid(95))
+    drain()
+    world.kernel_says(node, xid(95, "2b"))
+    drain()
+    assert '"uuids":[]' in Command.objects.get(verb="reset_gpus").payload  # all of them
+
+
+def test_a_silent_node_of_a_job_that_ends_brings_nothing_back(world: World) -> None:
+    jobs.request_stop(PERSON, world.job.pk, "enough")
+    world.silence(world.placements[1].node)
+    drain()
+    assert not PlaybookRun.objects.filter(playbook="replica-lost").exists()
+
+
+def test_a_card_whose_loss_was_named_late_is_known_the_second_time(world: World) -> None:
+    node = world.spares[0]
+    world.kernel_says(node, LOST, xid(79))
+    drain()
+    world.boot(node)
+    drain()
+    answer("diagnose", **HEALTHY)
+    drain()
+    soaked()
+    drain()
+    hour_ago = timezone.now() - timedelta(hours=1)
+    Failure.objects.update(last_seen_at=hour_ago, observed_at=hour_ago)
+    RepairRecord.objects.update(at=hour_ago + timedelta(minutes=10))
+    world.kernel_says(node, LOST, xid(79))
+    drain()
+    node.refresh_from_db()
+    assert node.state == NodeState.RMA
+
+
+def test_a_silent_node_without_a_controller_asks_at_once(world: World) -> None:
+    node = world.placements[1].node
+    Node.objects.filter(pk=node.pk).update(bmc_url="")
+    world.silence(node)
+    world.peers_lose(world.placements[1])
+    drain()
+    assert run_of("repair-node").state == RunState.NEEDS_OPERATOR
+    assert "no BMC on record" in run_of("repair-node").state_reason
+
+
+# --- two at once ----------------------------------------------------------------------------------
+
+Ended = list[tuple[str, str]]
+
+
+def beside(deed: Callable[[], object], ended: Ended) -> threading.Thread:
+    """Do it on another connection; `ended` takes how it went."""
+
+    def run() -> None:
+        try:
+            deed()
+            ended.append(("ok", ""))
+        except Exception as error:
+            ended.append((type(error).__name__, str(error)))
+        finally:
+            connection.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def await_lock(count: int = 1) -> None:
+    """Until so many other connections wait for a lock."""
+    waiting = "SELECT count(DISTINCT pid) FROM pg_locks WHERE NOT granted"
+    pause = threading.Event()
+    with connection.cursor() as cursor:
+        for _ in range(200):
+            cursor.execute(waiting)
+            if cursor.fetchone()[0] >= count:
+                return
+            pause.wait(0.02)
+    pytest.fail("nobody waits for a lock")
+
+
+@contextmanager
+def cluster_locked(world: World) -> Any:
+    with transaction.atomic():
+        Cluster.objects.select_for_update(no_key=True).get(pk=world.cluster.pk)
+        yield
+
+
+def test_a_deadlock_loses_no_signal(world: World) -> None:
+    for _ in range(2):
+        world.peers_lose(world.placements[0])
+        world.peers_lose(world.placements[1])
+        if not Incident.objects.exists():
+            intake.triage_signals()
+    first, second = (Incident.objects.get(replica=index) for index in (0, 1))
+    ended: Ended = []
+    with transaction.atomic():
+        Incident.objects.select_for_update(no_key=True, of=("self",)).get(pk=second.pk)
+        thread = beside(intake.triage_signals, ended)
+        await_lock()
+        Incident.objects.select_for_update(no_key=True, of=("self",)).get(pk=first.pk)
+    thread.join()
+    drain()
+    told = [one.timeline.filter(kind="signal").count() for one in (first, second)]
+    assert (told, intake.untriaged().count()) == ([2, 2], 0)
+
+
+def waiting_run(world: World) -> PlaybookRun:
+    incidents.set_mode(PERSON, world.cluster.pk, "repair-node", Mode.APPROVE, "we look first")
+    run = repair(world, world.spares[0], action=Action.RESET_GPU, code="xid-95")
+    drain()
+    PlaybookStep.objects.filter(state="waiting").update(wake_at=timezone.now())
+    return run
+
+
+def test_a_person_and_a_worker_do_not_lock_each_other_out(world: World) -> None:
+    waiting_run(world)
+    approval = Approval.objects.get(state="waiting")
+    ended: Ended = []
+    with cluster_locked(world):
+        worker = beside(lambda: engine.claim("worker"), ended)
+        await_lock()
+        person = beside(lambda: incidents.reject(PERSON, approval.pk, "no"), ended)
+        await_lock(2)
+    worker.join()
+    person.join()
+    assert [how for how, _ in ended] == ["ok", "ok"], ended
+
+
+def test_a_pause_is_not_undone_by_a_worker_that_was_about_to_look(world: World) -> None:
+    run = waiting_run(world)
+    ended: Ended = []
+    with cluster_locked(world):
+        worker = beside(lambda: engine.claim("worker"), ended)
+        await_lock()
+        person = beside(lambda: incidents.pause_run(PERSON, run.pk, "stop"), ended)
+        await_lock(2)
+    worker.join()
+    person.join()
+    run.refresh_from_db()
+    assert (run.state, [how for how, _ in ended]) == (RunState.PAUSED, ["ok", "ok"])
