@@ -133,7 +133,7 @@ class Checkpoints(Resource):
         Reference("cluster", "job__cluster", id_prefix="clu_"),
         OF_JOB,
         Exact("tier", choices=Tier),
-        Whole("step"),
+        Whole("step", most=2**53),
         Times("at"),
     )
     sorts = {"id": "pk", "at": "at", "step": "step"}

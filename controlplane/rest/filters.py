@@ -123,13 +123,14 @@ class Whole:
     """Equal to one of these whole numbers."""
 
     name: str
+    most: int = 2**31 - 1
 
     def parameters(self) -> list[Parameter]:
-        schema = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+        schema = {"type": "integer", "minimum": 0, "maximum": self.most}
         return [Parameter(self.name, f"Only with this {_words(self.name)}.", schema, many=True)]
 
     def condition(self, name: str, values: list[str]) -> Q:
-        return Q(**{f"{self.name}__in": [whole(name, value, 0, 2**31 - 1) for value in values]})
+        return Q(**{f"{self.name}__in": [whole(name, value, 0, self.most) for value in values]})
 
 
 @dataclass(frozen=True)
