@@ -212,10 +212,13 @@ def test_a_hold_is_put_on_and_lifted(operator: Client, fleet: Fleet) -> None:
     operator.post(reverse("node-hold", args=[fleet.node.id]), {"reason": "Ada looks at it"})
     held = _page(operator, fleet)
     operator.post(reverse("node-release", args=[fleet.node.id]))
+    still_held = _page(operator, fleet)
+    operator.post(reverse("node-release", args=[fleet.node.id]), {"reason": "she is done"})
     released = _page(operator, fleet)
 
     assert 'data-testid="ask-release"' in held
     assert 'data-testid="ask-hold"' not in held
+    assert 'data-testid="ask-hold"' not in still_held
     assert 'data-testid="ask-hold"' in released
 
 
