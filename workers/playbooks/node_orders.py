@@ -85,17 +85,6 @@ def diagnose(ctx: StepContext) -> Outcome:
     return Done(text=reason if passed else f"not healthy: {reason}", evidence=evidence)
 
 
-_QUARANTINE = StepDefinition(
-    key="quarantine",
-    title="Empty it and quarantine it",
-    act=node_steps.quarantine,
-    effect=Effect.IDEMPOTENT,
-    disruptive=True,
-    does=node_steps.words_of_quarantine,
-    timeout_s=600,
-    prose="Kill what runs on it through its agent, or switch it off where the agent is silent.",
-    undo="Validate it and return it.",
-)
 _STAY = StepDefinition(
     key="stay",
     title="Leave it quarantined",
@@ -112,14 +101,6 @@ _REPAIR = StepDefinition(
     does=node_steps.words_of_repair,
     timeout_s=600,
     prose="Note the boot id first, so that it is done once.",
-)
-_AWAIT_BOOT = StepDefinition(
-    key="await-boot",
-    title="See it come back",
-    act=node_steps.await_boot,
-    effect=Effect.NONE,
-    timeout_s=2400,
-    prose="The agent beats again under another boot id.",
 )
 _VALIDATE = StepDefinition(
     key="validate",
@@ -165,10 +146,10 @@ PLAYBOOKS = (
             prose="Mark it draining, with your name.",
             undo="Return it.",
         ),
-        _QUARANTINE,
+        node_steps.QUARANTINE,
         _STAY,
     ),
-    _order("quarantine-node", "Empties a node and keeps it out.", _QUARANTINE, _STAY),
+    _order("quarantine-node", "Empties a node and keeps it out.", node_steps.QUARANTINE, _STAY),
     _order(
         "diagnose-node",
         "Runs the gentle diagnostic on a node, beside whatever runs there.",
@@ -185,7 +166,7 @@ PLAYBOOKS = (
         "reset-node",
         "Empties a node, resets its cards, validates it, and returns it.",
         _choice(choose_reset, "Choose the reset"),
-        _QUARANTINE,
+        node_steps.QUARANTINE,
         _REPAIR,
         _VALIDATE,
         _RETURN,
@@ -194,9 +175,9 @@ PLAYBOOKS = (
         "reboot-node",
         "Empties a node, reboots it, validates it, and returns it.",
         _choice(choose_reboot, "Choose the reboot"),
-        _QUARANTINE,
+        node_steps.QUARANTINE,
         _REPAIR,
-        _AWAIT_BOOT,
+        node_steps.AWAIT_BOOT,
         _VALIDATE,
         _RETURN,
     ),

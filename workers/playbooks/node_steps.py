@@ -24,12 +24,23 @@ from controlplane.fleet.choices import (
 )
 from controlplane.fleet.models import Command, Gpu, Node
 from controlplane.incidents import actions as incidents
+from controlplane.incidents.choices import Effect
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, PlacementState
 from controlplane.jobs.models import Placement
 from node_agent import wire
 from workers import power
-from workers.playbooks.base import Ask, Back, Done, End, Outcome, Skip, StepContext, Wait
+from workers.playbooks.base import (
+    Ask,
+    Back,
+    Done,
+    End,
+    Outcome,
+    Skip,
+    StepContext,
+    StepDefinition,
+    Wait,
+)
 
 #: A rank that its agent was told to kill is gone within this time, or the power is cut.
 KILL_S = 4.0
@@ -324,3 +335,29 @@ def return_to_service(ctx: StepContext) -> Outcome:
             fleet.set_spare(actor, node.pk, True)
 
     return Done(text=f"{node.name} is available{', as a spare' if spare else ''}", apply=apply)
+
+
+# --- steps that repairs and orders share ----------------------------------------------------------
+
+QUARANTINE = StepDefinition(
+    key="quarantine",
+    title="Empty it and quarantine it",
+    act=quarantine,
+    effect=Effect.IDEMPOTENT,
+    disruptive=True,
+    does=words_of_quarantine,
+    timeout_s=1800,
+    prose="Kill what runs on it through its agent. If the agent does not answer, switch "
+    "the node off through its BMC (ForceOff) and see that it is off. Then mark it "
+    "quarantined, so that nothing lands on it.",
+    undo="Validate it and return it.",
+)
+
+AWAIT_BOOT = StepDefinition(
+    key="await-boot",
+    title="See it come back",
+    act=await_boot,
+    effect=Effect.NONE,
+    timeout_s=settings.BOOT_DEADLINE_S * 2,
+    prose="The agent beats again, and the boot id is not the one from before.",
+)

@@ -102,19 +102,7 @@ PLAYBOOK = Playbook(
             "cycle. Look at the card's repair record by its serial: the same fault after a restart "
             "goes to the vendor. What can wait is done when the node holds no work.",
         ),
-        StepDefinition(
-            key="quarantine",
-            title="Empty it and quarantine it",
-            act=node_steps.quarantine,
-            effect=Effect.IDEMPOTENT,
-            disruptive=True,
-            does=node_steps.words_of_quarantine,
-            timeout_s=1800,
-            prose="Kill what runs on it through its agent. If the agent does not answer, switch "
-            "the node off through its BMC (ForceOff) and see that it is off. Then mark it "
-            "quarantined, so that nothing lands on it.",
-            undo="Validate it and return it.",
-        ),
+        node_steps.QUARANTINE,
         StepDefinition(
             key="repair",
             title="Repair it",
@@ -126,14 +114,7 @@ PLAYBOOK = Playbook(
             prose="Note the boot id, then take the rung that was decided on. If you are not sure "
             "whether somebody did so already, compare the boot id first.",
         ),
-        StepDefinition(
-            key="await-boot",
-            title="See it come back",
-            act=node_steps.await_boot,
-            effect=Effect.NONE,
-            timeout_s=settings.BOOT_DEADLINE_S * 2,
-            prose="The agent beats again, and the boot id is not the one from before.",
-        ),
+        node_steps.AWAIT_BOOT,
         StepDefinition(
             key="validate",
             title="Validate it",
