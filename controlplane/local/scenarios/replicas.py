@@ -47,8 +47,8 @@ class Fault:
 
     words: str
     break_it: Callable[[Placement], dict[str, Any]]
-    #: The code that triage must find; "" where the way of dying decides.
-    code: str
+    #: The codes of which triage must find one.
+    codes: tuple[str, ...]
     #: The node is taken out, repaired and returned as a spare; else it keeps its replica.
     node_out: bool
     #: The repair waits until the replica has left, and is nobody's incident.
@@ -86,13 +86,16 @@ def _card(fault: str) -> Callable[[Placement], dict[str, Any]]:
     return lambda victim: power.break_card(victim.node, fault, random.randrange(8))  # noqa: S311
 
 
+#: An agent that was restarted adopted its ranks: it sees that one ends, not how.
+KILLED = ("process-killed", "process-vanished")
+
 FAULTS: dict[str, Fault] = {
-    "kill-process": Fault("kill -9", _kill_rank, "process-killed", node_out=False),
-    "kill-node": Fault("power off", _power_off, "node-lost", node_out=True),
-    "xid79": Fault("XID 79", _card("xid79"), "xid-79", node_out=True),
-    "xid94": Fault("XID 94", _card("xid94"), "xid-94", node_out=True, repaired_when_idle=True),
-    "app-error": Fault("XID 31", _card("xid31"), "xid-31", node_out=False),
-    "node-silent": Fault("SIGSTOP to agent and ranks", _freeze, "node-lost", node_out=True),
+    "kill-process": Fault("kill -9", _kill_rank, KILLED, node_out=False),
+    "kill-node": Fault("power off", _power_off, ("node-lost",), node_out=True),
+    "xid79": Fault("XID 79", _card("xid79"), ("xid-79",), node_out=True),
+    "xid94": Fault("XID 94", _card("xid94"), ("xid-94",), node_out=True, repaired_when_idle=True),
+    "app-error": Fault("XID 31", _card("xid31"), ("xid-31",), node_out=False),
+    "node-silent": Fault("SIGSTOP to agent and ranks", _freeze, ("node-lost",), node_out=True),
 }
 
 
@@ -241,8 +244,9 @@ def _problems(fault: Fault, scene: Scene, incident: Incident, result: Result) ->
             problems.append(f"{count} samples {kind}")
     if not incident.postmortem or incident.gpu_seconds_lost is None:
         problems.append("the incident has no post-mortem or no cost")
-    if incident.code != fault.code:
-        problems.append(f"the cause was taken for {incident.code or 'unknown'}, not {fault.code}")
+    if incident.code not in fault.codes:
+        wanted = " or ".join(fault.codes)
+        problems.append(f"the cause was taken for {incident.code or 'unknown'}, not {wanted}")
     boots = int(fault.node_out and not fault.repaired_when_idle)
     if result.facts["boots"] != boots:
         problems.append(f"the node was booted {result.facts['boots']} times instead of {boots}")
