@@ -185,6 +185,18 @@ def test_a_second_card_that_fails_meanwhile_is_reset_too(world: World) -> None:
     assert '"uuids":[]' in Command.objects.get(verb="reset_gpus").payload  # all of them
 
 
+def test_a_graver_fault_before_the_repair_decides_it_anew(world: World) -> None:
+    node = world.placements[1].node
+    world.kernel_says(node, xid(95))
+    drain()
+    world.kernel_says(node, xid(79))
+    drain()
+    answer("stop_process", stopped=True)
+    drain()
+    assert world.bmcs[node.pk].orders == ["ForceRestart"]
+    assert not Command.objects.filter(verb="reset_gpus").exists()
+
+
 def test_a_silent_node_of_a_job_that_ends_brings_nothing_back(world: World) -> None:
     jobs.request_stop(PERSON, world.job.pk, "enough")
     world.silence(world.placements[1].node)

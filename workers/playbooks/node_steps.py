@@ -66,6 +66,8 @@ def quarantine(ctx: StepContext) -> Outcome:
 
     Nothing of it may run anywhere else before this is done.
     """
+    if decision_is_stale(ctx):
+        return _decide_anew()
     node = node_of(ctx)
     being_emptied = {NodeState.DRAINING, NodeState.DRAIN_FAILED}
     if node.state in TAKEN_OUT - being_emptied or node.state == NodeState.RMA:
@@ -173,11 +175,23 @@ def repair(ctx: StepContext) -> Outcome:
     """Take the rung that was decided on. Looks first whether it was taken already."""
     rung = Rung(ctx.values["rung"])
     node = node_of(ctx)
+    if decision_is_stale(ctx) and node.state != NodeState.REPAIRING:
+        return _decide_anew()
     if rung == Rung.RMA:
         return _hand_to_vendor(ctx, node)
     if rung == Rung.RESET_GPU:
         return _reset_cards(ctx, node)
     return _restart(ctx, node, rung)
+
+
+def decision_is_stale(ctx: StepContext) -> bool:
+    """Whether a graver failure came after the rung was decided on."""
+    decided_for = ctx.values.get("decided_for")
+    return decided_for is not None and decided_for != ctx.values.get("action")
+
+
+def _decide_anew() -> Outcome:
+    return Back(to="decide", text="a graver failure came meanwhile")
 
 
 def words_of_repair(context: Mapping[str, Any]) -> Sequence[str]:

@@ -68,6 +68,7 @@ def decide(ctx: StepContext) -> Outcome:
             "why": choice.reason,
             "boot_before": None,
             "not_helped": tried,
+            "decided_for": str(ctx.values.get("action", "")),
         },
     )
 

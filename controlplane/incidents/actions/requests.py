@@ -28,6 +28,7 @@ from controlplane.incidents.models import (
 from controlplane.incidents.plans import NODE_ORDERS, check_order
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.models import Job, Placement
+from workers.triage import ACTIONS
 
 
 def admit_node(actor: Actor, node_id: str) -> PlaybookRun:
@@ -94,7 +95,7 @@ def repair_node(
     `action` is what the failure calls for, `gpu_uuid` the card that failed where one is known,
     `code` the failure's.
     A repair that waits until the node is idle is nobody's incident: it may take days. One that is
-    under way for less takes over what this one calls for.
+    under way for less takes over what this one calls for, and decides anew.
     """
     node = Node.objects.get(pk=node_id)
     context: dict[str, Any] = {
@@ -118,7 +119,9 @@ def repair_node(
         node_id=node_id,
         context=context,
     )
-    if run.context.get("urgency") == Urgency.IDLE and not idle:
+    before = str(run.context.get("action", action))
+    graver = ACTIONS.index(action) > ACTIONS.index(before)
+    if not idle and (graver or run.context.get("urgency") == Urgency.IDLE):
         PlaybookRun.objects.filter(pk=run.pk).update(
             incident=incident, title=f"Repair {node.name}", context={**run.context, **context}
         )
