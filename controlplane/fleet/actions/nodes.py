@@ -258,14 +258,6 @@ def set_reset_pending(actor: Actor, node_id: str, reason: str) -> None:
 
 
 @change()
-def retire_node(actor: Actor, node_id: str, reason: str) -> Node:
-    """Take a node out for ever; its history stays, its key is heard no more."""
-    node = transition(actor, node_id, NodeState.RETIRED, reason=reason)
-    Node.objects.filter(pk=node_id, key_revoked_at=None).update(key_revoked_at=timezone.now())
-    return node
-
-
-@change()
 def set_hold(actor: Actor, node_id: str, reason: str, *, lifted_because: str = "lifted") -> None:
     """Keep automation's hands off a node, for this reason; "" lifts the hold."""
     node = Node.objects.get(pk=node_id)
