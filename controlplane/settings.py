@@ -197,6 +197,10 @@ SILENCE_ASK_S = env_float("SILENCE_ASK_S", 900)
 #: A node's sensors are kept for its charts this often, and for this long.
 SAMPLE_INTERVAL_S = env_float("SAMPLE_INTERVAL_S", 60)
 SAMPLE_KEEP_S = env_float("SAMPLE_KEEP_S", 7 * 86_400)
+#: Corrected memory errors that come ever faster over this time take a node out before the fault.
+ECC_DRIFT_WINDOW_S = env_float("ECC_DRIFT_WINDOW_S", 3600)
+#: A repair that waits for a job's next checkpoint goes on without it after this time.
+CHECKPOINT_WAIT_S = env_float("CHECKPOINT_WAIT_S", 900)
 #: The nodes are simulated: their pages offer to break them.
 SIMULATED_FLEET = env_bool("SIMULATED_FLEET", False)
 #: At most this many attempts at one rung of the repair ladder per card and 24 hours.

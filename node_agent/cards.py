@@ -4,7 +4,8 @@ The chassis and the agent both write it, so every change is made under a lock be
 and replaces the file whole. Standard library only.
 
 Beside what names a card there may stand: `unreadable` (it does not answer), `dead` (nor will it
-after a boot), `contained` (a memory error that waits for a reset) and the counters.
+after a boot), `contained` (a memory error that waits for a reset), `drifts_since` (its corrected
+errors come ever faster) and the counters.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,16 +24,20 @@ class Fault:
     lines: tuple[str, ...]
     #: Which of the lines names the fault.
     main: int
-    #: What becomes of the programs. A lost card leaves them stuck in the driver, which no signal
-    #: but SIGKILL ends: they are stopped.
-    signal: signal.Signals
+    #: What becomes of the programs; None: they notice nothing. A lost card leaves them stuck in the
+    #: driver, which no signal but SIGKILL ends: they are stopped.
+    signal: signal.Signals | None
     flags: dict[str, bool] = field(default_factory=dict)
     uncorrected: int = 0
+    #: The fault that comes of it unless the card is reset before, and after how many seconds.
+    leads_to: str = ""
+    after_s: float = 0.0
 
     def mark(self, card: dict[str, Any]) -> dict[str, Any]:
         """The card's entry in hardware.json once it has this fault."""
         count = card.get("ecc_uncorrected", 0) + self.uncorrected
-        return {**card, **self.flags, "ecc_uncorrected": count}
+        marked = {**card, **self.flags, "ecc_uncorrected": count}
+        return {**marked, "drifts_since": time.time()} if self.leads_to else marked
 
     def kernel_lines(self, card: dict[str, Any], pid: int | None) -> list[str]:
         who = "pid='<unknown>', name=<unknown>" if pid is None else f"pid={pid}, name=python3"
@@ -77,13 +82,33 @@ FAULTS = {
         signal.SIGABRT,
         uncorrected=1,
     ),
+    # Corrected errors come ever faster; no line says so before one cannot be corrected.
+    "ecc-drift": Fault((), 0, None, leads_to="xid48", after_s=60.0),
 }
+#: Corrected errors of a drifting card: they double in this many seconds.
+DOUBLING_S = 3.0
+#: What a card shows at most; its counter has so many bits.
+MAX_ERRORS = 2**20
 
 
 def after_boot(card: dict[str, Any]) -> dict[str, Any]:
     """The card's entry once the machine has booted: only a dead card stays lost."""
     dead = card.get("dead", False)
-    return {**card, "unreadable": dead, "contained": False, "ecc_uncorrected": 0}
+    return {**after_reset(card), "unreadable": dead}
+
+
+def after_reset(card: dict[str, Any]) -> dict[str, Any]:
+    """The card's entry once it was reset: its counters begin anew, its bad rows are remapped."""
+    zeroed = {"contained": False, "ecc_uncorrected": 0, "ecc_corrected": 0, "drifts_since": 0.0}
+    return {**card, **zeroed}
+
+
+def corrected_errors(count: int, drifts_since: float, now: float) -> int:
+    """What the counter of a card shows that has had `count` errors, and drifts since (0: never)."""
+    if not drifts_since:
+        return count
+    doublings = max(0.0, now - drifts_since) / DOUBLING_S
+    return min(MAX_ERRORS, count + int(4 * (2 ** min(doublings, 20.0) - 1)))
 
 
 def boot_lines(card: dict[str, Any]) -> list[str]:

@@ -158,12 +158,28 @@ class Machine:
             said = self._say(fault.kernel_lines(card, pids[0] if pids else None))
             if fault.signal == signal.SIGSTOP:
                 self._stuck |= {(p.pid, p.start_ticks) for p in _stop_all(self._ranks)}
-            else:
+            elif fault.signal is not None:
                 for process in ranks:
                     _signal(process.pid, fault.signal)
+            if fault.leads_to:
+                self._break_later(fault, card)
             log("card_broken", fault=name, uuid=card["uuid"], pids=pids)
             named = {"uuid": card["uuid"], "serial": card["serial"]}
-            return {"line": said[fault.main], **named, "pids": pids}
+            return {"line": said[fault.main] if said else "", **named, "pids": pids}
+
+    def _break_later(self, fault: faults.Fault, card: dict[str, Any]) -> None:
+        """Let the fault that this one leads to come, unless the card was reset or replaced."""
+
+        def come() -> None:
+            with self._lock:
+                fitted = cards.edit(self._folder, lambda now: now)
+                same = [c for c in fitted if c["uuid"] == card["uuid"]]
+                if same and same[0].get("drifts_since") == card["drifts_since"]:
+                    self.break_card(fault.leads_to, card["index"])
+
+        timer = threading.Timer(fault.after_s, come)
+        timer.daemon = True
+        timer.start()
 
     def freeze(self, what: str, frozen: bool) -> bool:
         """Stop (or let go on) the `agent`, or `all` processes of the node. False if it is off.

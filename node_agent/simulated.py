@@ -17,6 +17,7 @@ import msgspec
 
 from node_agent.cards import HARDWARE_FILE, Cards, edit
 from node_agent.collectors import HardwareUnknown, Readings, ResetFailed, host
+from node_agent.faults import after_reset, corrected_errors
 from node_agent.watch import FolderWatch
 from node_agent.wire import GpuInfo, GpuReading, Inventory
 
@@ -37,6 +38,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     unreadable: bool = False
     ecc_uncorrected: int = 0
     ecc_corrected: int = 0
+    drifts_since: float = 0.0
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -102,8 +104,7 @@ class SimulatedHardware:
             if lost:
                 raise ResetFailed(f"{', '.join(lost)} has fallen off the bus: reboot the node")
             reset.extend(card["uuid"] for card in wanted)
-            mended = {"ecc_uncorrected": 0, "contained": False}
-            return [{**card, **mended} if card["uuid"] in reset else card for card in cards]
+            return [after_reset(card) if card["uuid"] in reset else card for card in cards]
 
         try:
             edit(self._folder, change)
@@ -141,7 +142,7 @@ class SimulatedHardware:
             utilization=round(max(0.0, load * (96 + 3 * wobble)), 1),
             sm_clock_mhz=round(345 + load * 1635),
             memory_used_bytes=round(card.memory_bytes * (0.01 + 0.81 * load)),
-            ecc_corrected=card.ecc_corrected,
+            ecc_corrected=corrected_errors(card.ecc_corrected, card.drifts_since, time.time()),
             ecc_uncorrected=card.ecc_uncorrected,
             pcie_replays=0,
         )

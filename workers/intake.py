@@ -27,7 +27,6 @@ from controlplane.health.actions import (
     rename_failure,
     repeat_failure,
 )
-from controlplane.health.catalogue import xids
 from controlplane.health.choices import Action, FaultClass, SignalKind, Urgency
 from controlplane.health.models import Failure, Signal
 from controlplane.incidents import actions as incidents
@@ -37,6 +36,7 @@ from controlplane.incidents.models import Incident
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState
 from controlplane.jobs.models import Job, Placement
 from workers import triage
+from workers.verdicts import HARDWARE_SPEAKS, verdict_of
 
 log = structlog.get_logger(__name__)
 
@@ -58,7 +58,7 @@ def triage_signals() -> int:
     batch = list(
         untriaged()
         .select_for_update(skip_locked=True, no_key=True, of=("self",))
-        .select_related("node__lease", "node__cluster", "node__rack")
+        .select_related("node__lease", "node__cluster", "node__rack", "gpu")
         .order_by("recorded_at", "observed_at")[:BATCH]
     )
     handled = [signal.pk for signal in batch if _handle_alone(signal)]
@@ -87,8 +87,8 @@ def _handle_alone(signal: Signal) -> bool:
 def _handle(signal: Signal) -> None:
     if signal.kind == SignalKind.LEASE_LOST:
         _node_went_silent(signal)
-    elif signal.kind == SignalKind.KERNEL_LINE:
-        _kernel_spoke(signal)
+    elif signal.kind in HARDWARE_SPEAKS:
+        _hardware_spoke(signal)
     elif signal.kind == SignalKind.PEER_LOST or _is_unasked_end_of_rank(signal):
         _replica_was_lost(signal)
     elif signal.node is not None and _is_coordinator_gone(signal):
@@ -98,14 +98,15 @@ def _handle(signal: Signal) -> None:
         _tell_node_incident(signal)
 
 
-def _kernel_spoke(signal: Signal) -> None:
-    """A line of a node's kernel log: nothing, a note, or a failure that somebody must act on."""
+def _hardware_spoke(signal: Signal) -> None:
+    """A line of a node's kernel log, or a card's readings: nothing, a note, or a failure that
+    somebody must act on."""
     node: Node | None = signal.node
-    verdict = triage.judge_line(signal.raw, xids())
+    verdict = verdict_of(signal)
     if node is None or verdict is None or verdict.action in ("ignore", "follow_primary"):
         _tell_node_incident(signal)
         return
-    card = card_at(node.pk, verdict.pci)
+    card = signal.gpu or card_at(node.pk, verdict.pci)
     if card is not None and signal.gpu_id is None:
         Signal.objects.filter(pk=signal.pk).update(gpu=card)
     known = _same_burst(node, card, verdict)
@@ -168,7 +169,7 @@ def _act_on_failure(
         fleet.set_reset_pending(SYSTEM, node.pk, sentence)
         repair(action=Action.RESET_GPU, urgency=Urgency.IDLE)
     elif verdict.action in triage.NODE_REPAIRS:
-        repair(action=Action(verdict.action))
+        repair(action=Action(verdict.action), urgency=Urgency(verdict.urgency))
 
 
 def _name_it(failure: Failure, node: Node, verdict: triage.LineVerdict) -> None:
@@ -195,7 +196,14 @@ def _incident_of_failure(
     """
     for_people = verdict.action in triage.FOR_PEOPLE
     if placement is not None and placement.replica.job.state in JOB_ACTIVE and not for_people:
-        return _open_for_replica(signal, placement)
+        if verdict.urgency == "next_checkpoint":
+            # Nothing is lost yet: its replica is brought back once its node is emptied.
+            incident = incidents.open_for_replica(placement, signal.observed_at, Severity.MINOR)
+            _tell_signal(incident, signal)
+            return incident
+        incident = _open_for_replica(signal, placement)
+        incidents.raise_severity(incident.pk, Severity.MAJOR)
+        return incident
     if verdict.action == "restart_app":
         return None
     incident = incidents.open_or_merge(
@@ -211,7 +219,7 @@ def _incident_of_failure(
 
 
 def _same_burst(node: Node, card: Gpu | None, verdict: triage.LineVerdict) -> Failure | None:
-    """The failure of the last minutes on this card that already calls for as much as the line does.
+    """The failure of the last minutes on this card that already calls for as much, and as soon.
 
     A driver repeats itself, and one fault speaks through several codes.
     """
@@ -225,7 +233,8 @@ def _same_burst(node: Node, card: Gpu | None, verdict: triage.LineVerdict) -> Fa
         covered |= set(stronger) - triage.FOR_PEOPLE
     # What came before the node was taken out and returned is another story.
     recent = recent.filter(observed_at__gte=_back_since(node))
-    return next((f for f in recent if f.needed in covered), None)
+    urgency = Urgency(verdict.urgency)
+    return next((f for f in recent if f.needed in covered and not urgency.before(f.urgency)), None)
 
 
 def _back_since(node: Node) -> datetime:
@@ -280,7 +289,9 @@ def _replica_was_lost(signal: Signal) -> None:
         return
     if job.state not in (JobState.RUNNING, JobState.STARTING):
         return
-    _open_for_replica(signal, placement)
+    incident = _open_for_replica(signal, placement)
+    if _is_unasked_end_of_rank(signal):
+        incidents.raise_severity(incident.pk, Severity.MAJOR)
 
 
 def _present_placement(signal: Signal) -> Placement | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from controlplane.accounts import actions as accounts
 from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.changes import change
-from controlplane.fleet.models import Node
+from controlplane.fleet.models import Gpu, Node
 from controlplane.health import actions as health
 from controlplane.health.actions import record_signal
 from controlplane.health.choices import SignalKind
@@ -35,6 +35,7 @@ from controlplane.rest.idempotency import forget_old_answers
 from workers import engine, metrics
 from workers.playbooks import PLAYBOOKS
 from workers.pulse import Pulse
+from workers.readings import PARTS, ErrorCounter, Growth
 
 log = structlog.get_logger(__name__)
 
@@ -68,6 +69,8 @@ class Memory:
     #: Where the audit chain stood when the log was last told, and when that was.
     pinned_position: int = 0
     pinned_at: datetime | None = None
+    #: The corrected memory errors of each card, by its uuid, as they were read.
+    counters: dict[str, ErrorCounter] = field(default_factory=dict)
 
 
 def run(stop: threading.Event, pulse: Pulse) -> None:
@@ -177,7 +180,9 @@ def _flush_beats(client: redis.Redis, memory: Memory) -> None:
     back = fleet.renew_leases({k: v for k, v in news.items() if k in known}, settings.LEASE_S)
     for node_id in back:
         log.info("node.reachable_again", node=node_id)
-    _keep_samples(memory, {k: v for k, v in readings.items() if k in known and v})
+    readings = {node: cards for node, cards in readings.items() if node in known and cards}
+    _keep_samples(memory, readings)
+    _follow_errors(memory, {node: (news[node], cards) for node, cards in readings.items()})
 
 
 def _keep_samples(memory: Memory, readings: dict[str, list[dict[str, Any]]]) -> None:
@@ -189,6 +194,48 @@ def _keep_samples(memory: Memory, readings: dict[str, list[dict[str, Any]]]) -> 
     memory.sampled_at = now
     health.record_samples(readings, now)
     health.forget_samples(now - timedelta(seconds=settings.SAMPLE_KEEP_S))
+
+
+def _follow_errors(
+    memory: Memory, readings: dict[str, tuple[datetime, list[dict[str, Any]]]]
+) -> None:
+    """Make a signal of each card whose corrected memory errors accelerate."""
+    for node_id, (at, cards) in readings.items():
+        for card in cards:
+            count = card.get("ecc_corrected")
+            if count is None:
+                continue
+            uuid = str(card["uuid"])
+            counter = memory.counters.get(uuid)
+            if counter is None:
+                counter = memory.counters[uuid] = ErrorCounter(settings.ECC_DRIFT_WINDOW_S)
+            growth = counter.read(at.timestamp(), float(count))
+            if growth is not None:
+                _tell_growth(node_id, uuid, at, growth)
+
+
+def _tell_growth(node_id: str, uuid: str, at: datetime, growth: Growth) -> None:
+    card = Gpu.objects.select_related("node").filter(pk=uuid, node=node_id).first()
+    if card is None:
+        log.warning("keeper.reading_of_unknown_card", node=node_id, card=uuid)
+        return
+    parts = ", ".join(f"{errors:.0f}" for errors in growth.errors)
+    record_signal(
+        f"ecc:{uuid[-40:]}:{at.timestamp():.0f}",
+        SignalKind.READING,
+        source="keeper",
+        observed_at=at,
+        node=card.node,
+        gpu=card,
+        raw=f"ecc_corrected of {uuid}: {parts} in each {growth.window_s / PARTS:g} s, "
+        f"{growth.count:.0f} in all",
+        data={
+            "reading": "ecc_corrected",
+            "errors": list(growth.errors),
+            "window_s": growth.window_s,
+            "count": growth.count,
+        },
+    )
 
 
 @change()

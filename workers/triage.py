@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from node_agent.collectors import xid
+from workers import readings
 
 Fault = Literal["hardware", "driver", "program", "fabric", "platform", "unknown"]
 Urgency = Literal["now", "next_checkpoint", "idle", "none"]
@@ -176,6 +177,27 @@ def judge_line(line: str, xids: Mapping[int, CatalogueEntry]) -> LineVerdict | N
         summary=f"XID {parsed.code}: {entry.description}",
         # NVIDIA on XID 94: restart the program, others go on, reset when convenient.
         reset_when_idle=parsed.code == 94,
+    )
+
+
+def judge_errors(pci: str, errors: Sequence[float], window_s: float) -> LineVerdict | None:
+    """What the corrected memory errors of a card mean, counted in equal parts of a window.
+
+    Its memory is failing but still corrects itself: the card can be emptied before the fault, at
+    a moment that costs its job nothing. None if they do not accelerate.
+    """
+    if not readings.accelerates(errors):
+        return None
+    counts = ", ".join(f"{count:.0f}" for count in errors)
+    return LineVerdict(
+        code="ecc-drift",
+        pci=pci,
+        fault="hardware",
+        action="drain_and_reset",
+        urgency="next_checkpoint",
+        rule="ecc-acceleration",
+        summary=f"corrected memory errors accelerate: {counts} in each "
+        f"{window_s / readings.PARTS:g} s, the newest last",
     )
 
 

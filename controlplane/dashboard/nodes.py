@@ -68,6 +68,7 @@ ORDERS: dict[str, Order] = {
 FAULTS: dict[str, str] = {
     "xid79": "XID 79: the card falls off the bus",
     "xid94": "XID 94: contained memory error",
+    "ecc-drift": "Corrected errors accelerate",
     "xid31": "XID 31: the program touches memory that is not its own",
 }
 #: How long a maintenance window may be announced for, in hours.

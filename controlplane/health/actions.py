@@ -66,9 +66,11 @@ def record_signal(
     source: str,
     observed_at: datetime,
     node: Node | None = None,
+    gpu: Gpu | None = None,
     job_id: str = "",
     replica: int | None = None,
     placement_id: str = "",
+    raw: str = "",
     data: dict[str, Any] | None = None,
 ) -> None:
     """Keep an observation made by the control plane or a job. The same id again changes nothing."""
@@ -79,6 +81,8 @@ def record_signal(
                 kind=kind,
                 source=source,
                 node=node,
+                gpu=gpu,
+                raw=raw,
                 job_id=job_id,
                 replica=replica,
                 placement_id=placement_id,

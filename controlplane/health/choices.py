@@ -11,6 +11,7 @@ class SignalKind(TextChoices):
     PROCESS_EXITED = "process_exited", "Process exited"
     COORDINATOR_RESTARTED = "coordinator_restarted", "Coordinator restarted"
     GPU_UNREADABLE = "gpu_unreadable", "GPU unreadable"
+    READING = "reading", "Reading"  # found by the keeper in what the agents read
     PEER_LOST = "peer_lost", "Peer lost"  # told by a surviving replica
     JOB_TROUBLE = "job_trouble", "Trouble in a job"  # told by a rank
     LEASE_LOST = "lease_lost", "Lease lost"  # found by the keeper
@@ -40,6 +41,11 @@ class Urgency(TextChoices):
     NEXT_CHECKPOINT = "next_checkpoint", "At the next checkpoint"
     IDLE = "idle", "When the node is idle"
     NONE = "none", "Never"
+
+    def before(self, other: str) -> bool:
+        """Whether this is sooner than the other."""
+        order = list(type(self))
+        return order.index(self) < order.index(type(self)(other))
 
 
 class FaultClass(TextChoices):

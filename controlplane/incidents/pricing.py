@@ -45,7 +45,8 @@ def parts(incident: Incident, until: datetime) -> list[dict[str, Any]]:
     found = []
     back_at = incident.restored_at or until
     if incident.job is not None and incident.replica is not None:
-        loss = accounting.loss_of(incident.job, incident.replica, incident.occurred_at, back_at)
+        lost_at = accounting.lost_at(incident.job, incident.replica, incident.occurred_at)
+        loss = accounting.loss_of(incident.job, incident.replica, lost_at, back_at)
         found += [
             {"part": REPLICA_AWAY, "gpu_seconds": loss.away},
             {"part": STOOD_STILL, "gpu_seconds": loss.stood_still},

@@ -23,6 +23,15 @@ class Loss:
         return round(self.away + self.stood_still, 1)
 
 
+def lost_at(job: Job, replica: int, since: datetime) -> datetime:
+    """When the replica left, at or after a moment: one that is moved trains on until then."""
+    left = Interruption.objects.filter(
+        job=job, lost__contains=replica, committed_at__gte=since
+    ).order_by("epoch")
+    first = left.values_list("started_at", flat=True).first()
+    return max(since, first) if first is not None else since
+
+
 def loss_of(job: Job, replica: int, lost_at: datetime, back_at: datetime) -> Loss:
     """What the loss of one replica cost the job, until it trained again.
 

@@ -21,7 +21,7 @@ from controlplane.fleet.models import Node
 from controlplane.fleet.selectors import clusters_for, may
 from workers import power
 
-FAULTS = ("xid79", "xid94", "xid31")
+FAULTS = ("xid79", "xid94", "xid31", "ecc-drift")
 
 
 @require_POST

@@ -18,6 +18,7 @@ OUT = {"quarantined", "validated", "returned"}
         ("kill-process", MOMENTS),
         ("kill-node", MOMENTS | OUT),
         ("xid94", MOMENTS | OUT),
+        ("ecc-drift", MOMENTS | OUT | {"checkpoint"}),
         ("app-error", MOMENTS),
         ("node-silent", MOMENTS | OUT),
     ],

@@ -7,8 +7,10 @@ import signal
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from node_agent import bmc, procfs, wire
+from node_agent import bmc, faults, procfs, wire
 from node_agent.collectors import xid
 from tests.node_agent.fleet import ControlPlane, Node, call, eventually, reset
 
@@ -171,9 +173,13 @@ def test_an_agent_that_dies_frozen_comes_back_with_the_thaw(chassis: Node) -> No
     os.kill(first, signal.SIGKILL)
     eventually(lambda: chassis.log("agent_ended"))
 
-    freeze(chassis, "agent", False)
+    assert freeze(chassis, "agent", False) == 204
 
     eventually(lambda: agent_pid(chassis) != first)
+    beats = len(chassis.plane.beats)
+    eventually(lambda: len(chassis.plane.beats) > beats)
+    assert state_of(agent_pid(chassis)) != "T"
+    assert len(chassis.log("agent_started")) == 2
 
 
 def test_a_chassis_ends_at_once_though_everything_hangs(chassis: Node) -> None:
@@ -202,3 +208,30 @@ def test_a_reset_mends_a_contained_error_and_the_node_passes_its_diagnostic(chas
 
 def _two(values: list[Any]) -> list[Any]:
     return values[:2] * (len(values) >= 2)
+
+
+def test_a_drifting_card_corrects_ever_more_errors_until_it_is_reset(chassis: Node) -> None:
+    pid = chassis.started_rank()
+
+    answer = break_card(chassis, "ecc-drift", card=1)
+
+    assert (answer["line"], answer["uuid"], answer["pids"]) == ("", "GPU-b", [pid])
+    eventually(lambda: newest_errors(chassis, "GPU-b") > 4)
+    assert newest_errors(chassis, "GPU-a") == 0
+    assert state_of(pid) != "T"
+    assert not chassis.plane.events_of("kernel_line")
+
+    chassis.plane.result(chassis.plane.send(wire.ResetGpus(uuids=["GPU-b"])))
+    eventually(lambda: newest_errors(chassis, "GPU-b") == 0)
+
+
+@given(st.floats(0, 1e9), st.floats(0, 1e9), st.integers(0, 1000))
+def test_corrected_errors_only_grow(at: float, passed: float, before: int) -> None:
+    counts = [faults.corrected_errors(before, 1.0, now) for now in (at, at + passed)]
+    assert before <= counts[0] <= counts[1] <= faults.MAX_ERRORS + before
+    assert faults.corrected_errors(before, 0.0, at) == before
+
+
+def newest_errors(node: Node, uuid: str) -> float:
+    readings = node.plane.beats[-1].readings
+    return next((card.ecc_corrected or 0 for card in readings if card.uuid == uuid), 0)

@@ -6,18 +6,25 @@ from datetime import timedelta
 
 import pytest
 from django.utils import timezone
+from pytest_django import Settings
 
 from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import NodeState, Rung
 from controlplane.fleet.models import Command, Gpu, Lease, Node, RepairRecord
-from controlplane.health.choices import Action, SignalKind
+from controlplane.health.choices import Action, SignalKind, Urgency
 from controlplane.health.models import Failure, Signal
 from controlplane.incidents import actions as incidents
-from controlplane.incidents.choices import CaseState, IncidentState, RunState, StepState
+from controlplane.incidents.choices import (
+    CaseState,
+    IncidentState,
+    RunState,
+    Severity,
+    StepState,
+)
 from controlplane.incidents.models import Incident, PlaybookRun, RmaCase
 from controlplane.jobs import actions as jobs
-from tests.factories import FailureFactory, GpuFactory, NodeFactory
+from tests.factories import CheckpointFactory, FailureFactory, GpuFactory, NodeFactory
 from tests.workers.world import HEALTHY, World, answer, drain, run_of, soaked, step_of
 
 pytestmark = pytest.mark.django_db
@@ -27,6 +34,7 @@ LOST = "[ 12.4] NVRM: GPU 0000:1b:00.0: GPU has fallen off the bus."
 XID_31 = "NVRM: Xid (PCI:0000:1b:00): 31, pid=7, name=python3, Ch 0000000d, intr 0. MMU Fault"
 XID_63 = "NVRM: Xid (PCI:0000:1b:00): 63, pid=7, name=python3, Row Remapper: New row marked"
 XID_94 = "NVRM: Xid (PCI:0000:1b:00): 94, pid=7, name=python3, Ch 00000008"
+XID_48 = "NVRM: Xid (PCI:0000:1b:00): 48, An uncorrectable double bit error (DBE) has been detected"
 XID_54 = "NVRM: Xid (PCI:0000:1b:00): 54, Auxiliary power is not connected"
 
 
@@ -370,3 +378,90 @@ def test_who_stays_silent_when_the_site_is_back_is_looked_at_alone(
     assert Signal.objects.filter(kind=SignalKind.LEASE_LOST, node=dead).count() == 2
     assert world.bmcs[dead.pk].orders[0] == "ForceOff"
     assert run_of("site-silent").state == RunState.SUCCEEDED
+
+
+def saves_checkpoint(world: World) -> None:
+    """The job says that it has saved one, as it was told to."""
+    assert world.job.directives.filter(verb="checkpoint").count() == 1
+    CheckpointFactory(job=world.job, at=timezone.now())
+
+
+def test_a_card_that_drifts_is_emptied_at_a_checkpoint_before_the_fault(world: World) -> None:
+    moved = world.placements[1]
+    node = moved.node
+    world.errors_accelerate(node)
+    drain()
+    assert step_of("repair-node", "decide").state == StepState.WAITING
+    assert not Command.objects.filter(verb="stop_process").exists()
+    assert not PlaybookRun.objects.filter(playbook="replica-lost").exists()
+
+    saves_checkpoint(world)
+    quarantine(world, node)
+    world.survivors_commit(moved)
+    drain()
+    rejoin(world, 1)
+    assert world.placement_of(1).node == world.spares[0]
+    answer("reset_gpus", reset=[world.card_of(node).uuid])
+    drain()
+    answer("diagnose", **HEALTHY)
+    drain()
+    soaked()
+    drain()
+
+    node.refresh_from_db()
+    incident = Incident.objects.get()
+    failure = Failure.objects.get()
+    assert (node.state, node.spare) == (NodeState.AVAILABLE, True)
+    assert (incident.state, incident.severity) == (IncidentState.RESOLVED, Severity.MINOR)
+    assert (incident.code, incident.replica) == ("ecc-drift", 1)
+    assert (failure.urgency, failure.gpu) == (Urgency.NEXT_CHECKPOINT, world.card_of(node))
+    assert not world.bmcs[node.pk].orders
+
+
+def test_a_drifting_card_of_an_idle_node_is_reset_at_once(world: World) -> None:
+    world.errors_accelerate(world.spares[0])
+    drain()
+    assert Command.objects.filter(verb="reset_gpus", node=world.spares[0]).exists()
+    assert not world.job.directives.exists()
+
+
+def test_a_job_that_saves_no_checkpoint_keeps_a_drifting_node_no_longer_than_allowed(
+    world: World, settings: Settings
+) -> None:
+    world.errors_accelerate(world.placements[1].node)
+    drain()
+    settings.CHECKPOINT_WAIT_S = 0
+    drain()
+    step = step_of("repair-node", "decide")
+    assert step.state == StepState.DONE
+    assert "saved none within 0 s" in step.evidence["checkpoint"]
+    assert Command.objects.filter(verb="stop_process").exists()
+
+
+def test_the_fault_itself_overtakes_a_repair_that_waits_for_a_checkpoint(world: World) -> None:
+    lost = world.placements[1]
+    world.errors_accelerate(lost.node)
+    drain()
+    world.kernel_says(lost.node, XID_48)
+    quarantine(world, lost.node)
+    assert lost.node.state != NodeState.ALLOCATED
+    assert run_of("repair-node").context["urgency"] == Urgency.NOW
+    assert set(Failure.objects.values_list("code", flat=True)) == {"ecc-drift", "xid-48"}
+    assert Incident.objects.get().severity == Severity.MAJOR
+
+
+def test_a_replica_that_dies_on_a_drifting_node_waits_for_no_checkpoint(world: World) -> None:
+    lost = world.placements[1]
+    world.errors_accelerate(lost.node)
+    drain()
+    world.kill(lost)
+    drain()
+    assert run_of("repair-node").context["urgency"] == Urgency.NOW
+    assert step_of("repair-node", "decide").state == StepState.DONE
+
+
+def test_errors_that_come_at_a_steady_pace_are_nothing(world: World) -> None:
+    world.errors_accelerate(world.placements[1].node, errors=(500.0, 500.0, 500.0))
+    drain()
+    assert not Failure.objects.exists()
+    assert not Incident.objects.exists()

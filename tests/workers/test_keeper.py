@@ -11,11 +11,12 @@ import pytest
 import redis
 from django.conf import settings
 from django.utils import timezone
+from pytest_django import Settings
 
 from controlplane.fleet.models import Lease, Node
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
-from tests.factories import NodeFactory
+from tests.factories import GpuFactory, NodeFactory
 from workers import keeper
 
 pytestmark = pytest.mark.django_db
@@ -113,3 +114,39 @@ def test_a_beat_of_a_node_that_nobody_knows_is_ignored(
     beats.hset(keeper.BEATS_KEY, "nod_stranger", json.dumps(content))
     keeper.keep(beats, memory)
     assert not Lease.objects.filter(pk="nod_stranger").exists()
+
+
+def read(client: redis.Redis, node: Node, at: float, card: dict[str, object]) -> None:
+    content = {"boot_id": node.boot_id, "received_at": at, "seq": 1, "readings": [card]}
+    client.hset(keeper.BEATS_KEY, node.pk, json.dumps(content))
+
+
+def test_a_card_whose_corrected_errors_accelerate_is_a_signal_once(
+    beats: redis.Redis, memory: keeper.Memory, settings: Settings
+) -> None:
+    settings.ECC_DRIFT_WINDOW_S = 12.0
+    node = NodeFactory()
+    card = GpuFactory(node=node)
+    now = time.time()
+    for second in range(24):
+        count = int(4 * (2 ** (second / 3) - 1))
+        read(beats, node, now + second, {"uuid": card.uuid, "ecc_corrected": count})
+        keeper.keep(beats, memory)
+    signal = Signal.objects.get(kind=SignalKind.READING)
+    assert (signal.node, signal.gpu) == (node, card)
+    assert signal.data["reading"] == "ecc_corrected"
+    assert f"ecc_corrected of {card.uuid}" in signal.raw
+
+
+@pytest.mark.parametrize(
+    "card", [{"uuid": "GPU-unknown"}, {"uuid": "GPU-none", "ecc_corrected": None}]
+)
+def test_a_card_without_a_counter_says_nothing(
+    beats: redis.Redis, memory: keeper.Memory, card: dict[str, object]
+) -> None:
+    node = NodeFactory()
+    for second in range(3):
+        read(beats, node, time.time() + second, card)
+        keeper.keep(beats, memory)
+    assert not memory.counters
+    assert not Signal.objects.filter(kind=SignalKind.READING).exists()

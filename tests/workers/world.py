@@ -98,6 +98,20 @@ class World:
             ],
         )
 
+    def errors_accelerate(self, node: Node, errors: tuple[float, ...] = (4.0, 12.0, 40.0)) -> None:
+        """The keeper found in its readings that its card's corrected errors grow like this."""
+        card = self.card_of(node)
+        record_signal(
+            new_id("sig"),
+            SignalKind.READING,
+            source="keeper",
+            observed_at=timezone.now(),
+            node=node,
+            gpu=card,
+            raw=f"ecc_corrected of {card.uuid}: {errors}",
+            data={"reading": "ecc_corrected", "errors": list(errors), "window_s": 3600.0},
+        )
+
     def card_of(self, node: Node) -> Gpu:
         return Gpu.objects.get(node=node)
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from dataclasses import replace
+from datetime import datetime, timedelta
 
 from django.conf import settings
+from django.db.models import QuerySet
 from django.utils import timezone
 
+from controlplane.accounts.models import SYSTEM
 from controlplane.fleet.choices import Rung
 from controlplane.fleet.models import RepairRecord
+from controlplane.health.choices import Urgency
 from controlplane.health.models import Failure
 from controlplane.incidents.choices import Effect
-from controlplane.jobs.choices import PlacementState
-from controlplane.jobs.models import Placement
+from controlplane.jobs import actions as jobs
+from controlplane.jobs.choices import JOB_ACTIVE, PlacementState
+from controlplane.jobs.models import Checkpoint, Placement
 from workers import guards, triage
 from workers.playbooks import node_steps
 from workers.playbooks.base import (
@@ -58,8 +63,15 @@ def decide(ctx: StepContext) -> Outcome:
         )
     words = f"{Rung(choice.rung).label}: {choice.reason}"
     busy = Placement.objects.filter(node=node).exclude(state=PlacementState.ENDED)
-    if ctx.values.get("urgency", "now") == "idle" and busy.exists():
+    urgency = ctx.values.get("urgency", Urgency.NOW)
+    if urgency == Urgency.IDLE and busy.exists():
         return Wait(text=f"{words}; once {node.name} is idle", wake_s=30.0, evidence=evidence)
+    if urgency == Urgency.NEXT_CHECKPOINT:
+        saved = _await_checkpoints(ctx, busy.filter(replica__job__state__in=JOB_ACTIVE), words)
+        if isinstance(saved, Wait):
+            return replace(saved, evidence=evidence)
+        evidence["checkpoint"] = saved
+        words = f"{words}; {saved}"
     return Done(
         text=words,
         evidence=evidence,
@@ -71,6 +83,37 @@ def decide(ctx: StepContext) -> Outcome:
             "decided_for": str(ctx.values.get("action", "")),
         },
     )
+
+
+def _await_checkpoints(ctx: StepContext, busy: QuerySet[Placement], words: str) -> Wait | str:
+    """Wait until each job on the node has saved a checkpoint since the repair was wanted, which it
+    is told to do at its next step's edge. In words what came of it, once there is no more to wait
+    for."""
+    there = {p.replica.job_id: p.replica.job for p in busy.select_related("replica__job")}
+    if not there:
+        return "it holds no job"
+    asked = ctx.values.get("checkpoint_asked")
+    if asked is None:
+
+        def ask() -> None:
+            for job in there.values():
+                jobs.direct(SYSTEM, job.pk, "checkpoint", reason=f"{ctx.run.title}: {words}")
+
+        return Wait(
+            text=f"{words}; at the next checkpoint, which is asked for",
+            wake_s=1.0,
+            context={"checkpoint_asked": timezone.now().isoformat()},
+            apply=ask,
+        )
+    since = datetime.fromisoformat(asked)
+    saved = Checkpoint.objects.filter(job__in=there, at__gt=since).order_by("step")
+    steps = dict(saved.values_list("job_id", "step"))
+    missing = ", ".join(sorted(job.name for pk, job in there.items() if pk not in steps))
+    if not missing:
+        return ", ".join(f"{there[pk].name} saved step {step}" for pk, step in steps.items())
+    if timezone.now() - since > timedelta(seconds=settings.CHECKPOINT_WAIT_S):
+        return f"{missing} saved none within {settings.CHECKPOINT_WAIT_S:g} s"
+    return Wait(text=f"{words}; once {missing} has saved a checkpoint", wake_s=1.0)
 
 
 def validate(ctx: StepContext) -> Outcome:
@@ -88,7 +131,7 @@ def soak(ctx: StepContext) -> Outcome:
 
 PLAYBOOK = Playbook(
     name="repair-node",
-    version=3,
+    version=4,
     summary="Takes an unfit node out, repairs it up the ladder, validates it, returns it as a "
     "spare.",
     deadline_s=7 * 86_400,
@@ -101,7 +144,8 @@ PLAYBOOK = Playbook(
             timeout_s=7 * 86_400,
             prose="Start at the rung that the failure calls for: reset the GPU, reboot, power "
             "cycle. Look at the card's repair record by its serial: the same fault after a restart "
-            "goes to the vendor. What can wait is done when the node holds no work.",
+            "goes to the vendor. What can wait is done at the job's next checkpoint, or when the "
+            "node holds no work.",
         ),
         node_steps.QUARANTINE,
         StepDefinition(

@@ -17,8 +17,7 @@ from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import COMMAND_FINISHED, CommandState, NodeState
 from controlplane.fleet.models import Command, Node
 from controlplane.health.actions import card_at, record_failure
-from controlplane.health.catalogue import xids
-from controlplane.health.choices import Action, FaultClass, SignalKind
+from controlplane.health.choices import Action, FaultClass, SignalKind, Urgency
 from controlplane.health.models import Signal
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import RUN_UNFINISHED, Effect, RunState, StepState
@@ -42,6 +41,7 @@ from workers.playbooks.base import (
     Wait,
 )
 from workers.spares import choose_spare
+from workers.verdicts import HARDWARE_SPEAKS, verdict_of
 
 #: Hardware evidence this long before the loss still explains it.
 LOOK_BACK = timedelta(seconds=60)
@@ -198,7 +198,7 @@ def take_node_out(ctx: StepContext) -> Outcome:
     if steps.filter(state=StepState.DONE).exists():
         return Done(text=f"{node.name} is quarantined: nothing of it runs there")
     repairs = PlaybookRun.objects.filter(playbook="repair-node", node=node)
-    if repairs.filter(state__in=sorted(RUN_UNFINISHED)).exclude(context__urgency="idle").exists():
+    if repairs.filter(state__in=sorted(RUN_UNFINISHED), context__urgency=Urgency.NOW).exists():
         return Wait(text=f"{node.name} is being taken out by its repair run", wake_s=1.0)
     since = ctx.step.started_at or timezone.now()
     ended = repairs.filter(finished_at__gt=max(since, placement.created_at)).last()
@@ -421,8 +421,9 @@ def _evidence(ctx: StepContext, placement: Placement) -> triage.LossEvidence:
     # What the node said before this process was placed on it explains nothing of its end.
     since = max(ctx.incident.occurred_at - LOOK_BACK, placement.created_at)
     told = Signal.objects.filter(node=placement.node, observed_at__gte=since)
-    lines = told.filter(kind=SignalKind.KERNEL_LINE).values_list("raw", flat=True)
-    verdicts = [triage.judge_line(line, xids()) for line in lines]
+    verdicts = [
+        verdict_of(one) for one in told.filter(kind__in=HARDWARE_SPEAKS).select_related("gpu")
+    ]
     silent = told.filter(kind=SignalKind.GPU_UNREADABLE).first()
     lease = placement.node.lease
     began = ctx.step.started_at or now

@@ -114,6 +114,25 @@ def set_cause(incident_id: str, title: str, cause: str, failure: Failure) -> Non
 
 
 @change()
+def raise_severity(incident_id: str, to: Severity) -> None:
+    """Note that an incident is at least this grave; what was foreseen can come to be lost."""
+    order = list(Severity)
+    milder = order[order.index(to) + 1 :]
+    incident = Incident.objects.select_for_update(no_key=True).get(pk=incident_id)
+    if Incident.objects.filter(pk=incident_id, severity__in=milder).update(severity=to):
+        audit(
+            SYSTEM,
+            "incident.severity",
+            "incident",
+            incident_id,
+            cluster_id=incident.cluster_id,
+            before={"severity": incident.severity},
+            after={"severity": to},
+        )
+        tell(incident, f"severity/{to}", EntryKind.STATE, f"Severity raised: {to.label}")
+
+
+@change()
 def set_mitigated(incident_id: str, at: datetime, text: str) -> None:
     """Note when the job committed steps again."""
     incident = Incident.objects.get(pk=incident_id)

@@ -121,7 +121,8 @@ def repair_node(
     )
     before = str(run.context.get("action", action))
     graver = ACTIONS.index(action) > ACTIONS.index(before)
-    if not idle and (graver or run.context.get("urgency") == Urgency.IDLE):
+    sooner = urgency.before(str(run.context.get("urgency", Urgency.NOW)))
+    if not idle and (graver or sooner):
         PlaybookRun.objects.filter(pk=run.pk).update(
             incident=incident, title=f"Repair {node.name}", context={**run.context, **context}
         )
@@ -179,16 +180,7 @@ def bring_back(placement: Placement, occurred_at: datetime) -> Incident:
     """Open the incident of the replica that this placement held, and have it brought back."""
     job = placement.replica.job
     index = placement.replica.index
-    incident = open_or_merge(
-        f"job/{job.pk}/{index}",
-        cluster_id=job.cluster_id,
-        title=f"{job.name} lost replica {index} on {placement.node.name}",
-        severity=Severity.MAJOR,
-        occurred_at=occurred_at,
-        job_id=job.pk,
-        replica=index,
-        node_id=placement.node_id,
-    )
+    incident = open_for_replica(placement, occurred_at)
     request_run(
         SYSTEM,
         "replica-lost",
@@ -201,3 +193,21 @@ def bring_back(placement: Placement, occurred_at: datetime) -> Incident:
         context={"replica": index, "lost_placement": placement.pk},
     )
     return incident
+
+
+def open_for_replica(
+    placement: Placement, occurred_at: datetime, severity: Severity = Severity.MAJOR
+) -> Incident:
+    """The incident of the replica that this placement holds; everything about it joins there."""
+    job = placement.replica.job
+    index = placement.replica.index
+    return open_or_merge(
+        f"job/{job.pk}/{index}",
+        cluster_id=job.cluster_id,
+        title=f"{job.name} lost replica {index} on {placement.node.name}",
+        severity=severity,
+        occurred_at=occurred_at,
+        job_id=job.pk,
+        replica=index,
+        node_id=placement.node_id,
+    )

@@ -19,11 +19,18 @@ from django.db.models import Max, Min, Sum
 from controlplane.accounts.models import AuditEvent
 from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Node
-from controlplane.health.models import Signal
+from controlplane.health.models import Failure, Signal
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED, StepState
 from controlplane.incidents.models import Incident, PlaybookStep
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
-from controlplane.jobs.models import Interruption, Job, LedgerRange, Placement, ProgressSample
+from controlplane.jobs.models import (
+    Checkpoint,
+    Interruption,
+    Job,
+    LedgerRange,
+    Placement,
+    ProgressSample,
+)
 from controlplane.local.scenarios.base import (
     MENDED_S,
     READY_S,
@@ -51,8 +58,10 @@ class Fault:
     codes: tuple[str, ...]
     #: The node is taken out, repaired and returned as a spare; else it keeps its replica.
     node_out: bool
-    #: The repair waits until the replica has left, and is nobody's incident.
-    repaired_when_idle: bool = False
+    #: How often the node is booted for its repair.
+    boots: int = 0
+    #: The replica leaves at a checkpoint, before there is a fault.
+    planned: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,11 +100,20 @@ KILLED = ("process-killed", "process-vanished")
 
 FAULTS: dict[str, Fault] = {
     "kill-process": Fault("kill -9", _kill_rank, KILLED, node_out=False),
-    "kill-node": Fault("power off", _power_off, ("node-lost",), node_out=True),
-    "xid79": Fault("XID 79", _card("xid79"), ("xid-79",), node_out=True),
-    "xid94": Fault("XID 94", _card("xid94"), ("xid-94",), node_out=True, repaired_when_idle=True),
+    "kill-node": Fault("power off", _power_off, ("node-lost",), node_out=True, boots=1),
+    "xid79": Fault("XID 79", _card("xid79"), ("xid-79",), node_out=True, boots=1),
+    "xid94": Fault("XID 94", _card("xid94"), ("xid-94",), node_out=True),
     "app-error": Fault("XID 31", _card("xid31"), ("xid-31",), node_out=False),
-    "node-silent": Fault("SIGSTOP to agent and ranks", _freeze, ("node-lost",), node_out=True),
+    "ecc-drift": Fault(
+        "corrected errors accelerate",
+        _card("ecc-drift"),
+        ("ecc-drift",),
+        node_out=True,
+        planned=True,
+    ),
+    "node-silent": Fault(
+        "SIGSTOP to agent and ranks", _freeze, ("node-lost",), node_out=True, boots=1
+    ),
 }
 
 
@@ -207,6 +225,9 @@ def _measure(
         moments["quarantined"] = state_reached(node_id, NodeState.QUARANTINED, scene.at)
         moments["validated"] = _validated_at(scene)
         moments["returned"] = last_reached(node_id, NodeState.AVAILABLE, scene.at)
+    if fault.planned:
+        saved = Checkpoint.objects.filter(job=scene.job, at__gte=incident.opened_at)
+        moments["checkpoint"] = saved.aggregate(first=Min("at"))["first"]
     failure = incident.failures.order_by("observed_at").first()
     result = Result(
         scenario=name,
@@ -247,15 +268,29 @@ def _problems(fault: Fault, scene: Scene, incident: Incident, result: Result) ->
     if incident.code not in fault.codes:
         wanted = " or ".join(fault.codes)
         problems.append(f"the cause was taken for {incident.code or 'unknown'}, not {wanted}")
-    boots = int(fault.node_out and not fault.repaired_when_idle)
-    if result.facts["boots"] != boots:
-        problems.append(f"the node was booted {result.facts['boots']} times instead of {boots}")
+    if result.facts["boots"] != fault.boots:
+        problems.append(
+            f"the node was booted {result.facts['boots']} times instead of {fault.boots}"
+        )
+    if fault.planned:
+        problems += _problems_of_plan(scene, result)
     if "serial" in result.facts and result.facts["card"] != result.facts["serial"]:
         problems.append("the failure names another card")
     if not fault.node_out and not scene.victim.node.placements.filter(
         replica=scene.victim.replica, state=PlacementState.RUNNING
     ):
         problems.append(f"the replica did not return on {scene.victim.node.name}")
+    return problems
+
+
+def _problems_of_plan(scene: Scene, result: Result) -> list[str]:
+    problems = []
+    saved, out = result.seconds["checkpoint"], result.seconds["quarantined"]
+    if saved is not None and out is not None and saved > out:
+        problems.append("the node was emptied before the checkpoint was saved")
+    worse = Failure.objects.filter(node=scene.victim.node, observed_at__gte=scene.at)
+    if worse.exclude(code="ecc-drift").exists():
+        problems.append("the fault came before the node was out")
     return problems
 
 
