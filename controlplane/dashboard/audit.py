@@ -2,29 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from django.http import HttpRequest, HttpResponse
+from django.db.models import QuerySet
+from django.http import HttpRequest
+from django.http.response import HttpResponseBase
 
 from controlplane.accounts import chain
 from controlplane.accounts.access import Access, needs
 from controlplane.accounts.choices import Role
+from controlplane.accounts.models import AuditEvent
 from controlplane.accounts.views import signed_in
-from controlplane.dashboard.selectors import trail
+from controlplane.dashboard.selectors import people, trail
+from controlplane.export import Column, as_file, is_wanted
 from controlplane.fleet.selectors import audit_for, clusters_for, may_everywhere
 from controlplane.live import live_page
-from controlplane.paging import page_of
+from controlplane.paging import page_of, pages_of
+
+SORTS = {"-id": "id"}
+#: A write and the name of who did it.
+Written = tuple[AuditEvent, str]
+COLUMNS: tuple[Column[Written], ...] = (
+    Column("id", lambda row: row[0].pk),
+    Column("position", lambda row: row[0].position),
+    Column("hash", lambda row: row[0].hash),
+    Column("at", lambda row: row[0].at),
+    Column("verb", lambda row: row[0].verb),
+    Column("actor_kind", lambda row: row[0].actor_kind),
+    Column("actor_id", lambda row: row[0].actor_id),
+    Column("actor_name", lambda row: row[1]),
+    Column("object_type", lambda row: row[0].object_type),
+    Column("object_id", lambda row: row[0].object_id),
+    Column("cluster_id", lambda row: row[0].cluster_id),
+    Column("cluster_name", lambda row: row[0].cluster.name if row[0].cluster else None),
+    Column("before", lambda row: row[0].before),
+    Column("after", lambda row: row[0].after),
+    Column("reason", lambda row: row[0].reason),
+    Column("request_id", lambda row: row[0].request_id),
+)
 
 
 @signed_in
 @needs(Access.SIGNED_IN)
-def audit(request: HttpRequest) -> HttpResponse:
+def audit(request: HttpRequest) -> HttpResponseBase:
     """What was written in one's clusters, newest first, narrowed by the form's fields."""
+    asked = trail.Asked.of(request.GET)
+    if is_wanted(request):
+        return as_file(request, "audit", COLUMNS, map(_with_names, _whole(request, asked)))
 
     def context() -> dict[str, Any]:
-        asked = trail.Asked.of(request.GET)
-        found = trail.narrowed(audit_for(request.user), asked)
-        page = page_of(found, request.GET, sorts={"-id": "id"})
+        page = page_of(_found(request, asked), request.GET, sorts=SORTS)
         whole_trail = may_everywhere(request.user, Role.ADMIN)
         return {
             "asked": asked,
@@ -38,3 +66,16 @@ def audit(request: HttpRequest) -> HttpResponse:
         }
 
     return live_page(request, "audit/list", clusters_for(request.user), context)
+
+
+def _found(request: HttpRequest, asked: trail.Asked) -> QuerySet[AuditEvent]:
+    return trail.narrowed(audit_for(request.user), asked)
+
+
+def _whole(request: HttpRequest, asked: trail.Asked) -> Iterator[list[AuditEvent]]:
+    return pages_of(_found(request, asked).select_related("cluster"), request.GET, sorts=SORTS)
+
+
+def _with_names(events: list[AuditEvent]) -> list[Written]:
+    names = people.actors(events)
+    return [(event, names[event.pk]) for event in events]

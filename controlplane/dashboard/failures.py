@@ -4,31 +4,62 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest
+from django.http.response import HttpResponseBase
 
 from controlplane.accounts.access import Access, needs
 from controlplane.accounts.views import signed_in
 from controlplane.dashboard.selectors import failures as selectors
+from controlplane.export import Column, as_file, is_wanted
 from controlplane.fleet.selectors import clusters_for
 from controlplane.health.choices import FaultClass
+from controlplane.health.models import Failure
 from controlplane.incidents import pricing
 from controlplane.incidents.selectors import failures_for
 from controlplane.live import live_page
-from controlplane.paging import page_of
+from controlplane.paging import page_of, pages_of
 
 SORTS = {"-seen": "observed_at", "code": "code", "-count": "count"}
+#: A failure and the name of the job that it speaks of.
+Told = tuple[Failure, str | None]
+COLUMNS: tuple[Column[Told], ...] = (
+    Column("id", lambda row: row[0].pk),
+    Column("code", lambda row: row[0].code),
+    Column("fault_class", lambda row: row[0].fault_class),
+    Column("summary", lambda row: row[0].summary),
+    Column("needed", lambda row: row[0].needed),
+    Column("urgency", lambda row: row[0].urgency),
+    Column("rule", lambda row: row[0].rule),
+    Column("node_id", lambda row: row[0].node_id),
+    Column("node_name", lambda row: row[0].node.name if row[0].node else None),
+    Column("cluster_id", lambda row: row[0].node.cluster_id if row[0].node else None),
+    Column("cluster_name", lambda row: row[0].node.cluster.name if row[0].node else None),
+    Column("gpu_uuid", lambda row: row[0].gpu_id),
+    Column("gpu_serial", lambda row: row[0].gpu.serial if row[0].gpu else None),
+    Column("job_id", lambda row: row[0].job_id or None),
+    Column("job_name", lambda row: row[1]),
+    Column("replica", lambda row: row[0].replica),
+    Column("count", lambda row: row[0].count),
+    Column("first_seen_at", lambda row: row[0].observed_at),
+    Column("last_seen_at", lambda row: row[0].last_seen_at),
+    Column("incident_id", lambda row: selectors.incident_of(row[0])),
+    Column("raw_lines", lambda row: "\n".join(selectors.raw_lines(row[0]))),
+)
 
 
 @signed_in
 @needs(Access.SIGNED_IN)
-def failures(request: HttpRequest) -> HttpResponse:
+def failures(request: HttpRequest) -> HttpResponseBase:
     """Failures by `code`, `fault_class`, `cluster`, `node`, `card`, over `window`."""
+    chosen = selectors.FailureFilter.of(request.GET)
+    visible = failures_for(request.user)
+    found = chosen.apply(visible)
+    if is_wanted(request):
+        whole = pages_of(selectors.with_story(found), request.GET, sorts=SORTS)
+        return as_file(request, "failures", COLUMNS, map(_with_jobs, whole))
     clusters = list(clusters_for(request.user))
 
     def context() -> dict[str, Any]:
-        chosen = selectors.FailureFilter.of(request.GET)
-        visible = failures_for(request.user)
-        found = chosen.apply(visible)
         page = page_of(selectors.with_story(found), request.GET, sorts=SORTS)
         return {
             "page": page,
@@ -43,3 +74,8 @@ def failures(request: HttpRequest) -> HttpResponse:
         }
 
     return live_page(request, "dashboard/failures", clusters, context)
+
+
+def _with_jobs(failures: list[Failure]) -> list[Told]:
+    names = selectors.job_names(failures)
+    return [(failure, names.get(failure.job_id)) for failure in failures]

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from django.http import Http404, HttpRequest, HttpResponse
+from django.http.response import HttpResponseBase
 from django.urls import reverse
 from django.utils import timezone
 from django.views.decorators.http import require_POST
@@ -20,31 +21,60 @@ from controlplane.dashboard.nodes import hours_of
 from controlplane.dashboard.selectors import playbooks as selectors
 from controlplane.dashboard.selectors.fleet import cluster_for
 from controlplane.errors import Conflict
+from controlplane.export import Column, as_file, is_wanted
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.models import Cluster
 from controlplane.fleet.selectors import clusters_for, may
 from controlplane.incidents import actions as incidents
 from controlplane.incidents import limits
 from controlplane.incidents.choices import Mode, Scope
+from controlplane.incidents.models import PlaybookRun
 from controlplane.incidents.selectors import runs_for
 from controlplane.live import live_page
-from controlplane.paging import page_of
+from controlplane.paging import page_of, pages_of
 
 RUNS_PER_PAGE = 20
 #: Ids sort by the time of their making.
 RUN_SORTS = {"-began": "pk"}
+RUN_COLUMNS: tuple[Column[PlaybookRun], ...] = (
+    Column("id", lambda run: run.pk),
+    Column("title", lambda run: run.title),
+    Column("playbook", lambda run: run.playbook),
+    Column("version", lambda run: run.version),
+    Column("state", lambda run: run.state),
+    Column("state_reason", lambda run: run.state_reason),
+    Column("cluster_id", lambda run: run.cluster_id),
+    Column("cluster_name", lambda run: run.cluster.name),
+    Column("node_id", lambda run: run.node_id),
+    Column("node_name", lambda run: run.node.name if run.node else None),
+    Column("job_id", lambda run: run.job_id),
+    Column("job_name", lambda run: run.job.name if run.job else None),
+    Column("incident_id", lambda run: run.incident_id),
+    Column("requested_by", lambda run: run.requested_by or None),
+    Column("created_at", lambda run: run.created_at),
+    Column("finished_at", lambda run: run.finished_at),
+    Column("deadline", lambda run: run.deadline),
+)
+#: What is bulky, and in no column.
+_BULK = ("context", "node__report", "incident__postmortem", "incident__impact")
 
 
 @signed_in
 @needs(Access.SIGNED_IN)
-def playbooks(request: HttpRequest) -> HttpResponse:
+def playbooks(request: HttpRequest) -> HttpResponseBase:
     """How far automation may go in `cluster`, and what it did there lately."""
     clusters = list(clusters_for(request.user))
     wanted = request.GET.get("cluster")
     chosen = next((one for one in clusters if one.id == wanted), None)
     if wanted and chosen is None:
         raise Http404("no such cluster")
-    return _page(request, chosen or (clusters[0] if clusters else None))
+    found = chosen or (clusters[0] if clusters else None)
+    if is_wanted(request) and found:
+        runs = runs_for(request.user).filter(cluster=found).prefetch_related(None).defer(*_BULK)
+        return as_file(
+            request, f"runs-{found.name}", RUN_COLUMNS, pages_of(runs, {}, sorts=RUN_SORTS)
+        )
+    return _page(request, found)
 
 
 @require_POST

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from django.contrib import messages
+from django.db.models import QuerySet
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
+from django.http.response import HttpResponseBase
 from django.shortcuts import get_object_or_404, render
 from django.urls import reverse
 from django.utils import timezone
@@ -21,7 +24,9 @@ from controlplane.accounts.views import signed_in
 from controlplane.acting import reason_of, whole
 from controlplane.dashboard.selectors import roles
 from controlplane.errors import Conflict
+from controlplane.export import Column, as_file, is_wanted
 from controlplane.fleet.selectors import clusters_for, is_superuser
+from controlplane.paging import pages_of
 
 SHOWN = 200
 #: How long a token may live, in days, by the words of the form.
@@ -42,10 +47,29 @@ class Row:
         return self.label in ("Live", "Expires soon")
 
 
+COLUMNS: tuple[Column[Row], ...] = (
+    Column("id", lambda row: row.token.pk),
+    Column("name", lambda row: row.token.name),
+    Column("user_name", lambda row: row.token.user.username),
+    Column("prefix", lambda row: row.token.prefix),
+    Column("scope", lambda row: row.token.scope),
+    Column("cluster_id", lambda row: row.token.cluster_id),
+    Column("cluster_name", lambda row: row.token.cluster.name if row.token.cluster else None),
+    Column("live", lambda row: row.live),
+    Column("created_at", lambda row: row.token.created_at),
+    Column("expires_at", lambda row: row.token.expires_at),
+    Column("last_used_at", lambda row: row.token.last_used_at),
+    Column("revoked_at", lambda row: row.token.revoked_at),
+)
+
+
 @signed_in
 @needs(Access.SIGNED_IN)
-def tokens(request: HttpRequest) -> HttpResponse:
+def tokens(request: HttpRequest) -> HttpResponseBase:
     """One's own tokens; to superusers, with `of=all`, everybody's."""
+    if is_wanted(request):
+        whole = pages_of(_found(request), {}, sorts={"-created": "created_at"})
+        return as_file(request, "tokens", COLUMNS, map(_rows, whole))
     return _page(request)
 
 
@@ -98,13 +122,8 @@ def _page(
     request: HttpRequest, *, made: ApiToken | None = None, text: str = "", status: int = 200
 ) -> HttpResponse:
     user = _owner(request)
-    found = roles.tokens_for(user)
-    everybodys = is_superuser(user) and request.GET.get("of") == "all"
-    if not everybodys:
-        found = found.filter(user=user)
-    now = timezone.now()
     # The live ones first: what is revoked or has expired is history.
-    rows = sorted((_row(token, now) for token in found[:SHOWN]), key=lambda row: not row.live)
+    rows = sorted(_rows(_found(request)[:SHOWN]), key=lambda row: not row.live)
     context = {
         "rows": rows,
         "made": made,
@@ -113,11 +132,26 @@ def _page(
         "clusters": clusters_for(user),
         "lives": LIVES,
         "superuser": is_superuser(user),
-        "everybodys": everybodys,
+        "everybodys": _everybodys(request),
     }
     response = render(request, "people/tokens.html", context, status=status)
     response["Cache-Control"] = "no-store"
     return response
+
+
+def _found(request: HttpRequest) -> QuerySet[ApiToken]:
+    user = _owner(request)
+    found = roles.tokens_for(user)
+    return found if _everybodys(request) else found.filter(user=user)
+
+
+def _everybodys(request: HttpRequest) -> bool:
+    return is_superuser(_owner(request)) and request.GET.get("of") == "all"
+
+
+def _rows(tokens: Iterable[ApiToken]) -> list[Row]:
+    now = timezone.now()
+    return [_row(token, now) for token in tokens]
 
 
 def _row(token: ApiToken, now: datetime) -> Row:

@@ -11,7 +11,9 @@ from collections.abc import Callable
 
 from django.contrib import messages
 from django.core.exceptions import PermissionDenied
+from django.db.models import QuerySet
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
+from django.http.response import HttpResponseBase
 from django.shortcuts import get_object_or_404, render
 from django.urls import reverse
 from django.views.decorators.http import require_POST
@@ -19,20 +21,35 @@ from django.views.decorators.http import require_POST
 from controlplane.accounts import actions
 from controlplane.accounts.access import Access, needs
 from controlplane.accounts.choices import Role
-from controlplane.accounts.models import Actor, User
+from controlplane.accounts.models import Actor, Grant, User
 from controlplane.accounts.requests import actor_of
 from controlplane.accounts.views import signed_in
 from controlplane.acting import reason_of, whole
 from controlplane.dashboard.selectors import roles
 from controlplane.errors import Conflict
+from controlplane.export import Column, as_file, is_wanted
 from controlplane.fleet.selectors import clusters_for, is_superuser
-from controlplane.paging import page_of
+from controlplane.paging import page_of, pages_of
+
+SORTS = {"name": "username"}
+COLUMNS: tuple[Column[User], ...] = (
+    Column("id", lambda user: user.pk),
+    Column("username", lambda user: user.username),
+    Column("email", lambda user: user.email),
+    Column("is_active", lambda user: user.is_active),
+    Column("is_superuser", lambda user: user.is_superuser),
+    Column("roles", lambda user: "; ".join(map(_role, user.shown_grants))),  # type: ignore[attr-defined]
+    Column("last_login", lambda user: user.last_login),
+    Column("date_joined", lambda user: user.date_joined),
+)
 
 
 @signed_in
 @needs(Access.ADMIN_SOMEWHERE)
-def users(request: HttpRequest) -> HttpResponse:
+def users(request: HttpRequest) -> HttpResponseBase:
     """The people, by name; `q` narrows, `user` chooses whom the forms are about."""
+    if is_wanted(request):
+        return as_file(request, "users", COLUMNS, pages_of(_found(request), {}, sorts=SORTS))
     return _page(request)
 
 
@@ -146,28 +163,37 @@ def _page(
     request: HttpRequest, *, chosen_id: int | None = None, password: str = "", status: int = 200
 ) -> HttpResponse:
     asker = _asker(request)
-    superuser = is_superuser(asker)
-    clusters = list(roles.administered(asker))
-    if not clusters and not superuser:
-        raise PermissionDenied("Only admins manage who may do what.")
-    people = roles.people_for(asker)
-    if q := request.GET.get("q", "").strip():
-        people = people.filter(username__icontains=q)
+    people = _found(request)
     told = request.GET.get("user", "")
     chosen_id = chosen_id or whole(told, 2**31 - 1)
     context = {
-        "page": page_of(people, request.GET, sorts={"name": "username"}),
-        "q": q,
+        "page": page_of(people, request.GET, sorts=SORTS),
+        "q": request.GET.get("q", "").strip(),
         "chosen": roles.people_for(asker).filter(pk=chosen_id).first() if chosen_id else None,
         "password": password,
-        "clusters": clusters,
+        "clusters": roles.administered(asker),
         "roles": Role,
-        "superuser": superuser,
+        "superuser": is_superuser(asker),
         "everywhere": roles.may_grant(asker, None),
     }
     response = render(request, "people/users.html", context, status=status)
     response["Cache-Control"] = "no-store"
     return response
+
+
+def _found(request: HttpRequest) -> QuerySet[User]:
+    """The people that the asking person manages. Raises PermissionDenied if they manage none."""
+    asker = _asker(request)
+    if not is_superuser(asker) and not roles.administered(asker).exists():
+        raise PermissionDenied("Only admins manage who may do what.")
+    people = roles.people_for(asker)
+    if q := request.GET.get("q", "").strip():
+        people = people.filter(username__icontains=q)
+    return people
+
+
+def _role(grant: Grant) -> str:
+    return f"{grant.role} in {grant.cluster.name if grant.cluster else 'all clusters'}"
 
 
 def _managed_cluster(request: HttpRequest) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 from django.conf import settings
 from django.contrib import messages
 from django.core.exceptions import PermissionDenied
+from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
+from django.http.response import HttpResponseBase
 from django.shortcuts import get_object_or_404
 from django.urls import reverse
 from django.utils import timezone
@@ -21,10 +24,12 @@ from controlplane.accounts.requests import actor_of
 from controlplane.accounts.views import signed_in
 from controlplane.acting import act, reason_of, whole
 from controlplane.errors import Conflict
+from controlplane.export import Column, as_file, is_wanted
 from controlplane.fleet import actions
 from controlplane.fleet.models import Cluster, JoinToken, Node
 from controlplane.fleet.selectors import clusters_for
 from controlplane.live import live_page
+from controlplane.paging import pages_of
 
 TOKENS_SHOWN = 50
 NODES_SHOWN = 50
@@ -46,6 +51,19 @@ class Row:
         return self.label == "Live"
 
 
+COLUMNS: tuple[Column[Row], ...] = (
+    Column("id", lambda row: row.token.pk),
+    Column("cluster_id", lambda row: row.token.cluster_id),
+    Column("cluster_name", lambda row: row.token.cluster.name),
+    Column("live", lambda row: row.live),
+    Column("uses", lambda row: row.token.uses),
+    Column("max_uses", lambda row: row.token.max_uses),
+    Column("created_at", lambda row: row.token.created_at),
+    Column("expires_at", lambda row: row.token.expires_at),
+    Column("revoked_at", lambda row: row.token.revoked_at),
+)
+
+
 @dataclass(frozen=True)
 class Made:
     """A token that was made a moment ago: its text, and where it leads."""
@@ -59,8 +77,11 @@ class Made:
 
 @signed_in
 @needs(Access.ADMIN_SOMEWHERE)
-def enrolment(request: HttpRequest) -> HttpResponse:
+def enrolment(request: HttpRequest) -> HttpResponseBase:
     """Join tokens and the nodes that came lately, of the clusters that one is admin of."""
+    if is_wanted(request):
+        whole = pages_of(_tokens_in(_administered(request)), {}, sorts={"-created": "created_at"})
+        return as_file(request, "join-tokens", COLUMNS, map(_rows, whole))
     return _page(request)
 
 
@@ -103,15 +124,11 @@ def revoke(request: HttpRequest, join_token_id: str) -> HttpResponse:
 
 
 def _page(request: HttpRequest, *, made: Made | None = None, status: int = 200) -> HttpResponse:
-    clusters = clusters_for(request.user, Role.ADMIN)
-    if not clusters:
-        raise PermissionDenied("Only admins of a cluster let nodes in.")
+    clusters = _administered(request)
 
     def context() -> dict[str, Any]:
-        tokens = JoinToken.objects.filter(cluster__in=clusters).select_related("cluster")
         nodes = Node.objects.filter(cluster__in=clusters).select_related("cluster", "rack")
-        now = timezone.now()
-        rows = [_row(token, now) for token in tokens.order_by("-created_at")[:TOKENS_SHOWN]]
+        rows = _rows(_tokens_in(clusters).order_by("-created_at")[:TOKENS_SHOWN])
         return {
             "live_path": reverse("enrolment"),
             "rows": sorted(rows, key=lambda row: not row.live),
@@ -122,6 +139,23 @@ def _page(request: HttpRequest, *, made: Made | None = None, status: int = 200) 
         }
 
     return live_page(request, "enrolment/enrolment", clusters, context, status=status)
+
+
+def _administered(request: HttpRequest) -> QuerySet[Cluster]:
+    """The clusters that one is admin of. Raises PermissionDenied if there are none."""
+    clusters = clusters_for(request.user, Role.ADMIN)
+    if not clusters:
+        raise PermissionDenied("Only admins of a cluster let nodes in.")
+    return clusters
+
+
+def _tokens_in(clusters: QuerySet[Cluster]) -> QuerySet[JoinToken]:
+    return JoinToken.objects.filter(cluster__in=clusters).select_related("cluster")
+
+
+def _rows(tokens: Iterable[JoinToken]) -> list[Row]:
+    now = timezone.now()
+    return [_row(token, now) for token in tokens]
 
 
 def _row(token: JoinToken, now: datetime) -> Row:

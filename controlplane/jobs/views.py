@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
+from django.http.response import HttpResponseBase
 
 from controlplane.accounts.access import Access, needs
 from controlplane.accounts.views import signed_in
+from controlplane.export import Column, as_file, is_wanted
 from controlplane.fleet.selectors import clusters_for
 from controlplane.jobs import selectors
 from controlplane.jobs.choices import JOB_ACTIVE
 from controlplane.jobs.models import Job
 from controlplane.live import live_page
-from controlplane.paging import page_of
+from controlplane.paging import page_of, pages_of
 
 #: How far back the curves may be asked to reach, by the word in the address.
 WINDOWS: dict[str, tuple[str, float | None]] = {
@@ -26,22 +28,45 @@ WINDOWS: dict[str, tuple[str, float | None]] = {
 
 #: Ids sort by the time of their making.
 SORTS = {"-registered": "pk", "name": "name", "state": "state", "-step": "step"}
+COLUMNS: tuple[Column[Job], ...] = (
+    Column("id", lambda job: job.pk),
+    Column("name", lambda job: job.name),
+    Column("cluster_id", lambda job: job.cluster_id),
+    Column("cluster_name", lambda job: job.cluster.name),
+    Column("state", lambda job: job.state),
+    Column("program", lambda job: job.program),
+    Column("world_replicas", lambda job: job.world_replicas),
+    Column("active_replicas", lambda job: job.active_replicas),  # type: ignore[attr-defined]
+    Column("min_replicas", lambda job: job.min_replicas),
+    Column("gpus_per_replica", lambda job: job.gpus_per_replica),
+    Column("step", lambda job: job.step if job.step >= 0 else None),
+    Column("step_at", lambda job: job.step_at),
+    Column("epoch", lambda job: job.epoch),
+    Column("loss", lambda job: job.loss),
+    Column("samples_per_s", lambda job: job.samples_per_s),
+    Column("recomputed_steps", lambda job: job.recomputed_steps),
+    Column("created_at", lambda job: job.created_at),
+    Column("started_at", lambda job: job.started_at),
+    Column("ended_at", lambda job: job.ended_at),
+)
 
 
 @signed_in
 @needs(Access.SIGNED_IN)
-def jobs(request: HttpRequest) -> HttpResponse:
+def jobs(request: HttpRequest) -> HttpResponseBase:
     """Jobs by `state` ("active" or "ended") and `cluster`."""
+    found = selectors.jobs_for(request.user)
+    state = request.GET.get("state", "")
+    if state == "active":
+        found = found.filter(state__in=JOB_ACTIVE)
+    elif state == "ended":
+        found = found.exclude(state__in=JOB_ACTIVE)
+    if cluster := request.GET.get("cluster"):
+        found = found.filter(cluster=cluster)
+    if is_wanted(request):
+        return as_file(request, "jobs", COLUMNS, pages_of(found, request.GET, sorts=SORTS))
 
     def context() -> dict[str, Any]:
-        found = selectors.jobs_for(request.user)
-        state = request.GET.get("state", "")
-        if state == "active":
-            found = found.filter(state__in=JOB_ACTIVE)
-        elif state == "ended":
-            found = found.exclude(state__in=JOB_ACTIVE)
-        if cluster := request.GET.get("cluster"):
-            found = found.filter(cluster=cluster)
         return {"page": page_of(found, request.GET, sorts=SORTS), "state": state}
 
     return live_page(request, "jobs/list", clusters_for(request.user), context)

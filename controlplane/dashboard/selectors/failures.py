@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 
-from django.db.models import Count, FloatField, Q, QuerySet
+from django.db.models import Count, FloatField, Prefetch, Q, QuerySet
 from django.db.models.functions import Cast, Extract, Floor
 from django.utils import timezone
 
-from controlplane.health.models import Failure
+from controlplane.health.models import Failure, Signal
 from controlplane.jobs.models import Job
 
 #: How far back the page may reach, by the word in the address, in seconds.
@@ -24,6 +24,8 @@ DEFAULT_WINDOW = "7d"
 STRETCHES = 48
 #: This many codes are told apart in the chart; the rest are one.
 CODES_APART = 5
+#: So many of a failure's signals are shown, the first ones: each repeat is one more of them.
+SIGNALS_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,23 @@ class FailureFilter:
 
 
 def with_story(failures: QuerySet[Failure]) -> QuerySet[Failure]:
-    """The same, with all that a row of the table shows."""
-    return failures.select_related("node__cluster", "gpu").prefetch_related("signals", "incidents")
+    """The same, with all that a row of the table shows; its signals as `first_signals`."""
+    signals = Signal.objects.order_by("observed_at", "pk")[:SIGNALS_SHOWN]
+    return (
+        failures.select_related("node__cluster", "gpu")
+        .defer("node__report")
+        .prefetch_related(Prefetch("signals", signals, to_attr="first_signals"), "incidents")
+    )
+
+
+def raw_lines(failure: Failure) -> list[str]:
+    """What was seen first, verbatim; of a failure `with_story`."""
+    return [signal.raw for signal in failure.first_signals if signal.raw]  # type: ignore[attr-defined]
+
+
+def incident_of(failure: Failure) -> str | None:
+    """The id of the incident that it belongs to; of a failure `with_story`."""
+    return next((incident.pk for incident in failure.incidents.all()), None)
 
 
 def job_names(failures: list[Failure]) -> dict[str, str]:

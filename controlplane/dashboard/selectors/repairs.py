@@ -16,7 +16,7 @@ from controlplane.accounts.models import User
 from controlplane.dashboard.selectors.fleet import UNREACHABLE, nodes_for, present
 from controlplane.fleet.choices import TAKEN_OUT, NodeState, Rung
 from controlplane.fleet.models import Cluster, Gpu, Node, RepairRecord
-from controlplane.fleet.selectors import clusters_for
+from controlplane.fleet.selectors import clusters_for, repairs_for
 from controlplane.incidents.choices import CaseState
 from controlplane.incidents.models import RmaCase
 from controlplane.jobs.models import SpareReservation
@@ -165,7 +165,16 @@ def records_in(clusters: Iterable[Cluster], *, limit: int = 50) -> list[Record]:
     ]
 
 
+def repairs_of(user: User | AnonymousUser) -> QuerySet[RepairRecord]:
+    """Every single repair the caller may see, with its card and node."""
+    return repairs_for(user).select_related("gpu", "node__cluster").defer("node__report")
+
+
 # --- RMA cases ------------------------------------------------------------------------------------
+
+
+#: What a list of cases does without.
+CASE_BULK = ("bundle", "node__report", "incident__postmortem", "incident__impact")
 
 
 def cases_for(user: User | AnonymousUser) -> QuerySet[RmaCase]:
@@ -185,7 +194,7 @@ def case_for(user: User | AnonymousUser, case_id: str) -> RmaCase:
 
 def cases_by(user: User | AnonymousUser, state: str) -> QuerySet[RmaCase]:
     """Cases by `state`: "open", "sent", "closed", or empty for all that are not closed."""
-    cases = cases_for(user).defer("bundle")
+    cases = cases_for(user).defer(*CASE_BULK)
     if state == "all":
         return cases
     if state in CaseState.values:

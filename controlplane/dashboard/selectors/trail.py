@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from typing import Any
 
+from django.db import connection
 from django.db.models import Q, QuerySet
 from django.urls import reverse
 from django.utils.dateparse import parse_datetime
@@ -74,7 +75,8 @@ def narrowed(events: QuerySet[AuditEvent], asked: Asked) -> QuerySet[AuditEvent]
     if asked.actor:
         events = events.filter(_by_actor(asked.actor))
     if asked.verb:
-        events = events.filter(verb__startswith=asked.verb)
+        # As values: only then is the index by verb of use, and the planner knows how rare they are.
+        events = events.filter(verb__in=_verbs(asked.verb))
     if asked.object:
         events = events.filter(_about(asked.object))
     if asked.cluster:
@@ -146,6 +148,25 @@ def last_verification() -> AuditEvent | None:
     """When the trail was last verified, and what came of it."""
     done = AuditEvent.objects.filter(object_type="audit", object_id="chain", verb="audit.verify")
     return done.order_by("-pk").first()
+
+
+# SELECT DISTINCT verb, by one look into the index for each: there are few verbs in many rows.
+_VERBS_SQL = """
+WITH RECURSIVE known (verb) AS (
+    (SELECT verb FROM accounts_auditevent ORDER BY verb LIMIT 1)
+    UNION ALL
+    SELECT (SELECT verb FROM accounts_auditevent WHERE verb > known.verb ORDER BY verb LIMIT 1)
+    FROM known WHERE known.verb IS NOT NULL
+)
+SELECT verb FROM known WHERE verb IS NOT NULL
+"""
+
+
+def _verbs(beginning: str) -> list[str]:
+    """The verbs in the trail that begin so."""
+    with connection.cursor() as cursor:
+        cursor.execute(_VERBS_SQL)
+        return [verb for (verb,) in cursor.fetchall() if verb.startswith(beginning)]
 
 
 def _by_actor(text: str) -> Q:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
+from django.http.response import HttpResponseBase
 from django.urls import reverse
 from django.views.decorators.http import require_POST
 
@@ -14,35 +16,56 @@ from controlplane.accounts.choices import Role
 from controlplane.accounts.models import Actor
 from controlplane.accounts.views import signed_in
 from controlplane.acting import act, reason_of
+from controlplane.export import Column, as_file, is_wanted
 from controlplane.fleet.selectors import clusters_for, may
 from controlplane.incidents import actions, selectors
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED, Severity
 from controlplane.incidents.models import Incident
 from controlplane.live import live_page
-from controlplane.paging import page_of
+from controlplane.paging import page_of, pages_of
 
 #: Ids sort by the time of their making.
 SORTS = {"-opened": "pk", "-began": "occurred_at"}
+COLUMNS: tuple[Column[Incident], ...] = (
+    Column("id", lambda incident: incident.pk),
+    Column("title", lambda incident: incident.title),
+    Column("severity", lambda incident: incident.severity),
+    Column("state", lambda incident: incident.state),
+    Column("code", lambda incident: incident.code),
+    Column("cause", lambda incident: incident.cause),
+    Column("cluster_id", lambda incident: incident.cluster_id),
+    Column("cluster_name", lambda incident: incident.cluster.name),
+    Column("node_id", lambda incident: incident.node_id),
+    Column("node_name", lambda incident: incident.node.name if incident.node else None),
+    Column("job_id", lambda incident: incident.job_id),
+    Column("job_name", lambda incident: incident.job.name if incident.job else None),
+    Column("replica", lambda incident: incident.replica),
+    Column("owner_name", lambda incident: incident.owner.username if incident.owner else None),
+    Column("occurred_at", lambda incident: incident.occurred_at),
+    Column("opened_at", lambda incident: incident.opened_at),
+    Column("mitigated_at", lambda incident: incident.mitigated_at),
+    Column("restored_at", lambda incident: incident.restored_at),
+    Column("resolved_at", lambda incident: incident.resolved_at),
+    Column("lasted_s", lambda incident: _lasted_s(incident)),
+    Column("gpu_seconds_lost", lambda incident: incident.gpu_seconds_lost),
+)
+#: What is bulky, and in no column.
+_BULK = ("postmortem", "impact", "node__report", "job__options")
 
 
 @signed_in
 @needs(Access.SIGNED_IN)
-def incidents(request: HttpRequest) -> HttpResponse:
+def incidents(request: HttpRequest) -> HttpResponseBase:
     """Incidents by `state` (unresolved, resolved), `severity`, `code`, `cluster`, `node`, `job`."""
+    found = _found(request)
+    if is_wanted(request):
+        whole = pages_of(found.defer(*_BULK), request.GET, sorts=SORTS)
+        return as_file(request, "incidents", COLUMNS, whole)
 
     def context() -> dict[str, Any]:
-        found = selectors.incidents_for(request.user)
-        state = request.GET.get("state", "")
-        if state == "unresolved":
-            found = found.filter(state__in=INCIDENT_UNRESOLVED)
-        elif state == "resolved":
-            found = found.exclude(state__in=INCIDENT_UNRESOLVED)
-        for name in ("severity", "code", "cluster", "node", "job"):
-            if wanted := request.GET.get(name):
-                found = found.filter(**{name: wanted})
         return {
             "page": page_of(found, request.GET, sorts=SORTS),
-            "state": state,
+            "state": request.GET.get("state", ""),
             "query": request.GET,
             "clusters": clusters_for(request.user),
             "severities": Severity,
@@ -137,3 +160,23 @@ def incident_page(request: HttpRequest, found: Incident, status: int = 200) -> H
         }
 
     return live_page(request, "incidents/incident", [found.cluster], context, status=status)
+
+
+def _found(request: HttpRequest) -> QuerySet[Incident]:
+    found = selectors.incidents_for(request.user)
+    state = request.GET.get("state", "")
+    if state == "unresolved":
+        found = found.filter(state__in=INCIDENT_UNRESOLVED)
+    elif state == "resolved":
+        found = found.exclude(state__in=INCIDENT_UNRESOLVED)
+    for name in ("severity", "code", "cluster", "node", "job"):
+        if wanted := request.GET.get(name):
+            found = found.filter(**{name: wanted})
+    return found
+
+
+def _lasted_s(incident: Incident) -> float | None:
+    """Until it was resolved, in seconds; None while it lasts."""
+    if incident.resolved_at is None:
+        return None
+    return (incident.resolved_at - incident.occurred_at).total_seconds()

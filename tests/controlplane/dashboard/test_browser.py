@@ -16,7 +16,7 @@ from controlplane.accounts.choices import Role
 from controlplane.fleet.models import Cluster, Node
 from controlplane.health.models import NodeSample
 from controlplane.incidents.models import Approval, PlaybookRun
-from tests.controlplane.dashboard.world import Fleet, one_fleet, ten_samples
+from tests.controlplane.dashboard.world import RAW, Fleet, one_fleet, ten_samples
 from tests.factories import PASSWORD, ApprovalFactory, GrantFactory, PlaybookFactory
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -133,6 +133,14 @@ def test_a_filter_is_applied_at_once_and_stands_in_the_address(page: Page, fleet
 
     expect(page).to_have_url(f"{page.url.split('?')[0]}?state=allocated")
     expect(page.get_by_test_id("node-row")).to_have_count(1)
+
+
+def test_a_list_is_downloaded_as_it_is_filtered(page: Page, fleet: Fleet) -> None:
+    page.goto(f"/failures?node={fleet.node.pk}&sort=code")
+    with page.expect_download() as download:
+        page.get_by_test_id("export-csv").click()
+    assert download.value.suggested_filename.startswith("drydock-failures-")
+    assert RAW in download.value.path().read_text()
 
 
 # --- A node ---------------------------------------------------------------------------------------
