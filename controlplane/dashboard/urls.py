@@ -2,13 +2,14 @@ from __future__ import annotations
 
 from django.urls import path
 
-from controlplane.dashboard import clusters, failures, nodes, playbooks, repairs, views
+from controlplane.dashboard import clusters, failures, nodes, playbooks, repairs, search, views
 
 urlpatterns = [
     path("", views.overview, name="overview"),
     path("automation", views.automation, name="automation"),
     path("healthz", views.healthz, name="healthz"),
     path("readyz", views.readyz, name="readyz"),
+    path("search", search.search, name="search"),
     path("clusters", clusters.clusters, name="clusters"),
     path("clusters/<str:cluster_id>", clusters.cluster, name="cluster"),
     path("clusters/<str:cluster_id>/map", clusters.cluster_map, name="cluster-map"),
