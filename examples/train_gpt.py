@@ -24,6 +24,7 @@ import torch  # noqa: E402 - the control plane hears of this rank while torch is
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812 - its usual name
 
+AUTOGROUP = Path("/proc/self/autogroup")
 OPTIONS: dict[str, Any] = {
     "steps": None,
     "width": 64,
@@ -79,6 +80,9 @@ def report(step: Any) -> None:
     """After each commit: give way to others, and a line where somebody asked for one."""
     if os.nice(0) < OPTIONS["nice"]:
         os.nice(OPTIONS["nice"] - os.nice(0))
+        # Where Linux shares the processor out among sessions, only a session's niceness counts.
+        if AUTOGROUP.exists():
+            AUTOGROUP.write_text(str(OPTIONS["nice"]))
     if OPTIONS["log"]:
         with Path(OPTIONS["log"]).open("a") as file:
             file.write(json.dumps(vars(step)) + "\n")

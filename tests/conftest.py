@@ -17,6 +17,7 @@ from typing import TypeVar
 import django
 import psutil
 import pytest
+from django.conf import settings
 
 from controlplane.local import processes, services
 from tests.product import chromium, product
@@ -45,6 +46,9 @@ def pytest_configure() -> None:
     services.wait_ready(plan, _children)
     os.environ.update(plan.environment)
     django.setup()
+    # Every one of Django's test clients makes the middleware anew, and WhiteNoise would look
+    # through all static files each time; so it looks for a file when one is asked for.
+    settings.WHITENOISE_AUTOREFRESH = True
 
 
 def pytest_unconfigure() -> None:

@@ -40,7 +40,9 @@ def test_an_event_survives_a_killed_agent_and_a_server_that_is_away(agent: Node)
     agent.plane.start()
     agent.start()
 
-    eventually(lambda: lines(agent.plane) == [XID])
+    eventually(lambda: lines(agent.plane))
+
+    assert lines(agent.plane) == [XID]
 
 
 def test_lines_written_while_the_agent_was_away_are_sent_once(agent: Node) -> None:
@@ -111,7 +113,10 @@ def test_a_page_of_a_proxy_is_no_verdict_on_an_event(agent: Node) -> None:
     eventually(lambda: agent.log("send_refused"))
     agent.plane.refuse = lambda path, body: None
 
-    eventually(lambda: lines(agent.plane) == [XID])
+    eventually(lambda: lines(agent.plane))
+
+    assert lines(agent.plane) == [XID]
+    assert not agent.log("dead_letter")
 
 
 def refuse_poison(path: str, body: bytes, name_it: str) -> wire.Problem | None:

@@ -194,9 +194,10 @@ def test_what_a_rank_leaves_behind_in_its_session_is_killed_with_it(agent: Node)
     pid = agent.started_rank(program="child")
     eventually(lambda: len(procfs.with_environment("DRYDOCK_JOB", "job-1")) == 2)
     os.kill(pid, signal.SIGKILL)
-    eventually(lambda: exits(agent.plane))
+    event = eventually(lambda: exits(agent.plane))[0]
 
     eventually(lambda: not procfs.with_environment("DRYDOCK_JOB", "job-1"))
+    assert (event.data["pid"], event.data["signal"]) == (pid, signal.SIGKILL)
 
 
 def test_a_dead_coordinator_is_back_on_its_port_at_once(agent: Node) -> None:

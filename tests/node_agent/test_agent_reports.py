@@ -79,6 +79,10 @@ def test_a_report_is_sent_when_it_is_wanted(agent: Node) -> None:
 
     eventually(lambda: len(agent.plane.reports) == 2)
 
+    first, second = agent.plane.reports
+    assert second.digest == first.digest
+    assert second.inventory == first.inventory
+
 
 def test_the_first_event_of_a_boot_is_the_boot(agent: Node) -> None:
     events = eventually(lambda: list(agent.plane.events.values()))
@@ -118,6 +122,11 @@ def test_beats_survive_cut_connections_and_a_server_that_went_away(agent: Node) 
     beats = len(agent.plane.beats)
 
     eventually(lambda: len(agent.plane.beats) > beats)
+
+    sequence = [beat.seq for beat in list(agent.plane.beats)]
+    assert sequence == sorted(set(sequence))
+    assert len(agent.log("agent_started")) == 1
+    assert len(agent.plane.enrolments) == 1
 
 
 def test_sigterm_ends_the_agent_and_leaves_its_ranks(agent: Node) -> None:

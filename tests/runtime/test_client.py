@@ -41,7 +41,7 @@ class Door:
         self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.port = self.server.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def messages(self, kind: str) -> list[dict[str, Any]]:
         found = [m for batch in list(self.batches) for m in batch["messages"]]

@@ -10,6 +10,7 @@ import subprocess
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 
 from controlplane.local import processes
@@ -46,6 +47,10 @@ def test_a_program_that_dies_is_started_again(shared: Running, eventually: Event
     victim = pid_of(product.home, "keeper")
     os.kill(victim, signal.SIGKILL)
     eventually(lambda: pid_of(product.home, "keeper") != victim, 20, "a new keeper")
+
+    successor = psutil.Process(pid_of(product.home, "keeper"))
+    assert "keeper" in successor.cmdline()
+    assert not psutil.pid_exists(victim)
 
 
 def test_sigterm_stops_everything(running: Running) -> None:
