@@ -35,7 +35,7 @@ def test_errors_that_double_again_and_again_are_found_once() -> None:
 def test_a_steady_pace_is_never_found_not_even_where_it_begins(
     pace: float, calm: int, every_s: float
 ) -> None:
-    steady = [math.floor(pace * i * every_s) for i in range(80)]
+    steady = [float(math.floor(pace * i * every_s)) for i in range(80)]
     assert not found([0.0] * calm + steady, every_s)
 
 
