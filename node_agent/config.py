@@ -34,7 +34,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     boot_id_file: Path | None = None  # default: the kernel's, or boot_id in hardware_dir
     nvidia_smi: Path = Path("/usr/bin/nvidia-smi")  # what resets real cards
     workdir: Path = REPOSITORY  # ranks start here, and import `runtime` from here
-    rank_nice: int = 0
     #: Allow-list: program name -> argv. A first item "python" means this interpreter.
     programs: dict[Name, list[str]] = {}
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -77,7 +77,7 @@ def port_file(config: Config, placement: str) -> Path:
 
 
 def spawn(
-    config: Config, placement: str, argv: list[str], environment: dict[str, str], nice: int
+    config: Config, placement: str, argv: list[str], environment: dict[str, str]
 ) -> tuple[subprocess.Popen[bytes], float, int]:
     """Start a process in a session of its own: (process, Unix time, start ticks). OSError if not.
 
@@ -97,8 +97,6 @@ def spawn(
         )
     # It cannot have been reaped yet, so its entry in /proc is there even if it has died already.
     stat = procfs.read(process.pid)
-    if nice and stat is not None and stat.running:
-        os.setpriority(os.PRIO_PROCESS, process.pid, nice)
     return process, time.time(), stat.start_ticks if stat is not None else 0
 
 

@@ -134,7 +134,7 @@ class Supervisor:
             rank=action.rank,
             coordinator=action.coordinator,
         )
-        return self._start(placement, argv, environment, self._config.rank_nice)
+        return self._start(placement, argv, environment)
 
     def start_coordinator(self, action: wire.StartCoordinator) -> Placement:
         """Start a coordinator; `coordinator_address` then waits for its port."""
@@ -199,10 +199,10 @@ class Supervisor:
                 parents=True, exist_ok=True
             )
             argv = coordinator_argv(self._config, placement)
-            return self._start(placement, argv, coordinator_environment(placement), nice=0)
+            return self._start(placement, argv, coordinator_environment(placement))
 
     def _start(
-        self, placement: Placement, argv: list[str], environment: dict[str, str], nice: int
+        self, placement: Placement, argv: list[str], environment: dict[str, str]
     ) -> Placement:
         with self._lock:
             already = self._running.get(placement.placement)
@@ -213,7 +213,7 @@ class Supervisor:
             try:
                 # Written first: after a crash right here the process is still found as an orphan.
                 self._journal.append([_put(placement)])
-                child, at, ticks = spawn(self._config, placement.placement, argv, environment, nice)
+                child, at, ticks = spawn(self._config, placement.placement, argv, environment)
             except OSError as error:
                 self._record({"gone": placement.placement})
                 raise CannotStart(f"{argv[0]}: {error}") from error

@@ -21,7 +21,6 @@ MIN_NODES = 6
 MAX_NODES = 64
 MAIN_CLUSTER = "harbor"
 SIDE_CLUSTER = "quay"
-RANK_NICE = 10
 
 
 class FleetError(Exception):
@@ -139,7 +138,6 @@ def _agent_settings(node: NodePlan, ingest_url: str, shared: Path) -> str:
         "kernel_log": str(node.chassis / "kernel.log"),
         "boot_id_file": str(node.chassis / "boot_id"),
         "workdir": str(runfile.REPOSITORY),
-        "rank_nice": RANK_NICE,
     }
     # A JSON string or number is also a TOML one.
     lines = [f"{name} = {json.dumps(value)}" for name, value in values.items()]

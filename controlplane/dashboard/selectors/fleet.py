@@ -86,7 +86,8 @@ def tallies_of(clusters: Iterable[Cluster]) -> dict[str, Tally]:
         .order_by()
     }
     cards = dict(
-        Gpu.objects.filter(node__in=present(clusters))
+        Gpu.objects.filter(node__cluster__in=list(clusters))
+        .exclude(node__state=NodeState.RETIRED)
         .values_list("node__cluster")
         .annotate(Count("pk"))
         .order_by()
@@ -274,7 +275,10 @@ def map_of(cluster: Cluster, chosen: NodeFilter) -> dict[str, Any]:
     )
     matching = _matching(cluster, chosen)
     cards = dict(
-        Gpu.objects.filter(node__in=present([cluster])).values_list("node").annotate(Count("pk"))
+        Gpu.objects.filter(node__cluster=cluster)
+        .exclude(node__state=NodeState.RETIRED)
+        .values_list("node")
+        .annotate(Count("pk"))
     )
     faults = _faults_of(cluster)
     jobs = dict(

@@ -38,7 +38,6 @@ def test_the_agent_understands_its_settings(tmp_path: Path) -> None:
     config = load_config(node.folder / "agent.toml")
     assert config.name == "harbor-01"
     assert config.join_token_file == node.join_token
-    assert config.rank_nice == 10
 
 
 def test_preparing_again_keeps_port_and_password(tmp_path: Path) -> None:
