@@ -37,6 +37,7 @@ OPTIONS: dict[str, Any] = {
     "megabytes": 8,
     "log": "",
     "nice": 0,
+    "mode": "cover",
     **job.options,
 }
 
@@ -57,7 +58,7 @@ def main() -> None:
     )
     saver = runtime.Checkpointer(job, every_s=OPTIONS["checkpoint_s"])
     with runtime.ReplicaGroup(
-        job, model, optimizer, batches, saver,
+        job, model, optimizer, batches, saver, mode=OPTIONS["mode"],
         schedule=Warmup(optimizer), steps=OPTIONS["steps"], on_step=report,
     ) as replica:  # fmt: skip
         for shard in replica:

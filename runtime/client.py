@@ -99,7 +99,8 @@ class Ledger:
     duplicated: list[list[int]] = field(
         default_factory=list
     )  # [step, shard] whose count was over 1
-    dropped: list[list[int]] = field(default_factory=list)  # [step, shard] given up by policy
+    #: shards that policy gave up, in each of these steps
+    dropped: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from runtime.client import Ledger
@@ -107,6 +107,7 @@ class Range:
     per_step: int  # samples applied in each of these steps
     lost: tuple[tuple[int, int], ...] = ()
     duplicated: tuple[tuple[int, int], ...] = ()
+    dropped: tuple[int, ...] = ()  # shards that policy gave up, in each of these steps
 
     @property
     def clean(self) -> bool:
@@ -124,16 +125,23 @@ class SampleLedger:
         """The last step recorded; -1 for none."""
         return self.ranges[-1].step_to if self.ranges else -1
 
-    def record(self, step: int, epoch: int, coverage: list[int], shard_size: int) -> Range:
-        """Enter one committed step, from the vector that travelled with its gradient."""
+    def record(
+        self, step: int, epoch: int, coverage: list[int], shard_size: int, *, drops: bool = False
+    ) -> Range:
+        """Enter one committed step, from the vector that travelled with its gradient.
+
+        `drops`: a shard that nobody summed was given up by policy, not lost.
+        """
         if self.ranges and step != self.step + 1:
             raise ValueError(f"step {step} does not follow {self.step}; the ledger has no gaps")
+        absent = tuple(k for k, count in enumerate(coverage) if count == 0)
         entry = Range(
             step_from=step,
             step_to=step,
             epoch=epoch,
             per_step=sum(coverage) * shard_size,
-            lost=tuple((step, k) for k, count in enumerate(coverage) if count == 0),
+            lost=() if drops else tuple((step, k) for k in absent),
+            dropped=absent if drops else (),
             duplicated=tuple((step, k) for k, count in enumerate(coverage) if count > 1),
         )
         last = self.ranges[-1] if self.ranges else None
@@ -141,11 +149,9 @@ class SampleLedger:
             last is not None
             and last.clean
             and entry.clean
-            and (last.epoch, last.per_step) == (epoch, entry.per_step)
+            and (last.epoch, last.per_step, last.dropped) == (epoch, entry.per_step, entry.dropped)
         ):
-            self.ranges[-1] = Range(
-                step_from=last.step_from, step_to=step, epoch=epoch, per_step=last.per_step
-            )
+            self.ranges[-1] = replace(last, step_to=step)
         else:
             self.ranges.append(entry)
         del self.ranges[:-MAX_RANGES]
@@ -166,13 +172,15 @@ class SampleLedger:
                     samples=found.per_step * (found.step_to - start + 1),
                     lost=[list(pair) for pair in found.lost],
                     duplicated=[list(pair) for pair in found.duplicated],
+                    dropped=list(found.dropped),
                 )
             )
         return told
 
     def state_dict(self) -> list[Any]:
         return [
-            [r.step_from, r.step_to, r.epoch, r.per_step, r.lost, r.duplicated] for r in self.ranges
+            [r.step_from, r.step_to, r.epoch, r.per_step, r.lost, r.duplicated, r.dropped]
+            for r in self.ranges
         ]
 
     def load_state_dict(self, state: list[Any]) -> None:
@@ -184,6 +192,7 @@ class SampleLedger:
                 per_step=per_step,
                 lost=tuple((s, k) for s, k in lost),
                 duplicated=tuple((s, k) for s, k in duplicated),
+                dropped=tuple(dropped),
             )
-            for start, end, epoch, per_step, lost, duplicated in state
+            for start, end, epoch, per_step, lost, duplicated, dropped in state
         ]

@@ -209,7 +209,8 @@ def sample_ledger(job: Job) -> SampleLedger:
         samples=Sum("samples"),
         lost=Sum(_length("lost")),
         duplicated=Sum(_length("duplicated")),
-        dropped=Sum(_length("dropped")),
+        # These shards were dropped in each step of the range.
+        dropped=Sum(_length("dropped") * (F("step_to") - F("step_from") + 1)),
     )
     return SampleLedger(
         sums["first"],

@@ -22,6 +22,7 @@ class Peer:
     address: str  # its snapshot server
     gloo_port: int
     shards: int
+    shape: dict[str, str]  # what must be alike on all replicas
     writer: asyncio.StreamWriter
     #: fresh (told nothing yet), loading, syncing, ready (holds a state), member
     phase: str = "fresh"

@@ -10,23 +10,21 @@ replicas, and `exit` and `status` from a node agent or a person.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import hmac
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from runtime.replica.connection import Peer, read_line
-from runtime.replica.listening import TICK_S, run
+from runtime.replica.listening import TICK_S, options, run
 from runtime.replica.places import Places
-from runtime.replica.plan import Report, take_over
+from runtime.replica.plan import Report, fixed_shares, take_over
 from runtime.replica.record import Record, RecordFile, StaleEpoch
+from runtime.replica.shape import misfit
 
 log = logging.getLogger("drydock.coordinator")
 
@@ -100,7 +98,10 @@ class Coordinator:
             return f"unknown op {first.get('op')!r}: begin with join, exit or status"
         if first["op"] == "join":
             was_member = 0 < int(first["epoch"]) <= self.record.epoch
-            return self.places.refusal(int(first["replica"]), str(first["placement"]), was_member)
+            taken = self.places.refusal(int(first["replica"]), str(first["placement"]), was_member)
+            others = [p for p in self.peers.values() if p.replica != int(first["replica"])]
+            known = [(p.shape, p.phase == "member") for p in others]
+            return taken or misfit(first, self.world, known)
         return ""
 
     async def listen(self, reader: asyncio.StreamReader, peer: Peer) -> None:
@@ -148,6 +149,7 @@ class Coordinator:
             address=str(message["address"]),
             gloo_port=int(message["gloo_port"]),
             shards=int(message["shards"]),
+            shape={str(k): str(v) for k, v in message["shape"].items()},
             writer=writer,
             step=int(message["step"]),
         )
@@ -421,7 +423,10 @@ class Coordinator:
     def grant(self, peers: list[Peer], reports: list[Report]) -> None:
         """Make the next epoch durable, then tell its members what to do first."""
         before = self.record
-        plan = take_over(reports, max(p.shards for p in peers))
+        shards = max(p.shards for p in peers)
+        world = max(self.world, 1 + max(p.replica for p in peers))
+        drops = any(p.shape.get("mode") == "drop" for p in peers)
+        plan = take_over(reports, shards, fixed_shares(shards, world) if drops else None)
         members = {p.replica: p.placement for p in sorted(peers, key=lambda p: p.replica)}
         donors = [p.address for p in peers if p.replica not in plan.behind and p.phase == "member"]
         message = {
@@ -436,6 +441,8 @@ class Coordinator:
             "held": plan.held,
             "assign": plan.assign,
             "taken_over": list(plan.taken_over),
+            "dropped": list(plan.dropped),
+            "world": world,
             "behind": list(plan.behind),
             "donors": donors,
             "lost": self.lost,
@@ -477,22 +484,11 @@ class Coordinator:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="runtime.replica.coordinator", description=__doc__)
-    parser.add_argument("--job", required=True)
-    parser.add_argument("--min-replicas", type=int, default=1)
-    parser.add_argument("--state-dir", type=Path, required=True)
-    parser.add_argument("--listen", default="127.0.0.1:0", help="host:port; port 0 chooses one")
-    parser.add_argument("--port-file", type=Path, help="the chosen port is written here")
-    options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    token = os.environ.get("DRYDOCK_TOKEN", "")
-    if not token:
-        parser.error("DRYDOCK_TOKEN is empty: give the job's token in the environment")
-    host, _, port = options.listen.rpartition(":")
-    world = int(os.environ.get("DRYDOCK_WORLD_REPLICAS", options.min_replicas))
-    record_file = RecordFile(options.state_dir, options.job)
-    coordinator = Coordinator(record_file, token, world, options.min_replicas)
-    asyncio.run(run(coordinator, host, int(port), options.port_file))
+    given = options(__doc__ or "")
+    coordinator = Coordinator(
+        RecordFile(given.state_dir, given.job), given.token, given.world, given.min_replicas
+    )
+    asyncio.run(run(coordinator, given.host, given.port, given.port_file))
 
 
 if __name__ == "__main__":

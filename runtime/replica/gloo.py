@@ -15,15 +15,22 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch._C._distributed_c10d import AllreduceOptions, ProcessGroupGloo, Store
+import torch
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    ProcessGroupGloo,
+    Store,
+)
 
 from runtime.replica.link import LinkLost
 
 if TYPE_CHECKING:
-    import torch
     from torch._C._distributed_c10d import Work
 
 log = logging.getLogger("drydock.gloo")
@@ -82,6 +89,8 @@ class Gloo:
         self._broken_epoch = -1  # the highest epoch known to be broken
         self._epoch = 0
         self._peer_ports: set[int] = set()
+        #: called when a collective has begun, before it is waited for
+        self.begun: Callable[[], None] = lambda: None
 
     def build(self, link: Rendezvous, epoch: int, ports: list[int], rank: int) -> None:
         """Connect all ranks of an epoch. Raises Severed as soon as the epoch breaks meanwhile.
@@ -121,26 +130,55 @@ class Gloo:
             self.group = built[0]
 
     def all_reduce(self, buffer: torch.Tensor) -> None:
-        """Sum the buffer over the group, in place. Raises Severed.
+        """Sum the buffer over the group, in place. Raises Severed."""
+        if self.group is not None:
+            options = with_timeout(AllreduceOptions())
+            self._run(lambda group: group.allreduce([buffer], options), buffer)
+
+    def exchange(self, given: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+        """Give `given[i]` to rank i; returns what each rank gave, `sizes[i]` numbers of rank i.
+
+        Raises Severed.
+        """
+        if self.group is None:
+            return given
+        sent = torch.cat(given)
+        received = torch.empty(sum(sizes))
+        options = with_timeout(AllToAllOptions())
+        counts = [len(one) for one in given]
+        self._run(
+            lambda group: group.alltoall_base(received, sent, sizes, counts, options),
+            (received, sent),
+        )
+        return list(torch.split(received, sizes))
+
+    def gather(self, mine: torch.Tensor, members: int) -> torch.Tensor:
+        """Every rank's tensor, one behind the other; all are of one size. Raises Severed."""
+        if self.group is None:
+            return mine
+        parts = [torch.empty_like(mine) for _ in range(members)]
+        options = with_timeout(AllgatherOptions())
+        self._run(lambda group: group.allgather([parts], [mine], options), (parts, mine))
+        return torch.cat(parts)
+
+    def _run(self, start: Callable[[Any], Work], touched: object) -> None:
+        """Start a collective and see it end.
 
         The sockets alone are not trusted to end it: a collective that starts just as its group is
         severed may wait for ever. It is left behind then, with all that it may still touch.
         """
-        if self.group is None:
-            return
-        options = AllreduceOptions()
-        options.timeout = datetime.timedelta(seconds=REDUCE_S)
         try:
-            work = self.group.allreduce([buffer], options)  # type: ignore[attr-defined]
+            work = start(self.group)
+            self.begun()
             if self._ends(work):
                 work.wait()  # raises its error, if it has one
                 return
         except RuntimeError as error:
             raise Severed(str(error)) from error
-        keep_for_ever(self.group, work, buffer)
+        keep_for_ever(self.group, work, touched)
         self.group = None
         log.warning("abandoned epoch=%s", self._epoch)
-        raise Severed(f"epoch {self._epoch} broke and its all-reduce did not end")
+        raise Severed(f"epoch {self._epoch} broke and its collective did not end")
 
     def _ends(self, work: Work) -> bool:
         """Wait for the end of a collective, or of its epoch; False if it outlives its epoch."""
@@ -168,6 +206,12 @@ class Gloo:
             for connection in established_sockets(self.port, self._peer_ports):
                 with connection, contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
+
+
+def with_timeout(options: Any) -> Any:
+    """The same options; the coordinator ends what hangs, the timeout is only a last resort."""
+    options.timeout = datetime.timedelta(seconds=REDUCE_S)
+    return options
 
 
 def release(held: list[Any]) -> None:

@@ -1,8 +1,8 @@
-"""The training loop's engine: shards in, committed steps out, whoever dies meanwhile.
+"""A replica's membership: epochs granted, lost and entered, while the training loop goes on.
 
 A step is its global batch, not who computes it. When a member dies, the others keep the gradients
 they have, compute only the shards that are missing, and commit the same step. Nothing here rolls
-back, and a step whose coverage is not exactly one everywhere is never applied.
+back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,10 +23,11 @@ import torch
 
 from runtime.checkpoint import Checkpointer
 from runtime.client import Directive, Stopped
-from runtime.data import Batches, Shard, checksum
+from runtime.data import Batches, Shard
 from runtime.job import Job
-from runtime.replica.flat import FlatGradients, Tail
+from runtime.replica import observing
 from runtime.replica.gloo import Gloo, Severed
+from runtime.replica.gradients import Tail, Wishes
 from runtime.replica.link import Link, Refused, own_address
 from runtime.replica.peers import (
     NotKept,
@@ -38,14 +39,16 @@ from runtime.replica.peers import (
     fetch_reduced_from,
     fetch_snapshot,
 )
-from runtime.replica.plan import divide
-from runtime.replica.state import Stateful, TrainingState
+from runtime.replica.shape import describe
+from runtime.replica.state import Averages, Stateful, Steps, TrainingState
+from runtime.replica.step import MODES, Mode, NotWhole, StepEngine
 from runtime.replica.telling import Committed, Teller
 from runtime.snapshot import Damaged
 
 log = logging.getLogger("drydock.replica")
 
-MAX_REFUSED_STEPS = 3
+#: Overrides the script's mode, for a comparison or a proof.
+ENV_MODE = "DRYDOCK_MODE"
 MAX_REFUSALS = 3  # as a newcomer, before a person is told
 LEAVE_S = 5.0  # how long a stopping member waits for the coordinator's leave to go
 
@@ -53,47 +56,63 @@ LEAVE_S = 5.0  # how long a stopping member waits for the coordinator's leave to
 class ReplicaGroup:
     """One replica's membership. Iterate it for shards; call `backward` once for each.
 
-    `optimizer` and `schedule` need `step`, `state_dict` and `load_state_dict`. `steps` ends the job
-    after so many; `on_step` is called after each commit.
+    `optimizer` and `schedule` are one or several with `step`, `state_dict` and `load_state_dict`;
+    `scaler` a torch.amp.GradScaler; `ema` a moving average of the weights, updated after each step;
+    `extra` what else is to be saved and handed to newcomers, by name. `mode` says what becomes of a
+    dead replica's shards: see `step.Mode`. `max_grad_norm` clips by the global norm, None not at
+    all. `steps` ends the job after so many; `on_step` is called after each commit.
+
+    Raises ValueError for an unknown mode.
     """
 
     def __init__(
         self,
         job: Job,
         model: torch.nn.Module,
-        optimizer: Stateful,
+        optimizer: Steps | Sequence[Steps],
         batches: Batches,
         saver: Checkpointer,
         *,
-        schedule: Stateful | None = None,
-        max_grad_norm: float = 1.0,
+        mode: Mode = "cover",
+        schedule: Steps | Sequence[Steps] = (),
+        scaler: torch.amp.GradScaler | None = None,
+        ema: Averages | None = None,
+        extra: Mapping[str, Stateful] | None = None,
+        max_grad_norm: float | None = 1.0,
         steps: int | None = None,
         on_step: Callable[[Committed], None] | None = None,
     ) -> None:
         self.job = job
         self.batches = batches
         self.saver = saver
-        self.max_grad_norm = max_grad_norm
         self.steps = steps
         self.on_step = on_step
-        self.state = TrainingState(model, optimizer, batches, schedule)
-        self.flat = FlatGradients(model.parameters(), batches.shards)
+        self.observer = observing.from_environment()
+        optimizers = several(optimizer)
+        self.state = TrainingState(
+            model,
+            optimizers,
+            batches,
+            schedules=several(schedule),
+            scaler=scaler,
+            ema=ema,
+            extra=extra,
+        )
+        host = own_address(job.coordinator)
+        self.gloo = Gloo(host)
+        self.mode = known_mode(os.environ.get(ENV_MODE) or mode)
+        self.engine = StepEngine(
+            self.state, self.gloo, self.observer, mode=self.mode, max_grad_norm=max_grad_norm
+        )
+        self.shape = describe(model, optimizers, batches, self.mode)
         self.teller = Teller(job, self.state.ledger, batches.tokens_per_sample)
         self.epoch = 0
         self.members: dict[int, str] = {}  # replica -> placement, of the current epoch
-        self.held: set[int] = set()  # shards of the pending step whose gradient is in self.flat
-        self.todo: list[int] = []  # shards of the pending step that are ours to compute
-        self._share: list[int] = []  # our shards of a step nothing happens to
-        self._current: Shard | None = None
         self._postponed: deque[dict[str, Any]] = deque()
         self._want_regroup = False
         self._want_checkpoint = threading.Event()
-        self._refused_steps = 0
         self._why = ""  # why we stop, once all have agreed to
         self._left = False
-
-        host = own_address(job.coordinator)
-        self.gloo = Gloo(host)
         self.link = Link(job.coordinator, job.token, self._standing, self._on_break)
         self.log = ReducedLog()
         self.peers = PeerServer(host, job.token, self.log, self._ask_to_stage)
@@ -130,123 +149,75 @@ class ReplicaGroup:
                 self._stop("all steps done")
                 continue
             try:
-                yield from self._shards()
-                tail = self._reduce()
-                if tail is not None:
-                    self._edge(tail)
+                yield from self.engine.shards()
+                self._edge(self._finish_step())
+            except NotWhole as error:
+                self.job.trouble("coverage", str(error))
             except Severed as error:
                 log.info("severed epoch=%s step=%s error=%s", self.epoch, self.pending, error)
+                self.observer.at("regroup", self.pending)
                 self._regroup(planned=False)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradient of the present shard; `loss` is the mean over the shard's samples."""
-        shard = self._current
-        if shard is None:
-            raise RuntimeError("call backward once for each shard that the loop gave you")
-        (loss / self.batches.shards).backward()  # type: ignore[no-untyped-call]
-        self.flat.add(shard.index, checksum(shard.ids), float(loss.detach()), len(shard.ids))
-        self.held.add(shard.index)
-        self._current = None
+    def backward(self, loss: torch.Tensor, *, parts: int = 1) -> None:
+        """Add the gradient of the present shard; `loss` is the mean over the shard's samples.
+
+        A shard too large for memory is given in `parts` equal parts, each with the mean over its
+        own samples; call this once for each. Scaling the loss is done here where there is a scaler.
+        """
+        self.engine.backward(loss, parts)
 
     @property
     def pending(self) -> int:
         """The step under way."""
-        return self.state.committed + 1
+        return self.engine.pending
 
     # --- one step -------------------------------------------------------------------------------
 
-    def _shards(self) -> Iterator[Shard]:
-        for index in self.todo:
-            if self.gloo.broken(self.epoch):
-                raise Severed("a member is gone")
-            if index in self.held:
-                continue
-            self.state.seed(index)
-            self._current = self.batches.shard(self.pending, index)
-            yield self._current
-            if self._current is not None:
-                raise RuntimeError(f"shard {index} was not given to backward")
-
-    def _reduce(self) -> Tail | None:
-        """All-reduce a copy and commit; None if the coverage forbade it. Raises Severed."""
+    def _finish_step(self) -> Tail:
+        """Sum, and commit. Raises Severed, NotWhole."""
         self._pump()
-        buffer = self.flat.copy_out(
+        wishes = Wishes(
             regroup=self._want_regroup,
             checkpoint=self._want_checkpoint.is_set(),
             stop=self.job.stop.is_set(),
         )
-        if self.gloo.broken(self.epoch):
-            raise Severed("a member is gone")
-        self.gloo.all_reduce(buffer)
-        tail = self.flat.read(buffer)
-        if not self._is_whole(tail):
-            self._refuse_step(tail)
-            return None
-        self._commit(Reduced(self.pending, self.epoch, buffer), tail)
+        reduced, tail = self.engine.reduce(wishes)
+        self._commit(reduced, tail)
         return tail
 
-    def _is_whole(self, tail: Tail) -> bool:
-        step = self.pending
-        expected = [checksum(self.batches.shard(step, k).ids) for k in range(self.batches.shards)]
-        return all(count == 1 for count in tail.coverage) and tail.checksums == expected
-
-    def _refuse_step(self, tail: Tail) -> None:
-        """All members see the same tail, so all compute this step anew."""
-        self._refused_steps += 1
-        self.job.trouble("coverage", f"step {self.pending}: shards summed {tail.coverage}")
-        if self._refused_steps >= MAX_REFUSED_STEPS:
-            raise RuntimeError(
-                f"step {self.pending} was summed wrongly {self._refused_steps} times in a row "
-                f"(shards {tail.coverage}); do all replicas read the same data?"
-            )
-        self._forget_gradients()
-        self.todo = self._share
-
     def _commit(self, reduced: Reduced, tail: Tail) -> None:
-        """Apply one reduced gradient: our own, or one handed over by a peer."""
-        self.flat.local.copy_(reduced.buffer[: self.flat.size])
-        grad_norm = float(self.flat.local.norm())
-        if grad_norm > self.max_grad_norm:
-            self.flat.local.mul_(self.max_grad_norm / (grad_norm + 1e-6))
-        self.state.advance(reduced.epoch, tail.coverage)
+        grad_norm = self.engine.apply(reduced, tail)
         self.log.add(reduced)
-        self._forget_gradients()
-        self._refused_steps = 0
-        self.todo = self._share
         self.link.step = self.state.committed
         if not self.epoch:
             return  # a newcomer replays what others did: not ours to tell
         self.teller.committed(reduced.step, reduced.epoch, tail.loss, grad_norm, tail.samples)
+        step = Committed(
+            step=reduced.step,
+            epoch=reduced.epoch,
+            loss=tail.loss,
+            grad_norm=grad_norm,
+            samples=tail.samples,
+            at=time.time(),
+            coverage=tail.coverage,
+            members=sorted(self.members),
+        )
+        self.observer.committed(step)
         if self.on_step is not None:
-            self.on_step(
-                Committed(
-                    step=reduced.step,
-                    epoch=reduced.epoch,
-                    loss=tail.loss,
-                    grad_norm=grad_norm,
-                    samples=tail.samples,
-                    at=time.time(),
-                    coverage=tail.coverage,
-                    members=sorted(self.members),
-                )
-            )
-
-    def _forget_gradients(self) -> None:
-        self.flat.clear()
-        self.held.clear()
+            self.on_step(step)
 
     def _edge(self, tail: Tail) -> None:
         """Between two steps: what all members agreed on in the last all-reduce."""
         self._pump()
-        if tail.stop:
+        if tail.wishes.stop:
             self._stop("stop wanted")
             return
-        if self.teller.speaks() and (tail.checkpoint or self.saver.due()):
+        if self.teller.speaks() and (tail.wishes.checkpoint or self.saver.due()):
             asked = time.monotonic()
             self.saver.save(self.state.copy(), asked)
-        if tail.checkpoint:
+        if tail.wishes.checkpoint:
             self._want_checkpoint.clear()
-        if tail.regroup:
+        if tail.wishes.regroup:
             self._regroup(planned=True)
 
     # --- epochs ---------------------------------------------------------------------------------
@@ -257,11 +228,10 @@ class ReplicaGroup:
         self._await_epoch()
 
     def _report(self, *, planned: bool, leaving: bool = False) -> None:
-        self._current = None
         self.link.report = {
             "epoch": self.epoch,
             "step": self.state.committed,
-            "held": sorted(self.held),
+            "held": sorted(self.engine.held),
             "planned": planned,
             "leaving": leaving,
         }
@@ -319,7 +289,6 @@ class ReplicaGroup:
         self._why = ""
         self.log.wanted = self.log.wanted and bool(message["lost"])
         replicas = sorted(self.members)
-        self._share = divide(range(self.batches.shards), replicas)[me]
         if me in message["behind"]:
             self._replay_to(int(message["step"]), message["donors"])
         if self.state.committed != int(message["step"]):
@@ -327,12 +296,11 @@ class ReplicaGroup:
                 f"granted epoch {self.epoch} at step {message['step']}, but this replica is at "
                 f"{self.state.committed}; restart it, it will rejoin from a peer"
             )
-        if self.held != set(message["held"][str(me)]):
-            self._forget_gradients()
-        self.todo = message["assign"][str(me)]
+        self.engine.enter(self.epoch, me, replicas, message)
         ports = [int(m["gloo_port"]) for m in message["members"]]
         self.gloo.build(self.link, self.epoch, ports, replicas.index(me))
-        log.info("adopted epoch=%s members=%s todo=%s", self.epoch, replicas, self.todo)
+        log.info("adopted epoch=%s members=%s shares=%s", self.epoch, replicas, self.engine.shares)
+        self.observer.granted(message)
 
     def _replay_to(self, step: int, donors: list[str]) -> None:
         """Commit the steps up to `step` from peers' reduced gradients. Raises Severed."""
@@ -341,7 +309,7 @@ class ReplicaGroup:
                 reduced = fetch_reduced_from(donors, self.job.token, self.pending)
             except PeerFailed as error:
                 raise Severed(str(error)) from error
-            self._commit(reduced, self.flat.read(reduced.buffer))
+            self._commit(reduced, self.engine.gradients.read(reduced.buffer))
 
     # --- what the coordinator asks --------------------------------------------------------------
 
@@ -354,6 +322,7 @@ class ReplicaGroup:
 
     def _on_sync(self, message: dict[str, Any]) -> None:
         """Take the state from a peer's memory and replay what was committed since."""
+        self.observer.at("sync", self.pending)
         if message.get("refusals") == MAX_REFUSALS:
             self.job.trouble("cannot_rejoin", f"refused {MAX_REFUSALS} times in a row")
         donors = list(message["donors"])
@@ -380,7 +349,7 @@ class ReplicaGroup:
                 reduced = fetch_reduced(donor, self.job.token, self.pending)
             except NotKept:
                 return
-            self._commit(reduced, self.flat.read(reduced.buffer))
+            self._commit(reduced, self.engine.gradients.read(reduced.buffer))
 
     def _on_catch_up(self, message: dict[str, Any]) -> None:
         """The members wait at an edge: make their last steps too, and prove it."""
@@ -407,7 +376,7 @@ class ReplicaGroup:
         self.epoch = 0
         self.members = {}
         self.link.report = None
-        self._forget_gradients()
+        self.engine.forget()
 
     def _on_refused(self, message: dict[str, Any]) -> None:
         raise Refused(f"coordinator {self.job.coordinator}: {message['error']}")
@@ -428,6 +397,7 @@ class ReplicaGroup:
         if op == "stage":
             self.peers.offer(self.state.copy())
         elif op == "lost":
+            self.observer.lost(message)
             self.teller.lost(message, self.state.committed)
         elif op == "edge" and int(message["epoch"]) == self.epoch:
             self._want_regroup = True
@@ -464,6 +434,7 @@ class ReplicaGroup:
             "address": self.peers.address,
             "gloo_port": self.gloo.port,
             "shards": self.batches.shards,
+            "shape": self.shape,
             "world": self.job.world_replicas,
             "epoch": self.epoch,
             "step": self.state.committed,
@@ -486,6 +457,8 @@ class ReplicaGroup:
 
     def _leave(self, reason: str, *, goodbye: bool) -> None:
         self._left = True
+        if goodbye:
+            self.observer.ended(self.state)
         self.saver.finish()
         now = time.time()
         self.job.sender.tell(
@@ -494,3 +467,14 @@ class ReplicaGroup:
         self.link.close(goodbye=goodbye)
         self.peers.close()
         self.job.sender.close(3.0)
+
+
+def several(given: Steps | Sequence[Steps]) -> list[Steps]:
+    return list(given) if isinstance(given, Sequence) else [given]
+
+
+def known_mode(name: str) -> Mode:
+    for mode in MODES:
+        if mode == name:
+            return mode
+    raise ValueError(f"there is no mode {name!r}; use one of: {', '.join(MODES)}")

@@ -5,9 +5,11 @@ Decides nothing about epochs, and must never be taken for a death of those still
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import time
 from pathlib import Path
@@ -21,6 +23,25 @@ log = logging.getLogger("drydock.coordinator")
 TICK_S = 0.1
 DRAIN_S = 10.0  # how long members may take to leave once we are told to end
 MAX_LINE = 1 << 20
+
+
+def options(description: str) -> argparse.Namespace:
+    """The command line and the environment of a coordinator; ends the process if one is wrong."""
+    parser = argparse.ArgumentParser(prog="runtime.replica.coordinator", description=description)
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--min-replicas", type=int, default=1)
+    parser.add_argument("--state-dir", type=Path, required=True)
+    parser.add_argument("--listen", default="127.0.0.1:0", help="host:port; port 0 chooses one")
+    parser.add_argument("--port-file", type=Path, help="the chosen port is written here")
+    given = parser.parse_args()
+    given.host, _, port = given.listen.rpartition(":")
+    given.port = int(port)
+    given.token = os.environ.get("DRYDOCK_TOKEN", "")
+    given.world = int(os.environ.get("DRYDOCK_WORLD_REPLICAS", given.min_replicas))
+    if not given.token:
+        parser.error("DRYDOCK_TOKEN is empty: give the job's token in the environment")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    return given
 
 
 async def run(coordinator: Coordinator, host: str, port: int, port_file: Path | None) -> None:

@@ -27,29 +27,41 @@ class Takeover:
     held: Mapping[int, list[int]]  # shards of step + 1 that each replica keeps
     assign: Mapping[int, list[int]]  # shards of step + 1 that each replica still computes
     taken_over: tuple[int, ...]  # shards that nobody held, when somebody held others
+    dropped: tuple[int, ...] = ()  # shards of step + 1 that nobody is to compute
 
 
 def divide(
     shards: Collection[int], members: Sequence[int], load: Mapping[int, int] | None = None
 ) -> dict[int, list[int]]:
-    """Give each shard to exactly one member: the least loaded, the lowest number on a tie."""
+    """Give each shard to exactly one member: one more to the least loaded, until none is left.
+
+    Each member's shards follow each other, so that what it sums are whole branches of the tree by
+    which `reproducible` mode adds them up.
+    """
     if not members:
         raise ValueError("no members to divide shards among; wait for a replica to join")
-    count = {member: (load or {}).get(member, 0) for member in members}
-    given: dict[int, list[int]] = {member: [] for member in members}
-    for shard in sorted(shards):
-        member = min(count, key=lambda m: (count[m], m))
-        given[member].append(shard)
-        count[member] += 1
-    return given
+    before = {member: (load or {}).get(member, 0) for member in members}
+    count = dict(before)
+    for _ in shards:
+        count[min(count, key=lambda m: (count[m], m))] += 1
+    left = iter(sorted(shards))
+    return {m: [next(left) for _ in range(count[m] - before[m])] for m in sorted(members)}
 
 
-def take_over(reports: Sequence[Report], shards: int) -> Takeover:
-    """Plan the rest of the interrupted step so that every shard is summed exactly once.
+def fixed_shares(shards: int, replicas: int) -> dict[int, list[int]]:
+    """Which shards are whose in `drop` mode, whoever lives: an absent replica's are given up."""
+    return divide(range(shards), range(replicas))
 
-    A member one commit behind keeps nothing of the next step; it is handed the reduced gradient.
-    If two members claim the same shard, the later one must discard all it holds, because a
-    gradient cannot be taken out of a sum.
+
+def take_over(
+    reports: Sequence[Report], shards: int, shares: Mapping[int, Collection[int]] | None = None
+) -> Takeover:
+    """Plan the rest of the interrupted step so that no shard is summed twice.
+
+    Every shard is summed exactly once, or, where fixed `shares` are given, dropped if its owner is
+    gone. A member one commit behind keeps nothing of the next step; it is handed the reduced
+    gradient. If two members claim the same shard, the later one must discard all it holds, because
+    a gradient cannot be taken out of a sum.
     """
     step = max(report.step for report in reports)
     held: dict[int, list[int]] = {report.replica: [] for report in reports}
@@ -59,10 +71,18 @@ def take_over(reports: Sequence[Report], shards: int) -> Takeover:
             held[report.replica] = sorted(report.held)
             claimed.update(report.held)
     missing = sorted(set(range(shards)) - claimed)
+    behind = tuple(sorted(r.replica for r in reports if r.step < step))
+    if shares is not None:
+        own = {replica: sorted(set(shares[replica]) & set(missing)) for replica in held}
+        computed = {shard for mine in own.values() for shard in mine}
+        given_up = tuple(shard for shard in missing if shard not in computed)
+        return Takeover(
+            step=step, behind=behind, held=held, assign=own, taken_over=(), dropped=given_up
+        )
     load = {replica: len(kept) for replica, kept in held.items()}
     return Takeover(
         step=step,
-        behind=tuple(sorted(r.replica for r in reports if r.step < step)),
+        behind=behind,
         held=held,
         assign=divide(missing, sorted(held), load),
         taken_over=tuple(missing) if claimed else (),

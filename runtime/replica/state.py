@@ -6,6 +6,7 @@ The order of calls is the training loop's; nothing here talks to anyone.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,37 +16,80 @@ from runtime.snapshot import Staged, stage
 
 
 class Stateful(Protocol):
-    """What an optimizer or a schedule must offer."""
+    """What can be saved and put back."""
 
-    def step(self) -> Any: ...
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any) -> Any: ...
 
 
+class Steps(Stateful, Protocol):
+    """What an optimizer or a schedule must offer."""
+
+    def step(self) -> Any: ...
+
+
+class Averages(Stateful, Protocol):
+    """A moving average of the weights, as torch.optim.swa_utils.AveragedModel."""
+
+    def update_parameters(self, model: torch.nn.Module) -> Any: ...
+
+
 class TrainingState:
-    """Model, optimizer, schedule, data order, ledger, random numbers and the step itself."""
+    """Model, optimizers, schedules, loss scaler, averages, data order, ledger, random numbers, the
+    step itself, and what else the script wants kept."""
 
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: Stateful,
+        optimizers: Sequence[Steps],
         batches: Batches,
-        schedule: Stateful | None,
+        *,
+        schedules: Sequence[Steps] = (),
+        scaler: torch.amp.GradScaler | None = None,
+        ema: Averages | None = None,
+        extra: Mapping[str, Stateful] | None = None,
     ) -> None:
         self.model = model
-        self.optimizer = optimizer
+        self.optimizers = list(optimizers)
         self.batches = batches
-        self.schedule = schedule
+        self.schedules = list(schedules)
+        self.scaler = scaler
+        self.ema = ema
+        self.extra = dict(extra or {})
         self.ledger = SampleLedger()
         self.committed = -1
 
-    def advance(self, epoch: int, coverage: list[int]) -> None:
-        """Apply the gradients that the parameters hold, and enter the step in the ledger."""
-        self.optimizer.step()
-        if self.schedule is not None:
-            self.schedule.step()
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as backward is to see it."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def unscale(self) -> None:
+        """Take the loss scale out of the reduced gradients, which also decides whether the scaler
+        lets the optimizers step: the same everywhere, for all members hold the same gradients."""
+        if self.scaler is not None:
+            # It makes its scale when it first scales; a newcomer applies steps before that.
+            self.scaler.scale(torch.zeros(()))
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)  # type: ignore[arg-type]  # typed as torch's own
+
+    def advance(self, epoch: int, coverage: list[int], *, drops: bool = False) -> None:
+        """Apply the gradients that the parameters hold, and enter the step in the ledger.
+
+        `drops`: shards that nobody summed were given up by policy.
+        """
+        for optimizer in self.optimizers:
+            if self.scaler is None:
+                optimizer.step()
+            else:
+                self.scaler.step(optimizer)  # type: ignore[arg-type]
+        if self.scaler is not None:
+            self.scaler.update()
+        for schedule in self.schedules:
+            schedule.step()
+        if self.ema is not None:
+            self.ema.update_parameters(self.model)
         self.committed += 1
-        self.ledger.record(self.committed, epoch, coverage, self.batches.shard_size)
+        self.ledger.record(self.committed, epoch, coverage, self.batches.shard_size, drops=drops)
         self.seed(-1)
 
     def seed(self, shard: int) -> None:
@@ -59,32 +103,56 @@ class TrainingState:
 
     def copy(self) -> Staged:
         """A copy of the state at the last edge."""
-        self.seed(-1)
-        version, internal, gauss = random.getstate()
-        state = {
-            "step": self.committed,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": None if self.schedule is None else self.schedule.state_dict(),
-            "batches": self.batches.state_dict(),
-            "ledger": self.ledger.state_dict(),
-            "rng": {
-                "torch": torch.get_rng_state(),
-                "python": [version, torch.tensor(internal, dtype=torch.int64), gauss],
-            },
-        }
-        return stage(state, self.committed)
+        return stage({**self._trained(), "ledger": self.ledger.state_dict()}, self.committed)
+
+    def digest(self) -> str:
+        """Of all but the ledger, whose epochs tell of deaths: equal for every run that trained the
+        same."""
+        return stage(self._trained(), self.committed).digest
 
     def load(self, staged: Staged) -> None:
         """Put a copy back. Raises ValueError if it belongs to other data or another model."""
         state = staged.state()
         self.batches.load_state_dict(state["batches"])
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.schedule is not None:
-            self.schedule.load_state_dict(state["schedule"])
+        for name, own in self._parts().items():
+            given = state[name]
+            if set(given) != set(own):
+                raise ValueError(
+                    f"the state has the {name} {sorted(given)}, this script {sorted(own)}; "
+                    "resume with the same, or start a new job"
+                )
+            for key, part in own.items():
+                part.load_state_dict(given[key])
         self.ledger.load_state_dict(state["ledger"])
         self.committed = int(state["step"])
         version, internal, gauss = state["rng"]["python"]
         random.setstate((version, tuple(internal.tolist()), gauss))
         torch.set_rng_state(state["rng"]["torch"].clone())
+
+    def _trained(self) -> dict[str, Any]:
+        self.seed(-1)
+        version, internal, gauss = random.getstate()
+        return {
+            "step": self.committed,
+            "model": self.model.state_dict(),
+            **{
+                name: {key: part.state_dict() for key, part in parts.items()}
+                for name, parts in self._parts().items()
+            },
+            "batches": self.batches.state_dict(),
+            "rng": {
+                "torch": torch.get_rng_state(),
+                "python": [version, torch.tensor(internal, dtype=torch.int64), gauss],
+            },
+        }
+
+    def _parts(self) -> dict[str, dict[str, Stateful]]:
+        """What is saved and loaded alike, by kind and name."""
+        single: dict[str, Stateful | None] = {"scaler": self.scaler, "ema": self.ema}
+        return {
+            "optimizers": {str(i): one for i, one in enumerate(self.optimizers)},
+            "schedules": {str(i): one for i, one in enumerate(self.schedules)},
+            "helpers": {name: one for name, one in single.items() if one is not None},
+            "extra": self.extra,
+        }

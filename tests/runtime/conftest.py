@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.runtime.replicas import Fleet
+from runtime.replica.gloo import Gloo
+from tests.runtime.replicas import Board, Fleet
 
 
 @pytest.fixture
@@ -25,3 +27,20 @@ def make_fleet(tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
     yield make
     for fleet in fleets:
         fleet.close()
+
+
+@pytest.fixture
+def collectives() -> Callable[[int], list[Gloo]]:
+    """Connected gloo groups of so many members, all in this process."""
+
+    def connect(members: int) -> list[Gloo]:
+        board = Board()
+        made = [Gloo("127.0.0.1") for _ in range(members)]
+        ports = [one.port for one in made]
+        with ThreadPoolExecutor(members) as pool:
+            built = [pool.submit(one.build, board, 1, ports, i) for i, one in enumerate(made)]
+            for job in built:
+                job.result(30)
+        return made
+
+    return connect

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,24 @@ def until(condition: Callable[[], Any], what: str) -> Any:
             return found
         pause.wait(0.02)
     raise AssertionError(f"never happened: {what}")
+
+
+class Board:
+    """The rendezvous of one epoch, in this process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Future[str]] = {}
+        self.lock = threading.Lock()
+
+    def at(self, key: str) -> Future[str]:
+        with self.lock:
+            return self.values.setdefault(key, Future())
+
+    def set(self, _epoch: int, key: str, value: str) -> None:
+        self.at(key).set_result(value)
+
+    def get(self, _epoch: int, key: str, timeout_s: float) -> str:
+        return self.at(key).result(timeout_s)
 
 
 @dataclass
@@ -63,7 +82,10 @@ class Fleet:
         until(port_file.exists, "the coordinator listens")
         self.port = int(port_file.read_text())
 
-    def start_rank(self, replica: int) -> subprocess.Popen[bytes]:
+    def start_rank(
+        self, replica: int, kill_at: str = "", **options: Any
+    ) -> subprocess.Popen[bytes]:
+        """Start a replica, with `options` of its own; `kill_at` a phase it kills itself."""
         environment = {
             "DRYDOCK_JOB": "job_t",
             "DRYDOCK_REPLICA": str(replica),
@@ -74,8 +96,10 @@ class Fleet:
             "DRYDOCK_STATE_DIR": str(
                 self.folder / ("state" if self.shared_disk else f"state{replica}")
             ),
-            "DRYDOCK_OPTIONS": json.dumps({"folder": str(self.folder), **self.options}),
+            "DRYDOCK_OPTIONS": json.dumps({"folder": str(self.folder), **self.options, **options}),
         }
+        if kill_at:
+            environment |= {"DRYDOCK_OBSERVER": "tests.runtime.killer:make", "KILL_AT": kill_at}
         script = str(Path(__file__).with_name("tiny.py"))
         self.ranks[replica] = self._run(f"rank{replica}", [script], environment)
         return self.ranks[replica]

@@ -27,6 +27,7 @@ class Member:
             "address": "127.0.0.1:1",
             "gloo_port": replica + 1,
             "shards": 12,
+            "shape": {"mode": "cover"},
             "world": 2,
             "epoch": epoch,
             "step": 9,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -14,34 +13,10 @@ from runtime.replica.gloo import Gloo, Severed
 from tests.runtime.replicas import until
 
 
-class Board:
-    """The rendezvous of one epoch, in this process."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Future[str]] = {}
-        self.lock = threading.Lock()
-
-    def at(self, key: str) -> Future[str]:
-        with self.lock:
-            return self.values.setdefault(key, Future())
-
-    def set(self, _epoch: int, key: str, value: str) -> None:
-        self.at(key).set_result(value)
-
-    def get(self, _epoch: int, key: str, timeout_s: float) -> str:
-        return self.at(key).result(timeout_s)
-
-
 @pytest.fixture
-def pair() -> tuple[Gloo, Gloo]:
-    board = Board()
-    members = (Gloo("127.0.0.1"), Gloo("127.0.0.1"))
-    ports = [m.port for m in members]
-    with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(m.build, board, 1, ports, rank) for rank, m in enumerate(members)]
-        for job in jobs:
-            job.result(30)
-    return members
+def pair(collectives: Callable[[int], list[Gloo]]) -> tuple[Gloo, Gloo]:
+    first, second = collectives(2)
+    return first, second
 
 
 def in_thread(work: Callable[[], None]) -> Future[None]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from runtime.client import Ledger
 from runtime.data import Batches, SampleLedger, checksum
-from runtime.replica.plan import Report, divide, take_over
+from runtime.replica.plan import Report, divide, fixed_shares, take_over
 
 MEMBERS = st.sets(st.integers(0, 20), min_size=1, max_size=8)
 
@@ -110,13 +110,42 @@ def test_the_ledger_tells_each_step_once_whatever_was_known(
     ]
 
 
+@given(reports(), st.integers(21, 30))
+def test_with_fixed_shares_nobody_computes_what_is_another_s(
+    survivors: list[Report], replicas: int
+) -> None:
+    shares = fixed_shares(12, replicas)
+
+    plan = take_over(survivors, 12, shares)
+
+    summed = [s for replica in plan.held for s in (*plan.held[replica], *plan.assign[replica])]
+    assert sorted([*summed, *plan.dropped]) == list(range(12))
+    assert all(set(plan.assign[replica]) <= set(shares[replica]) for replica in plan.assign)
+    assert plan.taken_over == ()
+
+
+def test_dropped_shards_stand_in_the_ledger_once_for_all_steps_alike() -> None:
+    ledger = SampleLedger()
+    for step in range(1000):
+        ledger.record(step, 1, [1, 0, 1, 0] if 10 <= step < 990 else [1] * 4, 2, drops=True)
+
+    told = ledger.since(-1)
+
+    assert [(e.step_from, e.step_to, e.dropped, e.samples) for e in told] == [
+        (0, 9, [], 80),
+        (10, 989, [1, 3], 3920),
+        (990, 999, [], 80),
+    ]
+    assert all(e.lost == [] for e in told)
+
+
 def test_a_ledger_survives_its_state() -> None:
     ledger = SampleLedger()
     for step, coverage in enumerate([[1, 1], [1, 0], [2, 1], [1, 1]]):
-        ledger.record(step, 1, coverage, 4)
+        ledger.record(step, 1, coverage, 4, drops=step == 1)
     copy = SampleLedger()
 
     copy.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
 
     assert copy.since(-1) == ledger.since(-1)
-    assert copy.since(0)[0] == Ledger(step_from=1, step_to=1, epoch=1, samples=4, lost=[[1, 1]])
+    assert copy.since(0)[0] == Ledger(step_from=1, step_to=1, epoch=1, samples=4, dropped=[1])

@@ -1,8 +1,14 @@
-"""A job small enough for tests: a linear model, a line per committed step, a digest at the end."""
+"""A job small enough for tests: a linear model, a line per committed step, a digest at the end.
+
+Its options: `steps`, `mode`, `checkpoint_s`, `pace_s` (what a shard takes, as if an accelerator
+computed it), and what a misfit of a replica has otherwise: `width`,
+`samples`, `seed`, `rate`. `rich` trains with all that a loop may have besides.
+"""
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +20,55 @@ import torch  # noqa: E402
 
 
 def main() -> None:
-    folder = Path(job.options["folder"])
+    options = {
+        "steps": None, "mode": "cover", "checkpoint_s": 3600, "width": 32, "samples": 960,
+        "seed": 5, "rate": 1e-3, "rich": False, "pace_s": 0.003, **job.options,
+    }  # fmt: skip
+    folder = Path(options["folder"])
     steps_log = (folder / f"steps.{job.replica}").open("a", buffering=1)
     torch.set_num_threads(1)
     torch.manual_seed(3)
-    data = torch.randn(960, 16)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(), torch.nn.Linear(32, 1))
-    batches = runtime.Batches(samples=len(data), shard_size=2, seed=5)
-    saver = runtime.Checkpointer(job, every_s=job.options.get("checkpoint_s", 3600))
-    optimizer = Momentum([*model.parameters()])
+    data = torch.randn(options["samples"], 16)
+    width = options["width"]
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, width), torch.nn.Dropout(), torch.nn.Linear(width, 1)
+    )
+    batches = runtime.Batches(samples=len(data), shard_size=2, seed=options["seed"])
+    saver = runtime.Checkpointer(job, every_s=options["checkpoint_s"])
+    parts = rich(model) if options["rich"] else {"optimizer": Momentum(model, options["rate"])}
 
     def report(step: Any) -> None:
         steps_log.write(json.dumps(vars(step)) + "\n")
 
     with runtime.ReplicaGroup(
-        job, model, optimizer, batches, saver, steps=job.options.get("steps"), on_step=report
-    ) as replica:
+        job, model, batches=batches, saver=saver, mode=options["mode"], steps=options["steps"],
+        on_step=report, **parts,
+    ) as replica:  # fmt: skip
         for shard in replica:
+            time.sleep(options["pace_s"])
             rows = data[list(shard.ids)]
-            replica.backward((model(rows).squeeze(1) - rows.sum(1)).square().mean())
+            pieces = torch.split(rows, 1) if options["rich"] else [rows]
+            for piece in pieces:
+                loss = (model(piece).squeeze(1) - piece.sum(1)).square().mean()
+                replica.backward(loss, parts=len(pieces))
     (folder / f"digest.{job.replica}").write_text(replica.state.copy().digest)
-    replica.state.ledger.load_state_dict([])  # its epochs tell of deaths, the rest must not
-    (folder / f"weights.{job.replica}").write_text(replica.state.copy().digest)
+    (folder / f"weights.{job.replica}").write_text(replica.state.digest())
 
 
 class Momentum:
     """Plain stochastic gradient descent with momentum."""
 
-    def __init__(self, parameters: list[torch.Tensor]) -> None:
-        self.parameters = parameters
-        self.momentum = [torch.zeros_like(p) for p in parameters]
+    def __init__(self, model: torch.nn.Module, rate: float) -> None:
+        self.parameters = [*model.parameters()]
+        self.momentum = [torch.zeros_like(p) for p in self.parameters]
+        self.defaults = {"rate": rate}
 
     @torch.no_grad()
     def step(self) -> None:
         for parameter, momentum in zip(self.parameters, self.momentum, strict=True):
             assert parameter.grad is not None
             momentum.mul_(0.9).add_(parameter.grad)
-            parameter.sub_(momentum, alpha=1e-3)
+            parameter.sub_(momentum, alpha=self.defaults["rate"])
 
     def state_dict(self) -> dict[str, Any]:
         return {"momentum": self.momentum}
@@ -58,6 +76,40 @@ class Momentum:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for mine, given in zip(self.momentum, state["momentum"], strict=True):
             mine.copy_(given)
+
+
+class Counter:
+    """Something of the script's own that has to be kept."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def step(self) -> None:
+        self.seen += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def rich(model: torch.nn.Sequential) -> dict[str, Any]:
+    """Two optimizers with a schedule each, a loss scaler that grows and overflows, averages."""
+    first = torch.optim.AdamW(model[0].parameters(), lr=1e-3)
+    second = torch.optim.SGD(model[2].parameters(), lr=1e-3, momentum=0.9)
+    return {
+        "optimizer": [first, second],
+        "schedule": [
+            torch.optim.lr_scheduler.CosineAnnealingLR(first, 500),
+            torch.optim.lr_scheduler.StepLR(second, 20, 0.9),
+            Counter(),
+        ],
+        "scaler": torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=3),
+        "ema": torch.optim.swa_utils.AveragedModel(model),
+        "extra": {"mine": Counter()},
+        "max_grad_norm": 0.5,
+    }
 
 
 if __name__ == "__main__":

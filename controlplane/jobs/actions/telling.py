@@ -138,7 +138,6 @@ def _roll_back_ledger(job: Job, step: int) -> None:
         row.step_to = step - 1
         row.lost = [entry for entry in row.lost if entry[0] < step]
         row.duplicated = [entry for entry in row.duplicated if entry[0] < step]
-        row.dropped = [entry for entry in row.dropped if entry[0] < step]
         row.save()
     job.ledger_step = step - 1
 

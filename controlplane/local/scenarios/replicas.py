@@ -346,7 +346,7 @@ def _samples(scene: Scene) -> dict[str, int]:
     whole = before or ranges[0]
     batch = whole.samples // (whole.step_to - whole.step_from + 1)
     missing = batch * steps - samples
-    lost = sum(len(r.lost) + len(r.dropped) for r in ranges)
+    lost = sum(len(r.lost) + len(r.dropped) * (r.step_to - r.step_from + 1) for r in ranges)
     duplicated = sum(len(r.duplicated) for r in ranges)
     return {
         "lost": max(lost, missing, 0),

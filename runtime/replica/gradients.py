@@ -1,0 +1,194 @@
+"""A step's gradients in one flat float32 buffer, and behind them the proof and the agreement.
+
+What rides behind the gradients is summed with them, so all members see the same after each step:
+which shards were summed how often, which samples those were, their losses, and who wants to
+regroup, save or stop. That is why the healthy path needs no vote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from runtime.replica.tree import Branch, branches_of, collapse
+
+
+class Collectives(Protocol):
+    """What the members do together. Each raises Severed if it did not happen everywhere."""
+
+    def all_reduce(self, buffer: torch.Tensor, /) -> None: ...
+
+    def exchange(self, given: list[torch.Tensor], sizes: list[int], /) -> list[torch.Tensor]: ...
+
+    def gather(self, mine: torch.Tensor, members: int, /) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What one member would like to happen at the next edge."""
+
+    regroup: bool = False
+    checkpoint: bool = False
+    stop: bool = False
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What all members learn from one step."""
+
+    coverage: list[int]  # how many members summed each shard
+    checksums: list[int]
+    loss: float  # mean over the samples
+    samples: int
+    wishes: Wishes  # those of all members together
+
+
+class Gradients:
+    """The parameters' gradients as views of one buffer, accumulated in place by backward.
+
+    Members add up what each of them has summed: equal up to the order of summation.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], shards: int) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.shards = shards
+        self.size = sum(p.numel() for p in self.parameters)
+        for parameter in self.parameters:
+            if parameter.dtype != torch.float32:
+                raise TypeError(
+                    f"a parameter is {parameter.dtype}; keep float32 parameters and use autocast"
+                )
+        self.local = torch.zeros(self.size)
+        self.held: set[int] = set()  # shards whose gradient is summed here
+        self.coverage = torch.zeros(shards)
+        self.checksums = torch.zeros(shards)
+        self.losses = torch.zeros(shards)  # sums over the samples
+        self.samples = 0
+        self.bind(self.local)
+
+    def bind(self, flat: torch.Tensor) -> None:
+        """Let each parameter's gradient be its part of this buffer."""
+        start = 0
+        for parameter in self.parameters:
+            end = start + parameter.numel()
+            parameter.grad = flat[start:end].view_as(parameter)
+            start = end
+
+    def add(self, index: int, checksum: int, samples: int) -> None:
+        """Note that backward has just summed this shard.
+
+        Raises RuntimeError if the gradients are no longer ours: zeros would be trained on.
+        """
+        self._check_bound()
+        self.held.add(index)
+        self.coverage[index] += 1
+        self.checksums[index] += checksum
+        self.samples += samples
+
+    def clear(self) -> None:
+        self.local.zero_()
+        self.held.clear()
+        self.coverage.zero_()
+        self.checksums.zero_()
+        self.losses.zero_()
+        self.samples = 0
+
+    def reduce(
+        self,
+        collectives: Collectives,
+        _shares: Mapping[int, Collection[int]],
+        _me: int,
+        wishes: Wishes,
+    ) -> torch.Tensor:
+        """The sum over all members, in a fresh buffer: an abandoned operation may still scribble
+        on an old one. `shares`: which shards each member has summed. Raises Severed."""
+        buffer = torch.cat([self.local, self.tail(wishes)])
+        collectives.all_reduce(buffer)
+        return buffer
+
+    def tail(self, wishes: Wishes) -> torch.Tensor:
+        numbers = [self.samples, wishes.regroup, wishes.checkpoint, wishes.stop]
+        return torch.cat(
+            [self.coverage, self.checksums, self.losses, torch.tensor(numbers, dtype=torch.float32)]
+        )
+
+    def read(self, reduced: torch.Tensor) -> Tail:
+        tail = reduced[self.size :]
+        n = self.shards
+        samples, regroup, checkpoint, stop = tail[3 * n :].tolist()
+        return Tail(
+            coverage=[round(v) for v in tail[:n].tolist()],
+            checksums=[round(v) for v in tail[n : 2 * n].tolist()],
+            loss=sum(tail[2 * n : 3 * n].tolist()) / samples if samples else float("nan"),
+            samples=round(samples),
+            wishes=Wishes(regroup > 0, checkpoint > 0, stop > 0),
+        )
+
+    def _check_bound(self) -> None:
+        """The first and the last gradient lie where they were put; whoever moves one moves all."""
+        ends = [(self.parameters[0], 0), (self.parameters[-1], self.size)]
+        for parameter, at in ends:
+            start = at and at - parameter.numel()
+            place = self.local.data_ptr() + start * self.local.element_size()
+            if parameter.grad is None or parameter.grad.data_ptr() != place:
+                raise RuntimeError(
+                    "a parameter's gradient is not where the replica group put it; remove "
+                    "optimizer.zero_grad(): the group clears the gradients after each step"
+                )
+
+
+class TreeGradients(Gradients):
+    """Added up along one fixed tree over the shards: the same bits, whoever computed which.
+
+    Each member owns a slice of the parameters. It is sent that slice of every branch that another
+    has summed, adds them up, and shares the sum. With shares that are whole branches this moves
+    what an all-reduce moves; after a loss, a little more.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], shards: int) -> None:
+        super().__init__(parameters, shards)
+        self.branches: dict[Branch, torch.Tensor] = {}
+
+    def add(self, index: int, checksum: int, samples: int) -> None:
+        super().add(index, checksum, samples)
+        self.branches[index, index + 1] = self.local.clone()
+        self.local.zero_()
+        collapse(self.branches, self.shards, torch.Tensor.add_)
+
+    def clear(self) -> None:
+        super().clear()
+        self.branches.clear()
+
+    def reduce(
+        self,
+        collectives: Collectives,
+        shares: Mapping[int, Collection[int]],
+        me: int,
+        wishes: Wishes,
+    ) -> torch.Tensor:
+        members = sorted(shares)
+        width = -(-self.size // len(members))
+        expected = {m: branches_of(shares[m], self.shards) for m in members}
+        mine = [self._sliced(self.branches[branch], width, len(members)) for branch in expected[me]]
+        tail = self.tail(wishes)
+        given = [
+            torch.cat([*(slices[owner] for slices in mine), tail]) for owner in range(len(members))
+        ]
+        sizes = [len(expected[m]) * width + len(tail) for m in members]
+        received = collectives.exchange(given, sizes)
+        slices: dict[Branch, torch.Tensor] = {}
+        for member, data in zip(members, received, strict=True):
+            for position, branch in enumerate(expected[member]):
+                slices[branch] = data[position * width : (position + 1) * width]
+        tails = [data[-len(tail) :] for data in received]
+        (own,) = collapse(slices, self.shards, torch.add).values()
+        whole = collectives.gather(own, len(members))
+        return torch.cat([whole[: self.size], torch.stack(tails).sum(0)])
+
+    def _sliced(self, buffer: torch.Tensor, width: int, members: int) -> list[torch.Tensor]:
+        """One slice for each member, all of the same width."""
+        padded = torch.nn.functional.pad(buffer, (0, width * members - self.size))
+        return list(torch.split(padded, width)) if width else [padded] * members

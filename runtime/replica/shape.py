@@ -1,0 +1,89 @@
+"""What must be alike on all replicas of a job, told in words that name the difference.
+
+Compared before a replica may join, so that a wrong script is refused with a sentence and not found
+out by sums that do not fit. Standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from runtime.data import Batches
+
+#: By its key in the shape: what it is called, and what to do if it differs.
+_WORDS = {
+    "mode": ("mode", "start all replicas with the same mode"),
+    "shards": ("number of shards", "start all replicas with the same Batches"),
+    "shard_size": ("shard size", "start all replicas with the same Batches"),
+    "samples": ("dataset's length", "give all replicas the same data"),
+    "seed": ("data order's seed", "give all replicas the same seed"),
+    "model": ("model", "start all replicas with the same script and options"),
+    "optimizer": ("optimizer", "start all replicas with the same script and options"),
+}
+
+
+def describe(
+    model: torch.nn.Module, optimizers: Sequence[Any], batches: Batches, mode: str
+) -> dict[str, str]:
+    """This replica's side of the comparison, each part in a few words."""
+    tensors = [
+        f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    ]
+    count = sum(parameter.numel() for parameter in model.parameters())
+    digest = hashlib.sha256("\n".join(tensors).encode()).hexdigest()[:8]
+    return {
+        "mode": mode,
+        **{key: str(value) for key, value in batches.state_dict().items()},
+        "model": f"{type(model).__name__} of {len(tensors)} tensors and {count:,} parameters "
+        f"({digest})",
+        "optimizer": ", ".join(_settings(optimizer) for optimizer in optimizers),
+    }
+
+
+def misfit(
+    join: Mapping[str, Any], world: int, others: Sequence[tuple[dict[str, str], bool]]
+) -> str:
+    """Why a replica that wants to join does not fit the job, with the remedy; "" if it does.
+
+    `others`: the shapes of those that are there, and whether each is a member. Members are
+    measured by no newcomer: one that comes back to a new coordinator is let in.
+    """
+    shards, replicas = int(join["shards"]), max(world, int(join["replica"]) + 1)
+    if shards < replicas:
+        return (
+            f"{shards} shards cannot be divided among {replicas} replicas: give Batches at least "
+            "as many shards"
+        )
+    measure = sorted(others, key=lambda other: not other[1])
+    if not measure or (int(join["epoch"]) and not measure[0][1]):
+        return ""
+    return difference(join["shape"], measure[0][0])
+
+
+def difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
+    """In which way a newcomer's shape is not the job's, with the remedy; "" if in none."""
+    for key in sorted({*theirs, *ours}, key=list(_WORDS).index):
+        what, remedy = _WORDS[key]
+        if theirs.get(key) != ours.get(key):
+            return (
+                f"this replica's {what} is {theirs.get(key, 'not told')}, "
+                f"the job's is {ours.get(key, 'not told')}: {remedy}"
+            )
+    return ""
+
+
+def _settings(optimizer: Any) -> str:
+    """An optimizer's kind and the settings that it was made with, for each group."""
+    name = type(optimizer).__name__
+    defaults = getattr(optimizer, "defaults", None)
+    if not isinstance(defaults, dict):
+        return name
+    plain = {k: v for k, v in defaults.items() if isinstance(v, bool | int | float | tuple)}
+    told = " ".join(f"{key}={value}" for key, value in sorted(plain.items()))
+    return f"{name}({told})"

@@ -1,0 +1,171 @@
+"""One step after another: which shards are ours, their sum over all members, the commit.
+
+A step whose coverage is not exactly what its members agreed on is never applied, and nothing here
+rolls back. It knows nothing of how members come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, get_args
+
+import torch
+
+from runtime.data import Batches, Shard, checksum
+from runtime.replica.gloo import Gloo, Severed
+from runtime.replica.gradients import Gradients, Tail, TreeGradients, Wishes
+from runtime.replica.observing import Observer
+from runtime.replica.peers import Reduced
+from runtime.replica.plan import divide, fixed_shares
+from runtime.replica.state import TrainingState
+
+#: cover: survivors take over the shards of the dead; equal up to the order of summation.
+#: drop: the shards of the dead are given up, and listed; the step takes no longer.
+#: reproducible: cover, and added up along one tree: the same bits, whoever computes.
+Mode = Literal["cover", "drop", "reproducible"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+MAX_REFUSED_STEPS = 3
+
+
+class NotWhole(RuntimeError):
+    """The members' sums do not make up the step; all see the same, and compute it anew."""
+
+
+class StepEngine:
+    """The step under way, and its commit."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        gloo: Gloo,
+        observer: Observer,
+        *,
+        mode: Mode,
+        max_grad_norm: float | None,
+    ) -> None:
+        self.state = state
+        self.batches: Batches = state.batches
+        self.gloo = gloo
+        self.observer = observer
+        self.mode = mode
+        self.max_grad_norm = max_grad_norm
+        kind = TreeGradients if mode == "reproducible" else Gradients
+        self.gradients = kind(state.model.parameters(), self.batches.shards)
+        self.epoch = 0
+        self.me = 0
+        #: which member sums which shards: of the step under way, and of one nothing happens to
+        self.shares: dict[int, list[int]] = {}
+        self._usual: dict[int, list[int]] = {}
+        self._current: Shard | None = None
+        self._parts = 0  # of the present shard that backward has seen
+        self._refused = 0
+        gloo.begun = lambda: observer.at("reduce", self.pending)
+
+    @property
+    def pending(self) -> int:
+        """The step under way."""
+        return self.state.committed + 1
+
+    @property
+    def held(self) -> set[int]:
+        """Shards of the pending step whose gradient we hold."""
+        return self.gradients.held
+
+    def enter(self, epoch: int, me: int, members: list[int], grant: Mapping[str, Any]) -> None:
+        """Take up an epoch: keep what the others count on, and know who computes what."""
+        self.epoch, self.me = epoch, me
+        shards = range(self.batches.shards)
+        if self.mode == "drop":
+            fixed = fixed_shares(len(shards), int(grant["world"]))
+            self._usual = {member: fixed[member] for member in members}
+        else:
+            self._usual = divide(shards, members)
+        kept = {member: grant["held"][str(member)] for member in members}
+        if self.held != set(kept[me]):
+            self.forget()
+        self.shares = {m: sorted([*kept[m], *grant["assign"][str(m)]]) for m in members}
+
+    def shards(self) -> Iterator[Shard]:
+        """What is left for us to compute of the pending step. Raises Severed."""
+        for index in self.shares[self.me]:
+            if self.gloo.broken(self.epoch):
+                raise Severed("a member is gone")
+            if index in self.held:
+                continue
+            self.state.seed(index)
+            self._current, self._parts = self.batches.shard(self.pending, index), 0
+            self.observer.at("forward", self.pending)
+            yield self._current
+            if self._current is not None:
+                raise RuntimeError(f"shard {index} was not given to backward")
+
+    def backward(self, loss: torch.Tensor, parts: int) -> None:
+        """Add the gradient of the present shard, or of one of its `parts` equal parts."""
+        shard = self._current
+        if shard is None:
+            raise RuntimeError("call backward once for each shard that the loop gave you")
+        loss.register_hook(self._in_backward)  # type: ignore[no-untyped-call]
+        scaled = self.state.scale(loss / (self.batches.shards * parts))
+        scaled.backward()  # type: ignore[no-untyped-call]
+        self._parts += 1
+        self.gradients.losses[shard.index] += float(loss.detach()) * len(shard.ids) / parts
+        if self._parts == parts:
+            self.gradients.add(shard.index, checksum(shard.ids), len(shard.ids))
+            self._current = None
+
+    def _in_backward(self, _gradient: torch.Tensor) -> None:
+        self.observer.at("backward", self.pending)
+
+    def reduce(self, wishes: Wishes) -> tuple[Reduced, Tail]:
+        """The step's sum over all members. Raises Severed, and NotWhole if it must be computed
+        anew; RuntimeError if that does not help."""
+        if self.gloo.broken(self.epoch):
+            raise Severed("a member is gone")
+        buffer = self.gradients.reduce(self.gloo, self.shares, self.me, wishes)
+        tail = self.gradients.read(buffer)
+        if not self._is_whole(tail):
+            self._refuse(tail)
+        return Reduced(self.pending, self.epoch, buffer), tail
+
+    def apply(self, reduced: Reduced, tail: Tail) -> float:
+        """Commit one reduced gradient: our own, or one handed over by a peer. Returns its norm."""
+        self.observer.at("apply", reduced.step)
+        local = self.gradients.local
+        local.copy_(reduced.buffer[: self.gradients.size])
+        summed = sum(count > 0 for count in tail.coverage)
+        if summed < len(tail.coverage):
+            local.mul_(len(tail.coverage) / summed)  # dropped: the mean of what is there
+        self.state.unscale()
+        norm = float(local.norm())
+        if self.max_grad_norm is not None and norm > self.max_grad_norm:
+            local.mul_(self.max_grad_norm / (norm + 1e-6))
+        self.observer.at("optimizer", reduced.step)
+        self.state.advance(reduced.epoch, tail.coverage, drops=self.mode == "drop")
+        self.forget()
+        self._refused = 0
+        self.shares = self._usual
+        return norm
+
+    def forget(self) -> None:
+        """Drop what we hold of the pending step."""
+        self.gradients.clear()
+        self._current = None
+
+    def _is_whole(self, tail: Tail) -> bool:
+        step, summed = self.pending, {k for share in self.shares.values() for k in share}
+        for k in range(self.batches.shards):
+            proof = (tail.coverage[k], tail.checksums[k])
+            if proof != ((1, checksum(self.batches.shard(step, k).ids)) if k in summed else (0, 0)):
+                return False
+        return True
+
+    def _refuse(self, tail: Tail) -> None:
+        self._refused += 1
+        told = f"step {self.pending}: shards summed {tail.coverage}"
+        if self._refused >= MAX_REFUSED_STEPS:
+            raise RuntimeError(
+                f"{told}, {self._refused} times in a row; do all replicas read the same data?"
+            )
+        self.forget()
+        self.shares = self._usual
+        raise NotWhole(told)
