@@ -112,7 +112,7 @@ class TrainingState:
 
     def load(self, staged: Staged) -> None:
         """Put a copy back. Raises ValueError if it belongs to other data or another model."""
-        state = staged.state()
+        state = upgraded(staged.state())
         self.batches.load_state_dict(state["batches"])
         self.model.load_state_dict(state["model"])
         for name, own in self._parts().items():
@@ -156,3 +156,18 @@ class TrainingState:
             "helpers": {name: one for name, one in single.items() if one is not None},
             "extra": self.extra,
         }
+
+
+def upgraded(state: dict[str, Any]) -> dict[str, Any]:
+    """The state as it is laid out today; the first layout had one optimizer and one schedule."""
+    if "optimizer" not in state:
+        return state
+    schedule = state["schedule"]
+    return {
+        **state,
+        "optimizers": {"0": state["optimizer"]},
+        "schedules": {} if schedule is None else {"0": schedule},
+        "helpers": {},
+        "extra": {},
+        "ledger": [[*entry, []] for entry in state["ledger"]],
+    }

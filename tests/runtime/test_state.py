@@ -1,0 +1,70 @@
+"""What is copied at an edge can be put back, by this version and from the one before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.data import Batches
+from runtime.replica.state import TrainingState
+from runtime.snapshot import stage
+
+
+def training(**parts: Any) -> TrainingState:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return TrainingState(model, [optimizer], Batches(samples=48), **parts)
+
+
+def train(state: TrainingState, steps: int) -> None:
+    for _ in range(steps):
+        state.model(torch.randn(4, 3)).square().mean().backward()
+        state.advance(1, [1] * 12)
+
+
+def test_a_copy_put_back_is_the_same_to_the_bit() -> None:
+    first, second = training(), training()
+    train(first, 3)
+
+    second.load(first.copy())
+
+    assert second.copy().digest == first.copy().digest
+    assert (second.digest(), second.committed) == (first.digest(), 2)
+
+
+def test_the_digest_of_the_training_knows_nothing_of_epochs() -> None:
+    first, second = training(), training()
+    train(first, 2)
+    second.load(first.copy())
+    second.ledger.load_state_dict([])
+    second.ledger.record(0, 7, [1] * 12, 1)
+
+    assert second.digest() == first.digest()
+    assert second.copy().digest != first.copy().digest
+
+
+def test_a_state_of_the_first_layout_is_read() -> None:
+    state = training()
+    train(state, 3)
+    now = state.copy().state()
+    first_layout = {key: now[key] for key in ("step", "model", "batches", "rng")} | {
+        "optimizer": now["optimizers"]["0"],
+        "schedule": None,
+        "ledger": [entry[:6] for entry in now["ledger"]],
+    }
+    resumed = training()
+
+    resumed.load(stage(first_layout, 2))
+
+    assert resumed.copy().digest == state.copy().digest
+
+
+def test_a_state_with_other_parts_is_refused_by_their_names() -> None:
+    with_scaler = training(scaler=torch.amp.GradScaler("cpu"))
+
+    with pytest.raises(
+        ValueError, match=r"the state has the helpers \[\], this script \['scaler'\]"
+    ):
+        with_scaler.load(training().copy())
