@@ -52,10 +52,14 @@ class Gradients:
     Members add up what each of them has summed: equal up to the order of summation.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], shards: int) -> None:
+    def __init__(
+        self, parameters: Iterable[torch.nn.Parameter], shards: int, extra: int = 0
+    ) -> None:
+        """`extra`: so many numbers behind the gradients are summed with them."""
         self.parameters = [p for p in parameters if p.requires_grad]
         self.shards = shards
-        self.size = sum(p.numel() for p in self.parameters)
+        self.gradient_size = sum(p.numel() for p in self.parameters)
+        self.size = self.gradient_size + extra
         for parameter in self.parameters:
             if parameter.dtype != torch.float32:
                 raise TypeError(
@@ -68,6 +72,16 @@ class Gradients:
         self.losses = torch.zeros(shards)  # sums over the samples
         self.samples = 0
         self.bind(self.local)
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The gradients alone."""
+        return self.local[: self.gradient_size]
+
+    @property
+    def extra(self) -> torch.Tensor:
+        """What is summed beside them."""
+        return self.local[self.gradient_size :]
 
     def bind(self, flat: torch.Tensor) -> None:
         """Let each parameter's gradient be its part of this buffer."""
@@ -129,7 +143,7 @@ class Gradients:
 
     def _check_bound(self) -> None:
         """The first and the last gradient lie where they were put; whoever moves one moves all."""
-        ends = [(self.parameters[0], 0), (self.parameters[-1], self.size)]
+        ends = [(self.parameters[0], 0), (self.parameters[-1], self.gradient_size)]
         for parameter, at in ends:
             start = at and at - parameter.numel()
             place = self.local.data_ptr() + start * self.local.element_size()
@@ -148,8 +162,10 @@ class TreeGradients(Gradients):
     what an all-reduce moves; after a loss, a little more.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], shards: int) -> None:
-        super().__init__(parameters, shards)
+    def __init__(
+        self, parameters: Iterable[torch.nn.Parameter], shards: int, extra: int = 0
+    ) -> None:
+        super().__init__(parameters, shards, extra)
         self.branches: dict[Branch, torch.Tensor] = {}
 
     def add(self, index: int, checksum: int, samples: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from runtime.data import Batches, SampleLedger
+from runtime.replica.statistics import RunningStatistics
 from runtime.snapshot import Staged, stage
 
 
@@ -50,6 +51,7 @@ class TrainingState:
         extra: Mapping[str, Stateful] | None = None,
     ) -> None:
         self.model = model
+        self.statistics = RunningStatistics(model)
         self.optimizers = list(optimizers)
         self.batches = batches
         self.schedules = list(schedules)
@@ -115,6 +117,7 @@ class TrainingState:
         state = upgraded(staged.state())
         self.batches.load_state_dict(state["batches"])
         self.model.load_state_dict(state["model"])
+        self.statistics.reload()
         for name, own in self._parts().items():
             given = state[name]
             if set(given) != set(own):
@@ -132,6 +135,7 @@ class TrainingState:
 
     def _trained(self) -> dict[str, Any]:
         self.seed(-1)
+        self.statistics.restore()
         version, internal, gauss = random.getstate()
         return {
             "step": self.committed,

@@ -50,7 +50,8 @@ class StepEngine:
         self.mode = mode
         self.max_grad_norm = max_grad_norm
         kind = TreeGradients if mode == "reproducible" else Gradients
-        self.gradients = kind(state.model.parameters(), self.batches.shards)
+        self.statistics = state.statistics
+        self.gradients = kind(state.model.parameters(), self.batches.shards, self.statistics.size)
         self.epoch = 0
         self.me = 0
         #: which member sums which shards: of the step under way, and of one nothing happens to
@@ -93,6 +94,7 @@ class StepEngine:
             if index in self.held:
                 continue
             self.state.seed(index)
+            self.statistics.begin()
             self._current, self._parts = self.batches.shard(self.pending, index), 0
             self.observer.at("forward", self.pending)
             yield self._current
@@ -110,6 +112,8 @@ class StepEngine:
         self._parts += 1
         self.gradients.losses[shard.index] += float(loss.detach()) * len(shard.ids) / parts
         if self._parts == parts:
+            if self.statistics.size:
+                self.gradients.extra.add_(self.statistics.change() / self.batches.shards)
             self.gradients.add(shard.index, checksum(shard.ids), len(shard.ids))
             self._current = None
 
@@ -136,9 +140,11 @@ class StepEngine:
         if summed < len(tail.coverage):
             local.mul_(len(tail.coverage) / summed)  # dropped: the mean of what is there
         self.state.unscale()
-        norm = float(local.norm())
+        gradient = self.gradients.gradient
+        norm = float(gradient.norm())
         if self.max_grad_norm is not None and norm > self.max_grad_norm:
-            local.mul_(self.max_grad_norm / (norm + 1e-6))
+            gradient.mul_(self.max_grad_norm / (norm + 1e-6))
+        self.statistics.apply(self.gradients.extra)
         self.observer.at("optimizer", reduced.step)
         self.state.advance(reduced.epoch, tail.coverage, drops=self.mode == "drop")
         self.forget()

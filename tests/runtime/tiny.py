@@ -33,7 +33,11 @@ def main() -> None:
     model = torch.nn.Sequential(
         torch.nn.Linear(16, width), torch.nn.Dropout(), torch.nn.Linear(width, 1)
     )
-    batches = runtime.Batches(samples=len(data), shard_size=2, seed=options["seed"])
+    if options["rich"]:
+        model.append(torch.nn.BatchNorm1d(1))
+    batches = runtime.Batches(
+        samples=len(data), shard_size=4 if options["rich"] else 2, seed=options["seed"]
+    )
     saver = runtime.Checkpointer(job, every_s=options["checkpoint_s"])
     parts = rich(model) if options["rich"] else {"optimizer": Momentum(model, options["rate"])}
 
@@ -47,7 +51,7 @@ def main() -> None:
         for shard in replica:
             time.sleep(options["pace_s"])
             rows = data[list(shard.ids)]
-            pieces = torch.split(rows, 1) if options["rich"] else [rows]
+            pieces = torch.split(rows, 2) if options["rich"] else [rows]
             for piece in pieces:
                 loss = (model(piece).squeeze(1) - piece.sum(1)).square().mean()
                 replica.backward(loss, parts=len(pieces))
@@ -97,7 +101,7 @@ class Counter:
 def rich(model: torch.nn.Sequential) -> dict[str, Any]:
     """Two optimizers with a schedule each, a loss scaler that grows and overflows, averages."""
     first = torch.optim.AdamW(model[0].parameters(), lr=1e-3)
-    second = torch.optim.SGD(model[2].parameters(), lr=1e-3, momentum=0.9)
+    second = torch.optim.SGD(model[2:].parameters(), lr=1e-3, momentum=0.9)
     return {
         "optimizer": [first, second],
         "schedule": [
