@@ -1,0 +1,199 @@
+"""`python -m runtime.torture`: break a job at random and at named phases, then judge it.
+
+Exit status 0 only if every claim held. Leaves no process behind, whatever happens to itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from runtime.torture.faults import Settings, plan
+from runtime.torture.kinds import KINDS, MOMENTS
+from runtime.torture.launch import Fleet, Script
+from runtime.torture.measure import Figures, measure, median_step
+from runtime.torture.report import HEADING, Report, Seen, judge, line, text
+from runtime.torture.run import PATIENCE_S, Hung, Run
+
+MODES = ("reproducible", "cover", "drop")
+DEFAULT_FAULTS = 10
+DUMP_S = 1.0  # how long hung ranks have to write their stacks down
+
+
+def main() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
+    options = parse(sys.argv[1:])
+    folder = Path(tempfile.mkdtemp(prefix="drydock-torture-"))
+    try:
+        report = torture(options, folder)
+    except SystemExit:  # told to end: by now no process is left
+        shutil.rmtree(folder)
+        raise
+    if report.ok and not options.keep:
+        shutil.rmtree(folder)
+    else:
+        report = replace(report, folder=str(folder))
+    sys.stdout.write((json.dumps(asdict(report)) if options.json else text(report)) + "\n")
+    sys.exit(0 if report.ok else 1)
+
+
+def torture(options: argparse.Namespace, folder: Path) -> Report:
+    """Both runs, one after the other so that neither slows the other, and the judgement."""
+    script = Script(options.script, tuple(options.arguments), options.options, options.mode)
+    with Fleet(folder / "disturbed", script, options.replicas) as fleet:
+        run = Run(fleet, options.patience)
+        figures = disturbed(run, options)
+        broken = seen(run)
+    alone = None
+    if run.steps is not None:
+        say(options, f"\nthe same {run.steps} steps undisturbed")
+        with Fleet(folder / "undisturbed", script, options.replicas) as fleet:
+            quiet = Run(fleet, options.patience)
+            undisturbed(quiet, run.steps)
+            alone = seen(quiet)
+    return judge(
+        broken,
+        alone,
+        figures,
+        mode=options.mode,
+        seed=options.settings.seed,
+        replicas=options.replicas,
+    )
+
+
+def disturbed(run: Run, options: argparse.Namespace) -> list[Figures]:
+    """Break it as often as asked, then let it end in peace."""
+    settings: Settings = options.settings
+    say(options, f"seed {settings.seed}, {settings.replicas} replicas, {options.mode}\n\n{HEADING}")
+    enough_at = time.monotonic() + options.minutes * 60 if options.minutes else None
+    faults = plan(settings) if enough_at else itertools.islice(plan(settings), options.faults)
+    try:
+        run.start()
+        for fault in faults:
+            if not fault.hasty:
+                recover(run, options)
+            if enough_at and time.monotonic() > enough_at:
+                break
+            run.disturb(fault)
+        recover(run, options)
+        run.settle_soon(options.steps)
+        run.finish()
+    except Hung as error:
+        give_up(run, error)
+    return [figures_of(run, place) for place in range(len(run.made))]
+
+
+def recover(run: Run, options: argparse.Namespace) -> None:
+    for place in run.recover():
+        say(options, line(figures_of(run, place)))
+
+
+def undisturbed(run: Run, steps: int) -> None:
+    try:
+        run.settle(steps)
+        run.start()
+        run.finish()
+    except Hung as error:
+        give_up(run, error)
+
+
+def give_up(run: Run, error: Hung) -> None:
+    """Note what was waited for, and have the ranks write down where they stand."""
+    run.problems.append(f"{error}; the logs tell where each replica stood")
+    run.fleet.dump_stacks()
+    time.sleep(DUMP_S)
+    run.watch.poll()
+
+
+def figures_of(run: Run, place: int) -> Figures:
+    started = {rank.placement: rank.started for rank in run.fleet.started}
+    made = run.made[place]
+    overlapping = [other for other in run.made if other.back_at == made.back_at]
+    return measure(made, run.watch, started, overlapping)
+
+
+def seen(run: Run) -> Seen:
+    return Seen(
+        events=run.watch.events,
+        present=[rank.placement for rank in run.fleet.ranks.values()],
+        steps=run.steps,
+        deaths=run.deaths,
+        problems=run.problems,
+        step_s=median_step(run.watch),
+    )
+
+
+def say(options: argparse.Namespace, told: str) -> None:
+    """To a person who waits; the object of --json stands alone on its stream."""
+    stream = sys.stderr if options.json else sys.stdout
+    stream.write(told + "\n")
+    stream.flush()
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m runtime.torture",
+        description="Break a training job at random and at named phases, then judge it.",
+        epilog="kinds: " + "; ".join(f"{kind.name}: {kind.meaning}" for kind in KINDS.values()),
+    )
+    add = parser.add_argument
+    add("--script", type=Path, default=Path(__file__).with_name("script.py"), help="what to train")
+    add("--options", type=json.loads, default={}, help="JSON for the script's DRYDOCK_OPTIONS")
+    add("--replicas", type=int, default=4)
+    add("--steps", type=int, default=0, help="the run has at least so many, more if faults need it")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--faults", type=int, default=DEFAULT_FAULTS, help="how many to make")
+    length.add_argument("--minutes", type=float, default=0.0, help="make faults for so long")
+    add("--kinds", type=names_of(tuple(KINDS)), default=tuple(KINDS), help="with commas between")
+    add("--phases", type=names_of(MOMENTS), default=MOMENTS, help=", ".join(MOMENTS))
+    add("--mode", choices=MODES, default=MODES[0])
+    add("--seed", type=int, default=None, help="of the plan; told at the end if not given")
+    add("--at-once", type=int, default=2, help="replicas struck at once, at most")
+    add("--patience", type=float, default=PATIENCE_S, help="seconds for each wait")
+    add("--keep", action="store_true", help="keep the logs though all is well")
+    add("--json", action="store_true", help="one object on standard output, and nothing else there")
+    add("arguments", nargs="*", help="after --: given to the script")
+    options = parser.parse_args(words)
+    if not options.script.is_file():
+        parser.error(f"there is no script {options.script}")
+    try:
+        options.settings = Settings(
+            seed=secrets.randbelow(1 << 31) if options.seed is None else options.seed,
+            replicas=options.replicas,
+            kinds=options.kinds,
+            phases=options.phases,
+            at_once=options.at_once,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def names_of(known: tuple[str, ...]) -> Any:
+    """Parses names with commas between them, and refuses what is not known."""
+
+    def names(given: str) -> tuple[str, ...]:
+        found = tuple(given.split(","))
+        if unknown := set(found) - set(known):
+            raise argparse.ArgumentTypeError(
+                f"unknown: {', '.join(sorted(unknown))}; choose of {', '.join(known)}"
+            )
+        return found
+
+    return names
+
+
+if __name__ == "__main__":
+    main()

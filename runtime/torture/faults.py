@@ -1,0 +1,148 @@
+"""Which fault, when, to whom: a pure function of the seed, so that a run can be broken again the
+same way. Never looks at the clock or at the run."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from runtime.torture.kinds import ANY, AWAY, DONOR, KINDS, MOMENTS, Ending
+
+T = TypeVar("T")
+
+#: How far into a phase a strike may fall, in seconds.
+REACH_S = {
+    "forward": 0.003,
+    "backward": 0.003,
+    "reduce": 0.003,
+    "apply": 0.0005,
+    "optimizer": 0.001,
+    "regroup": 0.01,
+    "sync": 0.15,
+    DONOR: 0.1,
+    AWAY: 0.3,
+    ANY: 0.1,
+}
+#: Phases that only the death of a replica brings about, and that strike others: one must survive.
+AFTER_A_DEATH = ("regroup", DONOR)
+HASTE = 0.5  # how often a fault does not wait for the victims of the one before, if it need not
+CALM_STEPS = (4, 12)  # commits of all replicas before the next fault
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault of the plan."""
+
+    number: int
+    kind: str
+    phase: str
+    first: int | None  # the replica that is killed to bring about the phase: regroup, sync, donor
+    targets: tuple[int, ...]  # who reads the order; for the coordinator: who strikes it
+    ending: Ending
+    delay_s: float
+    seconds: float
+    calm_steps: int
+    hasty: bool  # made while the victims of the fault before it are still away
+
+    @property
+    def victims(self) -> tuple[int, ...]:
+        """The replicas that are harmed."""
+        struck = () if KINDS[self.kind].on_coordinator else self.targets
+        return tuple(sorted({*struck, *(() if self.first is None else (self.first,))}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the plan is made from."""
+
+    seed: int
+    replicas: int
+    kinds: tuple[str, ...] = tuple(KINDS)
+    phases: tuple[str, ...] = MOMENTS
+    at_once: int = 2
+
+    def __post_init__(self) -> None:
+        if self.replicas < 2:
+            raise ValueError("one replica alone has no survivors; give at least 2")
+        for kind in self.kinds:
+            if not self.phases_of(kind):
+                raise ValueError(
+                    f"{kind} in {', '.join(self.phases)} is impossible with {self.replicas} "
+                    "replicas: give other phases, or 3 replicas, for one must survive"
+                )
+
+    def phases_of(self, kind: str) -> tuple[str, ...]:
+        """Those of the phases in which this kind can strike and leave a survivor."""
+        possible = set(MOMENTS)
+        if self.replicas < 3:
+            possible -= set(AFTER_A_DEATH)
+        if KINDS[kind].on_coordinator:
+            possible -= {DONOR, AWAY}
+        return tuple(phase for phase in self.phases if phase in possible)
+
+
+def plan(settings: Settings) -> Iterator[Fault]:
+    """Faults without end. At least one replica is left alone by each of them."""
+    chance = random.Random(settings.seed)  # noqa: S311 - a plan, not a secret
+    kinds = _deck(chance, [k for k in settings.kinds for _ in range(KINDS[k].share)])
+    phases = {kind: _deck(chance, settings.phases_of(kind)) for kind in settings.kinds}
+    before: Fault | None = None
+    for number in itertools.count(1):
+        kind = next(kinds)
+        before = _fault(chance, settings, number, kind, next(phases[kind]), before)
+        yield before
+
+
+def _fault(
+    chance: random.Random,
+    settings: Settings,
+    number: int,
+    name: str,
+    phase: str,
+    before: Fault | None,
+) -> Fault:
+    kind = KINDS[name]
+    hasty = chance.random() < HASTE and _may_be_hasty(settings, phase, before)
+    away = before.victims if before is not None and hasty else ()
+    order = [replica for replica in range(settings.replicas) if replica not in away]
+    chance.shuffle(order)
+    most = min(settings.at_once, len(order) - 1) if kind.several else 1
+    count = chance.choice((1, chance.randint(1, most)))
+    first: int | None = None
+    targets = tuple(order[:count])
+    if phase == "sync":
+        first, targets = order[0], tuple(order[:1])
+    elif phase in AFTER_A_DEATH:
+        first, targets = order[0], tuple(order[1 : 1 + min(count, settings.replicas - 2)])
+    return Fault(
+        number=number,
+        kind=name,
+        phase=phase,
+        first=first,
+        targets=tuple(sorted(targets)),
+        ending=chance.choice(kind.endings),
+        delay_s=0.0 if kind.blocks else round(chance.uniform(0, REACH_S[phase]), 6),
+        seconds=round(chance.uniform(*kind.seconds), 3),
+        calm_steps=chance.randint(*CALM_STEPS),
+        hasty=hasty,
+    )
+
+
+def _may_be_hasty(settings: Settings, phase: str, before: Fault | None) -> bool:
+    """Only behind a fault whose victims take a while, and if a survivor of both is left."""
+    return (
+        before is not None
+        and not before.hasty
+        and before.ending != "stays"
+        and 0 < len(before.victims) < settings.replicas - 1
+        and phase not in ("sync", *AFTER_A_DEATH)
+    )
+
+
+def _deck(chance: random.Random, cards: Sequence[T]) -> Iterator[T]:
+    """Every card once, in random order, then all of them again."""
+    while True:
+        yield from chance.sample(cards, len(cards))

@@ -1,0 +1,189 @@
+"""The kinds of fault: how each strikes in its victim's process, and how it may end.
+
+The one place to add a kind: write its strike, enter it in KINDS. Imports no torch at the top, for
+the runner reads this table too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime.replica.observing import PHASES
+
+ANY = "any"
+DONOR = "donor"  # while a newcomer takes the state over, one of those who have it is struck
+AWAY = "away"  # while the coordinator is dead
+#: Where a fault may be told to strike.
+MOMENTS: tuple[str, ...] = (*PHASES, DONOR, AWAY, ANY)
+
+#: What becomes of whoever was struck.
+Ending = Literal[
+    "replaced",  # its process is dead, a new one is started
+    "woken",  # stopped until it was given up, then it may go on
+    "killed",  # as it is until it was given up, then killed and replaced
+    "stays",  # nobody helps it: it must come back by itself
+]
+
+SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27  # of asm/socket.h
+REAPPLY_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """To one replica: strike, at the next moment of that name."""
+
+    fault: int
+    kind: str
+    phase: str
+    delay_s: float  # from the beginning of the phase
+    seconds: float  # how long it lasts, if it passes by itself
+    pid: int = 0  # the process to strike; 0: the one that reads this
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of fault."""
+
+    name: str
+    meaning: str
+    strike: Callable[[Order], None]  # runs in the process that reads the order
+    endings: tuple[Ending, ...]
+    seconds: tuple[float, float] = (0.0, 0.0)  # from which `Order.seconds` is drawn
+    breaks: bool = True  # the group that trains at the time ends by it
+    drops: bool = True  # the others must give up whoever was struck
+    several: bool = False  # may strike several replicas at once
+    blocks: bool = False  # strikes on the training thread itself
+    signal: int = 0  # what the runner sends from outside to strike at any moment; 0: it cannot
+    on_coordinator: bool = False
+    share: int = 1  # how often it is drawn, beside the others
+
+
+def send(number: int) -> Callable[[Order], None]:
+    """A strike by a signal."""
+    return lambda order: os.kill(order.pid or os.getpid(), number)
+
+
+def cut(_order: Order) -> None:
+    """Shut down every TCP connection of this process; its listening sockets stay."""
+    for connection in _sockets():
+        with connection, contextlib.suppress(OSError):  # not connected, or shut already
+            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def slow(order: Order) -> None:
+    """Hold up the training thread; all others of this process go on."""
+    time.sleep(order.seconds)
+
+
+def blackhole(order: Order) -> None:
+    """Drop every packet that arrives for this process, acknowledgements too, and reset nothing.
+
+    A socket filter of the kernel's does it, without privileges. What this process sends still
+    leaves, but with no acknowledgement it soon falls silent.
+    """
+    threading.Thread(target=_swallow, args=(order.seconds,), daemon=True).start()
+
+
+def _swallow(seconds: float) -> None:
+    # One instruction of classic BPF: accept no byte.
+    program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+    dropping = struct.pack("HP", 1, ctypes.addressof(program))
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:  # again and again: a new connection must not get out either
+        _filter(SO_ATTACH_FILTER, dropping)
+        time.sleep(REAPPLY_S)
+    _filter(SO_DETACH_FILTER, 0)
+
+
+def _filter(option: int, value: bytes | int) -> None:
+    for connection in _sockets():
+        with connection, contextlib.suppress(OSError):  # closed meanwhile, or has no filter
+            connection.setsockopt(socket.SOL_SOCKET, option, value)
+
+
+def _sockets() -> list[socket.socket]:
+    from runtime.replica.gloo import own_sockets  # imports torch, which a victim has already
+
+    return own_sockets()
+
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind(
+            name="kill",
+            meaning="SIGKILL of one or several replicas",
+            strike=send(signal.SIGKILL),
+            signal=signal.SIGKILL,
+            endings=("replaced",),
+            several=True,
+            share=7,
+        ),
+        Kind(
+            name="stop",
+            meaning="SIGSTOP: a silent peer; woken or killed once it was given up",
+            strike=send(signal.SIGSTOP),
+            signal=signal.SIGSTOP,
+            endings=("woken", "killed"),
+            seconds=(0.2, 1.5),
+            several=True,
+        ),
+        Kind(
+            name="cut",
+            meaning="all connections of a replica are shut down; its process lives",
+            strike=cut,
+            endings=("stays",),
+            drops=False,  # while the coordinator is dead too, it may be back before anyone counts
+        ),
+        Kind(
+            name="blackhole",
+            meaning="no packet reaches a replica any more, for some seconds",
+            strike=blackhole,
+            endings=("stays", "killed"),
+            seconds=(4.0, 6.0),
+        ),
+        Kind(
+            name="slow",
+            meaning="a replica is held up in a phase; nobody must be given up",
+            strike=slow,
+            endings=("stays",),
+            seconds=(0.3, 1.2),
+            breaks=False,
+            drops=False,
+            blocks=True,
+        ),
+        Kind(
+            name="coordinator",
+            meaning="SIGKILL of the coordinator, which is started again a little later",
+            strike=send(signal.SIGKILL),
+            signal=signal.SIGKILL,
+            endings=("replaced",),
+            seconds=(0.1, 1.0),
+            breaks=False,
+            drops=False,
+            on_coordinator=True,
+        ),
+        Kind(
+            name="frozen",
+            meaning="SIGSTOP of the coordinator for some seconds; nobody must be given up",
+            strike=send(signal.SIGSTOP),
+            signal=signal.SIGSTOP,
+            endings=("woken",),
+            seconds=(0.5, 4.0),
+            breaks=False,
+            drops=False,
+            on_coordinator=True,
+        ),
+    )
+}

@@ -1,0 +1,193 @@
+"""One job's coordinator and ranks as real processes of this machine: started, replaced, ended.
+
+Every process ends with the runner, however the runner ends. Knows nothing of faults.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import runtime
+from runtime import client
+from runtime.replica.observing import ENV_OBSERVER
+from runtime.torture.observer import ENV_FOLDER, end_file
+
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None, use_errno=True)
+JOB = "job_torture"
+ENV_MODE = "DRYDOCK_MODE"
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is trained, and how."""
+
+    path: Path
+    arguments: tuple[str, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)  # for DRYDOCK_OPTIONS
+    mode: str = "reproducible"
+
+
+@dataclass(eq=False)
+class Rank:
+    """One start of one replica."""
+
+    replica: int
+    placement: str
+    process: subprocess.Popen[bytes]
+    started: float  # monotonic
+
+
+class Fleet:
+    """The processes of one run, in a folder of their own."""
+
+    def __init__(self, folder: Path, script: Script, replicas: int) -> None:
+        self.folder = folder
+        self.script = script
+        self.replicas = replicas
+        self.token = secrets.token_hex(8)
+        self.port = 0
+        self.coordinator: subprocess.Popen[bytes] | None = None
+        self.ranks: dict[int, Rank] = {}  # the present ones
+        self.started: list[Rank] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        self.folder.mkdir()
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        for process in self._processes:
+            end(process)
+
+    def start_coordinator(self) -> None:
+        """Start it, on the port it had before if any; `listening` tells when it is up."""
+        self.port_file.unlink(missing_ok=True)
+        options = {
+            "--job": JOB,
+            "--state-dir": str(self.folder / "coordinator"),
+            "--listen": f"127.0.0.1:{self.port}",
+            "--port-file": str(self.port_file),
+        }
+        words = [word for pair in options.items() for word in pair]
+        self.coordinator = self._run(
+            "coordinator", ["-m", "runtime.replica.coordinator", *words], {}
+        )
+
+    @property
+    def port_file(self) -> Path:
+        return self.folder / "port"
+
+    def listening(self) -> bool:
+        """Whether the coordinator is up; notes its port."""
+        if self.port_file.exists():
+            self.port = int(self.port_file.read_text())
+            return True
+        return False
+
+    def start(self, replica: int, prepare: Callable[[Rank], None] | None = None) -> Rank:
+        """Start a replica anew. `prepare` is called before its script can have got anywhere."""
+        placement = f"plc_{len(self.started)}"
+        environment = {
+            client.ENV_JOB: JOB,
+            client.ENV_REPLICA: str(replica),
+            client.ENV_RANK: "0",
+            client.ENV_PLACEMENT: placement,
+            client.ENV_COORDINATOR: f"127.0.0.1:{self.port}",
+            client.ENV_STATE_DIR: str(self.folder / "state"),
+            client.ENV_OPTIONS: json.dumps(self.script.options),
+            ENV_MODE: self.script.mode,
+            ENV_OBSERVER: "runtime.torture.observer:from_environment",
+            ENV_FOLDER: str(self.folder),
+        }
+        words = [str(self.script.path), *self.script.arguments]
+        process = self._run(f"replica{replica}", words, environment)
+        rank = Rank(replica, placement, process, time.monotonic())
+        self.ranks[replica] = rank
+        self.started.append(rank)
+        if prepare is not None:
+            prepare(rank)
+        return rank
+
+    def ended(self) -> list[Rank]:
+        """The present ranks whose process has ended."""
+        return [rank for rank in self.ranks.values() if rank.process.poll() is not None]
+
+    def settle(self, steps: int) -> None:
+        """Tell all ranks at which number of steps the run ends."""
+        draft = self.folder / "end.new"
+        draft.write_text(str(steps))
+        draft.replace(end_file(self.folder))
+
+    def status(self) -> dict[str, Any]:
+        """What the coordinator says of itself. Raises OSError if it does not answer."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=2) as connection:
+            connection.sendall(json.dumps({"token": self.token, "op": "status"}).encode() + b"\n")
+            answer: dict[str, Any] = json.loads(connection.makefile().readline() or "{}")
+            return answer
+
+    def dump_stacks(self) -> None:
+        """Ask all ranks to write the stacks of their threads into their logs."""
+        for rank in self.ranks.values():
+            if rank.process.poll() is None:
+                rank.process.send_signal(signal.SIGCONT)
+                rank.process.send_signal(signal.SIGUSR1)
+
+    def _run(
+        self, name: str, words: list[str], environment: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("DRYDOCK")}
+        inherited.setdefault("OMP_NUM_THREADS", "1")
+        root = str(Path(runtime.__file__).resolve().parents[1])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        common = {
+            "PYTHONPATH": path,
+            client.ENV_TOKEN: self.token,
+            client.ENV_WORLD_REPLICAS: str(self.replicas),
+        }
+        runner = os.getpid()
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, *words],
+                env={**inherited, **common, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=lambda: _die_with(runner),  # safe: the runner has one thread
+            )
+        self._processes.append(process)
+        return process
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and whatever it started."""
+    with contextlib.suppress(ProcessLookupError):  # nothing is left of it
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _die_with(runner: int) -> None:
+    """In the child: be killed when the runner ends, even if that is killed itself."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != runner:
+        os._exit(1)

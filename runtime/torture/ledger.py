@@ -1,0 +1,125 @@
+"""Whether each sample of each step was trained on once, from what the ranks committed.
+
+Pure functions of the events. Trusts no rank's own summary: it counts the coverage that travelled
+with each reduced gradient, and compares what the ranks hold at the end with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from runtime.torture.watch import Event
+
+
+@dataclass
+class Audit:
+    """Samples, counted over all committed steps."""
+
+    lost: int = 0
+    duplicated: int = 0
+    dropped: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def audit(events: Mapping[str, Sequence[Event]], steps: int, *, drops: bool) -> Audit:
+    """Compare what all placements wrote down with a run of so many steps.
+
+    `drops`: a shard that nobody summed was given up by policy.
+    """
+    found = Audit()
+    agreed = _agreed(events, found)
+    shard_size = _shard_size(agreed)
+    shards = max((len(record["coverage"]) for record in agreed.values()), default=0)
+    if missing := [step for step in range(steps) if step not in agreed]:
+        found.lost += len(missing) * shards * shard_size
+        found.problems.append(
+            f"{len(missing)} steps, from {missing[0]} to {missing[-1]}, were never committed"
+        )
+    for step in sorted(agreed):
+        coverage = agreed[step]["coverage"]
+        absent = sum(count == 0 for count in coverage) * shard_size
+        if drops:
+            found.dropped += absent
+        else:
+            found.lost += absent
+        found.duplicated += sum(count - 1 for count in coverage if count > 1) * shard_size
+        if any(count != 1 for count in coverage) and not drops:
+            found.problems.append(f"step {step} summed its shards {coverage} times")
+        if agreed[step]["samples"] != sum(coverage) * shard_size:
+            found.problems.append(f"step {step} trained on {agreed[step]['samples']} samples")
+    if beyond := [step for step in agreed if step >= steps > 0]:
+        found.problems.append(f"steps {beyond} were committed, beyond the end at {steps}")
+    for placement, own in events.items():
+        _follow(placement, own, shards * shard_size, found)
+    _compare_held(events, steps, found)
+    return found
+
+
+def _agreed(events: Mapping[str, Sequence[Event]], found: Audit) -> dict[int, dict[str, Any]]:
+    """By step, what was committed; all who committed it must have seen the same."""
+    agreed: dict[int, dict[str, Any]] = {}
+    for own in events.values():
+        for event in own:
+            if event.what != "commit":
+                continue
+            step = int(event.data["step"])
+            known = agreed.setdefault(step, event.data)
+            for key in ("coverage", "samples", "loss", "grad_norm"):
+                if known[key] != event.data[key]:
+                    found.problems.append(
+                        f"step {step}: {event.placement} has {key} {event.data[key]}, "
+                        f"another replica {known[key]}"
+                    )
+    return agreed
+
+
+def _shard_size(agreed: Mapping[int, dict[str, Any]]) -> int:
+    """How many samples a shard has: what most steps say."""
+    for record in agreed.values():
+        summed = sum(record["coverage"])
+        if summed and record["samples"] % summed == 0:
+            return int(record["samples"] // summed)
+    return 0
+
+
+def _follow(placement: str, own: Sequence[Event], per_step: int, found: Audit) -> None:
+    """One process makes one step after another; only who takes the state anew may jump ahead."""
+    last: int | None = None
+    synced = False
+    for event in own:
+        if event.what == "phase" and event.data["phase"] == "sync":
+            synced = True
+        if event.what != "commit":
+            continue
+        step = int(event.data["step"])
+        if last is not None and step <= last:
+            found.duplicated += per_step
+            found.problems.append(f"{placement} applied step {step} after step {last}")
+        elif last is not None and step > last + 1 and not synced:
+            found.lost += (step - last - 1) * per_step
+            found.problems.append(f"{placement} went from step {last} to step {step}")
+        last, synced = step, False
+
+
+def _compare_held(events: Mapping[str, Sequence[Event]], steps: int, found: Audit) -> None:
+    """The ledger that each replica holds at the end is whole, and the same everywhere."""
+    held = {p: e.data["ledger"] for p, own in events.items() for e in own if e.what == "ended"}
+    for placement, ledger in held.items():
+        if ledger != next(iter(held.values())):
+            found.problems.append(f"the ledger that {placement} holds differs from the others'")
+        reached = 0
+        for entry in ledger:
+            if entry["lost"] or entry["duplicated"]:
+                found.problems.append(f"the ledger that {placement} holds says: {entry}")
+            if entry["step_from"] != reached and reached:
+                found.problems.append(
+                    f"the ledger that {placement} holds jumps from step {reached - 1} "
+                    f"to {entry['step_from']}"
+                )
+            reached = entry["step_to"] + 1
+        if reached != steps:
+            found.problems.append(
+                f"the ledger that {placement} holds ends before step {reached}, not {steps}"
+            )

@@ -1,0 +1,240 @@
+"""The judgement of a run: a pure function from what was seen to what held, and how it is shown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from runtime.torture.kinds import AWAY
+from runtime.torture.ledger import audit
+from runtime.torture.measure import Figures
+from runtime.torture.run import Death
+from runtime.torture.watch import Event
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What one run left behind."""
+
+    events: Mapping[str, Sequence[Event]]  # by placement
+    present: Sequence[str]  # the placements that were there at the end
+    steps: int | None  # None: it did not get so far as to know
+    deaths: Sequence[Death] = ()
+    problems: Sequence[str] = ()  # what the runner itself found wrong
+    step_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What `--json` prints."""
+
+    ok: bool
+    mode: str
+    seed: int
+    replicas: int
+    steps: int | None
+    digest_equal: bool | None  # None: not a claim of this mode
+    digest: str | None  # of the disturbed run; None if its replicas do not agree
+    ledger: dict[str, int]
+    survivor_deaths: int
+    failures: list[dict[str, Any]]
+    step_s: float | None  # median, of the disturbed run
+    undisturbed_step_s: float | None
+    final_loss: list[float | None]  # disturbed, undisturbed
+    problems: list[str]
+    folder: str | None = None  # where the logs are, if they were kept
+
+
+def judge(
+    disturbed: Seen,
+    undisturbed: Seen | None,
+    figures: Sequence[Figures],
+    *,
+    mode: str,
+    seed: int,
+    replicas: int,
+) -> Report:
+    """Hold what was seen against every claim. `undisturbed` is None if it was not run."""
+    problems = [*disturbed.problems]
+    drops = mode == "drop"
+    ledger = audit(disturbed.events, disturbed.steps or 0, drops=drops)
+    problems += _shortened(ledger.problems)
+    problems += [_obituary(death) for death in disturbed.deaths]
+    problems += [
+        f"fault {f.fault} ({f.kind} in {f.phase}): the replicas did not come back"
+        for f in figures
+        if not f.recovered
+    ]
+    digests = _digests(disturbed, problems, "")
+    if disturbed.steps is None:
+        problems.append("the run did not reach its end")
+    equal: bool | None = None
+    if undisturbed is None:
+        problems.append("there is no undisturbed run to compare with")
+    else:
+        before = "the undisturbed run: "
+        problems += [before + problem for problem in undisturbed.problems]
+        problems += [before + _obituary(death) for death in undisturbed.deaths]
+        alone = audit(undisturbed.events, undisturbed.steps or 0, drops=drops)
+        problems += _shortened([before + problem for problem in alone.problems])
+        expected = _digests(undisturbed, problems, before)
+        if mode == "reproducible":
+            equal = len(digests) == 1 and digests == expected
+            if not equal and expected:
+                problems.append(_difference(disturbed, undisturbed))
+    survivor_deaths = sum(not death.targeted for death in disturbed.deaths)
+    whole = not ledger.lost and not ledger.duplicated
+    return Report(
+        ok=not problems and whole and not survivor_deaths and equal is not False,
+        mode=mode,
+        seed=seed,
+        replicas=replicas,
+        steps=disturbed.steps,
+        digest_equal=equal,
+        digest=next(iter(digests)) if len(digests) == 1 else None,
+        ledger={
+            "lost": ledger.lost,
+            "duplicated": ledger.duplicated,
+            "dropped": ledger.dropped,
+        },
+        survivor_deaths=survivor_deaths,
+        failures=[_rounded(asdict(one)) for one in figures],
+        step_s=_round(disturbed.step_s),
+        undisturbed_step_s=_round(undisturbed.step_s if undisturbed else None),
+        final_loss=[_final_loss(disturbed), _final_loss(undisturbed) if undisturbed else None],
+        problems=problems,
+    )
+
+
+def line(figures: Figures) -> str:
+    """One fault in one line."""
+    who = " ".join(map(str, figures.replicas)) or "-"
+    cells = [
+        f"{figures.fault:>4}{'+' if figures.hasty else ' '} {figures.kind:<11}",
+        f"{figures.phase:<9} {figures.ending:<8} {who:<6}",
+        f"{figures.step:>6}",
+        *(
+            f"{_milliseconds(value):>8}"
+            for value in (
+                figures.detect_s,
+                figures.regroup_s,
+                figures.gap_s,
+                figures.rejoin_s,
+                figures.rejoin_gap_s,
+            )
+        ),
+    ]
+    return " ".join(cells) + ("" if figures.recovered else "  NOT RECOVERED")
+
+
+HEADING = (
+    "   #  kind        phase     ending   who      step   detect  regroup      gap   rejoin  at"
+    " entry   (ms)"
+)
+
+
+def text(report: Report) -> str:
+    """The end of the report, for people."""
+    ledger = report.ledger
+    hasty = any(failure["hasty"] for failure in report.failures)
+    equal = {True: "equal", False: "DIFFERENT", None: "not compared in this mode"}
+    told = [
+        "",
+        f"steps           {report.steps}, {_milliseconds(report.step_s)} ms each at the median"
+        f" ({_milliseconds(report.undisturbed_step_s)} ms undisturbed)",
+        f"digest          {equal[report.digest_equal]}",
+        f"samples         {ledger['lost']} lost, {ledger['duplicated']} duplicated,"
+        f" {ledger['dropped']} dropped",
+        f"survivors died  {report.survivor_deaths}",
+        *_gaps(report.failures),
+        *(["+               made while the victims of the fault before were still away"] * hasty),
+        *(f"problem         {problem}" for problem in report.problems),
+        f"seed            {report.seed}",
+        *([f"logs            {report.folder}"] if report.folder else []),
+        f"every claim held: {'yes' if report.ok else 'NO'}",
+    ]
+    return "\n".join(told)
+
+
+def _gaps(failures: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The gap of each kind, median and worst; without a coordinator it is another matter."""
+    gaps: dict[str, list[float]] = {}
+    for failure in failures:
+        where = " while the coordinator is dead" if failure["phase"] == AWAY else ""
+        if failure["gap_s"] is not None:
+            gaps.setdefault(failure["kind"] + where, []).append(failure["gap_s"])
+    return [
+        f"gap             {kind}: {_milliseconds(statistics.median(found))} ms at the median, "
+        f"{_milliseconds(max(found))} ms at worst, of {len(found)}"
+        for kind, found in gaps.items()
+    ]
+
+
+def _digests(seen: Seen, problems: list[str], before: str) -> set[str]:
+    """Of the replicas' final states; says which replica has none, or which differ."""
+    found: dict[str, str] = {}
+    for placement in seen.present:
+        ends = [event for event in seen.events.get(placement, ()) if event.what == "ended"]
+        if not ends:
+            problems.append(f"{before}{placement} did not come to the end")
+        elif ends[-1].data["step"] + 1 != seen.steps:
+            problems.append(
+                f"{before}{placement} ended after {ends[-1].data['step'] + 1} steps, "
+                f"not {seen.steps}"
+            )
+        if ends:
+            found[placement] = ends[-1].data["digest"]
+    if len(set(found.values())) > 1:
+        problems.append(f"{before}the replicas end with different states: {found}")
+    return set(found.values())
+
+
+def _difference(disturbed: Seen, undisturbed: Seen) -> str:
+    """Where the two runs parted, as far as their losses tell."""
+    ours, theirs = _trajectory(disturbed), _trajectory(undisturbed)
+    parted = [step for step in sorted(ours) if step in theirs and ours[step] != theirs[step]]
+    where = (
+        f"they part at step {parted[0]}: loss and norm {ours[parted[0]]}, "
+        f"undisturbed {theirs[parted[0]]}"
+        if parted
+        else "all their losses are the same"
+    )
+    return f"the digest is not that of the undisturbed run; {where}"
+
+
+def _trajectory(seen: Seen) -> dict[int, tuple[float, float]]:
+    return {
+        int(event.data["step"]): (event.data["loss"], event.data["grad_norm"])
+        for own in seen.events.values()
+        for event in own
+        if event.what == "commit"
+    }
+
+
+def _final_loss(seen: Seen) -> float | None:
+    trajectory = _trajectory(seen)
+    return trajectory[max(trajectory)][0] if trajectory else None
+
+
+def _obituary(death: Death) -> str:
+    whose = "struck by a fault that ends no process" if death.targeted else "untouched"
+    return f"replica {death.replica} ({death.placement}), {whose}, died with {death.code}"
+
+
+def _shortened(problems: Sequence[str], most: int = 12) -> list[str]:
+    left = len(problems) - most
+    return [*problems[:most], *([f"and {left} more of this sort"] if left > 0 else [])]
+
+
+def _rounded(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: round(v, 4) if isinstance(v, float) else v for k, v in values.items()}
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.0f}"

@@ -1,0 +1,153 @@
+"""The script that is tortured if no other is given: a small transformer on made-up text.
+
+Needs no files. DRYDOCK_OPTIONS may change what OPTIONS names. It does not know that it is watched.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import runtime
+
+job = runtime.join()
+
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402, N812 - its usual name
+
+OPTIONS: dict[str, Any] = {
+    "width": 32,
+    "layers": 2,
+    "context": 32,
+    "shards": 12,
+    "shard_size": 2,
+    "samples": 2400,
+    "seed": 11,
+    "learning_rate": 3e-3,
+    "dropout": 0.1,
+    "checkpoint_s": 3600.0,
+    **job.options,
+}
+WORDS = 64
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(OPTIONS["seed"])
+    text = made_up(OPTIONS["samples"], OPTIONS["context"])
+    model = Transformer(OPTIONS["width"], OPTIONS["layers"], OPTIONS["context"])
+    optimizer = AdamW([*model.parameters()], OPTIONS["learning_rate"])
+    batches = runtime.Batches(
+        samples=len(text),
+        shards=OPTIONS["shards"],
+        shard_size=OPTIONS["shard_size"],
+        seed=OPTIONS["seed"],
+        tokens_per_sample=OPTIONS["context"],
+    )
+    saver = runtime.Checkpointer(job, every_s=OPTIONS["checkpoint_s"])
+    with runtime.ReplicaGroup(
+        job, model, optimizer, batches, saver,
+        schedule=Cosine(optimizer, 400), steps=OPTIONS.get("steps"),
+    ) as replica:  # fmt: skip
+        for shard in replica:
+            rows = text[list(shard.ids)]
+            replica.backward(model(rows[:, :-1], rows[:, 1:]))
+
+
+def made_up(samples: int, context: int) -> torch.Tensor:
+    """Rows in which each word mostly follows from the one before."""
+    follows = torch.randperm(WORDS)
+    rows = torch.randint(WORDS, (samples, context + 1))
+    faithful = torch.rand(samples, context + 1) < 0.8
+    for place in range(1, context + 1):
+        rows[:, place] = torch.where(
+            faithful[:, place], follows[rows[:, place - 1]], rows[:, place]
+        )
+    return rows
+
+
+class Transformer(nn.Module):
+    """A decoder with dropout, so that random numbers matter."""
+
+    def __init__(self, width: int, layers: int, context: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, width)
+        self.places = nn.Embedding(context, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, 4, 4 * width, OPTIONS["dropout"], batch_first=True, norm_first=True
+            )
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, WORDS)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context))
+
+    def forward(self, given: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+        x = self.words(given) + self.places.weight
+        for layer in self.layers:
+            x = layer(x, src_mask=self.mask, is_causal=True)
+        loss: torch.Tensor = F.cross_entropy(self.head(x).flatten(0, 1), expected.flatten())
+        return loss
+
+
+class AdamW:
+    """AdamW in a dozen lines: torch.optim would import the whole compiler at its first step."""
+
+    def __init__(self, parameters: list[torch.Tensor], rate: float) -> None:
+        self.parameters = parameters
+        self.rate = rate
+        self.count = 0
+        self.mean = [torch.zeros_like(p) for p in parameters]
+        self.square = [torch.zeros_like(p) for p in parameters]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.count += 1
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        torch._foreach_lerp_(self.mean, gradients, 1 - 0.9)
+        torch._foreach_mul_(self.square, 0.99)
+        torch._foreach_addcmul_(self.square, gradients, gradients, 1 - 0.99)
+        scale = torch._foreach_sqrt(self.square)
+        torch._foreach_div_(scale, math.sqrt(1 - 0.99**self.count))
+        torch._foreach_add_(scale, 1e-8)
+        torch._foreach_mul_(self.parameters, 1 - self.rate * 0.01)
+        pace = -self.rate / (1 - 0.9**self.count)
+        torch._foreach_addcdiv_(self.parameters, self.mean, scale, pace)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "rate": self.rate, "count": self.count, "mean": self.mean, "square": self.square,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rate, self.count = state["rate"], state["count"]
+        torch._foreach_copy_(self.mean, state["mean"])
+        torch._foreach_copy_(self.square, state["square"])
+
+
+class Cosine:
+    """The rate swings between its peak and a tenth of it, once in so many steps."""
+
+    def __init__(self, optimizer: AdamW, period: int) -> None:
+        self.optimizer = optimizer
+        self.peak = optimizer.rate
+        self.period = period
+        self.count = 0
+
+    def step(self) -> None:
+        self.count += 1
+        swing = 0.5 + 0.5 * math.cos(2 * math.pi * self.count / self.period)
+        self.optimizer.rate = self.peak * (0.1 + 0.9 * swing)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+if __name__ == "__main__":
+    main()

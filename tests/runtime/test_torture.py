@@ -1,0 +1,348 @@
+"""The torture command: its plan, its figures, its judgement, and one short run for real."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.torture.faults import Fault, Settings, plan
+from runtime.torture.kinds import KINDS, MOMENTS
+from runtime.torture.measure import Figures, measure
+from runtime.torture.report import Report, Seen, judge
+from runtime.torture.run import Death, Made
+from runtime.torture.watch import Event, Watch
+from tests.runtime.replicas import ROOT, until
+
+STEPS = 6
+FIGURES = Figures(
+    fault=1, kind="kill", phase="reduce", ending="replaced", hasty=False, replicas=[1], step=2,
+    detect_s=0.03, regroup_s=0.1, gap_s=0.15, rejoin_s=4.0, rejoin_gap_s=0.1, recovered=True,
+)  # fmt: skip
+
+made_up_settings = st.builds(
+    Settings,
+    seed=st.integers(0, 2**31),
+    replicas=st.integers(3, 8),
+    kinds=st.lists(st.sampled_from(tuple(KINDS)), min_size=1, unique=True).map(tuple),
+    phases=st.lists(st.sampled_from(MOMENTS[:-1]), unique=True).map(lambda p: (*p, MOMENTS[-1])),
+    at_once=st.integers(1, 9),
+)
+
+
+# --- the plan -------------------------------------------------------------------------------------
+
+
+def first_faults(given: Settings, count: int = 30) -> list[Fault]:
+    return list(itertools.islice(plan(given), count))
+
+
+@settings(deadline=None)  # a busy machine, not a slow function
+@given(made_up_settings)
+def test_the_plan_is_a_function_of_its_settings(given: Settings) -> None:
+    assert first_faults(given) == first_faults(given)
+
+
+@settings(deadline=None)  # a busy machine, not a slow function
+@given(made_up_settings)
+def test_every_fault_leaves_a_survivor_and_is_one_that_was_asked_for(given: Settings) -> None:
+    for fault in first_faults(given):
+        assert len(fault.victims) < given.replicas
+        assert set(fault.victims) | set(fault.targets) <= set(range(given.replicas))
+        assert fault.kind in given.kinds
+        assert fault.phase in given.phases
+        assert fault.ending in KINDS[fault.kind].endings
+        assert (fault.first is not None) == (fault.phase in ("regroup", "sync", "donor"))
+
+
+@settings(deadline=None)
+@given(made_up_settings)
+def test_a_hasty_fault_leaves_a_survivor_of_both(given: Settings) -> None:
+    for before, fault in itertools.pairwise(first_faults(given)):
+        harmed = [*fault.victims, *(before.victims * fault.hasty)]
+
+        assert len(set(harmed)) == len(harmed) < given.replicas
+        assert not (before.hasty and fault.hasty)
+
+
+def test_every_kind_meets_every_phase() -> None:
+    given = Settings(seed=1, replicas=4)
+
+    met = {(fault.kind, fault.phase) for fault in first_faults(given, 600)}
+
+    senseless = set(itertools.product(("coordinator", "frozen"), ("donor", "away")))
+    assert met == set(itertools.product(KINDS, MOMENTS)) - senseless
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"replicas": 1}, "no survivors"),
+        ({"replicas": 2, "phases": ("regroup",)}, "kill in regroup is impossible with 2"),
+        ({"kinds": ("coordinator",), "phases": ("donor",)}, "coordinator in donor is impossible"),
+    ],
+)
+def test_a_plan_without_survivors_is_refused(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Settings(**{"seed": 1, "replicas": 4, **wrong})
+
+
+# --- the figures ----------------------------------------------------------------------------------
+
+
+def test_a_fault_is_timed_by_what_its_survivors_wrote(tmp_path: Path) -> None:
+    watch = Watch(tmp_path)
+    watch.events = {
+        "plc_0": [
+            commit(0, at=9.9),
+            commit(1, at=10.0),
+            event("lost", at=10.06, replica=1, how="reset"),
+            event("granted", at=10.1, epoch=2, members={"0": "plc_0"}),
+            commit(2, at=10.2),
+            commit(3, at=10.3),
+            commit(4, at=14.6),
+            event("granted", at=14.7, epoch=3, members={"0": "plc_0", "1": "plc_2"}),
+            commit(5, at=14.9),
+        ],
+        "plc_1": [commit(0, at=9.9, placement="plc_1"), commit(1, at=10.0, placement="plc_1")],
+        "plc_2": [
+            event("phase", at=14.5, placement="plc_2", phase="sync", step=0),
+            event("granted", at=14.7, placement="plc_2", epoch=3, members={"1": "plc_2"}),
+            commit(5, at=14.9, placement="plc_2"),
+        ],
+    }
+    fault = Fault(
+        number=1, kind="kill", phase="any", first=None, targets=(1,), ending="replaced",
+        delay_s=0.0, seconds=0.0, calm_steps=4, hasty=False,
+    )  # fmt: skip
+    made = Made(
+        fault, step=1, struck=[10.05], hurt={"plc_1"}, gone={"plc_1"},
+        returning={"plc_2"}, back_at=15.0,
+    )  # fmt: skip
+
+    figures = measure(made, watch, {"plc_0": 1.0, "plc_1": 1.0, "plc_2": 10.3})
+
+    assert figures.detect_s == pytest.approx(0.01)
+    assert figures.regroup_s == pytest.approx(0.05)
+    assert figures.gap_s == pytest.approx(0.2)
+    assert figures.rejoin_s == pytest.approx(4.6)
+    assert figures.rejoin_gap_s == pytest.approx(4.3)
+
+
+# --- the judgement --------------------------------------------------------------------------------
+
+
+def event(what: str, at: float, placement: str = "plc_0", **data: Any) -> Event:
+    return Event(what, at, int(placement[-1]), placement, data)
+
+
+def commit(step: int, at: float = 0.0, placement: str = "plc_0", **changed: Any) -> Event:
+    data = {"step": step, "epoch": 1, "coverage": [1] * 4, "samples": 8, "loss": 2.5 - step / 10,
+            "grad_norm": 0.5, "members": [0, 1]}  # fmt: skip
+    return event("commit", at, placement, **{**data, **changed})
+
+
+def ended(placement: str, digest: str = "d1", **changed: Any) -> Event:
+    ledger = [{"step_from": 0, "step_to": STEPS - 1, "lost": [], "duplicated": []}]
+    data = {"step": STEPS - 1, "digest": digest, "ledger": ledger}
+    return event("ended", 1.0, placement, **{**data, **changed})
+
+
+def good(**changed: Any) -> Seen:
+    """Two replicas that made all their steps."""
+    events = {
+        placement: [*(commit(step, placement=placement) for step in range(STEPS)), ended(placement)]
+        for placement in ("plc_0", "plc_1")
+    }
+    return replace(Seen(events=events, present=["plc_0", "plc_1"], steps=STEPS), **changed)
+
+
+def judged(
+    disturbed: Seen, undisturbed: Seen | None = None, mode: str = "reproducible", **changed: Any
+) -> Report:
+    figures = [replace(FIGURES, **changed)]
+    alone = undisturbed or good()
+    return judge(disturbed, alone, figures, mode=mode, seed=1, replicas=2)
+
+
+def with_events(change: Callable[[list[Event]], list[Event]], *placements: str) -> Seen:
+    seen = good()
+    return replace(
+        seen, events={**seen.events, **{p: change([*seen.events[p]]) for p in placements}}
+    )
+
+
+def covering(coverage: list[int], samples: int) -> Seen:
+    """All replicas saw step 3 with this coverage."""
+
+    def change(own: list[Event]) -> list[Event]:
+        changed = commit(3, 0.0, own[0].placement, coverage=coverage, samples=samples)
+        return [*own[:3], changed, *own[4:]]
+
+    return with_events(change, "plc_0", "plc_1")
+
+
+def test_a_run_in_which_all_held_is_ok() -> None:
+    report = judged(good())
+
+    assert report.problems == []
+    assert report.ok
+    assert report.digest_equal is True
+    assert report.ledger == {"lost": 0, "duplicated": 0, "dropped": 0}
+    assert [(f["kind"], f["phase"], f["gap_s"]) for f in report.failures] == [
+        ("kill", "reduce", 0.15)
+    ]
+
+
+def test_a_lost_shard_is_counted_in_samples() -> None:
+    report = judged(covering([1, 0, 1, 1], 6))
+
+    assert not report.ok
+    assert report.ledger == {"lost": 2, "duplicated": 0, "dropped": 0}
+
+
+def test_a_shard_given_up_by_policy_is_not_lost() -> None:
+    report = judged(covering([1, 0, 1, 1], 6), mode="drop")
+
+    assert report.ok
+    assert report.digest_equal is None
+    assert report.ledger == {"lost": 0, "duplicated": 0, "dropped": 2}
+
+
+def test_a_shard_summed_twice_is_a_duplicate() -> None:
+    report = judged(covering([1, 2, 1, 1], 10))
+
+    assert not report.ok
+    assert report.ledger == {"lost": 0, "duplicated": 2, "dropped": 0}
+
+
+def test_a_step_that_nobody_committed_is_lost() -> None:
+    report = judged(with_events(lambda own: [*own[:3], *own[4:]], "plc_0", "plc_1"))
+
+    assert not report.ok
+    assert report.ledger["lost"] >= 8
+
+
+def test_a_step_applied_twice_by_one_process_is_a_duplicate() -> None:
+    report = judged(with_events(lambda own: [*own[:3], own[2], *own[3:]], "plc_0"))
+
+    assert not report.ok
+    assert report.ledger["duplicated"] == 8
+
+
+def test_a_replica_that_took_the_state_anew_may_jump_ahead() -> None:
+    synced = event("phase", 0.0, "plc_1", phase="sync", step=2)
+
+    report = judged(with_events(lambda own: [*own[:2], synced, *own[4:]], "plc_1"))
+
+    assert report.ok
+
+
+def broken() -> dict[str, tuple[Report, str]]:
+    """Each claim broken alone, and a word of what the report says of it."""
+    death = Death(replica=1, placement="plc_1", code=-11, targeted=False)
+    other_sum = with_events(lambda own: [commit(0, 0.0, "plc_1", loss=9.0), *own[1:]], "plc_1")
+    other_end = with_events(lambda own: [*own[:-1], ended("plc_1", "d2")], "plc_1")
+    other_ledger = with_events(lambda own: [*own[:-1], ended("plc_1", ledger=[])], "plc_1")
+    other_run = {p: [*own[:-1], ended(p, "d3")] for p, own in good().events.items()}
+    return {
+        "a survivor died": (judged(good(deaths=[death])), "untouched, died with -11"),
+        "a wait had no end": (judged(good(problems=["not within 60 s"])), "not within 60 s"),
+        "never came back": (judged(good(), recovered=False), "did not come back"),
+        "no end": (judged(good(steps=None)), "did not reach its end"),
+        "one did not end": (judged(with_events(lambda own: own[:-1], "plc_1")), "not come to"),
+        "sums differ": (judged(other_sum), "plc_1 has loss 9.0"),
+        "states differ": (judged(other_end), "end with different states"),
+        "ledgers differ": (judged(other_ledger), "differs from the others'"),
+        "another trajectory": (judged(good(), good(events=other_run)), "not that of the undist"),
+        "undisturbed run hung": (judged(good(), good(problems=["hung"])), "undisturbed run: hung"),
+        "no undisturbed run": (
+            judge(good(), None, [], mode="reproducible", seed=1, replicas=2),
+            "no undisturbed run",
+        ),
+    }
+
+
+@pytest.mark.parametrize("claim", list(broken()))
+def test_one_broken_claim_is_enough(claim: str) -> None:
+    report, told = broken()[claim]
+
+    assert not report.ok
+    assert told in "\n".join(report.problems)
+
+
+def test_only_the_deaths_of_survivors_count_as_theirs() -> None:
+    struck = Death(replica=1, placement="plc_1", code=1, targeted=True)
+    untouched = Death(replica=0, placement="plc_0", code=1, targeted=False)
+
+    assert judged(good(deaths=[struck])).survivor_deaths == 0
+    assert not judged(good(deaths=[struck])).ok
+    assert judged(good(deaths=[struck, untouched])).survivor_deaths == 1
+
+
+def test_closeness_is_shown_where_equality_is_no_claim() -> None:
+    report = judged(good(), mode="cover")
+
+    assert report.ok
+    assert report.digest_equal is None
+    assert report.final_loss == [2.0, 2.0]
+
+
+# --- for real -------------------------------------------------------------------------------------
+
+
+def torture(folder: Path, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "runtime.torture", *words],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def test_three_replicas_survive_and_end_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    run = torture(
+        tmp_path, "--json", "--seed", "4", "--replicas", "3", "--faults", "2",
+        "--kinds", "kill", "--phases", "reduce,regroup",
+    )  # fmt: skip
+
+    told, _ = run.communicate(timeout=300)
+    report = json.loads(told)
+
+    assert report["problems"] == []
+    assert report["ok"]
+    assert report["digest_equal"] is True
+    assert report["ledger"] == {"lost": 0, "duplicated": 0, "dropped": 0}
+    assert report["survivor_deaths"] == 0
+    assert {f["phase"] for f in report["failures"]} == {"reduce", "regroup"}
+    assert all(f["detect_s"] < f["regroup_s"] for f in report["failures"])
+    assert run.returncode == 0
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_killed_runner_leaves_no_process_behind(tmp_path: Path) -> None:
+    run = torture(
+        tmp_path, "--json", "--seed", "1", "--replicas", "2", "--faults", "1", "--kinds", "kill"
+    )
+    started: list[psutil.Process] = until(
+        lambda: [c for c in [psutil.Process(run.pid).children()] if len(c) == 3], "all started"
+    )[0]
+
+    run.send_signal(signal.SIGKILL)
+    run.communicate()
+
+    until(lambda: not any(process.is_running() for process in started), "all have ended")
