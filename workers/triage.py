@@ -38,6 +38,8 @@ NODE_REPAIRS = frozenset({"reset_gpu", "drain_and_reset", "reboot", "power_cycle
 FOR_PEOPLE = frozenset(
     {"undecodable", "update_software", "check_mechanicals", "field_diagnostic", "contact_vendor"}
 )
+#: A program that a fault of its card ends has ended by then, in seconds.
+PROGRAM_ENDS_S = 5.0
 #: Codes that say that a card is gone, not why: a code of the driver names it better.
 VAGUE_CODES = frozenset({"gpu-lost", "gpu-unreadable"})
 #: The driver's own recovery action in an XID 154, read by its number: NVML field 230 has the same.
@@ -242,6 +244,9 @@ def cause_of_loss(evidence: LossEvidence) -> Cause | NotYet | NothingLost:
     if not gone and evidence.still_commits and not evidence.node_reachable:
         return NotYet(1.0, "its node's agent is silent, but the replica commits steps")
     if not gone and evidence.node_reachable:
+        if line is not None and line.action == "restart_app" and evidence.waited_s < PROGRAM_ENDS_S:
+            # The kernel speaks first; the program that it speaks of ends a moment later.
+            return NotYet(0.5, f"{line.code} hit the program, whose end has not been told")
         return NothingLost("its node is heard again, and nobody lost the replica")
     if not evidence.node_reachable:
         return Cause(

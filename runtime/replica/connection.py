@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from runtime.replica.plan import Report
+
+log = logging.getLogger("drydock.coordinator")
 
 MAX_PUT_OFF_S = 30.0
 
@@ -37,6 +40,20 @@ class Peer:
     refusals: int = 0  # how often it could not be let in
     not_before: float = 0.0  # monotonic: when it may try again
 
+    @classmethod
+    def of(cls, join: dict[str, Any], writer: asyncio.StreamWriter) -> Self:
+        """Who says this first line."""
+        return cls(
+            replica=int(join["replica"]),
+            placement=str(join["placement"]),
+            address=str(join["address"]),
+            gloo_port=int(join["gloo_port"]),
+            shards=int(join["shards"]),
+            shape=dict(join.get("shape", {})),
+            writer=writer,
+            step=int(join["step"]),
+        )
+
     def put_off(self) -> None:
         """Let a newcomer begin anew, later each time."""
         self.phase = "fresh"
@@ -52,6 +69,14 @@ class Peer:
         if op not in self.asked:
             self.asked.add(op)
             self.tell(op=op, **message)
+
+
+def tell_difference(members: list[Peer], step: int) -> None:
+    """Members that should be equal hold different states: no newcomer is to blame for it."""
+    states = {member.replica: member.proof for member in members}
+    log.critical("members_differ step=%s states=%s", step, states)
+    for member in members:
+        member.tell_once("diverged", step=step, states=states)
 
 
 async def read_line(reader: asyncio.StreamReader) -> dict[str, Any] | None:

@@ -19,18 +19,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from runtime.replica.connection import Peer, read_line
+from runtime.replica.connection import Peer, read_line, tell_difference
 from runtime.replica.listening import TICK_S, options, run
 from runtime.replica.places import Places
 from runtime.replica.plan import Report, fixed_shares, take_over
 from runtime.replica.record import Record, RecordFile, StaleEpoch
-from runtime.replica.shape import misfit
+from runtime.replica.shape import difference, misfit
 
 log = logging.getLogger("drydock.coordinator")
 
 PEER_SILENT_S = 2.0  # a member that said nothing for so long is dead
 NEWCOMER_SILENT_S = 20.0  # a newcomer may be busy importing or loading
 ABSENT_S = 2.0  # after our own restart: how long a member of the record has to come back
+ABSENT_BROKEN_S = 1.0  # the same where others wait for the next epoch: time to connect again
 GATHER_S = 10.0  # a whole job that starts again: how long to wait for the rest of it
 CATCH_UP_S = 2.0  # how long members wait at an edge for a newcomer to catch up
 FIRST_LINE_S = 10.0  # how long a stranger may take to say who it is
@@ -143,20 +144,15 @@ class Coordinator:
 
     def join(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> Peer:
         replica, placement = int(message["replica"]), str(message["placement"])
-        peer = Peer(
-            replica=replica,
-            placement=placement,
-            address=str(message["address"]),
-            gloo_port=int(message["gloo_port"]),
-            shards=int(message["shards"]),
-            shape={str(k): str(v) for k, v in message["shape"].items()},
-            writer=writer,
-            step=int(message["step"]),
-        )
-        self.world = max(self.world, int(message["world"]))
+        peer = Peer.of(message, writer)
+        if not self.record.epoch:
+            self.world = max(self.world, int(message["world"]))
         self.supersede(replica, placement)
         previous = self.peers.get(replica)
-        if previous is not None:
+        if previous is not None and previous.placement == placement:
+            del self.peers[replica]  # the same process on a new connection: nobody is lost
+            previous.writer.close()
+        elif previous is not None:
             self.gone(previous, "reset")
         told_epoch = int(message["epoch"])
         if told_epoch > self.record.epoch:
@@ -310,7 +306,7 @@ class Coordinator:
             limit = PEER_SILENT_S if peer.phase == "member" else NEWCOMER_SILENT_S
             if now - peer.heard > limit:
                 self.gone(peer, "heartbeat")
-        if now - self.started > ABSENT_S:
+        if now - self.started > (ABSENT_BROKEN_S if self.broken_at else ABSENT_S):
             for replica in [r for r in self.alive if r not in self.peers]:
                 self.lose(replica, "heartbeat")
         self.settle()
@@ -365,6 +361,10 @@ class Coordinator:
         members = self.members()
         for peer in self.newcomers():
             if peer.phase == "fresh" and members and time.monotonic() >= peer.not_before:
+                if error := difference(peer.shape, members[0].shape):
+                    peer.tell(op="refused", error=error)  # it came before there was a measure
+                    self.gone(peer, "reset")
+                    return
                 peer.phase = "syncing"
                 peer.tell(op="sync", donors=[m.address for m in members], refusals=peer.refusals)
         ready = [p for p in self.newcomers() if p.phase == "ready"]
@@ -407,6 +407,8 @@ class Coordinator:
         if not late and (len(done) < len(ready) or any(not m.proof for m in upright)):
             return None
         proofs = {m.proof for m in upright if m.proof}
+        if len(proofs) > 1:
+            tell_difference(upright, top)
         equal = [p for p in done if proofs == {p.digest}]
         for peer in [p for p in ready if p not in equal]:
             log.warning("refused replica=%s digest=%s proofs=%s", peer.replica, peer.digest, proofs)
@@ -424,7 +426,8 @@ class Coordinator:
         """Make the next epoch durable, then tell its members what to do first."""
         before = self.record
         shards = max(p.shards for p in peers)
-        world = max(self.world, 1 + max(p.replica for p in peers))
+        # What was granted counts, not who once asked: else shards of nobody would be dropped.
+        world = max(before.grant.get("world", self.world), 1 + max(p.replica for p in peers))
         drops = any(p.shape.get("mode") == "drop" for p in peers)
         plan = take_over(reports, shards, fixed_shares(shards, world) if drops else None)
         members = {p.replica: p.placement for p in sorted(peers, key=lambda p: p.replica)}

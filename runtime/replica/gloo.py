@@ -89,7 +89,7 @@ class Gloo:
         self._broken_epoch = -1  # the highest epoch known to be broken
         self._epoch = 0
         self._peer_ports: set[int] = set()
-        #: called when a collective has begun, before it is waited for
+        #: called when a step's first collective has begun, before it is waited for
         self.begun: Callable[[], None] = lambda: None
 
     def build(self, link: Rendezvous, epoch: int, ports: list[int], rank: int) -> None:
@@ -133,7 +133,7 @@ class Gloo:
         """Sum the buffer over the group, in place. Raises Severed."""
         if self.group is not None:
             options = with_timeout(AllreduceOptions())
-            self._run(lambda group: group.allreduce([buffer], options), buffer)
+            self._run(lambda group: group.allreduce([buffer], options), buffer, self.begun)
 
     def exchange(self, given: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
         """Give `given[i]` to rank i; returns what each rank gave, `sizes[i]` numbers of rank i.
@@ -149,6 +149,7 @@ class Gloo:
         self._run(
             lambda group: group.alltoall_base(received, sent, sizes, counts, options),
             (received, sent),
+            self.begun,
         )
         return list(torch.split(received, sizes))
 
@@ -161,15 +162,22 @@ class Gloo:
         self._run(lambda group: group.allgather([parts], [mine], options), (parts, mine))
         return torch.cat(parts)
 
-    def _run(self, start: Callable[[Any], Work], touched: object) -> None:
+    def _run(
+        self,
+        start: Callable[[Any], Work],
+        touched: object,
+        begun: Callable[[], None] = lambda: None,
+    ) -> None:
         """Start a collective and see it end.
 
         The sockets alone are not trusted to end it: a collective that starts just as its group is
         severed may wait for ever. It is left behind then, with all that it may still touch.
         """
+        if self.broken(self._epoch):
+            raise Severed(f"epoch {self._epoch} broke")
         try:
             work = start(self.group)
-            self.begun()
+            begun()
             if self._ends(work):
                 work.wait()  # raises its error, if it has one
                 return

@@ -53,13 +53,13 @@ class Gradients:
     """
 
     def __init__(
-        self, parameters: Iterable[torch.nn.Parameter], shards: int, extra: int = 0
+        self, parameters: Iterable[torch.nn.Parameter], shards: int, statistics: int = 0
     ) -> None:
-        """`extra`: so many numbers behind the gradients are summed with them."""
+        """`statistics`: so many numbers behind the gradients are summed with them."""
         self.parameters = [p for p in parameters if p.requires_grad]
         self.shards = shards
         self.gradient_size = sum(p.numel() for p in self.parameters)
-        self.size = self.gradient_size + extra
+        self.size = self.gradient_size + statistics
         for parameter in self.parameters:
             if parameter.dtype != torch.float32:
                 raise TypeError(
@@ -79,7 +79,7 @@ class Gradients:
         return self.local[: self.gradient_size]
 
     @property
-    def extra(self) -> torch.Tensor:
+    def statistics(self) -> torch.Tensor:
         """What is summed beside them."""
         return self.local[self.gradient_size :]
 
@@ -163,9 +163,9 @@ class TreeGradients(Gradients):
     """
 
     def __init__(
-        self, parameters: Iterable[torch.nn.Parameter], shards: int, extra: int = 0
+        self, parameters: Iterable[torch.nn.Parameter], shards: int, statistics: int = 0
     ) -> None:
-        super().__init__(parameters, shards, extra)
+        super().__init__(parameters, shards, statistics)
         self.branches: dict[Branch, torch.Tensor] = {}
 
     def add(self, index: int, checksum: int, samples: int) -> None:

@@ -104,7 +104,9 @@ class ReplicaGroup:
         self.engine = StepEngine(
             self.state, self.gloo, self.observer, mode=self.mode, max_grad_norm=max_grad_norm
         )
-        self.shape = describe(model, optimizers, batches, self.mode)
+        self.shape = describe(
+            model, optimizers, batches, self.mode, max_grad_norm, numerics_of(self.mode)
+        )
         self.teller = Teller(job, self.state.ledger, batches.tokens_per_sample)
         self.epoch = 0
         self.members: dict[int, str] = {}  # replica -> placement, of the current epoch
@@ -282,15 +284,16 @@ class ReplicaGroup:
         """Enter a granted epoch. Raises Severed if it breaks before its group stands."""
         me = self.job.replica
         self.teller.granted(message, self.state.committed)
+        members = {int(m["replica"]): str(m["placement"]) for m in message["members"]}
+        replicas = sorted(members)
         self.epoch = int(message["epoch"])
-        self.members = {int(m["replica"]): str(m["placement"]) for m in message["members"]}
         self.link.report = None
         self._want_regroup = False
         self._why = ""
         self.log.wanted = self.log.wanted and bool(message["lost"])
-        replicas = sorted(self.members)
         if me in message["behind"]:
             self._replay_to(int(message["step"]), message["donors"])
+        self.members = members
         if self.state.committed != int(message["step"]):
             raise RuntimeError(
                 f"granted epoch {self.epoch} at step {message['step']}, but this replica is at "
@@ -318,6 +321,8 @@ class ReplicaGroup:
         staged = self.saver.load()
         if staged is not None and staged.step > self.state.committed:
             self.state.load(staged)
+        else:
+            self.state.statistics.reload()
         self._say_ready()
 
     def _on_sync(self, message: dict[str, Any]) -> None:
@@ -399,6 +404,9 @@ class ReplicaGroup:
         elif op == "lost":
             self.observer.lost(message)
             self.teller.lost(message, self.state.committed)
+        elif op == "diverged":
+            states = ", ".join(f"{r}: {digest[:12]}" for r, digest in message["states"].items())
+            self.job.trouble("diverged", f"at step {message['step']} members differ: {states}")
         elif op == "edge" and int(message["epoch"]) == self.epoch:
             self._want_regroup = True
         elif op == "stop":
@@ -471,6 +479,13 @@ class ReplicaGroup:
 
 def several(given: Steps | Sequence[Steps]) -> list[Steps]:
     return list(given) if isinstance(given, Sequence) else [given]
+
+
+def numerics_of(mode: Mode) -> str:
+    """What decides on the last bit of a sum, beside the order of its terms."""
+    known = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+    threads = torch.get_num_threads()
+    return f"{known}, {threads} threads" if mode == "reproducible" else known
 
 
 def known_mode(name: str) -> Mode:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from runtime.data import Batches
 
+_SAME_SCRIPT = "start all replicas with the same script and options"
 #: By its key in the shape: what it is called, and what to do if it differs.
 _WORDS = {
     "mode": ("mode", "start all replicas with the same mode"),
@@ -22,15 +23,25 @@ _WORDS = {
     "shard_size": ("shard size", "start all replicas with the same Batches"),
     "samples": ("dataset's length", "give all replicas the same data"),
     "seed": ("data order's seed", "give all replicas the same seed"),
-    "model": ("model", "start all replicas with the same script and options"),
-    "optimizer": ("optimizer", "start all replicas with the same script and options"),
+    "model": ("model", _SAME_SCRIPT),
+    "optimizer": ("optimizer", _SAME_SCRIPT),
+    "clipping": ("largest gradient norm", _SAME_SCRIPT),
+    "numerics": ("arithmetic", "run all replicas with one version of torch on one kind of machine"),
 }
 
 
 def describe(
-    model: torch.nn.Module, optimizers: Sequence[Any], batches: Batches, mode: str
+    model: torch.nn.Module,
+    optimizers: Sequence[Any],
+    batches: Batches,
+    mode: str,
+    max_grad_norm: float | None,
+    numerics: str,
 ) -> dict[str, str]:
-    """This replica's side of the comparison, each part in a few words."""
+    """This replica's side of the comparison, each part in a few words.
+
+    `numerics`: what else decides on the last bit of a sum.
+    """
     tensors = [
         f"{name} {tuple(tensor.shape)} {tensor.dtype}"
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
@@ -43,6 +54,8 @@ def describe(
         "model": f"{type(model).__name__} of {len(tensors)} tensors and {count:,} parameters "
         f"({digest})",
         "optimizer": ", ".join(_settings(optimizer) for optimizer in optimizers),
+        "clipping": "none" if max_grad_norm is None else f"{max_grad_norm:g}",
+        "numerics": numerics,
     }
 
 
@@ -54,8 +67,9 @@ def misfit(
     `others`: the shapes of those that are there, and whether each is a member. Members are
     measured by no newcomer: one that comes back to a new coordinator is let in.
     """
-    shards, replicas = int(join["shards"]), max(world, int(join["replica"]) + 1)
-    if shards < replicas:
+    shards = int(join["shards"])
+    replicas = max(world, int(join["world"]), int(join["replica"]) + 1)
+    if shards < replicas and not int(join["epoch"]):
         return (
             f"{shards} shards cannot be divided among {replicas} replicas: give Batches at least "
             "as many shards"
@@ -63,13 +77,13 @@ def misfit(
     measure = sorted(others, key=lambda other: not other[1])
     if not measure or (int(join["epoch"]) and not measure[0][1]):
         return ""
-    return difference(join["shape"], measure[0][0])
+    return difference(join.get("shape", {}), measure[0][0])
 
 
 def difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
     """In which way a newcomer's shape is not the job's, with the remedy; "" if in none."""
-    for key in sorted({*theirs, *ours}, key=list(_WORDS).index):
-        what, remedy = _WORDS[key]
+    for key in dict.fromkeys([*_WORDS, *ours, *theirs]):
+        what, remedy = _WORDS.get(key, (key, _SAME_SCRIPT))
         if theirs.get(key) != ours.get(key):
             return (
                 f"this replica's {what} is {theirs.get(key, 'not told')}, "
@@ -79,7 +93,7 @@ def difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
 
 
 def _settings(optimizer: Any) -> str:
-    """An optimizer's kind and the settings that it was made with, for each group."""
+    """An optimizer's kind and the settings that it was made with."""
     name = type(optimizer).__name__
     defaults = getattr(optimizer, "defaults", None)
     if not isinstance(defaults, dict):

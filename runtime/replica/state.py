@@ -6,6 +6,7 @@ The order of calls is the training loop's; nothing here talks to anyone.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -102,6 +103,8 @@ class TrainingState:
         mixed = hash((self.batches.seed, self.committed + 1, shard + 1)) & 0x7FFF_FFFF_FFFF_FFFF
         torch.default_generator.manual_seed(mixed)
         random.seed(mixed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(mixed & 0xFFFF_FFFF)
 
     def copy(self) -> Staged:
         """A copy of the state at the last edge."""
@@ -118,15 +121,15 @@ class TrainingState:
         self.batches.load_state_dict(state["batches"])
         self.model.load_state_dict(state["model"])
         self.statistics.reload()
-        for name, own in self._parts().items():
+        for name, parts in self._parts().items():
             given = state[name]
-            if set(given) != set(own):
+            if set(given) != set(parts):
                 raise ValueError(
-                    f"the state has the {name} {sorted(given)}, this script {sorted(own)}; "
+                    f"the state has the {name} {sorted(given)}, this script {sorted(parts)}; "
                     "resume with the same, or start a new job"
                 )
-            for key, part in own.items():
-                part.load_state_dict(given[key])
+            for key, part in parts.items():
+                part.load_state_dict(own_copy(given[key]))
         self.ledger.load_state_dict(state["ledger"])
         self.committed = int(state["step"])
         version, internal, gauss = state["rng"]["python"]
@@ -160,6 +163,18 @@ class TrainingState:
             "helpers": {name: one for name, one in single.items() if one is not None},
             "extra": self.extra,
         }
+
+
+def own_copy(value: Any) -> Any:
+    """The same, in tensors of its own: optimizers keep those that they are given, and these would
+    keep the whole buffer that they lie in."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: own_copy(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(own_copy(item) for item in value)
+    return value
 
 
 def upgraded(state: dict[str, Any]) -> dict[str, Any]:

@@ -15,49 +15,54 @@ class RunningStatistics:
     """The running mean, variance and count of every layer that keeps them, as one flat vector."""
 
     def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
         layers = [m for m in model.modules() if isinstance(m, _NormBase)]
         found = [b for layer in layers for b in layer.buffers(recurse=False)]
         self._tensors = [b for b in found if b is not None]
-        tracked = {id(b) for b in self._tensors}
-        self._others = {
-            name: buffer for name, buffer in model.named_buffers() if id(buffer) not in tracked
+        self._tracked = {
+            name for name, b in model.named_buffers() if any(b is one for one in self._tensors)
         }
         self.size = sum(tensor.numel() for tensor in self._tensors)
         self._edge = self._read()
-        self._others_before: dict[str, torch.Tensor] | None = None
+        self._others: dict[str, torch.Tensor] | None = None  # as they were after the first step
 
-    @torch.no_grad()
     def begin(self) -> None:
         """A shard begins: from what the last edge left."""
         self._write(self._edge)
-        if self._others_before is None:
-            self._others_before = {name: one.clone() for name, one in self._others.items()}
 
     def change(self) -> torch.Tensor:
         """What the shard changed."""
         return self._read() - self._edge
 
-    @torch.no_grad()
     def apply(self, mean_change: torch.Tensor) -> None:
-        """The step is committed: all members change alike. Raises RuntimeError if forward changes
-        a buffer of another kind of layer."""
-        self._edge += mean_change
+        """The step is committed: all members change alike."""
+        self._write(self._edge + mean_change)
+        self._edge = self._read()  # as it is stored, so that a newcomer begins from the same
+        if self._others is None:
+            self._others = {name: one.clone() for name, one in self._untracked().items()}
+
+    def reload(self) -> None:
+        """The model was loaded: what is there is the edge."""
+        self._edge = self._read()
+        self._others = None
+
+    def restore(self) -> None:
+        """Forget what shards changed since the last edge.
+
+        Raises RuntimeError if forward changes a buffer of another kind of layer.
+        """
         self._write(self._edge)
-        for name, before in (self._others_before or {}).items():
-            if not torch.equal(before, self._others[name]):
+        for name, now in self._untracked().items():
+            before = (self._others or {}).get(name, now)
+            if before is not now and not _same_bytes(before, now):
                 raise RuntimeError(
                     f"forward changes the buffer {name!r}, which would make the replicas differ: "
                     "keep it in a normalisation layer, or out of the model"
                 )
-        self._others, self._others_before = {}, {}  # once is enough: it does it always or never
 
-    def reload(self) -> None:
-        """The model was loaded, or a shard was abandoned in the middle: take what is there."""
-        self._edge = self._read()
-
-    def restore(self) -> None:
-        """Forget what shards changed since the last edge."""
-        self._write(self._edge)
+    def _untracked(self) -> dict[str, torch.Tensor]:
+        buffers = self._model.named_buffers()
+        return {name: buffer for name, buffer in buffers if name not in self._tracked}
 
     def _read(self) -> torch.Tensor:
         if not self._tensors:
@@ -72,3 +77,10 @@ class RunningStatistics:
             values = flat[start:end].view_as(tensor)
             tensor.copy_(values if tensor.is_floating_point() else values.round())
             start = end
+
+
+def _same_bytes(before: torch.Tensor, now: torch.Tensor) -> bool:
+    if (before.shape, before.dtype) != (now.shape, now.dtype):
+        return False
+    as_bytes = [one.contiguous().flatten().view(torch.uint8) for one in (before, now)]
+    return torch.equal(*as_bytes)

@@ -113,7 +113,7 @@ class StepEngine:
         self.gradients.losses[shard.index] += float(loss.detach()) * len(shard.ids) / parts
         if self._parts == parts:
             if self.statistics.size:
-                self.gradients.extra.add_(self.statistics.change() / self.batches.shards)
+                self.gradients.statistics.add_(self.statistics.change() / self.batches.shards)
             self.gradients.add(shard.index, checksum(shard.ids), len(shard.ids))
             self._current = None
 
@@ -141,10 +141,10 @@ class StepEngine:
             local.mul_(len(tail.coverage) / summed)  # dropped: the mean of what is there
         self.state.unscale()
         gradient = self.gradients.gradient
-        norm = float(gradient.norm())
+        norm = norm_of(gradient)
         if self.max_grad_norm is not None and norm > self.max_grad_norm:
             gradient.mul_(self.max_grad_norm / (norm + 1e-6))
-        self.statistics.apply(self.gradients.extra)
+        self.statistics.apply(self.gradients.statistics)
         self.observer.at("optimizer", reduced.step)
         self.state.advance(reduced.epoch, tail.coverage, drops=self.mode == "drop")
         self.forget()
@@ -175,3 +175,8 @@ class StepEngine:
         self.forget()
         self.shares = self._usual
         raise NotWhole(told)
+
+
+def norm_of(vector: torch.Tensor) -> float:
+    """Its length, from the lengths of its parts: one pass over millions of float32 loses digits."""
+    return float(torch.stack([part.norm() for part in torch.split(vector, 1 << 20)]).norm())

@@ -177,3 +177,55 @@ def test_a_stranger_that_says_nothing_is_hung_up_on(
             assert await reader.read() == b""
 
     serve(tmp_path, {0: "a"}, scene)
+
+
+@pytest.mark.parametrize("mine", ["shards", "world", "model"])
+def test_a_misfit_changes_nothing_for_those_that_are_there(tmp_path: Path, mine: str) -> None:
+    async def scene(coordinator: Coordinator, port: int) -> None:
+        member, stranger = Member(0, "a", 5), Member(1, "x", 0)
+        await member.join(port)
+        stranger.standing |= {
+            "shards": {"shards": 1},
+            "world": {"world": 20},
+            "model": {"shape": {"mode": "cover", "model": "another"}},
+        }[mine]
+        await stranger.join(port)
+        await stranger.hear("refused")
+        again = Member(0, "a", 5)
+        await again.join(port)
+        assert (await ask(port, op="status"))["peers"] == {"0": "member"}
+        assert coordinator.world == 2
+
+    serve(tmp_path, {0: "a", 1: "b"}, scene)
+
+
+def test_who_came_before_there_was_a_measure_is_measured_later(tmp_path: Path) -> None:
+    async def scene(_coordinator: Coordinator, port: int) -> None:
+        early, member = Member(1, "x", 0), Member(0, "a", 5)
+        early.standing["shape"] = {"mode": "drop"}
+        await early.join(port)
+        await member.join(port)
+        refused = await early.hear("refused")
+        assert "this replica's mode is drop, the job's is cover" in refused["error"]
+
+    serve(tmp_path, {0: "a", 1: "b"}, scene)
+
+
+def test_shards_are_divided_by_what_was_granted_not_by_who_asked(tmp_path: Path) -> None:
+    async def scene(coordinator: Coordinator, port: int) -> None:
+        members = [Member(0, "a", 5), Member(1, "b", 5)]
+        for member in members:
+            member.standing["shape"] = {"mode": "drop"}
+            await member.join(port)
+        asker = Member(4, "e", 0)
+        asker.standing |= {"shape": {"mode": "drop"}, "world": 5}
+        await asker.join(port)
+        await asker.hear("sync")
+        asker.writer.close()
+        members[1].writer.close()
+        members[0].say(op="report", epoch=5, step=9, held=[], planned=False, leaving=False)
+        grant = await members[0].hear("epoch")
+        assert (grant["world"], grant["dropped"]) == (2, [6, 7, 8, 9, 10, 11])
+        assert coordinator.world == 2
+
+    serve(tmp_path, {0: "a", 1: "b"}, scene)

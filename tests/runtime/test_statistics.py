@@ -68,6 +68,9 @@ def test_another_buffer_that_forward_changes_is_refused_by_its_name() -> None:
     statistics = RunningStatistics(subject)
     statistics.begin()
     subject(SHARDS[0])
+    statistics.apply(statistics.change())
+    statistics.restore()
+    subject(SHARDS[0])
 
     with pytest.raises(RuntimeError, match="forward changes the buffer 'seen'"):
-        statistics.apply(statistics.change())
+        statistics.restore()

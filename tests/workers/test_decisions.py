@@ -298,3 +298,11 @@ def test_only_tests_that_really_passed_let_a_node_return(
     output: dict[str, object], passed: bool
 ) -> None:
     assert repair.diagnosis_passed(output)[0] is passed
+
+
+def test_a_program_that_was_hit_is_given_a_moment_to_end() -> None:
+    hit = triage.gravest([judged(XID_94)])
+    soon = triage.cause_of_loss(evidence(verdicts=hit, waited_s=0.1))
+    later = triage.cause_of_loss(evidence(verdicts=hit, waited_s=60.0))
+    assert isinstance(soon, triage.NotYet)
+    assert isinstance(later, triage.NothingLost)
