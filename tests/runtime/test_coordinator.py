@@ -184,11 +184,12 @@ def test_a_misfit_changes_nothing_for_those_that_are_there(tmp_path: Path, mine:
     async def scene(coordinator: Coordinator, port: int) -> None:
         member, stranger = Member(0, "a", 5), Member(1, "x", 0)
         await member.join(port)
-        stranger.standing |= {
+        differs: dict[str, dict[str, object]] = {
             "shards": {"shards": 1},
             "world": {"world": 20},
             "model": {"shape": {"mode": "cover", "model": "another"}},
-        }[mine]
+        }
+        stranger.standing |= differs[mine]
         await stranger.join(port)
         await stranger.hear("refused")
         again = Member(0, "a", 5)
