@@ -221,7 +221,10 @@ def test_a_drifting_card_corrects_ever_more_errors_until_it_is_reset(chassis: No
     assert state_of(pid) != "T"
     assert not chassis.plane.events_of("kernel_line")
 
-    chassis.plane.result(chassis.plane.send(wire.ResetGpus(uuids=["GPU-b"])))
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: chassis.plane.events_of("process_exited"))
+    done = chassis.plane.result(chassis.plane.send(wire.ResetGpus(uuids=["GPU-b"])))
+    assert done.state == "done"
     eventually(lambda: newest_errors(chassis, "GPU-b") == 0)
 
 
