@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check
 BRIEFLY := | sed -u -n -e 's/^Installing collected.*/  installing/p' -e '/^ *Downloading /p'
 SHELL := /bin/bash -o pipefail
 
-.PHONY: install up down reset test test-parts test-product lint bench
+.PHONY: install up down reset test test-parts test-processes lint bench
 
 install: .venv/installed
 
@@ -29,17 +29,18 @@ down:
 reset:
 	@$(BIN)/python manage.py reset
 
-# The tests of the whole product wait for leases and reboots most of the time, those of its parts
-# compute: side by side, each with its own PostgreSQL and Redis. What they say is printed in turn.
+# What starts products, agents and training jobs waits for leases and reboots most of the time, the
+# rest computes: side by side, each with its own PostgreSQL and Redis. What they say comes in turn.
 test: lint
 	$(BIN)/python manage.py makemigrations --check --dry-run
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target test-product test-parts
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target test-processes test-parts
 
 test-parts: .venv/installed-dev
-	$(BIN)/python -m pytest -m "not e2e"
+	$(BIN)/python -m pytest -m "not e2e" --ignore=tests/runtime --ignore=tests/node_agent
 
-test-product: .venv/installed-dev
+test-processes: .venv/installed-dev
 	$(BIN)/python -m pytest -m e2e
+	$(BIN)/python -m pytest tests/runtime tests/node_agent
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -44,8 +45,10 @@ def test_a_broken_epoch_ends_a_collective_that_the_sockets_would_not_end(
 ) -> None:
     ours, _theirs = pair
     ours._peer_ports, port, ours.port = set(), ours.port, 0  # sever finds no socket to shut
+    begun = threading.Event()
+    ours.begun = begun.set
     waiting = in_thread(lambda: ours.all_reduce(torch.ones(5)))
-    until(waiting.running, "it waits for a peer that never comes")
+    until(begun.is_set, "it waits for a peer that never comes")
 
     ours.sever(1)
 
