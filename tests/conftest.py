@@ -20,9 +20,10 @@ import pytest
 from django.conf import settings
 
 from controlplane.local import processes, services
+from tests.browser import browser
 from tests.product import chromium, product
 
-__all__ = ["chromium", "product"]  # fixtures of the whole product, for every folder
+__all__ = ["browser", "chromium", "product"]  # fixtures for every folder
 
 T = TypeVar("T")
 Eventually = Callable[..., T]

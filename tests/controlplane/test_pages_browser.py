@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from collections.abc import Iterator
 
 import pytest
 from django.db.models import F
 from django.utils import timezone
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 from pytest_django.live_server_helper import LiveServer
 
-from controlplane.accounts.choices import Role
 from controlplane.fleet.models import Cluster
 from controlplane.incidents.models import Incident, PlaybookStep
+from tests.browser import LIVE_MS, operator_page
 from tests.factories import (
-    PASSWORD,
-    GrantFactory,
     IncidentFactory,
     InterruptionFactory,
     JobFactory,
@@ -27,30 +23,13 @@ from tests.factories import (
     ProgressSampleFactory,
 )
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.django_db(transaction=True),
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed"),
 ]
 
 #: What the console says of requests that failed while the network was cut off.
-CUT_OFF = re.compile("INTERNET_DISCONNECTED|htmx:(sendError|afterRequest)")
-#: A change is seen within this many milliseconds.
-LIVE_MS = 2000
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright, pytest.MonkeyPatch.context() as patch:
-        # Playwright's loop lives in this thread; the tests themselves are not asynchronous.
-        patch.setitem(os.environ, "DJANGO_ALLOW_ASYNC_UNSAFE", "1")
-        running = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-quic"]
-        )
-        yield running
-        running.close()
+CUT_OFF = "INTERNET_DISCONNECTED|htmx:(sendError|afterRequest)"
 
 
 @pytest.fixture
@@ -64,21 +43,8 @@ def incident() -> Incident:
 
 @pytest.fixture
 def page(browser: Browser, live_server: LiveServer, incident: Incident) -> Iterator[Page]:
-    """A page of a signed-in operator that must end without an error in its console."""
-    user = GrantFactory(role=Role.OPERATOR, cluster=incident.cluster).user
-    context = browser.new_context(base_url=live_server.url)
-    page = context.new_page()
-    troubles: list[str] = []
-    page.on("pageerror", lambda error: troubles.append(str(error)))
-    page.on("console", lambda message: troubles.append(message.text))
-    page.goto("/login")
-    page.fill("#id_username", user.username)
-    page.fill("#id_password", PASSWORD)
-    page.get_by_role("button", name="Sign in").click()
-    expect(page).to_have_url(live_server.url + "/")
-    yield page
-    context.close()
-    assert [trouble for trouble in troubles if not CUT_OFF.search(trouble)] == []
+    with operator_page(browser, live_server.url, incident.cluster, expected=CUT_OFF) as page:
+        yield page
 
 
 def _changed(cluster: Cluster) -> None:

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from django.db.models import F
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 from pytest_django.live_server_helper import LiveServer
 
-from controlplane.accounts.choices import Role
 from controlplane.fleet.models import Cluster, Node
 from controlplane.health.models import NodeSample
 from controlplane.incidents.models import Approval, PlaybookRun
+from tests.browser import LIVE_MS, operator_page
 from tests.controlplane.dashboard.world import RAW, Fleet, one_fleet, ten_samples
-from tests.factories import PASSWORD, ApprovalFactory, GrantFactory, PlaybookFactory
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+from tests.factories import ApprovalFactory, PlaybookFactory
 
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.django_db(transaction=True),
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed"),
 ]
 
-#: A change is seen within this many milliseconds.
-LIVE_MS = 2000
 PLAN: dict[str, Any] = {
     "steps": [{"title": "Reboot it", "disruptive": True, "does": ["power cycle alpha-01"]}],
     "jobs": [],
@@ -38,18 +31,6 @@ PLAN: dict[str, Any] = {
     "budgets": [],
     "notes": [],
 }
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright, pytest.MonkeyPatch.context() as patch:
-        # Playwright's loop lives in this thread; the tests themselves are not asynchronous.
-        patch.setitem(os.environ, "DJANGO_ALLOW_ASYNC_UNSAFE", "1")
-        running = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-quic"]
-        )
-        yield running
-        running.close()
 
 
 @pytest.fixture
@@ -64,21 +45,8 @@ def samples(fleet: Fleet) -> list[NodeSample]:
 
 @pytest.fixture
 def page(browser: Browser, live_server: LiveServer, fleet: Fleet) -> Iterator[Page]:
-    """A page of a signed-in operator that must end without an error in its console."""
-    user = GrantFactory(role=Role.OPERATOR, cluster=fleet.cluster).user
-    context = browser.new_context(base_url=live_server.url, viewport={"width": 1280, "height": 900})
-    page = context.new_page()
-    troubles: list[str] = []
-    page.on("pageerror", lambda error: troubles.append(str(error)))
-    page.on("console", lambda message: troubles.append(message.text))
-    page.goto("/login")
-    page.fill("#id_username", user.username)
-    page.fill("#id_password", PASSWORD)
-    page.get_by_role("button", name="Sign in").click()
-    expect(page).to_have_url(live_server.url + "/")
-    yield page
-    context.close()
-    assert troubles == []
+    with operator_page(browser, live_server.url, fleet.cluster) as page:
+        yield page
 
 
 def _changed(fleet: Fleet) -> None:

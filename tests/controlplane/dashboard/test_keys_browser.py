@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from collections.abc import Iterator
 
 import pytest
 from django.db.models import F
-from playwright.sync_api import Browser, Locator, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 from pytest_django.live_server_helper import LiveServer
 
-from controlplane.accounts.choices import Role
 from controlplane.fleet.models import Cluster, Node
 from controlplane.incidents.models import Incident, PlaybookRun
+from tests.browser import LIVE_MS, operator_page
 from tests.controlplane.dashboard.world import Fleet, one_fleet
-from tests.factories import PASSWORD, GrantFactory, IncidentFactory, NodeFactory
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+from tests.factories import IncidentFactory, NodeFactory
 
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.django_db(transaction=True),
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed"),
 ]
-
-#: A change is seen within this many milliseconds.
-LIVE_MS = 2000
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright, pytest.MonkeyPatch.context() as patch:
-        # Playwright's loop lives in this thread; the tests themselves are not asynchronous.
-        patch.setitem(os.environ, "DJANGO_ALLOW_ASYNC_UNSAFE", "1")
-        running = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-quic"]
-        )
-        yield running
-        running.close()
 
 
 @pytest.fixture
@@ -49,21 +29,8 @@ def fleet(transactional_db: None) -> Fleet:
 
 @pytest.fixture
 def page(browser: Browser, live_server: LiveServer, fleet: Fleet) -> Iterator[Page]:
-    """A page of a signed-in operator that must end without an error in its console."""
-    user = GrantFactory(role=Role.OPERATOR, cluster=fleet.cluster).user
-    context = browser.new_context(base_url=live_server.url, viewport={"width": 1280, "height": 900})
-    page = context.new_page()
-    troubles: list[str] = []
-    page.on("pageerror", lambda error: troubles.append(str(error)))
-    page.on("console", lambda message: troubles.append(message.text))
-    page.goto("/login")
-    page.fill("#id_username", user.username)
-    page.fill("#id_password", PASSWORD)
-    page.get_by_role("button", name="Sign in").click()
-    expect(page).to_have_url(live_server.url + "/")
-    yield page
-    context.close()
-    assert troubles == []
+    with operator_page(browser, live_server.url, fleet.cluster) as page:
+        yield page
 
 
 def _palette(page: Page) -> Locator:
