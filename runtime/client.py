@@ -46,6 +46,7 @@ ENV_REPLICA = "DRYDOCK_REPLICA"
 ENV_RANK = "DRYDOCK_RANK"
 ENV_WORLD_REPLICAS = "DRYDOCK_WORLD_REPLICAS"  # how many replicas the job starts with
 ENV_PLACEMENT = "DRYDOCK_PLACEMENT"  # names this start of this rank
+ENV_STANDBY = "DRYDOCK_STANDBY"  # "migrate" or "spare": it trains later, in a member's place
 ENV_COORDINATOR = "DRYDOCK_COORDINATOR"  # host:port
 ENV_TOKEN = "DRYDOCK_TOKEN"  # noqa: S105 - the variable's name
 ENV_URL = "DRYDOCK_URL"  # ingest; absent: no control plane
@@ -101,6 +102,14 @@ class Ledger:
     )  # [step, shard] whose count was over 1
     #: shards that policy gave up, in each of these steps
     dropped: list[int] = field(default_factory=list)
+    #: [replica, its first shard, and before which it ends], in each of these steps
+    computed: list[list[int]] = field(default_factory=list)
+    #: where only sums are left of many steps: shards lost, duplicated and dropped in all of them
+    merged: list[int] = field(default_factory=list)
+    #: running hash, up to the last step, over what travelled; see `runtime.ledger`
+    proof: str = ""
+    #: how to make the samples' ids: `Batches.state_dict`
+    order: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,23 +1,38 @@
-"""Which samples a step trains on, and the proof that it did: logical shards and the ledger.
+"""Which samples a step trains on: logical shards of a seeded order, whoever computes them.
 
-A step is a fixed list of shards, whoever computes them. Pure Python, deterministic from a seed; it
-must never depend on which replicas are alive.
+Deterministic from a seed, without a list of all samples; it must never depend on which replicas
+are alive.
 """
 
 from __future__ import annotations
 
 import functools
-import random
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+import hashlib
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.client import Ledger
+import torch
 
+from runtime.loading import Loader, Source, source_of
+
+#: Names the rule by which samples are put in order; another rule takes another number.
+ORDER = 2
 #: Checksums stay below this, so that a float32 carries them exactly.
 CHECKSUM_MODULUS = 1 << 20
-#: Ranges kept in memory, in snapshots and in checkpoints; the oldest go first.
-MAX_RANGES = 1024
+MAX_SEED = 1 << 63
+ROUNDS = 6
+#: So many ids at least are put in order at once: it costs hardly more than for one step of a few.
+BLOCK_IDS = 4096
+_LOW_32 = 0xFFFF_FFFF
+
+
+def _no_data() -> Any:
+    raise AttributeError(
+        "Batches was given the number of samples alone: index your data with shard.ids, or give "
+        "Batches the dataset"
+    )
 
 
 @dataclass(frozen=True)
@@ -27,172 +42,247 @@ class Shard:
     step: int
     index: int
     ids: tuple[int, ...]
+    fetch: Callable[[], Any] = field(default=_no_data, repr=False, compare=False)
+
+    @functools.cached_property
+    def data(self) -> Any:
+        """The samples, collated; fetched at its first use. Needs Batches that have a dataset."""
+        return self.fetch()
 
 
 class Batches:
-    """The data of every step, as ids: `shards` times `shard_size` samples of a seeded order.
+    """The data of every step: `shards` times `shard_size` samples of a seeded order.
 
-    One epoch visits each id at most once; the remainder that fills no whole step is left out and
-    the next epoch is permuted anew.
+    `data` is a map dataset, or a DataLoader (torch's, or torchdata's StatefulDataLoader) whose
+    dataset, batch size, collate function and workers are taken over, while order and position are
+    kept here. Without it `samples` says how many there are, and a shard is its ids alone.
+
+    The epochs follow each other without a seam: a step at an epoch's end is filled up from the
+    next, so each sample is trained once in each epoch and each step has the whole batch. With
+    `drop_last` what fills no whole step is left out instead. `workers` processes load what comes
+    next, started by `start`: forkserver or spawn.
+
+    Raises ValueError or TypeError, with the remedy, for data that cannot be put in an order.
     """
 
     def __init__(
         self,
-        samples: int,
+        data: Any = None,
         *,
+        samples: int | None = None,
         shards: int = 12,
-        shard_size: int = 1,
+        shard_size: int | None = None,
         seed: int = 0,
+        drop_last: bool | None = None,
         tokens_per_sample: int = 1,
+        workers: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        start: str | None = None,
     ) -> None:
-        self.samples = samples
+        self.source: Source | None = None
+        if data is not None:
+            self.source = source_of(
+                data,
+                batch_size=shard_size,
+                workers=workers,
+                collate=collate,
+                start=start,
+                drop_last=drop_last,
+            )
+            shard_size, drop_last = self.source.batch_size, self.source.drop_last
+        self.samples = _length(samples, self.source)
         self.shards = shards
-        self.shard_size = shard_size
+        self.shard_size = shard_size or 1
         self.seed = seed
+        self.drop_last = bool(drop_last)
         self.tokens_per_sample = tokens_per_sample
-        self.global_batch = shards * shard_size
-        self.steps_per_epoch = samples // self.global_batch
-        if self.steps_per_epoch == 0:
+        self.global_batch = shards * self.shard_size
+        if self.samples < self.global_batch:
             raise ValueError(
-                f"{samples} samples do not fill one global batch of {self.global_batch}; "
+                f"{self.samples} samples do not fill one global batch of {self.global_batch}; "
                 "give more samples or a smaller batch"
             )
+        if not 0 <= seed < MAX_SEED:
+            raise ValueError(f"the seed {seed} is none; give a number from 0 to below 2**63")
+        left_out = self.samples % self.global_batch if self.drop_last else 0
+        #: samples trained in each epoch
+        self.per_epoch = self.samples - left_out
+        self._weights = _weights(self.shard_size)
+        self._block_steps = -(-BLOCK_IDS // self.global_batch)
+        self._block = functools.lru_cache(maxsize=2)(self._made_block)
+        self._loader: Loader | None = None
 
     def shard(self, step: int, index: int) -> Shard:
-        """The samples of one shard; the same on every replica and after every restart."""
-        epoch, position = divmod(step, self.steps_per_epoch)
-        start = position * self.global_batch + index * self.shard_size
-        order = permutation(self.seed, epoch, self.samples)
-        return Shard(step, index, tuple(order[start : start + self.shard_size]))
+        """One shard; the same on every replica and after every restart."""
+        ids = self._ids_at(step, index)
+        if self._loader is None:
+            return Shard(step, index, ids)
+        return Shard(step, index, ids, functools.partial(self._loader.fetch, step, index, ids))
+
+    def checksums(self, step: int) -> list[int]:
+        """For each shard a small exact number that changes when its ids or their order change."""
+        found: list[int] = self._block_of(step)[1][step % self._block_steps]
+        return found
+
+    def ids(self, first: int, end: int) -> torch.Tensor:
+        """The ids of the steps from `first` to before `end`: steps x shards x samples."""
+        here, stop = first * self.global_batch, end * self.global_batch
+        pieces = []
+        while here < stop:
+            epoch, start = divmod(here, self.per_epoch)
+            length = min(stop - here, self.per_epoch - start)
+            positions = torch.arange(start, start + length)
+            pieces.append(permuted(positions, self.samples, self.seed, epoch))
+            here += length
+        return torch.cat(pieces).view(end - first, self.shards, self.shard_size)
+
+    def checksums_of(self, ids: torch.Tensor) -> torch.Tensor:
+        """The checksum of each shard of `ids`."""
+        mixed = ids * 0x2545_F491_4F6C_DD1D  # wraps around, everywhere alike
+        mixed ^= mixed >> 32
+        total = mixed.mul_(self._weights).sum(-1)
+        return total.bitwise_and_(CHECKSUM_MODULUS - 1)
+
+    # --- loading --------------------------------------------------------------------------------
+
+    def open(self, trouble: Callable[[str, str], None]) -> None:
+        """Make ready to fetch; `trouble` is told, by kind and text, of what an engineer should
+        know."""
+        if self.source is not None and self._loader is None:
+            self._loader = Loader(self.source, self.seed, self._ids_at, trouble)
+
+    def expect(self, step: int, shards: Collection[int]) -> None:
+        """From this step on these shards are ours, until told otherwise: load them beforehand."""
+        if self._loader is not None:
+            self._loader.expect(step, shards)
+
+    def close(self) -> None:
+        """Stop the workers."""
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
+
+    # --- the order's place in checkpoints -------------------------------------------------------
 
     def state_dict(self) -> dict[str, int]:
         """What must agree for a resume to mean the same data."""
         return {
+            "order": ORDER,
             "samples": self.samples,
             "shards": self.shards,
             "shard_size": self.shard_size,
             "seed": self.seed,
+            "drop_last": int(self.drop_last),
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        if state != self.state_dict():
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        demand_order(state)
+        if dict(state) != self.state_dict():
             raise ValueError(
-                f"the checkpoint's data order is {state}, this run's is {self.state_dict()}; "
-                "resume with the same data, seed and batch, or start a new job"
+                f"the checkpoint's data order is {dict(state)}, this run's is "
+                f"{self.state_dict()}; resume with the same data, seed and batch, or start a new "
+                "job"
             )
 
+    # --- helpers --------------------------------------------------------------------------------
 
-@functools.lru_cache(maxsize=2)
-def permutation(seed: int, epoch: int, samples: int) -> list[int]:
-    order = list(range(samples))
-    random.Random(f"{seed}:{epoch}").shuffle(order)  # noqa: S311 - order, not secrecy
-    return order
+    def _block_of(self, step: int) -> tuple[torch.Tensor, list[list[int]]]:
+        return self._block(step // self._block_steps)
 
+    def _made_block(self, number: int) -> tuple[torch.Tensor, list[list[int]]]:
+        ids = self.ids(number * self._block_steps, (number + 1) * self._block_steps)
+        return ids, self.checksums_of(ids).tolist()
 
-def checksum(ids: Iterable[int]) -> int:
-    """A small exact number that changes when the ids or their order change."""
-    total = 1
-    for sample in ids:
-        total = (total * 31 + sample + 1) % CHECKSUM_MODULUS
-    return total
+    def _ids_at(self, step: int, index: int) -> tuple[int, ...]:
+        return tuple(self._block_of(step)[0][step % self._block_steps, index].tolist())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Range:
-    """Consecutive committed steps of one epoch that are alike."""
+def of_order(order: Mapping[str, int]) -> Batches:
+    """The ids of a run, from what its checkpoints and its ledger say of their order.
 
-    step_from: int
-    step_to: int
-    epoch: int
-    per_step: int  # samples applied in each of these steps
-    lost: tuple[tuple[int, int], ...] = ()
-    duplicated: tuple[tuple[int, int], ...] = ()
-    dropped: tuple[int, ...] = ()  # shards that policy gave up, in each of these steps
-
-    @property
-    def clean(self) -> bool:
-        return not self.lost and not self.duplicated
-
-
-class SampleLedger:
-    """Which samples the committed steps trained on; equal on all members, part of the state."""
-
-    def __init__(self) -> None:
-        self.ranges: list[Range] = []
-
-    @property
-    def step(self) -> int:
-        """The last step recorded; -1 for none."""
-        return self.ranges[-1].step_to if self.ranges else -1
-
-    def record(
-        self, step: int, epoch: int, coverage: list[int], shard_size: int, *, drops: bool = False
-    ) -> Range:
-        """Enter one committed step, from the vector that travelled with its gradient.
-
-        `drops`: a shard that nobody summed was given up by policy, not lost.
-        """
-        if self.ranges and step != self.step + 1:
-            raise ValueError(f"step {step} does not follow {self.step}; the ledger has no gaps")
-        absent = tuple(k for k, count in enumerate(coverage) if count == 0)
-        entry = Range(
-            step_from=step,
-            step_to=step,
-            epoch=epoch,
-            per_step=sum(coverage) * shard_size,
-            lost=() if drops else tuple((step, k) for k in absent),
-            dropped=absent if drops else (),
-            duplicated=tuple((step, k) for k, count in enumerate(coverage) if count > 1),
+    Raises ValueError if this version cannot make that order.
+    """
+    demand_order(order)
+    try:
+        return Batches(
+            samples=order["samples"],
+            shards=order["shards"],
+            shard_size=order["shard_size"],
+            seed=order["seed"],
+            drop_last=bool(order["drop_last"]),
         )
-        last = self.ranges[-1] if self.ranges else None
-        if (
-            last is not None
-            and last.clean
-            and entry.clean
-            and (last.epoch, last.per_step, last.dropped) == (epoch, entry.per_step, entry.dropped)
-        ):
-            self.ranges[-1] = replace(last, step_to=step)
+    except KeyError as error:
+        raise ValueError(f"the data order {dict(order)} does not say its {error}") from error
+
+
+def demand_order(order: Mapping[str, int]) -> None:
+    """Raises ValueError if another version put the samples in order."""
+    version = order.get("order", 1)
+    if version != ORDER:
+        raise ValueError(
+            f"the samples were put in order by rule {version}, this version knows rule {ORDER}: "
+            "they would come in another order; go on with the version of Drydock that began, or "
+            "start a new job"
+        )
+
+
+def permuted(positions: torch.Tensor, samples: int, seed: int, epoch: int) -> torch.Tensor:
+    """The samples at these positions of one epoch's order: a bijection of 0..samples-1.
+
+    A Feistel network over the cells of a table that is about square: each round moves a cell along
+    its row by what a hash of its column says, or the other way round. The table has hardly more
+    cells than there are samples; who lands beyond them walks on.
+    """
+    width = math.isqrt(samples - 1) + 1 if samples > 1 else 1
+    height = -(-samples // width)
+    keys = _keys(seed, epoch)
+    found = _crossed(positions, width, height, keys)
+    while len(beyond := (found >= samples).nonzero().squeeze(1)):
+        found[beyond] = _crossed(found[beyond], width, height, keys)
+    return found
+
+
+def _crossed(cells: torch.Tensor, width: int, height: int, keys: tuple[int, ...]) -> torch.Tensor:
+    row = cells // width
+    column = cells - row * width
+    for turn, key in enumerate(keys):
+        if turn % 2:
+            row = _moved(row, column, key, height)
         else:
-            self.ranges.append(entry)
-        del self.ranges[:-MAX_RANGES]
-        return entry
+            column = _moved(column, row, key, width)
+    return row.mul_(width).add_(column)
 
-    def since(self, step: int) -> list[Ledger]:
-        """What to tell a control plane that holds everything up to `step`."""
-        told = []
-        for found in list(self.ranges):
-            if found.step_to <= step:
-                continue
-            start = max(found.step_from, step + 1)
-            told.append(
-                Ledger(
-                    step_from=start,
-                    step_to=found.step_to,
-                    epoch=found.epoch,
-                    samples=found.per_step * (found.step_to - start + 1),
-                    lost=[list(pair) for pair in found.lost],
-                    duplicated=[list(pair) for pair in found.duplicated],
-                    dropped=list(found.dropped),
-                )
-            )
-        return told
 
-    def state_dict(self) -> list[Any]:
-        return [
-            [r.step_from, r.step_to, r.epoch, r.per_step, r.lost, r.duplicated, r.dropped]
-            for r in self.ranges
-        ]
+def _moved(place: torch.Tensor, by: torch.Tensor, key: int, size: int) -> torch.Tensor:
+    """`place` moved on by a hash of `by`, within `size`. No product leaves 64 bits."""
+    hashed = by ^ key
+    hashed.mul_(0x7FEB_352D).bitwise_and_(_LOW_32)
+    hashed ^= hashed >> 15
+    hashed.mul_(0x2C1B_3C6D).bitwise_and_(_LOW_32)
+    hashed ^= hashed >> 16
+    hashed.mul_(size).bitwise_right_shift_(32).add_(place)
+    return hashed.sub_((hashed >= size).long().mul_(size))
 
-    def load_state_dict(self, state: list[Any]) -> None:
-        self.ranges = [
-            Range(
-                step_from=start,
-                step_to=end,
-                epoch=epoch,
-                per_step=per_step,
-                lost=tuple((s, k) for s, k in lost),
-                duplicated=tuple((s, k) for s, k in duplicated),
-                dropped=tuple(dropped),
-            )
-            for start, end, epoch, per_step, lost, duplicated, dropped in state
-        ]
+
+@functools.lru_cache(maxsize=16)
+def _keys(seed: int, epoch: int) -> tuple[int, ...]:
+    drawn = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=4 * ROUNDS).digest()
+    return tuple(int.from_bytes(drawn[i : i + 4], "little") for i in range(0, len(drawn), 4))
+
+
+def _weights(size: int) -> torch.Tensor:
+    """An odd factor for each place in a shard."""
+    weights = torch.arange(1, size + 1) * 0x9E37_79B9_7F4A_7C1
+    weights ^= weights >> 15
+    return weights | 1
+
+
+def _length(samples: int | None, source: Source | None) -> int:
+    if source is None:
+        if samples is None:
+            raise ValueError("say what to train on: Batches(dataset), or Batches(samples=…)")
+        return samples
+    length = len(source.dataset)
+    if samples not in (None, length):
+        raise ValueError(f"the dataset has {length} samples, not {samples}; leave samples out")
+    return length

@@ -7,6 +7,7 @@ still being imported.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import threading
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from runtime import client
+
+STANDBY = ("", "migrate", "spare")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,9 @@ class Job:
     rank: int
     world_replicas: int
     placement: str
+    #: "" for one that trains; "migrate": it takes its replica's place from the process that has it,
+    #: as soon as it holds the state; "spare": it takes the place of whichever replica dies
+    standby: str = ""
     coordinator: str  # host:port
     token: str
     state_dir: Path
@@ -46,14 +52,16 @@ def join(environment: dict[str, str] | None = None) -> Job:
     """
     env = dict(os.environ) if environment is None else environment
     stop = threading.Event()
-    if threading.current_thread() is threading.main_thread():
+    # A loader's worker runs the script's top again: it is no rank, and tells nobody.
+    worker = multiprocessing.parent_process() is not None
+    if threading.current_thread() is threading.main_thread() and not worker:
         # A rank that is still importing notes the wish; the training loop obeys it at its edge.
         signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
     placement = env.get(client.ENV_PLACEMENT) or f"pid-{os.getpid()}-{time.time_ns()}"
     token = need(env, client.ENV_TOKEN)
     replica, rank = int(need(env, client.ENV_REPLICA)), int(env.get(client.ENV_RANK, "0"))
     sender = client.Sender(
-        env.get(client.ENV_URL, ""),
+        "" if worker else env.get(client.ENV_URL, ""),
         token,
         job=need(env, client.ENV_JOB),
         replica=replica,
@@ -68,6 +76,7 @@ def join(environment: dict[str, str] | None = None) -> Job:
         rank=rank,
         world_replicas=int(need(env, client.ENV_WORLD_REPLICAS)),
         placement=placement,
+        standby=standby_of(env.get(client.ENV_STANDBY, "")),
         coordinator=need(env, client.ENV_COORDINATOR),
         token=token,
         state_dir=Path(need(env, client.ENV_STATE_DIR)),
@@ -75,6 +84,14 @@ def join(environment: dict[str, str] | None = None) -> Job:
         sender=sender,
         stop=stop,
     )
+
+
+def standby_of(value: str) -> str:
+    if value not in STANDBY:
+        raise RuntimeError(
+            f"{client.ENV_STANDBY} is {value!r}; leave it empty, or give migrate or spare"
+        )
+    return value
 
 
 def need(env: dict[str, str], name: str) -> str:

@@ -51,6 +51,11 @@ class Staged:
         hasher.update(self.buffer)
         return hasher.hexdigest()
 
+    @functools.cached_property
+    def chunk_hashes(self) -> list[str]:
+        """xxh3-64 of each chunk of the buffer, so that parts can be taken from several places."""
+        return [xxhash.xxh3_64_hexdigest(chunk) for chunk in self.chunks()]
+
     def chunks(self) -> Iterator[memoryview]:
         view = memoryview(self.buffer)
         for start in range(0, len(view), CHUNK_BYTES):

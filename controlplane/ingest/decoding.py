@@ -103,6 +103,15 @@ _BY_NAME: dict[str, Any] = {
     "placement": Annotated[str, Meta(max_length=40)],
     "kind": wire.Short,
     "digest": Annotated[str, Meta(max_length=128)],
+    "computed": Annotated[
+        list[Annotated[list[_Small], Meta(min_length=3, max_length=3)]], Meta(max_length=100_000)
+    ],
+    "merged": Annotated[list[Annotated[int, Meta(ge=0, le=2**63 - 1)]], Meta(max_length=3)],
+    "proof": Annotated[str, Meta(max_length=32)],
+    "order": Annotated[
+        dict[Annotated[str, Meta(max_length=32)], Annotated[int, Meta(ge=0, le=2**63 - 1)]],
+        Meta(max_length=16),
+    ],
 }
 
 
@@ -117,6 +126,8 @@ def _bounded_twin(kind: type[Any], **overrides: Any) -> type[Any]:
             optional.append(
                 (item.name, bounded, msgspec.field(default_factory=item.default_factory))
             )
+        elif item.default is not MISSING:  # a job of an older version does not say it
+            optional.append((item.name, bounded, msgspec.field(default=item.default)))
         else:
             required.append((item.name, bounded))
     tag = getattr(kind, "type", None)

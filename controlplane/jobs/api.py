@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
 from django.db.models import Q, QuerySet
+from django.http import QueryDict
 
 from controlplane.accounts.models import Actor
 from controlplane.fleet.api import IN_CLUSTER, OF_NODE, Spares
@@ -27,6 +29,8 @@ from controlplane.jobs.serializers import (
     ExclusionSerializer,
     JobDetailSerializer,
     JobSerializer,
+    LedgerPage,
+    LedgerRangeSerializer,
     NewDirective,
     NewExclusion,
     NewJob,
@@ -35,8 +39,9 @@ from controlplane.jobs.serializers import (
     ReplicaSerializer,
     SpareReservationSerializer,
 )
-from controlplane.rest.filters import Exact, Flag, Reference, Search, Times, Whole
-from controlplane.rest.resource import ID_PATTERN, Resource
+from controlplane.rest.filters import Exact, Flag, Parameter, Reference, Search, Times, Whole
+from controlplane.rest.pagination import DEFAULT_LIMIT, MAX_LIMIT, page_of
+from controlplane.rest.resource import ID_PATTERN, Resource, reading
 from controlplane.rest.verbs import verb
 
 OF_JOB = Reference("job", id_prefix="job_")
@@ -71,6 +76,29 @@ class Jobs(Resource):
         It is known from then on, with its replicas pending; whoever schedules it starts it.
         """
         return actions.register(actor, cluster_id=cluster.pk, **order)
+
+    @reading(
+        LedgerPage,
+        path="ledger",
+        parameters=[
+            Parameter(
+                "limit",
+                "How many ranges at most.",
+                {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
+            ),
+            Parameter("cursor", "As found in next or previous.", {"type": "string"}),
+        ],
+    )
+    def ledger(self, job: Job, _query: QueryDict) -> Mapping[str, Any]:
+        """Tell a job's sample ledger, in the order of its steps
+
+        Which replica computed which shards of each committed step, what was lost, duplicated or
+        dropped, and the running proof: `python -m runtime.ledger` checks the answer.
+        """
+        sorts = {"step_from": "step_from"}
+        page = page_of(self.request, selectors.ledger_of(job), sorts, "step_from")
+        shown = LedgerRangeSerializer(page.rows, many=True).data
+        return {"results": shown, "next": page.next, "previous": page.previous}
 
     @verb(takes=Progress)
     def progress(self, actor: Actor, job: Job, order: dict[str, Any]) -> None:

@@ -154,6 +154,14 @@ class LedgerRange(models.Model):
     lost = models.JSONField(default=list)
     duplicated = models.JSONField(default=list)
     dropped = models.JSONField(default=list)
+    #: [replica, its first shard, and before which it ends], in each of these steps
+    computed = models.JSONField(default=list)
+    #: where only sums are left of many steps: shards lost, duplicated and dropped in all of them
+    merged = models.JSONField(default=list)
+    #: running hash up to the last step; "" where a roll-back cut the range: the next one proves it
+    proof = models.CharField(max_length=32, blank=True)
+    #: how to make the samples' ids
+    order = models.JSONField(default=dict)
     recorded_at = models.DateTimeField(auto_now_add=True)
 
     class Meta:

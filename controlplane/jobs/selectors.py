@@ -10,11 +10,11 @@ from django.conf import settings
 from django.contrib.auth.models import AnonymousUser
 from django.db import connection
 from django.db.models import (
+    BigIntegerField,
     Count,
     Exists,
     F,
     Func,
-    IntegerField,
     Max,
     Min,
     OuterRef,
@@ -23,6 +23,8 @@ from django.db.models import (
     QuerySet,
     Sum,
 )
+from django.db.models.fields.json import KeyTextTransform
+from django.db.models.functions import Cast, Coalesce
 from django.http import Http404
 from django.utils import timezone
 
@@ -207,10 +209,13 @@ def sample_ledger(job: Job) -> SampleLedger:
         first=Min("step_from"),
         last=Max("step_to"),
         samples=Sum("samples"),
-        lost=Sum(_length("lost")),
-        duplicated=Sum(_length("duplicated")),
+        lost=Sum(_length("lost") + _added_up(0)),
+        duplicated=Sum(_length("duplicated") + _added_up(1)),
         # These shards were dropped in each step of the range.
-        dropped=Sum(_length("dropped") * (F("step_to") - F("step_from") + 1)),
+        dropped=Sum(
+            _length("dropped") * (F("step_to") - F("step_from") + 1) + _added_up(2),
+            output_field=BigIntegerField(),
+        ),
     )
     return SampleLedger(
         sums["first"],
@@ -223,7 +228,17 @@ def sample_ledger(job: Job) -> SampleLedger:
 
 
 def _length(field: str) -> Func:
-    return Func(F(field), function="jsonb_array_length", output_field=IntegerField())
+    return Func(F(field), function="jsonb_array_length", output_field=BigIntegerField())
+
+
+def _added_up(place: int) -> Coalesce:
+    """What a range says of many steps together; 0 for one that tells them singly."""
+    told = Cast(KeyTextTransform(place, "merged"), BigIntegerField())
+    return Coalesce(told, 0, output_field=BigIntegerField())
+
+
+def ledger_of(job: Job) -> QuerySet[LedgerRange]:
+    return LedgerRange.objects.filter(job=job)
 
 
 # --- The curves -----------------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """How jobs, replicas, checkpoints and what is held for jobs are shown, and what is told of them."""
 
+# Django REST framework carries no types.
+# mypy: disallow-subclassing-any=False
+
 from __future__ import annotations
 
 from typing import Any
@@ -10,6 +13,7 @@ from controlplane.jobs.models import (
     Checkpoint,
     Directive,
     Job,
+    LedgerRange,
     NodeExclusion,
     Placement,
     Replica,
@@ -111,6 +115,31 @@ class CheckpointSerializer(RowSerializer):
             "seconds",
             "at",
         )
+
+
+class LedgerRangeSerializer(RowSerializer):
+    class Meta:
+        model = LedgerRange
+        fields = (
+            "step_from",
+            "step_to",
+            "epoch",
+            "samples",
+            "computed",
+            "lost",
+            "duplicated",
+            "dropped",
+            "merged",
+            "proof",
+            "order",
+            "recorded_at",
+        )
+
+
+class LedgerPage(serializers.Serializer):
+    results = LedgerRangeSerializer(many=True)
+    next = serializers.CharField(allow_null=True)
+    previous = serializers.CharField(allow_null=True)
 
 
 class ExclusionSerializer(RowSerializer):

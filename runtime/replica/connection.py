@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import time
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from runtime.replica.plan import Report
-
-log = logging.getLogger("drydock.coordinator")
 
 MAX_PUT_OFF_S = 30.0
 
@@ -27,21 +24,28 @@ class Peer:
     shards: int
     shape: dict[str, str]  # what must be alike on all replicas
     writer: asyncio.StreamWriter
-    #: fresh (told nothing yet), loading, syncing, ready (holds a state), member
+    heard: float  # by the coordinator's clock
+    #: claiming (of an epoch that we do not know), fresh (told nothing yet), loading, syncing, ready
+    #: (holds a state), member
     phase: str = "fresh"
+    #: "migrate" or "spare": it has no number of its own yet, and enters in the place of a member
+    standby: str = ""
+    place: int = -1  # the replica whose place it is to take, if it is known
     step: int = -1
     digest: str = ""
     report: Report | None = None
     leaving: bool = False  # its report said that all stop at this edge
-    proof: str = ""
-    caught_up: bool = False
-    heard: float = field(default_factory=time.monotonic)
+    expected: tuple[int, str] | None = None  # step and digest of the state that it was sent for
+    caught_up: bool = False  # follows the members, no step behind
+    pinged: int = 0  # number of the last ping
+    answered: int = 0  # number of the last ping that it answered
+    orders: int = 0  # number of the last order; what it says of an older one counts no more
     asked: set[str] = field(default_factory=set)  # what this peer was already told this round
     refusals: int = 0  # how often it could not be let in
-    not_before: float = 0.0  # monotonic: when it may try again
+    not_before: float = 0.0  # by the coordinator's clock: when it may try again
 
     @classmethod
-    def of(cls, join: dict[str, Any], writer: asyncio.StreamWriter) -> Self:
+    def of(cls, join: dict[str, Any], writer: asyncio.StreamWriter, now: float) -> Self:
         """Who says this first line."""
         return cls(
             replica=int(join["replica"]),
@@ -51,15 +55,39 @@ class Peer:
             shards=int(join["shards"]),
             shape=dict(join.get("shape", {})),
             writer=writer,
+            heard=now,
             step=int(join["step"]),
         )
 
-    def put_off(self) -> None:
+    def put_off(self, now: float) -> None:
         """Let a newcomer begin anew, later each time."""
-        self.phase = "fresh"
-        self.asked.clear()
+        self.begin()
         self.refusals += 1
-        self.not_before = time.monotonic() + min(2.0 ** (self.refusals - 1), MAX_PUT_OFF_S)
+        self.not_before = now + min(2.0 ** (self.refusals - 1), MAX_PUT_OFF_S)
+
+    def begin(self) -> None:
+        """A newcomer that was told nothing yet."""
+        self.phase = "fresh"
+        self.report, self.expected = None, None
+        self.leaving = self.caught_up = False
+        self.asked.clear()
+
+    def enter(self) -> None:
+        """A member of an epoch that begins."""
+        self.begin()
+        self.phase = "member"
+        self.refusals = 0
+
+    def order(self, op: str, phase: str, **message: Any) -> None:
+        """Tell a newcomer to get a state, and to say `ready` when it has."""
+        self.phase = phase
+        self.orders += 1
+        self.tell(op=op, order=self.orders, **message)
+
+    def ping(self) -> None:
+        """Ask for a sign of life; says which of its answers reached us last."""
+        self.pinged += 1
+        self.tell(op="ping", n=self.pinged, heard=self.answered)
 
     def tell(self, **message: Any) -> None:
         if not self.writer.is_closing():
@@ -71,12 +99,18 @@ class Peer:
             self.tell(op=op, **message)
 
 
-def tell_difference(members: list[Peer], step: int) -> None:
-    """Members that should be equal hold different states: no newcomer is to blame for it."""
-    states = {member.replica: member.proof for member in members}
-    log.critical("members_differ step=%s states=%s", step, states)
-    for member in members:
-        member.tell_once("diverged", step=step, states=states)
+def introduce(seated: Mapping[int, Peer], behind: Collection[int]) -> dict[str, Any]:
+    """To each other, as the members of an epoch that begins, by their numbers."""
+    in_order = sorted(seated.items())
+    old_hands = [(number, p) for number, p in in_order if p.phase == "member"]
+    return {
+        "begins": not old_hands,
+        "members": [
+            {"replica": number, "placement": p.placement, "gloo_port": p.gloo_port}
+            for number, p in in_order
+        ],
+        "donors": [p.address for number, p in old_hands if number not in behind],
+    }
 
 
 async def read_line(reader: asyncio.StreamReader) -> dict[str, Any] | None:

@@ -4,100 +4,98 @@ Standard library only. Members propose, this process decides, durably, before it
 must never stand on the path of a healthy step: its death costs no step.
 
 One TCP connection per member, JSON lines. The first line carries the job's token. The verbs are
-`join`, `ready`, `report`, `caught_up`, `proof`, `set`, `get`, `ping`, `again`, `goodbye` from
+`join`, `ready`, `report`, `staged`, `caught_up`, `set`, `get`, `pong`, `again`, `goodbye` from
 replicas, and `exit` and `status` from a node agent or a person.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
-import json
 import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
-from runtime.replica.connection import Peer, read_line, tell_difference
-from runtime.replica.listening import TICK_S, options, run
+from runtime.replica.admission import Admission
+from runtime.replica.claims import Claims
+from runtime.replica.connection import Peer, introduce
+from runtime.replica.listening import LEASE_S, TICK_S, options, run
 from runtime.replica.places import Places
 from runtime.replica.plan import Report, fixed_shares, take_over
 from runtime.replica.record import Record, RecordFile, StaleEpoch
+from runtime.replica.rendezvous import Rendezvous
 from runtime.replica.shape import difference, misfit
 
 log = logging.getLogger("drydock.coordinator")
 
-PEER_SILENT_S = 2.0  # a member that said nothing for so long is dead
+PING_S = 0.5  # how often each peer is asked for a sign of life
+PEER_SILENT_S = 2.0  # a member that answered nothing for so long is dead
 NEWCOMER_SILENT_S = 20.0  # a newcomer may be busy importing or loading
 ABSENT_S = 2.0  # after our own restart: how long a member of the record has to come back
 ABSENT_BROKEN_S = 1.0  # the same where others wait for the next epoch: time to connect again
+FROZEN_S = 1.0  # who did not run for so long may have lost connections that are there again
 GATHER_S = 10.0  # a whole job that starts again: how long to wait for the rest of it
-CATCH_UP_S = 2.0  # how long members wait at an edge for a newcomer to catch up
-FIRST_LINE_S = 10.0  # how long a stranger may take to say who it is
+LEASE_MARGIN_S = 1.0  # for clocks that do not run alike
+UNDECIDED_S = 10.0  # how long members that we do not know wait before a person is told
 
 
 class Coordinator:
     """All decisions, driven by messages and by `tick`; holds no state but the record's."""
 
-    def __init__(self, record_file: RecordFile, token: str, world: int, min_replicas: int) -> None:
+    def __init__(
+        self,
+        record_file: RecordFile,
+        token: str,
+        world: int,
+        min_replicas: int,
+        *,
+        lease_s: float = LEASE_S,
+        any_claim: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`any_claim`: a person decided that what any member tells of a lost record is true."""
         self.file = record_file
         self.record = record_file.read()
         self.token = token
         self.world = world  # how many the first epoch waits for; the ranks know it too
         self.min_replicas = min_replicas
+        self.lease_s = lease_s
+        self.clock = clock
         self.peers: dict[int, Peer] = {}
         #: the members of the current epoch that are not known to be gone
         self.alive: dict[int, str] = dict(self.record.members)
         self.places = Places(self.record)
+        self.claims = Claims(any_claim=any_claim)
+        self.admission = Admission()
         self.lost: list[dict[str, Any]] = []  # since the epoch was granted
         self.broken_at = 0.0  # Unix time when the current epoch was found broken; 0: it is whole
-        self.edge_at = 0.0  # monotonic time since when all members wait at an edge; 0: they do not
-        self.values: dict[str, str] = {}  # rendezvous of the current epoch
-        self.waiting: dict[str, list[tuple[Peer, int]]] = {}
-        self.started = time.monotonic()
+        self.rendezvous = Rendezvous()  # of the current epoch
+        now = clock()
+        self.started = now
         self.first_newcomer = 0.0
-        self.last_tick = time.monotonic()
+        self.last_tick = self.last_ping = now
+        self.woke = 0.0  # when we ran again after we had not for long
+        #: when a member of the current epoch was last heard of; and whether one of them surely
+        #: trains in it no more, so that the others cannot either
+        self.last_contact = now
+        self.fenced = not self.record.members
 
     # --- connections ----------------------------------------------------------------------------
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, from its first line to its end."""
-        peer: Peer | None = None
-        try:
-            async with asyncio.timeout(FIRST_LINE_S):
-                first = await read_line(reader)
-            if first is None:
-                return
-            refusal = self.refusal(first)
-            if refusal:
-                writer.write(json.dumps({"ok": False, "error": refusal}).encode() + b"\n")
-                return
-            if first["op"] == "join":
-                peer = self.join(first, writer)
-                await self.listen(reader, peer)
-            else:
-                answer = self.answer(first)
-                writer.write(json.dumps(answer).encode() + b"\n")
-        except (OSError, ValueError, KeyError, asyncio.LimitOverrunError) as error:
-            log.warning("connection_failed error=%r", error)
-        except asyncio.CancelledError:
-            peer = None  # it is we who end, not the peer
-            raise
-        finally:
-            if peer is not None:
-                self.gone(peer, "reset")
-            with contextlib.suppress(ConnectionError):
-                await writer.drain()
-            writer.close()
-
     def refusal(self, first: dict[str, Any]) -> str:
+        """Why whoever says this first line is not listened to; "" if it is."""
         given = str(first.get("token", "")).encode()
         if not hmac.compare_digest(given, self.token.encode()):
             return "wrong token: give the job's DRYDOCK_TOKEN in the first line"
         if first.get("op") not in ("join", "exit", "status"):
             return f"unknown op {first.get('op')!r}: begin with join, exit or status"
         if first["op"] == "join":
+            if first["job"] != self.record.job:
+                return (
+                    f"this replica's job is {first['job']}, the coordinator's is "
+                    f"{self.record.job}: give each job a coordinator of its own"
+                )
             was_member = 0 < int(first["epoch"]) <= self.record.epoch
             taken = self.places.refusal(int(first["replica"]), str(first["placement"]), was_member)
             others = [p for p in self.peers.values() if p.replica != int(first["replica"])]
@@ -105,31 +103,36 @@ class Coordinator:
             return taken or misfit(first, self.world, known)
         return ""
 
-    async def listen(self, reader: asyncio.StreamReader, peer: Peer) -> None:
+    def hear(self, peer: Peer, message: dict[str, Any]) -> bool:
+        """Act on one message; False if the peer speaks on a connection that counts no more."""
         verbs: dict[str, Callable[[Peer, dict[str, Any]], None]] = {
-            "ping": self.on_ping,
+            "pong": self.on_pong,
             "ready": self.on_ready,
             "report": self.on_report,
+            "staged": self.on_staged,
             "caught_up": self.on_caught_up,
-            "proof": self.on_proof,
             "again": self.on_again,
             "set": self.on_set,
             "get": self.on_get,
             "goodbye": self.on_goodbye,
         }
-        while (message := await read_line(reader)) is not None:
-            if self.peers.get(peer.replica) is not peer:
-                return
-            peer.heard = time.monotonic()
-            verbs[message["op"]](peer, message)
-            self.settle()
+        if self.peers.get(peer.replica) is not peer:
+            return False
+        peer.heard = self.clock()
+        if peer.phase == "member":
+            self.last_contact = peer.heard
+        verbs[message["op"]](peer, message)
+        self.settle()
+        return True
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["op"] == "exit":
             replica, placement = int(message["replica"]), str(message["placement"])
+            if self.record.members.get(replica) == placement:
+                self.fenced = True
             if self.alive.get(replica) == placement:
                 self.lose(replica, "agent")
-                self.settle()
+            self.settle()
             return {"ok": True}
         return {
             "ok": True,
@@ -143,8 +146,10 @@ class Coordinator:
     # --- what replicas say ----------------------------------------------------------------------
 
     def join(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> Peer:
+        if message["standby"]:
+            return self.stand_by(message, writer)
         replica, placement = int(message["replica"]), str(message["placement"])
-        peer = Peer.of(message, writer)
+        peer = Peer.of(message, writer, self.clock())
         if not self.record.epoch:
             self.world = max(self.world, int(message["world"]))
         self.supersede(replica, placement)
@@ -152,11 +157,17 @@ class Coordinator:
         if previous is not None and previous.placement == placement:
             del self.peers[replica]  # the same process on a new connection: nobody is lost
             previous.writer.close()
+            self.admission.interrupt()
         elif previous is not None:
             self.gone(previous, "reset")
         told_epoch = int(message["epoch"])
         if told_epoch > self.record.epoch:
-            self.adopt(told_epoch, message)
+            peer.phase = "claiming"
+            self.peers[replica] = peer
+            self.claims.add(peer, told_epoch, message["members"], self.clock())
+            self.settle()
+            return peer
+        self.claims.forget(replica)
         named = self.alive.get(replica) == placement
         if named and told_epoch == self.record.epoch:
             peer.phase = "member"
@@ -177,6 +188,38 @@ class Coordinator:
         self.settle()
         return peer
 
+    def stand_by(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> Peer:
+        """It follows the members until there is a place for it; till then its number is below 0."""
+        peer = Peer.of(message, writer, self.clock())
+        peer.standby, peer.place = str(message["standby"]), peer.replica
+        for other in [p for p in self.peers.values() if p.placement == peer.placement]:
+            del self.peers[other.replica]  # the same process on a new connection
+            other.writer.close()
+            self.admission.interrupt()
+        seats = [number for number, name in self.alive.items() if name == peer.placement]
+        if seats:  # we died between making the epoch durable and telling it
+            peer.replica, peer.phase, peer.standby = seats[0], "member", ""
+            peer.tell(**self.record.grant)
+        else:
+            peer.replica = min([0, *self.peers]) - 1
+        self.peers[peer.replica] = peer
+        log.info("stands_by placement=%s for=%s", peer.placement, peer.place)
+        self.settle()
+        return peer
+
+    def seats(self, ready: list[Peer]) -> dict[int, Peer]:
+        """Which number each of these newcomers enters with, if it may enter now."""
+        found = {p.replica: p for p in ready if not p.standby}
+        waiting = [p for p in ready if p.standby]
+        for peer in [p for p in waiting if p.standby == "migrate"]:
+            # From a living member at a planned edge only: what it holds of a step is not lost.
+            if peer.place not in self.peers or not self.broken_at:
+                found.setdefault(peer.place, peer)
+        numbers = range(self.record.grant.get("world", self.world))
+        vacant = [n for n in numbers if n not in {*self.peers, *self.alive, *found}]
+        spares = [p for p in waiting if p.standby == "spare"]
+        return found | dict(zip(vacant, spares, strict=False))
+
     def supersede(self, replica: int, placement: str) -> None:
         """The newest start of a replica has its place; an older one is told to end."""
         before = self.places.take(replica, placement)
@@ -188,78 +231,104 @@ class Coordinator:
             peer.tell(op="refused", error=self.places.refusal(replica, before, was_member=True))
             self.gone(peer, "reset")
 
-    def adopt(self, epoch: int, message: dict[str, Any]) -> None:
-        """Take the epoch from a member that knows a higher one: our record was lost."""
-        members = {int(replica): str(name) for replica, name in message["members"].items()}
+    def decide_claims(self) -> None:
+        """Take the epoch from the members that know a higher one, if they are enough to be sure:
+        our record was lost, or is another machine's."""
+        claim = self.claims.decided()
+        if claim is None:
+            return
         record = Record(
             job=self.record.job,
-            epoch=epoch,
-            members=members,
-            step=int(message["step"]),
+            epoch=claim.epoch,
+            members=dict(claim.members),
+            step=claim.step,
             superseded=self.places.superseded,
         )
-        log.warning("record_adopted epoch=%s members=%s", epoch, sorted(members))
+        log.warning("record_adopted epoch=%s members=%s", claim.epoch, sorted(claim.members))
         self.keep(record)
-        self.alive = dict(members)
-        self.places.holders.update(members)
-        self.started = time.monotonic()
+        members = self.claims.of(claim.epoch)
+        self.claims.clear()
+        self.alive = dict(claim.members)
+        self.places.holders.update(claim.members)
+        self.started = self.last_contact = self.clock()
+        self.fenced = False
+        self.lost, self.broken_at = [], 0.0
+        self.rendezvous = Rendezvous()
+        self.admission.interrupt()
+        for peer in [p for p in self.peers.values() if p.phase == "claiming"]:
+            if peer.replica in members:
+                peer.phase = "member"
+            else:
+                peer.begin()
+                peer.tell(op="evicted", epoch=claim.epoch)
+        for peer in self.newcomers():
+            if self.alive.get(peer.replica, peer.placement) != peer.placement:
+                self.places.take(peer.replica, peer.placement)
+                self.lose(peer.replica, "reset")  # its successor is here already
+        if any(member.report for member in self.members()):
+            self.break_epoch()
 
-    def on_ping(self, peer: Peer, message: dict[str, Any]) -> None:
+    def on_pong(self, peer: Peer, message: dict[str, Any]) -> None:
+        peer.answered = int(message["n"])
         if peer.phase == "member":
             peer.step = int(message["step"])
 
     def on_ready(self, peer: Peer, message: dict[str, Any]) -> None:
-        if peer.phase == "member":
+        """A newcomer holds a state; who held one of the last epoch's trains in it no more."""
+        if peer.phase == "member" or int(message["order"]) != peer.orders:
             return
         peer.phase = "ready"
         peer.step, peer.digest = int(message["step"]), str(message["digest"])
         peer.asked.clear()
+        if self.record.members.get(peer.replica) == peer.placement:
+            self.fenced = True
+        if peer.expected not in (None, (peer.step, peer.digest)):
+            log.warning("refused replica=%s expected=%s", peer.replica, peer.expected)
+            peer.put_off(self.clock())
 
     def on_again(self, peer: Peer, _message: dict[str, Any]) -> None:
-        """A newcomer could not get what it was told to get; judge anew."""
-        if peer.phase != "member":
-            peer.put_off()
+        """It could not get what it was told to get; judge anew."""
+        if peer.phase == "member":
+            self.drop(peer.replica, "reset")
+        peer.put_off(self.clock())
 
     def on_report(self, peer: Peer, message: dict[str, Any]) -> None:
-        if peer.phase != "member" or int(message["epoch"]) != self.record.epoch:
+        claiming = peer.phase == "claiming"  # then it counts once its epoch is taken
+        known = peer.phase == "member" and int(message["epoch"]) == self.record.epoch
+        if not (claiming or known):
             return
         peer.step = int(message["step"])
         peer.report = Report(
             replica=peer.replica, step=peer.step, held=tuple(int(s) for s in message["held"])
         )
         peer.leaving = bool(message["leaving"])
-        if not message["planned"]:
+        if known and not message["planned"]:
             self.break_epoch()
 
-    def on_caught_up(self, peer: Peer, message: dict[str, Any]) -> None:
-        peer.step, peer.digest = int(message["step"]), str(message["digest"])
-        peer.caught_up = True
+    def on_staged(self, peer: Peer, message: dict[str, Any]) -> None:
+        self.admission.staged(peer, int(message["step"]), str(message["digest"]))
 
-    def on_proof(self, peer: Peer, message: dict[str, Any]) -> None:
-        peer.step, peer.proof = int(message["step"]), str(message["digest"])
+    def on_caught_up(self, peer: Peer, message: dict[str, Any]) -> None:
+        if peer.phase == "ready":
+            peer.step, peer.caught_up = int(message["step"]), True
 
     def on_set(self, _peer: Peer, message: dict[str, Any]) -> None:
-        if int(message["epoch"]) != self.record.epoch:
-            return
-        key = str(message["key"])
-        self.values[key] = str(message["value"])
-        for waiter, number in self.waiting.pop(key, []):
-            waiter.tell(op="value", id=number, value=self.values[key])
+        if int(message["epoch"]) == self.record.epoch:
+            self.rendezvous.set(str(message["key"]), str(message["value"]))
 
     def on_get(self, peer: Peer, message: dict[str, Any]) -> None:
-        if int(message["epoch"]) != self.record.epoch:
-            return
-        key, number = str(message["key"]), int(message["id"])
-        if key in self.values:
-            peer.tell(op="value", id=number, value=self.values[key])
-        else:
-            self.waiting.setdefault(key, []).append((peer, number))
+        if int(message["epoch"]) == self.record.epoch:
+            self.rendezvous.get(peer, str(message["key"]), int(message["id"]))
 
     def on_goodbye(self, peer: Peer, _message: dict[str, Any]) -> None:
         """A replica leaves of its own will: nobody is told that it is lost."""
         self.peers.pop(peer.replica, None)
+        self.admission.forget(peer.replica)
+        self.claims.forget(peer.replica)
         if self.alive.get(peer.replica) == peer.placement:
             del self.alive[peer.replica]
+            self.fenced = True
+            self.begin_newcomers_anew()
         if self.alive:
             self.break_epoch()
 
@@ -271,23 +340,47 @@ class Coordinator:
             return
         del self.peers[peer.replica]
         peer.writer.close()
+        self.admission.forget(peer.replica)
+        self.claims.forget(peer.replica)
         if peer.phase == "member" and self.alive.get(peer.replica) == peer.placement:
-            self.lose(peer.replica, how)
+            if how == "reset" and self.was_frozen():
+                log.warning("may_return replica=%s", peer.replica)  # tick() loses who does not
+            else:
+                self.lose(peer.replica, how)
         log.info("gone replica=%s placement=%s how=%s", peer.replica, peer.placement, how)
         self.settle()
 
+    def was_frozen(self) -> bool:
+        """Whether we did not run for long until just now: members may have connected anew, and the
+        ends of their old connections say nothing."""
+        now = self.clock()
+        return now - self.last_tick > FROZEN_S or now - self.woke < FROZEN_S
+
     def lose(self, replica: int, how: str) -> None:
-        placement = self.alive.pop(replica)
-        entry = {"replica": replica, "placement": placement, "how": how, "at": time.time()}
-        self.lost.append(entry)
+        """A member is gone, and its connection with it."""
+        placement = self.alive[replica]
         peer = self.peers.get(replica)
         if peer is not None and peer.placement == placement:
             del self.peers[replica]
             peer.writer.close()
+            self.admission.forget(replica)
+        self.drop(replica, how)
+
+    def drop(self, replica: int, how: str) -> None:
+        """The epoch is broken, for this member trains in it no more."""
+        placement = self.alive.pop(replica)
+        entry = {"replica": replica, "placement": placement, "how": how, "at": time.time()}
+        self.lost.append(entry)
         log.warning("lost replica=%s placement=%s how=%s", replica, placement, how)
+        self.begin_newcomers_anew()
         for member in self.members():
             member.tell(op="lost", epoch=self.record.epoch, **entry)
         self.break_epoch()
+
+    def begin_newcomers_anew(self) -> None:
+        """If nobody is left whose state they could take."""
+        for peer in [] if self.alive else self.newcomers():
+            peer.begin()
 
     def break_epoch(self) -> None:
         if not self.broken_at:
@@ -297,18 +390,28 @@ class Coordinator:
 
     def tick(self) -> None:
         """Find what died silently. Time in which we ourselves did not run counts for nobody."""
-        now = time.monotonic()
+        now = self.clock()
         late = now - self.last_tick - TICK_S
         self.last_tick = now
+        if late > FROZEN_S:
+            self.woke = self.started = now
         for peer in list(self.peers.values()):
             if late > TICK_S:
                 peer.heard += late
-            limit = PEER_SILENT_S if peer.phase == "member" else NEWCOMER_SILENT_S
-            if now - peer.heard > limit:
+            followed = peer.phase in ("member", "ready")
+            if now - peer.heard > (PEER_SILENT_S if followed else NEWCOMER_SILENT_S):
                 self.gone(peer, "heartbeat")
+        if now - self.last_ping >= PING_S:
+            self.last_ping = now
+            for peer in self.peers.values():
+                peer.ping()
         if now - self.started > (ABSENT_BROKEN_S if self.broken_at else ABSENT_S):
             for replica in [r for r in self.alive if r not in self.peers]:
                 self.lose(replica, "heartbeat")
+        for text in self.claims.overdue(now, UNDECIDED_S):
+            log.error("undecided %s", text)
+            for peer in [p for p in self.peers.values() if p.phase == "claiming"]:
+                peer.tell(op="undecided", text=text)
         self.settle()
 
     # --- decisions ------------------------------------------------------------------------------
@@ -317,139 +420,142 @@ class Coordinator:
         found = [p for p in self.peers.values() if p.phase == "member" and p.replica in self.alive]
         return sorted(found, key=lambda p: p.replica)
 
-    def newcomers(self) -> list[Peer]:
-        found = [p for p in self.peers.values() if p.phase != "member"]
+    def newcomers(self, *phases: str) -> list[Peer]:
+        """By their number; of these phases, if any is named."""
+        known = phases or ("fresh", "loading", "syncing", "ready")
+        found = [p for p in self.peers.values() if p.phase in known]
         return sorted(found, key=lambda p: p.replica)
 
     def settle(self) -> None:
         """Bring everyone one message further, if anything can be decided now."""
         try:
+            if self.claims:
+                self.decide_claims()
             if self.alive:
                 self.settle_running()
-            else:
+            elif not self.claims:
                 self.settle_cold()
         except OSError as error:  # nothing was granted; the next tick tries again
             log.error("record_not_written path=%s error=%s", self.file.path, error)
 
     def settle_cold(self) -> None:
         """Nobody trains: newcomers load what they have, agree on the newest, and begin."""
-        peers = self.newcomers()
+        for peer in [p for p in self.newcomers() if p.standby == "migrate"]:
+            if peer.place not in self.peers:
+                self.seat(peer, peer.place)  # there is nobody to take it from
+        peers = [p for p in self.newcomers() if not p.standby]
         if not peers:
             self.first_newcomer = 0.0
             return
-        self.first_newcomer = self.first_newcomer or time.monotonic()
-        for peer in peers:
-            if peer.phase in ("fresh", "syncing"):
-                peer.phase = "loading"
-                peer.tell(op="load")
-        waited = time.monotonic() - self.first_newcomer
+        self.first_newcomer = self.first_newcomer or self.clock()
+        for peer in [p for p in peers if p.phase == "fresh"]:
+            peer.order("load", "loading")
+        waited = self.clock() - self.first_newcomer
         enough = len(peers) >= self.world or (
             self.record.epoch > 0 and waited > GATHER_S and len(peers) >= self.min_replicas
         )
-        if not enough or any(peer.phase != "ready" for peer in peers):
+        if not enough or any(peer.phase != "ready" for peer in peers) or self.may_train_unseen():
             return
         source = max(peers, key=lambda p: (p.step, -p.replica))
-        behind = [p for p in peers if (p.step, p.digest) != (source.step, source.digest)]
-        for peer in behind:
-            peer.phase = "loading"
-            peer.tell(op="sync", donors=[source.address], refusals=peer.refusals)
-        if not behind:
-            self.grant(peers, [Report(replica=p.replica, step=p.step) for p in peers])
+        equal = [p for p in peers if (p.step, p.digest) == (source.step, source.digest)]
+        behind = [p for p in peers if p not in equal]
+        if behind:
+            self.admission.release(equal, followed=False)  # whoever took them is ready: ask anew
+            self.admission.advance(behind, equal, at_edge=True)
+        else:
+            self.grant({p.replica: p for p in peers})
+
+    def may_train_unseen(self) -> bool:
+        """Whether the last epoch's members may all be there, out of our reach, and go on."""
+        lease = self.lease_s + LEASE_MARGIN_S
+        return not self.fenced and self.clock() - self.last_contact < lease
 
     def settle_running(self) -> None:
         """Members train or wait at an edge; newcomers catch up and are let in at an edge."""
         members = self.members()
-        for peer in self.newcomers():
-            if peer.phase == "fresh" and members and time.monotonic() >= peer.not_before:
-                if error := difference(peer.shape, members[0].shape):
-                    peer.tell(op="refused", error=error)  # it came before there was a measure
-                    self.gone(peer, "reset")
-                    return
-                peer.phase = "syncing"
-                peer.tell(op="sync", donors=[m.address for m in members], refusals=peer.refusals)
-        ready = [p for p in self.newcomers() if p.phase == "ready"]
-        if len(members) < len(self.alive) or not members:
+        if not members:
             return
+        self.measure(members[0])
+        entering = self.seats([p for p in self.newcomers("ready") if p.caught_up])
         if any(member.report is None for member in members):
-            self.edge_at = 0.0
-            if ready and not self.broken_at:
-                for member in members:
+            if not self.broken_at:  # else the next epoch comes first
+                self.bring_near(members, at_edge=False)
+                for member in members if entering else []:
                     member.tell_once("edge", epoch=self.record.epoch)
+            return
+        if len(members) < len(self.alive):
             return
         if all(member.leaving for member in members) and not self.broken_at:
             self.dismiss()
             return
-        self.edge_at = self.edge_at or time.monotonic()
-        entering = self.entering(members, ready)
-        if entering is None or len(members) + len(entering) < self.min_replicas:
+        seated = {m.replica: m for m in members} | entering
+        if len(seated) < self.min_replicas:
+            self.bring_near(members, at_edge=True)
             return
-        reports = [m.report for m in members if m.report is not None]
-        top = max(report.step for report in reports)
-        reports += [Report(replica=p.replica, step=top) for p in entering]
-        self.grant([*members, *entering], reports)
+        # Nobody waits for a newcomer: it is handed what it may still lack, while others compute.
+        self.grant(seated)
 
-    def entering(self, members: list[Peer], ready: list[Peer]) -> list[Peer] | None:
-        """The newcomers that proved to hold the members' state; None while that is open.
+    def measure(self, member: Peer) -> None:
+        """Refuse who came before there was a measure and does not fit."""
+        for peer in self.newcomers():
+            if error := difference(peer.shape, member.shape):
+                peer.tell(op="refused", error=error)
+                self.gone(peer, "reset")
 
-        A broken epoch waits for nobody as long as enough members are left.
-        """
-        if not ready or (self.broken_at and len(members) >= self.min_replicas):
-            return []
-        reports = [m.report for m in members if m.report is not None]
-        top = max(report.step for report in reports)
-        upright = [m for m in members if m.step == top]
-        for member in upright:
-            member.tell_once("prove", step=top)
-        for peer in ready:
-            peer.tell_once("catch_up", step=top, donors=[m.address for m in upright])
-        late = time.monotonic() - self.edge_at > CATCH_UP_S
-        done = [p for p in ready if p.caught_up and p.step == top]
-        if not late and (len(done) < len(ready) or any(not m.proof for m in upright)):
-            return None
-        proofs = {m.proof for m in upright if m.proof}
-        if len(proofs) > 1:
-            tell_difference(upright, top)
-        equal = [p for p in done if proofs == {p.digest}]
-        for peer in [p for p in ready if p not in equal]:
-            log.warning("refused replica=%s digest=%s proofs=%s", peer.replica, peer.digest, proofs)
-            peer.put_off()
-        return equal
+    def bring_near(self, members: list[Peer], *, at_edge: bool) -> None:
+        """Bring newcomers one message nearer to the members' state."""
+        for peer in self.newcomers("ready"):
+            if peer.expected is None:
+                peer.begin()  # it loaded for a beginning that was none
+        now = self.clock()
+        taking = self.newcomers("syncing", "loading")
+        if not taking:
+            self.admission.release(members, followed=bool(self.newcomers("ready")))
+            top = max(member.step for member in members)
+            holders = [m for m in members if m.step == top] if at_edge else members
+            fresh = [p for p in self.newcomers("fresh") if now >= p.not_before]
+            self.admission.advance(fresh, holders, at_edge=at_edge)
 
     def dismiss(self) -> None:
         """All members stand at the same last edge: now each may go without hurting another."""
         log.info("dismissed epoch=%s members=%s", self.record.epoch, sorted(self.alive))
+        before = self.record
+        self.keep(
+            Record(
+                job=before.job,
+                epoch=before.epoch + 1,
+                step=max(p.step for p in self.members()),
+                superseded=self.places.superseded,
+            )
+        )
         self.alive = {}
+        self.fenced = True
+        self.begin_newcomers_anew()
         for peer in self.peers.values():
             peer.tell(op="dismissed")
 
-    def grant(self, peers: list[Peer], reports: list[Report]) -> None:
+    def grant(self, seated: dict[int, Peer]) -> None:
         """Make the next epoch durable, then tell its members what to do first."""
         before = self.record
+        peers = list(seated.values())
+        reports = [
+            peer.report or Report(replica=number, step=peer.step) for number, peer in seated.items()
+        ]
         shards = max(p.shards for p in peers)
         # What was granted counts, not who once asked: else shards of nobody would be dropped.
-        world = max(before.grant.get("world", self.world), 1 + max(p.replica for p in peers))
+        world = max(before.grant.get("world", self.world), 1 + max(seated))
         drops = any(p.shape.get("mode") == "drop" for p in peers)
         plan = take_over(reports, shards, fixed_shares(shards, world) if drops else None)
-        members = {p.replica: p.placement for p in sorted(peers, key=lambda p: p.replica)}
-        donors = [p.address for p in peers if p.replica not in plan.behind and p.phase == "member"]
+        members = {number: seated[number].placement for number in sorted(seated)}
         message = {
             "op": "epoch",
             "epoch": before.epoch + 1,
-            "begins": not any(p.phase == "member" for p in peers),
-            "members": [
-                {"replica": p.replica, "placement": p.placement, "gloo_port": p.gloo_port}
-                for p in sorted(peers, key=lambda p: p.replica)
-            ],
-            "step": plan.step,
-            "held": plan.held,
-            "assign": plan.assign,
-            "taken_over": list(plan.taken_over),
-            "dropped": list(plan.dropped),
+            **plan.describe(),
+            **introduce(seated, plan.behind),
+            "joined": [n for n, p in seated.items() if p.phase != "member"] if before.epoch else [],
             "world": world,
-            "behind": list(plan.behind),
-            "donors": donors,
+            "lease_s": self.lease_s,
             "lost": self.lost,
-            "joined": [p.replica for p in peers if p.phase != "member"] if before.epoch else [],
             "started_at": self.broken_at or time.time(),
         }
         record = Record(
@@ -462,19 +568,29 @@ class Coordinator:
         )
         self.keep(record)
         self.alive = dict(members)
-        self.lost, self.broken_at, self.edge_at = [], 0.0, 0.0
-        self.values, self.waiting = {}, {}
+        self.lost, self.broken_at = [], 0.0
+        self.rendezvous = Rendezvous()
         self.first_newcomer = 0.0
-        for peer in peers:
-            peer.phase, peer.report, peer.proof = "member", None, ""
-            peer.leaving = peer.caught_up = False
-            peer.refusals = 0
-            peer.asked.clear()
+        self.last_contact, self.fenced = self.clock(), False
+        self.admission.interrupt()
+        for number, peer in seated.items():
+            if peer.standby:
+                self.seat(peer, number)
+            peer.enter()
             peer.tell(**message)
-        for peer in self.newcomers():
-            peer.asked.discard("catch_up")
-            peer.caught_up = False
         log.info("granted epoch=%s members=%s step=%s", record.epoch, sorted(members), plan.step)
+
+    def seat(self, peer: Peer, number: int) -> None:
+        """Give a standby its number; whoever has it goes."""
+        leaver = self.peers.pop(number, None)
+        if leaver is not None:
+            self.admission.forget(number)
+            leaver.tell(op="replaced", by=peer.placement)
+        del self.peers[peer.replica]
+        self.places.take(number, peer.placement)
+        log.info("seated placement=%s replica=%s", peer.placement, number)
+        peer.replica, peer.standby = number, ""
+        self.peers[number] = peer
 
     def keep(self, record: Record) -> None:
         """Make a record durable. Raises OSError; ends this process if another one wrote it too."""
@@ -489,7 +605,12 @@ class Coordinator:
 def main() -> None:
     given = options(__doc__ or "")
     coordinator = Coordinator(
-        RecordFile(given.state_dir, given.job), given.token, given.world, given.min_replicas
+        RecordFile(given.state_dir, given.job),
+        given.token,
+        given.world,
+        given.min_replicas,
+        lease_s=given.lease,
+        any_claim=given.adopt == "any",
     )
     asyncio.run(run(coordinator, given.host, given.port, given.port_file))
 

@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import (
 )
 
 from runtime.replica.link import LinkLost
+from runtime.replica.membership import Severed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -38,10 +39,6 @@ log = logging.getLogger("drydock.gloo")
 BUILD_S = 3.0  # a peer that died while the group was built is given up after this
 REDUCE_S = 3600.0  # the coordinator says when a peer is dead; this is only a last resort
 SEVERED_S = 0.2  # how long a collective may take to fail once its sockets are shut
-
-
-class Severed(RuntimeError):
-    """The collective did not happen everywhere; its buffer must not be used again."""
 
 
 class Rendezvous(Protocol):

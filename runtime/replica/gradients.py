@@ -1,8 +1,8 @@
 """A step's gradients in one flat float32 buffer, and behind them the proof and the agreement.
 
 What rides behind the gradients is summed with them, so all members see the same after each step:
-which shards were summed how often, which samples those were, their losses, and who wants to
-regroup, save or stop. That is why the healthy path needs no vote.
+which shards were summed how often and by whom, which samples those were, their losses, and who
+wants to regroup, save or stop. That is why the healthy path needs no vote.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from runtime.ledger import Summed
 from runtime.replica.tree import Branch, branches_of, collapse
 
 
@@ -33,14 +34,13 @@ class Wishes:
     regroup: bool = False
     checkpoint: bool = False
     stop: bool = False
+    stage: bool = False  # a copy of the state, for newcomers to take
 
 
-@dataclass(frozen=True)
-class Tail:
+@dataclass(frozen=True, kw_only=True)
+class Tail(Summed):
     """What all members learn from one step."""
 
-    coverage: list[int]  # how many members summed each shard
-    checksums: list[int]
     loss: float  # mean over the samples
     samples: int
     wishes: Wishes  # those of all members together
@@ -69,6 +69,7 @@ class Gradients:
         self.held: set[int] = set()  # shards whose gradient is summed here
         self.coverage = torch.zeros(shards)
         self.checksums = torch.zeros(shards)
+        self.who = torch.zeros(shards)  # 1 + the number of the replica that summed it
         self.losses = torch.zeros(shards)  # sums over the samples
         self.samples = 0
         self.bind(self.local)
@@ -91,8 +92,8 @@ class Gradients:
             parameter.grad = flat[start:end].view_as(parameter)
             start = end
 
-    def add(self, index: int, checksum: int, samples: int) -> None:
-        """Note that backward has just summed this shard.
+    def add(self, index: int, checksum: int, samples: int, replica: int) -> None:
+        """Note that backward has just summed this shard on this replica.
 
         Raises RuntimeError if the gradients are no longer ours: zeros would be trained on.
         """
@@ -100,6 +101,7 @@ class Gradients:
         self.held.add(index)
         self.coverage[index] += 1
         self.checksums[index] += checksum
+        self.who[index] += replica + 1
         self.samples += samples
 
     def clear(self) -> None:
@@ -107,6 +109,7 @@ class Gradients:
         self.held.clear()
         self.coverage.zero_()
         self.checksums.zero_()
+        self.who.zero_()
         self.losses.zero_()
         self.samples = 0
 
@@ -124,21 +127,21 @@ class Gradients:
         return buffer
 
     def tail(self, wishes: Wishes) -> torch.Tensor:
-        numbers = [self.samples, wishes.regroup, wishes.checkpoint, wishes.stop]
-        return torch.cat(
-            [self.coverage, self.checksums, self.losses, torch.tensor(numbers, dtype=torch.float32)]
-        )
+        numbers = [self.samples, wishes.regroup, wishes.checkpoint, wishes.stop, wishes.stage]
+        agreed = torch.tensor(numbers, dtype=torch.float32)
+        return torch.cat([self.coverage, self.checksums, self.who, self.losses, agreed])
 
     def read(self, reduced: torch.Tensor) -> Tail:
         tail = reduced[self.size :]
         n = self.shards
-        samples, regroup, checkpoint, stop = tail[3 * n :].tolist()
+        samples, regroup, checkpoint, stop, stage = tail[4 * n :].tolist()
         return Tail(
             coverage=[round(v) for v in tail[:n].tolist()],
             checksums=[round(v) for v in tail[n : 2 * n].tolist()],
-            loss=sum(tail[2 * n : 3 * n].tolist()) / samples if samples else float("nan"),
+            who=[round(v) for v in tail[2 * n : 3 * n].tolist()],
+            loss=sum(tail[3 * n : 4 * n].tolist()) / samples if samples else float("nan"),
             samples=round(samples),
-            wishes=Wishes(regroup > 0, checkpoint > 0, stop > 0),
+            wishes=Wishes(regroup > 0, checkpoint > 0, stop > 0, stage > 0),
         )
 
     def _check_bound(self) -> None:
@@ -168,8 +171,8 @@ class TreeGradients(Gradients):
         super().__init__(parameters, shards, statistics)
         self.branches: dict[Branch, torch.Tensor] = {}
 
-    def add(self, index: int, checksum: int, samples: int) -> None:
-        super().add(index, checksum, samples)
+    def add(self, index: int, checksum: int, samples: int, replica: int) -> None:
+        super().add(index, checksum, samples, replica)
         self.branches[index, index + 1] = self.local.clone()
         self.local.zero_()
         collapse(self.branches, self.shards, torch.Tensor.add_)

@@ -1,4 +1,4 @@
-"""A member's one connection to the coordinator: a thread that reads, pings and reconnects.
+"""A member's one connection to the coordinator: a thread that reads, answers and reconnects.
 
 Imports no torch. The training thread never waits for it on a healthy step; what the coordinator
 says is put into `inbox`, except a broken epoch, which is acted upon at once through `on_break`.
@@ -14,13 +14,15 @@ import random
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 log = logging.getLogger("drydock.link")
 
-PING_S = 0.5
+CONNECT_S = 2.0
+SILENT_S = 8.0  # a coordinator that said nothing for so long is looked for anew
 RETRY_S = 0.1
 
 
@@ -33,23 +35,24 @@ class LinkLost(ConnectionError):
 
 
 class Link:
-    """Says `join` first, again after each reconnect, with what `standing` returns at that time."""
+    """Says first, and again after each reconnect, what `introduce` returns at that time."""
 
     def __init__(
         self,
         address: str,
-        token: str,
-        standing: Callable[[], dict[str, Any]],
+        introduce: Callable[[], list[dict[str, Any]]],
         on_break: Callable[[int, dict[str, Any]], None],
     ) -> None:
         host, _, port = address.rpartition(":")
         self.target = (host, int(port))
-        self.token = token
-        self.standing = standing
+        self.introduce = introduce
         self.on_break = on_break
         self.inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self.report: dict[str, Any] | None = None  # said again after a reconnect
         self.step = -1
+        #: monotonic: the coordinator knows that we were there at this time
+        self.confirmed = time.monotonic()
+        self._answered: dict[int, float] = {}  # number of a ping -> when we answered
+        self._word = threading.Condition()  # something was heard
         self._socket: socket.socket | None = None
         self._write_lock = threading.Lock()
         self._calls: dict[int, Future[str]] = {}
@@ -61,17 +64,22 @@ class Link:
     def start(self) -> None:
         self._thread.start()
 
-    def say(self, op: str, **message: Any) -> None:
-        """Send a message, or drop it if the link is down: `join` and `report` are repeated."""
+    def say(self, op: str, **message: Any) -> bool:
+        """Send a message, or drop it if the link is down: `join` and `report` are repeated.
+
+        Returns whether it was sent, which does not mean that it arrived.
+        """
         data = json.dumps({"op": op, **message}).encode() + b"\n"
         with self._write_lock:
             if self._socket is None:
-                return
+                return False
             try:
                 self._socket.sendall(data)
             except OSError:
                 self._socket.close()
                 self._socket = None
+                return False
+        return True
 
     def set(self, epoch: int, key: str, value: str) -> None:
         self.say("set", epoch=epoch, key=key, value=value)
@@ -86,12 +94,22 @@ class Link:
             self._next_call += 1
             number = self._next_call
             self._calls[number] = future
-        self.say("get", epoch=epoch, key=key, id=number)
         try:
+            if not self.say("get", epoch=epoch, key=key, id=number):
+                raise LinkLost("the coordinator is away")
             return future.result(timeout_s)
         finally:
             with self._calls_lock:
                 self._calls.pop(number, None)
+
+    def silent_s(self) -> float:
+        """For how long the coordinator may not have heard of us, in seconds."""
+        return time.monotonic() - self.confirmed
+
+    def await_word(self, limit_s: float) -> None:
+        """Wait until it has again within `limit_s`, or there is something to hear."""
+        with self._word:
+            self._word.wait_for(lambda: self.silent_s() <= limit_s or not self.inbox.empty())
 
     def abandon_calls(self) -> None:
         """Wake whoever waits in `get`."""
@@ -114,7 +132,7 @@ class Link:
     def _run(self) -> None:
         while not self._closing.is_set():
             try:
-                connection = socket.create_connection(self.target, timeout=2.0)
+                connection = socket.create_connection(self.target, timeout=CONNECT_S)
             except OSError:
                 self._closing.wait(RETRY_S * (1 + random.random()))  # noqa: S311 - jitter
                 continue
@@ -134,28 +152,25 @@ class Link:
 
     def _talk(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(PING_S)
-        join = {"op": "join", "token": self.token, **self.standing()}
-        connection.sendall(json.dumps(join).encode() + b"\n")
+        connection.settimeout(SILENT_S)
+        self._answered = {0: time.monotonic()}
         with self._write_lock:
+            for message in self.introduce():
+                connection.sendall(json.dumps(message).encode() + b"\n")
             self._socket = connection
-        if self.report is not None:
-            self.say("report", **self.report)
         pending = b""
-        while True:
-            try:
-                data = connection.recv(1 << 16)
-            except TimeoutError:
-                self.say("ping", step=self.step)
-                continue
-            if not data:
-                return
+        while data := connection.recv(1 << 16):
             *lines, pending = (pending + data).split(b"\n")
             for line in lines:
                 self._hear(json.loads(line))
+            with self._word:
+                self._word.notify_all()
 
     def _hear(self, message: dict[str, Any]) -> None:
         op = message.get("op", "refused")
+        if op == "ping":
+            self._answer(int(message["n"]), int(message["heard"]))
+            return
         if op == "value":
             with self._calls_lock:
                 future = self._calls.get(message["id"])
@@ -169,6 +184,13 @@ class Link:
             self._give_up({**message, "op": op})
         else:
             self.inbox.put(message)
+
+    def _answer(self, number: int, heard: int) -> None:
+        """The coordinator asks whether we are there, and says which answer of ours reached it."""
+        self._answered[number] = time.monotonic()
+        self.say("pong", n=number, step=self.step)
+        self.confirmed = self._answered[heard]
+        self._answered = {n: at for n, at in self._answered.items() if n >= heard}
 
     def _give_up(self, message: dict[str, Any]) -> None:
         """Nothing more will come: no epoch of ours, present or future, can be trusted."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -15,12 +16,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runtime.replica.connection import Peer, read_line
+
 if TYPE_CHECKING:
     from runtime.replica.coordinator import Coordinator
 
 log = logging.getLogger("drydock.coordinator")
 
 TICK_S = 0.1
+LEASE_S = 10.0  # how long members may train without a word from the coordinator
+FIRST_LINE_S = 10.0  # how long a stranger may take to say who it is
 DRAIN_S = 10.0  # how long members may take to leave once we are told to end
 MAX_LINE = 1 << 20
 
@@ -33,6 +38,19 @@ def options(description: str) -> argparse.Namespace:
     parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--listen", default="127.0.0.1:0", help="host:port; port 0 chooses one")
     parser.add_argument("--port-file", type=Path, help="the chosen port is written here")
+    parser.add_argument(
+        "--lease",
+        type=float,
+        default=LEASE_S,
+        help="seconds that members may train without a word from the coordinator",
+    )
+    parser.add_argument(
+        "--adopt",
+        choices=("majority", "any"),
+        default="majority",
+        help="whose word of an epoch that the record does not know is taken: any only if the "
+        "members that are missing are surely dead",
+    )
     given = parser.parse_args()
     given.host, _, port = given.listen.rpartition(":")
     given.port = int(port)
@@ -49,7 +67,7 @@ async def run(coordinator: Coordinator, host: str, port: int, port_file: Path | 
     connections: set[asyncio.Task[None]] = set()
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(coordinator.serve(reader, writer))
+        task = asyncio.create_task(serve(coordinator, reader, writer))
         connections.add(task)
         task.add_done_callback(connections.discard)
 
@@ -70,6 +88,39 @@ async def run(coordinator: Coordinator, host: str, port: int, port_file: Path | 
             coordinator.tick()
         await drain(coordinator)
     log.info("ended epoch=%s connected=%s", coordinator.record.epoch, sorted(coordinator.peers))
+
+
+async def serve(
+    coordinator: Coordinator, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """One connection, from its first line to its end."""
+    peer: Peer | None = None
+    try:
+        async with asyncio.timeout(FIRST_LINE_S):
+            first = await read_line(reader)
+        if first is None:
+            return
+        refusal = coordinator.refusal(first)
+        if refusal:
+            writer.write(json.dumps({"ok": False, "error": refusal}).encode() + b"\n")
+        elif first["op"] == "join":
+            peer = coordinator.join(first, writer)
+            while (message := await read_line(reader)) is not None:
+                if not coordinator.hear(peer, message):
+                    return
+        else:
+            writer.write(json.dumps(coordinator.answer(first)).encode() + b"\n")
+    except (OSError, ValueError, KeyError, asyncio.LimitOverrunError) as error:
+        log.warning("connection_failed error=%r", error)
+    except asyncio.CancelledError:
+        peer = None  # it is we who end, not the peer
+        raise
+    finally:
+        if peer is not None:
+            coordinator.gone(peer, "reset")
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        writer.close()
 
 
 async def drain(coordinator: Coordinator) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,17 @@ class Takeover:
     assign: Mapping[int, list[int]]  # shards of step + 1 that each replica still computes
     taken_over: tuple[int, ...]  # shards that nobody held, when somebody held others
     dropped: tuple[int, ...] = ()  # shards of step + 1 that nobody is to compute
+
+    def describe(self) -> dict[str, Any]:
+        """As the members are told."""
+        return {
+            "step": self.step,
+            "behind": list(self.behind),
+            "held": dict(self.held),
+            "assign": dict(self.assign),
+            "taken_over": list(self.taken_over),
+            "dropped": list(self.dropped),
+        }
 
 
 def divide(

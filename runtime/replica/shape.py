@@ -20,8 +20,10 @@ _SAME_SCRIPT = "start all replicas with the same script and options"
 _WORDS = {
     "mode": ("mode", "start all replicas with the same mode"),
     "shards": ("number of shards", "start all replicas with the same Batches"),
+    "order": ("data order's rule", "run all replicas with one version of Drydock"),
     "shard_size": ("shard size", "start all replicas with the same Batches"),
     "samples": ("dataset's length", "give all replicas the same data"),
+    "drop_last": ("drop_last", "start all replicas with the same Batches"),
     "seed": ("data order's seed", "give all replicas the same seed"),
     "model": ("model", _SAME_SCRIPT),
     "optimizer": ("optimizer", _SAME_SCRIPT),

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from runtime.data import Batches, SampleLedger
+from runtime.data import Batches
+from runtime.ledger import SampleLedger, Summed
 from runtime.replica.statistics import RunningStatistics
 from runtime.snapshot import Staged, stage
 
@@ -59,7 +60,7 @@ class TrainingState:
         self.scaler = scaler
         self.ema = ema
         self.extra = dict(extra or {})
-        self.ledger = SampleLedger()
+        self.ledger = SampleLedger(batches.state_dict())
         self.committed = -1
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -75,7 +76,7 @@ class TrainingState:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)  # type: ignore[arg-type]  # typed as torch's own
 
-    def advance(self, epoch: int, coverage: list[int], *, drops: bool = False) -> None:
+    def advance(self, epoch: int, summed: Summed, *, drops: bool = False) -> None:
         """Apply the gradients that the parameters hold, and enter the step in the ledger.
 
         `drops`: shards that nobody summed were given up by policy.
@@ -92,7 +93,7 @@ class TrainingState:
         if self.ema is not None:
             self.ema.update_parameters(self.model)
         self.committed += 1
-        self.ledger.record(self.committed, epoch, coverage, self.batches.shard_size, drops=drops)
+        self.ledger.record(self.committed, epoch, summed, self.batches.shard_size, drops=drops)
         self.seed(-1)
 
     def seed(self, shard: int) -> None:

@@ -11,9 +11,10 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from runtime.data import Batches, Shard, checksum
-from runtime.replica.gloo import Gloo, Severed
+from runtime.data import Batches, Shard
+from runtime.replica.gloo import Gloo
 from runtime.replica.gradients import Gradients, Tail, TreeGradients, Wishes
+from runtime.replica.membership import Severed
 from runtime.replica.observing import Observer
 from runtime.replica.peers import Reduced
 from runtime.replica.plan import divide, fixed_shares
@@ -85,6 +86,7 @@ class StepEngine:
         if self.held != set(kept[me]):
             self.forget()
         self.shares = {m: sorted([*kept[m], *grant["assign"][str(m)]]) for m in members}
+        self.batches.expect(self.pending, self._usual[me])
 
     def shards(self) -> Iterator[Shard]:
         """What is left for us to compute of the pending step. Raises Severed."""
@@ -114,7 +116,8 @@ class StepEngine:
         if self._parts == parts:
             if self.statistics.size:
                 self.gradients.statistics.add_(self.statistics.change() / self.batches.shards)
-            self.gradients.add(shard.index, checksum(shard.ids), len(shard.ids))
+            checksum = self.batches.checksums(shard.step)[shard.index]
+            self.gradients.add(shard.index, checksum, len(shard.ids), self.me)
             self._current = None
 
     def _in_backward(self, _gradient: torch.Tensor) -> None:
@@ -146,7 +149,7 @@ class StepEngine:
             gradient.mul_(self.max_grad_norm / (norm + 1e-6))
         self.statistics.apply(self.gradients.statistics)
         self.observer.at("optimizer", reduced.step)
-        self.state.advance(reduced.epoch, tail.coverage, drops=self.mode == "drop")
+        self.state.advance(reduced.epoch, tail, drops=self.mode == "drop")
         self.forget()
         self._refused = 0
         self.shares = self._usual
@@ -158,12 +161,16 @@ class StepEngine:
         self._current = None
 
     def _is_whole(self, tail: Tail) -> bool:
-        step, summed = self.pending, {k for share in self.shares.values() for k in share}
-        for k in range(self.batches.shards):
-            proof = (tail.coverage[k], tail.checksums[k])
-            if proof != ((1, checksum(self.batches.shard(step, k).ids)) if k in summed else (0, 0)):
-                return False
-        return True
+        who = [0] * self.batches.shards
+        for member, share in self.shares.items():
+            for shard in share:
+                who[shard] = member + 1
+        checksums = self.batches.checksums(self.pending)
+        return (
+            tail.who == who
+            and tail.coverage == [int(one > 0) for one in who]
+            and tail.checksums == [c if one else 0 for c, one in zip(checksums, who, strict=True)]
+        )
 
     def _refuse(self, tail: Tail) -> None:
         self._refused += 1

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.client import Ledger, Message, PeerLost, Progress, Regrouped
-from runtime.data import SampleLedger
 from runtime.job import Job
+from runtime.ledger import SampleLedger
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class Committed:
     at: float  # Unix time
     coverage: list[int]
     members: list[int]
+    computed: list[int] = field(default_factory=list)  # which replica each shard; -1 for none
 
 
 class Teller:
@@ -34,6 +35,7 @@ class Teller:
 
     def __init__(self, job: Job, ledger: SampleLedger, tokens_per_sample: int) -> None:
         self.job = job
+        self.replica = job.replica
         self.ledger = ledger
         self.tokens_per_sample = tokens_per_sample
         self.members: list[int] = []
@@ -52,10 +54,11 @@ class Teller:
         job.sender.acknowledged = self._acknowledged
 
     def speaks(self) -> bool:
-        return bool(self.members) and self.job.replica == self.members[0]
+        return bool(self.members) and self.replica == self.members[0]
 
-    def granted(self, message: dict[str, Any], committed: int) -> None:
-        """A new epoch was adopted."""
+    def granted(self, message: dict[str, Any], committed: int, replica: int) -> None:
+        """A new epoch was adopted, in which we are this replica."""
+        self.replica = self.job.sender.replica = replica
         old_epoch = int(message["epoch"]) - 1
         for entry in message["lost"]:
             self.lost({"epoch": old_epoch, **entry}, committed)
@@ -72,7 +75,7 @@ class Teller:
         epoch, replica = int(message["epoch"]), int(message["replica"])
         self._lost_now.add(replica)
         survivors = [m for m in self.members if m not in self._lost_now]
-        if survivors[:1] != [self.job.replica] or (epoch, replica) in self._told_lost:
+        if survivors[:1] != [self.replica] or (epoch, replica) in self._told_lost:
             return
         self._told_lost.add((epoch, replica))
         self.job.sender.tell(
@@ -105,7 +108,7 @@ class Teller:
     def _tell_regrouped(self, grant: dict[str, Any], step: int, gap_s: float) -> None:
         joined = [int(r) for r in grant["joined"]]
         old_hands = [m for m in self.members if m not in joined]
-        if old_hands[:1] != [self.job.replica]:
+        if old_hands[:1] != [self.replica]:
             return
         self.job.sender.tell(
             Regrouped(

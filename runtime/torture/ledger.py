@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from runtime.ledger.check import check
 from runtime.torture.watch import Event
 
 
@@ -66,11 +67,11 @@ def _agreed(events: Mapping[str, Sequence[Event]], found: Audit) -> dict[int, di
                 continue
             step = int(event.data["step"])
             known = agreed.setdefault(step, event.data)
-            for key in ("coverage", "samples", "loss", "grad_norm"):
-                if known[key] != event.data[key]:
+            for key in ("coverage", "computed", "samples", "loss", "grad_norm"):
+                theirs, ours = known.get(key), event.data.get(key)
+                if theirs != ours:
                     found.problems.append(
-                        f"step {step}: {event.placement} has {key} {event.data[key]}, "
-                        f"another replica {known[key]}"
+                        f"step {step}: {event.placement} has {key} {ours}, another replica {theirs}"
                     )
     return agreed
 
@@ -106,6 +107,9 @@ def _follow(placement: str, own: Sequence[Event], per_step: int, found: Audit) -
 def _compare_held(events: Mapping[str, Sequence[Event]], steps: int, found: Audit) -> None:
     """The ledger that each replica holds at the end is whole, and the same everywhere."""
     held = {p: e.data["ledger"] for p, own in events.items() for e in own if e.what == "ended"}
+    told: list[dict[str, Any]] = next(iter(held.values()), [])
+    if any(entry.get("order") for entry in told):  # else its samples cannot be made anew
+        found.problems += [f"the ledger, made anew: {problem}" for problem in check(told).problems]
     for placement, ledger in held.items():
         if ledger != next(iter(held.values())):
             found.problems.append(f"the ledger that {placement} holds differs from the others'")

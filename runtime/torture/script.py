@@ -17,6 +17,7 @@ warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812 - its usual name
+from torch.utils.data import Dataset  # noqa: E402
 
 OPTIONS: dict[str, Any] = {
     "width": 32,
@@ -29,6 +30,7 @@ OPTIONS: dict[str, Any] = {
     "learning_rate": 3e-3,
     "dropout": 0.1,
     "checkpoint_s": 3600.0,
+    "workers": 0,
     **job.options,
 }
 WORDS = 64
@@ -41,11 +43,12 @@ def main() -> None:
     model = Transformer(OPTIONS["width"], OPTIONS["layers"], OPTIONS["context"])
     optimizer = AdamW([*model.parameters()], OPTIONS["learning_rate"])
     batches = runtime.Batches(
-        samples=len(text),
+        Rows(text),
         shards=OPTIONS["shards"],
         shard_size=OPTIONS["shard_size"],
         seed=OPTIONS["seed"],
         tokens_per_sample=OPTIONS["context"],
+        workers=OPTIONS["workers"],
     )
     saver = runtime.Checkpointer(job, every_s=OPTIONS["checkpoint_s"])
     with runtime.ReplicaGroup(
@@ -53,8 +56,7 @@ def main() -> None:
         schedule=Cosine(optimizer, 400), steps=OPTIONS.get("steps"),
     ) as replica:  # fmt: skip
         for shard in replica:
-            rows = text[list(shard.ids)]
-            replica.backward(model(rows[:, :-1], rows[:, 1:]))
+            replica.backward(model(shard.data[:, :-1], shard.data[:, 1:]))
 
 
 def made_up(samples: int, context: int) -> torch.Tensor:
@@ -67,6 +69,19 @@ def made_up(samples: int, context: int) -> torch.Tensor:
             faithful[:, place], follows[rows[:, place - 1]], rows[:, place]
         )
     return rows
+
+
+class Rows(Dataset[torch.Tensor]):
+    """The text, as a dataset."""
+
+    def __init__(self, text: torch.Tensor) -> None:
+        self.text = text
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def __getitem__(self, sample: int) -> torch.Tensor:
+        return self.text[sample]
 
 
 class Transformer(nn.Module):

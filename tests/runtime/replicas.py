@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -50,6 +51,36 @@ class Board:
         return self.at(key).result(timeout_s)
 
 
+class Cable:
+    """All connections to a port pass through it; unplugged it swallows what is sent, both ways."""
+
+    def __init__(self, port: int) -> None:
+        self._target = ("127.0.0.1", port)
+        self._plugged = threading.Event()
+        self._plugged.set()
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def unplug(self) -> None:
+        self._plugged.clear()
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self._server.accept()
+            far = socket.create_connection(self._target)
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if self._plugged.is_set():
+                    sink.sendall(data)
+            if self._plugged.is_set():
+                sink.shutdown(socket.SHUT_RDWR)
+
+
 @dataclass
 class Fleet:
     """One job's processes on this machine."""
@@ -60,6 +91,7 @@ class Fleet:
     options: dict[str, Any] = field(default_factory=dict)
     url: str = ""
     shared_disk: bool = True  # one state folder for all replicas, or one for each
+    lease_s: float = 10.0  # how long members may train without a word from the coordinator
     port: int = 0
     coordinator: subprocess.Popen[bytes] | None = None
     ranks: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -74,6 +106,7 @@ class Fleet:
             "--state-dir": str(self.folder / "c"),
             "--listen": f"127.0.0.1:{self.port}",
             "--port-file": str(port_file),
+            "--lease": str(self.lease_s),
         }
         words = [word for pair in options.items() for word in pair]
         self.coordinator = self._run(
@@ -83,15 +116,16 @@ class Fleet:
         self.port = int(port_file.read_text())
 
     def start_rank(
-        self, replica: int, kill_at: str = "", **options: Any
+        self, replica: int, kill_at: str = "", port: int = 0, **options: Any
     ) -> subprocess.Popen[bytes]:
-        """Start a replica, with `options` of its own; `kill_at` a phase it kills itself."""
+        """Start a replica, with `options` of its own; `kill_at` a phase it kills itself; `port`
+        where it finds the coordinator if not where that listens."""
         environment = {
             "DRYDOCK_JOB": "job_t",
             "DRYDOCK_REPLICA": str(replica),
             "DRYDOCK_RANK": "0",
             "DRYDOCK_PLACEMENT": f"plc_{len(self.started)}",
-            "DRYDOCK_COORDINATOR": f"127.0.0.1:{self.port}",
+            "DRYDOCK_COORDINATOR": f"127.0.0.1:{port or self.port}",
             "DRYDOCK_URL": self.url,
             "DRYDOCK_STATE_DIR": str(
                 self.folder / ("state" if self.shared_disk else f"state{replica}")

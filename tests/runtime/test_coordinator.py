@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from runtime.replica import coordinator as subject
+from runtime.replica import listening
 from runtime.replica.coordinator import Coordinator
 from runtime.replica.record import Record, RecordFile
 
@@ -22,6 +23,8 @@ class Member:
 
     def __init__(self, replica: int, placement: str, epoch: int) -> None:
         self.standing = {
+            "job": "j",
+            "standby": "",
             "replica": replica,
             "placement": placement,
             "address": "127.0.0.1:1",
@@ -66,15 +69,20 @@ async def ask(port: int, **message: Any) -> dict[str, Any]:
 
 
 def serve(
-    folder: Path, members: dict[int, str], scene: Callable[[Coordinator, int], Awaitable[None]]
+    folder: Path,
+    members: dict[int, str],
+    scene: Callable[[Coordinator, int], Awaitable[None]],
+    **settings: Any,
 ) -> None:
     """Play a scene with a coordinator that was restarted in epoch 5 of these members."""
     file = RecordFile(folder, "j")
     file.advance(0, Record(job="j", epoch=5, members=members, step=9))
-    coordinator = Coordinator(file, "t", len(members), 1)
+    coordinator = Coordinator(file, "t", len(members), 1, **settings)
 
     async def play() -> None:
-        server = await asyncio.start_server(coordinator.serve, "127.0.0.1", 0)
+        server = await asyncio.start_server(
+            functools.partial(listening.serve, coordinator), "127.0.0.1", 0
+        )
         async with server:
             await scene(coordinator, server.sockets[0].getsockname()[1])
 
@@ -107,11 +115,14 @@ def test_the_newest_start_of_a_replica_keeps_its_place(tmp_path: Path) -> None:
         await old.join(port)
         await new.join(port)
         await old.hear("refused")
+        survivor.say(op="report", epoch=5, step=9, held=[], planned=False, leaving=False)
+        await survivor.hear("epoch")
+        coordinator.tick()
+        await survivor.hear("stage")
+        survivor.say(op="staged", step=9, digest="d")
         await new.hear("sync")
         await woken.join(port)
         await woken.hear("refused")
-        survivor.say(op="report", epoch=5, step=9, held=[], planned=False, leaving=False)
-        await survivor.hear("epoch")
         record.extend(coordinator.file.read().superseded)
         assert (await ask(port, op="status"))["peers"] == {"0": "member", "1": "syncing"}
 
@@ -169,7 +180,7 @@ def test_a_second_coordinator_on_the_same_record_ends_the_first(tmp_path: Path) 
 def test_a_stranger_that_says_nothing_is_hung_up_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subject, "FIRST_LINE_S", 0.05)
+    monkeypatch.setattr(listening, "FIRST_LINE_S", 0.05)
 
     async def scene(_coordinator: Coordinator, port: int) -> None:
         reader, _writer = await asyncio.open_connection("127.0.0.1", port)
@@ -221,7 +232,7 @@ def test_shards_are_divided_by_what_was_granted_not_by_who_asked(tmp_path: Path)
         asker = Member(4, "e", 0)
         asker.standing |= {"shape": {"mode": "drop"}, "world": 5}
         await asker.join(port)
-        await asker.hear("sync")
+        await members[0].hear("stage")
         asker.writer.close()
         members[1].writer.close()
         members[0].say(op="report", epoch=5, step=9, held=[], planned=False, leaving=False)
@@ -230,3 +241,151 @@ def test_shards_are_divided_by_what_was_granted_not_by_who_asked(tmp_path: Path)
         assert coordinator.world == 2
 
     serve(tmp_path, {0: "a", 1: "b"}, scene)
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def claimants() -> list[Member]:
+    """Members of an epoch that the coordinator's record does not know."""
+    names = {"0": "a", "1": "b", "2": "c"}
+    found = [Member(int(replica), name, 8) for replica, name in names.items()]
+    for member in found:
+        member.standing["members"] = names
+    return found
+
+
+def test_an_unknown_epoch_is_taken_from_a_majority_of_its_members(tmp_path: Path) -> None:
+    first, second, _third = claimants()
+
+    async def scene(coordinator: Coordinator, port: int) -> None:
+        await first.join(port)
+        assert (await ask(port, op="status"))["peers"] == {"0": "claiming"}
+        assert coordinator.record.epoch == 5
+        await second.join(port)
+        status = await ask(port, op="status")
+        assert (status["epoch"], status["members"]) == (8, [0, 1, 2])
+        assert status["peers"] == {"0": "member", "1": "member"}
+
+    serve(tmp_path, {0: "a", 1: "b", 2: "c"}, scene)
+
+
+def test_a_minority_waits_and_a_person_is_told_once(tmp_path: Path) -> None:
+    member, _second, _third = claimants()
+    clock = Clock()
+
+    async def scene(coordinator: Coordinator, port: int) -> None:
+        await member.join(port)
+        await ask(port, op="status")
+        for _ in range(3):
+            clock.now += 6.0
+            coordinator.peers[0].heard = clock.now
+            coordinator.tick()
+        told = await member.hear("undecided")
+        assert "only replicas [0] of its members [0, 1, 2] are here" in told["text"]
+        member.writer.close()
+        await member.hear_the_end()
+        assert coordinator.record.epoch == 5
+
+    serve(tmp_path, {0: "a", 1: "b", 2: "c"}, scene, clock=clock)
+
+    assert [heard["op"] for heard in member.heard].count("undecided") == 1
+
+
+def test_a_person_may_take_any_members_word(tmp_path: Path) -> None:
+    member, _second, _third = claimants()
+
+    async def scene(coordinator: Coordinator, port: int) -> None:
+        await member.join(port)
+        status = await ask(port, op="status")
+        assert (status["epoch"], status["peers"]) == (8, {"0": "member"})
+
+    serve(tmp_path, {0: "a", 1: "b", 2: "c"}, scene, any_claim=True)
+
+
+@pytest.mark.parametrize("how", ["the lease runs out", "the agent says that one ended"])
+def test_nobody_begins_anew_while_the_last_members_may_train_unseen(
+    tmp_path: Path, how: str
+) -> None:
+    clock = Clock()
+    newcomer = Member(2, "x", 0)
+
+    async def scene(coordinator: Coordinator, port: int) -> None:
+        async def lease_runs_out() -> None:
+            clock.now += 11.0
+            coordinator.peers[2].heard = clock.now
+            coordinator.tick()
+
+        async def agent_says_so() -> None:
+            await ask(port, op="exit", replica=1, placement="b")
+
+        old = [Member(0, "a", 5), Member(1, "b", 5)]
+        for member in old:
+            await member.join(port)
+        await newcomer.join(port)
+        await old[0].hear("stage")
+        for member in old:
+            member.writer.close()
+        order = (await newcomer.hear("load"))["order"]
+        clock.now += 10.5  # gathered for long enough
+        coordinator.peers[2].heard = clock.now
+        newcomer.say(op="ready", order=order, step=3, digest="d")
+        newcomer.say(op="get", epoch=5, key="k", id=1)
+        newcomer.say(op="set", epoch=5, key="k", value="v")
+        await newcomer.hear("value")
+        assert coordinator.record.epoch == 5
+        ways = {
+            "the lease runs out": lease_runs_out,
+            "the agent says that one ended": agent_says_so,
+        }
+        await ways[how]()
+        await newcomer.hear("epoch")
+
+    serve(tmp_path, {0: "a", 1: "b"}, scene, clock=clock, lease_s=10.0)
+
+    assert newcomer.heard[-1]["begins"]
+
+
+def test_a_member_that_answers_no_more_is_lost_after_two_seconds(tmp_path: Path) -> None:
+    clock = Clock()
+
+    async def scene(coordinator: Coordinator, port: int) -> None:
+        silent, member = Member(0, "a", 5), Member(1, "b", 5)
+        await silent.join(port)
+        await member.join(port)
+        await ask(port, op="status")
+
+        async def pass_time(tenths: int) -> None:
+            for _ in range(tenths):
+                clock.now += 0.1
+                member.say(op="pong", n=0, step=9)
+                await ask(port, op="status")
+                coordinator.tick()
+
+        await pass_time(19)
+        assert coordinator.alive == {0: "a", 1: "b"}
+        await pass_time(3)
+        assert coordinator.alive == {1: "b"}
+        assert (await member.hear("lost"))["how"] == "heartbeat"
+
+    serve(tmp_path, {0: "a", 1: "b"}, scene, clock=clock)
+
+
+def test_a_job_cannot_join_another_jobs_coordinator(tmp_path: Path) -> None:
+    stranger = Member(1, "x", 0)
+    stranger.standing["job"] = "other"
+
+    async def scene(_coordinator: Coordinator, port: int) -> None:
+        await stranger.join(port)
+        await stranger.hear("refused")
+
+    serve(tmp_path, {0: "a"}, scene)
+
+    assert "this replica's job is other, the coordinator's is j" in stranger.heard[-1]["error"]

@@ -10,7 +10,8 @@ from functools import partial
 import pytest
 import torch
 
-from runtime.replica.gloo import Gloo, Severed
+from runtime.replica.gloo import Gloo
+from runtime.replica.membership import Severed
 from tests.runtime.replicas import until
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -25,10 +26,11 @@ def test_gradients_are_summed_in_the_flat_buffer(model: torch.nn.Module) -> None
     gradients = Gradients(model.parameters(), shards=2)
 
     model(torch.ones(1, 3)).sum().backward()
-    gradients.add(0, 5, 1)
+    gradients.add(0, 5, 1, replica=3)
 
     assert gradients.local.abs().sum() > 0
     assert gradients.coverage.tolist() == [1.0, 0.0]
+    assert gradients.who.tolist() == [4.0, 0.0]
 
 
 def test_zero_grad_is_answered_with_its_remedy(model: torch.nn.Module) -> None:
@@ -38,7 +40,7 @@ def test_zero_grad_is_answered_with_its_remedy(model: torch.nn.Module) -> None:
     model(torch.ones(1, 3)).sum().backward()
 
     with pytest.raises(RuntimeError, match=r"remove optimizer\.zero_grad"):
-        gradients.add(0, 5, 1)
+        gradients.add(0, 5, 1, replica=3)
 
 
 def summed_by(
@@ -54,7 +56,7 @@ def summed_by(
             noise = torch.Generator().manual_seed(shard)
             gradients.local.add_(torch.randn(gradients.size, generator=noise) * 10.0**shard)
             gradients.losses[shard] = 0.1 * shard
-            gradients.add(shard, shard + 1, 2)
+            gradients.add(shard, shard + 1, 2, replica=me)
         return gradients.reduce(groups[rank], shares, me, Wishes(checkpoint=me == 0))
 
     with ThreadPoolExecutor(len(shares)) as pool:
@@ -69,12 +71,18 @@ def test_the_sum_along_the_tree_is_the_same_bits_whoever_sums(
     divisions = [divide(range(SHARDS), list(range(n))) for n in (1, 2, 4)]
 
     results = [
-        buffer
+        (shares, buffer)
         for shares in (*divisions, after_a_loss, scattered)
         for buffer in summed_by(shares, collectives)
     ]
 
-    assert all(torch.equal(a, b) for a, b in pairwise(results))
-    tail = TreeGradients(torch.nn.Linear(7, 3).parameters(), SHARDS).read(results[0])
-    assert (tail.coverage, tail.samples) == ([1] * SHARDS, 2 * SHARDS)
-    assert tail.wishes == Wishes(checkpoint=True)
+    reader = TreeGradients(torch.nn.Linear(7, 3).parameters(), SHARDS)
+    sums = [buffer[: reader.size] for _, buffer in results]
+    tails = [reader.read(buffer) for _, buffer in results]
+    assert all(torch.equal(a, b) for a, b in pairwise(sums))
+    assert all(replace(a, who=[]) == replace(b, who=[]) for a, b in pairwise(tails))
+    assert (tails[0].coverage, tails[0].samples) == ([1] * SHARDS, 2 * SHARDS)
+    assert tails[0].wishes == Wishes(checkpoint=True)
+    assert [tail.computed for tail in tails] == [
+        [next(m for m in shares if k in shares[m]) for k in range(SHARDS)] for shares, _ in results
+    ]

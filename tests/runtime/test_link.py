@@ -5,13 +5,15 @@ from __future__ import annotations
 import socket
 import sys
 
-from runtime.replica.link import Link
+import pytest
+
+from runtime.replica.link import Link, LinkLost
 from tests.runtime.replicas import until
 
 
 def make_link(server: socket.socket, broken: list[int]) -> Link:
     address = f"127.0.0.1:{server.getsockname()[1]}"
-    return Link(address, "t", dict, lambda epoch, _message: broken.append(epoch))
+    return Link(address, lambda: [{"op": "join"}], lambda epoch, _message: broken.append(epoch))
 
 
 def test_nonsense_from_the_coordinator_ends_the_wait_of_the_training_loop() -> None:
@@ -53,3 +55,11 @@ def test_closing_after_the_coordinator_hung_up() -> None:
         connection.close()
 
         link.close(goodbye=True)
+
+
+def test_a_value_is_not_waited_for_while_the_coordinator_is_away() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = make_link(server, [])  # never started: it has no connection
+
+        with pytest.raises(LinkLost, match="away"):
+            link.get(1, "key", timeout_s=30)

@@ -1,79 +1,252 @@
-"""State from a peer's memory arrives whole, from a peer that knows the token, or not at all."""
+"""State from peers' memory arrives whole, from several at once, for who knows the token; or not."""
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from runtime.replica.peers import (
-    HEADER,
+from runtime.replica.fetching import (
+    Connection,
+    Download,
+    Follower,
     NotKept,
-    PeerFailed,
-    PeerServer,
-    Reduced,
-    ReducedLog,
+    NotYet,
     fetch_reduced,
-    fetch_snapshot,
-    receive_chunks,
+    fetch_state,
 )
-from runtime.snapshot import Damaged, Staged, stage
+from runtime.replica.framing import HEADER, PeerFailed, receive_chunk
+from runtime.replica.peers import PeerServer, Reduced, ReducedLog
+from runtime.snapshot import CHUNK_BYTES, Damaged, Staged, stage
 
-STATE = {"weight": torch.arange(700_000, dtype=torch.float32), "count": 3}
+MEGABYTES = 20
+STATE: dict[str, Any] = {"weight": torch.arange(MEGABYTES << 18, dtype=torch.float32), "count": 3}
+PATIENCE_S = 30.0
 
 
 class Donor:
-    """A peer whose training thread is always at an edge."""
+    """A peer that holds a copy of the state after step 7."""
 
     def __init__(self) -> None:
-        self.log = ReducedLog()
-        self.server = PeerServer("127.0.0.1", "right", self.log, self.at_an_edge)
+        self.kept = ReducedLog()
+        self.staged: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self.server = PeerServer(
+            "127.0.0.1", "right", self.kept, lambda step, digest: self.staged.put((step, digest))
+        )
+        self.address = self.server.address
 
-    def at_an_edge(self) -> None:
-        self.server.offer(stage(STATE, 7))
+    def offer(self, state: dict[str, Any]) -> str:
+        self.server.offer(stage(state, 7))
+        step, digest = self.staged.get(timeout=PATIENCE_S)
+        assert step == 7
+        return digest
+
+
+class Gate:
+    """Passes a donor's connections on; each may carry only so many bytes to the newcomer."""
+
+    def __init__(self, address: str, limits: list[int]) -> None:
+        host, _, port = address.rpartition(":")
+        self.target = (host, int(port))
+        self.limits = limits
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.server.getsockname()[1]}"
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        for limit in self.limits:
+            near, _ = self.server.accept()
+            with near, socket.create_connection(self.target) as far:
+                threading.Thread(target=self._forward, args=(near, far), daemon=True).start()
+                left = limit
+                while left and (data := far.recv(min(left, 1 << 16))):
+                    near.sendall(data)
+                    left -= len(data)
+                for end in (near, far):
+                    with contextlib.suppress(OSError):  # it was closed before
+                        end.shutdown(socket.SHUT_RDWR)
+        self.server.close()
+
+    @staticmethod
+    def _forward(near: socket.socket, far: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the other thread shut them down
+            while data := near.recv(1 << 16):
+                far.sendall(data)
+            far.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.fixture
-def donor() -> Iterator[Donor]:
-    donor = Donor()
-    yield donor
-    donor.server.close()
+def make_donor() -> Iterator[Callable[[], Donor]]:
+    donors: list[Donor] = []
+
+    def make() -> Donor:
+        donors.append(Donor())
+        return donors[-1]
+
+    yield make
+    for donor in donors:
+        donor.server.close()
 
 
-def test_a_snapshot_arrives_bit_for_bit(donor: Donor) -> None:
-    staged = fetch_snapshot(donor.server.address, "right")
-
-    assert staged.step == 7
-    assert staged.digest == stage(STATE, 7).digest
+@pytest.fixture
+def donor(make_donor: Callable[[], Donor]) -> Donor:
+    return make_donor()
 
 
-def test_a_wrong_token_gets_nothing(donor: Donor) -> None:
-    with pytest.raises(PeerFailed, match="wrong token"):
-        fetch_snapshot(donor.server.address, "guessed")
+def manifest_of(donor: Donor) -> dict[str, Any]:
+    return Connection(donor.address, "right").manifest(7)
+
+
+def test_a_state_arrives_bit_for_bit(donor: Donor) -> None:
+    digest = donor.offer(STATE)
+
+    staged = fetch_state([donor.address], "right", 7, digest)
+
+    assert (staged.step, staged.digest) == (7, stage(STATE, 7).digest)
+
+
+def test_several_peers_each_give_a_part(make_donor: Callable[[], Donor]) -> None:
+    donors = [make_donor() for _ in range(3)]
+    digests = {donor.offer(STATE) for donor in donors}
+    download = Download(manifest_of(donors[0]))
+
+    threads = [
+        threading.Thread(target=download.draw, args=(d.address, "right"), daemon=True)
+        for d in donors
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+
+    assert {download.whole().digest} == digests
+    assert sum(download.sources.values()) == MEGABYTES
+
+
+def test_what_arrived_before_a_connection_broke_is_not_fetched_again(donor: Donor) -> None:
+    digest = donor.offer(STATE)
+    gate = Gate(donor.address, [5 * CHUNK_BYTES + 1000, 4 * CHUNK_BYTES, 99 * CHUNK_BYTES])
+    download = Download(manifest_of(donor))
+
+    download.draw(gate.address, "right")
+
+    assert download.whole().digest == digest
+    assert download.sources[gate.address] == MEGABYTES
+
+
+def test_a_peer_that_dies_on_the_way_is_replaced_by_the_others(
+    make_donor: Callable[[], Donor],
+) -> None:
+    good, dying = make_donor(), make_donor()
+    digest = good.offer(STATE)
+    dying.offer(STATE)
+    gate = Gate(dying.address, [CHUNK_BYTES, 2 * CHUNK_BYTES + 1, 1, 1])
+
+    staged = fetch_state([gate.address, good.address], "right", 7, digest)
+
+    assert staged.digest == digest
+
+
+def test_a_peer_with_another_state_gives_nothing(make_donor: Callable[[], Donor]) -> None:
+    right, wrong = make_donor(), make_donor()
+    digest = right.offer(STATE)
+    wrong.offer({**STATE, "weight": STATE["weight"] + 1})
+
+    staged = fetch_state([wrong.address, right.address], "right", 7, digest)
+
+    assert staged.digest == digest
+    with pytest.raises(PeerFailed, match="its copy of step 7 is"):
+        fetch_state([wrong.address], "right", 7, digest)
+
+
+def test_a_state_that_nobody_holds_any_more_is_named(donor: Donor) -> None:
+    digest = donor.offer(STATE)
+    donor.server.release(log=False)
+
+    with pytest.raises(PeerFailed, match="no copy of step 7 is held here"):
+        fetch_state([donor.address], "right", 7, digest)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"op": "manifest", "step": 7},
+        {"op": "chunks", "step": 7, "first": 0, "count": 1},
+        {"op": "reduced", "step": 7, "wait_s": 0.0},
+    ],
+)
+def test_a_wrong_token_gets_nothing_and_no_second_try(
+    donor: Donor, request_: dict[str, Any]
+) -> None:
+    donor.offer(STATE)
+    connection = Connection(donor.address, "guessed").ask(**request_)
+    connection.settimeout(PATIENCE_S)
+
+    answer = connection.makefile("rb").read()
+
+    assert answer[4:] == b'{"error": "wrong token"}'
 
 
 def test_reduced_gradients_are_handed_over_while_they_are_kept(donor: Donor) -> None:
     for step in range(4):
-        donor.log.add(Reduced(step, 9, torch.full((5,), float(step))))
+        donor.kept.add(Reduced(step, 9, torch.full((5,), float(step))))
+    connection = Connection(donor.address, "right")
 
-    newest = fetch_reduced(donor.server.address, "right", 3)
+    newest = connection.reduced(3)
 
     assert newest.epoch == 9
     assert torch.equal(newest.buffer, torch.full((5,), 3.0))
     with pytest.raises(NotKept):
-        fetch_reduced(donor.server.address, "right", 1)
-    with pytest.raises(NotKept):
-        fetch_reduced(donor.server.address, "right", 4)
+        connection.reduced(1)
+    with pytest.raises(NotYet):
+        connection.reduced(4)
+    with pytest.raises(PeerFailed, match="made 3 last"):
+        fetch_reduced([donor.address], "right", 4)
 
 
-def test_once_a_newcomer_came_more_steps_are_kept(donor: Donor) -> None:
-    fetch_snapshot(donor.server.address, "right")
+def test_once_a_copy_was_offered_more_steps_are_kept(donor: Donor) -> None:
+    donor.offer(STATE)
     for step in range(8, 40):
-        donor.log.add(Reduced(step, 1, torch.zeros(5)))
+        donor.kept.add(Reduced(step, 1, torch.zeros(5)))
 
-    assert fetch_reduced(donor.server.address, "right", 8).step == 8
+    assert fetch_reduced([donor.address], "right", 8).step == 8
+
+
+def test_a_follower_hears_of_each_step_in_order_and_when_it_is_up_to_date(
+    make_donor: Callable[[], Donor],
+) -> None:
+    donors = [make_donor(), make_donor()]
+    heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    for donor in donors:
+        donor.kept.wanted = True
+        donor.kept.add(Reduced(8, 1, torch.zeros(5)))
+    follower = Follower([d.address for d in donors], "right", 8, heard.put)
+
+    def hear(op: str) -> dict[str, Any]:
+        while (message := heard.get(timeout=PATIENCE_S))["op"] != op:
+            pass
+        return message
+
+    first = hear("made")["reduced"].step
+    level = hear("up_to_date")["step"]
+    donors[1].kept.add(Reduced(9, 1, torch.zeros(5)))
+    follower.applied()
+    second = hear("made")["reduced"].step
+    donors[1].kept.wanted = False
+    for step in range(10, 20):
+        donors[1].kept.add(Reduced(step, 1, torch.zeros(5)))
+    follower.applied()
+    follower.applied()
+    error = hear("cannot_follow")["error"]
+
+    assert (first, level, second) == (8, 8, 9)
+    assert "made 19 last" in error
 
 
 def test_a_chunk_changed_on_the_way_is_found() -> None:
@@ -82,7 +255,7 @@ def test_a_chunk_changed_on_the_way_is_found() -> None:
         theirs.sendall(HEADER.pack(4, 12345) + b"data")
 
         with pytest.raises(Damaged):
-            receive_chunks(ours, 4)
+            receive_chunk(ours, memoryview(bytearray(4)))
 
 
 def test_a_state_whose_digest_differs_is_refused() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.replicas import Fleet, until
+from tests.runtime.replicas import Cable, Fleet, until
 
 MakeFleet = Callable[..., Fleet]
 
@@ -104,6 +104,64 @@ def test_a_dead_coordinator_costs_no_step_and_its_successor_goes_on(
     assert len(fleet.digests()) == 1
 
 
+def test_members_out_of_the_coordinators_reach_hold_before_others_begin(
+    make_fleet: MakeFleet,
+) -> None:
+    fleet = make_fleet(2, lease_s=2.0)
+    fleet.start_coordinator()
+    cable = Cable(fleet.port)
+    cut_off = [fleet.start_rank(replica, port=cable.port) for replica in (0, 1)]
+    fleet.wait_for_step(20)
+
+    cable.unplug()
+    until(lambda: fleet.ask(op="status")["members"] == [], "both are taken for dead")
+    behind = fleet.last(0)["step"]
+    fleet.start_rank(2)
+    until(lambda: fleet.last(2)["step"] >= 20, "another replica begins")
+    held = [fleet.steps(0)[-1], fleet.steps(1)[-1]]
+
+    assert [process.poll() for process in cut_off] == [None, None]
+    assert max(entry["at"] for entry in held) < fleet.steps(2)[0]["at"]
+    assert held[0]["step"] >= behind  # the lease ran for longer than it took to be given up
+
+
+def test_a_coordinator_that_is_stopped_for_longer_than_the_lease_loses_nobody(
+    make_fleet: MakeFleet,
+) -> None:
+    fleet = make_fleet(2, lease_s=1.0)
+    fleet.start()
+    fleet.wait_for_step(20)
+
+    assert fleet.coordinator is not None
+    fleet.coordinator.send_signal(signal.SIGSTOP)
+    until(lambda: "holding" in (fleet.folder / "rank0.log").read_text(), "training holds")
+    held = fleet.last(0)
+    fleet.coordinator.send_signal(signal.SIGCONT)
+    fleet.train_on()
+    fleet.stop()
+
+    assert fleet.last(0)["epoch"] == held["epoch"] == 1
+    assert_every_sample_once(fleet.steps(0), 0)
+    assert len(fleet.digests()) == 1
+
+
+def test_a_job_grows_beyond_its_first_size(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(1, options={"mode": "reproducible"})
+    fleet.start()
+    fleet.wait_for_step(20)
+
+    fleet.start_rank(1)
+    fleet.wait_for_members([0, 1])
+    fleet.start_rank(2)
+    fleet.start_rank(3)
+    fleet.wait_for_members([0, 1, 2, 3])
+    fleet.train_on()
+    fleet.stop()
+
+    assert_every_sample_once(fleet.steps(0), 0)
+    assert len(fleet.digests()) == 1
+
+
 def test_the_agents_word_counts_only_for_the_present_placement(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(2)
     fleet.start()
@@ -152,7 +210,7 @@ def test_a_whole_job_resumes_from_the_newest_checkpoint_of_any_replica(
     fleet.stop()
 
     assert written == [0]
-    assert fleet.last(1)["epoch"] == 2
+    assert fleet.last(1)["epoch"] == 3  # between them one in which nobody trained
     assert_every_sample_once(fleet.steps(1), 0)
     assert len(fleet.digests()) == 1
 

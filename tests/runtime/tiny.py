@@ -2,13 +2,15 @@
 
 Its options: `steps`, `mode`, `checkpoint_s`, `pace_s` (what a shard takes, as if an accelerator
 computed it), and what a misfit of a replica has otherwise: `width`,
-`samples`, `seed`, `rate`. `rich` trains with all that a loop may have besides.
+`samples`, `seed`, `rate`. `rich` trains with all that a loop may have besides. `data` is "ids",
+"dataset", "loader" or "stateful": what Batches is given; `workers` load it, `drop_last` ends it.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,14 @@ import runtime
 job = runtime.join()
 
 import torch  # noqa: E402
+from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 
 def main() -> None:
     options = {
         "steps": None, "mode": "cover", "checkpoint_s": 3600, "width": 32, "samples": 960,
-        "seed": 5, "rate": 1e-3, "rich": False, "pace_s": 0.003, **job.options,
+        "seed": 5, "rate": 1e-3, "rich": False, "pace_s": 0.003, "data": "ids", "workers": 0,
+        "drop_last": False, **job.options,
     }  # fmt: skip
     folder = Path(options["folder"])
     steps_log = (folder / f"steps.{job.replica}").open("a", buffering=1)
@@ -35,9 +39,8 @@ def main() -> None:
     )
     if options["rich"]:
         model.append(torch.nn.BatchNorm1d(1))
-    batches = runtime.Batches(
-        samples=len(data), shard_size=4 if options["rich"] else 2, seed=options["seed"]
-    )
+    shard_size = 4 if options["rich"] else 2
+    batches = batches_of(options, data, shard_size)
     saver = runtime.Checkpointer(job, every_s=options["checkpoint_s"])
     parts = rich(model) if options["rich"] else {"optimizer": Momentum(model, options["rate"])}
 
@@ -50,13 +53,52 @@ def main() -> None:
     ) as replica:  # fmt: skip
         for shard in replica:
             time.sleep(options["pace_s"])
-            rows = data[list(shard.ids)]
+            rows = data[list(shard.ids)] if options["data"] == "ids" else shard.data
             pieces = torch.split(rows, 2) if options["rich"] else [rows]
             for piece in pieces:
                 loss = (model(piece).squeeze(1) - piece.sum(1)).square().mean()
                 replica.backward(loss, parts=len(pieces))
     (folder / f"digest.{job.replica}").write_text(replica.state.copy().digest)
     (folder / f"weights.{job.replica}").write_text(replica.state.digest())
+
+
+def batches_of(options: dict[str, Any], data: torch.Tensor, shard_size: int) -> runtime.Batches:
+    seed, workers, drop_last = options["seed"], options["workers"], options["drop_last"]
+    if options["data"] == "ids":
+        return runtime.Batches(
+            samples=len(data), shard_size=shard_size, seed=seed, drop_last=drop_last
+        )
+    if options["data"] == "dataset":
+        return runtime.Batches(
+            Rows(data), shard_size=shard_size, seed=seed, workers=workers, drop_last=drop_last
+        )
+    loader = LOADERS[options["data"]]()(
+        Rows(data), batch_size=shard_size, shuffle=True, num_workers=workers, drop_last=drop_last
+    )
+    return runtime.Batches(loader, seed=seed)
+
+
+def stateful() -> type[Any]:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader  # type: ignore[no-any-return]
+
+
+#: Imported by those who want it: it takes a while.
+LOADERS: dict[str, Callable[[], type[Any]]] = {"loader": lambda: DataLoader, "stateful": stateful}
+
+
+class Rows(Dataset[torch.Tensor]):
+    """The data with noise, as augmentation adds it."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, sample: int) -> torch.Tensor:
+        return self.data[sample] + torch.randn(16) / 10
 
 
 class Momentum:

@@ -111,10 +111,14 @@ def _record_ledger(job: Job, message: client.Ledger) -> None:
     if message.step_from > job.ledger_step + 1:
         return  # our reply says where to go on from
     if message.step_from <= job.ledger_step:
-        newest = LedgerRange.objects.filter(job=job, step_to__gte=message.step_from)
+        # Of steps added up the first may long be known: it is the last that counts.
+        counts = message.step_to if message.merged else message.step_from
+        newest = LedgerRange.objects.filter(job=job, step_to__gte=counts)
         if newest.filter(epoch__gte=message.epoch).exists():
             return  # told again
-        _roll_back_ledger(job, message.step_from)
+        if not message.merged:
+            job.recomputed_steps += job.ledger_step - message.step_from + 1
+        _take_back_ledger(job, message.step_from)
     LedgerRange.objects.create(
         job=job,
         step_from=message.step_from,
@@ -124,13 +128,17 @@ def _record_ledger(job: Job, message: client.Ledger) -> None:
         lost=message.lost,
         duplicated=message.duplicated,
         dropped=message.dropped,
+        computed=message.computed,
+        merged=message.merged,
+        proof=message.proof,
+        order=message.order,
     )
     job.ledger_step = message.step_to
 
 
-def _roll_back_ledger(job: Job, step: int) -> None:
-    """Take back the ledger from `step` on: those steps are not in the present weights."""
-    job.recomputed_steps += job.ledger_step - step + 1
+def _take_back_ledger(job: Job, step: int) -> None:
+    """Take back the ledger from `step` on: those steps are not in the present weights, or are told
+    anew. A range that is cut has no proof of its own: that of the next one covers it."""
     LedgerRange.objects.filter(job=job, step_from__gte=step).delete()
     for row in LedgerRange.objects.filter(job=job, step_to__gte=step):
         kept = step - row.step_from
@@ -138,6 +146,7 @@ def _roll_back_ledger(job: Job, step: int) -> None:
         row.step_to = step - 1
         row.lost = [entry for entry in row.lost if entry[0] < step]
         row.duplicated = [entry for entry in row.duplicated if entry[0] < step]
+        row.proof = ""
         row.save()
     job.ledger_step = step - 1
 

@@ -318,6 +318,10 @@ def progress(step: object = 1, **changes: Any) -> dict[str, Any]:
     }
 
 
+def ledger(**changes: Any) -> dict[str, Any]:
+    return {"type": "ledger", "step_from": 0, "step_to": 1, "epoch": 1, "samples": 128, **changes}
+
+
 def tell(door: Door, job_id: str, *messages: dict[str, Any], token: str = "") -> Answer:
     batch = {
         "job": job_id,
@@ -332,9 +336,7 @@ def tell(door: Door, job_id: str, *messages: dict[str, Any], token: str = "") ->
 
 
 def test_runtime_batch_is_stored_once_and_answered(door: Door, job: Job) -> None:
-    ledger = {"type": "ledger", "step_from": 0, "step_to": 1, "epoch": 1, "samples": 128}
-
-    answers = [tell(door, job.pk, progress(), ledger) for _ in range(2)]
+    answers = [tell(door, job.pk, progress(), ledger()) for _ in range(2)]
 
     assert [(a.status, a.json["ledger_step"]) for a in answers] == [(200, 1)] * 2
     assert ProgressSample.objects.count() == 1
@@ -371,6 +373,12 @@ def test_a_job_that_is_gone(door: Door, cluster: Cluster) -> None:
         (progress(at=1e12), "messages[0].at"),
         (progress(extra=1), "messages[0].extra"),
         (progress(step=2**63), "messages[0].step"),
+        (ledger(computed=[[0, 1]]), "messages[0].computed[0]"),
+        (ledger(computed=[[-1, 0, 1]]), "messages[0].computed[0][0]"),
+        (ledger(merged=[0, 0, 0, 0]), "messages[0].merged"),
+        (ledger(proof="p" * 33), "messages[0].proof"),
+        (ledger(order={"samples": "many"}), "messages[0].order[...]"),
+        (ledger(order={"samples": -1}), "messages[0].order[...]"),
     ],
 )
 def test_a_runtime_message_at_fault(
@@ -387,6 +395,4 @@ def test_too_many_runtime_messages(door: Door, job: Job) -> None:
 
 
 def test_a_ledger_that_ends_before_it_begins(door: Door, job: Job) -> None:
-    backwards = {"type": "ledger", "step_from": 0, "step_to": -1, "epoch": 1, "samples": 0}
-
-    assert refusal(tell(door, job.pk, backwards))[:2] == (422, "invalid_field")
+    assert refusal(tell(door, job.pk, ledger(step_to=-1)))[:2] == (422, "invalid_field")

@@ -1,0 +1,104 @@
+"""Checks a sample ledger: python -m runtime.ledger PATH. Exit status 0 if it is whole.
+
+PATH is a job's state folder or checkpoint folder (its newest whole checkpoint is taken), or the
+JSON that `GET /api/v1/jobs/{id}/ledger` answered; several files if it came in several pages. 1: the
+ledger is not whole; 2: there is none to be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from runtime.checkpoint import store
+from runtime.ledger.check import Entry, Report, check, shards_of
+from runtime.ledger.record import SampleLedger
+
+UNREADABLE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    asked = _asked(arguments)
+    try:
+        entries = [entry for path in asked.path for entry in read(path)]
+        if asked.step is not None:
+            shards = shards_of(entries, asked.step)
+            print(json.dumps(shards) if asked.json else _shards_in_words(shards))  # noqa: T201
+            return 0
+        report = check(entries)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        named = f"{error!r} is missing or wrong" if isinstance(error, KeyError) else error
+        print(f"{' '.join(map(str, asked.path))}: {named}", file=sys.stderr)  # noqa: T201
+        return UNREADABLE
+    found = {"whole": report.whole, **asdict(report)}
+    print(json.dumps(found) if asked.json else in_words(report))  # noqa: T201
+    return 0 if report.whole else 1
+
+
+def read(path: Path) -> list[Entry]:
+    """The entries that a checkpoint or a file holds.
+
+    Raises OSError or ValueError if there is nothing of that kind.
+    """
+    if path.is_dir():
+        return _of_checkpoint(path)
+    told = json.loads(path.read_text())
+    entries: list[Entry] = told["results"] if isinstance(told, dict) else told
+    return entries
+
+
+def in_words(report: Report) -> str:
+    """A table of the passes over the data, then what is wrong."""
+    lines = [f"steps {report.step_from} to {report.step_to}"]
+    for one in report.epochs:
+        counts = {
+            "trained once": one.trained_once, "to come": one.to_come, "left out": one.left_out,
+            "lost": one.lost, "duplicated": one.duplicated, "dropped": one.dropped,
+            "unknown": one.unknown,
+        }  # fmt: skip
+        always = ("trained once", "lost", "duplicated")
+        told = [f"{count:,} {what}" for what, count in counts.items() if count or what in always]
+        who = [f"{replica}: {count:,}" for replica, count in sorted(one.computed.items())]
+        lines.append(f"data epoch {one.epoch}, {one.samples:,} samples: {', '.join(told)}")
+        lines.append(f"  computed by replica {', '.join(who) or '(not known)'}")
+    lines += report.notes
+    lines += report.problems
+    lines.append("whole" if report.whole else "NOT WHOLE")
+    return "\n".join(lines)
+
+
+def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m runtime.ledger", description=__doc__)
+    parser.add_argument("path", type=Path, nargs="+")
+    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--step", type=int, help="print this step's shards, their ids, and who")
+    return parser.parse_args(arguments)
+
+
+def _of_checkpoint(path: Path) -> list[Entry]:
+    inner = path / "checkpoints"
+    found = store.newest(inner if inner.is_dir() else path)
+    if found is None:
+        raise ValueError("there is no whole checkpoint in this folder")
+    state: dict[str, Any] = found[1].state()
+    ledger = SampleLedger(state["batches"])
+    ledger.load_state_dict(state["ledger"])
+    return [asdict(entry) for entry in ledger.since(-1)]
+
+
+def _shards_in_words(shards: list[dict[str, Any]]) -> str:
+    return "\n".join(
+        f"shard {one['shard']}: {one['fate']}"
+        + ("" if one["replica"] is None else f" by replica {one['replica']}")
+        + f": {' '.join(map(str, one['ids']))}"
+        for one in shards
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

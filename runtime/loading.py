@@ -1,0 +1,384 @@
+"""The samples of a shard, collated: loaded in the training process, or beforehand by workers.
+
+Workers are torch's own, but never forked: a forked child would inherit the group's sockets, and a
+dead rank would look alive until it ended. What is loaded is the same whoever loads it; whether a
+worker lives or dies changes only the time it takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+log = logging.getLogger("drydock.loading")
+
+START_METHODS = ("forkserver", "spawn")
+PREFETCH = 2  # shards that each worker is ahead, unless a DataLoader says otherwise
+MAX_DEATHS = 3  # of workers; then everything is loaded in the training process
+#: Orders of torch's own making, which Batches replaces by its own.
+_PLAIN_SAMPLERS = ("SequentialSampler", "RandomSampler")
+
+#: One shard of one step.
+Key = tuple[int, int]
+#: A shard and its samples, as it is asked of a worker.
+Asked = tuple[int, int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where samples come from, and how they become a batch."""
+
+    dataset: Any
+    collate: Callable[[list[Any]], Any]
+    batch_size: int
+    drop_last: bool
+    workers: int
+    start: str
+    prefetch: int = PREFETCH
+    worker_init: Callable[[int], None] | None = None
+    pin_memory: bool = False
+
+
+def source_of(
+    data: Any,
+    *,
+    batch_size: int | None,
+    workers: int | None,
+    collate: Callable[[list[Any]], Any] | None,
+    start: str | None,
+    drop_last: bool | None,
+) -> Source:
+    """What a dataset, or a loader over one, gives. None stands for what was not said.
+
+    Raises TypeError or ValueError, with the remedy, if no order can be put on it.
+    """
+    if hasattr(data, "dataset") and hasattr(data, "collate_fn"):
+        said = {"shard_size": batch_size, "workers": workers, "collate": collate,
+                "drop_last": drop_last}  # fmt: skip
+        if twice := [name for name, value in said.items() if value is not None]:
+            raise ValueError(
+                f"the DataLoader already says what {', '.join(twice)} would; say it there alone"
+            )
+        found = _of_loader(data, start)
+    else:
+        found = Source(
+            dataset=data,
+            collate=collate or default_collate,
+            batch_size=batch_size or 1,
+            drop_last=bool(drop_last),
+            workers=workers or 0,
+            start=start or START_METHODS[0],
+        )
+    _demand_map(found.dataset)
+    if found.start not in START_METHODS:
+        raise ValueError(
+            f"workers cannot be started by {found.start!r}: use one of "
+            f"{', '.join(START_METHODS)}; a forked one would keep a dead replica's sockets open"
+        )
+    return found
+
+
+def load(source: Source, seed: int, step: int, index: int, ids: tuple[int, ...]) -> Any:
+    """The samples of one shard. What is drawn at random hangs on seed, step and shard alone."""
+    with _random_numbers(hash((seed, step, index, 1))):
+        if hasattr(source.dataset, "__getitems__"):
+            return source.collate(source.dataset.__getitems__(list(ids)))
+        return source.collate([source.dataset[sample] for sample in ids])
+
+
+class Loader:
+    """Gives the data of any shard; workers load beforehand what is expected of this replica."""
+
+    def __init__(
+        self,
+        source: Source,
+        seed: int,
+        ids_of: Callable[[int, int], tuple[int, ...]],
+        trouble: Callable[[str, str], None],
+    ) -> None:
+        self._source = source
+        self._seed = seed
+        self._upcoming = _Upcoming(ids_of)
+        self._trouble = trouble
+        self._crew: _Crew | None = None
+        self._deaths = 0
+        self._loaded: dict[Key, Any] = {}  # beforehand
+        if source.workers and source.start == "forkserver":
+            # Its imports take longest, and are over by the time this replica is let in. Without the
+            # first line it would run the training script too, to be ready for its functions.
+            forkserver.set_forkserver_preload([__name__])
+            forkserver.ensure_running()
+
+    def expect(self, step: int, shards: Collection[int]) -> None:
+        """From this step on these shards will be asked for. Starts the workers."""
+        if not shards:
+            return  # what was expected before may be again
+        self._upcoming.expect(step, shards)
+        if self._crew is None and self._source.workers and self._deaths < MAX_DEATHS:
+            self._crew = _Crew(self._source, self._seed, self._upcoming)
+
+    def fetch(self, step: int, index: int, ids: tuple[int, ...]) -> Any:
+        """The data of a shard: as loaded beforehand, else loaded now."""
+        self._loaded = {key: data for key, data in self._loaded.items() if key[0] >= step}
+        if self._crew is not None and self._crew.ready():
+            self._receive(self._crew, (step, index))
+        if (step, index) in self._loaded:
+            return self._loaded.pop((step, index))
+        return load(self._source, self._seed, step, index, ids)
+
+    def close(self) -> None:
+        if self._crew is not None:
+            self._crew.close()
+            self._crew = None
+
+    def _receive(self, crew: _Crew, wanted: Key) -> None:
+        """Take what the workers have, up to what is wanted; and what comes too late for use."""
+        if wanted not in self._loaded and wanted not in crew.asked:
+            self._upcoming.skip_to(wanted[0] + 1)
+        while crew.asked and wanted not in self._loaded:
+            if wanted not in crew.asked and crew.asked[0][0] >= wanted[0]:
+                return
+            key = crew.asked[0]
+            try:
+                data = crew.take()
+            except Exception as error:
+                if not crew.alive():
+                    self._bury(crew)
+                    return
+                # The sample's own fault is raised where it is used, if it is: loaded once more.
+                log.debug("not_loaded step=%s shard=%s error=%r", *key, error)
+                continue
+            if key[0] >= wanted[0]:
+                self._loaded[key] = data
+
+    def _bury(self, crew: _Crew) -> None:
+        self._deaths += 1
+        crew.close()
+        again = self._deaths < MAX_DEATHS
+        then = "started anew" if again else "not started again: the rank itself loads from now on"
+        self._trouble("loader_worker_died", f"a loader's worker died; they are {then}")
+        self._crew = _Crew(self._source, self._seed, self._upcoming) if again else None
+
+
+class _Upcoming:
+    """What this replica will be asked for, one shard after another, without end."""
+
+    def __init__(self, ids_of: Callable[[int, int], tuple[int, ...]]) -> None:
+        self._ids_of = ids_of
+        self._lock = threading.Lock()  # workers are started on a thread of their own
+        self._shards: list[int] = []
+        self._next = (0, 0)  # step, and the place of its next shard in the list
+
+    def expect(self, step: int, shards: Collection[int]) -> None:
+        with self._lock:
+            ahead, place = self._next
+            self._shards = sorted(shards)
+            self._next = (max(step, ahead + (place > 0)), 0)
+
+    def skip_to(self, step: int) -> None:
+        with self._lock:
+            self._next = max(self._next, (step, 0))
+
+    def __iter__(self) -> Iterator[Asked]:
+        while self._shards:
+            with self._lock:
+                step, place = self._next
+                if place >= len(self._shards):
+                    step, place = step + 1, 0
+                index = self._shards[place]
+                self._next = (step, place + 1)
+            yield step, index, self._ids_of(step, index)
+
+
+class _Crew:
+    """Workers that load one shard after another; started in the background, gone at the first
+    death among them."""
+
+    def __init__(self, source: Source, seed: int, upcoming: _Upcoming) -> None:
+        self.asked: deque[Key] = deque()  # of the workers, in the order of their answers
+        context = multiprocessing.get_context(source.start)
+        self._woken = context.Semaphore(0)
+        self._asleep = source.workers
+        self._loader: DataLoader[Any] = DataLoader(
+            _Shards(source, seed),
+            batch_size=None,
+            sampler=self._asking(upcoming),
+            num_workers=source.workers,
+            prefetch_factor=source.prefetch,
+            collate_fn=_as_it_is,
+            pin_memory=source.pin_memory,
+            worker_init_fn=_Wake(self._woken, source.worker_init),
+            multiprocessing_context=context,
+            generator=torch.Generator(),  # the training's own random numbers stay untouched
+        )
+        self._iterator: Any = None
+        self._error: Exception | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        threading.Thread(target=self._start, name="drydock-loader", daemon=True).start()
+
+    def ready(self) -> bool:
+        """Whether all are there: until then nobody is to wait for them.
+
+        Raises RuntimeError if they cannot be started at all.
+        """
+        if self._error is not None:
+            raise RuntimeError(
+                f"the loader's workers cannot be started: {self._error!r}; what the dataset, the "
+                "collate function and worker_init_fn hold must be picklable, or use workers=0"
+            ) from self._error
+        while self._asleep and self._woken.acquire(block=False):
+            self._asleep -= 1
+        return self._asleep == 0 and self._iterator is not None
+
+    def alive(self) -> bool:
+        return all(worker.is_alive() for worker in self._workers())
+
+    def take(self) -> Any:
+        """The next answer. Raises RuntimeError if a worker died, or whatever a sample raised."""
+        if not self.alive():
+            raise RuntimeError("a worker died")
+        try:
+            return next(self._iterator)
+        finally:
+            self.asked.popleft()
+
+    def close(self) -> None:
+        """End them at once: they hold nothing that would be missed."""
+        with self._lock:
+            self._closed = True
+            for worker in self._workers():
+                worker.kill()
+            self._iterator = None
+
+    def _start(self) -> None:
+        try:
+            iterator = iter(self._loader)
+        except Exception as error:  # whatever pickling raises; told where shards are fetched
+            self._error = error
+            return
+        with self._lock:
+            self._iterator = iterator
+        if self._closed:
+            self.close()
+
+    def _workers(self) -> list[Any]:
+        # torch offers no other way to learn of a death than to wait five seconds for an answer.
+        return [] if self._iterator is None else list(self._iterator._workers)
+
+    def _asking(self, upcoming: _Upcoming) -> Iterator[Asked]:
+        for asked in upcoming:
+            self.asked.append(asked[:2])
+            yield asked
+
+
+class _Shards(Dataset[Any]):
+    """A dataset whose samples are whole shards."""
+
+    def __init__(self, source: Source, seed: int) -> None:
+        self._source = source
+        self._seed = seed
+
+    def __getitem__(self, asked: Asked) -> Any:
+        return load(self._source, self._seed, *asked)
+
+
+class _Wake:
+    """What a worker does first."""
+
+    def __init__(self, woken: Any, init: Callable[[int], None] | None) -> None:
+        self._woken = woken
+        self._init = init
+
+    def __call__(self, worker: int) -> None:
+        # Scripts that join a job at their top have taken the signal for themselves.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        threading.Thread(target=_die_with_the_rank, daemon=True).start()
+        if self._init is not None:
+            self._init(worker)
+        self._woken.release()
+
+
+def _die_with_the_rank() -> None:
+    """torch looks at the parent's pid, which is the fork server's and outlives a killed rank."""
+    rank = multiprocessing.parent_process()
+    if rank is not None:
+        rank.join()
+        os._exit(1)
+
+
+def _as_it_is(data: Any) -> Any:
+    return data
+
+
+@contextlib.contextmanager
+def _random_numbers(seed: int) -> Iterator[None]:
+    """Draw from this seed within, and go on outside as if nothing had been drawn."""
+    mixed = seed & 0x7FFF_FFFF_FFFF_FFFF
+    numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
+    kept = (torch.get_rng_state(), random.getstate(), numpy and numpy.get_state())
+    torch.default_generator.manual_seed(mixed)
+    random.seed(mixed)
+    if numpy is not None:
+        numpy.seed(mixed & 0xFFFF_FFFF)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(kept[0])
+        random.setstate(kept[1])
+        if numpy is not None:
+            numpy.set_state(kept[2])
+
+
+def _of_loader(loader: Any, start: str | None) -> Source:
+    """Duck typing: torch's DataLoader, torchdata's StatefulDataLoader, and their like."""
+    if loader.batch_size is None:
+        raise ValueError(
+            "the DataLoader makes no batches of its own, or a batch_sampler makes them: give it "
+            "batch_size=…, which becomes the size of a shard"
+        )
+    kind = type(getattr(loader, "sampler", None)).__name__
+    own = getattr(loader, "sampler", None)
+    if isinstance(loader.dataset, IterableDataset):
+        _demand_map(loader.dataset)
+    if kind not in _PLAIN_SAMPLERS or getattr(own, "replacement", False):
+        raise ValueError(
+            f"the DataLoader has a {kind} of its own, but order and position are kept by Batches: "
+            "leave sampler and batch_sampler out; a subset or weights belong into the dataset"
+        )
+    context = getattr(loader, "multiprocessing_context", None)
+    method = context.get_start_method() if context is not None else START_METHODS[0]
+    return Source(
+        dataset=loader.dataset,
+        collate=loader.collate_fn,
+        batch_size=loader.batch_size,
+        drop_last=loader.drop_last,
+        workers=loader.num_workers,
+        start=start or (START_METHODS[0] if method == "fork" else method),
+        prefetch=getattr(loader, "prefetch_factor", None) or PREFETCH,
+        worker_init=getattr(loader, "worker_init_fn", None),
+        pin_memory=bool(getattr(loader, "pin_memory", False)),
+    )
+
+
+def _demand_map(dataset: Any) -> None:
+    indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(dataset, IterableDataset) or not indexed:
+        raise TypeError(
+            f"{type(dataset).__name__} has no samples that can be asked for by number, so none can "
+            "be proven trained once: give a map dataset, with __len__ and __getitem__"
+        )

@@ -1,0 +1,114 @@
+"""How newcomers come to hold the members' state: copies held ready, taken, and proven equal.
+
+Standard library only. Decides who may be asked for a copy and who is sent to it, never who trains.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from runtime.replica.connection import Peer
+
+log = logging.getLogger("drydock.coordinator")
+
+
+@dataclass
+class Staging:
+    """Copies of one step's state, held ready by those who have it."""
+
+    asked: set[int]  # replicas that are to hold one
+    at_edge: bool  # they were asked one by one where they wait, not through a step's agreement
+    step: int = -1
+    digests: dict[int, str] = field(default_factory=dict)  # replica -> of its copy
+    taken: bool = False  # newcomers were sent to it
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.asked) and self.asked <= set(self.digests)
+
+
+class Admission:
+    """One round of newcomers after another."""
+
+    def __init__(self) -> None:
+        self.staging: Staging | None = None
+
+    def advance(self, takers: Sequence[Peer], holders: Sequence[Peer], *, at_edge: bool) -> None:
+        """Bring `takers` one message nearer to the state of `holders`.
+
+        `at_edge`: the holders wait; otherwise they train, and agree in a step on when to copy.
+        """
+        if self.staging is not None and self.staging.at_edge != at_edge:
+            self.interrupt()  # a wish that no step will carry any more, or the reverse
+        if not takers:
+            return
+        if self.staging is None:
+            self._ask(holders, at_edge=at_edge)
+        elif self.staging.complete and not self.staging.taken:
+            self._send(takers, holders)
+
+    def release(self, holders: Sequence[Peer], *, followed: bool) -> None:
+        """Nobody takes the copies any more: they are freed."""
+        if self.staging is not None and self.staging.taken:
+            self.staging = None
+            for peer in holders:
+                peer.tell(op="release", log=not followed)
+
+    def staged(self, peer: Peer, step: int, digest: str) -> None:
+        """A copy is held ready; one that was asked for long ago counts no more."""
+        staging = self.staging
+        if staging is None or peer.replica not in staging.asked or step < staging.step:
+            return
+        if step > staging.step:
+            staging.step = step
+            staging.digests.clear()
+        staging.digests[peer.replica] = digest
+
+    def forget(self, replica: int) -> None:
+        """It is gone, and its copy with it."""
+        if self.staging is not None:
+            self.staging.asked.discard(replica)
+            self.staging.digests.pop(replica, None)
+            if not self.staging.asked:
+                self.staging = None
+
+    def interrupt(self) -> None:
+        """Whoever was asked may not have heard it, or may never come to do it: ask anew."""
+        if self.staging is not None and not self.staging.complete:
+            self.staging = None
+
+    def _ask(self, holders: Sequence[Peer], *, at_edge: bool) -> None:
+        self.staging = Staging({peer.replica for peer in holders}, at_edge)
+        for peer in holders if at_edge else holders[:1]:
+            peer.tell(op="stage", now=at_edge)
+
+    def _send(self, takers: Sequence[Peer], holders: Sequence[Peer]) -> None:
+        staging = self.staging
+        assert staging is not None  # noqa: S101 - advance() looked
+        states = staging.digests
+        if len(set(states.values())) > 1:
+            log.critical("members_differ step=%s states=%s", staging.step, states)
+            for peer in holders:
+                peer.tell(op="diverged", step=staging.step, states=states)
+        # No newcomer is to blame for a difference: it takes what most hold.
+        ((digest, _count),) = Counter(dict_in_order(states)).most_common(1)
+        donors = [p.address for p in holders if states.get(p.replica) == digest]
+        staging.taken = True
+        for peer in takers:
+            peer.expected = (staging.step, digest)
+            peer.order(
+                "sync",
+                "syncing",
+                step=staging.step,
+                digest=digest,
+                donors=donors,
+                refusals=peer.refusals,
+            )
+
+
+def dict_in_order(states: dict[int, str]) -> list[str]:
+    """The digests by replica: of equally many, that of the lowest comes first."""
+    return [states[replica] for replica in sorted(states)]

@@ -1,0 +1,271 @@
+"""State taken over from peers: a copy from several at once, then their steps one by one.
+
+What arrived survives a lost connection. Nothing is believed before its hash was compared.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runtime.replica.framing import PeerFailed, receive_chunk, receive_json
+from runtime.replica.peers import Reduced
+from runtime.snapshot import CHUNK_BYTES, Damaged, Staged
+
+log = logging.getLogger("drydock.peers")
+
+TIMEOUT_S = 5.0
+WAIT_S = 0.5  # how long a peer may wait for the next step to be made before it says that it was not
+PIECE = 8  # chunks asked for at once
+TRIES = 3  # connections to one peer, for one state
+
+
+class NotKept(PeerFailed):
+    """The peer keeps this step no longer, or never made it."""
+
+
+class NotYet(PeerFailed):
+    """The peer has not made this step yet."""
+
+
+class Connection:
+    """Requests to one peer, one after another. Opened by the first."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self.address = address
+        self._token = token
+        self._socket: socket.socket | None = None
+
+    def ask(self, **message: Any) -> socket.socket:
+        """Send a request; the answer is to be read from what is returned. Raises PeerFailed."""
+        try:
+            if self._socket is None:
+                host, _, port = self.address.rpartition(":")
+                self._socket = socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.sendall(json.dumps({"token": self._token, **message}).encode() + b"\n")
+        except OSError as error:
+            self.close()
+            raise PeerFailed(f"peer {self.address}: {error}") from error
+        return self._socket
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def manifest(self, step: int) -> dict[str, Any]:
+        """The description of the copy that the peer holds. Raises PeerFailed."""
+        return receive_json(self.ask(op="manifest", step=step))
+
+    def reduced(self, step: int, wait_s: float = 0.0) -> Reduced:
+        """One committed step. Raises NotKept, NotYet, PeerFailed, Damaged."""
+        connection = self.ask(op="reduced", step=step, wait_s=wait_s)
+        described = receive_json(connection)
+        if "newest" in described:
+            kind = NotYet if described["newest"] < step else NotKept
+            raise kind(f"step {step}: {self.address} made {described['newest']} last")
+        data = bytearray(int(described["bytes"]))
+        view = memoryview(data)
+        for start in range(0, len(data), CHUNK_BYTES):
+            receive_chunk(connection, view[start : start + CHUNK_BYTES])
+        buffer = torch.frombuffer(data, dtype=torch.float32)
+        return Reduced(int(described["step"]), int(described["epoch"]), buffer)
+
+
+def fetch_state(donors: Sequence[str], token: str, step: int, digest: str) -> Staged:
+    """The state that all donors hold a copy of, a part from each.
+
+    Raises PeerFailed if they cannot give it whole, Damaged if the whole is not what was announced.
+    """
+    download = Download(_manifest(donors, token, step, digest))
+    threads = [
+        threading.Thread(target=download.draw, args=(donor, token), name="drydock-fetch")
+        for donor in donors
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return download.whole()
+
+
+def fetch_reduced(donors: Sequence[str], token: str, step: int) -> Reduced:
+    """One committed step, from the first donor that has it. Raises PeerFailed with all answers."""
+    answers = []
+    for donor in donors:
+        connection = Connection(donor, token)
+        try:
+            return connection.reduced(step)
+        except (PeerFailed, Damaged) as error:
+            answers.append(f"{donor}: {error}")
+        finally:
+            connection.close()
+    raise PeerFailed(f"no peer could hand over step {step}: {answers}")
+
+
+@dataclass
+class Piece:
+    """Consecutive chunks that one peer was asked for and that have not arrived."""
+
+    first: int
+    count: int
+
+
+class Download:
+    """One state on its way: which chunks are missing, and who was asked for which."""
+
+    def __init__(self, manifest: dict[str, Any]) -> None:
+        self.manifest = manifest
+        self.buffer = bytearray(int(manifest["bytes"]))
+        self.sources: Counter[str] = Counter()  # address -> chunks that it gave
+        self._hashes: list[int] = [int(one, 16) for one in manifest["chunks"]]
+        total = len(self._hashes)
+        self._missing = deque(Piece(p, min(PIECE, total - p)) for p in range(0, total, PIECE))
+        self._asked = 0  # pieces that some connection is reading
+        self._changed = threading.Condition()
+        self._answers: list[str] = []
+
+    def draw(self, donor: str, token: str) -> None:
+        """Take pieces from this donor until nothing is missing, or it fails too often."""
+        connection = Connection(donor, token)
+        tries = TRIES
+        while tries and (piece := self._next()):
+            try:
+                self._read(connection, piece)
+            except PeerFailed as error:
+                log.warning("peer_failed peer=%s left=%s error=%s", donor, tries - 1, error)
+                self._answers.append(f"{donor}: {error}")
+                connection.close()
+                tries -= 1
+            except Damaged as error:
+                log.error("peer_damaged peer=%s error=%s", donor, error)
+                self._answers.append(f"{donor}: {error}")
+                tries = 0
+            self._settle(piece)
+        connection.close()
+
+    def whole(self) -> Staged:
+        """Raises PeerFailed if something is missing, Damaged if it is not what was announced."""
+        if self._missing:
+            raise PeerFailed(
+                f"{len(self._missing)} pieces of the state are missing: {'; '.join(self._answers)}"
+            )
+        return Staged.restore(self.manifest, self.buffer)
+
+    def _read(self, connection: Connection, piece: Piece) -> None:
+        step = self.manifest["step"]
+        source = connection.ask(op="chunks", step=step, first=piece.first, count=piece.count)
+        view = memoryview(self.buffer)
+        while piece.count:
+            start = piece.first * CHUNK_BYTES
+            found = receive_chunk(source, view[start : start + CHUNK_BYTES])
+            if found != self._hashes[piece.first]:
+                raise Damaged(f"chunk {piece.first} of step {step} is another one")
+            piece.first += 1
+            piece.count -= 1
+            self.sources[connection.address] += 1
+
+    def _next(self) -> Piece | None:
+        """What to ask for; None once nothing can be missing any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._missing or not self._asked)
+            if not self._missing:
+                return None
+            self._asked += 1
+            return self._missing.popleft()
+
+    def _settle(self, piece: Piece) -> None:
+        """What was not read of it is missing again."""
+        with self._changed:
+            self._asked -= 1
+            if piece.count:
+                self._missing.append(piece)
+            self._changed.notify_all()
+
+
+class Follower:
+    """Hears of the steps that peers commit, and passes them on until it is stopped.
+
+    `tell` is given messages: `made` with a step's reduced gradient, `up_to_date` each time that
+    there is nothing newer, and `cannot_follow` once if no donor can help.
+    """
+
+    def __init__(
+        self, donors: Sequence[str], token: str, step: int, tell: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """`step`: the first one wanted."""
+        self._connections = deque(Connection(donor, token) for donor in donors)
+        self._step = step
+        self._tell = tell
+        self._stopped = threading.Event()
+        self._room = threading.Semaphore(2)  # steps passed on and not yet applied
+        self._level = False  # with the donor once: from now on it may wait for its next step
+        self._error = "no peer was named"
+        threading.Thread(target=self._run, name="drydock-follow", daemon=True).start()
+
+    def stop(self) -> None:
+        """May be called while a step is on its way: it is dropped."""
+        self._stopped.set()
+        self._room.release()
+
+    def applied(self) -> None:
+        """A step that was passed on is applied, and its buffer no longer needed."""
+        self._room.release()
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            self._room.acquire()
+            reduced = self._next()
+            if self._stopped.is_set() or reduced is None:
+                break
+            self._step += 1
+            self._tell({"op": "made", "reduced": reduced})
+        for connection in self._connections:
+            connection.close()
+
+    def _next(self) -> Reduced | None:
+        """The next step, from any donor; None if none can ever give it."""
+        while self._connections and not self._stopped.is_set():
+            donor = self._connections[0]
+            try:
+                return donor.reduced(self._step, WAIT_S if self._level else 0.0)
+            except NotYet:
+                self._level = True
+                self._connections.rotate()  # one that was left behind makes no step any more
+                self._tell({"op": "up_to_date", "step": self._step - 1})
+            except (PeerFailed, Damaged) as error:
+                log.warning("donor_failed peer=%s error=%s", donor.address, error)
+                donor.close()
+                self._connections.popleft()
+                self._error = str(error)
+                if isinstance(error, NotKept):
+                    break  # we are too slow: whoever made the step keeps it no longer either
+        if not self._stopped.is_set():
+            self._tell({"op": "cannot_follow", "error": self._error})
+        return None
+
+
+def _manifest(donors: Sequence[str], token: str, step: int, digest: str) -> dict[str, Any]:
+    answers = []
+    for donor in donors:
+        connection = Connection(donor, token)
+        try:
+            manifest = connection.manifest(step)
+        except PeerFailed as error:
+            answers.append(f"{donor}: {error}")
+            continue
+        finally:
+            connection.close()
+        if manifest["digest"] == digest:
+            return manifest
+        answers.append(f"{donor}: its copy of step {step} is {manifest['digest']}")
+    raise PeerFailed(f"no peer holds step {step} with digest {digest}: {answers}")

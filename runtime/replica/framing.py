@@ -1,0 +1,71 @@
+"""How peers talk: JSON behind its length, and bytes in hashed chunks. Never pickles."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from typing import Any
+
+import xxhash
+
+from runtime.snapshot import Damaged
+
+HEADER = struct.Struct("!IQ")  # length of the chunk, its xxh3-64
+LENGTH = struct.Struct("!I")
+MAX_JSON = 64 << 20
+
+
+class PeerFailed(ConnectionError):
+    """This peer cannot give what was asked; ask another."""
+
+
+def send_json(connection: socket.socket, message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode()
+    connection.sendall(LENGTH.pack(len(data)) + data)
+
+
+def receive_json(connection: socket.socket) -> dict[str, Any]:
+    """Raises PeerFailed if the peer hung up, or says that it failed."""
+    (size,) = LENGTH.unpack(receive_exactly(connection, LENGTH.size))
+    if size > MAX_JSON:
+        raise PeerFailed(f"a description of {size} bytes is not believable")
+    message: dict[str, Any] = json.loads(receive_exactly(connection, size))
+    if "error" in message:
+        raise PeerFailed(message["error"])
+    return message
+
+
+def send_chunk(connection: socket.socket, chunk: memoryview) -> None:
+    connection.sendall(HEADER.pack(len(chunk), xxhash.xxh3_64_intdigest(chunk)))
+    connection.sendall(chunk)
+
+
+def receive_chunk(connection: socket.socket, into: memoryview) -> int:
+    """Fill `into` with one chunk; returns its hash. Raises Damaged, PeerFailed."""
+    size, expected = HEADER.unpack(receive_exactly(connection, HEADER.size))
+    if size != len(into):
+        raise Damaged(f"a chunk of {size} bytes came where {len(into)} were due")
+    receive_into(connection, into)
+    found = xxhash.xxh3_64_intdigest(into)
+    if found != expected:
+        raise Damaged(f"{size} bytes were changed on the way")
+    return found
+
+
+def receive_exactly(connection: socket.socket, size: int) -> bytes:
+    buffer = bytearray(size)
+    receive_into(connection, memoryview(buffer))
+    return bytes(buffer)
+
+
+def receive_into(connection: socket.socket, view: memoryview) -> None:
+    done = 0
+    while done < len(view):
+        try:
+            count = connection.recv_into(view[done:])
+        except OSError as error:
+            raise PeerFailed(str(error)) from error
+        if count == 0:
+            raise PeerFailed("the peer hung up")
+        done += count

@@ -1,0 +1,269 @@
+"""A member's side of the protocol: what it does when the coordinator speaks.
+
+Knows neither torch nor sockets, so that it can be run against a simulated network and clock. Grants
+itself nothing: epochs come from the coordinator alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
+
+log = logging.getLogger("drydock.replica")
+
+#: Whoever hears one of these while it trains has no epoch any more.
+REJOINS = ("evicted", "sync", "load", "refused")
+MAX_REFUSALS = 3  # as a newcomer, before a person is told
+
+
+class Severed(RuntimeError):
+    """The collective did not happen everywhere; its buffer must not be used again."""
+
+
+class CannotFollow(RuntimeError):
+    """No peer can hand over what this replica needs to hold the members' state."""
+
+
+class Trainer(Protocol):
+    """What a replica does with its state when its membership changes."""
+
+    @property
+    def committed(self) -> int:
+        """The last step applied; -1 before the first."""
+
+    @property
+    def held(self) -> Collection[int]:
+        """Shards of the next step whose gradient is summed here."""
+
+    def digest(self) -> str:
+        """Of the whole state, at an edge."""
+
+    def load(self) -> None:
+        """The job begins: the newest checkpoint, else what is in memory."""
+
+    def take(self, step: int, digest: str, donors: list[str]) -> None:
+        """Replace the state by the one that peers hold ready. Raises CannotFollow."""
+
+    def follow(self, donors: list[str]) -> None:
+        """Begin to hear of the steps that peers commit, one `made` message each."""
+
+    def stop_following(self) -> None:
+        """Hear of no more steps."""
+
+    def make(self, reduced: Any) -> None:
+        """Commit a step that peers committed, from its reduced gradient."""
+
+    def replay(self, step: int, donors: list[str]) -> None:
+        """Commit what peers committed, up to this step. Raises CannotFollow."""
+
+    def connect(self, grant: dict[str, Any]) -> None:
+        """Build the epoch's group. Raises Severed if the epoch breaks meanwhile."""
+
+    def enter(self, grant: dict[str, Any]) -> None:
+        """Take up an epoch whose state is held: who computes what."""
+
+    def stage(self) -> None:
+        """At an edge: hold a copy of the state ready for newcomers, and say so."""
+
+    def release(self, *, log: bool) -> None:
+        """Nobody takes the copy any more; with `log`, nobody follows either."""
+
+    def forget(self) -> None:
+        """What was computed of the next step is not wanted."""
+
+    def heard_of_loss(self, message: dict[str, Any]) -> None:
+        """A member is gone."""
+
+    def trouble(self, kind: str, text: str) -> None:
+        """Tell an engineer."""
+
+
+class Member:
+    """Where this replica stands: a newcomer (epoch 0), or a member of an epoch."""
+
+    def __init__(
+        self,
+        replica: int,
+        say: Callable[..., object],
+        trainer: Trainer,
+        *,
+        placement: str = "",
+        standby: str = "",
+    ) -> None:
+        """`say`: sends a message to the coordinator, or drops it if there is no connection.
+        `standby`: see `runtime.job.Job`."""
+        self.replica = replica  # for a standby: until it is given the number of another
+        self.placement = placement
+        self.standby = standby
+        self.epoch = 0
+        self.members: dict[int, str] = {}  # replica -> placement, of the current epoch
+        self.lease_s = 0.0  # how long the members may train without a word from the coordinator
+        self.wants_regroup = False
+        self.wants_stage = False
+        self.last_report: dict[str, Any] | None = None  # to be said again after a reconnect
+        self._say = say
+        self._trainer = trainer
+        self._following = False
+        self._caught_up = False
+
+    # --- what we say ----------------------------------------------------------------------------
+
+    def report(self, *, planned: bool, leaving: bool = False) -> None:
+        """How far we are, once our epoch broke or its edge was reached."""
+        self.last_report = {
+            "epoch": self.epoch,
+            "step": self._trainer.committed,
+            "held": sorted(self._trainer.held),
+            "planned": planned,
+            "leaving": leaving,
+        }
+        self._say("report", **self.last_report)
+
+    def standing(self) -> dict[str, Any]:
+        """How we introduce ourselves, at first and after each reconnect."""
+        return {
+            "replica": self.replica,
+            "standby": self.standby,
+            "epoch": self.epoch,
+            "step": self._trainer.committed,
+            "members": self.members,
+        }
+
+    # --- what we hear while an epoch is awaited -------------------------------------------------
+
+    def hear(self, message: dict[str, Any]) -> bool:
+        """Obey one message; True if it brought us into an epoch, and training goes on."""
+        if message["op"] == "epoch":
+            return self._adopt(message)
+        asked: dict[str, Callable[[dict[str, Any]], None]] = {
+            "load": self._on_load,
+            "sync": self._on_sync,
+            "made": self._on_made,
+            "up_to_date": self._on_up_to_date,
+            "cannot_follow": self._on_cannot_follow,
+            "evicted": self._on_evicted,
+            "stage": self._on_stage,
+        }
+        asked.get(message["op"], self.overhear)(message)
+        return False
+
+    def _adopt(self, message: dict[str, Any]) -> bool:
+        self._stop_following()
+        self.epoch = int(message["epoch"])
+        self.members = {int(m["replica"]): str(m["placement"]) for m in message["members"]}
+        numbers = {placement: replica for replica, placement in self.members.items()}
+        self.replica, self.standby = numbers.get(self.placement, self.replica), ""
+        self.lease_s = float(message["lease_s"])
+        self.last_report = None
+        self.wants_regroup = self.wants_stage = False
+        step = int(message["step"])
+        try:
+            # The group first: whoever is behind replays while the others compute.
+            self._trainer.connect(message)
+            self._trainer.replay(step, message["donors"])
+        except Severed as error:
+            log.info("severed epoch=%s error=%s", self.epoch, error)
+            self.report(planned=False)
+            return False
+        except CannotFollow as error:
+            self._start_over(error)
+            return False
+        if self._trainer.committed != step:
+            raise RuntimeError(
+                f"granted epoch {self.epoch} at step {step}, but this replica is at "
+                f"{self._trainer.committed}; restart it, it will rejoin from its peers"
+            )
+        self._trainer.enter(message)
+        return True
+
+    def _on_load(self, message: dict[str, Any]) -> None:
+        self._stop_following()
+        self._trainer.load()
+        self._say_ready(message)
+
+    def _on_sync(self, message: dict[str, Any]) -> None:
+        """Take the state that peers hold ready, prove that it is theirs, and follow them."""
+        self._stop_following()
+        if message["refusals"] == MAX_REFUSALS:
+            self._trainer.trouble("cannot_rejoin", f"refused {MAX_REFUSALS} times in a row")
+        donors = list(message["donors"])
+        try:
+            self._trainer.take(int(message["step"]), str(message["digest"]), donors)
+        except CannotFollow as error:
+            log.warning("cannot_take_over error=%s", error)
+            self._say("again")
+            return
+        self._say_ready(message)
+        self._following = True
+        self._trainer.follow(donors)
+
+    def _on_made(self, message: dict[str, Any]) -> None:
+        """Peers made a step; so do we."""
+        if self._following:
+            self._trainer.make(message["reduced"])
+
+    def _on_up_to_date(self, message: dict[str, Any]) -> None:
+        """Peers have nothing newer than what we were given up to now."""
+        if self._following and not self._caught_up and message["step"] == self._trainer.committed:
+            self._caught_up = True
+            self._say("caught_up", step=self._trainer.committed)
+
+    def _on_cannot_follow(self, message: dict[str, Any]) -> None:
+        if self._following:
+            self._start_over(CannotFollow(message["error"]))
+
+    def _on_evicted(self, message: dict[str, Any]) -> None:
+        """Others went on without us: we are a newcomer, our gradients are theirs by now."""
+        if self.epoch:
+            self._trainer.trouble("evicted", f"epoch {self.epoch} went on without this replica")
+            log.warning("evicted epoch=%s now=%s", self.epoch, message["epoch"])
+        self._leave_epoch()
+
+    def _on_stage(self, message: dict[str, Any]) -> None:
+        if message["now"]:
+            self._trainer.stage()
+        else:
+            self.overhear(message)
+
+    def _start_over(self, error: CannotFollow) -> None:
+        """We hold an old state and cannot come by the newer one step by step."""
+        log.warning("cannot_follow error=%s", error)
+        self._stop_following()
+        self._leave_epoch()
+        self._say("again")
+
+    def _leave_epoch(self) -> None:
+        self.epoch = 0
+        self.members = {}
+        self.last_report = None
+        self.wants_regroup = self.wants_stage = False
+        self._trainer.forget()
+
+    def _stop_following(self) -> None:
+        if self._following:
+            self._trainer.stop_following()
+        self._following = self._caught_up = False
+
+    def _say_ready(self, ordered: dict[str, Any]) -> None:
+        step, digest = self._trainer.committed, self._trainer.digest()
+        self._say("ready", order=ordered["order"], step=step, digest=digest)
+
+    # --- what we hear while we train ------------------------------------------------------------
+
+    def overhear(self, message: dict[str, Any]) -> None:
+        """Note what can wait until the next edge; what is in REJOINS cannot."""
+        op = message["op"]
+        if op == "stage":
+            self.wants_stage = True
+        elif op == "release":
+            self._trainer.release(log=bool(message["log"]))
+        elif op == "edge" and int(message["epoch"]) == self.epoch:
+            self.wants_regroup = True
+        elif op == "lost":
+            self._trainer.heard_of_loss(message)
+        elif op == "diverged":
+            states = ", ".join(f"{r}: {digest[:12]}" for r, digest in message["states"].items())
+            self._trainer.trouble("diverged", f"at step {message['step']} members differ: {states}")
+        elif op == "undecided":
+            self._trainer.trouble("coordinator_undecided", str(message["text"]))

@@ -1,0 +1,65 @@
+"""Datasets that tell who loads them; in a module of their own, so that workers import little."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+
+class Noisy(Dataset[Any]):
+    """A number with noise, as augmentation adds it, and the process that loaded it."""
+
+    def __init__(self, samples: int = 1000) -> None:
+        self.values = torch.arange(float(samples))
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, sample: int) -> tuple[torch.Tensor, int]:
+        return self.values[sample] + torch.rand(()), os.getpid()
+
+
+class Fetching(Noisy):
+    """Fetches many samples at once."""
+
+    def __getitems__(self, samples: list[int]) -> list[int]:
+        return [10 * sample for sample in samples]
+
+
+class Faulty(Noisy):
+    """One of its samples cannot be read."""
+
+    def __init__(self, samples: int, fault: int) -> None:
+        super().__init__(samples)
+        self.fault = fault
+
+    def __getitem__(self, sample: int) -> tuple[torch.Tensor, int]:
+        if sample == self.fault:
+            raise OSError(f"sample {sample} cannot be read")
+        return super().__getitem__(sample)
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield 0
+
+
+def say_hello(worker: int) -> None:
+    """A worker_init_fn."""
+    os.environ["HELLO"] = str(worker)
+
+
+class Greeted(Noisy):
+    """Tells what the worker's first function left."""
+
+    def __getitem__(self, sample: int) -> Any:
+        return os.environ.get("HELLO", "")
+
+
+def as_list(samples: list[Any]) -> list[Any]:
+    """A collate function."""
+    return samples

@@ -1,0 +1,272 @@
+"""What a shard's data is does not depend on who loads it, and a worker's death costs only time."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from runtime.data import Batches
+from runtime.loading import MAX_DEATHS
+from tests.runtime.datasets import Endless, Faulty, Fetching, Greeted, Noisy, as_list, say_hello
+from tests.runtime.replicas import ROOT, until
+
+Open = Callable[..., Batches]
+LOADERS = pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+
+
+@pytest.fixture
+def troubles() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def opened(troubles: list[str]) -> Iterator[Open]:
+    """Batches of four shards that are closed with the test; shards 0 and 1 are ours."""
+    made: list[Batches] = []
+
+    def make(data: Any, **options: Any) -> Batches:
+        made.append(Batches(data, shards=4, **options))
+        made[-1].open(lambda kind, text: troubles.append(f"{kind}: {text}"))
+        made[-1].expect(0, [0, 1])
+        return made[-1]
+
+    yield make
+    for batches in made:
+        batches.close()
+
+
+def loaders_of(batches: Batches, step: int, shards: tuple[int, ...] = (0, 1)) -> set[int]:
+    """The processes that loaded a step."""
+    return {pid for k in shards for pid in batches.shard(step, k).data[1].tolist()}
+
+
+def is_gone(pid: int | str) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def first_step_of_workers(
+    batches: Batches, first: int = 0, shards: tuple[int, ...] = (0, 1)
+) -> int:
+    """Fetch one step after another until workers have loaded all of one."""
+    step = first - 1
+
+    def loaded_elsewhere() -> bool:
+        nonlocal step
+        step += 1
+        return os.getpid() not in loaders_of(batches, step, shards)
+
+    until(loaded_elsewhere, "workers load a step")
+    return step
+
+
+def test_a_shard_s_data_is_its_samples_collated(opened: Open) -> None:
+    shard = opened(Noisy(), shard_size=3).shard(5, 2)
+
+    values, pids = shard.data
+
+    assert values.floor().long().tolist() == list(shard.ids)
+    assert set(pids.tolist()) == {os.getpid()}
+    assert shard.data is shard.data
+
+
+def test_a_dataset_that_fetches_many_at_once_is_asked_so(opened: Open) -> None:
+    shard = opened(Fetching(), shard_size=3, collate=as_list).shard(5, 2)
+
+    assert shard.data == [10 * sample for sample in shard.ids]
+
+
+def test_without_a_dataset_the_ids_are_all_there_is() -> None:
+    with pytest.raises(AttributeError, match=r"index your data with shard\.ids"):
+        _ = Batches(samples=100).shard(0, 0).data
+
+
+@LOADERS
+def test_a_loader_gives_all_but_order_and_position(opened: Open, kind: type[Any]) -> None:
+    loader = kind(
+        Noisy(100), batch_size=3, shuffle=True, num_workers=2, collate_fn=as_list, drop_last=True
+    )
+
+    batches = opened(loader, seed=8)
+
+    alike = Batches(samples=100, shards=4, shard_size=3, seed=8, drop_last=True)
+    assert batches.state_dict() == alike.state_dict()
+    assert [int(value) for value, _ in batches.shard(7, 3).data] == list(alike.shard(7, 3).ids)
+
+
+def refused() -> dict[str, tuple[type[Exception], str, Callable[[], Any]]]:
+    data = Noisy(8)
+    weighted = WeightedRandomSampler([1.0] * 8, 8)
+    own_batches = BatchSampler(SequentialSampler(data), 2, drop_last=False)
+    return {
+        "sampler": (
+            ValueError,
+            "has a WeightedRandomSampler of its own, .*: leave sampler and batch_sampler out",
+            lambda: Batches(DataLoader(data, sampler=weighted)),
+        ),
+        "batch sampler": (
+            ValueError,
+            "give it batch_size=",
+            lambda: Batches(DataLoader(data, batch_sampler=own_batches)),
+        ),
+        "iterable": (
+            TypeError,
+            "Endless has no samples .*: give a map",
+            lambda: Batches(Endless()),
+        ),
+        "loader of an iterable": (
+            TypeError,
+            "give a map dataset",
+            lambda: Batches(DataLoader(Endless())),
+        ),
+        "said twice": (
+            ValueError,
+            "already says what shard_size, workers would",
+            lambda: Batches(DataLoader(data), shard_size=2, workers=2),
+        ),
+        "fork": (
+            ValueError,
+            "cannot be started by 'fork': use one of forkserver, spawn",
+            lambda: Batches(data, workers=2, start="fork"),
+        ),
+        "length": (
+            ValueError,
+            "the dataset has 8 samples, not 9",
+            lambda: Batches(data, samples=9, shards=2),
+        ),
+    }
+
+
+@pytest.mark.parametrize("case", refused())
+def test_what_cannot_be_put_in_order_is_refused_with_the_remedy(case: str) -> None:
+    kind, told, make = refused()[case]
+
+    with pytest.raises(kind, match=told):
+        make()
+
+
+@pytest.mark.parametrize("start", ["forkserver", "spawn"])
+def test_workers_load_the_same_and_leave_random_numbers_alone(opened: Open, start: str) -> None:
+    theirs = opened(Noisy(), shard_size=2, workers=2, start=start)
+    ours = opened(Noisy(), shard_size=2)
+    step = first_step_of_workers(theirs)
+    before = (torch.get_rng_state(), random.getstate())
+
+    pairs = [
+        (theirs.shard(step, k).data[0], ours.shard(step, k).data[0])
+        for step in range(step + 1, step + 20)
+        for k in (0, 1)
+    ]
+
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_shards_that_come_to_us_are_loaded_at_once_and_then_beforehand(opened: Open) -> None:
+    batches = opened(Noisy(), workers=2)
+    step = first_step_of_workers(batches)
+
+    taken_over = batches.shard(step, 3)
+    batches.expect(step + 1, [0, 1, 3])
+
+    assert taken_over.data[0].floor().long().tolist() == list(taken_over.ids)
+    assert taken_over.data[1].tolist() == [os.getpid()]
+    assert first_step_of_workers(batches, step + 1, (0, 1, 3)) > step
+
+
+def test_a_replica_that_comes_back_later_finds_the_step_it_is_at(opened: Open) -> None:
+    batches = opened(Noisy(), workers=2)
+    step = first_step_of_workers(batches) + 1000
+    batches.expect(step, [2, 3])
+
+    found = [batches.shard(one, k) for one in range(step, step + 12) for k in (2, 3)]
+
+    assert all(one.data[0].floor().long().tolist() == list(one.ids) for one in found)
+    assert first_step_of_workers(batches, step + 12, (2, 3)) >= step
+
+
+def test_a_dead_worker_is_survived_told_and_replaced(opened: Open, troubles: list[str]) -> None:
+    batches = opened(Noisy(), workers=2)
+    step = first_step_of_workers(batches)
+    (victim, *_) = loaders_of(batches, step + 1)
+
+    os.kill(victim, signal.SIGKILL)
+    replaced = first_step_of_workers(batches, step + 20)
+
+    assert victim not in loaders_of(batches, replaced + 1)
+    assert troubles == ["loader_worker_died: a loader's worker died; they are started anew"]
+
+
+def test_after_so_many_deaths_the_rank_loads_by_itself(opened: Open, troubles: list[str]) -> None:
+    batches = opened(Noisy(), workers=1)
+    step = 0
+    for _ in range(MAX_DEATHS):
+        step = first_step_of_workers(batches, step + 20)
+        (victim,) = loaders_of(batches, step + 1)
+        os.kill(victim, signal.SIGKILL)
+        until(partial(is_gone, victim), "the worker is gone")
+        loaders_of(batches, step + 10)
+
+    assert loaders_of(batches, step + 40) == {os.getpid()}
+    assert len(troubles) == MAX_DEATHS
+    assert "not started again" in troubles[-1]
+
+
+def test_a_sample_that_cannot_be_read_is_told_where_it_is_used(opened: Open) -> None:
+    plan = Batches(samples=100, shards=4)
+    fault = plan.shard(60, 1).ids[0]
+    batches = opened(Faulty(100, fault), workers=2)
+    step = first_step_of_workers(batches, 26)
+
+    fetched = [loaders_of(batches, one) for one in range(step, 60)]
+
+    assert fetched
+    with pytest.raises(OSError, match=f"sample {fault} cannot be read"):
+        _ = batches.shard(60, 1).data
+
+
+@LOADERS
+def test_a_loader_s_workers_begin_as_it_says(opened: Open, kind: type[Any]) -> None:
+    loader = kind(Greeted(), num_workers=1, worker_init_fn=say_hello, prefetch_factor=3)
+    batches = opened(loader)
+
+    steps = iter(range(10_000))
+
+    assert until(lambda: batches.shard(next(steps), 0).data[0], "a worker answers") == "0"
+
+
+def test_what_cannot_be_given_to_workers_is_told_with_the_remedy(opened: Open) -> None:
+    batches = opened(Noisy(), workers=1, collate=lambda samples: samples)
+
+    with pytest.raises(RuntimeError, match="must be picklable, or use workers=0"):
+        until(lambda: batches.shard(0, 0).data and False, "the refusal")
+
+
+def test_workers_die_with_a_killed_rank_and_hold_none_of_its_sockets() -> None:
+    rank = subprocess.Popen(
+        [sys.executable, "-m", "tests.runtime.loading_rank"],
+        cwd=ROOT, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert rank.stdout is not None
+    *workers, inode = rank.stdout.readline().split()
+
+    held = [str(fd.readlink()) for pid in workers for fd in Path(f"/proc/{pid}/fd").iterdir()]
+    rank.kill()
+    rank.wait()
+
+    assert len(workers) == 2
+    assert f"socket:[{inode}]" not in held
+    until(lambda: all(map(is_gone, workers)), "the workers end")
+    rank.stdout.close()
