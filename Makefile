@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check
 BRIEFLY := | sed -u -n -e 's/^Installing collected.*/  installing/p' -e '/^ *Downloading /p'
 SHELL := /bin/bash -o pipefail
 
-.PHONY: install up down reset test test-parts test-processes lint bench
+.PHONY: install up down reset test test-parts test-processes soak lint bench
 
 install: .venv/installed
 
@@ -40,7 +40,11 @@ test-parts: .venv/installed-dev
 
 test-processes: .venv/installed-dev
 	$(BIN)/python -m pytest -m e2e
-	$(BIN)/python -m pytest tests/runtime tests/node_agent
+	$(BIN)/python -m pytest tests/runtime tests/node_agent -m "not soak"
+
+# Replicas that die in every way in every phase, for minutes on end.
+soak: .venv/installed-dev
+	$(BIN)/python -m pytest tests/runtime -m soak
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -69,6 +69,9 @@ class Admission:
 
     def forget(self, replica: int) -> None:
         """It is gone, and its copy with it."""
+        if self.staging is None or replica not in self.staging.asked:
+            return
+        self.interrupt()  # it may be the one that was told, for all of them
         if self.staging is not None:
             self.staging.asked.discard(replica)
             self.staging.digests.pop(replica, None)

@@ -255,16 +255,16 @@ class Coordinator:
         self.lost, self.broken_at = [], 0.0
         self.rendezvous = Rendezvous()
         self.admission.interrupt()
-        for peer in [p for p in self.peers.values() if p.phase == "claiming"]:
+        for peer in [p for p in self.peers.values() if p.phase in ("claiming", "member")]:
             if peer.replica in members:
                 peer.phase = "member"
             else:
                 peer.begin()
                 peer.tell(op="evicted", epoch=claim.epoch)
         for peer in self.newcomers():
-            if self.alive.get(peer.replica, peer.placement) != peer.placement:
+            if peer.replica in self.alive:  # it, or whom it follows, trains in this epoch no more
                 self.places.take(peer.replica, peer.placement)
-                self.lose(peer.replica, "reset")  # its successor is here already
+                self.drop(peer.replica, "reset")
         if any(member.report for member in self.members()):
             self.break_epoch()
 

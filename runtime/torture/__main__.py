@@ -14,12 +14,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from runtime.torture.faults import Settings, plan
+from runtime.torture.faults import Fault, Settings, each, plan
 from runtime.torture.kinds import KINDS, MOMENTS
 from runtime.torture.launch import Fleet, Script
 from runtime.torture.measure import Figures, measure, median_step
@@ -52,7 +52,7 @@ def main() -> None:
 def torture(options: argparse.Namespace, folder: Path) -> Report:
     """Both runs, one after the other so that neither slows the other, and the judgement."""
     script = Script(options.script, tuple(options.arguments), options.options, options.mode)
-    with Fleet(folder / "disturbed", script, options.replicas) as fleet:
+    with Fleet(folder / "disturbed", script, options.replicas, options.pace) as fleet:
         run = Run(fleet, options.patience)
         figures = disturbed(run, options)
         broken = seen(run)
@@ -78,7 +78,11 @@ def disturbed(run: Run, options: argparse.Namespace) -> list[Figures]:
     settings: Settings = options.settings
     say(options, f"seed {settings.seed}, {settings.replicas} replicas, {options.mode}\n\n{HEADING}")
     enough_at = time.monotonic() + options.minutes * 60 if options.minutes else None
-    faults = plan(settings) if enough_at else itertools.islice(plan(settings), options.faults)
+    faults: Iterable[Fault] = plan(settings)
+    if options.each:
+        faults = each(settings)
+    elif not enough_at:
+        faults = itertools.islice(faults, options.faults)
     try:
         run.start()
         for fault in faults:
@@ -155,12 +159,16 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=int, default=0, help="the run has at least so many, more if faults need it")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--faults", type=int, default=DEFAULT_FAULTS, help="how many to make")
+    length.add_argument(
+        "--each", action="store_true", help="make every kind of fault once in each phase"
+    )
     length.add_argument("--minutes", type=float, default=0.0, help="make faults for so long")
     add("--kinds", type=names_of(tuple(KINDS)), default=tuple(KINDS), help="with commas between")
     add("--phases", type=names_of(MOMENTS), default=MOMENTS, help=", ".join(MOMENTS))
     add("--mode", choices=MODES, default=MODES[0])
     add("--seed", type=int, default=None, help="of the plan; told at the end if not given")
     add("--at-once", type=int, default=2, help="replicas struck at once, at most")
+    add("--pace", type=float, default=0.0, help="seconds that a shard takes besides, while broken")
     add("--patience", type=float, default=PATIENCE_S, help="seconds for each wait")
     add("--keep", action="store_true", help="keep the logs though all is well")
     add("--json", action="store_true", help="one object on standard output, and nothing else there")

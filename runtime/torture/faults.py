@@ -96,6 +96,16 @@ def plan(settings: Settings) -> Iterator[Fault]:
         yield before
 
 
+def each(settings: Settings) -> list[Fault]:
+    """Every kind in each of its phases, once, none before the victims of the last are back."""
+    chance = random.Random(settings.seed)  # noqa: S311 - a plan, not a secret
+    pairs = [(kind, phase) for kind in settings.kinds for phase in settings.phases_of(kind)]
+    return [
+        _fault(chance, settings, number, kind, phase, None)
+        for number, (kind, phase) in enumerate(pairs, 1)
+    ]
+
+
 def _fault(
     chance: random.Random,
     settings: Settings,

@@ -24,7 +24,7 @@ from typing import Any, Self
 import runtime
 from runtime import client
 from runtime.replica.observing import ENV_OBSERVER
-from runtime.torture.observer import ENV_FOLDER, end_file
+from runtime.torture.observer import ENV_FOLDER, ENV_PACE, end_file
 
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -55,9 +55,11 @@ class Rank:
 class Fleet:
     """The processes of one run, in a folder of their own."""
 
-    def __init__(self, folder: Path, script: Script, replicas: int) -> None:
+    def __init__(self, folder: Path, script: Script, replicas: int, pace_s: float = 0.0) -> None:
+        """`pace_s`: what each shard takes besides, as if an accelerator computed it."""
         self.folder = folder
         self.script = script
+        self.pace_s = pace_s
         self.replicas = replicas
         self.token = secrets.token_hex(8)
         self.port = 0
@@ -104,20 +106,27 @@ class Fleet:
             return True
         return False
 
-    def start(self, replica: int, prepare: Callable[[Rank], None] | None = None) -> Rank:
-        """Start a replica anew. `prepare` is called before its script can have got anywhere."""
+    def start(
+        self, replica: int, prepare: Callable[[Rank], None] | None = None, standby: str = ""
+    ) -> Rank:
+        """Start a replica anew. `prepare` is called before its script can have got anywhere.
+
+        `standby`: see `runtime.job.Job`; it counts as the present one of its number at once.
+        """
         placement = f"plc_{len(self.started)}"
         environment = {
             client.ENV_JOB: JOB,
             client.ENV_REPLICA: str(replica),
             client.ENV_RANK: "0",
             client.ENV_PLACEMENT: placement,
+            client.ENV_STANDBY: standby,
             client.ENV_COORDINATOR: f"127.0.0.1:{self.port}",
             client.ENV_STATE_DIR: str(self.folder / "state"),
             client.ENV_OPTIONS: json.dumps(self.script.options),
             ENV_MODE: self.script.mode,
             ENV_OBSERVER: "runtime.torture.observer:from_environment",
             ENV_FOLDER: str(self.folder),
+            ENV_PACE: str(self.pace_s),
         }
         words = [str(self.script.path), *self.script.arguments]
         process = self._run(f"replica{replica}", words, environment)

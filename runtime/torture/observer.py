@@ -26,18 +26,22 @@ if TYPE_CHECKING:
 
 #: The folder that the runner and its ranks share.
 ENV_FOLDER = "DRYDOCK_TORTURE"
+ENV_PACE = "DRYDOCK_TORTURE_PACE"  # seconds
 
 
 def from_environment() -> Observer:
     """What DRYDOCK_OBSERVER names."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the runner asks, should we hang
-    return Torturer(Path(os.environ[ENV_FOLDER]), os.environ[ENV_PLACEMENT])
+    return Torturer(
+        Path(os.environ[ENV_FOLDER]), os.environ[ENV_PLACEMENT], float(os.environ[ENV_PACE])
+    )
 
 
 class Torturer(Observer):
     """The eyes and the hand of the runner in one rank."""
 
-    def __init__(self, folder: Path, placement: str) -> None:
+    def __init__(self, folder: Path, placement: str, pace_s: float) -> None:
+        self.pace_s = pace_s
         self.order_file = order_file(folder, placement)
         self.end_file = end_file(folder)
         self._end: int | None = None
@@ -48,6 +52,8 @@ class Torturer(Observer):
     def at(self, phase: Phase, step: int) -> None:
         if phase in ("regroup", "sync"):
             self._tell("phase", phase=phase, step=step)
+        if phase == "forward" and self.pace_s:
+            time.sleep(self.pace_s)
         if self.order_file.exists():
             order = Order(**json.loads(self.order_file.read_text()))
             if order.phase in (phase, ANY):

@@ -116,15 +116,22 @@ class Fleet:
         self.port = int(port_file.read_text())
 
     def start_rank(
-        self, replica: int, kill_at: str = "", port: int = 0, **options: Any
+        self,
+        replica: int,
+        kill_at: str = "",
+        port: int = 0,
+        standby: str = "",
+        **options: Any,
     ) -> subprocess.Popen[bytes]:
         """Start a replica, with `options` of its own; `kill_at` a phase it kills itself; `port`
-        where it finds the coordinator if not where that listens."""
+        where it finds the coordinator if not where that listens; `standby` see `runtime.job.Job`.
+        A standby is not yet one of the ranks."""
         environment = {
             "DRYDOCK_JOB": "job_t",
             "DRYDOCK_REPLICA": str(replica),
             "DRYDOCK_RANK": "0",
             "DRYDOCK_PLACEMENT": f"plc_{len(self.started)}",
+            "DRYDOCK_STANDBY": standby,
             "DRYDOCK_COORDINATOR": f"127.0.0.1:{port or self.port}",
             "DRYDOCK_URL": self.url,
             "DRYDOCK_STATE_DIR": str(
@@ -135,8 +142,10 @@ class Fleet:
         if kill_at:
             environment |= {"DRYDOCK_OBSERVER": "tests.runtime.killer:make", "KILL_AT": kill_at}
         script = str(Path(__file__).with_name("tiny.py"))
-        self.ranks[replica] = self._run(f"rank{replica}", [script], environment)
-        return self.ranks[replica]
+        process = self._run(f"rank{replica}", [script], environment)
+        if not standby:
+            self.ranks[replica] = process
+        return process
 
     def start(self) -> None:
         self.start_coordinator()
@@ -178,6 +187,9 @@ class Fleet:
             lambda: all(self.last(r)["members"] == members for r in members),
             f"members are {members}",
         )
+
+    def wait_for_epoch(self, epoch: int) -> None:
+        until(lambda: all(self.last(r)["epoch"] >= epoch for r in self.ranks), f"epoch {epoch}")
 
     def train_on(self, steps: int = 20) -> None:
         """Wait for more steps than there are now."""

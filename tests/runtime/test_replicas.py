@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.replicas import Cable, Fleet, until
+from tests.runtime.replicas import PATIENCE_S, Cable, Fleet, until
 
 MakeFleet = Callable[..., Fleet]
 
@@ -142,6 +142,44 @@ def test_a_coordinator_that_is_stopped_for_longer_than_the_lease_loses_nobody(
 
     assert fleet.last(0)["epoch"] == held["epoch"] == 1
     assert_every_sample_once(fleet.steps(0), 0)
+    assert len(fleet.digests()) == 1
+
+
+def test_a_replica_moves_to_another_process_at_an_edge(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(3, options={"mode": "reproducible"})
+    fleet.start()
+    fleet.wait_for_step(20)
+
+    leaver = fleet.ranks[1]
+    fleet.ranks[1] = fleet.start_rank(1, standby="migrate")
+    assert leaver.wait(PATIENCE_S) == 0
+    fleet.train_on()
+    fleet.stop()
+
+    assert_every_sample_once(fleet.steps(0), 0)
+    assert {tuple(s["members"]) for s in fleet.steps(0)} == {(0, 1, 2)}
+    assert fleet.last(0)["epoch"] == 2
+    assert len(fleet.digests()) == 1
+
+
+def test_a_warm_spare_takes_the_place_of_whoever_dies(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(3)
+    fleet.start()
+    fleet.wait_for_step(20)
+    spare = fleet.start_rank(7, standby="spare")
+    until(lambda: "-1" in fleet.ask(op="status")["peers"], "the spare stands by")
+    until(lambda: fleet.ask(op="status")["peers"]["-1"] == "ready", "the spare follows")
+    fleet.train_on()
+
+    fleet.kill(2)
+    fleet.ranks[7] = spare
+    fleet.wait_for_epoch(2)
+    fleet.train_on()
+    fleet.stop()
+
+    assert_every_sample_once(fleet.steps(0), 0)
+    assert {tuple(s["members"]) for s in fleet.steps(0)} == {(0, 1, 2)}
+    assert fleet.steps(7)[0]["epoch"] == 2  # it entered as the other was lost
     assert len(fleet.digests()) == 1
 
 
