@@ -71,7 +71,7 @@ class Admission:
         """It is gone, and its copy with it."""
         if self.staging is None or replica not in self.staging.asked:
             return
-        self.interrupt()  # it may be the one that was told, for all of them
+        self.interrupt()  # all had to agree, and it will not
         if self.staging is not None:
             self.staging.asked.discard(replica)
             self.staging.digests.pop(replica, None)
@@ -85,7 +85,7 @@ class Admission:
 
     def _ask(self, holders: Sequence[Peer], *, at_edge: bool) -> None:
         self.staging = Staging({peer.replica for peer in holders}, at_edge)
-        for peer in holders if at_edge else holders[:1]:
+        for peer in holders:
             peer.tell(op="stage", now=at_edge)
 
     def _send(self, takers: Sequence[Peer], holders: Sequence[Peer]) -> None:

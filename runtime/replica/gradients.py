@@ -34,7 +34,7 @@ class Wishes:
     regroup: bool = False
     checkpoint: bool = False
     stop: bool = False
-    stage: bool = False  # a copy of the state, for newcomers to take
+    stage: int = 0  # how many are ready to copy the state for newcomers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class Gradients:
             who=[round(v) for v in tail[2 * n : 3 * n].tolist()],
             loss=sum(tail[3 * n : 4 * n].tolist()) / samples if samples else float("nan"),
             samples=round(samples),
-            wishes=Wishes(regroup > 0, checkpoint > 0, stop > 0, stage > 0),
+            wishes=Wishes(regroup > 0, checkpoint > 0, stop > 0, round(stage)),
         )
 
     def _check_bound(self) -> None:

@@ -30,7 +30,7 @@ from runtime.replica.gradients import Tail, Wishes
 from runtime.replica.link import Link, Refused, own_address
 from runtime.replica.membership import REJOINS, Member, Severed
 from runtime.replica.peers import Reduced
-from runtime.replica.shape import describe
+from runtime.replica.shape import cannot_drop, describe
 from runtime.replica.state import Averages, Stateful, Steps, TrainingState
 from runtime.replica.step import MODES, Mode, NotWhole, StepEngine
 from runtime.replica.takeover import Takeover
@@ -52,7 +52,8 @@ class ReplicaGroup:
     dead replica's shards: see `step.Mode`. `max_grad_norm` clips by the global norm, None not at
     all. `steps` ends the job after so many; `on_step` is called after each commit.
 
-    Raises ValueError for an unknown mode.
+    Raises ValueError for an unknown mode, and for a model of a shape whose replicas cannot be
+    dropped (sharded, tensor or pipeline parallel), with what to do instead.
     """
 
     def __init__(
@@ -72,6 +73,8 @@ class ReplicaGroup:
         steps: int | None = None,
         on_step: Callable[[Committed], None] | None = None,
     ) -> None:
+        if error := cannot_drop(model, job.rank):
+            raise ValueError(error)
         self.job = job
         self.batches = batches
         batches.open(job.trouble)
@@ -177,7 +180,7 @@ class ReplicaGroup:
             regroup=self.member.wants_regroup,
             checkpoint=self._want_checkpoint.is_set(),
             stop=self.job.stop.is_set(),
-            stage=self.member.wants_stage,
+            stage=self.member.wants_stage and self.takeover.ready_to_stage(),
         )
         reduced, tail = self.engine.reduce(wishes)
         self._await_lease()
@@ -218,7 +221,7 @@ class ReplicaGroup:
             self.saver.save(self.state.copy(), asked)
         if tail.wishes.checkpoint:
             self._want_checkpoint.clear()
-        if tail.wishes.stage:
+        if tail.wishes.stage >= len(self.member.members):
             self.member.wants_stage = False
             self.takeover.stage()
         if tail.wishes.regroup:

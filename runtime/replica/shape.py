@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from runtime.data import Batches
 
 _SAME_SCRIPT = "start all replicas with the same script and options"
+#: Kinds of module, and packages, that spread one model over all processes of a job.
+_WHOLE_JOB = ("FullyShardedDataParallel", "PipelineStage", "deepspeed")
 #: By its key in the shape: what it is called, and what to do if it differs.
 _WORDS = {
     "mode": ("mode", "start all replicas with the same mode"),
@@ -59,6 +61,42 @@ def describe(
         "clipping": "none" if max_grad_norm is None else f"{max_grad_norm:g}",
         "numerics": numerics,
     }
+
+
+def cannot_drop(model: torch.nn.Module, rank: int) -> str:
+    """Why a model is of a shape whose replicas cannot be dropped, with what to do; "" if it can.
+
+    `rank`: of this process within its replica.
+    """
+    otherwise = "such a job is recovered by a restart from its checkpoint, without a ReplicaGroup"
+    if rank:
+        return (
+            f"this is rank {rank} of its replica: a replica of several processes cannot be "
+            f"dropped yet; {otherwise}"
+        )
+    for name, module in model.named_modules():
+        where = f"the module {name}" if name else "the model"
+        kind = type(module)
+        if kind.__name__ == "DistributedDataParallel":
+            return (
+                f"{where} is wrapped in DistributedDataParallel: give ReplicaGroup the bare model, "
+                "it sums the gradients itself"
+            )
+        if kind.__name__ in _WHOLE_JOB or kind.__module__.partition(".")[0] in _WHOLE_JOB:
+            return f"{where} is a {kind.__name__}, which spans all processes; {otherwise}"
+    for name, parameter in model.named_parameters():
+        if placements := getattr(parameter, "placements", ()):
+            told = ", ".join(str(placement) for placement in placements)
+            return (
+                f"the parameter {name} is divided among processes, {told}, so none of them can be "
+                f"dropped alone; {otherwise}"
+            )
+        if parameter.device.type != "cpu":
+            return (
+                f"the parameter {name} is on {parameter.device}: only parameters in the "
+                "processor's memory are exchanged yet"
+            )
+    return ""
 
 
 def misfit(

@@ -15,7 +15,7 @@ import torch
 from runtime.data import Batches
 from runtime.ledger import SampleLedger, Summed
 from runtime.replica.statistics import RunningStatistics
-from runtime.snapshot import Staged, stage
+from runtime.snapshot import Staged, size_of, stage
 
 
 class Stateful(Protocol):
@@ -107,9 +107,13 @@ class TrainingState:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(mixed & 0xFFFF_FFFF)
 
-    def copy(self) -> Staged:
-        """A copy of the state at the last edge."""
-        return stage({**self._trained(), "ledger": self.ledger.state_dict()}, self.committed)
+    def copy(self, into: bytearray | None = None) -> Staged:
+        """A copy of the state at the last edge. `into`: see `snapshot.stage`."""
+        return stage({**self._trained(), "ledger": self.ledger.state_dict()}, self.committed, into)
+
+    def size(self) -> int:
+        """Bytes that a copy takes. May be asked in the middle of a step."""
+        return size_of(self._gathered())
 
     def digest(self) -> str:
         """Of all but the ledger, whose epochs tell of deaths: equal for every run that trained the
@@ -138,8 +142,12 @@ class TrainingState:
         torch.set_rng_state(state["rng"]["torch"].clone())
 
     def _trained(self) -> dict[str, Any]:
+        """What is alike on all members at an edge; forgets what was computed since the last."""
         self.seed(-1)
         self.statistics.restore()
+        return self._gathered()
+
+    def _gathered(self) -> dict[str, Any]:
         version, internal, gauss = random.getstate()
         return {
             "step": self.committed,

@@ -8,14 +8,16 @@ from __future__ import annotations
 import logging
 import os
 import random
+import threading
 from collections.abc import Collection
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from runtime.replica.fetching import Follower, fetch_reduced, fetch_state
 from runtime.replica.framing import PeerFailed
 from runtime.replica.membership import CannotFollow
 from runtime.replica.peers import PeerServer, Reduced, ReducedLog
-from runtime.snapshot import Damaged
+from runtime.snapshot import Damaged, touched
 
 if TYPE_CHECKING:
     from runtime.replica.group import ReplicaGroup
@@ -31,6 +33,8 @@ class Takeover:
         self._kept = ReducedLog()
         self._server = PeerServer(host, group.job.token, self._kept, self._say_staged)
         self._follower: Follower | None = None
+        #: memory for the next copy, once its making was asked for
+        self._room: Future[bytearray] | None = None
 
     @property
     def address(self) -> str:
@@ -118,8 +122,23 @@ class Takeover:
         """A step was applied: peers may want it."""
         self._kept.add(reduced)
 
+    def ready_to_stage(self) -> bool:
+        """Whether there is memory for a copy; begins to make it, on a thread of its own."""
+        if self._room is None:
+            self._room = Future()
+            size = self._group.state.size()
+            threading.Thread(
+                target=lambda room: room.set_result(touched(size)),
+                args=(self._room,),
+                name="drydock-room",
+                daemon=True,
+            ).start()
+        return self._room.done()
+
     def stage(self) -> None:
-        self._server.offer(self._group.state.copy())
+        room = self._room.result() if self._room is not None and self._room.done() else None
+        self._room = None
+        self._server.offer(self._group.state.copy(room))
 
     def release(self, *, log: bool) -> None:
         self._server.release(log=log)

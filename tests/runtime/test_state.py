@@ -10,7 +10,7 @@ import torch
 from runtime.data import Batches
 from runtime.ledger import Summed
 from runtime.replica.state import TrainingState
-from runtime.snapshot import stage
+from runtime.snapshot import size_of, stage, touched
 
 SUMMED = Summed(coverage=[1] * 12, checksums=[5] * 12, who=[1] * 12)
 
@@ -72,3 +72,17 @@ def test_a_state_with_other_parts_is_refused_by_their_names() -> None:
         ValueError, match=r"the state has the helpers \[\], this script \['scaler'\]"
     ):
         with_scaler.load(training().copy())
+
+
+def test_a_copy_into_memory_that_is_there_is_the_same_copy() -> None:
+    state = {
+        "odd": torch.ones(3),
+        "flag": torch.ones((), dtype=torch.bool),
+        "weight": torch.ones(9),
+    }
+
+    fresh = stage(state, 4)
+    reused = stage(state, 4, touched(size_of(state)))
+    too_small = stage(state, 4, touched(1))
+
+    assert fresh.digest == reused.digest == too_small.digest
