@@ -259,6 +259,8 @@ class ReplicaGroup:
             log.warning("holding step=%s silent_s=%.1f", self.pending, self.link.silent_s())
             self.link.await_word(self.member.lease_s)
             self._pump()
+            if self.job.stop.is_set():
+                raise Severed("told to stop, and out of the coordinator's reach")
 
     def _next(self) -> dict[str, Any]:
         """The next message; who is to stop dismisses itself when none comes."""

@@ -24,6 +24,7 @@ log = logging.getLogger("drydock.link")
 CONNECT_S = 2.0
 SILENT_S = 8.0  # a coordinator that said nothing for so long is looked for anew
 RETRY_S = 0.1
+WORD_S = 0.5  # how long a wait for a word may take before other wishes are looked at
 
 
 class Refused(RuntimeError):
@@ -107,9 +108,11 @@ class Link:
         return time.monotonic() - self.confirmed
 
     def await_word(self, limit_s: float) -> None:
-        """Wait until it has again within `limit_s`, or there is something to hear."""
+        """Wait for a while, or until it has again within `limit_s`, or something is to be heard."""
         with self._word:
-            self._word.wait_for(lambda: self.silent_s() <= limit_s or not self.inbox.empty())
+            self._word.wait_for(
+                lambda: self.silent_s() <= limit_s or not self.inbox.empty(), WORD_S
+            )
 
     def abandon_calls(self) -> None:
         """Wake whoever waits in `get`."""

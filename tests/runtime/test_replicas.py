@@ -145,6 +145,19 @@ def test_a_coordinator_that_is_stopped_for_longer_than_the_lease_loses_nobody(
     assert len(fleet.digests()) == 1
 
 
+def test_who_holds_out_of_reach_obeys_when_it_is_told_to_stop(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(1, lease_s=1.0)
+    fleet.start()
+    fleet.wait_for_step(20)
+
+    assert fleet.coordinator is not None
+    fleet.coordinator.send_signal(signal.SIGSTOP)
+    until(lambda: "holding" in (fleet.folder / "rank0.log").read_text(), "training holds")
+    fleet.stop()
+
+    assert (fleet.folder / "state" / "checkpoints").exists()
+
+
 def test_a_replica_moves_to_another_process_at_an_edge(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(3, options={"mode": "reproducible"})
     fleet.start()
