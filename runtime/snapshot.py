@@ -6,6 +6,7 @@ The training thread pays one memcpy (`stage`); hashing is for another thread (`S
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ import torch
 import xxhash
 
 CHUNK_BYTES = 1 << 20
+#: Writable bytes.
+Buffer = bytearray | memoryview
 
 
 class Damaged(RuntimeError):
@@ -40,7 +43,7 @@ class Staged:
     step: int
     skeleton: Any  # the state with each tensor replaced by {"$tensor": index}
     pieces: tuple[Piece, ...]
-    buffer: bytearray
+    buffer: Buffer
 
     @functools.cached_property
     def digest(self) -> str:
@@ -72,7 +75,7 @@ class Staged:
         }
 
     @staticmethod
-    def restore(described: dict[str, Any], buffer: bytearray) -> Staged:
+    def restore(described: dict[str, Any], buffer: Buffer) -> Staged:
         """Put the two halves together. Raises Damaged unless the digest matches."""
         pieces = tuple(Piece(**piece) for piece in described["pieces"])
         staged = Staged(described["step"], described["skeleton"], pieces, buffer)
@@ -89,19 +92,20 @@ class Staged:
         return decode(self.skeleton, tensors)
 
 
-def stage(state: Any, step: int, into: bytearray | None = None) -> Staged:
+def stage(state: Any, step: int, into: memoryview | None = None) -> Staged:
     """Copy a nested state of dicts, lists, tuples, tensors and JSON values.
 
-    `into`: what `touched` gave for the size that `size_of` tells, never used before, for what lies
-    between the tensors is hashed too; the copy costs a fifth then. If the size is not right another
-    is made.
+    `into`: what `touched` gave for the size that `size_of` tells; the copy costs a fifth then. If
+    the size is not right other memory is taken.
     """
     tensors: list[tuple[str, torch.Tensor]] = []
     skeleton = encode(state, "", tensors)
     pieces, size = lay_out(tensors)
-    buffer = into if into is not None and len(into) == size else bytearray(size)
+    buffer = into if into is not None and len(into) == size else allocate(size)
     for piece, (_, tensor) in zip(pieces, tensors, strict=True):
         view_of(buffer, piece).copy_(tensor.detach())
+        end = piece.offset + piece.bytes
+        buffer[end : aligned(end)] = bytes(aligned(end) - end)  # what lies between is hashed too
     return Staged(step, skeleton, pieces, buffer)
 
 
@@ -112,12 +116,26 @@ def size_of(state: Any) -> int:
     return lay_out(tensors)[1]
 
 
-def touched(size: int) -> bytearray:
-    """Zeros whose pages are there: the first touch of fresh memory costs more than a copy."""
-    buffer = bytearray(size)
-    if size:
-        torch.frombuffer(buffer, dtype=torch.uint8).zero_()
-    return buffer
+def touched(size: int) -> memoryview:
+    """Memory whose pages are there: the first touch costs more than a copy into it."""
+    memory = torch.empty(size, dtype=torch.uint8)
+    return bytes_of(memory.zero_())
+
+
+def allocate(size: int) -> memoryview:
+    """Memory of torch's: a bytearray would be cleared first, with the interpreter's lock held, and
+    for hundreds of megabytes no thread of this process would answer anyone meanwhile."""
+    return bytes_of(torch.empty(size, dtype=torch.uint8))
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor, shared with it and kept while it is in use."""
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return memoryview(bytearray())
+    memory = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # type: ignore[attr-defined]  # what owns it
+    return memoryview(memory).cast("B")
 
 
 def lay_out(tensors: list[tuple[str, torch.Tensor]]) -> tuple[tuple[Piece, ...], int]:
@@ -129,11 +147,15 @@ def lay_out(tensors: list[tuple[str, torch.Tensor]]) -> tuple[tuple[Piece, ...],
         dtype = str(tensor.dtype).removeprefix("torch.")
         piece = Piece(name=name, dtype=dtype, shape=list(tensor.shape), offset=offset, bytes=size)
         pieces.append(piece)
-        offset += (size + 63) // 64 * 64
+        offset = aligned(offset + size)
     return tuple(pieces), offset
 
 
-def view_of(buffer: bytearray, piece: Piece) -> torch.Tensor:
+def aligned(offset: int) -> int:
+    return (offset + 63) // 64 * 64
+
+
+def view_of(buffer: Buffer, piece: Piece) -> torch.Tensor:
     dtype = getattr(torch, piece.dtype)
     if piece.bytes == 0:
         return torch.empty(piece.shape, dtype=dtype)

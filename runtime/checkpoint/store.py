@@ -21,7 +21,7 @@ from typing import Any
 
 import xxhash
 
-from runtime.snapshot import Damaged, Piece, Staged
+from runtime.snapshot import Buffer, Damaged, Piece, Staged
 
 log = logging.getLogger("drydock.checkpoint")
 
@@ -145,12 +145,12 @@ def self_hash(manifest: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode())
 
 
-def hash_of(buffer: bytearray, piece: Piece) -> str:
+def hash_of(buffer: Buffer, piece: Piece) -> str:
     view = memoryview(buffer)[piece.offset : piece.offset + piece.bytes]
     return xxhash.xxh3_64_hexdigest(view)
 
 
-def write_file(path: Path, data: bytes | bytearray) -> None:
+def write_file(path: Path, data: bytes | Buffer) -> None:
     with path.open("wb") as file:
         file.write(data)
         file.flush()

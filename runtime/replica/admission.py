@@ -35,6 +35,9 @@ class Admission:
 
     def __init__(self) -> None:
         self.staging: Staging | None = None
+        #: what members may hold for newcomers: copies, more steps than they need themselves; after
+        #: our own restart nobody knows
+        self.copies = self.logs = True
 
     def advance(self, takers: Sequence[Peer], holders: Sequence[Peer], *, at_edge: bool) -> None:
         """Bring `takers` one message nearer to the state of `holders`.
@@ -50,12 +53,20 @@ class Admission:
         elif self.staging.complete and not self.staging.taken:
             self._send(takers, holders)
 
-    def release(self, holders: Sequence[Peer], *, followed: bool) -> None:
-        """Nobody takes the copies any more: they are freed."""
-        if self.staging is not None and self.staging.taken:
+    def release(self, holders: Sequence[Peer], *, wanted: bool, followed: bool) -> None:
+        """Free copies that were taken or that no newcomer wants, and steps that none follows.
+
+        To be called only while nobody takes a copy.
+        """
+        if self.staging is not None and (self.staging.taken or not wanted):
             self.staging = None
+        if self.staging is not None:
+            return
+        logs = self.logs and not wanted and not followed
+        if self.copies or logs:
             for peer in holders:
-                peer.tell(op="release", log=not followed)
+                peer.tell(op="release", log=logs)
+            self.copies, self.logs = False, self.logs and not logs
 
     def staged(self, peer: Peer, step: int, digest: str) -> None:
         """A copy is held ready; one that was asked for long ago counts no more."""
@@ -85,6 +96,7 @@ class Admission:
 
     def _ask(self, holders: Sequence[Peer], *, at_edge: bool) -> None:
         self.staging = Staging({peer.replica for peer in holders}, at_edge)
+        self.copies = self.logs = True
         for peer in holders:
             peer.tell(op="stage", now=at_edge)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from typing import Any, Self
 from runtime.replica.plan import Report
 
 MAX_PUT_OFF_S = 30.0
+#: Of orders; never the same twice, so that what a peer says of an earlier one cannot be mistaken.
+_numbers = itertools.count(1)
 
 
 @dataclass(eq=False)
@@ -31,6 +34,7 @@ class Peer:
     #: "migrate" or "spare": it has no number of its own yet, and enters in the place of a member
     standby: str = ""
     place: int = -1  # the replica whose place it is to take, if it is known
+    promoted: bool = False  # it stood by, and was given its number
     step: int = -1
     digest: str = ""
     report: Report | None = None
@@ -68,6 +72,7 @@ class Peer:
     def begin(self) -> None:
         """A newcomer that was told nothing yet."""
         self.phase = "fresh"
+        self.orders = 0
         self.report, self.expected = None, None
         self.leaving = self.caught_up = False
         self.asked.clear()
@@ -81,7 +86,7 @@ class Peer:
     def order(self, op: str, phase: str, **message: Any) -> None:
         """Tell a newcomer to get a state, and to say `ready` when it has."""
         self.phase = phase
-        self.orders += 1
+        self.orders = next(_numbers)
         self.tell(op=op, order=self.orders, **message)
 
     def ping(self) -> None:
@@ -104,7 +109,6 @@ def introduce(seated: Mapping[int, Peer], behind: Collection[int]) -> dict[str, 
     in_order = sorted(seated.items())
     old_hands = [(number, p) for number, p in in_order if p.phase == "member"]
     return {
-        "begins": not old_hands,
         "members": [
             {"replica": number, "placement": p.placement, "gloo_port": p.gloo_port}
             for number, p in in_order

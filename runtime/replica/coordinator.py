@@ -41,7 +41,7 @@ UNDECIDED_S = 10.0  # how long members that we do not know wait before a person 
 
 
 class Coordinator:
-    """All decisions, driven by messages and by `tick`; holds no state but the record's."""
+    """All decisions, driven by messages and by `tick`; only the record outlives it."""
 
     def __init__(
         self,
@@ -80,6 +80,7 @@ class Coordinator:
         #: trains in it no more, so that the others cannot either
         self.last_contact = now
         self.fenced = not self.record.members
+        self.ended: set[str] = set()  # placements whose process has ended, by an agent's word
 
     # --- connections ----------------------------------------------------------------------------
 
@@ -95,6 +96,13 @@ class Coordinator:
                 return (
                     f"this replica's job is {first['job']}, the coordinator's is "
                     f"{self.record.job}: give each job a coordinator of its own"
+                )
+            holder = self.peers.get(int(first["replica"]))
+            promoted = holder if holder is not None and holder.promoted else None
+            if promoted and promoted.placement != first["placement"] and not first["standby"]:
+                return (
+                    f"{promoted.placement}, which stood by, has taken the place of replica "
+                    f"{promoted.replica}: this process must end"
                 )
             was_member = 0 < int(first["epoch"]) <= self.record.epoch
             taken = self.places.refusal(int(first["replica"]), str(first["placement"]), was_member)
@@ -127,10 +135,11 @@ class Coordinator:
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["op"] == "exit":
-            replica, placement = int(message["replica"]), str(message["placement"])
-            if self.record.members.get(replica) == placement:
+            placement = str(message["placement"])
+            self.ended.add(placement)
+            if placement in self.record.members.values():
                 self.fenced = True
-            if self.alive.get(replica) == placement:
+            for replica in [n for n, name in self.alive.items() if name == placement]:
                 self.lose(replica, "agent")
             self.settle()
             return {"ok": True}
@@ -159,7 +168,7 @@ class Coordinator:
             previous.writer.close()
             self.admission.interrupt()
         elif previous is not None:
-            self.gone(previous, "reset")
+            self.part_with(previous, "reset")
         told_epoch = int(message["epoch"])
         if told_epoch > self.record.epoch:
             peer.phase = "claiming"
@@ -168,19 +177,10 @@ class Coordinator:
             self.settle()
             return peer
         self.claims.forget(replica)
-        named = self.alive.get(replica) == placement
-        if named and told_epoch == self.record.epoch:
-            peer.phase = "member"
-        elif named and self.record.grant:
-            # We died between making the epoch durable and telling this member.
-            peer.phase = "member"
-            peer.tell(**self.record.grant)
+        if self.alive.get(replica) == placement and self.returns(peer, told_epoch):
+            self.peers[replica] = peer
         elif replica in self.alive:
             self.lose(replica, "reset")
-        if peer.phase == "member" and self.broken_at:
-            for entry in self.lost:
-                peer.tell(op="lost", epoch=self.record.epoch, **entry)
-            peer.tell(op="broken", epoch=self.record.epoch)
         self.peers[replica] = peer
         if told_epoch and peer.phase != "member":
             peer.tell(op="evicted", epoch=self.record.epoch)
@@ -196,25 +196,55 @@ class Coordinator:
             del self.peers[other.replica]  # the same process on a new connection
             other.writer.close()
             self.admission.interrupt()
-        seats = [number for number, name in self.alive.items() if name == peer.placement]
-        if seats:  # we died between making the epoch durable and telling it
-            peer.replica, peer.phase, peer.standby = seats[0], "member", ""
-            peer.tell(**self.record.grant)
-        else:
+        for number in [n for n, name in self.alive.items() if name == peer.placement]:
+            if self.returns(peer, 0):
+                peer.replica, peer.standby = number, ""
+            else:
+                self.lose(number, "reset")
+        if peer.standby:
+            self.dismiss_earlier(peer)
             peer.replica = min([0, *self.peers]) - 1
         self.peers[peer.replica] = peer
         log.info("stands_by placement=%s for=%s", peer.placement, peer.place)
         self.settle()
         return peer
 
+    def returns(self, peer: Peer, told_epoch: int) -> bool:
+        """Take a member of the present epoch back on a new connection; False if it cannot be."""
+        if told_epoch != self.record.epoch and not self.record.grant:
+            return False
+        peer.phase = "member"
+        self.last_contact = self.clock()
+        if told_epoch != self.record.epoch:
+            # We died between making the epoch durable and telling this member.
+            peer.tell(**self.record.grant)
+        if self.broken_at:
+            for entry in self.lost:
+                peer.tell(op="lost", epoch=self.record.epoch, **entry)
+            peer.tell(op="broken", epoch=self.record.epoch)
+        return True
+
+    def dismiss_earlier(self, standby: Peer) -> None:
+        """The newest start that is to take a place does; an older one is told to end."""
+        for other in self.newcomers():
+            if "migrate" == standby.standby == other.standby and other.place == standby.place:
+                error = f"{standby.placement} stands by for replica {other.place} in its place"
+                other.tell(op="refused", error=f"{error}: this process must end")
+                self.gone(other, "reset")
+
     def seats(self, ready: list[Peer]) -> dict[int, Peer]:
         """Which number each of these newcomers enters with, if it may enter now."""
         found = {p.replica: p for p in ready if not p.standby}
         waiting = [p for p in ready if p.standby]
-        for peer in [p for p in waiting if p.standby == "migrate"]:
-            # From a living member at a planned edge only: what it holds of a step is not lost.
-            if peer.place not in self.peers or not self.broken_at:
-                found.setdefault(peer.place, peer)
+        staying = {member.replica for member in self.members()}
+        alone = len(staying) == 1
+        for peer in [p for p in waiting if p.standby == "migrate" and p.place not in found]:
+            # From a living member at a planned edge only: what it holds of a step is not lost. One
+            # of several stays, to hand on the last step.
+            free = peer.place not in self.peers
+            if free or (not self.broken_at and (alone or len(staying) > 1)):
+                found[peer.place] = peer
+                staying.discard(peer.place)
         numbers = range(self.record.grant.get("world", self.world))
         vacant = [n for n in numbers if n not in {*self.peers, *self.alive, *found}]
         spares = [p for p in waiting if p.standby == "spare"]
@@ -229,7 +259,7 @@ class Coordinator:
         peer = self.peers.get(replica)
         if peer is not None:
             peer.tell(op="refused", error=self.places.refusal(replica, before, was_member=True))
-            self.gone(peer, "reset")
+            self.part_with(peer, "reset")  # nobody is seated before its successor is
 
     def decide_claims(self) -> None:
         """Take the epoch from the members that know a higher one, if they are enough to be sure:
@@ -286,10 +316,14 @@ class Coordinator:
             log.warning("refused replica=%s expected=%s", peer.replica, peer.expected)
             peer.put_off(self.clock())
 
-    def on_again(self, peer: Peer, _message: dict[str, Any]) -> None:
+    def on_again(self, peer: Peer, message: dict[str, Any]) -> None:
         """It could not get what it was told to get; judge anew."""
         if peer.phase == "member":
+            if int(message["epoch"]) != self.record.epoch:
+                return  # said before it heard that it is a member: now it may get it
             self.drop(peer.replica, "reset")
+        elif int(message["order"]) != peer.orders:
+            return
         peer.put_off(self.clock())
 
     def on_report(self, peer: Peer, message: dict[str, Any]) -> None:
@@ -329,15 +363,18 @@ class Coordinator:
             del self.alive[peer.replica]
             self.fenced = True
             self.begin_newcomers_anew()
-        if self.alive:
-            self.break_epoch()
+            if self.alive:
+                self.break_epoch()
 
     # --- losses ---------------------------------------------------------------------------------
 
     def gone(self, peer: Peer, how: str) -> None:
         """The peer's connection ended, or the peer is to be treated as if it had."""
-        if self.peers.get(peer.replica) is not peer:
-            return
+        if self.peers.get(peer.replica) is peer:
+            self.part_with(peer, how)
+            self.settle()
+
+    def part_with(self, peer: Peer, how: str) -> None:
         del self.peers[peer.replica]
         peer.writer.close()
         self.admission.forget(peer.replica)
@@ -348,7 +385,6 @@ class Coordinator:
             else:
                 self.lose(peer.replica, how)
         log.info("gone replica=%s placement=%s how=%s", peer.replica, peer.placement, how)
-        self.settle()
 
     def was_frozen(self) -> bool:
         """Whether we did not run for long until just now: members may have connected anew, and the
@@ -440,35 +476,55 @@ class Coordinator:
 
     def settle_cold(self) -> None:
         """Nobody trains: newcomers load what they have, agree on the newest, and begin."""
-        for peer in [p for p in self.newcomers() if p.standby == "migrate"]:
-            if peer.place not in self.peers:
-                self.seat(peer, peer.place)  # there is nobody to take it from
-        peers = [p for p in self.newcomers() if not p.standby]
-        if not peers:
+        there = self.newcomers()  # standbys too: one of them may hold the newest state
+        if not there:
             self.first_newcomer = 0.0
             return
         self.first_newcomer = self.first_newcomer or self.clock()
-        for peer in [p for p in peers if p.phase == "fresh"]:
-            peer.order("load", "loading")
+        for peer in [p for p in there if p.phase == "fresh"]:
+            if self.clock() >= peer.not_before:
+                peer.order("load", "loading")
         waited = self.clock() - self.first_newcomer
+        if not self.may_train_unseen():
+            self.seat_standbys(gathered=waited > GATHER_S)
+        peers = [p for p in there if not p.standby]
         enough = len(peers) >= self.world or (
             self.record.epoch > 0 and waited > GATHER_S and len(peers) >= self.min_replicas
         )
-        if not enough or any(peer.phase != "ready" for peer in peers) or self.may_train_unseen():
+        if waited > GATHER_S:  # for a standby no longer
+            there = [p for p in there if not p.standby or p.phase == "ready"]
+        ready = peers and all(peer.phase == "ready" for peer in there)
+        if not enough or not ready or self.may_train_unseen() or self.may_be_claimed():
             return
-        source = max(peers, key=lambda p: (p.step, -p.replica))
-        equal = [p for p in peers if (p.step, p.digest) == (source.step, source.digest)]
+        source = max(there, key=lambda p: (p.step, -p.replica))
+        equal = [p for p in there if (p.step, p.digest) == (source.step, source.digest)]
         behind = [p for p in peers if p not in equal]
         if behind:
-            self.admission.release(equal, followed=False)  # whoever took them is ready: ask anew
+            # Whoever took the last copies is ready: ask anew.
+            self.admission.release(equal, wanted=True, followed=False)
             self.admission.advance(behind, equal, at_edge=True)
         else:
             self.grant({p.replica: p for p in peers})
+
+    def seat_standbys(self, *, gathered: bool) -> None:
+        """Nobody trains: give standbys the places of those who will not come back."""
+        there = {peer.placement for peer in self.peers.values()}
+        if not gathered and not {*self.record.members.values()} <= self.ended | there:
+            return
+        vacant = list(range(self.record.grant.get("world", self.world)))
+        for peer in [p for p in self.newcomers() if p.standby]:
+            wanted = [peer.place] if peer.standby == "migrate" else vacant
+            for number in [n for n in wanted if n not in self.peers][:1]:
+                self.seat(peer, number)
 
     def may_train_unseen(self) -> bool:
         """Whether the last epoch's members may all be there, out of our reach, and go on."""
         lease = self.lease_s + LEASE_MARGIN_S
         return not self.fenced and self.clock() - self.last_contact < lease
+
+    def may_be_claimed(self) -> bool:
+        """Whether our record may just have been lost: its members have not had time to say so."""
+        return not self.record.epoch and self.clock() - self.started < ABSENT_BROKEN_S
 
     def settle_running(self) -> None:
         """Members train or wait at an edge; newcomers catch up and are let in at an edge."""
@@ -479,18 +535,28 @@ class Coordinator:
         entering = self.seats([p for p in self.newcomers("ready") if p.caught_up])
         if any(member.report is None for member in members):
             if not self.broken_at:  # else the next epoch comes first
-                self.bring_near(members, at_edge=False)
+                if len(members) == len(self.alive):  # all must agree on when to copy
+                    self.bring_near(members, at_edge=False)
                 for member in members if entering else []:
                     member.tell_once("edge", epoch=self.record.epoch)
             return
         if len(members) < len(self.alive):
             return
-        if all(member.leaving for member in members) and not self.broken_at:
+        if all(member.leaving for member in members) and len({m.step for m in members}) == 1:
             self.dismiss()
             return
         seated = {m.replica: m for m in members} | entering
         if len(seated) < self.min_replicas:
             self.bring_near(members, at_edge=True)
+            return
+        top = max(member.step for member in members)
+        if set(entering) >= {m.replica for m in members} and top > min(
+            peer.step for peer in entering.values()
+        ):
+            # Nobody would stay who holds the last step: it is handed on before.
+            donors = [member.address for member in members]
+            for peer in entering.values():
+                peer.tell_once("catch_up", step=top, donors=donors)
             return
         # Nobody waits for a newcomer: it is handed what it may still lack, while others compute.
         self.grant(seated)
@@ -510,7 +576,8 @@ class Coordinator:
         now = self.clock()
         taking = self.newcomers("syncing", "loading")
         if not taking:
-            self.admission.release(members, followed=bool(self.newcomers("ready")))
+            wanted, followed = bool(self.newcomers("fresh")), bool(self.newcomers("ready"))
+            self.admission.release(members, wanted=wanted, followed=followed)
             top = max(member.step for member in members)
             holders = [m for m in members if m.step == top] if at_edge else members
             fresh = [p for p in self.newcomers("fresh") if now >= p.not_before]
@@ -551,6 +618,7 @@ class Coordinator:
             "op": "epoch",
             "epoch": before.epoch + 1,
             **plan.describe(),
+            "begins": not self.alive,
             **introduce(seated, plan.behind),
             "joined": [n for n, p in seated.items() if p.phase != "member"] if before.epoch else [],
             "world": world,
@@ -578,6 +646,8 @@ class Coordinator:
                 self.seat(peer, number)
             peer.enter()
             peer.tell(**message)
+        for peer in self.newcomers("ready"):
+            peer.tell(op="donors", donors=message["donors"])
         log.info("granted epoch=%s members=%s step=%s", record.epoch, sorted(members), plan.step)
 
     def seat(self, peer: Peer, number: int) -> None:
@@ -589,7 +659,7 @@ class Coordinator:
         del self.peers[peer.replica]
         self.places.take(number, peer.placement)
         log.info("seated placement=%s replica=%s", peer.placement, number)
-        peer.replica, peer.standby = number, ""
+        peer.replica, peer.standby, peer.promoted = number, "", True
         self.peers[number] = peer
 
     def keep(self, record: Record) -> None:

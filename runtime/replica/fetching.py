@@ -18,7 +18,7 @@ import torch
 
 from runtime.replica.framing import PeerFailed, receive_chunk, receive_json
 from runtime.replica.peers import Reduced
-from runtime.snapshot import CHUNK_BYTES, Damaged, Staged
+from runtime.snapshot import CHUNK_BYTES, Damaged, Staged, allocate, bytes_of
 
 log = logging.getLogger("drydock.peers")
 
@@ -66,18 +66,20 @@ class Connection:
         """The description of the copy that the peer holds. Raises PeerFailed."""
         return receive_json(self.ask(op="manifest", step=step))
 
-    def reduced(self, step: int, wait_s: float = 0.0) -> Reduced:
-        """One committed step. Raises NotKept, NotYet, PeerFailed, Damaged."""
-        connection = self.ask(op="reduced", step=step, wait_s=wait_s)
+    def reduced(self, step: int, wait_s: float = 0.0, *, settled: bool = False) -> Reduced:
+        """One committed step; `settled`, only if the peer made another on it.
+
+        Raises NotKept, NotYet, PeerFailed, Damaged.
+        """
+        connection = self.ask(op="reduced", step=step, wait_s=wait_s, settled=settled)
         described = receive_json(connection)
         if "newest" in described:
-            kind = NotYet if described["newest"] < step else NotKept
+            kind = NotYet if described["yet"] else NotKept
             raise kind(f"step {step}: {self.address} made {described['newest']} last")
-        data = bytearray(int(described["bytes"]))
-        view = memoryview(data)
-        for start in range(0, len(data), CHUNK_BYTES):
+        buffer = torch.empty(int(described["bytes"]) // 4)
+        view = bytes_of(buffer)
+        for start in range(0, len(view), CHUNK_BYTES):
             receive_chunk(connection, view[start : start + CHUNK_BYTES])
-        buffer = torch.frombuffer(data, dtype=torch.float32)
         return Reduced(int(described["step"]), int(described["epoch"]), buffer)
 
 
@@ -125,7 +127,7 @@ class Download:
 
     def __init__(self, manifest: dict[str, Any]) -> None:
         self.manifest = manifest
-        self.buffer = bytearray(int(manifest["bytes"]))
+        self.buffer = allocate(int(manifest["bytes"]))
         self.sources: Counter[str] = Counter()  # address -> chunks that it gave
         self._hashes: list[int] = [int(one, 16) for one in manifest["chunks"]]
         total = len(self._hashes)
@@ -150,7 +152,8 @@ class Download:
                 log.error("peer_damaged peer=%s error=%s", donor, error)
                 self._answers.append(f"{donor}: {error}")
                 tries = 0
-            self._settle(piece)
+            finally:
+                self._settle(piece)
         connection.close()
 
     def whole(self) -> Staged:
@@ -193,7 +196,7 @@ class Download:
 
 
 class Follower:
-    """Hears of the steps that peers commit, and passes them on until it is stopped.
+    """Hears of the steps that peers committed and went beyond, until it is stopped.
 
     `tell` is given messages: `made` with a step's reduced gradient, `up_to_date` each time that
     there is nothing newer, and `cannot_follow` once if no donor can help.
@@ -237,12 +240,12 @@ class Follower:
         while self._connections and not self._stopped.is_set():
             donor = self._connections[0]
             try:
-                return donor.reduced(self._step, WAIT_S if self._level else 0.0)
+                return donor.reduced(self._step, WAIT_S if self._level else 0.0, settled=True)
             except NotYet:
                 self._level = True
                 self._connections.rotate()  # one that was left behind makes no step any more
                 self._tell({"op": "up_to_date", "step": self._step - 1})
-            except (PeerFailed, Damaged) as error:
+            except (PeerFailed, Damaged, KeyError, ValueError) as error:
                 log.warning("donor_failed peer=%s error=%s", donor.address, error)
                 donor.close()
                 self._connections.popleft()

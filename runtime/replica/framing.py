@@ -30,7 +30,10 @@ def receive_json(connection: socket.socket) -> dict[str, Any]:
     (size,) = LENGTH.unpack(receive_exactly(connection, LENGTH.size))
     if size > MAX_JSON:
         raise PeerFailed(f"a description of {size} bytes is not believable")
-    message: dict[str, Any] = json.loads(receive_exactly(connection, size))
+    try:
+        message: dict[str, Any] = json.loads(receive_exactly(connection, size))
+    except ValueError as error:
+        raise PeerFailed(f"what came is no description: {error}") from error
     if "error" in message:
         raise PeerFailed(message["error"])
     return message

@@ -341,12 +341,12 @@ class ReplicaGroup:
         self._left = True
         if goodbye:
             self.observer.ended(self.state)
+        self.link.close(goodbye=goodbye)  # the others need not wait for what we still write
         self.saver.finish()
         now = time.time()
         self.job.sender.tell(
             Stopped(step=self.state.committed, reason=reason, at=now, clean=goodbye)
         )
-        self.link.close(goodbye=goodbye)
         self.takeover.close()
         self.batches.close()
         self.job.sender.close(3.0)

@@ -105,7 +105,8 @@ class Member:
         self._say = say
         self._trainer = trainer
         self._following = False
-        self._caught_up = False
+        self._order = 0  # number of the last order to get a state
+        self._caught_up: int | None = None  # the step of which we said so last
 
     # --- what we say ----------------------------------------------------------------------------
 
@@ -139,6 +140,8 @@ class Member:
         asked: dict[str, Callable[[dict[str, Any]], None]] = {
             "load": self._on_load,
             "sync": self._on_sync,
+            "donors": self._on_donors,
+            "catch_up": self._on_catch_up,
             "made": self._on_made,
             "up_to_date": self._on_up_to_date,
             "cannot_follow": self._on_cannot_follow,
@@ -169,22 +172,22 @@ class Member:
         except CannotFollow as error:
             self._start_over(error)
             return False
-        if self._trainer.committed != step:
-            raise RuntimeError(
-                f"granted epoch {self.epoch} at step {step}, but this replica is at "
-                f"{self._trainer.committed}; restart it, it will rejoin from its peers"
-            )
+        if self._trainer.committed > step:
+            self._start_over(CannotFollow(f"{self._trainer.committed} is beyond step {step}"))
+            return False
         self._trainer.enter(message)
         return True
 
     def _on_load(self, message: dict[str, Any]) -> None:
         self._stop_following()
+        self._order = int(message["order"])
         self._trainer.load()
         self._say_ready(message)
 
     def _on_sync(self, message: dict[str, Any]) -> None:
         """Take the state that peers hold ready, prove that it is theirs, and follow them."""
         self._stop_following()
+        self._order = int(message["order"])
         if message["refusals"] == MAX_REFUSALS:
             self._trainer.trouble("cannot_rejoin", f"refused {MAX_REFUSALS} times in a row")
         donors = list(message["donors"])
@@ -192,7 +195,7 @@ class Member:
             self._trainer.take(int(message["step"]), str(message["digest"]), donors)
         except CannotFollow as error:
             log.warning("cannot_take_over error=%s", error)
-            self._say("again")
+            self._say("again", epoch=self.epoch, order=self._order)
             return
         self._say_ready(message)
         self._following = True
@@ -205,9 +208,25 @@ class Member:
 
     def _on_up_to_date(self, message: dict[str, Any]) -> None:
         """Peers have nothing newer than what we were given up to now."""
-        if self._following and not self._caught_up and message["step"] == self._trainer.committed:
-            self._caught_up = True
-            self._say("caught_up", step=self._trainer.committed)
+        step = self._trainer.committed
+        if self._following and message["step"] == step and self._caught_up != step:
+            self._caught_up = step
+            self._say("caught_up", step=step)
+
+    def _on_donors(self, message: dict[str, Any]) -> None:
+        """Others are members now; those that we follow may be gone."""
+        if self._following:
+            self._trainer.follow(list(message["donors"]))
+
+    def _on_catch_up(self, message: dict[str, Any]) -> None:
+        """All members wait at an edge after this step, and will go: it is settled."""
+        try:
+            self._trainer.replay(int(message["step"]), list(message["donors"]))
+        except CannotFollow as error:
+            self._start_over(error)
+            return
+        self._caught_up = self._trainer.committed
+        self._say("caught_up", step=self._trainer.committed)
 
     def _on_cannot_follow(self, message: dict[str, Any]) -> None:
         if self._following:
@@ -230,8 +249,9 @@ class Member:
         """We hold an old state and cannot come by the newer one step by step."""
         log.warning("cannot_follow error=%s", error)
         self._stop_following()
+        epoch = self.epoch
         self._leave_epoch()
-        self._say("again")
+        self._say("again", epoch=epoch, order=self._order)
 
     def _leave_epoch(self) -> None:
         self.epoch = 0
@@ -243,7 +263,7 @@ class Member:
     def _stop_following(self) -> None:
         if self._following:
             self._trainer.stop_following()
-        self._following = self._caught_up = False
+        self._following, self._caught_up = False, None
 
     def _say_ready(self, ordered: dict[str, Any]) -> None:
         step, digest = self._trainer.committed, self._trainer.digest()
@@ -257,6 +277,7 @@ class Member:
         if op == "stage":
             self.wants_stage = True
         elif op == "release":
+            self.wants_stage = False
             self._trainer.release(log=bool(message["log"]))
         elif op == "edge" and int(message["epoch"]) == self.epoch:
             self.wants_regroup = True

@@ -6,6 +6,7 @@ copies that the training thread staged at a step's edge.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import logging
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from runtime.replica.framing import send_chunk, send_json
-from runtime.snapshot import CHUNK_BYTES, Staged
+from runtime.snapshot import CHUNK_BYTES, Staged, bytes_of
 
 log = logging.getLogger("drydock.peers")
 
@@ -28,7 +29,9 @@ IDLE_S = 30.0  # a connection on which nothing is asked for so long is closed
 LOG_BYTES = 64 << 20  # of reduced gradients, while somebody follows
 LOG_STEPS = 8  # so many are kept then, however large
 MAX_WAIT_S = 1.0  # how long a request may wait for a step to be made
-MAX_LINE = 1 << 16
+MAX_LINE = 1 << 12
+FIRST_LINE_S = 5.0  # how long a stranger may take to show the token
+MAX_CONNECTIONS = 256  # each has a thread
 
 
 @dataclass(frozen=True)
@@ -51,17 +54,28 @@ class ReducedLog:
     def add(self, reduced: Reduced) -> None:
         with self._changed:
             self._kept[reduced.step] = reduced
+            self._kept.move_to_end(reduced.step)
             size = reduced.buffer.numel() * reduced.buffer.element_size()
             limit = max(LOG_STEPS, LOG_BYTES // size) if self.wanted else 2
             while len(self._kept) > limit:
                 self._kept.popitem(last=False)
             self._changed.notify_all()
 
-    def get(self, step: int, wait_s: float) -> Reduced | None:
-        """This step's, if it is kept; waits for one that is still to come."""
+    def get(self, step: int, wait_s: float, *, settled: bool) -> Reduced | None:
+        """This step's, if it is kept; waits for one that is still to come.
+
+        `settled`: only once another step was made on it. What one member alone may have made is
+        made anew, with other bits, if that member dies.
+        """
+        least = step + 1 if settled else step
         with self._changed:
-            self._changed.wait_for(lambda: self._newest() >= step, wait_s)
-            return self._kept.get(step)
+            self._changed.wait_for(lambda: self._newest() >= least, wait_s)
+            return self._kept.get(step) if self._newest() >= least else None
+
+    def clear(self) -> None:
+        """Another state has taken the place of the one that these steps led to."""
+        with self._changed:
+            self._kept.clear()
 
     def newest(self) -> int:
         """The last step that is kept; -1 for none."""
@@ -84,7 +98,9 @@ class PeerServer:
         self.kept = kept
         self.on_staged = on_staged
         self._token = token.encode()
-        self._copy: Staged | None = None
+        self._offered: Staged | None = None
+        self._copy: Staged | None = None  # the same, once it was hashed
+        self._offering = threading.Lock()
         outer = self
 
         class Handler(socketserver.StreamRequestHandler):
@@ -92,13 +108,34 @@ class PeerServer:
             disable_nagle_algorithm = True
 
             def handle(self) -> None:
-                while line := self.rfile.readline(MAX_LINE):
-                    outer._serve(self.connection, json.loads(line))
+                stranger = threading.Timer(FIRST_LINE_S, self._hang_up)
+                stranger.start()
+                try:
+                    while line := self.rfile.readline(MAX_LINE):
+                        request = outer._admitted(self.connection, line)
+                        stranger.cancel()
+                        outer._serve(self.connection, request)
+                finally:
+                    stranger.cancel()
+
+            def _hang_up(self) -> None:
+                with contextlib.suppress(OSError):  # it hung up first
+                    self.connection.shutdown(socket.SHUT_RDWR)
 
         class Server(socketserver.ThreadingTCPServer):
             daemon_threads = True
             allow_reuse_address = True
             request_queue_size = 128
+            room = threading.BoundedSemaphore(MAX_CONNECTIONS)
+
+            def verify_request(self, _request: Any, _client: Any) -> bool:
+                return self.room.acquire(blocking=False)
+
+            def process_request_thread(self, request: Any, client_address: Any) -> None:
+                try:
+                    super().process_request_thread(request, client_address)
+                finally:
+                    self.room.release()
 
             def handle_error(self, _request: Any, _client: Any) -> None:
                 log.debug("request_failed", exc_info=True)
@@ -112,11 +149,13 @@ class PeerServer:
     def offer(self, staged: Staged) -> None:
         """Hold this copy ready; hashed in the background, for the training thread must go on."""
         self.kept.wanted = True
-        self._copy = None
+        with self._offering:
+            self._offered, self._copy = staged, None
         threading.Thread(target=self._hash, args=(staged,), name="drydock-hash").start()
 
     def release(self, *, log: bool) -> None:
-        self._copy = None
+        with self._offering:
+            self._offered = self._copy = None
         self.kept.wanted = self.kept.wanted and not log
 
     def close(self) -> None:
@@ -125,15 +164,23 @@ class PeerServer:
 
     def _hash(self, staged: Staged) -> None:
         digest, _hashes = staged.digest, staged.chunk_hashes  # both are kept by the copy
-        self._copy = staged
+        with self._offering:
+            if self._offered is not staged:
+                return  # another was offered meanwhile, or none is wanted any more
+            self._copy = staged
         self.on_staged(staged.step, digest)
 
-    def _serve(self, connection: socket.socket, request: dict[str, Any]) -> None:
+    def _admitted(self, connection: socket.socket, line: bytes) -> dict[str, Any]:
+        """The request in this line. Raises PermissionError if its token is not the job's."""
+        request: dict[str, Any] = json.loads(line)
         if not hmac.compare_digest(str(request.get("token", "")).encode(), self._token):
             send_json(connection, {"error": "wrong token"})
             raise PermissionError("a peer gave a wrong token")
+        return request
+
+    def _serve(self, connection: socket.socket, request: dict[str, Any]) -> None:
         if request["op"] == "reduced":
-            self._serve_reduced(connection, int(request["step"]), float(request["wait_s"]))
+            self._serve_reduced(connection, request)
             return
         staged = self._copy
         if staged is None or staged.step != int(request["step"]):
@@ -146,15 +193,16 @@ class PeerServer:
             for start in range(first * CHUNK_BYTES, (first + count) * CHUNK_BYTES, CHUNK_BYTES):
                 send_chunk(connection, view[start : start + CHUNK_BYTES])
 
-    def _serve_reduced(self, connection: socket.socket, step: int, wait_s: float) -> None:
-        reduced = self.kept.get(step, min(wait_s, MAX_WAIT_S))
+    def _serve_reduced(self, connection: socket.socket, request: dict[str, Any]) -> None:
+        step, settled = int(request["step"]), bool(request["settled"])
+        wait_s = min(float(request["wait_s"]), MAX_WAIT_S)
+        reduced = self.kept.get(step, wait_s, settled=settled)
         if reduced is None:
-            send_json(connection, {"newest": self.kept.newest()})
+            newest = self.kept.newest()
+            send_json(connection, {"newest": newest, "yet": newest < step + settled})
             return
         size = reduced.buffer.numel() * reduced.buffer.element_size()
         send_json(connection, {"step": step, "epoch": reduced.epoch, "bytes": size})
-        copy = bytearray(size)
-        torch.frombuffer(copy, dtype=reduced.buffer.dtype).copy_(reduced.buffer)
-        view = memoryview(copy)
+        view = bytes_of(reduced.buffer)  # never written again
         for start in range(0, size, CHUNK_BYTES):
             send_chunk(connection, view[start : start + CHUNK_BYTES])

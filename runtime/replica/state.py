@@ -107,7 +107,7 @@ class TrainingState:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(mixed & 0xFFFF_FFFF)
 
-    def copy(self, into: bytearray | None = None) -> Staged:
+    def copy(self, into: memoryview | None = None) -> Staged:
         """A copy of the state at the last edge. `into`: see `snapshot.stage`."""
         return stage({**self._trained(), "ledger": self.ledger.state_dict()}, self.committed, into)
 

@@ -34,7 +34,7 @@ class Takeover:
         self._server = PeerServer(host, group.job.token, self._kept, self._say_staged)
         self._follower: Follower | None = None
         #: memory for the next copy, once its making was asked for
-        self._room: Future[bytearray] | None = None
+        self._room: Future[memoryview | None] | None = None
 
     @property
     def address(self) -> str:
@@ -63,6 +63,7 @@ class Takeover:
         staged = self._group.saver.load()
         if staged is not None and staged.step > state.committed:
             state.load(staged)
+            self._kept.clear()
         else:
             state.statistics.reload()
 
@@ -73,9 +74,11 @@ class Takeover:
             group.state.load(fetch_state(donors, group.job.token, step, digest))
         except (PeerFailed, Damaged) as error:
             raise CannotFollow(str(error)) from error
+        self._kept.clear()
         group.link.step = group.state.committed
 
     def follow(self, donors: list[str]) -> None:
+        self.stop_following()
         shuffled = list(donors)
         random.Random(os.getpid()).shuffle(shuffled)  # noqa: S311 - spreads the load
         group = self._group
@@ -126,10 +129,9 @@ class Takeover:
         """Whether there is memory for a copy; begins to make it, on a thread of its own."""
         if self._room is None:
             self._room = Future()
-            size = self._group.state.size()
             threading.Thread(
-                target=lambda room: room.set_result(touched(size)),
-                args=(self._room,),
+                target=self._make_room,
+                args=(self._room, self._group.state.size()),
                 name="drydock-room",
                 daemon=True,
             ).start()
@@ -141,7 +143,15 @@ class Takeover:
         self._server.offer(self._group.state.copy(room))
 
     def release(self, *, log: bool) -> None:
+        self._room = None
         self._server.release(log=log)
+
+    def _make_room(self, room: Future[memoryview | None], size: int) -> None:
+        try:
+            room.set_result(touched(size))
+        except MemoryError:
+            self.trouble("no_room_for_newcomers", f"{size} bytes for a copy cannot be had")
+            room.set_result(None)
 
     def forget(self) -> None:
         self._group.engine.forget()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from runtime.replica import peers
 from runtime.replica.fetching import (
     Connection,
     Download,
@@ -178,7 +179,7 @@ def test_a_state_that_nobody_holds_any_more_is_named(donor: Donor) -> None:
     [
         {"op": "manifest", "step": 7},
         {"op": "chunks", "step": 7, "first": 0, "count": 1},
-        {"op": "reduced", "step": 7, "wait_s": 0.0},
+        {"op": "reduced", "step": 7, "wait_s": 0.0, "settled": False},
     ],
 )
 def test_a_wrong_token_gets_nothing_and_no_second_try(
@@ -210,6 +211,43 @@ def test_reduced_gradients_are_handed_over_while_they_are_kept(donor: Donor) -> 
         fetch_reduced([donor.address], "right", 4)
 
 
+def test_a_step_that_nobody_went_beyond_is_not_for_followers(donor: Donor) -> None:
+    for step in (3, 4):
+        donor.kept.add(Reduced(step, 1, torch.zeros(5)))
+    connection = Connection(donor.address, "right")
+
+    assert connection.reduced(3, settled=True).step == 3
+    with pytest.raises(NotYet):
+        connection.reduced(4, settled=True)
+
+
+def test_steps_that_led_to_another_state_are_not_handed_on(donor: Donor) -> None:
+    for step in (3, 4):
+        donor.kept.add(Reduced(step, 1, torch.zeros(5)))
+
+    donor.kept.clear()
+
+    with pytest.raises(NotYet):
+        Connection(donor.address, "right").reduced(4)
+
+
+def test_a_stranger_who_says_nothing_is_hung_up_on(
+    donor: Donor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "FIRST_LINE_S", 0.05)
+    host, _, port = donor.address.rpartition(":")
+
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
+        assert connection.recv(1) == b""
+
+
+def test_a_copy_that_was_released_while_it_was_hashed_is_not_held(donor: Donor) -> None:
+    donor.server._hash(stage(STATE, 7))
+
+    with pytest.raises(PeerFailed, match="no copy of step 7"):
+        manifest_of(donor)
+
+
 def test_once_a_copy_was_offered_more_steps_are_kept(donor: Donor) -> None:
     donor.offer(STATE)
     for step in range(8, 40):
@@ -225,7 +263,8 @@ def test_a_follower_hears_of_each_step_in_order_and_when_it_is_up_to_date(
     heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     for donor in donors:
         donor.kept.wanted = True
-        donor.kept.add(Reduced(8, 1, torch.zeros(5)))
+        for step in (8, 9):
+            donor.kept.add(Reduced(step, 1, torch.zeros(5)))
     follower = Follower([d.address for d in donors], "right", 8, heard.put)
 
     def hear(op: str) -> dict[str, Any]:
@@ -235,11 +274,11 @@ def test_a_follower_hears_of_each_step_in_order_and_when_it_is_up_to_date(
 
     first = hear("made")["reduced"].step
     level = hear("up_to_date")["step"]
-    donors[1].kept.add(Reduced(9, 1, torch.zeros(5)))
+    donors[1].kept.add(Reduced(10, 1, torch.zeros(5)))
     follower.applied()
     second = hear("made")["reduced"].step
     donors[1].kept.wanted = False
-    for step in range(10, 20):
+    for step in range(11, 20):
         donors[1].kept.add(Reduced(step, 1, torch.zeros(5)))
     follower.applied()
     follower.applied()

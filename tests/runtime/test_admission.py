@@ -1,0 +1,358 @@
+"""How newcomers and standbys come in, message by message: the real coordinator, no sockets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.replica.connection import Peer
+from runtime.replica.coordinator import Coordinator
+from runtime.replica.record import RecordFile
+
+
+class Wire:
+    """Keeps what the coordinator says."""
+
+    def __init__(self) -> None:
+        self.said: list[dict[str, Any]] = []
+
+    def write(self, data: bytes) -> None:
+        self.said += [json.loads(line) for line in data.splitlines()]
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """The coordinator hangs up."""
+
+
+class Replica:
+    """One process's side, spoken by the test."""
+
+    def __init__(
+        self, scene: Scene, number: int, placement: str, epoch: int, step: int, standby: str
+    ) -> None:
+        self.scene = scene
+        self.placement = placement
+        self.wire = Wire()
+        first = {
+            "op": "join", "token": "t", "job": "j", "replica": number, "placement": placement,
+            "standby": standby, "epoch": epoch, "step": step, "members": {}, "world": scene.world,
+            "address": f"{placement}:1", "gloo_port": 1, "shards": 12, "shape": {},
+        }  # fmt: skip
+        self.refused = scene.coordinator.refusal(first)
+        self.peer: Peer | None = None
+        if not self.refused:
+            self.peer = scene.coordinator.join(first, self.wire)  # type: ignore[arg-type]
+
+    def say(self, op: str, **message: Any) -> None:
+        assert self.peer is not None
+        self.scene.coordinator.hear(self.peer, {"op": op, **message})
+
+    def heard(self, op: str) -> list[dict[str, Any]]:
+        return [message for message in self.wire.said if message["op"] == op]
+
+    def say_ready(self, step: int, digest: str = "d") -> None:
+        order = [m["order"] for m in self.wire.said if m["op"] in ("load", "sync")][-1]
+        self.say("ready", order=order, step=step, digest=digest)
+
+    def hang_up(self) -> None:
+        assert self.peer is not None
+        self.scene.coordinator.gone(self.peer, "reset")
+
+
+class Scene:
+    """A coordinator, its clock, and a job of so many replicas that trains in epoch 1."""
+
+    def __init__(self, folder: Path, world: int) -> None:
+        self.now = 1000.0
+        self.world = world
+        self.coordinator = Coordinator(
+            RecordFile(folder, "j"), "t", world, 1, clock=lambda: self.now
+        )
+        self.replicas = [self.join(number, f"p{number}") for number in range(world)]
+        for replica in self.replicas:
+            replica.say_ready(-1)
+        self.pass_time(3.0, *self.replicas)  # nobody else claims to train already
+        assert self.epoch == 1
+
+    def join(
+        self, number: int, placement: str, *, epoch: int = 0, step: int = -1, standby: str = ""
+    ) -> Replica:
+        return Replica(self, number, placement, epoch, step, standby)
+
+    @property
+    def epoch(self) -> int:
+        return self.coordinator.record.epoch
+
+    @property
+    def members(self) -> dict[int, str]:
+        return self.coordinator.record.members
+
+    def bring_level(self, newcomer: Replica, step: int) -> None:
+        """The members copy at this step, the newcomer takes it and follows."""
+        for member in self.replicas:
+            member.say("staged", step=step, digest="d")
+        newcomer.say_ready(step)
+        newcomer.say("caught_up", step=step)
+
+    def reach_edge(self, step: int, *, planned: bool = True, leaving: bool = False) -> None:
+        for member in self.replicas:
+            member.say(
+                "report", epoch=self.epoch, step=step, held=[], planned=planned, leaving=leaving
+            )
+
+    def pass_time(self, seconds: float, *alive: Replica) -> None:
+        for _ in range(round(seconds * 10)):
+            self.now += 0.1
+            for replica in alive:
+                assert replica.peer is not None
+                replica.say("pong", n=0, step=replica.peer.step)
+            self.coordinator.tick()
+
+    def end(self, replica: Replica, number: int) -> None:
+        """An agent says that its process has ended."""
+        self.coordinator.answer({"op": "exit", "replica": number, "placement": replica.placement})
+
+
+Play = Callable[[int], Scene]
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    return lambda world: Scene(tmp_path, world)
+
+
+def test_what_members_hold_for_newcomers_is_freed_when_the_last_has_entered(play: Play) -> None:
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    scene.bring_level(newcomer, 10)
+    scene.reach_edge(12)
+
+    scene.pass_time(1.0, *scene.replicas, newcomer)
+
+    assert scene.members[2] == "n"
+    assert scene.replicas[0].heard("release")[-1]["log"] is True
+
+
+def test_what_members_hold_is_freed_when_the_newcomer_has_died(play: Play) -> None:
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    scene.replicas[0].say("staged", step=10, digest="d")
+
+    newcomer.hang_up()
+    scene.replicas[1].say("staged", step=10, digest="d")
+    scene.pass_time(1.0, *scene.replicas)
+
+    assert scene.replicas[0].heard("release")[-1]["log"] is True
+    assert scene.coordinator.admission.staging is None
+
+
+def test_a_state_with_another_digest_does_not_enter(play: Play) -> None:
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    for member in scene.replicas:
+        member.say("staged", step=10, digest="d")
+
+    newcomer.say_ready(10, "another")
+    newcomer.say("caught_up", step=10)
+    scene.reach_edge(12)
+
+    assert 2 not in scene.members
+    assert newcomer.peer is not None
+    assert (newcomer.peer.phase, newcomer.peer.refusals) == ("fresh", 1)
+
+
+def test_members_that_differ_are_told_and_the_newcomer_takes_what_most_hold(play: Play) -> None:
+    scene = play(3)
+    newcomer = scene.join(3, "n")
+    for member, digest in zip(scene.replicas, ["odd", "d", "d"], strict=True):
+        member.say("staged", step=10, digest=digest)
+
+    (sync,) = newcomer.heard("sync")
+
+    assert (sync["digest"], sync["donors"]) == ("d", ["p1:1", "p2:1"])
+    assert scene.replicas[0].heard("diverged")[0]["states"] == {"0": "odd", "1": "d", "2": "d"}
+
+
+def test_who_says_ready_to_an_older_order_is_not_believed(play: Play) -> None:
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    for member in scene.replicas:
+        member.say("staged", step=10, digest="d")
+    (old,) = newcomer.heard("sync")
+
+    newcomer.say("again", epoch=0, order=old["order"])
+    newcomer.say("ready", order=old["order"], step=10, digest="d")
+
+    assert newcomer.peer is not None
+    assert newcomer.peer.phase == "fresh"
+
+
+def test_a_mover_takes_the_place_of_a_living_member_at_a_planned_edge(play: Play) -> None:
+    scene = play(2)
+    mover = scene.join(1, "new", standby="migrate")
+    scene.bring_level(mover, 10)
+
+    scene.reach_edge(12)
+
+    assert scene.members == {0: "p0", 1: "new"}
+    assert scene.replicas[1].heard("replaced") == [{"op": "replaced", "by": "new"}]
+    (grant,) = mover.heard("epoch")
+    assert (grant["joined"], grant["lost"], grant["behind"]) == ([1], [], [1])
+    assert scene.join(1, "p1", epoch=1, step=12).refused.startswith("new, which stood by")
+
+
+def test_a_move_of_the_only_replica_hands_the_last_step_on_first(play: Play) -> None:
+    scene = play(1)
+    mover = scene.join(0, "new", standby="migrate")
+    scene.bring_level(mover, 10)
+    scene.reach_edge(12)
+    (asked,) = mover.heard("catch_up")
+    waiting = scene.epoch
+
+    mover.say("caught_up", step=12)
+
+    assert (asked["step"], asked["donors"], waiting) == (12, ["p0:1"], 1)
+    assert scene.members == {0: "new"}
+    assert mover.heard("epoch")[0]["begins"] is False
+
+
+def test_of_two_movers_to_one_place_the_newest_start_counts(play: Play) -> None:
+    scene = play(2)
+    first = scene.join(1, "first", standby="migrate")
+    second = scene.join(1, "second", standby="migrate")
+    scene.bring_level(second, 10)
+
+    scene.reach_edge(12)
+
+    assert "second stands by for replica 1 in its place" in first.heard("refused")[0]["error"]
+    assert scene.members == {0: "p0", 1: "second"}
+
+
+def test_a_spare_enters_in_the_epoch_that_drops_the_dead(play: Play) -> None:
+    scene = play(3)
+    spare = scene.join(0, "spare", standby="spare")
+    scene.bring_level(spare, 10)
+
+    scene.replicas.pop().hang_up()
+    scene.reach_edge(11, planned=False)
+
+    assert (scene.epoch, scene.members) == (2, {0: "p0", 1: "p1", 2: "spare"})
+
+
+def test_a_restart_does_not_take_the_place_back_from_a_spare(play: Play) -> None:
+    scene = play(2)
+    spare = scene.join(0, "spare", standby="spare")
+    scene.bring_level(spare, 10)
+    scene.replicas.pop().hang_up()
+    scene.reach_edge(11, planned=False)
+
+    restarted = scene.join(1, "restarted")
+
+    assert restarted.refused.startswith("spare, which stood by, has taken the place of replica 1")
+    assert scene.coordinator.alive == {0: "p0", 1: "spare"}
+
+
+def test_an_agents_word_about_a_spare_counts_by_its_placement(play: Play) -> None:
+    scene = play(2)
+    spare = scene.join(0, "spare", standby="spare")
+    scene.bring_level(spare, 10)
+    scene.replicas.pop().hang_up()
+    scene.reach_edge(11, planned=False)
+
+    scene.end(spare, 0)
+
+    assert scene.coordinator.alive == {0: "p0"}
+
+
+def test_a_spare_takes_over_when_the_last_replica_has_surely_ended(play: Play) -> None:
+    scene = play(1)
+    spare = scene.join(0, "spare", standby="spare")
+    scene.bring_level(spare, 10)
+
+    scene.end(scene.replicas[0], 0)
+    spare.say_ready(10)
+
+    assert scene.members == {0: "spare"}
+
+
+def test_a_mover_does_not_take_the_place_of_one_that_was_cut_off_for_a_moment(
+    play: Play,
+) -> None:
+    scene = play(1)
+    scene.join(0, "new", standby="migrate")
+
+    scene.replicas[0].hang_up()
+    back = scene.join(0, "p0", epoch=1, step=500)
+    back.say_ready(500)
+    scene.pass_time(11.5, back)
+
+    assert not back.refused
+    assert scene.members == {0: "p0"}
+    assert back.heard("epoch")[-1]["step"] == 500
+
+
+def test_a_standby_that_leaves_breaks_nothing(play: Play) -> None:
+    scene = play(2)
+    standby = scene.join(1, "new", standby="migrate")
+
+    standby.say("goodbye")
+
+    assert not scene.replicas[0].heard("broken")
+
+
+def test_who_cannot_follow_an_older_epoch_stays_in_the_one_it_was_just_granted(
+    play: Play,
+) -> None:
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    scene.bring_level(newcomer, 10)
+    scene.reach_edge(12)
+
+    newcomer.say("again", epoch=0, order=1)
+
+    assert scene.coordinator.alive[2] == "n"
+
+
+def test_followers_hear_who_the_members_are_now(play: Play) -> None:
+    scene = play(3)
+    spare = scene.join(0, "spare", standby="spare")
+    scene.bring_level(spare, 10)
+    newcomer = scene.join(3, "n")
+    scene.bring_level(newcomer, 20)
+
+    scene.reach_edge(22)
+
+    assert scene.members[3] == "n"
+    assert spare.heard("donors")[-1]["donors"] == ["p0:1", "p1:1", "p2:1"]
+
+
+def test_a_death_at_the_last_edge_does_not_undo_the_wish_to_stop(play: Play) -> None:
+    scene = play(3)
+    for member in scene.replicas[:2]:
+        member.say("report", epoch=1, step=40, held=[], planned=True, leaving=True)
+
+    scene.replicas[2].hang_up()
+
+    assert scene.replicas[0].heard("dismissed")
+
+
+def test_refused_newcomers_of_a_beginning_are_not_retried_at_once(play: Play) -> None:
+    scene = play(2)
+    for replica in scene.replicas:
+        scene.end(replica, 0)
+    there = [scene.join(number, f"n{number}") for number in range(2)]
+    there[0].say_ready(50, "good")
+    there[1].say_ready(-1, "old")
+    there[0].say("staged", step=50, digest="good")
+
+    there[1].say_ready(50, "other")
+    orders = len(there[1].heard("load")) + len(there[1].heard("sync"))
+    scene.pass_time(0.5, *there)
+
+    assert len(there[1].heard("load")) + len(there[1].heard("sync")) == orders
