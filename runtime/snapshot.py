@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,20 +94,47 @@ class Staged:
 
 
 def stage(state: Any, step: int, into: memoryview | None = None) -> Staged:
-    """Copy a nested state of dicts, lists, tuples, tensors and JSON values.
+    """Copy a nested state of dicts, lists, tuples, tensors and JSON values. `into`: see Copying."""
+    return Copying(state, step, into).finish()
 
-    `into`: what `touched` gave for the size that `size_of` tells; the copy costs a fifth then. If
-    the size is not right other memory is taken.
-    """
-    tensors: list[tuple[str, torch.Tensor]] = []
-    skeleton = encode(state, "", tensors)
-    pieces, size = lay_out(tensors)
-    buffer = into if into is not None and len(into) == size else allocate(size)
-    for piece, (_, tensor) in zip(pieces, tensors, strict=True):
-        view_of(buffer, piece).copy_(tensor.detach())
-        end = piece.offset + piece.bytes
-        buffer[end : aligned(end)] = bytes(aligned(end) - end)  # what lies between is hashed too
-    return Staged(step, skeleton, pieces, buffer)
+
+class Copying:
+    """A copy under way: what may change any time is in it at once, the rest after `finish`."""
+
+    def __init__(
+        self,
+        state: Any,
+        step: int,
+        into: memoryview | None = None,
+        later: Callable[[str, torch.Tensor], bool] = lambda _name, _tensor: False,
+    ) -> None:
+        """`into`: what `touched` gave for the size that `size_of` tells; the copy costs a fifth
+        then. If the size is not right other memory is taken. `later`: says by its name which tensor
+        the caller leaves unchanged until the copy is finished."""
+        tensors: list[tuple[str, torch.Tensor]] = []
+        self._skeleton = encode(state, "", tensors)
+        self._step = step
+        self._pieces, size = lay_out(tensors)
+        self._buffer = into if into is not None and len(into) == size else allocate(size)
+        self._rest: list[tuple[Piece, torch.Tensor]] = []
+        self.finished = threading.Event()
+        for piece, (name, tensor) in zip(self._pieces, tensors, strict=True):
+            if later(name, tensor):
+                self._rest.append((piece, tensor))
+            else:
+                view_of(self._buffer, piece).copy_(tensor.detach())
+            end = piece.offset + piece.bytes  # what lies between is hashed too
+            self._buffer[end : aligned(end)] = bytes(aligned(end) - end)
+
+    def finish(self) -> Staged:
+        """Copy what is left; may be called on another thread, once."""
+        try:
+            for piece, tensor in self._rest:
+                view_of(self._buffer, piece).copy_(tensor.detach())
+        finally:
+            self._rest = []
+            self.finished.set()
+        return Staged(self._step, self._skeleton, self._pieces, self._buffer)
 
 
 def size_of(state: Any) -> int:

@@ -189,6 +189,7 @@ class ReplicaGroup:
 
     def commit(self, reduced: Reduced, tail: Tail) -> None:
         """Apply a step: our own, or one that peers made while we were not with them."""
+        self.takeover.await_copy()
         grad_norm = self.engine.apply(reduced, tail)
         self.takeover.made(reduced)
         self.link.step = self.state.committed

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from runtime.replica.framing import send_chunk, send_json
-from runtime.snapshot import CHUNK_BYTES, Staged, bytes_of
+from runtime.snapshot import CHUNK_BYTES, Copying, Staged, bytes_of
 
 log = logging.getLogger("drydock.peers")
 
@@ -98,7 +98,7 @@ class PeerServer:
         self.kept = kept
         self.on_staged = on_staged
         self._token = token.encode()
-        self._offered: Staged | None = None
+        self._offered: Copying | None = None
         self._copy: Staged | None = None  # the same, once it was hashed
         self._offering = threading.Lock()
         outer = self
@@ -146,12 +146,12 @@ class PeerServer:
             target=self._server.serve_forever, name="drydock-peers", daemon=True
         ).start()
 
-    def offer(self, staged: Staged) -> None:
-        """Hold this copy ready; hashed in the background, for the training thread must go on."""
+    def offer(self, copying: Copying) -> None:
+        """Hold this copy ready; finished and hashed in the background, for training must go on."""
         self.kept.wanted = True
         with self._offering:
-            self._offered, self._copy = staged, None
-        threading.Thread(target=self._hash, args=(staged,), name="drydock-hash").start()
+            self._offered, self._copy = copying, None
+        threading.Thread(target=self._hold, args=(copying,), name="drydock-hold").start()
 
     def release(self, *, log: bool) -> None:
         with self._offering:
@@ -162,10 +162,11 @@ class PeerServer:
         self._server.shutdown()
         self._server.server_close()
 
-    def _hash(self, staged: Staged) -> None:
+    def _hold(self, copying: Copying) -> None:
+        staged = copying.finish()
         digest, _hashes = staged.digest, staged.chunk_hashes  # both are kept by the copy
         with self._offering:
-            if self._offered is not staged:
+            if self._offered is not copying:
                 return  # another was offered meanwhile, or none is wanted any more
             self._copy = staged
         self.on_staged(staged.step, digest)

@@ -15,7 +15,7 @@ import torch
 from runtime.data import Batches
 from runtime.ledger import SampleLedger, Summed
 from runtime.replica.statistics import RunningStatistics
-from runtime.snapshot import Staged, size_of, stage
+from runtime.snapshot import Copying, Staged, size_of, stage
 
 
 class Stateful(Protocol):
@@ -110,6 +110,17 @@ class TrainingState:
     def copy(self, into: memoryview | None = None) -> Staged:
         """A copy of the state at the last edge. `into`: see `snapshot.stage`."""
         return stage({**self._trained(), "ledger": self.ledger.state_dict()}, self.committed, into)
+
+    def begin_copy(self, into: memoryview | None) -> Copying:
+        """The same, but what only the next commit changes is copied by `Copying.finish`: until that
+        is done no step may be applied."""
+        weights = {parameter.data_ptr() for parameter in self.model.parameters()}
+
+        def later(name: str, tensor: torch.Tensor) -> bool:
+            return name.startswith((".optimizers.", ".helpers.")) or tensor.data_ptr() in weights
+
+        state = {**self._trained(), "ledger": self.ledger.state_dict()}
+        return Copying(state, self.committed, into, later)
 
     def size(self) -> int:
         """Bytes that a copy takes. May be asked in the middle of a step."""

@@ -17,7 +17,7 @@ from runtime.replica.fetching import Follower, fetch_reduced, fetch_state
 from runtime.replica.framing import PeerFailed
 from runtime.replica.membership import CannotFollow
 from runtime.replica.peers import PeerServer, Reduced, ReducedLog
-from runtime.snapshot import Damaged, touched
+from runtime.snapshot import Copying, Damaged, touched
 
 if TYPE_CHECKING:
     from runtime.replica.group import ReplicaGroup
@@ -34,6 +34,7 @@ class Takeover:
         self._server = PeerServer(host, group.job.token, self._kept, self._say_staged)
         self._follower: Follower | None = None
         #: memory for the next copy, once its making was asked for
+        self._copying: Copying | None = None  # until it surely is finished
         self._room: Future[memoryview | None] | None = None
 
     @property
@@ -59,6 +60,7 @@ class Takeover:
     # --- a newcomer -----------------------------------------------------------------------------
 
     def load(self) -> None:
+        self.await_copy()
         state = self._group.state
         staged = self._group.saver.load()
         if staged is not None and staged.step > state.committed:
@@ -70,6 +72,7 @@ class Takeover:
     def take(self, step: int, digest: str, donors: list[str]) -> None:
         group = self._group
         group.observer.at("sync", group.pending)
+        self.await_copy()
         try:
             group.state.load(fetch_state(donors, group.job.token, step, digest))
         except (PeerFailed, Damaged) as error:
@@ -140,7 +143,14 @@ class Takeover:
     def stage(self) -> None:
         room = self._room.result() if self._room is not None and self._room.done() else None
         self._room = None
-        self._server.offer(self._group.state.copy(room))
+        self._copying = self._group.state.begin_copy(room)
+        self._server.offer(self._copying)
+
+    def await_copy(self) -> None:
+        """Before the state changes: wait until what is being copied of it is."""
+        if self._copying is not None:
+            self._copying.finished.wait()
+            self._copying = None
 
     def release(self, *, log: bool) -> None:
         self._room = None

@@ -24,7 +24,7 @@ from runtime.replica.fetching import (
 )
 from runtime.replica.framing import HEADER, PeerFailed, receive_chunk
 from runtime.replica.peers import PeerServer, Reduced, ReducedLog
-from runtime.snapshot import CHUNK_BYTES, Damaged, Staged, stage
+from runtime.snapshot import CHUNK_BYTES, Copying, Damaged, Staged, stage
 
 MEGABYTES = 20
 STATE: dict[str, Any] = {"weight": torch.arange(MEGABYTES << 18, dtype=torch.float32), "count": 3}
@@ -43,7 +43,7 @@ class Donor:
         self.address = self.server.address
 
     def offer(self, state: dict[str, Any]) -> str:
-        self.server.offer(stage(state, 7))
+        self.server.offer(Copying(state, 7))
         step, digest = self.staged.get(timeout=PATIENCE_S)
         assert step == 7
         return digest
@@ -242,7 +242,7 @@ def test_a_stranger_who_says_nothing_is_hung_up_on(
 
 
 def test_a_copy_that_was_released_while_it_was_hashed_is_not_held(donor: Donor) -> None:
-    donor.server._hash(stage(STATE, 7))
+    donor.server._hold(Copying(STATE, 7))
 
     with pytest.raises(PeerFailed, match="no copy of step 7"):
         manifest_of(donor)

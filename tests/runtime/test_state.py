@@ -86,3 +86,19 @@ def test_a_copy_into_memory_that_is_there_is_the_same_copy() -> None:
     too_small = stage(state, 4, touched(1))
 
     assert fresh.digest == reused.digest == too_small.digest
+
+
+def test_a_copy_that_is_finished_later_is_of_the_edge_at_which_it_began() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = TrainingState(model, [optimizer], Batches(samples=96))
+    model(torch.randn(8, 4)).sum().backward()
+    optimizer.step()
+    state.statistics.apply(state.statistics.change())
+    at_the_edge = state.copy().digest
+
+    copying = state.begin_copy(None)
+    state.statistics.begin()
+    model(torch.randn(8, 4)).sum().backward()  # changes running statistics and gradients
+
+    assert copying.finish().digest == at_the_edge
