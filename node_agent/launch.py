@@ -45,6 +45,7 @@ def rank_environment(config: Config, action: wire.StartRank) -> dict[str, str]:
         "DRYDOCK_RANK": str(action.rank),
         "DRYDOCK_WORLD_REPLICAS": str(action.world_replicas),
         "DRYDOCK_PLACEMENT": action.placement,
+        "DRYDOCK_STANDBY": action.standby,
         "DRYDOCK_COORDINATOR": action.coordinator,
         "DRYDOCK_TOKEN": action.token,
         "DRYDOCK_URL": action.ingest_url,

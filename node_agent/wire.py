@@ -249,8 +249,11 @@ class StartCoordinator(Message, frozen=True, tag="start_coordinator", tag_field=
     port: Port = 0
 
 
-class StartRank(Message, frozen=True, tag="start_rank", tag_field="verb"):
-    """Start one rank of a replica. Result output: `pid`, `started_at`."""
+class StartRank(Message, frozen=True, omit_defaults=True, tag="start_rank", tag_field="verb"):
+    """Start one rank of a replica. Result output: `pid`, `started_at`.
+
+    What is at its default is not sent: an agent that does not know a field refuses it.
+    """
 
     job: Id
     placement: Id
@@ -264,6 +267,9 @@ class StartRank(Message, frozen=True, tag="start_rank", tag_field="verb"):
     program: Name
     #: Handed to the program as DRYDOCK_OPTIONS (a JSON object).
     options: dict[str, Any] = {}
+    #: Handed to the program as DRYDOCK_STANDBY. "migrate": it takes the replica's place from the
+    #: process that has it, once it holds the state.
+    standby: Literal["", "migrate"] = ""
 
 
 class StopProcess(Message, frozen=True, tag="stop_process", tag_field="verb"):

@@ -35,6 +35,7 @@ from workers.playbooks.base import (
     Back,
     Done,
     End,
+    Fail,
     Outcome,
     Skip,
     StepContext,
@@ -256,6 +257,8 @@ def _finish_step(
         _wait(run, step, Wait(text=outcome.text, wake_s=0), now, news_meanwhile)
         return
     step.state = StepState.SKIPPED if isinstance(outcome, Skip) else StepState.DONE
+    if isinstance(outcome, Fail):
+        step.state = StepState.FAILED
     step.finished_at = now
     step.wake_at = None
     _tell(run, step, outcome.text)
@@ -264,7 +267,7 @@ def _finish_step(
         doorbell.ring_after_commit(f"incident/{run.incident_id}")
     if ends:
         following.update(state=StepState.SKIPPED, wake_at=None)
-        run.state = RunState.SUCCEEDED
+        run.state = RunState.FAILED if isinstance(outcome, Fail) else RunState.SUCCEEDED
         run.state_reason = outcome.text
         run.finished_at = now
         guards.release(run)

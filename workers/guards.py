@@ -128,7 +128,7 @@ def _reserve(run: PlaybookRun, node: Node, code: str, job_id: str | None) -> Ver
 
 def _job_on(node: Node) -> str | None:
     placement = (
-        Placement.objects.filter(node=node)
+        Placement.objects.filter(node=node, standby=False)
         .exclude(state=PlacementState.ENDED)
         .values_list("replica__job_id", flat=True)
     )

@@ -15,6 +15,7 @@ from django.db import OperationalError
 from django.db.models import QuerySet
 from django.utils import timezone
 
+from controlplane import doorbell
 from controlplane.accounts.models import SYSTEM
 from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet
@@ -33,6 +34,7 @@ from controlplane.incidents import actions as incidents
 from controlplane.incidents import limits
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED, EntryKind, Severity
 from controlplane.incidents.models import Incident
+from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState
 from controlplane.jobs.models import Job, Placement
 from workers import triage
@@ -92,8 +94,8 @@ def _handle(signal: Signal) -> None:
     elif signal.kind == SignalKind.PEER_LOST or _is_unasked_end_of_rank(signal):
         _replica_was_lost(signal)
     elif signal.node is not None and _is_coordinator_gone(signal):
-        jobs = Job.objects.filter(coordinator_placement=signal.placement_id)
-        _coordinators_went_with(signal.node, signal, jobs)
+        led = Job.objects.filter(coordinator_placement=signal.placement_id)
+        _coordinators_went_with(signal.node, signal, led)
     elif signal.node is not None:
         _tell_node_incident(signal)
 
@@ -244,9 +246,10 @@ def _back_since(node: Node) -> datetime:
 
 
 def _live_placement(node: Node) -> Placement | None:
+    """What the node holds of a replica. A process that only stands by is no loss to anybody."""
     return (
         Placement.objects.select_related("replica__job", "node")
-        .filter(node=node)
+        .filter(node=node, standby=False)
         .exclude(state=PlacementState.ENDED)
         .first()
     )
@@ -280,12 +283,14 @@ def _replica_was_lost(signal: Signal) -> None:
         log.info("intake.no_such_placement", signal=signal.pk)
         return
     job = placement.replica.job
-    subject = f"job/{job.pk}/{placement.replica.index}"
+    if placement.standby:
+        doorbell.ring_after_commit(f"job/{job.pk}")  # its move is given up; the replica trains on
+        return
     if placement.state == PlacementState.ENDED:
-        # Known already: an incident that is still open takes it as evidence, else it is old news.
-        open_one = Incident.objects.filter(subject=subject, state__in=INCIDENT_UNRESOLVED).first()
-        if open_one is not None:
-            _tell_signal(open_one, signal)
+        _ended_one_is_gone(signal, placement)
+        return
+    if _has_made_way(signal, placement):
+        jobs.end_placement(SYSTEM, placement.pk, "left for another node", free_node=True)
         return
     if job.state not in (JobState.RUNNING, JobState.STARTING):
         return
@@ -294,12 +299,41 @@ def _replica_was_lost(signal: Signal) -> None:
         incidents.raise_severity(incident.pk, Severity.MAJOR)
 
 
+def _ended_one_is_gone(signal: Signal, placement: Placement) -> None:
+    """An incident that is still open takes it as evidence, else it is old news.
+
+    But for one: what took its replica's place, and was lost, while its move was being given up.
+    """
+    if signal.kind == SignalKind.PROCESS_EXITED:
+        jobs.vacate(SYSTEM, placement)
+    replica = placement.replica
+    subject = f"job/{replica.job_id}/{replica.index}"
+    open_one = Incident.objects.filter(subject=subject, state__in=INCIDENT_UNRESOLVED).first()
+    if open_one is not None:
+        _tell_signal(open_one, signal)
+        return
+    alive = replica.placements.exclude(state=PlacementState.ENDED)
+    lost_in_its_place = (
+        signal.kind == SignalKind.PEER_LOST
+        and placement.moved_from_id is not None
+        and replica.job.state == JobState.RUNNING
+    )
+    if lost_in_its_place and not alive.exists():
+        _open_for_replica(signal, placement)
+
+
+def _has_made_way(signal: Signal, placement: Placement) -> bool:
+    """Whether a process that another was to replace has left by itself."""
+    successors = placement.successors.filter(standby=True).exclude(state=PlacementState.ENDED)
+    return signal.data.get("exit_code") == 0 and successors.exists()
+
+
 def _present_placement(signal: Signal) -> Placement | None:
     if signal.placement_id or not signal.job_id or signal.replica is None:
         return None
     return (
         Placement.objects.select_related("replica__job", "node")
-        .filter(replica__job_id=signal.job_id, replica__index=signal.replica)
+        .filter(replica__job_id=signal.job_id, replica__index=signal.replica, standby=False)
         .exclude(state=PlacementState.ENDED)
         .first()
     )
@@ -394,9 +428,9 @@ def _site_went_silent(signal: Signal, node: Node, silence: limits.Silence) -> No
     )
 
 
-def _coordinators_went_with(node: Node, signal: Signal, jobs: QuerySet[Job]) -> None:
+def _coordinators_went_with(node: Node, signal: Signal, led: QuerySet[Job]) -> None:
     """A coordinator that ran on this node is gone: its job trains on, but can lose no replica."""
-    for job in jobs.filter(state__in=JOB_ACTIVE):
+    for job in led.filter(state__in=JOB_ACTIVE):
         incident = incidents.open_or_merge(
             f"coordinator/{job.pk}",
             cluster_id=job.cluster_id,

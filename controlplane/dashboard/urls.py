@@ -2,7 +2,16 @@ from __future__ import annotations
 
 from django.urls import path
 
-from controlplane.dashboard import clusters, failures, nodes, playbooks, repairs, search, views
+from controlplane.dashboard import (
+    clusters,
+    failures,
+    jobs,
+    nodes,
+    playbooks,
+    repairs,
+    search,
+    views,
+)
 
 urlpatterns = [
     path("", views.overview, name="overview"),
@@ -20,6 +29,8 @@ urlpatterns = [
     path("nodes/<str:node_id>/hold", nodes.hold, name="node-hold"),
     path("nodes/<str:node_id>/release", nodes.release, name="node-release"),
     path("nodes/<str:node_id>/maintenance", nodes.maintenance, name="node-maintenance"),
+    path("jobs/<str:job_id>", jobs.job, name="job"),
+    path("jobs/<str:job_id>/move", jobs.move, name="job-move"),
     path("failures", failures.failures, name="failures"),
     path("repairs", repairs.repairs, name="repairs"),
     path("rma/<str:case_id>", repairs.case, name="rma-case"),

@@ -18,7 +18,7 @@ from controlplane.accounts.models import Actor
 from controlplane.fleet import api as fleet
 from controlplane.fleet.api import IN_CLUSTER, OF_NODE
 from controlplane.fleet.models import Changed, Cluster, Node
-from controlplane.fleet.selectors import clusters_for
+from controlplane.fleet.selectors import clusters_for, nodes_for
 from controlplane.health.choices import Action, FaultClass, Urgency
 from controlplane.health.models import Failure, Signal
 from controlplane.health.serializers import FailureDetailSerializer, FailureSerializer
@@ -43,6 +43,7 @@ from controlplane.incidents.models import (
     PlaybookStep,
     RmaCase,
 )
+from controlplane.incidents.moves import plan_move, plan_of_move
 from controlplane.incidents.plans import plan_of_order
 from controlplane.incidents.serializers import (
     ApprovalDetailSerializer,
@@ -56,6 +57,7 @@ from controlplane.incidents.serializers import (
     MaybeReasoned,
     NewLimit,
     NewMode,
+    NewMove,
     NewNote,
     PlaybookDetailSerializer,
     PlaybookSerializer,
@@ -237,7 +239,7 @@ def _order(name: str, words: str, *, path: str | None = None) -> Any:
     )(told)
 
 
-def _plan(name: str, node: Node) -> Mapping[str, Any]:
+def _plan(name: str, node: Node, _order: dict[str, Any]) -> Mapping[str, Any]:
     return plan_of_order(node, name).as_dict()
 
 
@@ -250,7 +252,25 @@ class Nodes(fleet.Nodes):
     return_node = _order("return", "Validate a node and give it back", path="return")
 
 
+def _plan_of_move(job: Job, order: dict[str, Any]) -> Mapping[str, Any]:
+    return plan_of_move(plan_move(job, order["replica"], order["node"] or "")).as_dict()
+
+
 class Jobs(jobs.Jobs):
+    @verb(takes=NewMove, answers=RunSerializer, status=HTTPStatus.ACCEPTED, plan=_plan_of_move)
+    def migrate(self, actor: Actor, job: Job, order: dict[str, Any]) -> PlaybookRun:
+        """Move a replica of a running job to another node
+
+        It trains on meanwhile: a second process follows it, and takes its place at a step's edge.
+        No sample is lost. The answer is the run that does it. A dry run shows its plan.
+        """
+        node = order["node"]
+        if node is not None:
+            self.referred(nodes_for(self.request.user), node, "node")
+        return actions.move_replica(
+            actor, job.pk, order["replica"], node_id=node or "", reason=order["reason"]
+        )
+
     @verb()
     def end(self, actor: Actor, job: Job, order: dict[str, Any]) -> None:
         """End a job

@@ -151,7 +151,7 @@ def _plan(
     known = Playbook.objects.filter(pk=playbook).first()
     placements = list(
         Placement.objects.select_related("replica__job")
-        .filter(node=node)
+        .filter(node=node, standby=False)
         .exclude(state=PlacementState.ENDED)
     )
     at_stake = sum(
@@ -168,7 +168,7 @@ def _plan(
             "boot_id": node.boot_id,
             "gpus": Gpu.objects.filter(node=node).count(),
         },
-        steps=[_step(step, node, does) for step in (known.steps if known else [])],
+        steps=[step_of(step, node, does) for step in (known.steps if known else [])],
         jobs=[
             {
                 "id": p.replica.job_id,
@@ -187,11 +187,12 @@ def _plan(
         ],
         mode=limits.mode_of(node.cluster_id, playbook).value or Mode.AUTOMATIC.value,
         turn=turn,
-        notes=_notes(node, placements),
+        notes=_notes(node, placements, moves=playbook == NODE_ORDERS["drain"]),
     )
 
 
-def _step(step: dict[str, Any], node: Node, does: dict[str, list[str]] | None) -> dict[str, Any]:
+def step_of(step: dict[str, Any], node: Node, does: dict[str, list[str]] | None) -> dict[str, Any]:
+    """A step as a plan shows it; `does` gives exact words in place of the playbook's own."""
     words = (does or {}).get(step["key"], step.get("does", []))
     return {
         "key": step["key"],
@@ -201,18 +202,28 @@ def _step(step: dict[str, Any], node: Node, does: dict[str, list[str]] | None) -
     }
 
 
-def _notes(node: Node, placements: list[Placement]) -> list[str]:
+def _notes(node: Node, placements: list[Placement], *, moves: bool) -> list[str]:
     notes = []
     if not node.reachable:
         notes.append(f"{node.name} is not heard: what its agent must do will wait or fail")
     for placement in placements:
         job = placement.replica.job
+        if moves:
+            notes.append(
+                f"replica {placement.replica.index} of {job.name} moves to another node first, "
+                "with no loss; where none is free it is stopped, and returns when one is"
+            )
+            continue
         notes.append(
             f"{job.name} loses replica {placement.replica.index}; its survivors take over, and it "
             "returns on a spare if one is free"
         )
     for job in node.coordinated_jobs.filter(state="running"):
         notes.append(f"{node.name} runs the coordinator of {job.name}")
+    coming = node.placements.filter(standby=True).exclude(state=PlacementState.ENDED)
+    for placement in coming.select_related("replica__job"):
+        replica = placement.replica
+        notes.append(f"the move of replica {replica.index} of {replica.job.name} is given up")
     return notes
 
 

@@ -350,6 +350,18 @@ class Sending(Reasoned):
     vendor_reference = serializers.CharField(max_length=100)
 
 
+class NewMove(Reasoned):
+    replica = serializers.IntegerField(
+        min_value=0, max_value=4096, help_text="The replica's number in the job."
+    )
+    node = serializers.CharField(
+        max_length=64,
+        default=None,
+        allow_null=True,
+        help_text="The id of the node it moves to; the one that suits it best if left out.",
+    )
+
+
 class NewMode(Reasoned):
     cluster = serializers.CharField(max_length=64, help_text="The cluster's id or name.")
     mode = serializers.ChoiceField(Mode.choices)

@@ -91,13 +91,23 @@ class Replica(models.Model):
 
 
 class Placement(models.Model):
-    """One stay of a replica on a node: one start of its process."""
+    """One stay of a replica on a node: one start of its process.
+
+    One that stands by holds the replica's state beside the process that trains, and takes its place
+    at a step's edge: that is how a replica moves. It never outlives what it stands beside as such:
+    once that has ended it is the replica's own.
+    """
 
     id = models.CharField(primary_key=True, max_length=40, default=partial(new_id, "plc"))
     replica = models.ForeignKey(Replica, on_delete=models.CASCADE, related_name="placements")
     node = models.ForeignKey(Node, on_delete=models.PROTECT, related_name="placements")
     state = models.CharField(
         max_length=16, choices=PlacementState.choices, default=PlacementState.STARTING
+    )
+    standby = models.BooleanField(default=False)
+    #: The placement that it was started to replace while that trained.
+    moved_from = models.ForeignKey(
+        "self", null=True, on_delete=models.SET_NULL, related_name="successors"
     )
     pid = models.PositiveIntegerField(null=True)
     created_at = models.DateTimeField(auto_now_add=True)
@@ -109,7 +119,7 @@ class Placement(models.Model):
     class Meta:
         constraints = [
             models.UniqueConstraint(
-                fields=["replica"],
+                fields=["replica", "standby"],
                 condition=~Q(state=PlacementState.ENDED),
                 name="placement_one_alive_per_replica",
             ),

@@ -48,6 +48,8 @@ from controlplane.jobs.models import (
 MAX_POINTS = 1000
 #: How far an incident's fault may lie from the interruption it explains.
 NEAR = timedelta(seconds=120)
+#: How far apart two processes may tell of one and the same moment.
+AT_ONCE = timedelta(seconds=10)
 
 
 def jobs_for(user: User | AnonymousUser) -> QuerySet[Job]:
@@ -121,10 +123,11 @@ def nodes_with(gpu_model: str) -> QuerySet[Gpu, Any]:
 
 @dataclass(frozen=True)
 class Seat:
-    """A replica, where it sits now, and where it sat before (newest first)."""
+    """A replica, where it sits now, where it moves to, and where it sat before (newest first)."""
 
     replica: Replica
     now: Placement | None
+    moving: Placement | None
     before: list[Placement]
 
 
@@ -139,10 +142,18 @@ class IncidentLike(Protocol):
 
 @dataclass(frozen=True)
 class Mark:
-    """An interruption and the incident that tells its story, where one is near enough."""
+    """An interruption, the incident that tells its story where one is near enough, and the
+    replicas that it let train on another node, as the placements that they have there."""
 
     interruption: Interruption
     incident: IncidentLike | None
+    moved: list[Placement]
+
+    @property
+    def joined(self) -> list[int]:
+        """The replicas that came without having trained elsewhere until then."""
+        moved = [placement.replica.index for placement in self.moved]
+        return [index for index in self.interruption.joined if index not in moved]
 
 
 @dataclass(frozen=True)
@@ -173,7 +184,9 @@ def seats(job: Job) -> list[Seat]:
 def _seat(replica: Replica, stays: list[Placement]) -> Seat:
     alive = [stay for stay in stays if stay.state != PlacementState.ENDED]
     ended = [stay for stay in stays if stay.state == PlacementState.ENDED]
-    return Seat(replica, alive[0] if alive else None, ended[:20])
+    now = next((stay for stay in alive if not stay.standby), None)
+    moving = next((stay for stay in alive if stay.standby), None)
+    return Seat(replica, now, moving, ended[:20])
 
 
 def marks(job: Job, *, limit: int = 100) -> list[Mark]:
@@ -185,17 +198,41 @@ def marks(job: Job, *, limit: int = 100) -> list[Mark]:
     incidents = list(
         job.incidents.filter(Q(occurred_at__gte=since) | Q(restored_at__gte=since)).order_by("id")
     )
-    return [Mark(one, _explaining(one, incidents)) for one in interruptions]
+    moves = list(
+        Placement.objects.filter(
+            replica__job=job, standby=False, moved_from__isnull=False, joined_at__gte=since
+        ).select_related("replica", "node", "moved_from__node")
+    )
+    moved = [_moved(one, moves) for one in interruptions]
+    return [
+        Mark(one, _explaining(one, incidents, moving), moving)
+        for one, moving in zip(interruptions, moved, strict=True)
+    ]
 
 
-def _explaining(one: Interruption, incidents: list[Any]) -> IncidentLike | None:
-    """The incident nearest in time among those about a replica that left or came back here."""
+def _moved(one: Interruption, moves: list[Placement]) -> list[Placement]:
+    """Whose process began to train in another's place there. A joining may be told by the process
+    itself a moment before or after those who saw it."""
+    joined = [m for m in moves if m.replica.index in set(one.joined) - set(one.lost)]
+    return [m for m in joined if m.joined_at and abs(m.joined_at - one.committed_at) <= AT_ONCE]
+
+
+def _explaining(
+    one: Interruption, incidents: list[Any], moved: list[Placement]
+) -> IncidentLike | None:
+    """The incident nearest in time among those about a replica that left or came back here.
+
+    A replica that moved came back from nothing, unless its incident ended with that very moment.
+    """
+    elsewhere = [placement.replica.index for placement in moved]
     distances: list[tuple[timedelta, int, IncidentLike]] = []
     for number, incident in enumerate(incidents):
         if incident.replica in one.lost:
             distances.append((abs(incident.occurred_at - one.started_at), number, incident))
         if incident.replica in one.joined and incident.restored_at:
-            distances.append((abs(incident.restored_at - one.committed_at), number, incident))
+            distance = abs(incident.restored_at - one.committed_at)
+            if incident.replica not in elsewhere or distance <= AT_ONCE:
+                distances.append((distance, number, incident))
     near = [distance for distance in distances if distance[0] <= NEAR]
     return min(near)[2] if near else None
 
@@ -311,6 +348,7 @@ def _chart_marks(job: Job, limit: int) -> list[dict[str, Any]]:
             "at": mark.interruption.committed_at.timestamp(),
             "lost": mark.interruption.lost,
             "joined": mark.interruption.joined,
+            "moved": [placement.replica.index for placement in mark.moved],
             "gap_s": mark.interruption.gap_s,
             "incident": mark.incident.id if mark.incident else None,
         }
@@ -356,5 +394,5 @@ def seated(jobs: QuerySet[Job]) -> QuerySet[Job]:
 
 
 def _present_stays() -> Prefetch[Any, Any, Any]:
-    alive = Placement.objects.exclude(state=PlacementState.ENDED).select_related("node")
-    return Prefetch("placements", alive, to_attr="present")
+    alive = Placement.objects.filter(standby=False).exclude(state=PlacementState.ENDED)
+    return Prefetch("placements", alive.select_related("node"), to_attr="present")

@@ -6,6 +6,5 @@ from controlplane.jobs import views
 
 urlpatterns = [
     path("", views.jobs, name="jobs"),
-    path("<str:job_id>", views.job, name="job"),
     path("<str:job_id>/series", views.series, name="job-series"),
 ]

@@ -1,4 +1,4 @@
-"""Pages about training jobs."""
+"""The list of training jobs, and a job's curves. Its page stands in the dashboard."""
 
 from __future__ import annotations
 
@@ -74,32 +74,11 @@ def jobs(request: HttpRequest) -> HttpResponseBase:
 
 @signed_in
 @needs(Access.VIEWER)
-def job(request: HttpRequest, job_id: str) -> HttpResponse:
-    found = selectors.job_for(request.user, job_id)
-    return live_page(request, "jobs/job", [found.cluster], lambda: _job_context(request, found))
-
-
-def _job_context(request: HttpRequest, found: Job) -> dict[str, Any]:
-    return {
-        "job": found,
-        "seats": selectors.seats(found),
-        "marks": selectors.marks(found),
-        "checkpoint": selectors.latest_checkpoint(found),
-        "checkpoints": found.checkpoints.order_by("-step", "-at")[:8],
-        "ledger": selectors.sample_ledger(found),
-        "incidents": found.incidents.order_by("-id")[:8],
-        "windows": {word: label for word, (label, _) in WINDOWS.items()},
-        "window": _window_word(request),
-    }
-
-
-@signed_in
-@needs(Access.VIEWER)
 def series(request: HttpRequest, job_id: str) -> HttpResponse:
     """The curves as JSON columns; 204 when there is nothing after `after_step`."""
     found = selectors.job_for(request.user, job_id)
     after_step = _whole_number(request.GET.get("after_step"))
-    _, window_s = WINDOWS[_window_word(request)]
+    _, window_s = WINDOWS[window_word(request)]
     columns = selectors.series(found, after_step=after_step, window_s=window_s)
     if columns is None:
         return HttpResponse(status=204)
@@ -108,7 +87,8 @@ def series(request: HttpRequest, job_id: str) -> HttpResponse:
     return response
 
 
-def _window_word(request: HttpRequest) -> str:
+def window_word(request: HttpRequest) -> str:
+    """How far back the caller wants to look; one of WINDOWS."""
     word = request.GET.get("window", "30m")
     return word if word in WINDOWS else "30m"
 

@@ -37,7 +37,8 @@ LOCK_TIMEOUT_MS = 5_000
 #: What a verb does: (view, actor, target, order) -> the row that the answer shows, if any. The
 #: target is the object in the path; for a collection, the cluster that the body names.
 Deed = Callable[[Any, Actor, Any, dict[str, Any]], Model | None]
-Plan = Callable[[Any], Mapping[str, Any]]
+#: What the automation would do: (target, order) -> the plan.
+Plan = Callable[[Any, dict[str, Any]], Mapping[str, Any]]
 Handler = Callable[..., Response]
 
 
@@ -128,7 +129,7 @@ def _perform(
             if row is not None:
                 idempotency.keep(row, verb.status, answer)
     except _Undone:
-        plan = verb.plan(target) if verb.plan else None
+        plan = verb.plan(target, order) if verb.plan else None
         return Response({**answer, "dry_run": True, "result": None, "plan": plan})
     return Response(answer, status=verb.status)
 

@@ -196,9 +196,11 @@ function markLines(shown, x, width) {
   const free = [0, 0]; // the right end of the last label in each of two rows
   return shown.map((mark) => {
     const at = x(mark.at);
+    const back = mark.joined.filter((replica) => !mark.moved.includes(replica));
     const words = [
       mark.lost.length ? `lost ${mark.lost.join(", ")}` : "",
-      mark.joined.length ? `${mark.joined.join(", ")} back` : "",
+      back.length ? `${back.join(", ")} back` : "",
+      mark.moved.length ? `${mark.moved.join(", ")} moved` : "",
     ].filter(Boolean).join(", ") || "regrouped";
     const kind = mark.lost.length ? "lost" : "joined";
     const long = words.length * 6.2 + 8;

@@ -290,6 +290,8 @@ BODIES: dict[str, dict[str, Any] | Callable[[World], dict[str, Any]]] = {
     "node-order": {"verb": "drain"},
     "node-maintenance": {"hours": "1"},
     "node-fault": {"kind": "xid79"},
+    "job-move": {"replica": "0"},
+    "api-jobs-migrate": {"replica": 0},
     "maintenance-open": {"hours": "1"},
     "approval-approve": {"digest": "0" * 64},
     "api-jobs-list": lambda world: {

@@ -326,6 +326,7 @@ class Node:
             ingest_url=self.plane.url,
             program=program,
             options={"steps": 3},
+            standby=more.pop("standby", ""),
         )
 
     def started_rank(self, placement: str = "p-1", **more: Any) -> int:

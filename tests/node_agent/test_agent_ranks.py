@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from node_agent import procfs, wire
@@ -62,6 +63,7 @@ def test_a_rank_gets_its_environment_and_is_reported(agent: Node) -> None:
         "DRYDOCK_RANK=0",
         "DRYDOCK_WORLD_REPLICAS=4",
         "DRYDOCK_PLACEMENT=p-1",
+        "DRYDOCK_STANDBY=",
         "DRYDOCK_COORDINATOR=127.0.0.1:1",
         "DRYDOCK_TOKEN=job-token",
         f"DRYDOCK_URL={agent.plane.url}",
@@ -72,6 +74,29 @@ def test_a_rank_gets_its_environment_and_is_reported(agent: Node) -> None:
     assert expected <= set(environment)
     reported = eventually(lambda: agent.plane.reports[-1].processes)
     assert [(process.placement, process.pid) for process in reported] == [("p-1", pid)]
+
+
+def test_a_rank_that_is_to_take_anothers_place_is_told_so(agent: Node) -> None:
+    pid = agent.started_rank(standby="migrate")
+
+    assert "DRYDOCK_STANDBY=migrate" in Path(f"/proc/{pid}/environ").read_text().split("\0")
+
+
+def test_what_is_at_its_default_is_not_sent_for_older_agents_to_refuse() -> None:
+    plain = wire.StartRank(
+        job="job-1",
+        placement="p-1",
+        replica=0,
+        rank=0,
+        world_replicas=1,
+        coordinator="",
+        token="t",
+        ingest_url="",
+        program="train",
+    )
+
+    assert "standby" not in msgspec.to_builtins(plain)
+    assert msgspec.convert(msgspec.to_builtins(plain), wire.StartRank) == plain
 
 
 def test_a_killed_rank_is_told_to_its_coordinator_and_to_the_control_plane(

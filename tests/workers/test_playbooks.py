@@ -17,6 +17,7 @@ from controlplane.health.actions import record_signal
 from controlplane.health.choices import SignalKind
 from controlplane.ids import new_id
 from controlplane.incidents import actions as incidents
+from controlplane.incidents.candidates import free_nodes
 from controlplane.incidents.choices import IncidentState, RunState, StepState
 from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
 from controlplane.jobs import actions as jobs
@@ -28,7 +29,6 @@ from tests.factories import (
 )
 from tests.workers.world import World, answer, drain, mend, run_of, step_of
 from workers import guards
-from workers.nodes import free_nodes
 
 pytestmark = pytest.mark.django_db
 PERSON = Actor(ActorKind.USER, "1")

@@ -59,15 +59,19 @@ class World:
 
     def kill(self, placement: Placement, *, requested: bool = False) -> None:
         """Its process is killed, and its agent says so."""
+        self.exits(placement, signal=9, requested=requested)
+        self.survivors_commit(placement)
+
+    def exits(self, placement: Placement, **how: Any) -> None:
+        """Its process ends, and its agent says how."""
         node = placement.node
         exit_data = {
             "kind": "rank",
             "job": self.job.pk,
             "replica": placement.replica.index,
             "placement": placement.pk,
-            "signal": 9,
             "pid": 1,
-            "requested": requested,
+            **how,
         }
         event = wire.Event(
             id=new_id("evt"),
@@ -79,7 +83,6 @@ class World:
         )
 
         record_events(node.pk, [event])
-        self.survivors_commit(placement)
 
     def kernel_says(self, node: Node, *lines: str) -> None:
         """Its agent tells these lines of the kernel's log."""

@@ -58,6 +58,12 @@ class End(Outcome):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fail(End):
+    """What the run is there for will not happen, and everything is as it was before: it has failed,
+    and asks nobody for anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ask(Outcome):
     """Automation must not go on alone: a person decides."""
 

@@ -5,10 +5,20 @@ They have read the dry run, so the guards do not hold them up; everything else i
 
 from __future__ import annotations
 
+from datetime import timedelta
+
+from django.utils import timezone
+
+from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import COMMAND_FINISHED, CommandState, NodeState, Rung
 from controlplane.fleet.models import Command
-from controlplane.incidents.choices import Effect
+from controlplane.incidents import actions as incidents
+from controlplane.incidents.choices import RUN_ACTIVE, Effect
+from controlplane.incidents.models import PlaybookRun
+from controlplane.incidents.moves import plan_move
+from controlplane.jobs.choices import PlacementState
+from controlplane.jobs.models import Placement
 from node_agent import wire
 from workers.playbooks import node_steps
 from workers.playbooks.base import (
@@ -26,6 +36,8 @@ from workers.repair import diagnosis_passed
 
 #: A drain that is not done by then has failed, in seconds.
 DRAIN_S = 600.0
+#: A replica that has not moved away by then is stopped, in seconds.
+MOVE_S = 300.0
 
 
 def drain(ctx: StepContext) -> Outcome:
@@ -40,6 +52,39 @@ def drain(ctx: StepContext) -> Outcome:
         fleet.set_drained_by(actor, node.pk, f"user/{actor.id}", reason)
 
     return Done(text=f"{node.name} takes no new work", apply=apply)
+
+
+def move_away(ctx: StepContext) -> Outcome:
+    """Let its replicas train elsewhere before it is emptied; what cannot move is stopped there."""
+    node = node_steps.node_of(ctx)
+    held = Placement.objects.filter(node=node, standby=False).exclude(state=PlacementState.ENDED)
+    placement = held.select_related("replica__job").first()
+    if placement is None:
+        return Done(text=f"nothing trains on {node.name}")
+    job, index = placement.replica.job, placement.replica.index
+    run = PlaybookRun.objects.filter(job=job, context__drains=ctx.run.pk).first()
+    waited = timezone.now() - (ctx.step.started_at or timezone.now())
+    if run is not None and run.state in RUN_ACTIVE and waited < timedelta(seconds=MOVE_S):
+        return Wait(text=f"replica {index} of {job.name} moves: {run.title}", wake_s=1.0)
+    if run is not None:
+        why = run.state_reason or f"not moved within {MOVE_S:g} s"
+        return Done(text=f"replica {index} of {job.name} is stopped on {node.name}: {why}")
+    try:
+        plan_move(job, index)
+    except Conflict as conflict:
+        words = f"replica {index} of {job.name} is stopped on {node.name}: {conflict.detail}"
+        return Done(text=words)
+
+    def order() -> None:
+        incidents.move_replica(
+            node_steps.actor_of(ctx),
+            job.pk,
+            index,
+            reason=f"{ctx.run.title}: {ctx.values.get('reason', '')}",
+            drains=ctx.run.pk,
+        )
+
+    return Wait(text=f"replica {index} of {job.name} is to train elsewhere", apply=order)
 
 
 def end_quarantined(ctx: StepContext) -> Outcome:
@@ -137,7 +182,7 @@ def _choice(act: object, title: str) -> StepDefinition:
 PLAYBOOKS = (
     _order(
         "drain-node",
-        "Empties a node for a person and quarantines it; its replicas return on spares.",
+        "Empties a node for a person and quarantines it; its replicas move away first.",
         StepDefinition(
             key="drain",
             title="Let it take no new work",
@@ -145,6 +190,15 @@ PLAYBOOKS = (
             effect=Effect.IDEMPOTENT,
             prose="Mark it draining, with your name.",
             undo="Return it.",
+        ),
+        StepDefinition(
+            key="move-away",
+            title="Let its replica train elsewhere",
+            act=move_away,
+            effect=Effect.IDEMPOTENT,
+            timeout_s=2 * MOVE_S,
+            prose="Move it from the job's page. One that cannot move is stopped with the node, and "
+            "returns on a spare; the others cover it.",
         ),
         node_steps.QUARANTINE,
         _STAY,

@@ -157,7 +157,7 @@ def _take_out(ctx: StepContext, node: Node) -> Any:
             jobs.end_placement(
                 actor_of(ctx), placement.pk, f"{node.name} was taken out", free_node=False
             )
-            if placement.replica.job.state in JOB_ACTIVE:
+            if placement.replica.job.state in JOB_ACTIVE and not placement.standby:
                 # Its loss may be told only after this, and would then be old news.
                 incidents.bring_back(placement, timezone.now())
         fleet.transition(actor_of(ctx), node.pk, NodeState.QUARANTINED, reason=reason)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import datetime, timedelta
+from typing import Literal
 
 from django.conf import settings
 from django.utils import timezone
@@ -20,6 +21,7 @@ from controlplane.health.actions import card_at, record_failure
 from controlplane.health.choices import Action, FaultClass, SignalKind, Urgency
 from controlplane.health.models import Signal
 from controlplane.incidents import actions as incidents
+from controlplane.incidents.candidates import free_nodes, wanted_by
 from controlplane.incidents.choices import RUN_UNFINISHED, Effect, RunState, StepState
 from controlplane.incidents.models import PlaybookRun, PlaybookStep
 from controlplane.jobs import actions as jobs
@@ -27,7 +29,6 @@ from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Interruption, Placement, ProgressSample, Replica
 from node_agent import wire
 from workers import recovery, triage
-from workers.nodes import free_nodes, wanted_by
 from workers.playbooks.base import (
     Ask,
     Back,
@@ -138,11 +139,14 @@ def choose_place(ctx: StepContext) -> Outcome:
         pk=ctx.values["lost_placement"]
     )
     job = placement.replica.job
-    others = (
-        Placement.objects.filter(replica__job=job)
-        .exclude(state=PlacementState.ENDED)
-        .exclude(replica=placement.replica)
-    )
+    alive = Placement.objects.filter(replica__job=job).exclude(state=PlacementState.ENDED)
+    successor = alive.filter(moved_from=placement).select_related("node").first()
+    if successor is not None:
+        return Done(
+            text=f"it was being moved to {successor.node.name}: the process there takes its place",
+            context={"strategy": "standby", "target": successor.node_id},
+        )
+    others = alive.exclude(replica=placement.replica).filter(standby=False)
     spare = choose_spare(
         [
             c
@@ -229,6 +233,8 @@ def start_replica(ctx: StepContext) -> Outcome:
     replica = _replica(ctx)
     target = Node.objects.select_related("lease").get(pk=ctx.values["target"])
     lost = Placement.objects.get(pk=ctx.values["lost_placement"])
+    if ctx.values["strategy"] == "standby":
+        return _let_standby_have_it(ctx, lost, target)
     placement_id = ctx.placement_id()
     command = Command.objects.filter(requester=ctx.requester(), verb="start_rank").first()
     if command is None:
@@ -263,6 +269,20 @@ def start_replica(ctx: StepContext) -> Outcome:
     if command.state in COMMAND_FINISHED:
         return _start_failed(ctx, target, command)
     return Wait(text=f"waiting for {target.name} to start it")
+
+
+def _let_standby_have_it(ctx: StepContext, lost: Placement, target: Node) -> Outcome:
+    """What was started to replace the lost one takes its place: nothing else is started."""
+    successor = lost.successors.filter(node=target).latest("created_at")
+
+    def apply() -> None:
+        jobs.end_placement(SYSTEM, lost.pk, ctx.incident.cause, free_node=True)
+
+    return Done(
+        text=f"the process that stood by on {target.name} has its place",
+        context={"placement": successor.pk},
+        apply=apply,
+    )
 
 
 def _start_failed(ctx: StepContext, target: Node, command: Command) -> Outcome:
@@ -322,7 +342,7 @@ def await_rejoin(ctx: StepContext) -> Outcome:
 
 PLAYBOOK = Playbook(
     name="replica-lost",
-    version=3,
+    version=4,
     summary="Finds out why a replica was lost and lets it train again, in place or on a spare.",
     deadline_s=7 * 86_400,
     steps=(
@@ -384,8 +404,10 @@ PLAYBOOK = Playbook(
 )
 
 
-def start_rank_command(replica: Replica, placement_id: str) -> wire.StartRank:
-    """The order to start the one rank of a replica."""
+def start_rank_command(
+    replica: Replica, placement_id: str, standby: Literal["", "migrate"] = ""
+) -> wire.StartRank:
+    """The order to start the one rank of a replica, or one that is to take its place."""
     job = replica.job
     return wire.StartRank(
         job=job.pk,
@@ -398,6 +420,7 @@ def start_rank_command(replica: Replica, placement_id: str) -> wire.StartRank:
         ingest_url=settings.INGEST_URL,
         program=job.program,
         options=job.options,
+        standby=standby,
     )
 
 

@@ -9,12 +9,12 @@ from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import COMMAND_FINISHED, CommandState
 from controlplane.fleet.models import Command, Node
+from controlplane.incidents.candidates import free_nodes
 from controlplane.incidents.choices import Effect
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
 from controlplane.jobs.models import Job, Replica
 from node_agent import wire
-from workers.nodes import free_nodes
 from workers.playbooks.base import (
     Ask,
     Back,

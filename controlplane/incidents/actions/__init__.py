@@ -28,6 +28,7 @@ from controlplane.incidents.actions.incidents import (
 from controlplane.incidents.actions.requests import (
     admit_node,
     bring_back,
+    move_replica,
     open_for_replica,
     order_node,
     repair_node,
@@ -59,6 +60,7 @@ __all__ = [
     "cancel_run",
     "close_breaker",
     "close_case",
+    "move_replica",
     "open_breaker_on_burst",
     "open_case",
     "open_for_replica",

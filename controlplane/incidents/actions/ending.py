@@ -5,14 +5,12 @@ from __future__ import annotations
 from controlplane.accounts.models import Actor
 from controlplane.fleet.changes import change
 from controlplane.incidents.actions.incidents import resolve
+from controlplane.incidents.actions.requests import FOR_THE_JOB
 from controlplane.incidents.actions.runs import cancel_run
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED, RUN_UNFINISHED
 from controlplane.incidents.models import Incident, PlaybookRun
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.models import Job
-
-#: Playbooks whose only aim is that the job goes on.
-FOR_THE_JOB = ("replica-lost", "start-job", "restore-coordinator")
 
 
 @change()

@@ -7,11 +7,13 @@ from typing import Any
 
 from django.utils import timezone
 
+from controlplane.accounts.choices import ActorKind
 from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.errors import Conflict
 from controlplane.fleet.changes import change
 from controlplane.fleet.models import Node
 from controlplane.health.choices import Action, Urgency
+from controlplane.ids import new_id
 from controlplane.incidents.actions.incidents import open_or_merge, resolve
 from controlplane.incidents.actions.runs import cancel_run, request_run
 from controlplane.incidents.choices import (
@@ -25,10 +27,15 @@ from controlplane.incidents.models import (
     PlaybookRun,
     PlaybookStep,
 )
+from controlplane.incidents.moves import PLAYBOOK as MOVE_PLAYBOOK
+from controlplane.incidents.moves import plan_move
 from controlplane.incidents.plans import NODE_ORDERS, check_order
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.models import Job, Placement
 from workers.triage import ACTIONS
+
+#: Playbooks whose only aim is that the job goes on.
+FOR_THE_JOB = ("replica-lost", MOVE_PLAYBOOK, "start-job", "restore-coordinator")
 
 
 def admit_node(actor: Actor, node_id: str) -> PlaybookRun:
@@ -71,6 +78,44 @@ def order_node(actor: Actor, node_id: str, verb: str, reason: str) -> PlaybookRu
         node_id=node_id,
         context={"reason": reason, "by": actor.id},
         requested_by=actor.id,
+    )
+
+
+@change()
+def move_replica(
+    actor: Actor, job_id: str, index: int, *, node_id: str = "", reason: str, drains: str = ""
+) -> PlaybookRun:
+    """Have a replica train on another node from a step's edge on, with no loss.
+
+    Where to is chosen as for a replica that lost its node, unless `node_id` says so. `drains` is
+    the run that empties its node, if one does. Raises Conflict without a reason, or where it
+    cannot be moved, or not there.
+    """
+    if not reason.strip():
+        raise Conflict("an order needs a reason, for the record")
+    job = Job.objects.select_for_update(no_key=True).get(pk=job_id)
+    move = plan_move(job, index, node_id)
+    standby = jobs.stand_by(
+        actor, move.replica.pk, move.target.pk, placement_id=new_id("plc"), reason=reason
+    )
+    return request_run(
+        actor,
+        MOVE_PLAYBOOK,
+        f"{job_id}/{index}",
+        cluster_id=job.cluster_id,
+        title=move.title,
+        job_id=job_id,
+        node_id=move.before.node_id,
+        context={
+            "replica": index,
+            "from": move.before.pk,
+            "placement": standby.pk,
+            "spare": move.target.spare,
+            "reason": reason,
+            "by": actor.id,
+            "drains": drains,
+        },
+        requested_by="" if actor.kind == ActorKind.SYSTEM else actor.id,
     )
 
 
@@ -165,7 +210,7 @@ def restart_job(actor: Actor, job_id: str, reason: str) -> PlaybookRun:
     job = Job.objects.get(pk=job_id)
     moot = PlaybookRun.objects.filter(
         job=job,
-        playbook__in=["replica-lost", "start-job", "restore-coordinator"],
+        playbook__in=FOR_THE_JOB,
         state__in=RUN_UNFINISHED,
     )
     for run in list(moot):

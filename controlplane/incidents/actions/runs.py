@@ -34,6 +34,7 @@ from controlplane.incidents.models import (
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Placement
+from node_agent import wire
 
 
 @change()
@@ -164,6 +165,7 @@ def cancel_run(actor: Actor, run_id: str, reason: str) -> None:
         raise Conflict(f"this run is {run.get_state_display().lower()} already")
     for step_id in run.steps.values_list("pk", flat=True):
         fleet.call_back_commands(step_id)
+    _stop_standby(actor, run, reason)
     stillborn = Placement.objects.filter(
         pk=run.context.get("placement", ""), state=PlacementState.STARTING
     )
@@ -177,6 +179,17 @@ def cancel_run(actor: Actor, run_id: str, reason: str) -> None:
         state=ApprovalState.VOID, decided_at=timezone.now()
     )
     _set_run(actor, run, RunState.CANCELLED, reason or "cancelled", "run.cancel")
+
+
+def _stop_standby(actor: Actor, run: PlaybookRun, reason: str) -> None:
+    """A process that stood by for a replica is killed; the one that trains is not touched."""
+    standby = Placement.objects.filter(pk=run.context.get("placement", ""), standby=True)
+    for placement in standby.exclude(state=PlacementState.ENDED):
+        order = wire.StopProcess(placement=placement.pk, grace_s=0)
+        fleet.queue_command(actor, placement.node_id, order, requester=f"{run.pk}.cancel")
+        jobs.give_up_move(actor, placement.pk, f"cancelled: {reason}")
+        if run.context.get("spare"):
+            jobs.keep_as_spare(actor, placement.node_id, f"{run.title}: cancelled")
 
 
 @change()

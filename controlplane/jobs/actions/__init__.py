@@ -11,7 +11,9 @@ from controlplane.jobs.actions.jobs import (
     register,
     request_stop,
     set_coordinator,
+    vacate,
 )
+from controlplane.jobs.actions.moves import give_up_move, keep_as_spare, stand_by, take_place
 from controlplane.jobs.actions.spares import (
     exclude_node,
     expire_reservations,
@@ -28,7 +30,9 @@ __all__ = [
     "end_placement",
     "exclude_node",
     "expire_reservations",
+    "give_up_move",
     "include_node",
+    "keep_as_spare",
     "place",
     "record_progress",
     "record_runtime_batch",
@@ -37,4 +41,7 @@ __all__ = [
     "request_stop",
     "reserve_spare",
     "set_coordinator",
+    "stand_by",
+    "take_place",
+    "vacate",
 ]

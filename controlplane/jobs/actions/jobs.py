@@ -123,21 +123,8 @@ def place(actor: Actor, replica_id: str, node_id: str, *, placement_id: str) -> 
     )
     if replica.placements.exclude(state=PlacementState.ENDED).exists():
         raise Conflict(f"replica {replica.index} of {replica.job.name} is placed already")
-    if Placement.objects.filter(node_id=node_id).exclude(state=PlacementState.ENDED).exists():
-        raise Conflict("this node holds another replica")
-    if _node_state(node_id) != NodeState.ALLOCATED:
-        fleet.transition(
-            actor,
-            node_id,
-            NodeState.ALLOCATED,
-            reason=f"replica {replica.index} of {replica.job.name}",
-        )
-        # It is needed now; another may take its part.
-        fleet.set_spare(actor, node_id, False, reason="it takes a replica")
+    take_node(actor, node_id, replica)
     placement = Placement.objects.create(pk=placement_id, replica=replica, node_id=node_id)
-    SpareReservation.objects.filter(node_id=node_id, released_at=None).update(
-        released_at=timezone.now()
-    )
     set_replicas(replica.job, [replica.index], ReplicaState.STARTING)
     audit(
         actor,
@@ -151,21 +138,41 @@ def place(actor: Actor, replica_id: str, node_id: str, *, placement_id: str) -> 
     return placement
 
 
+def take_node(actor: Actor, node_id: str, replica: Replica) -> None:
+    """Let a node be allocated to a replica. Raises Conflict if it is not free."""
+    if Placement.objects.filter(node_id=node_id).exclude(state=PlacementState.ENDED).exists():
+        raise Conflict("this node holds another replica")
+    if _node_state(node_id) != NodeState.ALLOCATED:
+        fleet.transition(
+            actor,
+            node_id,
+            NodeState.ALLOCATED,
+            reason=f"replica {replica.index} of {replica.job.name}",
+        )
+        # It is needed now; another may take its part.
+        fleet.set_spare(actor, node_id, False, reason="it takes a replica")
+    SpareReservation.objects.filter(node_id=node_id, released_at=None).update(
+        released_at=timezone.now()
+    )
+
+
 @change()
 def end_placement(actor: Actor, placement_id: str, reason: str, *, free_node: bool) -> bool:
     """Note that this process is gone; its replica is lost until it is placed anew.
 
-    `free_node` gives an allocated node back to the pool; a replica that returns in place keeps it.
-    Returns False if the placement had ended before.
+    Whoever stood by for it has its place from now on. The end of a process that only stood by takes
+    nothing from its replica. `free_node` gives an allocated node back to the pool; a replica that
+    returns in place keeps it. Returns False if the placement had ended before.
     """
     placement = Placement.objects.select_related("replica__job").get(pk=placement_id)
     ended = Placement.objects.filter(pk=placement_id).exclude(state=PlacementState.ENDED)
     if not ended.update(state=PlacementState.ENDED, ended_at=timezone.now(), end_reason=reason):
         return False
     job = placement.replica.job
-    set_replicas(job, [placement.replica.index], ReplicaState.LOST)
-    if free_node and _node_state(placement.node_id) == NodeState.ALLOCATED:
-        fleet.transition(actor, placement.node_id, NodeState.AVAILABLE, reason="its replica left")
+    if not placement.standby:
+        set_replicas(job, [placement.replica.index], _succeeded(placement.replica))
+    if free_node:
+        vacate(actor, placement)
     audit(
         actor,
         "replica.end",
@@ -180,6 +187,18 @@ def end_placement(actor: Actor, placement_id: str, reason: str, *, free_node: bo
     if job.state == JobState.STOPPING and not _alive(job).exists():
         end_job(actor, job.pk, "its last process has left")
     return True
+
+
+@change()
+def vacate(actor: Actor, placement: Placement) -> None:
+    """Give a node back to the pool, now that nothing of this ended placement runs there.
+
+    One that is in other hands by now, or holds another replica, stays as it is.
+    """
+    held = Placement.objects.filter(node=placement.node_id).exclude(state=PlacementState.ENDED)
+    if _node_state(placement.node_id) == NodeState.ALLOCATED and not held.exists():
+        fleet.transition(actor, placement.node_id, NodeState.AVAILABLE, reason="its replica left")
+        doorbell.ring_after_commit(f"node/{placement.node_id}")
 
 
 @change()
@@ -250,6 +269,15 @@ def set_job(actor: Actor, job: Job, to: JobState, reason: str, verb: str) -> Non
     )
     touch(job.cluster_id)
     doorbell.ring_after_commit(f"job/{job.pk}")
+
+
+def _succeeded(replica: Replica) -> ReplicaState:
+    """Give the replica to whoever stood by for it; its state without what it had until now."""
+    alive = replica.placements.exclude(state=PlacementState.ENDED)
+    if not alive.filter(standby=True).update(standby=False):
+        return ReplicaState.LOST
+    up = alive.filter(state=PlacementState.RUNNING).exists()
+    return ReplicaState.JOINING if up else ReplicaState.STARTING
 
 
 def _alive(job: Job) -> QuerySet[Placement]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
+from django.db.models import Q
 from django.utils import timezone
 
 from controlplane import doorbell
@@ -13,6 +14,7 @@ from controlplane.fleet.changes import change, touch
 from controlplane.health.actions import record_signal
 from controlplane.health.choices import SignalKind
 from controlplane.jobs.actions.jobs import end_placement, set_job, set_replicas
+from controlplane.jobs.actions.moves import take_place
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import (
     Checkpoint,
@@ -25,6 +27,8 @@ from controlplane.jobs.models import (
 )
 from runtime import client
 
+#: What a process says that another has replaced, before the other's placement.
+REPLACED = "replaced by "
 #: Clocks may differ by so much.
 MAX_AHEAD = timedelta(minutes=5)
 
@@ -40,7 +44,7 @@ def record_runtime_batch(
         if isinstance(message, client.Hello):
             _record_hello(job, batch, message)
         elif isinstance(message, client.Progress):
-            _record_progress(job, message)
+            _record_progress(job, batch, message)
         elif isinstance(message, client.Ledger):
             _record_ledger(job, message)
         elif isinstance(message, client.PeerLost):
@@ -63,18 +67,25 @@ def record_runtime_batch(
 
 
 def _record_hello(job: Job, batch: client.Batch, message: client.Hello) -> None:
-    started = Placement.objects.filter(
-        pk=batch.placement, replica__job=job, state=PlacementState.STARTING
+    # One that was told to train already may not have been heard itself yet.
+    unheard = Placement.objects.filter(
+        Q(state=PlacementState.STARTING) | Q(state=PlacementState.RUNNING, pid=None),
+        pk=batch.placement,
+        replica__job=job,
     )
-    if started.update(
-        state=PlacementState.RUNNING, pid=message.pid, started_at=_moment(message.at)
-    ):
+    placement = unheard.first()
+    if placement is None:
+        return
+    unheard.update(state=PlacementState.RUNNING, pid=message.pid, started_at=_moment(message.at))
+    # One that stands by takes nothing from its replica, and one that trains already is past this.
+    if not placement.standby and placement.joined_at is None:
         set_replicas(job, [batch.replica], ReplicaState.JOINING)
-        doorbell.ring_after_commit(f"job/{job.pk}")
+    doorbell.ring_after_commit(f"job/{job.pk}")
 
 
-def _record_progress(job: Job, message: client.Progress) -> None:
+def _record_progress(job: Job, batch: client.Batch, message: client.Progress) -> None:
     at = _moment(message.at)
+    _moved(job, batch.placement, at)  # only one that trains tells of commits
     ProgressSample.objects.update_or_create(
         job=job,
         step=message.step,
@@ -162,10 +173,17 @@ def _record_peer_lost(job: Job, batch: client.Batch, message: client.PeerLost) -
         placement_id=message.placement,
         data={"how": message.how, "step": message.step, "epoch": message.epoch},
     )
+    _moved(job, message.placement, _moment(message.at))  # only one that trained can be lost
 
 
 def _record_regrouped(job: Job, message: client.Regrouped) -> None:
     committed_at = _moment(message.committed_at)
+    for replica in set(message.joined) - set(message.lost):
+        if _was_member(job, replica, message.epoch):
+            standby = Placement.objects.filter(
+                replica__job=job, replica__index=replica, standby=True
+            ).exclude(state=PlacementState.ENDED)
+            _moved(job, standby.values_list("pk", flat=True).first() or "", committed_at)
     Interruption.objects.get_or_create(
         job=job,
         epoch=message.epoch,
@@ -217,6 +235,9 @@ def _record_trouble(job: Job, batch: client.Batch, message: client.Trouble) -> N
 def _record_stopped(job: Job, batch: client.Batch, message: client.Stopped) -> None:
     if not message.clean:
         return  # its process is about to exit, and that is what an incident begins with
+    successor = message.reason.removeprefix(REPLACED)
+    if successor != message.reason:
+        _moved(job, successor, _moment(message.at))
     if Placement.objects.filter(pk=batch.placement, replica__job=job).exists():
         end_placement(SYSTEM, batch.placement, f"left: {message.reason}", free_node=True)
 
@@ -269,16 +290,55 @@ def _activate(job: Job, replicas: list[int], at: datetime) -> None:
         replica__job=job,
         replica__index__in=replicas,
         state=PlacementState.RUNNING,
+        standby=False,
         joined_at=None,
         started_at__lte=at,
     )
     indices = list(joined.values_list("replica__index", flat=True))
     if indices:
         Placement.objects.filter(replica__job=job, replica__index__in=indices).filter(
-            state=PlacementState.RUNNING, joined_at=None
+            state=PlacementState.RUNNING, standby=False, joined_at=None
         ).update(joined_at=at)
         set_replicas(job, indices, ReplicaState.ACTIVE)
         doorbell.ring_after_commit(f"job/{job.pk}")
+
+
+def _moved(job: Job, placement_id: str, at: datetime) -> None:
+    """If this process stood by for a replica of the job, it trains in the replica's place now."""
+    standby = (
+        Placement.objects.select_related("node", "replica")
+        .filter(pk=placement_id, replica__job=job, standby=True)
+        .first()
+    )
+    if standby is None:
+        return
+    take_place(standby, at)
+    doorbell.ring_after_commit(f"job/{job.pk}")
+    if standby.state == PlacementState.ENDED:
+        # It was given up and ended in that very moment; perhaps nobody is left to miss it.
+        record_signal(
+            f"moved-and-lost:{standby.pk}",
+            SignalKind.PEER_LOST,
+            source="the process that it replaced",
+            observed_at=at,
+            job_id=job.pk,
+            replica=standby.replica.index,
+            placement_id=standby.pk,
+            data={"how": "agent", "step": job.step},
+        )
+
+
+def _was_member(job: Job, replica: int, epoch: int) -> bool:
+    """Whether this replica trained in the epoch before, as far as was told.
+
+    If it did, and joins without being lost, another process has its place; else it may have come
+    back itself.
+    """
+    before = Interruption.objects.filter(job=job, epoch=epoch - 1).first()
+    if before is None:
+        told = ProgressSample.objects.filter(job=job, epoch__lt=epoch).order_by("-step").first()
+        return told is not None and replica in told.replicas
+    return replica in before.replicas
 
 
 def _moment(unix_time: float) -> datetime:

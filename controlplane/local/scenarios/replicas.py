@@ -157,7 +157,7 @@ def _ready_job(needs_spare: bool) -> Job:
 
 def _choose_victim(job: Job) -> Placement:
     placements = Placement.objects.select_related("node", "replica").filter(
-        replica__job=job, state=PlacementState.RUNNING
+        replica__job=job, state=PlacementState.RUNNING, standby=False
     )
     return random.choice(list(placements))  # noqa: S311 - any will do
 
@@ -165,7 +165,7 @@ def _choose_victim(job: Job) -> Placement:
 def _scene(job: Job, victim: Placement) -> Scene:
     job.refresh_from_db()
     running = Placement.objects.select_related("replica").filter(
-        replica__job=job, state=PlacementState.RUNNING
+        replica__job=job, state=PlacementState.RUNNING, standby=False
     )
     return Scene(
         job=job,
@@ -254,7 +254,7 @@ def _problems(fault: Fault, scene: Scene, incident: Incident, result: Result) ->
     now = {
         p.replica.index: (p.pk, p.pid)
         for p in Placement.objects.select_related("replica").filter(
-            replica__job=scene.job, state=PlacementState.RUNNING
+            replica__job=scene.job, state=PlacementState.RUNNING, standby=False
         )
     }
     for index, process in scene.survivors.items():
@@ -277,7 +277,7 @@ def _problems(fault: Fault, scene: Scene, incident: Incident, result: Result) ->
     if "serial" in result.facts and result.facts["card"] != result.facts["serial"]:
         problems.append("the failure names another card")
     if not fault.node_out and not scene.victim.node.placements.filter(
-        replica=scene.victim.replica, state=PlacementState.RUNNING
+        replica=scene.victim.replica, state=PlacementState.RUNNING, standby=False
     ):
         problems.append(f"the replica did not return on {scene.victim.node.name}")
     return problems

@@ -8,6 +8,7 @@ from controlplane.accounts.models import SYSTEM
 from controlplane.errors import Conflict
 from controlplane.fleet.models import Cluster, Node
 from controlplane.incidents.actions.ending import end_job
+from controlplane.incidents.candidates import free_nodes
 from controlplane.incidents.choices import IncidentState, RunState
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
@@ -22,7 +23,6 @@ from tests.factories import (
     ProgressSampleFactory,
     ReplicaFactory,
 )
-from workers.nodes import free_nodes
 
 pytestmark = pytest.mark.django_db
 

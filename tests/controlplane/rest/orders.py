@@ -10,6 +10,7 @@ from typing import Any
 from django.utils import timezone
 
 from controlplane.api import RESOURCES
+from tests import factories as make
 from tests.controlplane.rest.world import World
 
 WHY = {"reason": "a test"}
@@ -62,6 +63,14 @@ def _resolve(world: World) -> Order:
     return Order(f"{world.path('incidents')}/resolve")
 
 
+def _migrate(world: World) -> Order:
+    job: Any = world.objects["jobs"]
+    _changed(world, "jobs", coordinator_address="127.0.0.1:4000", gpus_per_replica=1)
+    replica = make.ReplicaFactory(job=job, index=job.replicas.count())
+    make.PlacementFactory(replica=replica)
+    return Order(f"{world.path('jobs')}/migrate", WHY | {"replica": replica.index}, 202)
+
+
 def _exclude(world: World) -> Order:
     node = world.objects["nodes"].pk
     return Order(f"{world.path('jobs')}/exclusions", WHY | {"node": node}, 201)
@@ -108,6 +117,7 @@ ORDERS: dict[str, Callable[[World], Order]] = {
     "jobs/end": _on("jobs", "end"),
     "jobs/exclusions": _exclude,
     "jobs/include": _include,
+    "jobs/migrate": _migrate,
     "jobs/progress": lambda world: Order(f"{world.path('jobs')}/progress", {"step": 7}),
     "maintenance/close": _on("maintenance", "close"),
     "maintenance/create": _window,

@@ -69,7 +69,7 @@ def one_of_each() -> World:
 def playbooks() -> None:
     """What the keeper publishes of the workers' playbooks, as far as orders need it."""
     step = {"key": "do", "title": "Do it", "disruptive": True, "does": ["power-cycle {node}"]}
-    names = {*NODE_ORDERS.values(), "repair-node", "replica-lost"}
+    names = {*NODE_ORDERS.values(), "repair-node", "replica-lost", "move-replica"}
     Playbook.objects.bulk_create(
         [
             Playbook(name=name, version=1, summary="Does it", deadline_s=60, steps=[step])

@@ -1,4 +1,4 @@
-"""Which nodes are free to take a rank."""
+"""Which nodes are free to take a rank, and what a replica needs of one."""
 
 from __future__ import annotations
 

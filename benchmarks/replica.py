@@ -1,0 +1,89 @@
+"""Our replicas beside torchft's and plain DDP: a healthy step, a SIGKILL of a peer, a newcomer.
+
+    python benchmarks/replica.py [--quick] [--parts healthy,kill,rejoin] [--json FILE] [--plot FILE]
+
+All train the same model on the same torch, in turns in one run. torchft 0.2.0 and its nightly of
+2026-10-26 are installed on first use, each in an environment of its own outside the repository.
+docs/replica-benchmark.md says what each column means. A full run takes about half an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.rivals import plot, report
+from benchmarks.rivals.results import PARTS, Plan, measure
+
+QUICK = {"rounds": 4, "kills": 8, "rival_kills": 4, "default_kills": 0, "rejoins": 1}
+
+
+def main() -> None:
+    options = arguments()
+    kept = options.json is not None and options.json.exists()
+    results = json.loads(options.json.read_text()) if kept else {}
+    if options.parts:
+        began = time.monotonic()
+        plan = Plan(
+            replicas=options.replicas,
+            rounds=options.rounds,
+            our_kills=options.kills,
+            rival_kills=options.rival_kills,
+            default_kills=options.default_kills,
+            rejoins=options.rejoins,
+        )
+
+        def say(what: str) -> None:
+            print(f"{time.monotonic() - began:5.0f} s  {what}", file=sys.stderr, flush=True)
+
+        for part in options.parts:
+            folder = Path(tempfile.mkdtemp(prefix=f"drydock-replica-{part}-"))
+            say(f"part {part}; if it fails, see the logs in {folder}")
+            results |= measure(plan, part, folder, say)
+            shutil.rmtree(folder)
+            if options.json is not None:
+                options.json.write_text(json.dumps(results, indent=1) + "\n")
+    if options.plot is not None:
+        options.plot.write_text(plot.svg(results))
+    print("\n".join(report.lines(results)))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--parts", type=parts, default=PARTS, help="some of these; '' only tells what FILE holds"
+    )
+    parser.add_argument("--quick", action="store_true", help="a look, in a few minutes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="kept there, part by part")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="an SVG of all parts")
+    parser.add_argument("--replicas", type=int, default=4, choices=[2, 3, 4, 6, 12])
+    parser.add_argument("--rounds", type=int, default=24, help="turns of each in health")
+    parser.add_argument("--kills", type=int, default=100, help="of ours, for each traffic")
+    parser.add_argument("--rival-kills", type=int, default=20)
+    parser.add_argument("--default-kills", type=int, default=4, help="of rivals as they come")
+    parser.add_argument("--rejoins", type=int, default=5, help="of each, for each size of state")
+    options = parser.parse_args()
+    if options.quick:
+        vars(options).update(QUICK)
+    return options
+
+
+def parts(text: str) -> tuple[str, ...]:
+    wanted = tuple(part for part in text.split(",") if part)
+    for part in wanted:
+        if part not in PARTS:
+            raise argparse.ArgumentTypeError(f"no part {part!r}; use some of {', '.join(PARTS)}")
+    return wanted
+
+
+if __name__ == "__main__":
+    main()

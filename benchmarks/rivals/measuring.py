@@ -1,0 +1,257 @@
+"""The three measurements: a step in health, a SIGKILL of a peer, a newcomer.
+
+Contenders take turns in short blocks, so that all meet the same machine.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+from benchmarks.rivals.contenders import Contender
+from benchmarks.rivals.figures import Samples, account, gap, median_step
+from benchmarks.rivals.fleet import Job, Member, Nursery
+from benchmarks.rivals.task import FOR_EVER, GLOBAL_BATCH, SHARD_SIZE, TRAFFIC, Model
+
+STEPS = 20  # of a turn in health
+WARMING = 5  # steps before them
+SETTLED = 8  # whole steps in a row by all replicas, before anything is done to them
+AFTER = 5  # commits of each survivor after a kill, before its gap is believed to be over
+ALONE = 10  # the same before a newcomer comes
+PATIENCE_S = 30.0
+FALSE_STARTS = 2
+
+
+@dataclass(frozen=True)
+class Turns:
+    """A contender's turns in health, each with what plain DDP took just before and after it."""
+
+    seconds: list[float]  # a step
+    over_ddp: list[float]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What one SIGKILL did to the others."""
+
+    step_s: float  # before it
+    gap_s: float | None  # the survivors' longest time between commits; None: nobody went on
+    died: int  # survivors
+    hung: int  # survivors that lived and committed nothing more
+    samples: Samples  # from the kill until the replica was back
+    words: str  # of a survivor that died
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """What one newcomer did to the others."""
+
+    step_s: float  # with all replicas
+    gap_s: float
+    service_s: float  # its start -> its first share of a committed step; torch was imported before
+
+
+class Bench:
+    """Where jobs of all contenders are started, with a nursery for each kind."""
+
+    def __init__(self, folder: Path, replicas: int, seed: int) -> None:
+        self.folder = folder
+        self.replicas = replicas
+        self.chance = random.Random(seed)  # noqa: S311 - moments, not secrets
+        self._nurseries: dict[tuple[str, str], Nursery] = {}
+        self._numbers = count()
+
+    def end(self) -> None:
+        for nursery in self._nurseries.values():
+            nursery.end()
+
+    @contextmanager
+    def job(self, contender: Contender, model: Model, until: int = FOR_EVER) -> Iterator[Job]:
+        kind = (contender.python, contender.worker)
+        if kind not in self._nurseries:
+            name = contender.requirement or contender.worker
+            self._nurseries[kind] = Nursery(contender, self.folder / f"{name}.log")
+        folder = self.folder / f"job{next(self._numbers)}"
+        with Job(contender, self._nurseries[kind], model, self.replicas, folder, until) as job:
+            yield job
+
+
+# --- health ---------------------------------------------------------------------------------------
+
+
+def healthy(
+    bench: Bench, reference: Contender, others: Sequence[Contender], rounds: int, model: Model
+) -> tuple[list[float], dict[str, Turns]]:
+    """Seconds of each step of the reference, and the turns of the others between its own."""
+    warm_up = 2  # turns
+    with ExitStack() as stack:
+        first = stack.enter_context(bench.job(reference, model, until=0))
+        jobs = [stack.enter_context(bench.job(other, model, until=0)) for other in others]
+        for job in [first, *jobs]:
+            for _ in range(warm_up):
+                _turn(job)
+        before = _turn(first)
+        references = [before]
+        found: dict[str, Turns] = {other.name: Turns([], []) for other in others}
+        for _ in range(rounds):
+            for job in jobs:
+                seconds = _turn(job)
+                after = _turn(first)
+                references.append(after)
+                turns = found[job.contender.name]
+                turns.seconds.append(seconds)
+                turns.over_ddp.append(seconds / ((before + after) / 2))
+                before = after
+    return references, found
+
+
+def _turn(job: Job) -> float:
+    """Seconds a step, over STEPS steps.
+
+    Not counted are the first few: a job that stood still for a while finds its caches cold, and
+    the reference stands still for shorter times than the others.
+    """
+    if job.until == 0 and not job.wait(lambda: _connected(job), PATIENCE_S):
+        raise RuntimeError(f"{job.contender.name} does not start; see {job.nursery.log}")
+    warm = job.until + WARMING
+    job.let(warm + STEPS)
+    if not job.wait(lambda: _reached(job, warm + STEPS), PATIENCE_S):
+        raise RuntimeError(f"{job.contender.name} stands still; see {job.nursery.log}")
+    return (_reached_at(job, warm + STEPS) - _reached_at(job, warm)) / STEPS
+
+
+def _reached_at(job: Job, steps: int) -> float:
+    """When the last replica had made so many."""
+    return max(
+        next(e.at for e in member.commits() if e.data["step"] >= steps - 1)
+        for member in _present(job)
+    )
+
+
+def _reached(job: Job, steps: int) -> bool:
+    return all(m.events and m.events[-1].data.get("step", 0) >= steps - 1 for m in _present(job))
+
+
+def _connected(job: Job) -> bool:
+    return all(member.connection is not None for member in _present(job))
+
+
+# --- death ----------------------------------------------------------------------------------------
+
+
+def kills(bench: Bench, contender: Contender, model: Model, wanted: int) -> list[Kill]:
+    """So many SIGKILLs, each of one replica at a random moment; each is replaced after its kill.
+
+    A job that does not come back whole is started anew. Fewer than wanted, if too many jobs do not
+    even come to train together when they start.
+    """
+    found: list[Kill] = []
+    false_starts = 0
+    while len(found) < wanted and false_starts < FALSE_STARTS:
+        with bench.job(contender, model) as job:
+            whole = job.wait(lambda: _settled(job, 0.0), PATIENCE_S)
+            false_starts += not whole
+            while whole and len(found) < wanted:
+                kill, whole = _kill(bench, job)
+                found.append(kill)
+    return found
+
+
+def _kill(bench: Bench, job: Job) -> tuple[Kill, bool]:
+    """One kill, and whether the job was whole again afterwards."""
+    step_s = _step(job)
+    job.wait(lambda: False, bench.chance.uniform(0, 1.5 * step_s))
+    victim = bench.chance.choice(_present(job))
+    survivors = [member for member in _present(job) if member is not victim]
+    at = time.monotonic()
+    job.kill(victim)
+    job.wait(lambda: all(_went_on(s, at) for s in survivors), PATIENCE_S)
+    alive = [s for s in survivors if not s.ended]
+    lived = [s for s in alive if _went_on(s, at)]
+    gaps = [g for s in lived if (g := gap([e.at for e in s.commits()], at, _over(s, at)))]
+    whole = bool(lived) and len(lived) == len(alive) and _make_whole(job)
+    told = [[e for e in s.events if e.at > at] for s in lived]
+    kill = Kill(
+        step_s=step_s,
+        gap_s=max(gaps, default=None),
+        died=len(survivors) - len(alive),
+        hung=len(alive) - len(lived),
+        samples=account(told, GLOBAL_BATCH, SHARD_SIZE),
+        words=next((s.last_words for s in survivors if s.ended), ""),
+    )
+    return kill, whole
+
+
+def _went_on(survivor: Member, at: float) -> bool:
+    return survivor.ended or len(survivor.commits(at)) >= AFTER
+
+
+def _over(survivor: Member, at: float) -> float:
+    """When the survivor was steady again."""
+    return survivor.commits(at)[AFTER - 1].at
+
+
+def _make_whole(job: Job) -> bool:
+    """Replace all that are gone; whether all train together again."""
+    job.wait(lambda: False, 0)
+    since = time.monotonic()
+    for member in _present(job):
+        if member.killed or member.ended:
+            job.start(member.replica)
+    return job.wait(lambda: _settled(job, since), PATIENCE_S)
+
+
+def _settled(job: Job, since: float) -> bool:
+    return all(
+        sum(e.data["samples"] == GLOBAL_BATCH for e in m.commits(since)) >= SETTLED
+        for m in _present(job)
+    )
+
+
+def _present(job: Job) -> list[Member]:
+    return list(job.members.values())
+
+
+def _step(job: Job) -> float:
+    """The median of the last steps that were made by all."""
+    last = [e.at for e in _present(job)[0].commits()][-SETTLED:]
+    step = median_step(last)
+    assert step is not None, "only a job that has settled is asked"  # noqa: S101
+    return step
+
+
+# --- a newcomer -----------------------------------------------------------------------------------
+
+
+def rejoin(bench: Bench, contender: Contender, state_mb: float) -> Rejoin | None:
+    """One newcomer to a job that lost a replica; None if it never got in.
+
+    The loss is at an edge, while nobody is in a collective, so that it says nothing of the gap.
+    """
+    model = replace(TRAFFIC["light"], frozen_mb=state_mb)
+    with bench.job(contender, model, until=STEPS) as job:
+        if not job.wait(lambda: _connected(job) and _reached(job, STEPS), PATIENCE_S):
+            return None
+        step_s = _step(job)
+        victim = bench.chance.choice(_present(job))
+        survivors = [member for member in _present(job) if member is not victim]
+        at = time.monotonic()
+        job.kill(victim)
+        job.let(FOR_EVER)
+        if not job.wait(lambda: all(len(s.commits(at)) >= ALONE for s in survivors), PATIENCE_S):
+            return None
+        newcomer = job.start(victim.replica)
+        if not job.wait(lambda: _settled(job, newcomer.started), PATIENCE_S):
+            return None
+        entered, steady = (newcomer.commits()[place].at for place in (0, AFTER - 1))
+        gaps = [gap([e.at for e in s.commits()], newcomer.started, steady) for s in survivors]
+        return Rejoin(
+            step_s=step_s,
+            gap_s=max(found for found in gaps if found is not None),
+            service_s=entered - newcomer.started,
+        )

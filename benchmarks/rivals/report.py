@@ -1,0 +1,118 @@
+"""The tables in words: ours, the others, the limit, and how many times ours theirs is."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from benchmarks.rivals.contenders import OURS
+from benchmarks.rivals.figures import share
+
+Row = dict[str, Any]
+LIMIT_STEP, LIMIT_GAP_S, LIMIT_STEPS = 0.01, 0.3, 2
+
+
+def lines(results: dict[str, Any]) -> Iterator[str]:
+    """All tables of what was measured."""
+    machine = results["machine"]
+    yield (
+        f"{machine['cores']} cores of {machine['processor']}, torch {machine['torch']}, "
+        f"Python {machine['python']}; gloo on the loopback"
+    )
+    makers = (("healthy", _healthy), ("kill", _kill), ("kill", _samples), ("rejoin", _rejoin))
+    for part, make in makers:
+        if part in results:
+            yield from make(results[part])
+
+
+def _healthy(rows: Sequence[Row]) -> Iterator[str]:
+    for (traffic, replicas), group in _by(rows, "traffic", "replicas"):
+        yield ""
+        yield f"A healthy step of {replicas} replicas, {traffic}"
+        yield f"{'':<32}{'a step':>9}{'over DDP':>11}{'95% interval':>22}{'turns':>8}"
+        for row in group:
+            line = f"{row['name']:<32}{row['step_s'] * 1e3:>6.1f} ms"
+            if "over_ddp" in row:
+                interval = f"{row['low'] - 1:+.1%} to {row['high'] - 1:+.1%}"
+                line += f"{row['over_ddp'] - 1:>+11.1%}{interval:>22}{row['turns']:>8}"
+            yield line
+    yield f"limit: ours within {LIMIT_STEP:.0%}, seen beside A/A"
+
+
+def _kill(rows: Sequence[Row]) -> Iterator[str]:
+    for (traffic, replicas), group in _by(rows, "traffic", "replicas"):
+        yield ""
+        yield f"SIGKILL of one of {replicas} replicas, {traffic}: survivors' longest gap"
+        yield (
+            f"{'':<32}{'kills':>10}{'deadly':>8}{'died':>6}{'hung':>6}"
+            f"{'median':>10}{'p99':>9}{'worst':>9}{'of ours':>9}{'a step':>10}"
+        )
+        ours = _median(group, OURS.name, "gaps_s")
+        for row in group:
+            made = f"{row['kills']} / {row['wanted']}"
+            counts = f"{made:>10}{row['deadly']:>8}{row['died']:>6}{row['hung']:>6}"
+            step = f"{row['step_s'] * 1e3:>7.0f} ms" if row["kills"] else ""
+            yield f"{row['name']:<32}{counts}{_times(row['gaps_s'], ours)}{step}"
+    yield f"limit: ours p99 {LIMIT_GAP_S} s, nobody dies. Deadly: kills that took survivors along"
+
+
+def _samples(rows: Sequence[Row]) -> Iterator[str]:
+    for (traffic, replicas), group in _by(rows, "traffic", "replicas"):
+        yield ""
+        yield f"The samples of the steps around these kills, {replicas} replicas, {traffic}"
+        yield (
+            f"{'':<32}{'steps':>8}{'other batch':>13}{'smallest':>10}{'lost':>7}"
+            f"{'computed twice':>16}"
+        )
+        for row in group:
+            found = row["samples"]
+            if found["steps"]:
+                smallest = f"{found['smallest']} of {row['batch']}"
+                yield (
+                    f"{row['name']:<32}{found['steps']:>8}{found['other_batch']:>13}{smallest:>10}"
+                    f"{found['lost']:>7}{found['computed_twice']:>16}"
+                )
+            else:
+                yield f"{row['name']:<32}{'none: nobody went on':>24}"
+    yield "limit: ours 0 lost, no step of another batch"
+
+
+def _rejoin(rows: Sequence[Row]) -> Iterator[str]:
+    for (state_mb, replicas), group in _by(rows, "state_mb", "replicas"):
+        yield ""
+        yield f"A newcomer to {replicas - 1} replicas, {state_mb:.0f} MB of state"
+        yield (
+            f"{'':<32}{'entered':>8}{'median':>10}{'p99':>9}{'worst':>9}{'of ours':>9}"
+            f"{'in steps':>10}{'worst':>7}{'in service':>12}"
+        )
+        ours = _median(group, OURS.name, "gaps_s")
+        for row in group:
+            entered = len(row["gaps_s"])
+            line = f"{row['name']:<32}{entered:>4} / {entered + row['failed']:<2}"
+            if entered:
+                steps = row["gaps_steps"]
+                line += f"{_times(row['gaps_s'], ours)}{statistics.median(steps):>10.1f}"
+                line += f"{max(steps):>7.1f}{statistics.median(row['service_s']):>10.2f} s"
+            yield line
+    yield f"limit: ours {LIMIT_STEPS} median steps"
+
+
+def _times(gaps: Sequence[float], ours: float | None) -> str:
+    if not gaps:
+        return f"{'-':>10}{'-':>9}{'-':>9}{'-':>9}"
+    median = statistics.median(gaps)
+    ratio = f"{median / ours:.1f}x" if ours else "-"
+    return f"{median:>8.3f} s{share(gaps, 0.99):>7.3f} s{max(gaps):>7.3f} s{ratio:>9}"
+
+
+def _median(rows: Sequence[Row], name: str, key: str) -> float | None:
+    found = [row[key] for row in rows if row["name"] == name and row[key]]
+    return statistics.median(found[0]) if found else None
+
+
+def _by(rows: Sequence[Row], *keys: str) -> Iterator[tuple[tuple[Any, ...], list[Row]]]:
+    """Rows in groups that have these alike, in their order."""
+    for values, group in groupby(rows, key=lambda row: tuple(row[key] for key in keys)):
+        yield values, list(group)

@@ -1,0 +1,158 @@
+"""Who is measured how often, and what is kept of it: plain values that JSON can hold."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from benchmarks.healthy_step import interval
+from benchmarks.rivals import contenders as who
+from benchmarks.rivals.contenders import Contender
+from benchmarks.rivals.figures import together
+from benchmarks.rivals.measuring import Bench, Kill, Rejoin, healthy, kills, rejoin
+from benchmarks.rivals.task import GLOBAL_BATCH, TRAFFIC
+
+PARTS = ("healthy", "kill", "rejoin")
+BLOCKS = 4  # into which a contender's kills are divided
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How often what is done."""
+
+    replicas: int
+    rounds: int
+    our_kills: int
+    rival_kills: int
+    default_kills: int  # of a rival as it comes, which takes five times as long
+    rejoins: int
+    states_mb: tuple[float, ...] = (10.0, 100.0, 400.0)
+
+
+def measure(plan: Plan, part: str, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """The rows of one of the parts, and the machine they were measured on."""
+    who.install_rivals()
+    bench = Bench(folder, plan.replicas, seed=1)
+    run = {"healthy": _healthy, "kill": _kill, "rejoin": _rejoin}
+    try:
+        return {"machine": _machine(), part: run[part](bench, plan, say)}
+    finally:
+        bench.end()
+
+
+def _machine() -> dict[str, Any]:
+    text = Path("/proc/cpuinfo").read_text()
+    models = [line.split(": ")[1] for line in text.splitlines() if line.startswith("model name")]
+    return {
+        "processor": models[0] if models else platform.machine(),
+        "cores": len(models),
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+    }
+
+
+def _healthy(bench: Bench, plan: Plan, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    others = [
+        who.DDP_AGAIN, who.OURS, who.OURS_REPRODUCIBLE, who.TORCHFT_PATIENT, who.NIGHTLY_PATIENT,
+    ]  # fmt: skip
+    rows = []
+    for traffic, rounds in (("light", plan.rounds), ("heavy", plan.rounds // 2)):
+        say(f"a healthy step, {traffic}: {rounds} rounds")
+        references, found = healthy(bench, who.DDP, others, rounds, TRAFFIC[traffic])
+        common = {"traffic": traffic, "replicas": plan.replicas}
+        rows.append({**common, "name": who.DDP.name, "step_s": statistics.median(references)})
+        for name, turns in found.items():
+            low, high = interval(turns.over_ddp)
+            rows.append(
+                {
+                    **common,
+                    "name": name,
+                    "step_s": statistics.median(turns.seconds),
+                    "over_ddp": statistics.median(turns.over_ddp),
+                    "low": low,
+                    "high": high,
+                    "turns": len(turns.seconds),
+                }
+            )
+    return rows
+
+
+def _kill(bench: Bench, plan: Plan, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    rivals = [who.TORCHFT, who.TORCHFT_NIGHTLY]
+    patient = [who.TORCHFT_PATIENT, who.NIGHTLY_PATIENT]
+    as_they_come = [who.TORCHFT_DEFAULT, who.NIGHTLY_DEFAULT, who.DDP]
+    rows = []
+    # Of three replicas each is a neighbour of the dead one and hears at once: torchft's best case.
+    for replicas, traffic, ours, theirs, others in (
+        (plan.replicas, "light", plan.our_kills, rivals, as_they_come),
+        (plan.replicas, "heavy", plan.our_kills, patient, as_they_come),
+        (3, "light", plan.rival_kills, rivals, []),
+        (3, "heavy", plan.rival_kills, rivals, []),
+    ):
+        bench.replicas = replicas
+        wanted = {
+            who.OURS: ours,
+            **dict.fromkeys(theirs, plan.rival_kills),
+            **dict.fromkeys(others, plan.default_kills),
+        }
+        found: dict[Contender, list[Kill]] = {contender: [] for contender in wanted}
+        for block, contender in product(range(BLOCKS), wanted):
+            times = wanted[contender]
+            here = times * (block + 1) // BLOCKS - times * block // BLOCKS
+            if here:
+                say(f"SIGKILL, {traffic}, {replicas} replicas: {here} of {contender.name}")
+                found[contender] += kills(bench, contender, TRAFFIC[traffic], here)
+        for contender, those in found.items():
+            common = {"traffic": traffic, "replicas": replicas, "name": contender.name}
+            rows.append({**common, "wanted": wanted[contender], **_kill_row(those)})
+    bench.replicas = plan.replicas
+    return [row for row in rows if row["wanted"]]
+
+
+def _kill_row(those: Sequence[Kill]) -> dict[str, Any]:
+    return {
+        "kills": len(those),
+        "step_s": statistics.median([kill.step_s for kill in those]) if those else None,
+        "gaps_s": [kill.gap_s for kill in those if kill.gap_s is not None],
+        "died": sum(kill.died for kill in those),
+        "deadly": sum(kill.died > 0 for kill in those),
+        "hung": sum(kill.hung for kill in those),
+        "batch": GLOBAL_BATCH,
+        "samples": asdict(together([kill.samples for kill in those])),
+        "words": next((kill.words for kill in those if kill.words), ""),
+    }
+
+
+def _rejoin(bench: Bench, plan: Plan, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    rows = []
+    for state_mb in plan.states_mb:
+        found: dict[str, list[Rejoin | None]] = {}
+        for number in range(plan.rejoins):
+            for contender in (who.OURS, who.TORCHFT_PATIENT, who.NIGHTLY_PATIENT):
+                say(f"newcomer {number + 1}, {state_mb:.0f} MB: {contender.name}")
+                one = rejoin(bench, contender, state_mb)
+                found.setdefault(contender.name, []).append(one)
+        rows += [_rejoin_row(name, state_mb, those, plan) for name, those in found.items()]
+    return rows
+
+
+def _rejoin_row(
+    name: str, state_mb: float, those: Sequence[Rejoin | None], plan: Plan
+) -> dict[str, Any]:
+    entered = [one for one in those if one is not None]
+    return {
+        "name": name,
+        "state_mb": state_mb,
+        "replicas": plan.replicas,
+        "failed": len(those) - len(entered),
+        "step_s": statistics.median([one.step_s for one in entered]) if entered else None,
+        "gaps_s": [one.gap_s for one in entered],
+        "gaps_steps": [one.gap_s / one.step_s for one in entered],
+        "service_s": [one.service_s for one in entered],
+    }

@@ -1,0 +1,43 @@
+"""What a contender's replica is told to train: plain values, passed as JSON between processes.
+
+Imports nothing: the driver, which has no torch, and the rivals' environments both read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SHARDS, SHARD_SIZE = 12, 2
+GLOBAL_BATCH = SHARDS * SHARD_SIZE
+SAMPLES = 960
+FOR_EVER = 1 << 60
+
+
+@dataclass(frozen=True)
+class Model:
+    """The size of the model: how long it computes, and how much it has to sum."""
+
+    width: int
+    hidden: int
+    blocks: int
+    tokens: int  # in each sample; more of them is more computing, and no more to sum
+    frozen_mb: float = 0.0  # weights that are part of the state and are not trained
+
+
+#: A short all-reduce after a long backward; and one that takes two fifths of the step.
+TRAFFIC = {
+    "light": Model(width=128, hidden=512, blocks=3, tokens=48),
+    "heavy": Model(width=512, hidden=2560, blocks=1, tokens=1),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One start of one replica."""
+
+    replica: int
+    replicas: int
+    model: Model
+    events: str  # path of the socket on which it tells what it does
+    folder: str  # for this job's processes to find each other in
+    until: int = FOR_EVER  # the first step that is to be waited with, until the driver says more

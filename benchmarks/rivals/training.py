@@ -1,0 +1,95 @@
+"""What every contender trains, and how it tells what it did: the same for all, in each environment.
+
+Must not know which contender it serves.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - its usual name
+
+from benchmarks.rivals.task import SAMPLES, SHARD_SIZE, SHARDS, Model, Task
+
+WORDS = 64
+
+
+class Network(nn.Module):
+    """Residual blocks over each token: what a language model computes, without its attention."""
+
+    def __init__(self, size: Model) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, size.width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(size.width),
+                nn.Linear(size.width, size.hidden),
+                nn.GELU(),
+                nn.Linear(size.hidden, size.width),
+            )
+            for _ in range(size.blocks)
+        )
+        self.head = nn.Linear(size.width, WORDS)
+        if size.frozen_mb:
+            frozen = torch.rand(int(size.frozen_mb * 1e6 / 4))
+            self.frozen = nn.Parameter(frozen, requires_grad=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """The mean loss over rows of tokens, each to be told from the one before it."""
+        x = self.words(rows[:, :-1])
+        for block in self.blocks:
+            x = x + block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), rows[:, 1:].flatten())
+
+
+def prepare(size: Model) -> tuple[Network, torch.optim.Optimizer, torch.Tensor]:
+    """The model, its optimizer and the samples; equal in all replicas."""
+    torch.set_num_threads(1)
+    torch.manual_seed(7)
+    network = Network(size)
+    trained = [p for p in network.parameters() if p.requires_grad]
+    return (
+        network,
+        torch.optim.AdamW(trained, lr=1e-3, fused=True),
+        torch.randint(WORDS, (SAMPLES, size.tokens + 1)),
+    )
+
+
+def backward(
+    wrapped: nn.parallel.DistributedDataParallel, rows: torch.Tensor, task: Task, step: int
+) -> list[int]:
+    """A replica's fixed share of a step, in as many passes as ours makes; returns its shards.
+
+    As with any accumulation of gradients, only the last pass sums.
+    """
+    first = task.replica * SHARDS // task.replicas
+    shards = range(first, (task.replica + 1) * SHARDS // task.replicas)
+    for index in shards:
+        wrapped.require_backward_grad_sync = index == shards[-1]
+        start = (step * SHARDS + index) * SHARD_SIZE % SAMPLES
+        (wrapped(rows[start : start + SHARD_SIZE]) / len(shards)).backward()
+    return list(shards)
+
+
+class Driver:
+    """The replica's line to the driver: a socket, so that what was said survives a SIGKILL."""
+
+    def __init__(self, task: Task) -> None:
+        self._until = task.until
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(task.events)
+        self._words = self._socket.makefile()
+
+    def tell(self, what: str, **data: Any) -> None:
+        line = json.dumps({"what": what, "at": time.monotonic(), "data": data})
+        self._socket.sendall(line.encode() + b"\n")
+
+    def wait_for(self, step: int) -> None:
+        """Hold the step back until the driver lets it begin."""
+        while step >= self._until:
+            self._until = int(self._words.readline())

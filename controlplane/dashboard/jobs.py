@@ -1,0 +1,97 @@
+"""The page of one job, and the moves of its replicas that an operator may order there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.http import HttpRequest, HttpResponse
+from django.urls import reverse
+from django.views.decorators.http import require_POST
+
+from controlplane.accounts.access import Access, needs
+from controlplane.accounts.choices import Role
+from controlplane.accounts.models import Actor
+from controlplane.accounts.views import signed_in
+from controlplane.acting import act, reason_of, whole
+from controlplane.dashboard.selectors import moves
+from controlplane.errors import Conflict
+from controlplane.fleet.selectors import may, nodes_for
+from controlplane.incidents import actions as incidents
+from controlplane.jobs import selectors
+from controlplane.jobs.models import Job
+from controlplane.jobs.views import WINDOWS, window_word
+from controlplane.live import live_page
+
+MAX_REPLICA = 4096
+
+
+@signed_in
+@needs(Access.VIEWER)
+def job(request: HttpRequest, job_id: str) -> HttpResponse:
+    """One job; `move` shows the dry run of moving this replica, to `node` if that is named."""
+    return _page(request, selectors.job_for(request.user, job_id))
+
+
+@require_POST
+@signed_in
+@needs(Access.OPERATOR)
+def move(request: HttpRequest, job_id: str) -> HttpResponse:
+    """Have `replica` move to `node`, or to the one that suits it best, for `reason`."""
+    found = selectors.job_for(request.user, job_id)
+
+    def deed(actor: Actor) -> None:
+        incidents.move_replica(
+            actor,
+            found.pk,
+            _replica(request.POST.get("replica", "")),
+            node_id=_node(request, found, request.POST.get("node", "")),
+            reason=reason_of(request),
+        )
+
+    return act(
+        request,
+        found.cluster_id,
+        deed,
+        back=reverse("job", args=[job_id]),
+        again=lambda status: _page(request, selectors.job_for(request.user, job_id), status=status),
+    )
+
+
+def _replica(text: str) -> int:
+    """The number of a replica. Raises Conflict if it is none."""
+    index = whole(text, MAX_REPLICA)
+    if index is None:
+        raise Conflict("say which replica is to move, by its number")
+    return index
+
+
+def _node(request: HttpRequest, found: Job, node_id: str) -> str:
+    """The id of a node that the caller may see, or "". Raises Conflict if there is no such node."""
+    nodes = nodes_for(request.user).filter(cluster=found.cluster_id)
+    if node_id and not nodes.filter(pk=node_id).exists():
+        raise Conflict(f"the cluster of {found.name} has no such node")
+    return node_id
+
+
+def _page(request: HttpRequest, found: Job, status: int = 200) -> HttpResponse:
+    def context() -> dict[str, Any]:
+        may_act = may(request.user, Role.OPERATOR, found.cluster_id)
+        asked = whole(request.GET.get("move", ""), MAX_REPLICA) if may_act else None
+        node = request.GET.get("node", "")
+        return {
+            "live_path": reverse("job", args=[found.pk]),
+            "job": found,
+            "seats": selectors.seats(found),
+            "marks": selectors.marks(found),
+            "checkpoint": selectors.latest_checkpoint(found),
+            "checkpoints": found.checkpoints.order_by("-step", "-at")[:8],
+            "ledger": selectors.sample_ledger(found),
+            "incidents": found.incidents.order_by("-id")[:8],
+            "windows": {word: label for word, (label, _) in WINDOWS.items()},
+            "window": window_word(request),
+            "may_act": may_act,
+            "moves": moves.moves_of(found),
+            "asked": moves.asked_of(found, asked, node) if asked is not None else None,
+        }
+
+    return live_page(request, "jobs/job", [found.cluster], context, status=status)

@@ -1,0 +1,184 @@
+"""The move of a replica to another node, before it is ordered: may it, where to, at what price.
+
+Reads only. The order and its dry run ask here, so that what is shown is what is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from django.utils import timezone
+
+from controlplane.errors import Conflict
+from controlplane.fleet.models import Gpu, Node
+from controlplane.incidents import limits, pricing
+from controlplane.incidents.candidates import free_nodes, wanted_by
+from controlplane.incidents.choices import RUN_UNFINISHED
+from controlplane.incidents.models import Playbook, PlaybookRun
+from controlplane.incidents.plans import Plan, step_of
+from controlplane.jobs.accounting import median_step_s
+from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
+from controlplane.jobs.models import Job, Placement, Replica
+from workers.spares import Candidate, choose_spare
+
+PLAYBOOK = "move-replica"
+
+
+@dataclass(frozen=True)
+class Move:
+    """A replica's way from the process that trains to a second one on another node."""
+
+    replica: Replica
+    before: Placement
+    target: Node
+    #: Why it goes there.
+    why: str
+
+    @property
+    def title(self) -> str:
+        return f"Move replica {self.replica.index} of {self.replica.job.name} to {self.target.name}"
+
+
+def plan_move(job: Job, index: int, node_id: str = "") -> Move:
+    """How this replica would move now, to this node or else to the one that suits it best.
+
+    Raises Conflict if it cannot be moved, or not there.
+    """
+    before = _movable(job, index)
+    candidates = _candidates(job, before)
+    if node_id:
+        target = Node.objects.select_related("lease", "rack").get(pk=node_id)
+        if node_id not in [one.node_id for one in candidates]:
+            raise Conflict(f"{target.name} cannot take replica {index}: {_why_not(target, before)}")
+        return Move(before.replica, before, target, "chosen by whoever ordered it")
+    racks = Placement.objects.filter(replica__job=job, standby=False).exclude(
+        state=PlacementState.ENDED
+    )
+    others = racks.exclude(pk=before.pk).values_list("node__rack__name", flat=True)
+    choice = choose_spare(
+        candidates, [rack or "" for rack in others], wanted_by(before.node, job.gpus_per_replica)
+    )
+    if choice is None:
+        raise Conflict(
+            f"no node is free that replica {index} of {job.name} fits on; "
+            "free one, or wait until a repair has ended"
+        )
+    target = Node.objects.select_related("lease", "rack").get(pk=choice.node_id)
+    return Move(before.replica, before, target, choice.reason)
+
+
+def targets_of(job: Job, index: int) -> list[Candidate]:
+    """The nodes that this replica could be moved to, by name. Raises Conflict if it cannot be."""
+    return sorted(_candidates(job, _movable(job, index)), key=lambda one: one.name)
+
+
+def plan_of_move(move: Move) -> Plan:
+    """The dry run of a move."""
+    job, target, before = move.replica.job, move.target, move.before
+    known = Playbook.objects.filter(pk=PLAYBOOK).first()
+    pause_s = median_step_s(job, timezone.now())
+    at_stake = pause_s * job.gpus_per_replica * job.world_replicas
+    return Plan(
+        playbook=PLAYBOOK,
+        version=known.version if known else 0,
+        title=move.title,
+        node={
+            "id": target.pk,
+            "name": target.name,
+            "state": target.state,
+            "boot_id": target.boot_id,
+            "gpus": Gpu.objects.filter(node=target).count(),
+        },
+        steps=[step_of(step, target, None) for step in (known.steps if known else [])],
+        jobs=[
+            {
+                "id": job.pk,
+                "name": job.name,
+                "replica": move.replica.index,
+                "placement": before.pk,
+            }
+        ],
+        gpu_hours_at_stake=round(at_stake / 3600, 4),
+        money=f"{pricing.money(target.cluster, at_stake):.2f} {target.cluster.currency}",
+        objections=[],
+        budgets=[],
+        mode=limits.mode_of(job.cluster_id, PLAYBOOK).value,
+        notes=_notes(move, pause_s),
+    )
+
+
+def _notes(move: Move, pause_s: float) -> list[str]:
+    index, there, here = move.replica.index, move.target.name, move.before.node
+    pause = f"about a step, {pause_s:.2g} s" if pause_s else "about a step"
+    notes = [
+        f"{there} starts a second process of replica {index}: {move.why}",
+        "all replicas train on while it takes the state from their memory and follows them",
+        f"at a step's edge it takes the place of the process on {here.name}: no sample is lost, "
+        f"and the job pauses for {pause}",
+        f"{here.name} is free once that process has ended",
+    ]
+    if here.reset_pending:
+        notes.append(f"{here.name} is idle then, and its cards are reset: {here.reset_pending}")
+    return notes
+
+
+def _movable(job: Job, index: int) -> Placement:
+    """The process of this replica that trains. Raises Conflict if it cannot be moved."""
+    if job.state != JobState.RUNNING:
+        state = job.get_state_display().lower()
+        raise Conflict(f"{job.name} is {state}; only a replica of a running job can be moved")
+    if not job.coordinator_address:
+        raise Conflict(
+            f"the ranks of {job.name} are started by its own scheduler, not by Drydock; "
+            "have that move them"
+        )
+    replica = job.replicas.filter(index=index).first()
+    if replica is None:
+        raise Conflict(f"{job.name} has no replica {index}; it has {job.world_replicas}")
+    runs = PlaybookRun.objects.filter(
+        subject=f"{PLAYBOOK}/{job.pk}/{index}", state__in=sorted(RUN_UNFINISHED)
+    )
+    under_way = runs.first()
+    if under_way is not None:
+        raise Conflict(f"“{under_way.title}” is under way; wait for it, or cancel it")
+    alive = replica.placements.select_related("node__rack", "node__cluster", "replica__job")
+    before = alive.filter(state=PlacementState.RUNNING, standby=False).first()
+    if before is None or replica.state != ReplicaState.ACTIVE:
+        raise Conflict(
+            f"replica {index} of {job.name} is {replica.get_state_display().lower()}; "
+            "only one that trains can be moved"
+        )
+    return before
+
+
+def _candidates(job: Job, before: Placement) -> list[Candidate]:
+    """The free nodes with enough cards; where a report has not come, none are known to lack."""
+    wanted = wanted_by(before.node, job.gpus_per_replica)
+    return [
+        one for one in free_nodes(job.cluster_id, job.pk) if not one.gpus or one.gpus >= wanted.gpus
+    ]
+
+
+def _why_not(node: Node, before: Placement) -> str:
+    job = before.replica.job
+    if node.pk == before.node_id:
+        return "it runs there already"
+    if node.cluster_id != job.cluster_id:
+        return f"it is not in the cluster of {job.name}"
+    if node.state != "available":
+        return f"it is {node.get_state_display().lower()}; only an available node takes work"
+    if not node.reachable:
+        return "it is not heard"
+    if node.hold_reason:
+        return f"it is on hold: {node.hold_reason}"
+    if node.drained_by:
+        return f"it was drained by {node.drained_by}"
+    exclusion = node.exclusions.filter(job=job).first()
+    if exclusion is not None:
+        return f"{job.name} is kept from it: {exclusion.reason}"
+    if limits.maintenance_of(node).exists():
+        return "it is in maintenance"
+    cards = Gpu.objects.filter(node=node).count()
+    if cards and cards < job.gpus_per_replica:
+        return f"it has {cards} cards, and the replica needs {job.gpus_per_replica}"
+    return "it is reserved, or about to be taken out"

@@ -1,0 +1,121 @@
+"""The arithmetic and the tables of benchmarks/replica.py, and one kill of ours by its own hands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.rivals import plot, report
+from benchmarks.rivals.contenders import OURS
+from benchmarks.rivals.figures import Event, Samples, account, gap, median_step, share, together
+from benchmarks.rivals.measuring import Bench, kills
+from benchmarks.rivals.task import Model
+
+COMMITS = [0.0, 1.0, 2.0, 5.0, 6.0, 9.0]
+
+
+def test_a_gap_is_the_longest_time_between_commits_that_touches_the_span() -> None:
+    assert gap(COMMITS, 2.5, 5.5) == 3.0
+    assert gap(COMMITS, 5.1, 5.9) == 1.0
+    assert gap(COMMITS, 9.5, 12.0) is None
+
+
+def test_the_median_step_needs_two_commits() -> None:
+    assert median_step(COMMITS) == 1.0
+    assert median_step([1.0]) is None
+
+
+@pytest.mark.parametrize(("count", "found"), [(1, 1), (20, 20), (100, 99), (200, 198)])
+def test_the_99th_percentile_is_exceeded_by_one_in_a_hundred(count: int, found: int) -> None:
+    assert share(range(count, 0, -1), 0.99) == found
+
+
+def commit(step: int, samples: int, *shards: int) -> Event:
+    return Event("commit", 0.0, {"step": step, "samples": samples, "shards": list(shards)})
+
+
+def discard(step: int, *shards: int) -> Event:
+    return Event("discard", 0.0, {"step": step, "shards": list(shards)})
+
+
+def test_a_step_without_a_replica_has_lost_its_samples() -> None:
+    first = [commit(7, 24, 0, 1), commit(8, 18, 0, 1)]
+    second = [commit(7, 24, 2, 3), commit(8, 18, 2, 3)]
+    assert account([first, second], batch=24, shard_size=2) == Samples(2, 1, 18, 6, 0)
+
+
+def test_a_gradient_that_was_thrown_away_was_computed_twice() -> None:
+    told = [discard(7, 0, 1, 2), commit(7, 24, 0, 1, 2)]
+    assert account([told], batch=24, shard_size=2) == Samples(1, 0, 24, 0, 6)
+
+
+def test_where_survivors_differ_on_a_step_the_fuller_one_counts() -> None:
+    told = [[commit(7, 18, 0)], [commit(7, 24, 1)]]
+    assert account(told, batch=24, shard_size=2).lost == 0
+
+
+def test_stretches_add_up() -> None:
+    both = together([Samples(10, 3, 12, 36, 4), Samples(5, 1, 18, 6, 0)])
+    assert both == Samples(15, 4, 12, 42, 4)
+
+
+def rows() -> dict[str, Any]:
+    common = {"replicas": 4, "traffic": "light"}
+    samples = {"steps": 9, "other_batch": 2, "smallest": 18, "lost": 12, "computed_twice": 0}
+    kill = {**common, "kills": 2, "wanted": 2, "step_s": 0.05, "batch": 24, "hung": 0, "words": ""}
+    nothing = {**samples, "steps": 0}
+    return {
+        "machine": {"processor": "a < b", "cores": 2, "python": "3.11", "torch": "2.13.0"},
+        "healthy": [
+            {**common, "name": "plain DDP", "step_s": 0.05},
+            {
+                **common, "name": "ours", "step_s": 0.05,
+                "over_ddp": 1.01, "low": 0.99, "high": 1.02, "turns": 9,
+            },
+        ],
+        "kill": [
+            {
+                **kill, "name": "ours", "gaps_s": [0.1, 0.2],
+                "died": 0, "deadly": 0, "samples": samples,
+            },
+            {
+                **kill, "name": "a rival", "gaps_s": [],
+                "died": 6, "deadly": 2, "samples": nothing,
+            },
+        ],
+        "rejoin": [
+            {
+                "name": "ours", "state_mb": 10.0, "replicas": 4, "failed": 1, "step_s": 0.05,
+                "gaps_s": [0.1], "gaps_steps": [2.0], "service_s": [0.5],
+            }
+        ],
+    }  # fmt: skip
+
+
+def test_the_tables_name_everybody_also_who_did_not_survive() -> None:
+    text = "\n".join(report.lines(rows()))
+    assert "+1.0%        -1.0% to +2.0%" in text
+    assert "a rival" in text
+    assert "none: nobody went on" in text
+    assert "1 / 2" in text
+
+
+def test_the_plot_is_a_picture_of_all_parts() -> None:
+    root = ElementTree.fromstring(plot.svg(rows()))  # noqa: S314 - our own
+    words = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "2 of 2 deadly" in words
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}circle"))) == 4
+
+
+def test_a_kill_of_one_of_ours_loses_nothing_and_nobody_else(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, replicas=3, seed=1)
+    try:
+        (kill,) = kills(bench, OURS, Model(width=16, hidden=16, blocks=1, tokens=4), wanted=1)
+    finally:
+        bench.end()
+    assert (kill.died, kill.hung) == (0, 0)
+    assert kill.samples.lost == 0
+    assert kill.samples.other_batch == 0

@@ -1,0 +1,121 @@
+"""The job's page: moving a replica, its dry run first, and what came of it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from django.test import Client
+from django.urls import reverse
+from django.utils import timezone
+
+from controlplane.accounts.models import SYSTEM
+from controlplane.incidents import actions as incidents
+from controlplane.incidents.models import PlaybookRun
+from controlplane.jobs import actions as jobs
+from controlplane.jobs.models import Job, Placement
+from tests.controlplane.dashboard.world import Fleet
+from tests.factories import IncidentFactory, InterruptionFactory, NodeFactory
+
+
+@pytest.fixture
+def job(fleet: Fleet) -> Job:
+    """A job whose replica 0 can move to alpha-02."""
+    Job.objects.filter(pk=fleet.job.pk).update(
+        coordinator_address="127.0.0.1:4000", gpus_per_replica=0
+    )
+    fleet.job.refresh_from_db()
+    return fleet.job
+
+
+def page(client: Client, job: Job, **query: str) -> str:
+    answer = client.get(reverse("job", args=[job.pk]), query)
+    assert answer.status_code == 200
+    return answer.content.decode()
+
+
+def order(client: Client, job: Job, **fields: str) -> tuple[int, str]:
+    body = {"replica": "0", "reason": "cables"} | fields
+    answer = client.post(reverse("job-move", args=[job.pk]), body)
+    return answer.status_code, answer.content.decode()
+
+
+def test_an_operator_is_offered_the_move_of_each_replica_and_a_viewer_is_not(
+    operator: Client, viewer: Client, job: Job
+) -> None:
+    assert 'data-testid="ask-move"' in page(operator, job)
+    assert 'data-testid="ask-move"' not in page(viewer, job)
+    assert 'data-testid="move-order"' not in page(viewer, job, move="0")
+
+
+def test_the_dry_run_comes_first_with_a_choice_of_nodes(operator: Client, job: Job) -> None:
+    third = NodeFactory(cluster=job.cluster, name="alpha-03")
+
+    shown = page(operator, job, move="0")
+    other = page(operator, job, move="0", node=third.pk)
+
+    assert "Move replica 0 of pretrain to alpha-02" in shown
+    assert "alpha-03</option>" in shown
+    assert "alpha-01 is free once" in shown
+    assert "Move replica 0 of pretrain to alpha-03" in other
+    assert not PlaybookRun.objects.filter(playbook="move-replica").exists()
+
+
+def test_what_was_shown_is_ordered_with_name_and_reason(operator: Client, job: Job) -> None:
+    status, _ = order(operator, job)
+
+    shown = page(operator, job)
+    assert status == 302
+    assert 'data-testid="moving"' in shown
+    assert "Move replica 0 of pretrain to alpha-02" in shown
+    assert "cables" in shown
+    assert Placement.objects.get(standby=True).node.name == "alpha-02"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"reason": ""}, "give a reason"),
+        ({"replica": "none"}, "say which replica"),
+        ({"replica": "7"}, "has no replica 7"),
+        ({"node": "nod_nowhere"}, "has no such node"),
+    ],
+)
+def test_what_cannot_be_done_is_said_with_409(
+    operator: Client, job: Job, fields: dict[str, str], words: str
+) -> None:
+    status, shown = order(operator, job, **fields)
+
+    assert status == 409
+    assert words in shown
+
+
+def test_a_replica_that_cannot_move_says_why(operator: Client, fleet: Fleet) -> None:
+    assert "started by its own scheduler" in page(operator, fleet.job, move="0")
+
+
+def test_afterwards_the_interruption_tells_where_from_and_where_to(
+    operator: Client, job: Job
+) -> None:
+    order(operator, job)
+    now = timezone.now()
+    jobs.take_place(Placement.objects.get(standby=True), now)
+    InterruptionFactory(job=job, joined=[0], started_at=now - timedelta(seconds=0.3))
+    IncidentFactory(job=job, replica=0, restored_at=now - timedelta(seconds=60))
+
+    shown = page(operator, job)
+
+    row = shown[shown.index('data-testid="interruptions"') :]
+    row = row[: row.index("</table>")]
+    assert "replica 0 moved from" in row
+    assert row.index("alpha-01") < row.index("alpha-02")
+    assert "joined" not in row
+    assert "/incidents/" not in row
+
+
+def test_a_move_that_is_over_says_how_it_ended(operator: Client, job: Job) -> None:
+    order(operator, job)
+    run = PlaybookRun.objects.get(playbook="move-replica")
+    incidents.cancel_run(SYSTEM, run.pk, "the cables can wait")
+
+    assert "the cables can wait" in page(operator, job)

@@ -1,0 +1,114 @@
+"""One seed, one schedule: a job, faults at random, then peace, in which it must train again.
+
+`run(seed)` raises Failed with a trace if an invariant broke or the job did not come back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
+
+from runtime.replica import link
+from tests.runtime.simulation.chaos import Chaos
+from tests.runtime.simulation.clock import Clock
+from tests.runtime.simulation.fleet import Fleet
+from tests.runtime.simulation.history import Violation
+
+RECOVERY_S = 120.0
+PERSON_S = 30.0  # how long it takes a person to decide about a lost record
+TRACE_LINES = 300
+
+
+class Failed(AssertionError):
+    """A schedule went wrong; says which and how."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a schedule."""
+
+    steps: int
+    epochs: int
+    strays: int
+    recovery_s: float  # from the end of the faults until all trained together
+
+
+def run(seed: int, *, only: Sequence[str] = (), lines: int = TRACE_LINES) -> Outcome:
+    """Play one schedule. Raises Failed with the last `lines` of what happened.
+
+    `only`: the faults that may happen, by their names in Chaos; none means all.
+    """
+    try:
+        return _play(Clock(seed, tracing=False), only)
+    except Exception:
+        clock = Clock(seed, tracing=True)  # the same again, aloud
+        try:
+            _play(clock, only)
+        except Exception as error:
+            told = "\n".join(clock.trace[-lines:] if lines else [])
+            raise Failed(f"seed {seed}: {error!r}\n{told}") from error
+        raise
+
+
+def _play(clock: Clock, only: Sequence[str]) -> Outcome:
+    with _simulated(clock):
+        fleet = Fleet(clock)
+        try:
+            chaos = Chaos(fleet)
+            for number in range(fleet.world):
+                clock.at(clock.random.uniform(0.0, 2.0), fleet.start, number)
+            clock.run(clock.now + clock.random.uniform(1.0, 5.0))
+            recovery_s = 0.0
+            for _ in range(clock.random.choice((1, 1, 2))):
+                chaos.rage(only)
+                recovery_s = _recover(fleet, chaos)
+            history = fleet.history
+            return Outcome(len(history.line), history.newest.epoch, history.strays, recovery_s)
+        finally:
+            for process in (*fleet.replicas, fleet.coordinator):
+                process.end()
+
+
+def _recover(fleet: Fleet, chaos: Chaos) -> float:
+    """After the last fault. Returns how long the job took to recover; Violation if too long."""
+    chaos.mend()
+    ending = [replica for replica in fleet.living() if replica.ending]
+    if not ending and not (chaos.stopping and fleet.has_ended()):
+        _start_enough(fleet)
+    if chaos.lost_record:
+        fleet.clock.at(PERSON_S, chaos.decide)
+
+    def done() -> bool:
+        have_ended = bool(ending) and not any(replica.alive for replica in ending)
+        over = have_ended or (chaos.stopping and fleet.has_ended())
+        return over or fleet.trains_together()
+
+    began = fleet.clock.now
+    if not fleet.clock.run(began + RECOVERY_S, done):
+        raise Violation(f"after {RECOVERY_S} s: {fleet.describe()}")
+    return fleet.clock.now - began
+
+
+def _start_enough(fleet: Fleet) -> None:
+    """So many that the job can go on; at times all that it began with."""
+    began = bool(fleet.disk.read().epoch)
+    for number in range(fleet.world):
+        running = {replica.number for replica in fleet.living() if not replica.member.standby}
+        few = not began or len(running) < fleet.min_replicas
+        if number not in running and (few or fleet.clock.random.random() < 0.5):
+            fleet.start(number)
+
+
+@contextmanager
+def _simulated(clock: Clock) -> Iterator[None]:
+    """The real Link reads this clock; what the real code logs is in the trace, in other words."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with patch.object(link, "time", clock):
+            yield
+    finally:
+        logging.disable(before)

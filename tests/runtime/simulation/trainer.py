@@ -1,0 +1,240 @@
+"""A replica's state and what membership does with it: `membership.Trainer` without torch.
+
+Mirrors takeover.py, peers.py, fetching.py and step.py as far as they bear on who holds what.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from runtime.replica.membership import CannotFollow, Severed
+from runtime.replica.plan import divide, fixed_shares
+from tests.runtime.simulation.clock import Thread
+from tests.runtime.simulation.history import BLANK, Gradient, Made, State
+from tests.runtime.simulation.network import Unreachable
+
+if TYPE_CHECKING:
+    from tests.runtime.simulation.replica import Replica
+
+BUILD_S = 3.0  # for one value of the rendezvous
+KEPT_STEPS = 64  # while somebody follows; two otherwise
+
+
+class SimulatedTrainer:
+    """Implements `membership.Trainer`."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self.state: State = BLANK
+        self.gradients: dict[int, Gradient] = {}  # summed here, of the next step
+        self.copy: State | None = None  # held ready for newcomers
+        self._offered: State | None = None  # the same, before it is hashed
+        self.kept: dict[int, Made] = {}
+        self.followed = False
+        self.shares: dict[int, list[int]] = {}
+        self._usual: dict[int, list[int]] = {}
+        self._follower: Follower | None = None
+
+    @property
+    def committed(self) -> int:
+        return self.state.step
+
+    @property
+    def held(self) -> Collection[int]:
+        return self.gradients.keys()
+
+    def digest(self) -> str:
+        return self.state.digest
+
+    # --- a newcomer -----------------------------------------------------------------------------
+
+    def load(self) -> None:
+        fleet = self.replica.fleet
+        self.replica.thread.sleep(fleet.clock.random.uniform(0.0, 1.0))
+        if fleet.saved.step > self.state.step:
+            self._replace(fleet.saved)
+
+    def take(self, step: int, digest: str, donors: list[str]) -> None:
+        for donor in donors:
+            found = self._ask(donor, lambda peer: peer.trainer.copy)
+            if found is not None and (found.step, found.digest) == (step, digest):
+                self._replace(found)
+                return
+        raise CannotFollow(f"no peer holds step {step}")
+
+    def follow(self, donors: list[str]) -> None:
+        self.stop_following()
+        self._follower = Follower(self.replica, donors, self.committed + 1)
+
+    def stop_following(self) -> None:
+        if self._follower is not None:
+            self._follower.stopped = True
+            self._follower = None
+
+    def make(self, reduced: Made) -> None:
+        if reduced.step == self.committed + 1 and self._follower is not None:
+            self.apply(reduced, own=False)
+            self._follower.room += 1
+
+    def replay(self, step: int, donors: list[str]) -> None:
+        while self.committed < step:
+            self.apply(self._fetch(self.committed + 1, donors), own=False)
+
+    # --- a member -------------------------------------------------------------------------------
+
+    def connect(self, grant: dict[str, Any]) -> None:
+        """Members leave word for each other through the coordinator, as gloo's ranks do."""
+        replica = self.replica
+        epoch, names = int(grant["epoch"]), [str(m["placement"]) for m in grant["members"]]
+        replica.group = None
+        if replica.broken_epoch >= epoch:
+            raise Severed("broke before it was built")
+        try:
+            replica.link.set(epoch, replica.name, "here")
+            for name in names:
+                replica.link.get(epoch, name, BUILD_S)
+        except (ConnectionError, TimeoutError) as error:
+            raise Severed(f"not built: {error!r}") from error
+        if not replica.fleet.reaches(replica, names):
+            replica.thread.wait(lambda: replica.broken_epoch >= epoch, BUILD_S)
+            raise Severed("not built: a peer was not reached")
+        if replica.broken_epoch >= epoch:
+            raise Severed("broke while it was built")
+        replica.group = replica.fleet.group_of(epoch, names)
+
+    def enter(self, grant: dict[str, Any]) -> None:
+        members = [int(m["replica"]) for m in grant["members"]]
+        shards = self.replica.fleet.shards
+        if self.replica.fleet.drops:
+            fixed = fixed_shares(shards, int(grant["world"]))
+            self._usual = {member: fixed[member] for member in members}
+        else:
+            self._usual = divide(range(shards), members)
+        kept: Mapping[str, list[int]] = grant["held"]
+        if set(self.held) != set(kept[str(self.replica.number)]):
+            self.forget()
+        self.shares = {m: sorted([*kept[str(m)], *grant["assign"][str(m)]]) for m in members}
+        self.replica.entered(grant)
+
+    def stage(self) -> None:
+        self.copy, self._offered, self.followed = None, self.state, True
+        delay = self.replica.clock.random.uniform(0.0, 0.5)
+        self.replica.after(delay, self, self._hashed, self.state)
+
+    def release(self, *, log: bool) -> None:
+        self.copy = self._offered = None
+        self.followed = self.followed and not log
+
+    def forget(self) -> None:
+        self.gradients.clear()
+
+    def heard_of_loss(self, message: dict[str, Any]) -> None:
+        self.replica.note("hears that %s is lost", message["placement"])
+
+    def trouble(self, kind: str, text: str) -> None:
+        self.replica.trouble(kind, text)
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def compute(self, shard: int) -> None:
+        """Sum one shard's gradient of the next step."""
+        gradient = Gradient(shard, self.committed + 1, self.state.digest, self.replica.name)
+        self.gradients[shard] = gradient
+
+    def apply(self, made: Made, *, own: bool) -> None:
+        """Commit a step: our own, or one that peers made."""
+        replica = self.replica
+        replica.note("%s step %s of epoch %s", "commits" if own else "takes", made.step, made.epoch)
+        history = replica.fleet.history
+        self.state = history.committed(replica, made) if own else history.took_over(replica, made)
+        self.forget()
+        self.shares = self._usual
+        self.kept.pop(made.step, None)
+        self.kept[made.step] = made
+        while len(self.kept) > (KEPT_STEPS if self.followed else 2):
+            del self.kept[next(iter(self.kept))]
+        replica.link.step = self.committed
+
+    def _hashed(self, state: State) -> None:
+        if self._offered is state:
+            self.copy = state
+            self.replica.link.say("staged", step=state.step, digest=state.digest)
+
+    def _replace(self, state: State) -> None:
+        self.state = state
+        self.kept.clear()  # of a history that may not be this one's
+        self.forget()
+        self.replica.link.step = self.committed
+
+    def _fetch(self, step: int, donors: list[str]) -> Made:
+        for donor in donors:
+            made: Made | None = self._ask(donor, lambda peer: peer.trainer.kept.get(step))
+            if made is not None:
+                return made
+        raise CannotFollow(f"nobody keeps step {step}")
+
+    def _ask(self, donor: str, serve: Callable[[Replica], Any]) -> Any:
+        """What a peer answers, or None if it does not."""
+        fleet = self.replica.fleet
+        peer = fleet.at(donor)
+        lasts = fleet.clock.random.choice((0.0, 0.05, fleet.transfer_s))
+        try:
+            return fleet.network.ask(self.replica.thread, peer, lambda: serve(peer), lasts)
+        except Unreachable:
+            return None
+
+
+class Follower:
+    """Hears of the steps that peers commit, in a thread of its own."""
+
+    def __init__(self, replica: Replica, donors: list[str], step: int) -> None:
+        self.stopped = False
+        self.room = 2  # steps that may be passed on before one is applied
+        self._replica = replica
+        self._step = step
+        self._donors = list(donors)
+        replica.clock.random.shuffle(self._donors)
+        self._thread: Thread = replica.start(self._run)
+
+    def _run(self) -> None:
+        while not self.stopped:
+            self._thread.wait(lambda: self.room or self.stopped)
+            self.room -= 1
+            made = self._next()
+            if self.stopped or made is None:
+                return
+            self._step += 1
+            self._replica.link.inbox.put({"op": "made", "reduced": made})
+
+    def _next(self) -> Made | None:
+        fleet = self._replica.fleet
+        while self._donors and not self.stopped:
+            peer = fleet.at(self._donors[0])
+            try:
+                newest, made = fleet.network.ask(
+                    self._thread, peer, functools.partial(self._look_up, peer), 0.0
+                )
+            except Unreachable:
+                newest, made = self._step, None
+            if isinstance(made, Made):
+                return made
+            if newest < self._step:
+                self._donors.append(self._donors.pop(0))
+                self._tell("up_to_date", step=self._step - 1)
+                self._thread.sleep(0.05)
+            else:
+                self._donors.pop(0)
+        self._tell("cannot_follow", error="no donor is left")
+        return None
+
+    def _look_up(self, peer: Replica) -> tuple[int, Made | None]:
+        """The last step that surely all have made, for one more was made upon it; and ours."""
+        kept = peer.trainer.kept
+        newest = next(reversed(kept), 0) - 1
+        return newest, kept.get(self._step) if self._step <= newest else None
+
+    def _tell(self, op: str, **message: Any) -> None:
+        if not self.stopped:
+            self._replica.link.inbox.put({"op": op, **message})
