@@ -36,11 +36,11 @@ test: lint
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target test-processes test-parts
 
 test-parts: .venv/installed-dev
-	$(BIN)/python -m pytest -m "not e2e" --ignore=tests/runtime --ignore=tests/node_agent
+	$(BIN)/python -m pytest -m "not e2e" --ignore=tests/runtime
 
 test-processes: .venv/installed-dev
 	$(BIN)/python -m pytest -m e2e
-	$(BIN)/python -m pytest tests/runtime tests/node_agent -m "not soak"
+	$(BIN)/python -m pytest tests/runtime -m "not soak"
 
 # Replicas that die in every way in every phase, for minutes on end.
 soak: .venv/installed-dev

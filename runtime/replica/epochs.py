@@ -1,0 +1,281 @@
+"""Which epoch begins, when, and with whom: from what the roster knows, and only if it is durable.
+
+Standard library only. Decides; what is said and heard on a connection is the coordinator's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from runtime.replica.connection import Peer, introduce
+from runtime.replica.plan import Report, fixed_shares, take_over
+from runtime.replica.record import Record
+from runtime.replica.rendezvous import Rendezvous
+from runtime.replica.roster import Roster
+from runtime.replica.shape import difference
+
+log = logging.getLogger("drydock.coordinator")
+
+GATHER_S = 10.0  # a whole job that starts again: how long to wait for the rest of it
+ABSENT_BROKEN_S = 1.0  # how long one has to connect again while others wait for the next epoch
+LEASE_MARGIN_S = 1.0  # for clocks that do not run alike
+
+
+class Epochs(Roster):
+    """Begins with the first job, ends with the dismissal of the last member."""
+
+    def settle(self) -> None:
+        """Bring everyone one message further, if anything can be decided now."""
+        try:
+            if self.claims:
+                self.decide_claims()
+            if self.alive:
+                self.settle_running()
+            elif not self.claims:
+                self.settle_cold()
+        except OSError as error:  # nothing was granted; the next tick tries again
+            log.error("record_not_written path=%s error=%s", self.file.path, error)
+
+    def settle_cold(self) -> None:
+        """Nobody trains: newcomers load what they have, agree on the newest, and begin."""
+        there = self.newcomers()  # standbys too: one of them may hold the newest state
+        if not there:
+            self.first_newcomer = 0.0
+            return
+        self.first_newcomer = self.first_newcomer or self.clock()
+        for peer in [p for p in there if p.phase == "fresh"]:
+            if self.clock() >= peer.not_before:
+                peer.order("load", "loading")
+        waited = self.clock() - self.first_newcomer
+        if not self.may_train_unseen():
+            self.seat_standbys(gathered=waited > GATHER_S)
+        peers = [p for p in there if not p.standby]
+        enough = len(peers) >= self.world or (
+            self.record.epoch > 0 and waited > GATHER_S and len(peers) >= self.min_replicas
+        )
+        if waited > GATHER_S:  # for a standby no longer
+            there = [p for p in there if not p.standby or p.phase == "ready"]
+        ready = peers and all(peer.phase == "ready" for peer in there)
+        if not enough or not ready or self.may_train_unseen() or self.may_be_claimed():
+            return
+        source = max(there, key=lambda p: (p.step, -p.replica))
+        equal = [p for p in there if (p.step, p.digest) == (source.step, source.digest)]
+        behind = [p for p in peers if p not in equal]
+        if behind:
+            # Whoever took the last copies is ready: ask anew.
+            self.admission.release(equal, wanted=True, followed=False)
+            self.admission.advance(behind, equal, at_edge=True)
+        else:
+            self.grant({p.replica: p for p in peers})
+
+    def seat_standbys(self, *, gathered: bool) -> None:
+        """Nobody trains: give standbys the places of those who will not come back."""
+        there = {peer.placement for peer in self.peers.values()}
+        if not gathered and not {*self.record.members.values()} <= self.ended | there:
+            return
+        vacant = list(range(self.record.grant.get("world", self.world)))
+        for peer in [p for p in self.newcomers() if p.standby]:
+            wanted = [peer.place] if peer.standby == "migrate" else vacant
+            for number in [n for n in wanted if n not in self.peers][:1]:
+                self.seat(peer, number)
+
+    def may_train_unseen(self) -> bool:
+        """Whether the last epoch's members may all be there, out of our reach, and go on."""
+        lease = self.lease_s + LEASE_MARGIN_S
+        return not self.fenced and self.clock() - self.last_contact < lease
+
+    def may_be_claimed(self) -> bool:
+        """Whether our record may just have been lost: its members have not had time to say so."""
+        return not self.record.epoch and self.clock() - self.started < ABSENT_BROKEN_S
+
+    def settle_running(self) -> None:
+        """Members train or wait at an edge; newcomers catch up and are let in at an edge."""
+        members = self.members()
+        if not members:
+            return
+        self.measure(members[0])
+        entering = self.seats([p for p in self.newcomers("ready") if p.caught_up])
+        if any(member.report is None for member in members):
+            if not self.broken_at:  # else the next epoch comes first
+                if len(members) == len(self.alive):  # all must agree on when to copy
+                    self.bring_near(members, at_edge=False)
+                for member in members if entering else []:
+                    member.tell_once("edge", epoch=self.record.epoch)
+            return
+        if len(members) < len(self.alive):
+            return
+        if all(member.leaving for member in members) and len({m.step for m in members}) == 1:
+            self.dismiss()
+            return
+        seated = {m.replica: m for m in members} | entering
+        if len(seated) < self.min_replicas:
+            self.bring_near(members, at_edge=True)
+            return
+        top = max(member.step for member in members)
+        if set(entering) >= {m.replica for m in members} and top > min(
+            peer.step for peer in entering.values()
+        ):
+            # Nobody would stay who holds the last step: it is handed on before.
+            donors = [member.address for member in members]
+            for peer in entering.values():
+                peer.tell_once("catch_up", step=top, donors=donors)
+            return
+        # Nobody waits for a newcomer: it is handed what it may still lack, while others compute.
+        self.grant(seated)
+
+    def measure(self, member: Peer) -> None:
+        """Refuse who came before there was a measure and does not fit."""
+        for peer in self.newcomers():
+            if error := difference(peer.shape, member.shape):
+                peer.tell(op="refused", error=error)
+                self.gone(peer, "reset")
+
+    def bring_near(self, members: list[Peer], *, at_edge: bool) -> None:
+        """Bring newcomers one message nearer to the members' state."""
+        for peer in self.newcomers("ready"):
+            if peer.expected is None:
+                peer.begin()  # it loaded for a beginning that was none
+        now = self.clock()
+        taking = self.newcomers("syncing", "loading")
+        if not taking:
+            wanted, followed = bool(self.newcomers("fresh")), bool(self.newcomers("ready"))
+            self.admission.release(members, wanted=wanted, followed=followed)
+            top = max(member.step for member in members)
+            holders = [m for m in members if m.step == top] if at_edge else members
+            fresh = [p for p in self.newcomers("fresh") if now >= p.not_before]
+            self.admission.advance(fresh, holders, at_edge=at_edge)
+
+    def seats(self, ready: list[Peer]) -> dict[int, Peer]:
+        """Which number each of these newcomers enters with, if it may enter now."""
+        found = {p.replica: p for p in ready if not p.standby}
+        waiting = [p for p in ready if p.standby]
+        staying = {member.replica for member in self.members()}
+        alone = len(staying) == 1
+        for peer in [p for p in waiting if p.standby == "migrate" and p.place not in found]:
+            # From a living member at a planned edge only: what it holds of a step is not lost. One
+            # of several stays, to hand on the last step.
+            free = peer.place not in self.peers
+            if free or (not self.broken_at and (alone or len(staying) > 1)):
+                found[peer.place] = peer
+                staying.discard(peer.place)
+        numbers = range(self.record.grant.get("world", self.world))
+        vacant = [n for n in numbers if n not in {*self.peers, *self.alive, *found}]
+        spares = [p for p in waiting if p.standby == "spare"]
+        return found | dict(zip(vacant, spares, strict=False))
+
+    def seat(self, peer: Peer, number: int) -> None:
+        """Give a standby its number; whoever has it goes."""
+        leaver = self.peers.pop(number, None)
+        if leaver is not None:
+            self.admission.forget(number)
+            leaver.tell(op="replaced", by=peer.placement)
+        del self.peers[peer.replica]
+        self.places.take(number, peer.placement)
+        log.info("seated placement=%s replica=%s", peer.placement, number)
+        peer.replica, peer.standby, peer.promoted = number, "", True
+        self.peers[number] = peer
+
+    def dismiss(self) -> None:
+        """All members stand at the same last edge: now each may go without hurting another."""
+        log.info("dismissed epoch=%s members=%s", self.record.epoch, sorted(self.alive))
+        before = self.record
+        self.keep(
+            Record(
+                job=before.job,
+                epoch=before.epoch + 1,
+                step=max(p.step for p in self.members()),
+                superseded=self.places.superseded,
+            )
+        )
+        self.alive = {}
+        self.fenced = True
+        self.begin_newcomers_anew()
+        for peer in self.peers.values():
+            peer.tell(op="dismissed")
+
+    def grant(self, seated: dict[int, Peer]) -> None:
+        """Make the next epoch durable, then tell its members what to do first."""
+        before = self.record
+        peers = list(seated.values())
+        reports = [
+            peer.report or Report(replica=number, step=peer.step) for number, peer in seated.items()
+        ]
+        shards = max(p.shards for p in peers)
+        # What was granted counts, not who once asked: else shards of nobody would be dropped.
+        world = max(before.grant.get("world", self.world), 1 + max(seated))
+        drops = any(p.shape.get("mode") == "drop" for p in peers)
+        plan = take_over(reports, shards, fixed_shares(shards, world) if drops else None)
+        members = {number: seated[number].placement for number in sorted(seated)}
+        message = {
+            "op": "epoch",
+            "epoch": before.epoch + 1,
+            **plan.describe(),
+            "begins": not self.alive,
+            **introduce(seated, plan.behind),
+            "joined": [n for n, p in seated.items() if p.phase != "member"] if before.epoch else [],
+            "world": world,
+            "lease_s": self.lease_s,
+            "lost": self.lost,
+            "started_at": self.broken_at or time.time(),
+        }
+        record = Record(
+            job=before.job,
+            epoch=before.epoch + 1,
+            members=members,
+            step=plan.step,
+            grant=message,
+            superseded=self.places.superseded,
+        )
+        self.keep(record)
+        self.alive = dict(members)
+        self.lost, self.broken_at = [], 0.0
+        self.rendezvous = Rendezvous()
+        self.first_newcomer = 0.0
+        self.last_contact, self.fenced = self.clock(), False
+        self.admission.interrupt()
+        for number, peer in seated.items():
+            if peer.standby:
+                self.seat(peer, number)
+            peer.enter()
+            peer.tell(**message)
+        for peer in self.newcomers("ready"):
+            peer.tell(op="donors", donors=message["donors"])
+        log.info("granted epoch=%s members=%s step=%s", record.epoch, sorted(members), plan.step)
+
+    def decide_claims(self) -> None:
+        """Take the epoch from the members that know a higher one, if they are enough to be sure:
+        our record was lost, or is another machine's."""
+        claim = self.claims.decided()
+        if claim is None:
+            return
+        record = Record(
+            job=self.record.job,
+            epoch=claim.epoch,
+            members=dict(claim.members),
+            step=claim.step,
+            superseded=self.places.superseded,
+        )
+        log.warning("record_adopted epoch=%s members=%s", claim.epoch, sorted(claim.members))
+        self.keep(record)
+        members = self.claims.of(claim.epoch)
+        self.claims.clear()
+        self.alive = dict(claim.members)
+        self.places.holders.update(claim.members)
+        self.started = self.last_contact = self.clock()
+        self.fenced = False
+        self.lost, self.broken_at = [], 0.0
+        self.rendezvous = Rendezvous()
+        self.admission.interrupt()
+        for peer in [p for p in self.peers.values() if p.phase in ("claiming", "member")]:
+            if peer.replica in members:
+                peer.phase = "member"
+            else:
+                peer.begin()
+                peer.tell(op="evicted", epoch=claim.epoch)
+        for peer in self.newcomers():
+            if peer.replica in self.alive:  # it, or whom it follows, trains in this epoch no more
+                self.places.take(peer.replica, peer.placement)
+                self.drop(peer.replica, "reset")
+        if any(member.report for member in self.members()):
+            self.break_epoch()

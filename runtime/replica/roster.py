@@ -1,0 +1,146 @@
+"""Who is there, who trains in the present epoch, and who of them is gone.
+
+Standard library only. Keeps what the coordinator knows; grants nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from runtime.replica.admission import Admission
+from runtime.replica.claims import Claims
+from runtime.replica.connection import Peer
+from runtime.replica.listening import LEASE_S
+from runtime.replica.places import Places
+from runtime.replica.record import Record, RecordFile, StaleEpoch
+from runtime.replica.rendezvous import Rendezvous
+
+log = logging.getLogger("drydock.coordinator")
+
+FROZEN_S = 1.0  # who did not run for so long may have lost connections that are there again
+
+
+class Roster(ABC):
+    """The peers, by their numbers, and the record; only the record outlives it."""
+
+    def __init__(
+        self,
+        record_file: RecordFile,
+        token: str,
+        world: int,
+        min_replicas: int,
+        *,
+        lease_s: float = LEASE_S,
+        any_claim: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`any_claim`: a person decided that what any member tells of a lost record is true."""
+        self.file = record_file
+        self.record = record_file.read()
+        self.token = token
+        self.world = world  # how many the first epoch waits for; the ranks know it too
+        self.min_replicas = min_replicas
+        self.lease_s = lease_s
+        self.clock = clock
+        self.peers: dict[int, Peer] = {}
+        #: the members of the current epoch that are not known to be gone
+        self.alive: dict[int, str] = dict(self.record.members)
+        self.places = Places(self.record)
+        self.claims = Claims(any_claim=any_claim)
+        self.admission = Admission()
+        self.lost: list[dict[str, Any]] = []  # since the epoch was granted
+        self.broken_at = 0.0  # Unix time when the current epoch was found broken; 0: it is whole
+        self.rendezvous = Rendezvous()  # of the current epoch
+        now = clock()
+        self.started = now
+        self.first_newcomer = 0.0
+        self.last_tick = self.last_ping = now
+        self.woke = 0.0  # when we ran again after we had not for long
+        #: when a member of the current epoch was last heard of; and whether one of them surely
+        #: trains in it no more, so that the others cannot either
+        self.last_contact = now
+        self.fenced = not self.record.members
+        self.ended: set[str] = set()  # placements whose process has ended, by an agent's word
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Bring everyone one message further, if anything can be decided now."""
+
+    def members(self) -> list[Peer]:
+        found = [p for p in self.peers.values() if p.phase == "member" and p.replica in self.alive]
+        return sorted(found, key=lambda p: p.replica)
+
+    def newcomers(self, *phases: str) -> list[Peer]:
+        """By their number; of these phases, if any is named."""
+        known = phases or ("fresh", "loading", "syncing", "ready")
+        found = [p for p in self.peers.values() if p.phase in known]
+        return sorted(found, key=lambda p: p.replica)
+
+    def gone(self, peer: Peer, how: str) -> None:
+        """The peer's connection ended, or the peer is to be treated as if it had."""
+        if self.peers.get(peer.replica) is peer:
+            self.part_with(peer, how)
+            self.settle()
+
+    def part_with(self, peer: Peer, how: str) -> None:
+        del self.peers[peer.replica]
+        peer.writer.close()
+        self.admission.forget(peer.replica)
+        self.claims.forget(peer.replica)
+        if peer.phase == "member" and self.alive.get(peer.replica) == peer.placement:
+            if how == "reset" and self.was_frozen():
+                log.warning("may_return replica=%s", peer.replica)  # tick() loses who does not
+            else:
+                self.lose(peer.replica, how)
+        log.info("gone replica=%s placement=%s how=%s", peer.replica, peer.placement, how)
+
+    def was_frozen(self) -> bool:
+        """Whether we did not run for long until just now: members may have connected anew, and the
+        ends of their old connections say nothing."""
+        now = self.clock()
+        return now - self.last_tick > FROZEN_S or now - self.woke < FROZEN_S
+
+    def lose(self, replica: int, how: str) -> None:
+        """A member is gone, and its connection with it."""
+        placement = self.alive[replica]
+        peer = self.peers.get(replica)
+        if peer is not None and peer.placement == placement:
+            del self.peers[replica]
+            peer.writer.close()
+            self.admission.forget(replica)
+        self.drop(replica, how)
+
+    def drop(self, replica: int, how: str) -> None:
+        """The epoch is broken, for this member trains in it no more."""
+        placement = self.alive.pop(replica)
+        entry = {"replica": replica, "placement": placement, "how": how, "at": time.time()}
+        self.lost.append(entry)
+        log.warning("lost replica=%s placement=%s how=%s", replica, placement, how)
+        self.begin_newcomers_anew()
+        for member in self.members():
+            member.tell(op="lost", epoch=self.record.epoch, **entry)
+        self.break_epoch()
+
+    def begin_newcomers_anew(self) -> None:
+        """If nobody is left whose state they could take."""
+        for peer in [] if self.alive else self.newcomers():
+            peer.begin()
+
+    def break_epoch(self) -> None:
+        if not self.broken_at:
+            self.broken_at = time.time()
+            for member in self.members():
+                member.tell(op="broken", epoch=self.record.epoch)
+
+    def keep(self, record: Record) -> None:
+        """Make a record durable. Raises OSError; ends this process if another one wrote it too."""
+        try:
+            self.file.advance(self.record.epoch, record)
+        except StaleEpoch as error:
+            log.critical("stale_epoch error=%s", error)
+            raise SystemExit(1) from error
+        self.record = record
