@@ -20,7 +20,7 @@ from runtime.replica.connection import Peer
 from runtime.replica.epochs import ABSENT_BROKEN_S, Epochs
 from runtime.replica.listening import TICK_S, options, run
 from runtime.replica.plan import Report
-from runtime.replica.record import RecordFile
+from runtime.replica.record import RecordFile, StaleEpoch, hold_alone
 from runtime.replica.roster import FROZEN_S
 from runtime.replica.shape import misfit
 
@@ -30,6 +30,7 @@ PING_S = 0.5  # how often each peer is asked for a sign of life
 PEER_SILENT_S = 2.0  # a member that answered nothing for so long is dead
 NEWCOMER_SILENT_S = 20.0  # a newcomer may be busy importing or loading
 ABSENT_S = 2.0  # after our own restart: how long a member of the record has to come back
+HANDOVER_S = 15.0  # how long a predecessor that was told to end may take
 UNDECIDED_S = 10.0  # how long members that we do not know wait before a person is told
 
 
@@ -296,6 +297,10 @@ class Coordinator(Epochs):
 
 def main() -> None:
     given = options(__doc__ or "")
+    try:
+        lock = hold_alone(given.state_dir, HANDOVER_S)
+    except StaleEpoch as error:
+        raise SystemExit(str(error)) from error
     coordinator = Coordinator(
         RecordFile(given.state_dir, given.job),
         given.token,
@@ -304,7 +309,8 @@ def main() -> None:
         lease_s=given.lease,
         any_claim=given.adopt == "any",
     )
-    asyncio.run(run(coordinator, given.host, given.port, given.port_file))
+    with lock:
+        asyncio.run(run(coordinator, given.host, given.port, given.port_file))
 
 
 if __name__ == "__main__":

@@ -5,11 +5,16 @@ Written with fsync before any member is told, so that an epoch is never granted 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import socket
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+LOCK_POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +31,30 @@ class Record:
 
 class StaleEpoch(RuntimeError):
     """The record moved on: read it again and judge anew."""
+
+
+def hold_alone(folder: Path, wait_s: float) -> TextIO:
+    """Be the only coordinator on this machine that uses the folder, while the file stays open.
+
+    Waits for one that is about to end. Raises StaleEpoch if it does not within `wait_s`. Which of
+    two machines has a job's coordinator is for its launcher to know.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"coordinator.{socket.gethostname()}.lock"
+    file = path.open("a")
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                file.close()
+                raise StaleEpoch(
+                    f"another coordinator holds {path}: end it, or give another --state-dir"
+                ) from error
+            time.sleep(LOCK_POLL_S)  # a lock has no event to wait for with a limit
+        else:
+            return file
 
 
 class RecordFile:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from runtime.replica import listening
 from runtime.replica.coordinator import Coordinator
-from runtime.replica.record import Record, RecordFile
+from runtime.replica.record import Record, RecordFile, StaleEpoch, hold_alone
 
 PATIENCE_S = 10.0
 
@@ -175,6 +176,17 @@ def test_a_second_coordinator_on_the_same_record_ends_the_first(tmp_path: Path) 
 
     with pytest.raises(SystemExit):
         first.keep(Record(job="j", epoch=1))
+
+
+def test_two_coordinators_of_one_machine_take_turns(tmp_path: Path) -> None:
+    first = hold_alone(tmp_path, 0.0)
+    with pytest.raises(StaleEpoch, match="another coordinator holds"):
+        hold_alone(tmp_path, 0.0)
+
+    threading.Timer(0.2, first.close).start()
+    second = hold_alone(tmp_path, PATIENCE_S)
+
+    second.close()
 
 
 def test_a_stranger_that_says_nothing_is_hung_up_on(
