@@ -35,12 +35,15 @@ test: lint
 	$(BIN)/python manage.py makemigrations --check --dry-run
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target test-processes test-parts
 
+SIMULATED := tests/runtime/test_membership.py
+
 test-parts: .venv/installed-dev
 	$(BIN)/python -m pytest -m "not e2e" --ignore=tests/runtime
+	$(BIN)/python -m pytest $(SIMULATED)
 
 test-processes: .venv/installed-dev
 	$(BIN)/python -m pytest -m e2e
-	$(BIN)/python -m pytest tests/runtime -m "not soak"
+	$(BIN)/python -m pytest tests/runtime --ignore=$(SIMULATED) -m "not soak"
 
 # Replicas that die in every way in every phase, for minutes on end.
 soak: .venv/installed-dev

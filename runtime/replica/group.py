@@ -193,8 +193,8 @@ class ReplicaGroup:
         grad_norm = self.engine.apply(reduced, tail)
         self.takeover.made(reduced)
         self.link.step = self.state.committed
-        if not self.member.epoch:
-            return  # a newcomer makes what others did: not ours to tell
+        if self.member.newcomer:
+            return  # others made it: not ours to tell
         self.teller.committed(reduced.step, reduced.epoch, tail.loss, grad_norm, tail.samples)
         step = Committed(
             step=reduced.step,

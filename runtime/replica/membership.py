@@ -97,6 +97,7 @@ class Member:
         self.placement = placement
         self.standby = standby
         self.epoch = 0
+        self.newcomer = True  # what it commits, others have made
         self.members: dict[int, str] = {}  # replica -> placement, of the current epoch
         self.lease_s = 0.0  # how long the members may train without a word from the coordinator
         self.wants_regroup = False
@@ -176,6 +177,7 @@ class Member:
             self._start_over(CannotFollow(f"{self._trainer.committed} is beyond step {step}"))
             return False
         self._trainer.enter(message)
+        self.newcomer = False
         return True
 
     def _on_load(self, message: dict[str, Any]) -> None:
@@ -255,6 +257,7 @@ class Member:
 
     def _leave_epoch(self) -> None:
         self.epoch = 0
+        self.newcomer = True
         self.members = {}
         self.last_report = None
         self.wants_regroup = self.wants_stage = False
