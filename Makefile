@@ -45,7 +45,8 @@ test-processes: .venv/installed-dev
 	$(BIN)/python -m pytest -m e2e
 	$(BIN)/python -m pytest tests/runtime --ignore=$(SIMULATED) -m "not soak"
 
-# Replicas that die in every way in every phase, for minutes on end.
+# Replicas that die in every way in every phase: for a quarter of an hour, so before a release and
+# after a change to how replicas come and go.
 soak: .venv/installed-dev
 	$(BIN)/python -m pytest tests/runtime -m soak
 

@@ -1,6 +1,6 @@
 """Every kind of death in every phase, and a long row of kills: minutes each, so not in `make test`.
 
-`make soak` runs them; CI does after the other tests.
+`make soak` runs them, before a release and after a change to how replicas come and go.
 """
 
 from __future__ import annotations
