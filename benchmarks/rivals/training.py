@@ -20,7 +20,7 @@ WORDS = 64
 
 
 class Network(nn.Module):
-    """Residual blocks over each token: what a language model computes, without its attention."""
+    """Residual blocks over each token: the feed-forward half of a transformer."""
 
     def __init__(self, size: Model) -> None:
         super().__init__()

@@ -58,10 +58,9 @@ class Admission:
 
         To be called only while nobody takes a copy.
         """
-        if self.staging is not None and (self.staging.taken or not wanted):
-            self.staging = None
-        if self.staging is not None:
+        if self.staging is not None and wanted and not self.staging.taken:
             return
+        self.staging = None
         logs = self.logs and not wanted and not followed
         if self.copies or logs:
             for peer in holders:
