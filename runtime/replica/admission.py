@@ -108,7 +108,7 @@ class Admission:
             for peer in holders:
                 peer.tell(op="diverged", step=staging.step, states=states)
         # No newcomer is to blame for a difference: it takes what most hold.
-        ((digest, _count),) = Counter(dict_in_order(states)).most_common(1)
+        ((digest, _count),) = Counter(digests_in_order(states)).most_common(1)
         donors = [p.address for p in holders if states.get(p.replica) == digest]
         staging.taken = True
         for peer in takers:
@@ -123,6 +123,6 @@ class Admission:
             )
 
 
-def dict_in_order(states: dict[int, str]) -> list[str]:
+def digests_in_order(states: dict[int, str]) -> list[str]:
     """The digests by replica: of equally many, that of the lowest comes first."""
     return [states[replica] for replica in sorted(states)]
