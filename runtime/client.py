@@ -44,6 +44,7 @@ REFUSALS = (
 ENV_JOB = "DRYDOCK_JOB"
 ENV_REPLICA = "DRYDOCK_REPLICA"
 ENV_RANK = "DRYDOCK_RANK"
+ENV_RANKS = "DRYDOCK_RANKS"  # how many ranks the replica has; 1 if it is not said
 ENV_WORLD_REPLICAS = "DRYDOCK_WORLD_REPLICAS"  # how many replicas the job starts with
 ENV_PLACEMENT = "DRYDOCK_PLACEMENT"  # names this start of this rank
 ENV_STANDBY = "DRYDOCK_STANDBY"  # "migrate" or "spare": it trains later, in a member's place

@@ -37,7 +37,7 @@ def _no_data() -> Any:
 
 @dataclass(frozen=True)
 class Shard:
-    """One slice of one step's global batch."""
+    """One slice of one step's global batch; in a replica of several ranks, this rank's part."""
 
     step: int
     index: int
@@ -110,10 +110,11 @@ class Batches:
         self._weights = _weights(self.shard_size)
         self._block_steps = -(-BLOCK_IDS // self.global_batch)
         self._block = functools.lru_cache(maxsize=2)(self._made_block)
+        self._part = slice(None)  # of each shard: what is ours
         self._loader: Loader | None = None
 
     def shard(self, step: int, index: int) -> Shard:
-        """One shard; the same on every replica and after every restart."""
+        """One shard, or our part of it; the same on every replica and after every restart."""
         ids = self._ids_at(step, index)
         if self._loader is None:
             return Shard(step, index, ids)
@@ -145,9 +146,19 @@ class Batches:
 
     # --- loading --------------------------------------------------------------------------------
 
-    def open(self, trouble: Callable[[str, str], None]) -> None:
+    def open(self, trouble: Callable[[str, str], None], rank: int = 0, ranks: int = 1) -> None:
         """Make ready to fetch; `trouble` is told, by kind and text, of what an engineer should
-        know."""
+        know. Of `ranks` that divide each shard we are `rank`.
+
+        Raises ValueError if shards cannot be divided so.
+        """
+        if self.shard_size % ranks:
+            raise ValueError(
+                f"a shard of {self.shard_size} samples cannot be divided among the {ranks} ranks "
+                "of a replica: give Batches a shard_size that can"
+            )
+        part = self.shard_size // ranks
+        self._part = slice(rank * part, (rank + 1) * part)
         if self.source is not None and self._loader is None:
             self._loader = Loader(self.source, self.seed, self._ids_at, trouble)
 
@@ -194,7 +205,8 @@ class Batches:
         return ids, self.checksums_of(ids).tolist()
 
     def _ids_at(self, step: int, index: int) -> tuple[int, ...]:
-        return tuple(self._block_of(step)[0][step % self._block_steps, index].tolist())
+        ids = self._block_of(step)[0][step % self._block_steps, index, self._part]
+        return tuple(ids.tolist())
 
 
 def of_order(order: Mapping[str, int]) -> Batches:

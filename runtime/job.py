@@ -27,7 +27,8 @@ class Job:
 
     name: str
     replica: int
-    rank: int
+    rank: int  # within the replica
+    ranks: int = 1  # of the replica
     world_replicas: int
     placement: str
     #: "" for one that trains; "migrate": it takes its replica's place from the process that has it,
@@ -59,7 +60,7 @@ def join(environment: dict[str, str] | None = None) -> Job:
         signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
     placement = env.get(client.ENV_PLACEMENT) or f"pid-{os.getpid()}-{time.time_ns()}"
     token = need(env, client.ENV_TOKEN)
-    replica, rank = int(need(env, client.ENV_REPLICA)), int(env.get(client.ENV_RANK, "0"))
+    replica, (rank, ranks) = int(need(env, client.ENV_REPLICA)), place_of(env)
     sender = client.Sender(
         "" if worker else env.get(client.ENV_URL, ""),
         token,
@@ -69,11 +70,13 @@ def join(environment: dict[str, str] | None = None) -> Job:
         placement=placement,
     )
     sender.start()
-    sender.tell(client.Hello(pid=os.getpid(), at=time.time()))
+    if not rank:  # which speaks for its replica
+        sender.tell(client.Hello(pid=os.getpid(), at=time.time()))
     return Job(
         name=sender.job,
         replica=replica,
         rank=rank,
+        ranks=ranks,
         world_replicas=int(need(env, client.ENV_WORLD_REPLICAS)),
         placement=placement,
         standby=standby_of(env.get(client.ENV_STANDBY, "")),
@@ -84,6 +87,19 @@ def join(environment: dict[str, str] | None = None) -> Job:
         sender=sender,
         stop=stop,
     )
+
+
+def place_of(env: dict[str, str]) -> tuple[int, int]:
+    """This process's rank within its replica, and how many ranks that has: what the launcher says,
+    else torchrun, of which each replica has one of its own."""
+    torchrun = "TORCHELASTIC_RUN_ID" in env and client.ENV_RANKS not in env
+    names = ("RANK", "WORLD_SIZE") if torchrun else (client.ENV_RANK, client.ENV_RANKS)
+    rank, ranks = int(env.get(names[0], "0")), int(env.get(names[1], "1"))
+    if not 0 <= rank < ranks:
+        raise RuntimeError(
+            f"{names[0]} is {rank} and {names[1]} is {ranks}: ranks count from 0 within a replica"
+        )
+    return rank, ranks
 
 
 def standby_of(value: str) -> str:

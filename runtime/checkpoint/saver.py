@@ -35,14 +35,19 @@ class Checkpointer:
         self.every_s = every_s
         self.keep = keep
         self.folder = Path(job.state_dir) / "checkpoints"
+        if job.ranks > 1:
+            self.folder /= f"rank-{job.rank}-of-{job.ranks}"
         self._last = time.monotonic()
         self._requests: queue.Queue[Request | None] = queue.Queue(maxsize=1)
         self._thread: threading.Thread | None = None
 
-    def load(self) -> Staged | None:
-        """The newest checkpoint that verifies, or None."""
-        found = store.newest(self.folder)
-        return None if found is None else found[1]
+    def steps(self) -> list[int]:
+        """Of the checkpoints that are there, unverified."""
+        return [store.step_of(path) for path in store.candidates(self.folder)]
+
+    def read(self, step: int) -> Staged | None:
+        """The checkpoint of this step, or None if it does not verify."""
+        return store.verified(store.place(self.folder, step))
 
     def due(self) -> bool:
         """Whether the interval is over and the writer is free."""
@@ -83,6 +88,8 @@ class Checkpointer:
                 path = store.write(self.folder, request.staged, self.keep)
             except Exception as error:  # without this thread no later save would be written
                 self.job.trouble("checkpoint_failed", f"step {request.staged.step}: {error!r}")
+                continue
+            if self.job.rank:  # the first speaks for its replica
                 continue
             self.job.sender.tell(
                 CheckpointSaved(

@@ -38,7 +38,7 @@ def write(folder: Path, staged: Staged, keep: int = KEEP) -> Path:
     Raises OSError (disk full, I/O) or Damaged; what was there before is untouched then.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    final = folder / f"step-{staged.step:08d}"
+    final = place(folder, staged.step)
     mine = f"{staged.step:08d}-{HOST}-{os.getpid()}"
     draft = folder / f".writing-{mine}"
     shutil.rmtree(draft, ignore_errors=True)
@@ -65,11 +65,18 @@ def write(folder: Path, staged: Staged, keep: int = KEEP) -> Path:
 def newest(folder: Path) -> tuple[Path, Staged] | None:
     """The newest checkpoint that verifies, or None. What fails is left in place and named."""
     for path in candidates(folder):
-        try:
-            return path, read(path)
-        except (Damaged, OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("checkpoint_refused path=%s error=%s", path, error)
+        if (staged := verified(path)) is not None:
+            return path, staged
     return None
+
+
+def verified(path: Path) -> Staged | None:
+    """One checkpoint, or None if it fails: it is left in place, and named."""
+    try:
+        return read(path)
+    except (Damaged, OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("checkpoint_refused path=%s error=%s", path, error)
+        return None
 
 
 def read(path: Path) -> Staged:
@@ -88,9 +95,18 @@ def read(path: Path) -> Staged:
     return Staged.restore(manifest, buffer)
 
 
+def place(folder: Path, step: int) -> Path:
+    """Where the checkpoint of this step is."""
+    return folder / f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
 def candidates(folder: Path) -> list[Path]:
     """Visible checkpoints, newest first."""
-    return sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []
+    return sorted(folder.glob("step-" + 8 * "[0-9]" + "*"), reverse=True)
 
 
 def prune(folder: Path, keep: int, written: Path) -> None:

@@ -109,7 +109,7 @@ class Admission:
                 peer.tell(op="diverged", step=staging.step, states=states)
         # No newcomer is to blame for a difference: it takes what most hold.
         ((digest, _count),) = Counter(digests_in_order(states)).most_common(1)
-        donors = [p.address for p in holders if states.get(p.replica) == digest]
+        donors = [p.addresses for p in holders if states.get(p.replica) == digest]
         staging.taken = True
         for peer in takers:
             peer.expected = (staging.step, digest)

@@ -22,8 +22,8 @@ class Peer:
 
     replica: int
     placement: str
-    address: str  # its snapshot server
-    gloo_port: int
+    addresses: list[str]  # of its ranks' snapshot servers
+    gloo_ports: list[int]  # of its ranks
     shards: int
     shape: dict[str, str]  # what must be alike on all replicas
     writer: asyncio.StreamWriter
@@ -54,8 +54,8 @@ class Peer:
         return cls(
             replica=int(join["replica"]),
             placement=str(join["placement"]),
-            address=str(join["address"]),
-            gloo_port=int(join["gloo_port"]),
+            addresses=[str(address) for address in join["addresses"]],
+            gloo_ports=[int(port) for port in join["gloo_ports"]],
             shards=int(join["shards"]),
             shape=dict(join.get("shape", {})),
             writer=writer,
@@ -110,10 +110,10 @@ def introduce(seated: Mapping[int, Peer], behind: Collection[int]) -> dict[str, 
     old_hands = [(number, p) for number, p in in_order if p.phase == "member"]
     return {
         "members": [
-            {"replica": number, "placement": p.placement, "gloo_port": p.gloo_port}
+            {"replica": number, "placement": p.placement, "gloo_ports": p.gloo_ports}
             for number, p in in_order
         ],
-        "donors": [p.address for number, p in old_hands if number not in behind],
+        "donors": [p.addresses for number, p in old_hands if number not in behind],
     }
 
 

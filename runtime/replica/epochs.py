@@ -117,7 +117,7 @@ class Epochs(Roster):
             peer.step for peer in entering.values()
         ):
             # Nobody would stay who holds the last step: it is handed on before.
-            donors = [member.address for member in members]
+            donors = [member.addresses for member in members]
             for peer in entering.values():
                 peer.tell_once("catch_up", step=top, donors=donors)
             return

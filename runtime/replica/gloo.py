@@ -52,16 +52,21 @@ class Rendezvous(Protocol):
 class LinkStore(Store):
     """Gloo's rendezvous, carried by the coordinator's connection."""
 
-    def __init__(self, link: Rendezvous, epoch: int) -> None:
+    def __init__(self, link: Rendezvous, epoch: int, lane: int) -> None:
         super().__init__()
         self.link = link
         self.epoch = epoch
+        self.lane = lane
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # gloo gives bytes
-        self.link.set(self.epoch, key, base64.b64encode(value).decode())
+        self.link.set(self.epoch, self._name(key), base64.b64encode(value).decode())
 
     def get(self, key: str) -> bytes:
-        return base64.b64decode(self.link.get(self.epoch, key, BUILD_S))
+        return base64.b64decode(self.link.get(self.epoch, self._name(key), BUILD_S))
+
+    def _name(self, key: str) -> str:
+        """Ranks of different numbers leave word for each other in one place."""
+        return f"{self.lane}:{key}"
 
     def wait(self, keys: list[str], _timeout: datetime.timedelta | None = None) -> None:
         for key in keys:
@@ -69,9 +74,10 @@ class LinkStore(Store):
 
 
 class Gloo:
-    """One device per process, one group per epoch."""
+    """One device per process, one group per epoch: of the replicas' ranks of one number."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, lane: int = 0) -> None:
+        self.lane = lane
         before = listening_sockets()
         self.device = ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
         ports = set(listening_sockets()) - set(before)
@@ -110,7 +116,8 @@ class Gloo:
             options._timeout = datetime.timedelta(seconds=BUILD_S)
             result: ProcessGroupGloo | Exception
             try:
-                result = ProcessGroupGloo(LinkStore(link, epoch), rank, len(ports), options)
+                store = LinkStore(link, epoch, self.lane)
+                result = ProcessGroupGloo(store, rank, len(ports), options)
             except (RuntimeError, LinkLost, TimeoutError) as error:
                 result = error
             with self._changed:

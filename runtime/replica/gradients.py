@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from runtime.ledger import Summed
+from runtime.replica.division import as_part, part_of
 from runtime.replica.tree import Branch, branches_of, collapse
 
 
@@ -58,7 +59,7 @@ class Gradients:
         """`statistics`: so many numbers behind the gradients are summed with them."""
         self.parameters = [p for p in parameters if p.requires_grad]
         self.shards = shards
-        self.gradient_size = sum(p.numel() for p in self.parameters)
+        self.gradient_size = sum(part_of(p).numel() for p in self.parameters)
         self.size = self.gradient_size + statistics
         for parameter in self.parameters:
             if parameter.dtype != torch.float32:
@@ -72,6 +73,8 @@ class Gradients:
         self.who = torch.zeros(shards)  # 1 + the number of the replica that summed it
         self.losses = torch.zeros(shards)  # sums over the samples
         self.samples = 0
+        #: the first and the last parameter of which there is something here, and where it lies
+        self._ends: list[tuple[torch.nn.Parameter, int]] = []
         self.bind(self.local)
 
     @property
@@ -88,8 +91,11 @@ class Gradients:
         """Let each parameter's gradient be its part of this buffer."""
         start = 0
         for parameter in self.parameters:
-            end = start + parameter.numel()
-            parameter.grad = flat[start:end].view_as(parameter)
+            part = part_of(parameter)
+            end = start + part.numel()
+            parameter.grad = as_part(flat[start:end].view_as(part), parameter)
+            if part.numel():
+                self._ends = [*self._ends[:1], (parameter, start)]
             start = end
 
     def add(self, index: int, checksum: int, samples: int, replica: int) -> None:
@@ -146,11 +152,9 @@ class Gradients:
 
     def _check_bound(self) -> None:
         """The first and the last gradient lie where they were put; whoever moves one moves all."""
-        ends = [(self.parameters[0], 0), (self.parameters[-1], self.gradient_size)]
-        for parameter, at in ends:
-            start = at and at - parameter.numel()
+        for parameter, start in self._ends:
             place = self.local.data_ptr() + start * self.local.element_size()
-            if parameter.grad is None or parameter.grad.data_ptr() != place:
+            if parameter.grad is None or part_of(parameter.grad).data_ptr() != place:
                 raise RuntimeError(
                     "a parameter's gradient is not where the replica group put it; remove "
                     "optimizer.zero_grad(): the group clears the gradients after each step"

@@ -1,22 +1,15 @@
-"""A replica's membership: epochs granted, lost and entered, while the training loop goes on.
-
-A step is its global batch, not who computes it. When a member dies, the others keep the gradients
-they have, compute only the shards that are missing, and commit the same step. Nothing here rolls
-back.
-"""
+"""What a training script sees of its replica: five lines around a loop that stays its own."""
 
 from __future__ import annotations
 
 import logging
 import os
-import queue
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -25,22 +18,41 @@ from runtime.client import Directive, Stopped
 from runtime.data import Batches, Shard
 from runtime.job import Job
 from runtime.replica import observing
+from runtime.replica.division import Division
 from runtime.replica.gloo import Gloo
-from runtime.replica.gradients import Tail, Wishes
-from runtime.replica.link import Link, Refused, own_address
-from runtime.replica.membership import REJOINS, Member, Severed
-from runtime.replica.peers import Reduced
+from runtime.replica.leader import Leader
+from runtime.replica.led import Led
+from runtime.replica.link import own_address
+from runtime.replica.rank import Rank
 from runtime.replica.shape import cannot_drop, describe
 from runtime.replica.state import Averages, Stateful, Steps, TrainingState
-from runtime.replica.step import MODES, Mode, NotWhole, StepEngine
-from runtime.replica.takeover import Takeover
+from runtime.replica.step import MODES, Mode, StepEngine
 from runtime.replica.telling import Committed, Teller
 
 log = logging.getLogger("drydock.replica")
 
 #: Overrides the script's mode, for a comparison or a proof.
 ENV_MODE = "DRYDOCK_MODE"
-LEAVE_S = 5.0  # how long a stopping member waits for the coordinator's leave to go
+ABANDONED = 75  # exit status: this process is well, its replica is not; start the replica anew
+LAST_WORDS_S = 2.0  # how long such a process may take to tell the control plane
+
+
+class Loop(Protocol):
+    """What the first rank of a replica and the others do each in their way."""
+
+    def start(self) -> None: ...
+
+    def shards(self) -> Iterator[Shard]: ...
+
+    def leave(self, reason: str, *, goodbye: bool) -> None: ...
+
+    def wish_stop(self) -> None: ...
+
+    def wish_checkpoint(self) -> None: ...
+
+    def introduce(self) -> list[dict[str, Any]]: ...
+
+    def on_break(self, epoch: int, message: dict[str, Any], /) -> None: ...
 
 
 class ReplicaGroup:
@@ -52,8 +64,11 @@ class ReplicaGroup:
     dead replica's shards: see `step.Mode`. `max_grad_norm` clips by the global norm, None not at
     all. `steps` ends the job after so many; `on_step` is called after each commit.
 
+    A replica may have several ranks, among which `fully_shard` divided the model before; all of
+    them run the same script, and each computes its part of each shard.
+
     Raises ValueError for an unknown mode, and for a model of a shape whose replicas cannot be
-    dropped (sharded, tensor or pipeline parallel), with what to do instead.
+    dropped (tensor or pipeline parallel, ...), with what to do instead.
     """
 
     def __init__(
@@ -73,56 +88,54 @@ class ReplicaGroup:
         steps: int | None = None,
         on_step: Callable[[Committed], None] | None = None,
     ) -> None:
-        if error := cannot_drop(model, job.rank):
+        if error := cannot_drop(model, job.rank, job.ranks):
             raise ValueError(error)
+        mode = known_mode(os.environ.get(ENV_MODE) or mode)
         self.job = job
-        self.batches = batches
-        batches.open(job.trouble)
-        self.saver = saver
-        self.steps = steps
-        self.on_step = on_step
-        self.observer = observing.from_environment()
+        self._batches = batches
+        self._saver = saver
+        self._observer = observing.from_environment()
+        self._left = False
+        batches.open(job.trouble, job.rank, job.ranks)
         optimizers = several(optimizer)
+        division = Division(model, job.rank)
         self.state = TrainingState(
             model,
             optimizers,
             batches,
+            division,
             schedules=several(schedule),
             scaler=scaler,
             ema=ema,
             extra=extra,
         )
         host = own_address(job.coordinator)
-        self.gloo = Gloo(host)
-        self.mode = known_mode(os.environ.get(ENV_MODE) or mode)
-        self.engine = StepEngine(
-            self.state, self.gloo, self.observer, mode=self.mode, max_grad_norm=max_grad_norm
+        gloo = Gloo(host, job.rank)
+        self._engine = StepEngine(
+            self.state, gloo, self._observer, division, mode=mode, max_grad_norm=max_grad_norm
         )
-        self.shape = describe(
-            model, optimizers, batches, self.mode, max_grad_norm, numerics_of(self.mode)
+        shape = describe(
+            model, optimizers, batches, mode, max_grad_norm, numerics_of(mode), job.ranks
         )
-        self.teller = Teller(job, self.state.ledger, batches.tokens_per_sample)
-        self._postponed: deque[dict[str, Any]] = deque()
-        self._want_checkpoint = threading.Event()
-        self._why = ""  # why we stop, once all have agreed to
-        self._left = False
-        self.link = Link(job.coordinator, self._introduce, self._on_break)
-        self.takeover = Takeover(self, host)
-        self.member = Member(
-            job.replica,
-            self.link.say,
-            self.takeover,
-            placement=job.placement,
-            standby=job.standby,
+        self._rank = Rank(
+            job, self.state, self._engine, gloo, saver, self._observer, host=host, on_step=on_step
         )
-
-    # --- the user's side ------------------------------------------------------------------------
+        self._loop: Loop
+        if job.rank:
+            first = division.agree("")
+            self._loop = Led(self._rank, first, leave=self._leave, abandon=self._abandon)
+        else:
+            teller = Teller(job, self.state.ledger, batches.tokens_per_sample)
+            self._loop = Leader(
+                self._rank, shape, teller, steps=steps, leave=self._leave, abandon=self._abandon
+            )
+            division.agree(self._loop.address)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._on_sigterm)
+            signal.signal(signal.SIGTERM, lambda _number, _frame: self._loop.wish_stop())
         self.job.sender.on_directive = self._on_directive
-        self.link.start()
+        self._loop.start()
         return self
 
     def __exit__(
@@ -134,29 +147,14 @@ class ReplicaGroup:
         if self._left:
             return
         if error is None:
-            self._leave("left the loop", goodbye=True)
+            self._loop.leave("left the loop", goodbye=True)
         else:
             self.job.trouble("exception", f"{type(error).__name__}: {error}")
-            self._leave("exception", goodbye=False)
+            self._loop.leave("exception", goodbye=False)
 
     def __iter__(self) -> Iterator[Shard]:
         """Shards to compute, for as long as the job lives."""
-        self._await_epoch()
-        while not self._left:
-            if self.steps is not None and self.pending >= self.steps:
-                self._stop("all steps done")
-                continue
-            try:
-                yield from self.engine.shards()
-                self._edge(self._finish_step())
-            except NotWhole as error:
-                self.job.trouble("coverage", str(error))
-            except Severed as error:
-                log.info(
-                    "severed epoch=%s step=%s error=%s", self.member.epoch, self.pending, error
-                )
-                self.observer.at("regroup", self.pending)
-                self._regroup(planned=False)
+        return self._loop.shards()
 
     def backward(self, loss: torch.Tensor, *, parts: int = 1) -> None:
         """Add the gradient of the present shard; `loss` is the mean over the shard's samples.
@@ -164,193 +162,45 @@ class ReplicaGroup:
         A shard too large for memory is given in `parts` equal parts, each with the mean over its
         own samples; call this once for each. Scaling the loss is done here where there is a scaler.
         """
-        self.engine.backward(loss, parts)
+        self._engine.backward(loss, parts)
 
     @property
     def pending(self) -> int:
         """The step under way."""
-        return self.engine.pending
-
-    # --- one step -------------------------------------------------------------------------------
-
-    def _finish_step(self) -> Tail:
-        """Sum, and commit. Raises Severed, NotWhole."""
-        self._pump()
-        wishes = Wishes(
-            regroup=self.member.wants_regroup,
-            checkpoint=self._want_checkpoint.is_set(),
-            stop=self.job.stop.is_set(),
-            stage=self.member.wants_stage and self.takeover.ready_to_stage(),
-        )
-        reduced, tail = self.engine.reduce(wishes)
-        self._await_lease()
-        self.commit(reduced, tail)
-        return tail
-
-    def commit(self, reduced: Reduced, tail: Tail) -> None:
-        """Apply a step: our own, or one that peers made while we were not with them."""
-        self.takeover.await_copy()
-        grad_norm = self.engine.apply(reduced, tail)
-        self.takeover.made(reduced)
-        self.link.step = self.state.committed
-        if self.member.newcomer:
-            return  # others made it: not ours to tell
-        self.teller.committed(reduced.step, reduced.epoch, tail.loss, grad_norm, tail.samples)
-        step = Committed(
-            step=reduced.step,
-            epoch=reduced.epoch,
-            loss=tail.loss,
-            grad_norm=grad_norm,
-            samples=tail.samples,
-            at=time.time(),
-            coverage=tail.coverage,
-            computed=tail.computed,
-            members=sorted(self.member.members),
-        )
-        self.observer.committed(step)
-        if self.on_step is not None:
-            self.on_step(step)
-
-    def _edge(self, tail: Tail) -> None:
-        """Between two steps: what all members agreed on in the last all-reduce."""
-        self._pump()
-        if tail.wishes.stop:
-            self._stop("stop wanted")
-            return
-        if self.teller.speaks() and (tail.wishes.checkpoint or self.saver.due()):
-            asked = time.monotonic()
-            self.saver.save(self.state.copy(), asked)
-        if tail.wishes.checkpoint:
-            self._want_checkpoint.clear()
-        if tail.wishes.stage >= len(self.member.members):
-            self.member.wants_stage = False
-            self.takeover.stage()
-        if tail.wishes.regroup:
-            self._regroup(planned=True)
-
-    # --- epochs ---------------------------------------------------------------------------------
-
-    def _regroup(self, *, planned: bool) -> None:
-        """Tell the coordinator how far we are and wait for the next epoch."""
-        self.member.report(planned=planned)
-        self._await_epoch()
-
-    def _await_epoch(self) -> None:
-        """Do what the coordinator asks until an epoch is granted and its group stands."""
-        while not self._left:
-            message = self._next()
-            if message["op"] == "dismissed":
-                if not self._why and self.teller.speaks():
-                    self.saver.save(self.state.copy(), time.monotonic(), last=True)
-                self._leave(self._why or "stopped while waiting for an epoch", goodbye=True)
-            elif message["op"] == "replaced":
-                self._leave(f"replaced by {message['by']}", goodbye=True)
-            elif message["op"] == "refused":
-                raise Refused(f"coordinator {self.job.coordinator}: {message['error']}")
-            elif message["op"] == "stop":
-                self.job.stop.set()
-            elif self.member.hear(message):
-                self._why = ""
-                return
-
-    def _await_lease(self) -> None:
-        """Whom the coordinator has not heard of for long may have been replaced: it goes no further
-        before it knows. Raises Severed if it was."""
-        while self.link.silent_s() > self.member.lease_s:
-            log.warning("holding step=%s silent_s=%.1f", self.pending, self.link.silent_s())
-            self.link.await_word(self.member.lease_s)
-            self._pump()
-            if self.job.stop.is_set():
-                raise Severed("told to stop, and out of the coordinator's reach")
-
-    def _next(self) -> dict[str, Any]:
-        """The next message; who is to stop dismisses itself when none comes."""
-        if self._postponed:
-            return self._postponed.popleft()
-        stopping = self.job.stop.is_set()
-        if stopping and not self.member.epoch:
-            return {"op": "dismissed"}
-        try:
-            return self.link.inbox.get(timeout=LEAVE_S if stopping or self._why else None)
-        except queue.Empty:
-            return {"op": "dismissed"}
-
-    # --- what may be heard at any time ----------------------------------------------------------
-
-    def _pump(self) -> None:
-        """Handle what arrived while we computed."""
-        while not self.link.inbox.empty():
-            message = self.link.inbox.get()
-            if message["op"] in REJOINS:
-                self._postponed.append(message)
-                raise Severed("the coordinator told us to rejoin")
-            if message["op"] == "stop":
-                self.job.stop.set()
-            else:
-                self.member.overhear(message)
-
-    def _on_break(self, epoch: int, _message: dict[str, Any]) -> None:
-        """On the link's thread: make a collective under way fail now."""
-        self.gloo.sever(epoch)
+        return self._engine.pending
 
     def _on_directive(self, directive: Directive) -> None:
         """On the sender's thread."""
         if directive.verb == "stop":
-            self._wish_stop()
+            self._loop.wish_stop()
         else:
-            self._want_checkpoint.set()
-
-    def _on_sigterm(self, _number: int, _frame: Any) -> None:
-        self._wish_stop()
-
-    def _wish_stop(self) -> None:
-        self.job.stop.set()
-        self.link.inbox.put({"op": "stop"})
-
-    def _introduce(self) -> list[dict[str, Any]]:
-        """What we say first, and again after each reconnect."""
-        join = {
-            "op": "join",
-            "token": self.job.token,
-            "job": self.job.name,
-            **self.member.standing(),
-            "placement": self.job.placement,
-            "address": self.takeover.address,
-            "gloo_port": self.gloo.port,
-            "shards": self.batches.shards,
-            "shape": self.shape,
-            "world": self.job.world_replicas,
-        }
-        report = self.member.last_report
-        return [join] if report is None else [join, {"op": "report", **report}]
+            self._loop.wish_checkpoint()
 
     # --- the end --------------------------------------------------------------------------------
-
-    def _stop(self, reason: str) -> None:
-        """All members stop at this edge: save, and go when all are known to have reached it.
-
-        Whoever went earlier could break the last all-reduce of a slower one.
-        """
-        if self.teller.speaks():
-            asked = time.monotonic()
-            self.saver.save(self.state.copy(), asked, last=True)
-        self._why = reason
-        self.member.report(planned=True, leaving=True)
-        self._await_epoch()
 
     def _leave(self, reason: str, *, goodbye: bool) -> None:
         self._left = True
         if goodbye:
-            self.observer.ended(self.state)
-        self.link.close(goodbye=goodbye)  # the others need not wait for what we still write
-        self.saver.finish()
-        now = time.time()
-        self.job.sender.tell(
-            Stopped(step=self.state.committed, reason=reason, at=now, clean=goodbye)
-        )
-        self.takeover.close()
-        self.batches.close()
+            self._observer.ended(self.state)
+        self._rank.link.close(goodbye=goodbye)  # the others need not wait for what we still write
+        self._saver.finish()
+        if not self.job.rank:  # which speaks for its replica
+            now = time.time()
+            step = self.state.committed
+            self.job.sender.tell(Stopped(step=step, reason=reason, at=now, clean=goodbye))
+        self._rank.close()
+        self._batches.close()
         self.job.sender.close(3.0)
+
+    def _abandon(self, why: str) -> None:
+        """End this process, and at once: a rank of the replica is gone, and the training thread may
+        wait for it in a collective for ever. On a thread of another name."""
+        log.error("abandoned step=%s why=%s", self.pending, why)
+        self.job.trouble("replica_incomplete", f"{why}: this one ends, start the replica anew")
+        if not self.job.rank:
+            self._rank.link.close(goodbye=False)  # the others go on at once
+        self.job.sender.close(LAST_WORDS_S)
+        os._exit(ABANDONED)
 
 
 def several(given: Steps | Sequence[Steps]) -> list[Steps]:

@@ -43,11 +43,20 @@ class Link:
         address: str,
         introduce: Callable[[], list[dict[str, Any]]],
         on_break: Callable[[int, dict[str, Any]], None],
+        *,
+        on_end: Callable[[], None] | None = None,
+        silent_s: float | None = SILENT_S,
     ) -> None:
+        """`on_end`: called when a connection ends, where none is to follow it. `silent_s`: one on
+        which nothing was said for so long has ended; None for never."""
         host, _, port = address.rpartition(":")
         self.target = (host, int(port))
         self.introduce = introduce
         self.on_break = on_break
+        #: answers a ping by its number, at once or later
+        self.on_ping: Callable[[int], None] = self.pong
+        self._on_end = on_end
+        self._silent_s = silent_s
         self.inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.step = -1
         #: monotonic: the coordinator knows that we were there at this time
@@ -90,18 +99,18 @@ class Link:
 
         Raises LinkLost if the coordinator goes away or the epoch breaks meanwhile.
         """
+        return self.ask(epoch, key).result(timeout_s)
+
+    def ask(self, epoch: int, key: str) -> Future[str]:
+        """The same, for later: what it raises is in what is returned."""
         future: Future[str] = Future()
         with self._calls_lock:
             self._next_call += 1
             number = self._next_call
             self._calls[number] = future
-        try:
-            if not self.say("get", epoch=epoch, key=key, id=number):
-                raise LinkLost("the coordinator is away")
-            return future.result(timeout_s)
-        finally:
-            with self._calls_lock:
-                self._calls.pop(number, None)
+        if not self.say("get", epoch=epoch, key=key, id=number):
+            self._settle(number, LinkLost("the coordinator is away"))
+        return future
 
     def silent_s(self) -> float:
         """For how long the coordinator may not have heard of us, in seconds."""
@@ -117,9 +126,15 @@ class Link:
     def abandon_calls(self) -> None:
         """Wake whoever waits in `get`."""
         with self._calls_lock:
-            for future in self._calls.values():
-                if not future.done():
-                    future.set_exception(LinkLost("the epoch broke or the coordinator went away"))
+            numbers = list(self._calls)
+        for number in numbers:
+            self._settle(number, LinkLost("the epoch broke or the coordinator went away"))
+
+    def pong(self, number: int) -> None:
+        """Answer the ping of this number; may be called on any thread."""
+        with self._calls_lock:
+            self._answered[number] = time.monotonic()
+        self.say("pong", n=number, step=self.step)
 
     def close(self, *, goodbye: bool) -> None:
         """Hang up; with a goodbye nobody takes our end for a death."""
@@ -151,11 +166,14 @@ class Link:
                     self._socket = None
                 connection.close()
                 self.abandon_calls()
+            if self._on_end is not None:
+                self._on_end()
+                return
             self._closing.wait(RETRY_S * random.random())  # noqa: S311 - jitter
 
     def _talk(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(SILENT_S)
+        connection.settimeout(self._silent_s)
         self._answered = {0: time.monotonic()}
         with self._write_lock:
             for message in self.introduce():
@@ -172,13 +190,13 @@ class Link:
     def _hear(self, message: dict[str, Any]) -> None:
         op = message.get("op", "refused")
         if op == "ping":
-            self._answer(int(message["n"]), int(message["heard"]))
+            self._note(int(message["heard"]))
+            self.on_ping(int(message["n"]))
             return
         if op == "value":
-            with self._calls_lock:
-                future = self._calls.get(message["id"])
-            if future is not None and not future.done():
-                future.set_result(message["value"])
+            failed = "error" in message
+            value = LinkLost(message["error"]) if failed else str(message["value"])
+            self._settle(int(message["id"]), value)
             return
         if op in ("lost", "broken", "evicted"):
             self.on_break(int(message["epoch"]), message)
@@ -188,12 +206,22 @@ class Link:
         else:
             self.inbox.put(message)
 
-    def _answer(self, number: int, heard: int) -> None:
-        """The coordinator asks whether we are there, and says which answer of ours reached it."""
-        self._answered[number] = time.monotonic()
-        self.say("pong", n=number, step=self.step)
-        self.confirmed = self._answered[heard]
-        self._answered = {n: at for n, at in self._answered.items() if n >= heard}
+    def _note(self, heard: int) -> None:
+        """The coordinator says which answer of ours reached it."""
+        with self._calls_lock:
+            self.confirmed = self._answered[heard]
+            self._answered = {n: at for n, at in self._answered.items() if n >= heard}
+
+    def _settle(self, number: int, value: str | LinkLost) -> None:
+        """Answer a call, unless it was answered."""
+        with self._calls_lock:
+            future = self._calls.pop(number, None)
+        if future is None:
+            return
+        if isinstance(value, LinkLost):
+            future.set_exception(value)
+        else:
+            future.set_result(value)
 
     def _give_up(self, message: dict[str, Any]) -> None:
         """Nothing more will come: no epoch of ours, present or future, can be trusted."""

@@ -26,7 +26,10 @@ class CannotFollow(RuntimeError):
 
 
 class Trainer(Protocol):
-    """What a replica does with its state when its membership changes."""
+    """What a replica does with its state when its membership changes.
+
+    `donors` are named by the addresses of their ranks.
+    """
 
     @property
     def committed(self) -> int:
@@ -42,19 +45,19 @@ class Trainer(Protocol):
     def load(self) -> None:
         """The job begins: the newest checkpoint, else what is in memory."""
 
-    def take(self, step: int, digest: str, donors: list[str]) -> None:
+    def take(self, step: int, digest: str, donors: list[list[str]]) -> None:
         """Replace the state by the one that peers hold ready. Raises CannotFollow."""
 
-    def follow(self, donors: list[str]) -> None:
+    def follow(self, donors: list[list[str]]) -> None:
         """Begin to hear of the steps that peers commit, one `made` message each."""
 
     def stop_following(self) -> None:
         """Hear of no more steps."""
 
     def make(self, reduced: Any) -> None:
-        """Commit a step that peers committed, from its reduced gradient."""
+        """Commit a step that peers committed, from its reduced gradient. Raises CannotFollow."""
 
-    def replay(self, step: int, donors: list[str]) -> None:
+    def replay(self, step: int, donors: list[list[str]]) -> None:
         """Commit what peers committed, up to this step. Raises CannotFollow."""
 
     def connect(self, grant: dict[str, Any]) -> None:
@@ -205,8 +208,12 @@ class Member:
 
     def _on_made(self, message: dict[str, Any]) -> None:
         """Peers made a step; so do we."""
-        if self._following:
+        if not self._following:
+            return
+        try:
             self._trainer.make(message["reduced"])
+        except CannotFollow as error:
+            self._start_over(error)
 
     def _on_up_to_date(self, message: dict[str, Any]) -> None:
         """Peers have nothing newer than what we were given up to now."""

@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 
     from runtime.data import Batches
 
+_OTHERWISE = "such a job is recovered by a restart from its checkpoint, without a ReplicaGroup"
 _SAME_SCRIPT = "start all replicas with the same script and options"
 #: Kinds of module, and packages, that spread one model over all processes of a job.
 _WHOLE_JOB = ("FullyShardedDataParallel", "PipelineStage", "deepspeed")
 #: By its key in the shape: what it is called, and what to do if it differs.
 _WORDS = {
     "mode": ("mode", "start all replicas with the same mode"),
+    "ranks": ("number of ranks", "start all replicas with as many ranks"),
     "shards": ("number of shards", "start all replicas with the same Batches"),
     "order": ("data order's rule", "run all replicas with one version of Drydock"),
     "shard_size": ("shard size", "start all replicas with the same Batches"),
@@ -41,10 +43,11 @@ def describe(
     mode: str,
     max_grad_norm: float | None,
     numerics: str,
+    ranks: int = 1,
 ) -> dict[str, str]:
     """This replica's side of the comparison, each part in a few words.
 
-    `numerics`: what else decides on the last bit of a sum.
+    `numerics`: what else decides on the last bit of a sum. `ranks`: of one replica.
     """
     tensors = [
         f"{name} {tuple(tensor.shape)} {tensor.dtype}"
@@ -54,6 +57,7 @@ def describe(
     digest = hashlib.sha256("\n".join(tensors).encode()).hexdigest()[:8]
     return {
         "mode": mode,
+        "ranks": str(ranks),
         **{key: str(value) for key, value in batches.state_dict().items()},
         "model": f"{type(model).__name__} of {len(tensors)} tensors and {count:,} parameters "
         f"({digest})",
@@ -63,17 +67,11 @@ def describe(
     }
 
 
-def cannot_drop(model: torch.nn.Module, rank: int) -> str:
+def cannot_drop(model: torch.nn.Module, rank: int = 0, ranks: int = 1) -> str:
     """Why a model is of a shape whose replicas cannot be dropped, with what to do; "" if it can.
 
-    `rank`: of this process within its replica.
+    `rank`: of this process, of so many `ranks` of its replica.
     """
-    otherwise = "such a job is recovered by a restart from its checkpoint, without a ReplicaGroup"
-    if rank:
-        return (
-            f"this is rank {rank} of its replica: a replica of several processes cannot be "
-            f"dropped yet; {otherwise}"
-        )
     for name, module in model.named_modules():
         where = f"the module {name}" if name else "the model"
         kind = type(module)
@@ -83,20 +81,58 @@ def cannot_drop(model: torch.nn.Module, rank: int) -> str:
                 "it sums the gradients itself"
             )
         if kind.__name__ in _WHOLE_JOB or kind.__module__.partition(".")[0] in _WHOLE_JOB:
-            return f"{where} is a {kind.__name__}, which spans all processes; {otherwise}"
+            return f"{where} is a {kind.__name__}, which spans all processes; {_OTHERWISE}"
     for name, parameter in model.named_parameters():
-        if placements := getattr(parameter, "placements", ()):
-            told = ", ".join(str(placement) for placement in placements)
-            return (
-                f"the parameter {name} is divided among processes, {told}, so none of them can be "
-                f"dropped alone; {otherwise}"
-            )
-        if parameter.device.type != "cpu":
-            return (
-                f"the parameter {name} is on {parameter.device}: only parameters in the "
-                "processor's memory are exchanged yet"
-            )
+        if error := _cannot_exchange(f"the parameter {name}", parameter, ranks):
+            return error
+    whole = [name for name, one in model.named_parameters() if not _placements(one)]
+    divided = [name for name, one in model.named_parameters() if _placements(one)]
+    if ranks > 1 and not divided:
+        return (
+            f"this is rank {rank} of {ranks} of its replica, and each has the whole model: divide "
+            "it among them by fully_shard, or start each as a replica of its own"
+        )
+    if divided and not any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__):
+        return (
+            f"the parameter {divided[0]} is divided among processes, but not by fully_shard called "
+            f"on the model that ReplicaGroup is given: call it, or, if the model is tensor "
+            f"parallel, know that {_OTHERWISE}"
+        )
+    if divided and whole:
+        return (
+            f"the parameter {whole[0]} is whole on each rank and {divided[0]} is divided: let "
+            "fully_shard divide all"
+        )
     return ""
+
+
+def _cannot_exchange(what: str, parameter: torch.nn.Parameter, ranks: int) -> str:
+    placements = _placements(parameter)
+    told = ", ".join(str(placement) for placement in placements)
+    if len(placements) > 1 or not all(one.is_shard() for one in placements):
+        return (
+            f"{what} is divided among processes in more than one way, {told}: divide it by "
+            f"fully_shard over a mesh of one dimension, the replica's ranks, alone; {_OTHERWISE}"
+        )
+    size = parameter.device_mesh.size() if placements else ranks  # type: ignore[attr-defined]
+    if size != ranks:
+        return (
+            f"{what} is divided among {size} processes, {told}, and the launcher says that a "
+            f"replica has {ranks} (DRYDOCK_RANKS, or one torchrun for each replica): the ranks of "
+            "one replica, and no others, must divide its model"
+        )
+    if parameter.device.type != "cpu":
+        return (
+            f"{what} is on {parameter.device}: only parameters in the processor's memory are "
+            "exchanged yet"
+        )
+    return ""
+
+
+def _placements(parameter: torch.nn.Parameter) -> tuple[Any, ...]:
+    """How a divided parameter is divided."""
+    found: tuple[Any, ...] = tuple(getattr(parameter, "placements", ()))
+    return found
 
 
 def misfit(

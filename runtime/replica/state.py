@@ -14,6 +14,7 @@ import torch
 
 from runtime.data import Batches
 from runtime.ledger import SampleLedger, Summed
+from runtime.replica.division import Division, part_of
 from runtime.replica.statistics import RunningStatistics
 from runtime.snapshot import Copying, Staged, size_of, stage
 
@@ -46,6 +47,7 @@ class TrainingState:
         model: torch.nn.Module,
         optimizers: Sequence[Steps],
         batches: Batches,
+        division: Division | None = None,
         *,
         schedules: Sequence[Steps] = (),
         scaler: torch.amp.GradScaler | None = None,
@@ -53,6 +55,7 @@ class TrainingState:
         extra: Mapping[str, Stateful] | None = None,
     ) -> None:
         self.model = model
+        self.division = division or Division(model, 0)
         self.statistics = RunningStatistics(model)
         self.optimizers = list(optimizers)
         self.batches = batches
@@ -101,7 +104,9 @@ class TrainingState:
 
         `shard` -1 is the edge after the committed step.
         """
-        mixed = hash((self.batches.seed, self.committed + 1, shard + 1)) & 0x7FFF_FFFF_FFFF_FFFF
+        given = (self.batches.seed, self.committed + 1, shard + 1)
+        rank = self.division.rank  # of several, each has samples of its own
+        mixed = hash((*given, rank) if rank else given) & 0x7FFF_FFFF_FFFF_FFFF
         torch.default_generator.manual_seed(mixed)
         random.seed(mixed)
         if "numpy" in sys.modules:
@@ -114,7 +119,7 @@ class TrainingState:
     def begin_copy(self, into: memoryview | None) -> Copying:
         """The same, but what only the next commit changes is copied by `Copying.finish`: until that
         is done no step may be applied."""
-        weights = {parameter.data_ptr() for parameter in self.model.parameters()}
+        weights = {part_of(parameter).data_ptr() for parameter in self.model.parameters()}
 
         def later(name: str, tensor: torch.Tensor) -> bool:
             return name.startswith((".optimizers.", ".helpers.")) or tensor.data_ptr() in weights
@@ -133,7 +138,7 @@ class TrainingState:
 
     def load(self, staged: Staged) -> None:
         """Put a copy back. Raises ValueError if it belongs to other data or another model."""
-        state = upgraded(staged.state())
+        state = self.division.put_together(upgraded(staged.state()))
         self.batches.load_state_dict(state["batches"])
         self.model.load_state_dict(state["model"])
         self.statistics.reload()
@@ -160,13 +165,16 @@ class TrainingState:
 
     def _gathered(self) -> dict[str, Any]:
         version, internal, gauss = random.getstate()
-        return {
-            "step": self.committed,
+        trained = {
             "model": self.model.state_dict(),
             **{
                 name: {key: part.state_dict() for key, part in parts.items()}
                 for name, parts in self._parts().items()
             },
+        }
+        return {
+            "step": self.committed,
+            **self.division.taken_apart(trained),
             "batches": self.batches.state_dict(),
             "rng": {
                 "torch": torch.get_rng_state(),

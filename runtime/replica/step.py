@@ -6,12 +6,15 @@ rolls back. It knows nothing of how members come and go.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 
 from runtime.data import Batches, Shard
+from runtime.replica.division import Division
 from runtime.replica.gloo import Gloo
 from runtime.replica.gradients import Gradients, Tail, TreeGradients, Wishes
 from runtime.replica.membership import Severed
@@ -32,6 +35,15 @@ class NotWhole(RuntimeError):
     """The members' sums do not make up the step; all see the same, and compute it anew."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """What was trained, in all ranks of a replica together."""
+
+    loss: float  # mean over the samples
+    grad_norm: float  # before it was clipped
+    samples: int
+
+
 class StepEngine:
     """The step under way, and its commit."""
 
@@ -40,6 +52,7 @@ class StepEngine:
         state: TrainingState,
         gloo: Gloo,
         observer: Observer,
+        division: Division,
         *,
         mode: Mode,
         max_grad_norm: float | None,
@@ -48,6 +61,7 @@ class StepEngine:
         self.batches: Batches = state.batches
         self.gloo = gloo
         self.observer = observer
+        self.division = division
         self.mode = mode
         self.max_grad_norm = max_grad_norm
         kind = TreeGradients if mode == "reproducible" else Gradients
@@ -61,6 +75,8 @@ class StepEngine:
         self._current: Shard | None = None
         self._parts = 0  # of the present shard that backward has seen
         self._refused = 0
+        #: called with each shard before it is computed
+        self.announce: Callable[[int], None] = lambda _shard: None
         gloo.begun = lambda: observer.at("reduce", self.pending)
 
     @property
@@ -95,13 +111,18 @@ class StepEngine:
                 raise Severed("a member is gone")
             if index in self.held:
                 continue
-            self.state.seed(index)
-            self.statistics.begin()
-            self._current, self._parts = self.batches.shard(self.pending, index), 0
-            self.observer.at("forward", self.pending)
-            yield self._current
-            if self._current is not None:
-                raise RuntimeError(f"shard {index} was not given to backward")
+            self.announce(index)
+            yield from self.compute(index)
+
+    def compute(self, index: int) -> Iterator[Shard]:
+        """One shard of the pending step, which comes back as gradients through `backward`."""
+        self.state.seed(index)
+        self.statistics.begin()
+        self._current, self._parts = self.batches.shard(self.pending, index), 0
+        self.observer.at("forward", self.pending)
+        yield self._current
+        if self._current is not None:
+            raise RuntimeError(f"shard {index} was not given to backward")
 
     def backward(self, loss: torch.Tensor, parts: int) -> None:
         """Add the gradient of the present shard, or of one of its `parts` equal parts."""
@@ -124,18 +145,14 @@ class StepEngine:
         self.observer.at("backward", self.pending)
 
     def reduce(self, wishes: Wishes) -> tuple[Reduced, Tail]:
-        """The step's sum over all members. Raises Severed, and NotWhole if it must be computed
-        anew; RuntimeError if that does not help."""
+        """The step's sum over all members. Raises Severed."""
         if self.gloo.broken(self.epoch):
             raise Severed("a member is gone")
         buffer = self.gradients.reduce(self.gloo, self.shares, self.me, wishes)
-        tail = self.gradients.read(buffer)
-        if not self._is_whole(tail):
-            self._refuse(tail)
-        return Reduced(self.pending, self.epoch, buffer), tail
+        return Reduced(self.pending, self.epoch, buffer), self.gradients.read(buffer)
 
-    def apply(self, reduced: Reduced, tail: Tail) -> float:
-        """Commit one reduced gradient: our own, or one handed over by a peer. Returns its norm."""
+    def apply(self, reduced: Reduced, tail: Tail) -> Applied:
+        """Commit one reduced gradient: our own, or one handed over by a peer."""
         self.observer.at("apply", reduced.step)
         local = self.gradients.local
         local.copy_(reduced.buffer[: self.gradients.size])
@@ -144,7 +161,10 @@ class StepEngine:
             local.mul_(len(tail.coverage) / summed)  # dropped: the mean of what is there
         self.state.unscale()
         gradient = self.gradients.gradient
-        norm = norm_of(gradient)
+        losses = tail.loss * tail.samples if tail.samples else 0.0
+        ranks = self.division.gather([norm_of(gradient), losses, tail.samples])
+        norms, losses_of, samples_of = zip(*ranks, strict=True)
+        norm = math.hypot(*norms)
         if self.max_grad_norm is not None and norm > self.max_grad_norm:
             gradient.mul_(self.max_grad_norm / (norm + 1e-6))
         self.statistics.apply(self.gradients.statistics)
@@ -153,12 +173,28 @@ class StepEngine:
         self.forget()
         self._refused = 0
         self.shares = self._usual
-        return norm
+        samples = round(sum(samples_of))
+        loss = sum(losses_of) / samples if samples else float("nan")
+        return Applied(loss=loss, grad_norm=norm, samples=samples)
 
     def forget(self) -> None:
         """Drop what we hold of the pending step."""
         self.gradients.clear()
         self._current = None
+
+    def flaw(self, tail: Tail) -> str:
+        """In which way the members' sums do not make up the step; "" if they do."""
+        return "" if self._is_whole(tail) else f"step {self.pending}: summed {tail.coverage}"
+
+    def refuse(self, flaw: str) -> None:
+        """Compute the step anew. Raises RuntimeError if that does not help."""
+        self._refused += 1
+        if self._refused >= MAX_REFUSED_STEPS:
+            raise RuntimeError(
+                f"{flaw}, {self._refused} times in a row; do all replicas read the same data?"
+            )
+        self.forget()
+        self.shares = self._usual
 
     def _is_whole(self, tail: Tail) -> bool:
         who = [0] * self.batches.shards
@@ -171,17 +207,6 @@ class StepEngine:
             and tail.coverage == [int(one > 0) for one in who]
             and tail.checksums == [c if one else 0 for c, one in zip(checksums, who, strict=True)]
         )
-
-    def _refuse(self, tail: Tail) -> None:
-        self._refused += 1
-        told = f"step {self.pending}: shards summed {tail.coverage}"
-        if self._refused >= MAX_REFUSED_STEPS:
-            raise RuntimeError(
-                f"{told}, {self._refused} times in a row; do all replicas read the same data?"
-            )
-        self.forget()
-        self.shares = self._usual
-        raise NotWhole(told)
 
 
 def norm_of(vector: torch.Tensor) -> float:

@@ -33,6 +33,12 @@ def until(condition: Callable[[], Any], what: str) -> Any:
     raise AssertionError(f"never happened: {what}")
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
 class Board:
     """The rendezvous of one epoch, in this process."""
 
@@ -88,13 +94,16 @@ class Fleet:
     folder: Path
     world: int
     min_replicas: int = 1
+    divided: int = 1  # among so many ranks a replica's model is
     options: dict[str, Any] = field(default_factory=dict)
     url: str = ""
     shared_disk: bool = True  # one state folder for all replicas, or one for each
     lease_s: float = 10.0  # how long members may train without a word from the coordinator
     port: int = 0
     coordinator: subprocess.Popen[bytes] | None = None
+    #: the first rank of each replica, and the others by replica and rank
     ranks: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    others: dict[tuple[int, int], subprocess.Popen[bytes]] = field(default_factory=dict)
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start_coordinator(self) -> None:
@@ -123,13 +132,15 @@ class Fleet:
         standby: str = "",
         **options: Any,
     ) -> subprocess.Popen[bytes]:
-        """Start a replica, with `options` of its own; `kill_at` a phase it kills itself; `port`
+        """Start a replica, all its ranks, with `options` of its own; `kill_at` a phase it kills itself; `port`
         where it finds the coordinator if not where that listens; `standby` see `runtime.job.Job`.
         A standby is not yet one of the ranks."""
         environment = {
             "DRYDOCK_JOB": "job_t",
             "DRYDOCK_REPLICA": str(replica),
-            "DRYDOCK_RANK": "0",
+            "DRYDOCK_RANKS": str(self.divided),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
             "DRYDOCK_PLACEMENT": f"plc_{len(self.started)}",
             "DRYDOCK_STANDBY": standby,
             "DRYDOCK_COORDINATOR": f"127.0.0.1:{port or self.port}",
@@ -142,7 +153,10 @@ class Fleet:
         if kill_at:
             environment |= {"DRYDOCK_OBSERVER": "tests.runtime.killer:make", "KILL_AT": kill_at}
         script = str(Path(__file__).with_name("tiny.py"))
-        process = self._run(f"rank{replica}", [script], environment)
+        process = self._run(f"rank{replica}", [script], {**environment, "DRYDOCK_RANK": "0"})
+        for rank in range(1, self.divided):
+            given = {**environment, "DRYDOCK_RANK": str(rank)}
+            self.others[replica, rank] = self._run(f"rank{replica}.{rank}", [script], given)
         if not standby:
             self.ranks[replica] = process
         return process
@@ -157,6 +171,17 @@ class Fleet:
             self.ranks[replica].kill()
         for replica in replicas:
             self.ranks.pop(replica).wait()
+
+    def kill_rank(self, replica: int, rank: int) -> None:
+        """Kill one rank of a replica, and see the others of it end."""
+        first = self.ranks.pop(replica)
+        mine = {
+            0: first,
+            **{k: self.others.pop((n, k)) for n, k in list(self.others) if n == replica},
+        }
+        mine[rank].kill()
+        for process in mine.values():
+            process.wait(PATIENCE_S)
 
     def ask(self, **message: Any) -> dict[str, Any]:
         """One line to the coordinator, one line back."""
@@ -199,12 +224,16 @@ class Fleet:
         """SIGTERM to all ranks; they end at one edge."""
         for process in self.ranks.values():
             process.send_signal(signal.SIGTERM)
-        for process in self.ranks.values():
+        for process in [*self.ranks.values(), *self.others.values()]:
             assert process.wait(PATIENCE_S) == 0
 
     def digests(self) -> set[str]:
         """Of the whole state at the end."""
         return {(self.folder / f"digest.{r}").read_text() for r in self.ranks}
+
+    def digests_of_rank(self, rank: int) -> set[str]:
+        """Of what this rank of each replica held at the end."""
+        return {(self.folder / f"digest.{r}.{rank}").read_text() for r in self.ranks}
 
     def weights(self) -> set[str]:
         """Of all but the ledger, whose epochs tell of deaths."""

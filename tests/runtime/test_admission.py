@@ -42,7 +42,7 @@ class Replica:
         first = {
             "op": "join", "token": "t", "job": "j", "replica": number, "placement": placement,
             "standby": standby, "epoch": epoch, "step": step, "members": {}, "world": scene.world,
-            "address": f"{placement}:1", "gloo_port": 1, "shards": 12, "shape": {},
+            "addresses": [f"{placement}:1"], "gloo_ports": [1], "shards": 12, "shape": {},
         }  # fmt: skip
         self.refused = scene.coordinator.refusal(first)
         self.peer: Peer | None = None
@@ -175,7 +175,7 @@ def test_members_that_differ_are_told_and_the_newcomer_takes_what_most_hold(play
 
     (sync,) = newcomer.heard("sync")
 
-    assert (sync["digest"], sync["donors"]) == ("d", ["p1:1", "p2:1"])
+    assert (sync["digest"], sync["donors"]) == ("d", [["p1:1"], ["p2:1"]])
     assert scene.replicas[0].heard("diverged")[0]["states"] == {"0": "odd", "1": "d", "2": "d"}
 
 
@@ -217,7 +217,7 @@ def test_a_move_of_the_only_replica_hands_the_last_step_on_first(play: Play) -> 
 
     mover.say("caught_up", step=12)
 
-    assert (asked["step"], asked["donors"], waiting) == (12, ["p0:1"], 1)
+    assert (asked["step"], asked["donors"], waiting) == (12, [["p0:1"]], 1)
     assert scene.members == {0: "new"}
     assert mover.heard("epoch")[0]["begins"] is False
 
@@ -329,7 +329,7 @@ def test_followers_hear_who_the_members_are_now(play: Play) -> None:
     scene.reach_edge(22)
 
     assert scene.members[3] == "n"
-    assert spare.heard("donors")[-1]["donors"] == ["p0:1", "p1:1", "p2:1"]
+    assert spare.heard("donors")[-1]["donors"] == [["p0:1"], ["p1:1"], ["p2:1"]]
 
 
 def test_a_death_at_the_last_edge_does_not_undo_the_wish_to_stop(play: Play) -> None:

@@ -134,7 +134,9 @@ def test_a_coordinator_that_is_stopped_for_longer_than_the_lease_loses_nobody(
 
     assert fleet.coordinator is not None
     fleet.coordinator.send_signal(signal.SIGSTOP)
-    until(lambda: "holding" in (fleet.folder / "rank0.log").read_text(), "training holds")
+    # One of them: the other may be a step further, and wait for it in a collective.
+    logs = [fleet.folder / f"rank{replica}.log" for replica in (0, 1)]
+    until(lambda: any("holding" in log.read_text() for log in logs), "training holds")
     held = fleet.last(0)
     fleet.coordinator.send_signal(signal.SIGCONT)
     fleet.train_on()

@@ -29,7 +29,8 @@ def main() -> None:
         "drop_last": False, **job.options,
     }  # fmt: skip
     folder = Path(options["folder"])
-    steps_log = (folder / f"steps.{job.replica}").open("a", buffering=1)
+    name = f"{job.replica}.{job.rank}" if job.rank else f"{job.replica}"
+    steps_log = (folder / f"steps.{name}").open("a", buffering=1)
     torch.set_num_threads(1)
     torch.manual_seed(3)
     data = torch.randn(options["samples"], 16)
@@ -39,6 +40,8 @@ def main() -> None:
     )
     if options["rich"]:
         model.append(torch.nn.BatchNorm1d(1))
+    if job.ranks > 1:
+        divide(model)
     shard_size = 4 if options["rich"] else 2
     batches = batches_of(options, data, shard_size)
     saver = runtime.Checkpointer(job, every_s=options["checkpoint_s"])
@@ -58,8 +61,19 @@ def main() -> None:
             for piece in pieces:
                 loss = (model(piece).squeeze(1) - piece.sum(1)).square().mean()
                 replica.backward(loss, parts=len(pieces))
-    (folder / f"digest.{job.replica}").write_text(replica.state.copy().digest)
-    (folder / f"weights.{job.replica}").write_text(replica.state.digest())
+    (folder / f"digest.{name}").write_text(replica.state.copy().digest)
+    (folder / f"weights.{name}").write_text(replica.state.digest())
+
+
+def divide(model: torch.nn.Sequential) -> None:
+    """Among the ranks of this replica."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", rank=job.rank, world_size=job.ranks)
+    mesh = dist.init_device_mesh("cpu", (job.ranks,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def batches_of(options: dict[str, Any], data: torch.Tensor, shard_size: int) -> runtime.Batches:

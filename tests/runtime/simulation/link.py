@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from runtime.replica.link import RETRY_S, SILENT_S, WORD_S, Link, LinkLost
+from runtime.replica.link import RETRY_S, SILENT_S, WORD_S, Link
 from tests.runtime.simulation.clock import Process, Thread
 from tests.runtime.simulation.network import END, Connection, Network
 
@@ -46,17 +46,10 @@ class SimulatedLink(Link):
     def get(self, epoch: int, key: str, timeout_s: float) -> str:
         waiter = self.waiter
         assert waiter is not None
-        self._next_call += 1
-        number = self._next_call
-        answer = self._calls[number] = _Answer()  # type: ignore[assignment]
-        try:
-            if not self.say("get", epoch=epoch, key=key, id=number):
-                raise LinkLost("the coordinator is away")
-            if not waiter.wait(answer.done, timeout_s):
-                raise TimeoutError(key)
-            return answer.result()
-        finally:
-            del self._calls[number]
+        value = self.ask(epoch, key)
+        if not waiter.wait(value.done, timeout_s):
+            raise TimeoutError(key)
+        return value.result()
 
     def await_word(self, limit_s: float) -> None:
         waiter = self.waiter
@@ -131,26 +124,3 @@ class _Socket:
 
     def close(self) -> None:
         self.connection.close_client()
-
-
-class _Answer:
-    """A Future whose waiting is simulated."""
-
-    def __init__(self) -> None:
-        self._result: str | None = None
-        self._error: Exception | None = None
-
-    def done(self) -> bool:
-        return self._result is not None or self._error is not None
-
-    def set_result(self, result: str) -> None:
-        self._result = result
-
-    def set_exception(self, error: Exception) -> None:
-        self._error = error
-
-    def result(self) -> str:
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result

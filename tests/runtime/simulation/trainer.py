@@ -1,6 +1,6 @@
 """A replica's state and what membership does with it: `membership.Trainer` without torch.
 
-Mirrors takeover.py, peers.py, fetching.py and step.py as far as they bear on who holds what.
+Mirrors rank.py, lead.py, peers.py, fetching.py and step.py as far as they bear on who holds what.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class SimulatedTrainer:
         if fleet.saved.step > self.state.step:
             self._replace(fleet.saved)
 
-    def take(self, step: int, digest: str, donors: list[str]) -> None:
-        for donor in donors:
+    def take(self, step: int, digest: str, donors: list[list[str]]) -> None:
+        for (donor,) in donors:
             found = self._ask(donor, lambda peer: peer.trainer.copy)
             if found is not None and (found.step, found.digest) == (step, digest):
                 self._replace(found)
                 return
         raise CannotFollow(f"no peer holds step {step}")
 
-    def follow(self, donors: list[str]) -> None:
+    def follow(self, donors: list[list[str]]) -> None:
         self.stop_following()
         self._follower = Follower(self.replica, donors, self.committed + 1)
 
@@ -78,7 +78,7 @@ class SimulatedTrainer:
             self.apply(reduced, own=False)
             self._follower.room += 1
 
-    def replay(self, step: int, donors: list[str]) -> None:
+    def replay(self, step: int, donors: list[list[str]]) -> None:
         while self.committed < step:
             self.apply(self._fetch(self.committed + 1, donors), own=False)
 
@@ -168,8 +168,8 @@ class SimulatedTrainer:
         self.forget()
         self.replica.link.step = self.committed
 
-    def _fetch(self, step: int, donors: list[str]) -> Made:
-        for donor in donors:
+    def _fetch(self, step: int, donors: list[list[str]]) -> Made:
+        for (donor,) in donors:
             made: Made | None = self._ask(donor, lambda peer: peer.trainer.kept.get(step))
             if made is not None:
                 return made
@@ -189,12 +189,12 @@ class SimulatedTrainer:
 class Follower:
     """Hears of the steps that peers commit, in a thread of its own."""
 
-    def __init__(self, replica: Replica, donors: list[str], step: int) -> None:
+    def __init__(self, replica: Replica, donors: list[list[str]], step: int) -> None:
         self.stopped = False
         self.room = 2  # steps that may be passed on before one is applied
         self._replica = replica
         self._step = step
-        self._donors = list(donors)
+        self._donors = [donor for (donor,) in donors]
         replica.clock.random.shuffle(self._donors)
         self._thread: Thread = replica.start(self._run)
 

@@ -1,0 +1,121 @@
+"""A model divided among the ranks of its replica by `fully_shard`: each rank's own part of it.
+
+Everything else in the runtime sees the parts, as plain tensors. A model that is whole on each rank
+is one part.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+_MARK = "part_of"  # the key under which a saved part says what it is a part of
+_ADDRESS_BYTES = 64
+
+
+class Division:
+    """Over which ranks one replica's model is divided, and what they tell each other."""
+
+    def __init__(self, model: torch.nn.Module, rank: int) -> None:
+        self.rank = rank
+        meshes = [p.device_mesh for p in model.parameters() if is_divided(p)]
+        self._mesh: DeviceMesh | None = meshes[0] if meshes else None
+
+    def gather(self, mine: list[float]) -> list[list[float]]:
+        """What each rank of the replica gives, in their order; the same on all of them."""
+        if self._mesh is None:
+            return [mine]
+        given = torch.tensor(mine, dtype=torch.float64)
+        found = [torch.empty_like(given) for _ in range(self._mesh.size())]
+        dist.all_gather(found, given, group=self._mesh.get_group())
+        return [one.tolist() for one in found]
+
+    def agree(self, address: str) -> str:
+        """The first rank's address, on all ranks."""
+        if self._mesh is None:
+            return address
+        told = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
+        words = torch.frombuffer(bytearray(address.encode() or b" "), dtype=torch.uint8)
+        told[: len(words)] = words
+        dist.broadcast(told, group=self._mesh.get_group(), group_src=0)
+        return bytes(told.tolist()).decode().strip(" \0")
+
+    def taken_apart(self, state: Any) -> Any:
+        """A nested state with our part in place of each divided tensor, and what of."""
+        return state if self._mesh is None else _replaced(state, _described)
+
+    def put_together(self, state: Any) -> Any:
+        """The reverse. Raises ValueError if this model is not divided, and the state is."""
+        return _replaced(state, self._whole)
+
+    def _whole(self, value: Any) -> Any:
+        if not (isinstance(value, dict) and _MARK in value):
+            return value
+        from torch.distributed.tensor import DTensor, Shard
+
+        of = value[_MARK]
+        if self._mesh is None:
+            raise ValueError(
+                "the state is a part of a divided model, this script's model is whole; resume with "
+                "the same, or start a new job"
+            )
+        return DTensor.from_local(
+            value["part"],
+            self._mesh,
+            [Shard(of["dim"])],
+            run_check=False,
+            shape=torch.Size(of["shape"]),
+            stride=tuple(of["stride"]),
+        )
+
+
+def _replaced(value: Any, by: Callable[[Any], Any]) -> Any:
+    """A nested value in which each part was replaced that `by` gives another for."""
+    other = by(value)
+    if other is not value:
+        return other
+    if isinstance(value, dict):
+        return {key: _replaced(item, by) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_replaced(item, by) for item in value)
+    if isinstance(value, list):
+        return [_replaced(item, by) for item in value]
+    return value
+
+
+def _described(value: Any) -> Any:
+    if not is_divided(value):
+        return value
+    (placement,) = value.placements
+    dim: int = placement.dim  # type: ignore[attr-defined]  # any other kind was refused at first
+    of = {"shape": [*value.shape], "stride": [*value.stride()], "dim": dim}
+    return {_MARK: of, "part": part_of(value)}
+
+
+def is_divided(tensor: object) -> TypeGuard[DTensor]:
+    """Whether this is a tensor of which each rank holds a part."""
+    module = sys.modules.get("torch.distributed.tensor")  # who never imported it has none
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it, in place."""
+    return tensor._local_tensor if is_divided(tensor) else tensor
+
+
+def as_part(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor divided as `like` is, of which this rank holds `part`, in place."""
+    if not is_divided(like):
+        return part
+    return type(like).from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape,
+        stride=like.stride(),
+    )  # fmt: skip

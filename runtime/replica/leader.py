@@ -1,0 +1,255 @@
+"""The first rank's loop: epochs granted, lost and entered, while its replica trains.
+
+A step is its global batch, not who computes it. When a member dies, the others keep the gradients
+they have, compute only the shards that are missing, and commit the same step. Nothing here rolls
+back.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from runtime.data import Shard
+from runtime.replica.gradients import Tail, Wishes
+from runtime.replica.link import Link, Refused
+from runtime.replica.membership import REJOINS, Severed
+from runtime.replica.rank import Rank
+from runtime.replica.siblings import Sibling, Siblings
+from runtime.replica.step import NotWhole
+from runtime.replica.telling import Committed, Teller
+from runtime.replica.together import Together
+
+log = logging.getLogger("drydock.replica")
+
+LEAVE_S = 5.0  # how long a stopping member waits for the coordinator's leave to go
+
+
+class Leader:
+    """Speaks to the coordinator for its replica, and decides what all its ranks do."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        shape: dict[str, str],
+        teller: Teller,
+        *,
+        steps: int | None,
+        leave: Callable[..., None],
+        abandon: Callable[[str], None],
+    ) -> None:
+        """`shape`: what must be alike on all replicas. `steps` ends the job. `leave`: ends this
+        process's part in it; `abandon`: at once, for a rank is gone."""
+        self.job = job = rank.job
+        self.rank = rank
+        self.engine = rank.engine
+        self.link = rank.link = Link(job.coordinator, self.introduce, self.on_break)
+        self.teller = teller
+        self.steps = steps
+        self._shape = shape
+        self._leave_job = leave
+        self._left = False
+        self._why = ""  # why we stop, once all have agreed to
+        self._postponed: deque[dict[str, Any]] = deque()
+        self._want_checkpoint = threading.Event()
+        self._others: list[Sibling] = []
+        self.siblings = Siblings(
+            rank.host,
+            job.token,
+            job.ranks,
+            self.link,
+            self._on_sibling,
+            lambda lost: abandon(f"rank {lost} of this replica is gone"),
+        )
+        self.together = Together(rank, self.siblings, teller)
+        self.member = self.together.member
+        self.engine.announce = lambda shard: self.siblings.tell("compute", index=shard)
+        rank.tell = self._tell
+
+    @property
+    def address(self) -> str:
+        """Where the other ranks reach us."""
+        return self.siblings.address
+
+    def start(self) -> None:
+        """Meet the other ranks and go to the coordinator. Raises Incomplete."""
+        self._others = self.siblings.meet()
+        self.link.start()
+
+    def shards(self) -> Iterator[Shard]:
+        """Shards to compute, for as long as the job lives."""
+        self._await_epoch()
+        while not self._left:
+            if self.steps is not None and self.engine.pending >= self.steps:
+                self._stop("all steps done")
+                continue
+            try:
+                yield from self.engine.shards()
+                self._edge(self._finish_step())
+            except NotWhole as error:
+                self.job.trouble("coverage", str(error))
+            except Severed as error:
+                log.info(
+                    "severed epoch=%s step=%s error=%s",
+                    self.member.epoch,
+                    self.engine.pending,
+                    error,
+                )
+                self.rank.observer.at("regroup", self.engine.pending)
+                self._regroup(planned=False)
+
+    def leave(self, reason: str, *, goodbye: bool) -> None:
+        """The other ranks leave too; without a goodbye they end as soon as we have."""
+        self._left = True
+        if goodbye:
+            self.siblings.tell("leave", reason=reason)
+        self._leave_job(reason, goodbye=goodbye)
+
+    def wish_stop(self) -> None:
+        self.job.stop.set()
+        self.link.inbox.put({"op": "stop"})
+
+    def wish_checkpoint(self) -> None:
+        self._want_checkpoint.set()
+
+    # --- one step -------------------------------------------------------------------------------
+
+    def _finish_step(self) -> Tail:
+        """Sum, and commit. Raises Severed, NotWhole."""
+        self._pump()
+        self.rank.wishes = Wishes(
+            regroup=self.member.wants_regroup,
+            checkpoint=self._want_checkpoint.is_set(),
+            stop=self.job.stop.is_set(),
+            stage=self.member.wants_stage and self.together.ready_to_stage(),
+        )
+        tail = self.together.reduce()
+        self._await_lease()
+        self.together.commit()
+        return tail
+
+    def _tell(self, step: Committed) -> None:
+        self.teller.committed(step.step, step.epoch, step.loss, step.grad_norm, step.samples)
+
+    def _edge(self, tail: Tail) -> None:
+        """Between two steps: what all members agreed on in the last all-reduce."""
+        self._pump()
+        if tail.wishes.stop:
+            self._stop("stop wanted")
+            return
+        if self.teller.speaks() and (tail.wishes.checkpoint or self.rank.saver.due()):
+            self.together.save()
+        if tail.wishes.checkpoint:
+            self._want_checkpoint.clear()
+        if tail.wishes.stage >= len(self.member.members):
+            self.member.wants_stage = False
+            self.together.stage()
+        if tail.wishes.regroup:
+            self._regroup(planned=True)
+
+    # --- epochs ---------------------------------------------------------------------------------
+
+    def _regroup(self, *, planned: bool) -> None:
+        """Tell the coordinator how far we are and wait for the next epoch."""
+        self.member.report(planned=planned)
+        self._await_epoch()
+
+    def _await_epoch(self) -> None:
+        """Do what the coordinator asks until an epoch is granted and its group stands."""
+        while not self._left:
+            message = self._next()
+            if message["op"] == "dismissed":
+                if not self._why and self.teller.speaks():
+                    self.together.save(last=True)
+                self.leave(self._why or "stopped while waiting for an epoch", goodbye=True)
+            elif message["op"] == "replaced":
+                self.leave(f"replaced by {message['by']}", goodbye=True)
+            elif message["op"] == "refused":
+                raise Refused(f"coordinator {self.job.coordinator}: {message['error']}")
+            elif message["op"] == "stop":
+                self.job.stop.set()
+            elif self.member.hear(message):
+                self._why = ""
+                return
+
+    def _await_lease(self) -> None:
+        """Whom the coordinator has not heard of for long may have been replaced: it goes no further
+        before it knows. Raises Severed if it was."""
+        while self.link.silent_s() > self.member.lease_s:
+            log.warning("holding step=%s silent_s=%.1f", self.engine.pending, self.link.silent_s())
+            self.link.await_word(self.member.lease_s)
+            self._pump()
+            if self.job.stop.is_set():
+                raise Severed("told to stop, and out of the coordinator's reach")
+
+    def _next(self) -> dict[str, Any]:
+        """The next message; who is to stop dismisses itself when none comes."""
+        if self._postponed:
+            return self._postponed.popleft()
+        stopping = self.job.stop.is_set()
+        if stopping and not self.member.epoch:
+            return {"op": "dismissed"}
+        try:
+            return self.link.inbox.get(timeout=LEAVE_S if stopping or self._why else None)
+        except queue.Empty:
+            return {"op": "dismissed"}
+
+    def _stop(self, reason: str) -> None:
+        """All members stop at this edge: save, and go when all are known to have reached it.
+
+        Whoever went earlier could break the last all-reduce of a slower one.
+        """
+        if self.teller.speaks():
+            self.together.save(last=True)
+        self._why = reason
+        self.member.report(planned=True, leaving=True)
+        self._await_epoch()
+
+    # --- what may be heard at any time ----------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Handle what arrived while we computed."""
+        while not self.link.inbox.empty():
+            message = self.link.inbox.get()
+            if message["op"] in REJOINS:
+                self._postponed.append(message)
+                raise Severed("the coordinator told us to rejoin")
+            if message["op"] == "stop":
+                self.job.stop.set()
+            else:
+                self.member.overhear(message)
+
+    def on_break(self, epoch: int, _message: dict[str, Any]) -> None:
+        """On the link's thread: make the collectives under way fail now."""
+        self.siblings.tell("broken", epoch=epoch)
+        self.rank.gloo.sever(epoch)
+
+    def _on_sibling(self, rank: int, message: dict[str, Any]) -> None:
+        """On a thread of its own: what another rank of this replica says."""
+        if message["op"] == "staged":
+            self.together.staged(rank, int(message["step"]), str(message["digest"]))
+        elif message["op"] == "stop":
+            self.wish_stop()
+        elif message["op"] == "checkpoint":
+            self.wish_checkpoint()
+
+    def introduce(self) -> list[dict[str, Any]]:
+        """What we say first, and again after each reconnect."""
+        join = {
+            "op": "join",
+            "token": self.job.token,
+            "job": self.job.name,
+            **self.member.standing(),
+            "placement": self.job.placement,
+            "addresses": [self.rank.address, *(one.address for one in self._others)],
+            "gloo_ports": [self.rank.gloo.port, *(one.gloo_port for one in self._others)],
+            "shards": self.rank.state.batches.shards,
+            "shape": self._shape,
+            "world": self.job.world_replicas,
+        }
+        report = self.member.last_report
+        return [join] if report is None else [join, {"op": "report", **report}]

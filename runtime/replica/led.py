@@ -1,0 +1,83 @@
+"""The loop of every rank of a replica but the first: does what that one decides."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from runtime.data import Shard
+from runtime.replica.link import Link, Refused
+from runtime.replica.rank import Rank
+
+LEAVING_S = 1.0  # how long an order to leave, which came last of all, may take to be read
+
+
+class Led:
+    """Speaks to its replica's first rank alone."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        first: str,
+        *,
+        leave: Callable[..., None],
+        abandon: Callable[[str], None],
+    ) -> None:
+        """`first`: the address of the first rank. `leave`, `abandon`: see `leader.Leader`."""
+        self.job = rank.job
+        self.rank = rank
+        self.link = rank.link = Link(
+            first, self.introduce, self.on_break, on_end=self.on_end, silent_s=None
+        )
+        self._leave_job = leave
+        self._abandon = abandon
+        self._left = threading.Event()
+
+    def start(self) -> None:
+        self.link.start()
+
+    def shards(self) -> Iterator[Shard]:
+        """Shards to compute, as the first rank gives them."""
+        while not self._left.is_set():
+            order = self.link.inbox.get()
+            op = order.pop("op")
+            if op == "compute":
+                yield from self.rank.engine.compute(int(order["index"]))
+            elif op == "leave":
+                self.leave(str(order["reason"]), goodbye=True)
+            elif op == "refused":
+                raise Refused(f"the first rank of this replica: {order['error']}")
+            elif op != "broken":  # which was obeyed when it came
+                self.link.say("answer", **self.rank.obey(op, order))
+
+    def leave(self, reason: str, *, goodbye: bool) -> None:
+        self._left.set()
+        self._leave_job(reason, goodbye=goodbye)
+
+    def wish_stop(self) -> None:
+        self.link.say("stop")
+
+    def wish_checkpoint(self) -> None:
+        self.link.say("checkpoint")
+
+    def introduce(self) -> list[dict[str, Any]]:
+        """What we say first."""
+        return [
+            {
+                "op": "join",
+                "token": self.job.token,
+                "rank": self.job.rank,
+                "address": self.rank.address,
+                "gloo_port": self.rank.gloo.port,
+            }
+        ]
+
+    def on_break(self, epoch: int, _message: dict[str, Any]) -> None:
+        """On the link's thread."""
+        self.rank.gloo.sever(epoch)
+
+    def on_end(self) -> None:
+        """On the link's thread: the first rank hung up, or we did."""
+        if not self._left.wait(LEAVING_S):
+            self._abandon("the first rank of this replica is gone")

@@ -1,0 +1,324 @@
+"""This process's part of its replica: what is done with it when the replica's membership changes.
+
+A replica of several ranks does all of this on each of them at once, each with its own part of the
+state, and with the ranks of its number in other replicas. The first decides; see `lead`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from runtime.checkpoint import Checkpointer
+from runtime.job import Job
+from runtime.replica.fetching import Follower, fetch_reduced, fetch_state
+from runtime.replica.framing import PeerFailed
+from runtime.replica.gloo import Gloo
+from runtime.replica.gradients import Tail, Wishes
+from runtime.replica.link import Link
+from runtime.replica.membership import CannotFollow, Severed
+from runtime.replica.observing import Observer
+from runtime.replica.peers import PeerServer, Reduced, ReducedLog
+from runtime.replica.siblings import NEXT
+from runtime.replica.state import TrainingState
+from runtime.replica.step import StepEngine
+from runtime.replica.telling import Committed
+from runtime.snapshot import Copying, Damaged, Staged, touched
+
+log = logging.getLogger("drydock.replica")
+
+FOLLOWED_S = 5.0  # how long one rank may be later than the first with a step that all follow
+#: What may go wrong on one rank and is then wrong with the replica, by its name on the wire.
+FAILURES: dict[str, type[RuntimeError]] = {"severed": Severed, "cannot_follow": CannotFollow}
+
+
+_orders: set[str] = set()
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def order(method: _Method) -> _Method:
+    """What the first rank of a replica may order the others to do."""
+    _orders.add(method.__name__)
+    return method
+
+
+class Rank:
+    """Obeys; decides nothing that another rank could decide otherwise."""
+
+    def __init__(
+        self,
+        job: Job,
+        state: TrainingState,
+        engine: StepEngine,
+        gloo: Gloo,
+        saver: Checkpointer,
+        observer: Observer,
+        *,
+        host: str,
+        on_step: Callable[[Committed], None] | None,
+    ) -> None:
+        self.job = job
+        self.host = host
+        self.state = state
+        self.engine = engine
+        self.gloo = gloo
+        self.saver = saver
+        self.link: Link  # to the coordinator, or to the first rank: given by the loop
+        self.observer = observer
+        self.on_step = on_step
+        self.replica = job.replica
+        self.tail: Tail | None = None  # of the last step that was summed or fetched
+        self.wishes = Wishes()  # for the next step that is summed
+        #: called with each step that we made together with others
+        self.tell: Callable[[Committed], None] = lambda _step: None
+        self._members: list[int] = []
+        self._reduced: Reduced | None = None  # summed or fetched, and not yet applied
+        self._kept = ReducedLog()
+        #: called on a thread of its own once our part of a copy was hashed
+        self.on_staged: Callable[[int, str], None] = self._say_staged
+        self._server = PeerServer(
+            host, job.token, self._kept, lambda step, digest: self.on_staged(step, digest)
+        )
+        self._read: Staged | None = None
+        self._follower: Follower | None = None
+        self._followed: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        #: memory for the next copy, once its making was asked for
+        self._copying: Copying | None = None  # until it surely is finished
+        self._room: Future[memoryview | None] | None = None
+
+    @property
+    def address(self) -> str:
+        """Where peers reach us."""
+        return self._server.address
+
+    def obey(self, op: str, given: dict[str, Any]) -> dict[str, Any]:
+        """Carry out an order; what it returned, or in which of the expected ways it failed."""
+        if op not in _orders:
+            raise ValueError(f"the first rank orders {op!r}, which is not known here")
+        try:
+            return {"value": getattr(self, op)(**given)}
+        except (Severed, CannotFollow) as error:
+            names = {kind: name for name, kind in FAILURES.items()}
+            return {"failed": names[type(error)], "text": str(error)}
+
+    def close(self) -> None:
+        self.stop_following()
+        self._server.close()
+
+    # --- a newcomer -----------------------------------------------------------------------------
+
+    @order
+    def checkpoints(self) -> list[int]:
+        """The steps of the checkpoints that are there, unverified."""
+        return self.saver.steps()
+
+    @order
+    def read(self, step: int) -> bool:
+        """Read and verify a checkpoint; whether it can be loaded."""
+        self._read = self.saver.read(step)
+        return self._read is not None
+
+    @order
+    def load(self) -> None:
+        """Take over the checkpoint that was read."""
+        self.await_copy()
+        if self._read is None:
+            raise RuntimeError("no checkpoint was read")
+        self.state.load(self._read)
+        self._read = None
+        self._kept.clear()
+
+    @order
+    def reload(self) -> None:
+        """Begin with what is in memory."""
+        self.await_copy()
+        self._read = None
+        self.state.statistics.reload()
+
+    @order
+    def digest(self) -> str:
+        """Of our part of the state, at an edge."""
+        return self.state.copy().digest
+
+    @order
+    def take(self, step: int, digest: str, donors: list[list[str]]) -> None:
+        """Replace our part of the state by the one that peers hold ready. Raises CannotFollow."""
+        self.observer.at("sync", self.engine.pending)
+        self.await_copy()
+        try:
+            part = digest.split(NEXT)[self.job.rank]
+            self.state.load(fetch_state(self._ours(donors), self.job.token, step, part))
+        except (PeerFailed, Damaged) as error:
+            raise CannotFollow(str(error)) from error
+        self._kept.clear()
+        self.link.step = self.state.committed
+
+    @order
+    def follow(self, donors: list[list[str]]) -> None:
+        """Begin to hear of the steps that peers commit."""
+        self.stop_following()
+        shuffled = self._ours(donors)
+        random.Random(os.getpid()).shuffle(shuffled)  # noqa: S311 - spreads the load
+        self._followed, self._reduced = queue.SimpleQueue(), None
+        heard = self._followed.put if self.job.rank else self.link.inbox.put
+        self._follower = Follower(shuffled, self.job.token, self.engine.pending, heard)
+
+    @order
+    def stop_following(self) -> None:
+        if self._follower is not None:
+            self._follower.stop()
+            self._follower = None
+
+    @order
+    def await_followed(self) -> None:
+        """Hold the step that the first rank has just heard of. Raises CannotFollow."""
+        while self._reduced is None:
+            try:
+                heard = self._followed.get(timeout=FOLLOWED_S)
+            except queue.Empty as error:
+                raise CannotFollow("this rank heard of no step") from error
+            if heard["op"] == "made":
+                self.hold(heard["reduced"])
+            elif heard["op"] == "cannot_follow":
+                raise CannotFollow(str(heard["error"]))
+
+    def hold(self, reduced: Reduced) -> None:
+        """A step that peers made and that we heard of, to be committed next if it is the next."""
+        if self._follower is not None:
+            self._follower.applied()
+        if reduced.step == self.engine.pending:
+            self._hold(reduced)
+
+    def _hold(self, reduced: Reduced) -> None:
+        self._reduced, self.tail = reduced, self.engine.gradients.read(reduced.buffer)
+
+    @order
+    def fetch(self, donors: list[list[str]]) -> None:
+        """Hold the next step, which peers made. Raises CannotFollow."""
+        try:
+            self._hold(fetch_reduced(self._ours(donors), self.job.token, self.engine.pending))
+        except PeerFailed as error:
+            raise CannotFollow(str(error)) from error
+
+    # --- a member -------------------------------------------------------------------------------
+
+    @order
+    def connect(self, grant: dict[str, Any], replica: int) -> None:
+        """Build the epoch's group. Raises Severed if the epoch breaks meanwhile."""
+        self.replica = replica
+        self._members = [int(m["replica"]) for m in grant["members"]]
+        ports = [int(m["gloo_ports"][self.job.rank]) for m in grant["members"]]
+        self.gloo.build(self.link, int(grant["epoch"]), ports, self._members.index(replica))
+
+    @order
+    def enter(self, grant: dict[str, Any]) -> None:
+        """Take up an epoch whose state is held: who computes what."""
+        self.engine.enter(int(grant["epoch"]), self.replica, self._members, grant)
+        log.info("entered epoch=%s members=%s", grant["epoch"], self._members)
+        self.observer.granted(grant)
+
+    @order
+    def reduce(self) -> str:
+        """Sum the step over all members; in which way the sum is not the step. Raises Severed."""
+        self._reduced, self.tail = self.engine.reduce(self.wishes)
+        return self.engine.flaw(self.tail)
+
+    @order
+    def refuse(self, flaw: str) -> None:
+        """Compute the step anew. Raises RuntimeError if that was done too often."""
+        self.engine.refuse(flaw)
+
+    @order
+    def commit(self, *, newcomer: bool) -> None:
+        """Apply the step that is held; as a `newcomer`, one that others made."""
+        reduced, tail = self._reduced, self.tail
+        if reduced is None or tail is None:
+            raise RuntimeError("no step is held to be committed")
+        self._reduced = None
+        self.await_copy()
+        applied = self.engine.apply(reduced, tail)
+        self._kept.add(reduced)
+        self.link.step = self.state.committed
+        if newcomer:
+            return
+        step = Committed(
+            step=reduced.step,
+            epoch=reduced.epoch,
+            loss=applied.loss,
+            grad_norm=applied.grad_norm,
+            samples=applied.samples,
+            at=time.time(),
+            coverage=tail.coverage,
+            computed=tail.computed,
+            members=sorted(self._members),
+        )
+        self.tell(step)
+        self.observer.committed(step)
+        if self.on_step is not None:
+            self.on_step(step)
+
+    @order
+    def save(self, *, last: bool) -> None:
+        """Hand a copy of our part to the writer."""
+        asked = time.monotonic()
+        self.saver.save(self.state.copy(), asked, last=last)
+
+    @order
+    def make_room(self) -> None:
+        """Begin to make memory for a copy, on a thread of its own."""
+        if self._room is None:
+            self._room = Future()
+            threading.Thread(
+                target=self._touch, args=(self._room, self.state.size()), name="drydock-room",
+                daemon=True,
+            ).start()  # fmt: skip
+
+    def has_room(self) -> bool:
+        """Whether there is memory for a copy."""
+        return self._room is not None and self._room.done()
+
+    @order
+    def stage(self) -> None:
+        """At an edge: hold a copy of our part ready for newcomers, and say so."""
+        room = self._room.result() if self._room is not None and self._room.done() else None
+        self._room = None
+        self._copying = self.state.begin_copy(room)
+        self._server.offer(self._copying)
+
+    def await_copy(self) -> None:
+        """Before the state changes: wait until what is being copied of it is."""
+        if self._copying is not None:
+            self._copying.finished.wait()
+            self._copying = None
+
+    @order
+    def release(self, *, log: bool) -> None:
+        """Nobody takes the copy any more; with `log`, nobody follows either."""
+        self._room = None
+        self._server.release(log=log)
+
+    @order
+    def forget(self) -> None:
+        """What was computed of the next step is not wanted."""
+        self.engine.forget()
+
+    def _ours(self, donors: list[list[str]]) -> list[str]:
+        """Of each donor's ranks the one that holds the same part."""
+        return [addresses[self.job.rank] for addresses in donors]
+
+    def _touch(self, room: Future[memoryview | None], size: int) -> None:
+        try:
+            room.set_result(touched(size))
+        except MemoryError:
+            self.job.trouble("no_room_for_newcomers", f"{size} bytes for a copy cannot be had")
+            room.set_result(None)
+
+    def _say_staged(self, step: int, digest: str) -> None:
+        self.link.say("staged", step=step, digest=digest)

@@ -1,0 +1,200 @@
+"""The ranks of one replica: the first leads the others, and alone speaks to the coordinator.
+
+Standard library only. What drops is the replica: to the coordinator it is one, and alive while all
+of its ranks are. Whoever loses the leader, or is lost by it, ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hmac
+import json
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from runtime.replica.link import Link
+
+log = logging.getLogger("drydock.replica")
+
+FIRST_LINE_S = 5.0  # how long a stranger may take to show the token
+MEET_S = 60.0  # how long the ranks of a replica may take to find each other
+MAX_LINE = 1 << 20
+NEXT = "-"  # between the digests of the parts of a state
+
+
+class Incomplete(RuntimeError):
+    """A rank of this replica is not there, so that the replica can do nothing."""
+
+
+@dataclass(eq=False)
+class Sibling:
+    """One other rank, as the leader sees it."""
+
+    rank: int
+    address: str  # its snapshot server
+    gloo_port: int
+    connection: socket.socket
+    answers: queue.SimpleQueue[dict[str, Any]] = field(default_factory=queue.SimpleQueue)
+    answered: int = 0  # number of the last ping that it answered
+    leaving: bool = False  # it said goodbye
+    writing: threading.Lock = field(default_factory=threading.Lock)
+
+    def tell(self, **message: Any) -> None:
+        with self.writing, contextlib.suppress(OSError):  # its reader notices that it is gone
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+class Siblings:
+    """The leader's lines to the others; of a replica of one rank there are none."""
+
+    def __init__(
+        self,
+        host: str,
+        token: str,
+        ranks: int,
+        link: Link,
+        on_say: Callable[[int, dict[str, Any]], None],
+        on_lost: Callable[[int], None],
+    ) -> None:
+        """`on_say`: hears, by the rank, what none of the verbs here explains. `on_lost`: a rank is
+        gone without a goodbye. Both are called on threads of their own."""
+        self.ranks = ranks
+        self.address = ""
+        self._token = token.encode()
+        self._link = link  # to the coordinator
+        self._on_say = on_say
+        self._on_lost = on_lost
+        self._there: dict[int, Sibling] = {}
+        self._changed = threading.Condition()
+        self._pinged = self._passed_on = 0  # numbers of the coordinator's pings
+        if ranks > 1:
+            self._server = socket.create_server((host, 0), backlog=ranks)
+            self.address = f"{host}:{self._server.getsockname()[1]}"
+            threading.Thread(target=self._accept, name="drydock-siblings", daemon=True).start()
+            link.on_ping = self._ping
+
+    def meet(self) -> list[Sibling]:
+        """All others, in order. Raises Incomplete if one does not come."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._there) == self.ranks - 1, MEET_S)
+            missing = sorted(set(range(1, self.ranks)) - set(self._there))
+        if missing:
+            raise Incomplete(
+                f"ranks {missing} of this replica of {self.ranks} did not come within "
+                f"{MEET_S:.0f} s; start all of them"
+            )
+        return [self._there[rank] for rank in sorted(self._there)]
+
+    def tell(self, op: str, **message: Any) -> None:
+        """Tell all; may be called from any thread."""
+        for sibling in self._there.values():
+            sibling.tell(op=op, **message)
+
+    def answers(self) -> list[dict[str, Any]]:
+        """What each answers to the last order, by rank. Raises Incomplete if one has left."""
+        found = []
+        for rank in sorted(self._there):
+            answer = self._there[rank].answers.get()
+            if not answer:
+                raise Incomplete(f"rank {rank} of this replica has left the loop; the others go on")
+            found.append(answer)
+        return found
+
+    # --- each in a thread of its own ------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            connection, _address = self._server.accept()
+            threading.Thread(
+                target=self._serve, args=(connection,), name="drydock-sibling", daemon=True
+            ).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        sibling = None
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(FIRST_LINE_S)
+            lines = connection.makefile("rb")
+            sibling = self._admit(connection, json.loads(lines.readline(MAX_LINE)))
+            connection.settimeout(None)
+            while sibling is not None and (line := lines.readline(MAX_LINE)):
+                self._hear(sibling, json.loads(line))
+        except (OSError, ValueError, KeyError) as error:
+            log.warning("sibling_failed error=%r", error)
+        finally:
+            connection.close()
+            if sibling is not None:
+                sibling.answers.put({})
+                if not sibling.leaving:
+                    self._on_lost(sibling.rank)
+
+    def _admit(self, connection: socket.socket, first: dict[str, Any]) -> Sibling | None:
+        refusal = self._refusal(first)
+        if refusal:
+            log.warning("sibling_refused error=%s", refusal)
+            connection.sendall(json.dumps({"op": "refused", "error": refusal}).encode() + b"\n")
+            return None
+        rank, address, port = int(first["rank"]), str(first["address"]), int(first["gloo_port"])
+        sibling = Sibling(rank, address, port, connection)
+        with self._changed:
+            self._there[rank] = sibling
+            self._changed.notify_all()
+        return sibling
+
+    def _refusal(self, first: dict[str, Any]) -> str:
+        if not hmac.compare_digest(str(first.get("token", "")).encode(), self._token):
+            return "wrong token: give all ranks of a replica the job's DRYDOCK_TOKEN"
+        rank = int(first["rank"])
+        if not 0 < rank < self.ranks or rank in self._there:
+            return f"this replica has {self.ranks} ranks, and no place for a rank {rank}"
+        return ""
+
+    def _hear(self, sibling: Sibling, message: dict[str, Any]) -> None:
+        op = message.pop("op")
+        if op == "answer":
+            sibling.answers.put(message)
+        elif op == "pong":
+            self._pong(sibling, int(message["n"]))
+        elif op == "set":
+            self._link.set(int(message["epoch"]), str(message["key"]), str(message["value"]))
+        elif op == "get":
+            value = self._link.ask(int(message["epoch"]), str(message["key"]))
+            value.add_done_callback(functools.partial(_pass_on, sibling, int(message["id"])))
+        elif op == "goodbye":
+            sibling.leaving = True
+        else:
+            self._on_say(sibling.rank, {"op": op, **message})
+
+    def _ping(self, number: int) -> None:
+        """The coordinator asks whether the replica is there: whether all its ranks are."""
+        with self._changed:
+            if number <= self._pinged:  # on a new connection: it counts from 1
+                self._passed_on = 0
+                for sibling in self._there.values():
+                    sibling.answered = 0
+            self._pinged = number
+        for sibling in self._there.values():
+            sibling.tell(op="ping", n=number, heard=sibling.answered)
+
+    def _pong(self, sibling: Sibling, number: int) -> None:
+        with self._changed:
+            sibling.answered = min(number, self._pinged)
+            common = min(one.answered for one in self._there.values())
+            due = common > self._passed_on
+            self._passed_on = max(common, self._passed_on)
+        if due:
+            self._link.pong(common)
+
+
+def _pass_on(sibling: Sibling, number: int, value: Future[str]) -> None:
+    if value.exception() is None:
+        sibling.tell(op="value", id=number, value=value.result())
+    else:
+        sibling.tell(op="value", id=number, error=str(value.exception()))

@@ -1,0 +1,149 @@
+"""What membership decides for a replica, done by all its ranks at once."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+from runtime.replica.gradients import Tail
+from runtime.replica.membership import Member
+from runtime.replica.peers import Reduced
+from runtime.replica.rank import FAILURES, Rank
+from runtime.replica.siblings import NEXT, Siblings
+from runtime.replica.step import NotWhole
+from runtime.replica.telling import Teller
+
+
+class Together:
+    """Implements `membership.Trainer` on a replica's first rank.
+
+    A step is committed once all ranks have the sum of their parts, a state is held once all hold
+    theirs: what fails on one fails on all, and all try anew.
+    """
+
+    def __init__(self, rank: Rank, siblings: Siblings, teller: Teller) -> None:
+        self.rank = rank
+        self.siblings = siblings
+        self.teller = teller
+        self.member = Member(
+            rank.job.replica,
+            rank.link.say,
+            self,
+            placement=rank.job.placement,
+            standby=rank.job.standby,
+        )
+        self._staged: dict[int, tuple[int, str]] = {}  # rank -> step and digest of its copy
+        rank.on_staged = functools.partial(self.staged, 0)
+
+    def _all(self, op: str, **order: Any) -> list[Any]:
+        """Have all ranks do the same; what each returns. Raises Severed or CannotFollow if one
+        fails so, once all are done, and Incomplete."""
+        self.siblings.tell(op, **order)
+        answers = [self.rank.obey(op, order), *self.siblings.answers()]
+        failed = [answer for answer in answers if "failed" in answer]
+        if failed:
+            raise FAILURES[failed[0]["failed"]](failed[0]["text"])
+        return [answer["value"] for answer in answers]
+
+    # --- a step ---------------------------------------------------------------------------------
+
+    def reduce(self) -> Tail:
+        """Sum the step. Raises Severed, and NotWhole if it is to be computed anew."""
+        flaws = [flaw for flaw in self._all("reduce") if flaw]
+        if flaws:
+            self._all("refuse", flaw=flaws[0])
+            raise NotWhole(flaws[0])
+        assert self.rank.tail is not None  # noqa: S101 - it was summed
+        return self.rank.tail
+
+    def commit(self) -> None:
+        """Apply the step that all ranks hold: our own, or one that peers made without us."""
+        self._all("commit", newcomer=self.member.newcomer)
+
+    def save(self, *, last: bool = False) -> None:
+        """At an edge: a checkpoint."""
+        self._all("save", last=last)
+
+    # --- membership.Trainer ---------------------------------------------------------------------
+
+    @property
+    def committed(self) -> int:
+        return self.rank.state.committed
+
+    @property
+    def held(self) -> Collection[int]:
+        return self.rank.engine.held
+
+    def digest(self) -> str:
+        return NEXT.join(self._all("digest"))
+
+    def load(self) -> None:
+        """The newest checkpoint of which all ranks have their part."""
+        seen = Counter(step for steps in self._all("checkpoints") for step in steps)
+        for step in sorted(seen, reverse=True):
+            whole = seen[step] == self.siblings.ranks and step > self.committed
+            if whole and all(self._all("read", step=step)):
+                self._all("load")
+                return
+        self._all("reload")
+
+    def take(self, step: int, digest: str, donors: list[list[str]]) -> None:
+        self._all("take", step=step, digest=digest, donors=donors)
+
+    def follow(self, donors: list[list[str]]) -> None:
+        self._all("follow", donors=donors)
+
+    def stop_following(self) -> None:
+        self._all("stop_following")
+
+    def make(self, reduced: Reduced) -> None:
+        self.rank.hold(reduced)
+        if reduced.step == self.committed + 1:
+            self._all("await_followed")
+            self.commit()
+
+    def replay(self, step: int, donors: list[list[str]]) -> None:
+        while self.committed < step:
+            self._all("fetch", donors=donors)
+            self.commit()
+
+    def connect(self, grant: dict[str, Any]) -> None:
+        self.teller.granted(grant, self.committed, self.member.replica)
+        self._all("connect", grant=grant, replica=self.member.replica)
+
+    def enter(self, grant: dict[str, Any]) -> None:
+        self._all("enter", grant=grant)
+
+    def stage(self) -> None:
+        self._all("stage")
+
+    def release(self, *, log: bool) -> None:
+        self._all("release", log=log)
+
+    def forget(self) -> None:
+        self._all("forget")
+
+    def heard_of_loss(self, message: dict[str, Any]) -> None:
+        self.rank.observer.lost(message)
+        self.teller.lost(message, self.committed)
+
+    def trouble(self, kind: str, text: str) -> None:
+        self.rank.job.trouble(kind, text)
+
+    # --- copies for newcomers -------------------------------------------------------------------
+
+    def ready_to_stage(self) -> bool:
+        """Whether there is memory for a copy; begins to make it."""
+        if not self.rank.has_room():
+            self._all("make_room")
+        return self.rank.has_room()
+
+    def staged(self, rank: int, step: int, digest: str) -> None:
+        """A rank holds its part of a copy; once all do, so do we. On a thread of its own."""
+        self._staged[rank] = (step, digest)
+        parts = [self._staged.get(one, (-1, "")) for one in range(self.siblings.ranks)]
+        if {at for at, _digest in parts} == {step}:
+            digests = NEXT.join(digest for _at, digest in parts)
+            self.rank.link.say("staged", step=step, digest=digests)
