@@ -209,7 +209,7 @@ class Link:
     def _note(self, heard: int) -> None:
         """The coordinator says which answer of ours reached it."""
         with self._calls_lock:
-            self.confirmed = self._answered[heard]
+            self.confirmed = self._answered.get(heard, self.confirmed)
             self._answered = {n: at for n, at in self._answered.items() if n >= heard}
 
     def _settle(self, number: int, value: str | LinkLost) -> None:

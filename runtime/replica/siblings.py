@@ -73,7 +73,8 @@ class Siblings:
         self._on_lost = on_lost
         self._there: dict[int, Sibling] = {}
         self._changed = threading.Condition()
-        self._pinged = self._passed_on = 0  # numbers of the coordinator's pings
+        self._pings: dict[int, int] = {}  # ours that not all have answered -> the coordinator's
+        self._pinged = 0  # number of our last one
         if ranks > 1:
             self._server = socket.create_server((host, 0), backlog=ranks)
             self.address = f"{host}:{self._server.getsockname()[1]}"
@@ -175,22 +176,18 @@ class Siblings:
     def _ping(self, number: int) -> None:
         """The coordinator asks whether the replica is there: whether all its ranks are."""
         with self._changed:
-            if number <= self._pinged:  # on a new connection: it counts from 1
-                self._passed_on = 0
-                for sibling in self._there.values():
-                    sibling.answered = 0
-            self._pinged = number
+            self._pinged += 1  # the coordinator counts anew on each connection
+            self._pings[self._pinged] = number
         for sibling in self._there.values():
-            sibling.tell(op="ping", n=number, heard=sibling.answered)
+            sibling.tell(op="ping", n=self._pinged, heard=sibling.answered)
 
     def _pong(self, sibling: Sibling, number: int) -> None:
         with self._changed:
-            sibling.answered = min(number, self._pinged)
+            sibling.answered = number
             common = min(one.answered for one in self._there.values())
-            due = common > self._passed_on
-            self._passed_on = max(common, self._passed_on)
+            due = [self._pings.pop(n) for n in sorted(self._pings) if n <= common]
         if due:
-            self._link.pong(common)
+            self._link.pong(due[-1])
 
 
 def _pass_on(sibling: Sibling, number: int, value: Future[str]) -> None:

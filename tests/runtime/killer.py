@@ -15,8 +15,8 @@ class Killer(Observer):
         self.step = step
 
     def at(self, phase: Phase, step: int) -> None:
-        if phase != self.phase or step < self.step:
-            return
+        if phase != self.phase or (step < self.step and phase != "sync"):
+            return  # a newcomer that syncs is at an old step of its own
         if phase == "optimizer":  # while it is at work
             threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGKILL)).start()
         else:

@@ -130,11 +130,12 @@ class Fleet:
         kill_at: str = "",
         port: int = 0,
         standby: str = "",
+        kill_rank: int = 0,
         **options: Any,
     ) -> subprocess.Popen[bytes]:
-        """Start a replica, all its ranks, with `options` of its own; `kill_at` a phase it kills itself; `port`
-        where it finds the coordinator if not where that listens; `standby` see `runtime.job.Job`.
-        A standby is not yet one of the ranks."""
+        """Start a replica, all its ranks, with `options` of its own; `kill_at` a phase it kills
+        itself; `port` where it finds the coordinator if not where that listens; `standby` see
+        `runtime.job.Job`. A standby is not yet one of the ranks."""
         environment = {
             "DRYDOCK_JOB": "job_t",
             "DRYDOCK_REPLICA": str(replica),
@@ -150,16 +151,16 @@ class Fleet:
             ),
             "DRYDOCK_OPTIONS": json.dumps({"folder": str(self.folder), **self.options, **options}),
         }
-        if kill_at:
-            environment |= {"DRYDOCK_OBSERVER": "tests.runtime.killer:make", "KILL_AT": kill_at}
+        fatal = {"DRYDOCK_OBSERVER": "tests.runtime.killer:make", "KILL_AT": kill_at}
+        ranks = [{**environment, "DRYDOCK_RANK": str(rank)} for rank in range(self.divided)]
+        ranks[kill_rank].update(fatal if kill_at else {})
         script = str(Path(__file__).with_name("tiny.py"))
-        process = self._run(f"rank{replica}", [script], {**environment, "DRYDOCK_RANK": "0"})
-        for rank in range(1, self.divided):
-            given = {**environment, "DRYDOCK_RANK": str(rank)}
-            self.others[replica, rank] = self._run(f"rank{replica}.{rank}", [script], given)
+        names = [f"rank{replica}", *(f"rank{replica}.{k}" for k in range(1, self.divided))]
+        first, *others = [self._run(n, [script], e) for n, e in zip(names, ranks, strict=True)]
         if not standby:
-            self.ranks[replica] = process
-        return process
+            self.ranks[replica] = first
+            self.others |= {(replica, k): one for k, one in enumerate(others, start=1)}
+        return first
 
     def start(self) -> None:
         self.start_coordinator()
@@ -172,16 +173,16 @@ class Fleet:
         for replica in replicas:
             self.ranks.pop(replica).wait()
 
-    def kill_rank(self, replica: int, rank: int) -> None:
-        """Kill one rank of a replica, and see the others of it end."""
-        first = self.ranks.pop(replica)
-        mine = {
-            0: first,
-            **{k: self.others.pop((n, k)) for n, k in list(self.others) if n == replica},
-        }
-        mine[rank].kill()
-        for process in mine.values():
-            process.wait(PATIENCE_S)
+    def part_with(self, replica: int) -> list[subprocess.Popen[bytes]]:
+        """The processes of a replica, by rank; it counts as one of ours no more."""
+        others = [self.others.pop((replica, rank)) for rank in range(1, self.divided)]
+        return [self.ranks.pop(replica), *others]
+
+    def kill_rank(self, replica: int, rank: int) -> list[int]:
+        """Kill one rank of a replica; how its ranks ended, which all do."""
+        processes = self.part_with(replica)
+        processes[rank].kill()
+        return [process.wait(PATIENCE_S) for process in processes]
 
     def ask(self, **message: Any) -> dict[str, Any]:
         """One line to the coordinator, one line back."""

@@ -1,24 +1,116 @@
-"""Replicas of two ranks each, their model divided by fully_shard: one rank's death drops its
-replica, the others train on; a replica that comes back takes its parts from theirs."""
+"""Replicas of two ranks each, among which fully_shard divided the model: what drops is the replica,
+whichever of its ranks dies, and one that comes back takes each part from those who have it."""
 
 from __future__ import annotations
 
+import shutil
+import signal
+
 import pytest
 
-from tests.runtime.replicas import Fleet
+from tests.runtime.replicas import PATIENCE_S, until
+from tests.runtime.test_modes import alone, covered
 from tests.runtime.test_replicas import MakeFleet, assert_every_sample_once
 
+KILLED = -signal.SIGKILL
 
-def test_two_by_two(make_fleet: MakeFleet) -> None:
+
+def test_two_by_two_go_through_a_rank_s_death_and_a_rank_s_silence(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(2, divided=2)
     fleet.start()
     fleet.wait_for_step(20)
 
-    fleet.kill_rank(1, 1)
-    fleet.train_on()
+    ended = fleet.kill_rank(1, 1)
+    fleet.wait_for_members([0])
     fleet.start_rank(1)
     fleet.wait_for_members([0, 1])
+    fleet.others[1, 1].send_signal(signal.SIGSTOP)
+    fleet.wait_for_members([0])
+    fleet.others[1, 1].send_signal(signal.SIGCONT)  # it comes back by itself
+    fleet.wait_for_members([0, 1])
+    fleet.train_on()
+    fleet.others[0, 1].send_signal(signal.SIGTERM)  # any rank's wish to stop is the job's
+    status = [one.wait(PATIENCE_S) for one in [*fleet.ranks.values(), *fleet.others.values()]]
+
+    assert ended[1] == KILLED
+    assert ended[0] != 0
+    assert status == [0, 0, 0, 0]
+    assert_every_sample_once(fleet.steps(0), 0)
+    assert len(fleet.digests()) == len(fleet.digests_of_rank(1)) == 1
+
+
+def test_three_by_two_that_lose_a_first_rank_end_as_one_replica_left_alone(
+    make_fleet: MakeFleet,
+) -> None:
+    fleet = make_fleet(3, divided=2, options={"mode": "reproducible", "rich": True})
+    fleet.start()
+    fleet.wait_for_step(20)
+
+    ended = fleet.kill_rank(2, 0)
+    fleet.wait_for_members([0, 1])
+    fleet.start_rank(2)
+    fleet.wait_for_members([0, 1, 2])
+    fleet.train_on(5)
+    fleet.stop()
+
+    assert ended[0] == KILLED
+    assert ended[1] != 0
+    assert covered(fleet.steps(0)) == {(1,) * 12}
+    assert fleet.weights() == alone(make_fleet, fleet)
+
+
+def test_a_divided_replica_trains_as_a_whole_one(make_fleet: MakeFleet) -> None:
+    options = {"steps": 40, "pace_s": 0, "dropout": 0.0}
+    whole, divided = make_fleet(1, options=options), make_fleet(1, divided=2, options=options)
+    for fleet in (whole, divided):
+        fleet.start()
+        assert fleet.ranks[0].wait(PATIENCE_S) == 0
+
+    for key in ("loss", "grad_norm", "samples"):
+        expected = [step[key] for step in whole.steps(0)]
+        assert [step[key] for step in divided.steps(0)] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_job_resumes_from_the_newest_checkpoint_of_which_every_part_is_there(
+    make_fleet: MakeFleet,
+) -> None:
+    fleet = make_fleet(1, divided=2, options={"checkpoint_s": 0.2})
+    fleet.start()
+    folder = fleet.folder / "state" / "checkpoints" / "rank-1-of-2"
+    until(lambda: len(list(folder.glob("step-*"))) > 1, "two checkpoints")
+    fleet.stop()
+    newest, *older = sorted(folder.glob("step-*"), reverse=True)
+    shutil.rmtree(newest)
+    (older[0] / "tensors.bin").write_bytes(b"rubbish")
+    before = fleet.last(0)["step"]
+    fleet.start_rank(0)
+    until(lambda: fleet.last(0)["step"] != before, "it trains again")
+    fleet.stop()
+
+    again = [step["step"] for step in fleet.steps(0)]
+    assert again[before + 1] == int(older[1].name.removeprefix("step-")) + 1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("rank", [0, 1], ids=["first", "other"])
+def test_a_rank_may_die_in_any_phase(make_fleet: MakeFleet, rank: int) -> None:
+    fleet = make_fleet(2, divided=2, options={"mode": "reproducible"})
+    fleet.start()
+    fleet.wait_for_step(20)
+
+    for phase in ("forward", "backward", "reduce", "apply", "optimizer", "sync"):
+        fleet.kill_rank(1, 1)
+        fleet.wait_for_members([0])
+        fleet.start_rank(1, kill_at=f"{phase}:{fleet.newest() + 5}", kill_rank=rank)
+        dying = fleet.part_with(1)
+        ended = [process.wait(PATIENCE_S) for process in dying]
+        assert ended[rank] == KILLED
+        assert ended[1 - rank] != 0
+        fleet.start_rank(1)
+        fleet.wait_for_members([0, 1])
     fleet.train_on()
     fleet.stop()
 
+    assert_every_sample_once(fleet.steps(0), 0)
     assert len(fleet.digests()) == len(fleet.digests_of_rank(1)) == 1
+    assert fleet.weights() == alone(make_fleet, fleet)

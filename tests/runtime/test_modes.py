@@ -16,7 +16,8 @@ STEP_PHASES = ("forward", "backward", "reduce", "apply", "optimizer")
 
 def alone(make_fleet: MakeFleet, like: Fleet) -> set[str]:
     """The digest of one replica that nobody disturbs, after as many steps."""
-    undisturbed = make_fleet(1, options={**like.options, "steps": like.newest() + 1, "pace_s": 0})
+    options = {**like.options, "steps": like.newest() + 1, "pace_s": 0}
+    undisturbed = make_fleet(1, divided=like.divided, options=options)
     undisturbed.start()
     assert undisturbed.ranks[0].wait(90) == 0
     return undisturbed.weights()

@@ -1,9 +1,10 @@
 """A job small enough for tests: a linear model, a line per committed step, a digest at the end.
 
 Its options: `steps`, `mode`, `checkpoint_s`, `pace_s` (what a shard takes, as if an accelerator
-computed it), and what a misfit of a replica has otherwise: `width`,
-`samples`, `seed`, `rate`. `rich` trains with all that a loop may have besides. `data` is "ids",
-"dataset", "loader" or "stateful": what Batches is given; `workers` load it, `drop_last` ends it.
+computed it), `dropout`, and what a misfit of a replica has otherwise: `width`, `samples`, `seed`,
+`rate`. `rich` trains with all that a loop may have besides. `data` is "ids", "dataset", "loader" or
+"stateful": what Batches is given; `workers` load it, `drop_last` ends it. Of a replica of several
+ranks the model is divided among them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def main() -> None:
     options = {
         "steps": None, "mode": "cover", "checkpoint_s": 3600, "width": 32, "samples": 960,
         "seed": 5, "rate": 1e-3, "rich": False, "pace_s": 0.003, "data": "ids", "workers": 0,
-        "drop_last": False, **job.options,
+        "drop_last": False, "dropout": 0.5, **job.options,
     }  # fmt: skip
     folder = Path(options["folder"])
     name = f"{job.replica}.{job.rank}" if job.rank else f"{job.replica}"
@@ -36,7 +37,7 @@ def main() -> None:
     data = torch.randn(options["samples"], 16)
     width = options["width"]
     model = torch.nn.Sequential(
-        torch.nn.Linear(16, width), torch.nn.Dropout(), torch.nn.Linear(width, 1)
+        torch.nn.Linear(16, width), torch.nn.Dropout(options["dropout"]), torch.nn.Linear(width, 1)
     )
     if options["rich"]:
         model.append(torch.nn.BatchNorm1d(1))
@@ -68,10 +69,11 @@ def main() -> None:
 def divide(model: torch.nn.Sequential) -> None:
     """Among the ranks of this replica."""
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo", rank=job.rank, world_size=job.ranks)
-    mesh = dist.init_device_mesh("cpu", (job.ranks,))
+    mesh = init_device_mesh("cpu", (job.ranks,))
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
 
@@ -166,7 +168,8 @@ def rich(model: torch.nn.Sequential) -> dict[str, Any]:
             Counter(),
         ],
         "scaler": torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=3),
-        "ema": torch.optim.swa_utils.AveragedModel(model),
+        # A divided model cannot be copied.
+        "ema": None if job.ranks > 1 else torch.optim.swa_utils.AveragedModel(model),
         "extra": {"mine": Counter()},
         "max_grad_norm": 0.5,
     }
