@@ -162,3 +162,20 @@ def test_too_few_samples_and_a_seed_out_of_bounds_are_refused() -> None:
         Batches(samples=12, seed=-1)
     with pytest.raises(ValueError, match="say what to train on"):
         Batches()
+
+
+def test_the_ranks_of_a_replica_divide_each_shard() -> None:
+    whole, *parts = (Batches(samples=96, shards=4, shard_size=6) for _ in range(4))
+    for rank, one in enumerate(parts):
+        one.open(print, rank, 3)
+
+    given = [one.shard(5, 2).ids for one in parts]
+
+    assert sum(given, ()) == whole.shard(5, 2).ids
+    assert [len(ids) for ids in given] == [2, 2, 2]
+    assert parts[0].checksums(5) == whole.checksums(5)
+
+
+def test_a_shard_that_ranks_cannot_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a shard of 5 samples .* 2 ranks .* give Batches"):
+        Batches(samples=96, shard_size=5).open(print, 0, 2)

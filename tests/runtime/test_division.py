@@ -1,0 +1,112 @@
+"""A divided model's state as each rank's own part of it: taken apart, copied, put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from runtime.data import Batches
+from runtime.replica.division import Division, is_divided, part_of
+from runtime.replica.gradients import Gradients
+from runtime.replica.state import TrainingState
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_process_group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def divided() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    return model
+
+
+def state_of(model: nn.Module) -> TrainingState:
+    optimizer = torch.optim.AdamW(model.parameters())
+    return TrainingState(model, [optimizer], Batches(samples=24, shards=2), Division(model, 0))
+
+
+def trained() -> TrainingState:
+    state = state_of(divided())
+    state.model(torch.ones(2, 4)).sum().backward()
+    state.optimizers[0].step()
+    state.committed = 3
+    return state
+
+
+def test_a_copy_holds_parts_alone_and_is_put_back_as_what_it_was() -> None:
+    first, second = trained(), state_of(divided())
+    copy = first.copy()
+
+    second.load(copy)
+
+    assert {type(t) for t in tensors_of(copy.state())} == {torch.Tensor}
+    assert second.copy().digest == copy.digest
+    assert all(is_divided(p) for p in second.model.parameters())
+    assert is_divided(second.optimizers[0].state_dict()["state"][0]["exp_avg"])
+
+
+def test_a_whole_model_does_not_take_parts() -> None:
+    whole = state_of(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)))
+
+    with pytest.raises(ValueError, match="a part of a divided model, this script's model is whole"):
+        whole.load(trained().copy())
+
+
+def test_backward_sums_into_the_part_of_the_buffer_that_is_the_parameter_s() -> None:
+    model = divided()
+    gradients = Gradients(model.parameters(), shards=2)
+
+    for shard in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        gradients.add(shard, 1, 2, 0)
+
+    assert torch.equal(gradients.gradient[-1:], torch.tensor([4.0]))  # the last bias
+
+
+def test_a_gradient_that_was_moved_is_found_out() -> None:
+    model = divided()
+    gradients = Gradients(model.parameters(), shards=2)
+    model.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+
+    with pytest.raises(RuntimeError, match=r"remove optimizer.zero_grad"):
+        gradients.add(0, 1, 2, 0)
+
+
+def test_ranks_hear_the_first_one_s_address_and_each_other_s_numbers() -> None:
+    division = Division(divided(), 0)
+
+    assert division.agree("127.0.0.1:4000") == "127.0.0.1:4000"
+    assert division.gather([1.5, 2.0]) == [[1.5, 2.0]]
+
+
+def test_a_whole_tensor_is_its_own_part() -> None:
+    tensor = torch.ones(2)
+
+    assert part_of(tensor) is tensor
+
+
+def tensors_of(value: object) -> list[torch.Tensor]:
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in tensors_of(item)]
+    if isinstance(value, list | tuple):
+        return [t for item in value for t in tensors_of(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def test_no_tensor_is_missed() -> None:
+    """What the first test looks through is what a divided state holds."""
+    found = tensors_of(trained().model.state_dict())
+
+    assert {type(tensor) for tensor in found} == {DTensor}

@@ -1,0 +1,198 @@
+"""The lines between the ranks of one replica: who may come, what is passed on, whose end counts."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from runtime.replica import siblings as module
+from runtime.replica.link import Link, LinkLost
+from runtime.replica.siblings import Incomplete, Siblings
+from tests.runtime.replicas import until
+
+
+class Coordinator(Link):
+    """Its end of the leader's link: what it was told, and values as they come."""
+
+    def __init__(self) -> None:
+        super().__init__("127.0.0.1:1", list, lambda _epoch, _message: None)
+        self.ponged: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.values: dict[str, Future[str]] = {"0:a": Future()}
+        self.given: dict[str, str] = {}
+
+    def pong(self, number: int) -> None:
+        self.ponged.put(number)
+
+    def set(self, _epoch: int, key: str, value: str) -> None:
+        self.given[key] = value
+
+    def ask(self, _epoch: int, key: str) -> Future[str]:
+        return self.values[key]
+
+
+class Sibling:
+    """Another rank, by hand."""
+
+    def __init__(self, address: str, rank: int, shown: str = "right") -> None:
+        host, _, port = address.rpartition(":")
+        self.connection = socket.create_connection((host, int(port)), timeout=30)
+        self.lines = self.connection.makefile("r")
+        self.say(op="join", token=shown, rank=rank, address=f"here:{rank}", gloo_port=rank)
+
+    def say(self, **message: Any) -> None:
+        self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def hear(self) -> dict[str, Any]:
+        heard: dict[str, Any] = json.loads(self.lines.readline())
+        return heard
+
+
+class Leader:
+    """The first rank of three, and what it hears."""
+
+    def __init__(self) -> None:
+        self.link = Coordinator()
+        self.said: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
+        self.lost: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.siblings = Siblings(
+            "127.0.0.1", "right", 3, self.link, lambda r, m: self.said.put((r, m)), self.lost.put
+        )
+
+
+@pytest.fixture
+def leader() -> Leader:
+    return Leader()
+
+
+@pytest.fixture
+def come(leader: Leader) -> Iterator[Callable[..., Sibling]]:
+    with ExitStack() as stack:
+
+        def connect(rank: int, shown: str = "right") -> Sibling:
+            sibling = Sibling(leader.siblings.address, rank, shown)
+            stack.enter_context(sibling.connection)
+            return sibling
+
+        yield connect
+
+
+@pytest.fixture
+def others(leader: Leader, come: Callable[..., Sibling]) -> list[Sibling]:
+    found = [come(2), come(1)]
+    leader.siblings.meet()
+    return found[::-1]
+
+
+def test_the_others_are_met_in_their_order(leader: Leader, come: Callable[..., Sibling]) -> None:
+    come(2)
+    come(1)
+
+    assert [(one.address, one.gloo_port) for one in leader.siblings.meet()] == [
+        ("here:1", 1),
+        ("here:2", 2),
+    ]
+
+
+def test_who_is_missing_is_named(
+    leader: Leader, come: Callable[..., Sibling], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MEET_S", 0.2)
+    come(1)
+
+    with pytest.raises(Incomplete, match=r"ranks \[2\] of this replica of 3 did not come"):
+        leader.siblings.meet()
+
+
+@pytest.mark.parametrize(
+    ("rank", "token", "why"),
+    [
+        (1, "guessed", "wrong token"),
+        (3, "right", "no place for a rank 3"),
+        (0, "right", "no place for a rank 0"),
+    ],
+)
+def test_who_is_none_of_the_replica_is_refused(
+    come: Callable[..., Sibling], rank: int, token: str, why: str
+) -> None:
+    answer = come(rank, token).hear()
+
+    assert answer["op"] == "refused"
+    assert why in answer["error"]
+
+
+def test_a_rank_that_is_there_is_not_replaced(
+    others: list[Sibling], come: Callable[..., Sibling]
+) -> None:
+    assert "no place for a rank 1" in come(1).hear()["error"]
+
+
+def test_an_order_goes_to_all_and_answers_come_back_by_rank(
+    leader: Leader, others: list[Sibling]
+) -> None:
+    leader.siblings.tell("read", step=7)
+    heard = [one.hear() for one in others]
+    others[1].say(op="answer", value=2)
+    others[0].say(op="answer", value=1)
+
+    assert heard == [{"op": "read", "step": 7}] * 2
+    assert leader.siblings.answers() == [{"value": 1}, {"value": 2}]
+
+
+def test_a_ping_is_answered_once_all_have(leader: Leader, others: list[Sibling]) -> None:
+    leader.link.on_ping(4)
+    first = [one.hear() for one in others]
+    others[0].say(op="pong", n=first[0]["n"])
+    leader.link.on_ping(1)  # on a new connection to the coordinator
+    second = [one.hear() for one in others]
+    others[0].say(op="pong", n=second[0]["n"])
+    others[1].say(op="pong", n=first[1]["n"])
+    others[1].say(op="pong", n=second[1]["n"])
+
+    assert [leader.link.ponged.get(timeout=30), leader.link.ponged.get(timeout=30)] == [4, 1]
+
+
+def test_values_are_passed_on_when_they_are_there(leader: Leader, others: list[Sibling]) -> None:
+    others[0].say(op="set", epoch=3, key="1:b", value="mine")
+    others[0].say(op="get", epoch=3, key="0:a", id=9)
+    until(lambda: leader.link.given == {"1:b": "mine"}, "the value is given on")
+    leader.link.values["0:a"].set_result("theirs")
+
+    assert others[0].hear() == {"op": "value", "id": 9, "value": "theirs"}
+
+
+def test_a_value_that_will_not_come_is_told_too(leader: Leader, others: list[Sibling]) -> None:
+    leader.link.values["0:a"].set_exception(LinkLost("the epoch broke"))
+    others[1].say(op="get", epoch=3, key="0:a", id=1)
+
+    assert others[1].hear() == {"op": "value", "id": 1, "error": "the epoch broke"}
+
+
+def test_a_lost_rank_is_told_of_and_one_that_took_leave_is_not(
+    leader: Leader, others: list[Sibling]
+) -> None:
+    others[0].say(op="goodbye")
+    others[0].connection.shutdown(socket.SHUT_RDWR)
+    others[1].say(op="staged", step=1, digest="d")
+    assert leader.said.get(timeout=30) == (2, {"op": "staged", "step": 1, "digest": "d"})
+    others[1].connection.shutdown(socket.SHUT_RDWR)
+
+    assert leader.lost.get(timeout=30) == 2
+    assert leader.lost.empty()
+    with pytest.raises(Incomplete, match="rank 1 of this replica has left the loop"):
+        leader.siblings.answers()
+
+
+@pytest.mark.parametrize("line", [b"nonsense\n", b"{}\n", b'{"op": "pong"}\n'])
+def test_a_rank_that_talks_nonsense_is_lost(
+    leader: Leader, others: list[Sibling], line: bytes
+) -> None:
+    others[0].connection.sendall(line)
+
+    assert leader.lost.get(timeout=30) == 1
