@@ -9,16 +9,22 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.data import default_collate
 
 from runtime.loading import Loader, Source, source_of
+from runtime.streams import Factory, Streams
 
 #: Names the rule by which samples are put in order; another rule takes another number.
 ORDER = 2
+#: The same of streams, whose samples are known by their positions.
+STREAM_ORDER = 3
+#: So many positions of streams at most are told apart; then they are counted anew.
+STREAM_POSITIONS = 1 << 20
 #: Checksums stay below this, so that a float32 carries them exactly.
 CHECKSUM_MODULUS = 1 << 20
 MAX_SEED = 1 << 63
@@ -57,6 +63,11 @@ class Batches:
     dataset, batch size, collate function and workers are taken over, while order and position are
     kept here. Without it `samples` says how many there are, and a shard is its ids alone.
 
+    For data that only iterates `factory(shard, epoch)` gives the samples of each logical shard in
+    each pass over the data, the same ones on whichever replica it is called: see `runtime.streams`.
+    Each stream goes on with its next pass where it ends. An id is then
+    `position in the stream * shards + shard`.
+
     The epochs follow each other without a seam: a step at an epoch's end is filled up from the
     next, so each sample is trained once in each epoch and each step has the whole batch. With
     `drop_last` what fills no whole step is left out instead. `workers` processes load what comes
@@ -69,6 +80,7 @@ class Batches:
         self,
         data: Any = None,
         *,
+        factory: Factory | None = None,
         samples: int | None = None,
         shards: int = 12,
         shard_size: int | None = None,
@@ -80,7 +92,16 @@ class Batches:
         start: str | None = None,
     ) -> None:
         self.source: Source | None = None
-        if data is not None:
+        self._factory, self._collate = factory, collate or default_collate
+        if factory is not None:
+            _demand_nothing_else(
+                data=data,
+                samples=samples,
+                drop_last=drop_last or None,
+                workers=workers or None,
+                start=start,
+            )
+        elif data is not None:
             self.source = source_of(
                 data,
                 batch_size=shard_size,
@@ -90,13 +111,16 @@ class Batches:
                 drop_last=drop_last,
             )
             shard_size, drop_last = self.source.batch_size, self.source.drop_last
-        self.samples = _length(samples, self.source)
         self.shards = shards
         self.shard_size = shard_size or 1
         self.seed = seed
         self.drop_last = bool(drop_last)
         self.tokens_per_sample = tokens_per_sample
         self.global_batch = shards * self.shard_size
+        #: how many have an id of their own
+        self.samples = (
+            _length(samples, self.source) if factory is None else _positions(self.global_batch)
+        )
         if self.samples < self.global_batch:
             raise ValueError(
                 f"{self.samples} samples do not fill one global batch of {self.global_batch}; "
@@ -111,7 +135,7 @@ class Batches:
         self._block_steps = -(-BLOCK_IDS // self.global_batch)
         self._block = functools.lru_cache(maxsize=2)(self._made_block)
         self._part = slice(None)  # of each shard: what is ours
-        self._loader: Loader | None = None
+        self._loader: Loader | Streams | None = None
 
     def shard(self, step: int, index: int) -> Shard:
         """One shard, or our part of it; the same on every replica and after every restart."""
@@ -127,6 +151,10 @@ class Batches:
 
     def ids(self, first: int, end: int) -> torch.Tensor:
         """The ids of the steps from `first` to before `end`: steps x shards x samples."""
+        if self._factory is not None:
+            positions = torch.arange(first * self.global_batch, end * self.global_batch)
+            in_steps = positions.remainder_(self.samples).view(-1, self.shard_size, self.shards)
+            return in_steps.transpose(1, 2)
         here, stop = first * self.global_batch, end * self.global_batch
         pieces = []
         while here < stop:
@@ -159,8 +187,14 @@ class Batches:
             )
         part = self.shard_size // ranks
         self._part = slice(rank * part, (rank + 1) * part)
-        if self.source is not None and self._loader is None:
+        if self._loader is not None:
+            return
+        if self.source is not None:
             self._loader = Loader(self.source, self.seed, self._ids_at, trouble)
+        elif self._factory is not None:
+            self._loader = Streams(
+                self._factory, self._collate, self.seed, self.shard_size, self._part
+            )
 
     def expect(self, step: int, shards: Collection[int]) -> None:
         """From this step on these shards are ours, until told otherwise: load them beforehand."""
@@ -177,12 +211,13 @@ class Batches:
 
     def state_dict(self) -> dict[str, int]:
         """What must agree for a resume to mean the same data."""
+        batch = {"shards": self.shards, "shard_size": self.shard_size, "seed": self.seed}
+        if self._factory is not None:
+            return {"order": STREAM_ORDER, **batch}
         return {
             "order": ORDER,
             "samples": self.samples,
-            "shards": self.shards,
-            "shard_size": self.shard_size,
-            "seed": self.seed,
+            **batch,
             "drop_last": int(self.drop_last),
         }
 
@@ -216,12 +251,14 @@ def of_order(order: Mapping[str, int]) -> Batches:
     """
     demand_order(order)
     try:
+        streams = order["order"] == STREAM_ORDER
         return Batches(
-            samples=order["samples"],
+            factory=_no_stream if streams else None,
+            samples=None if streams else order["samples"],
             shards=order["shards"],
             shard_size=order["shard_size"],
             seed=order["seed"],
-            drop_last=bool(order["drop_last"]),
+            drop_last=None if streams else bool(order["drop_last"]),
         )
     except KeyError as error:
         raise ValueError(f"the data order {dict(order)} does not say its {error}") from error
@@ -230,11 +267,11 @@ def of_order(order: Mapping[str, int]) -> Batches:
 def demand_order(order: Mapping[str, int]) -> None:
     """Raises ValueError if another version put the samples in order."""
     version = order.get("order", 1)
-    if version != ORDER:
+    if version not in (ORDER, STREAM_ORDER):
         raise ValueError(
-            f"the samples were put in order by rule {version}, this version knows rule {ORDER}: "
-            "they would come in another order; go on with the version of Drydock that began, or "
-            "start a new job"
+            f"the samples were put in order by rule {version}, this version knows rules {ORDER} "
+            f"and, for streams, {STREAM_ORDER}: they would come in another order; go on with the "
+            "version of Drydock that began, or start a new job"
         )
 
 
@@ -298,3 +335,21 @@ def _length(samples: int | None, source: Source | None) -> int:
     if samples not in (None, length):
         raise ValueError(f"the dataset has {length} samples, not {samples}; leave samples out")
     return length
+
+
+def _positions(global_batch: int) -> int:
+    """So many that whole steps are told apart, at least one."""
+    return max(1, STREAM_POSITIONS // global_batch) * global_batch
+
+
+def _demand_nothing_else(**said: Any) -> None:
+    """Raises ValueError for what streams leave no room for. None stands for what was not said."""
+    if named := [name for name, value in said.items() if value is not None]:
+        raise ValueError(
+            f"streams come without {', '.join(named)}: where one ends its next pass begins, and it "
+            "is read in the training process; a factory may read ahead on a thread of its own"
+        )
+
+
+def _no_stream(_shard: int, _epoch: int) -> Iterable[Any]:
+    raise AttributeError("an order alone has no data: give Batches the factory")

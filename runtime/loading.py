@@ -94,7 +94,7 @@ def source_of(
 
 def load(source: Source, seed: int, step: int, index: int, ids: tuple[int, ...]) -> Any:
     """The samples of one shard. What is drawn at random hangs on seed, step and shard alone."""
-    with _random_numbers(hash((seed, step, index, 1))):
+    with random_numbers(hash((seed, step, index, 1))):
         if hasattr(source.dataset, "__getitems__"):
             return source.collate(source.dataset.__getitems__(list(ids)))
         return source.collate([source.dataset[sample] for sample in ids])
@@ -326,7 +326,7 @@ def _as_it_is(data: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _random_numbers(seed: int) -> Iterator[None]:
+def random_numbers(seed: int) -> Iterator[None]:
     """Draw from this seed within, and go on outside as if nothing had been drawn."""
     mixed = seed & 0x7FFF_FFFF_FFFF_FFFF
     numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
@@ -379,6 +379,7 @@ def _demand_map(dataset: Any) -> None:
     indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, IterableDataset) or not indexed:
         raise TypeError(
-            f"{type(dataset).__name__} has no samples that can be asked for by number, so none can "
-            "be proven trained once: give a map dataset, with __len__ and __getitem__"
+            f"{type(dataset).__name__} has no samples that can be asked for by number: give a "
+            "map dataset, with __len__ and __getitem__, or make a stream for each shard, by "
+            "Batches(factory=…)"
         )

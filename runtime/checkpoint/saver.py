@@ -9,6 +9,7 @@ import contextlib
 import queue
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,12 +38,22 @@ class Checkpointer:
         self.folder = Path(job.state_dir) / "checkpoints"
         if job.ranks > 1:
             self.folder /= f"rank-{job.rank}-of-{job.ranks}"
+        #: called, on the writer's thread, with each one that is durable
+        self.on_saved: Callable[[CheckpointSaved], None] = job.sender.tell
         self._last = time.monotonic()
         self._requests: queue.Queue[Request | None] = queue.Queue(maxsize=1)
         self._thread: threading.Thread | None = None
 
     def steps(self) -> list[int]:
-        """Of the checkpoints that are there, unverified."""
+        """Of the checkpoints that are there, unverified.
+
+        Raises ValueError if there are none but those of replicas with another number of ranks.
+        """
+        if not store.candidates(self.folder) and (others := self._of_other_shapes()):
+            raise ValueError(
+                f"{others[0]} is of replicas with another number of ranks than {self.job.ranks}: "
+                "resume with as many, or give another DRYDOCK_STATE_DIR"
+            )
         return [store.step_of(path) for path in store.candidates(self.folder)]
 
     def read(self, step: int) -> Staged | None:
@@ -82,16 +93,28 @@ class Checkpointer:
             self.job.trouble("checkpoint_unfinished", f"not durable after {FINISH_S:g} s")
         self._thread = None
 
+    def _last_whole(self) -> list[Path]:
+        """Our part of the newest checkpoint of which every rank's part is there: one of us may be
+        slower, or fail, and the others must not remove theirs meanwhile."""
+        folders = list(self.folder.parent.glob(f"rank-*-of-{self.job.ranks}"))
+        parts = [{path.name for path in store.candidates(folder)} for folder in folders]
+        whole = sorted(set.intersection(*parts)) if len(parts) == self.job.ranks else []
+        return [self.folder / name for name in whole[-1:]]
+
+    def _of_other_shapes(self) -> list[Path]:
+        top = Path(self.job.state_dir) / "checkpoints"
+        parts = [p for p in top.glob("rank-*-of-*") if p.name.split("-")[-1] != str(self.job.ranks)]
+        folders = [top, *parts] if self.job.ranks > 1 else parts
+        return [path for folder in folders for path in store.candidates(folder)]
+
     def _write_all(self) -> None:
         while (request := self._requests.get()) is not None:
             try:
-                path = store.write(self.folder, request.staged, self.keep)
+                path = store.write(self.folder, request.staged, self.keep, self._last_whole())
             except Exception as error:  # without this thread no later save would be written
                 self.job.trouble("checkpoint_failed", f"step {request.staged.step}: {error!r}")
                 continue
-            if self.job.rank:  # the first speaks for its replica
-                continue
-            self.job.sender.tell(
+            self.on_saved(
                 CheckpointSaved(
                     step=request.staged.step,
                     tier="shared",

@@ -15,7 +15,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,11 @@ DRAFT_S = 3600.0  # another host's draft that nobody touched for so long was lef
 HOST = socket.gethostname()
 
 
-def write(folder: Path, staged: Staged, keep: int = KEEP) -> Path:
+def write(folder: Path, staged: Staged, keep: int = KEEP, spare: Collection[Path] = ()) -> Path:
     """Write one checkpoint durably, read it back, make it visible, then prune to `keep`.
 
-    Raises OSError (disk full, I/O) or Damaged; what was there before is untouched then.
+    Keeps those of `spare` however old they are. Raises OSError (disk full, I/O) or Damaged; what
+    was there before is untouched then.
     """
     folder.mkdir(parents=True, exist_ok=True)
     final = place(folder, staged.step)
@@ -58,7 +59,7 @@ def write(folder: Path, staged: Staged, keep: int = KEEP) -> Path:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     sync_folder(folder)
-    prune(folder, keep, final)
+    prune(folder, keep, {final, *spare})
     return final
 
 
@@ -106,14 +107,16 @@ def step_of(path: Path) -> int:
 
 def candidates(folder: Path) -> list[Path]:
     """Visible checkpoints, newest first."""
-    return sorted(folder.glob("step-" + 8 * "[0-9]" + "*"), reverse=True)
+    found = [path for path in folder.glob("step-*") if path.name[5:].isdigit()]
+    return sorted(found, reverse=True)
 
 
-def prune(folder: Path, keep: int, written: Path) -> None:
-    """Keep the one just written and the newest others that look whole, `keep` in all."""
+def prune(folder: Path, keep: int, spared: Collection[Path]) -> None:
+    """Keep those that are spared, among them the one just written, and the newest others that look
+    whole, `keep` in all."""
     kept = 1
     for path in candidates(folder):
-        if path == written:
+        if path in spared:
             continue
         if kept < keep and looks_whole(path):
             kept += 1

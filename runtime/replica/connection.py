@@ -23,7 +23,7 @@ class Peer:
     replica: int
     placement: str
     addresses: list[str]  # of its ranks' snapshot servers
-    gloo_ports: list[int]  # of its ranks
+    gloo: list[str]  # where its ranks' groups listen
     shards: int
     shape: dict[str, str]  # what must be alike on all replicas
     writer: asyncio.StreamWriter
@@ -55,7 +55,7 @@ class Peer:
             replica=int(join["replica"]),
             placement=str(join["placement"]),
             addresses=[str(address) for address in join["addresses"]],
-            gloo_ports=[int(port) for port in join["gloo_ports"]],
+            gloo=[str(address) for address in join["gloo"]],
             shards=int(join["shards"]),
             shape=dict(join.get("shape", {})),
             writer=writer,
@@ -110,8 +110,7 @@ def introduce(seated: Mapping[int, Peer], behind: Collection[int]) -> dict[str, 
     old_hands = [(number, p) for number, p in in_order if p.phase == "member"]
     return {
         "members": [
-            {"replica": number, "placement": p.placement, "gloo_ports": p.gloo_ports}
-            for number, p in in_order
+            {"replica": number, "placement": p.placement, "gloo": p.gloo} for number, p in in_order
         ],
         "donors": [p.addresses for number, p in old_hands if number not in behind],
     }

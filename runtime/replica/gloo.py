@@ -87,15 +87,16 @@ class Gloo:
                 "join before starting other servers in this process"
             )
         self.port = ports.pop()
+        self.address = f"{host}:{self.port}"
         self.group: ProcessGroupGloo | None = None
         self._changed = threading.Condition()
         self._broken_epoch = -1  # the highest epoch known to be broken
         self._epoch = 0
-        self._peer_ports: set[int] = set()
+        self._peers: set[str] = set()  # where they listen
         #: called when a step's first collective has begun, before it is waited for
         self.begun: Callable[[], None] = lambda: None
 
-    def build(self, link: Rendezvous, epoch: int, ports: list[int], rank: int) -> None:
+    def build(self, link: Rendezvous, epoch: int, addresses: list[str], rank: int) -> None:
         """Connect all ranks of an epoch. Raises Severed as soon as the epoch breaks meanwhile.
 
         The connecting runs in a thread of its own: it cannot be interrupted while it waits for a
@@ -105,8 +106,8 @@ class Gloo:
         self.group = None
         with self._changed:
             self._epoch = epoch
-            self._peer_ports = set(ports) - {self.port}
-        if len(ports) == 1:
+            self._peers = set(addresses) - {self.address}
+        if len(addresses) == 1:
             return
         built: list[ProcessGroupGloo | Exception] = []
 
@@ -117,7 +118,7 @@ class Gloo:
             result: ProcessGroupGloo | Exception
             try:
                 store = LinkStore(link, epoch, self.lane)
-                result = ProcessGroupGloo(store, rank, len(ports), options)
+                result = ProcessGroupGloo(store, rank, len(addresses), options)
             except (RuntimeError, LinkLost, TimeoutError) as error:
                 result = error
             with self._changed:
@@ -215,7 +216,7 @@ class Gloo:
             self._changed.notify_all()
             if epoch < self._epoch:
                 return
-            for connection in established_sockets(self.port, self._peer_ports):
+            for connection in established_sockets(self.address, self._peers):
                 with connection, contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
@@ -247,14 +248,14 @@ def listening_sockets() -> list[int]:
     return found
 
 
-def established_sockets(own_port: int, peer_ports: set[int]) -> list[socket.socket]:
+def established_sockets(own: str, peers: set[str]) -> list[socket.socket]:
     """Duplicates of this process's sockets that lead from or to a gloo listener of the group."""
     found = []
     for connection in own_sockets():
         keep = False
         with contextlib.suppress(OSError):  # not connected: not one of the group's
             remote, local = connection.getpeername(), connection.getsockname()
-            keep = local[1] == own_port or remote[1] in peer_ports
+            keep = "{}:{}".format(*local) == own or "{}:{}".format(*remote) in peers
         if keep:
             found.append(connection)
         else:

@@ -46,6 +46,8 @@ class Loop(Protocol):
 
     def leave(self, reason: str, *, goodbye: bool) -> None: ...
 
+    def close(self, *, goodbye: bool) -> None: ...
+
     def wish_stop(self) -> None: ...
 
     def wish_checkpoint(self) -> None: ...
@@ -93,7 +95,6 @@ class ReplicaGroup:
         mode = known_mode(os.environ.get(ENV_MODE) or mode)
         self.job = job
         self._batches = batches
-        self._saver = saver
         self._observer = observing.from_environment()
         self._left = False
         batches.open(job.trouble, job.rank, job.ranks)
@@ -182,8 +183,7 @@ class ReplicaGroup:
         self._left = True
         if goodbye:
             self._observer.ended(self.state)
-        self._rank.link.close(goodbye=goodbye)  # the others need not wait for what we still write
-        self._saver.finish()
+        self._loop.close(goodbye=goodbye)
         if not self.job.rank:  # which speaks for its replica
             now = time.time()
             step = self.state.committed
@@ -195,6 +195,8 @@ class ReplicaGroup:
     def _abandon(self, why: str) -> None:
         """End this process, and at once: a rank of the replica is gone, and the training thread may
         wait for it in a collective for ever. On a thread of another name."""
+        if self._left:
+            return  # it was to end, and does
         log.error("abandoned step=%s why=%s", self.pending, why)
         self.job.trouble("replica_incomplete", f"{why}: this one ends, start the replica anew")
         if not self.job.rank:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from runtime.client import CheckpointSaved
 from runtime.data import Shard
 from runtime.replica.gradients import Tail, Wishes
 from runtime.replica.link import Link, Refused
@@ -107,7 +108,16 @@ class Leader:
         self._left = True
         if goodbye:
             self.siblings.tell("leave", reason=reason)
+        else:
+            self.siblings.close()
         self._leave_job(reason, goodbye=goodbye)
+
+    def close(self, *, goodbye: bool) -> None:
+        """The other replicas need not wait for what we still write; we wait for our other ranks."""
+        self.link.close(goodbye=goodbye)
+        self.rank.saver.finish()
+        if goodbye:
+            self.siblings.await_leave()
 
     def wish_stop(self) -> None:
         self.job.stop.set()
@@ -225,13 +235,16 @@ class Leader:
 
     def on_break(self, epoch: int, _message: dict[str, Any]) -> None:
         """On the link's thread: make the collectives under way fail now."""
-        self.siblings.tell("broken", epoch=epoch)
         self.rank.gloo.sever(epoch)
+        self.siblings.tell("broken", epoch=epoch)
 
     def _on_sibling(self, rank: int, message: dict[str, Any]) -> None:
         """On a thread of its own: what another rank of this replica says."""
         if message["op"] == "staged":
             self.together.staged(rank, int(message["step"]), str(message["digest"]))
+        elif message["op"] == "saved":
+            del message["op"]
+            self.together.saved(rank, CheckpointSaved(**message))
         elif message["op"] == "stop":
             self.wish_stop()
         elif message["op"] == "checkpoint":
@@ -246,7 +259,7 @@ class Leader:
             **self.member.standing(),
             "placement": self.job.placement,
             "addresses": [self.rank.address, *(one.address for one in self._others)],
-            "gloo_ports": [self.rank.gloo.port, *(one.gloo_port for one in self._others)],
+            "gloo": [self.rank.gloo.address, *(one.gloo for one in self._others)],
             "shards": self.rank.state.batches.shards,
             "shape": self._shape,
             "world": self.job.world_replicas,

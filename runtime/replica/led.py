@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
+from runtime.client import CheckpointSaved
 from runtime.data import Shard
 from runtime.replica.link import Link, Refused
 from runtime.replica.rank import Rank
@@ -32,9 +34,12 @@ class Led:
         )
         self._leave_job = leave
         self._abandon = abandon
+        rank.saver.on_saved = self._say_saved
         self._left = threading.Event()
+        self._wished = False  # the first rank was told that we were told to stop
 
     def start(self) -> None:
+        """Go to the first rank."""
         self.link.start()
 
     def shards(self) -> Iterator[Shard]:
@@ -42,21 +47,30 @@ class Led:
         while not self._left.is_set():
             order = self.link.inbox.get()
             op = order.pop("op")
+            if self.job.stop.is_set() and not self._wished:
+                self._wished = self.link.say("stop")
             if op == "compute":
                 yield from self.rank.engine.compute(int(order["index"]))
             elif op == "leave":
                 self.leave(str(order["reason"]), goodbye=True)
             elif op == "refused":
                 raise Refused(f"the first rank of this replica: {order['error']}")
-            elif op != "broken":  # which was obeyed when it came
+            elif op not in ("broken", "wished"):  # broken was obeyed when it came
                 self.link.say("answer", **self.rank.obey(op, order))
 
     def leave(self, reason: str, *, goodbye: bool) -> None:
         self._left.set()
         self._leave_job(reason, goodbye=goodbye)
 
+    def close(self, *, goodbye: bool) -> None:
+        """The first rank hears of what we still write."""
+        self.rank.saver.finish()
+        self.link.close(goodbye=goodbye)
+
     def wish_stop(self) -> None:
-        self.link.say("stop")
+        """May be called by a signal's handler, in the middle of anything."""
+        self.job.stop.set()
+        self.link.inbox.put({"op": "wished"})
 
     def wish_checkpoint(self) -> None:
         self.link.say("checkpoint")
@@ -69,9 +83,13 @@ class Led:
                 "token": self.job.token,
                 "rank": self.job.rank,
                 "address": self.rank.address,
-                "gloo_port": self.rank.gloo.port,
+                "gloo": self.rank.gloo.address,
             }
         ]
+
+    def _say_saved(self, saved: CheckpointSaved) -> None:
+        """On the writer's thread: our part is durable."""
+        self.link.say("saved", **asdict(saved))
 
     def on_break(self, epoch: int, _message: dict[str, Any]) -> None:
         """On the link's thread."""

@@ -24,6 +24,9 @@ log = logging.getLogger("drydock.link")
 CONNECT_S = 2.0
 SILENT_S = 8.0  # a coordinator that said nothing for so long is looked for anew
 RETRY_S = 0.1
+REACH_S = 60.0  # how long whom nobody else may replace is tried to be reached
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}  # seconds, and how often
+UNACKNOWLEDGED_MS = 15_000
 WORD_S = 0.5  # how long a wait for a word may take before other wishes are looked at
 
 
@@ -47,14 +50,17 @@ class Link:
         on_end: Callable[[], None] | None = None,
         silent_s: float | None = SILENT_S,
     ) -> None:
-        """`on_end`: called when a connection ends, where none is to follow it. `silent_s`: one on
-        which nothing was said for so long has ended; None for never."""
+        """`on_end`: called when the first connection has ended or cannot be made, where none is to
+        follow it. `silent_s`: one on which nothing was said for so long has ended; None for never.
+        """
         host, _, port = address.rpartition(":")
         self.target = (host, int(port))
         self.introduce = introduce
         self.on_break = on_break
         #: answers a ping by its number, at once or later
-        self.on_ping: Callable[[int], None] = self.pong
+        self.on_ping: Callable[[int], object] = self.pong
+        #: called before each connection: may wait until we can speak for ourselves
+        self.on_connect: Callable[[], None] = lambda: None
         self._on_end = on_end
         self._silent_s = silent_s
         self.inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -99,7 +105,12 @@ class Link:
 
         Raises LinkLost if the coordinator goes away or the epoch breaks meanwhile.
         """
-        return self.ask(epoch, key).result(timeout_s)
+        value = self.ask(epoch, key)
+        try:
+            return value.result(timeout_s)
+        except TimeoutError:
+            self._forget(value)
+            raise
 
     def ask(self, epoch: int, key: str) -> Future[str]:
         """The same, for later: what it raises is in what is returned."""
@@ -111,6 +122,10 @@ class Link:
         if not self.say("get", epoch=epoch, key=key, id=number):
             self._settle(number, LinkLost("the coordinator is away"))
         return future
+
+    def _forget(self, value: Future[str]) -> None:
+        with self._calls_lock:
+            self._calls = {n: one for n, one in self._calls.items() if one is not value}
 
     def silent_s(self) -> float:
         """For how long the coordinator may not have heard of us, in seconds."""
@@ -145,13 +160,19 @@ class Link:
             if self._socket is not None:
                 with contextlib.suppress(OSError):  # it hung up first
                     self._socket.shutdown(socket.SHUT_WR)
-        self._thread.join(2.0)
+        if self._thread.is_alive():
+            self._thread.join(2.0)
 
     def _run(self) -> None:
+        started = time.monotonic()
         while not self._closing.is_set():
+            self.on_connect()
             try:
                 connection = socket.create_connection(self.target, timeout=CONNECT_S)
             except OSError:
+                if self._on_end is not None and time.monotonic() - started > REACH_S:
+                    self._on_end()
+                    return
                 self._closing.wait(RETRY_S * (1 + random.random()))  # noqa: S311 - jitter
                 continue
             try:
@@ -173,6 +194,8 @@ class Link:
 
     def _talk(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._silent_s is None:
+            keep_alive(connection)
         connection.settimeout(self._silent_s)
         self._answered = {0: time.monotonic()}
         with self._write_lock:
@@ -225,10 +248,19 @@ class Link:
 
     def _give_up(self, message: dict[str, Any]) -> None:
         """Nothing more will come: no epoch of ours, present or future, can be trusted."""
+        log.error("refused by=%s error=%s", self.target, message.get("error"))
         self._closing.set()
         self.on_break(sys.maxsize, message)
         self.abandon_calls()
         self.inbox.put(message)
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the kernel find out if the other machine is gone; a process that only sleeps is not."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
 
 
 def own_address(coordinator: str) -> str:

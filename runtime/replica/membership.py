@@ -294,7 +294,12 @@ class Member:
         elif op == "lost":
             self._trainer.heard_of_loss(message)
         elif op == "diverged":
-            states = ", ".join(f"{r}: {digest[:12]}" for r, digest in message["states"].items())
+            states = ", ".join(f"{r}: {brief(digest)}" for r, digest in message["states"].items())
             self._trainer.trouble("diverged", f"at step {message['step']} members differ: {states}")
         elif op == "undecided":
             self._trainer.trouble("coordinator_undecided", str(message["text"]))
+
+
+def brief(digest: str) -> str:
+    """The beginning of a digest, or of each part's."""
+    return "-".join(part[:12] for part in digest.split("-"))

@@ -6,6 +6,8 @@ state, and with the ranks of its number in other replicas. The first decides; se
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import queue
@@ -88,6 +90,7 @@ class Rank:
         )
         self._read: Staged | None = None
         self._follower: Follower | None = None
+        self._passed_on: Follower | None = None  # who gave us the step that is held
         self._followed: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         #: memory for the next copy, once its making was asked for
         self._copying: Copying | None = None  # until it surely is finished
@@ -120,20 +123,21 @@ class Rank:
         return self.saver.steps()
 
     @order
-    def read(self, step: int) -> bool:
-        """Read and verify a checkpoint; whether it can be loaded."""
+    def read(self, step: int) -> str:
+        """Read and verify our part of a checkpoint; what was trained up to it, "" if it fails."""
         self._read = self.saver.read(step)
-        return self._read is not None
+        return "" if self._read is None else history_of(self._read)
 
     @order
     def load(self) -> None:
-        """Take over the checkpoint that was read."""
+        """Replace our part of the state by the one that was read or taken."""
         self.await_copy()
         if self._read is None:
-            raise RuntimeError("no checkpoint was read")
+            raise RuntimeError("no state was read or taken")
         self.state.load(self._read)
         self._read = None
         self._kept.clear()
+        self.link.step = self.state.committed
 
     @order
     def reload(self) -> None:
@@ -149,16 +153,14 @@ class Rank:
 
     @order
     def take(self, step: int, digest: str, donors: list[list[str]]) -> None:
-        """Replace our part of the state by the one that peers hold ready. Raises CannotFollow."""
+        """Fetch our part of the state that peers hold ready. Raises CannotFollow."""
         self.observer.at("sync", self.engine.pending)
         self.await_copy()
         try:
             part = digest.split(NEXT)[self.job.rank]
-            self.state.load(fetch_state(self._ours(donors), self.job.token, step, part))
+            self._read = fetch_state(self._ours(donors), self.job.token, step, part)
         except (PeerFailed, Damaged) as error:
             raise CannotFollow(str(error)) from error
-        self._kept.clear()
-        self.link.step = self.state.committed
 
     @order
     def follow(self, donors: list[list[str]]) -> None:
@@ -167,7 +169,7 @@ class Rank:
         shuffled = self._ours(donors)
         random.Random(os.getpid()).shuffle(shuffled)  # noqa: S311 - spreads the load
         self._followed, self._reduced = queue.SimpleQueue(), None
-        heard = self._followed.put if self.job.rank else self.link.inbox.put
+        heard = self._hear_followed if self.job.rank else self.link.inbox.put
         self._follower = Follower(shuffled, self.job.token, self.engine.pending, heard)
 
     @order
@@ -179,7 +181,7 @@ class Rank:
     @order
     def await_followed(self) -> None:
         """Hold the step that the first rank has just heard of. Raises CannotFollow."""
-        while self._reduced is None:
+        while self._reduced is None:  # what came to an end before is not waited for
             try:
                 heard = self._followed.get(timeout=FOLLOWED_S)
             except queue.Empty as error:
@@ -191,10 +193,16 @@ class Rank:
 
     def hold(self, reduced: Reduced) -> None:
         """A step that peers made and that we heard of, to be committed next if it is the next."""
-        if self._follower is not None:
-            self._follower.applied()
         if reduced.step == self.engine.pending:
             self._hold(reduced)
+            self._passed_on = self._follower
+        elif self._follower is not None:
+            self._follower.applied()
+
+    def _hear_followed(self, message: dict[str, Any]) -> None:
+        """On the follower's thread. That there is nothing new, the first rank hears for all."""
+        if message["op"] != "up_to_date":
+            self._followed.put(message)
 
     def _hold(self, reduced: Reduced) -> None:
         self._reduced, self.tail = reduced, self.engine.gradients.read(reduced.buffer)
@@ -210,12 +218,14 @@ class Rank:
     # --- a member -------------------------------------------------------------------------------
 
     @order
-    def connect(self, grant: dict[str, Any], replica: int) -> None:
-        """Build the epoch's group. Raises Severed if the epoch breaks meanwhile."""
+    def connect(self, grant: dict[str, Any], replica: int) -> int:
+        """Build the epoch's group. Raises Severed if the epoch breaks meanwhile. Returns our last
+        step, which must be that of all ranks."""
         self.replica = replica
         self._members = [int(m["replica"]) for m in grant["members"]]
-        ports = [int(m["gloo_ports"][self.job.rank]) for m in grant["members"]]
-        self.gloo.build(self.link, int(grant["epoch"]), ports, self._members.index(replica))
+        addresses = [str(m["gloo"][self.job.rank]) for m in grant["members"]]
+        self.gloo.build(self.link, int(grant["epoch"]), addresses, self._members.index(replica))
+        return self.state.committed
 
     @order
     def enter(self, grant: dict[str, Any]) -> None:
@@ -244,6 +254,9 @@ class Rank:
         self._reduced = None
         self.await_copy()
         applied = self.engine.apply(reduced, tail)
+        if self._passed_on is not None:
+            self._passed_on.applied()
+            self._passed_on = None
         self._kept.add(reduced)
         self.link.step = self.state.committed
         if newcomer:
@@ -322,3 +335,9 @@ class Rank:
 
     def _say_staged(self, step: int, digest: str) -> None:
         self.link.say("staged", step=step, digest=digest)
+
+
+def history_of(staged: Staged) -> str:
+    """What was trained up to a copy, and in which epochs: alike in all parts of one checkpoint."""
+    state = staged.state()
+    return hashlib.sha256(json.dumps(state["ledger"]).encode()).hexdigest()

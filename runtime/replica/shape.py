@@ -83,7 +83,7 @@ def cannot_drop(model: torch.nn.Module, rank: int = 0, ranks: int = 1) -> str:
         if kind.__name__ in _WHOLE_JOB or kind.__module__.partition(".")[0] in _WHOLE_JOB:
             return f"{where} is a {kind.__name__}, which spans all processes; {_OTHERWISE}"
     for name, parameter in model.named_parameters():
-        if error := _cannot_exchange(f"the parameter {name}", parameter, ranks):
+        if error := _cannot_exchange(f"the parameter {name}", parameter, rank, ranks):
             return error
     whole = [name for name, one in model.named_parameters() if not _placements(one)]
     divided = [name for name, one in model.named_parameters() if _placements(one)]
@@ -106,7 +106,7 @@ def cannot_drop(model: torch.nn.Module, rank: int = 0, ranks: int = 1) -> str:
     return ""
 
 
-def _cannot_exchange(what: str, parameter: torch.nn.Parameter, ranks: int) -> str:
+def _cannot_exchange(what: str, parameter: torch.nn.Parameter, rank: int, ranks: int) -> str:
     placements = _placements(parameter)
     told = ", ".join(str(placement) for placement in placements)
     if len(placements) > 1 or not all(one.is_shard() for one in placements):
@@ -114,12 +114,19 @@ def _cannot_exchange(what: str, parameter: torch.nn.Parameter, ranks: int) -> st
             f"{what} is divided among processes in more than one way, {told}: divide it by "
             f"fully_shard over a mesh of one dimension, the replica's ranks, alone; {_OTHERWISE}"
         )
-    size = parameter.device_mesh.size() if placements else ranks  # type: ignore[attr-defined]
+    mesh = getattr(parameter, "device_mesh", None) if placements else None
+    size = ranks if mesh is None else mesh.size()
     if size != ranks:
         return (
             f"{what} is divided among {size} processes, {told}, and the launcher says that a "
             f"replica has {ranks} (DRYDOCK_RANKS, or one torchrun for each replica): the ranks of "
             "one replica, and no others, must divide its model"
+        )
+    if mesh is not None and mesh.get_local_rank() != rank:
+        return (
+            f"{what} is divided by a mesh in which this process is {mesh.get_local_rank()}, and "
+            f"the launcher says that it is rank {rank} of its replica: let the mesh have the ranks "
+            "in their order"
         )
     if parameter.device.type != "cpu":
         return (

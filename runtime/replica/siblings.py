@@ -19,12 +19,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.replica.link import Link
+from runtime.replica.link import Link, keep_alive
 
 log = logging.getLogger("drydock.replica")
 
 FIRST_LINE_S = 5.0  # how long a stranger may take to show the token
 MEET_S = 60.0  # how long the ranks of a replica may take to find each other
+LEAVE_S = 40.0  # how long they may take to write what they have to and to leave
 MAX_LINE = 1 << 20
 NEXT = "-"  # between the digests of the parts of a state
 
@@ -39,7 +40,7 @@ class Sibling:
 
     rank: int
     address: str  # its snapshot server
-    gloo_port: int
+    gloo: str  # where its group listens
     connection: socket.socket
     answers: queue.SimpleQueue[dict[str, Any]] = field(default_factory=queue.SimpleQueue)
     answered: int = 0  # number of the last ping that it answered
@@ -72,6 +73,8 @@ class Siblings:
         self._on_say = on_say
         self._on_lost = on_lost
         self._there: dict[int, Sibling] = {}
+        self._met = False  # all were there once
+        self._gone: set[int] = set()  # who has hung up since
         self._changed = threading.Condition()
         self._pings: dict[int, int] = {}  # ours that not all have answered -> the coordinator's
         self._pinged = 0  # number of our last one
@@ -80,6 +83,7 @@ class Siblings:
             self.address = f"{host}:{self._server.getsockname()[1]}"
             threading.Thread(target=self._accept, name="drydock-siblings", daemon=True).start()
             link.on_ping = self._ping
+            link.on_connect = self._roll_call
 
     def meet(self) -> list[Sibling]:
         """All others, in order. Raises Incomplete if one does not come."""
@@ -91,6 +95,7 @@ class Siblings:
                 f"ranks {missing} of this replica of {self.ranks} did not come within "
                 f"{MEET_S:.0f} s; start all of them"
             )
+        self._met = True
         return [self._there[rank] for rank in sorted(self._there)]
 
     def tell(self, op: str, **message: Any) -> None:
@@ -107,6 +112,17 @@ class Siblings:
                 raise Incomplete(f"rank {rank} of this replica has left the loop; the others go on")
             found.append(answer)
         return found
+
+    def await_leave(self) -> None:
+        """Wait until all have hung up, for LEAVE_S at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._gone) == len(self._there), LEAVE_S)
+
+    def close(self) -> None:
+        """Hang up: without a goodbye the others end too."""
+        for sibling in list(self._there.values()):
+            with contextlib.suppress(OSError):  # it hung up first
+                sibling.connection.shutdown(socket.SHUT_RDWR)
 
     # --- each in a thread of its own ------------------------------------------------------------
 
@@ -125,6 +141,7 @@ class Siblings:
             lines = connection.makefile("rb")
             sibling = self._admit(connection, json.loads(lines.readline(MAX_LINE)))
             connection.settimeout(None)
+            keep_alive(connection)
             while sibling is not None and (line := lines.readline(MAX_LINE)):
                 self._hear(sibling, json.loads(line))
         except (OSError, ValueError, KeyError) as error:
@@ -133,8 +150,7 @@ class Siblings:
             connection.close()
             if sibling is not None:
                 sibling.answers.put({})
-                if not sibling.leaving:
-                    self._on_lost(sibling.rank)
+                self._forget(sibling)
 
     def _admit(self, connection: socket.socket, first: dict[str, Any]) -> Sibling | None:
         refusal = self._refusal(first)
@@ -142,8 +158,8 @@ class Siblings:
             log.warning("sibling_refused error=%s", refusal)
             connection.sendall(json.dumps({"op": "refused", "error": refusal}).encode() + b"\n")
             return None
-        rank, address, port = int(first["rank"]), str(first["address"]), int(first["gloo_port"])
-        sibling = Sibling(rank, address, port, connection)
+        rank = int(first["rank"])
+        sibling = Sibling(rank, str(first["address"]), str(first["gloo"]), connection)
         with self._changed:
             self._there[rank] = sibling
             self._changed.notify_all()
@@ -156,6 +172,17 @@ class Siblings:
         if not 0 < rank < self.ranks or rank in self._there:
             return f"this replica has {self.ranks} ranks, and no place for a rank {rank}"
         return ""
+
+    def _forget(self, sibling: Sibling) -> None:
+        """It hung up."""
+        with self._changed:
+            if self._met:
+                self._gone.add(sibling.rank)
+            else:
+                del self._there[sibling.rank]
+            self._changed.notify_all()
+        if not sibling.leaving:
+            self._on_lost(sibling.rank)
 
     def _hear(self, sibling: Sibling, message: dict[str, Any]) -> None:
         op = message.pop("op")
@@ -173,21 +200,33 @@ class Siblings:
         else:
             self._on_say(sibling.rank, {"op": op, **message})
 
-    def _ping(self, number: int) -> None:
-        """The coordinator asks whether the replica is there: whether all its ranks are."""
+    def _roll_call(self) -> None:
+        """Wait until all ranks answer: before that the replica cannot speak for itself."""
+        number = self._ping(0)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: all(one.answered >= number for one in self._there.values())
+            )
+
+    def _ping(self, number: int) -> int:
+        """The coordinator asks whether the replica is there: whether all its ranks are. Returns
+        the number of the ping to them."""
         with self._changed:
             self._pinged += 1  # the coordinator counts anew on each connection
             self._pings[self._pinged] = number
+            mine = self._pinged
         for sibling in self._there.values():
-            sibling.tell(op="ping", n=self._pinged, heard=sibling.answered)
+            sibling.tell(op="ping", n=mine, heard=sibling.answered)
+        return mine
 
     def _pong(self, sibling: Sibling, number: int) -> None:
         with self._changed:
             sibling.answered = number
             common = min(one.answered for one in self._there.values())
             due = [self._pings.pop(n) for n in sorted(self._pings) if n <= common]
-        if due:
-            self._link.pong(due[-1])
+            self._changed.notify_all()
+        for asked in [number for number in due if number][-1:]:
+            self._link.pong(asked)
 
 
 def _pass_on(sibling: Sibling, number: int, value: Future[str]) -> None:

@@ -174,7 +174,8 @@ class StepEngine:
         self._refused = 0
         self.shares = self._usual
         samples = round(sum(samples_of))
-        loss = sum(losses_of) / samples if samples else float("nan")
+        several = len(ranks) > 1 and samples
+        loss = sum(losses_of) / samples if several else tail.loss
         return Applied(loss=loss, grad_norm=norm, samples=samples)
 
     def forget(self) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
+from runtime.client import CheckpointSaved
 from runtime.replica.gradients import Tail
 from runtime.replica.membership import Member
 from runtime.replica.peers import Reduced
 from runtime.replica.rank import FAILURES, Rank
-from runtime.replica.siblings import NEXT, Siblings
+from runtime.replica.siblings import NEXT, Incomplete, Siblings
 from runtime.replica.step import NotWhole
 from runtime.replica.telling import Teller
 
@@ -35,6 +36,8 @@ class Together:
             standby=rank.job.standby,
         )
         self._staged: dict[int, tuple[int, str]] = {}  # rank -> step and digest of its copy
+        self._saved: dict[int, dict[int, CheckpointSaved]] = {}  # step -> by rank
+        rank.saver.on_saved = functools.partial(self.saved, 0)
         rank.on_staged = functools.partial(self.staged, 0)
 
     def _all(self, op: str, **order: Any) -> list[Any]:
@@ -66,6 +69,17 @@ class Together:
         """At an edge: a checkpoint."""
         self._all("save", last=last)
 
+    def saved(self, rank: int, part: CheckpointSaved) -> None:
+        """A rank's part is durable; once all are, so is the whole. On a thread of its own."""
+        parts = self._saved.setdefault(part.step, {})
+        parts[rank] = part
+        if len(parts) == self.siblings.ranks:
+            self._saved = {step: one for step, one in self._saved.items() if step > part.step}
+            size = sum(one.bytes for one in parts.values())
+            digest = NEXT.join(parts[one].digest for one in sorted(parts))
+            told = replace(parts[0], bytes=size, digest=digest, at=part.at)
+            self.rank.job.sender.tell(told)
+
     # --- membership.Trainer ---------------------------------------------------------------------
 
     @property
@@ -81,16 +95,20 @@ class Together:
 
     def load(self) -> None:
         """The newest checkpoint of which all ranks have their part."""
-        seen = Counter(step for steps in self._all("checkpoints") for step in steps)
-        for step in sorted(seen, reverse=True):
-            whole = seen[step] == self.siblings.ranks and step > self.committed
-            if whole and all(self._all("read", step=step)):
+        there = self._all("checkpoints")
+        for step in sorted(set(there[0]).intersection(*there[1:]), reverse=True):
+            if step <= self.committed:
+                break
+            histories = set(self._all("read", step=step))
+            if len(histories) == 1 and "" not in histories:
                 self._all("load")
                 return
+            self.trouble("checkpoint_refused", f"step {step}: a part is damaged, or of another run")
         self._all("reload")
 
     def take(self, step: int, digest: str, donors: list[list[str]]) -> None:
         self._all("take", step=step, digest=digest, donors=donors)
+        self._all("load")
 
     def follow(self, donors: list[list[str]]) -> None:
         self._all("follow", donors=donors)
@@ -111,12 +129,15 @@ class Together:
 
     def connect(self, grant: dict[str, Any]) -> None:
         self.teller.granted(grant, self.committed, self.member.replica)
-        self._all("connect", grant=grant, replica=self.member.replica)
+        steps = self._all("connect", grant=grant, replica=self.member.replica)
+        if len(set(steps)) > 1:
+            raise Incomplete(f"the ranks of this replica are at the steps {steps}; start it anew")
 
     def enter(self, grant: dict[str, Any]) -> None:
         self._all("enter", grant=grant)
 
     def stage(self) -> None:
+        self._staged.clear()
         self._all("stage")
 
     def release(self, *, log: bool) -> None:

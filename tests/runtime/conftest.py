@@ -36,9 +36,9 @@ def collectives() -> Callable[[int], list[Gloo]]:
     def connect(members: int) -> list[Gloo]:
         board = Board()
         made = [Gloo("127.0.0.1") for _ in range(members)]
-        ports = [one.port for one in made]
+        addresses = [one.address for one in made]
         with ThreadPoolExecutor(members) as pool:
-            built = [pool.submit(one.build, board, 1, ports, i) for i, one in enumerate(made)]
+            built = [pool.submit(one.build, board, 1, addresses, i) for i, one in enumerate(made)]
             for job in built:
                 job.result(30)
         return made

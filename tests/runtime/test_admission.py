@@ -42,7 +42,7 @@ class Replica:
         first = {
             "op": "join", "token": "t", "job": "j", "replica": number, "placement": placement,
             "standby": standby, "epoch": epoch, "step": step, "members": {}, "world": scene.world,
-            "addresses": [f"{placement}:1"], "gloo_ports": [1], "shards": 12, "shape": {},
+            "addresses": [f"{placement}:1"], "gloo": ["127.0.0.1:1"], "shards": 12, "shape": {},
         }  # fmt: skip
         self.refused = scene.coordinator.refusal(first)
         self.peer: Peer | None = None

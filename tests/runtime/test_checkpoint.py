@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from runtime.checkpoint import store
+from runtime.checkpoint import Checkpointer, store
+from runtime.client import Sender
+from runtime.job import Job
 from runtime.snapshot import Damaged, Staged, stage
 
 
@@ -139,3 +143,44 @@ def test_the_one_just_written_and_whole_ones_are_kept(tmp_path: Path) -> None:
 def test_what_cannot_be_kept_without_pickle_is_refused() -> None:
     with pytest.raises(TypeError, match="state_dict"):
         stage({"thing": object()}, 0)
+
+
+def part(folder: Path, rank: int, ranks: int) -> Checkpointer:
+    sender = Sender("", "t", job="j", replica=0, rank=rank, placement="p")
+    return Checkpointer(
+        Job(
+            name="j", replica=0, rank=rank, ranks=ranks, world_replicas=1, placement="p",
+            coordinator="", token="t", state_dir=folder, sender=sender, stop=threading.Event(),
+        )
+    )  # fmt: skip
+
+
+def save(saver: Checkpointer, *steps: int) -> None:
+    for step in steps:
+        saver.save(some_state(step), time.monotonic())
+        saver.finish()
+
+
+def test_no_rank_removes_its_part_of_the_last_whole_one(tmp_path: Path) -> None:
+    first, second = part(tmp_path, 0, 2), part(tmp_path, 1, 2)
+    save(second, 1, 2)
+    save(first, 1, 2, 3, 4, 5, 6)  # while the other cannot write
+
+    assert 2 in first.steps()
+    assert second.steps() == [2, 1]
+
+
+def test_parts_of_replicas_with_other_ranks_are_not_taken_for_none(tmp_path: Path) -> None:
+    save(part(tmp_path, 0, 2), 7)
+
+    for saver in (part(tmp_path, 0, 1), part(tmp_path, 1, 4)):
+        with pytest.raises(ValueError, match="another number of ranks"):
+            saver.steps()
+
+
+def test_what_has_not_a_checkpoint_s_name_is_none(tmp_path: Path) -> None:
+    saver = part(tmp_path, 0, 1)
+    save(saver, 7)
+    (saver.folder / "step-00000009.bad").mkdir()
+
+    assert saver.steps() == [7]

@@ -29,7 +29,7 @@ class Member:
             "replica": replica,
             "placement": placement,
             "addresses": ["127.0.0.1:1"],
-            "gloo_ports": [replica + 1],
+            "gloo": [f"127.0.0.1:{replica + 1}"],
             "shards": 12,
             "shape": {"mode": "cover"},
             "world": 2,

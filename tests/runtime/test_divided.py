@@ -28,6 +28,9 @@ def test_two_by_two_go_through_a_rank_s_death_and_a_rank_s_silence(make_fleet: M
     fleet.wait_for_members([0])
     fleet.others[1, 1].send_signal(signal.SIGCONT)  # it comes back by itself
     fleet.wait_for_members([0, 1])
+    assert fleet.coordinator is not None
+    fleet.coordinator.kill()
+    fleet.start_coordinator()
     fleet.train_on()
     fleet.others[0, 1].send_signal(signal.SIGTERM)  # any rank's wish to stop is the job's
     status = [one.wait(PATIENCE_S) for one in [*fleet.ranks.values(), *fleet.others.values()]]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 
 import pytest
 
+from runtime.replica import link as module
 from runtime.replica.link import Link, LinkLost
 from tests.runtime.replicas import until
 
@@ -63,3 +65,45 @@ def test_a_value_is_not_waited_for_while_the_coordinator_is_away() -> None:
 
         with pytest.raises(LinkLost, match="away"):
             link.get(1, "key", timeout_s=30)
+
+
+def test_one_that_nobody_else_can_replace_is_given_up_when_it_cannot_be_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "REACH_S", 0.2)
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    link = Link(address, list, lambda _epoch, _message: None, on_end=ended.set)
+    link.start()
+
+    assert ended.wait(30)
+    link.close(goodbye=False)
+
+
+def test_a_number_that_was_never_answered_here_does_no_harm() -> None:
+    """A new connection may hear of answers that were given on the one before it."""
+    broken: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = make_link(server, broken)
+        link.start()
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(b'{"op": "ping", "n": 1, "heard": 7}\n{"op": "stop"}\n')
+            assert link.inbox.get(timeout=30)["op"] == "stop"
+            link.close(goodbye=True)
+
+    assert broken == []
+
+
+def test_a_value_that_does_not_come_in_time_is_forgotten() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = make_link(server, [])
+        link.start()
+        connection, _ = server.accept()
+        until(lambda: link._socket is not None, "the link stands")
+        with connection, pytest.raises(TimeoutError):
+            link.get(1, "key", timeout_s=0.05)
+
+        assert not link._calls
+        link.close(goodbye=True)

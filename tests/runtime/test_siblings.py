@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -44,7 +45,7 @@ class Sibling:
         host, _, port = address.rpartition(":")
         self.connection = socket.create_connection((host, int(port)), timeout=30)
         self.lines = self.connection.makefile("r")
-        self.say(op="join", token=shown, rank=rank, address=f"here:{rank}", gloo_port=rank)
+        self.say(op="join", token=shown, rank=rank, address=f"here:{rank}", gloo=f"there:{rank}")
 
     def say(self, **message: Any) -> None:
         self.connection.sendall(json.dumps(message).encode() + b"\n")
@@ -94,9 +95,9 @@ def test_the_others_are_met_in_their_order(leader: Leader, come: Callable[..., S
     come(2)
     come(1)
 
-    assert [(one.address, one.gloo_port) for one in leader.siblings.meet()] == [
-        ("here:1", 1),
-        ("here:2", 2),
+    assert [(one.address, one.gloo) for one in leader.siblings.meet()] == [
+        ("here:1", "there:1"),
+        ("here:2", "there:2"),
     ]
 
 
@@ -108,6 +109,40 @@ def test_who_is_missing_is_named(
 
     with pytest.raises(Incomplete, match=r"ranks \[2\] of this replica of 3 did not come"):
         leader.siblings.meet()
+
+
+def test_who_went_before_all_had_met_is_missing(
+    leader: Leader, come: Callable[..., Sibling], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MEET_S", 0.2)
+    come(2)
+    come(1).connection.shutdown(socket.SHUT_RDWR)
+
+    assert leader.lost.get(timeout=30) == 1
+    with pytest.raises(Incomplete, match=r"ranks \[1\] of this replica"):
+        leader.siblings.meet()
+
+
+def test_a_connection_to_the_coordinator_waits_until_all_ranks_answer(
+    leader: Leader, others: list[Sibling]
+) -> None:
+    here = threading.Event()
+
+    def call() -> None:
+        leader.link.on_connect()
+        here.set()
+
+    threading.Thread(target=call, daemon=True).start()
+    asked = [one.hear() for one in others]
+    others[0].say(op="pong", n=asked[0]["n"])
+    others[0].say(op="staged", step=1, digest="d")
+    leader.said.get(timeout=30)  # so its answer was heard
+    early = here.is_set()
+    others[1].say(op="pong", n=asked[1]["n"])
+
+    assert here.wait(30)
+    assert not early
+    assert leader.link.ponged.empty()
 
 
 @pytest.mark.parametrize(

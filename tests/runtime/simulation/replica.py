@@ -224,7 +224,7 @@ class Replica(Process):
             **self.member.standing(),
             "placement": self.name,
             "addresses": [self.name],
-            "gloo_ports": [1],
+            "gloo": [self.name],
             "shards": self.fleet.shards,
             "shape": {"mode": "drop" if self.fleet.drops else "cover"},
             "world": self.fleet.world,

@@ -1,0 +1,170 @@
+"""Samples of data that only iterates: each shard has a stream of its own, read in order.
+
+Where a step stands in a stream follows from the step alone, so whoever takes a shard over makes its
+stream anew and comes to the same samples. It must never guess where a stream ends.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+from runtime.loading import random_numbers
+
+log = logging.getLogger("drydock.streams")
+
+#: `factory(shard, epoch)`, or `factory(shard, epoch, start=0)`: the samples of one shard in one
+#: pass over the data, from the one numbered `start` on.
+Factory = Callable[..., Iterable[Any]]
+START = "start"
+
+
+class Streams:
+    """Gives the data of any shard; keeps the streams of this replica's shards open."""
+
+    def __init__(
+        self,
+        factory: Factory,
+        collate: Callable[[list[Any]], Any],
+        seed: int,
+        shard_size: int,
+        part: slice,
+    ) -> None:
+        """`part`: what of each shard is ours."""
+        self._factory = factory
+        self._collate = collate
+        self._seed = seed
+        self._shard_size = shard_size
+        self._part = part
+        self._streams: dict[int, _Stream] = {}
+
+    def expect(self, _step: int, shards: Collection[int]) -> None:
+        """From now on these shards are ours: let go of other streams, with what they hold."""
+        self._streams = {k: one for k, one in self._streams.items() if k in shards}
+
+    def fetch(self, step: int, index: int, _ids: tuple[int, ...]) -> Any:
+        """Our part of a shard, collated."""
+        if index not in self._streams:
+            self._streams[index] = _Stream(self._factory, index, self._seed, self._shard_size)
+        samples = self._streams[index].samples(step)[self._part]
+        with random_numbers(hash((self._seed, step, index, 1))):
+            return self._collate(samples)
+
+    def close(self) -> None:
+        self._streams.clear()
+
+
+class _Stream:
+    """One shard's samples, pass after pass without a seam, numbered from 0 by their position.
+
+    What is drawn at random while a stream is read hangs on seed, shard, pass and step alone, so
+    reading to a place anew draws the same as the first reader did.
+    """
+
+    def __init__(self, factory: Factory, shard: int, seed: int, size: int) -> None:
+        self._factory = factory
+        self._shard = shard
+        self._seed = seed
+        self._size = size  # samples in a step
+        self._may_start_anywhere = START in inspect.signature(factory).parameters
+        self._begins = [0]  # position of the first sample of each pass that we know of
+        self._last: tuple[int, list[Any]] = (-1, [])  # a step and its samples
+        self._begin(0)
+
+    def samples(self, step: int) -> list[Any]:
+        """Those of a step. Asked for the same step again, the same objects."""
+        if self._last[0] != step:
+            self._go_to(step * self._size)
+            self._last = step, self._read(self._size)
+        return self._last[1]
+
+    def _go_to(self, position: int) -> None:
+        if position == self._next:
+            return
+        self._learn_lengths(position)
+        epoch = bisect_right(self._begins, position) - 1
+        start = position - self._begins[epoch]
+        if self._may_start_anywhere:
+            self._begin(epoch, start)
+        elif not self._begins[epoch] <= self._next <= position:
+            self._begin(epoch)
+        self._pass_over(position)
+
+    def _learn_lengths(self, position: int) -> None:
+        """Where passes begin, up to this position, as far as their streams tell their length."""
+        while self._begins[-1] <= position:
+            epoch = len(self._begins) - 1
+            stream = self._factory(self._shard, epoch)
+            if not hasattr(stream, "__len__"):
+                return
+            self._note_length(epoch, len(stream))
+
+    def _begin(self, epoch: int, start: int = 0) -> None:
+        """Make a pass's stream at the next read, from its sample `start` on."""
+        self._iterator: Iterator[Any] | None = None
+        self._epoch, self._start = epoch, start
+        self._next = self._begins[epoch] + start  # position of the next sample
+
+    def _pass_over(self, position: int) -> None:
+        """Read up to this position, as the first reader did: step by step."""
+        if position > self._next:
+            log.info("stream_read_again shard=%s samples=%s", self._shard, position - self._next)
+        while self._next < position:
+            self._read(
+                min(position, self._next + self._size - self._next % self._size) - self._next
+            )
+
+    def _read(self, count: int) -> list[Any]:
+        """The next samples, of one step; where a pass ends the next begins."""
+        samples = self._read_within(count)
+        while len(samples) < count:
+            self._end_pass()
+            samples += self._read_within(count - len(samples))
+        return samples
+
+    def _read_within(self, count: int) -> list[Any]:
+        """The next samples of this pass; fewer at its end."""
+        drawn = (self._seed, self._shard, self._epoch, self._next // self._size, 2)
+        with random_numbers(hash(drawn)):
+            try:
+                if self._iterator is None:
+                    given = {START: self._start} if self._start else {}
+                    self._iterator = iter(self._factory(self._shard, self._epoch, **given))
+                samples = list(itertools.islice(self._iterator, count))
+            except Exception:
+                self._begin(self._epoch)  # a generator that raised would seem to be at its end
+                raise
+        self._next += len(samples)
+        return samples
+
+    def _end_pass(self) -> None:
+        first = self._begins[self._epoch]
+        if self._start and self._next == first + self._start:
+            # Nothing came from there on: the pass ended there or before, we cannot know where.
+            wanted = self._next
+            self._begin(self._epoch)
+            self._pass_over(wanted)
+            return
+        self._note_length(self._epoch, self._next - first)
+        self._begin(self._epoch + 1)
+
+    def _note_length(self, epoch: int, length: int) -> None:
+        first = self._begins[epoch]
+        if length < 1:
+            raise ValueError(
+                f"the factory's stream of shard {self._shard} in epoch {epoch} has no sample: give "
+                "each shard at least one, or use fewer shards"
+            )
+        if len(self._begins) == epoch + 1:
+            self._begins.append(first + length)
+        known = self._begins[epoch + 1] - first
+        if known != length:
+            raise ValueError(
+                f"the factory's stream of shard {self._shard} in epoch {epoch} ended after "
+                f"{length} samples, and its length was {known}: let the factory give the same "
+                "samples each time, and a stream its true length or none"
+            )

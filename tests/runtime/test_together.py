@@ -1,0 +1,245 @@
+"""What membership decides, done by all ranks of a replica or by none: a real first rank, and one
+other whose answers are given here."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.checkpoint import Checkpointer, store
+from runtime.client import CheckpointSaved, Message, Sender
+from runtime.data import Batches
+from runtime.job import Job
+from runtime.replica import rank as rank_module
+from runtime.replica.division import Division
+from runtime.replica.gloo import Gloo
+from runtime.replica.link import Link
+from runtime.replica.membership import CannotFollow, Severed
+from runtime.replica.observing import Observer
+from runtime.replica.peers import PeerServer, ReducedLog
+from runtime.replica.rank import Rank
+from runtime.replica.siblings import Incomplete, Siblings
+from runtime.replica.state import TrainingState
+from runtime.replica.step import NotWhole, StepEngine
+from runtime.replica.telling import Teller
+from runtime.replica.together import Together
+
+TOKEN = "of this test"
+GRANT = {
+    "epoch": 1, "members": [{"replica": 0, "placement": "p", "gloo": ["here:1", "here:2"]}],
+    "lost": [], "begins": True,
+}  # fmt: skip
+
+
+class Told(Sender):
+    """What the control plane would be told."""
+
+    def __init__(self) -> None:
+        super().__init__("", TOKEN, job="j", replica=0, rank=0, placement="p")
+        self.messages: list[Message] = []
+
+    def tell(self, message: Message) -> None:
+        self.messages.append(message)
+
+
+class Other:
+    """The other rank: does nothing, and answers what it is told to."""
+
+    def __init__(self, address: str) -> None:
+        self.answers: dict[str, Any] = {}
+        self.heard: list[str] = []
+        host, _, port = address.rpartition(":")
+        self.connection = socket.create_connection((host, int(port)))
+        self._say({"op": "join", "token": TOKEN, "rank": 1, "address": "a:1", "gloo": "g:1"})
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        for line in self.connection.makefile("r"):
+            op = json.loads(line)["op"]
+            self.heard.append(op)
+            self._say({"op": "answer", **self.answers.get(op, {"value": None})})
+
+    def _say(self, message: dict[str, Any]) -> None:
+        self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+class Pair:
+    """A replica of two ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.told = Told()
+        job = Job(
+            name="j", replica=0, rank=0, ranks=2, world_replicas=1, placement="p",
+            coordinator="127.0.0.1:1", token=TOKEN, state_dir=folder, sender=self.told,
+            stop=threading.Event(),
+        )  # fmt: skip
+        self.state = new_state()
+        gloo = Gloo("127.0.0.1")
+        division = Division(self.state.model, 0)
+        engine = StepEngine(
+            self.state, gloo, Observer(), division, mode="cover", max_grad_norm=None
+        )
+        self.saver = Checkpointer(job)
+        self.rank = Rank(
+            job, self.state, engine, gloo, self.saver, Observer(), host="127.0.0.1", on_step=None
+        )
+        link = Link("127.0.0.1:1", list, lambda _epoch, _message: None)
+        self.rank.link = link
+        siblings = Siblings("127.0.0.1", TOKEN, 2, link, lambda _r, _m: None, lambda _r: None)
+        self.other = Other(siblings.address)
+        siblings.meet()
+        self.together = Together(self.rank, siblings, Teller(job, self.state.ledger, 1))
+        self.together.member.replica = 0
+
+
+def new_state() -> TrainingState:
+    torch.manual_seed(1)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return TrainingState(model, [optimizer], Batches(samples=24, shards=2))
+
+
+def trained(step: int) -> TrainingState:
+    state = new_state()
+    state.committed = step
+    return state
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(tmp_path)
+    yield made
+    made.other.connection.shutdown(socket.SHUT_RDWR)
+    made.rank.close()
+
+
+@pytest.fixture
+def offer() -> Iterator[Callable[[TrainingState], tuple[str, str]]]:
+    """Hold a copy ready, as a member does; its address and digest."""
+    servers: list[PeerServer] = []
+
+    def hold(state: TrainingState) -> tuple[str, str]:
+        ready = threading.Event()
+        server = PeerServer("127.0.0.1", TOKEN, ReducedLog(), lambda _step, _digest: ready.set())
+        servers.append(server)
+        server.offer(state.begin_copy(None))
+        assert ready.wait(30)
+        return server.address, state.copy().digest
+
+    yield hold
+    for server in servers:
+        server.close()
+
+
+def test_a_state_is_taken_by_all_ranks_or_by_none(
+    pair: Pair, offer: Callable[[TrainingState], tuple[str, str]]
+) -> None:
+    address, digest = offer(trained(7))
+    pair.other.answers["take"] = {"failed": "cannot_follow", "text": "the donor died"}
+
+    with pytest.raises(CannotFollow, match="the donor died"):
+        pair.together.take(7, f"{digest}-other", [[address, "a:2"]])
+    before = pair.state.committed
+    del pair.other.answers["take"]
+    pair.together.take(7, f"{digest}-other", [[address, "a:2"]])
+
+    assert (before, pair.state.committed) == (-1, 7)
+    assert pair.other.heard == ["take", "take", "load"]
+
+
+def test_ranks_at_different_steps_never_train(pair: Pair) -> None:
+    pair.other.answers["connect"] = {"value": 3}
+
+    with pytest.raises(Incomplete, match=r"are at the steps \[-1, 3\]; start it anew"):
+        pair.together.connect(GRANT)
+
+
+def test_a_group_that_one_rank_could_not_build_is_nobody_s(pair: Pair) -> None:
+    pair.other.answers["connect"] = {"failed": "severed", "text": "it broke"}
+
+    with pytest.raises(Severed, match="it broke"):
+        pair.together.connect(GRANT)
+
+
+def test_a_step_that_is_not_whole_on_one_rank_is_computed_anew_on_all(pair: Pair) -> None:
+    pair.rank.engine.shares = pair.rank.engine._usual = {0: []}
+    pair.rank.engine.epoch = 1
+    pair.other.answers["reduce"] = {"value": "step 0: summed [1, 0]"}
+
+    with pytest.raises(NotWhole, match=r"summed \["):
+        pair.together.reduce()
+
+    assert pair.other.heard == ["reduce", "refuse"]
+
+
+def test_a_copy_is_held_once_every_part_is_of_one_step(pair: Pair) -> None:
+    said: list[dict[str, Any]] = []
+
+    def say(op: str, **message: Any) -> bool:
+        said.append({"op": op, **message})
+        return True
+
+    pair.rank.link.say = say  # type: ignore[method-assign]
+
+    pair.together.staged(1, 4, "b")
+    pair.together.staged(0, 5, "a")
+    pair.together.staged(1, 5, "c")
+
+    assert said == [{"op": "staged", "step": 5, "digest": "a-c"}]
+
+
+def test_a_checkpoint_is_told_of_once_every_part_is_durable(pair: Pair) -> None:
+    parts = [
+        CheckpointSaved(
+            step=9, tier="shared", path=f"/{rank}", bytes=10, digest=f"d{rank}", stall_s=0.1,
+            seconds=1.0, at=rank,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+
+    pair.together.saved(0, parts[0])
+    early = list(pair.told.messages)
+    pair.together.saved(1, parts[1])
+
+    assert early == []
+    (told,) = pair.told.messages
+    assert isinstance(told, CheckpointSaved)
+    assert (told.step, told.bytes, told.digest, told.path) == (9, 20, "d0-d1", "/0")
+
+
+def test_only_a_checkpoint_whose_parts_are_of_one_run_is_loaded(pair: Pair) -> None:
+    for step in (5, 8):
+        store.write(pair.saver.folder, trained(step).copy())
+    history = rank_module.history_of(trained(5).copy())
+    pair.other.answers["checkpoints"] = {"value": [8, 5, 2]}
+    pair.other.answers["read"] = {"value": "of another run"}
+    pair.together.load()
+    refused = pair.state.committed
+    pair.other.answers["read"] = {"value": history}
+    pair.together.load()
+
+    assert (refused, pair.state.committed) == (-1, 8)
+    assert [m for m in pair.told.messages if "step 8: a part is damaged" in str(m)]
+
+
+def test_a_step_that_one_rank_does_not_hear_of_is_not_made(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_module, "FOLLOWED_S", 0.1)
+
+    assert pair.rank.obey("await_followed", {}) == {
+        "failed": "cannot_follow",
+        "text": "this rank heard of no step",
+    }
+
+
+def test_no_order_but_the_known_ones_is_obeyed(pair: Pair) -> None:
+    with pytest.raises(ValueError, match="orders 'close', which is not known here"):
+        pair.rank.obey("close", {})
