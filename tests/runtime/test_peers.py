@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -285,7 +286,7 @@ def test_a_follower_hears_of_each_step_in_order_and_when_it_is_up_to_date(
     error = hear("cannot_follow")["error"]
 
     assert (first, level, second) == (8, 8, 9)
-    assert "made 19 last" in error
+    assert re.search(r"made 1\d last", error)  # it may have asked while they were being made
 
 
 def test_a_chunk_changed_on_the_way_is_found() -> None:
