@@ -35,15 +35,16 @@ test: lint
 	$(BIN)/python manage.py makemigrations --check --dry-run
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target test-processes test-parts
 
-SIMULATED := tests/runtime/test_membership.py
+# Of the runtime's tests those that make the two halves equally long.
+BESIDE := $(addprefix tests/runtime/test_,membership.py divided.py data_fleets.py)
 
 test-parts: .venv/installed-dev
 	$(BIN)/python -m pytest -m "not e2e" --ignore=tests/runtime
-	$(BIN)/python -m pytest $(SIMULATED)
+	$(BIN)/python -m pytest $(BESIDE) -m "not soak"
 
 test-processes: .venv/installed-dev
 	$(BIN)/python -m pytest -m e2e
-	$(BIN)/python -m pytest tests/runtime --ignore=$(SIMULATED) -m "not soak"
+	$(BIN)/python -m pytest tests/runtime $(addprefix --ignore=,$(BESIDE)) -m "not soak"
 
 # Replicas that die in every way in every phase: for a quarter of an hour, so before a release and
 # after a change to how replicas come and go.

@@ -52,14 +52,16 @@ def main() -> None:
 def torture(options: argparse.Namespace, folder: Path) -> Report:
     """Both runs, one after the other so that neither slows the other, and the judgement."""
     script = Script(options.script, tuple(options.arguments), options.options, options.mode)
-    with Fleet(folder / "disturbed", script, options.replicas, options.pace) as fleet:
+    with Fleet(
+        folder / "disturbed", script, options.replicas, options.pace, options.ranks
+    ) as fleet:
         run = Run(fleet, options.patience)
         figures = disturbed(run, options)
         broken = seen(run)
     alone = None
     if run.steps is not None:
         say(options, f"\nthe same {run.steps} steps undisturbed")
-        with Fleet(folder / "undisturbed", script, options.replicas) as fleet:
+        with Fleet(folder / "undisturbed", script, options.replicas, ranks=options.ranks) as fleet:
             quiet = Run(fleet, options.patience)
             undisturbed(quiet, run.steps)
             alone = seen(quiet)
@@ -156,6 +158,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--script", type=Path, default=Path(__file__).with_name("script.py"), help="what to train")
     add("--options", type=json.loads, default={}, help="JSON for the script's DRYDOCK_OPTIONS")
     add("--replicas", type=int, default=4)
+    add("--ranks", type=int, default=1, help="of each replica; the script divides its model")
     add("--steps", type=int, default=0, help="the run has at least so many, more if faults need it")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--faults", type=int, default=DEFAULT_FAULTS, help="how many to make")
@@ -163,7 +166,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         "--each", action="store_true", help="make every kind of fault once in each phase"
     )
     length.add_argument("--minutes", type=float, default=0.0, help="make faults for so long")
-    add("--kinds", type=names_of(tuple(KINDS)), default=tuple(KINDS), help="with commas between")
+    add("--kinds", type=names_of(tuple(KINDS)), help="with commas between; all of them if not said")
     add("--phases", type=names_of(MOMENTS), default=MOMENTS, help=", ".join(MOMENTS))
     add("--mode", choices=MODES, default=MODES[0])
     add("--seed", type=int, default=None, help="of the plan; told at the end if not given")
@@ -176,6 +179,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(words)
     if not options.script.is_file():
         parser.error(f"there is no script {options.script}")
+    if options.kinds is None:
+        options.kinds = tuple(kind for kind in KINDS if options.ranks == 1 or kind != "cut")
     try:
         options.settings = Settings(
             seed=secrets.randbelow(1 << 31) if options.seed is None else options.seed,
@@ -183,6 +188,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             kinds=options.kinds,
             phases=options.phases,
             at_once=options.at_once,
+            ranks=options.ranks,
         )
     except ValueError as error:
         parser.error(str(error))

@@ -46,6 +46,7 @@ class Fault:
     seconds: float
     calm_steps: int
     hasty: bool  # made while the victims of the fault before it are still away
+    rank: int = 0  # of each replica that is struck
 
     @property
     def victims(self) -> tuple[int, ...]:
@@ -63,10 +64,16 @@ class Settings:
     kinds: tuple[str, ...] = tuple(KINDS)
     phases: tuple[str, ...] = MOMENTS
     at_once: int = 2
+    ranks: int = 1  # of each replica
 
     def __post_init__(self) -> None:
         if self.replicas < 2:
             raise ValueError("one replica alone has no survivors; give at least 2")
+        if self.ranks > 1 and "cut" in self.kinds:
+            raise ValueError(
+                "cut: a rank that is cut off from the others of its replica ends, and so do "
+                "they; give other kinds for replicas of several ranks"
+            )
         for kind in self.kinds:
             if not self.phases_of(kind):
                 raise ValueError(
@@ -138,6 +145,7 @@ def _fault(
         seconds=round(chance.uniform(*kind.seconds), 3),
         calm_steps=chance.randint(*CALM_STEPS),
         hasty=hasty,
+        rank=chance.randrange(settings.ranks) if settings.ranks > 1 else 0,
     )
 
 

@@ -48,6 +48,7 @@ class Order:
     delay_s: float  # from the beginning of the phase
     seconds: float  # how long it lasts, if it passes by itself
     pid: int = 0  # the process to strike; 0: the one that reads this
+    rank: int = 0  # of the replica's processes the one that is to
 
 
 @dataclass(frozen=True, kw_only=True)

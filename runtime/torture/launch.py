@@ -44,23 +44,52 @@ class Script:
 
 @dataclass(eq=False)
 class Rank:
-    """One start of one replica."""
+    """One start of one replica: its first rank, and the others if it has any."""
 
     replica: int
     placement: str
     process: subprocess.Popen[bytes]
     started: float  # monotonic
+    others: tuple[subprocess.Popen[bytes], ...] = ()
+
+    @property
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        """Of its ranks, in their order."""
+        return [self.process, *self.others]
+
+    @property
+    def ended(self) -> bool:
+        """All of its ranks have."""
+        return all(process.poll() is not None for process in self.processes)
+
+    @property
+    def codes(self) -> list[int]:
+        """How its ranks ended, as far as they have."""
+        return [one.returncode for one in self.processes if one.returncode is not None]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def end(self) -> None:
+        """Kill what is left of it, and whatever it started."""
+        for process in self.processes:
+            end(process)
 
 
 class Fleet:
     """The processes of one run, in a folder of their own."""
 
-    def __init__(self, folder: Path, script: Script, replicas: int, pace_s: float = 0.0) -> None:
-        """`pace_s`: what each shard takes besides, as if an accelerator computed it."""
+    def __init__(
+        self, folder: Path, script: Script, replicas: int, pace_s: float = 0.0, ranks: int = 1
+    ) -> None:
+        """`pace_s`: what each shard takes besides, as if an accelerator computed it. `ranks`: of
+        each replica."""
         self.folder = folder
         self.script = script
         self.pace_s = pace_s
         self.replicas = replicas
+        self.divided = ranks
         self.token = secrets.token_hex(8)
         self.port = 0
         self.coordinator: subprocess.Popen[bytes] | None = None
@@ -117,7 +146,9 @@ class Fleet:
         environment = {
             client.ENV_JOB: JOB,
             client.ENV_REPLICA: str(replica),
-            client.ENV_RANK: "0",
+            client.ENV_RANKS: str(self.divided),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
             client.ENV_PLACEMENT: placement,
             client.ENV_STANDBY: standby,
             client.ENV_COORDINATOR: f"127.0.0.1:{self.port}",
@@ -129,8 +160,11 @@ class Fleet:
             ENV_PACE: str(self.pace_s),
         }
         words = [str(self.script.path), *self.script.arguments]
-        process = self._run(f"replica{replica}", words, environment)
-        rank = Rank(replica, placement, process, time.monotonic())
+        first, *others = [
+            self._run(name, words, {**environment, client.ENV_RANK: str(number)})
+            for number, name in enumerate(self._log_names(replica))
+        ]
+        rank = Rank(replica, placement, first, time.monotonic(), tuple(others))
         self.ranks[replica] = rank
         self.started.append(rank)
         if prepare is not None:
@@ -138,8 +172,8 @@ class Fleet:
         return rank
 
     def ended(self) -> list[Rank]:
-        """The present ranks whose process has ended."""
-        return [rank for rank in self.ranks.values() if rank.process.poll() is not None]
+        """The present replicas whose processes have ended."""
+        return [rank for rank in self.ranks.values() if rank.ended]
 
     def settle(self, steps: int) -> None:
         """Tell all ranks at which number of steps the run ends."""
@@ -156,10 +190,13 @@ class Fleet:
 
     def dump_stacks(self) -> None:
         """Ask all ranks to write the stacks of their threads into their logs."""
-        for rank in self.ranks.values():
-            if rank.process.poll() is None:
-                rank.process.send_signal(signal.SIGCONT)
-                rank.process.send_signal(signal.SIGUSR1)
+        for process in [one for rank in self.ranks.values() for one in rank.processes]:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.send_signal(signal.SIGUSR1)
+
+    def _log_names(self, replica: int) -> list[str]:
+        return [f"replica{replica}", *(f"replica{replica}.{k}" for k in range(1, self.divided))]
 
     def _run(
         self, name: str, words: list[str], environment: dict[str, str]
@@ -186,6 +223,12 @@ class Fleet:
             )
         self._processes.append(process)
         return process
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

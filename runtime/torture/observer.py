@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.client import ENV_PLACEMENT
+from runtime.client import ENV_PLACEMENT, ENV_RANK
 from runtime.replica.observing import Observer, Phase
 from runtime.torture.kinds import ANY, KINDS, Order
 
@@ -33,14 +33,21 @@ def from_environment() -> Observer:
     """What DRYDOCK_OBSERVER names."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the runner asks, should we hang
     return Torturer(
-        Path(os.environ[ENV_FOLDER]), os.environ[ENV_PLACEMENT], float(os.environ[ENV_PACE])
+        Path(os.environ[ENV_FOLDER]),
+        os.environ[ENV_PLACEMENT],
+        int(os.environ[ENV_RANK]),
+        float(os.environ[ENV_PACE]),
     )
 
 
 class Torturer(Observer):
-    """The eyes and the hand of the runner in one rank."""
+    """The eyes and the hand of the runner in one rank.
 
-    def __init__(self, folder: Path, placement: str, pace_s: float) -> None:
+    The first rank tells what its replica passes through; the others only what is theirs alone.
+    """
+
+    def __init__(self, folder: Path, placement: str, rank: int, pace_s: float) -> None:
+        self.rank = rank
         self.pace_s = pace_s
         self.order_file = order_file(folder, placement)
         self.end_file = end_file(folder)
@@ -54,14 +61,15 @@ class Torturer(Observer):
             self._tell("phase", phase=phase, step=step)
         if phase == "forward" and self.pace_s:
             time.sleep(self.pace_s)
-        if self.order_file.exists():
-            order = Order(**json.loads(self.order_file.read_text()))
-            if order.phase in (phase, ANY):
-                self.order_file.unlink()
-                self._obey(order, step)
+        order = self._order()
+        if order and order.phase in (phase, ANY) and order.rank == self.rank:
+            self.order_file.unlink()
+            self._obey(order, step)
 
     def committed(self, step: Committed) -> None:
         self._tell("commit", **vars(step))
+        if self.rank:
+            return
         if self._end is None and self.end_file.exists():
             self._end = int(self.end_file.read_text())
         if self._end is not None and step.step >= self._end - 2:
@@ -76,6 +84,9 @@ class Torturer(Observer):
         self._tell("lost", replica=message["replica"], how=message["how"])
 
     def ended(self, state: TrainingState) -> None:
+        if self.rank:
+            self._tell("part", rank=self.rank, digest=state.digest())
+            return
         self._tell(
             "ended",
             step=state.committed,
@@ -84,6 +95,13 @@ class Torturer(Observer):
             shard_size=state.batches.shard_size,
             ledger=[asdict(entry) for entry in state.ledger.since(-1)],
         )
+
+    def _order(self) -> Order | None:
+        """What is ordered, if anything is; another rank may take it away at any time."""
+        try:
+            return Order(**json.loads(self.order_file.read_text()))
+        except FileNotFoundError:
+            return None
 
     def _obey(self, order: Order, step: int) -> None:
         def strike() -> None:
@@ -96,6 +114,8 @@ class Torturer(Observer):
             strike()
 
     def _tell(self, what: str, **data: Any) -> None:
+        if self.rank and what not in ("part", "struck"):
+            return
         line = json.dumps({"what": what, "at": time.monotonic(), "data": data})
         os.write(self._events, line.encode() + b"\n")  # whole, even if we die at once
 

@@ -185,7 +185,9 @@ def _digests(seen: Seen, problems: list[str], before: str) -> set[str]:
                 f"not {seen.steps}"
             )
         if ends:
-            found[placement] = ends[-1].data["digest"]
+            parts = [one.data for one in seen.events[placement] if one.what == "part"]
+            parts.sort(key=lambda part: int(part["rank"]))
+            found[placement] = "-".join([ends[-1].data["digest"], *(p["digest"] for p in parts)])
     if len(set(found.values())) > 1:
         problems.append(f"{before}the replicas end with different states: {found}")
     return set(found.values())

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 
 from runtime.torture.faults import Fault
 from runtime.torture.kinds import ANY, AWAY, DONOR, KINDS, Kind, Order
-from runtime.torture.launch import Fleet, Rank, end
+from runtime.torture.launch import Fleet, Rank
 from runtime.torture.observer import order_file
 from runtime.torture.watch import Watch
 
@@ -191,6 +191,7 @@ class Run:
             delay_s=made.fault.delay_s,
             seconds=made.fault.seconds,
             pid=self._coordinator_pid() if kind.on_coordinator else 0,
+            rank=made.fault.rank,
         )
         path = order_file(self.fleet.folder, rank.placement)
         draft = path.with_suffix(".new")
@@ -201,7 +202,7 @@ class Run:
         """Strike from outside, wherever the victims happen to be."""
         self._aim(made, kind, targets)
         time.sleep(made.fault.delay_s)
-        pids = [rank.process.pid for rank in targets]
+        pids = [rank.processes[made.fault.rank].pid for rank in targets]
         made.struck.append(time.monotonic())
         for pid in [self._coordinator_pid()] if kind.on_coordinator else pids:
             os.kill(pid, kind.signal)
@@ -222,7 +223,7 @@ class Run:
         made.hurt.add(rank.placement)
         made.gone.add(rank.placement)
         made.struck.append(time.monotonic())
-        rank.process.kill()
+        rank.processes[made.fault.rank].kill()
 
     def _blows(self, made: Made, targets: list[Rank]) -> list[float]:
         found = self.watch.find("struck", *(rank.placement for rank in targets))
@@ -235,7 +236,7 @@ class Run:
             time.sleep(fault.seconds)
         for rank in [] if kind.on_coordinator else targets:
             if fault.ending == "woken":
-                rank.process.send_signal(signal.SIGCONT)
+                rank.processes[fault.rank].send_signal(signal.SIGCONT)
                 made.returning.add(rank.placement)
             elif fault.ending == "killed":
                 self._kill_silent(rank)
@@ -250,14 +251,13 @@ class Run:
     def _kill_silent(self, rank: Rank) -> None:
         """The blow fell before; this is only its end."""
         self._doomed.add(rank.placement)
-        rank.process.kill()
+        rank.kill()
 
     def _reap(self, rank: Rank) -> None:
-        self.until(lambda: rank.process.poll() is not None, f"{_name(rank)} is dead")
-        end(rank.process)
-        code = rank.process.returncode
-        if code != -signal.SIGKILL:
-            self.problems.append(f"{_name(rank)} ended with {code} before it could be killed")
+        self.until(lambda: rank.ended, f"{_name(rank)} is dead")
+        rank.end()
+        if -signal.SIGKILL not in rank.codes:
+            self.problems.append(f"{_name(rank)} ended with {rank.codes} before it could be killed")
 
     def _restore_coordinator(self, made: Made, kind: Kind) -> None:
         """Wake it or start it anew, once it was away for a while."""
@@ -353,15 +353,16 @@ class Run:
 
     def _look_after_the_dead(self) -> None:
         for rank in self.fleet.ended():
-            if rank.placement in self._doomed or (self._finishing and not rank.process.returncode):
+            if rank.placement in self._doomed or (self._finishing and not any(rank.codes)):
                 continue
-            code, targeted = rank.process.returncode, rank.placement in self._struck
+            code = next((code for code in rank.codes if code), 0)
+            targeted = rank.placement in self._struck
             self._doomed.add(rank.placement)
             self.deaths.append(Death(rank.replica, rank.placement, code, targeted))
             if len(self.deaths) > MAX_DEATHS:
                 raise Hung(f"{len(self.deaths)} replicas died of themselves; the run is given up")
             if not self._finishing:
-                end(rank.process)
+                rank.end()
                 self._start(rank.replica)
 
 

@@ -41,6 +41,8 @@ def main() -> None:
     torch.manual_seed(OPTIONS["seed"])
     text = made_up(OPTIONS["samples"], OPTIONS["context"])
     model = Transformer(OPTIONS["width"], OPTIONS["layers"], OPTIONS["context"])
+    if job.ranks > 1:
+        divide(model)
     optimizer = AdamW([*model.parameters()], OPTIONS["learning_rate"])
     batches = runtime.Batches(
         Rows(text),
@@ -57,6 +59,24 @@ def main() -> None:
     ) as replica:  # fmt: skip
         for shard in replica:
             replica.backward(model(shard.data[:, :-1], shard.data[:, 1:]))
+
+
+def divide(model: Transformer) -> None:
+    """Among the ranks of this replica."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", rank=job.rank, world_size=job.ranks)
+    mesh = init_device_mesh("cpu", (job.ranks,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def mine(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a divided tensor this rank's part, in place."""
+    return tensor.to_local() if job.ranks > 1 else tensor  # type: ignore[attr-defined]
 
 
 def made_up(samples: int, context: int) -> torch.Tensor:
@@ -115,22 +135,23 @@ class AdamW:
         self.parameters = parameters
         self.rate = rate
         self.count = 0
-        self.mean = [torch.zeros_like(p) for p in parameters]
-        self.square = [torch.zeros_like(p) for p in parameters]
+        self.mean = [torch.zeros_like(mine(p)) for p in parameters]
+        self.square = [torch.zeros_like(mine(p)) for p in parameters]
 
     @torch.no_grad()
     def step(self) -> None:
         self.count += 1
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        gradients = [mine(p.grad) for p in self.parameters if p.grad is not None]
+        parameters = [mine(p) for p in self.parameters]
         torch._foreach_lerp_(self.mean, gradients, 1 - 0.9)
         torch._foreach_mul_(self.square, 0.99)
         torch._foreach_addcmul_(self.square, gradients, gradients, 1 - 0.99)
         scale = torch._foreach_sqrt(self.square)
         torch._foreach_div_(scale, math.sqrt(1 - 0.99**self.count))
         torch._foreach_add_(scale, 1e-8)
-        torch._foreach_mul_(self.parameters, 1 - self.rate * 0.01)
+        torch._foreach_mul_(parameters, 1 - self.rate * 0.01)
         pace = -self.rate / (1 - 0.9**self.count)
-        torch._foreach_addcdiv_(self.parameters, self.mean, scale, pace)
+        torch._foreach_addcdiv_(parameters, self.mean, scale, pace)
 
     def state_dict(self) -> dict[str, Any]:
         return {

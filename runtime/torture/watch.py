@@ -15,7 +15,7 @@ from runtime.torture.observer import events_file
 class Event:
     """One thing that one start of a replica passed through."""
 
-    what: str  # phase, commit, granted, lost, struck, ended
+    what: str  # phase, commit, granted, lost, struck, ended, part
     at: float  # monotonic, which is one clock for all processes of a machine
     replica: int
     placement: str

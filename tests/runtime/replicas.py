@@ -157,9 +157,9 @@ class Fleet:
         script = str(Path(__file__).with_name("tiny.py"))
         names = [f"rank{replica}", *(f"rank{replica}.{k}" for k in range(1, self.divided))]
         first, *others = [self._run(n, [script], e) for n, e in zip(names, ranks, strict=True)]
+        self.others |= {(replica, k): one for k, one in enumerate(others, start=1)}
         if not standby:
             self.ranks[replica] = first
-            self.others |= {(replica, k): one for k, one in enumerate(others, start=1)}
         return first
 
     def start(self) -> None:

@@ -62,6 +62,23 @@ def test_three_by_two_that_lose_a_first_rank_end_as_one_replica_left_alone(
     assert fleet.weights() == alone(make_fleet, fleet)
 
 
+def test_a_divided_replica_moves_to_other_processes(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(2, divided=2)
+    fleet.start()
+    fleet.wait_for_step(20)
+
+    leavers = fleet.part_with(1)
+    fleet.ranks[1] = fleet.start_rank(1, standby="migrate")
+    ended = [process.wait(PATIENCE_S) for process in leavers]
+    fleet.wait_for_members([0, 1])
+    fleet.train_on()
+    fleet.stop()
+
+    assert ended == [0, 0]
+    assert_every_sample_once(fleet.steps(0), 0)
+    assert len(fleet.digests()) == len(fleet.digests_of_rank(1)) == 1
+
+
 def test_a_divided_replica_trains_as_a_whole_one(make_fleet: MakeFleet) -> None:
     options = {"steps": 40, "pace_s": 0, "dropout": 0.0}
     whole, divided = make_fleet(1, options=options), make_fleet(1, divided=2, options=options)

@@ -99,6 +99,19 @@ def test_a_plan_without_survivors_is_refused(wrong: dict[str, Any], told: str) -
         Settings(**{"seed": 1, "replicas": 4, **wrong})
 
 
+def test_of_several_ranks_each_is_struck_at_some_time() -> None:
+    faults = list(
+        itertools.islice(plan(Settings(seed=1, replicas=3, kinds=("kill",), ranks=3)), 30)
+    )
+
+    assert {fault.rank for fault in faults} == {0, 1, 2}
+
+
+def test_ranks_are_not_cut_off_from_each_other() -> None:
+    with pytest.raises(ValueError, match="give other kinds for replicas of several ranks"):
+        Settings(seed=1, replicas=3, ranks=2)
+
+
 # --- the figures ----------------------------------------------------------------------------------
 
 
@@ -255,6 +268,8 @@ def broken() -> dict[str, tuple[Report, str]]:
     death = Death(replica=1, placement="plc_1", code=-11, targeted=False)
     other_sum = with_events(lambda own: [commit(0, 0.0, "plc_1", loss=9.0), *own[1:]], "plc_1")
     other_end = with_events(lambda own: [*own[:-1], ended("plc_1", "d2")], "plc_1")
+    part = event("part", 1.0, "plc_1", rank=1, digest="of the other rank")
+    other_part = with_events(lambda own: [*own, part], "plc_1")
     other_ledger = with_events(lambda own: [*own[:-1], ended("plc_1", ledger=[])], "plc_1")
     other_run = {p: [*own[:-1], ended(p, "d3")] for p, own in good().events.items()}
     return {
@@ -265,6 +280,7 @@ def broken() -> dict[str, tuple[Report, str]]:
         "one did not end": (judged(with_events(lambda own: own[:-1], "plc_1")), "not come to"),
         "sums differ": (judged(other_sum), "plc_1 has loss 9.0"),
         "states differ": (judged(other_end), "end with different states"),
+        "parts differ": (judged(other_part), "end with different states"),
         "ledgers differ": (judged(other_ledger), "differs from the others'"),
         "another trajectory": (judged(good(), good(events=other_run)), "not that of the undist"),
         "undisturbed run hung": (judged(good(), good(problems=["hung"])), "undisturbed run: hung"),
