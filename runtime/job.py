@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from runtime import client
+from runtime.launchers import FROM_ENVIRONMENT, need, place_of
+from runtime.replica.pacing import bytes_per_second
 
 STANDBY = ("", "migrate", "spare")
 
@@ -30,6 +32,8 @@ class Job:
     rank: int  # within the replica
     ranks: int = 1  # of the replica
     world_replicas: int
+    #: for `init_process_group` of a replica of several ranks
+    init_method: str = FROM_ENVIRONMENT
     placement: str
     #: "" for one that trains; "migrate": it takes its replica's place from the process that has it,
     #: as soon as it holds the state; "spare": it takes the place of whichever replica dies
@@ -37,6 +41,8 @@ class Job:
     coordinator: str  # host:port
     token: str
     state_dir: Path
+    network: str = ""  # at which peers reach us; "" for that which leads to the coordinator
+    rate_cap: int | None = None  # bytes per second of state for newcomers
     options: dict[str, Any] = field(default_factory=dict)
     sender: client.Sender
     stop: threading.Event  # set by SIGTERM
@@ -47,7 +53,8 @@ class Job:
 
 
 def join(environment: dict[str, str] | None = None) -> Job:
-    """Read DRYDOCK_* and start telling the control plane, if there is one.
+    """Read DRYDOCK_*, and what torchrun or srun say, and start telling the control plane, if there
+    is one.
 
     Raises RuntimeError naming the variable that is missing.
     """
@@ -60,46 +67,36 @@ def join(environment: dict[str, str] | None = None) -> Job:
         signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
     placement = env.get(client.ENV_PLACEMENT) or f"pid-{os.getpid()}-{time.time_ns()}"
     token = need(env, client.ENV_TOKEN)
-    replica, (rank, ranks) = int(need(env, client.ENV_REPLICA)), place_of(env)
+    place = place_of(env)
     sender = client.Sender(
         "" if worker else env.get(client.ENV_URL, ""),
         token,
         job=need(env, client.ENV_JOB),
-        replica=replica,
-        rank=rank,
+        replica=place.replica,
+        rank=place.rank,
         placement=placement,
     )
     sender.start()
-    if not rank:  # which speaks for its replica
+    if not place.rank:  # which speaks for its replica
         sender.tell(client.Hello(pid=os.getpid(), at=time.time()))
     return Job(
         name=sender.job,
-        replica=replica,
-        rank=rank,
-        ranks=ranks,
-        world_replicas=int(need(env, client.ENV_WORLD_REPLICAS)),
+        replica=place.replica,
+        rank=place.rank,
+        ranks=place.ranks,
+        world_replicas=place.world_replicas,
+        init_method=place.init_method,
         placement=placement,
         standby=standby_of(env.get(client.ENV_STANDBY, "")),
         coordinator=need(env, client.ENV_COORDINATOR),
         token=token,
         state_dir=Path(need(env, client.ENV_STATE_DIR)),
+        network=env.get(client.ENV_NETWORK, ""),
+        rate_cap=bytes_per_second(env.get(client.ENV_RATE_CAP, "")),
         options=json.loads(env.get(client.ENV_OPTIONS) or "{}"),
         sender=sender,
         stop=stop,
     )
-
-
-def place_of(env: dict[str, str]) -> tuple[int, int]:
-    """This process's rank within its replica, and how many ranks that has: what the launcher says,
-    else torchrun, of which each replica has one of its own."""
-    torchrun = "TORCHELASTIC_RUN_ID" in env and client.ENV_RANKS not in env
-    names = ("RANK", "WORLD_SIZE") if torchrun else (client.ENV_RANK, client.ENV_RANKS)
-    rank, ranks = int(env.get(names[0], "0")), int(env.get(names[1], "1"))
-    if not 0 <= rank < ranks:
-        raise RuntimeError(
-            f"{names[0]} is {rank} and {names[1]} is {ranks}: ranks count from 0 within a replica"
-        )
-    return rank, ranks
 
 
 def standby_of(value: str) -> str:
@@ -107,11 +104,4 @@ def standby_of(value: str) -> str:
         raise RuntimeError(
             f"{client.ENV_STANDBY} is {value!r}; leave it empty, or give migrate or spare"
         )
-    return value
-
-
-def need(env: dict[str, str], name: str) -> str:
-    value = env.get(name, "")
-    if not value:
-        raise RuntimeError(f"{name} is not set; the launcher must give it to every rank")
     return value

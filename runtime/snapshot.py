@@ -115,26 +115,50 @@ class Copying:
         self._skeleton = encode(state, "", tensors)
         self._step = step
         self._pieces, size = lay_out(tensors)
-        self._buffer = into if into is not None and len(into) == size else allocate(size)
+        if into is None or len(into) != size:
+            into = allocate(size, pinned=any(tensor.is_cuda for _, tensor in tensors))
+        self._buffer = into
         self._rest: list[tuple[Piece, torch.Tensor]] = []
+        self._stream = stream_beside([tensor for _, tensor in tensors])
         self.finished = threading.Event()
-        for piece, (name, tensor) in zip(self._pieces, tensors, strict=True):
-            if later(name, tensor):
-                self._rest.append((piece, tensor))
-            else:
-                view_of(self._buffer, piece).copy_(tensor.detach())
-            end = piece.offset + piece.bytes  # what lies between is hashed too
-            self._buffer[end : aligned(end)] = bytes(aligned(end) - end)
+        with torch.cuda.stream(self._stream):
+            for piece, (name, tensor) in zip(self._pieces, tensors, strict=True):
+                if later(name, tensor):
+                    self._rest.append((piece, tensor))
+                else:
+                    self._copy(piece, tensor)
+                end = piece.offset + piece.bytes  # what lies between is hashed too
+                self._buffer[end : aligned(end)] = bytes(aligned(end) - end)
+        if self._stream is not None:  # nothing on the card changes these before they are copied
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def finish(self) -> Staged:
         """Copy what is left; may be called on another thread, once."""
         try:
-            for piece, tensor in self._rest:
-                view_of(self._buffer, piece).copy_(tensor.detach())
+            with torch.cuda.stream(self._stream):
+                for piece, tensor in self._rest:
+                    self._copy(piece, tensor)
+            if self._stream is not None:
+                self._stream.synchronize()
         finally:
             self._rest = []
             self.finished.set()
         return Staged(self._step, self._skeleton, self._pieces, self._buffer)
+
+    def _copy(self, piece: Piece, tensor: torch.Tensor) -> None:
+        """From a card it is only begun."""
+        view_of(self._buffer, piece).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+
+
+def stream_beside(tensors: list[torch.Tensor]) -> torch.cuda.Stream | None:
+    """On which to copy them from their card, once they are what they are to be, while the next
+    step is computed; None if they are on none."""
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    if device is None:
+        return None
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
 
 
 def size_of(state: Any) -> int:
@@ -146,24 +170,42 @@ def size_of(state: Any) -> int:
 
 def touched(size: int) -> memoryview:
     """Memory whose pages are there: the first touch costs more than a copy into it."""
-    memory = torch.empty(size, dtype=torch.uint8)
-    return bytes_of(memory.zero_())
+    pinned: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return bytes_of(torch.empty(size, dtype=torch.uint8, pin_memory=pinned).zero_())
 
 
-def allocate(size: int) -> memoryview:
+def allocate(size: int, *, pinned: bool = False) -> memoryview:
     """Memory of torch's: a bytearray would be cleared first, with the interpreter's lock held, and
     for hundreds of megabytes no thread of this process would answer anyone meanwhile."""
-    return bytes_of(torch.empty(size, dtype=torch.uint8))
+    return bytes_of(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor, shared with it and kept while it is in use."""
+    """The memory of a contiguous tensor, shared with it and kept while it is in use; of one on a
+    card, that of a copy."""
+    tensor = on_host(tensor)
     size = tensor.numel() * tensor.element_size()
     if not size:
         return memoryview(bytearray())
     memory = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
     memory.tensor = tensor  # type: ignore[attr-defined]  # what owns it
     return memoryview(memory).cast("B")
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Itself, or a copy of what is on a card. Nothing may be about to write it, on any stream.
+
+    So a reduced gradient crosses the bus only if a peer asks for it, which is after a death; the
+    asking thread waits, and beside the kernels of the step under way.
+    """
+    if not tensor.is_cuda:
+        return tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        copy.copy_(tensor, non_blocking=True)
+    stream.synchronize()
+    return copy
 
 
 def lay_out(tensors: list[tuple[str, torch.Tensor]]) -> tuple[tuple[Piece, ...], int]:

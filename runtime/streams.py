@@ -10,7 +10,7 @@ import inspect
 import itertools
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sized
 from typing import Any
 
 from runtime.loading import random_numbers
@@ -99,7 +99,7 @@ class _Stream:
         while self._begins[-1] <= position:
             epoch = len(self._begins) - 1
             stream = self._factory(self._shard, epoch)
-            if not hasattr(stream, "__len__"):
+            if not isinstance(stream, Sized):
                 return
             self._note_length(epoch, len(stream))
 
@@ -132,14 +132,21 @@ class _Stream:
         with random_numbers(hash(drawn)):
             try:
                 if self._iterator is None:
-                    given = {START: self._start} if self._start else {}
-                    self._iterator = iter(self._factory(self._shard, self._epoch, **given))
+                    self._iterator = iter(self._made())
                 samples = list(itertools.islice(self._iterator, count))
             except Exception:
                 self._begin(self._epoch)  # a generator that raised would seem to be at its end
                 raise
         self._next += len(samples)
         return samples
+
+    def _made(self) -> Iterable[Any]:
+        if self._start:
+            return self._factory(self._shard, self._epoch, start=self._start)
+        stream = self._factory(self._shard, self._epoch)
+        if isinstance(stream, Sized):
+            self._note_length(self._epoch, len(stream))
+        return stream
 
     def _end_pass(self) -> None:
         first = self._begins[self._epoch]

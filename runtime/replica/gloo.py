@@ -50,19 +50,23 @@ class Rendezvous(Protocol):
 
 
 class LinkStore(Store):
-    """Gloo's rendezvous, carried by the coordinator's connection."""
+    """A group's rendezvous, carried by the coordinator's connection."""
 
-    def __init__(self, link: Rendezvous, epoch: int, lane: int) -> None:
+    def __init__(
+        self, link: Rendezvous, epoch: int, lane: int, patience_s: float = BUILD_S
+    ) -> None:
+        """`patience_s`: how long another may take to leave word."""
         super().__init__()
         self.link = link
         self.epoch = epoch
         self.lane = lane
+        self.patience_s = patience_s
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # gloo gives bytes
         self.link.set(self.epoch, self._name(key), base64.b64encode(value).decode())
 
     def get(self, key: str) -> bytes:
-        return base64.b64decode(self.link.get(self.epoch, self._name(key), BUILD_S))
+        return base64.b64decode(self.link.get(self.epoch, self._name(key), self.patience_s))
 
     def _name(self, key: str) -> str:
         """Ranks of different numbers leave word for each other in one place."""

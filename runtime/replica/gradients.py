@@ -15,6 +15,7 @@ import torch
 
 from runtime.ledger import Summed
 from runtime.replica.division import as_part, part_of
+from runtime.replica.spares import Spares
 from runtime.replica.tree import Branch, branches_of, collapse
 
 
@@ -66,12 +67,17 @@ class Gradients:
                 raise TypeError(
                     f"a parameter is {parameter.dtype}; keep float32 parameters and use autocast"
                 )
-        self.local = torch.zeros(self.size)
+        #: where the parameters are, and what is summed
+        self.device = next((part_of(p).device for p in self.parameters), torch.device("cpu"))
+        self.local = torch.zeros(self.size, device=self.device)
+        self.spares = Spares(self.device)
         self.held: set[int] = set()  # shards whose gradient is summed here
         self.coverage = torch.zeros(shards)
         self.checksums = torch.zeros(shards)
         self.who = torch.zeros(shards)  # 1 + the number of the replica that summed it
-        self.losses = torch.zeros(shards)  # sums over the samples
+        self.losses = torch.zeros(shards)  # sums over the samples, but for those in `_noted`
+        #: shard, mean loss, samples, parts: read at the step's end, for a card is waited for then
+        self._noted: list[tuple[int, torch.Tensor, int, int]] = []
         self.samples = 0
         #: the first and the last parameter of which there is something here, and where it lies
         self._ends: list[tuple[torch.nn.Parameter, int]] = []
@@ -110,6 +116,10 @@ class Gradients:
         self.who[index] += replica + 1
         self.samples += samples
 
+    def note(self, index: int, loss: torch.Tensor, samples: int, parts: int) -> None:
+        """Note the mean loss of one of a shard's `parts` equal parts, all of so many samples."""
+        self._noted.append((index, loss.detach().clone(), samples, parts))
+
     def clear(self) -> None:
         self.local.zero_()
         self.held.clear()
@@ -117,6 +127,7 @@ class Gradients:
         self.checksums.zero_()
         self.who.zero_()
         self.losses.zero_()
+        self._noted.clear()
         self.samples = 0
 
     def reduce(
@@ -126,26 +137,35 @@ class Gradients:
         _me: int,
         wishes: Wishes,
     ) -> torch.Tensor:
-        """The sum over all members, in a fresh buffer: an abandoned operation may still scribble
-        on an old one. `shares`: which shards each member has summed. Raises Severed."""
-        buffer = torch.cat([self.local, self.tail(wishes)])
+        """The sum over all members, in a buffer of `spares`; one of an abandoned operation, which
+        may still scribble on it, never comes back there. `shares`: which shards each member has
+        summed. Raises Severed."""
+        buffer = self._joined([self.local, self.tail(wishes)])
         collectives.all_reduce(buffer)
         return buffer
 
+    def _joined(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        buffer = self.spares.take(sum(part.numel() for part in parts))
+        return torch.cat(parts, out=buffer)
+
     def tail(self, wishes: Wishes) -> torch.Tensor:
+        for index, loss, samples, parts in self._noted:
+            self.losses[index] += float(loss) * samples / parts
+        self._noted.clear()
         numbers = [self.samples, wishes.regroup, wishes.checkpoint, wishes.stop, wishes.stage]
         agreed = torch.tensor(numbers, dtype=torch.float32)
-        return torch.cat([self.coverage, self.checksums, self.who, self.losses, agreed])
+        tail = torch.cat([self.coverage, self.checksums, self.who, self.losses, agreed])
+        return tail.to(self.device)
 
     def read(self, reduced: torch.Tensor) -> Tail:
-        tail = reduced[self.size :]
+        tail: list[float] = reduced[self.size :].tolist()
         n = self.shards
-        samples, regroup, checkpoint, stop, stage = tail[4 * n :].tolist()
+        samples, regroup, checkpoint, stop, stage = tail[4 * n :]
         return Tail(
-            coverage=[round(v) for v in tail[:n].tolist()],
-            checksums=[round(v) for v in tail[n : 2 * n].tolist()],
-            who=[round(v) for v in tail[2 * n : 3 * n].tolist()],
-            loss=sum(tail[3 * n : 4 * n].tolist()) / samples if samples else float("nan"),
+            coverage=[round(v) for v in tail[:n]],
+            checksums=[round(v) for v in tail[n : 2 * n]],
+            who=[round(v) for v in tail[2 * n : 3 * n]],
+            loss=sum(tail[3 * n : 4 * n]) / samples if samples else float("nan"),
             samples=round(samples),
             wishes=Wishes(regroup > 0, checkpoint > 0, stop > 0, round(stage)),
         )
@@ -177,13 +197,21 @@ class TreeGradients(Gradients):
 
     def add(self, index: int, checksum: int, samples: int, replica: int) -> None:
         super().add(index, checksum, samples, replica)
-        self.branches[index, index + 1] = self.local.clone()
+        branch = self.branches[index, index + 1] = self.spares.take(self.size)
+        branch.copy_(self.local)
         self.local.zero_()
-        collapse(self.branches, self.shards, torch.Tensor.add_)
+        collapse(self.branches, self.shards, self._added)
 
     def clear(self) -> None:
         super().clear()
+        for branch in self.branches.values():
+            self.spares.give(branch)
         self.branches.clear()
+
+    def _added(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        first.add_(second)
+        self.spares.give(second)
+        return first
 
     def reduce(
         self,
@@ -209,7 +237,7 @@ class TreeGradients(Gradients):
         tails = [data[-len(tail) :] for data in received]
         (own,) = collapse(slices, self.shards, torch.add).values()
         whole = collectives.gather(own, len(members))
-        return torch.cat([whole[: self.size], torch.stack(tails).sum(0)])
+        return self._joined([whole[: self.size], torch.stack(tails).sum(0)])
 
     def _sliced(self, buffer: torch.Tensor, width: int, members: int) -> list[torch.Tensor]:
         """One slice for each member, all of the same width."""

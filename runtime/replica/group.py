@@ -19,10 +19,10 @@ from runtime.data import Batches, Shard
 from runtime.job import Job
 from runtime.replica import observing
 from runtime.replica.division import Division
-from runtime.replica.gloo import Gloo
 from runtime.replica.leader import Leader
 from runtime.replica.led import Led
-from runtime.replica.link import own_address
+from runtime.replica.nccl import group_for
+from runtime.replica.network import own_address
 from runtime.replica.rank import Rank
 from runtime.replica.shape import cannot_drop, describe
 from runtime.replica.state import Averages, Stateful, Steps, TrainingState
@@ -110,13 +110,13 @@ class ReplicaGroup:
             ema=ema,
             extra=extra,
         )
-        host = own_address(job.coordinator)
-        gloo = Gloo(host, job.rank)
+        host = own_address(job.coordinator, job.network)
+        gloo = group_for(model, host, job.rank)
         self._engine = StepEngine(
             self.state, gloo, self._observer, division, mode=mode, max_grad_norm=max_grad_norm
         )
         shape = describe(
-            model, optimizers, batches, mode, max_grad_norm, numerics_of(mode), job.ranks
+            model, optimizers, batches, mode, max_grad_norm, numerics_of(mode, model), job.ranks
         )
         self._rank = Rank(
             job, self.state, self._engine, gloo, saver, self._observer, host=host, on_step=on_step
@@ -209,8 +209,12 @@ def several(given: Steps | Sequence[Steps]) -> list[Steps]:
     return list(given) if isinstance(given, Sequence) else [given]
 
 
-def numerics_of(mode: Mode) -> str:
+def numerics_of(mode: Mode, model: torch.nn.Module) -> str:
     """What decides on the last bit of a sum, beside the order of its terms."""
+    device = next((one.device for one in model.parameters()), torch.device("cpu"))
+    if device.type == "cuda":
+        version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        return f"torch {torch.__version__}, {torch.cuda.get_device_name(device)}, NCCL {version}"
     known = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
     threads = torch.get_num_threads()
     return f"{known}, {threads} threads" if mode == "reproducible" else known

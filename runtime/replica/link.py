@@ -261,12 +261,3 @@ def keep_alive(connection: socket.socket) -> None:
     for name, value in KEEPALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
-
-
-def own_address(coordinator: str) -> str:
-    """The address of ours at which those who reach the coordinator reach us."""
-    host, _, port = coordinator.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))
-        address: str = probe.getsockname()[0]
-        return address

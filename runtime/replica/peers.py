@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from runtime.replica.framing import send_chunk, send_json
+from runtime.replica.pacing import Pace
 from runtime.snapshot import CHUNK_BYTES, Copying, Staged, bytes_of
 
 log = logging.getLogger("drydock.peers")
@@ -90,12 +91,20 @@ class PeerServer:
     """Serves from background threads.
 
     `on_staged` is called on a thread of its own once a copy was hashed, with its step and digest.
+    `pace` holds up what is taken of copies, over all connections together; never the reduced
+    gradients, for whoever waits for them falls behind.
     """
 
     def __init__(
-        self, host: str, token: str, kept: ReducedLog, on_staged: Callable[[int, str], None]
+        self,
+        host: str,
+        token: str,
+        kept: ReducedLog,
+        on_staged: Callable[[int, str], None],
+        pace: Pace | None = None,
     ) -> None:
         self.kept = kept
+        self._pace = pace
         self.on_staged = on_staged
         self._token = token.encode()
         self._offered: Copying | None = None
@@ -159,6 +168,8 @@ class PeerServer:
         self.kept.wanted = self.kept.wanted and not log
 
     def close(self) -> None:
+        if self._pace is not None:
+            self._pace.close()
         self._server.shutdown()
         self._server.server_close()
 
@@ -192,7 +203,10 @@ class PeerServer:
             first, count = int(request["first"]), int(request["count"])
             view = memoryview(staged.buffer)
             for start in range(first * CHUNK_BYTES, (first + count) * CHUNK_BYTES, CHUNK_BYTES):
-                send_chunk(connection, view[start : start + CHUNK_BYTES])
+                chunk = view[start : start + CHUNK_BYTES]
+                if self._pace is not None:
+                    self._pace.take(len(chunk))
+                send_chunk(connection, chunk)
 
     def _serve_reduced(self, connection: socket.socket, request: dict[str, Any]) -> None:
         step, settled = int(request["step"]), bool(request["settled"])

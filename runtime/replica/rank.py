@@ -22,11 +22,12 @@ from runtime.checkpoint import Checkpointer
 from runtime.job import Job
 from runtime.replica.fetching import Follower, fetch_reduced, fetch_state
 from runtime.replica.framing import PeerFailed
-from runtime.replica.gloo import Gloo
 from runtime.replica.gradients import Tail, Wishes
 from runtime.replica.link import Link
 from runtime.replica.membership import CannotFollow, Severed
+from runtime.replica.nccl import EpochGroup
 from runtime.replica.observing import Observer
+from runtime.replica.pacing import pace_of
 from runtime.replica.peers import PeerServer, Reduced, ReducedLog
 from runtime.replica.siblings import NEXT
 from runtime.replica.state import TrainingState
@@ -59,7 +60,7 @@ class Rank:
         job: Job,
         state: TrainingState,
         engine: StepEngine,
-        gloo: Gloo,
+        gloo: EpochGroup,
         saver: Checkpointer,
         observer: Observer,
         *,
@@ -86,7 +87,11 @@ class Rank:
         #: called on a thread of its own once our part of a copy was hashed
         self.on_staged: Callable[[int, str], None] = self._say_staged
         self._server = PeerServer(
-            host, job.token, self._kept, lambda step, digest: self.on_staged(step, digest)
+            host,
+            job.token,
+            self._kept,
+            lambda step, digest: self.on_staged(step, digest),
+            pace_of(job.rate_cap),
         )
         self._read: Staged | None = None
         self._follower: Follower | None = None

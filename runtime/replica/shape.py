@@ -85,6 +85,9 @@ def cannot_drop(model: torch.nn.Module, rank: int = 0, ranks: int = 1) -> str:
     for name, parameter in model.named_parameters():
         if error := _cannot_exchange(f"the parameter {name}", parameter, rank, ranks):
             return error
+    places = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(places) > 1:
+        return f"the parameters are on {' and '.join(places)}: put them in one place; {_OTHERWISE}"
     whole = [name for name, one in model.named_parameters() if not _placements(one)]
     divided = [name for name, one in model.named_parameters() if _placements(one)]
     if ranks > 1 and not divided:
@@ -128,12 +131,20 @@ def _cannot_exchange(what: str, parameter: torch.nn.Parameter, rank: int, ranks:
             f"the launcher says that it is rank {rank} of its replica: let the mesh have the ranks "
             "in their order"
         )
-    if parameter.device.type != "cpu":
+    if parameter.device.type not in ("cpu", "cuda"):
         return (
-            f"{what} is on {parameter.device}: only parameters in the processor's memory are "
-            "exchanged yet"
+            f"{what} is on {parameter.device}: only parameters in the processor's memory or on a "
+            "CUDA card are exchanged"
         )
+    if parameter.is_cuda and (lacking := _missing()):
+        return f"{what} is on {parameter.device}, and {lacking}"
     return ""
+
+
+def _missing() -> str:
+    from runtime.replica.nccl import missing  # the coordinator reads this module without torch
+
+    return missing()
 
 
 def _placements(parameter: torch.nn.Parameter) -> tuple[Any, ...]:

@@ -75,7 +75,8 @@ class TrainingState:
         lets the optimizers step: the same everywhere, for all members hold the same gradients."""
         if self.scaler is not None:
             # It makes its scale when it first scales; a newcomer applies steps before that.
-            self.scaler.scale(torch.zeros(()))
+            device = part_of(next(self.model.parameters())).device
+            self.scaler.scale(torch.zeros((), device=device))
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)  # type: ignore[arg-type]  # typed as torch's own
 
@@ -108,6 +109,8 @@ class TrainingState:
         rank = self.division.rank  # of several, each has samples of its own
         mixed = hash((*given, rank) if rank else given) & 0x7FFF_FFFF_FFFF_FFFF
         torch.default_generator.manual_seed(mixed)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.manual_seed(mixed)
         random.seed(mixed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(mixed & 0xFFFF_FFFF)

@@ -36,7 +36,7 @@ class RunningStatistics:
 
     def apply(self, mean_change: torch.Tensor) -> None:
         """The step is committed: all members change alike."""
-        self._write(self._edge + mean_change)
+        self._write(self._edge + mean_change.to(self._edge.device))
         self._edge = self._read()  # as it is stored, so that a newcomer begins from the same
         if self._others is None:
             self._others = {name: one.clone() for name, one in self._untracked().items()}

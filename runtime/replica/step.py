@@ -15,9 +15,9 @@ import torch
 
 from runtime.data import Batches, Shard
 from runtime.replica.division import Division
-from runtime.replica.gloo import Gloo
 from runtime.replica.gradients import Gradients, Tail, TreeGradients, Wishes
 from runtime.replica.membership import Severed
+from runtime.replica.nccl import EpochGroup
 from runtime.replica.observing import Observer
 from runtime.replica.peers import Reduced
 from runtime.replica.plan import divide, fixed_shares
@@ -50,7 +50,7 @@ class StepEngine:
     def __init__(
         self,
         state: TrainingState,
-        gloo: Gloo,
+        gloo: EpochGroup,
         observer: Observer,
         division: Division,
         *,
@@ -133,7 +133,7 @@ class StepEngine:
         scaled = self.state.scale(loss / (self.batches.shards * parts))
         scaled.backward()  # type: ignore[no-untyped-call]
         self._parts += 1
-        self.gradients.losses[shard.index] += float(loss.detach()) * len(shard.ids) / parts
+        self.gradients.note(shard.index, loss, len(shard.ids), parts)
         if self._parts == parts:
             if self.statistics.size:
                 self.gradients.statistics.add_(self.statistics.change() / self.batches.shards)
@@ -149,7 +149,9 @@ class StepEngine:
         if self.gloo.broken(self.epoch):
             raise Severed("a member is gone")
         buffer = self.gradients.reduce(self.gloo, self.shares, self.me, wishes)
-        return Reduced(self.pending, self.epoch, buffer), self.gradients.read(buffer)
+        reduced = Reduced(self.pending, self.epoch, buffer)
+        self.gradients.spares.lend(buffer, reduced)
+        return reduced, self.gradients.read(buffer)
 
     def apply(self, reduced: Reduced, tail: Tail) -> Applied:
         """Commit one reduced gradient: our own, or one handed over by a peer."""

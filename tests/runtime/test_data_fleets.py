@@ -91,6 +91,23 @@ def test_a_reproducible_job_ends_the_same_whoever_died_and_whoever_loaded(
     assert disturbed.weights() == alone.weights()
 
 
+def test_survivors_of_a_job_with_streams_read_on_where_the_dead_one_was(
+    make_fleet: MakeFleet, capsys: Capture
+) -> None:
+    disturbed = killed_and_rejoined(make_fleet, mode="reproducible", data="streams")
+    alone = make_fleet(
+        1, options={**disturbed.options, "steps": disturbed.newest() + 1, "pace_s": 0}
+    )
+    alone.start()
+    assert alone.ranks[0].wait(90) == 0
+
+    assert main([str(disturbed.folder / "state"), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["epochs"]
+    assert found["trained_once"] == 24 * (disturbed.newest() + 1)
+    assert found["computed"].keys() == {"0", "1", "2"}
+    assert disturbed.weights() == alone.weights()
+
+
 def test_a_job_that_died_as_a_whole_goes_on_in_the_middle_of_an_epoch(
     make_fleet: MakeFleet, capsys: Capture
 ) -> None:

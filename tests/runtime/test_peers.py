@@ -24,6 +24,7 @@ from runtime.replica.fetching import (
     fetch_state,
 )
 from runtime.replica.framing import HEADER, PeerFailed, receive_chunk
+from runtime.replica.pacing import Pace
 from runtime.replica.peers import PeerServer, Reduced, ReducedLog
 from runtime.snapshot import CHUNK_BYTES, Copying, Damaged, Staged, stage
 
@@ -35,11 +36,15 @@ PATIENCE_S = 30.0
 class Donor:
     """A peer that holds a copy of the state after step 7."""
 
-    def __init__(self) -> None:
+    def __init__(self, pace: Pace | None = None) -> None:
         self.kept = ReducedLog()
         self.staged: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self.server = PeerServer(
-            "127.0.0.1", "right", self.kept, lambda step, digest: self.staged.put((step, digest))
+            "127.0.0.1",
+            "right",
+            self.kept,
+            lambda step, digest: self.staged.put((step, digest)),
+            pace,
         )
         self.address = self.server.address
 
@@ -84,11 +89,11 @@ class Gate:
 
 
 @pytest.fixture
-def make_donor() -> Iterator[Callable[[], Donor]]:
+def make_donor() -> Iterator[Callable[..., Donor]]:
     donors: list[Donor] = []
 
-    def make() -> Donor:
-        donors.append(Donor())
+    def make(pace: Pace | None = None) -> Donor:
+        donors.append(Donor(pace))
         return donors[-1]
 
     yield make
@@ -165,6 +170,22 @@ def test_a_peer_with_another_state_gives_nothing(make_donor: Callable[[], Donor]
     assert staged.digest == digest
     with pytest.raises(PeerFailed, match="its copy of step 7 is"):
         fetch_state([wrong.address], "right", 7, digest)
+
+
+def test_what_newcomers_take_is_held_up_and_reduced_gradients_are_not(
+    make_donor: Callable[..., Donor],
+) -> None:
+    waits: list[float] = []
+    pace = Pace(CHUNK_BYTES, burst=CHUNK_BYTES, now=lambda: 0.0, wait=waits.append)
+    donor = make_donor(pace)
+    digest = donor.offer(STATE)
+    donor.kept.add(Reduced(8, 1, torch.zeros(2 * CHUNK_BYTES)))
+
+    staged = fetch_state([donor.address], "right", 7, digest)
+    fetch_reduced([donor.address], "right", 8)
+
+    assert staged.digest == digest
+    assert waits == [float(second) for second in range(1, MEGABYTES)]
 
 
 def test_a_state_that_nobody_holds_any_more_is_named(donor: Donor) -> None:

@@ -2,16 +2,16 @@
 
 Its options: `steps`, `mode`, `checkpoint_s`, `pace_s` (what a shard takes, as if an accelerator
 computed it), `dropout`, and what a misfit of a replica has otherwise: `width`, `samples`, `seed`,
-`rate`. `rich` trains with all that a loop may have besides. `data` is "ids", "dataset", "loader" or
-"stateful": what Batches is given; `workers` load it, `drop_last` ends it. Of a replica of several
-ranks the model is divided among them.
+`rate`. `rich` trains with all that a loop may have besides. `data` is "ids", "dataset", "loader",
+"stateful" or "streams": what Batches is given; `workers` load it, `drop_last` ends it. Of a replica
+of several ranks the model is divided among them.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,9 @@ def divide(model: torch.nn.Sequential) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo", rank=job.rank, world_size=job.ranks)
+    dist.init_process_group(
+        "gloo", init_method=job.init_method, rank=job.rank, world_size=job.ranks
+    )
     mesh = init_device_mesh("cpu", (job.ranks,))
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -88,6 +90,8 @@ def batches_of(options: dict[str, Any], data: torch.Tensor, shard_size: int) -> 
         return runtime.Batches(
             Rows(data), shard_size=shard_size, seed=seed, workers=workers, drop_last=drop_last
         )
+    if options["data"] == "streams":
+        return runtime.Batches(factory=streams_of(data), shard_size=shard_size, seed=seed)
     loader = LOADERS[options["data"]]()(
         Rows(data), batch_size=shard_size, shuffle=True, num_workers=workers, drop_last=drop_last
     )
@@ -102,6 +106,18 @@ def stateful() -> type[Any]:
 
 #: Imported by those who want it: it takes a while.
 LOADERS: dict[str, Callable[[], type[Any]]] = {"loader": lambda: DataLoader, "stateful": stateful}
+
+
+def streams_of(data: torch.Tensor) -> Callable[[int, int], Iterator[torch.Tensor]]:
+    """Each shard's rows, some more and some fewer, in another order and with other noise each time
+    that they come round."""
+
+    def rows(shard: int, _epoch: int) -> Iterator[torch.Tensor]:
+        mine = data[shard :: 12 + shard % 5]
+        for row in torch.randperm(len(mine)):
+            yield mine[row] + torch.randn(16) / 10
+
+    return rows
 
 
 class Rows(Dataset[torch.Tensor]):

@@ -1,0 +1,384 @@
+"""NCCL groups that can be cut: a communicator for each epoch, aborted from another thread.
+
+The training thread never calls into NCCL: what it waits for is begun and watched by a thread that
+can be left behind. No group of ours has torch's watchdog, which would end a survivor's process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, Store
+
+from runtime.replica.gloo import (
+    REDUCE_S,
+    SEVERED_S,
+    Gloo,
+    LinkStore,
+    Rendezvous,
+    keep_for_ever,
+)
+from runtime.replica.gradients import Collectives
+from runtime.replica.link import LinkLost
+from runtime.replica.membership import Severed
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Work
+
+log = logging.getLogger("drydock.nccl")
+
+POLL_S = 0.0005  # NCCL tells nobody that a collective has ended: it must be asked
+ABORT_S = 180.0  # how long an abort may take before what it was to free is left behind
+CONNECT_S = 60  # how long a communicator may wait for its peers
+#: The same for torch, which keeps it locked meanwhile: not even an abort gets at it any sooner.
+PATIENCE = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
+#: A group that is made while this is 1 has no watchdog. With one, an error of NCCL's would make
+#: torch dump its traces, and after minutes end the process, at the hands of any other group in it.
+NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
+
+T = TypeVar("T")
+#: Makes a group from a rendezvous, our rank and the number of ranks.
+Maker = Callable[[Store, int, int], Any]
+
+
+class EpochGroup(Collectives, Protocol):
+    """What the ranks of one number, one of each replica, do together for as long as an epoch."""
+
+    address: str
+    #: called on the caller's thread when a step's first collective has begun
+    begun: Callable[[], None]
+
+    def build(self, link: Rendezvous, epoch: int, addresses: list[str], rank: int) -> None:
+        """Connect all members. Raises Severed as soon as the epoch breaks meanwhile."""
+
+    def broken(self, epoch: int) -> bool:
+        """Whether no collective of this epoch can succeed any more."""
+
+    def sever(self, epoch: int) -> None:
+        """Make every collective of this epoch fail now. May be called from any thread."""
+
+
+def group_for(model: torch.nn.Module, host: str, lane: int) -> EpochGroup:
+    """The group that can exchange what is where the model's parameters are.
+
+    `host`: where this process is reached. `lane`: the rank's number in its replica. Raises
+    RuntimeError if they are on a card and this torch has no NCCL.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type != "cuda":
+        return Gloo(host, lane)
+    if lacking := missing():
+        raise RuntimeError(f"the model is on {device}, and {lacking}")
+    return Nccl(device, lane)
+
+
+def missing() -> str:
+    """What this torch lacks for exchanging what is on a card, and what to do; "" if nothing."""
+    if torch.distributed.is_nccl_available():
+        return ""
+    return (
+        f"torch {torch.__version__} was built without NCCL: install torch's build for CUDA, or "
+        "keep the model in the processor's memory"
+    )
+
+
+@dataclass
+class Live:
+    """One epoch's communicator, from before it is made until it is aborted."""
+
+    epoch: int
+    hands: Hands
+    group: Any = None  # once it is made
+    aborted: threading.Event = field(default_factory=threading.Event)  # its abort has returned
+    why: str = ""  # what NCCL says is wrong with it
+
+
+class Nccl:
+    """One card per process, one communicator per epoch: of the replicas' ranks of one number."""
+
+    def __init__(self, device: torch.device, lane: int = 0, make: Maker | None = None) -> None:
+        self.device = device
+        self.lane = lane
+        self.address = f"nccl:{device}"  # members meet through the coordinator
+        self.begun: Callable[[], None] = lambda: None
+        self._make = make or make_group
+        self._changed = threading.Condition()
+        self._broken_epoch = -1  # the highest epoch known to be broken
+        self._members = 1
+        self._live: Live | None = None
+        os.environ.setdefault(PATIENCE, str(CONNECT_S))
+        os.environ.setdefault(NO_WATCHDOG, "0")  # later it is only changed, which readers survive
+
+    def build(self, link: Rendezvous, epoch: int, addresses: list[str], rank: int) -> None:
+        """Make the epoch's communicator. Raises Severed as soon as the epoch breaks meanwhile.
+
+        It does not block, and comes to be with its first collective, which all members must join.
+        """
+        with self._changed:
+            self._retire()
+            self._members = len(addresses)
+            if self._members == 1:
+                return
+            live = self._live = Live(epoch, Hands())
+        store = LinkStore(link, epoch, self.lane, CONNECT_S)
+        first = torch.zeros(1, device=self.device)
+
+        def connect() -> Work:
+            self._made(live, self._make(store, rank, len(addresses)))
+            work: Work = live.group.allreduce([first], AllreduceOptions())
+            return work
+
+        self._see_through(live, connect, first)
+
+    def all_reduce(self, buffer: torch.Tensor) -> None:
+        """Sum the buffer over the group, in place. Raises Severed."""
+        if self._members > 1:
+            self._run(
+                lambda group: group.allreduce([buffer], AllreduceOptions()), buffer, self.begun
+            )
+
+    def exchange(self, given: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+        """Give `given[i]` to rank i; returns what each rank gave, `sizes[i]` numbers of rank i.
+
+        Raises Severed.
+        """
+        if self._members == 1:
+            return given
+        sent = torch.cat(given)
+        received = torch.empty(sum(sizes), device=self.device)
+        counts = [len(one) for one in given]
+        self._run(
+            lambda group: group.alltoall_base(received, sent, sizes, counts, AllToAllOptions()),
+            (received, sent),
+            self.begun,
+        )
+        return list(torch.split(received, sizes))
+
+    def gather(self, mine: torch.Tensor, members: int) -> torch.Tensor:
+        """Every rank's tensor, one behind the other; all are of one size. Raises Severed."""
+        if self._members == 1:
+            return mine
+        parts = [torch.empty_like(mine) for _ in range(members)]
+        self._run(lambda group: group.allgather([parts], [mine], AllgatherOptions()), (parts, mine))
+        return torch.cat(parts)
+
+    def broken(self, epoch: int) -> bool:
+        return self._broken_epoch >= epoch
+
+    def sever(self, epoch: int) -> None:
+        """Make every collective of this epoch fail now. May be called from any thread."""
+        with self._changed:
+            self._broken_epoch = max(self._broken_epoch, epoch)
+            self._changed.notify_all()
+            if self._live is not None and self._live.epoch <= epoch:
+                self._retire()
+
+    # --- one collective -------------------------------------------------------------------------
+
+    def _run(
+        self,
+        start: Callable[[Any], Work],
+        touched: object,
+        begun: Callable[[], None] = lambda: None,
+    ) -> None:
+        live = self._live
+        if live is None:
+            raise Severed(f"epoch {self._broken_epoch} broke")
+        self._see_through(live, lambda: start(live.group), touched, begun)
+
+    def _see_through(
+        self,
+        live: Live,
+        begin: Callable[[], Work],
+        touched: object,
+        begun: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Let a collective begin and end. Raises Severed as soon as its epoch breaks meanwhile, and
+        then leaves behind who began it, with all that it may still touch."""
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        started: Future[None] = Future()
+
+        def on_stream() -> Work:
+            with torch.cuda.stream(stream):  # what was computed there is waited for on the card
+                return begin()
+
+        ended = live.hands.do(lambda: self._through(live, on_stream, started, touched))
+        self._await(live, started, ended)
+        if started.done():
+            begun()
+            self._await(live, ended)
+        if ended.done() and ended.result():  # raises what is wrong with the card
+            return
+        self.sever(live.epoch)
+        raise Severed(live.why or f"epoch {live.epoch} broke")
+
+    def _await(self, live: Live, *futures: Future[Any]) -> None:
+        """Until one of them is done, or the epoch is broken."""
+        for future in futures:
+            future.add_done_callback(self._wake)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.broken(live.epoch) or any(one.done() for one in futures), REDUCE_S
+            )
+
+    def _wake(self, _future: object) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # --- on the hands' thread -------------------------------------------------------------------
+
+    def _through(
+        self, live: Live, begin: Callable[[], Work], started: Future[None], touched: object
+    ) -> bool:
+        """See a collective through; whether it ended before its epoch.
+
+        Raises torch.AcceleratorError if the card is broken, which no other epoch would mend.
+        """
+        work: Work | None = None
+        try:
+            self._check(live)
+            work = begin()
+            started.set_result(None)
+            if self._whole(live, work):
+                return True
+        except torch.AcceleratorError:
+            raise
+        except (RuntimeError, LinkLost, TimeoutError) as error:
+            live.why = str(error)
+            self.sever(live.epoch)
+        self._let_go(live, work, touched)
+        return False
+
+    def _check(self, live: Live) -> None:
+        if self._live is not live:
+            raise Severed(f"epoch {live.epoch} broke")
+
+    def _made(self, live: Live, group: Any) -> None:
+        """Raises Severed if the epoch broke while the group was made."""
+        with self._changed:
+            live.group = group
+            if self._live is not live:
+                self._abort(live)
+        self._check(live)
+
+    def _whole(self, live: Live, work: Work) -> bool:
+        """Wait for a collective's end, or for that of its epoch; whether it was its own. Aborted
+        kernels end as if all were well, with half a sum. Raises what NCCL says is wrong.
+
+        While a group is aborted nothing of it may be asked: an abort that hangs holds the
+        communicator's lock, and `is_completed` would wait for that with the interpreter's. So it
+        is asked under our own lock, which is taken before anything is aborted.
+        """
+        with self._changed:
+            while not self._changed.wait_for(
+                lambda: self.broken(live.epoch) or work.is_completed(), POLL_S
+            ):
+                pass
+            if self.broken(live.epoch):
+                return False
+            if (error := work.exception()) is not None:
+                raise error
+            return True
+
+    def _let_go(self, live: Live, work: Work | None, touched: object) -> None:
+        """Free what an aborted collective uses, once it surely uses it no more; else never."""
+        if live.group is None:
+            return
+        ended = live.aborted.wait(ABORT_S)
+        if ended and work is not None:
+            with self._changed:
+                ended = self._changed.wait_for(work.is_completed, SEVERED_S)
+        if not ended:
+            keep_for_ever(live.group, work, touched)
+            log.warning("abandoned epoch=%s aborted=%s", live.epoch, live.aborted.is_set())
+
+    # --- its end --------------------------------------------------------------------------------
+
+    def _retire(self) -> None:
+        """Give up the present group, at most once; the lock is held."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.hands.end()
+            if live.group is not None:
+                self._abort(live)
+
+    def _abort(self, live: Live) -> None:
+        """On a thread of its own: it may take for ever, though the collectives have failed."""
+        threading.Thread(
+            target=self._abort_now, args=(live,), name="drydock-abort", daemon=True
+        ).start()
+
+    def _abort_now(self, live: Live) -> None:
+        try:
+            live.group.abort()
+        except RuntimeError as error:
+            keep_for_ever(live.group)
+            log.warning("abort_failed epoch=%s error=%s", live.epoch, error)
+            return
+        live.aborted.set()
+
+
+class Hands:
+    """A thread that does what it is given, one after another; it may hang, and nobody minds."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="drydock-nccl", daemon=True).start()
+
+    def do(self, call: Callable[[], T]) -> Future[T]:
+        """What it returns or raises will be in the future."""
+        future: Future[T] = Future()
+
+        def task() -> None:
+            try:
+                result = call()
+            except BaseException as error:  # raised again where it is waited for
+                log.debug("failed", exc_info=True)
+                future.set_exception(error.with_traceback(None))  # frames hold what it touched
+            else:
+                future.set_result(result)
+
+        self._tasks.put(task)
+        return future
+
+    def end(self) -> None:
+        """After what it was given so far."""
+        self._tasks.put(None)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            del task  # and what it holds
+
+
+def make_group(store: Store, rank: int, members: int) -> Any:
+    """Torch's own group. Its communicator comes to be with its first collective, and blocks nobody:
+    one that blocks could not be aborted while it waits for a peer that died."""
+    from torch.distributed import ProcessGroupNCCL  # builds for CPU have none
+
+    options = ProcessGroupNCCL.Options()
+    options.config.blocking = 0
+    options._timeout = datetime.timedelta(seconds=ABORT_S)
+    with without_watchdog():
+        return ProcessGroupNCCL(store, rank, members, options)
+
+
+@contextlib.contextmanager
+def without_watchdog() -> Iterator[None]:
+    """Groups made meanwhile have none; those of the script keep theirs."""
+    before = os.environ[NO_WATCHDOG]
+    os.environ[NO_WATCHDOG] = "1"
+    try:
+        yield
+    finally:
+        os.environ[NO_WATCHDOG] = before

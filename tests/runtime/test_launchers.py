@@ -1,0 +1,229 @@
+"""Which rank of which replica a process is, by what its launcher says; and fleets so started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runtime.launchers import Place, place_of
+from tests.runtime.replicas import PATIENCE_S, Fleet
+from tests.runtime.test_replicas import assert_every_sample_once
+
+SCRIPT = Path(__file__).with_name("tiny.py")
+
+OURS = {"DRYDOCK_REPLICA": "1", "DRYDOCK_WORLD_REPLICAS": "4"}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "r", "RANK": "1", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1",
+    "MASTER_ADDR": "there", "MASTER_PORT": "29500",
+}  # fmt: skip
+TWO_NODES = {**TORCHRUN, "RANK": "3", "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}
+BATCH = {"SLURM_JOB_ID": "812", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_GTIDS": "0"}
+#: The fifth of eight tasks, four on each node.
+SRUN = {
+    **BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5",
+    "SLURM_GTIDS": "4,5,6,7",
+}  # fmt: skip
+
+
+def with_(*environments: dict[str, str], **said: str) -> dict[str, str]:
+    merged = {name: value for one in environments for name, value in one.items()}
+    return merged | {f"DRYDOCK_{name}": value for name, value in said.items()}
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        (OURS, (1, 0, 1, 4)),
+        (with_(OURS, RANK="1", RANKS="4"), (1, 1, 4, 4)),
+        (with_(OURS, TORCHRUN), (1, 1, 2, 4)),
+        (with_(OURS, TORCHRUN, RANK="0"), (1, 1, 2, 4)),
+        (with_(OURS, TORCHRUN, RANK="0", RANKS="3"), (1, 0, 3, 4)),  # a launcher under torchrun
+        (with_(OURS, {"RANK": "5", "WORLD_SIZE": "8"}), (1, 0, 1, 4)),  # of something else
+        (with_(OURS, BATCH), (1, 0, 1, 4)),  # started by a batch script, without srun
+        (SRUN, (5, 0, 1, 8)),
+        (with_(SRUN, RANKS="2"), (2, 1, 2, 4)),
+        (with_(SRUN, RANKS="2", WORLD_REPLICAS="3"), (2, 1, 2, 3)),  # one more than it needs
+        (with_(SRUN, OURS, RANKS="8"), (1, 5, 8, 4)),  # the step is one replica
+        (with_(SRUN, OURS), (1, 0, 1, 4)),  # each task told its own
+        (with_(SRUN, OURS, RANK="0"), (1, 0, 1, 4)),  # a launcher in a step
+        (with_(SRUN, TORCHRUN), (5, 1, 2, 8)),
+        (with_(SRUN, TWO_NODES), (2, 3, 4, 4)),
+        (with_(SRUN, TWO_NODES, OURS), (1, 3, 4, 4)),
+    ],
+)
+def test_a_process_s_place_in_its_job(
+    environment: dict[str, str], place: tuple[int, int, int, int]
+) -> None:
+    environment = {"MASTER_ADDR": "there", **environment}
+
+    found = place_of(environment)
+
+    assert (found.replica, found.rank, found.ranks, found.world_replicas) == place
+
+
+def meeting_place(procid: int, **said: str) -> str:
+    return place_of(with_(SRUN, {"SLURM_PROCID": str(procid)}, **said)).init_method
+
+
+def test_the_ranks_of_a_replica_that_srun_started_meet_at_a_port_of_their_own() -> None:
+    here = [meeting_place(procid, RANKS="2") for procid in (4, 5, 6, 7)]
+
+    assert here[0] == here[1]
+    assert here[2] == here[3]
+    assert here[0] != here[2]
+    assert all(one.startswith("tcp://127.0.0.1:2") for one in here)
+    assert place_of(with_(SRUN, {"SLURM_STEP_ID": "9"}, RANKS="2")).init_method != here[0]
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        with_(OURS, TORCHRUN),
+        with_(SRUN, TORCHRUN),
+        with_(SRUN, OURS, {"MASTER_ADDR": "node7"}, RANKS="8"),
+        SRUN,
+    ],
+)
+def test_where_the_launcher_says_where_ranks_meet_torch_reads_it(
+    environment: dict[str, str],
+) -> None:
+    assert place_of(environment).init_method == "env://"
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({}, "DRYDOCK_REPLICA is not set; the launcher must give it"),
+        ({"DRYDOCK_REPLICA": "1"}, "DRYDOCK_WORLD_REPLICAS is not set"),
+        ({"DRYDOCK_REPLICA": "one"}, "DRYDOCK_REPLICA is 'one'; .* a whole number"),
+        (TORCHRUN, "DRYDOCK_REPLICA is not set; .* start each replica by a torchrun of its own"),
+        (with_(OURS, RANK="2", RANKS="2"), "DRYDOCK_RANK is 2 and DRYDOCK_RANKS is 2"),
+        (with_(OURS, RANK="-1", RANKS="2"), "DRYDOCK_RANK is -1 and"),
+        (with_(SRUN, RANKS="3"), r"has 8 tasks, which do not make up replicas of 3 \(DRYDOCK_RAN"),
+        (with_(SRUN, RANKS="8"), "the ranks of replica 0 are on several nodes, .* MASTER_ADDR"),
+        (with_(SRUN, OURS, RANKS="8"), "the ranks of replica 1 are on several nodes"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_remedy(
+    environment: dict[str, str], told: str
+) -> None:
+    with pytest.raises(RuntimeError, match=told):
+        place_of(environment)
+
+
+def test_what_is_said_is_all_there_is_to_a_place() -> None:
+    assert place_of(OURS) == Place(
+        replica=1, rank=0, ranks=1, world_replicas=4, init_method="env://"
+    )
+
+
+@dataclass
+class LaunchedFleet(Fleet):
+    """Replicas of two ranks, which are told who they are by a launcher."""
+
+    divided: int = 2
+
+    def told(self) -> dict[str, str]:
+        """What every rank of the job is given alike."""
+        return {
+            "DRYDOCK_JOB": "job_t",
+            "DRYDOCK_COORDINATOR": f"127.0.0.1:{self.port}",
+            "DRYDOCK_STATE_DIR": str(self.folder / "state"),
+            "DRYDOCK_OPTIONS": json.dumps({"folder": str(self.folder), **self.options}),
+        }
+
+    def launch(self, name: str, *words: str, **environment: str) -> subprocess.Popen[bytes]:
+        return self._run(name, [*words, str(SCRIPT)], {**self.told(), **environment})
+
+    def torchrun(self, replica: int, restarts: int = 0) -> None:
+        self.ranks[replica] = self.launch(
+            f"torchrun{replica}", "-m", "torch.distributed.run", "--standalone",
+            "--nproc-per-node=2", f"--max-restarts={restarts}", "--monitor-interval=0.1",
+            DRYDOCK_REPLICA=str(replica),
+            # Else ranks that torchrun starts anew may read where those before them listened.
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        )  # fmt: skip
+
+    def worker(self, replica: int, rank: int) -> psutil.Process:
+        """A rank that torchrun started."""
+        workers = psutil.Process(self.ranks[replica].pid).children()
+        (found,) = [one for one in workers if one.environ().get("RANK") == str(rank)]
+        return found
+
+    def close(self) -> None:
+        left = [one.pid for one in self.started if one.poll() is None]
+        workers = [worker for pid in left for worker in psutil.Process(pid).children()]
+        super().close()
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()
+
+    def srun(self, step: int, tasks: int, **environment: str) -> list[subprocess.Popen[bytes]]:
+        """The tasks of a step, with what srun tells each."""
+        told = {
+            "SLURM_JOB_ID": "812", "SLURM_STEP_ID": str(step), "SLURM_STEP_NUM_TASKS": str(tasks),
+            "SLURM_GTIDS": ",".join(map(str, range(tasks))), "DRYDOCK_RANKS": "2", **environment,
+        }  # fmt: skip
+        return [
+            self.launch(f"step{step}.{task}", **told, SLURM_PROCID=str(task))
+            for task in range(tasks)
+        ]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[LaunchedFleet]:
+    made = LaunchedFleet(tmp_path, world=2)
+    made.start_coordinator()
+    yield made
+    made.close()
+
+
+def test_each_replica_by_a_torchrun_of_its_own(fleet: LaunchedFleet) -> None:
+    fleet.torchrun(0)
+    fleet.torchrun(1, restarts=1)
+    fleet.wait_for_members([0, 1])
+
+    fleet.worker(1, 1).kill()
+    fleet.wait_for_members([0])
+    fleet.wait_for_members([0, 1])  # torchrun started both of its ranks anew
+    fleet.worker(1, 0).kill()
+    status = fleet.ranks.pop(1).wait(PATIENCE_S)
+    fleet.wait_for_members([0])
+    fleet.torchrun(1)
+    fleet.wait_for_members([0, 1])
+    fleet.train_on()
+    fleet.worker(0, 1).terminate()
+    ended = [torchrun.wait(PATIENCE_S) for torchrun in fleet.ranks.values()]
+
+    assert status != 0
+    assert ended == [0, 0]
+    assert_every_sample_once(fleet.steps(0), 0)
+    assert len(fleet.digests()) == len(fleet.digests_of_rank(1)) == 1
+
+
+def test_a_job_in_one_step_of_srun_and_a_replica_anew_in_another(fleet: LaunchedFleet) -> None:
+    tasks = fleet.srun(0, 4)
+    fleet.ranks = {0: tasks[0], 1: tasks[2]}
+    fleet.wait_for_members([0, 1])
+
+    tasks[3].kill()
+    status = fleet.ranks.pop(1).wait(PATIENCE_S)
+    fleet.wait_for_members([0])
+    anew = fleet.srun(1, 2, DRYDOCK_REPLICA="1")
+    fleet.ranks[1] = anew[0]
+    fleet.wait_for_members([0, 1])
+    fleet.train_on()
+    tasks[1].terminate()
+    ended = [task.wait(PATIENCE_S) for task in [*tasks[:2], *anew]]
+
+    assert status != 0
+    assert ended == [0, 0, 0, 0]
+    assert_every_sample_once(fleet.steps(0), 0)
+    assert len(fleet.digests()) == len(fleet.digests_of_rank(1)) == 1

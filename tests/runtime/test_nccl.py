@@ -1,0 +1,484 @@
+"""A group like NCCL's, cut at any time and in any way that it may fail: none holds us up.
+
+What stands behind it is a group of gloo's, or one made up to fail as NCCL's do. No card is needed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
+from torch._subclasses import FakeTensorMode
+
+from runtime.replica import nccl
+from runtime.replica.gloo import Gloo
+from runtime.replica.membership import Severed
+from runtime.replica.nccl import NO_WATCHDOG, Nccl, group_for, without_watchdog
+from runtime.replica.shape import cannot_drop
+from tests.runtime.fake_groups import (
+    Blocks,
+    Done,
+    Ends,
+    Fails,
+    Fake,
+    Guarded,
+    Raises,
+    Refuses,
+    Stuck,
+    Works,
+)
+from tests.runtime.replicas import Board, until
+
+CPU = torch.device("cpu")
+PAIR = ["one", "other"]
+
+
+def nccl_of(*groups: Any) -> Nccl:
+    """One that is given these groups, epoch after epoch."""
+    left = iter(groups)
+    return Nccl(CPU, make=lambda _store, _rank, _members: next(left))
+
+
+def built(*groups: Any) -> Nccl:
+    made = nccl_of(*groups)
+    made.build(Board(), 1, PAIR, 0)
+    return made
+
+
+def aside(work: Callable[..., Any], *given: Any) -> Future[Any]:
+    """In a thread that may be left behind."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work(*given))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def reducing(group: Nccl) -> Future[Any]:
+    """A sum under way."""
+    begun = threading.Event()
+    group.begun = begun.set
+    waiting = aside(group.all_reduce, torch.ones(3))
+    until(begun.is_set, "the sum began")
+    return waiting
+
+
+@pytest.fixture(autouse=True)
+def _prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What hangs here hangs for ever: nothing is gained by waiting for it."""
+    monkeypatch.setattr(nccl, "ABORT_S", 0.2)
+
+
+@pytest.fixture
+def stuck() -> Iterator[Stuck]:
+    work = Guarded()
+    group = Stuck(Done(), work)
+    work.group = group
+    yield group
+    group.free.set()
+
+
+# --- real sums -----------------------------------------------------------------------------------
+
+
+def gloo_group(store: Store, rank: int, members: int) -> Any:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
+    options._timeout = datetime.timedelta(seconds=20)
+    return ProcessGroupGloo(store, rank, members, options)
+
+
+@pytest.fixture
+def pair() -> list[Nccl]:
+    """Two members, each in an epoch with the other."""
+    made = [Nccl(CPU, make=gloo_group) for _ in PAIR]
+    together(made, 1)
+    return made
+
+
+def together(members: list[Nccl], epoch: int) -> None:
+    board = Board()
+    jobs = [aside(one.build, board, epoch, PAIR, rank) for rank, one in enumerate(members)]
+    for job in jobs:
+        job.result(30)
+
+
+def all_do(calls: list[Callable[[], Any]]) -> list[Any]:
+    return [job.result(30) for job in [aside(call) for call in calls]]
+
+
+def test_a_sum_over_the_group(pair: list[Nccl]) -> None:
+    buffers = [torch.ones(5), torch.full((5,), 2.0)]
+
+    all_do([partial(one.all_reduce, buffer) for one, buffer in zip(pair, buffers, strict=True)])
+
+    assert [buffer.tolist() for buffer in buffers] == [[3.0] * 5] * 2
+
+
+def test_each_is_given_its_part(pair: list[Nccl]) -> None:
+    ours = [torch.tensor([1.0]), torch.tensor([2.0, 3.0])]
+    theirs = [torch.tensor([4.0, 5.0]), torch.tensor([6.0])]
+
+    found = all_do(
+        [partial(pair[0].exchange, ours, [1, 2]), partial(pair[1].exchange, theirs, [2, 1])]
+    )
+
+    assert [[part.tolist() for part in parts] for parts in found] == [
+        [[1.0], [4.0, 5.0]],
+        [[2.0, 3.0], [6.0]],
+    ]
+
+
+def test_all_are_given_all(pair: list[Nccl]) -> None:
+    parts = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]
+
+    found = all_do([partial(one.gather, part, 2) for one, part in zip(pair, parts, strict=True)])
+
+    assert [one.tolist() for one in found] == [[1.0, 2.0, 3.0, 4.0]] * 2
+
+
+def test_a_new_group_is_made_for_the_next_epoch(pair: list[Nccl]) -> None:
+    for one in pair:
+        one.sever(1)
+    buffers = [torch.ones(2), torch.ones(2)]
+
+    together(pair, 2)
+    all_do([partial(one.all_reduce, buffer) for one, buffer in zip(pair, buffers, strict=True)])
+
+    assert [buffer.tolist() for buffer in buffers] == [[2.0, 2.0]] * 2
+
+
+def test_alone_nothing_is_exchanged() -> None:
+    alone = nccl_of()
+    alone.build(Board(), 1, ["one"], 0)
+    buffer = torch.ones(2)
+
+    alone.all_reduce(buffer)
+
+    assert buffer.tolist() == [1.0, 1.0]
+    assert alone.exchange([buffer], [2]) == [buffer]
+    assert alone.gather(buffer, 1) is buffer
+
+
+# --- cut -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Ends, Fails, Fake, Refuses])
+def test_a_sum_whose_epoch_breaks_is_none(kind: type[Fake]) -> None:
+    fake = kind(Done(), Works())
+    group = built(fake)
+    waiting = reducing(group)
+
+    group.sever(1)
+
+    with pytest.raises(Severed, match="epoch 1 broke"):
+        waiting.result(30)
+    until(lambda: fake.aborts, "it was aborted")
+    assert group.broken(1)
+
+
+def test_an_abort_that_hangs_holds_nobody_up(stuck: Stuck) -> None:
+    group = nccl_of(stuck, Ends(Done(), Done()))
+    group.build(Board(), 1, PAIR, 0)
+    waiting = reducing(group)
+
+    group.sever(1)
+    with pytest.raises(Severed):
+        waiting.result(30)
+    until(stuck.lock.locked, "the abort hangs")
+    group.build(Board(), 2, PAIR, 0)
+    group.all_reduce(torch.ones(3))
+
+    assert stuck.aborts == 1
+
+
+def test_nothing_is_asked_of_a_group_that_is_being_aborted(
+    stuck: Stuck, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = built(stuck)
+    waiting = reducing(group)
+    work = stuck.works[1]
+    assert isinstance(work, Guarded)
+    until(lambda: work.asked, "it is watched")
+
+    group.sever(1)
+    with pytest.raises(Severed):
+        waiting.result(30)
+    until(stuck.lock.locked, "the abort hangs")
+    asked = work.asked
+    until(lambda: "abandoned epoch=1" in caplog.text, "it was left behind")
+
+    assert work.asked == asked
+
+
+def test_an_error_of_a_collective_cuts_its_group() -> None:
+    work = Works()
+    fake = Ends(Done(), work)
+    group = built(fake)
+    waiting = reducing(group)
+
+    work.error = RuntimeError("NCCL error: remote process exited")
+    work.over.set()
+
+    with pytest.raises(Severed, match="remote process exited"):
+        waiting.result(30)
+    until(lambda: fake.aborts, "it was aborted")
+    assert group.broken(1)
+
+
+def test_a_collective_that_cannot_begin_holds_nobody_up() -> None:
+    fake = Blocks(Done())
+    group = built(fake)
+    waiting = aside(group.exchange, [torch.ones(1), torch.ones(1)], [1, 1])
+    until(fake.reached.is_set, "it hangs before it began")
+
+    group.sever(1)
+
+    with pytest.raises(Severed):
+        waiting.result(30)
+    fake.free.set()
+
+
+def test_a_collective_that_is_refused_cuts_its_group() -> None:
+    fake = Raises(Done())
+    group = built(fake)
+
+    with pytest.raises(Severed, match="internal error"):
+        group.exchange([torch.ones(1), torch.ones(1)], [1, 1])
+    until(lambda: fake.aborts, "it was aborted")
+    assert group.broken(1)
+
+
+def test_an_error_of_the_card_is_no_lost_peer() -> None:
+    work = Works()
+    group = built(Ends(Done(), work))
+    waiting = reducing(group)
+
+    def broken() -> bool:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    work.is_completed = broken  # type: ignore[method-assign]
+
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        waiting.result(30)
+    assert not group.broken(1)
+
+
+# --- when, how often, by whom --------------------------------------------------------------------
+
+
+def test_what_was_cut_before_does_not_begin() -> None:
+    fake = Ends(Done())
+    group = built(fake)
+
+    group.sever(1)
+
+    with pytest.raises(Severed, match="epoch 1 broke"):
+        group.all_reduce(torch.ones(3))
+    assert fake.begun == 1
+
+
+def test_what_ended_before_the_cut_stays() -> None:
+    fake = Ends(Done(), Done())
+    group = built(fake)
+
+    group.all_reduce(torch.ones(3))
+    group.sever(1)
+
+    until(lambda: fake.aborts, "it was aborted")
+
+
+def test_a_cut_of_an_earlier_epoch_is_none() -> None:
+    fake = Ends(Done(), Done())
+    group = nccl_of(fake)
+    group.build(Board(), 5, PAIR, 0)
+
+    group.sever(4)
+    group.all_reduce(torch.ones(3))
+
+    assert (fake.aborts, group.broken(5)) == (0, False)
+
+
+def test_a_group_is_aborted_once_however_often_it_is_cut() -> None:
+    fake = Ends(Done(), Works())
+    next_one = Ends(Done())
+    group = nccl_of(fake, next_one)
+    group.build(Board(), 1, PAIR, 0)
+    waiting = reducing(group)
+
+    all_do([partial(group.sever, 1)] * 8)
+    with pytest.raises(Severed):
+        waiting.result(30)
+    group.build(Board(), 2, PAIR, 0)
+    group.sever(2)
+    until(lambda: next_one.aborts, "the next was aborted too")
+
+    assert (fake.aborts, next_one.aborts) == (1, 1)
+
+
+def test_a_group_is_aborted_when_the_next_is_made() -> None:
+    """At a planned change of members nobody cuts it."""
+    fake, next_one = Ends(Done()), Ends(Done(), Done())
+    group = nccl_of(fake, next_one)
+
+    group.build(Board(), 1, PAIR, 0)
+    group.build(Board(), 2, PAIR, 0)
+    group.all_reduce(torch.ones(3))
+
+    until(lambda: fake.aborts, "it was aborted")
+    assert next_one.aborts == 0
+
+
+# --- while it is made ----------------------------------------------------------------------------
+
+
+def test_a_peer_that_dies_before_the_group_is_made_holds_nobody_up() -> None:
+    reached, free = threading.Event(), threading.Event()
+    late = Ends(Done())
+
+    def make(_store: Store, _rank: int, _members: int) -> Fake:
+        reached.set()
+        free.wait()
+        return late
+
+    group = Nccl(CPU, make=make)
+    waiting = aside(group.build, Board(), 1, PAIR, 1)
+    until(reached.is_set, "it waits for its peer")
+
+    group.sever(1)
+    with pytest.raises(Severed):
+        waiting.result(30)
+    free.set()
+
+    until(lambda: late.aborts, "what was made too late was aborted")
+    assert (late.aborts, late.begun) == (1, 0)
+
+
+def test_a_peer_that_dies_before_it_is_connected_holds_nobody_up() -> None:
+    fake = Ends(Works())
+    group = nccl_of(fake, Ends(Done(), Done()))
+    waiting = aside(group.build, Board(), 1, PAIR, 0)
+    until(lambda: fake.begun, "the communicator comes to be")
+
+    group.sever(1)
+    with pytest.raises(Severed):
+        waiting.result(30)
+    group.build(Board(), 2, PAIR, 0)
+    group.all_reduce(torch.ones(3))
+
+    until(lambda: fake.aborts, "the first was aborted")
+
+
+def test_a_group_that_cannot_be_made_breaks_its_epoch() -> None:
+    def make(_store: Store, _rank: int, _members: int) -> Fake:
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    group = Nccl(CPU, make=make)
+
+    with pytest.raises(Severed, match="unhandled system error"):
+        group.build(Board(), 1, PAIR, 0)
+    assert group.broken(1)
+
+
+# --- what is left behind -------------------------------------------------------------------------
+
+
+def test_what_an_abort_ended_is_freed() -> None:
+    group = built(Ends(Done(), Works()))
+
+    cut = cut_while_reducing(group)
+
+    until(lambda: gc.collect() >= 0 and cut() is None, "its buffer was freed")
+
+
+def test_what_may_still_be_written_to_is_never_freed(caplog: pytest.LogCaptureFixture) -> None:
+    group = built(Fake(Done(), Works()))
+
+    cut = cut_while_reducing(group)
+
+    until(lambda: "abandoned epoch=1" in caplog.text, "it was given up")
+    gc.collect()
+    assert cut() is not None
+
+
+def cut_while_reducing(group: Nccl) -> weakref.ref[torch.Tensor]:
+    begun = threading.Event()
+    group.begun = begun.set
+    buffer = torch.ones(3)
+
+    def reduce(given: list[torch.Tensor]) -> str:
+        with pytest.raises(Severed) as raised:
+            group.all_reduce(given.pop())
+        return str(raised.value)
+
+    waiting = aside(reduce, [buffer])
+    until(begun.is_set, "the sum began")
+    group.sever(1)
+    waiting.result(30)
+    return weakref.ref(buffer)
+
+
+# --- which group, and with which settings --------------------------------------------------------
+
+
+def test_what_is_in_the_processor_s_memory_is_exchanged_by_gloo() -> None:
+    assert isinstance(group_for(torch.nn.Linear(2, 2), "127.0.0.1", 0), Gloo)
+
+
+def test_only_groups_of_ours_lack_the_watchdog() -> None:
+    Nccl(CPU)
+
+    with without_watchdog():
+        ours = os.environ[NO_WATCHDOG]
+
+    assert (ours, os.environ[NO_WATCHDOG]) == ("1", "0")
+
+
+def on_a_card() -> torch.nn.Module:
+    """A model whose parameters say that they are there."""
+    model = torch.nn.Module()
+    with FakeTensorMode():
+        model.weight = torch.nn.Parameter(torch.empty(2, device="cuda"))
+    return model
+
+
+def test_what_is_on_a_card_needs_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    told = rf"is on cuda:0, and torch {re.escape(torch.__version__)} was built without NCCL"
+
+    assert re.match(f"the parameter weight {told}: install", cannot_drop(on_a_card()))
+    with pytest.raises(RuntimeError, match=f"the model {told}"):
+        group_for(on_a_card(), "127.0.0.1", 0)
+
+
+def test_what_is_on_a_card_is_exchanged_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+
+    group = group_for(on_a_card(), "127.0.0.1", 1)
+
+    assert cannot_drop(on_a_card()) == ""
+    assert isinstance(group, Nccl)
+    assert (group.device, group.lane) == (torch.device("cuda", 0), 1)
+
+
+def test_what_lies_in_two_places_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    both = torch.nn.Sequential(on_a_card(), torch.nn.Linear(2, 2))
+
+    assert "the parameters are on cpu and cuda:0: put them in one place" in cannot_drop(both)
