@@ -1,0 +1,197 @@
+"""A Trainer under a replica group: deaths change nothing, and it trains what a Trainer trains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from safetensors.torch import load_file
+from transformers import GPT2LMHeadModel, Trainer
+
+import runtime
+from runtime.ledger.__main__ import main as check_ledger
+from tests.runtime.adapters.fleets import (
+    ScriptFleet,
+    alone,
+    cut_off_and_back,
+    finished,
+    killed_and_back,
+    once_each,
+)
+from tests.runtime.adapters.hf_models import Text, arguments, tiny_model
+
+MakeFleet = Callable[..., ScriptFleet]
+Capture = pytest.CaptureFixture[str]
+SCRIPT = "hf_script.py"
+
+
+def heard(fleet: ScriptFleet, replica: int, what: str) -> list[dict[str, Any]]:
+    notes = [json.loads(line) for line in fleet.notes(replica)]
+    return [note for note in notes if note["what"] == what]
+
+
+def test_deaths_of_any_replica_leave_weights_losses_and_samples_as_if_there_were_none(
+    make_fleet: MakeFleet, tmp_path: Path, capsys: Capture
+) -> None:
+    fleet = make_fleet(SCRIPT, 3, mode="reproducible")
+    killed_and_back(fleet)
+
+    undisturbed = alone(tmp_path / "alone", fleet)
+    steps = fleet.steps(2)
+    assert once_each(steps)
+    assert len(fleet.digests()) == 1
+    assert fleet.weights() == undisturbed.weights()
+    expected = [(step["loss"], step["grad_norm"]) for step in undisturbed.steps(0)]
+    assert [(step["loss"], step["grad_norm"]) for step in steps] == expected
+    assert check_ledger([str(fleet.folder / "state")]) == 0
+    assert "whole" in capsys.readouterr().out
+
+
+def test_who_speaks_logs_and_the_next_takes_over(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(SCRIPT, 2)
+    fleet.start()
+    fleet.wait_for_members([0, 1])
+    fleet.train_on(10)
+    fleet.kill(0)
+    fleet.wait_for_members([1])
+    fleet.train_on(10)
+    fleet.stop()
+
+    logs = heard(fleet, 1, "log")
+    assert {note["first"] for note in logs} == {False, True}
+    assert [note["step"] for note in logs[:-1]] == list(
+        range(logs[0]["step"], logs[-2]["step"] + 1, 5)
+    )
+    assert load_file(fleet.folder / "output" / "model.safetensors")
+
+
+def test_a_job_resumes_from_the_groups_checkpoint(make_fleet: MakeFleet, tmp_path: Path) -> None:
+    fleet = make_fleet(SCRIPT, 2, mode="reproducible")
+    fleet.start()
+    fleet.wait_for_members([0, 1])
+    fleet.train_on(5)
+    fleet.stop()
+    stopped = fleet.newest()
+    for replica in (0, 1):
+        fleet.start_rank(replica)
+    fleet.wait_for_step(stopped + 5)
+    fleet.stop()
+
+    assert once_each(fleet.steps(0))
+    assert heard(fleet, 0, "begin")[1]["step"] == stopped + 1
+    assert fleet.weights() == alone(tmp_path / "alone", fleet).weights()
+
+
+def test_all_evaluate_at_the_steps_that_were_asked_for(make_fleet: MakeFleet) -> None:
+    asked = {"eval_strategy": "steps", "eval_steps": 4, "max_steps": 14, "bf16": True}
+    fleet = make_fleet(SCRIPT, 2, mode="reproducible", arguments=asked)
+    finished(fleet)
+
+    for replica in (0, 1):
+        assert [note["step"] for note in heard(fleet, replica, "evaluate")] == [4, 8, 12, 14]
+        assert [note["step"] for note in heard(fleet, replica, "epoch")] == [6, 11]
+    losses = [[n["eval_loss"] for n in heard(fleet, r, "log") if "eval_loss" in n] for r in (0, 1)]
+    assert losses[0] == losses[1]
+    assert len(fleet.digests()) == 1
+
+
+def test_checkpoints_of_the_trainer_are_written_once_and_can_be_loaded(
+    make_fleet: MakeFleet,
+) -> None:
+    asked = {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 2, "max_steps": 12}
+    fleet = make_fleet(SCRIPT, 2, arguments=asked)
+    finished(fleet)
+
+    folders = sorted(path.name for path in (fleet.folder / "output").glob("checkpoint-*"))
+    assert folders == ["checkpoint-12", "checkpoint-8"]
+    last = load_file(fleet.folder / "output" / "checkpoint-12" / "model.safetensors")
+    end = load_file(fleet.folder / "output" / "model.safetensors")
+    assert all(torch.equal(last[name], end[name]) for name in end)
+
+
+def test_it_trains_what_a_trainer_trains(make_fleet: MakeFleet, tmp_path: Path) -> None:
+    fleet = make_fleet(SCRIPT, 2, dropout=0.0, arguments={"max_steps": 10})
+    finished(fleet)
+    order = runtime.Batches(samples=130, shard_size=2, seed=42).ids(0, 10).flatten().tolist()
+    rows = torch.utils.data.Subset(Text(130, even=True), order)
+    plain = Trainer(
+        tiny_model(dropout=0.0),
+        arguments(
+            tmp_path, max_steps=10, gradient_accumulation_steps=12,
+            train_sampling_strategy="sequential",
+        ),
+        train_dataset=rows,
+    )  # fmt: skip
+    plain.train()
+
+    logged = [note["loss"] for note in heard(fleet, 0, "log") if "loss" in note]
+    assert logged == pytest.approx(
+        [entry["loss"] for entry in plain.state.log_history if "loss" in entry], rel=1e-5
+    )
+    ours = GPT2LMHeadModel.from_pretrained(fleet.folder / "output").state_dict()
+    for name, expected in plain.model.state_dict().items():
+        torch.testing.assert_close(ours[name], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_who_comes_back_is_at_the_step_of_the_others(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(SCRIPT, 2)
+    fleet.start()
+    fleet.wait_for_members([0, 1])
+    fleet.train_on(5)
+    fleet.kill(1)
+    fleet.wait_for_members([0])
+    fleet.train_on(5)
+    fleet.start_rank(1)
+    fleet.wait_for_members([0, 1])
+    fleet.train_on(10)
+    fleet.stop()
+
+    logs = {note["step"]: note for note in heard(fleet, 0, "log") if "loss" in note}
+    entered = heard(fleet, 1, "begin")[1]["step"]
+    later = [note for note in heard(fleet, 1, "log") if note["step"] > entered + 5]
+    assert [note["learning_rate"] for note in later[:-1]] == [
+        logs[note["step"]]["learning_rate"] for note in later[:-1]
+    ]
+    assert [note["loss"] for note in later[:-1]] == [logs[n["step"]]["loss"] for n in later[:-1]]
+
+
+def test_who_was_cut_off_is_at_the_step_of_the_others(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(SCRIPT, 2)
+    cut_off_and_back(fleet)
+
+    told = [
+        {(n["step"], n["loss"], n["learning_rate"]) for n in heard(fleet, r, "log") if "loss" in n}
+        for r in (0, 1)
+    ]
+    assert len(told[1] - told[0]) <= 1  # of a part of the steps, when it came back
+    assert max(told[0]) == max(told[1])
+
+
+def test_a_stop_of_one_is_a_stop_of_all_one_step_later(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(SCRIPT, 2, stop_at=8)
+    finished(fleet)
+
+    assert [len(fleet.steps(replica)) for replica in (0, 1)] == [9, 9]
+    assert len(fleet.digests()) == 1
+
+
+def test_shards_of_unequal_labels_are_refused_unless_each_may_weigh_alike(
+    make_fleet: MakeFleet,
+) -> None:
+    refused = make_fleet(SCRIPT, 1, even=False)
+    refused.start()
+    assert refused.ranks[0].wait(90) == 1
+    assert "average_tokens_across_devices=False" in refused.log(0)
+
+    arguments = {"average_tokens_across_devices": False, "max_steps": 6}
+    accepted = make_fleet(SCRIPT, 1, even=False, arguments=arguments)
+    finished(accepted)
+    assert len(accepted.steps(0)) == 6
