@@ -12,7 +12,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import xxhash
@@ -98,6 +98,11 @@ def stage(state: Any, step: int, into: memoryview | None = None) -> Staged:
     return Copying(state, step, into).finish()
 
 
+#: When a tensor has to be in a copy: it may change any time, with the next step, or not before
+#: another state is loaded.
+When = Literal["now", "soon", "whenever"]
+
+
 class Copying:
     """A copy under way: what may change any time is in it at once, the rest after `finish`."""
 
@@ -106,11 +111,11 @@ class Copying:
         state: Any,
         step: int,
         into: memoryview | None = None,
-        later: Callable[[str, torch.Tensor], bool] = lambda _name, _tensor: False,
+        when: Callable[[str, torch.Tensor], When] = lambda _name, _tensor: "now",
     ) -> None:
         """`into`: what `touched` gave for the size that `size_of` tells; the copy costs a fifth
-        then. If the size is not right other memory is taken. `later`: says by its name which tensor
-        the caller leaves unchanged until the copy is finished."""
+        then. If the size is not right other memory is taken. `when`: says of each tensor, by its
+        name, how long the caller leaves it unchanged: until `settled`, or until `finished`."""
         tensors: list[tuple[str, torch.Tensor]] = []
         self._skeleton = encode(state, "", tensors)
         self._step = step
@@ -118,13 +123,14 @@ class Copying:
         if into is None or len(into) != size:
             into = allocate(size, pinned=any(tensor.is_cuda for _, tensor in tensors))
         self._buffer = into
-        self._rest: list[tuple[Piece, torch.Tensor]] = []
+        self._rest: dict[When, list[tuple[Piece, torch.Tensor]]] = {"soon": [], "whenever": []}
         self._stream = stream_beside([tensor for _, tensor in tensors])
+        self.settled = threading.Event()  # what the next step changes is copied
         self.finished = threading.Event()
         with torch.cuda.stream(self._stream):
             for piece, (name, tensor) in zip(self._pieces, tensors, strict=True):
-                if later(name, tensor):
-                    self._rest.append((piece, tensor))
+                if (due := when(name, tensor)) in self._rest:
+                    self._rest[due].append((piece, tensor))
                 else:
                     self._copy(piece, tensor)
                 end = piece.offset + piece.bytes  # what lies between is hashed too
@@ -134,14 +140,18 @@ class Copying:
 
     def finish(self) -> Staged:
         """Copy what is left; may be called on another thread, once."""
+        parts: list[tuple[When, threading.Event]]
+        parts = [("soon", self.settled), ("whenever", self.finished)]
         try:
-            with torch.cuda.stream(self._stream):
-                for piece, tensor in self._rest:
-                    self._copy(piece, tensor)
-            if self._stream is not None:
-                self._stream.synchronize()
+            for due, done in parts:
+                with torch.cuda.stream(self._stream):
+                    for piece, tensor in self._rest.pop(due):
+                        self._copy(piece, tensor)
+                if self._stream is not None:
+                    self._stream.synchronize()
+                done.set()
         finally:
-            self._rest = []
+            self.settled.set()
             self.finished.set()
         return Staged(self._step, self._skeleton, self._pieces, self._buffer)
 

@@ -98,7 +98,7 @@ class Rank:
         self._passed_on: Follower | None = None  # who gave us the step that is held
         self._followed: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         #: memory for the next copy, once its making was asked for
-        self._copying: Copying | None = None  # until it surely is finished
+        self._copying: Copying | None = None  # the last one
         self._room: Future[memoryview | None] | None = None
 
     @property
@@ -257,7 +257,7 @@ class Rank:
         if reduced is None or tail is None:
             raise RuntimeError("no step is held to be committed")
         self._reduced = None
-        self.await_copy()
+        self._await_settled()
         applied = self.engine.apply(reduced, tail)
         if self._passed_on is not None:
             self._passed_on.applied()
@@ -310,8 +310,15 @@ class Rank:
         self._copying = self.state.begin_copy(room)
         self._server.offer(self._copying)
 
+    def _await_settled(self) -> None:
+        """Before a step is applied: wait until what it changes is copied."""
+        if self._copying is not None:
+            self._copying.settled.wait()
+            if self._copying.finished.is_set():
+                self._copying = None  # and its memory
+
     def await_copy(self) -> None:
-        """Before the state changes: wait until what is being copied of it is."""
+        """Before another state takes its place: wait until what is being copied of it is."""
         if self._copying is not None:
             self._copying.finished.wait()
             self._copying = None

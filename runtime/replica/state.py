@@ -16,7 +16,7 @@ from runtime.data import Batches
 from runtime.ledger import SampleLedger, Summed
 from runtime.replica.division import Division, part_of
 from runtime.replica.statistics import RunningStatistics
-from runtime.snapshot import Copying, Staged, size_of, stage
+from runtime.snapshot import Copying, Staged, When, size_of, stage
 
 
 class Stateful(Protocol):
@@ -121,14 +121,19 @@ class TrainingState:
 
     def begin_copy(self, into: memoryview | None) -> Copying:
         """The same, but what only the next commit changes is copied by `Copying.finish`: until that
-        is done no step may be applied."""
-        weights = {part_of(parameter).data_ptr() for parameter in self.model.parameters()}
+        is settled no step may be applied. Weights that are not trained nobody waits for."""
+        named = [(part_of(p).data_ptr(), p.requires_grad) for p in self.model.parameters()]
+        trained = {place for place, changes in named if changes}
+        frozen = {place for place, changes in named if not changes} - trained
 
-        def later(name: str, tensor: torch.Tensor) -> bool:
-            return name.startswith((".optimizers.", ".helpers.")) or tensor.data_ptr() in weights
+        def when(name: str, tensor: torch.Tensor) -> When:
+            if name.startswith(".model.") and tensor.data_ptr() in frozen:
+                return "whenever"
+            parts = name.startswith((".optimizers.", ".helpers."))
+            return "soon" if parts or tensor.data_ptr() in trained else "now"
 
         state = {**self._trained(), "ledger": self.ledger.state_dict()}
-        return Copying(state, self.committed, into, later)
+        return Copying(state, self.committed, into, when)
 
     def size(self) -> int:
         """Bytes that a copy takes. May be asked in the middle of a step."""

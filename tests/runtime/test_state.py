@@ -88,6 +88,23 @@ def test_a_copy_into_memory_that_is_there_is_the_same_copy() -> None:
     assert fresh.digest == reused.digest == too_small.digest
 
 
+def test_no_step_waits_until_weights_are_copied_that_are_not_trained() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[1].parameters())
+    state = TrainingState(model, [optimizer], Batches(samples=96))
+    at_the_edge = state.copy().digest
+
+    copying = state.begin_copy(None)
+    waits = {due: [piece.name for piece, _ in rest] for due, rest in copying._rest.items()}
+    copied = copying.finish()
+
+    assert waits["whenever"] == [".model.0.weight", ".model.0.bias"]
+    assert waits["soon"] == [".model.1.weight", ".model.1.bias"]
+    assert copying.settled.is_set()
+    assert copied.digest == at_the_edge
+
+
 def test_a_copy_that_is_finished_later_is_of_the_edge_at_which_it_began() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters())
