@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 
@@ -51,10 +51,6 @@ class Loop(Protocol):
     def wish_stop(self) -> None: ...
 
     def wish_checkpoint(self) -> None: ...
-
-    def introduce(self) -> list[dict[str, Any]]: ...
-
-    def on_break(self, epoch: int, message: dict[str, Any], /) -> None: ...
 
 
 class ReplicaGroup:

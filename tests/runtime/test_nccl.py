@@ -298,10 +298,14 @@ def test_what_ended_before_the_cut_stays() -> None:
     fake = Ends(Done(), Done())
     group = built(fake)
 
-    group.all_reduce(torch.ones(3))
+    buffer = torch.ones(3)
+    group.all_reduce(buffer)  # raises nothing
     group.sever(1)
-
     until(lambda: fake.aborts, "it was aborted")
+
+    assert fake.begun == 2
+    assert buffer.tolist() == [1.0, 1.0, 1.0]
+    assert group.broken(1)
 
 
 def test_a_cut_of_an_earlier_epoch_is_none() -> None:
@@ -405,6 +409,7 @@ def test_what_an_abort_ended_is_freed() -> None:
     cut = cut_while_reducing(group)
 
     until(lambda: gc.collect() >= 0 and cut() is None, "its buffer was freed")
+    assert cut() is None
 
 
 def test_what_may_still_be_written_to_is_never_freed(caplog: pytest.LogCaptureFixture) -> None:

@@ -362,3 +362,4 @@ def test_a_killed_runner_leaves_no_process_behind(tmp_path: Path) -> None:
     run.communicate()
 
     until(lambda: not any(process.is_running() for process in started), "all have ended")
+    assert run.returncode == -signal.SIGKILL

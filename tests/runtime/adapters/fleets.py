@@ -61,6 +61,16 @@ def alone(folder: Path, like: ScriptFleet) -> ScriptFleet:
     return undisturbed
 
 
+def trained_as(fleet: ScriptFleet, undisturbed: ScriptFleet) -> None:
+    """The third of three replicas, which nobody killed, made what one alone has made."""
+    steps = fleet.steps(2)
+    assert once_each(steps)
+    assert len(fleet.digests()) == 1
+    assert fleet.weights() == undisturbed.weights()
+    expected = [(step["loss"], step["grad_norm"]) for step in undisturbed.steps(0)]
+    assert [(step["loss"], step["grad_norm"]) for step in steps] == expected
+
+
 def once_each(steps: list[dict[str, Any]]) -> bool:
     """Whether each step was committed in order, with every shard summed once."""
     numbers = [step["step"] for step in steps]

@@ -24,6 +24,7 @@ from tests.runtime.adapters.fleets import (
     finished,
     killed_and_back,
     once_each,
+    trained_as,
 )
 from tests.runtime.adapters.lightning_models import Rows, Sums
 
@@ -44,13 +45,7 @@ def test_deaths_of_any_replica_leave_weights_losses_and_samples_as_if_there_were
     fleet = make_fleet(SCRIPT, 3, mode="reproducible", interval=interval)
     killed_and_back(fleet)
 
-    undisturbed = alone(tmp_path / "alone", fleet)
-    steps = fleet.steps(2)
-    assert once_each(steps)
-    assert len(fleet.digests()) == 1
-    assert fleet.weights() == undisturbed.weights()
-    expected = [(step["loss"], step["grad_norm"]) for step in undisturbed.steps(0)]
-    assert [(step["loss"], step["grad_norm"]) for step in steps] == expected
+    trained_as(fleet, alone(tmp_path / "alone", fleet))
     assert check_ledger([str(fleet.folder / "state")]) == 0
     assert "whole" in capsys.readouterr().out
 

@@ -1,6 +1,6 @@
-"""One replica's process: the real Member and Link, and the training loop of group.py mirrored.
+"""One replica's process: the real Member and Link, and the training loop of leader.py mirrored.
 
-The loop must do what `ReplicaGroup` does about membership, in the same order, and nothing else.
+The loop must do what `Leader` does about membership, in the same order, and nothing else.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Replica(Process):
         self.fleet.end(self)
         self.clock.at(1.0, self.fleet.replace, self.number)
 
-    # --- group.py, ReplicaGroup -----------------------------------------------------------------
+    # --- leader.py, Leader ----------------------------------------------------------------------
 
     def _train(self) -> None:
         self._await_epoch()
