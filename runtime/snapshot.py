@@ -45,20 +45,19 @@ class Staged:
     skeleton: Any  # the state with each tensor replaced by {"$tensor": index}
     pieces: tuple[Piece, ...]
     buffer: Buffer
+    known: tuple[str, ...] | None = None  # the chunks' hashes, if they were just compared
 
     @functools.cached_property
     def digest(self) -> str:
-        """xxh3-128 over everything: equal exactly if the two states are bit-identical."""
-        hasher = xxhash.xxh3_128()
-        described = [self.skeleton, [vars(piece) for piece in self.pieces]]
-        hasher.update(json.dumps(described, sort_keys=True).encode())
-        hasher.update(self.buffer)
-        return hasher.hexdigest()
+        """Over everything: equal exactly if the two states are bit-identical."""
+        return digest_over(self.skeleton, self.pieces, self.chunk_hashes)
 
     @functools.cached_property
-    def chunk_hashes(self) -> list[str]:
-        """xxh3-64 of each chunk of the buffer, so that parts can be taken from several places."""
-        return [xxhash.xxh3_64_hexdigest(chunk) for chunk in self.chunks()]
+    def chunk_hashes(self) -> tuple[str, ...]:
+        """xxh3-128 of each chunk of the buffer, so that parts can be taken from several places."""
+        if self.known is not None:
+            return self.known
+        return tuple(xxhash.xxh3_128_hexdigest(chunk) for chunk in self.chunks())
 
     def chunks(self) -> Iterator[memoryview]:
         view = memoryview(self.buffer)
@@ -76,11 +75,15 @@ class Staged:
         }
 
     @staticmethod
-    def restore(described: dict[str, Any], buffer: Buffer) -> Staged:
-        """Put the two halves together. Raises Damaged unless the digest matches."""
+    def restore(
+        described: dict[str, Any], buffer: Buffer, known: tuple[str, ...] | None = None
+    ) -> Staged:
+        """Put the two halves together. Raises Damaged unless the digest matches. `known`: the
+        chunks' hashes, where the caller has just computed them."""
         pieces = tuple(Piece(**piece) for piece in described["pieces"])
-        staged = Staged(described["step"], described["skeleton"], pieces, buffer)
-        if len(buffer) != described["bytes"] or staged.digest != described["digest"]:
+        staged = Staged(described["step"], described["skeleton"], pieces, buffer, known)
+        whole = known is None or len(known) == -(-len(buffer) // CHUNK_BYTES)
+        if len(buffer) != described["bytes"] or not whole or staged.digest != described["digest"]:
             raise Damaged(
                 f"state of step {staged.step}: digest {staged.digest} is not "
                 f"{described['digest']}; take another copy"
@@ -96,6 +99,53 @@ class Staged:
 def stage(state: Any, step: int, into: memoryview | None = None) -> Staged:
     """Copy a nested state of dicts, lists, tuples, tensors and JSON values. `into`: see Copying."""
     return Copying(state, step, into).finish()
+
+
+def digest_of(state: Any) -> str:
+    """The digest that a copy of this state would have; none is made."""
+    tensors: list[tuple[str, torch.Tensor]] = []
+    skeleton = encode(state, "", tensors)
+    pieces, _size = lay_out(tensors)
+    chunks = Chunks()
+    for piece, (_name, tensor) in zip(pieces, tensors, strict=True):
+        chunks.add(bytes_of(tensor.detach().contiguous()))
+        end = piece.offset + piece.bytes
+        chunks.add(memoryview(bytes(aligned(end) - end)))
+    return digest_over(skeleton, pieces, chunks.end())
+
+
+class Chunks:
+    """The hashes of a buffer's chunks, of which the bytes come one after another."""
+
+    def __init__(self) -> None:
+        self._hashes: list[str] = []
+        self._open = xxhash.xxh3_128()
+        self._size = 0  # of what the open chunk has so far
+
+    def add(self, data: memoryview) -> None:
+        while data:
+            part = data[: CHUNK_BYTES - self._size]
+            self._open.update(part)
+            self._size += len(part)
+            data = data[len(part) :]
+            if self._size == CHUNK_BYTES:
+                self._close()
+
+    def end(self) -> tuple[str, ...]:
+        """All of them, with the last, which may be shorter."""
+        if self._size:
+            self._close()
+        return tuple(self._hashes)
+
+    def _close(self) -> None:
+        self._hashes.append(self._open.hexdigest())
+        self._open, self._size = xxhash.xxh3_128(), 0
+
+
+def digest_over(skeleton: Any, pieces: tuple[Piece, ...], hashes: tuple[str, ...]) -> str:
+    """Of a state: xxh3-128 over its description and the hashes of its chunks."""
+    described = [skeleton, [vars(piece) for piece in pieces], hashes]
+    return xxhash.xxh3_128_hexdigest(json.dumps(described, sort_keys=True).encode())
 
 
 #: When a tensor has to be in a copy: it may change any time, with the next step, or not before

@@ -25,7 +25,7 @@ from runtime.snapshot import Buffer, Damaged, Piece, Staged
 
 log = logging.getLogger("drydock.checkpoint")
 
-FORMAT = 1
+FORMAT = 2
 KEEP = 3
 DRAFT_S = 3600.0  # another host's draft that nobody touched for so long was left by a dead writer
 #: Pids mean something only here; a container that shares the store is a host of its own.

@@ -129,7 +129,7 @@ class Download:
         self.manifest = manifest
         self.buffer = allocate(int(manifest["bytes"]))
         self.sources: Counter[str] = Counter()  # address -> chunks that it gave
-        self._hashes: list[int] = [int(one, 16) for one in manifest["chunks"]]
+        self._hashes: tuple[str, ...] = tuple(manifest["chunks"])
         total = len(self._hashes)
         self._missing = deque(Piece(p, min(PIECE, total - p)) for p in range(0, total, PIECE))
         self._asked = 0  # pieces that some connection is reading
@@ -162,7 +162,7 @@ class Download:
             raise PeerFailed(
                 f"{len(self._missing)} pieces of the state are missing: {'; '.join(self._answers)}"
             )
-        return Staged.restore(self.manifest, self.buffer)
+        return Staged.restore(self.manifest, self.buffer, self._hashes)  # compared as they came
 
     def _read(self, connection: Connection, piece: Piece) -> None:
         step = self.manifest["step"]

@@ -11,7 +11,7 @@ import xxhash
 
 from runtime.snapshot import Damaged
 
-HEADER = struct.Struct("!IQ")  # length of the chunk, its xxh3-64
+HEADER = struct.Struct("!I16s")  # length of the chunk, its xxh3-128
 LENGTH = struct.Struct("!I")
 MAX_JSON = 64 << 20
 
@@ -39,21 +39,23 @@ def receive_json(connection: socket.socket) -> dict[str, Any]:
     return message
 
 
-def send_chunk(connection: socket.socket, chunk: memoryview) -> None:
-    connection.sendall(HEADER.pack(len(chunk), xxhash.xxh3_64_intdigest(chunk)))
+def send_chunk(connection: socket.socket, chunk: memoryview, known: str | None = None) -> None:
+    """`known`: its hash, where it was computed before."""
+    hashed = bytes.fromhex(known) if known else xxhash.xxh3_128_digest(chunk)
+    connection.sendall(HEADER.pack(len(chunk), hashed))
     connection.sendall(chunk)
 
 
-def receive_chunk(connection: socket.socket, into: memoryview) -> int:
+def receive_chunk(connection: socket.socket, into: memoryview) -> str:
     """Fill `into` with one chunk; returns its hash. Raises Damaged, PeerFailed."""
     size, expected = HEADER.unpack(receive_exactly(connection, HEADER.size))
     if size != len(into):
         raise Damaged(f"a chunk of {size} bytes came where {len(into)} were due")
     receive_into(connection, into)
-    found = xxhash.xxh3_64_intdigest(into)
+    found = xxhash.xxh3_128_digest(into)
     if found != expected:
         raise Damaged(f"{size} bytes were changed on the way")
-    return found
+    return found.hex()
 
 
 def receive_exactly(connection: socket.socket, size: int) -> bytes:

@@ -164,7 +164,10 @@ class PeerServer:
 
     def release(self, *, log: bool) -> None:
         with self._offering:
+            held: list[object] = [self._offered, self._copy]
             self._offered = self._copy = None
+        # To give hundreds of megabytes back takes the kernel as long as half a short step.
+        threading.Thread(target=held.clear, name="drydock-free").start()
         self.kept.wanted = self.kept.wanted and not log
 
     def close(self) -> None:
@@ -175,7 +178,7 @@ class PeerServer:
 
     def _hold(self, copying: Copying) -> None:
         staged = copying.finish()
-        digest, _hashes = staged.digest, staged.chunk_hashes  # both are kept by the copy
+        digest = staged.digest
         with self._offering:
             if self._offered is not copying:
                 return  # another was offered meanwhile, or none is wanted any more
@@ -202,11 +205,11 @@ class PeerServer:
         else:
             first, count = int(request["first"]), int(request["count"])
             view = memoryview(staged.buffer)
-            for start in range(first * CHUNK_BYTES, (first + count) * CHUNK_BYTES, CHUNK_BYTES):
-                chunk = view[start : start + CHUNK_BYTES]
+            for number in range(first, first + count):
+                chunk = view[number * CHUNK_BYTES :][:CHUNK_BYTES]
                 if self._pace is not None:
                     self._pace.take(len(chunk))
-                send_chunk(connection, chunk)
+                send_chunk(connection, chunk, staged.chunk_hashes[number])
 
     def _serve_reduced(self, connection: socket.socket, request: dict[str, Any]) -> None:
         step, settled = int(request["step"]), bool(request["settled"])

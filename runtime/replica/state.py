@@ -16,7 +16,7 @@ from runtime.data import Batches
 from runtime.ledger import SampleLedger, Summed
 from runtime.replica.division import Division, part_of
 from runtime.replica.statistics import RunningStatistics
-from runtime.snapshot import Copying, Staged, When, size_of, stage
+from runtime.snapshot import Copying, Staged, When, digest_of, size_of, stage
 
 
 class Stateful(Protocol):
@@ -139,10 +139,11 @@ class TrainingState:
         """Bytes that a copy takes. May be asked in the middle of a step."""
         return size_of(self._gathered())
 
-    def digest(self) -> str:
-        """Of all but the ledger, whose epochs tell of deaths: equal for every run that trained the
-        same."""
-        return stage(self._trained(), self.committed).digest
+    def digest(self, *, ledger: bool = False) -> str:
+        """Equal for every run that trained the same; with the `ledger`, whose epochs tell of
+        deaths, the digest of a copy."""
+        state = self._trained()
+        return digest_of({**state, "ledger": self.ledger.state_dict()} if ledger else state)
 
     def load(self, staged: Staged) -> None:
         """Put a copy back. Raises ValueError if it belongs to other data or another model."""

@@ -313,7 +313,7 @@ def test_a_follower_hears_of_each_step_in_order_and_when_it_is_up_to_date(
 def test_a_chunk_changed_on_the_way_is_found() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall(HEADER.pack(4, 12345) + b"data")
+        theirs.sendall(HEADER.pack(4, bytes(16)) + b"data")
 
         with pytest.raises(Damaged):
             receive_chunk(ours, memoryview(bytearray(4)))
@@ -327,3 +327,10 @@ def test_a_state_whose_digest_differs_is_refused() -> None:
 
     with pytest.raises(Damaged, match="digest"):
         Staged.restore(described, staged.buffer)
+
+
+def test_a_state_with_a_chunk_that_nobody_compared_is_refused() -> None:
+    staged = stage(STATE, 7)
+
+    with pytest.raises(Damaged, match="digest"):
+        Staged.restore(staged.describe(), staged.buffer, staged.chunk_hashes[:-1])

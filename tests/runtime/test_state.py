@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from runtime.data import Batches
 from runtime.ledger import Summed
 from runtime.replica.state import TrainingState
-from runtime.snapshot import size_of, stage, touched
+from runtime.snapshot import CHUNK_BYTES, digest_of, size_of, stage, touched
 
 SUMMED = Summed(coverage=[1] * 12, checksums=[5] * 12, who=[1] * 12)
 
@@ -86,6 +88,23 @@ def test_a_copy_into_memory_that_is_there_is_the_same_copy() -> None:
     too_small = stage(state, 4, touched(1))
 
     assert fresh.digest == reused.digest == too_small.digest
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), max_size=6),
+    large=st.integers(-2, 2),
+    transposed=st.booleans(),
+)
+def test_a_digest_needs_no_copy(sizes: list[int], large: int, transposed: bool) -> None:
+    wide = torch.arange(2 * (CHUNK_BYTES + large), dtype=torch.uint8).reshape(2, -1)
+    state = {
+        "small": [torch.full((size,), size, dtype=torch.float64) for size in sizes],
+        "large": [wide.t(), wide][transposed],
+        "none": torch.empty(0),
+        "step": 3,
+    }
+
+    assert digest_of(state) == stage(state, 4).digest
 
 
 def test_no_step_waits_until_weights_are_copied_that_are_not_trained() -> None:
