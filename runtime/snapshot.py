@@ -1,99 +1,89 @@
-"""A consistent copy of the training state: one buffer of bytes and a JSON description.
+"""A consistent copy of the training state, as an image.
 
 Used by checkpoints and by peers alike. It never pickles: what is not a tensor must be JSON.
-The training thread pays one memcpy (`stage`); hashing is for another thread (`Staged.digest`).
+The training thread pays one memcpy (`stage`), or less (`Copying`); hashing is for another thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import functools
-import json
+import mmap
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-import xxhash
 
-CHUNK_BYTES = 1 << 20
-#: Writable bytes.
-Buffer = bytearray | memoryview
+from runtime.image import CHUNK_BYTES, Buffer, ChunkHashes, Piece, Staged, Table, aligned
 
-
-class Damaged(RuntimeError):
-    """Bytes do not match their hash: this copy must not be used."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """Where one tensor lies in the buffer."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    offset: int
-    bytes: int
+#: When a tensor has to be in a copy: it may change any time, with the next step, or not before
+#: another state is loaded.
+When = Literal["now", "soon", "whenever"]
+#: Says of each tensor, by its name, when.
+Due = Callable[[str, torch.Tensor], When]
 
 
-@dataclass(frozen=True)
-class Staged:
-    """A copy of the state at the edge after `step`. Never changed once made."""
+def any_time(_name: str, _tensor: torch.Tensor) -> When:
+    return "now"
 
-    step: int
-    skeleton: Any  # the state with each tensor replaced by {"$tensor": index}
-    pieces: tuple[Piece, ...]
-    buffer: Buffer
-    known: tuple[str, ...] | None = None  # the chunks' hashes, if they were just compared
 
-    @functools.cached_property
-    def digest(self) -> str:
-        """Over everything: equal exactly if the two states are bit-identical."""
-        return digest_over(self.skeleton, self.pieces, self.chunk_hashes)
+#: Where tensors that are one are kept once. Elsewhere loading could take them apart, and a state
+#: that was loaded would not have the digest of the one that was saved.
+TIED = ".model."
 
-    @functools.cached_property
-    def chunk_hashes(self) -> tuple[str, ...]:
-        """xxh3-128 of each chunk of the buffer, so that parts can be taken from several places."""
-        if self.known is not None:
-            return self.known
-        return tuple(xxhash.xxh3_128_hexdigest(chunk) for chunk in self.chunks())
 
-    def chunks(self) -> Iterator[memoryview]:
-        view = memoryview(self.buffer)
-        for start in range(0, len(view), CHUNK_BYTES):
-            yield view[start : start + CHUNK_BYTES]
+class Layout:
+    """Where each tensor of a state is to lie in its image."""
 
-    def describe(self) -> dict[str, Any]:
-        """The JSON half; with the buffer it is the whole."""
-        return {
-            "step": self.step,
-            "skeleton": self.skeleton,
-            "pieces": [vars(piece) for piece in self.pieces],
-            "bytes": len(self.buffer),
-            "digest": self.digest,
-        }
-
-    @staticmethod
-    def restore(
-        described: dict[str, Any], buffer: Buffer, known: tuple[str, ...] | None = None
-    ) -> Staged:
-        """Put the two halves together. Raises Damaged unless the digest matches. `known`: the
-        chunks' hashes, where the caller has just computed them."""
-        pieces = tuple(Piece(**piece) for piece in described["pieces"])
-        staged = Staged(described["step"], described["skeleton"], pieces, buffer, known)
-        whole = known is None or len(known) == -(-len(buffer) // CHUNK_BYTES)
-        if len(buffer) != described["bytes"] or not whole or staged.digest != described["digest"]:
-            raise Damaged(
-                f"state of step {staged.step}: digest {staged.digest} is not "
-                f"{described['digest']}; take another copy"
+    def __init__(self, state: Any, due: Due = any_time) -> None:
+        """Weights that are tied are in it once."""
+        self.tensors: list[torch.Tensor] = []
+        names: list[str] = []
+        skeleton = encode(state, names, self.tensors)
+        self.due = [due(name, one) for name, one in zip(names, self.tensors, strict=True)]
+        self.order: list[int] = []
+        offsets: dict[int, int] = {}
+        ends = [0]
+        kinds: tuple[When, ...] = ("whenever", "soon", "now")
+        for when in kinds:
+            ends.append(self._lay(when, aligned(ends[-1], CHUNK_BYTES), offsets))
+        frozen, trained = (aligned(end, CHUNK_BYTES) for end in ends[1:3])
+        pieces = tuple(
+            Piece(
+                name=name,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=list(tensor.shape),
+                offset=offsets[place],
+                bytes=size_in_bytes(tensor),
             )
-        return staged
+            for place, (name, tensor) in enumerate(zip(names, self.tensors, strict=True))
+        )
+        self.table = Table(skeleton, pieces, ends[-1], frozen, trained)
 
-    def state(self) -> Any:
-        """The state itself; its tensors share memory with the buffer."""
-        tensors = [view_of(self.buffer, piece) for piece in self.pieces]
-        return decode(self.skeleton, tensors)
+    def _lay(self, when: When, start: int, offsets: dict[int, int]) -> int:
+        """Those that are due then, one after the other; where the last one ends."""
+        places = [place for place, due in enumerate(self.due) if due == when]
+        for place in places:
+            offsets[place] = start
+            start = aligned(start + size_in_bytes(self.tensors[place]))
+        self.order += places
+        return start
+
+
+def digest_of(state: Any, due: Due = any_time) -> str:
+    """The digest that a copy of this state would have; none is made."""
+    layout = Layout(state, due)
+    hashes = ChunkHashes()
+    at = 0
+    for place in layout.order:
+        piece = layout.table.pieces[place]
+        hashes.add(memoryview(bytes(piece.offset - at)))
+        hashes.add(bytes_of(layout.tensors[place].detach().contiguous()))
+        at = piece.offset + piece.bytes
+    hashes.add(memoryview(bytes(layout.table.bytes - at)))
+    return layout.table.digest(hashes.end())
 
 
 def stage(state: Any, step: int, into: memoryview | None = None) -> Staged:
@@ -101,90 +91,38 @@ def stage(state: Any, step: int, into: memoryview | None = None) -> Staged:
     return Copying(state, step, into).finish()
 
 
-def digest_of(state: Any) -> str:
-    """The digest that a copy of this state would have; none is made."""
-    tensors: list[tuple[str, torch.Tensor]] = []
-    skeleton = encode(state, "", tensors)
-    pieces, _size = lay_out(tensors)
-    chunks = Chunks()
-    for piece, (_name, tensor) in zip(pieces, tensors, strict=True):
-        chunks.add(bytes_of(tensor.detach().contiguous()))
-        end = piece.offset + piece.bytes
-        chunks.add(memoryview(bytes(aligned(end) - end)))
-    return digest_over(skeleton, pieces, chunks.end())
-
-
-class Chunks:
-    """The hashes of a buffer's chunks, of which the bytes come one after another."""
-
-    def __init__(self) -> None:
-        self._hashes: list[str] = []
-        self._open = xxhash.xxh3_128()
-        self._size = 0  # of what the open chunk has so far
-
-    def add(self, data: memoryview) -> None:
-        while data:
-            part = data[: CHUNK_BYTES - self._size]
-            self._open.update(part)
-            self._size += len(part)
-            data = data[len(part) :]
-            if self._size == CHUNK_BYTES:
-                self._close()
-
-    def end(self) -> tuple[str, ...]:
-        """All of them, with the last, which may be shorter."""
-        if self._size:
-            self._close()
-        return tuple(self._hashes)
-
-    def _close(self) -> None:
-        self._hashes.append(self._open.hexdigest())
-        self._open, self._size = xxhash.xxh3_128(), 0
-
-
-def digest_over(skeleton: Any, pieces: tuple[Piece, ...], hashes: tuple[str, ...]) -> str:
-    """Of a state: xxh3-128 over its description and the hashes of its chunks."""
-    described = [skeleton, [vars(piece) for piece in pieces], hashes]
-    return xxhash.xxh3_128_hexdigest(json.dumps(described, sort_keys=True).encode())
-
-
-#: When a tensor has to be in a copy: it may change any time, with the next step, or not before
-#: another state is loaded.
-When = Literal["now", "soon", "whenever"]
-
-
 class Copying:
     """A copy under way: what may change any time is in it at once, the rest after `finish`."""
 
     def __init__(
-        self,
-        state: Any,
-        step: int,
-        into: memoryview | None = None,
-        when: Callable[[str, torch.Tensor], When] = lambda _name, _tensor: "now",
+        self, state: Any, step: int, into: memoryview | None = None, due: Due = any_time
     ) -> None:
-        """`into`: what `touched` gave for the size that `size_of` tells; the copy costs a fifth
-        then. If the size is not right other memory is taken. `when`: says of each tensor, by its
-        name, how long the caller leaves it unchanged: until `settled`, or until `finished`."""
-        tensors: list[tuple[str, torch.Tensor]] = []
-        self._skeleton = encode(state, "", tensors)
-        self._step = step
-        self._pieces, size = lay_out(tensors)
-        if into is None or len(into) != size:
-            into = allocate(size, pinned=any(tensor.is_cuda for _, tensor in tensors))
-        self._buffer = into
+        """`into`: memory that was touched before, of the size that `size_of` tells or more; a copy
+        into it costs a fifth. If there is less of it other memory is taken. `due`: how long the
+        caller leaves a tensor unchanged: until `settled`, or until `finished`."""
+        layout = Layout(state, due)
+        self.step = step
+        self.waited_s = 0.0  # how long the training waited for it after it was begun
+        self.table = layout.table
+        if into is None or len(into) < self.table.bytes:
+            pinned = any(tensor.is_cuda for tensor in layout.tensors)
+            into = allocate(self.table.bytes, pinned=pinned)
+        self._buffer = into[: self.table.bytes]
         self._rest: dict[When, list[tuple[Piece, torch.Tensor]]] = {"soon": [], "whenever": []}
-        self._stream = stream_beside([tensor for _, tensor in tensors])
+        self._stream = stream_beside(layout.tensors)
         self.settled = threading.Event()  # what the next step changes is copied
         self.finished = threading.Event()
+        at = 0
         with torch.cuda.stream(self._stream):
-            for piece, (name, tensor) in zip(self._pieces, tensors, strict=True):
-                if (due := when(name, tensor)) in self._rest:
-                    self._rest[due].append((piece, tensor))
+            for place in layout.order:
+                piece, tensor = layout.table.pieces[place], layout.tensors[place]
+                self._buffer[at : piece.offset] = bytes(piece.offset - at)  # it is hashed too
+                at = piece.offset + piece.bytes
+                if (due_at := layout.due[place]) in self._rest:
+                    self._rest[due_at].append((piece, tensor))
                 else:
                     self._copy(piece, tensor)
-                end = piece.offset + piece.bytes  # what lies between is hashed too
-                self._buffer[end : aligned(end)] = bytes(aligned(end) - end)
+        self._buffer[at:] = bytes(self.table.bytes - at)
         if self._stream is not None:  # nothing on the card changes these before they are copied
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
@@ -203,7 +141,13 @@ class Copying:
         finally:
             self.settled.set()
             self.finished.set()
-        return Staged(self._step, self._skeleton, self._pieces, self._buffer)
+        return Staged(self.step, self.table, self._buffer)
+
+    def await_settled(self) -> None:
+        """Before what the next step changes is changed."""
+        began = time.monotonic()
+        self.settled.wait()
+        self.waited_s += time.monotonic() - began
 
     def _copy(self, piece: Piece, tensor: torch.Tensor) -> None:
         """From a card it is only begun."""
@@ -221,23 +165,42 @@ def stream_beside(tensors: list[torch.Tensor]) -> torch.cuda.Stream | None:
     return stream
 
 
-def size_of(state: Any) -> int:
+def size_of(state: Any, due: Due = any_time) -> int:
     """Bytes that a copy of this state takes."""
-    tensors: list[tuple[str, torch.Tensor]] = []
-    encode(state, "", tensors)
-    return lay_out(tensors)[1]
+    return Layout(state, due).table.bytes
+
+
+def size_in_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def state_of(staged: Staged) -> Any:
+    """The state that was copied; its tensors share memory with the copy."""
+    tensors = [view_of(staged.buffer, piece) for piece in staged.table.pieces]
+    return decode(staged.table.skeleton, tensors)
 
 
 def touched(size: int) -> memoryview:
     """Memory whose pages are there: the first touch costs more than a copy into it."""
     pinned: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return bytes_of(torch.empty(size, dtype=torch.uint8, pin_memory=pinned).zero_())
+    memory = allocate(size, pinned=pinned)
+    if size:
+        torch.frombuffer(memory, dtype=torch.uint8).zero_()
+    return memory
 
 
 def allocate(size: int, *, pinned: bool = False) -> memoryview:
-    """Memory of torch's: a bytearray would be cleared first, with the interpreter's lock held, and
-    for hundreds of megabytes no thread of this process would answer anyone meanwhile."""
-    return bytes_of(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
+    """Memory that begins at a page. Not a bytearray, which would be cleared first, with the
+    interpreter's lock held: for hundreds of megabytes no thread of this process would answer anyone
+    meanwhile."""
+    if pinned:
+        return bytes_of(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+    if not size:
+        return memoryview(bytearray())
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)  # their first touch costs a third
+    return memoryview(pages)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -268,23 +231,6 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def lay_out(tensors: list[tuple[str, torch.Tensor]]) -> tuple[tuple[Piece, ...], int]:
-    """Where each tensor lies in a buffer, and the buffer's size."""
-    pieces = []
-    offset = 0
-    for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        piece = Piece(name=name, dtype=dtype, shape=list(tensor.shape), offset=offset, bytes=size)
-        pieces.append(piece)
-        offset = aligned(offset + size)
-    return tuple(pieces), offset
-
-
-def aligned(offset: int) -> int:
-    return (offset + 63) // 64 * 64
-
-
 def view_of(buffer: Buffer, piece: Piece) -> torch.Tensor:
     dtype = getattr(torch, piece.dtype)
     if piece.bytes == 0:
@@ -294,23 +240,40 @@ def view_of(buffer: Buffer, piece: Piece) -> torch.Tensor:
     return flat.view(piece.shape)
 
 
-def encode(value: Any, name: str, tensors: list[tuple[str, torch.Tensor]]) -> Any:
-    """JSON for a value; tensors are moved to the list, in a fixed order."""
-    if isinstance(value, torch.Tensor):
-        tensors.append((name, value))
-        return {"$tensor": len(tensors) - 1}
-    if isinstance(value, dict):
-        pairs = [[key, encode(item, f"{name}.{key}", tensors)] for key, item in value.items()]
-        return {"$dict": pairs}
-    if isinstance(value, list | tuple):
-        kind = "$tuple" if isinstance(value, tuple) else "$list"
-        return {kind: [encode(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(
-        f"state{name} is a {type(value).__name__}; keep tensors, numbers, strings, lists, tuples "
-        "and dicts in the state, or give the object state_dict() and load_state_dict()"
-    )
+def encode(state: Any, names: list[str], tensors: list[torch.Tensor]) -> Any:
+    """JSON for a state; its tensors are moved to the list, in a fixed order, with their names.
+
+    Raises TypeError, with the remedy, for what is neither a tensor nor JSON.
+    """
+    tied: dict[tuple[Any, ...], int] = {}
+
+    def place_of(tensor: torch.Tensor, name: str) -> int:
+        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        if name.startswith(TIED) and tensor.numel():
+            if memory in tied:
+                return tied[memory]
+            tied[memory] = len(tensors)
+        names.append(name)
+        tensors.append(tensor)
+        return len(tensors) - 1
+
+    def encoded(value: Any, name: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            return {"$tensor": place_of(value, name)}
+        if isinstance(value, dict):
+            pairs = [[key, encoded(item, f"{name}.{key}")] for key, item in value.items()]
+            return {"$dict": pairs}
+        if isinstance(value, list | tuple):
+            kind = "$tuple" if isinstance(value, tuple) else "$list"
+            return {kind: [encoded(item, f"{name}.{i}") for i, item in enumerate(value)]}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise TypeError(
+            f"state{name} is a {type(value).__name__}; keep tensors, numbers, strings, lists, "
+            "tuples and dicts in the state, or give the object state_dict() and load_state_dict()"
+        )
+
+    return encoded(state, "")
 
 
 def decode(skeleton: Any, tensors: list[torch.Tensor]) -> Any:

@@ -1,31 +1,45 @@
-"""When to save, and the thread that writes: the training thread pays one memcpy.
+"""When to save, and the way of a copy from the training thread to the writer.
 
-A failed save raises an alarm and never stops the training.
+The training thread pays for the copying of what it is about to change, at most. A failed save
+raises an alarm and never stops the training.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
+import mmap
 import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from runtime.checkpoint import store
+from runtime.checkpoint.facts import facts_of
+from runtime.checkpoint.handle import WriterHandle
+from runtime.checkpoint.rooms import Room, Rooms
 from runtime.client import CheckpointSaved
+from runtime.image import Damaged, Staged, aligned
 from runtime.job import Job
-from runtime.snapshot import Staged
+from runtime.snapshot import Copying
 
 FINISH_S = 30.0  # how long the end of a job waits for its last checkpoint
 
 
-@dataclass(frozen=True)
-class Request:
-    staged: Staged
+@dataclass
+class Save:
+    """One checkpoint on its way."""
+
+    name: str
+    step: int
+    copying: Copying
+    room: Room
     asked: float  # monotonic
-    stall_s: float
+    begin_s: float  # what the training thread paid at the edge
+    durable: dict[str, Any] | None = None  # what the writer said
+    verified: bool = False
 
 
 class Checkpointer:
@@ -36,93 +50,207 @@ class Checkpointer:
         self.every_s = every_s
         self.keep = keep
         self.folder = Path(job.state_dir) / "checkpoints"
-        if job.ranks > 1:
-            self.folder /= f"rank-{job.rank}-of-{job.ranks}"
-        #: called, on the writer's thread, with each one that is durable
+        #: called, on a thread of its own, with each one that is durable and verified
         self.on_saved: Callable[[CheckpointSaved], None] = job.sender.tell
         self._last = time.monotonic()
-        self._requests: queue.Queue[Request | None] = queue.Queue(maxsize=1)
+        self._late = False
+        self._rooms = Rooms(lambda why: job.trouble("no_room_for_checkpoints", why))
+        self._writer = WriterHandle(self._hear)
+        self._copied: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._asked: dict[str, Save] = {}  # of the writer, by name
+
+    # --- loading --------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         """Of the checkpoints that are there, unverified.
 
         Raises ValueError if there are none but those of replicas with another number of ranks.
         """
-        if not store.candidates(self.folder) and (others := self._of_other_shapes()):
+        steps, others = [], []
+        for path, found in store.listed(self.folder):
+            if isinstance(found, Damaged):
+                self.job.trouble("checkpoint_refused", str(found))
+            elif len(found.parts) == self.job.ranks:
+                steps.append(found.step)
+            else:
+                others.append(path)
+        if others and not steps:
             raise ValueError(
                 f"{others[0]} is of replicas with another number of ranks than {self.job.ranks}: "
                 "resume with as many, or give another DRYDOCK_STATE_DIR"
             )
-        return [store.step_of(path) for path in store.candidates(self.folder)]
+        return list(dict.fromkeys(steps))
 
     def read(self, step: int) -> Staged | None:
-        """The checkpoint of this step, or None if it does not verify."""
-        return store.verified(store.place(self.folder, step))
+        """Our part of the newest checkpoint of this step that verifies, or None; what does not is
+        told."""
+        for path, found in store.listed(self.folder):
+            if isinstance(found, Damaged) or found.step != step:
+                continue
+            try:
+                return store.read(path, self.job.rank)
+            except Damaged as error:
+                self.job.trouble("checkpoint_refused", str(error))
+        return None
+
+    # --- saving ---------------------------------------------------------------------------------
 
     def due(self) -> bool:
-        """Whether the interval is over and the writer is free."""
-        return time.monotonic() - self._last >= self.every_s and self._requests.empty()
+        """Whether the interval is over."""
+        return time.monotonic() - self._last >= self.every_s
 
-    def save(self, staged: Staged, asked: float, *, last: bool = False) -> None:
-        """Hand a copy to the writer.
+    def prepare(self, size: int) -> bool:
+        """Whether a state of `size` bytes can be taken at once. Begins to make room for it and
+        starts the writer, so that the first save costs what the others do."""
+        self._start()
+        made = self._rooms.prepare(size)
+        if made and not self._rooms.any_free():
+            if self.due() and not self._late:
+                self._late = True
+                self.job.trouble("checkpoint_late", "the store is slower than checkpoints are due")
+            return False
+        return made
 
-        A writer that is a whole save behind is not waited for, except, for FINISH_S, with the last
-        save of all: training goes on, an engineer is told.
+    def save(
+        self,
+        begin: Callable[[memoryview | None], Copying],
+        size: int,
+        name: str,
+        *,
+        last: bool = False,
+    ) -> Copying | None:
+        """Begin a copy and see that it is written; None if there is no room for it, which an
+        engineer is told.
+
+        `begin` begins the copy in the memory that it is given; its state has `size` bytes. No step
+        may be applied before the copy is settled. `name` is the same on all ranks, and new. The
+        `last` one of all waits for room, for FINISH_S.
         """
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._write_all, name="drydock-saver", daemon=True
-            )
-            self._thread.start()
+        asked = time.monotonic()
+        self._start()
+        self._rooms.prepare(size)
+        room = self._rooms.take(size, FINISH_S if last else 0.0)
+        if room is None:
+            self.job.trouble("checkpoint_skipped", "the store has not taken the ones before")
+            return None
         self._last = time.monotonic()
-        request = Request(staged, asked, self._last - asked)
+        self._late = False
         try:
-            self._requests.put(request, block=last, timeout=FINISH_S)
-        except queue.Full:
-            self.job.trouble("checkpoint_skipped", f"step {staged.step}: the store is too slow")
+            copying = begin(room.memory)
+        except BaseException:
+            self._rooms.give_back(room.number)
+            raise
+        save = Save(name, copying.step, copying, room, asked, time.monotonic() - asked)
+        self._copied.put(save)
+        return copying
 
     def finish(self) -> None:
-        """Wait until everything handed over is durable or was refused, for FINISH_S at most."""
+        """Wait until everything handed over is durable or was refused, for FINISH_S at most. What
+        is not goes on without us."""
         if self._thread is None:
             return
-        with contextlib.suppress(queue.Full):  # then the join below ends by its time too
-            self._requests.put(None, timeout=FINISH_S)
+        self._copied.put(None)
         self._thread.join(FINISH_S)
-        if self._thread.is_alive():
+        if self._thread.is_alive() or not self._writer.close(FINISH_S):
             self.job.trouble("checkpoint_unfinished", f"not durable after {FINISH_S:g} s")
         self._thread = None
+        self._rooms.close()
 
-    def _last_whole(self) -> list[Path]:
-        """Our part of the newest checkpoint of which every rank's part is there: one of us may be
-        slower, or fail, and the others must not remove theirs meanwhile."""
-        folders = list(self.folder.parent.glob(f"rank-*-of-{self.job.ranks}"))
-        parts = [{path.name for path in store.candidates(folder)} for folder in folders]
-        whole = sorted(set.intersection(*parts)) if len(parts) == self.job.ranks else []
-        return [self.folder / name for name in whole[-1:]]
+    # --- on threads of our own ------------------------------------------------------------------
 
-    def _of_other_shapes(self) -> list[Path]:
-        top = Path(self.job.state_dir) / "checkpoints"
-        parts = [p for p in top.glob("rank-*-of-*") if p.name.split("-")[-1] != str(self.job.ranks)]
-        folders = [top, *parts] if self.job.ranks > 1 else parts
-        return [path for folder in folders for path in store.candidates(folder)]
-
-    def _write_all(self) -> None:
-        while (request := self._requests.get()) is not None:
-            try:
-                path = store.write(self.folder, request.staged, self.keep, self._last_whole())
-            except Exception as error:  # without this thread no later save would be written
-                self.job.trouble("checkpoint_failed", f"step {request.staged.step}: {error!r}")
-                continue
-            self.on_saved(
-                CheckpointSaved(
-                    step=request.staged.step,
-                    tier="shared",
-                    path=str(path),
-                    bytes=len(request.staged.buffer),
-                    digest=request.staged.digest,
-                    stall_s=request.stall_s,
-                    seconds=time.monotonic() - request.asked,
-                    at=time.time(),
-                )
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._hand_over, name="drydock-saver", daemon=True
             )
+            self._thread.start()
+
+    def _hand_over(self) -> None:
+        """Give the writer each copy once it is whole."""
+        try:
+            self._writer.start()
+        except OSError as error:
+            self.job.trouble("checkpoint_failed", f"no writer could be started: {error}")
+        while (save := self._copied.get()) is not None:
+            try:
+                self._ask(save)
+            except Exception as error:  # without this thread no later save would be written
+                self._end(save, f"{error!r}")
+
+    def _ask(self, save: Save) -> None:
+        table = save.copying.finish().table
+        described = json.dumps(table.describe()).encode()
+        start = aligned(table.bytes, mmap.PAGESIZE)
+        if start + len(described) > len(save.room.memory):
+            raise ValueError(f"the state's description has {len(described)} bytes: no room for it")
+        save.room.memory[start : start + len(described)] = described
+        with self._lock:
+            self._asked[save.name] = save
+        asked = {
+            "op": "save",
+            "room": save.room.number,
+            "image": table.bytes,
+            "described": len(described),
+            "folder": str(self.folder.absolute()),
+            "step": save.step,
+            "save": save.name,
+            "rank": self.job.rank,
+            "ranks": self.job.ranks,
+            "keep": self.keep,
+            "facts": facts_of(self.job),
+        }
+        self._writer.send(asked, self._rooms.descriptors(), self._rooms.generation)
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        """What the writer says."""
+        if message["op"] == "died":
+            with self._lock:
+                lost = list(self._asked.values())
+            for save in lost:
+                self._end(save, f"the writer died with status {message['code']}")
+            return
+        with self._lock:
+            found = self._asked.get(message["save"])
+        if found is not None:
+            self._hear_of(found, message)
+
+    def _hear_of(self, save: Save, message: dict[str, Any]) -> None:
+        if message["op"] == "alarm":
+            self.job.trouble(message["kind"], f"step {save.step}: {message['text']}")
+        elif message["op"] == "durable":
+            save.durable = {**message, "seconds": time.monotonic() - save.asked}
+        elif message["op"] == "verified":
+            save.verified = True
+            self._tell(save)
+        elif message["op"] == "failed":
+            self._end(save, message["error"])
+        elif message["op"] == "done":
+            with self._lock:
+                self._asked.pop(save.name, None)
+            self._rooms.give_back(save.room.number)
+
+    def _tell(self, save: Save) -> None:
+        if save.durable is None:
+            raise ValueError("it was verified before it was durable")
+        self.on_saved(
+            CheckpointSaved(
+                step=save.step,
+                tier="shared",
+                path=save.durable["path"],
+                bytes=save.durable["bytes"],
+                digest=save.durable["digest"],
+                stall_s=save.begin_s + save.copying.waited_s,
+                seconds=save.durable["seconds"],
+                at=time.time(),
+            )
+        )
+
+    def _end(self, save: Save, error: str) -> None:
+        """Nothing more is heard of it."""
+        with self._lock:
+            self._asked.pop(save.name, None)
+        if not save.verified:
+            self.job.trouble("checkpoint_failed", f"step {save.step}: {error}")
+        self._rooms.give_back(save.room.number)

@@ -1,184 +1,225 @@
-"""Checkpoints on disk: a folder per step, complete and verified or invisible.
+"""Checkpoints in a folder: found, verified, chosen, and removed last.
 
-    step-00001234/tensors.bin      raw bytes, as staged
-    step-00001234/manifest.json    what lies where, a hash per tensor, the digest of the whole
-
-No pickle. A folder appears by rename after everything in it is durable; the older ones are only
-removed after that. A damaged or incomplete folder is never chosen.
+One that was damaged is never chosen. How they are written is in `draft`, the format in `manifest`.
+Imports no torch.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import os
+import re
 import shutil
-import socket
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
-from runtime.snapshot import Buffer, Damaged, Piece, Staged
+from runtime.checkpoint import disk
+from runtime.checkpoint.manifest import MANIFEST, DataFile, Manifest, Part
+from runtime.image import CHUNK_BYTES, Damaged, Staged, chunks_of, hash_of
 
 log = logging.getLogger("drydock.checkpoint")
 
-FORMAT = 2
 KEEP = 3
-DRAFT_S = 3600.0  # another host's draft that nobody touched for so long was left by a dead writer
-#: Pids mean something only here; a container that shares the store is a host of its own.
-HOST = socket.gethostname()
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_ASIDE = ".damaged-"
 
 
-def write(folder: Path, staged: Staged, keep: int = KEEP, spare: Collection[Path] = ()) -> Path:
-    """Write one checkpoint durably, read it back, make it visible, then prune to `keep`.
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong with a checkpoint, and where."""
 
-    Keeps those of `spare` however old they are. Raises OSError (disk full, I/O) or Damaged; what
-    was there before is untouched then.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    final = place(folder, staged.step)
-    mine = f"{staged.step:08d}-{HOST}-{os.getpid()}"
-    draft = folder / f".writing-{mine}"
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
-    try:
-        write_file(draft / "tensors.bin", staged.buffer)
-        write_file(draft / "manifest.json", json.dumps(manifest_of(staged)).encode())
-        sync_folder(draft)
-        read(draft)
-        if final.exists():
-            replaced = folder / f".replaced-{mine}"
-            final.rename(replaced)
-            draft.rename(final)
-            shutil.rmtree(replaced)
-        else:
-            draft.rename(final)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    sync_folder(folder)
-    prune(folder, keep, {final, *spare})
-    return final
+    file: str
+    rank: int | None
+    tensors: tuple[str, ...]
+    what: str
 
-
-def newest(folder: Path) -> tuple[Path, Staged] | None:
-    """The newest checkpoint that verifies, or None. What fails is left in place and named."""
-    for path in candidates(folder):
-        if (staged := verified(path)) is not None:
-            return path, staged
-    return None
-
-
-def verified(path: Path) -> Staged | None:
-    """One checkpoint, or None if it fails: it is left in place, and named."""
-    try:
-        return read(path)
-    except (Damaged, OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("checkpoint_refused path=%s error=%s", path, error)
-        return None
-
-
-def read(path: Path) -> Staged:
-    """One checkpoint, every hash checked. Raises Damaged naming the tensor, or OSError."""
-    manifest = json.loads((path / "manifest.json").read_bytes())
-    if manifest["format"] != FORMAT:
-        raise Damaged(f"{path} has format {manifest['format']}, this version reads {FORMAT}")
-    if manifest["self"] != self_hash(manifest):
-        raise Damaged(f"{path}: the manifest was changed")
-    buffer = bytearray((path / "tensors.bin").read_bytes())
-    if len(buffer) != manifest["bytes"]:
-        raise Damaged(f"{path}: {len(buffer)} bytes, {manifest['bytes']} expected")
-    for piece, expected in zip(manifest["pieces"], manifest["hashes"], strict=True):
-        if hash_of(buffer, Piece(**piece)) != expected:
-            raise Damaged(f"{path}: tensor {piece['name']} was changed")
-    return Staged.restore(manifest, buffer)
-
-
-def place(folder: Path, step: int) -> Path:
-    """Where the checkpoint of this step is."""
-    return folder / f"step-{step:08d}"
-
-
-def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
+    def __str__(self) -> str:
+        whose = "" if self.rank is None else f" (rank {self.rank})"
+        tensors = f", tensors {shortened(self.tensors)}" if self.tensors else ""
+        return f"{self.file}{whose}{tensors}: {self.what}"
 
 
 def candidates(folder: Path) -> list[Path]:
     """Visible checkpoints, newest first."""
-    found = [path for path in folder.glob("step-*") if path.name[5:].isdigit()]
-    return sorted(found, reverse=True)
+    found = [(number_of(path), path) for path in folder.glob("step-*") if is_named(path)]
+    return [path for _, path in sorted(found, reverse=True)]
 
 
-def prune(folder: Path, keep: int, spared: Collection[Path]) -> None:
-    """Keep those that are spared, among them the one just written, and the newest others that look
-    whole, `keep` in all."""
-    kept = 1
-    for path in candidates(folder):
-        if path in spared:
-            continue
-        if kept < keep and looks_whole(path):
-            kept += 1
-        else:
-            shutil.rmtree(path, ignore_errors=True)  # another host may be removing it too
-    for path in leftovers(folder):
-        shutil.rmtree(path, ignore_errors=True)
+def is_named(path: Path) -> bool:
+    """Whether it has a checkpoint's name."""
+    return _NAME.fullmatch(path.name) is not None
 
 
-def looks_whole(path: Path) -> bool:
-    """A cheap check: the manifest is unchanged and the tensors have the length that it says."""
+def number_of(path: Path) -> tuple[int, int]:
+    """Its step, and which of the saves of that step it is."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"{path} is not named as a checkpoint is: step-00000012")
+    return int(match[1]), int(match[2] or 0)
+
+
+def manifest_of(path: Path) -> Manifest:
+    """What this checkpoint consists of. Raises Damaged, saying what it is instead of one."""
     try:
-        manifest = json.loads((path / "manifest.json").read_bytes())
-        size = (path / "tensors.bin").stat().st_size
-        whole: bool = manifest["self"] == self_hash(manifest) and manifest["bytes"] == size
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return whole
+        data = (path / MANIFEST).read_bytes()
+    except OSError as error:
+        raise Damaged(_no_checkpoint(path, error)) from error
+    manifest = Manifest.from_json(data, str(path / MANIFEST))
+    if is_named(path) and number_of(path)[0] != manifest.step:
+        raise Damaged(f"{path} holds step {manifest.step}: it was renamed")
+    return manifest
 
 
-def leftovers(folder: Path) -> Iterator[Path]:
-    """Drafts of writers that died: on this host at once, on others by age."""
-    for path in folder.glob(".*-*-*-*"):
-        start, _, pid = path.name.rpartition("-")
-        ours = start.endswith(f"-{HOST}")
-        if not Path(f"/proc/{pid}").exists() if ours else age_s(path) > DRAFT_S:
-            yield path
-
-
-def age_s(path: Path) -> float:
+def part_of(path: Path, manifest: Manifest, rank: int) -> Part:
+    """The description of one rank's image. Raises Damaged."""
+    expected = manifest.part(rank)
     try:
-        return time.time() - path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0  # its writer finished meanwhile
+        data = (path / expected.name).read_bytes()
+    except OSError as error:
+        raise Damaged(f"{path / expected.name} cannot be read: {error.strerror}") from error
+    part = Part.from_json(data, str(path / expected.name))
+    if xxhash.xxh3_128_hexdigest(data) != expected.hash:
+        raise Damaged(
+            f"{path / expected.name} is rank {part.rank} of save {part.save} at step {part.step}, "
+            f"not of this checkpoint: save {manifest.save} at step {manifest.step}"
+        )
+    return part
 
 
-def manifest_of(staged: Staged) -> dict[str, Any]:
-    hashes = [hash_of(staged.buffer, piece) for piece in staged.pieces]
-    manifest = {"format": FORMAT, **staged.describe(), "hashes": hashes}
-    return {**manifest, "self": self_hash(manifest)}
-
-
-def self_hash(manifest: dict[str, Any]) -> str:
-    rest = {key: value for key, value in manifest.items() if key != "self"}
-    return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode())
-
-
-def hash_of(buffer: Buffer, piece: Piece) -> str:
-    view = memoryview(buffer)[piece.offset : piece.offset + piece.bytes]
-    return xxhash.xxh3_64_hexdigest(view)
-
-
-def write_file(path: Path, data: bytes | Buffer) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+def read(path: Path, rank: int = 0) -> Staged:
+    """One rank's image, each chunk compared. Raises Damaged, naming tensors and file."""
+    part = part_of(path, manifest_of(path), rank)
+    buffer = disk.pages(part.table.bytes)
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(handle)
+        for file in part.files:
+            start = file.first * CHUNK_BYTES
+            for finding in check(part, file, handle, buffer[start : start + file.bytes]):
+                raise Damaged(f"{path}: {finding}")
     finally:
         os.close(handle)
+    return Staged(part.step, part.table, buffer, part.hashes)
+
+
+def verified(path: Path, rank: int = 0) -> Staged | None:
+    """One rank's image, or None if it fails: it is left in place, and named."""
+    try:
+        return read(path, rank)
+    except Damaged as error:
+        log.warning("checkpoint_refused path=%s error=%s", path, error)
+        return None
+
+
+def newest(folder: Path, rank: int = 0) -> tuple[Path, Staged] | None:
+    """The newest checkpoint of which this rank's image verifies, or None."""
+    for path in candidates(folder):
+        if (staged := verified(path, rank)) is not None:
+            return path, staged
+    return None
+
+
+def verify(path: Path) -> list[Finding]:
+    """All that is wrong with a checkpoint, reading every byte of it."""
+    try:
+        manifest = manifest_of(path)
+    except Damaged as error:
+        return [Finding(MANIFEST, None, (), str(error))]
+    findings = []
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for expected in manifest.parts:
+            try:
+                part = part_of(path, manifest, expected.rank)
+            except Damaged as error:
+                findings.append(Finding(expected.name, expected.rank, (), str(error)))
+            else:
+                findings += verify_part(part, handle)
+    finally:
+        os.close(handle)
+    return findings
+
+
+def _no_checkpoint(path: Path, error: OSError) -> str:
+    if not path.is_dir():
+        return f"{path} is no folder: a checkpoint is one, named step-00000012"
+    inside = candidates(path)
+    if inside:
+        return f"{path} holds {len(inside)} checkpoints and is none; give one of them: {inside[0]}"
+    return f"{path} is no checkpoint: its {MANIFEST} cannot be read ({error.strerror})"
+
+
+def shortened(names: tuple[str, ...], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(name.removeprefix(".") for name in names[:most]) + more
+
+
+def listed(folder: Path) -> Iterator[tuple[Path, Manifest | Damaged]]:
+    """Every visible one, newest first, with what it consists of or why that cannot be told."""
+    for path in candidates(folder):
+        try:
+            yield path, manifest_of(path)
+        except Damaged as error:
+            yield path, error
+
+
+def verify_part(part: Part, handle: int) -> list[Finding]:
+    """Read the files of a part again, from the disk; what is wrong with them."""
+    return [finding for file in part.files for finding in check(part, file, handle)]
+
+
+def check(part: Part, file: DataFile, handle: int, into: memoryview | None = None) -> list[Finding]:
+    """Read one file and compare its chunks; what is wrong with it. `into`: see `disk.read`."""
+    wrong: list[int] = []
+
+    def compare(offset: int, block: memoryview) -> None:
+        first = file.first + offset // CHUNK_BYTES
+        for chunk, data in enumerate(chunks_of(block), first):
+            if hash_of(data) != part.hashes[chunk]:
+                wrong.append(chunk)
+
+    try:
+        disk.read(file.name, file.bytes, handle, compare, into)
+    except (OSError, EOFError) as error:
+        return [Finding(file.name, part.rank, names_in(part, file.first), str(error))]
+    if not wrong:
+        return []
+    what = f"{len(wrong)} of {file.chunks} chunks are not what was saved"
+    return [Finding(file.name, part.rank, names_in(part, *sorted(wrong)), what)]
+
+
+def names_in(part: Part, *chunks: int) -> tuple[str, ...]:
+    """The tensors of which something lies in these chunks."""
+    return tuple(dict.fromkeys(name for chunk in chunks for name in part.table.names_in(chunk)))
+
+
+def set_aside(path: Path) -> None:
+    """Never choose this checkpoint, but leave it for a person to look at."""
+    with contextlib.suppress(OSError):
+        path.rename(path.with_name(f"{_ASIDE}{path.name}-{time.time_ns()}"))
+
+
+def prune(folder: Path, keep: int = KEEP, spare: Path | None = None) -> None:
+    """Remove all complete checkpoints but the newest `keep`, `spare` among them. What cannot be
+    read is not counted, and goes once it is older than all that are kept."""
+    kept = 0 if spare is None else 1
+    for path, found in listed(folder):
+        if path == spare:
+            continue
+        if kept >= keep:
+            remove(path)
+        elif isinstance(found, Manifest):
+            kept += 1
+    for path in sorted(folder.glob(f"{_ASIDE}*"))[:-1]:  # one is enough to look at
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Its manifest first, so that what is left of it when we die is no checkpoint."""
+    with contextlib.suppress(OSError):
+        (path / MANIFEST).unlink()
+    shutil.rmtree(path, ignore_errors=True)  # another host may be removing it too

@@ -85,7 +85,9 @@ def _of_checkpoint(path: Path) -> list[Entry]:
     found = store.newest(inner if inner.is_dir() else path)
     if found is None:
         raise ValueError("there is no whole checkpoint in this folder")
-    state: dict[str, Any] = found[1].state()
+    from runtime.snapshot import state_of  # and with it torch, which other files do not need
+
+    state: dict[str, Any] = state_of(found[1])
     ledger = SampleLedger(state["batches"])
     ledger.load_state_dict(state["ledger"])
     return [asdict(entry) for entry in ledger.since(-1)]

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from runtime.image import CHUNK_BYTES, Damaged, Staged
 from runtime.replica.framing import PeerFailed, receive_chunk, receive_json
 from runtime.replica.peers import Reduced
-from runtime.snapshot import CHUNK_BYTES, Damaged, Staged, allocate, bytes_of
+from runtime.snapshot import allocate, bytes_of
 
 log = logging.getLogger("drydock.peers")
 

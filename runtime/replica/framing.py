@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from runtime.snapshot import Damaged
+from runtime.image import Damaged
 
 HEADER = struct.Struct("!I16s")  # length of the chunk, its xxh3-128
 LENGTH = struct.Struct("!I")

@@ -57,6 +57,8 @@ class Leader:
         self._why = ""  # why we stop, once all have agreed to
         self._postponed: deque[dict[str, Any]] = deque()
         self._want_checkpoint = threading.Event()
+        self._owed = False  # a checkpoint was wished, and there was no room yet
+        self._warm = False  # room for checkpoints was asked for
         self._others: list[Sibling] = []
         self.siblings = Siblings(
             rank.host,
@@ -151,8 +153,8 @@ class Leader:
         if tail.wishes.stop:
             self._stop("stop wanted")
             return
-        if self.teller.speaks() and (tail.wishes.checkpoint or self.rank.saver.due()):
-            self.together.save()
+        if self.teller.speaks():
+            self._save(wished=bool(tail.wishes.checkpoint))
         if tail.wishes.checkpoint:
             self._want_checkpoint.clear()
         if tail.wishes.stage >= len(self.member.members):
@@ -160,6 +162,17 @@ class Leader:
             self.together.stage()
         if tail.wishes.regroup:
             self._regroup(planned=True)
+
+    def _save(self, *, wished: bool) -> None:
+        """A checkpoint if one is due and there is room for it, else at one of the next edges."""
+        self._owed |= wished
+        if self._owed or self.rank.saver.due():
+            if self.together.prepare_save():
+                self.together.save()
+                self._owed = False
+        elif not self._warm:
+            self._warm = True
+            self.together.prepare_save()
 
     # --- epochs ---------------------------------------------------------------------------------
 

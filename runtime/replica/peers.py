@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
+from runtime.image import CHUNK_BYTES, Staged
 from runtime.replica.framing import send_chunk, send_json
 from runtime.replica.pacing import Pace
-from runtime.snapshot import CHUNK_BYTES, Copying, Staged, bytes_of
+from runtime.snapshot import Copying, bytes_of
 
 log = logging.getLogger("drydock.peers")
 
@@ -201,7 +202,7 @@ class PeerServer:
         if staged is None or staged.step != int(request["step"]):
             send_json(connection, {"error": f"no copy of step {request['step']} is held here"})
         elif request["op"] == "manifest":
-            send_json(connection, {**staged.describe(), "chunks": staged.chunk_hashes})
+            send_json(connection, staged.describe())
         else:
             first, count = int(request["first"]), int(request["count"])
             view = memoryview(staged.buffer)
@@ -209,7 +210,7 @@ class PeerServer:
                 chunk = view[number * CHUNK_BYTES :][:CHUNK_BYTES]
                 if self._pace is not None:
                     self._pace.take(len(chunk))
-                send_chunk(connection, chunk, staged.chunk_hashes[number])
+                send_chunk(connection, chunk, staged.hashes[number])
 
     def _serve_reduced(self, connection: socket.socket, request: dict[str, Any]) -> None:
         step, settled = int(request["step"]), bool(request["settled"])

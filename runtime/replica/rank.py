@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from runtime.checkpoint import Checkpointer
+from runtime.image import Damaged, Staged
 from runtime.job import Job
 from runtime.replica.fetching import Follower, fetch_reduced, fetch_state
 from runtime.replica.framing import PeerFailed
@@ -33,7 +34,7 @@ from runtime.replica.siblings import NEXT
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
 from runtime.replica.telling import Committed
-from runtime.snapshot import Copying, Damaged, Staged, touched
+from runtime.snapshot import Copying, state_of, touched
 
 log = logging.getLogger("drydock.replica")
 
@@ -97,8 +98,8 @@ class Rank:
         self._follower: Follower | None = None
         self._passed_on: Follower | None = None  # who gave us the step that is held
         self._followed: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        #: memory for the next copy, once its making was asked for
-        self._copying: Copying | None = None  # the last one
+        self._copies: list[Copying] = []  # under way, for newcomers and checkpoints
+        #: memory for the next copy for newcomers, once its making was asked for
         self._room: Future[memoryview | None] | None = None
 
     @property
@@ -283,10 +284,16 @@ class Rank:
             self.on_step(step)
 
     @order
-    def save(self, *, last: bool) -> None:
-        """Hand a copy of our part to the writer."""
-        asked = time.monotonic()
-        self.saver.save(self.state.copy(), asked, last=last)
+    def prepare_save(self) -> bool:
+        """Whether our part can be saved at once; begins to make room for it."""
+        return self.saver.prepare(self.state.size())
+
+    @order
+    def save(self, *, name: str, last: bool) -> None:
+        """Begin a copy of our part, for the writer."""
+        copying = self.saver.save(self.state.begin_copy, self.state.size(), name, last=last)
+        if copying is not None:
+            self._copies.append(copying)
 
     @order
     def make_room(self) -> None:
@@ -307,21 +314,21 @@ class Rank:
         """At an edge: hold a copy of our part ready for newcomers, and say so."""
         room = self._room.result() if self._room is not None and self._room.done() else None
         self._room = None
-        self._copying = self.state.begin_copy(room)
-        self._server.offer(self._copying)
+        copying = self.state.begin_copy(room)
+        self._copies.append(copying)
+        self._server.offer(copying)
 
     def _await_settled(self) -> None:
         """Before a step is applied: wait until what it changes is copied."""
-        if self._copying is not None:
-            self._copying.settled.wait()
-            if self._copying.finished.is_set():
-                self._copying = None  # and its memory
+        for copying in self._copies:
+            copying.await_settled()
+        self._copies = [one for one in self._copies if not one.finished.is_set()]
 
     def await_copy(self) -> None:
         """Before another state takes its place: wait until what is being copied of it is."""
-        if self._copying is not None:
-            self._copying.finished.wait()
-            self._copying = None
+        for copying in self._copies:
+            copying.finished.wait()
+        self._copies.clear()
 
     @order
     def release(self, *, log: bool) -> None:
@@ -351,5 +358,5 @@ class Rank:
 
 def history_of(staged: Staged) -> str:
     """What was trained up to a copy, and in which epochs: alike in all parts of one checkpoint."""
-    state = staged.state()
+    state = state_of(staged)
     return hashlib.sha256(json.dumps(state["ledger"]).encode()).hexdigest()

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 import torch
 
 from runtime.data import Batches
+from runtime.image import Staged
 from runtime.ledger import SampleLedger, Summed
 from runtime.replica.division import Division, part_of
 from runtime.replica.statistics import RunningStatistics
-from runtime.snapshot import Copying, Staged, When, digest_of, size_of, stage
+from runtime.snapshot import Copying, Due, When, digest_of, size_of, state_of
 
 
 class Stateful(Protocol):
@@ -39,8 +40,8 @@ class Averages(Stateful, Protocol):
 
 
 class TrainingState:
-    """Model, optimizers, schedules, loss scaler, averages, data order, ledger, random numbers, the
-    step itself, and what else the script wants kept."""
+    """Model, optimizers, schedules, loss scaler, averages, data order, ledger, the step itself, and
+    what else the script wants kept. Random numbers need no keeping: they follow from the step."""
 
     def __init__(
         self,
@@ -101,7 +102,8 @@ class TrainingState:
         self.seed(-1)
 
     def seed(self, shard: int) -> None:
-        """Make random numbers depend on the step and the shard, never on who draws them.
+        """Make random numbers depend on the step and the shard, never on who draws them, nor on
+        what was drawn before: so a resume, a newcomer and a survivor draw the same.
 
         `shard` -1 is the edge after the committed step.
         """
@@ -116,38 +118,27 @@ class TrainingState:
             sys.modules["numpy"].random.seed(mixed & 0xFFFF_FFFF)
 
     def copy(self, into: memoryview | None = None) -> Staged:
-        """A copy of the state at the last edge. `into`: see `snapshot.stage`."""
-        return stage({**self._trained(), "ledger": self.ledger.state_dict()}, self.committed, into)
+        """A copy of the state at the last edge. `into`: see `snapshot.Copying`."""
+        return self.begin_copy(into).finish()
 
     def begin_copy(self, into: memoryview | None) -> Copying:
         """The same, but what only the next commit changes is copied by `Copying.finish`: until that
         is settled no step may be applied. Weights that are not trained nobody waits for."""
-        named = [(part_of(p).data_ptr(), p.requires_grad) for p in self.model.parameters()]
-        trained = {place for place, changes in named if changes}
-        frozen = {place for place, changes in named if not changes} - trained
-
-        def when(name: str, tensor: torch.Tensor) -> When:
-            if name.startswith(".model.") and tensor.data_ptr() in frozen:
-                return "whenever"
-            parts = name.startswith((".optimizers.", ".helpers."))
-            return "soon" if parts or tensor.data_ptr() in trained else "now"
-
-        state = {**self._trained(), "ledger": self.ledger.state_dict()}
-        return Copying(state, self.committed, into, when)
+        return Copying(self._whole(), self.committed, into, self._due())
 
     def size(self) -> int:
         """Bytes that a copy takes. May be asked in the middle of a step."""
-        return size_of(self._gathered())
+        gathered = {**self._gathered(), "ledger": self.ledger.state_dict()}
+        return size_of(gathered, self._due())
 
     def digest(self, *, ledger: bool = False) -> str:
         """Equal for every run that trained the same; with the `ledger`, whose epochs tell of
         deaths, the digest of a copy."""
-        state = self._trained()
-        return digest_of({**state, "ledger": self.ledger.state_dict()} if ledger else state)
+        return digest_of(self._whole() if ledger else self._trained(), self._due())
 
     def load(self, staged: Staged) -> None:
         """Put a copy back. Raises ValueError if it belongs to other data or another model."""
-        state = self.division.put_together(upgraded(staged.state()))
+        state = self.division.put_together(state_of(staged))
         self.batches.load_state_dict(state["batches"])
         self.model.load_state_dict(state["model"])
         self.statistics.reload()
@@ -162,9 +153,24 @@ class TrainingState:
                 part.load_state_dict(own_copy(given[key]))
         self.ledger.load_state_dict(state["ledger"])
         self.committed = int(state["step"])
-        version, internal, gauss = state["rng"]["python"]
-        random.setstate((version, tuple(internal.tolist()), gauss))
-        torch.set_rng_state(state["rng"]["torch"].clone())
+        self.seed(-1)
+
+    def _due(self) -> Due:
+        """Until when each tensor stays as it is."""
+        named = [(part_of(p).data_ptr(), p.requires_grad) for p in self.model.parameters()]
+        trained = {place for place, changes in named if changes}
+        frozen = {place for place, changes in named if not changes} - trained
+
+        def due(name: str, tensor: torch.Tensor) -> When:
+            if name.startswith(".model.") and tensor.data_ptr() in frozen:
+                return "whenever"
+            parts = name.startswith((".optimizers.", ".helpers."))
+            return "soon" if parts or tensor.data_ptr() in trained else "now"
+
+        return due
+
+    def _whole(self) -> dict[str, Any]:
+        return {**self._trained(), "ledger": self.ledger.state_dict()}
 
     def _trained(self) -> dict[str, Any]:
         """What is alike on all members at an edge; forgets what was computed since the last."""
@@ -173,7 +179,6 @@ class TrainingState:
         return self._gathered()
 
     def _gathered(self) -> dict[str, Any]:
-        version, internal, gauss = random.getstate()
         trained = {
             "model": self.model.state_dict(),
             **{
@@ -185,10 +190,6 @@ class TrainingState:
             "step": self.committed,
             **self.division.taken_apart(trained),
             "batches": self.batches.state_dict(),
-            "rng": {
-                "torch": torch.get_rng_state(),
-                "python": [version, torch.tensor(internal, dtype=torch.int64), gauss],
-            },
         }
 
     def _parts(self) -> dict[str, dict[str, Stateful]]:
@@ -212,18 +213,3 @@ def own_copy(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(own_copy(item) for item in value)
     return value
-
-
-def upgraded(state: dict[str, Any]) -> dict[str, Any]:
-    """The state as it is laid out today; the first layout had one optimizer and one schedule."""
-    if "optimizer" not in state:
-        return state
-    schedule = state["schedule"]
-    return {
-        **state,
-        "optimizers": {"0": state["optimizer"]},
-        "schedules": {} if schedule is None else {"0": schedule},
-        "helpers": {},
-        "extra": {},
-        "ledger": [[*entry, []] for entry in state["ledger"]],
-    }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import uuid
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+from runtime.checkpoint.manifest import digest_of_all
 from runtime.client import CheckpointSaved
 from runtime.replica.gradients import Tail
 from runtime.replica.membership import Member
@@ -65,9 +67,13 @@ class Together:
         """Apply the step that all ranks hold: our own, or one that peers made without us."""
         self._all("commit", newcomer=self.member.newcomer)
 
+    def prepare_save(self) -> bool:
+        """Whether all ranks can save at once; they begin to make room."""
+        return all(self._all("prepare_save"))
+
     def save(self, *, last: bool = False) -> None:
         """At an edge: a checkpoint."""
-        self._all("save", last=last)
+        self._all("save", name=uuid.uuid4().hex[:12], last=last)
 
     def saved(self, rank: int, part: CheckpointSaved) -> None:
         """A rank's part is durable; once all are, so is the whole. On a thread of its own."""
@@ -76,7 +82,7 @@ class Together:
         if len(parts) == self.siblings.ranks:
             self._saved = {step: one for step, one in self._saved.items() if step > part.step}
             size = sum(one.bytes for one in parts.values())
-            digest = NEXT.join(parts[one].digest for one in sorted(parts))
+            digest = digest_of_all([parts[one].digest for one in sorted(parts)])
             told = replace(parts[0], bytes=size, digest=digest, at=part.at)
             self.rank.job.sender.tell(told)
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from runtime import snapshot
 from runtime.data import Batches
 from runtime.replica.division import Division, is_divided, part_of
 from runtime.replica.gradients import Gradients
@@ -50,7 +51,7 @@ def test_a_copy_holds_parts_alone_and_is_put_back_as_what_it_was() -> None:
 
     second.load(copy)
 
-    assert {type(t) for t in tensors_of(copy.state())} == {torch.Tensor}
+    assert {type(t) for t in tensors_of(snapshot.state_of(copy))} == {torch.Tensor}
     assert second.copy().digest == copy.digest
     assert all(is_divided(p) for p in second.model.parameters())
     assert is_divided(second.optimizers[0].state_dict()["state"][0]["exp_avg"])

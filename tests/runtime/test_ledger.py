@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.checkpoint import store
+from runtime.checkpoint import draft
 from runtime.client import Ledger
 from runtime.data import Batches
 from runtime.ledger import SampleLedger, Summed, runs
@@ -347,7 +347,7 @@ def test_the_command_reads_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFi
     state = TrainingState(model, [optimizer], batches())
     model(torch.randn(4, 3)).square().mean().backward()
     state.advance(1, summed(batches(), 0, HEALTHY))
-    store.write(tmp_path / "checkpoints", state.copy())
+    draft.write(tmp_path / "checkpoints", state.copy())
 
     assert main([str(tmp_path)]) == 0
 

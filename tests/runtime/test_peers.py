@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from runtime.image import CHUNK_BYTES, Damaged, Staged
 from runtime.replica import peers
 from runtime.replica.fetching import (
     Connection,
@@ -26,7 +27,7 @@ from runtime.replica.fetching import (
 from runtime.replica.framing import HEADER, PeerFailed, receive_chunk
 from runtime.replica.pacing import Pace
 from runtime.replica.peers import PeerServer, Reduced, ReducedLog
-from runtime.snapshot import CHUNK_BYTES, Copying, Damaged, Staged, stage
+from runtime.snapshot import Copying, stage
 
 MEGABYTES = 20
 STATE: dict[str, Any] = {"weight": torch.arange(MEGABYTES << 18, dtype=torch.float32), "count": 3}
@@ -333,4 +334,4 @@ def test_a_state_with_a_chunk_that_nobody_compared_is_refused() -> None:
     staged = stage(STATE, 7)
 
     with pytest.raises(Damaged, match="digest"):
-        Staged.restore(staged.describe(), staged.buffer, staged.chunk_hashes[:-1])
+        Staged.restore(staged.describe(), staged.buffer, staged.hashes[:-1])

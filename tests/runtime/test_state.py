@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.data import Batches
+from runtime.image import CHUNK_BYTES
 from runtime.ledger import Summed
 from runtime.replica.state import TrainingState
-from runtime.snapshot import CHUNK_BYTES, digest_of, size_of, stage, touched
+from runtime.snapshot import digest_of, size_of, stage, touched
 
 SUMMED = Summed(coverage=[1] * 12, checksums=[5] * 12, who=[1] * 12)
 
@@ -48,23 +49,6 @@ def test_the_digest_of_the_training_knows_nothing_of_epochs() -> None:
 
     assert second.digest() == first.digest()
     assert second.copy().digest != first.copy().digest
-
-
-def test_a_state_of_the_first_layout_is_read() -> None:
-    state = training()
-    train(state, 3)
-    now = state.copy().state()
-    first_layout = {key: now[key] for key in ("step", "model", "batches", "rng")} | {
-        "optimizer": now["optimizers"]["0"],
-        "schedule": None,
-        "ledger": [[0, 2, 1, 12, [], []]],
-    }
-    resumed = training()
-
-    resumed.load(stage(first_layout, 2))
-
-    assert resumed.digest() == state.digest()
-    assert [(r.step_to, r.per_step, r.proof) for r in resumed.ledger.ranges] == [(2, 12, "")]
 
 
 def test_a_state_with_other_parts_is_refused_by_their_names() -> None:

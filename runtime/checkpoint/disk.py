@@ -1,0 +1,128 @@
+"""Large files, written and read past the page cache where the file system lets us.
+
+The cache would hold a checkpoint that nobody reads, in the place of what somebody does; and what is
+read back from it says nothing about the disk. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from runtime.image import aligned
+
+#: Bytes of one request. Disks and networks reach their speed with it.
+BLOCK_BYTES = 4 << 20
+#: What O_DIRECT demands of memory, offset and length.
+SECTOR_BYTES = 4096
+#: Reads under way at once: one alone leaves a disk waiting between two requests.
+READERS = 4
+#: How a file system says that it does not know O_DIRECT.
+_UNKNOWN = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+def write(name: str, data: memoryview, folder: int) -> None:
+    """Create a file in an open folder, and return once it is durable. Raises OSError.
+
+    `data` begins at a page.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    try:
+        file = os.open(name, flags | os.O_DIRECT, 0o644, dir_fd=folder)
+        direct = True
+    except OSError as error:
+        if error.errno not in _UNKNOWN:
+            raise
+        file = os.open(name, flags, 0o644, dir_fd=folder)
+        direct = False
+    try:
+        for start, end in blocks(len(data)):
+            part = data[start:end]
+            if direct and len(part) % SECTOR_BYTES:  # the last one
+                _without_direct(file)
+            while part:
+                part = part[os.pwrite(file, part, end - len(part)) :]
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def read(
+    name: str,
+    size: int,
+    folder: int,
+    work: Callable[[int, memoryview], None],
+    into: memoryview | None = None,
+) -> None:
+    """Read a file of just that size from the disk itself, several blocks at once; `work` is called
+    with each block's offset and bytes, on any thread and in any order.
+
+    The bytes go to `into`, which begins at a page, or else nowhere else. Raises OSError; EOFError
+    if the file is shorter or longer; what `work` raises.
+    """
+    file = _open_to_read(name, folder)
+    try:
+        if (found := os.fstat(file).st_size) != size:
+            raise EOFError(f"it has {found} bytes, {size} expected")
+        room = threading.local()
+
+        def one(start: int, end: int) -> None:
+            whole = (end - start) % SECTOR_BYTES == 0
+            if into is not None and whole:
+                block = into[start:end]
+                _fill(file, block, start)
+            else:
+                if not hasattr(room, "memory"):
+                    room.memory = pages(BLOCK_BYTES)
+                block = room.memory[: end - start]
+                _fill(file, room.memory[: aligned(end - start, SECTOR_BYTES)], start, end)
+                if into is not None:
+                    into[start:end] = block
+            work(start, block)
+
+        with ThreadPoolExecutor(READERS, "drydock-read") as pool:
+            for done in [pool.submit(one, *block) for block in blocks(size)]:
+                done.result()
+    finally:
+        os.close(file)
+
+
+def _open_to_read(name: str, folder: int) -> int:
+    try:
+        return os.open(name, os.O_RDONLY | os.O_DIRECT, dir_fd=folder)
+    except OSError as error:
+        if error.errno not in _UNKNOWN:
+            raise
+    file = os.open(name, os.O_RDONLY, dir_fd=folder)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    return file
+
+
+def _fill(file: int, into: memoryview, offset: int, end: int | None = None) -> None:
+    """Until `into` is full, or the file's `end` is reached."""
+    end = offset + len(into) if end is None else end
+    while offset < end:
+        count = os.preadv(file, [into], offset)
+        if not count:
+            raise EOFError("it became shorter while it was read")
+        into = into[count:]
+        offset += count
+
+
+def _without_direct(file: int) -> None:
+    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+
+def blocks(size: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, size, BLOCK_BYTES):
+        yield start, min(start + BLOCK_BYTES, size)
+
+
+def pages(size: int) -> memoryview:
+    """Memory that begins at a page."""
+    return memoryview(mmap.mmap(-1, max(size, 1)))[:size]

@@ -1,0 +1,229 @@
+"""A checkpoint while it is written, by one writer for each of its parts.
+
+Whoever finishes last makes it visible by a rename. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from runtime.checkpoint import disk, store
+from runtime.checkpoint.manifest import (
+    MANIFEST,
+    DataFile,
+    Manifest,
+    Part,
+    PartHash,
+    layout_of,
+    part_name,
+)
+from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, chunks_of, hash_of
+
+#: Locks are seen here alone on some file systems; a container that shares the folder is another
+#: host.
+HOST = socket.gethostname()
+IDLE_S = 600.0  # a draft in which nothing changed for so long will not be finished any more
+_PREFIX = ".writing-"
+
+
+class Draft:
+    """A checkpoint that is being written, by as many writers as it has parts."""
+
+    def __init__(
+        self, folder: Path, step: int, save: str, ranks: int, facts: dict[str, Any]
+    ) -> None:
+        """`save` is the same for all its writers, and never used again. Raises OSError."""
+        self.folder = folder
+        self.step = step
+        self.save = save
+        self.ranks = ranks
+        self.facts = facts
+        self.path = folder / f"{_PREFIX}{step:08d}-{save}"
+        self.path.mkdir(parents=True, exist_ok=True)
+        # By its handle it is found also after another writer made it visible.
+        self.handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        self._locks: list[int] = []
+
+    def close(self) -> None:
+        for handle in [*self._locks, self.handle]:
+            os.close(handle)
+
+    def write(
+        self, rank: int, table: Table, image: memoryview, before: Part | None = None
+    ) -> tuple[Part, int]:
+        """Write one rank's image, durably; which part it is, and how many bytes were written.
+
+        Files that hold what those of the part `before` hold are shared with it. Raises OSError.
+        """
+        self._lock(rank)
+        files = layout_of(table, rank)
+        written = 0
+        with ThreadPoolExecutor(1, "drydock-hash") as pool:
+            hashing = pool.submit(lambda: tuple(hash_of(chunk) for chunk in chunks_of(image)))
+            if before is not None and table.frozen:
+                hashing.result()
+            for file in files:
+                shared = before is not None and self._share(file, table, before, hashing.result)
+                if not shared:
+                    start = file.first * CHUNK_BYTES
+                    disk.write(file.name, image[start : start + file.bytes], self.handle)
+                    written += file.bytes
+            hashes = hashing.result()
+        part = Part(
+            step=self.step, save=self.save, rank=rank, table=table, hashes=hashes, files=files
+        )
+        write_small(part.name, part.to_json(), self.handle)
+        return part, written
+
+    def publish(self) -> bool:
+        """Make it visible if all its parts are there. Raises OSError.
+
+        True for the one writer that did it; the draft has another name then.
+        """
+        parts = []
+        for rank in range(self.ranks):
+            try:
+                data = read_small(part_name(rank), self.handle)
+            except FileNotFoundError:
+                return False
+            part = Part.from_json(data, f"{self.path}/{part_name(rank)}")
+            parts.append(
+                PartHash(
+                    name=part.name,
+                    rank=rank,
+                    bytes=part.table.bytes,
+                    hash=xxhash.xxh3_128_hexdigest(data),
+                    digest=part.digest,
+                )
+            )
+        manifest = Manifest(step=self.step, save=self.save, parts=tuple(parts), facts=self.facts)
+        write_small(MANIFEST, manifest.to_json(), self.handle)
+        os.fsync(self.handle)
+        for number in range(100):
+            name = f"step-{self.step:08d}" + (f".{number}" if number else "")
+            try:
+                self.path.rename(self.folder / name)
+            except FileNotFoundError:
+                return False  # another writer was faster
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                continue  # this step was saved before; that one stays until it is pruned
+            self.path = self.folder / name
+            sync_folder(self.folder)
+            return True
+        raise FileExistsError(f"{self.folder} has a hundred checkpoints of step {self.step}")
+
+    def _lock(self, rank: int) -> None:
+        """Show that this part is being written, for as long as we live."""
+        name = f".lock-{rank}-{os.getpid()}"
+        lock = os.open(name, os.O_WRONLY | os.O_CREAT, 0o644, dir_fd=self.handle)
+        self._locks.append(lock)
+        os.write(lock, HOST.encode())
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        here = self.handle  # it is seen once it is locked
+        os.rename(name, f"rank-{rank}.lock", src_dir_fd=here, dst_dir_fd=here)
+
+    def _share(
+        self, file: DataFile, table: Table, before: Part, hashes: Callable[[], tuple[str, ...]]
+    ) -> bool:
+        """Whether this file is now that of an earlier checkpoint, because it holds the same."""
+        end = file.first + file.chunks
+        if end * CHUNK_BYTES > table.frozen or file not in before.files:
+            return False
+        if hashes()[file.first : end] != before.hashes[file.first : end]:
+            return False
+        for path, found in store.listed(self.folder):
+            if isinstance(found, Manifest) and found.save == before.save:
+                with contextlib.suppress(OSError):
+                    os.link(path / file.name, file.name, dst_dir_fd=self.handle)
+                    return True
+        return False  # the file system has no links, or that checkpoint is gone
+
+
+def write(folder: Path, staged: Staged, keep: int = store.KEEP) -> Path:
+    """A checkpoint of one part, here and now; where it is. Raises OSError, or Damaged if what was
+    written cannot be read back."""
+    draft = Draft(folder, staged.step, uuid.uuid4().hex[:12], 1, {})
+    try:
+        part, _written = draft.write(0, staged.table, memoryview(staged.buffer))
+        draft.publish()
+        if findings := store.verify_part(part, draft.handle):
+            store.set_aside(draft.path)
+            raise Damaged("; ".join(map(str, findings)))
+    finally:
+        draft.close()
+    store.prune(folder, keep, draft.path)
+    sweep(folder)
+    return draft.path
+
+
+def sweep(folder: Path) -> None:
+    """Remove drafts that no writer will finish."""
+    for path in folder.glob(f"{_PREFIX}*"):
+        if is_abandoned(path):
+            store.remove(path)
+
+
+def is_abandoned(draft: Path) -> bool:
+    """Whether nobody writes it any more: on this host that shows at once, else by its age."""
+    try:
+        newest = max(p.stat().st_mtime for p in [draft, *draft.iterdir()])
+        for lock in draft.glob("*.lock"):
+            done = lock.with_suffix(".json").exists()
+            if not done and lock.read_text() == HOST and not _is_locked(lock):
+                return True
+    except FileNotFoundError:
+        return False  # it was made visible, or removed, meanwhile
+    return time.time() - newest > IDLE_S
+
+
+def _is_locked(path: Path) -> bool:
+    handle = os.open(path, os.O_WRONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def write_small(name: str, data: bytes, folder: int) -> None:
+    """There as a whole or not at all, and durable. Raises OSError."""
+    draft = f".{name}-{uuid.uuid4().hex}"
+    file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644, dir_fd=folder)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(file, view) :]
+        os.fsync(file)
+    finally:
+        os.close(file)
+    os.rename(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def read_small(name: str, folder: int) -> bytes:
+    file = os.open(name, os.O_RDONLY, dir_fd=folder)
+    with os.fdopen(file, "rb") as opened:
+        return opened.read()
+
+
+def sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,133 @@
+"""The writer's process, as its trainer sees it: started when it is needed, and again if it died."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from runtime.checkpoint.writer import PACKET_BYTES
+
+log = logging.getLogger("drydock.checkpoint")
+
+
+class WriterHandle:
+    """Passes messages on; `hear` is called with each that comes, on a thread of its own, and with
+    {"op": "died"} once the process is gone."""
+
+    def __init__(self, hear: Callable[[dict[str, Any]], None]) -> None:
+        self._hear = hear
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._generation = -1  # of the rooms that it was given
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, if one was started and is not known to be dead."""
+        with self._lock:
+            return None if self._socket is None or self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start it unless it runs: it needs a moment. Raises OSError."""
+        with self._lock:
+            self._started()
+
+    def send(self, message: dict[str, Any], rooms: Sequence[int], generation: int) -> None:
+        """Send one message, and the rooms before it if it was not given these yet.
+
+        Raises OSError if it cannot be started, or dies meanwhile.
+        """
+        with self._lock:
+            connection = self._started()
+            try:
+                if self._generation != generation:
+                    descriptors = array.array("i", rooms)
+                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
+                    connection.sendmsg([json.dumps({"op": "rooms"}).encode()], rights)
+                    self._generation = generation
+                data = json.dumps(message).encode()
+                if len(data) > PACKET_BYTES:
+                    raise OSError(f"a message of {len(data)} bytes: shorten the checkpoint's facts")
+                connection.send(data)
+            except OSError:
+                self._forget()
+                raise
+
+    def close(self, wait_s: float) -> bool:
+        """Ask for nothing more; whether it had done all that it was asked within the time. If not
+        it goes on by itself."""
+        with self._lock:
+            process, connection = self._process, self._socket
+        if process is None:
+            return True
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+        try:
+            process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _started(self) -> socket.socket:
+        if self._socket is not None:
+            return self._socket
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "runtime.checkpoint.writer", str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # what ends the trainer's group spares it
+                    cwd="/",
+                    env=environment(),
+                )
+            except OSError:
+                ours.close()
+                raise
+        self._socket, self._generation = ours, -1
+        threading.Thread(
+            target=self._listen, args=(ours, self._process), name="drydock-writer", daemon=True
+        ).start()
+        return ours
+
+    def _listen(self, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+        while True:
+            try:
+                data = connection.recv(PACKET_BYTES)
+            except OSError:
+                data = b""
+            if not data:
+                break
+            try:
+                self._hear(json.loads(data))
+            except Exception:
+                log.exception("what the writer said was not understood")
+        with self._lock:
+            if self._socket is connection:
+                self._forget()
+        process.wait()
+        self._hear({"op": "died", "code": process.returncode})
+
+    def _forget(self) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # which wakes the listener
+            self._socket = None
+
+
+def environment() -> dict[str, str]:
+    """The trainer's, with the way to our own modules; the writer needs nothing else of it."""
+    path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+    return {**os.environ, "PYTHONPATH": path}

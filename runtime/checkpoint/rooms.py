@@ -1,0 +1,124 @@
+"""Memory into which states are copied: made and touched beforehand, and shared with the writer.
+
+The first touch of memory costs ten times a copy into it, so two rooms are kept for good, and taken
+in turn. Each is a memfd: it has no name that could be left behind, and what was copied lives for as
+long as the writer has it open, whatever becomes of this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable
+
+from runtime.image import aligned
+
+log = logging.getLogger("drydock.checkpoint")
+
+ROOMS = 2
+#: Beside the image lies its description; so much more than it needs at first is made room for.
+SLACK_BYTES = 4 << 20
+PAGE_BYTES = mmap.PAGESIZE
+
+
+class Room:
+    """One of them."""
+
+    def __init__(self, number: int, size: int) -> None:
+        """Touches all of it. Raises OSError, MemoryError."""
+        self.number = number
+        self.fd = os.memfd_create(f"drydock-room-{number}")
+        try:
+            os.ftruncate(self.fd, size)
+            pages = mmap.mmap(self.fd, size)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        # Not MAP_POPULATE, for which the interpreter's lock would be held.
+        ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(pages)), 0, size)
+        self.memory = memoryview(pages)
+
+    def close(self) -> None:
+        """What is mapped stays until nobody uses it."""
+        os.close(self.fd)
+
+
+class Rooms:
+    """Two rooms of one size, and which of them are free. Safe for several threads."""
+
+    def __init__(self, on_failure: Callable[[str], None]) -> None:
+        """`on_failure` is told why rooms cannot be had."""
+        self._on_failure = on_failure
+        self._changed = threading.Condition()
+        self._rooms: list[Room] = []
+        self._free: list[Room] = []
+        self._making = False
+        self._size = 0  # that was asked for last
+        self.generation = 0  # how often rooms were made
+
+    def prepare(self, size: int) -> bool:
+        """Whether there are rooms for images of this size, free or not; begins to make them."""
+        with self._changed:
+            if self._making:
+                return False
+            if self._rooms and len(self._rooms[0].memory) >= size:
+                return True
+            if len(self._free) < len(self._rooms):
+                return False  # a writer has one of the former size
+            self._making, self._size = True, size
+        threading.Thread(target=self._make, args=(size,), name="drydock-rooms", daemon=True).start()
+        return False
+
+    def take(self, size: int, wait_s: float = 0.0) -> Room | None:
+        """A free one of this size, or None if there is none within the time. It is ours until it is
+        given back."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._fits(size), wait_s)
+            return self._free.pop() if self._fits(size) else None
+
+    def give_back(self, number: int) -> None:
+        with self._changed:
+            free = [room.number for room in self._free]
+            self._free += [r for r in self._rooms if r.number == number and number not in free]
+            self._changed.notify_all()
+
+    def any_free(self) -> bool:
+        with self._changed:
+            return bool(self._free)
+
+    def descriptors(self) -> list[int]:
+        """Of all rooms, in the order of their numbers."""
+        with self._changed:
+            return [room.fd for room in self._rooms]
+
+    def close(self) -> None:
+        with self._changed:
+            for room in self._rooms:
+                room.close()
+            self._rooms, self._free = [], []
+
+    def _fits(self, size: int) -> bool:
+        return bool(self._free) and len(self._free[-1].memory) >= size
+
+    def _make(self, size: int) -> None:
+        """On a thread of its own."""
+        made: list[Room] = []
+        try:
+            with self._changed:
+                former, self._rooms, self._free = self._rooms, [], []
+            for room in former:  # before the next are made: never more than two of them
+                room.close()
+            former.clear()
+            whole = aligned(size + size // 64 + SLACK_BYTES, PAGE_BYTES)
+            made = [Room(number, whole) for number in range(ROOMS)]
+        except (OSError, MemoryError) as error:
+            self._on_failure(f"{ROOMS} times {size} bytes for checkpoints cannot be had: {error}")
+        finally:
+            with self._changed:
+                self._rooms, self._free = made, list(made)
+                self._making = False
+                self.generation += 1
+                self._changed.notify_all()

@@ -1,0 +1,191 @@
+"""The process that does everything after the copy: hash, write, make visible, verify, prune.
+
+    python -m runtime.checkpoint.writer SOCKET
+
+Started by a trainer, which gives it the rooms that states are copied into and then one message for
+each copy. It outlives the trainer: what it was given it finishes, and ends. Imports no torch.
+
+It is told, as JSON in single packets:
+    {"op": "rooms"}  with the rooms' descriptors
+    {"op": "save", "room", "image", "described", "folder", "step", "save", "rank", "ranks", "keep",
+     "facts"}  `image` bytes from the room's start are the state, `described` from the next page on
+     its table
+and says of each save, by its name: {"op": "alarm" | "durable" | "verified" | "failed", "save",
+...}, and at last {"op": "done", "save"}: its room is free.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import logging
+import mmap
+import os
+import shutil
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from runtime.checkpoint import disk, store
+from runtime.checkpoint.draft import Draft, sweep
+from runtime.checkpoint.manifest import Part
+from runtime.checkpoint.store import Finding
+from runtime.image import CHUNK_BYTES, Damaged, Table, aligned
+
+log = logging.getLogger("drydock.checkpoint")
+
+PACKET_BYTES = 1 << 16
+MAX_ROOMS = 8
+NICE = 10  # the training goes first where both want the same core
+
+
+class Writer:
+    """Works off what the trainer asks, one after the other."""
+
+    def __init__(self, trainer: socket.socket) -> None:
+        self._trainer = trainer
+        self._rooms: list[memoryview] = []
+        self._before: Part | None = None  # the last part that was written
+        self._name = ""  # of the save under way
+
+    def run(self) -> None:
+        """Until the trainer is gone and all that it asked is done."""
+        while True:
+            try:
+                data, ancillary, _flags, _from = self._trainer.recvmsg(
+                    PACKET_BYTES, socket.CMSG_SPACE(MAX_ROOMS * array.array("i").itemsize)
+                )
+            except ConnectionError:
+                return
+            if not data:
+                return
+            asked = json.loads(data)
+            if asked.pop("op") == "rooms":
+                self._take_rooms(ancillary)
+            else:
+                self._save(asked)
+
+    def _take_rooms(self, ancillary: list[Any]) -> None:
+        self._rooms.clear()
+        for _level, _type, data in ancillary:
+            descriptors = array.array("i")
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+            for fd in descriptors:
+                size = os.fstat(fd).st_size
+                self._rooms.append(memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ)))
+                os.close(fd)
+
+    def _save(self, asked: dict[str, Any]) -> None:
+        self._name = str(asked["save"])
+        try:
+            self._write(asked)
+        except (OSError, Damaged) as error:
+            self._say("failed", error=str(error))
+        except Exception as error:  # the next save may succeed
+            log.exception("save_failed save=%s", self._name)
+            self._say("failed", error=repr(error))
+        self._say("done")
+
+    def _write(self, asked: dict[str, Any]) -> None:
+        room, size = self._rooms[asked["room"]], int(asked["image"])
+        start = aligned(size, mmap.PAGESIZE)
+        table = Table.restore(json.loads(bytes(room[start : start + int(asked["described"])])))
+        folder, rank = Path(asked["folder"]), int(asked["rank"])
+        before = self._before or last_part(folder, rank)
+        step, save, ranks = int(asked["step"]), str(asked["save"]), int(asked["ranks"])
+        draft = Draft(folder, step, save, ranks, asked["facts"])
+        try:
+            part, written = draft.write(rank, table, room[:size], before)
+            published = draft.publish()
+            self._say(
+                "durable", digest=part.digest, bytes=size, written=written,
+                path=str(draft.path),
+            )  # fmt: skip
+            if before is not None and (names := stale(part, before)):
+                self._say("alarm", kind="checkpoint_stale", text=names)
+            findings = self._verify(draft, part, room[:size])
+            if findings:
+                store.set_aside(final_path(draft))
+                raise Damaged("; ".join(map(str, findings)))
+            self._before = part
+            if published:
+                store.prune(folder, int(asked["keep"]), draft.path)
+                sweep(folder)
+            self._say("verified")
+        except BaseException:
+            if draft.path.name.startswith("."):  # nobody can finish it
+                shutil.rmtree(draft.path, ignore_errors=True)
+            raise
+        finally:
+            draft.close()
+
+    def _verify(self, draft: Draft, part: Part, image: memoryview) -> list[Finding]:
+        """What is wrong with what was written, after one more try to write it."""
+        findings = store.verify_part(part, draft.handle)
+        if not findings:
+            return []
+        self._say(
+            "alarm", kind="checkpoint_damaged",
+            text=f"written again, for it was not what was saved: {'; '.join(map(str, findings))}",
+        )  # fmt: skip
+        wrong = {finding.file for finding in findings}
+        for file in part.files:
+            if file.name in wrong:
+                start = file.first * CHUNK_BYTES
+                os.unlink(file.name, dir_fd=draft.handle)  # it may be shared with earlier ones
+                disk.write(file.name, image[start : start + file.bytes], draft.handle)
+        return store.verify_part(part, draft.handle)
+
+    def _say(self, op: str, **message: Any) -> None:
+        with contextlib.suppress(
+            OSError
+        ):  # the trainer is gone; what it asked is done all the same
+            said = {"op": op, "save": self._name, **message}
+            self._trainer.send(json.dumps(said).encode())
+
+
+def last_part(folder: Path, rank: int) -> Part | None:
+    """What the newest checkpoint holds of this rank."""
+    for path, manifest in store.listed(folder):
+        if not isinstance(manifest, Damaged):
+            with contextlib.suppress(Damaged):
+                return store.part_of(path, manifest, rank)
+    return None
+
+
+def stale(part: Part, before: Part) -> str:
+    """What did not change although steps were made, if that is all that is trained; else ""."""
+    first, end = part.table.frozen // CHUNK_BYTES, part.table.trained // CHUNK_BYTES
+    old = before.table
+    alike = (old.frozen, old.trained) == (part.table.frozen, part.table.trained)
+    if first == end or part.step <= before.step or not alike:
+        return ""
+    if part.hashes[first:end] != before.hashes[first:end]:
+        return ""
+    names = store.shortened(store.names_in(part, *range(first, end)))
+    return (
+        f"step {part.step} holds what step {before.step} held of all that is trained (rank "
+        f"{part.rank}: {names}): either nothing is learnt, or what is saved is not what is trained"
+    )
+
+
+def final_path(draft: Draft) -> Path:
+    """Where the draft is now, whichever writer made it visible."""
+    return Path(f"/proc/self/fd/{draft.handle}").readlink()
+
+
+def main() -> None:
+    """Read messages from the socket whose descriptor is given."""
+    logging.basicConfig(format="%(asctime)s writer %(message)s", level=logging.INFO)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the trainer's end is seen on the socket
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+    Writer(socket.socket(fileno=int(sys.argv[1]))).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""States to be saved, and ways to break what was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from runtime.image import Staged
+from runtime.snapshot import Copying, When
+
+
+def due(name: str, _tensor: torch.Tensor) -> When:
+    """As in training: some weights are frozen, some trained."""
+    return {".base": "whenever", ".model": "soon"}.get(name[:6].rstrip("."), "now")  # type: ignore[return-value]
+
+
+def state_of_step(step: int) -> dict[str, object]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "base": torch.arange(400_000, dtype=torch.float32),
+        "model": {"weight": torch.randn(300, 7, generator=generator), "empty": torch.empty(0, 3)},
+        "optimizer": {0: (torch.randn(5, generator=generator).bfloat16(), 0.25), 1: None},
+        "text": "kept as it is",
+        "scalar": torch.tensor(step),
+    }
+
+
+def copy_of_step(step: int, into: memoryview | None = None) -> Copying:
+    return Copying(state_of_step(step), step, into, due)
+
+
+def staged_at(step: int) -> Staged:
+    return copy_of_step(step).finish()
+
+
+def flip_a_bit(path: Path, where: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[where % len(data)] ^= 1 << (where % 8)
+    path.unlink()  # it may be shared with other checkpoints
+    path.write_bytes(data)

@@ -1,0 +1,223 @@
+"""From a copy at a step's edge to a verified checkpoint, with the real writer's process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.checkpoint import Checkpointer, store
+from runtime.client import CheckpointSaved, Sender, Trouble
+from runtime.job import Job
+from runtime.snapshot import Copying
+from tests.runtime.checkpoint.states import copy_of_step, staged_at
+
+PATIENCE_S = 30.0
+SIZE = staged_at(0).table.bytes
+
+
+@dataclass
+class Told:
+    """What an engineer and the control plane hear."""
+
+    messages: list[Any] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def __call__(self, message: Any) -> None:
+        with self.changed:
+            self.messages.append(message)
+            self.changed.notify_all()
+
+    def saved(self) -> list[int]:
+        return [m.step for m in self.messages if isinstance(m, CheckpointSaved)]
+
+    def troubles(self) -> list[str]:
+        return [m.kind for m in self.messages if isinstance(m, Trouble)]
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """What is no message shows within a moment too."""
+        end = time.monotonic() + PATIENCE_S
+        with self.changed:
+            while not condition():
+                assert time.monotonic() < end, self.messages
+                self.changed.wait(0.02)
+
+
+class OneRank:
+    """A trainer's side: a checkpointer whose room is made."""
+
+    def __init__(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
+        self.told = Told()
+        sender = Sender("", "t", job="j", replica=0, rank=rank, placement="p")
+        sender.tell = self.told  # type: ignore[method-assign]
+        self.saver = Checkpointer(
+            Job(
+                name="j", replica=0, rank=rank, ranks=ranks, world_replicas=1, placement="p",
+                coordinator="", token="t", state_dir=folder, sender=sender,
+                stop=threading.Event(),
+            ),
+            every_s=0.0,
+        )  # fmt: skip
+
+    def save(self, step: int, name: str = "", *, last: bool = True) -> Copying | None:
+        """Waits for room: with `last` the saver does."""
+        return self.saver.save(
+            lambda into: copy_of_step(step, into), SIZE, name or f"save{step}", last=last
+        )
+
+    def save_all(self, *steps: int) -> None:
+        for step in steps:
+            assert self.save(step) is not None
+            self.told.until(lambda step=step: step in self.told.saved())  # type: ignore[misc]
+
+    def writer(self) -> int:
+        pid = self.saver._writer.pid
+        assert pid is not None
+        return pid
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[OneRank]:
+    one = OneRank(tmp_path)
+    yield one
+    one.saver.finish()
+
+
+def test_a_copy_becomes_a_verified_checkpoint(trainer: OneRank, tmp_path: Path) -> None:
+    trainer.save_all(7)
+
+    (saved,) = trainer.told.messages
+    assert (saved.step, saved.tier, saved.bytes) == (7, "shared", SIZE)
+    assert saved.digest == staged_at(7).digest
+    assert 0 <= saved.stall_s <= saved.seconds
+    assert store.read(Path(saved.path)).digest == saved.digest
+    facts = store.manifest_of(Path(saved.path)).facts
+    assert (facts["job"], facts["replicas"], facts["ranks"]) == ("j", 1, 1)
+    assert facts["torch"].startswith("2.")
+
+
+def test_only_what_changed_is_written_and_only_the_newest_kept(trainer: OneRank) -> None:
+    trainer.save_all(1, 2, 3, 4, 5)
+
+    newest = trainer.saver.folder / "step-00000005"
+    assert trainer.saver.steps() == [5, 4, 3]
+    assert (newest / "rank-0-0000.bin").stat().st_nlink == 3
+
+
+def test_what_is_copied_later_is_of_the_edge_and_the_wait_is_counted(trainer: OneRank) -> None:
+    copying = trainer.save(7)
+
+    assert copying is not None
+    copying.await_settled()
+    assert copying.settled.is_set()
+    assert copying.waited_s >= 0
+
+
+def test_without_room_a_save_is_skipped_and_told(trainer: OneRank) -> None:
+    trainer.save_all(1)
+    os.kill(trainer.writer(), signal.SIGSTOP)
+    began = [trainer.save(step, last=False) is not None for step in (2, 3, 4)]
+    ready = trainer.saver.prepare(SIZE), trainer.saver.prepare(SIZE)
+    os.kill(trainer.writer(), signal.SIGCONT)
+    trainer.told.until(lambda: trainer.told.saved() == [1, 2, 3])
+
+    assert began == [True, True, False]
+    assert ready == (False, False)
+    assert trainer.told.troubles() == ["checkpoint_skipped", "checkpoint_late"]
+
+
+def test_a_killed_writer_costs_its_save_and_the_next_succeeds(trainer: OneRank) -> None:
+    trainer.save_all(1)
+    os.kill(trainer.writer(), signal.SIGSTOP)
+    trainer.save(2)
+    trainer.told.until(lambda: "save2" in trainer.saver._asked)
+    os.kill(trainer.writer(), signal.SIGKILL)
+    trainer.told.until(lambda: "checkpoint_failed" in trainer.told.troubles())
+
+    trainer.save_all(3)
+
+    assert trainer.saver.steps() == [3, 1]
+    assert trainer.told.troubles() == ["checkpoint_failed"]
+
+
+def test_a_folder_that_cannot_be_written_is_told_and_may_be_mended(
+    trainer: OneRank, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    trainer.save(1)
+    trainer.told.until(lambda: "checkpoint_failed" in trainer.told.troubles())
+    (tmp_path / "checkpoints").unlink()
+
+    trainer.save_all(2)
+
+    assert trainer.saver.steps() == [2]
+
+
+def test_a_state_that_grows_gets_other_rooms(trainer: OneRank) -> None:
+    trainer.save_all(1)
+    trainer.told.until(lambda: not trainer.saver._asked)
+    larger = 64 << 20
+
+    assert not trainer.saver.prepare(larger)
+    room = trainer.saver._rooms.take(larger, PATIENCE_S)
+    assert room is not None
+    trainer.saver._rooms.give_back(room.number)
+    trainer.save_all(2)
+
+
+def test_bytes_that_do_not_change_are_an_alarm(trainer: OneRank) -> None:
+    trainer.save_all(1)
+    trainer.saver.save(lambda into: stuck(2, into), SIZE, "stuck", last=True)
+    trainer.told.until(lambda: 2 in trainer.told.saved())
+
+    (trouble,) = [m for m in trainer.told.messages if isinstance(m, Trouble)]
+    assert trouble.kind == "checkpoint_stale"
+    assert "step 2 holds what step 1 held of all that is trained (rank 0: model.weight" in (
+        trouble.text
+    )
+
+
+def stuck(step: int, into: memoryview | None) -> Copying:
+    copying = copy_of_step(1, into)
+    copying.step = step
+    return copying
+
+
+def test_two_ranks_make_one_checkpoint(tmp_path: Path) -> None:
+    ranks = [OneRank(tmp_path, rank, 2) for rank in (0, 1)]
+    for rank in ranks:
+        rank.save_all(7)
+    for rank in ranks:
+        rank.saver.finish()
+
+    assert [rank.saver.steps() for rank in ranks] == [[7], [7]]
+    images = [rank.saver.read(7) for rank in ranks]
+    assert [image and image.digest for image in images] == [staged_at(7).digest] * 2
+
+
+def test_with_another_number_of_ranks_a_job_does_not_begin_anew(tmp_path: Path) -> None:
+    OneRank(tmp_path).saver.folder.mkdir()
+    pair = [OneRank(tmp_path, rank, 2) for rank in (0, 1)]
+    for rank in pair:
+        rank.save_all(7)
+        rank.saver.finish()
+
+    for other in (OneRank(tmp_path, 0, 1), OneRank(tmp_path, 1, 4)):
+        with pytest.raises(ValueError, match="another number of ranks"):
+            other.saver.steps()
+
+
+def test_a_damaged_checkpoint_is_told_and_not_read(trainer: OneRank) -> None:
+    trainer.save_all(1, 2)
+    (trainer.saver.folder / "step-00000002" / "rank-0-0001.bin").write_bytes(b"short")
+
+    assert trainer.saver.read(2) is None
+    assert trainer.told.troubles() == ["checkpoint_refused"]
+    assert trainer.saver.read(1) is not None

@@ -1,0 +1,234 @@
+"""A checkpoint named complete restores bit for bit; a damaged one is never chosen."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.checkpoint import store
+from runtime.checkpoint.draft import HOST, write
+from runtime.checkpoint.manifest import sealed
+from runtime.image import Damaged
+from runtime.snapshot import stage, state_of
+from tests.runtime.checkpoint.states import flip_a_bit, staged_at
+
+FILES = ["rank-0-0000.bin", "rank-0-0001.bin", "rank-0.json", "manifest.json"]
+
+
+def newest_step(folder: Path) -> int:
+    found = store.newest(folder)
+    assert found is not None
+    return found[1].step
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in store.candidates(folder)]
+
+
+def test_what_is_read_equals_what_was_staged(tmp_path: Path) -> None:
+    staged = staged_at(7)
+
+    read = store.read(write(tmp_path, staged))
+    state = state_of(read)
+
+    assert read.digest == staged.digest
+    assert bytes(read.buffer) == bytes(staged.buffer)
+    assert state["optimizer"][0][1] == 0.25
+    assert state["model"]["empty"].shape == (0, 3)
+    assert torch.equal(state["scalar"], torch.tensor(7))
+
+
+def test_a_state_without_tensors_is_read_too(tmp_path: Path) -> None:
+    assert state_of(store.read(write(tmp_path, stage({"step": 3}, 3)))) == {"step": 3}
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in range(5):
+        write(tmp_path, staged_at(step), keep=3)
+
+    assert names(tmp_path) == ["step-00000004", "step-00000003", "step-00000002"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_flipped_bit_makes_the_next_older_one_chosen(tmp_path: Path, name: str) -> None:
+    write(tmp_path, staged_at(1))
+    newer = write(tmp_path, staged_at(2))
+    whole = (newer / name).read_bytes()
+    places = random.Random(4)  # noqa: S311 - which bits, not secrecy
+
+    chosen = set()
+    for _ in range(50):
+        flip_a_bit(newer / name, places.randrange(1 << 30))
+        chosen.add(newest_step(tmp_path))
+        (newer / name).write_bytes(whole)
+
+    assert chosen == {1}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99, 1.01])
+def test_a_file_of_another_length_is_never_chosen(tmp_path: Path, name: str, share: float) -> None:
+    write(tmp_path, staged_at(1))
+    newer = write(tmp_path, staged_at(2))
+    data = (newer / name).read_bytes()
+
+    (newer / name).unlink()
+    (newer / name).write_bytes((data + bytes(len(data)))[: int(len(data) * share)])
+
+    assert newest_step(tmp_path) == 1
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_never_chosen(tmp_path: Path, name: str) -> None:
+    newer = write(tmp_path, staged_at(2))
+
+    (newer / name).unlink()
+
+    assert store.newest(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_another_checkpoint_is_found(tmp_path: Path, name: str) -> None:
+    older = write(tmp_path / "other", stage({"weight": torch.ones(500_000)}, 1))
+    newer = write(tmp_path, stage({"weight": torch.zeros(500_000)}, 2))
+    shared = {path.name for path in older.iterdir()} & {name}
+
+    for one in shared or {"rank-0-0000.bin"}:
+        shutil.copy(older / one, newer / one)
+
+    assert store.verify(newer) != []
+    assert store.newest(tmp_path) is None
+
+
+def test_findings_name_tensors_rank_and_file(tmp_path: Path) -> None:
+    path = write(tmp_path, staged_at(2))
+    flip_a_bit(path / "rank-0-0001.bin", 80)
+
+    (finding,) = store.verify(path)
+
+    assert (finding.file, finding.rank) == ("rank-0-0001.bin", 0)
+    assert finding.tensors == (".model.weight", ".model.empty")
+    with pytest.raises(Damaged, match=r"rank-0-0001.bin \(rank 0\), tensors model\.weight"):
+        store.read(path)
+
+
+@pytest.mark.parametrize("ending", ["1", "-x", ".bad", ""])
+def test_what_has_not_a_checkpoint_s_name_is_none(tmp_path: Path, ending: str) -> None:
+    write(tmp_path, staged_at(7))
+    (tmp_path / f"step-{ending}").mkdir()
+
+    assert names(tmp_path) == ["step-00000007"]
+
+
+def test_a_checkpoint_under_another_step_s_name_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, staged_at(7)).rename(tmp_path / "step-00000009")
+
+    with pytest.raises(Damaged, match="holds step 7: it was renamed"):
+        store.read(tmp_path / "step-00000009")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: path, "is no folder: a checkpoint is one"),
+        (lambda path: path.mkdir(), "is no checkpoint: its manifest.json cannot be read"),
+        (lambda path: write(path, staged_at(1)), "holds 1 checkpoints and is none; give one"),
+    ],
+)
+def test_what_is_no_checkpoint_is_said(tmp_path: Path, make: object, said: str) -> None:
+    path = tmp_path / "thing"
+    make(path)  # type: ignore[operator]
+
+    with pytest.raises(Damaged, match=said):
+        store.read(path)
+
+
+def test_a_newer_format_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = write(tmp_path, staged_at(2)) / "manifest.json"
+    newer = {**json.loads(path.read_bytes()), "version": 99}
+    path.write_bytes(sealed(newer))
+
+    with pytest.raises(Damaged, match="version 99, this Drydock reads 3: read it with the Drydock"):
+        store.read(path.parent)
+
+
+def test_a_rank_that_it_does_not_have_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, staged_at(2))
+
+    with pytest.raises(Damaged, match="of replicas of 1 ranks and has no rank 3"):
+        store.read(path, 3)
+
+
+def test_what_cannot_be_read_is_not_counted_among_those_kept(tmp_path: Path) -> None:
+    for step in (7, 8, 9):
+        write(tmp_path, staged_at(step))
+    (tmp_path / "step-00000009" / "manifest.json").unlink()
+
+    write(tmp_path, staged_at(2), keep=2)
+
+    assert names(tmp_path) == ["step-00000009", "step-00000008", "step-00000002"]
+
+
+def test_what_is_the_same_is_shared_and_outlives_the_first(tmp_path: Path) -> None:
+    first, second = (write(tmp_path, staged_at(step), keep=1) for step in (1, 2))
+
+    assert not first.exists()
+    assert store.verify(second) == []
+
+
+def test_a_step_that_is_saved_again_leaves_the_first_one_whole(tmp_path: Path) -> None:
+    first = write(tmp_path, staged_at(7))
+    second = write(tmp_path, staged_at(7))
+
+    assert names(tmp_path) == ["step-00000007.1", "step-00000007"]
+    assert (store.verify(first), store.verify(second)) == ([], [])
+
+
+def draft_of(folder: Path, host: str) -> Path:
+    draft = folder / ".writing-00000009-abc"
+    draft.mkdir(parents=True)
+    (draft / "rank-0.lock").write_text(host)
+    return draft
+
+
+def test_a_draft_of_a_dead_writer_is_not_seen_and_goes(tmp_path: Path) -> None:
+    draft = draft_of(tmp_path, HOST)
+
+    write(tmp_path, staged_at(1))
+
+    assert not draft.exists()
+    assert newest_step(tmp_path) == 1
+
+
+def test_a_draft_of_a_living_writer_stays(tmp_path: Path) -> None:
+    draft = draft_of(tmp_path, HOST)
+    with (draft / "rank-0.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        write(tmp_path, staged_at(1))
+
+    assert draft.exists()
+
+
+def test_a_draft_of_another_host_goes_by_its_age_only(tmp_path: Path) -> None:
+    draft = draft_of(tmp_path, "elsewhere")
+    write(tmp_path, staged_at(1))
+    fresh = draft.exists()
+    for path in (draft / "rank-0.lock", draft):
+        os.utime(path, (1.0, 1.0))
+
+    write(tmp_path, staged_at(2))
+
+    assert (fresh, draft.exists()) == (True, False)
+
+
+def test_what_cannot_be_kept_without_pickle_is_refused() -> None:
+    with pytest.raises(TypeError, match="state_dict"):
+        stage({"thing": object()}, 0)
