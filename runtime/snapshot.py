@@ -91,20 +91,29 @@ def stage(state: Any, step: int, into: memoryview | None = None) -> Staged:
     return Copying(state, step, into).finish()
 
 
+class TooSmall(ValueError):
+    """The state does not fit in the memory that was given for its copy."""
+
+    def __init__(self, needed: int) -> None:
+        super().__init__(f"a copy of this state takes {needed} bytes")
+        self.needed = needed
+
+
 class Copying:
     """A copy under way: what may change any time is in it at once, the rest after `finish`."""
 
     def __init__(
         self, state: Any, step: int, into: memoryview | None = None, due: Due = any_time
     ) -> None:
-        """`into`: memory that was touched before, of the size that `size_of` tells or more; a copy
-        into it costs a fifth. If there is less of it other memory is taken. `due`: how long the
-        caller leaves a tensor unchanged: until `settled`, or until `finished`."""
+        """`into`: memory that was touched before; a copy into it costs a fifth. `due`: how long the
+        caller leaves a tensor unchanged: until `settled`, or until `finished`. Raises TooSmall."""
         layout = Layout(state, due)
         self.step = step
         self.waited_s = 0.0  # how long the training waited for it after it was begun
         self.table = layout.table
-        if into is None or len(into) < self.table.bytes:
+        if into is not None and len(into) < self.table.bytes:
+            raise TooSmall(self.table.bytes)
+        if into is None:
             pinned = any(tensor.is_cuda for tensor in layout.tensors)
             into = allocate(self.table.bytes, pinned=pinned)
         self._buffer = into[: self.table.bytes]

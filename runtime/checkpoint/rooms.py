@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable
 
 from runtime.image import aligned
@@ -19,6 +20,7 @@ from runtime.image import aligned
 log = logging.getLogger("drydock.checkpoint")
 
 ROOMS = 2
+RETRY_S = 30.0  # after memory could not be had
 #: Beside the image lies its description; so much more than it needs at first is made room for.
 SLACK_BYTES = 4 << 20
 PAGE_BYTES = mmap.PAGESIZE
@@ -56,28 +58,31 @@ class Rooms:
         self._rooms: list[Room] = []
         self._free: list[Room] = []
         self._making = False
-        self._size = 0  # that was asked for last
+        self._not_before = 0.0
         self.generation = 0  # how often rooms were made
 
-    def prepare(self, size: int) -> bool:
-        """Whether there are rooms for images of this size, free or not; begins to make them."""
+    def made(self) -> bool:
+        """Whether there are any, free or not."""
         with self._changed:
-            if self._making:
-                return False
-            if self._rooms and len(self._rooms[0].memory) >= size:
-                return True
-            if len(self._free) < len(self._rooms):
-                return False  # a writer has one of the former size
-            self._making, self._size = True, size
-        threading.Thread(target=self._make, args=(size,), name="drydock-rooms", daemon=True).start()
-        return False
+            return bool(self._rooms)
 
-    def take(self, size: int, wait_s: float = 0.0) -> Room | None:
-        """A free one of this size, or None if there is none within the time. It is ours until it is
-        given back."""
+    def prepare(self, size: int) -> None:
+        """Begin to make rooms for images of this size, unless there are such or they are being
+        made."""
         with self._changed:
-            self._changed.wait_for(lambda: self._fits(size), wait_s)
-            return self._free.pop() if self._fits(size) else None
+            if self._making or (self._rooms and len(self._rooms[0].memory) >= size):
+                return
+            if time.monotonic() < self._not_before:
+                return
+            self._making = True
+        threading.Thread(target=self._make, args=(size,), name="drydock-rooms", daemon=True).start()
+
+    def take(self, wait_s: float = 0.0) -> Room | None:
+        """A free one, or None if there is none within the time. It is ours until it is given
+        back."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free and not self._making, wait_s)
+            return self._free.pop() if self._free and not self._making else None
 
     def give_back(self, number: int) -> None:
         with self._changed:
@@ -87,7 +92,7 @@ class Rooms:
 
     def any_free(self) -> bool:
         with self._changed:
-            return bool(self._free)
+            return bool(self._free) and not self._making
 
     def descriptors(self) -> list[int]:
         """Of all rooms, in the order of their numbers."""
@@ -100,14 +105,12 @@ class Rooms:
                 room.close()
             self._rooms, self._free = [], []
 
-    def _fits(self, size: int) -> bool:
-        return bool(self._free) and len(self._free[-1].memory) >= size
-
     def _make(self, size: int) -> None:
         """On a thread of its own."""
         made: list[Room] = []
         try:
-            with self._changed:
+            with self._changed:  # a writer may still read one of the former size
+                self._changed.wait_for(lambda: len(self._free) == len(self._rooms))
                 former, self._rooms, self._free = self._rooms, [], []
             for room in former:  # before the next are made: never more than two of them
                 room.close()
@@ -115,6 +118,7 @@ class Rooms:
             whole = aligned(size + size // 64 + SLACK_BYTES, PAGE_BYTES)
             made = [Room(number, whole) for number in range(ROOMS)]
         except (OSError, MemoryError) as error:
+            self._not_before = time.monotonic() + RETRY_S
             self._on_failure(f"{ROOMS} times {size} bytes for checkpoints cannot be had: {error}")
         finally:
             with self._changed:

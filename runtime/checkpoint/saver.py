@@ -23,7 +23,7 @@ from runtime.checkpoint.rooms import Room, Rooms
 from runtime.client import CheckpointSaved
 from runtime.image import Damaged, Staged, aligned
 from runtime.job import Job
-from runtime.snapshot import Copying
+from runtime.snapshot import Copying, TooSmall
 
 FINISH_S = 30.0  # how long the end of a job waits for its last checkpoint
 
@@ -101,50 +101,54 @@ class Checkpointer:
         """Whether the interval is over."""
         return time.monotonic() - self._last >= self.every_s
 
-    def prepare(self, size: int) -> bool:
-        """Whether a state of `size` bytes can be taken at once. Begins to make room for it and
-        starts the writer, so that the first save costs what the others do."""
+    def prepare(self, size: Callable[[], int]) -> bool:
+        """Whether a state can be taken at once. Begins to make room for it and starts the writer,
+        so that the first save costs what the others do. `size` tells how many bytes it takes; it
+        is asked only if there is no room yet."""
         self._start()
-        made = self._rooms.prepare(size)
-        if made and not self._rooms.any_free():
-            if self.due() and not self._late:
-                self._late = True
-                self.job.trouble("checkpoint_late", "the store is slower than checkpoints are due")
+        if not self._rooms.made():
+            self._rooms.prepare(size())
             return False
-        return made
+        if self._rooms.any_free():
+            return True
+        if self.due() and not self._late:
+            self._late = True
+            self.job.trouble("checkpoint_late", "the store is slower than checkpoints are due")
+        return False
 
     def save(
         self,
         begin: Callable[[memoryview | None], Copying],
-        size: int,
         name: str,
         *,
         last: bool = False,
     ) -> Copying | None:
         """Begin a copy and see that it is written; None if there is no room for it, which an
-        engineer is told.
+        engineer is told unless more room is being made.
 
-        `begin` begins the copy in the memory that it is given; its state has `size` bytes. No step
-        may be applied before the copy is settled. `name` is the same on all ranks, and new. The
-        `last` one of all waits for room, for FINISH_S.
+        `begin` begins the copy in the memory that it is given. No step may be applied before the
+        copy is settled. `name` is the same on all ranks, and new. The `last` one of all waits for
+        room, for FINISH_S.
         """
         asked = time.monotonic()
         self._start()
-        self._rooms.prepare(size)
-        room = self._rooms.take(size, FINISH_S if last else 0.0)
-        if room is None:
-            self.job.trouble("checkpoint_skipped", "the store has not taken the ones before")
-            return None
-        self._last = time.monotonic()
-        self._late = False
-        try:
-            copying = begin(room.memory)
-        except BaseException:
-            self._rooms.give_back(room.number)
-            raise
-        save = Save(name, copying.step, copying, room, asked, time.monotonic() - asked)
-        self._copied.put(save)
-        return copying
+        while (room := self._rooms.take(FINISH_S if last else 0.0)) is not None:
+            try:
+                copying = begin(room.memory)
+            except BaseException as error:
+                self._rooms.give_back(room.number)
+                if not isinstance(error, TooSmall):
+                    raise
+                self._rooms.prepare(error.needed)
+                if not last:
+                    return None
+                continue
+            self._last, self._late = time.monotonic(), False
+            paid_s = time.monotonic() - asked
+            self._copied.put(Save(name, copying.step, copying, room, asked, paid_s))
+            return copying
+        self.job.trouble("checkpoint_skipped", "the store has not taken the ones before")
+        return None
 
     def finish(self) -> None:
         """Wait until everything handed over is durable or was refused, for FINISH_S at most. What

@@ -55,6 +55,17 @@ def is_named(path: Path) -> bool:
     return _NAME.fullmatch(path.name) is not None
 
 
+def found_in(path: Path) -> list[Path]:
+    """The checkpoints that a path means, newest first: itself, or those in it, or those in the
+    state folder of a job. Raises Damaged if there are none, saying what it is instead."""
+    if (path / MANIFEST).exists() or is_named(path):
+        return [path]
+    for folder in (path, path / "checkpoints"):
+        if found := candidates(folder):
+            return found
+    raise Damaged(_no_checkpoint(path))
+
+
 def number_of(path: Path) -> tuple[int, int]:
     """Its step, and which of the saves of that step it is."""
     match = _NAME.fullmatch(path.name)
@@ -68,7 +79,7 @@ def manifest_of(path: Path) -> Manifest:
     try:
         data = (path / MANIFEST).read_bytes()
     except OSError as error:
-        raise Damaged(_no_checkpoint(path, error)) from error
+        raise Damaged(_no_checkpoint(path, error.strerror)) from error
     manifest = Manifest.from_json(data, str(path / MANIFEST))
     if is_named(path) and number_of(path)[0] != manifest.step:
         raise Damaged(f"{path} holds step {manifest.step}: it was renamed")
@@ -144,13 +155,16 @@ def verify(path: Path) -> list[Finding]:
     return findings
 
 
-def _no_checkpoint(path: Path, error: OSError) -> str:
+def _no_checkpoint(path: Path, why: str | None = None) -> str:
+    if not path.exists():
+        return f"{path} does not exist; a checkpoint is a folder, named as step-00000012"
     if not path.is_dir():
-        return f"{path} is no folder: a checkpoint is one, named step-00000012"
-    inside = candidates(path)
-    if inside:
+        return f"{path} is no folder; a checkpoint is one, named as step-00000012"
+    if inside := candidates(path):
         return f"{path} holds {len(inside)} checkpoints and is none; give one of them: {inside[0]}"
-    return f"{path} is no checkpoint: its {MANIFEST} cannot be read ({error.strerror})"
+    if why is not None:
+        return f"{path} is no checkpoint: its {MANIFEST} cannot be read ({why})"
+    return f"{path} holds no checkpoint: none of its folders is named as step-00000012"
 
 
 def shortened(names: tuple[str, ...], most: int = 4) -> str:

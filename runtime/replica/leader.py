@@ -168,8 +168,7 @@ class Leader:
         self._owed |= wished
         if self._owed or self.rank.saver.due():
             if self.together.prepare_save():
-                self.together.save()
-                self._owed = False
+                self._owed = not self.together.save()
         elif not self._warm:
             self._warm = True
             self.together.prepare_save()

@@ -34,7 +34,7 @@ from runtime.replica.siblings import NEXT
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
 from runtime.replica.telling import Committed
-from runtime.snapshot import Copying, state_of, touched
+from runtime.snapshot import Copying, TooSmall, state_of, touched
 
 log = logging.getLogger("drydock.replica")
 
@@ -286,14 +286,15 @@ class Rank:
     @order
     def prepare_save(self) -> bool:
         """Whether our part can be saved at once; begins to make room for it."""
-        return self.saver.prepare(self.state.size())
+        return self.saver.prepare(self.state.size)
 
     @order
-    def save(self, *, name: str, last: bool) -> None:
-        """Begin a copy of our part, for the writer."""
-        copying = self.saver.save(self.state.begin_copy, self.state.size(), name, last=last)
+    def save(self, *, name: str, last: bool) -> bool:
+        """Begin a copy of our part, for the writer; whether there was room."""
+        copying = self.saver.save(self.state.begin_copy, name, last=last)
         if copying is not None:
             self._copies.append(copying)
+        return copying is not None
 
     @order
     def make_room(self) -> None:
@@ -314,7 +315,10 @@ class Rank:
         """At an edge: hold a copy of our part ready for newcomers, and say so."""
         room = self._room.result() if self._room is not None and self._room.done() else None
         self._room = None
-        copying = self.state.begin_copy(room)
+        try:
+            copying = self.state.begin_copy(room)
+        except TooSmall:  # an optimizer made its state since
+            copying = self.state.begin_copy(None)
         self._copies.append(copying)
         self._server.offer(copying)
 

@@ -137,7 +137,7 @@ def test_a_checkpoint_under_another_step_s_name_is_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda path: path, "is no folder: a checkpoint is one"),
+        (lambda path: path, "does not exist; a checkpoint is a folder"),
         (lambda path: path.mkdir(), "is no checkpoint: its manifest.json cannot be read"),
         (lambda path: write(path, staged_at(1)), "holds 1 checkpoints and is none; give one"),
     ],
