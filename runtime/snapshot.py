@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import threading
 import time
@@ -18,8 +19,8 @@ import torch
 
 from runtime.image import CHUNK_BYTES, Buffer, ChunkHashes, Piece, Staged, Table, aligned
 
-#: When a tensor has to be in a copy: it may change any time, with the next step, or not before
-#: another state is loaded.
+#: When a tensor has to be in a copy: it may change any time, with every step, or is not trained and
+#: changes with a step at most if the script does something of its own then.
 When = Literal["now", "soon", "whenever"]
 #: Says of each tensor, by its name, when.
 Due = Callable[[str, torch.Tensor], When]
@@ -32,6 +33,8 @@ def any_time(_name: str, _tensor: torch.Tensor) -> When:
 #: Where tensors that are one are kept once. Elsewhere loading could take them apart, and a state
 #: that was loaded would not have the digest of the one that was saved.
 TIED = ".model."
+#: What may be a key in a state.
+KEYS = (str, int, float, bool, type(None))
 
 
 class Layout:
@@ -80,7 +83,7 @@ def digest_of(state: Any, due: Due = any_time) -> str:
     for place in layout.order:
         piece = layout.table.pieces[place]
         hashes.add(memoryview(bytes(piece.offset - at)))
-        hashes.add(bytes_of(layout.tensors[place].detach().contiguous()))
+        hashes.add(bytes_of(plain(layout.tensors[place])))
         at = piece.offset + piece.bytes
     hashes.add(memoryview(bytes(layout.table.bytes - at)))
     return layout.table.digest(hashes.end())
@@ -105,8 +108,8 @@ class Copying:
     def __init__(
         self, state: Any, step: int, into: memoryview | None = None, due: Due = any_time
     ) -> None:
-        """`into`: memory that was touched before; a copy into it costs a fifth. `due`: how long the
-        caller leaves a tensor unchanged: until `settled`, or until `finished`. Raises TooSmall."""
+        """`into`: memory that was touched before; a copy into it costs a fifth. `due`: all but what
+        is due now the caller leaves unchanged until it is finished. Raises TooSmall."""
         layout = Layout(state, due)
         self.step = step
         self.waited_s = 0.0  # how long the training waited for it after it was begun
@@ -117,9 +120,8 @@ class Copying:
             pinned = any(tensor.is_cuda for tensor in layout.tensors)
             into = allocate(self.table.bytes, pinned=pinned)
         self._buffer = into[: self.table.bytes]
-        self._rest: dict[When, list[tuple[Piece, torch.Tensor]]] = {"soon": [], "whenever": []}
+        self._rest: list[tuple[Piece, torch.Tensor]] = []
         self._stream = stream_beside(layout.tensors)
-        self.settled = threading.Event()  # what the next step changes is copied
         self.finished = threading.Event()
         at = 0
         with torch.cuda.stream(self._stream):
@@ -127,35 +129,31 @@ class Copying:
                 piece, tensor = layout.table.pieces[place], layout.tensors[place]
                 self._buffer[at : piece.offset] = bytes(piece.offset - at)  # it is hashed too
                 at = piece.offset + piece.bytes
-                if (due_at := layout.due[place]) in self._rest:
-                    self._rest[due_at].append((piece, tensor))
-                else:
+                if layout.due[place] == "now":
                     self._copy(piece, tensor)
+                else:
+                    self._rest.append((piece, tensor))
         self._buffer[at:] = bytes(self.table.bytes - at)
         if self._stream is not None:  # nothing on the card changes these before they are copied
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def finish(self) -> Staged:
         """Copy what is left; may be called on another thread, once."""
-        parts: list[tuple[When, threading.Event]]
-        parts = [("soon", self.settled), ("whenever", self.finished)]
         try:
-            for due, done in parts:
-                with torch.cuda.stream(self._stream):
-                    for piece, tensor in self._rest.pop(due):
-                        self._copy(piece, tensor)
-                if self._stream is not None:
-                    self._stream.synchronize()
-                done.set()
+            with torch.cuda.stream(self._stream):
+                for piece, tensor in self._rest:
+                    self._copy(piece, tensor)
+            if self._stream is not None:
+                self._stream.synchronize()
+            self._rest.clear()
         finally:
-            self.settled.set()
             self.finished.set()
         return Staged(self.step, self.table, self._buffer)
 
-    def await_settled(self) -> None:
-        """Before what the next step changes is changed."""
+    def wait(self) -> None:
+        """Until it is finished: before anything is changed that was not to be copied now."""
         began = time.monotonic()
-        self.settled.wait()
+        self.finished.wait()
         self.waited_s += time.monotonic() - began
 
     def _copy(self, piece: Piece, tensor: torch.Tensor) -> None:
@@ -177,6 +175,11 @@ def stream_beside(tensors: list[torch.Tensor]) -> torch.cuda.Stream | None:
 def size_of(state: Any, due: Due = any_time) -> int:
     """Bytes that a copy of this state takes."""
     return Layout(state, due).table.bytes
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements in their order, as a copy has them."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def size_in_bytes(tensor: torch.Tensor) -> int:
@@ -249,6 +252,22 @@ def view_of(buffer: Buffer, piece: Piece) -> torch.Tensor:
     return flat.view(piece.shape)
 
 
+def refuse_odd(tensor: torch.Tensor, name: str) -> None:
+    """Raise TypeError, with the remedy, for a tensor that is more than its elements."""
+    what = None
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        what = f"a {type(tensor).__name__}"
+    elif tensor.is_quantized or tensor.layout != torch.strided:
+        what = f"a {'quantized' if tensor.is_quantized else tensor.layout} tensor"
+    elif tensor.is_meta:
+        what = "a tensor without memory (on the device meta)"
+    if what is not None:
+        raise TypeError(
+            f"state{name} is {what}, of which a copy is not known to be one; keep plain tensors in "
+            "the state, from which it can be made again"
+        )
+
+
 def encode(state: Any, names: list[str], tensors: list[torch.Tensor]) -> Any:
     """JSON for a state; its tensors are moved to the list, in a fixed order, with their names.
 
@@ -268,10 +287,15 @@ def encode(state: Any, names: list[str], tensors: list[torch.Tensor]) -> Any:
 
     def encoded(value: Any, name: str) -> Any:
         if isinstance(value, torch.Tensor):
+            refuse_odd(value, name)
             return {"$tensor": place_of(value, name)}
         if isinstance(value, dict):
+            if odd := [key for key in value if not isinstance(key, KEYS)]:
+                raise TypeError(f"state{name} has the key {odd[0]!r}; use strings or numbers")
             pairs = [[key, encoded(item, f"{name}.{key}")] for key, item in value.items()]
             return {"$dict": pairs}
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"$float": repr(value)}
         if isinstance(value, list | tuple):
             kind = "$tuple" if isinstance(value, tuple) else "$list"
             return {kind: [encoded(item, f"{name}.{i}") for i, item in enumerate(value)]}
@@ -291,6 +315,8 @@ def decode(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
     ((kind, inner),) = skeleton.items()
     if kind == "$tensor":
         return tensors[inner]
+    if kind == "$float":
+        return float(inner)
     if kind == "$dict":
         return {key: decode(item, tensors) for key, item in inner}
     items = [decode(item, tensors) for item in inner]

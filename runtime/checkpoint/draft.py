@@ -36,6 +36,7 @@ from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, chunks_of, hash_o
 HOST = socket.gethostname()
 IDLE_S = 600.0  # a draft in which nothing changed for so long will not be finished any more
 _PREFIX = ".writing-"
+_GONE = ".gone-"
 
 
 class Draft:
@@ -111,7 +112,9 @@ class Draft:
         manifest = Manifest(step=self.step, save=self.save, parts=tuple(parts), facts=self.facts)
         write_small(MANIFEST, manifest.to_json(), self.handle)
         os.fsync(self.handle)
-        for number in range(100):
+        used = [n for step, n in map(store.number_of, store.candidates(self.folder))
+                if step == self.step]  # fmt: skip
+        for number in range(max(used, default=-1) + 1, 1 << 16):
             name = f"step-{self.step:08d}" + (f".{number}" if number else "")
             try:
                 self.path.rename(self.folder / name)
@@ -120,19 +123,41 @@ class Draft:
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-                continue  # this step was saved before; that one stays until it is pruned
+                continue  # another save of this step was made visible just now
             self.path = self.folder / name
             sync_folder(self.folder)
             return True
-        raise FileExistsError(f"{self.folder} has a hundred checkpoints of step {self.step}")
+        raise FileExistsError(f"{self.folder} has too many checkpoints of step {self.step}")
+
+    def where(self) -> Path | None:
+        """The checkpoint that it became, whichever writer made it visible; None if none did."""
+        path = Path(f"/proc/self/fd/{self.handle}").readlink()
+        return path if store.is_named(path) else None
+
+    def is_given_up(self) -> bool:
+        """Whether another writer failed, so that it will never be complete."""
+        name = Path(f"/proc/self/fd/{self.handle}").readlink().name
+        return name.startswith(_GONE) or name.endswith(" (deleted)")
+
+    def give_up(self) -> None:
+        """It cannot be completed any more. First out of sight, for another writer may be about to
+        make it visible: only one of the two renames succeeds."""
+        gone = self.folder / f"{_GONE}{self.path.name}-{uuid.uuid4().hex}"
+        with contextlib.suppress(OSError):
+            self.path.rename(gone)
+            store.remove(gone)
 
     def _lock(self, rank: int) -> None:
         """Show that this part is being written, for as long as we live."""
         name = f".lock-{rank}-{os.getpid()}"
         lock = os.open(name, os.O_WRONLY | os.O_CREAT, 0o644, dir_fd=self.handle)
         self._locks.append(lock)
-        os.write(lock, HOST.encode())
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks: its age will tell
+        else:
+            os.write(lock, HOST.encode())
         here = self.handle  # it is seen once it is locked
         os.rename(name, f"rank-{rank}.lock", src_dir_fd=here, dst_dir_fd=here)
 
@@ -173,8 +198,10 @@ def write(folder: Path, staged: Staged, keep: int = store.KEEP) -> Path:
 def sweep(folder: Path) -> None:
     """Remove drafts that no writer will finish."""
     for path in folder.glob(f"{_PREFIX}*"):
-        if is_abandoned(path):
+        if path.is_dir() and is_abandoned(path):
             store.remove(path)
+    for path in folder.glob(f"{_GONE}*"):
+        store.remove(path)
 
 
 def is_abandoned(draft: Path) -> bool:
@@ -182,8 +209,9 @@ def is_abandoned(draft: Path) -> bool:
     try:
         newest = max(p.stat().st_mtime for p in [draft, *draft.iterdir()])
         for lock in draft.glob("*.lock"):
-            done = lock.with_suffix(".json").exists()
-            if not done and lock.read_text() == HOST and not _is_locked(lock):
+            if lock.read_text() != HOST or _is_locked(lock):
+                continue
+            if not lock.with_suffix(".json").exists():
                 return True
     except FileNotFoundError:
         return False  # it was made visible, or removed, meanwhile

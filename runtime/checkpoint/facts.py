@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ def facts_of(job: Job) -> dict[str, Any]:
         "numpy": version_of("numpy"),
         "cuda": cuda(),
         "python": platform.python_version(),
-        "at": round(time.time(), 3),
     }
 
 

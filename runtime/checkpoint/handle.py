@@ -22,14 +22,16 @@ log = logging.getLogger("drydock.checkpoint")
 
 class WriterHandle:
     """Passes messages on; `hear` is called with each that comes, on a thread of its own, and with
-    {"op": "died"} once the process is gone."""
+    {"op": "died", "life", "code"} once a process is gone."""
 
     def __init__(self, hear: Callable[[dict[str, Any]], None]) -> None:
         self._hear = hear
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._listener: threading.Thread | None = None
         self._generation = -1  # of the rooms that it was given
+        self._life = 0  # how many processes were started
 
     @property
     def pid(self) -> int | None:
@@ -42,13 +44,21 @@ class WriterHandle:
         with self._lock:
             self._started()
 
-    def send(self, message: dict[str, Any], rooms: Sequence[int], generation: int) -> None:
-        """Send one message, and the rooms before it if it was not given these yet.
+    def send(
+        self,
+        message: dict[str, Any],
+        rooms: Sequence[int],
+        generation: int,
+        stamp: Callable[[int], None],
+    ) -> None:
+        """Send one message, and the rooms before it if it was not given these yet. `stamp` is told
+        before that which life of the writer it goes to.
 
         Raises OSError if it cannot be started, or dies meanwhile.
         """
         with self._lock:
             connection = self._started()
+            stamp(self._life)
             try:
                 if self._generation != generation:
                     descriptors = array.array("i", rooms)
@@ -67,17 +77,14 @@ class WriterHandle:
         """Ask for nothing more; whether it had done all that it was asked within the time. If not
         it goes on by itself."""
         with self._lock:
-            process, connection = self._process, self._socket
-        if process is None:
+            process, connection, listener = self._process, self._socket, self._listener
+        if process is None or listener is None:
             return True
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
-        try:
-            process.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+        listener.join(wait_s)  # it heard all that was said
+        return not listener.is_alive()
 
     def _started(self) -> socket.socket:
         if self._socket is not None:
@@ -96,13 +103,19 @@ class WriterHandle:
             except OSError:
                 ours.close()
                 raise
-        self._socket, self._generation = ours, -1
-        threading.Thread(
-            target=self._listen, args=(ours, self._process), name="drydock-writer", daemon=True
-        ).start()
+        self._socket, self._generation, self._life = ours, -1, self._life + 1
+        self._listener = threading.Thread(
+            target=self._listen,
+            args=(ours, self._process, self._life),
+            name="drydock-writer",
+            daemon=True,
+        )
+        self._listener.start()
         return ours
 
-    def _listen(self, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    def _listen(
+        self, connection: socket.socket, process: subprocess.Popen[bytes], life: int
+    ) -> None:
         while True:
             try:
                 data = connection.recv(PACKET_BYTES)
@@ -118,7 +131,7 @@ class WriterHandle:
             if self._socket is connection:
                 self._forget()
         process.wait()
-        self._hear({"op": "died", "code": process.returncode})
+        self._hear({"op": "died", "life": life, "code": process.returncode})
 
     def _forget(self) -> None:
         if self._socket is not None:

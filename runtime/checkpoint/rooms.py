@@ -34,7 +34,7 @@ class Room:
         self.number = number
         self.fd = os.memfd_create(f"drydock-room-{number}")
         try:
-            os.ftruncate(self.fd, size)
+            os.posix_fallocate(self.fd, 0, size)  # fails here, and not at a first touch
             pages = mmap.mmap(self.fd, size)
         except BaseException:
             os.close(self.fd)
@@ -107,16 +107,16 @@ class Rooms:
 
     def _make(self, size: int) -> None:
         """On a thread of its own."""
-        made: list[Room] = []
+        made: list[Room] = []  # also if another fails
         try:
             with self._changed:  # a writer may still read one of the former size
                 self._changed.wait_for(lambda: len(self._free) == len(self._rooms))
                 former, self._rooms, self._free = self._rooms, [], []
-            for room in former:  # before the next are made: never more than two of them
-                room.close()
-            former.clear()
+            while former:  # before the next are made: never more than two of them
+                former.pop().close()
             whole = aligned(size + size // 64 + SLACK_BYTES, PAGE_BYTES)
-            made = [Room(number, whole) for number in range(ROOMS)]
+            for number in range(ROOMS):
+                made.append(Room(number, whole))
         except (OSError, MemoryError) as error:
             self._not_before = time.monotonic() + RETRY_S
             self._on_failure(f"{ROOMS} times {size} bytes for checkpoints cannot be had: {error}")

@@ -19,6 +19,7 @@ from typing import Any
 from runtime.checkpoint import store
 from runtime.checkpoint.facts import facts_of
 from runtime.checkpoint.handle import WriterHandle
+from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.rooms import Room, Rooms
 from runtime.client import CheckpointSaved
 from runtime.image import Damaged, Staged, aligned
@@ -38,8 +39,10 @@ class Save:
     room: Room
     asked: float  # monotonic
     begin_s: float  # what the training thread paid at the edge
+    life: int = 0  # of the writer that was asked
     durable: dict[str, Any] | None = None  # what the writer said
     verified: bool = False
+    ended: bool = False  # its room was given back
 
 
 class Checkpointer:
@@ -60,39 +63,41 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._asked: dict[str, Save] = {}  # of the writer, by name
+        self._facts = facts_of(job)
 
     # --- loading --------------------------------------------------------------------------------
 
-    def steps(self) -> list[int]:
-        """Of the checkpoints that are there, unverified.
+    def saves(self) -> list[tuple[int, str]]:
+        """The steps and names of the checkpoints that are there, unverified, newest first.
 
-        Raises ValueError if there are none but those of replicas with another number of ranks.
+        Raises ValueError if there are some, and none that could be ours; OSError if the folder
+        cannot be read.
         """
-        steps, others = [], []
-        for path, found in store.listed(self.folder):
-            if isinstance(found, Damaged):
-                self.job.trouble("checkpoint_refused", str(found))
-            elif len(found.parts) == self.job.ranks:
-                steps.append(found.step)
-            else:
-                others.append(path)
-        if others and not steps:
+        found = [(path, manifest) for path, manifest in store.listed(self.folder)]
+        whole = [manifest for _path, manifest in found if isinstance(manifest, Manifest)]
+        for manifest in (one for _path, one in found if isinstance(one, Damaged)):
+            self.job.trouble("checkpoint_refused", str(manifest))
+        if found and not whole:
             raise ValueError(
-                f"{others[0]} is of replicas with another number of ranks than {self.job.ranks}: "
-                "resume with as many, or give another DRYDOCK_STATE_DIR"
+                f"none of the {len(found)} checkpoints in {self.folder} can be read: mend that, or "
+                "to begin anew move that folder away"
             )
-        return list(dict.fromkeys(steps))
+        ours = [one for one in whole if len(one.parts) == self.job.ranks]
+        if whole and not ours:
+            raise ValueError(
+                f"{self.folder} has checkpoints of replicas of {len(whole[0].parts)} ranks, this "
+                f"one has {self.job.ranks}: resume with as many, or give another DRYDOCK_STATE_DIR"
+            )
+        return [(one.step, one.save) for one in ours]
 
-    def read(self, step: int) -> Staged | None:
-        """Our part of the newest checkpoint of this step that verifies, or None; what does not is
-        told."""
+    def read(self, name: str) -> Staged | None:
+        """Our part of one checkpoint, or None if it does not verify, which is told."""
         for path, found in store.listed(self.folder):
-            if isinstance(found, Damaged) or found.step != step:
-                continue
-            try:
-                return store.read(path, self.job.rank)
-            except Damaged as error:
-                self.job.trouble("checkpoint_refused", str(error))
+            if isinstance(found, Manifest) and found.save == name:
+                try:
+                    return store.read(path, self.job.rank)
+                except (Damaged, OSError) as error:
+                    self.job.trouble("checkpoint_refused", str(error))
         return None
 
     # --- saving ---------------------------------------------------------------------------------
@@ -127,7 +132,7 @@ class Checkpointer:
         engineer is told unless more room is being made.
 
         `begin` begins the copy in the memory that it is given. No step may be applied before the
-        copy is settled. `name` is the same on all ranks, and new. The `last` one of all waits for
+        copy is finished. `name` is the same on all ranks, and new. The `last` one of all waits for
         room, for FINISH_S.
         """
         asked = time.monotonic()
@@ -135,14 +140,17 @@ class Checkpointer:
         while (room := self._rooms.take(FINISH_S if last else 0.0)) is not None:
             try:
                 copying = begin(room.memory)
-            except BaseException as error:
+            except TooSmall as error:
                 self._rooms.give_back(room.number)
-                if not isinstance(error, TooSmall):
-                    raise
                 self._rooms.prepare(error.needed)
                 if not last:
                     return None
                 continue
+            except Exception as error:  # no checkpoint is worth the training
+                self._rooms.give_back(room.number)
+                self._last = time.monotonic()
+                self.job.trouble("checkpoint_failed", f"no copy could be made: {error!r}")
+                return None
             self._last, self._late = time.monotonic(), False
             paid_s = time.monotonic() - asked
             self._copied.put(Save(name, copying.step, copying, room, asked, paid_s))
@@ -185,13 +193,13 @@ class Checkpointer:
 
     def _ask(self, save: Save) -> None:
         table = save.copying.finish().table
-        described = json.dumps(table.describe()).encode()
+        named = {"step": save.step, "save": save.name}
+        described = json.dumps({**named, **table.describe()}).encode()
         start = aligned(table.bytes, mmap.PAGESIZE)
         if start + len(described) > len(save.room.memory):
-            raise ValueError(f"the state's description has {len(described)} bytes: no room for it")
+            self._rooms.prepare(start + len(described))
+            raise ValueError(f"its description has {len(described)} bytes; the next one has room")
         save.room.memory[start : start + len(described)] = described
-        with self._lock:
-            self._asked[save.name] = save
         asked = {
             "op": "save",
             "room": save.room.number,
@@ -203,15 +211,21 @@ class Checkpointer:
             "rank": self.job.rank,
             "ranks": self.job.ranks,
             "keep": self.keep,
-            "facts": facts_of(self.job),
+            "facts": {**self._facts, "at": round(time.time(), 3)},
         }
-        self._writer.send(asked, self._rooms.descriptors(), self._rooms.generation)
+
+        def stamp(life: int) -> None:
+            save.life = life
+            with self._lock:
+                self._asked[save.name] = save
+
+        self._writer.send(asked, self._rooms.descriptors(), self._rooms.generation, stamp)
 
     def _hear(self, message: dict[str, Any]) -> None:
         """What the writer says."""
         if message["op"] == "died":
             with self._lock:
-                lost = list(self._asked.values())
+                lost = [save for save in self._asked.values() if save.life == message["life"]]
             for save in lost:
                 self._end(save, f"the writer died with status {message['code']}")
             return
@@ -229,11 +243,9 @@ class Checkpointer:
             save.verified = True
             self._tell(save)
         elif message["op"] == "failed":
-            self._end(save, message["error"])
+            self.job.trouble("checkpoint_failed", f"step {save.step}: {message['error']}")
         elif message["op"] == "done":
-            with self._lock:
-                self._asked.pop(save.name, None)
-            self._rooms.give_back(save.room.number)
+            self._end(save, "")
 
     def _tell(self, save: Save) -> None:
         if save.durable is None:
@@ -252,9 +264,13 @@ class Checkpointer:
         )
 
     def _end(self, save: Save, error: str) -> None:
-        """Nothing more is heard of it."""
+        """Nothing more is heard of it, and its room is free: once, for the room may be in use
+        again."""
         with self._lock:
             self._asked.pop(save.name, None)
-        if not save.verified:
+            if save.ended:
+                return
+            save.ended = True
+        if error and not save.verified:
             self.job.trouble("checkpoint_failed", f"step {save.step}: {error}")
         self._rooms.give_back(save.room.number)

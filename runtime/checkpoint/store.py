@@ -45,8 +45,12 @@ class Finding:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Visible checkpoints, newest first."""
-    found = [(number_of(path), path) for path in folder.glob("step-*") if is_named(path)]
+    """Visible checkpoints, newest first. Raises OSError if the folder cannot be read."""
+    try:
+        paths = list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    found = [(number_of(path), path) for path in paths if is_named(path)]
     return [path for _, path in sorted(found, reverse=True)]
 
 
@@ -61,7 +65,7 @@ def found_in(path: Path) -> list[Path]:
     if (path / MANIFEST).exists() or is_named(path):
         return [path]
     for folder in (path, path / "checkpoints"):
-        if found := candidates(folder):
+        if folder.is_dir() and (found := candidates(folder)):
             return found
     raise Damaged(_no_checkpoint(path))
 
@@ -219,10 +223,16 @@ def set_aside(path: Path) -> None:
 
 def prune(folder: Path, keep: int = KEEP, spare: Path | None = None) -> None:
     """Remove all complete checkpoints but the newest `keep`, `spare` among them. What cannot be
-    read is not counted, and goes once it is older than all that are kept."""
+    read is not counted, and goes once it is older than all that are kept.
+
+    What is newer than `spare` is set aside: the job did not go on from there, or could not.
+    """
     kept = 0 if spare is None else 1
     for path, found in listed(folder):
         if path == spare:
+            continue
+        if spare is not None and number_of(path) > number_of(spare):
+            set_aside(path)
             continue
         if kept >= keep:
             remove(path)

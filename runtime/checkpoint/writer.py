@@ -10,8 +10,8 @@ It is told, as JSON in single packets:
     {"op": "save", "room", "image", "described", "folder", "step", "save", "rank", "ranks", "keep",
      "facts"}  `image` bytes from the room's start are the state, `described` from the next page on
      its table
-and says of each save, by its name: {"op": "alarm" | "durable" | "verified" | "failed", "save",
-...}, and at last {"op": "done", "save"}: its room is free.
+and says of each save, by its name: {"op": "alarm" | "durable" | "verified" | "failed" | "given_up",
+"save", ...}, and at last {"op": "done", "save"}: its room is free.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import json
 import logging
 import mmap
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -32,7 +31,6 @@ from typing import Any
 from runtime.checkpoint import disk, store
 from runtime.checkpoint.draft import Draft, sweep
 from runtime.checkpoint.manifest import Part
-from runtime.checkpoint.store import Finding
 from runtime.image import CHUNK_BYTES, Damaged, Table, aligned
 
 log = logging.getLogger("drydock.checkpoint")
@@ -40,6 +38,10 @@ log = logging.getLogger("drydock.checkpoint")
 PACKET_BYTES = 1 << 16
 MAX_ROOMS = 8
 NICE = 10  # the training goes first where both want the same core
+
+
+class GivenUp(Exception):
+    """Another rank's writer failed, and says so: this checkpoint will never be complete."""
 
 
 class Writer:
@@ -58,8 +60,8 @@ class Writer:
                 data, ancillary, _flags, _from = self._trainer.recvmsg(
                     PACKET_BYTES, socket.CMSG_SPACE(MAX_ROOMS * array.array("i").itemsize)
                 )
-            except ConnectionError:
-                return
+            except ConnectionResetError:  # it died before it read all we said; what it asked stays
+                continue
             if not data:
                 return
             asked = json.loads(data)
@@ -82,6 +84,8 @@ class Writer:
         self._name = str(asked["save"])
         try:
             self._write(asked)
+        except GivenUp:
+            self._say("given_up")
         except (OSError, Damaged) as error:
             self._say("failed", error=str(error))
         except Exception as error:  # the next save may succeed
@@ -90,43 +94,57 @@ class Writer:
         self._say("done")
 
     def _write(self, asked: dict[str, Any]) -> None:
-        room, size = self._rooms[asked["room"]], int(asked["image"])
-        start = aligned(size, mmap.PAGESIZE)
-        table = Table.restore(json.loads(bytes(room[start : start + int(asked["described"])])))
-        folder, rank = Path(asked["folder"]), int(asked["rank"])
+        image, table = self._copy(asked)
+        folder, rank, step = Path(asked["folder"]), int(asked["rank"]), int(asked["step"])
         before = self._before or last_part(folder, rank)
-        step, save, ranks = int(asked["step"]), str(asked["save"]), int(asked["ranks"])
-        draft = Draft(folder, step, save, ranks, asked["facts"])
+        draft = Draft(folder, step, self._name, int(asked["ranks"]), asked["facts"])
         try:
-            part, written = draft.write(rank, table, room[:size], before)
+            part, written = draft.write(rank, table, image, before)
             published = draft.publish()
-            self._say(
-                "durable", digest=part.digest, bytes=size, written=written,
-                path=str(draft.path),
-            )  # fmt: skip
+            path = str(draft.where() or draft.path)
+            self._say("durable", digest=part.digest, bytes=len(image), written=written, path=path)
             if before is not None and (names := stale(part, before)):
                 self._say("alarm", kind="checkpoint_stale", text=names)
-            findings = self._verify(draft, part, room[:size])
-            if findings:
-                store.set_aside(final_path(draft))
-                raise Damaged("; ".join(map(str, findings)))
-            self._before = part
-            if published:
-                store.prune(folder, int(asked["keep"]), draft.path)
-                sweep(folder)
-            self._say("verified")
-        except BaseException:
-            if draft.path.name.startswith("."):  # nobody can finish it
-                shutil.rmtree(draft.path, ignore_errors=True)
+            self._verify(draft, part, image)
+        except BaseException as error:
+            if (path_of := draft.where()) is not None:
+                store.set_aside(path_of)
+            elif draft.is_given_up() and isinstance(error, OSError | Damaged):
+                raise GivenUp from error
+            else:
+                draft.give_up()
             raise
         finally:
             draft.close()
+        self._before = part
+        self._say("verified")
+        if published:
+            self._clean(folder, int(asked["keep"]), draft.path)
 
-    def _verify(self, draft: Draft, part: Part, image: memoryview) -> list[Finding]:
-        """What is wrong with what was written, after one more try to write it."""
+    def _copy(self, asked: dict[str, Any]) -> tuple[memoryview, Table]:
+        """What is asked to be written. Raises Damaged if something else is in that room."""
+        room, size = self._rooms[asked["room"]], int(asked["image"])
+        start = aligned(size, mmap.PAGESIZE)
+        described = json.loads(bytes(room[start : start + int(asked["described"])]))
+        if (described["step"], described["save"]) != (asked["step"], asked["save"]):
+            raise Damaged(f"its room holds step {described['step']}, save {described['save']}")
+        return room[:size], Table.restore(described)
+
+    def _clean(self, folder: Path, keep: int, newest: Path) -> None:
+        """Remove what is not needed any more. The checkpoint is safe, whatever fails here."""
+        try:
+            store.prune(folder, keep, newest)
+            sweep(folder)
+        except OSError as error:
+            self._say("alarm", kind="checkpoint_not_pruned", text=str(error))
+
+    def _verify(self, draft: Draft, part: Part, image: memoryview) -> None:
+        """Read it back; write anew what is not what was saved. Raises Damaged if that is no use."""
         findings = store.verify_part(part, draft.handle)
         if not findings:
-            return []
+            return
+        if draft.is_given_up():
+            raise Damaged("another rank gave it up")
         self._say(
             "alarm", kind="checkpoint_damaged",
             text=f"written again, for it was not what was saved: {'; '.join(map(str, findings))}",
@@ -135,9 +153,12 @@ class Writer:
         for file in part.files:
             if file.name in wrong:
                 start = file.first * CHUNK_BYTES
-                os.unlink(file.name, dir_fd=draft.handle)  # it may be shared with earlier ones
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(file.name, dir_fd=draft.handle)  # it may be shared with earlier ones
                 disk.write(file.name, image[start : start + file.bytes], draft.handle)
-        return store.verify_part(part, draft.handle)
+        os.fsync(draft.handle)
+        if findings := store.verify_part(part, draft.handle):
+            raise Damaged("; ".join(map(str, findings)))
 
     def _say(self, op: str, **message: Any) -> None:
         with contextlib.suppress(
@@ -170,11 +191,6 @@ def stale(part: Part, before: Part) -> str:
         f"step {part.step} holds what step {before.step} held of all that is trained (rank "
         f"{part.rank}: {names}): either nothing is learnt, or what is saved is not what is trained"
     )
-
-
-def final_path(draft: Draft) -> Path:
-    """Where the draft is now, whichever writer made it visible."""
-    return Path(f"/proc/self/fd/{draft.handle}").readlink()
 
 
 def main() -> None:

@@ -106,6 +106,7 @@ class ReplicaGroup:
             ema=ema,
             extra=extra,
         )
+        self.state.size()  # refuses now what no copy could be made of
         host = own_address(job.coordinator, job.network)
         gloo = group_for(model, host, job.rank)
         self._engine = StepEngine(

@@ -124,20 +124,20 @@ class Rank:
     # --- a newcomer -----------------------------------------------------------------------------
 
     @order
-    def checkpoints(self) -> list[int]:
-        """The steps of the checkpoints that are there, unverified."""
-        return self.saver.steps()
+    def checkpoints(self) -> list[list[Any]]:
+        """The steps and names of the checkpoints that are there, unverified, newest first."""
+        return [[step, name] for step, name in self.saver.saves()]
 
     @order
-    def read(self, step: int) -> str:
+    def read(self, name: str) -> str:
         """Read and verify our part of a checkpoint; what was trained up to it, "" if it fails."""
-        self._read = self.saver.read(step)
+        self._read = self.saver.read(name)
         return "" if self._read is None else history_of(self._read)
 
     @order
     def load(self) -> None:
         """Replace our part of the state by the one that was read or taken."""
-        self.await_copy()
+        self.await_copies()
         if self._read is None:
             raise RuntimeError("no state was read or taken")
         self.state.load(self._read)
@@ -148,7 +148,7 @@ class Rank:
     @order
     def reload(self) -> None:
         """Begin with what is in memory."""
-        self.await_copy()
+        self.await_copies()
         self._read = None
         self.state.statistics.reload()
 
@@ -161,7 +161,7 @@ class Rank:
     def take(self, step: int, digest: str, donors: list[list[str]]) -> None:
         """Fetch our part of the state that peers hold ready. Raises CannotFollow."""
         self.observer.at("sync", self.engine.pending)
-        self.await_copy()
+        self.await_copies()
         try:
             part = digest.split(NEXT)[self.job.rank]
             self._read = fetch_state(self._ours(donors), self.job.token, step, part)
@@ -258,7 +258,7 @@ class Rank:
         if reduced is None or tail is None:
             raise RuntimeError("no step is held to be committed")
         self._reduced = None
-        self._await_settled()
+        self.await_copies()
         applied = self.engine.apply(reduced, tail)
         if self._passed_on is not None:
             self._passed_on.applied()
@@ -322,16 +322,10 @@ class Rank:
         self._copies.append(copying)
         self._server.offer(copying)
 
-    def _await_settled(self) -> None:
-        """Before a step is applied: wait until what it changes is copied."""
+    def await_copies(self) -> None:
+        """Before the state is changed: wait until what is being copied of it is."""
         for copying in self._copies:
-            copying.await_settled()
-        self._copies = [one for one in self._copies if not one.finished.is_set()]
-
-    def await_copy(self) -> None:
-        """Before another state takes its place: wait until what is being copied of it is."""
-        for copying in self._copies:
-            copying.finished.wait()
+            copying.wait()
         self._copies.clear()
 
     @order

@@ -122,8 +122,8 @@ class TrainingState:
         return self.begin_copy(into).finish()
 
     def begin_copy(self, into: memoryview | None) -> Copying:
-        """The same, but what only the next commit changes is copied by `Copying.finish`: until that
-        is settled no step may be applied. Weights that are not trained nobody waits for."""
+        """The same, but what only the next commit changes is copied by `Copying.finish`: until then
+        no step may be applied."""
         return Copying(self._whole(), self.committed, into, self._due())
 
     def size(self) -> int:

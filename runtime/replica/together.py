@@ -6,6 +6,7 @@ import functools
 import uuid
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint.manifest import digest_of_all
@@ -83,7 +84,9 @@ class Together:
             self._saved = {step: one for step, one in self._saved.items() if step > part.step}
             size = sum(one.bytes for one in parts.values())
             digest = digest_of_all([parts[one].digest for one in sorted(parts)])
-            told = replace(parts[0], bytes=size, digest=digest, at=part.at)
+            seen = [one.path for one in parts.values() if not Path(one.path).name.startswith(".")]
+            path = (seen or [parts[0].path])[0]  # whose writer was the last knows its name
+            told = replace(parts[0], bytes=size, digest=digest, at=part.at, path=path)
             self.rank.job.sender.tell(told)
 
     # --- membership.Trainer ---------------------------------------------------------------------
@@ -100,16 +103,22 @@ class Together:
         return NEXT.join(self._all("digest"))
 
     def load(self) -> None:
-        """The newest checkpoint of which all ranks have their part."""
-        there = self._all("checkpoints")
-        for step in sorted(set(there[0]).intersection(*there[1:]), reverse=True):
-            if step <= self.committed:
-                break
-            histories = set(self._all("read", step=step))
+        """The newest checkpoint of which all ranks have their part. Raises ValueError if there are
+        some and none can be loaded: nobody wants to train anew without knowing."""
+        mine, *others = self._all("checkpoints")
+        for step, name in mine:
+            if step <= self.committed or any([step, name] not in one for one in others):
+                continue
+            histories = set(self._all("read", name=name))
             if len(histories) == 1 and "" not in histories:
                 self._all("load")
                 return
             self.trouble("checkpoint_refused", f"step {step}: a part is damaged, or of another run")
+        if mine and self.committed < 0:
+            raise ValueError(
+                f"none of the {len(mine)} checkpoints in {self.rank.saver.folder} can be loaded "
+                "(the lines before this say why): mend that, or to begin anew move that folder away"
+            )
         self._all("reload")
 
     def take(self, step: int, digest: str, donors: list[list[str]]) -> None:

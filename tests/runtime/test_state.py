@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 import pytest
@@ -10,12 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.data import Batches
-from runtime.image import CHUNK_BYTES
+from runtime.image import CHUNK_BYTES, Staged
 from runtime.ledger import Summed
 from runtime.replica.state import TrainingState
-from runtime.snapshot import TooSmall, digest_of, size_of, stage, touched
+from runtime.snapshot import TooSmall, digest_of, size_of, stage, state_of, touched
 
 SUMMED = Summed(coverage=[1] * 12, checksums=[5] * 12, who=[1] * 12)
+
+
+class Odd(torch.Tensor):
+    """More than its elements."""
 
 
 def training(**parts: Any) -> TrainingState:
@@ -92,7 +98,7 @@ def test_a_digest_needs_no_copy(sizes: list[int], large: int, transposed: bool) 
     assert digest_of(state) == stage(state, 4).digest
 
 
-def test_no_step_waits_until_weights_are_copied_that_are_not_trained() -> None:
+def test_what_a_step_may_change_is_copied_before_it_and_the_rest_at_once() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
     model[0].requires_grad_(False)
     optimizer = torch.optim.AdamW(model[1].parameters())
@@ -100,13 +106,69 @@ def test_no_step_waits_until_weights_are_copied_that_are_not_trained() -> None:
     at_the_edge = state.copy().digest
 
     copying = state.begin_copy(None)
-    waits = {due: [piece.name for piece, _ in rest] for due, rest in copying._rest.items()}
+    waits = [piece.name for piece, _ in copying._rest]
     copied = copying.finish()
 
-    assert waits["whenever"] == [".model.0.weight", ".model.0.bias"]
-    assert waits["soon"] == [".model.1.weight", ".model.1.bias"]
-    assert copying.settled.is_set()
+    assert waits == [".model.0.weight", ".model.0.bias", ".model.1.weight", ".model.1.bias"]
     assert copied.digest == at_the_edge
+    assert copied.table.frozen == CHUNK_BYTES  # what is not trained has chunks of its own
+
+
+@pytest.mark.parametrize(
+    ("thing", "said"),
+    [
+        ({"w": torch.empty(3, device="meta")}, "state.w is a tensor without memory"),
+        ({"w": torch.eye(3).to_sparse()}, "state.w is a torch.sparse_coo tensor"),
+        (
+            {"w": [torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)]},
+            "state.w.0 is a quantized tensor",
+        ),
+        ({"w": torch.ones(3).as_subclass(Odd)}, "state.w is a Odd"),
+        ({"a": {(1, 2): 3}}, r"state.a has the key \(1, 2\); use strings or numbers"),
+        ({"a": object()}, "state.a is a object; .* state_dict"),
+    ],
+)
+def test_what_cannot_be_copied_is_refused_by_its_name(thing: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        stage(thing, 0)
+
+
+def test_tied_weights_are_kept_once_and_stay_tied() -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
+    )
+    model[1].weight = model[0].weight
+    copied = stage({"model": model.state_dict(), "other": model.state_dict()}, 0)
+
+    state = state_of(copied)
+    assert [p.name for p in copied.table.pieces] == [
+        ".model.0.weight", ".other.0.weight", ".other.1.weight",
+    ]  # fmt: skip
+    assert state["model"]["0.weight"] is state["model"]["1.weight"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.ones(3, dtype=torch.complex64).conj().imag,
+        torch.arange(12).reshape(3, 4).t(),
+        torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.ones(1).expand(5),
+        torch.tensor(True),
+        torch.ones(3).to(torch.float8_e4m3fn),
+        math.inf,
+        [-math.inf, 1e-08, 1 << 70, None, "ü"],
+    ],
+    ids=str,
+)
+def test_odd_values_come_back_as_they_were(value: Any) -> None:
+    copied = stage({"v": value}, 0)
+
+    described = json.loads(json.dumps(copied.describe(), allow_nan=False))
+    back = state_of(Staged.restore(described, copied.buffer))["v"]
+
+    assert digest_of({"v": value}) == copied.digest == digest_of({"v": back})
 
 
 def test_a_copy_that_is_finished_later_is_of_the_edge_at_which_it_began() -> None:

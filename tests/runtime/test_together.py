@@ -230,9 +230,10 @@ def test_only_a_checkpoint_whose_parts_are_of_one_run_is_loaded(pair: Pair) -> N
         assert draft.publish()
         draft.close()
     history = rank_module.history_of(trained(5).copy())
-    pair.other.answers["checkpoints"] = {"value": [8, 5, 2]}
+    pair.other.answers["checkpoints"] = {"value": [[8, "save8"], [5, "save5"], [2, "save2"]]}
     pair.other.answers["read"] = {"value": "of another run"}
-    pair.together.load()
+    with pytest.raises(ValueError, match=r"none of the 2 checkpoints in .* can be loaded"):
+        pair.together.load()
     refused = pair.state.committed
     pair.other.answers["read"] = {"value": history}
     pair.together.load()

@@ -14,29 +14,29 @@ from runtime.checkpoint.draft import Draft
 from runtime.image import Damaged
 from tests.runtime.checkpoint.states import staged_at
 
-Corrupt = Callable[[bytearray, bytearray, random.Random], bytes | None]
+Corrupt = Callable[[bytearray, bytearray, random.Random], bytearray | None]
 
 
-def flip(data: bytearray, _other: bytearray, chance: random.Random) -> bytes:
+def flip(data: bytearray, _other: bytearray, chance: random.Random) -> bytearray:
     data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
     return data
 
 
-def truncate(data: bytearray, _other: bytearray, chance: random.Random) -> bytes:
+def truncate(data: bytearray, _other: bytearray, chance: random.Random) -> bytearray:
     return data[: chance.randrange(len(data))]
 
 
-def extend(data: bytearray, _other: bytearray, chance: random.Random) -> bytes:
+def extend(data: bytearray, _other: bytearray, chance: random.Random) -> bytearray:
     return data + bytes(chance.randrange(1, 5000))
 
 
-def zero_a_page(data: bytearray, _other: bytearray, chance: random.Random) -> bytes:
+def zero_a_page(data: bytearray, _other: bytearray, chance: random.Random) -> bytearray:
     place = chance.randrange(len(data)) // 512 * 512
     data[place : place + 512] = bytes(b ^ 0x5A for b in data[place : place + 512])
     return data
 
 
-def swap(_data: bytearray, other: bytearray, _chance: random.Random) -> bytes:
+def swap(_data: bytearray, other: bytearray, _chance: random.Random) -> bytearray:
     """With the same file of another rank, or of an older step: stale bytes."""
     return other
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,7 @@ def test_a_trainer_killed_after_the_copy_is_saved_all_the_same(tmp_path: Path) -
     [("cover", 2), pytest.param("cover", 50, marks=pytest.mark.soak)],
 )
 def test_a_job_killed_again_and_again_ends_as_one_left_alone(
-    make_fleet: type[Fleet], mode: str, kills: int
+    make_fleet: Callable[..., Fleet], mode: str, kills: int
 ) -> None:
     chance = random.Random(kills)  # noqa: S311 - moments, not secrets
     settings = {"rich": True, "data": "dataset", "workers": 2, "mode": mode}

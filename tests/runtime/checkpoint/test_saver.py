@@ -78,6 +78,7 @@ class OneRank:
         for step in steps:
             assert self.save(step) is not None
             self.told.until(lambda step=step: step in self.told.saved())  # type: ignore[misc]
+            self.told.until(lambda: not self.saver._asked)
 
     def writer(self) -> int:
         pid = self.saver._writer.pid
@@ -109,7 +110,7 @@ def test_only_what_changed_is_written_and_only_the_newest_kept(trainer: OneRank)
     trainer.save_all(1, 2, 3, 4, 5)
 
     newest = trainer.saver.folder / "step-00000005"
-    assert trainer.saver.steps() == [5, 4, 3]
+    assert trainer.saver.saves() == [(5, "save5"), (4, "save4"), (3, "save3")]
     assert (newest / "rank-0-0000.bin").stat().st_nlink == 3
 
 
@@ -117,8 +118,8 @@ def test_what_is_copied_later_is_of_the_edge_and_the_wait_is_counted(trainer: On
     copying = trainer.save(7)
 
     assert copying is not None
-    copying.await_settled()
-    assert copying.settled.is_set()
+    copying.wait()
+    assert copying.finished.is_set()
     assert copying.waited_s >= 0
 
 
@@ -146,7 +147,7 @@ def test_a_killed_writer_costs_its_save_and_the_next_succeeds(trainer: OneRank) 
 
     trainer.save_all(3)
 
-    assert trainer.saver.steps() == [3, 1]
+    assert trainer.saver.saves() == [(3, "save3"), (1, "save1")]
     assert trainer.told.troubles() == ["checkpoint_failed"]
 
 
@@ -160,7 +161,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_may_be_mended(
 
     trainer.save_all(2)
 
-    assert trainer.saver.steps() == [2]
+    assert trainer.saver.saves() == [(2, "save2")]
 
 
 def test_a_state_that_grows_gets_other_rooms(trainer: OneRank) -> None:
@@ -206,8 +207,8 @@ def test_two_ranks_make_one_checkpoint(tmp_path: Path) -> None:
     for rank in ranks:
         rank.saver.finish()
 
-    assert [rank.saver.steps() for rank in ranks] == [[7], [7]]
-    images = [rank.saver.read(7) for rank in ranks]
+    assert [rank.saver.saves() for rank in ranks] == [[(7, "save7")]] * 2
+    images = [rank.saver.read("save7") for rank in ranks]
     assert [image and image.digest for image in images] == [staged_at(7).digest] * 2
 
 
@@ -219,14 +220,83 @@ def test_with_another_number_of_ranks_a_job_does_not_begin_anew(tmp_path: Path) 
         rank.saver.finish()
 
     for other in (OneRank(tmp_path, 0, 1), OneRank(tmp_path, 1, 4)):
-        with pytest.raises(ValueError, match="another number of ranks"):
-            other.saver.steps()
+        with pytest.raises(ValueError, match=f"of 2 ranks, this one has {other.saver.job.ranks}"):
+            other.saver.saves()
 
 
 def test_a_damaged_checkpoint_is_told_and_not_read(trainer: OneRank) -> None:
     trainer.save_all(1, 2)
     (trainer.saver.folder / "step-00000002" / "rank-0-0001.bin").write_bytes(b"short")
 
-    assert trainer.saver.read(2) is None
+    assert trainer.saver.read("save2") is None
     assert trainer.told.troubles() == ["checkpoint_refused"]
-    assert trainer.saver.read(1) is not None
+    assert trainer.saver.read("save1") is not None
+
+
+def test_checkpoints_of_which_none_can_be_read_are_not_taken_for_none(trainer: OneRank) -> None:
+    trainer.save_all(1)
+    (trainer.saver.folder / "step-00000001" / "manifest.json").write_text("{}")
+
+    with pytest.raises(ValueError, match=r"none of the 1 checkpoints in .* can be read: mend that"):
+        trainer.saver.saves()
+
+
+def test_a_state_of_which_no_copy_can_be_made_costs_no_step(trainer: OneRank) -> None:
+    def begin(_into: memoryview | None) -> Copying:
+        raise TypeError("state.extra is a set")
+
+    trainer.save_all(1)
+    assert trainer.saver.save(begin, "x", last=True) is None
+    trainer.save_all(2)
+
+    (trouble,) = [m for m in trainer.told.messages if isinstance(m, Trouble)]
+    assert trouble.kind == "checkpoint_failed"
+    assert "state.extra is a set" in trouble.text
+
+
+def test_a_long_description_gets_room_for_the_next_save(trainer: OneRank) -> None:
+    trainer.save_all(1)
+    long = {"ids": list(range(2_000_000))}
+    trainer.saver.save(lambda into: Copying(long, 2, into), "first", last=True)
+    trainer.told.until(lambda: "checkpoint_failed" in trainer.told.troubles())
+
+    trainer.saver.save(lambda into: Copying(long, 3, into), "second", last=True)
+
+    trainer.told.until(lambda: 3 in trainer.told.saved())
+
+
+def test_a_writer_that_died_takes_no_room_that_was_given_to_the_next(trainer: OneRank) -> None:
+    trainer.save_all(1)
+    trainer.told.until(lambda: not trainer.saver._asked)
+    life = trainer.saver._writer._life
+    os.kill(trainer.writer(), signal.SIGSTOP)
+    for step in (2, 3):
+        trainer.save(step)
+    trainer.told.until(lambda: len(trainer.saver._asked) == 2)
+
+    trainer.saver._hear({"op": "died", "life": life - 1, "code": -9})
+
+    assert not trainer.saver._rooms.any_free()
+    os.kill(trainer.writer(), signal.SIGCONT)
+    trainer.told.until(lambda: trainer.told.saved() == [1, 2, 3])
+
+
+def test_one_rank_s_failure_is_one_alarm(tmp_path: Path) -> None:
+    ranks = [OneRank(tmp_path, rank, 2) for rank in (0, 1)]
+    for rank in ranks:
+        rank.save(1)
+    for rank in ranks:
+        rank.told.until(lambda rank=rank: 1 in rank.told.saved())  # type: ignore[misc]
+    os.kill(ranks[0].writer(), signal.SIGSTOP)
+    ranks[0].save(2)
+    in_the_way = ranks[0].saver.folder / ".writing-00000002-save2" / "rank-1-0000.bin"
+    in_the_way.mkdir(parents=True)
+    ranks[1].save(2)
+    ranks[1].told.until(lambda: "checkpoint_failed" in ranks[1].told.troubles())
+    os.kill(ranks[0].writer(), signal.SIGCONT)
+    for rank in ranks:
+        rank.save_all(3)
+        rank.saver.finish()
+
+    assert [rank.told.troubles() for rank in ranks] == [[], ["checkpoint_failed"]]
+    assert ranks[0].saver.saves() == [(3, "save3"), (1, "save1")]

@@ -171,9 +171,9 @@ def test_what_cannot_be_read_is_not_counted_among_those_kept(tmp_path: Path) -> 
         write(tmp_path, staged_at(step))
     (tmp_path / "step-00000009" / "manifest.json").unlink()
 
-    write(tmp_path, staged_at(2), keep=2)
+    write(tmp_path, staged_at(10), keep=2)
 
-    assert names(tmp_path) == ["step-00000009", "step-00000008", "step-00000002"]
+    assert names(tmp_path) == ["step-00000010", "step-00000009", "step-00000008"]
 
 
 def test_what_is_the_same_is_shared_and_outlives_the_first(tmp_path: Path) -> None:
@@ -189,6 +189,32 @@ def test_a_step_that_is_saved_again_leaves_the_first_one_whole(tmp_path: Path) -
 
     assert names(tmp_path) == ["step-00000007.1", "step-00000007"]
     assert (store.verify(first), store.verify(second)) == ([], [])
+
+
+def test_what_is_newer_than_a_new_checkpoint_is_set_aside(tmp_path: Path) -> None:
+    """The job went on from step 100, for the newer ones could not be loaded."""
+    for step in (100, 200, 300):
+        write(tmp_path, staged_at(step), keep=9)
+
+    for step in (120, 140):
+        write(tmp_path, staged_at(step), keep=2)
+
+    assert names(tmp_path) == ["step-00000140", "step-00000120"]
+
+
+def test_a_step_saved_often_is_numbered_on(tmp_path: Path) -> None:
+    for _ in range(5):
+        write(tmp_path, staged_at(7), keep=2)
+
+    assert names(tmp_path) == ["step-00000007.4", "step-00000007.3"]
+
+
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(NotADirectoryError):
+        store.candidates(tmp_path / "file")
+    assert store.candidates(tmp_path / "absent") == []
 
 
 def draft_of(folder: Path, host: str) -> Path:
