@@ -6,8 +6,10 @@ and verify images start in a moment and are small.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +91,17 @@ class Table:
 def aligned(offset: int, to: int = ALIGNMENT) -> int:
     """The next multiple, or itself if it is one."""
     return -(-offset // to) * to
+
+
+def pages(size: int) -> memoryview:
+    """Memory that begins at a page, in pages as large as they come: the first touch of small ones
+    takes longer than a disk. Not a bytearray, which would be cleared first, with the interpreter's
+    lock held: for hundreds of megabytes no thread of this process would answer anyone meanwhile.
+    """
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)[:size]
 
 
 def hash_of(chunk: Buffer) -> str:

@@ -6,10 +6,8 @@ The training thread pays one memcpy (`stage`), or less (`Copying`); hashing is f
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
-import mmap
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from runtime.image import CHUNK_BYTES, Buffer, ChunkHashes, Piece, Staged, Table, aligned
+from runtime.image import CHUNK_BYTES, Buffer, ChunkHashes, Piece, Staged, Table, aligned, pages
 
 #: When a tensor has to be in a copy: it may change any time, with every step, or is not trained and
 #: changes with a step at most if the script does something of its own then.
@@ -202,17 +200,10 @@ def touched(size: int) -> memoryview:
 
 
 def allocate(size: int, *, pinned: bool = False) -> memoryview:
-    """Memory that begins at a page. Not a bytearray, which would be cleared first, with the
-    interpreter's lock held: for hundreds of megabytes no thread of this process would answer anyone
-    meanwhile."""
+    """Memory for a copy, untouched."""
     if pinned:
         return bytes_of(torch.empty(size, dtype=torch.uint8, pin_memory=True))
-    if not size:
-        return memoryview(bytearray())
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        pages.madvise(mmap.MADV_HUGEPAGE)  # their first touch costs a third
-    return memoryview(pages)
+    return pages(size)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

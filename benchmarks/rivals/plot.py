@@ -50,7 +50,11 @@ class Panel:
 def svg(results: dict[str, Any]) -> str:
     """The picture of what was measured."""
     makers = {"kill": _kill, "rejoin": _rejoin, "healthy": _healthy}
-    panels = [make(results[part]) for part, make in makers.items() if part in results]
+    return draw([make(results[part]) for part, make in makers.items() if part in results])
+
+
+def draw(panels: Sequence[Panel]) -> str:
+    """Panels, one below the other."""
     height = sum(panel.height for panel in panels) + 12
     body: list[str] = []
     top = 6

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from runtime.image import aligned
+from runtime.image import aligned, pages
 
 #: Bytes of one request. Disks and networks reach their speed with it.
 BLOCK_BYTES = 4 << 20
@@ -121,8 +120,3 @@ def _without_direct(file: int) -> None:
 def blocks(size: int) -> Iterator[tuple[int, int]]:
     for start in range(0, size, BLOCK_BYTES):
         yield start, min(start + BLOCK_BYTES, size)
-
-
-def pages(size: int) -> memoryview:
-    """Memory that begins at a page."""
-    return memoryview(mmap.mmap(-1, max(size, 1)))[:size]

@@ -20,7 +20,7 @@ import xxhash
 
 from runtime.checkpoint import disk
 from runtime.checkpoint.manifest import MANIFEST, DataFile, Manifest, Part
-from runtime.image import CHUNK_BYTES, Damaged, Staged, chunks_of, hash_of
+from runtime.image import CHUNK_BYTES, Damaged, Staged, chunks_of, hash_of, pages
 
 log = logging.getLogger("drydock.checkpoint")
 
@@ -109,7 +109,7 @@ def part_of(path: Path, manifest: Manifest, rank: int) -> Part:
 def read(path: Path, rank: int = 0) -> Staged:
     """One rank's image, each chunk compared. Raises Damaged, naming tensors and file."""
     part = part_of(path, manifest_of(path), rank)
-    buffer = disk.pages(part.table.bytes)
+    buffer = pages(part.table.bytes)
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for file in part.files:

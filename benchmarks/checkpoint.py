@@ -1,0 +1,87 @@
+"""Our checkpoints beside torch.save, DCP, safetensors and torchsnapshot, and the machine's limits.
+
+    python benchmarks/checkpoint.py [--quick] [--sizes 0.25,1,4] [--json FILE] [--plot FILE]
+
+All save the same float32 state, in turns in one run, each turn in a process of its own. safetensors
+and torchsnapshot are installed on first use, outside the repository. A save is watched beside a
+training loop's work until it is durable, and loaded again from a cold disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.checkpoints import picture, report
+from benchmarks.checkpoints.measuring import Plan, measure
+
+
+def main() -> None:
+    options = arguments()
+    began = time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"{time.monotonic() - began:5.0f} s  {what}", file=sys.stderr, flush=True)
+
+    folder = Path(tempfile.mkdtemp(prefix="drydock-checkpoint-", dir=options.folder))
+    try:
+        plan = Plan(options.sizes, options.rounds, options.step_ms)
+        results = {
+            "machine": machine(),
+            "step_ms": options.step_ms,
+            "rows": measure(plan, folder, say),
+        }
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    if options.plot is not None:
+        options.plot.write_text(picture.svg(results))
+    print("\n".join(report.lines(results)))
+
+
+def machine() -> dict[str, object]:
+    cpu = Path("/proc/cpuinfo").read_text().partition("model name\t: ")[2].partition("\n")[0]
+    return {
+        "cores": os.cpu_count(),
+        "processor": cpu or platform.processor(),
+        "torch": metadata.version("torch"),
+        "python": platform.python_version(),
+    }
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="0.25 GiB, 2 rounds")
+    parser.add_argument("--sizes", type=sizes, default=(0.25, 1.0), help="of the state, in GiB")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
+    parser.add_argument("--step-ms", type=float, default=200.0, help="of work between two steps")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="an SVG")
+    options = parser.parse_args()
+    if options.quick:
+        options.sizes, options.rounds = (0.25,), 2
+    return options
+
+
+def sizes(text: str) -> tuple[float, ...]:
+    return tuple(float(size) for size in text.split(",") if size)
+
+
+if __name__ == "__main__":
+    main()
