@@ -298,5 +298,5 @@ def test_one_rank_s_failure_is_one_alarm(tmp_path: Path) -> None:
         rank.save_all(3)
         rank.saver.finish()
 
-    assert [rank.told.troubles() for rank in ranks] == [[], ["checkpoint_failed"]]
+    assert [rank.told.troubles().count("checkpoint_failed") for rank in ranks] == [0, 1]
     assert ranks[0].saver.saves() == [(3, "save3"), (1, "save1")]
