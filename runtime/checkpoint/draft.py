@@ -73,8 +73,6 @@ class Draft:
         written = 0
         with ThreadPoolExecutor(1, "drydock-hash") as pool:
             hashing = pool.submit(lambda: tuple(hash_of(chunk) for chunk in chunks_of(image)))
-            if before is not None and table.frozen:
-                hashing.result()
             for file in files:
                 shared = before is not None and self._share(file, table, before, hashing.result)
                 if not shared:

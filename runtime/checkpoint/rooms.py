@@ -8,7 +8,6 @@ long as the writer has it open, whatever becomes of this process.
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 import os
 import threading
@@ -16,8 +15,6 @@ import time
 from collections.abc import Callable
 
 from runtime.image import aligned
-
-log = logging.getLogger("drydock.checkpoint")
 
 ROOMS = 2
 RETRY_S = 30.0  # after memory could not be had

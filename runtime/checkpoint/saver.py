@@ -57,6 +57,7 @@ class Checkpointer:
         self.on_saved: Callable[[CheckpointSaved], None] = job.sender.tell
         self._last = time.monotonic()
         self._late = False
+        self._again = False  # there was too little room, and more is being made
         self._rooms = Rooms(lambda why: job.trouble("no_room_for_checkpoints", why))
         self._writer = WriterHandle(self._hear)
         self._copied: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
@@ -103,8 +104,8 @@ class Checkpointer:
     # --- saving ---------------------------------------------------------------------------------
 
     def due(self) -> bool:
-        """Whether the interval is over."""
-        return time.monotonic() - self._last >= self.every_s
+        """Whether the interval is over, or the last save is to be tried again."""
+        return self._again or time.monotonic() - self._last >= self.every_s
 
     def prepare(self, size: Callable[[], int]) -> bool:
         """Whether a state can be taken at once. Begins to make room for it and starts the writer,
@@ -137,21 +138,24 @@ class Checkpointer:
         """
         asked = time.monotonic()
         self._start()
+        if not self._rooms.made():
+            self._rooms.prepare(0)  # how much is needed turns out below
         while (room := self._rooms.take(FINISH_S if last else 0.0)) is not None:
             try:
                 copying = begin(room.memory)
             except TooSmall as error:
                 self._rooms.give_back(room.number)
                 self._rooms.prepare(error.needed)
+                self._again = not last
                 if not last:
                     return None
                 continue
             except Exception as error:  # no checkpoint is worth the training
                 self._rooms.give_back(room.number)
-                self._last = time.monotonic()
+                self._last, self._again = time.monotonic(), False
                 self.job.trouble("checkpoint_failed", f"no copy could be made: {error!r}")
                 return None
-            self._last, self._late = time.monotonic(), False
+            self._last, self._late, self._again = time.monotonic(), False, False
             paid_s = time.monotonic() - asked
             self._copied.put(Save(name, copying.step, copying, room, asked, paid_s))
             return copying

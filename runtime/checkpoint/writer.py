@@ -107,8 +107,8 @@ class Writer:
                 self._say("alarm", kind="checkpoint_stale", text=names)
             self._verify(draft, part, image)
         except BaseException as error:
-            if (path_of := draft.where()) is not None:
-                store.set_aside(path_of)
+            if (visible := draft.where()) is not None:
+                store.set_aside(visible)
             elif draft.is_given_up() and isinstance(error, OSError | Damaged):
                 raise GivenUp from error
             else:

@@ -168,7 +168,8 @@ class Leader:
         self._owed |= wished
         if self._owed or self.rank.saver.due():
             if self.together.prepare_save():
-                self._owed = not self.together.save()
+                self.together.save()
+                self._owed = False
         elif not self._warm:
             self._warm = True
             self.together.prepare_save()

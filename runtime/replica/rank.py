@@ -289,12 +289,11 @@ class Rank:
         return self.saver.prepare(self.state.size)
 
     @order
-    def save(self, *, name: str, last: bool) -> bool:
-        """Begin a copy of our part, for the writer; whether there was room."""
+    def save(self, *, name: str, last: bool) -> None:
+        """Begin a copy of our part, for the writer."""
         copying = self.saver.save(self.state.begin_copy, name, last=last)
         if copying is not None:
             self._copies.append(copying)
-        return copying is not None
 
     @order
     def make_room(self) -> None:

@@ -72,9 +72,9 @@ class Together:
         """Whether all ranks can save at once; they begin to make room."""
         return all(self._all("prepare_save"))
 
-    def save(self, *, last: bool = False) -> bool:
-        """At an edge: a checkpoint; whether all ranks had room for their part."""
-        return all(self._all("save", name=uuid.uuid4().hex[:12], last=last))
+    def save(self, *, last: bool = False) -> None:
+        """At an edge: a checkpoint."""
+        self._all("save", name=uuid.uuid4().hex[:12], last=last)
 
     def saved(self, rank: int, part: CheckpointSaved) -> None:
         """A rank's part is durable; once all are, so is the whole. On a thread of its own."""

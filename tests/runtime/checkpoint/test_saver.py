@@ -17,7 +17,7 @@ import torch
 from runtime.checkpoint import Checkpointer, store
 from runtime.client import CheckpointSaved, Sender, Trouble
 from runtime.job import Job
-from runtime.snapshot import Copying
+from runtime.snapshot import Copying, state_of
 from tests.runtime.checkpoint.states import copy_of_step, staged_at
 
 PATIENCE_S = 30.0
@@ -169,11 +169,13 @@ def test_a_state_that_grows_gets_other_rooms(trainer: OneRank) -> None:
     trainer.saver._rooms.prepare(1)
     larger = {"weight": torch.ones(16 << 20)}
 
+    trainer.saver.every_s = 3600.0
     first = trainer.saver.save(lambda into: Copying(larger, 2, into), "larger")
+    due = trainer.saver.due()
     again = trainer.saver.save(lambda into: Copying(larger, 2, into), "again", last=True)
     trainer.told.until(lambda: 2 in trainer.told.saved())
 
-    assert (first, again and again.step) == (None, 2)
+    assert (first, due, again and again.step) == (None, True, 2)
     assert trainer.told.troubles() == []
 
 
@@ -246,7 +248,9 @@ def test_a_state_of_which_no_copy_can_be_made_costs_no_step(trainer: OneRank) ->
         raise TypeError("state.extra is a set")
 
     trainer.save_all(1)
+    trainer.saver.every_s = 3600.0
     assert trainer.saver.save(begin, "x", last=True) is None
+    assert not trainer.saver.due()  # it is not tried again at each edge
     trainer.save_all(2)
 
     (trouble,) = [m for m in trainer.told.messages if isinstance(m, Trouble)]
@@ -261,8 +265,22 @@ def test_a_long_description_gets_room_for_the_next_save(trainer: OneRank) -> Non
     trainer.told.until(lambda: "checkpoint_failed" in trainer.told.troubles())
 
     trainer.saver.save(lambda into: Copying(long, 3, into), "second", last=True)
-
     trainer.told.until(lambda: 3 in trainer.told.saved())
+
+    assert trainer.told.saved() == [1, 3]
+    read = trainer.saver.read("second")
+    assert read is not None
+    assert state_of(read) == long
+
+
+def test_the_last_save_of_a_job_that_had_made_no_room_is_made(trainer: OneRank) -> None:
+    large = {"weight": torch.ones(4 << 20)}
+
+    copying = trainer.saver.save(lambda into: Copying(large, 1, into), "only", last=True)
+    trainer.told.until(lambda: 1 in trainer.told.saved())
+
+    assert copying is not None
+    assert trainer.told.troubles() == []
 
 
 def test_a_writer_that_died_takes_no_room_that_was_given_to_the_next(trainer: OneRank) -> None:
