@@ -9,8 +9,9 @@ Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -76,7 +77,7 @@ class Part:
     def from_json(data: bytes, what: str) -> Part:
         """Raises Damaged, which begins with `what` and says what is wrong."""
         found = opened(data, what)
-        try:
+        with naming_flaws(what):
             part = Part(
                 step=int(found["step"]),
                 save=str(found["save"]),
@@ -85,8 +86,6 @@ class Part:
                 hashes=tuple(found["chunks"]),
                 files=tuple(DataFile(**file) for file in found["files"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise Damaged(f"{what}: {error!r} is missing or wrong") from error
         if found["chunk_bytes"] != CHUNK_BYTES:
             raise Damaged(
                 f"{what}: chunks of {found['chunk_bytes']} bytes, this version reads {CHUNK_BYTES}"
@@ -148,20 +147,27 @@ class Manifest:
     def from_json(data: bytes, what: str) -> Manifest:
         """Raises Damaged, which begins with `what` and says what is wrong."""
         found = opened(data, what)
-        try:
+        with naming_flaws(what):
             manifest = Manifest(
                 step=int(found["step"]),
                 save=str(found["save"]),
                 parts=tuple(PartHash(**part) for part in found["parts"]),
                 facts=dict(found["facts"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise Damaged(f"{what}: {error!r} is missing or wrong") from error
         if [part.rank for part in manifest.parts] != list(range(len(manifest.parts))):
             raise Damaged(f"{what}: its parts are not of the ranks 0 to {len(manifest.parts) - 1}")
         if manifest.digest != found["digest"]:
             raise Damaged(f"{what}: its digest is not that of its parts")
         return manifest
+
+
+@contextlib.contextmanager
+def naming_flaws(what: str) -> Iterator[None]:
+    """Say which key of a JSON file is missing or wrong. Raises Damaged."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"{what}: {error!r} is missing or wrong") from error
 
 
 def part_name(rank: int) -> str:
