@@ -7,6 +7,7 @@ import os
 import socket
 from typing import Any
 
+from billiard import pool
 from celery import Celery
 from celery.signals import setup_logging, worker_shutting_down
 
@@ -14,6 +15,11 @@ os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.local.settings")
 
 #: Whether this worker was told to end; shared with the processes of its pool.
 _stopping = multiprocessing.RawValue("b", 0)
+
+# A process of the pool that ends waits until its parent has read all that it said, in tenths of a
+# second; a parent that ends itself may have ceased to read. What ours say nobody needs: a message
+# is acknowledged before its task is begun, and results are ignored.
+pool.GUARANTEE_MESSAGE_CONSUMPTION_RETRY_LIMIT = 10
 
 app = Celery("drydock")
 app.config_from_object("django.conf:settings", namespace="CELERY")
