@@ -22,6 +22,7 @@ STEPS = 20  # of a turn in health
 WARMING = 5  # steps before them
 SETTLED = 8  # whole steps in a row by all replicas, before anything is done to them
 AFTER = 5  # commits of each survivor after a kill, before its gap is believed to be over
+RUN_IN = 200  # steps, before a newcomer is measured
 ALONE = 10  # the same before a newcomer comes
 PATIENCE_S = 30.0
 FALSE_STARTS = 2
@@ -231,11 +232,13 @@ def _step(job: Job) -> float:
 def rejoin(bench: Bench, contender: Contender, state_mb: float) -> Rejoin | None:
     """One newcomer to a job that lost a replica; None if it never got in.
 
-    The loss is at an edge, while nobody is in a collective, so that it says nothing of the gap.
+    The loss is at an edge, while nobody is in a collective, so that it says nothing of the gap. It
+    comes to a job that has been training for a while: what a contender does once, when a job
+    begins, is no part of it.
     """
     model = replace(TRAFFIC["light"], frozen_mb=state_mb)
-    with bench.job(contender, model, until=STEPS) as job:
-        if not job.wait(lambda: _connected(job) and _reached(job, STEPS), PATIENCE_S):
+    with bench.job(contender, model, until=RUN_IN) as job:
+        if not job.wait(lambda: _connected(job) and _reached(job, RUN_IN), 2 * PATIENCE_S):
             return None
         step_s = _step(job)
         victim = bench.chance.choice(_present(job))

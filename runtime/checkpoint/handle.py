@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,11 @@ class WriterHandle:
     def send(
         self,
         message: dict[str, Any],
-        rooms: Sequence[int],
-        generation: int,
+        rooms: tuple[int, dict[int, int]],
         stamp: Callable[[int], None],
     ) -> None:
-        """Send one message, and the rooms before it if it was not given these yet. `stamp` is told
-        before that which life of the writer it goes to.
+        """Send one message, and before it the rooms (see `Rooms.descriptors`) if it was not given
+        these yet. `stamp` is told before that which life of the writer it goes to.
 
         Raises OSError if it cannot be started, or dies meanwhile.
         """
@@ -60,10 +59,12 @@ class WriterHandle:
             connection = self._started()
             stamp(self._life)
             try:
+                generation, numbered = rooms
                 if self._generation != generation:
-                    descriptors = array.array("i", rooms)
+                    descriptors = array.array("i", numbered.values())
                     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
-                    connection.sendmsg([json.dumps({"op": "rooms"}).encode()], rights)
+                    given = {"op": "rooms", "numbers": [*numbered]}
+                    connection.sendmsg([json.dumps(given).encode()], rights)
                     self._generation = generation
                 data = json.dumps(message).encode()
                 if len(data) > PACKET_BYTES:

@@ -1,4 +1,5 @@
-"""Memory into which states are copied: made and touched beforehand, and shared with the writer.
+"""Memory into which states are copied, for checkpoints and for newcomers: made and touched
+beforehand, and shared with the writer.
 
 The first touch of memory costs ten times a copy into it, so two rooms are kept for good, and taken
 in turn. Each is a memfd: it has no name that could be left behind, and what was copied lives for as
@@ -21,23 +22,36 @@ RETRY_S = 30.0  # after memory could not be had
 #: Beside the image lies its description; so much more than it needs at first is made room for.
 SLACK_BYTES = 4 << 20
 PAGE_BYTES = mmap.PAGESIZE
+SLICE_BYTES = 4 << 20
+RESTING = 3.0  # times as long as it takes to touch a slice, while nobody waits for the room
+
+
+def _on_and_on(_seconds: float) -> None:
+    """Without a rest."""
 
 
 class Room:
     """One of them."""
 
-    def __init__(self, number: int, size: int) -> None:
-        """Touches all of it. Raises OSError, MemoryError."""
+    def __init__(self, number: int, size: int, rest: Callable[[float], object]) -> None:
+        """Touches all of it, a slice at a time; after each it may `rest` for so many seconds, so
+        that the training goes on meanwhile. Raises OSError, MemoryError."""
         self.number = number
         self.fd = os.memfd_create(f"drydock-room-{number}")
         try:
-            os.posix_fallocate(self.fd, 0, size)  # fails here, and not at a first touch
+            os.truncate(self.fd, size)
             pages = mmap.mmap(self.fd, size)
+            start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+            for at in range(0, size, SLICE_BYTES):
+                began = time.monotonic()
+                part = min(SLICE_BYTES, size - at)
+                os.posix_fallocate(self.fd, at, part)  # fails here, and not at a first touch
+                # Not MAP_POPULATE, for which the interpreter's lock would be held.
+                ctypes.memset(start + at, 0, part)
+                rest(RESTING * (time.monotonic() - began))
         except BaseException:
             os.close(self.fd)
             raise
-        # Not MAP_POPULATE, for which the interpreter's lock would be held.
-        ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(pages)), 0, size)
         self.memory = memoryview(pages)
 
     def close(self) -> None:
@@ -52,74 +66,93 @@ class Rooms:
         """`on_failure` is told why rooms cannot be had."""
         self._on_failure = on_failure
         self._changed = threading.Condition()
-        self._rooms: list[Room] = []
         self._free: list[Room] = []
+        self._used: list[Room] = []
+        self._size = 0  # for which there are rooms, or will be
         self._making = False
+        self._wanted = threading.Event()  # somebody waits for the room that is being made
         self._not_before = 0.0
-        self.generation = 0  # how often rooms were made
+        self._generation = 0  # how often there was another room
 
     def made(self) -> bool:
         """Whether there are any, free or not."""
         with self._changed:
-            return bool(self._rooms)
+            return bool(self._free or self._used)
 
-    def prepare(self, size: int) -> None:
+    def prepare(self, size: int) -> bool:
         """Begin to make rooms for images of this size, unless there are such or they are being
-        made."""
+        made. Returns False if they cannot be had at present."""
         with self._changed:
-            if self._making or (self._rooms and len(self._rooms[0].memory) >= size):
-                return
+            there = self._making or self._free or self._used
+            if there and (size <= self._size or self._making):
+                return True
             if time.monotonic() < self._not_before:
-                return
-            self._making = True
-        threading.Thread(target=self._make, args=(size,), name="drydock-rooms", daemon=True).start()
+                return False
+            self._making, self._size = True, aligned(size + size // 64 + SLACK_BYTES, PAGE_BYTES)
+            self._close(self._free)
+        threading.Thread(target=self._make, name="drydock-rooms", daemon=True).start()
+        return True
 
     def take(self, wait_s: float = 0.0) -> Room | None:
         """A free one, or None if there is none within the time. It is ours until it is given
         back."""
         with self._changed:
-            self._changed.wait_for(lambda: self._free and not self._making, wait_s)
-            return self._free.pop() if self._free and not self._making else None
+            if wait_s:
+                self._wanted.set()
+            self._changed.wait_for(lambda: self._free or not (self._used or self._making), wait_s)
+            self._wanted.clear()
+            if not self._free:
+                return None
+            self._used.append(self._free.pop())
+            return self._used[-1]
 
-    def give_back(self, number: int) -> None:
+    def give_back(self, room: Room) -> None:
+        """It may be taken by others; at most once after each time that it was taken."""
         with self._changed:
-            free = [room.number for room in self._free]
-            self._free += [r for r in self._rooms if r.number == number and number not in free]
+            if room in self._used:
+                self._used.remove(room)
+                if len(room.memory) < self._size:
+                    room.close()  # larger ones take its place
+                else:
+                    self._free.append(room)
             self._changed.notify_all()
 
     def any_free(self) -> bool:
         with self._changed:
-            return bool(self._free) and not self._making
+            return bool(self._free)
 
-    def descriptors(self) -> list[int]:
-        """Of all rooms, in the order of their numbers."""
+    def descriptors(self) -> tuple[int, dict[int, int]]:
+        """Of all rooms by their numbers; before them how often there was another room."""
         with self._changed:
-            return [room.fd for room in self._rooms]
+            return self._generation, {one.number: one.fd for one in [*self._free, *self._used]}
 
     def close(self) -> None:
         with self._changed:
-            for room in self._rooms:
-                room.close()
-            self._rooms, self._free = [], []
+            self._close(self._free)
+            self._close(self._used)
 
-    def _make(self, size: int) -> None:
-        """On a thread of its own."""
-        made: list[Room] = []  # also if another fails
+    def _close(self, rooms: list[Room]) -> None:
+        while rooms:
+            rooms.pop().close()
+
+    def _make(self) -> None:
+        """On a thread of its own. Each is there for use as soon as it is made."""
         try:
-            with self._changed:  # a writer may still read one of the former size
-                self._changed.wait_for(lambda: len(self._free) == len(self._rooms))
-                former, self._rooms, self._free = self._rooms, [], []
-            while former:  # before the next are made: never more than two of them
-                former.pop().close()
-            whole = aligned(size + size // 64 + SLACK_BYTES, PAGE_BYTES)
+            with self._changed:  # never more than two of them: a writer may still read a former one
+                self._changed.wait_for(lambda: not self._used)
             for number in range(ROOMS):
-                made.append(Room(number, whole))
+                # The first is wanted soon. Nobody needs the second one yet.
+                made = Room(number, self._size, self._wanted.wait if number else _on_and_on)
+                with self._changed:
+                    self._wanted.clear()
+                    self._free.append(made)
+                    self._generation += 1
+                    self._changed.notify_all()
         except (OSError, MemoryError) as error:
             self._not_before = time.monotonic() + RETRY_S
+            size = self._size
             self._on_failure(f"{ROOMS} times {size} bytes for checkpoints cannot be had: {error}")
         finally:
             with self._changed:
-                self._rooms, self._free = made, list(made)
                 self._making = False
-                self.generation += 1
                 self._changed.notify_all()

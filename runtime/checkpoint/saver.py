@@ -58,7 +58,8 @@ class Checkpointer:
         self._last = time.monotonic()
         self._late = False
         self._again = False  # there was too little room, and more is being made
-        self._rooms = Rooms(lambda why: job.trouble("no_room_for_checkpoints", why))
+        #: where states are copied to; copies for newcomers are made in them too
+        self.rooms = Rooms(lambda why: job.trouble("no_room_for_checkpoints", why))
         self._writer = WriterHandle(self._hear)
         self._copied: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -112,10 +113,10 @@ class Checkpointer:
         so that the first save costs what the others do. `size` tells how many bytes it takes; it
         is asked only if there is no room yet."""
         self._start()
-        if not self._rooms.made():
-            self._rooms.prepare(size())
+        if not self.rooms.made():
+            self.rooms.prepare(size())
             return False
-        if self._rooms.any_free():
+        if self.rooms.any_free():
             return True
         if self.due() and not self._late:
             self._late = True
@@ -138,20 +139,20 @@ class Checkpointer:
         """
         asked = time.monotonic()
         self._start()
-        if not self._rooms.made():
-            self._rooms.prepare(0)  # how much is needed turns out below
-        while (room := self._rooms.take(FINISH_S if last else 0.0)) is not None:
+        if not self.rooms.made():
+            self.rooms.prepare(0)  # how much is needed turns out below
+        while (room := self.rooms.take(FINISH_S if last else 0.0)) is not None:
             try:
                 copying = begin(room.memory)
             except TooSmall as error:
-                self._rooms.give_back(room.number)
-                self._rooms.prepare(error.needed)
+                self.rooms.give_back(room)
+                self.rooms.prepare(error.needed)
                 self._again = not last
                 if not last:
                     return None
                 continue
             except Exception as error:  # no checkpoint is worth the training
-                self._rooms.give_back(room.number)
+                self.rooms.give_back(room)
                 self._last, self._again = time.monotonic(), False
                 self.job.trouble("checkpoint_failed", f"no copy could be made: {error!r}")
                 return None
@@ -172,7 +173,7 @@ class Checkpointer:
         if self._thread.is_alive() or not self._writer.close(FINISH_S):
             self.job.trouble("checkpoint_unfinished", f"not durable after {FINISH_S:g} s")
         self._thread = None
-        self._rooms.close()
+        self.rooms.close()
 
     # --- on threads of our own ------------------------------------------------------------------
 
@@ -201,7 +202,7 @@ class Checkpointer:
         described = json.dumps({**named, **table.describe()}).encode()
         start = aligned(table.bytes, mmap.PAGESIZE)
         if start + len(described) > len(save.room.memory):
-            self._rooms.prepare(start + len(described))
+            self.rooms.prepare(start + len(described))
             raise ValueError(f"its description has {len(described)} bytes; the next one has room")
         save.room.memory[start : start + len(described)] = described
         asked = {
@@ -223,7 +224,7 @@ class Checkpointer:
             with self._lock:
                 self._asked[save.name] = save
 
-        self._writer.send(asked, self._rooms.descriptors(), self._rooms.generation, stamp)
+        self._writer.send(asked, self.rooms.descriptors(), stamp)
 
     def _hear(self, message: dict[str, Any]) -> None:
         """What the writer says."""
@@ -277,4 +278,4 @@ class Checkpointer:
             save.ended = True
         if error and not save.verified:
             self.job.trouble("checkpoint_failed", f"step {save.step}: {error}")
-        self._rooms.give_back(save.room.number)
+        self.rooms.give_back(save.room)

@@ -6,7 +6,7 @@ Started by a trainer, which gives it the rooms that states are copied into and t
 each copy. It outlives the trainer: what it was given it finishes, and ends. Imports no torch.
 
 It is told, as JSON in single packets:
-    {"op": "rooms"}  with the rooms' descriptors
+    {"op": "rooms", "numbers"}  with the rooms' descriptors
     {"op": "save", "room", "image", "described", "folder", "step", "save", "rank", "ranks", "keep",
      "facts"}  `image` bytes from the room's start are the state, `described` from the next page on
      its table
@@ -49,7 +49,7 @@ class Writer:
 
     def __init__(self, trainer: socket.socket) -> None:
         self._trainer = trainer
-        self._rooms: list[memoryview] = []
+        self._rooms: dict[int, memoryview] = {}
         self._before: Part | None = None  # the last part that was written
         self._name = ""  # of the save under way
 
@@ -66,18 +66,18 @@ class Writer:
                 return
             asked = json.loads(data)
             if asked.pop("op") == "rooms":
-                self._take_rooms(ancillary)
+                self._take_rooms(asked["numbers"], ancillary)
             else:
                 self._save(asked)
 
-    def _take_rooms(self, ancillary: list[Any]) -> None:
+    def _take_rooms(self, numbers: list[int], ancillary: list[Any]) -> None:
         self._rooms.clear()
         for _level, _type, data in ancillary:
             descriptors = array.array("i")
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-            for fd in descriptors:
+            for number, fd in zip(numbers, descriptors, strict=True):
                 size = os.fstat(fd).st_size
-                self._rooms.append(memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ)))
+                self._rooms[number] = memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ))
                 os.close(fd)
 
     def _save(self, asked: dict[str, Any]) -> None:

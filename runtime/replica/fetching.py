@@ -84,12 +84,20 @@ class Connection:
         return Reduced(int(described["step"]), int(described["epoch"]), buffer)
 
 
-def fetch_state(donors: Sequence[str], token: str, step: int, digest: str) -> Staged:
-    """The state that all donors hold a copy of, a part from each.
+def fetch_state(
+    donors: Sequence[str],
+    token: str,
+    step: int,
+    digest: str,
+    memory: Callable[[int], memoryview] = allocate,
+) -> Staged:
+    """The state that all donors hold a copy of, a part from each, in `memory` of the size that it
+    is told.
 
     Raises PeerFailed if they cannot give it whole, Damaged if the whole is not what was announced.
     """
-    download = Download(_manifest(donors, token, step, digest))
+    manifest = _manifest(donors, token, step, digest)
+    download = Download(manifest, memory(int(manifest["bytes"])))
     threads = [
         threading.Thread(target=download.draw, args=(donor, token), name="drydock-fetch")
         for donor in donors
@@ -126,9 +134,10 @@ class Piece:
 class Download:
     """One state on its way: which chunks are missing, and who was asked for which."""
 
-    def __init__(self, manifest: dict[str, Any]) -> None:
+    def __init__(self, manifest: dict[str, Any], buffer: memoryview) -> None:
+        """Fills `buffer`, which has as many bytes as the state."""
         self.manifest = manifest
-        self.buffer = allocate(int(manifest["bytes"]))
+        self.buffer = buffer
         self.sources: Counter[str] = Counter()  # address -> chunks that it gave
         self._hashes: tuple[str, ...] = tuple(manifest["chunks"])
         total = len(self._hashes)

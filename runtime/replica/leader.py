@@ -153,6 +153,9 @@ class Leader:
         if tail.wishes.stop:
             self._stop("stop wanted")
             return
+        if not self._warm:  # by the time that a copy is wanted, for whatever, there is room
+            self._warm = True
+            self.together.prepare_save()
         if self.teller.speaks():
             self._save(wished=bool(tail.wishes.checkpoint))
         if tail.wishes.checkpoint:
@@ -166,13 +169,9 @@ class Leader:
     def _save(self, *, wished: bool) -> None:
         """A checkpoint if one is due and there is room for it, else at one of the next edges."""
         self._owed |= wished
-        if self._owed or self.rank.saver.due():
-            if self.together.prepare_save():
-                self.together.save()
-                self._owed = False
-        elif not self._warm:
-            self._warm = True
-            self.together.prepare_save()
+        if (self._owed or self.rank.saver.due()) and self.together.prepare_save():
+            self.together.save()
+            self._owed = False
 
     # --- epochs ---------------------------------------------------------------------------------
 

@@ -14,14 +14,14 @@ import socket
 import socketserver
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from runtime.image import CHUNK_BYTES, Staged
-from runtime.replica.framing import send_chunk, send_json
+from runtime.replica.framing import PeerFailed, send_chunk, send_json
 from runtime.replica.pacing import Pace
 from runtime.snapshot import Copying, bytes_of
 
@@ -88,6 +88,47 @@ class ReducedLog:
         return next(reversed(self._kept), -1)
 
 
+class Offer:
+    """A copy that newcomers may take, and how many use its memory still."""
+
+    def __init__(self, copying: Copying, gone: Callable[[], None]) -> None:
+        """`gone` is called once nobody uses it any more, on the thread of whoever was the last."""
+        self.staged: Staged | None = None  # once it is whole, and hashed
+        self._copying: Copying | None = copying
+        self._gone = gone
+        self._users = 2  # whoever offers it, and whoever finishes it
+        self._lock = threading.Lock()
+
+    def finish(self) -> Staged:
+        """Make it whole, and hash it; once."""
+        assert self._copying is not None  # noqa: S101 - its finisher has not dropped it
+        staged = self._copying.finish()
+        _ = staged.digest
+        self.staged = staged
+        return staged
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Its memory stays as it is meanwhile. Raises PeerFailed if it is another's by now."""
+        with self._lock:
+            if not self._users:
+                raise PeerFailed("this copy is gone")
+            self._users += 1
+        try:
+            yield
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        """One user less."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            self.staged = self._copying = None
+        self._gone()
+
+
 class PeerServer:
     """Serves from background threads.
 
@@ -108,9 +149,7 @@ class PeerServer:
         self._pace = pace
         self.on_staged = on_staged
         self._token = token.encode()
-        self._offered: Copying | None = None
-        self._copy: Staged | None = None  # the same, once it was hashed
-        self._offering = threading.Lock()
+        self._offer: Offer | None = None
         outer = self
 
         class Handler(socketserver.StreamRequestHandler):
@@ -156,19 +195,17 @@ class PeerServer:
             target=self._server.serve_forever, name="drydock-peers", daemon=True
         ).start()
 
-    def offer(self, copying: Copying) -> None:
-        """Hold this copy ready; finished and hashed in the background, for training must go on."""
+    def offer(self, copying: Copying, gone: Callable[[], None] = lambda: None) -> None:
+        """Hold this copy ready; finished and hashed in the background, for training must go on.
+        `gone` is called, on any thread, once its memory is not used any more."""
         self.kept.wanted = True
-        with self._offering:
-            self._offered, self._copy = copying, None
-        threading.Thread(target=self._hold, args=(copying,), name="drydock-hold").start()
+        former, self._offer = self._offer, Offer(copying, gone)
+        _end(former)
+        threading.Thread(target=self._hold, args=(self._offer,), name="drydock-hold").start()
 
     def release(self, *, log: bool) -> None:
-        with self._offering:
-            held: list[object] = [self._offered, self._copy]
-            self._offered = self._copy = None
-        # To give hundreds of megabytes back takes the kernel as long as half a short step.
-        threading.Thread(target=held.clear, name="drydock-free").start()
+        former, self._offer = self._offer, None
+        _end(former)
         self.kept.wanted = self.kept.wanted and not log
 
     def close(self) -> None:
@@ -177,14 +214,13 @@ class PeerServer:
         self._server.shutdown()
         self._server.server_close()
 
-    def _hold(self, copying: Copying) -> None:
-        staged = copying.finish()
-        digest = staged.digest
-        with self._offering:
-            if self._offered is not copying:
-                return  # another was offered meanwhile, or none is wanted any more
-            self._copy = staged
-        self.on_staged(staged.step, digest)
+    def _hold(self, offer: Offer) -> None:
+        try:
+            staged = offer.finish()
+            if self._offer is offer:  # no other was offered meanwhile, and this one is wanted
+                self.on_staged(staged.step, staged.digest)
+        finally:
+            offer.drop()
 
     def _admitted(self, connection: socket.socket, line: bytes) -> dict[str, Any]:
         """The request in this line. Raises PermissionError if its token is not the job's."""
@@ -198,19 +234,25 @@ class PeerServer:
         if request["op"] == "reduced":
             self._serve_reduced(connection, request)
             return
-        staged = self._copy
-        if staged is None or staged.step != int(request["step"]):
-            send_json(connection, {"error": f"no copy of step {request['step']} is held here"})
-        elif request["op"] == "manifest":
-            send_json(connection, staged.describe())
-        else:
-            first, count = int(request["first"]), int(request["count"])
-            view = memoryview(staged.buffer)
-            for number in range(first, first + count):
-                chunk = view[number * CHUNK_BYTES :][:CHUNK_BYTES]
-                if self._pace is not None:
-                    self._pace.take(len(chunk))
-                send_chunk(connection, chunk, staged.hashes[number])
+        step, offer = int(request["step"]), self._offer
+        staged = None if offer is None else offer.staged
+        if offer is None or staged is None or staged.step != step:
+            send_json(connection, {"error": f"no copy of step {step} is held here"})
+            return
+        with offer.used():  # if it is gone the peer asks another
+            if request["op"] == "manifest":
+                send_json(connection, staged.describe())
+            else:
+                first, count = int(request["first"]), int(request["count"])
+                self._serve_chunks(connection, staged, range(first, first + count))
+
+    def _serve_chunks(self, connection: socket.socket, staged: Staged, numbers: range) -> None:
+        view = memoryview(staged.buffer)
+        for number in numbers:
+            chunk = view[number * CHUNK_BYTES :][:CHUNK_BYTES]
+            if self._pace is not None:
+                self._pace.take(len(chunk))
+            send_chunk(connection, chunk, staged.hashes[number])
 
     def _serve_reduced(self, connection: socket.socket, request: dict[str, Any]) -> None:
         step, settled = int(request["step"]), bool(request["settled"])
@@ -225,3 +267,9 @@ class PeerServer:
         view = bytes_of(reduced.buffer)  # never written again
         for start in range(0, size, CHUNK_BYTES):
             send_chunk(connection, view[start : start + CHUNK_BYTES])
+
+
+def _end(offer: Offer | None) -> None:
+    """To give hundreds of megabytes back takes the kernel as long as half a short step."""
+    if offer is not None:
+        threading.Thread(target=offer.drop, name="drydock-free").start()

@@ -16,9 +16,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from runtime.checkpoint import Checkpointer
+from runtime.checkpoint.rooms import Room
 from runtime.image import Damaged, Staged
 from runtime.job import Job
 from runtime.replica.fetching import Follower, fetch_reduced, fetch_state
@@ -34,10 +36,11 @@ from runtime.replica.siblings import NEXT
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
 from runtime.replica.telling import Committed
-from runtime.snapshot import Copying, TooSmall, state_of, touched
+from runtime.snapshot import Copying, TooSmall, allocate, state_of, touched
 
 log = logging.getLogger("drydock.replica")
 
+ROOM_S = 60.0  # how long a newcomer waits for memory to be made, which takes long for much of it
 FOLLOWED_S = 5.0  # how long one rank may be later than the first with a step that all follow
 #: What may go wrong on one rank and is then wrong with the replica, by its name on the wire.
 FAILURES: dict[str, type[RuntimeError]] = {"severed": Severed, "cannot_follow": CannotFollow}
@@ -95,12 +98,13 @@ class Rank:
             pace_of(job.rate_cap),
         )
         self._read: Staged | None = None
+        self._read_room: Room | None = None  # that it lies in, if it does
         self._follower: Follower | None = None
         self._passed_on: Follower | None = None  # who gave us the step that is held
         self._followed: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._copies: list[Copying] = []  # under way, for newcomers and checkpoints
-        #: memory for the next copy for newcomers, once its making was asked for
-        self._room: Future[memoryview | None] | None = None
+        #: for the next copy for newcomers if all rooms are in use, once it was asked for
+        self._spare_room: Future[memoryview | None] | None = None
 
     @property
     def address(self) -> str:
@@ -141,7 +145,7 @@ class Rank:
         if self._read is None:
             raise RuntimeError("no state was read or taken")
         self.state.load(self._read)
-        self._read = None
+        self._drop_read()
         self._kept.clear()
         self.link.step = self.state.committed
 
@@ -149,7 +153,7 @@ class Rank:
     def reload(self) -> None:
         """Begin with what is in memory."""
         self.await_copies()
-        self._read = None
+        self._drop_read()
         self.state.statistics.reload()
 
     @order
@@ -162,9 +166,12 @@ class Rank:
         """Fetch our part of the state that peers hold ready. Raises CannotFollow."""
         self.observer.at("sync", self.engine.pending)
         self.await_copies()
+        self._drop_read()
         try:
             part = digest.split(NEXT)[self.job.rank]
-            self._read = fetch_state(self._ours(donors), self.job.token, step, part)
+            self._read = fetch_state(
+                self._ours(donors), self.job.token, step, part, self._memory_to_read
+            )
         except (PeerFailed, Damaged) as error:
             raise CannotFollow(str(error)) from error
 
@@ -297,29 +304,38 @@ class Rank:
 
     @order
     def make_room(self) -> None:
-        """Begin to make memory for a copy, on a thread of its own."""
-        if self._room is None:
-            self._room = Future()
-            threading.Thread(
-                target=self._touch, args=(self._room, self.state.size()), name="drydock-room",
-                daemon=True,
-            ).start()  # fmt: skip
+        """Begin to make memory for a copy for newcomers, unless there is some: never at the price
+        of waiting for a store that takes no checkpoint."""
+        rooms = self.saver.rooms
+        if self.has_room() or self._spare_room is not None:
+            return
+        if not rooms.made() and rooms.prepare(self.state.size()):
+            return
+        self._spare_room = Future()
+        threading.Thread(
+            target=self._touch, args=(self._spare_room, self.state.size()), name="drydock-room",
+            daemon=True,
+        ).start()  # fmt: skip
 
     def has_room(self) -> bool:
         """Whether there is memory for a copy."""
-        return self._room is not None and self._room.done()
+        spare = self._spare_room
+        return self.saver.rooms.any_free() or (spare is not None and spare.done())
 
     @order
     def stage(self) -> None:
         """At an edge: hold a copy of our part ready for newcomers, and say so."""
-        room = self._room.result() if self._room is not None and self._room.done() else None
-        self._room = None
+        room = self.saver.rooms.take()
+        memory, gone = self._spare(), _nothing
+        if room is not None:
+            memory, gone = room.memory, partial(self.saver.rooms.give_back, room)
         try:
-            copying = self.state.begin_copy(room)
+            copying = self.state.begin_copy(memory)
         except TooSmall:  # an optimizer made its state since
-            copying = self.state.begin_copy(None)
+            gone()
+            gone, copying = _nothing, self.state.begin_copy(None)
         self._copies.append(copying)
-        self._server.offer(copying)
+        self._server.offer(copying, gone)
 
     def await_copies(self) -> None:
         """Before the state is changed: wait until what is being copied of it is."""
@@ -330,7 +346,7 @@ class Rank:
     @order
     def release(self, *, log: bool) -> None:
         """Nobody takes the copy any more; with `log`, nobody follows either."""
-        self._room = None
+        self._spare_room = None
         self._server.release(log=log)
 
     @order
@@ -342,6 +358,25 @@ class Rank:
         """Of each donor's ranks the one that holds the same part."""
         return [addresses[self.job.rank] for addresses in donors]
 
+    def _memory_to_read(self, size: int) -> memoryview:
+        """A room, for which this process needs its rooms in any case."""
+        rooms = self.saver.rooms
+        self._read_room = rooms.take(ROOM_S) if rooms.prepare(size) else None
+        if self._read_room is None or len(self._read_room.memory) < size:
+            return allocate(size)
+        return self._read_room.memory[:size]
+
+    def _drop_read(self) -> None:
+        self._read = None
+        if self._read_room is not None:
+            self.saver.rooms.give_back(self._read_room)
+            self._read_room = None
+
+    def _spare(self) -> memoryview | None:
+        """Memory that was made because no room was free, once."""
+        spare, self._spare_room = self._spare_room, None
+        return spare.result() if spare is not None and spare.done() else None
+
     def _touch(self, room: Future[memoryview | None], size: int) -> None:
         try:
             room.set_result(touched(size))
@@ -351,6 +386,10 @@ class Rank:
 
     def _say_staged(self, step: int, digest: str) -> None:
         self.link.say("staged", step=step, digest=digest)
+
+
+def _nothing() -> None:
+    """Memory of its own is given back by itself."""
 
 
 def history_of(staged: Staged) -> str:

@@ -27,10 +27,11 @@ from runtime.replica.fetching import (
 from runtime.replica.framing import HEADER, PeerFailed, receive_chunk
 from runtime.replica.pacing import Pace
 from runtime.replica.peers import PeerServer, Reduced, ReducedLog
-from runtime.snapshot import Copying, stage
+from runtime.snapshot import Copying, allocate, stage
 
 MEGABYTES = 20
 STATE: dict[str, Any] = {"weight": torch.arange(MEGABYTES << 18, dtype=torch.float32), "count": 3}
+SIZE = stage(STATE, 7).table.bytes
 PATIENCE_S = 30.0
 
 
@@ -122,7 +123,7 @@ def test_a_state_arrives_bit_for_bit(donor: Donor) -> None:
 def test_several_peers_each_give_a_part(make_donor: Callable[[], Donor]) -> None:
     donors = [make_donor() for _ in range(3)]
     digests = {donor.offer(STATE) for donor in donors}
-    download = Download(manifest_of(donors[0]))
+    download = Download(manifest_of(donors[0]), allocate(SIZE))
 
     threads = [
         threading.Thread(target=download.draw, args=(d.address, "right"), daemon=True)
@@ -140,7 +141,7 @@ def test_several_peers_each_give_a_part(make_donor: Callable[[], Donor]) -> None
 def test_what_arrived_before_a_connection_broke_is_not_fetched_again(donor: Donor) -> None:
     digest = donor.offer(STATE)
     gate = Gate(donor.address, [5 * CHUNK_BYTES + 1000, 4 * CHUNK_BYTES, 99 * CHUNK_BYTES])
-    download = Download(manifest_of(donor))
+    download = Download(manifest_of(donor), allocate(SIZE))
 
     download.draw(gate.address, "right")
 
@@ -264,11 +265,61 @@ def test_a_stranger_who_says_nothing_is_hung_up_on(
         assert connection.recv(1) == b""
 
 
-def test_a_copy_that_was_released_while_it_was_hashed_is_not_held(donor: Donor) -> None:
-    donor.server._hold(Copying(STATE, 7))
+class Gated(Copying):
+    """A copy that is finished once it is let."""
 
+    def __init__(self, state: dict[str, Any], step: int) -> None:
+        super().__init__(state, step)
+        self.gate = threading.Event()
+
+    def finish(self) -> Staged:
+        assert self.gate.wait(PATIENCE_S)
+        return super().finish()
+
+
+def test_a_copy_that_was_released_while_it_was_copied_is_not_held(donor: Donor) -> None:
+    copying, gone = Gated(STATE, 7), threading.Event()
+    donor.server.offer(copying, gone.set)
+    donor.server.release(log=False)
+    assert not gone.is_set()  # it is still copied to
+
+    copying.gate.set()
+
+    assert gone.wait(PATIENCE_S)
+    assert copying.finished.is_set()  # the training waits for that
+    assert donor.staged.empty()
     with pytest.raises(PeerFailed, match="no copy of step 7"):
         manifest_of(donor)
+
+
+def test_the_memory_of_a_copy_is_another_s_only_once_nobody_is_sent_of_it(donor: Donor) -> None:
+    gone = threading.Event()
+    donor.server.offer(Copying(STATE, 7), gone.set)
+    donor.staged.get(timeout=PATIENCE_S)
+    connection = Connection(donor.address, "right")
+    source = connection.ask(op="chunks", step=7, first=0, count=MEGABYTES)
+    chunk = memoryview(bytearray(CHUNK_BYTES))
+    receive_chunk(source, chunk)  # the others wait in its socket, and in the donor's hands
+
+    donor.server.release(log=False)
+    with pytest.raises(PeerFailed, match="no copy of step 7"):
+        manifest_of(donor)
+    assert not gone.is_set()
+
+    for _ in range(MEGABYTES - 1):
+        receive_chunk(source, chunk)
+    assert gone.wait(PATIENCE_S)
+    connection.close()
+
+
+def test_the_next_copy_takes_the_place_of_the_one_before(donor: Donor) -> None:
+    gone = threading.Event()
+    donor.server.offer(Copying(STATE, 7), gone.set)
+    donor.staged.get(timeout=PATIENCE_S)
+
+    donor.offer(STATE)
+
+    assert gone.wait(PATIENCE_S)
 
 
 def test_once_a_copy_was_offered_more_steps_are_kept(donor: Donor) -> None:

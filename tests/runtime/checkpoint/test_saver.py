@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from runtime.checkpoint import Checkpointer, store
+from runtime.checkpoint.rooms import ROOMS
 from runtime.client import CheckpointSaved, Sender, Trouble
 from runtime.job import Job
 from runtime.snapshot import Copying, state_of
@@ -79,6 +80,7 @@ class OneRank:
             assert self.save(step) is not None
             self.told.until(lambda step=step: step in self.told.saved())  # type: ignore[misc]
             self.told.until(lambda: not self.saver._asked)
+        self.told.until(lambda: len(self.saver.rooms.descriptors()[1]) == ROOMS)
 
     def writer(self) -> int:
         pid = self.saver._writer.pid
@@ -166,7 +168,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_may_be_mended(
 
 def test_a_state_that_grows_gets_other_rooms(trainer: OneRank) -> None:
     trainer.save_all(1)
-    trainer.saver._rooms.prepare(1)
+    trainer.saver.rooms.prepare(1)
     larger = {"weight": torch.ones(16 << 20)}
 
     trainer.saver.every_s = 3600.0
@@ -294,7 +296,7 @@ def test_a_writer_that_died_takes_no_room_that_was_given_to_the_next(trainer: On
 
     trainer.saver._hear({"op": "died", "life": life - 1, "code": -9})
 
-    assert not trainer.saver._rooms.any_free()
+    assert not trainer.saver.rooms.any_free()
     os.kill(trainer.writer(), signal.SIGCONT)
     trainer.told.until(lambda: trainer.told.saved() == [1, 2, 3])
 
