@@ -26,6 +26,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ingest_url: Short
     state_dir: Path
     shared_dir: Path  # checkpoint root; a rank's DRYDOCK_STATE_DIR is shared_dir/<job>
+    local_dir: Path | None = (
+        None  # checkpoints on this node's own disk; DRYDOCK_LOCAL_DIR of a rank
+    )
     hardware: Literal["nvml", "simulated"]
     rack: Short = ""
     join_token_file: Path | None = None  # needed until the node is enrolled

@@ -53,6 +53,7 @@ ENV_TOKEN = "DRYDOCK_TOKEN"  # noqa: S105 - the variable's name
 ENV_URL = "DRYDOCK_URL"  # ingest; absent: no control plane
 ENV_OPTIONS = "DRYDOCK_OPTIONS"  # JSON object for the training script
 ENV_STATE_DIR = "DRYDOCK_STATE_DIR"  # where checkpoints of this job live
+ENV_LOCAL_DIR = "DRYDOCK_LOCAL_DIR"  # the same on this node's own disk; absent: none there
 ENV_NETWORK = "DRYDOCK_NETWORK"  # an interface, a network or an address: where peers reach us
 ENV_RATE_CAP = "DRYDOCK_RATE_CAP"  # bytes of state per second for newcomers, as 200M
 

@@ -41,6 +41,7 @@ class Job:
     coordinator: str  # host:port
     token: str
     state_dir: Path
+    local_dir: Path | None = None  # on this node's own disk
     network: str = ""  # at which peers reach us; "" for that which leads to the coordinator
     rate_cap: int | None = None  # bytes per second of state for newcomers
     options: dict[str, Any] = field(default_factory=dict)
@@ -91,6 +92,7 @@ def join(environment: dict[str, str] | None = None) -> Job:
         coordinator=need(env, client.ENV_COORDINATOR),
         token=token,
         state_dir=Path(need(env, client.ENV_STATE_DIR)),
+        local_dir=Path(env[client.ENV_LOCAL_DIR]) if env.get(client.ENV_LOCAL_DIR) else None,
         network=env.get(client.ENV_NETWORK, ""),
         rate_cap=bytes_per_second(env.get(client.ENV_RATE_CAP, "")),
         options=json.loads(env.get(client.ENV_OPTIONS) or "{}"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import pairwise
+from statistics import median
 from typing import Any, Protocol
 
 from django.conf import settings
@@ -32,7 +34,7 @@ from controlplane.accounts.models import User
 from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Gpu, MaintenanceWindow, Node
 from controlplane.fleet.selectors import clusters_for
-from controlplane.jobs.choices import JOB_ACTIVE, PlacementState, ReplicaState
+from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState, Tier
 from controlplane.jobs.models import (
     Checkpoint,
     Interruption,
@@ -239,6 +241,35 @@ def _explaining(
 
 def latest_checkpoint(job: Job) -> Checkpoint | None:
     return job.checkpoints.order_by("-step", "-at").first()
+
+
+@dataclass(frozen=True)
+class TierHealth:
+    """What is in one tier, and whether more of it was to be expected by now."""
+
+    newest: Checkpoint
+    usual_s: float | None  # between two of the last ones; None if there is one only
+    late: bool
+
+
+#: A running job whose next checkpoint takes so many times as long as usual is late with it.
+LATE_TIMES = 3.0
+
+
+def checkpoint_tiers(job: Job) -> list[TierHealth]:
+    """One entry for each tier that holds anything, in the order in which they are loaded from."""
+    found = []
+    for tier in Tier.values:
+        last = list(job.checkpoints.filter(tier=tier).order_by("-at")[:6])
+        if not last:
+            continue
+        gaps = [(a.at - b.at).total_seconds() for a, b in pairwise(last)]
+        usual_s = median(gaps) if gaps else None
+        age_s = (timezone.now() - last[0].at).total_seconds()
+        running = job.state == JobState.RUNNING
+        late = running and usual_s is not None and age_s > LATE_TIMES * usual_s + AT_ONCE.seconds
+        found.append(TierHealth(max(last, key=lambda one: one.step), usual_s, late))
+    return found
 
 
 def sample_ledger(job: Job) -> SampleLedger:

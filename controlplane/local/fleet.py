@@ -133,6 +133,7 @@ def _agent_settings(node: NodePlan, ingest_url: str, shared: Path) -> str:
         "join_token_file": str(node.join_token),
         "state_dir": str(node.folder / "state"),
         "shared_dir": str(shared),
+        "local_dir": "checkpoints",
         "hardware": "simulated",
         "hardware_dir": str(node.chassis),
         "kernel_log": str(node.chassis / "kernel.log"),

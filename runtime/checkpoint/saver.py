@@ -11,9 +11,8 @@ import mmap
 import queue
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.checkpoint import store
@@ -21,6 +20,7 @@ from runtime.checkpoint.facts import facts_of
 from runtime.checkpoint.handle import WriterHandle
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.rooms import Room, Rooms
+from runtime.checkpoint.tiers import TIERS, Folders, Tier, TierName, tiers_of
 from runtime.client import CheckpointSaved
 from runtime.image import Damaged, Staged, aligned
 from runtime.job import Job
@@ -39,25 +39,35 @@ class Save:
     room: Room
     asked: float  # monotonic
     begin_s: float  # what the training thread paid at the edge
+    replica: int
+    epoch: int
+    tiers: tuple[Tier, ...]
     life: int = 0  # of the writer that was asked
-    durable: dict[str, Any] | None = None  # what the writer said
-    verified: bool = False
+    durable: dict[str, dict[str, Any]] = field(default_factory=dict)  # tier -> what the writer said
+    verified: set[str] = field(default_factory=set)  # tiers
     ended: bool = False  # its room was given back
 
 
 class Checkpointer:
-    """Saves of one job to its state folder, every `every_s` seconds and when asked."""
+    """Saves of one job, to each of its tiers at intervals and when asked."""
 
-    def __init__(self, job: Job, *, every_s: float = 20.0, keep: int = store.KEEP) -> None:
+    def __init__(
+        self,
+        job: Job,
+        *,
+        every_s: float | Mapping[str, float] = 20.0,
+        keep: int = store.KEEP,
+    ) -> None:
+        """`every_s`: seconds between two saves, of all tiers or of each by its name ("local",
+        "shared"). `keep`: so many are kept in the shared folder. Raises ValueError."""
         self.job = job
-        self.every_s = every_s
-        self.keep = keep
-        self.folder = Path(job.state_dir) / "checkpoints"
+        self.tiers = tiers_of(job, every_s, keep)
+        self.folders = Folders(job)
         #: called, on a thread of its own, with each one that is durable and verified
         self.on_saved: Callable[[CheckpointSaved], None] = job.sender.tell
-        self._last = time.monotonic()
+        self._last = dict.fromkeys(self.tiers, time.monotonic())
         self._late = False
-        self._again = False  # there was too little room, and more is being made
+        self._again: set[TierName] = set()  # there was too little room, and more is being made
         #: where states are copied to; copies for newcomers are made in them too
         self.rooms = Rooms(lambda why: job.trouble("no_room_for_checkpoints", why))
         self._writer = WriterHandle(self._hear)
@@ -69,44 +79,75 @@ class Checkpointer:
 
     # --- loading --------------------------------------------------------------------------------
 
-    def saves(self) -> list[tuple[int, str]]:
-        """The steps and names of the checkpoints that are there, unverified, newest first.
+    def saves(self) -> list[tuple[int, str, TierName]]:
+        """The step, name and tier of each checkpoint that is there, unverified: that of the latest
+        training first, of several of one state the one in the quickest tier.
 
-        Raises ValueError if there are some, and none that could be ours; OSError if the folder
-        cannot be read.
+        A tier that cannot be read, or has some and none that could be ours, is told, and if there
+        is no other checkpoint raised as OSError or ValueError.
         """
-        found = [(path, manifest) for path, manifest in store.listed(self.folder)]
-        whole = [manifest for _path, manifest in found if isinstance(manifest, Manifest)]
-        for manifest in (one for _path, one in found if isinstance(one, Damaged)):
-            self.job.trouble("checkpoint_refused", str(manifest))
+        found: list[tuple[int, int, int, str, TierName]] = []
+        failed: OSError | ValueError | None = None
+        for order, name in enumerate(TIERS):
+            if name not in self.tiers:
+                continue
+            try:
+                ours = self._ours(name)
+            except (OSError, ValueError) as error:
+                failed = error
+                self.job.trouble("checkpoints_out_of_reach", f"{name}: {error}")
+                continue
+            for manifest in ours:
+                epoch = int(manifest.facts.get("epoch", 0))
+                found.append((epoch, manifest.step, -order, manifest.save, name))
+        if failed is not None and not found:
+            raise failed
+        return [(step, save, name) for _, step, _, save, name in sorted(found, reverse=True)]
+
+    def read(self, name: str, tier: TierName) -> Staged | None:
+        """Our part of one checkpoint, or None if it does not verify, which is told."""
+        try:
+            for folder in self.folders.to_read(tier):
+                for path, found in store.listed(folder):
+                    if isinstance(found, Manifest) and found.save == name:
+                        return store.read(path, 0 if self.tiers[tier].own else self.job.rank)
+        except (Damaged, OSError) as error:
+            self.job.trouble("checkpoint_refused", f"{tier}: {error}")
+        return None
+
+    def _ours(self, tier: TierName) -> list[Manifest]:
+        """Those in one tier that could be loaded. Raises OSError, ValueError."""
+        folders = self.folders.to_read(tier)
+        found = [one for folder in folders for _path, one in store.listed(folder)]
+        for damaged in (one for one in found if isinstance(one, Damaged)):
+            self.job.trouble("checkpoint_refused", f"{tier}: {damaged}")
+        whole = [one for one in found if isinstance(one, Manifest)]
+        if self.tiers[tier].own:
+            return [one for one in whole if one.facts.get("ranks") == self.job.ranks]
         if found and not whole:
             raise ValueError(
-                f"none of the {len(found)} checkpoints in {self.folder} can be read: mend that, or "
+                f"none of the {len(found)} checkpoints in {folders[0]} can be read: mend that, or "
                 "to begin anew move that folder away"
             )
         ours = [one for one in whole if len(one.parts) == self.job.ranks]
         if whole and not ours:
             raise ValueError(
-                f"{self.folder} has checkpoints of replicas of {len(whole[0].parts)} ranks, this "
+                f"{folders[0]} has checkpoints of replicas of {len(whole[0].parts)} ranks, this "
                 f"one has {self.job.ranks}: resume with as many, or give another DRYDOCK_STATE_DIR"
             )
-        return [(one.step, one.save) for one in ours]
-
-    def read(self, name: str) -> Staged | None:
-        """Our part of one checkpoint, or None if it does not verify, which is told."""
-        for path, found in store.listed(self.folder):
-            if isinstance(found, Manifest) and found.save == name:
-                try:
-                    return store.read(path, self.job.rank)
-                except (Damaged, OSError) as error:
-                    self.job.trouble("checkpoint_refused", str(error))
-        return None
+        return ours
 
     # --- saving ---------------------------------------------------------------------------------
 
-    def due(self) -> bool:
-        """Whether the interval is over, or the last save is to be tried again."""
-        return self._again or time.monotonic() - self._last >= self.every_s
+    def due(self) -> set[TierName]:
+        """The tiers whose interval is over, or whose last save is to be tried again."""
+        now = time.monotonic()
+        over = [n for n, tier in self.tiers.items() if now - self._last[n] >= tier.every_s]
+        return self._again.union(over)
+
+    def saved_elsewhere(self, tier: TierName) -> None:
+        """Another replica begins a save for all, now."""
+        self._last[tier] = time.monotonic()
 
     def prepare(self, size: Callable[[], int]) -> bool:
         """Whether a state can be taken at once. Begins to make room for it and starts the writer,
@@ -127,17 +168,23 @@ class Checkpointer:
         self,
         begin: Callable[[memoryview | None], Copying],
         name: str,
+        tiers: Collection[TierName] = TIERS,
         *,
+        replica: int | None = None,
+        epoch: int = 0,
         last: bool = False,
     ) -> Copying | None:
-        """Begin a copy and see that it is written; None if there is no room for it, which an
-        engineer is told unless more room is being made.
+        """Begin a copy and see that it is written to these tiers; None if there is no room for it,
+        which an engineer is told unless more room is being made.
 
         `begin` begins the copy in the memory that it is given. No step may be applied before the
-        copy is finished. `name` is the same on all ranks, and new. The `last` one of all waits for
-        room, for FINISH_S.
+        copy is finished. `name` is the same on all ranks, and new; `replica` is the number that we
+        have by now, `epoch` that of the last step. The `last` one of all waits for room, for
+        FINISH_S.
         """
         asked = time.monotonic()
+        wanted = tuple(self.tiers[one] for one in TIERS if one in tiers and one in self.tiers)
+        names = {tier.name for tier in wanted}
         self._start()
         if not self.rooms.made():
             self.rooms.prepare(0)  # how much is needed turns out below
@@ -147,18 +194,22 @@ class Checkpointer:
             except TooSmall as error:
                 self.rooms.give_back(room)
                 self.rooms.prepare(error.needed)
-                self._again = not last
+                self._again |= names
                 if not last:
                     return None
                 continue
             except Exception as error:  # no checkpoint is worth the training
                 self.rooms.give_back(room)
-                self._last, self._again = time.monotonic(), False
+                self._began(names)
                 self.job.trouble("checkpoint_failed", f"no copy could be made: {error!r}")
                 return None
-            self._last, self._late, self._again = time.monotonic(), False, False
+            self._began(names)
+            self._late = False
             paid_s = time.monotonic() - asked
-            self._copied.put(Save(name, copying.step, copying, room, asked, paid_s))
+            number = self.job.replica if replica is None else replica
+            self._copied.put(
+                Save(name, copying.step, copying, room, asked, paid_s, number, epoch, wanted)
+            )
             return copying
         self.job.trouble("checkpoint_skipped", "the store has not taken the ones before")
         return None
@@ -174,6 +225,10 @@ class Checkpointer:
             self.job.trouble("checkpoint_unfinished", f"not durable after {FINISH_S:g} s")
         self._thread = None
         self.rooms.close()
+
+    def _began(self, tiers: Collection[TierName]) -> None:
+        self._last.update(dict.fromkeys(tiers, time.monotonic()))
+        self._again.difference_update(tiers)
 
     # --- on threads of our own ------------------------------------------------------------------
 
@@ -210,13 +265,10 @@ class Checkpointer:
             "room": save.room.number,
             "image": table.bytes,
             "described": len(described),
-            "folder": str(self.folder.absolute()),
+            "tiers": [*self._places(save)],
             "step": save.step,
             "save": save.name,
-            "rank": self.job.rank,
-            "ranks": self.job.ranks,
-            "keep": self.keep,
-            "facts": {**self._facts, "at": round(time.time(), 3)},
+            "facts": {**self._facts, "epoch": save.epoch, "at": round(time.time(), 3)},
         }
 
         def stamp(life: int) -> None:
@@ -225,6 +277,18 @@ class Checkpointer:
                 self._asked[save.name] = save
 
         self._writer.send(asked, self.rooms.descriptors(), stamp)
+
+    def _places(self, save: Save) -> Iterator[dict[str, Any]]:
+        """Where it is to be written, the quickest first."""
+        for tier in save.tiers:
+            try:
+                folder = self.folders.to_write(tier, save.replica)
+            except OSError as error:
+                self.job.trouble("checkpoint_failed", f"step {save.step}, {tier.name}: {error}")
+                continue
+            alone = {"rank": 0, "ranks": 1} if tier.own else {}
+            whole = {"rank": self.job.rank, "ranks": self.job.ranks}
+            yield {"tier": tier.name, "folder": str(folder), "keep": tier.keep, **whole, **alone}
 
     def _hear(self, message: dict[str, Any]) -> None:
         """What the writer says."""
@@ -241,29 +305,31 @@ class Checkpointer:
 
     def _hear_of(self, save: Save, message: dict[str, Any]) -> None:
         if message["op"] == "alarm":
-            self.job.trouble(message["kind"], f"step {save.step}: {message['text']}")
+            where = f"step {save.step}, {message['tier']}"
+            self.job.trouble(message["kind"], f"{where}: {message['text']}")
         elif message["op"] == "durable":
-            save.durable = {**message, "seconds": time.monotonic() - save.asked}
+            seconds = time.monotonic() - save.asked
+            save.durable[message["tier"]] = {**message, "seconds": seconds}
         elif message["op"] == "verified":
-            save.verified = True
-            self._tell(save)
+            save.verified.add(message["tier"])
+            self._tell(save, message["tier"])
         elif message["op"] == "failed":
-            self.job.trouble("checkpoint_failed", f"step {save.step}: {message['error']}")
+            where = f"step {save.step}, {message['tier']}"
+            self.job.trouble("checkpoint_failed", f"{where}: {message['error']}")
         elif message["op"] == "done":
             self._end(save, "")
 
-    def _tell(self, save: Save) -> None:
-        if save.durable is None:
-            raise ValueError("it was verified before it was durable")
+    def _tell(self, save: Save, tier: TierName) -> None:
+        durable = save.durable[tier]
         self.on_saved(
             CheckpointSaved(
                 step=save.step,
-                tier="shared",
-                path=save.durable["path"],
-                bytes=save.durable["bytes"],
-                digest=save.durable["digest"],
+                tier=tier,
+                path=durable["path"],
+                bytes=durable["bytes"],
+                digest=durable["digest"],
                 stall_s=save.begin_s + save.copying.waited_s,
-                seconds=save.durable["seconds"],
+                seconds=durable["seconds"],
                 at=time.time(),
             )
         )
@@ -276,6 +342,6 @@ class Checkpointer:
             if save.ended:
                 return
             save.ended = True
-        if error and not save.verified:
+        if error and len(save.verified) < len(save.tiers):
             self.job.trouble("checkpoint_failed", f"step {save.step}: {error}")
         self.rooms.give_back(save.room)

@@ -7,11 +7,11 @@ each copy. It outlives the trainer: what it was given it finishes, and ends. Imp
 
 It is told, as JSON in single packets:
     {"op": "rooms", "numbers"}  with the rooms' descriptors
-    {"op": "save", "room", "image", "described", "folder", "step", "save", "rank", "ranks", "keep",
-     "facts"}  `image` bytes from the room's start are the state, `described` from the next page on
-     its table
+    {"op": "save", "room", "image", "described", "step", "save", "facts", "tiers"}  `image` bytes
+     from the room's start are the state, `described` from the next page on its table; of each tier
+     {"tier", "folder", "rank", "ranks", "keep"}
 and says of each save, by its name: {"op": "alarm" | "durable" | "verified" | "failed" | "given_up",
-"save", ...}, and at last {"op": "done", "save"}: its room is free.
+"save", "tier", ...}, and at last {"op": "done", "save"}: its room is free.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Writer:
     def __init__(self, trainer: socket.socket) -> None:
         self._trainer = trainer
         self._rooms: dict[int, memoryview] = {}
-        self._before: Part | None = None  # the last part that was written
-        self._name = ""  # of the save under way
+        self._before: dict[str, Part] = {}  # folder -> the last part that was written there
+        self._name = self._tier = ""  # of the save under way
 
     def run(self) -> None:
         """Until the trainer is gone and all that it asked is done."""
@@ -82,22 +82,24 @@ class Writer:
 
     def _save(self, asked: dict[str, Any]) -> None:
         self._name = str(asked["save"])
-        try:
-            self._write(asked)
-        except GivenUp:
-            self._say("given_up")
-        except (OSError, Damaged) as error:
-            self._say("failed", error=str(error))
-        except Exception as error:  # the next save may succeed
-            log.exception("save_failed save=%s", self._name)
-            self._say("failed", error=repr(error))
+        for tier in asked["tiers"]:
+            self._tier = str(tier["tier"])
+            try:
+                self._write(asked, tier)
+            except GivenUp:
+                self._say("given_up")
+            except (OSError, Damaged) as error:
+                self._say("failed", error=str(error))
+            except Exception as error:  # the next save may succeed
+                log.exception("save_failed save=%s tier=%s", self._name, self._tier)
+                self._say("failed", error=repr(error))
         self._say("done")
 
-    def _write(self, asked: dict[str, Any]) -> None:
+    def _write(self, asked: dict[str, Any], tier: dict[str, Any]) -> None:
         image, table = self._copy(asked)
-        folder, rank, step = Path(asked["folder"]), int(asked["rank"]), int(asked["step"])
-        before = self._before or last_part(folder, rank)
-        draft = Draft(folder, step, self._name, int(asked["ranks"]), asked["facts"])
+        folder, rank, step = Path(tier["folder"]), int(tier["rank"]), int(asked["step"])
+        before = self._before.get(str(folder)) or last_part(folder, rank)
+        draft = Draft(folder, step, self._name, int(tier["ranks"]), asked["facts"])
         try:
             part, written = draft.write(rank, table, image, before)
             published = draft.publish()
@@ -116,10 +118,10 @@ class Writer:
             raise
         finally:
             draft.close()
-        self._before = part
+        self._before[str(folder)] = part
         self._say("verified")
         if published:
-            self._clean(folder, int(asked["keep"]), draft.path)
+            self._clean(folder, int(tier["keep"]), draft.path)
 
     def _copy(self, asked: dict[str, Any]) -> tuple[memoryview, Table]:
         """What is asked to be written. Raises Damaged if something else is in that room."""
@@ -164,7 +166,7 @@ class Writer:
         with contextlib.suppress(
             OSError
         ):  # the trainer is gone; what it asked is done all the same
-            said = {"op": op, "save": self._name, **message}
+            said = {"op": op, "save": self._name, "tier": self._tier, **message}
             self._trainer.send(json.dumps(said).encode())
 
 

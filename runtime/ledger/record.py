@@ -82,6 +82,12 @@ class SampleLedger:
         last = self._last
         return -1 if last is None else last.step_to
 
+    @property
+    def epoch(self) -> int:
+        """In which the last step was made; 0 for none."""
+        last = self._last
+        return 0 if last is None else last.epoch
+
     def record(
         self, step: int, epoch: int, summed: Summed, shard_size: int, *, drops: bool = False
     ) -> Range:

@@ -36,6 +36,7 @@ class Peer:
     place: int = -1  # the replica whose place it is to take, if it is known
     promoted: bool = False  # it stood by, and was given its number
     step: int = -1
+    trained_in: int = 0  # the epoch in which that step was made
     digest: str = ""
     report: Report | None = None
     leaving: bool = False  # its report said that all stop at this edge

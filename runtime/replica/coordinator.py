@@ -209,6 +209,7 @@ class Coordinator(Epochs):
             return
         peer.phase = "ready"
         peer.step, peer.digest = int(message["step"]), str(message["digest"])
+        peer.trained_in = int(message.get("trained_in", 0))
         peer.asked.clear()
         if self.record.members.get(peer.replica) == peer.placement:
             self.fenced = True

@@ -59,7 +59,9 @@ class Epochs(Roster):
         ready = peers and all(peer.phase == "ready" for peer in there)
         if not enough or not ready or self.may_train_unseen() or self.may_be_claimed():
             return
-        source = max(there, key=lambda p: (p.step, -p.replica))
+        # A later epoch goes on from what was settled: what an earlier one made beyond that, and
+        # somebody still has on a disk, is no part of the training.
+        source = max(there, key=lambda p: (p.trained_in, p.step, -p.replica))
         equal = [p for p in there if (p.step, p.digest) == (source.step, source.digest)]
         behind = [p for p in peers if p not in equal]
         if behind:

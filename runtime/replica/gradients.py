@@ -8,7 +8,7 @@ wants to regroup, save or stop. That is why the healthy path needs no vote.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 import torch
@@ -37,6 +37,9 @@ class Wishes:
     checkpoint: bool = False
     stop: bool = False
     stage: int = 0  # how many are ready to copy the state for newcomers
+    #: a checkpoint is due, in these tiers
+    local: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,22 +155,23 @@ class Gradients:
         for index, loss, samples, parts in self._noted:
             self.losses[index] += float(loss) * samples / parts
         self._noted.clear()
-        numbers = [self.samples, wishes.regroup, wishes.checkpoint, wishes.stop, wishes.stage]
-        agreed = torch.tensor(numbers, dtype=torch.float32)
+        agreed = torch.tensor([self.samples, *astuple(wishes)], dtype=torch.float32)
         tail = torch.cat([self.coverage, self.checksums, self.who, self.losses, agreed])
         return tail.to(self.device)
 
     def read(self, reduced: torch.Tensor) -> Tail:
         tail: list[float] = reduced[self.size :].tolist()
         n = self.shards
-        samples, regroup, checkpoint, stop, stage = tail[4 * n :]
+        samples, regroup, checkpoint, stop, stage, local, shared = tail[4 * n :]
         return Tail(
             coverage=[round(v) for v in tail[:n]],
             checksums=[round(v) for v in tail[n : 2 * n]],
             who=[round(v) for v in tail[2 * n : 3 * n]],
             loss=sum(tail[3 * n : 4 * n]) / samples if samples else float("nan"),
             samples=round(samples),
-            wishes=Wishes(regroup > 0, checkpoint > 0, stop > 0, round(stage)),
+            wishes=Wishes(
+                regroup > 0, checkpoint > 0, stop > 0, round(stage), local > 0, shared > 0
+            ),
         )
 
     def _check_bound(self) -> None:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from runtime.checkpoint.tiers import TierName
 from runtime.client import CheckpointSaved
 from runtime.data import Shard
 from runtime.replica.gradients import Tail, Wishes
@@ -57,7 +58,7 @@ class Leader:
         self._why = ""  # why we stop, once all have agreed to
         self._postponed: deque[dict[str, Any]] = deque()
         self._want_checkpoint = threading.Event()
-        self._owed = False  # a checkpoint was wished, and there was no room yet
+        self._owed: set[TierName] = set()  # a checkpoint was wished, and there was no room yet
         self._warm = False  # room for checkpoints was asked for
         self._others: list[Sibling] = []
         self.siblings = Siblings(
@@ -138,6 +139,7 @@ class Leader:
             checkpoint=self._want_checkpoint.is_set(),
             stop=self.job.stop.is_set(),
             stage=self.member.wants_stage and self.together.ready_to_stage(),
+            **self._due(),
         )
         tail = self.together.reduce()
         self._await_lease()
@@ -156,8 +158,7 @@ class Leader:
         if not self._warm:  # by the time that a copy is wanted, for whatever, there is room
             self._warm = True
             self.together.prepare_save()
-        if self.teller.speaks():
-            self._save(wished=bool(tail.wishes.checkpoint))
+        self._save(tail.wishes)
         if tail.wishes.checkpoint:
             self._want_checkpoint.clear()
         if tail.wishes.stage >= len(self.member.members):
@@ -166,12 +167,25 @@ class Leader:
         if tail.wishes.regroup:
             self._regroup(planned=True)
 
-    def _save(self, *, wished: bool) -> None:
-        """A checkpoint if one is due and there is room for it, else at one of the next edges."""
-        self._owed |= wished
-        if (self._owed or self.rank.saver.due()) and self.together.prepare_save():
-            self.together.save()
-            self._owed = False
+    def _due(self) -> dict[str, bool]:
+        """In which tiers a checkpoint is due. One clock counts for all: all pay for it at the same
+        edge, and then all hold the same step."""
+        due = self.rank.saver.due() if self.teller.speaks() else set()
+        return {"local": "local" in due, "shared": "shared" in due}
+
+    def _save(self, wishes: Wishes) -> None:
+        """The checkpoints that are due, if there is room for a copy, else at one of the next edges:
+        each replica on its own disks, and one of them for all in the shared folder."""
+        if wishes.local or wishes.checkpoint:
+            self._owed.add("local")
+        if (wishes.shared or wishes.checkpoint) and self.teller.speaks():
+            self._owed.add("shared")
+        elif wishes.shared:
+            self.rank.saver.saved_elsewhere("shared")
+        self._owed &= self.rank.saver.tiers.keys()
+        if self._owed and self.together.prepare_save():
+            self.together.save(self._owed)
+            self._owed.clear()
 
     # --- epochs ---------------------------------------------------------------------------------
 
@@ -186,7 +200,7 @@ class Leader:
             message = self._next()
             if message["op"] == "dismissed":
                 if not self._why and self.teller.speaks():
-                    self.together.save(last=True)
+                    self.together.save(["shared"], last=True)
                 self.leave(self._why or "stopped while waiting for an epoch", goodbye=True)
             elif message["op"] == "replaced":
                 self.leave(f"replaced by {message['by']}", goodbye=True)
@@ -226,7 +240,7 @@ class Leader:
         Whoever went earlier could break the last all-reduce of a slower one.
         """
         if self.teller.speaks():
-            self.together.save(last=True)
+            self.together.save(["shared"], last=True)
         self._why = reason
         self.member.report(planned=True, leaving=True)
         self._await_epoch()

@@ -42,6 +42,10 @@ class Trainer(Protocol):
     def digest(self) -> str:
         """Of the whole state, at an edge."""
 
+    @property
+    def trained_in(self) -> int:
+        """The epoch in which the last step was made; 0 for none."""
+
     def load(self) -> None:
         """The job begins: the newest checkpoint, else what is in memory."""
 
@@ -277,7 +281,8 @@ class Member:
 
     def _say_ready(self, ordered: dict[str, Any]) -> None:
         step, digest = self._trainer.committed, self._trainer.digest()
-        self._say("ready", order=ordered["order"], step=step, digest=digest)
+        trained_in = self._trainer.trained_in
+        self._say("ready", order=ordered["order"], step=step, trained_in=trained_in, digest=digest)
 
     # --- what we hear while we train ------------------------------------------------------------
 

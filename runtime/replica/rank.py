@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from runtime.checkpoint import Checkpointer
 from runtime.checkpoint.rooms import Room
+from runtime.checkpoint.tiers import TierName
 from runtime.image import Damaged, Staged
 from runtime.job import Job
 from runtime.replica.fetching import Follower, fetch_reduced, fetch_state
@@ -129,13 +130,14 @@ class Rank:
 
     @order
     def checkpoints(self) -> list[list[Any]]:
-        """The steps and names of the checkpoints that are there, unverified, newest first."""
-        return [[step, name] for step, name in self.saver.saves()]
+        """The steps, names and tiers of the checkpoints that are there; see `saver.saves`."""
+        return [[*found] for found in self.saver.saves()]
 
     @order
-    def read(self, name: str) -> str:
+    def read(self, name: str, tier: TierName) -> str:
         """Read and verify our part of a checkpoint; what was trained up to it, "" if it fails."""
-        self._read = self.saver.read(name)
+        self._drop_read()
+        self._read = self.saver.read(name, tier)
         return "" if self._read is None else history_of(self._read)
 
     @order
@@ -296,9 +298,12 @@ class Rank:
         return self.saver.prepare(self.state.size)
 
     @order
-    def save(self, *, name: str, last: bool) -> None:
+    def save(self, *, name: str, tiers: list[TierName], last: bool) -> None:
         """Begin a copy of our part, for the writer."""
-        copying = self.saver.save(self.state.begin_copy, name, last=last)
+        copying = self.saver.save(
+            self.state.begin_copy, name, tiers,
+            replica=self.replica, epoch=self.state.ledger.epoch, last=last,
+        )  # fmt: skip
         if copying is not None:
             self._copies.append(copying)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint.manifest import digest_of_all
+from runtime.checkpoint.tiers import TierName
 from runtime.client import CheckpointSaved
 from runtime.replica.gradients import Tail
 from runtime.replica.membership import Member
@@ -18,6 +19,8 @@ from runtime.replica.rank import FAILURES, Rank
 from runtime.replica.siblings import NEXT, Incomplete, Siblings
 from runtime.replica.step import NotWhole
 from runtime.replica.telling import Teller
+
+MAX_TRIES = 8  # checkpoints that fail, before a person has to look
 
 
 class Together:
@@ -39,7 +42,8 @@ class Together:
             standby=rank.job.standby,
         )
         self._staged: dict[int, tuple[int, str]] = {}  # rank -> step and digest of its copy
-        self._saved: dict[int, dict[int, CheckpointSaved]] = {}  # step -> by rank
+        #: tier and step -> by rank
+        self._saved: dict[tuple[str, int], dict[int, CheckpointSaved]] = {}
         rank.saver.on_saved = functools.partial(self.saved, 0)
         rank.on_staged = functools.partial(self.staged, 0)
 
@@ -72,16 +76,20 @@ class Together:
         """Whether all ranks can save at once; they begin to make room."""
         return all(self._all("prepare_save"))
 
-    def save(self, *, last: bool = False) -> None:
-        """At an edge: a checkpoint."""
-        self._all("save", name=uuid.uuid4().hex[:12], last=last)
+    def save(self, tiers: Collection[TierName], *, last: bool = False) -> None:
+        """At an edge: a checkpoint in each of these tiers."""
+        self._all("save", name=uuid.uuid4().hex[:12], tiers=sorted(tiers), last=last)
 
     def saved(self, rank: int, part: CheckpointSaved) -> None:
         """A rank's part is durable; once all are, so is the whole. On a thread of its own."""
-        parts = self._saved.setdefault(part.step, {})
+        parts = self._saved.setdefault((part.tier, part.step), {})
         parts[rank] = part
         if len(parts) == self.siblings.ranks:
-            self._saved = {step: one for step, one in self._saved.items() if step > part.step}
+            self._saved = {
+                (tier, step): one
+                for (tier, step), one in self._saved.items()
+                if tier != part.tier or step > part.step
+            }
             size = sum(one.bytes for one in parts.values())
             digest = digest_of_all([parts[one].digest for one in sorted(parts)])
             seen = [one.path for one in parts.values() if not Path(one.path).name.startswith(".")]
@@ -96,6 +104,10 @@ class Together:
         return self.rank.state.committed
 
     @property
+    def trained_in(self) -> int:
+        return self.rank.state.ledger.epoch
+
+    @property
     def held(self) -> Collection[int]:
         return self.rank.engine.held
 
@@ -103,21 +115,34 @@ class Together:
         return NEXT.join(self._all("digest"))
 
     def load(self) -> None:
-        """The newest checkpoint of which all ranks have their part. Raises ValueError if there are
-        some and none can be loaded: nobody wants to train anew without knowing."""
+        """The newest checkpoint of which all ranks have their part. A tier of which one fails comes
+        after the others.
+
+        Raises ValueError if there are some and none can be loaded: nobody wants to train anew
+        without knowing.
+        """
         mine, *others = self._all("checkpoints")
-        for step, name in mine:
-            if step <= self.committed or any([step, name] not in one for one in others):
+        there = [found for found in mine if all(found in one for one in others)]
+        tried = 0
+        while there and tried < MAX_TRIES:
+            step, name, tier = there.pop(0)
+            if step <= self.committed:
                 continue
-            histories = set(self._all("read", name=name))
+            histories = set(self._all("read", name=name, tier=tier))
             if len(histories) == 1 and "" not in histories:
                 self._all("load")
                 return
-            self.trouble("checkpoint_refused", f"step {step}: a part is damaged, or of another run")
+            tried += 1
+            what = f"{tier}, step {step}: a part is damaged, or of another run"
+            there.sort(key=lambda found: found[2] == tier)
+            if there:
+                what += f"; the next one is {there[0][2]}, step {there[0][0]}"
+            self.trouble("checkpoint_refused", what)
         if mine and self.committed < 0:
             raise ValueError(
-                f"none of the {len(mine)} checkpoints in {self.rank.saver.folder} can be loaded "
-                "(the lines before this say why): mend that, or to begin anew move that folder away"
+                f"none of the {len(mine)} checkpoints of this job can be loaded (the lines before "
+                f"this say why): mend that, or to begin anew move {self.rank.saver.folders.shared} "
+                "away"
             )
         self._all("reload")
 

@@ -10,8 +10,9 @@ from django.utils import timezone
 from controlplane.dashboard.templatetags.drydock import coarse, evidence, number, prose, seconds
 from controlplane.fleet.selectors import fleet_of
 from controlplane.incidents.selectors import Ask, ask_of, deeds_of, runs_of
-from controlplane.jobs.selectors import marks, sample_ledger
+from controlplane.jobs.selectors import checkpoint_tiers, marks, sample_ledger
 from tests.factories import (
+    CheckpointFactory,
     IncidentFactory,
     InterruptionFactory,
     JobFactory,
@@ -174,3 +175,32 @@ def test_prose_knows_headings_lists_and_emphasis() -> None:
     assert "<ul><li>one</li><li><strong>two</strong></li></ul>" in html
     assert "<ol><li>first</li></ol>" in html
     assert "<p><em>why</em> <code>a_b_c</code></p>" in html
+
+
+@pytest.mark.django_db
+def test_a_tier_is_late_once_its_usual_time_has_long_passed() -> None:
+    job = JobFactory(state="running")
+    now = timezone.now()
+    for tier, last_s in (("local", 30), ("shared", 60)):
+        for age in (0, 20, 40):
+            at = now - timedelta(seconds=last_s + age)
+            CheckpointFactory(job=job, tier=tier, step=1000 - last_s - age, at=at)
+
+    local, shared = checkpoint_tiers(job)
+
+    assert (local.newest.step, local.usual_s, local.late) == (970, 20.0, False)
+    assert (shared.newest.step, shared.usual_s, shared.late) == (940, 20.0, False)
+    CheckpointFactory(job=job, tier="peer", at=now)
+    one, *_ = checkpoint_tiers(job)
+    assert (one.newest.tier, one.usual_s, one.late) == ("peer", None, False)
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize(("state", "late"), [("running", True), ("stopped", False)])
+def test_a_job_that_does_not_run_is_late_with_nothing(state: str, late: bool) -> None:
+    job = JobFactory(state=state)
+    now = timezone.now()
+    for age in (120, 140):
+        CheckpointFactory(job=job, at=now - timedelta(seconds=age))
+
+    assert [tier.late for tier in checkpoint_tiers(job)] == [late]

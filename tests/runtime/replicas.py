@@ -98,6 +98,7 @@ class Fleet:
     options: dict[str, Any] = field(default_factory=dict)
     url: str = ""
     shared_disk: bool = True  # one state folder for all replicas, or one for each
+    own_disks: bool = False  # each replica has one besides
     lease_s: float = 10.0  # how long members may train without a word from the coordinator
     port: int = 0
     coordinator: subprocess.Popen[bytes] | None = None
@@ -149,6 +150,7 @@ class Fleet:
             "DRYDOCK_STATE_DIR": str(
                 self.folder / ("state" if self.shared_disk else f"state{replica}")
             ),
+            "DRYDOCK_LOCAL_DIR": str(self.folder / f"disk{replica}") if self.own_disks else "",
             "DRYDOCK_OPTIONS": json.dumps({"folder": str(self.folder), **self.options, **options}),
         }
         fatal = {"DRYDOCK_OBSERVER": "tests.runtime.killer:make", "KILL_AT": kill_at}

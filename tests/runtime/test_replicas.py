@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from runtime.checkpoint import store
+from tests.runtime.checkpoint.states import flip_a_bit
 from tests.runtime.replicas import PATIENCE_S, Cable, Fleet, until
 
 MakeFleet = Callable[..., Fleet]
@@ -266,6 +268,56 @@ def test_a_whole_job_resumes_from_the_newest_checkpoint_of_any_replica(
     assert fleet.last(1)["epoch"] == 3  # between them one in which nobody trained
     assert_every_sample_once(fleet.steps(1), 0)
     assert len(fleet.digests()) == 1
+
+
+def test_a_job_killed_whole_goes_on_from_the_nodes_own_disks(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(2, own_disks=True, options={"local_s": 0.2})
+    fleet.start()
+    until(lambda: min(newest_local(fleet, r) for r in (0, 1)) > 20, "both disks hold a checkpoint")
+
+    saved = kill_whole(fleet)
+    before = len(fleet.steps(0))
+    fleet.start()
+    fleet.train_on()
+    fleet.stop()
+
+    assert_every_sample_once(fleet.steps(0)[before:], max(saved) + 1)
+    assert len(fleet.digests()) == 1
+
+
+def test_what_is_damaged_on_one_tier_is_taken_from_another(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(2, own_disks=True, options={"local_s": 0.2, "checkpoint_s": 0.5})
+    fleet.start()
+    until(lambda: min(newest_local(fleet, r) for r in (0, 1)) > 20, "both disks hold a checkpoint")
+    shared = fleet.folder / "state" / "checkpoints"
+    until(lambda: store.candidates(shared), "a checkpoint in the shared folder")
+
+    kill_whole(fleet)
+    for path in fleet.folder.glob("disk*/*/replica-*/step-*/rank-0-0000.bin"):
+        flip_a_bit(path, 1000)
+    there = store.number_of(store.candidates(shared)[0])[0]
+    before = len(fleet.steps(0))
+    fleet.start()
+    fleet.train_on()
+    fleet.stop()
+
+    assert_every_sample_once(fleet.steps(0)[before:], there + 1)
+
+
+def newest_local(fleet: Fleet, replica: int) -> int:
+    """The step of the newest checkpoint on this replica's own disk; -1 for none."""
+    found = (fleet.folder / f"disk{replica}").glob("*/replica-*/step-*")
+    return max((store.number_of(path)[0] for path in found), default=-1)
+
+
+def kill_whole(fleet: Fleet) -> list[int]:
+    """Every rank and the coordinator; the newest step on each disk. The writers finish."""
+    fleet.kill(*fleet.ranks)
+    assert fleet.coordinator is not None
+    fleet.coordinator.kill()
+    fleet.coordinator.wait()
+    until(lambda: not [*fleet.folder.rglob(".writing-*")], "all is written")
+    return [newest_local(fleet, replica) for replica in range(fleet.world)]
 
 
 def test_a_wrong_token_is_refused_with_one_line(make_fleet: MakeFleet) -> None:

@@ -224,15 +224,17 @@ def test_a_checkpoint_is_told_of_once_every_part_is_durable(pair: Pair) -> None:
 def test_only_a_checkpoint_whose_parts_are_of_one_run_is_loaded(pair: Pair) -> None:
     for step in (5, 8):
         staged = trained(step).copy()
-        draft = Draft(pair.saver.folder, step, f"save{step}", 2, {})
+        draft = Draft(pair.saver.folders.shared, step, f"save{step}", 2, {})
         for rank in (0, 1):
             draft.write(rank, staged.table, memoryview(staged.buffer))
         assert draft.publish()
         draft.close()
     history = rank_module.history_of(trained(5).copy())
-    pair.other.answers["checkpoints"] = {"value": [[8, "save8"], [5, "save5"], [2, "save2"]]}
+    pair.other.answers["checkpoints"] = {
+        "value": [[8, "save8", "shared"], [5, "save5", "shared"], [2, "save2", "shared"]]
+    }
     pair.other.answers["read"] = {"value": "of another run"}
-    with pytest.raises(ValueError, match=r"none of the 2 checkpoints in .* can be loaded"):
+    with pytest.raises(ValueError, match=r"none of the 2 checkpoints of this job can be loaded"):
         pair.together.load()
     refused = pair.state.committed
     pair.other.answers["read"] = {"value": history}
@@ -240,6 +242,23 @@ def test_only_a_checkpoint_whose_parts_are_of_one_run_is_loaded(pair: Pair) -> N
 
     assert (refused, pair.state.committed) == (-1, 8)
     assert [m for m in pair.told.messages if "step 8: a part is damaged" in str(m)]
+
+
+def test_a_tier_of_which_a_checkpoint_fails_comes_after_the_others(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = [(9, "c", "local"), (8, "b", "local"), (5, "a", "shared")]
+    pair.other.answers["checkpoints"] = {"value": [[*found] for found in there]}
+    pair.other.answers["read"] = {"value": ""}
+    tried: list[str] = []
+    monkeypatch.setattr(pair.saver, "saves", lambda: there)
+    monkeypatch.setattr(pair.saver, "read", lambda name, _tier: tried.append(name))
+
+    with pytest.raises(ValueError, match="none of the 3 checkpoints of this job can be loaded"):
+        pair.together.load()
+
+    assert tried == ["c", "a", "b"]
+    assert "the next one is shared, step 5" in str(pair.told.messages[0])
 
 
 def test_a_step_that_one_rank_does_not_hear_of_is_not_made(

@@ -35,7 +35,7 @@ def test_a_writer_killed_during_a_save_leaves_the_newest_whole(tmp_path: Path, k
     trainer = OneRank(tmp_path)
     trainer.save_all(0)
     save_s = seconds_of_a_save_by_a_new_writer(trainer)
-    folder = trainer.saver.folder
+    folder = trainer.saver.folders.shared
     restored = []
 
     for step in range(2, kills + 2):

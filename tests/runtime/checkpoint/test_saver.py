@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 
 from runtime.checkpoint import Checkpointer, store
 from runtime.checkpoint.rooms import ROOMS
+from runtime.checkpoint.tiers import TIERS, TierName, tiers_of
 from runtime.client import CheckpointSaved, Sender, Trouble
 from runtime.job import Job
 from runtime.snapshot import Copying, state_of
@@ -55,7 +58,9 @@ class Told:
 class OneRank:
     """A trainer's side: a checkpointer whose room is made."""
 
-    def __init__(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(
+        self, folder: Path, rank: int = 0, ranks: int = 1, *, own_disk: bool = False
+    ) -> None:
         self.told = Told()
         sender = Sender("", "t", job="j", replica=0, rank=rank, placement="p")
         sender.tell = self.told  # type: ignore[method-assign]
@@ -63,6 +68,7 @@ class OneRank:
             Job(
                 name="j", replica=0, rank=rank, ranks=ranks, world_replicas=1, placement="p",
                 coordinator="", token="t", state_dir=folder, sender=sender,
+                local_dir=folder / "disk" if own_disk else None,
                 stop=threading.Event(),
             ),
             every_s=0.0,
@@ -108,11 +114,75 @@ def test_a_copy_becomes_a_verified_checkpoint(trainer: OneRank, tmp_path: Path) 
     assert facts["torch"].startswith("2.")
 
 
+@pytest.fixture
+def on_two_tiers(tmp_path: Path) -> Iterator[OneRank]:
+    one = OneRank(tmp_path, own_disk=True)
+    yield one
+    one.saver.finish()
+
+
+def test_one_copy_is_written_to_each_tier(on_two_tiers: OneRank) -> None:
+    on_two_tiers.save_all(7)
+
+    on_two_tiers.told.until(lambda: len(on_two_tiers.told.messages) == 2)
+    told = [(m.tier, m.digest) for m in on_two_tiers.told.messages]
+    digest = staged_at(7).digest
+    assert told == [("local", digest), ("shared", digest)]
+    assert on_two_tiers.saver.saves() == [(7, "save7", "local"), (7, "save7", "shared")]
+    assert {read_from(on_two_tiers, 7, tier) for tier in TIERS} == {digest}
+
+
+def test_what_a_later_epoch_made_comes_before_a_later_step(on_two_tiers: OneRank) -> None:
+    on_two_tiers.saver.prepare(lambda: SIZE)
+    saves: list[tuple[int, int, TierName]] = [(9, 1, "local"), (7, 2, "shared")]
+    for step, epoch, tier in saves:
+        begin = partial(copy_of_step, step)
+        on_two_tiers.saver.save(begin, f"save{step}", [tier], epoch=epoch, last=True)
+    on_two_tiers.told.until(lambda: on_two_tiers.told.saved() == [9, 7])
+
+    assert [save[0] for save in on_two_tiers.saver.saves()] == [7, 9]
+
+
+def test_a_tier_that_fails_costs_the_other_nothing(on_two_tiers: OneRank, tmp_path: Path) -> None:
+    on_two_tiers.save_all(1)
+    (own,) = (tmp_path / "disk").glob("*/replica-0-rank-0")
+    own.rename(tmp_path / "away")
+    own.write_text("in the way")
+
+    on_two_tiers.save(2)
+    on_two_tiers.told.until(lambda: 2 in on_two_tiers.told.saved())
+
+    assert on_two_tiers.told.troubles() == ["checkpoint_failed"]
+    assert (2, "save2", "shared") in on_two_tiers.saver.saves()
+
+
+def test_without_the_shared_folder_a_job_goes_on_from_its_own_disk(
+    on_two_tiers: OneRank, tmp_path: Path
+) -> None:
+    on_two_tiers.save_all(1)
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").write_text("not a folder any more")
+    restarted = OneRank(tmp_path, own_disk=True)
+
+    assert restarted.saver.saves() == [(1, "save1", "local")]
+    assert restarted.told.troubles() == ["checkpoints_out_of_reach"]
+
+
+def read_from(trainer: OneRank, step: int, tier: TierName) -> str:
+    read = trainer.saver.read(f"save{step}", tier)
+    assert read is not None
+    return read.digest
+
+
 def test_only_what_changed_is_written_and_only_the_newest_kept(trainer: OneRank) -> None:
     trainer.save_all(1, 2, 3, 4, 5)
 
-    newest = trainer.saver.folder / "step-00000005"
-    assert trainer.saver.saves() == [(5, "save5"), (4, "save4"), (3, "save3")]
+    newest = trainer.saver.folders.shared / "step-00000005"
+    assert trainer.saver.saves() == [
+        (5, "save5", "shared"),
+        (4, "save4", "shared"),
+        (3, "save3", "shared"),
+    ]
     assert (newest / "rank-0-0000.bin").stat().st_nlink == 3
 
 
@@ -149,7 +219,7 @@ def test_a_killed_writer_costs_its_save_and_the_next_succeeds(trainer: OneRank) 
 
     trainer.save_all(3)
 
-    assert trainer.saver.saves() == [(3, "save3"), (1, "save1")]
+    assert trainer.saver.saves() == [(3, "save3", "shared"), (1, "save1", "shared")]
     assert trainer.told.troubles() == ["checkpoint_failed"]
 
 
@@ -163,7 +233,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_may_be_mended(
 
     trainer.save_all(2)
 
-    assert trainer.saver.saves() == [(2, "save2")]
+    assert trainer.saver.saves() == [(2, "save2", "shared")]
 
 
 def test_a_state_that_grows_gets_other_rooms(trainer: OneRank) -> None:
@@ -171,13 +241,13 @@ def test_a_state_that_grows_gets_other_rooms(trainer: OneRank) -> None:
     trainer.saver.rooms.prepare(1)
     larger = {"weight": torch.ones(16 << 20)}
 
-    trainer.saver.every_s = 3600.0
+    trainer.saver.tiers = tiers_of(trainer.saver.job, 3600.0, 3)
     first = trainer.saver.save(lambda into: Copying(larger, 2, into), "larger")
     due = trainer.saver.due()
     again = trainer.saver.save(lambda into: Copying(larger, 2, into), "again", last=True)
     trainer.told.until(lambda: 2 in trainer.told.saved())
 
-    assert (first, due, again and again.step) == (None, True, 2)
+    assert (first, due, again and again.step) == (None, {"shared"}, 2)
     assert trainer.told.troubles() == []
 
 
@@ -211,13 +281,13 @@ def test_two_ranks_make_one_checkpoint(tmp_path: Path) -> None:
     for rank in ranks:
         rank.saver.finish()
 
-    assert [rank.saver.saves() for rank in ranks] == [[(7, "save7")]] * 2
-    images = [rank.saver.read("save7") for rank in ranks]
+    assert [rank.saver.saves() for rank in ranks] == [[(7, "save7", "shared")]] * 2
+    images = [rank.saver.read("save7", "shared") for rank in ranks]
     assert [image and image.digest for image in images] == [staged_at(7).digest] * 2
 
 
 def test_with_another_number_of_ranks_a_job_does_not_begin_anew(tmp_path: Path) -> None:
-    OneRank(tmp_path).saver.folder.mkdir()
+    OneRank(tmp_path).saver.folders.shared.mkdir()
     pair = [OneRank(tmp_path, rank, 2) for rank in (0, 1)]
     for rank in pair:
         rank.save_all(7)
@@ -230,16 +300,16 @@ def test_with_another_number_of_ranks_a_job_does_not_begin_anew(tmp_path: Path) 
 
 def test_a_damaged_checkpoint_is_told_and_not_read(trainer: OneRank) -> None:
     trainer.save_all(1, 2)
-    (trainer.saver.folder / "step-00000002" / "rank-0-0001.bin").write_bytes(b"short")
+    (trainer.saver.folders.shared / "step-00000002" / "rank-0-0001.bin").write_bytes(b"short")
 
-    assert trainer.saver.read("save2") is None
+    assert trainer.saver.read("save2", "shared") is None
     assert trainer.told.troubles() == ["checkpoint_refused"]
-    assert trainer.saver.read("save1") is not None
+    assert trainer.saver.read("save1", "shared") is not None
 
 
 def test_checkpoints_of_which_none_can_be_read_are_not_taken_for_none(trainer: OneRank) -> None:
     trainer.save_all(1)
-    (trainer.saver.folder / "step-00000001" / "manifest.json").write_text("{}")
+    (trainer.saver.folders.shared / "step-00000001" / "manifest.json").write_text("{}")
 
     with pytest.raises(ValueError, match=r"none of the 1 checkpoints in .* can be read: mend that"):
         trainer.saver.saves()
@@ -250,7 +320,7 @@ def test_a_state_of_which_no_copy_can_be_made_costs_no_step(trainer: OneRank) ->
         raise TypeError("state.extra is a set")
 
     trainer.save_all(1)
-    trainer.saver.every_s = 3600.0
+    trainer.saver.tiers = tiers_of(trainer.saver.job, 3600.0, 3)
     assert trainer.saver.save(begin, "x", last=True) is None
     assert not trainer.saver.due()  # it is not tried again at each edge
     trainer.save_all(2)
@@ -270,7 +340,7 @@ def test_a_long_description_gets_room_for_the_next_save(trainer: OneRank) -> Non
     trainer.told.until(lambda: 3 in trainer.told.saved())
 
     assert trainer.told.saved() == [1, 3]
-    read = trainer.saver.read("second")
+    read = trainer.saver.read("second", "shared")
     assert read is not None
     assert state_of(read) == long
 
@@ -309,7 +379,7 @@ def test_one_rank_s_failure_is_one_alarm(tmp_path: Path) -> None:
         rank.told.until(lambda rank=rank: 1 in rank.told.saved())  # type: ignore[misc]
     os.kill(ranks[0].writer(), signal.SIGSTOP)
     ranks[0].save(2)
-    in_the_way = ranks[0].saver.folder / ".writing-00000002-save2" / "rank-1-0000.bin"
+    in_the_way = ranks[0].saver.folders.shared / ".writing-00000002-save2" / "rank-1-0000.bin"
     in_the_way.mkdir(parents=True)
     ranks[1].save(2)
     ranks[1].told.until(lambda: "checkpoint_failed" in ranks[1].told.troubles())
@@ -319,4 +389,4 @@ def test_one_rank_s_failure_is_one_alarm(tmp_path: Path) -> None:
         rank.saver.finish()
 
     assert [rank.told.troubles().count("checkpoint_failed") for rank in ranks] == [0, 1]
-    assert ranks[0].saver.saves() == [(3, "save3"), (1, "save1")]
+    assert ranks[0].saver.saves() == [(3, "save3", "shared"), (1, "save1", "shared")]

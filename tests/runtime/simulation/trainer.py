@@ -42,6 +42,10 @@ class SimulatedTrainer:
         return self.state.step
 
     @property
+    def trained_in(self) -> int:
+        return 0 if self.state.made is None else self.state.made.epoch
+
+    @property
     def held(self) -> Collection[int]:
         return self.gradients.keys()
 
