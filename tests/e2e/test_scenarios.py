@@ -45,6 +45,13 @@ def test_a_site_that_goes_quiet_is_one_incident_and_left_alone(product: Product)
     assert product.scenario("site-silent")["problems"] == []
 
 
+@pytest.mark.parametrize("name", ["kill-all", "corrupt-checkpoint"])
+def test_a_job_that_is_killed_whole_goes_on_by_itself(product: Product, name: str) -> None:
+    result = product.scenario(name)
+    assert result["problems"] == []
+    assert result["samples"] == {"lost": 0, "duplicated": 0}
+
+
 def test_a_scenario_that_nobody_knows_is_refused(product: Product) -> None:
     done = product.manage("scenario", "make-coffee")
     assert done.returncode != 0

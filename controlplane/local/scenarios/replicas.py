@@ -120,7 +120,7 @@ FAULTS: dict[str, Fault] = {
 def play(name: str, say: Say) -> Result:
     """Break one replica, wait until it is mended, and measure. Raises ScenarioError."""
     fault = FAULTS[name]
-    job = _ready_job(fault.node_out)
+    job = ready_job(fault.node_out)
     victim = _choose_victim(job)
     fit_new_cards(victim.node)
     scene = _scene(job, victim)
@@ -138,7 +138,7 @@ def play(name: str, say: Say) -> Result:
 # --- before ---------------------------------------------------------------------------------------
 
 
-def _ready_job(needs_spare: bool) -> Job:
+def ready_job(needs_spare: bool) -> Job:
     """The job that trains, with all its replicas, nothing else being mended, a spare at hand."""
 
     def ready() -> Job | None:
