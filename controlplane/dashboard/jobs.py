@@ -85,7 +85,7 @@ def _page(request: HttpRequest, found: Job, status: int = 200) -> HttpResponse:
             "marks": selectors.marks(found),
             "checkpoint": selectors.latest_checkpoint(found),
             "tiers": selectors.checkpoint_tiers(found),
-            "checkpoints": found.checkpoints.order_by("-step", "-at")[:8],
+            "checkpoints": found.checkpoints.order_by("-at", "-step")[:8],
             "ledger": selectors.sample_ledger(found),
             "incidents": found.incidents.order_by("-id")[:8],
             "windows": {word: label for word, (label, _) in WINDOWS.items()},

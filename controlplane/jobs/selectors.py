@@ -240,7 +240,7 @@ def _explaining(
 
 
 def latest_checkpoint(job: Job) -> Checkpoint | None:
-    return job.checkpoints.order_by("-step", "-at").first()
+    return job.checkpoints.order_by("-at", "-step").first()
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ def checkpoint_tiers(job: Job) -> list[TierHealth]:
         age_s = (timezone.now() - last[0].at).total_seconds()
         running = job.state == JobState.RUNNING
         late = running and usual_s is not None and age_s > LATE_TIMES * usual_s + AT_ONCE.seconds
-        found.append(TierHealth(max(last, key=lambda one: one.step), usual_s, late))
+        found.append(TierHealth(last[0], usual_s, late))
     return found
 
 
@@ -353,7 +353,7 @@ SELECT max(step), max(t),
        max(max_gap_s)
 FROM rows, span
 GROUP BY floor((t - start) / width)
-ORDER BY max(step)
+ORDER BY max(t) -- a job that went back to a checkpoint makes its steps again
 """
 _EVER_S = 10 * 365 * 86400.0
 

@@ -204,19 +204,20 @@ def _record_regrouped(job: Job, message: client.Regrouped) -> None:
 
 
 def _record_checkpoint(job: Job, message: client.CheckpointSaved) -> None:
-    Checkpoint.objects.get_or_create(
-        job=job,
-        step=message.step,
-        tier=message.tier,
-        defaults={
-            "path": message.path,
-            "bytes": message.bytes,
-            "digest": message.digest,
-            "stall_s": message.stall_s,
-            "seconds": message.seconds,
-            "at": _moment(message.at),
-        },
+    at = _moment(message.at)
+    said = {
+        "path": message.path,
+        "bytes": message.bytes,
+        "digest": message.digest,
+        "stall_s": message.stall_s,
+        "seconds": message.seconds,
+        "at": at,
+    }
+    found, created = Checkpoint.objects.get_or_create(
+        job=job, step=message.step, tier=message.tier, defaults=said
     )
+    if not created and found.at < at:  # the job went back, and made that step again
+        Checkpoint.objects.filter(pk=found.pk).update(**said)
 
 
 def _record_trouble(job: Job, batch: client.Batch, message: client.Trouble) -> None:

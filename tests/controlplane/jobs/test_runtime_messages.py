@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 
 from controlplane.health.models import Signal
-from controlplane.jobs import actions
+from controlplane.jobs import actions, selectors
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
-from controlplane.jobs.models import Interruption, Job, LedgerRange, Placement, ProgressSample
+from controlplane.jobs.models import (
+    Checkpoint,
+    Interruption,
+    Job,
+    LedgerRange,
+    Placement,
+    ProgressSample,
+)
 from runtime import client
 from tests.factories import JobFactory, PlacementFactory, ReplicaFactory
 
@@ -146,3 +153,33 @@ def test_a_stranger_cannot_end_a_placement_of_another_job(placement: Placement) 
     )
     other.refresh_from_db()
     assert other.state == PlacementState.RUNNING
+
+
+def saved(step: int, at: float, digest: str) -> client.CheckpointSaved:
+    return client.CheckpointSaved(
+        step=step, tier="local", path="/c", bytes=10, digest=digest, stall_s=0.0, seconds=1.0, at=at
+    )
+
+
+def test_a_step_that_is_made_and_saved_again_shows_the_later_save(placement: Placement) -> None:
+    tell(placement, saved(20, 1000.0, "first"), saved(30, 1010.0, "given up"))
+    tell(placement, saved(20, 1020.0, "second"))
+    tell(placement, saved(20, 1000.0, "first"))  # told once more
+
+    job = placement.replica.job
+    digests = dict(Checkpoint.objects.filter(job=job).values_list("step", "digest"))
+    assert digests == {20: "second", 30: "given up"}
+    latest = selectors.latest_checkpoint(job)
+    assert latest is not None
+    assert latest.step == 20
+
+
+def test_the_curve_of_a_job_that_went_back_runs_forward_in_time(placement: Placement) -> None:
+    tell(placement, *(progress(step, at=1000.0 + step) for step in (10, 20, 30)))
+    tell(placement, *(progress(step, at=1030.0 + step, epoch=2) for step in (15, 25, 35)))
+
+    shown = selectors.series(placement.replica.job, after_step=None, window_s=None)
+
+    assert shown is not None
+    assert shown["at"] == sorted(shown["at"])
+    assert shown["step"][-1] == 35
