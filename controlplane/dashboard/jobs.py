@@ -1,4 +1,4 @@
-"""The page of one job, and the moves of its replicas that an operator may order there."""
+"""The page of one job, and what an operator may order there: moves of its replicas, checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from controlplane.dashboard.selectors import moves
 from controlplane.errors import Conflict
 from controlplane.fleet.selectors import may, nodes_for
 from controlplane.incidents import actions as incidents
+from controlplane.jobs import actions as jobs
 from controlplane.jobs import selectors
+from controlplane.jobs.choices import JobState
 from controlplane.jobs.models import Job
 from controlplane.jobs.views import WINDOWS, window_word
 from controlplane.live import live_page
@@ -57,6 +59,28 @@ def move(request: HttpRequest, job_id: str) -> HttpResponse:
     )
 
 
+@require_POST
+@signed_in
+@needs(Access.OPERATOR)
+def checkpoint(request: HttpRequest, job_id: str) -> HttpResponse:
+    """Have the job save a checkpoint on each of its tiers, at its next edge."""
+    found = selectors.job_for(request.user, job_id)
+
+    def deed(actor: Actor) -> None:
+        if found.state != JobState.RUNNING:
+            state = found.get_state_display().lower()
+            raise Conflict(f"{found.name} is {state}: nobody is there to save a checkpoint")
+        jobs.direct(actor, found.pk, "checkpoint", reason="asked for on the job's page")
+
+    return act(
+        request,
+        found.cluster_id,
+        deed,
+        back=reverse("job", args=[job_id]),
+        again=lambda status: _page(request, selectors.job_for(request.user, job_id), status=status),
+    )
+
+
 def _replica(text: str) -> int:
     """The number of a replica. Raises Conflict if it is none."""
     index = whole(text, MAX_REPLICA)
@@ -78,14 +102,15 @@ def _page(request: HttpRequest, found: Job, status: int = 200) -> HttpResponse:
         may_act = may(request.user, Role.OPERATOR, found.cluster_id)
         asked = whole(request.GET.get("move", ""), MAX_REPLICA) if may_act else None
         node = request.GET.get("node", "")
+        checkpoints = selectors.last_checkpoints(found)
         return {
             "live_path": reverse("job", args=[found.pk]),
             "job": found,
             "seats": selectors.seats(found),
             "marks": selectors.marks(found),
-            "checkpoint": selectors.latest_checkpoint(found),
-            "tiers": selectors.checkpoint_tiers(found),
-            "checkpoints": found.checkpoints.order_by("-at", "-step")[:8],
+            "checkpoint": next(iter(checkpoints), None),
+            "tiers": selectors.tiers_of(found, checkpoints),
+            "checkpoints": checkpoints[:8],
             "ledger": selectors.sample_ledger(found),
             "incidents": found.incidents.order_by("-id")[:8],
             "windows": {word: label for word, (label, _) in WINDOWS.items()},

@@ -97,8 +97,8 @@ _BY_NAME: dict[str, Any] = {
     **dict.fromkeys(("at", "started_at", "committed_at", "sent_at"), wire.UnixTime),
     **dict.fromkeys(("pid", "replica", "rank"), _Small),
     "steps": Annotated[int, Meta(ge=1, le=2**31 - 1)],
-    # A loss that is not a number is a fact worth keeping; JSON has no word for it but null.
-    **dict.fromkeys(("loss", "grad_norm"), _Real | None),
+    # JSON has no word but null for what is not a number; that a loss is none is worth keeping.
+    **dict.fromkeys(("loss", "grad_norm", "every_s", "ettr"), _Real | None),
     "job": wire.Id,
     "placement": Annotated[str, Meta(max_length=40)],
     "kind": wire.Short,

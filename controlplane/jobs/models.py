@@ -215,6 +215,9 @@ class Checkpoint(models.Model):
     stall_s = models.FloatField()
     seconds = models.FloatField()
     at = models.DateTimeField()
+    #: the tier's interval by then, and the share of time that the job is expected to keep with it
+    every_s = models.FloatField(null=True)
+    ettr = models.FloatField(null=True)
 
     class Meta:
         constraints = [

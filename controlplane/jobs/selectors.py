@@ -24,9 +24,10 @@ from django.db.models import (
     Q,
     QuerySet,
     Sum,
+    Window,
 )
 from django.db.models.fields.json import KeyTextTransform
-from django.db.models.functions import Cast, Coalesce
+from django.db.models.functions import Cast, Coalesce, RowNumber
 from django.http import Http404
 from django.utils import timezone
 
@@ -239,8 +240,12 @@ def _explaining(
     return min(near)[2] if near else None
 
 
-def latest_checkpoint(job: Job) -> Checkpoint | None:
-    return job.checkpoints.order_by("-at", "-step").first()
+def last_checkpoints(job: Job) -> list[Checkpoint]:
+    """The newest few of each tier, newest first."""
+    place = Window(RowNumber(), partition_by=[F("tier")], order_by=F("at").desc())
+    return list(
+        job.checkpoints.annotate(place=place).filter(place__lte=LAST).order_by("-at", "-step")
+    )
 
 
 @dataclass(frozen=True)
@@ -248,23 +253,26 @@ class TierHealth:
     """What is in one tier, and whether more of it was to be expected by now."""
 
     newest: Checkpoint
-    usual_s: float | None  # between two of the last ones; None if there is one only
+    usual_s: float | None  # between two saves, as told or as seen; None if that is not known
     late: bool
 
 
 #: A running job whose next checkpoint takes so many times as long as usual is late with it.
 LATE_TIMES = 3.0
+#: So many checkpoints of each tier are looked at.
+LAST = 8
 
 
-def checkpoint_tiers(job: Job) -> list[TierHealth]:
-    """One entry for each tier that holds anything, in the order in which they are loaded from."""
+def tiers_of(job: Job, checkpoints: list[Checkpoint]) -> list[TierHealth]:
+    """One entry for each tier that holds any of a job's last checkpoints, in the order in which
+    they are loaded from."""
     found = []
     for tier in Tier.values:
-        last = list(job.checkpoints.filter(tier=tier).order_by("-at")[:6])
+        last = [one for one in checkpoints if one.tier == tier]
         if not last:
             continue
         gaps = [(a.at - b.at).total_seconds() for a, b in pairwise(last)]
-        usual_s = median(gaps) if gaps else None
+        usual_s = last[0].every_s or (median(gaps) if gaps else None)
         age_s = (timezone.now() - last[0].at).total_seconds()
         running = job.state == JobState.RUNNING
         late = running and usual_s is not None and age_s > LATE_TIMES * usual_s + AT_ONCE.seconds
@@ -388,7 +396,7 @@ def _chart_marks(job: Job, limit: int) -> list[dict[str, Any]]:
 
 
 def _chart_checkpoints(job: Job, limit: int) -> list[dict[str, Any]]:
-    newest = job.checkpoints.order_by("-step")[:limit]
+    newest = job.checkpoints.order_by("-at")[:limit]
     return [{"step": one.step, "at": one.at.timestamp(), "tier": one.tier} for one in newest][::-1]
 
 

@@ -114,6 +114,8 @@ class CheckpointSerializer(RowSerializer):
             "stall_s",
             "seconds",
             "at",
+            "every_s",
+            "ettr",
         )
 
 

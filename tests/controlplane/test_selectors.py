@@ -10,7 +10,7 @@ from django.utils import timezone
 from controlplane.dashboard.templatetags.drydock import coarse, evidence, number, prose, seconds
 from controlplane.fleet.selectors import fleet_of
 from controlplane.incidents.selectors import Ask, ask_of, deeds_of, runs_of
-from controlplane.jobs.selectors import checkpoint_tiers, marks, sample_ledger
+from controlplane.jobs.selectors import last_checkpoints, marks, sample_ledger, tiers_of
 from tests.factories import (
     CheckpointFactory,
     IncidentFactory,
@@ -186,12 +186,12 @@ def test_a_tier_is_late_once_its_usual_time_has_long_passed() -> None:
             at = now - timedelta(seconds=last_s + age)
             CheckpointFactory(job=job, tier=tier, step=1000 - last_s - age, at=at)
 
-    local, shared = checkpoint_tiers(job)
+    local, shared = tiers_of(job, last_checkpoints(job))
 
     assert (local.newest.step, local.usual_s, local.late) == (970, 20.0, False)
     assert (shared.newest.step, shared.usual_s, shared.late) == (940, 20.0, False)
     CheckpointFactory(job=job, tier="peer", at=now)
-    one, *_ = checkpoint_tiers(job)
+    one, *_ = tiers_of(job, last_checkpoints(job))
     assert (one.newest.tier, one.usual_s, one.late) == ("peer", None, False)
 
 
@@ -203,4 +203,4 @@ def test_a_job_that_does_not_run_is_late_with_nothing(state: str, late: bool) ->
     for age in (120, 140):
         CheckpointFactory(job=job, at=now - timedelta(seconds=age))
 
-    assert [tier.late for tier in checkpoint_tiers(job)] == [late]
+    assert [tier.late for tier in tiers_of(job, last_checkpoints(job))] == [late]

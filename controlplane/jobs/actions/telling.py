@@ -212,6 +212,8 @@ def _record_checkpoint(job: Job, message: client.CheckpointSaved) -> None:
         "stall_s": message.stall_s,
         "seconds": message.seconds,
         "at": at,
+        "every_s": message.every_s,
+        "ettr": message.ettr,
     }
     found, created = Checkpoint.objects.get_or_create(
         job=job, step=message.step, tier=message.tier, defaults=said
