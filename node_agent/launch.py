@@ -51,7 +51,7 @@ def rank_environment(config: Config, action: wire.StartRank) -> dict[str, str]:
         "DRYDOCK_URL": action.ingest_url,
         "DRYDOCK_OPTIONS": json.dumps(action.options),
         "DRYDOCK_STATE_DIR": str(config.shared_dir / action.job),
-        "DRYDOCK_LOCAL_DIR": str(config.local_dir / action.job) if config.local_dir else "",
+        "DRYDOCK_LOCAL_DIR": str(config.local_dir or ""),
     }
 
 

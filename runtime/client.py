@@ -158,6 +158,8 @@ class CheckpointSaved:
     stall_s: float  # what the training thread paid
     seconds: float  # from request until durable
     at: float
+    every_s: float | None = None  # the interval of this tier by now
+    ettr: float | None = None  # the share of time that is kept, as expected with it
 
 
 @dataclass(frozen=True, kw_only=True)

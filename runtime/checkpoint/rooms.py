@@ -117,6 +117,10 @@ class Rooms:
                     self._free.append(room)
             self._changed.notify_all()
 
+    def being_made(self) -> bool:
+        with self._changed:
+            return self._making
+
     def any_free(self) -> bool:
         with self._changed:
             return bool(self._free)

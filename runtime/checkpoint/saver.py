@@ -18,9 +18,10 @@ from typing import Any
 from runtime.checkpoint import store
 from runtime.checkpoint.facts import facts_of
 from runtime.checkpoint.handle import WriterHandle
+from runtime.checkpoint.interval import FAILURES_PER_NODE_DAY
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.rooms import Room, Rooms
-from runtime.checkpoint.tiers import TIERS, Folders, Tier, TierName, tiers_of
+from runtime.checkpoint.tiers import TIERS, Folders, Interval, Tier, TierName, tiers_of
 from runtime.client import CheckpointSaved
 from runtime.image import Damaged, Staged, aligned
 from runtime.job import Job
@@ -55,13 +56,15 @@ class Checkpointer:
         self,
         job: Job,
         *,
-        every_s: float | Mapping[str, float] = 20.0,
+        every_s: Interval | Mapping[str, Interval] = "auto",
         keep: int = store.KEEP,
+        failures_per_node_day: float = FAILURES_PER_NODE_DAY,
     ) -> None:
         """`every_s`: seconds between two saves, of all tiers or of each by its name ("local",
-        "shared"). `keep`: so many are kept in the shared folder. Raises ValueError."""
+        "shared"); "auto" takes what is best by what saves cost and by `failures_per_node_day`.
+        `keep`: so many are kept in the shared folder. Raises ValueError."""
         self.job = job
-        self.tiers = tiers_of(job, every_s, keep)
+        self.tiers = tiers_of(job, every_s, keep, failures_per_node_day)
         self.folders = Folders(job)
         #: called, on a thread of its own, with each one that is durable and verified
         self.on_saved: Callable[[CheckpointSaved], None] = job.sender.tell
@@ -83,8 +86,8 @@ class Checkpointer:
         """The step, name and tier of each checkpoint that is there, unverified: that of the latest
         training first, of several of one state the one in the quickest tier.
 
-        A tier that cannot be read, or has some and none that could be ours, is told, and if there
-        is no other checkpoint raised as OSError or ValueError.
+        A tier that cannot be read, or has some and none that could be ours, is told. If there is no
+        other checkpoint it is raised as ValueError, and as OSError if it is the shared one.
         """
         found: list[tuple[int, int, int, str, TierName]] = []
         failed: OSError | ValueError | None = None
@@ -94,7 +97,8 @@ class Checkpointer:
             try:
                 ours = self._ours(name)
             except (OSError, ValueError) as error:
-                failed = error
+                if name == "shared" or isinstance(error, ValueError):
+                    failed = error
                 self.job.trouble("checkpoints_out_of_reach", f"{name}: {error}")
                 continue
             for manifest in ours:
@@ -142,24 +146,26 @@ class Checkpointer:
     def due(self) -> set[TierName]:
         """The tiers whose interval is over, or whose last save is to be tried again."""
         now = time.monotonic()
-        over = [n for n, tier in self.tiers.items() if now - self._last[n] >= tier.every_s]
+        over = [n for n, tier in self.tiers.items() if now - self._last[n] >= tier.pace.every_s]
         return self._again.union(over)
 
-    def saved_elsewhere(self, tier: TierName) -> None:
-        """Another replica begins a save for all, now."""
-        self._last[tier] = time.monotonic()
+    def agreed(self, tiers: Collection[TierName]) -> None:
+        """All members are to save to these now, as soon as each has room: the next save is due an
+        interval later, also if we are not the one that writes."""
+        now = time.monotonic()
+        self._last.update({name: now for name in tiers if name in self.tiers})
 
     def prepare(self, size: Callable[[], int]) -> bool:
-        """Whether a state can be taken at once. Begins to make room for it and starts the writer,
-        so that the first save costs what the others do. `size` tells how many bytes it takes; it
-        is asked only if there is no room yet."""
+        """Whether a state can be taken at once, which is wanted. Begins to make room for it and
+        starts the writer, so that the first save costs what the others do. `size` tells how many
+        bytes it takes; it is asked only if there is no room yet."""
         self._start()
         if not self.rooms.made():
             self.rooms.prepare(size())
             return False
         if self.rooms.any_free():
             return True
-        if self.due() and not self._late:
+        if not self._late:
             self._late = True
             self.job.trouble("checkpoint_late", "the store is slower than checkpoints are due")
         return False
@@ -321,6 +327,9 @@ class Checkpointer:
 
     def _tell(self, save: Save, tier: TierName) -> None:
         durable = save.durable[tier]
+        stall_s = save.begin_s + save.copying.waited_s
+        pace = self.tiers[tier].pace
+        pace.note(stall_s, durable["seconds"])
         self.on_saved(
             CheckpointSaved(
                 step=save.step,
@@ -328,8 +337,10 @@ class Checkpointer:
                 path=durable["path"],
                 bytes=durable["bytes"],
                 digest=durable["digest"],
-                stall_s=save.begin_s + save.copying.waited_s,
+                stall_s=stall_s,
                 seconds=durable["seconds"],
+                every_s=pace.every_s,
+                ettr=pace.ettr,
                 at=time.time(),
             )
         )

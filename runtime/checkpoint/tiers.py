@@ -6,7 +6,6 @@ is in both under the same name of its save. Imports no torch.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import uuid
 from collections.abc import Mapping
@@ -15,9 +14,12 @@ from pathlib import Path
 from typing import Literal
 
 from runtime.checkpoint import store
+from runtime.checkpoint.interval import Pace, nodes_of
 from runtime.job import Job
 
 TierName = Literal["local", "shared"]
+#: Seconds between two saves, or as many as are best.
+Interval = float | Literal["auto"]
 #: The quickest first: of two checkpoints of one state it is loaded.
 TIERS: tuple[TierName, ...] = ("local", "shared")
 KEEP_LOCAL = 2
@@ -29,30 +31,34 @@ class Tier:
     """One of them, as this rank writes to it."""
 
     name: TierName
-    every_s: float
+    pace: Pace
     keep: int
     #: Each rank of each replica keeps its part in a folder of its own; else one replica writes, all
     #: its ranks into one folder.
     own: bool
 
 
-def tiers_of(job: Job, every_s: float | Mapping[str, float], keep: int) -> dict[TierName, Tier]:
-    """Those that this job has. `every_s`: seconds between two saves, of all or by tier.
+def tiers_of(
+    job: Job, every_s: Interval | Mapping[str, Interval], keep: int, failures_per_node_day: float
+) -> dict[TierName, Tier]:
+    """Those that this job has. `every_s`: seconds between two saves, or "auto", of all or by tier.
 
-    Raises ValueError for a tier that is none.
+    Raises ValueError for a tier that is none, and for an interval that is none.
     """
     if isinstance(every_s, Mapping) and (odd := set(every_s) - set(TIERS)):
         raise ValueError(f"every_s names {sorted(odd)}; the tiers are {', '.join(TIERS)}")
-    default = 20.0
-    seconds = {
-        name: float(every_s.get(name, default) if isinstance(every_s, Mapping) else every_s)
-        for name in TIERS
-    }
-    shared = Tier(name="shared", every_s=seconds["shared"], keep=keep, own=False)
+    nodes = nodes_of(job.world_replicas, job.ranks)
+
+    def pace_of(name: TierName) -> Pace:
+        asked = every_s.get(name, "auto") if isinstance(every_s, Mapping) else every_s
+        seconds = None if asked == "auto" else float(asked)
+        return Pace(seconds, nodes, failures_per_node_day)
+
+    shared = Tier(name="shared", pace=pace_of("shared"), keep=keep, own=False)
     tiers: dict[TierName, Tier] = {"shared": shared}
     if job.local_dir is not None:
         tiers["local"] = Tier(
-            name="local", every_s=seconds["local"], keep=min(keep, KEEP_LOCAL), own=True
+            name="local", pace=pace_of("local"), keep=min(keep, KEEP_LOCAL), own=True
         )
     return tiers
 
@@ -62,7 +68,7 @@ class Folders:
 
     def __init__(self, job: Job) -> None:
         self.shared = Path(job.state_dir).absolute() / "checkpoints"
-        self._local = None if job.local_dir is None else Path(job.local_dir).absolute()
+        self._local = None if job.local_dir is None else Path(job.local_dir).absolute() / job.name
         self._rank = job.rank
         self._run = ""
 
@@ -70,57 +76,69 @@ class Folders:
         """Where we keep ours. Raises OSError if the job's run cannot be told."""
         if not tier.own:
             return self.shared
-        return self._of_run() / f"replica-{replica}-rank-{self._rank}"
+        if self._local is None:
+            raise FileNotFoundError("this job has no folder on its nodes' disks")
+        self._run = self._run or run_of(self.shared)
+        return self._local / self._run / f"replica-{replica}-rank-{self._rank}"
 
     def to_read(self, name: str) -> list[Path]:
         """Where there may be some that we can load: the state is the same in all replicas, so also
-        those of another one that was on this node. Raises OSError."""
+        those of another one that was on this node. Changes nothing anywhere.
+
+        Raises ValueError if this disk has some and the shared folder knows of no run of the job:
+        either it is not mounted, or somebody wants to begin anew; OSError.
+        """
         if name == "shared":
             return [self.shared]
-        base = self._of_run()
-        return sorted(base.glob(f"replica-*-rank-{self._rank}"))
+        if self._local is None or not self._local.exists():
+            return []
+        there = [path for path in self._local.iterdir() if path.is_dir()]
+        try:
+            run = known_run(self.shared)
+        except OSError:  # then the last one that was used here
+            newest = max(there, key=lambda path: path.stat().st_mtime, default=None)
+            run = "" if newest is None else newest.name
+        else:
+            if not run and any(store.candidates(path) for one in there for path in one.iterdir()):
+                raise ValueError(
+                    f"{self._local} has checkpoints of this job and {self.shared} has none: if it "
+                    f"is not mounted, mount it; to begin anew remove {self._local} on all nodes"
+                )
+        if not run:
+            return []
+        return sorted((self._local / run).glob(f"replica-*-rank-{self._rank}"))
 
-    def _of_run(self) -> Path:
-        """Ours among the folders of the node's disk, where an earlier job of this name may have
-        left some: a job that begins anew, in an empty shared folder, is another run.
 
-        Where the shared folder cannot be asked it is the last that was used here. Raises OSError.
-        """
-        if self._local is None:
-            raise OSError("this job has no folder on its nodes' disks")
-        if not self._run:
-            try:
-                self._run = run_of(self.shared)
-            except OSError:
-                known = [path for path in self._local.glob("*") if path.is_dir()]
-                if not known:
-                    raise
-                return max(known, key=lambda path: path.stat().st_mtime)
-        path = self._local / self._run
-        path.mkdir(parents=True, exist_ok=True)
-        for other in self._local.iterdir():  # of jobs that were begun anew since
-            if other != path and other.is_dir():
-                for folder in other.glob("replica-*-rank-*"):
-                    for old in store.candidates(folder):
-                        store.remove(old)
-        return path
+def known_run(folder: Path) -> str:
+    """The name of the run whose checkpoints are in this folder; "" if there is none. Raises OSError
+    if that cannot be told."""
+    try:
+        found = (folder / _RUN).read_text().strip()
+    except FileNotFoundError:
+        return ""
+    if not found.isalnum():
+        raise OSError(f"{folder / _RUN} is damaged: it holds {found[:40]!r}")
+    return found
 
 
 def run_of(folder: Path) -> str:
-    """The name of the run whose checkpoints are in this folder; all its ranks find the same.
-    Raises OSError."""
+    """The same, given a name if it has none; all ranks find the same. Raises OSError."""
     path = folder / _RUN
-    with contextlib.suppress(FileNotFoundError):
-        return path.read_text().strip()
+    if found := known_run(folder):
+        return found
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / f".{_RUN}-{uuid.uuid4().hex}"
-    draft.write_text(uuid.uuid4().hex[:12])
+    with draft.open("x") as file:
+        file.write(uuid.uuid4().hex[:12])
+        file.flush()
+        os.fsync(file.fileno())
     try:
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, path)  # whole or not at all, and once
+        os.link(draft, path)  # whole or not at all, and once
+    except FileExistsError:
+        pass
     except OSError:  # a file system without links
         if not path.exists():
             draft.rename(path)
     finally:
         draft.unlink(missing_ok=True)
-    return path.read_text().strip()
+    return known_run(folder)

@@ -209,9 +209,11 @@ class Epochs(Roster):
         drops = any(p.shape.get("mode") == "drop" for p in peers)
         plan = take_over(reports, shards, fixed_shares(shards, world) if drops else None)
         members = {number: seated[number].placement for number in sorted(seated)}
+        # A record that was lost must not make later training look older than what it goes on from.
+        epoch = max(before.epoch, *(peer.trained_in for peer in peers)) + 1
         message = {
             "op": "epoch",
-            "epoch": before.epoch + 1,
+            "epoch": epoch,
             **plan.describe(),
             "begins": not self.alive,
             **introduce(seated, plan.behind),
@@ -223,7 +225,7 @@ class Epochs(Roster):
         }
         record = Record(
             job=before.job,
-            epoch=before.epoch + 1,
+            epoch=epoch,
             members=members,
             step=plan.step,
             grant=message,

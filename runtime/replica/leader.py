@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from runtime.checkpoint.tiers import TierName
+from runtime.checkpoint.tiers import TIERS, TierName
 from runtime.client import CheckpointSaved
 from runtime.data import Shard
 from runtime.replica.gradients import Tail, Wishes
@@ -180,12 +180,19 @@ class Leader:
             self._owed.add("local")
         if (wishes.shared or wishes.checkpoint) and self.teller.speaks():
             self._owed.add("shared")
-        elif wishes.shared:
-            self.rank.saver.saved_elsewhere("shared")
+        self.rank.saver.agreed(
+            [name for name in TIERS if wishes.checkpoint or getattr(wishes, name)]
+        )
         self._owed &= self.rank.saver.tiers.keys()
         if self._owed and self.together.prepare_save():
             self.together.save(self._owed)
             self._owed.clear()
+
+    def _save_last(self) -> None:
+        """Before we go: also where the shared folder cannot be written."""
+        wanted = {"local", "shared"} if self.teller.speaks() else {"local"}
+        if tiers := self.rank.saver.tiers.keys() & wanted:
+            self.together.save(tiers, last=True)
 
     # --- epochs ---------------------------------------------------------------------------------
 
@@ -199,8 +206,8 @@ class Leader:
         while not self._left:
             message = self._next()
             if message["op"] == "dismissed":
-                if not self._why and self.teller.speaks():
-                    self.together.save(["shared"], last=True)
+                if not self._why:
+                    self._save_last()
                 self.leave(self._why or "stopped while waiting for an epoch", goodbye=True)
             elif message["op"] == "replaced":
                 self.leave(f"replaced by {message['by']}", goodbye=True)
@@ -239,8 +246,7 @@ class Leader:
 
         Whoever went earlier could break the last all-reduce of a slower one.
         """
-        if self.teller.speaks():
-            self.together.save(["shared"], last=True)
+        self._save_last()
         self._why = reason
         self.member.report(planned=True, leaving=True)
         self._await_epoch()

@@ -366,7 +366,8 @@ class Rank:
     def _memory_to_read(self, size: int) -> memoryview:
         """A room, for which this process needs its rooms in any case."""
         rooms = self.saver.rooms
-        self._read_room = rooms.take(ROOM_S) if rooms.prepare(size) else None
+        there = rooms.prepare(size)
+        self._read_room = rooms.take(ROOM_S if rooms.being_made() else 0.0) if there else None
         if self._read_room is None or len(self._read_room.memory) < size:
             return allocate(size)
         return self._read_room.memory[:size]

@@ -140,7 +140,12 @@ class TrainingState:
         """Put a copy back. Raises ValueError if it belongs to other data or another model."""
         state = self.division.put_together(state_of(staged))
         self.batches.load_state_dict(state["batches"])
-        self.model.load_state_dict(state["model"])
+        # What a module's set_extra_state is given it may keep.
+        model = {
+            name: own_copy(one) if name.endswith("_extra_state") else one
+            for name, one in state["model"].items()
+        }
+        self.model.load_state_dict(model)
         self.statistics.reload()
         for name, parts in self._parts().items():
             given = state[name]

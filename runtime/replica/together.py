@@ -119,7 +119,7 @@ class Together:
         after the others.
 
         Raises ValueError if there are some and none can be loaded: nobody wants to train anew
-        without knowing.
+        without knowing. (What a disk of ours alone has is not there: others may have it whole.)
         """
         mine, *others = self._all("checkpoints")
         there = [found for found in mine if all(found in one for one in others)]
@@ -138,7 +138,7 @@ class Together:
             if there:
                 what += f"; the next one is {there[0][2]}, step {there[0][0]}"
             self.trouble("checkpoint_refused", what)
-        if mine and self.committed < 0:
+        if (tried or any(tier == "shared" for _, _, tier in mine)) and self.committed < 0:
             raise ValueError(
                 f"none of the {len(mine)} checkpoints of this job can be loaded (the lines before "
                 f"this say why): mend that, or to begin anew move {self.rank.saver.folders.shared} "

@@ -293,7 +293,7 @@ def test_what_is_damaged_on_one_tier_is_taken_from_another(make_fleet: MakeFleet
     until(lambda: store.candidates(shared), "a checkpoint in the shared folder")
 
     kill_whole(fleet)
-    for path in fleet.folder.glob("disk*/*/replica-*/step-*/rank-0-0000.bin"):
+    for path in fleet.folder.glob("disk*/*/*/replica-*/step-*/rank-0-0000.bin"):
         flip_a_bit(path, 1000)
     there = store.number_of(store.candidates(shared)[0])[0]
     before = len(fleet.steps(0))
@@ -306,7 +306,7 @@ def test_what_is_damaged_on_one_tier_is_taken_from_another(make_fleet: MakeFleet
 
 def newest_local(fleet: Fleet, replica: int) -> int:
     """The step of the newest checkpoint on this replica's own disk; -1 for none."""
-    found = (fleet.folder / f"disk{replica}").glob("*/replica-*/step-*")
+    found = (fleet.folder / f"disk{replica}").glob("*/*/replica-*/step-*")
     return max((store.number_of(path)[0] for path in found), default=-1)
 
 

@@ -145,7 +145,7 @@ def test_what_a_later_epoch_made_comes_before_a_later_step(on_two_tiers: OneRank
 
 def test_a_tier_that_fails_costs_the_other_nothing(on_two_tiers: OneRank, tmp_path: Path) -> None:
     on_two_tiers.save_all(1)
-    (own,) = (tmp_path / "disk").glob("*/replica-0-rank-0")
+    (own,) = (tmp_path / "disk").glob("*/*/replica-0-rank-0")
     own.rename(tmp_path / "away")
     own.write_text("in the way")
 
@@ -166,6 +166,16 @@ def test_without_the_shared_folder_a_job_goes_on_from_its_own_disk(
 
     assert restarted.saver.saves() == [(1, "save1", "local")]
     assert restarted.told.troubles() == ["checkpoints_out_of_reach"]
+
+
+def test_a_disk_that_cannot_be_used_keeps_no_job_from_beginning(tmp_path: Path) -> None:
+    (tmp_path / "disk").write_text("in the way")
+    new = OneRank(tmp_path, own_disk=True)
+
+    assert new.saver.saves() == []
+    new.save_all(1)
+    assert new.told.troubles() == ["checkpoint_failed"]
+    new.saver.finish()
 
 
 def read_from(trainer: OneRank, step: int, tier: TierName) -> str:
@@ -241,7 +251,7 @@ def test_a_state_that_grows_gets_other_rooms(trainer: OneRank) -> None:
     trainer.saver.rooms.prepare(1)
     larger = {"weight": torch.ones(16 << 20)}
 
-    trainer.saver.tiers = tiers_of(trainer.saver.job, 3600.0, 3)
+    trainer.saver.tiers = tiers_of(trainer.saver.job, 3600.0, 3, 1e-3)
     first = trainer.saver.save(lambda into: Copying(larger, 2, into), "larger")
     due = trainer.saver.due()
     again = trainer.saver.save(lambda into: Copying(larger, 2, into), "again", last=True)
@@ -320,7 +330,7 @@ def test_a_state_of_which_no_copy_can_be_made_costs_no_step(trainer: OneRank) ->
         raise TypeError("state.extra is a set")
 
     trainer.save_all(1)
-    trainer.saver.tiers = tiers_of(trainer.saver.job, 3600.0, 3)
+    trainer.saver.tiers = tiers_of(trainer.saver.job, 3600.0, 3, 1e-3)
     assert trainer.saver.save(begin, "x", last=True) is None
     assert not trainer.saver.due()  # it is not tried again at each edge
     trainer.save_all(2)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from runtime.checkpoint import draft, store
-from runtime.checkpoint.tiers import Folders, run_of, tiers_of
+from runtime.checkpoint.interval import FAILURES_PER_NODE_DAY as RATE
+from runtime.checkpoint.tiers import TIERS, Folders, run_of, tiers_of
 from runtime.client import Sender
 from runtime.job import Job
 from tests.runtime.checkpoint.states import staged_at
@@ -26,21 +27,21 @@ def job_at(folder: Path, *, replica: int = 0, rank: int = 0, own_disk: bool = Tr
 
 
 def test_a_job_without_a_folder_on_its_nodes_has_one_tier(tmp_path: Path) -> None:
-    assert [*tiers_of(job_at(tmp_path, own_disk=False), 20.0, 3)] == ["shared"]
+    assert [*tiers_of(job_at(tmp_path, own_disk=False), 20.0, 3, RATE)] == ["shared"]
 
 
 def test_each_tier_has_an_interval_of_its_own(tmp_path: Path) -> None:
-    tiers = tiers_of(job_at(tmp_path), {"local": 5.0, "shared": 60.0}, 3)
-    assert {name: tier.every_s for name, tier in tiers.items()} == {"local": 5.0, "shared": 60.0}
+    tiers = tiers_of(job_at(tmp_path), {"local": 5.0, "shared": 60.0}, 3, RATE)
+    assert [tiers[name].pace.every_s for name in TIERS] == [5.0, 60.0]
 
 
 def test_an_interval_of_no_tier_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"every_s names \['disk'\]; the tiers are local, shared"):
-        tiers_of(job_at(tmp_path), {"disk": 5.0}, 3)
+        tiers_of(job_at(tmp_path), {"disk": 5.0}, 3, RATE)
 
 
 def test_each_rank_of_each_replica_writes_alone_on_its_node(tmp_path: Path) -> None:
-    local = tiers_of(job_at(tmp_path), 1.0, 3)["local"]
+    local = tiers_of(job_at(tmp_path), 1.0, 3, RATE)["local"]
     places = {
         Folders(job_at(tmp_path, rank=rank)).to_write(local, replica)
         for replica in (0, 1)
@@ -49,34 +50,62 @@ def test_each_rank_of_each_replica_writes_alone_on_its_node(tmp_path: Path) -> N
     assert len(places) == 4
 
 
+def kept_by(folder: Path, *, replica: int = 0, rank: int = 0) -> Path:
+    """A checkpoint of this rank on the node's own disk; the folder that it is in."""
+    job = job_at(folder, replica=replica, rank=rank)
+    place = Folders(job).to_write(tiers_of(job, 1.0, 3, RATE)["local"], replica)
+    draft.write(place, staged_at(5))
+    return place
+
+
 def test_what_another_replica_kept_on_this_node_is_found(tmp_path: Path) -> None:
-    local = tiers_of(job_at(tmp_path), 1.0, 3)["local"]
-    theirs = Folders(job_at(tmp_path, replica=1)).to_write(local, 1)
-    theirs.mkdir()
-    other_rank = Folders(job_at(tmp_path, rank=1)).to_write(local, 1)
-    other_rank.mkdir()
+    theirs = kept_by(tmp_path, replica=1)
+    kept_by(tmp_path, replica=1, rank=1)
 
     assert Folders(job_at(tmp_path)).to_read("local") == [theirs]
 
 
-def test_a_job_that_begins_anew_takes_nothing_of_the_run_before(tmp_path: Path) -> None:
-    local = tiers_of(job_at(tmp_path), 1.0, 3)["local"]
-    before = Folders(job_at(tmp_path)).to_write(local, 0)
-    draft.write(before, staged_at(5))
+def test_of_another_run_nothing_is_loaded_and_nothing_removed(tmp_path: Path) -> None:
+    before = kept_by(tmp_path)
     shutil.rmtree(tmp_path / "shared")
+    run_of(tmp_path / "shared" / "checkpoints")
 
     assert Folders(job_at(tmp_path)).to_read("local") == []
-    assert store.candidates(before) == []  # the disk is not filled with what nobody loads
+    assert store.candidates(before) != []
 
 
-def test_without_the_shared_folder_the_last_run_is_believed(tmp_path: Path) -> None:
-    local = tiers_of(job_at(tmp_path), 1.0, 3)["local"]
-    before = Folders(job_at(tmp_path)).to_write(local, 0)
-    draft.write(before, staged_at(5))
+def test_a_job_does_not_begin_anew_because_a_folder_is_not_mounted(tmp_path: Path) -> None:
+    kept_by(tmp_path)
     shutil.rmtree(tmp_path / "shared")
-    (tmp_path / "shared").write_text("no folder")
 
-    assert Folders(job_at(tmp_path)).to_read("local") == [before]
+    with pytest.raises(ValueError, match="if it is not mounted, mount it; to begin anew remove"):
+        Folders(job_at(tmp_path)).to_read("local")
+    assert not (tmp_path / "shared").exists()
+
+
+def test_a_new_job_finds_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+    assert Folders(job_at(tmp_path)).to_read("local") == []
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_where_the_shared_folder_cannot_be_asked_the_last_run_is_believed(tmp_path: Path) -> None:
+    before = kept_by(tmp_path)
+    run = tmp_path / "shared" / "checkpoints" / "run"
+    found = []
+
+    for damage in ("../..", ""):
+        run.write_text(damage)
+        found.append(Folders(job_at(tmp_path)).to_read("local"))
+    shutil.rmtree(run.parent)
+    run.parent.write_text("a file")
+    found.append(Folders(job_at(tmp_path)).to_read("local"))
+
+    assert found == [[before]] * 3
+
+
+def test_two_jobs_on_one_disk_do_not_meet(tmp_path: Path) -> None:
+    ours = kept_by(tmp_path)
+    assert ours.relative_to(tmp_path / "disk").parts[0] == "j"
 
 
 def test_all_ranks_find_the_same_run(tmp_path: Path) -> None:
