@@ -11,8 +11,9 @@ import mmap
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from runtime.checkpoint import store
@@ -32,7 +33,7 @@ FINISH_S = 30.0  # how long the end of a job waits for its last checkpoint
 
 @dataclass
 class Save:
-    """One checkpoint on its way."""
+    """One copy on its way to its tiers."""
 
     name: str
     step: int
@@ -43,10 +44,27 @@ class Save:
     replica: int
     epoch: int
     tiers: tuple[Tier, ...]
+    ended: set[TierName] = field(default_factory=set)  # of which nothing more is heard
+
+    @property
+    def stall_s(self) -> float:
+        """What the training thread paid in all, once the copy is finished."""
+        return self.begin_s + self.copying.waited_s
+
+
+@dataclass
+class Write:
+    """One save in one tier."""
+
+    save: Save
+    tier: Tier
     life: int = 0  # of the writer that was asked
-    durable: dict[str, dict[str, Any]] = field(default_factory=dict)  # tier -> what the writer said
-    verified: set[str] = field(default_factory=set)  # tiers
-    ended: bool = False  # its room was given back
+    durable: dict[str, Any] = field(default_factory=dict)  # what the writer said
+    verified: bool = False
+
+    @property
+    def where(self) -> str:
+        return f"step {self.save.step}, {self.tier.name}"
 
 
 class Checkpointer:
@@ -69,15 +87,17 @@ class Checkpointer:
         #: called, on a thread of its own, with each one that is durable and verified
         self.on_saved: Callable[[CheckpointSaved], None] = job.sender.tell
         self._last = dict.fromkeys(self.tiers, time.monotonic())
-        self._late = False
+        self._late: set[TierName] = set()  # an engineer was told
+        self._under_way: set[TierName] = set()  # a save is
         self._again: set[TierName] = set()  # there was too little room, and more is being made
         #: where states are copied to; copies for newcomers are made in them too
         self.rooms = Rooms(lambda why: job.trouble("no_room_for_checkpoints", why))
-        self._writer = WriterHandle(self._hear)
+        #: one for each tier: a store that hangs holds up no other
+        self._writers = {name: WriterHandle(partial(self._hear, name)) for name in self.tiers}
         self._copied: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._asked: dict[str, Save] = {}  # of the writer, by name
+        self._asked: dict[tuple[TierName, str], Write] = {}  # of the writers, by the save's name
         self._facts = facts_of(job)
 
     # --- loading --------------------------------------------------------------------------------
@@ -155,20 +175,34 @@ class Checkpointer:
         now = time.monotonic()
         self._last.update({name: now for name in tiers if name in self.tiers})
 
-    def prepare(self, size: Callable[[], int]) -> bool:
-        """Whether a state can be taken at once, which is wanted. Begins to make room for it and
-        starts the writer, so that the first save costs what the others do. `size` tells how many
-        bytes it takes; it is asked only if there is no room yet."""
+    def ready(self, wanted: Collection[TierName]) -> set[TierName]:
+        """Those of the wanted tiers that have finished the save before: however long one store
+        takes, it never holds both rooms. An engineer is told, once, that one is late."""
+        with self._lock:
+            late = self._under_way.intersection(wanted)
+        self._tell_late(late)
+        return set(wanted) - late
+
+    def prepare(self, size: Callable[[], int], wanted: Collection[TierName] = ()) -> bool:
+        """Whether a state can be taken at once. Begins to make room for it and starts the writers,
+        so that the first save costs what the others do. `size` tells how many bytes it takes; it is
+        asked only if there is no room yet. `wanted`: the tiers that are late if there is none."""
         self._start()
         if not self.rooms.made():
             self.rooms.prepare(size())
             return False
         if self.rooms.any_free():
             return True
-        if not self._late:
-            self._late = True
-            self.job.trouble("checkpoint_late", "the store is slower than checkpoints are due")
+        self._tell_late(set(wanted))
         return False
+
+    def _tell_late(self, tiers: set[TierName]) -> None:
+        if new := tiers - self._late:
+            self._late |= new
+            names = ", ".join(sorted(new))
+            self.job.trouble(
+                "checkpoint_late", f"the store is slower than checkpoints are due: {names}"
+            )
 
     def save(
         self,
@@ -210,9 +244,11 @@ class Checkpointer:
                 self.job.trouble("checkpoint_failed", f"no copy could be made: {error!r}")
                 return None
             self._began(names)
-            self._late = False
+            self._late -= names
             paid_s = time.monotonic() - asked
             number = self.job.replica if replica is None else replica
+            with self._lock:
+                self._under_way |= names
             self._copied.put(
                 Save(name, copying.step, copying, room, asked, paid_s, number, epoch, wanted)
             )
@@ -227,8 +263,15 @@ class Checkpointer:
             return
         self._copied.put(None)
         self._thread.join(FINISH_S)
-        if self._thread.is_alive() or not self._writer.close(FINISH_S):
-            self.job.trouble("checkpoint_unfinished", f"not durable after {FINISH_S:g} s")
+        end = time.monotonic() + FINISH_S
+        left = [
+            name
+            for name, writer in self._writers.items()
+            if self._thread.is_alive() or not writer.close(max(0.0, end - time.monotonic()))
+        ]
+        if left:
+            text = f"not durable after {FINISH_S:g} s: {', '.join(left)}"
+            self.job.trouble("checkpoint_unfinished", text)
         self._thread = None
         self.rooms.close()
 
@@ -246,98 +289,96 @@ class Checkpointer:
             self._thread.start()
 
     def _hand_over(self) -> None:
-        """Give the writer each copy once it is whole."""
-        try:
-            self._writer.start()
-        except OSError as error:
-            self.job.trouble("checkpoint_failed", f"no writer could be started: {error}")
-        while (save := self._copied.get()) is not None:
+        """Give the writers each copy once it is whole."""
+        for name, writer in self._writers.items():
             try:
-                self._ask(save)
+                writer.start()
+            except OSError as error:
+                self.job.trouble("checkpoint_failed", f"{name}: no writer: {error}")
+        while (save := self._copied.get()) is not None:
+            writes = [Write(save, tier) for tier in save.tiers]
+            try:
+                asked = self._described(save)
             except Exception as error:  # without this thread no later save would be written
-                self._end(save, f"{error!r}")
+                for write in writes:
+                    self._end(write, f"{error!r}")
+                continue
+            for write in writes:
+                try:
+                    self._ask(write, asked)
+                except Exception as error:
+                    self._end(write, f"{error!r}")
 
-    def _ask(self, save: Save) -> None:
+    def _described(self, save: Save) -> dict[str, Any]:
+        """What any writer is to know of a copy. Raises ValueError if its room has too little."""
         table = save.copying.finish().table
-        named = {"step": save.step, "save": save.name}
-        described = json.dumps({**named, **table.describe()}).encode()
+        described = json.dumps({"step": save.step, "save": save.name, **table.describe()}).encode()
         start = aligned(table.bytes, mmap.PAGESIZE)
         if start + len(described) > len(save.room.memory):
             self.rooms.prepare(start + len(described))
             raise ValueError(f"its description has {len(described)} bytes; the next one has room")
         save.room.memory[start : start + len(described)] = described
-        asked = {
+        return {
             "op": "save",
             "room": save.room.number,
             "image": table.bytes,
             "described": len(described),
-            "tiers": [*self._places(save)],
             "step": save.step,
             "save": save.name,
             "facts": {**self._facts, "epoch": save.epoch, "at": round(time.time(), 3)},
         }
 
+    def _ask(self, write: Write, asked: dict[str, Any]) -> None:
+        tier, save = write.tier, write.save
+        place = {
+            "folder": str(self.folders.to_write(tier, save.replica)),
+            "keep": tier.keep,
+            "rank": 0 if tier.own else self.job.rank,
+            "ranks": 1 if tier.own else self.job.ranks,
+        }
+
         def stamp(life: int) -> None:
-            save.life = life
+            write.life = life
             with self._lock:
-                self._asked[save.name] = save
+                self._asked[tier.name, save.name] = write
 
-        self._writer.send(asked, self.rooms.descriptors(), stamp)
+        self._writers[tier.name].send({**asked, **place}, self.rooms.descriptors(), stamp)
 
-    def _places(self, save: Save) -> Iterator[dict[str, Any]]:
-        """Where it is to be written, the quickest first."""
-        for tier in save.tiers:
-            try:
-                folder = self.folders.to_write(tier, save.replica)
-            except OSError as error:
-                self.job.trouble("checkpoint_failed", f"step {save.step}, {tier.name}: {error}")
-                continue
-            alone = {"rank": 0, "ranks": 1} if tier.own else {}
-            whole = {"rank": self.job.rank, "ranks": self.job.ranks}
-            yield {"tier": tier.name, "folder": str(folder), "keep": tier.keep, **whole, **alone}
-
-    def _hear(self, message: dict[str, Any]) -> None:
-        """What the writer says."""
-        if message["op"] == "died":
-            with self._lock:
-                lost = [save for save in self._asked.values() if save.life == message["life"]]
-            for save in lost:
-                self._end(save, f"the writer died with status {message['code']}")
-            return
+    def _hear(self, tier: TierName, message: dict[str, Any]) -> None:
+        """What a writer says."""
         with self._lock:
-            found = self._asked.get(message["save"])
-        if found is not None:
-            self._hear_of(found, message)
+            writes = {name: one for (where, name), one in self._asked.items() if where == tier}
+        if message["op"] == "died":
+            for write in writes.values():
+                if write.life == message["life"]:
+                    self._end(write, f"the writer died with status {message['code']}")
+        elif message["save"] in writes:
+            self._hear_of(writes[message["save"]], message)
 
-    def _hear_of(self, save: Save, message: dict[str, Any]) -> None:
+    def _hear_of(self, write: Write, message: dict[str, Any]) -> None:
         if message["op"] == "alarm":
-            where = f"step {save.step}, {message['tier']}"
-            self.job.trouble(message["kind"], f"{where}: {message['text']}")
+            self.job.trouble(message["kind"], f"{write.where}: {message['text']}")
         elif message["op"] == "durable":
-            seconds = time.monotonic() - save.asked
-            save.durable[message["tier"]] = {**message, "seconds": seconds}
+            write.durable = {**message, "seconds": time.monotonic() - write.save.asked}
         elif message["op"] == "verified":
-            save.verified.add(message["tier"])
-            self._tell(save, message["tier"])
+            write.verified = True
+            self._tell(write)
         elif message["op"] == "failed":
-            where = f"step {save.step}, {message['tier']}"
-            self.job.trouble("checkpoint_failed", f"{where}: {message['error']}")
+            self.job.trouble("checkpoint_failed", f"{write.where}: {message['error']}")
         elif message["op"] == "done":
-            self._end(save, "")
+            self._end(write, "")
 
-    def _tell(self, save: Save, tier: TierName) -> None:
-        durable = save.durable[tier]
-        stall_s = save.begin_s + save.copying.waited_s
-        pace = self.tiers[tier].pace
-        pace.note(stall_s, durable["seconds"])
+    def _tell(self, write: Write) -> None:
+        durable, pace = write.durable, write.tier.pace
+        pace.note(write.save.stall_s, durable["seconds"])
         self.on_saved(
             CheckpointSaved(
-                step=save.step,
-                tier=tier,
+                step=write.save.step,
+                tier=write.tier.name,
                 path=durable["path"],
                 bytes=durable["bytes"],
                 digest=durable["digest"],
-                stall_s=stall_s,
+                stall_s=write.save.stall_s,
                 seconds=durable["seconds"],
                 every_s=pace.every_s,
                 ettr=pace.ettr,
@@ -345,14 +386,18 @@ class Checkpointer:
             )
         )
 
-    def _end(self, save: Save, error: str) -> None:
-        """Nothing more is heard of it, and its room is free: once, for the room may be in use
-        again."""
+    def _end(self, write: Write, error: str) -> None:
+        """Nothing more is heard of it. Once that is so of all tiers the room is free: once, for it
+        may be in use again."""
+        save = write.save
         with self._lock:
-            self._asked.pop(save.name, None)
-            if save.ended:
+            self._asked.pop((write.tier.name, save.name), None)
+            if write.tier.name in save.ended:
                 return
-            save.ended = True
-        if error and len(save.verified) < len(save.tiers):
-            self.job.trouble("checkpoint_failed", f"step {save.step}: {error}")
-        self.rooms.give_back(save.room)
+            save.ended.add(write.tier.name)
+            last = len(save.ended) == len(save.tiers)
+            self._under_way.discard(write.tier.name)
+        if error and not write.verified:
+            self.job.trouble("checkpoint_failed", f"{write.where}: {error}")
+        if last:
+            self.rooms.give_back(save.room)

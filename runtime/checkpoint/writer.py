@@ -2,16 +2,17 @@
 
     python -m runtime.checkpoint.writer SOCKET
 
-Started by a trainer, which gives it the rooms that states are copied into and then one message for
-each copy. It outlives the trainer: what it was given it finishes, and ends. Imports no torch.
+Started by a trainer, one for each tier, and given the rooms that states are copied into and then
+one message for each copy. It outlives the trainer: what it was given it finishes, and ends. Imports
+no torch.
 
 It is told, as JSON in single packets:
     {"op": "rooms", "numbers"}  with the rooms' descriptors
-    {"op": "save", "room", "image", "described", "step", "save", "facts", "tiers"}  `image` bytes
-     from the room's start are the state, `described` from the next page on its table; of each tier
-     {"tier", "folder", "rank", "ranks", "keep"}
+    {"op": "save", "room", "image", "described", "folder", "step", "save", "rank", "ranks", "keep",
+     "facts"}  `image` bytes from the room's start are the state, `described` from the next page on
+     its table
 and says of each save, by its name: {"op": "alarm" | "durable" | "verified" | "failed" | "given_up",
-"save", "tier", ...}, and at last {"op": "done", "save"}: its room is free.
+"save", ...}, and at last {"op": "done", "save"}: it needs the room no more.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Writer:
         self._trainer = trainer
         self._rooms: dict[int, memoryview] = {}
         self._before: dict[str, Part] = {}  # folder -> the last part that was written there
-        self._name = self._tier = ""  # of the save under way
+        self._name = ""  # of the save under way
 
     def run(self) -> None:
         """Until the trainer is gone and all that it asked is done."""
@@ -82,24 +83,22 @@ class Writer:
 
     def _save(self, asked: dict[str, Any]) -> None:
         self._name = str(asked["save"])
-        for tier in asked["tiers"]:
-            self._tier = str(tier["tier"])
-            try:
-                self._write(asked, tier)
-            except GivenUp:
-                self._say("given_up")
-            except (OSError, Damaged) as error:
-                self._say("failed", error=str(error))
-            except Exception as error:  # the next save may succeed
-                log.exception("save_failed save=%s tier=%s", self._name, self._tier)
-                self._say("failed", error=repr(error))
+        try:
+            self._write(asked)
+        except GivenUp:
+            self._say("given_up")
+        except (OSError, Damaged) as error:
+            self._say("failed", error=str(error))
+        except Exception as error:  # the next save may succeed
+            log.exception("save_failed save=%s", self._name)
+            self._say("failed", error=repr(error))
         self._say("done")
 
-    def _write(self, asked: dict[str, Any], tier: dict[str, Any]) -> None:
+    def _write(self, asked: dict[str, Any]) -> None:
         image, table = self._copy(asked)
-        folder, rank, step = Path(tier["folder"]), int(tier["rank"]), int(asked["step"])
+        folder, rank, step = Path(asked["folder"]), int(asked["rank"]), int(asked["step"])
         before = self._before.get(str(folder)) or last_part(folder, rank)
-        draft = Draft(folder, step, self._name, int(tier["ranks"]), asked["facts"])
+        draft = Draft(folder, step, self._name, int(asked["ranks"]), asked["facts"])
         try:
             part, written = draft.write(rank, table, image, before)
             published = draft.publish()
@@ -121,7 +120,7 @@ class Writer:
         self._before[str(folder)] = part
         self._say("verified")
         if published:
-            self._clean(folder, int(tier["keep"]), draft.path)
+            self._clean(folder, int(asked["keep"]), draft.path)
 
     def _copy(self, asked: dict[str, Any]) -> tuple[memoryview, Table]:
         """What is asked to be written. Raises Damaged if something else is in that room."""
@@ -166,7 +165,7 @@ class Writer:
         with contextlib.suppress(
             OSError
         ):  # the trainer is gone; what it asked is done all the same
-            said = {"op": op, "save": self._name, "tier": self._tier, **message}
+            said = {"op": op, "save": self._name, **message}
             self._trainer.send(json.dumps(said).encode())
 
 

@@ -184,9 +184,10 @@ class Leader:
             [name for name in TIERS if wishes.checkpoint or getattr(wishes, name)]
         )
         self._owed &= self.rank.saver.tiers.keys()
-        if self._owed and self.together.prepare_save():
-            self.together.save(self._owed)
-            self._owed.clear()
+        ready = self.rank.saver.ready(self._owed)
+        if ready and self.together.prepare_save(ready):
+            self.together.save(ready)
+            self._owed -= ready
 
     def _save_last(self) -> None:
         """Before we go: also where the shared folder cannot be written."""

@@ -293,9 +293,9 @@ class Rank:
             self.on_step(step)
 
     @order
-    def prepare_save(self) -> bool:
-        """Whether our part can be saved at once; begins to make room for it."""
-        return self.saver.prepare(self.state.size)
+    def prepare_save(self, *, tiers: list[TierName]) -> bool:
+        """Whether our part can be saved to these tiers at once; begins to make room for it."""
+        return self.saver.prepare(self.state.size, tiers)
 
     @order
     def save(self, *, name: str, tiers: list[TierName], last: bool) -> None:

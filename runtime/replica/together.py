@@ -72,9 +72,9 @@ class Together:
         """Apply the step that all ranks hold: our own, or one that peers made without us."""
         self._all("commit", newcomer=self.member.newcomer)
 
-    def prepare_save(self) -> bool:
-        """Whether all ranks can save at once; they begin to make room."""
-        return all(self._all("prepare_save"))
+    def prepare_save(self, tiers: Collection[TierName] = ()) -> bool:
+        """Whether all ranks can save to these at once; they begin to make room."""
+        return all(self._all("prepare_save", tiers=sorted(tiers)))
 
     def save(self, tiers: Collection[TierName], *, last: bool = False) -> None:
         """At an edge: a checkpoint in each of these tiers."""

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import psutil
+
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED
 from controlplane.incidents.models import Incident
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import Job, LedgerRange, Placement
 from controlplane.local import runfile
+from controlplane.local.processes import marked
 from controlplane.local.scenarios.base import (
     MENDED_S,
     Result,
@@ -26,6 +29,7 @@ from controlplane.local.scenarios.base import (
 )
 from controlplane.local.scenarios.replicas import ready_job
 from runtime.checkpoint import store
+from runtime.client import ENV_PLACEMENT
 
 
 @dataclass(frozen=True)
@@ -56,13 +60,13 @@ def play(name: str, say: Say) -> Result:
     )
     epoch, at = job.epoch, datetime.now(UTC)
     killed = _kill(job)
-    await_rows(lambda: not _drafts(job), 30, "the writers did not finish")
+    await_rows(lambda: not _living(killed), 30, "the writers did not finish")
     tiers = _tiers(job)
     there = tiers.newest()
-    say(f"SIGKILL of {killed} ranks; newest checkpoints: {there}")
+    say(f"SIGKILL of {len(killed)} ranks; newest checkpoints: {there}")
     freshest = max(there, key=lambda tier: (there[tier], tier == "local"))
     expected = freshest
-    facts: dict[str, object] = {"ranks": killed, "newest": there}
+    facts: dict[str, object] = {"ranks": len(killed), "newest": there}
     if name == "corrupt-checkpoint":
         facts["damaged"] = _damage(tiers, freshest)
         say(f"a bit flipped in {facts['damaged']} files on the {freshest} tier")
@@ -92,16 +96,23 @@ def play(name: str, say: Say) -> Result:
     )
 
 
-def _kill(job: Job) -> int:
-    """Every rank at once, so that no survivor takes over. How many there were."""
-    pids = Placement.objects.filter(
-        replica__job=job, state=PlacementState.RUNNING, pid__isnull=False
-    ).values_list("pid", flat=True)
-    running = [pid for pid in pids if pid is not None]
-    for pid in running:
+def _kill(job: Job) -> set[str]:
+    """Every rank at once, so that no survivor takes over. Their placements."""
+    running = Placement.objects.filter(replica__job=job, state=PlacementState.RUNNING)
+    pids = {placement.pk: placement.pid for placement in running if placement.pid is not None}
+    for pid in pids.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return len(running)
+    return {*pids}
+
+
+def _living(placements: set[str]) -> bool:
+    """Whether any process of these is left: the writers outlive the ranks, and finish."""
+    for process in marked(runfile.home()):
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(ENV_PLACEMENT) in placements:
+                return True
+    return False
 
 
 def _folders(job: Job) -> dict[str, list[Path]]:
@@ -118,12 +129,6 @@ def _tiers(job: Job) -> Tiers:
         for tier, folders in _folders(job).items()
     }
     return Tiers(found["local"], found["shared"])
-
-
-def _drafts(job: Job) -> bool:
-    """Whether anything is still being written: the writers outlive the ranks."""
-    folders = [folder for folders in _folders(job).values() for folder in folders]
-    return any(next(folder.glob(".writing-*"), None) for folder in folders)
 
 
 def _damage(tiers: Tiers, tier: str) -> int:
