@@ -225,6 +225,8 @@ class Checkpointer:
         asked = time.monotonic()
         wanted = tuple(self.tiers[one] for one in TIERS if one in tiers and one in self.tiers)
         names = {tier.name for tier in wanted}
+        if not wanted:
+            return None
         self._start()
         if not self.rooms.made():
             self.rooms.prepare(0)  # how much is needed turns out below

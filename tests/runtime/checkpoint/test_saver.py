@@ -228,6 +228,15 @@ def test_what_is_copied_later_is_of_the_edge_and_the_wait_is_counted(trainer: On
     assert copying.waited_s >= 0
 
 
+def test_a_save_to_a_tier_that_this_node_has_not_takes_no_room(trainer: OneRank) -> None:
+    trainer.save_all(1)
+    begun = trainer.saver.save(partial(copy_of_step, 2), "save2", ["local"])
+
+    assert begun is None
+    assert trainer.save(3) is not None
+    assert trainer.save(4) is not None
+
+
 def test_without_room_a_save_is_skipped_and_told(trainer: OneRank) -> None:
     trainer.save_all(1)
     trainer.told.until(lambda: not trainer.saver._asked)
