@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from django.http import HttpRequest, HttpResponse
@@ -50,13 +51,7 @@ def move(request: HttpRequest, job_id: str) -> HttpResponse:
             reason=reason_of(request),
         )
 
-    return act(
-        request,
-        found.cluster_id,
-        deed,
-        back=reverse("job", args=[job_id]),
-        again=lambda status: _page(request, selectors.job_for(request.user, job_id), status=status),
-    )
+    return _act(request, found, deed)
 
 
 @require_POST
@@ -72,12 +67,19 @@ def checkpoint(request: HttpRequest, job_id: str) -> HttpResponse:
             raise Conflict(f"{found.name} is {state}: nobody is there to save a checkpoint")
         jobs.direct(actor, found.pk, "checkpoint", reason="asked for on the job's page")
 
+    return _act(request, found, deed)
+
+
+def _act(request: HttpRequest, found: Job, deed: Callable[[Actor], None]) -> HttpResponse:
+    """Do what an operator orders on a job's page, and lead back to it."""
     return act(
         request,
         found.cluster_id,
         deed,
-        back=reverse("job", args=[job_id]),
-        again=lambda status: _page(request, selectors.job_for(request.user, job_id), status=status),
+        back=reverse("job", args=[found.pk]),
+        again=lambda status: _page(
+            request, selectors.job_for(request.user, found.pk), status=status
+        ),
     )
 
 

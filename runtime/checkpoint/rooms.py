@@ -118,6 +118,7 @@ class Rooms:
             self._changed.notify_all()
 
     def being_made(self) -> bool:
+        """Whether it is worth to wait for one."""
         with self._changed:
             return self._making
 
