@@ -118,10 +118,16 @@ def test_a_start_interrupted_before_its_process_failed_with_an_explanation(agent
     assert not procfs.with_environment("DRYDOCK_PLACEMENT", "p-1")
 
 
+def refused_results(node: Node) -> list[dict[str, Any]]:
+    return [line for line in node.log("send_refused") if line["path"] == "/v1/commands/result"]
+
+
 def test_a_result_waits_for_a_server_that_is_away(agent: Node) -> None:
     command_id = agent.plane.send(agent.rank())
     agent.plane.refuse = lambda path, body: unavailable(path)
-    eventually(lambda: agent.log("command_result"))
+    # Not "command_result": that is said before the result lies in the spool, and whoever is killed
+    # in between gives it when the command is offered again.
+    eventually(lambda: refused_results(agent))
     agent.kill()
     agent.plane.refuse = lambda path, body: None
     agent.start()
