@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ class Job:
     token: str
     state_dir: Path
     local_dir: Path | None = None  # on this node's own disk
+    holder_dir: Path | None = None  # of this node's holder of peers' checkpoints
+    domain: str = ""  # what fails together with this node, from the largest to it, by slashes
     network: str = ""  # at which peers reach us; "" for that which leads to the coordinator
     rate_cap: int | None = None  # bytes per second of state for newcomers
     options: dict[str, Any] = field(default_factory=dict)
@@ -93,6 +96,8 @@ def join(environment: dict[str, str] | None = None) -> Job:
         token=token,
         state_dir=Path(need(env, client.ENV_STATE_DIR)),
         local_dir=Path(env[client.ENV_LOCAL_DIR]) if env.get(client.ENV_LOCAL_DIR) else None,
+        holder_dir=Path(env[client.ENV_HOLDER_DIR]) if env.get(client.ENV_HOLDER_DIR) else None,
+        domain=env.get(client.ENV_DOMAIN) or socket.gethostname(),
         network=env.get(client.ENV_NETWORK, ""),
         rate_cap=bytes_per_second(env.get(client.ENV_RATE_CAP, "")),
         options=json.loads(env.get(client.ENV_OPTIONS) or "{}"),

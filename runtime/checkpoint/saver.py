@@ -11,20 +11,22 @@ import mmap
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from runtime.checkpoint import store
+from runtime.checkpoint import peer, store
 from runtime.checkpoint.facts import facts_of
 from runtime.checkpoint.handle import WriterHandle
+from runtime.checkpoint.holder import Label
 from runtime.checkpoint.interval import FAILURES_PER_NODE_DAY
-from runtime.checkpoint.manifest import Manifest
+from runtime.checkpoint.peer import Place
 from runtime.checkpoint.rooms import Room, Rooms
+from runtime.checkpoint.sources import Sources
 from runtime.checkpoint.tiers import TIERS, Folders, Interval, Tier, TierName, tiers_of
 from runtime.client import CheckpointSaved
-from runtime.image import Damaged, Staged, aligned
+from runtime.image import aligned
 from runtime.job import Job
 from runtime.snapshot import Copying, TooSmall
 
@@ -44,6 +46,7 @@ class Save:
     replica: int
     epoch: int
     tiers: tuple[Tier, ...]
+    image_bytes: int = 0  # once it is whole
     ended: set[TierName] = field(default_factory=set)  # of which nothing more is heard
 
     @property
@@ -78,12 +81,14 @@ class Checkpointer:
         keep: int = store.KEEP,
         failures_per_node_day: float = FAILURES_PER_NODE_DAY,
     ) -> None:
-        """`every_s`: seconds between two saves, of all tiers or of each by its name ("local",
-        "shared"); "auto" takes what is best by what saves cost and by `failures_per_node_day`.
+        """`every_s`: seconds between two saves, of all tiers or of each by its name ("peer",
+        "local", "shared"); "auto" takes what is best by what saves cost and by
+        `failures_per_node_day`.
         `keep`: so many are kept in the shared folder. Raises ValueError."""
         self.job = job
         self.tiers = tiers_of(job, every_s, keep, failures_per_node_day)
         self.folders = Folders(job)
+        self.sources = Sources(job, self.tiers, self.folders)
         #: called, on a thread of its own, with each one that is durable and verified
         self.on_saved: Callable[[CheckpointSaved], None] = job.sender.tell
         self._last = dict.fromkeys(self.tiers, time.monotonic())
@@ -99,67 +104,35 @@ class Checkpointer:
         self._lock = threading.Lock()
         self._asked: dict[tuple[TierName, str], Write] = {}  # of the writers, by the save's name
         self._facts = facts_of(job)
+        self._keeper: Place | None = None  # the holder that keeps what we save
+        self._near = False  # an engineer was told that it is no farther than this node
 
-    # --- loading --------------------------------------------------------------------------------
+    # --- peers' memory --------------------------------------------------------------------------
 
-    def saves(self) -> list[tuple[int, str, TierName]]:
-        """The step, name and tier of each checkpoint that is there, unverified: that of the latest
-        training first, of several of one state the one in the quickest tier.
-
-        A tier that cannot be read, or has some and none that could be ours, is told. If there is no
-        other checkpoint it is raised as ValueError, and as OSError if it is the shared one.
-        """
-        found: list[tuple[int, int, int, str, TierName]] = []
-        failed: OSError | ValueError | None = None
-        for order, name in enumerate(TIERS):
-            if name not in self.tiers:
-                continue
-            try:
-                ours = self._ours(name)
-            except (OSError, ValueError) as error:
-                if name == "shared" or isinstance(error, ValueError):
-                    failed = error
-                self.job.trouble("checkpoints_out_of_reach", f"{name}: {error}")
-                continue
-            for manifest in ours:
-                epoch = int(manifest.facts.get("epoch", 0))
-                found.append((epoch, manifest.step, -order, manifest.save, name))
-        if failed is not None and not found:
-            raise failed
-        return [(step, save, name) for _, step, _, save, name in sorted(found, reverse=True)]
-
-    def read(self, name: str, tier: TierName) -> Staged | None:
-        """Our part of one checkpoint, or None if it does not verify, which is told."""
+    def open_holder(self, host: str) -> dict[str, str]:
+        """Start this node's holder unless it runs, to be reached at `host`; how peers are told of
+        it, {} if there is none."""
+        folder = self.job.holder_dir
+        if folder is None:
+            return {}
         try:
-            for folder in self.folders.to_read(tier):
-                for path, found in store.listed(folder):
-                    if isinstance(found, Manifest) and found.save == name:
-                        return store.read(path, 0 if self.tiers[tier].own else self.job.rank)
-        except (Damaged, OSError) as error:
-            self.job.trouble("checkpoint_refused", f"{tier}: {error}")
-        return None
+            self.sources.holder = peer.ensured(folder, self.job.name, self.job.token, host)
+        except OSError as error:
+            self.job.trouble("no_holder", f"peers cannot save to this node's memory: {error}")
+            return {}
+        return Place(self.sources.holder, self.job.domain).describe()
 
-    def _ours(self, tier: TierName) -> list[Manifest]:
-        """Those in one tier that could be loaded. Raises OSError, ValueError."""
-        folders = self.folders.to_read(tier)
-        found = [one for folder in folders for _path, one in store.listed(folder)]
-        for damaged in (one for one in found if isinstance(one, Damaged)):
-            self.job.trouble("checkpoint_refused", f"{tier}: {damaged}")
-        whole = [one for one in found if isinstance(one, Manifest)]
-        if self.tiers[tier].own:
-            return [one for one in whole if one.facts.get("ranks") == self.job.ranks]
-        if found and not whole:
-            raise ValueError(
-                f"none of the {len(found)} checkpoints in {folders[0]} can be read: mend that, or "
-                "to begin anew move that folder away"
-            )
-        ours = [one for one in whole if len(one.parts) == self.job.ranks]
-        if whole and not ours:
-            raise ValueError(
-                f"{folders[0]} has checkpoints of replicas of {len(whole[0].parts)} ranks, this "
-                f"one has {self.job.ranks}: resume with as many, or give another DRYDOCK_STATE_DIR"
-            )
-        return ours
+    def meet(self, members: Sequence[Mapping[str, Any]], replica: int) -> None:
+        """The members of an epoch, as its grant names them: one of them keeps what we save."""
+        if "peer" not in self.tiers:
+            return
+        domain = self.job.domain
+        self._keeper = peer.holder_for(members, replica, self.job.rank, domain)
+        near = self._keeper is not None and self._keeper.domain == domain
+        if near and not self._near:
+            text = f"no member is on another node than {domain}: its memory is lost with it"
+            self.job.trouble("checkpoint_not_apart", text)
+        self._near = near
 
     # --- saving ---------------------------------------------------------------------------------
 
@@ -314,6 +287,7 @@ class Checkpointer:
     def _described(self, save: Save) -> dict[str, Any]:
         """What any writer is to know of a copy. Raises ValueError if its room has too little."""
         table = save.copying.finish().table
+        save.image_bytes = table.bytes
         described = json.dumps({"step": save.step, "save": save.name, **table.describe()}).encode()
         start = aligned(table.bytes, mmap.PAGESIZE)
         if start + len(described) > len(save.room.memory):
@@ -332,12 +306,7 @@ class Checkpointer:
 
     def _ask(self, write: Write, asked: dict[str, Any]) -> None:
         tier, save = write.tier, write.save
-        place = {
-            "folder": str(self.folders.to_write(tier, save.replica)),
-            "keep": tier.keep,
-            "rank": 0 if tier.own else self.job.rank,
-            "ranks": 1 if tier.own else self.job.ranks,
-        }
+        place = self._to_peer(save) if tier.name == "peer" else self._to_folder(tier, save)
 
         def stamp(life: int) -> None:
             write.life = life
@@ -345,6 +314,28 @@ class Checkpointer:
                 self._asked[tier.name, save.name] = write
 
         self._writers[tier.name].send({**asked, **place}, self.rooms.descriptors(), stamp)
+
+    def _to_folder(self, tier: Tier, save: Save) -> dict[str, Any]:
+        return {
+            "folder": str(self.folders.to_write(tier, save.replica)),
+            "keep": tier.keep,
+            "rank": 0 if tier.own else self.job.rank,
+            "ranks": 1 if tier.own else self.job.ranks,
+        }
+
+    def _to_peer(self, save: Save) -> dict[str, Any]:
+        if self._keeper is None:
+            raise OSError("no member of this job has a holder")
+        label = Label(
+            run=self.folders.run(),
+            rank=self.job.rank,
+            ranks=self.job.ranks,
+            step=save.step,
+            save=save.name,
+            epoch=save.epoch,
+            bytes=save.image_bytes,
+        )
+        return {"holder": self._keeper.address, "token": self.job.token, "label": vars(label)}
 
     def _hear(self, tier: TierName, message: dict[str, Any]) -> None:
         """What a writer says."""

@@ -1,7 +1,9 @@
-"""Where the checkpoints of a job are kept: on each node's own disk, and in a folder that all share.
+"""Where the checkpoints of a job are kept: in the memory of a peer's node, on each node's own disk,
+and in a folder that all share.
 
-The own disk is quick and is gone with its node; the shared folder is slow and outlives it. A state
-is in both under the same name of its save. Imports no torch.
+Memory and the own disk are quick, the one is gone with the peer's node, the other with ours; the
+shared folder is slow and outlives both. A state has the same name of its save in all. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from runtime.checkpoint import store
 from runtime.checkpoint.interval import Pace, nodes_of
 from runtime.job import Job
 
-TierName = Literal["local", "shared"]
+TierName = Literal["peer", "local", "shared"]
 #: Seconds between two saves, or as many as are best.
 Interval = float | Literal["auto"]
 #: The quickest first: of two checkpoints of one state it is loaded.
-TIERS: tuple[TierName, ...] = ("local", "shared")
+TIERS: tuple[TierName, ...] = ("peer", "local", "shared")
 KEEP_LOCAL = 2
 _RUN = "run"
 
@@ -60,6 +62,8 @@ def tiers_of(
         tiers["local"] = Tier(
             name="local", pace=pace_of("local"), keep=min(keep, KEEP_LOCAL), own=True
         )
+    if job.holder_dir is not None:
+        tiers["peer"] = Tier(name="peer", pace=pace_of("peer"), keep=1, own=True)
     return tiers
 
 
@@ -78,8 +82,12 @@ class Folders:
             return self.shared
         if self._local is None:
             raise FileNotFoundError("this job has no folder on its nodes' disks")
+        return self._local / self.run() / f"replica-{replica}-rank-{self._rank}"
+
+    def run(self) -> str:
+        """The name of the job's run. Raises OSError if it cannot be told."""
         self._run = self._run or run_of(self.shared)
-        return self._local / self._run / f"replica-{replica}-rank-{self._rank}"
+        return self._run
 
     def to_read(self, name: str) -> list[Path]:
         """Where there may be some that we can load: the state is the same in all replicas, so also

@@ -8,9 +8,10 @@ no torch.
 
 It is told, as JSON in single packets:
     {"op": "rooms", "numbers"}  with the rooms' descriptors
-    {"op": "save", "room", "image", "described", "folder", "step", "save", "rank", "ranks", "keep",
-     "facts"}  `image` bytes from the room's start are the state, `described` from the next page on
-     its table
+    {"op": "save", "room", "image", "described", "step", "save", "facts", ...}  `image` bytes from
+     the room's start are the state, `described` from the next page on its table. Either "folder",
+     "rank", "ranks" and "keep" say where it is to be written, or "holder", "token" and "label"
+     which peer's memory keeps it
 and says of each save, by its name: {"op": "alarm" | "durable" | "verified" | "failed" | "given_up",
 "save", ...}, and at last {"op": "done", "save"}: it needs the room no more.
 """
@@ -31,7 +32,9 @@ from typing import Any
 
 from runtime.checkpoint import disk, store
 from runtime.checkpoint.draft import Draft, sweep
+from runtime.checkpoint.holder import Label
 from runtime.checkpoint.manifest import Part
+from runtime.checkpoint.peer import Keeping
 from runtime.image import CHUNK_BYTES, Damaged, Table, aligned
 
 log = logging.getLogger("drydock.checkpoint")
@@ -51,6 +54,7 @@ class Writer:
     def __init__(self, trainer: socket.socket) -> None:
         self._trainer = trainer
         self._rooms: dict[int, memoryview] = {}
+        self._keeping: Keeping | None = None  # the peer that keeps what we save
         self._before: dict[str, Part] = {}  # folder -> the last part that was written there
         self._name = ""  # of the save under way
 
@@ -84,7 +88,10 @@ class Writer:
     def _save(self, asked: dict[str, Any]) -> None:
         self._name = str(asked["save"])
         try:
-            self._write(asked)
+            if "holder" in asked:
+                self._replicate(asked)
+            else:
+                self._write(asked)
         except GivenUp:
             self._say("given_up")
         except (OSError, Damaged) as error:
@@ -121,6 +128,20 @@ class Writer:
         self._say("verified")
         if published:
             self._clean(folder, int(asked["keep"]), draft.path)
+
+    def _replicate(self, asked: dict[str, Any]) -> None:
+        """Have a peer's holder keep it: durable and verified once it has it whole."""
+        image, table = self._copy(asked)
+        keeping = self._keeping
+        if keeping is None or keeping.address != asked["holder"]:
+            if keeping is not None:
+                keeping.close()
+            keeping = self._keeping = Keeping(str(asked["holder"]), str(asked["token"]))
+        digest = keeping.hold(Label(**asked["label"]), table, asked["facts"], image)
+        self._say(
+            "durable", digest=digest, bytes=len(image), written=len(image), path=keeping.address
+        )
+        self._say("verified")
 
     def _copy(self, asked: dict[str, Any]) -> tuple[memoryview, Table]:
         """What is asked to be written. Raises Damaged if something else is in that room."""

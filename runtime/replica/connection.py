@@ -24,6 +24,7 @@ class Peer:
     placement: str
     addresses: list[str]  # of its ranks' snapshot servers
     gloo: list[str]  # where its ranks' groups listen
+    holders: list[dict[str, str]]  # of its ranks' nodes; see `checkpoint.peer.Place`
     shards: int
     shape: dict[str, str]  # what must be alike on all replicas
     writer: asyncio.StreamWriter
@@ -57,6 +58,7 @@ class Peer:
             placement=str(join["placement"]),
             addresses=[str(address) for address in join["addresses"]],
             gloo=[str(address) for address in join["gloo"]],
+            holders=[dict(holder) for holder in join.get("holders", [])],
             shards=int(join["shards"]),
             shape=dict(join.get("shape", {})),
             writer=writer,
@@ -111,7 +113,13 @@ def introduce(seated: Mapping[int, Peer], behind: Collection[int]) -> dict[str, 
     old_hands = [(number, p) for number, p in in_order if p.phase == "member"]
     return {
         "members": [
-            {"replica": number, "placement": p.placement, "gloo": p.gloo} for number, p in in_order
+            {
+                "replica": number,
+                "placement": p.placement,
+                "gloo": p.gloo,
+                "holders": p.holders,
+            }
+            for number, p in in_order
         ],
         "donors": [p.addresses for number, p in old_hands if number not in behind],
     }

@@ -5,9 +5,7 @@ What arrived survives a lost connection. Nothing is believed before its hash was
 
 from __future__ import annotations
 
-import json
 import logging
-import socket
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -16,14 +14,14 @@ from typing import Any
 
 import torch
 
+from runtime.framing import PeerFailed, receive_chunk, receive_json
 from runtime.image import CHUNK_BYTES, Damaged, Staged
-from runtime.replica.framing import PeerFailed, receive_chunk, receive_json
 from runtime.replica.peers import Reduced
+from runtime.serving import Requests
 from runtime.snapshot import allocate, bytes_of
 
 log = logging.getLogger("drydock.peers")
 
-TIMEOUT_S = 5.0
 WAIT_S = 0.5  # how long a peer may wait for the next step to be made before it says that it was not
 PIECE = 8  # chunks asked for at once
 TRIES = 3  # connections to one peer, for one state
@@ -37,31 +35,8 @@ class NotYet(PeerFailed):
     """The peer has not made this step yet."""
 
 
-class Connection:
-    """Requests to one peer, one after another. Opened by the first."""
-
-    def __init__(self, address: str, token: str) -> None:
-        self.address = address
-        self._token = token
-        self._socket: socket.socket | None = None
-
-    def ask(self, **message: Any) -> socket.socket:
-        """Send a request; the answer is to be read from what is returned. Raises PeerFailed."""
-        try:
-            if self._socket is None:
-                host, _, port = self.address.rpartition(":")
-                self._socket = socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket.sendall(json.dumps({"token": self._token, **message}).encode() + b"\n")
-        except OSError as error:
-            self.close()
-            raise PeerFailed(f"peer {self.address}: {error}") from error
-        return self._socket
-
-    def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+class Connection(Requests):
+    """To one peer."""
 
     def manifest(self, step: int) -> dict[str, Any]:
         """The description of the copy that the peer holds. Raises PeerFailed."""

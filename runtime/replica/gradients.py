@@ -38,6 +38,7 @@ class Wishes:
     stop: bool = False
     stage: int = 0  # how many are ready to copy the state for newcomers
     #: a checkpoint is due, in these tiers
+    peer: bool = False
     local: bool = False
     shared: bool = False
 
@@ -162,7 +163,7 @@ class Gradients:
     def read(self, reduced: torch.Tensor) -> Tail:
         tail: list[float] = reduced[self.size :].tolist()
         n = self.shards
-        samples, regroup, checkpoint, stop, stage, local, shared = tail[4 * n :]
+        samples, regroup, checkpoint, stop, stage, *due = tail[4 * n :]
         return Tail(
             coverage=[round(v) for v in tail[:n]],
             checksums=[round(v) for v in tail[n : 2 * n]],
@@ -170,7 +171,7 @@ class Gradients:
             loss=sum(tail[3 * n : 4 * n]) / samples if samples else float("nan"),
             samples=round(samples),
             wishes=Wishes(
-                regroup > 0, checkpoint > 0, stop > 0, round(stage), local > 0, shared > 0
+                regroup > 0, checkpoint > 0, stop > 0, round(stage), *[value > 0 for value in due]
             ),
         )
 

@@ -171,19 +171,13 @@ class Leader:
         """In which tiers a checkpoint is due. One clock counts for all: all pay for it at the same
         edge, and then all hold the same step."""
         due = self.rank.saver.due() if self.teller.speaks() else set()
-        return {"local": "local" in due, "shared": "shared" in due}
+        return {name: name in due for name in TIERS}
 
     def _save(self, wishes: Wishes) -> None:
-        """The checkpoints that are due, if there is room for a copy, else at one of the next edges:
-        each replica on its own disks, and one of them for all in the shared folder."""
-        if wishes.local or wishes.checkpoint:
-            self._owed.add("local")
-        if (wishes.shared or wishes.checkpoint) and self.teller.speaks():
-            self._owed.add("shared")
-        self.rank.saver.agreed(
-            [name for name in TIERS if wishes.checkpoint or getattr(wishes, name)]
-        )
-        self._owed &= self.rank.saver.tiers.keys()
+        """The checkpoints that are due, if there is room for a copy, else at a later edge."""
+        due = {name for name in TIERS if wishes.checkpoint or getattr(wishes, name)}
+        self.rank.saver.agreed(due)
+        self._owed |= due & self._ours()
         ready = self.rank.saver.ready(self._owed)
         if ready and self.together.prepare_save(ready):
             self.together.save(ready)
@@ -191,9 +185,14 @@ class Leader:
 
     def _save_last(self) -> None:
         """Before we go: also where the shared folder cannot be written."""
-        wanted = {"local", "shared"} if self.teller.speaks() else {"local"}
-        if tiers := self.rank.saver.tiers.keys() & wanted:
+        if tiers := self._ours():
             self.together.save(tiers, last=True)
+
+    def _ours(self) -> set[TierName]:
+        """The tiers that we save to: each replica to those of its own, one of them for all to the
+        shared folder."""
+        tiers = self.rank.saver.tiers
+        return {name for name in tiers if tiers[name].own or self.teller.speaks()}
 
     # --- epochs ---------------------------------------------------------------------------------
 
@@ -292,6 +291,7 @@ class Leader:
             **self.member.standing(),
             "placement": self.job.placement,
             "addresses": [self.rank.address, *(one.address for one in self._others)],
+            "holders": [self.rank.holder, *(one.holder for one in self._others)],
             "gloo": [self.rank.gloo.address, *(one.gloo for one in self._others)],
             "shards": self.rank.state.batches.shards,
             "shape": self._shape,

@@ -83,6 +83,7 @@ class Led:
                 "token": self.job.token,
                 "rank": self.job.rank,
                 "address": self.rank.address,
+                "holder": self.rank.holder,
                 "gloo": self.rank.gloo.address,
             }
         ]

@@ -7,11 +7,8 @@ copies that the training thread staged at a step's edge.
 from __future__ import annotations
 
 import contextlib
-import hmac
-import json
 import logging
 import socket
-import socketserver
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -20,20 +17,17 @@ from typing import Any
 
 import torch
 
+from runtime.framing import PeerFailed, send_chunk, send_json
 from runtime.image import CHUNK_BYTES, Staged
-from runtime.replica.framing import PeerFailed, send_chunk, send_json
 from runtime.replica.pacing import Pace
+from runtime.serving import RequestServer
 from runtime.snapshot import Copying, bytes_of
 
 log = logging.getLogger("drydock.peers")
 
-IDLE_S = 30.0  # a connection on which nothing is asked for so long is closed
 LOG_BYTES = 64 << 20  # of reduced gradients, while somebody follows
 LOG_STEPS = 8  # so many are kept then, however large
 MAX_WAIT_S = 1.0  # how long a request may wait for a step to be made
-MAX_LINE = 1 << 12
-FIRST_LINE_S = 5.0  # how long a stranger may take to show the token
-MAX_CONNECTIONS = 256  # each has a thread
 
 
 @dataclass(frozen=True)
@@ -148,52 +142,9 @@ class PeerServer:
         self.kept = kept
         self._pace = pace
         self.on_staged = on_staged
-        self._token = token.encode()
         self._offer: Offer | None = None
-        outer = self
-
-        class Handler(socketserver.StreamRequestHandler):
-            timeout = IDLE_S
-            disable_nagle_algorithm = True
-
-            def handle(self) -> None:
-                stranger = threading.Timer(FIRST_LINE_S, self._hang_up)
-                stranger.start()
-                try:
-                    while line := self.rfile.readline(MAX_LINE):
-                        request = outer._admitted(self.connection, line)
-                        stranger.cancel()
-                        outer._serve(self.connection, request)
-                finally:
-                    stranger.cancel()
-
-            def _hang_up(self) -> None:
-                with contextlib.suppress(OSError):  # it hung up first
-                    self.connection.shutdown(socket.SHUT_RDWR)
-
-        class Server(socketserver.ThreadingTCPServer):
-            daemon_threads = True
-            allow_reuse_address = True
-            request_queue_size = 128
-            room = threading.BoundedSemaphore(MAX_CONNECTIONS)
-
-            def verify_request(self, _request: Any, _client: Any) -> bool:
-                return self.room.acquire(blocking=False)
-
-            def process_request_thread(self, request: Any, client_address: Any) -> None:
-                try:
-                    super().process_request_thread(request, client_address)
-                finally:
-                    self.room.release()
-
-            def handle_error(self, _request: Any, _client: Any) -> None:
-                log.debug("request_failed", exc_info=True)
-
-        self._server = Server((host, 0), Handler)
-        self.address = f"{host}:{self._server.server_address[1]}"
-        threading.Thread(
-            target=self._server.serve_forever, name="drydock-peers", daemon=True
-        ).start()
+        self._server = RequestServer(host, token, self._serve)
+        self.address = self._server.address
 
     def offer(self, copying: Copying, gone: Callable[[], None] = lambda: None) -> None:
         """Hold this copy ready; finished and hashed in the background, for training must go on.
@@ -211,8 +162,7 @@ class PeerServer:
     def close(self) -> None:
         if self._pace is not None:
             self._pace.close()
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
     def _hold(self, offer: Offer) -> None:
         try:
@@ -221,14 +171,6 @@ class PeerServer:
                 self.on_staged(staged.step, staged.digest)
         finally:
             offer.drop()
-
-    def _admitted(self, connection: socket.socket, line: bytes) -> dict[str, Any]:
-        """The request in this line. Raises PermissionError if its token is not the job's."""
-        request: dict[str, Any] = json.loads(line)
-        if not hmac.compare_digest(str(request.get("token", "")).encode(), self._token):
-            send_json(connection, {"error": "wrong token"})
-            raise PermissionError("a peer gave a wrong token")
-        return request
 
     def _serve(self, connection: socket.socket, request: dict[str, Any]) -> None:
         if request["op"] == "reduced":

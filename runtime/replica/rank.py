@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 from runtime.checkpoint import Checkpointer
 from runtime.checkpoint.rooms import Room
 from runtime.checkpoint.tiers import TierName
+from runtime.framing import PeerFailed
 from runtime.image import Damaged, Staged
 from runtime.job import Job
 from runtime.replica.fetching import Follower, fetch_reduced, fetch_state
-from runtime.replica.framing import PeerFailed
 from runtime.replica.gradients import Tail, Wishes
 from runtime.replica.link import Link
 from runtime.replica.membership import CannotFollow, Severed
@@ -78,6 +78,7 @@ class Rank:
         self.engine = engine
         self.gloo = gloo
         self.saver = saver
+        self.holder = saver.open_holder(host)  # of this node, as peers are told of it
         self.link: Link  # to the coordinator, or to the first rank: given by the loop
         self.observer = observer
         self.on_step = on_step
@@ -130,14 +131,14 @@ class Rank:
 
     @order
     def checkpoints(self) -> list[list[Any]]:
-        """The steps, names and tiers of the checkpoints that are there; see `saver.saves`."""
-        return [[*found] for found in self.saver.saves()]
+        """The steps, names and tiers of the checkpoints that are there; see `Sources.saves`."""
+        return [[*found] for found in self.saver.sources.saves()]
 
     @order
     def read(self, name: str, tier: TierName) -> str:
         """Read and verify our part of a checkpoint; what was trained up to it, "" if it fails."""
         self._drop_read()
-        self._read = self.saver.read(name, tier)
+        self._read = self.saver.sources.read(name, tier)
         return "" if self._read is None else history_of(self._read)
 
     @order
@@ -238,6 +239,7 @@ class Rank:
         step, which must be that of all ranks."""
         self.replica = replica
         self._members = [int(m["replica"]) for m in grant["members"]]
+        self.saver.meet(grant["members"], replica)
         addresses = [str(m["gloo"][self.job.rank]) for m in grant["members"]]
         self.gloo.build(self.link, int(grant["epoch"]), addresses, self._members.index(replica))
         return self.state.committed

@@ -41,6 +41,7 @@ class Sibling:
     rank: int
     address: str  # its snapshot server
     gloo: str  # where its group listens
+    holder: dict[str, str]  # of its node; see `checkpoint.peer.Place`
     connection: socket.socket
     answers: queue.SimpleQueue[dict[str, Any]] = field(default_factory=queue.SimpleQueue)
     answered: int = 0  # number of the last ping that it answered
@@ -159,7 +160,9 @@ class Siblings:
             connection.sendall(json.dumps({"op": "refused", "error": refusal}).encode() + b"\n")
             return None
         rank = int(first["rank"])
-        sibling = Sibling(rank, str(first["address"]), str(first["gloo"]), connection)
+        sibling = Sibling(
+            rank, str(first["address"]), str(first["gloo"]), dict(first["holder"]), connection
+        )
         with self._changed:
             self._there[rank] = sibling
             self._changed.notify_all()

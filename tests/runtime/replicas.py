@@ -99,6 +99,7 @@ class Fleet:
     url: str = ""
     shared_disk: bool = True  # one state folder for all replicas, or one for each
     own_disks: bool = False  # each replica has one besides
+    holders: bool = False  # each replica's node keeps what another saves
     lease_s: float = 10.0  # how long members may train without a word from the coordinator
     port: int = 0
     coordinator: subprocess.Popen[bytes] | None = None
@@ -151,6 +152,8 @@ class Fleet:
                 self.folder / ("state" if self.shared_disk else f"state{replica}")
             ),
             "DRYDOCK_LOCAL_DIR": str(self.folder / f"disk{replica}") if self.own_disks else "",
+            "DRYDOCK_HOLDER_DIR": str(self.folder / f"memory{replica}") if self.holders else "",
+            "DRYDOCK_DOMAIN": f"node-{replica}",
             "DRYDOCK_OPTIONS": json.dumps({"folder": str(self.folder), **self.options, **options}),
         }
         fatal = {"DRYDOCK_OBSERVER": "tests.runtime.killer:make", "KILL_AT": kill_at}
@@ -242,11 +245,20 @@ class Fleet:
         """Of all but the ledger, whose epochs tell of deaths."""
         return {(self.folder / f"weights.{r}").read_text() for r in self.ranks}
 
+    def holder(self, replica: int) -> tuple[str, int]:
+        """The address and process of the holder on this replica's node."""
+        found = json.loads(
+            (self.folder / f"memory{replica}" / "job_t" / "holder.json").read_bytes()
+        )
+        return found["address"], found["pid"]
+
     def close(self) -> None:
         for process in self.started:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+        for path in self.folder.glob("memory*/job_t/holder.json"):
+            os.kill(json.loads(path.read_bytes())["pid"], signal.SIGKILL)
 
     def _run(
         self, name: str, arguments: list[str], environment: dict[str, str]

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from runtime import serving
+from runtime.framing import HEADER, PeerFailed, receive_chunk
 from runtime.image import CHUNK_BYTES, Damaged, Staged
-from runtime.replica import peers
 from runtime.replica.fetching import (
     Connection,
     Download,
@@ -24,7 +25,6 @@ from runtime.replica.fetching import (
     fetch_reduced,
     fetch_state,
 )
-from runtime.replica.framing import HEADER, PeerFailed, receive_chunk
 from runtime.replica.pacing import Pace
 from runtime.replica.peers import PeerServer, Reduced, ReducedLog
 from runtime.snapshot import Copying, allocate, stage
@@ -258,7 +258,7 @@ def test_steps_that_led_to_another_state_are_not_handed_on(donor: Donor) -> None
 def test_a_stranger_who_says_nothing_is_hung_up_on(
     donor: Donor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "FIRST_LINE_S", 0.05)
+    monkeypatch.setattr(serving, "FIRST_LINE_S", 0.05)
     host, _, port = donor.address.rpartition(":")
 
     with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import signal
 import socket
 from collections.abc import Callable
@@ -10,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from runtime.checkpoint import store
-from tests.runtime.checkpoint.states import flip_a_bit
-from tests.runtime.replicas import PATIENCE_S, Cable, Fleet, until
+from runtime.checkpoint import peer, store
+from tests.runtime.checkpoint.states import flip_a_bit, flip_held_bits
+from tests.runtime.replicas import PATIENCE_S, TOKEN, Cable, Fleet, until
 
 MakeFleet = Callable[..., Fleet]
 
@@ -302,6 +304,64 @@ def test_what_is_damaged_on_one_tier_is_taken_from_another(make_fleet: MakeFleet
     fleet.stop()
 
     assert_every_sample_once(fleet.steps(0)[before:], there + 1)
+
+
+@pytest.mark.parametrize("lost", [[], [1]])
+def test_a_job_killed_whole_goes_on_from_peers_memory(
+    make_fleet: MakeFleet, lost: list[int]
+) -> None:
+    """Also if a node is lost with what it kept."""
+    fleet = make_fleet(2, holders=True, options={"peer_s": 0.2})
+    fleet.start()
+    until(lambda: min(newest_held(fleet, r) for r in (0, 1)) > 20, "both nodes hold a state")
+
+    kill_whole(fleet)
+    for replica in lost:
+        end_holder(fleet, replica)
+    left = {0, 1}.difference(lost)
+    saved = max(newest_held(fleet, replica) for replica in left)
+    before = len(fleet.steps(0))
+    fleet.start()
+    fleet.train_on()
+    fleet.stop()
+
+    assert_every_sample_once(fleet.steps(0)[before:], saved + 1)
+    assert len(fleet.digests()) == 1
+
+
+def test_a_state_that_was_damaged_in_memory_is_taken_from_disk(make_fleet: MakeFleet) -> None:
+    options = {"peer_s": 0.2, "local_s": 0.5}
+    fleet = make_fleet(2, own_disks=True, holders=True, options=options)
+    fleet.start()
+    until(lambda: min(newest_held(fleet, r) for r in (0, 1)) > 20, "both nodes hold a state")
+    until(lambda: min(newest_local(fleet, r) for r in (0, 1)) > 0, "both disks hold a checkpoint")
+
+    on_disk = max(kill_whole(fleet))
+    for replica in (0, 1):
+        flip_held_bits(fleet.holder(replica)[1])
+    before = len(fleet.steps(0))
+    fleet.start()
+    fleet.train_on()
+    fleet.stop()
+
+    assert_every_sample_once(fleet.steps(0)[before:], on_disk + 1)
+
+
+def newest_held(fleet: Fleet, replica: int) -> int:
+    """The step of the newest state that this replica's node holds for a peer; -1 for none."""
+    try:
+        address, _pid = fleet.holder(replica)
+    except FileNotFoundError:
+        return -1
+    return max((int(one["step"]) for one in peer.held(address, TOKEN)), default=-1)
+
+
+def end_holder(fleet: Fleet, replica: int) -> None:
+    _address, pid = fleet.holder(replica)
+    gone = os.pidfd_open(pid)
+    signal.pidfd_send_signal(gone, signal.SIGKILL)
+    select.select([gone], [], [], PATIENCE_S)
+    (fleet.folder / f"memory{replica}" / "job_t" / "holder.json").unlink()
 
 
 def newest_local(fleet: Fleet, replica: int) -> int:

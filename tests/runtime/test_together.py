@@ -59,7 +59,9 @@ class Other:
         self.heard: list[str] = []
         host, _, port = address.rpartition(":")
         self.connection = socket.create_connection((host, int(port)))
-        self._say({"op": "join", "token": TOKEN, "rank": 1, "address": "a:1", "gloo": "g:1"})
+        self._say(
+            {"op": "join", "token": TOKEN, "rank": 1, "address": "a:1", "gloo": "g:1", "holder": {}}
+        )
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -251,8 +253,8 @@ def test_a_tier_of_which_a_checkpoint_fails_comes_after_the_others(
     pair.other.answers["checkpoints"] = {"value": [[*found] for found in there]}
     pair.other.answers["read"] = {"value": ""}
     tried: list[str] = []
-    monkeypatch.setattr(pair.saver, "saves", lambda: there)
-    monkeypatch.setattr(pair.saver, "read", lambda name, _tier: tried.append(name))
+    monkeypatch.setattr(pair.saver.sources, "saves", lambda: there)
+    monkeypatch.setattr(pair.saver.sources, "read", lambda name, _tier: tried.append(name))
 
     with pytest.raises(ValueError, match="none of the 3 checkpoints of this job can be loaded"):
         pair.together.load()

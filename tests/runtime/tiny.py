@@ -1,7 +1,7 @@
 """A job small enough for tests: a linear model, a line per committed step, a digest at the end.
 
-Its options: `steps`, `mode`, `checkpoint_s` and `local_s`, `pace_s` (what a shard takes, as if an
-accelerator computed it), `dropout`, and what a misfit of a replica has otherwise: `width`,
+Its options: `steps`, `mode`, `checkpoint_s`, `local_s` and `peer_s`, `pace_s` (what a shard takes,
+as if an accelerator computed it), `dropout`, and what a misfit of a replica has otherwise: `width`,
 `samples`, `seed`, `rate`. `rich` trains with all that a loop may have besides. `data` is "ids",
 "dataset", "loader", "stateful" or "streams": what Batches is given; `workers` load it, `drop_last`
 ends it. Of a replica of several ranks the model is divided among them.
@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 def main() -> None:
     options = {
-        "steps": None, "mode": "cover", "checkpoint_s": 3600, "local_s": 3600, "width": 32,
-        "samples": 960, "seed": 5, "rate": 1e-3, "rich": False, "pace_s": 0.003, "data": "ids",
-        "workers": 0, "drop_last": False, "dropout": 0.5, **job.options,
+        "steps": None, "mode": "cover", "checkpoint_s": 3600, "local_s": 3600, "peer_s": 3600,
+        "width": 32, "samples": 960, "seed": 5, "rate": 1e-3, "rich": False, "pace_s": 0.003,
+        "data": "ids", "workers": 0, "drop_last": False, "dropout": 0.5, **job.options,
     }  # fmt: skip
     folder = Path(options["folder"])
     name = f"{job.replica}.{job.rank}" if job.rank else f"{job.replica}"
@@ -45,7 +45,11 @@ def main() -> None:
         divide(model)
     shard_size = 4 if options["rich"] else 2
     batches = batches_of(options, data, shard_size)
-    intervals = {"local": options["local_s"], "shared": options["checkpoint_s"]}
+    intervals = {
+        "peer": options["peer_s"],
+        "local": options["local_s"],
+        "shared": options["checkpoint_s"],
+    }
     saver = runtime.Checkpointer(job, every_s=intervals)
     parts = rich(model) if options["rich"] else {"optimizer": Momentum(model, options["rate"])}
 

@@ -39,3 +39,16 @@ def flip_a_bit(path: Path, where: int) -> None:
     data[where % len(data)] ^= 1 << (where % 8)
     path.unlink()  # it may be shared with other checkpoints
     path.write_bytes(data)
+
+
+def flip_held_bits(pid: int) -> None:
+    """One in each state that a holder has memory for, as bad memory would."""
+    links = Path(f"/proc/{pid}/fd").iterdir()
+    memories = [link for link in links if "drydock-held" in str(link.readlink())]
+    assert memories
+    for memory in memories:
+        with memory.open("r+b") as opened:
+            opened.seek(1000)
+            (byte,) = opened.read(1)
+            opened.seek(1000)
+            opened.write(bytes([byte ^ 1]))

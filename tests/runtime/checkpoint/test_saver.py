@@ -18,7 +18,7 @@ import torch
 
 from runtime.checkpoint import Checkpointer, store
 from runtime.checkpoint.rooms import ROOMS
-from runtime.checkpoint.tiers import TIERS, TierName, tiers_of
+from runtime.checkpoint.tiers import TierName, tiers_of
 from runtime.client import CheckpointSaved, Sender, Trouble
 from runtime.job import Job
 from runtime.snapshot import Copying, state_of
@@ -128,8 +128,8 @@ def test_one_copy_is_written_to_each_tier(on_two_tiers: OneRank) -> None:
     told = [(m.tier, m.digest) for m in on_two_tiers.told.messages]
     digest = staged_at(7).digest
     assert sorted(told) == [("local", digest), ("shared", digest)]
-    assert on_two_tiers.saver.saves() == [(7, "save7", "local"), (7, "save7", "shared")]
-    assert {read_from(on_two_tiers, 7, tier) for tier in TIERS} == {digest}
+    assert on_two_tiers.saver.sources.saves() == [(7, "save7", "local"), (7, "save7", "shared")]
+    assert {read_from(on_two_tiers, 7, tier) for tier in on_two_tiers.saver.tiers} == {digest}
 
 
 def test_what_a_later_epoch_made_comes_before_a_later_step(on_two_tiers: OneRank) -> None:
@@ -140,7 +140,7 @@ def test_what_a_later_epoch_made_comes_before_a_later_step(on_two_tiers: OneRank
         on_two_tiers.saver.save(begin, f"save{step}", [tier], epoch=epoch, last=True)
     on_two_tiers.told.until(lambda: {*on_two_tiers.told.saved()} == {9, 7})
 
-    assert [save[0] for save in on_two_tiers.saver.saves()] == [7, 9]
+    assert [save[0] for save in on_two_tiers.saver.sources.saves()] == [7, 9]
 
 
 def test_a_tier_that_fails_costs_the_other_nothing(on_two_tiers: OneRank, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_tier_that_fails_costs_the_other_nothing(on_two_tiers: OneRank, tmp_pa
     on_two_tiers.told.until(lambda: 2 in on_two_tiers.told.saved())
 
     assert on_two_tiers.told.troubles() == ["checkpoint_failed"]
-    assert (2, "save2", "shared") in on_two_tiers.saver.saves()
+    assert (2, "save2", "shared") in on_two_tiers.saver.sources.saves()
 
 
 def test_without_the_shared_folder_a_job_goes_on_from_its_own_disk(
@@ -164,7 +164,7 @@ def test_without_the_shared_folder_a_job_goes_on_from_its_own_disk(
     (tmp_path / "checkpoints").write_text("not a folder any more")
     restarted = OneRank(tmp_path, own_disk=True)
 
-    assert restarted.saver.saves() == [(1, "save1", "local")]
+    assert restarted.saver.sources.saves() == [(1, "save1", "local")]
     assert restarted.told.troubles() == ["checkpoints_out_of_reach"]
 
 
@@ -195,14 +195,14 @@ def test_a_disk_that_cannot_be_used_keeps_no_job_from_beginning(tmp_path: Path) 
     (tmp_path / "disk").write_text("in the way")
     new = OneRank(tmp_path, own_disk=True)
 
-    assert new.saver.saves() == []
+    assert new.saver.sources.saves() == []
     new.save_all(1)
     assert new.told.troubles() == ["checkpoint_failed"]
     new.saver.finish()
 
 
 def read_from(trainer: OneRank, step: int, tier: TierName) -> str:
-    read = trainer.saver.read(f"save{step}", tier)
+    read = trainer.saver.sources.read(f"save{step}", tier)
     assert read is not None
     return read.digest
 
@@ -211,7 +211,7 @@ def test_only_what_changed_is_written_and_only_the_newest_kept(trainer: OneRank)
     trainer.save_all(1, 2, 3, 4, 5)
 
     newest = trainer.saver.folders.shared / "step-00000005"
-    assert trainer.saver.saves() == [
+    assert trainer.saver.sources.saves() == [
         (5, "save5", "shared"),
         (4, "save4", "shared"),
         (3, "save3", "shared"),
@@ -261,7 +261,7 @@ def test_a_killed_writer_costs_its_save_and_the_next_succeeds(trainer: OneRank) 
 
     trainer.save_all(3)
 
-    assert trainer.saver.saves() == [(3, "save3", "shared"), (1, "save1", "shared")]
+    assert trainer.saver.sources.saves() == [(3, "save3", "shared"), (1, "save1", "shared")]
     assert trainer.told.troubles() == ["checkpoint_failed"]
 
 
@@ -275,7 +275,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_may_be_mended(
 
     trainer.save_all(2)
 
-    assert trainer.saver.saves() == [(2, "save2", "shared")]
+    assert trainer.saver.sources.saves() == [(2, "save2", "shared")]
 
 
 def test_a_state_that_grows_gets_other_rooms(trainer: OneRank) -> None:
@@ -323,8 +323,8 @@ def test_two_ranks_make_one_checkpoint(tmp_path: Path) -> None:
     for rank in ranks:
         rank.saver.finish()
 
-    assert [rank.saver.saves() for rank in ranks] == [[(7, "save7", "shared")]] * 2
-    images = [rank.saver.read("save7", "shared") for rank in ranks]
+    assert [rank.saver.sources.saves() for rank in ranks] == [[(7, "save7", "shared")]] * 2
+    images = [rank.saver.sources.read("save7", "shared") for rank in ranks]
     assert [image and image.digest for image in images] == [staged_at(7).digest] * 2
 
 
@@ -337,16 +337,16 @@ def test_with_another_number_of_ranks_a_job_does_not_begin_anew(tmp_path: Path) 
 
     for other in (OneRank(tmp_path, 0, 1), OneRank(tmp_path, 1, 4)):
         with pytest.raises(ValueError, match=f"of 2 ranks, this one has {other.saver.job.ranks}"):
-            other.saver.saves()
+            other.saver.sources.saves()
 
 
 def test_a_damaged_checkpoint_is_told_and_not_read(trainer: OneRank) -> None:
     trainer.save_all(1, 2)
     (trainer.saver.folders.shared / "step-00000002" / "rank-0-0001.bin").write_bytes(b"short")
 
-    assert trainer.saver.read("save2", "shared") is None
+    assert trainer.saver.sources.read("save2", "shared") is None
     assert trainer.told.troubles() == ["checkpoint_refused"]
-    assert trainer.saver.read("save1", "shared") is not None
+    assert trainer.saver.sources.read("save1", "shared") is not None
 
 
 def test_checkpoints_of_which_none_can_be_read_are_not_taken_for_none(trainer: OneRank) -> None:
@@ -354,7 +354,7 @@ def test_checkpoints_of_which_none_can_be_read_are_not_taken_for_none(trainer: O
     (trainer.saver.folders.shared / "step-00000001" / "manifest.json").write_text("{}")
 
     with pytest.raises(ValueError, match=r"none of the 1 checkpoints in .* can be read: mend that"):
-        trainer.saver.saves()
+        trainer.saver.sources.saves()
 
 
 def test_a_state_of_which_no_copy_can_be_made_costs_no_step(trainer: OneRank) -> None:
@@ -382,7 +382,7 @@ def test_a_long_description_gets_room_for_the_next_save(trainer: OneRank) -> Non
     trainer.told.until(lambda: 3 in trainer.told.saved())
 
     assert trainer.told.saved() == [1, 3]
-    read = trainer.saver.read("second", "shared")
+    read = trainer.saver.sources.read("second", "shared")
     assert read is not None
     assert state_of(read) == long
 
@@ -431,4 +431,4 @@ def test_one_rank_s_failure_is_one_alarm(tmp_path: Path) -> None:
         rank.saver.finish()
 
     assert [rank.told.troubles().count("checkpoint_failed") for rank in ranks] == [0, 1]
-    assert ranks[0].saver.saves() == [(3, "save3", "shared"), (1, "save1", "shared")]
+    assert ranks[0].saver.sources.saves() == [(3, "save3", "shared"), (1, "save1", "shared")]

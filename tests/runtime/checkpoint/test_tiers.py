@@ -10,7 +10,7 @@ import pytest
 
 from runtime.checkpoint import draft, store
 from runtime.checkpoint.interval import FAILURES_PER_NODE_DAY as RATE
-from runtime.checkpoint.tiers import TIERS, Folders, run_of, tiers_of
+from runtime.checkpoint.tiers import Folders, run_of, tiers_of
 from runtime.client import Sender
 from runtime.job import Job
 from tests.runtime.checkpoint.states import staged_at
@@ -32,11 +32,13 @@ def test_a_job_without_a_folder_on_its_nodes_has_one_tier(tmp_path: Path) -> Non
 
 def test_each_tier_has_an_interval_of_its_own(tmp_path: Path) -> None:
     tiers = tiers_of(job_at(tmp_path), {"local": 5.0, "shared": 60.0}, 3, RATE)
-    assert [tiers[name].pace.every_s for name in TIERS] == [5.0, 60.0]
+    assert [tiers[name].pace.every_s for name in ("local", "shared")] == [5.0, 60.0]
 
 
 def test_an_interval_of_no_tier_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"every_s names \['disk'\]; the tiers are local, shared"):
+    with pytest.raises(
+        ValueError, match=r"every_s names \['disk'\]; the tiers are peer, local, shared"
+    ):
         tiers_of(job_at(tmp_path), {"disk": 5.0}, 3, RATE)
 
 

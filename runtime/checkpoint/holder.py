@@ -1,0 +1,296 @@
+"""The process that keeps peers' checkpoints in this node's memory.
+
+    DRYDOCK_TOKEN=... python -m runtime.checkpoint.holder --job JOB --folder FOLDER [--host ADDRESS]
+
+One for each job and node; the job's ranks start it where it does not run. It outlives them, and
+ends when nobody was connected for long. Of each rank it keeps the newest state that came whole, and
+receives the next one beside it. Imports no torch.
+
+Requests, each behind the job's token (see `runtime.serving`):
+    {"op": "list"}  answered by {"held": [...]}, what is held of all ranks, without their tables
+    {"op": "hold", "run", "rank", "ranks", "step", "save", "epoch", "bytes"}  answered by
+        {"held": digest} if that save is held already, else by {"go": true}; the state's table and
+        facts follow, then its chunks, and the answer to these is {"held": digest}
+    {"op": "read", "rank", "save"}  answered by the state's description and its chunks
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime import client
+from runtime.framing import PeerFailed, receive_chunk, receive_json, send_chunk, send_json
+from runtime.image import CHUNK_BYTES, Damaged, Table, chunks_of
+from runtime.serving import RequestServer
+
+log = logging.getLogger("drydock.holder")
+
+IDLE_S = 1800.0  # a job that starts anew later than that begins from its disks
+SILENT_S = 60.0  # a connection on which nothing comes in the middle of a state
+LOCK, ADDRESS = "holder.lock", "holder.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    """Which state it is. Of two of one rank the one of later training is the newer."""
+
+    run: str
+    rank: int
+    ranks: int
+    step: int
+    save: str
+    epoch: int
+    bytes: int
+
+    @property
+    def age(self) -> tuple[int, int]:
+        return self.epoch, self.step
+
+    @property
+    def keep(self) -> int:
+        """How many of a rank are kept: where a state has several parts, one of which may not come,
+        also the one before."""
+        return 1 if self.ranks == 1 else 2
+
+
+class Buffer:
+    """Memory for one state; as a memfd it is counted by name in /proc, and can be looked into."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.users = 0  # who read it now
+        fd = os.memfd_create("drydock-held")
+        try:
+            os.posix_fallocate(fd, 0, max(size, 1))  # fails here, not at the first touch
+            self.memory = memoryview(mmap.mmap(fd, max(size, 1)))[:size]
+        finally:
+            os.close(fd)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """A state that came whole."""
+
+    label: Label
+    facts: dict[str, Any]
+    table: Table
+    hashes: tuple[str, ...]
+    buffer: Buffer
+
+    @property
+    def digest(self) -> str:
+        return self.table.digest(self.hashes)
+
+
+class Memory:
+    """What is held of each rank, newest first, and one buffer beside it for the next."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[Held]] = {}
+        self._spare: dict[int, Buffer] = {}
+        self._receiving: set[int] = set()  # ranks
+        self._changed = threading.Condition()
+
+    def listed(self) -> list[Held]:
+        with self._changed:
+            return [one for held in self._held.values() for one in held]
+
+    def begin(self, label: Label) -> Held | Buffer:
+        """Where to receive this state; or what is held of it, if another replica gave it before.
+        Waits for one of the same rank that is on its way. Raises PeerFailed, MemoryError, OSError.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: label.rank not in self._receiving)
+            self._drop_others(label)
+            for held in self._held.get(label.rank, []):
+                if held.label.save == label.save:
+                    return held
+                if held.label.age > label.age:
+                    raise PeerFailed(f"a later one is held: step {held.label.step}")
+            self._receiving.add(label.rank)
+            spare = self._spare.pop(label.rank, None)
+        try:
+            if spare is None or spare.size != label.bytes or spare.users:
+                del spare  # before another is made
+                spare = Buffer(label.bytes)
+        except BaseException:
+            self.fail(label, None)
+            raise
+        return spare
+
+    def finish(self, held: Held) -> None:
+        """It is whole. The one that is too old by now makes room for the next."""
+        rank = held.label.rank
+        with self._changed:
+            ours = self._held.setdefault(rank, [])
+            ours.insert(0, held)
+            for old in ours[held.label.keep :]:
+                self._spare[rank] = old.buffer
+            del ours[held.label.keep :]
+            self._receiving.discard(rank)
+            self._changed.notify_all()
+
+    def fail(self, label: Label, buffer: Buffer | None) -> None:
+        with self._changed:
+            if buffer is not None:
+                self._spare[label.rank] = buffer
+            self._receiving.discard(label.rank)
+            self._changed.notify_all()
+
+    def take(self, rank: int, save: str) -> Held:
+        """Which stays as it is until it is given back. Raises PeerFailed."""
+        with self._changed:
+            for held in self._held.get(rank, []):
+                if held.label.save == save:
+                    held.buffer.users += 1
+                    return held
+        raise PeerFailed(f"no save {save} of rank {rank} is held here")
+
+    def give_back(self, held: Held) -> None:
+        with self._changed:
+            held.buffer.users -= 1
+
+    def _drop_others(self, label: Label) -> None:
+        """A job that began anew, or was cut otherwise, has no use for what was held before."""
+        for rank, held in list(self._held.items()):
+            if any((o.label.run, o.label.ranks) != (label.run, label.ranks) for o in held):
+                del self._held[rank]
+                self._spare.pop(rank, None)
+
+
+class Holder:
+    """Answers the requests."""
+
+    def __init__(self) -> None:
+        self.memory = Memory()
+
+    def serve(self, connection: socket.socket, request: dict[str, Any]) -> None:
+        connection.settimeout(SILENT_S)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(SILENT_S))
+        try:
+            self._answer(connection, request)
+        except (PeerFailed, OSError, MemoryError, Damaged, KeyError, TypeError) as error:
+            log.warning("refused op=%s error=%s", request.get("op"), error)
+            send_json(connection, {"error": str(error) or repr(error)})
+            raise
+        connection.settimeout(None)  # between two saves as long as it takes
+
+    def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
+        op = request.pop("op")
+        del request["token"]
+        if op == "list":
+            found = [
+                {**vars(one.label), "facts": one.facts, "digest": one.digest}
+                for one in self.memory.listed()
+            ]
+            send_json(connection, {"held": found})
+        elif op == "read":
+            self._give(connection, int(request["rank"]), str(request["save"]))
+        elif op == "hold":
+            self._receive(connection, Label(**request))
+        else:
+            raise PeerFailed(f"unknown op {op!r}")
+
+    def _give(self, connection: socket.socket, rank: int, save: str) -> None:
+        held = self.memory.take(rank, save)
+        try:
+            described = {"step": held.label.step, **held.table.describe(), "digest": held.digest}
+            send_json(connection, {**described, "chunks": held.hashes})
+            for chunk, known in zip(chunks_of(held.buffer.memory), held.hashes, strict=True):
+                send_chunk(connection, chunk, known)
+        finally:
+            self.memory.give_back(held)
+
+    def _receive(self, connection: socket.socket, label: Label) -> None:
+        found = self.memory.begin(label)
+        if isinstance(found, Held):
+            send_json(connection, {"held": found.digest})
+            return
+        try:
+            send_json(connection, {"go": True})
+            described = receive_json(connection)
+            table = Table.restore(described["table"])
+            if table.bytes != label.bytes:
+                raise PeerFailed(f"a table of {table.bytes} bytes for {label.bytes}")
+            hashes = []
+            for start in range(0, label.bytes, CHUNK_BYTES):
+                part = found.memory[start : start + CHUNK_BYTES]
+                hashes.append(receive_chunk(connection, part))
+        except BaseException:
+            self.memory.fail(label, found)
+            raise
+        held = Held(
+            label=label,
+            facts=described["facts"],
+            table=table,
+            hashes=tuple(hashes),
+            buffer=found,
+        )
+        self.memory.finish(held)
+        log.info("held step=%s rank=%s save=%s", label.step, label.rank, label.save)
+        send_json(connection, {"held": held.digest})
+
+
+def hold_alone(folder: Path) -> int:
+    """Be the one holder of this folder, for as long as the descriptor is open. Raises
+    BlockingIOError if another is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def announce(folder: Path, address: str) -> None:
+    """Where ranks of this node find us."""
+    draft = folder / f".{ADDRESS}-{os.getpid()}"
+    draft.write_text(json.dumps({"address": address, "pid": os.getpid()}))
+    draft.replace(folder / ADDRESS)
+
+
+def main() -> None:
+    """Say the address on standard output, and serve."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--folder", required=True, type=Path, help="on this node, of all jobs")
+    parser.add_argument("--host", default="127.0.0.1", help="the address at which peers reach us")
+    parser.add_argument("--idle", type=float, default=IDLE_S, help="seconds until it ends")
+    given = parser.parse_args()
+    logging.basicConfig(format="%(asctime)s holder %(message)s", level=logging.INFO)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    folder = given.folder / given.job
+    try:
+        lock = hold_alone(folder)
+    except BlockingIOError:
+        raise SystemExit(f"a holder runs in {folder} already") from None
+    token = os.environ.get(client.ENV_TOKEN, "")
+    if not token:
+        raise SystemExit(f"give the job's token in {client.ENV_TOKEN}")
+    server = RequestServer(given.host, token, Holder().serve, idle_s=None)
+    announce(folder, server.address)
+    sys.stdout.write(server.address + "\n")
+    sys.stdout.flush()
+    server.await_idle(given.idle)
+    (folder / ADDRESS).unlink(missing_ok=True)
+    os.close(lock)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""A peer's memory as a tier: which holder keeps ours, how a state gets there, and back.
+
+See `holder` for the process that keeps it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime import client
+from runtime.checkpoint.holder import ADDRESS, LOCK, SILENT_S, Label
+from runtime.framing import PeerFailed, receive_chunk, receive_json, send_chunk, send_json
+from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, chunks_of, hash_of, pages
+from runtime.serving import Requests
+
+START_S = 20.0  # how long a holder may take to start
+_STARTING = "starting.lock"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A holder, as it is told to peers."""
+
+    address: str  # host:port
+    domain: str  # what fails together, from the largest to the node: "hall-1/rack-7/node-12"
+
+    def describe(self) -> dict[str, str]:
+        return {"address": self.address, "domain": self.domain}
+
+
+def shared_levels(one: str, other: str) -> int:
+    """How many levels of two failure domains are the same; all levels, if it is the same node."""
+    pairs = zip(one.split("/"), other.split("/"), strict=False)
+    levels = 0
+    for mine, theirs in pairs:
+        if mine != theirs:
+            break
+        levels += 1
+    return levels
+
+
+def holder_for(
+    members: Sequence[Mapping[str, Any]], replica: int, rank: int, domain: str
+) -> Place | None:
+    """The holder that keeps the part of this rank: that of the member, from the next one on round,
+    whose failure domain has least in common with ours. None if nobody has one.
+
+    `members`: as an epoch's grant names them, in the order of their numbers.
+    """
+    numbers = [int(member["replica"]) for member in members]
+    at = numbers.index(replica)
+    in_turn = [*members[at + 1 :], *members[: at + 1]]
+    known = [member["holders"][rank] for member in in_turn if member.get("holders")]
+    places = [Place(str(one["address"]), str(one["domain"])) for one in known if one]
+    return min(places, key=lambda place: shared_levels(domain, place.domain), default=None)
+
+
+# --- the holder of this node --------------------------------------------------------------------
+
+
+def running(folder: Path) -> str:
+    """The address of the holder of this folder of a job, "" if there is none."""
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return str(json.loads((folder / ADDRESS).read_bytes())["address"])
+        return ""
+    finally:
+        os.close(lock)
+    return ""
+
+
+def ensured(folder: Path, job: str, token: str, host: str) -> str:
+    """The address of this node's holder, which is started if none runs. Raises OSError."""
+    inside = folder / job
+    inside.mkdir(parents=True, exist_ok=True)
+    lock = os.open(inside / _STARTING, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one rank starts it for all of this node
+        return running(inside) or _started(folder, job, token, host)
+    finally:
+        os.close(lock)
+
+
+def _started(folder: Path, job: str, token: str, host: str) -> str:
+    arguments = ["--job", job, "--folder", str(folder.absolute()), "--host", host]
+    path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+    environment = {**os.environ, "PYTHONPATH": path, client.ENV_TOKEN: token}
+    # It belongs to no placement: whoever ends all that a rank has started spares it.
+    environment.pop(client.ENV_PLACEMENT, None)
+    with (folder / job / "holder.log").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "runtime.checkpoint.holder", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            start_new_session=True,
+            cwd="/",
+            env=environment,
+        )
+    assert process.stdout is not None  # noqa: S101 - it is a pipe
+    with process.stdout as said:
+        address = said.readline().decode().strip()
+    if not address:
+        raise OSError(f"no holder could be started: see {folder / job / 'holder.log'}")
+    return address
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+
+def held(address: str, token: str) -> list[dict[str, Any]]:
+    """What is held there: `holder.Label` with facts and digest. Raises PeerFailed."""
+    requests = Requests(address, token)
+    try:
+        answer = receive_json(requests.ask(op="list"))
+    except OSError as error:
+        raise PeerFailed(f"holder {address}: {error}") from error
+    finally:
+        requests.close()
+    return list(answer["held"])
+
+
+class Keeping:
+    """A connection to the holder that keeps ours."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self.address = address
+        self._requests = Requests(address, token, SILENT_S)
+
+    def hold(self, label: Label, table: Table, facts: dict[str, Any], image: memoryview) -> str:
+        """Have a state kept; its digest, once it is there whole. Raises PeerFailed, OSError, and
+        Damaged if what is there is not what was sent."""
+        try:
+            return self._hold(label, table, facts, image)
+        except (OSError, Damaged):
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._requests.close()
+
+    def _hold(self, label: Label, table: Table, facts: dict[str, Any], image: memoryview) -> str:
+        connection = self._requests.ask(op="hold", **vars(label))
+        hashes: list[str] = []
+        answer = receive_json(connection)
+        if "held" in answer:  # another replica was quicker: the same state, for all have the same
+            hashes.extend(hash_of(chunk) for chunk in chunks_of(image))
+        else:
+            send_json(connection, {"table": table.describe(), "facts": facts})
+            for chunk in chunks_of(image):
+                hashes.append(hash_of(chunk))
+                send_chunk(connection, chunk, hashes[-1])
+            answer = receive_json(connection)
+        digest = table.digest(hashes)
+        if answer["held"] != digest:
+            raise Damaged(f"holder {self.address} has {answer['held']}, ours is {digest}")
+        return digest
+
+
+def read(address: str, token: str, rank: int, save: str) -> Staged:
+    """A rank's part of one save, each chunk compared. Raises PeerFailed, and Damaged naming the
+    tensors that are not what was given to be kept."""
+    requests = Requests(address, token, SILENT_S)
+    try:
+        connection = requests.ask(op="read", rank=rank, save=save)
+        described = receive_json(connection)
+        table = Table.restore(described)
+        buffer = pages(table.bytes)
+        hashes = []
+        for number, start in enumerate(range(0, table.bytes, CHUNK_BYTES)):
+            try:
+                part = buffer[start : start + CHUNK_BYTES]
+                hashes.append(receive_chunk(connection, part))
+            except Damaged as error:
+                names = ", ".join(table.names_in(number))
+                raise Damaged(f"holder {address}, rank {rank}, tensors {names}: {error}") from error
+        return Staged.restore(described, buffer, tuple(hashes))
+    finally:
+        requests.close()

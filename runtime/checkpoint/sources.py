@@ -1,0 +1,111 @@
+"""What there is to load: the checkpoints of all tiers, and one of them as a state.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from runtime.checkpoint import peer, store
+from runtime.checkpoint.manifest import Manifest
+from runtime.checkpoint.tiers import TIERS, Folders, Tier, TierName, known_run
+from runtime.image import Damaged, Staged
+from runtime.job import Job
+
+
+class Sources:
+    """Where a rank's part of a checkpoint may be. What cannot be read is told."""
+
+    def __init__(self, job: Job, tiers: Mapping[TierName, Tier], folders: Folders) -> None:
+        self._job = job
+        self._tiers = tiers
+        self._folders = folders
+        self.holder = ""  # the address of this node's own, which keeps what peers save
+
+    def saves(self) -> list[tuple[int, str, TierName]]:
+        """The step, name and tier of each checkpoint that is there, unverified: that of the latest
+        training first, of several of one state the one in the quickest tier.
+
+        A tier that cannot be read, or has some and none that could be ours, is told. If there is no
+        other checkpoint it is raised as ValueError, and as OSError if it is the shared one.
+        """
+        found: list[tuple[int, int, int, str, TierName]] = []
+        failed: OSError | ValueError | None = None
+        for order, name in enumerate(TIERS):
+            if name not in self._tiers:
+                continue
+            try:
+                ours = self._ours(name)
+            except (OSError, ValueError) as error:
+                if name == "shared" or isinstance(error, ValueError):
+                    failed = error
+                self._job.trouble("checkpoints_out_of_reach", f"{name}: {error}")
+                continue
+            found += [(epoch, step, -order, save, name) for epoch, step, save in ours]
+        if failed is not None and not found:
+            raise failed
+        return [(step, save, name) for _, step, _, save, name in sorted(found, reverse=True)]
+
+    def read(self, name: str, tier: TierName) -> Staged | None:
+        """Our part of one checkpoint, or None if it does not verify, which is told."""
+        try:
+            if tier == "peer":
+                return peer.read(self.holder, self._job.token, self._job.rank, name)
+            for folder in self._folders.to_read(tier):
+                for path, found in store.listed(folder):
+                    if isinstance(found, Manifest) and found.save == name:
+                        return store.read(path, 0 if self._tiers[tier].own else self._job.rank)
+        except (Damaged, OSError) as error:
+            self._job.trouble("checkpoint_refused", f"{tier}: {error}")
+        return None
+
+    def _ours(self, tier: TierName) -> list[tuple[int, int, str]]:
+        """Those in one tier that could be loaded: in which epoch they were trained, the step and
+        the name. Raises OSError, ValueError."""
+        if tier == "peer":
+            return self._held()
+        return [(int(one.facts.get("epoch", 0)), one.step, one.save) for one in self._written(tier)]
+
+    def _held(self) -> list[tuple[int, int, str]]:
+        """What peers saved to this node's memory, of our rank."""
+        if not self.holder:
+            return []
+        there = peer.held(self.holder, self._job.token)
+        shared = self._folders.shared
+        try:
+            run = known_run(shared)
+        except OSError:  # then what was kept here last is believed to be of ours
+            run = str(there[0]["run"]) if there else ""
+        if there and not run:
+            raise ValueError(
+                f"the holder at {self.holder} has checkpoints of this job and {shared} has none: "
+                "if it is not mounted, mount it; to begin anew end the holders on all nodes"
+            )
+        mine = (run, self._job.rank, self._job.ranks)
+        return [
+            (int(one["epoch"]), int(one["step"]), str(one["save"]))
+            for one in there
+            if (one["run"], one["rank"], one["ranks"]) == mine
+        ]
+
+    def _written(self, tier: TierName) -> list[Manifest]:
+        folders = self._folders.to_read(tier)
+        found = [one for folder in folders for _path, one in store.listed(folder)]
+        for damaged in (one for one in found if isinstance(one, Damaged)):
+            self._job.trouble("checkpoint_refused", f"{tier}: {damaged}")
+        whole = [one for one in found if isinstance(one, Manifest)]
+        if self._tiers[tier].own:
+            return [one for one in whole if one.facts.get("ranks") == self._job.ranks]
+        if found and not whole:
+            raise ValueError(
+                f"none of the {len(found)} checkpoints in {folders[0]} can be read: mend that, or "
+                "to begin anew move that folder away"
+            )
+        ours = [one for one in whole if len(one.parts) == self._job.ranks]
+        if whole and not ours:
+            raise ValueError(
+                f"{folders[0]} has checkpoints of replicas of {len(whole[0].parts)} ranks, this "
+                f"one has {self._job.ranks}: resume with as many, or give another DRYDOCK_STATE_DIR"
+            )
+        return ours

@@ -1,0 +1,142 @@
+"""Requests between the processes of a job: one JSON line each, which carries the job's token, and
+what follows it on the same connection. See `framing` for that."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import logging
+import socket
+import socketserver
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from runtime.framing import PeerFailed, send_json
+
+log = logging.getLogger("drydock.peers")
+
+IDLE_S = 30.0  # a connection on which nothing is asked for so long is closed
+MAX_LINE = 1 << 12
+FIRST_LINE_S = 5.0  # how long a stranger may take to show the token
+MAX_CONNECTIONS = 256  # each has a thread
+TIMEOUT_S = 5.0
+
+Serve = Callable[[socket.socket, dict[str, Any]], None]
+
+
+class RequestServer:
+    """Serves from background threads whoever knows the token."""
+
+    def __init__(
+        self, host: str, token: str, serve: Serve, *, idle_s: float | None = IDLE_S
+    ) -> None:
+        """`serve` answers one request on its connection, on a thread of that connection; what it
+        raises closes it."""
+        known = token.encode()
+        self._open = 0
+        self._changed = threading.Condition()
+        outer = self
+
+        class Handler(socketserver.StreamRequestHandler):
+            timeout = idle_s
+            disable_nagle_algorithm = True
+
+            def handle(self) -> None:
+                stranger = threading.Timer(FIRST_LINE_S, self._hang_up)
+                stranger.start()
+                try:
+                    while line := self.rfile.readline(MAX_LINE):
+                        request = admitted(self.connection, line, known)
+                        stranger.cancel()
+                        serve(self.connection, request)
+                finally:
+                    stranger.cancel()
+
+            def _hang_up(self) -> None:
+                with contextlib.suppress(OSError):  # it hung up first
+                    self.connection.shutdown(socket.SHUT_RDWR)
+
+        class Server(socketserver.ThreadingTCPServer):
+            daemon_threads = True
+            allow_reuse_address = True
+            request_queue_size = 128
+
+            def verify_request(self, _request: Any, _client: Any) -> bool:
+                return outer._enter()
+
+            def process_request_thread(self, request: Any, client_address: Any) -> None:
+                try:
+                    super().process_request_thread(request, client_address)
+                finally:
+                    outer._leave()
+
+            def handle_error(self, _request: Any, _client: Any) -> None:
+                log.debug("request_failed", exc_info=True)
+
+        self._server = Server((host, 0), Handler)
+        self.address = f"{host}:{self._server.server_address[1]}"
+        threading.Thread(
+            target=self._server.serve_forever, name="drydock-peers", daemon=True
+        ).start()
+
+    def await_idle(self, seconds: float) -> None:
+        """Return once nobody was connected for so long."""
+        with self._changed:
+            while self._open or self._changed.wait(seconds):
+                self._changed.wait_for(lambda: not self._open)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _enter(self) -> bool:
+        with self._changed:
+            if self._open == MAX_CONNECTIONS:
+                return False
+            self._open += 1
+            self._changed.notify_all()
+        return True
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._open -= 1
+            self._changed.notify_all()
+
+
+class Requests:
+    """Requests to one server, one after another. Connects with the first."""
+
+    def __init__(self, address: str, token: str, timeout_s: float = TIMEOUT_S) -> None:
+        self.address = address
+        self._token = token
+        self._timeout_s = timeout_s
+        self._socket: socket.socket | None = None
+
+    def ask(self, **message: Any) -> socket.socket:
+        """Send a request; the answer is to be read from what is returned. Raises PeerFailed."""
+        try:
+            if self._socket is None:
+                host, _, port = self.address.rpartition(":")
+                self._socket = socket.create_connection((host, int(port)), self._timeout_s)
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.sendall(json.dumps({"token": self._token, **message}).encode() + b"\n")
+        except OSError as error:
+            self.close()
+            raise PeerFailed(f"peer {self.address}: {error}") from error
+        return self._socket
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def admitted(connection: socket.socket, line: bytes, token: bytes) -> dict[str, Any]:
+    """The request in this line. Raises PermissionError if its token is not the job's."""
+    request: dict[str, Any] = json.loads(line)
+    if not hmac.compare_digest(str(request.get("token", "")).encode(), token):
+        send_json(connection, {"error": "wrong token"})
+        raise PermissionError("a peer gave a wrong token")
+    return request

@@ -1,0 +1,295 @@
+"""What a holder keeps of peers' states: the newest that came whole, for who knows the token."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.checkpoint import peer
+from runtime.checkpoint.holder import Holder, Label
+from runtime.checkpoint.peer import Keeping, Place, holder_for
+from runtime.framing import PeerFailed, receive_json
+from runtime.image import Damaged, Staged
+from runtime.serving import Requests, RequestServer
+from tests.runtime.checkpoint.states import flip_held_bits, staged_at
+
+TOKEN = "right"
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    server = RequestServer("127.0.0.1", TOKEN, Holder().serve, idle_s=None)
+    yield server.address
+    server.close()
+
+
+def label(step: int, **more: Any) -> Label:
+    plain: dict[str, Any] = {"run": "r", "rank": 0, "ranks": 1, "epoch": 1, "save": f"save{step}"}
+    return Label(**{**plain, "step": step, "bytes": staged_at(step).table.bytes, **more})
+
+
+def keep(address: str, step: int, *, token: str = TOKEN, **more: Any) -> str:
+    """Have the state of this step kept there; its digest."""
+    staged = staged_at(step)
+    keeping = Keeping(address, token)
+    try:
+        image = memoryview(staged.buffer)
+        return keeping.hold(label(step, **more), staged.table, {"job": "j"}, image)
+    finally:
+        keeping.close()
+
+
+def kept(address: str) -> list[tuple[int, int]]:
+    """Ranks and steps."""
+    return [(one["rank"], one["step"]) for one in peer.held(address, TOKEN)]
+
+
+def read(address: str, step: int, rank: int = 0) -> Staged:
+    return peer.read(address, TOKEN, rank, f"save{step}")
+
+
+def test_what_is_kept_comes_back_bit_for_bit(address: str) -> None:
+    digest = keep(address, 7)
+
+    found = read(address, 7)
+    assert (found.step, found.digest) == (7, digest)
+    assert digest == staged_at(7).digest
+    assert bytes(found.buffer) == bytes(staged_at(7).buffer)
+    (listed,) = peer.held(address, TOKEN)
+    assert (listed["digest"], listed["facts"], listed["run"]) == (digest, {"job": "j"}, "r")
+
+
+def test_the_newest_is_kept_and_the_next_is_received_beside_it(address: str) -> None:
+    for step in (5, 6, 7):
+        keep(address, step)
+
+    assert kept(address) == [(0, 7)]
+    with pytest.raises(PeerFailed, match="no save save6 of rank 0 is held here"):
+        read(address, 6)
+
+
+def test_of_a_state_of_several_parts_the_one_before_is_kept_too(address: str) -> None:
+    for step in (5, 6, 7):
+        keep(address, step, ranks=2)
+    keep(address, 6, ranks=2, rank=1)
+
+    assert sorted(kept(address)) == [(0, 6), (0, 7), (1, 6)]
+    assert read(address, 6, rank=1).digest == read(address, 6).digest
+
+
+def test_what_breaks_off_leaves_the_one_before(address: str) -> None:
+    keep(address, 5)
+    requests = Requests(address, TOKEN)
+    connection = requests.ask(op="hold", **vars(label(6)))
+    assert receive_json(connection) == {"go": True}
+    requests.close()
+
+    keep(address, 7)  # which waits for the broken one
+    assert read(address, 7).digest == staged_at(7).digest
+
+
+def test_of_two_replicas_with_one_state_the_second_need_not_send_it(address: str) -> None:
+    digests = [keep(address, 7), keep(address, 7)]
+
+    assert digests == [staged_at(7).digest] * 2
+    assert kept(address) == [(0, 7)]
+
+
+def test_two_replicas_whose_states_differ_are_told(address: str) -> None:
+    keep(address, 7)
+    other = staged_at(8)
+
+    with pytest.raises(Damaged, match="ours is"):
+        Keeping(address, TOKEN).hold(label(7), other.table, {}, memoryview(other.buffer))
+
+
+def test_who_is_late_does_not_replace_what_is_newer(address: str) -> None:
+    keep(address, 3, epoch=2)
+
+    with pytest.raises(PeerFailed, match="a later one is held: step 3"):
+        keep(address, 7, epoch=1)
+    assert kept(address) == [(0, 3)]
+
+
+@pytest.mark.parametrize("anew", [{"run": "other"}, {"ranks": 2}])
+def test_a_job_that_began_anew_finds_nothing_of_before(address: str, anew: dict[str, Any]) -> None:
+    keep(address, 7)
+    keep(address, 1, **anew)
+
+    assert kept(address) == [(0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        ({"op": "hold", "step": 1}, "missing 6 required"),
+        ({"op": "read", "rank": 0}, "save"),
+        ({"op": "forget"}, "unknown op 'forget'"),
+    ],
+)
+def test_who_asks_rubbish_is_answered(address: str, asked: dict[str, Any], answer: str) -> None:
+    with pytest.raises(PeerFailed, match=answer):
+        receive_json(Requests(address, TOKEN).ask(**asked))
+
+
+def test_a_stranger_reads_and_replaces_nothing(address: str) -> None:
+    keep(address, 7)
+
+    for ask in (lambda: peer.read(address, "guessed", 0, "save7"),
+                lambda: keep(address, 8, token="guessed")):  # fmt: skip
+        with pytest.raises(PeerFailed, match="wrong token"):
+            ask()
+    assert kept(address) == [(0, 7)]
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "memory"
+    for path in tmp_path.glob("memory/*/holder.json"):
+        os.kill(pid_of(path), signal.SIGKILL)
+
+
+def pid_of(path: Path) -> int:
+    pid: int = json.loads(path.read_bytes())["pid"]
+    return pid
+
+
+def test_memory_that_went_wrong_is_named_by_tensor(folder: Path) -> None:
+    address = peer.ensured(folder, "j", TOKEN, "127.0.0.1")
+    keep(address, 7)
+    flip_held_bits(pid_of(folder / "j" / "holder.json"))
+
+    with pytest.raises(Damaged, match=r"rank 0, tensors \.base.*were changed"):
+        read(address, 7)
+
+
+def test_ranks_that_start_together_find_one_holder(folder: Path) -> None:
+    found: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(peer.ensured(folder, "j", TOKEN, "127.0.0.1")))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+
+    assert len(found) == 4
+    assert set(found) == {peer.running(folder / "j")}
+
+
+def test_a_holder_that_died_is_replaced_and_has_nothing(folder: Path) -> None:
+    first = peer.ensured(folder, "j", TOKEN, "127.0.0.1")
+    keep(first, 7)
+    process = pid_of(folder / "j" / "holder.json")
+    gone = os.pidfd_open(process)
+    os.kill(process, signal.SIGKILL)
+    select.select([gone], [], [], PATIENCE_S)
+
+    assert peer.running(folder / "j") == ""
+    assert kept(peer.ensured(folder, "j", TOKEN, "127.0.0.1")) == []
+
+
+def test_it_outlives_whoever_started_it(folder: Path) -> None:
+    script = "import sys; from pathlib import Path; from runtime.checkpoint import peer; "
+    script += f"print(peer.ensured(Path(sys.argv[1]), 'j', {TOKEN!r}, '127.0.0.1'))"
+    address = subprocess.run(
+        [sys.executable, "-c", script, folder],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "DRYDOCK_PLACEMENT": "plc_1"},
+    ).stdout.strip()
+
+    keep(address, 7)
+    assert read(address, 7).digest == staged_at(7).digest
+    environment = Path(f"/proc/{pid_of(folder / 'j' / 'holder.json')}/environ").read_bytes()
+    assert b"DRYDOCK_PLACEMENT" not in environment
+
+
+def run_holder(folder: Path, *more: str, token: str = TOKEN) -> subprocess.Popen[str]:
+    arguments = ["--job", "j", "--folder", str(folder), *more]
+    return subprocess.Popen(
+        [sys.executable, "-m", "runtime.checkpoint.holder", *arguments],
+        env={**os.environ, "DRYDOCK_TOKEN": token},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_it_ends_when_nobody_came_for_long(folder: Path) -> None:
+    process = run_holder(folder, "--idle", "0.3")
+    assert process.stdout is not None
+    address = process.stdout.readline().strip()
+    requests = Requests(address, TOKEN)
+    receive_json(requests.ask(op="list"))
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.0)  # somebody is there
+
+    requests.close()
+    assert process.wait(PATIENCE_S) == 0
+    assert peer.running(folder / "j") == ""
+
+
+def test_a_second_one_says_that_it_is_not_needed(folder: Path) -> None:
+    peer.ensured(folder, "j", TOKEN, "127.0.0.1")
+
+    _out, error = run_holder(folder).communicate(timeout=PATIENCE_S)
+    assert "a holder runs in" in error
+
+
+def test_without_a_token_it_does_not_start(folder: Path) -> None:
+    _out, error = run_holder(folder, token="").communicate(timeout=PATIENCE_S)
+    assert "give the job's token in DRYDOCK_TOKEN" in error
+
+
+# --- whose memory it is ---------------------------------------------------------------------------
+
+
+def members(*domains: str) -> list[dict[str, Any]]:
+    return [
+        {"replica": n, "holders": [Place(f"h{n}:1", domain).describe()] if domain else [{}]}
+        for n, domain in enumerate(domains)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("domains", "keepers"),
+    [
+        (("a/1", "a/2", "a/3"), [1, 2, 0]),  # all equally far: the next one
+        (("a/1", "a/2", "b/3", "b/4"), [2, 2, 0, 0]),  # another rack before another node
+        (("a/1", "a/1", "a/2"), [2, 2, 0]),  # never the same node if there is another
+        (("a/1", "a/1"), [1, 0]),  # there is none
+        (("a/1",), [0]),
+        (("a/1", "", "a/3"), [2, 2, 0]),  # one has no holder
+    ],
+)
+def test_the_farthest_member_keeps_it(domains: tuple[str, ...], keepers: list[int]) -> None:
+    there = members(*domains)
+
+    found = [holder_for(there, n, 0, domain) for n, domain in enumerate(domains)]
+    assert [one and one.address for one in found if one] == [f"h{n}:1" for n in keepers]
+
+
+def test_where_nobody_has_a_holder_nobody_keeps_it() -> None:
+    assert holder_for(members("", ""), 0, 0, "a/1") is None
+
+
+def test_a_label_is_newer_by_its_epoch_first() -> None:
+    assert replace(label(3), epoch=2).age > label(7).age
