@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {
     "shard_size": 2,
     "seed": 7,
     "learning_rate": 3e-3,
-    "checkpoint_s": {"local": 5.0, "shared": 20.0},
+    "checkpoint_s": {"peer": 2.0, "local": 5.0, "shared": 20.0},
     "megabytes": 8,
     "log": "",
     "nice": 0,

@@ -26,9 +26,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ingest_url: Short
     state_dir: Path
     shared_dir: Path  # checkpoint root; a rank's DRYDOCK_STATE_DIR is shared_dir/<job>
-    local_dir: Path | None = (
-        None  # checkpoints on this node's own disk; DRYDOCK_LOCAL_DIR of a rank
-    )
+    #: checkpoints on this node's own disk; DRYDOCK_LOCAL_DIR of a rank
+    local_dir: Path | None = None
+    #: where ranks find the process that holds peers' checkpoints in this node's memory;
+    #: DRYDOCK_HOLDER_DIR of a rank
+    holder_dir: Path | None = None
     hardware: Literal["nvml", "simulated"]
     rack: Short = ""
     join_token_file: Path | None = None  # needed until the node is enrolled

@@ -52,6 +52,8 @@ def rank_environment(config: Config, action: wire.StartRank) -> dict[str, str]:
         "DRYDOCK_OPTIONS": json.dumps(action.options),
         "DRYDOCK_STATE_DIR": str(config.shared_dir / action.job),
         "DRYDOCK_LOCAL_DIR": str(config.local_dir or ""),
+        "DRYDOCK_HOLDER_DIR": str(config.holder_dir or ""),
+        "DRYDOCK_DOMAIN": "/".join(filter(None, [config.rack, config.name])),
     }
 
 

@@ -134,6 +134,7 @@ def _agent_settings(node: NodePlan, ingest_url: str, shared: Path) -> str:
         "state_dir": str(node.folder / "state"),
         "shared_dir": str(shared),
         "local_dir": "checkpoints",
+        "holder_dir": "memory",
         "hardware": "simulated",
         "hardware_dir": str(node.chassis),
         "kernel_log": str(node.chassis / "kernel.log"),

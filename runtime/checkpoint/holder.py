@@ -9,8 +9,8 @@ receives the next one beside it. Imports no torch.
 Requests, each behind the job's token (see `runtime.serving`):
     {"op": "list"}  answered by {"held": [...]}, what is held of all ranks, without their tables
     {"op": "hold", "run", "rank", "ranks", "step", "save", "epoch", "bytes"}  answered by
-        {"held": digest} if that save is held already, else by {"go": true}; the state's table and
-        facts follow, then its chunks, and the answer to these is {"held": digest}
+        {"held": digest} if that step of that epoch is held already, else by {"go": true}; the
+        state's table and facts follow, then its chunks, and the answer to these is {"held": digest}
     {"op": "read", "rank", "save"}  answered by the state's description and its chunks
 """
 
@@ -39,6 +39,7 @@ log = logging.getLogger("drydock.holder")
 
 IDLE_S = 1800.0  # a job that starts anew later than that begins from its disks
 SILENT_S = 60.0  # a connection on which nothing comes in the middle of a state
+MEMORY = "drydock-held"  # what is held, by its name in /proc
 LOCK, ADDRESS = "holder.lock", "holder.json"
 
 
@@ -71,7 +72,7 @@ class Buffer:
     def __init__(self, size: int) -> None:
         self.size = size
         self.users = 0  # who read it now
-        fd = os.memfd_create("drydock-held")
+        fd = os.memfd_create(MEMORY)
         try:
             os.posix_fallocate(fd, 0, max(size, 1))  # fails here, not at the first touch
             self.memory = memoryview(mmap.mmap(fd, max(size, 1)))[:size]
@@ -115,8 +116,8 @@ class Memory:
             self._changed.wait_for(lambda: label.rank not in self._receiving)
             self._drop_others(label)
             for held in self._held.get(label.rank, []):
-                if held.label.save == label.save:
-                    return held
+                if held.label.age == label.age:
+                    return held  # by another replica, or asked for twice: all have one state
                 if held.label.age > label.age:
                     raise PeerFailed(f"a later one is held: step {held.label.step}")
             self._receiving.add(label.rank)

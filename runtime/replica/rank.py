@@ -135,11 +135,12 @@ class Rank:
         return [[*found] for found in self.saver.sources.saves()]
 
     @order
-    def read(self, name: str, tier: TierName) -> str:
-        """Read and verify our part of a checkpoint; what was trained up to it, "" if it fails."""
+    def read(self, name: str, tier: TierName) -> list[str]:
+        """Read and verify our part of a checkpoint: what was trained up to it, and its digest;
+        nothing if it fails."""
         self._drop_read()
-        self._read = self.saver.sources.read(name, tier)
-        return "" if self._read is None else history_of(self._read)
+        self._read = read = self.saver.sources.read(name, tier)
+        return [] if read is None else [history_of(read), read.digest]
 
     @order
     def load(self) -> None:

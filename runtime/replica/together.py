@@ -41,6 +41,7 @@ class Together:
             placement=rank.job.placement,
             standby=rank.job.standby,
         )
+        self._digests: list[str] = []  # of what was loaded just now, by rank
         self._staged: dict[int, tuple[int, str]] = {}  # rank -> step and digest of its copy
         #: tier and step -> by rank
         self._saved: dict[tuple[str, int], dict[int, CheckpointSaved]] = {}
@@ -112,7 +113,8 @@ class Together:
         return self.rank.engine.held
 
     def digest(self) -> str:
-        return NEXT.join(self._all("digest"))
+        digests, self._digests = self._digests or self._all("digest"), []
+        return NEXT.join(digests)
 
     def load(self) -> None:
         """The newest checkpoint of which all ranks have their part. A tier of which one fails comes
@@ -121,6 +123,7 @@ class Together:
         Raises ValueError if there are some and none can be loaded: nobody wants to train anew
         without knowing. (What a disk of ours alone has is not there: others may have it whole.)
         """
+        self._digests = []
         mine, *others = self._all("checkpoints")
         there = [found for found in mine if all(found in one for one in others)]
         tried = 0
@@ -128,9 +131,10 @@ class Together:
             step, name, tier = there.pop(0)
             if step <= self.committed:
                 continue
-            histories = set(self._all("read", name=name, tier=tier))
-            if len(histories) == 1 and "" not in histories:
+            parts = self._all("read", name=name, tier=tier)
+            if all(parts) and len({history for history, _digest in parts}) == 1:
                 self._all("load")
+                self._compare(step, [digest for _history, digest in parts])
                 return
             tried += 1
             what = f"{tier}, step {step}: a part is damaged, or of another run"
@@ -145,6 +149,18 @@ class Together:
                 "away"
             )
         self._all("reload")
+
+    def _compare(self, step: int, saved: list[str]) -> None:
+        """Whether what trains now is what was saved: who takes back less than it gave away trains
+        on with other numbers, and nothing else would show it."""
+        self._digests = self._all("digest")
+        flawed = [rank for rank, digest in enumerate(saved) if digest != self._digests[rank]]
+        if flawed:
+            self.trouble(
+                "checkpoint_not_restored",
+                f"step {step}, ranks {flawed}: after loading, the state is not the one that was "
+                "saved: see what load_state_dict of the model, optimizer, schedule or extra does",
+            )
 
     def take(self, step: int, digest: str, donors: list[list[str]]) -> None:
         self._all("take", step=step, digest=digest, donors=donors)

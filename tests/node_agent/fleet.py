@@ -249,6 +249,8 @@ class Node:
             "ingest_url": self.plane.url,
             "state_dir": str(self.state),
             "shared_dir": str(self.shared),
+            "local_dir": "checkpoints",
+            "holder_dir": "memory",
             "join_token_file": str(self.folder / "token"),
             "hardware": "simulated",
             "hardware_dir": str(self.folder),

@@ -69,6 +69,9 @@ def test_a_rank_gets_its_environment_and_is_reported(agent: Node) -> None:
         f"DRYDOCK_URL={agent.plane.url}",
         'DRYDOCK_OPTIONS={"steps": 3}',
         f"DRYDOCK_STATE_DIR={agent.shared / 'job-1'}",
+        f"DRYDOCK_LOCAL_DIR={agent.folder / 'checkpoints'}",
+        f"DRYDOCK_HOLDER_DIR={agent.folder / 'memory'}",
+        "DRYDOCK_DOMAIN=rack-1/node-a",
         "OMP_NUM_THREADS=1",
     }
     assert expected <= set(environment)

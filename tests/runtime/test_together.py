@@ -16,7 +16,7 @@ import torch
 from runtime.checkpoint import Checkpointer
 from runtime.checkpoint.draft import Draft
 from runtime.checkpoint.manifest import digest_of_all
-from runtime.client import CheckpointSaved, Message, Sender
+from runtime.client import CheckpointSaved, Message, Sender, Trouble
 from runtime.data import Batches
 from runtime.job import Job
 from runtime.replica import rank as rank_module
@@ -235,15 +235,35 @@ def test_only_a_checkpoint_whose_parts_are_of_one_run_is_loaded(pair: Pair) -> N
     pair.other.answers["checkpoints"] = {
         "value": [[8, "save8", "shared"], [5, "save5", "shared"], [2, "save2", "shared"]]
     }
-    pair.other.answers["read"] = {"value": "of another run"}
+    pair.other.answers["read"] = {"value": ["of another run", "d"]}
     with pytest.raises(ValueError, match=r"none of the 2 checkpoints of this job can be loaded"):
         pair.together.load()
     refused = pair.state.committed
-    pair.other.answers["read"] = {"value": history}
+    pair.other.answers["read"] = {"value": [history, "d1"]}
+    pair.other.answers["digest"] = {"value": "d1"}
     pair.together.load()
 
     assert (refused, pair.state.committed) == (-1, 8)
     assert [m for m in pair.told.messages if "step 8: a part is damaged" in str(m)]
+    assert pair.together.digest() == f"{pair.state.digest(ledger=True)}-d1"
+
+
+def test_a_state_that_is_not_what_was_saved_is_told(pair: Pair) -> None:
+    staged = trained(5).copy()
+    draft = Draft(pair.saver.folders.shared, 5, "save5", 2, {})
+    for rank in (0, 1):
+        draft.write(rank, staged.table, memoryview(staged.buffer))
+    assert draft.publish()
+    draft.close()
+    pair.other.answers["checkpoints"] = {"value": [[5, "save5", "shared"]]}
+    pair.other.answers["read"] = {"value": [rank_module.history_of(staged), "saved"]}
+    pair.other.answers["digest"] = {"value": "loaded"}
+
+    pair.together.load()
+
+    (told,) = [m for m in pair.told.messages if isinstance(m, Trouble)]
+    assert told.kind == "checkpoint_not_restored"
+    assert told.text.startswith("step 5, ranks [1]")
 
 
 def test_a_tier_of_which_a_checkpoint_fails_comes_after_the_others(
@@ -251,7 +271,7 @@ def test_a_tier_of_which_a_checkpoint_fails_comes_after_the_others(
 ) -> None:
     there = [(9, "c", "local"), (8, "b", "local"), (5, "a", "shared")]
     pair.other.answers["checkpoints"] = {"value": [[*found] for found in there]}
-    pair.other.answers["read"] = {"value": ""}
+    pair.other.answers["read"] = {"value": []}
     tried: list[str] = []
     monkeypatch.setattr(pair.saver.sources, "saves", lambda: there)
     monkeypatch.setattr(pair.saver.sources, "read", lambda name, _tier: tried.append(name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from controlplane import crypto
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED
 from controlplane.incidents.models import Incident
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
@@ -28,25 +30,18 @@ from controlplane.local.scenarios.base import (
     url,
 )
 from controlplane.local.scenarios.replicas import ready_job
-from runtime.checkpoint import store
+from runtime.checkpoint import peer, store
+from runtime.checkpoint.holder import ADDRESS, MEMORY
 from runtime.client import ENV_PLACEMENT
 
 
 @dataclass(frozen=True)
-class Tiers:
-    """The complete checkpoints of one job."""
+class There:
+    """One complete checkpoint, or a state that a holder keeps."""
 
-    local: list[Path]  # on the nodes' own disks
-    shared: list[Path]
-
-    def newest(self) -> dict[str, int]:
-        """The newest step of each tier that holds any."""
-        tiers = {"local": self.local, "shared": self.shared}
-        return {
-            name: max(store.number_of(path)[0] for path in paths)
-            for name, paths in tiers.items()
-            if paths
-        }
+    step: int
+    path: Path | None  # of a checkpoint
+    pid: int | None  # of a holder
 
 
 def play(name: str, say: Say) -> Result:
@@ -54,23 +49,23 @@ def play(name: str, say: Say) -> Result:
     Raises ScenarioError."""
     job = ready_job(needs_spare=False)
     await_rows(
-        lambda: len(_tiers(job).newest()) == len(("local", "shared")),
-        MENDED_S,
-        "the job has no checkpoint on each tier",
+        lambda: all(_tiers(job).values()), MENDED_S, "the job has no checkpoint on each tier"
     )
     epoch, at = job.epoch, datetime.now(UTC)
     killed = _kill(job)
     await_rows(lambda: not _living(killed), 30, "the writers did not finish")
     tiers = _tiers(job)
-    there = tiers.newest()
+    there = {tier: max(one.step for one in found) for tier, found in tiers.items()}
     say(f"SIGKILL of {len(killed)} ranks; newest checkpoints: {there}")
-    freshest = max(there, key=lambda tier: (there[tier], tier == "local"))
-    expected = freshest
+    # Of one step the quicker tier, which comes first, is taken.
+    expected, following, *_ = sorted(there, key=lambda tier: there[tier], reverse=True)
     facts: dict[str, object] = {"ranks": len(killed), "newest": there}
     if name == "corrupt-checkpoint":
-        facts["damaged"] = _damage(tiers, freshest)
-        say(f"a bit flipped in {facts['damaged']} files on the {freshest} tier")
-        expected = next(tier for tier in there if tier != freshest)
+        newer = [one for one in tiers[expected] if one.step >= there[following]]
+        _damage(newer)
+        say(f"a bit flipped in {len(newer)} states on the {expected} tier")
+        facts |= {"damaged": len(newer), "damaged_tier": expected}
+        expected = following
     first = await_rows(lambda: _first_step(job, epoch), MENDED_S, "the job did not go on")
     await_rows(lambda: _whole(job), MENDED_S, "the job is not whole again")
     incidents = await_rows(lambda: _mended(job, at), MENDED_S, "an incident is not resolved")
@@ -115,38 +110,52 @@ def _living(placements: set[str]) -> bool:
     return False
 
 
-def _folders(job: Job) -> dict[str, list[Path]]:
+def _tiers(job: Job) -> dict[str, list[There]]:
+    """What there is on each tier, the quickest first."""
     home = runfile.home()
+    local = home.glob(f"nodes/*/checkpoints/{job.pk}/*/replica-*")
     return {
-        "local": [*home.glob(f"nodes/*/checkpoints/{job.pk}/*/replica-*")],
-        "shared": [home / "shared" / job.pk / "checkpoints"],
+        "peer": [one for path in home.glob(f"nodes/*/memory/{job.pk}") for one in _held(path, job)],
+        "local": [one for folder in local for one in _written(folder)],
+        "shared": _written(home / "shared" / job.pk / "checkpoints"),
     }
 
 
-def _tiers(job: Job) -> Tiers:
-    found = {
-        tier: [path for folder in folders for path in store.candidates(folder)]
-        for tier, folders in _folders(job).items()
-    }
-    return Tiers(found["local"], found["shared"])
+def _written(folder: Path) -> list[There]:
+    return [There(store.number_of(path)[0], path, None) for path in store.candidates(folder)]
 
 
-def _damage(tiers: Tiers, tier: str) -> int:
-    """Flip one bit in each checkpoint of a tier that is newer than all of the other."""
-    paths, others = (tiers.local, tiers.shared) if tier == "local" else (tiers.shared, tiers.local)
-    newest_other = max(store.number_of(path)[0] for path in others)
-    newer = [path for path in paths if store.number_of(path)[0] >= newest_other]
-    for path in newer:
-        files = [*path.glob("rank-*.bin")]
-        if not files:
-            raise ScenarioError(f"{path} has no file of bytes")
-        _flip(random.choice(files))  # noqa: S311 - any will do
-    return len(newer)
+def _held(folder: Path, job: Job) -> list[There]:
+    """What a node's holder keeps; nothing if it does not run."""
+    address = peer.running(folder)
+    if not address:
+        return []
+    pid = int(json.loads((folder / ADDRESS).read_bytes())["pid"])
+    found = peer.held(address, crypto.job_token(job.pk))
+    return [There(int(one["step"]), None, pid) for one in found]
+
+
+def _damage(found: list[There]) -> None:
+    """Flip one bit in each: as a bad disk would, or bad memory."""
+    written = [[*one.path.glob("rank-*.bin")] for one in found if one.path is not None]
+    held = [_held_by(pid) for pid in {one.pid for one in found if one.pid is not None}]
+    if not all([*written, *held]):
+        raise ScenarioError("a checkpoint has no bytes that could be damaged")
+    for file in [random.choice(files) for files in written]:  # noqa: S311 - any will do
+        _flip(file)
+    for memory in [one for memories in held for one in memories]:
+        _flip(memory)
+
+
+def _held_by(pid: int) -> list[Path]:
+    """A holder's memory, as the kernel shows it."""
+    links = Path(f"/proc/{pid}/fd").iterdir()
+    return [link for link in links if MEMORY in str(link.readlink())]
 
 
 def _flip(path: Path) -> None:
     with path.open("r+b") as file:
-        where = path.stat().st_size // 2
+        where = os.fstat(file.fileno()).st_size // 2
         file.seek(where)
         byte = file.read(1)[0]
         file.seek(where)
