@@ -219,6 +219,8 @@ class Reply:
     #: Highest step up to which the control plane holds the ledger without a gap; -1 for none.
     ledger_step: int = -1
     directives: list[dict[str, Any]] = field(default_factory=list)
+    #: How often nodes of this fleet fail, for who saves checkpoints; None if it was not looked up.
+    failures_per_node_day: float | None = None
 
 
 class Rejected(RuntimeError):
@@ -254,6 +256,7 @@ class Sender:
         self.ledger: Callable[[int], list[Ledger]] = _no_ledger
         self.acknowledged: Callable[[list[Ledger]], None] = _ignore
         self.on_directive: Callable[[Directive], None] = _ignore
+        self.failures_per_node_day: float | None = None  # of this fleet, as it is known there
         self.speaks = False  # the lowest live replica asks for directives even with no news
         self._url = urlsplit(url.rstrip("/") + "/v1/runtime") if url else None
         self._token = token
@@ -331,6 +334,9 @@ class Sender:
                 self._queue.popleft()
         self.ledger_step = int(reply.get("ledger_step", -1))
         self.acknowledged(known)
+        self.failures_per_node_day = (
+            reply.get("failures_per_node_day") or self.failures_per_node_day
+        )
         for raw in reply.get("directives", []):
             self._obey(Directive(id=raw["id"], verb=raw["verb"], args=raw.get("args", {})))
         return True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from statistics import median
 
 DAY_S = 86_400.0
@@ -44,15 +45,15 @@ def expected_ettr(stall_s: float, durable_s: float, interval_s: float, mtbf_s: f
 class Pace:
     """How often one tier is saved to."""
 
-    def __init__(self, every_s: float | None, nodes: int, failures_per_node_day: float) -> None:
-        """`every_s` None: as often as is best, by what the last saves cost. Raises ValueError."""
+    def __init__(self, every_s: float | None, nodes: int, rate: Callable[[], float]) -> None:
+        """`every_s` None: as often as is best, by what the last saves cost and by the `rate` of
+        failures per node and day as it is known by then. Raises ValueError."""
         if every_s is not None and not every_s >= 0:
             raise ValueError(f"every_s is {every_s}; give seconds, or 'auto'")
-        if not failures_per_node_day > 0:
-            raise ValueError(
-                f"failures_per_node_day is {failures_per_node_day}; it must be above 0"
-            )
-        self.mtbf_s = DAY_S / (nodes * failures_per_node_day)
+        if not rate() > 0:
+            raise ValueError(f"failures_per_node_day is {rate()}; it must be above 0")
+        self._nodes = nodes
+        self._rate = rate
         self._fixed_s = every_s
         self._stalls: deque[float] = deque(maxlen=MEASURED)
         self._durable: deque[float] = deque(maxlen=MEASURED)
@@ -61,6 +62,11 @@ class Pace:
         """What a save took from the training, and how long it took until it was durable."""
         self._durable.append(durable_s)  # first: who sees a stall looks here too, on another thread
         self._stalls.append(stall_s)
+
+    @property
+    def mtbf_s(self) -> float:
+        """Mean time between two failures of the job."""
+        return DAY_S / (self._nodes * self._rate())
 
     @property
     def every_s(self) -> float:

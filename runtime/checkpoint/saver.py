@@ -20,7 +20,6 @@ from runtime.checkpoint import peer, store
 from runtime.checkpoint.facts import facts_of
 from runtime.checkpoint.handle import WriterHandle
 from runtime.checkpoint.holder import Label
-from runtime.checkpoint.interval import FAILURES_PER_NODE_DAY
 from runtime.checkpoint.peer import Place
 from runtime.checkpoint.rooms import Room, Rooms
 from runtime.checkpoint.sources import Sources
@@ -79,11 +78,11 @@ class Checkpointer:
         *,
         every_s: Interval | Mapping[str, Interval] = "auto",
         keep: int = store.KEEP,
-        failures_per_node_day: float = FAILURES_PER_NODE_DAY,
+        failures_per_node_day: float | None = None,
     ) -> None:
         """`every_s`: seconds between two saves, of all tiers or of each by its name ("peer",
         "local", "shared"); "auto" takes what is best by what saves cost and by
-        `failures_per_node_day`.
+        `failures_per_node_day`: None for what the control plane has seen, or was published.
         `keep`: so many are kept in the shared folder. Raises ValueError."""
         self.job = job
         self.tiers = tiers_of(job, every_s, keep, failures_per_node_day)

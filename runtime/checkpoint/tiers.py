@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from runtime.checkpoint import store
-from runtime.checkpoint.interval import Pace, nodes_of
+from runtime.checkpoint.interval import FAILURES_PER_NODE_DAY, Pace, nodes_of
 from runtime.job import Job
 
 TierName = Literal["peer", "local", "shared"]
@@ -41,7 +41,10 @@ class Tier:
 
 
 def tiers_of(
-    job: Job, every_s: Interval | Mapping[str, Interval], keep: int, failures_per_node_day: float
+    job: Job,
+    every_s: Interval | Mapping[str, Interval],
+    keep: int,
+    failures_per_node_day: float | None,
 ) -> dict[TierName, Tier]:
     """Those that this job has. `every_s`: seconds between two saves, or "auto", of all or by tier.
 
@@ -51,10 +54,15 @@ def tiers_of(
         raise ValueError(f"every_s names {sorted(odd)}; the tiers are {', '.join(TIERS)}")
     nodes = nodes_of(job.world_replicas, job.ranks)
 
+    def rate() -> float:
+        if failures_per_node_day is not None:
+            return failures_per_node_day
+        return job.sender.failures_per_node_day or FAILURES_PER_NODE_DAY
+
     def pace_of(name: TierName) -> Pace:
         asked = every_s.get(name, "auto") if isinstance(every_s, Mapping) else every_s
         seconds = None if asked == "auto" else float(asked)
-        return Pace(seconds, nodes, failures_per_node_day)
+        return Pace(seconds, nodes, rate)
 
     shared = Tier(name="shared", pace=pace_of("shared"), keep=keep, own=False)
     tiers: dict[TierName, Tier] = {"shared": shared}

@@ -25,6 +25,7 @@ from controlplane.jobs.models import (
     Placement,
     ProgressSample,
 )
+from controlplane.jobs.reliability import failures_per_node_day
 from runtime import client
 
 #: What a process says that another has replaced, before the other's placement.
@@ -59,10 +60,12 @@ def record_runtime_batch(
             _record_stopped(job, batch, message)
     job.save()
     touch(job.cluster_id, ("job", job.pk))
+    saves = any(isinstance(message, client.CheckpointSaved) for message in messages)
     directives = Directive.objects.filter(job=job, expires_at__gt=timezone.now())
     return client.Reply(
         ledger_step=job.ledger_step,
         directives=[{"id": d.pk, "verb": d.verb, "args": d.args} for d in directives],
+        failures_per_node_day=failures_per_node_day(job.cluster_id) if saves else None,
     )
 
 

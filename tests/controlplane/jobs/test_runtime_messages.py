@@ -181,3 +181,13 @@ def test_the_curve_of_a_job_that_went_back_runs_forward_in_time(placement: Place
     assert shown is not None
     assert shown["at"] == sorted(shown["at"])
     assert shown["step"][-1] == 35
+
+
+def test_who_saves_is_told_how_often_nodes_fail(placement: Placement) -> None:
+    saved = client.CheckpointSaved(
+        step=5, tier="peer", path="p", bytes=1, digest="d", stall_s=0.1, seconds=0.2,
+        every_s=2.0, ettr=0.9, at=1000.0,
+    )  # fmt: skip
+
+    assert tell(placement, saved).failures_per_node_day == pytest.approx(6.5e-3)
+    assert tell(placement, progress(5)).failures_per_node_day is None

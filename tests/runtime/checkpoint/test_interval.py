@@ -49,7 +49,7 @@ def test_no_other_interval_is_much_better(stall_s: float, mtbf_s: float, other: 
 
 
 def test_a_pace_follows_what_saves_cost_by_now() -> None:
-    pace = Pace(None, nodes_of(64, 8), 6.5e-3)
+    pace = Pace(None, nodes_of(64, 8), lambda: 6.5e-3)
     before = pace.every_s, pace.ettr
     for _ in range(5):
         pace.note(0.01, 0.5)
@@ -65,14 +65,14 @@ def test_a_pace_follows_what_saves_cost_by_now() -> None:
 
 
 def test_one_slow_save_changes_nothing() -> None:
-    pace = Pace(None, 8, 6.5e-3)
+    pace = Pace(None, 8, lambda: 6.5e-3)
     for stall_s in (0.01, 0.01, 5.0):
         pace.note(stall_s, 0.5)
     assert pace.every_s == best_interval(0.01, 0.5, pace.mtbf_s)
 
 
 def test_a_fixed_interval_stays_and_its_ettr_is_told() -> None:
-    pace = Pace(20.0, 8, 6.5e-3)
+    pace = Pace(20.0, 8, lambda: 6.5e-3)
     pace.note(0.01, 0.5)
     assert pace.every_s == 20.0
     assert pace.ettr == expected_ettr(0.01, 0.5, 20.0, pace.mtbf_s)
@@ -84,4 +84,14 @@ def test_a_fixed_interval_stays_and_its_ettr_is_told() -> None:
 )
 def test_what_makes_no_sense_is_refused(every_s: float | None, rate: float, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Pace(every_s, 8, rate)
+        Pace(every_s, 8, lambda: rate)
+
+
+def test_a_fleet_that_fails_more_often_is_saved_more_often() -> None:
+    rates = [6.5e-3]
+    pace = Pace(None, 8, lambda: rates[-1])
+    pace.note(1.0, 0.5)
+    before = pace.every_s
+    rates.append(4 * 6.5e-3)
+
+    assert pace.every_s == pytest.approx(before / 2)
