@@ -9,9 +9,13 @@ from collections.abc import Mapping
 
 from runtime.checkpoint import peer, store
 from runtime.checkpoint.manifest import Manifest
+from runtime.checkpoint.suspects import suspects
 from runtime.checkpoint.tiers import TIERS, Folders, Tier, TierName, known_run
 from runtime.image import Damaged, Staged
 from runtime.job import Job
+
+#: Epoch, step, minus the place of the tier in TIERS, name, tier.
+_Found = tuple[int, int, int, str, TierName]
 
 
 class Sources:
@@ -30,7 +34,7 @@ class Sources:
         A tier that cannot be read, or has some and none that could be ours, is told. If there is no
         other checkpoint it is raised as ValueError, and as OSError if it is the shared one.
         """
-        found: list[tuple[int, int, int, str, TierName]] = []
+        found: list[_Found] = []
         failed: OSError | ValueError | None = None
         for order, name in enumerate(TIERS):
             if name not in self._tiers:
@@ -45,7 +49,23 @@ class Sources:
             found += [(epoch, step, -order, save, name) for epoch, step, save in ours]
         if failed is not None and not found:
             raise failed
-        return [(step, save, name) for _, step, _, save, name in sorted(found, reverse=True)]
+        trains = self._without_suspects(found)
+        return [(step, save, name) for _, step, _, save, name in sorted(trains, reverse=True)]
+
+    def _without_suspects(self, found: list[_Found]) -> list[_Found]:
+        """Raises ValueError if nothing is left of what there is."""
+        try:
+            known = suspects(self._folders.shared)
+        except (OSError, ValueError) as error:
+            self._job.trouble("checkpoints_out_of_reach", f"suspects: {error}")
+            return found
+        left = [one for one in found if (one[0], one[1]) not in known]
+        if found and not left:
+            raise ValueError(
+                f"each of the {len(found)} checkpoints of this job led to NaN soon after it was "
+                f"loaded: mend that and remove {self._folders.shared / 'suspects.json'}"
+            )
+        return left
 
     def read(self, name: str, tier: TierName) -> Staged | None:
         """Our part of one checkpoint, or None if it does not verify, which is told."""

@@ -152,6 +152,7 @@ class Leader:
     def _edge(self, tail: Tail) -> None:
         """Between two steps: what all members agreed on in the last all-reduce."""
         self._pump()
+        self.together.judge(tail.loss)
         if tail.wishes.stop:
             self._stop("stop wanted")
             return
@@ -178,6 +179,8 @@ class Leader:
         due = {name for name in TIERS if wishes.checkpoint or getattr(wishes, name)}
         self.rank.saver.agreed(due)
         self._owed |= due & self._ours()
+        if self.together.on_trial:
+            return
         ready = self.rank.saver.ready(self._owed)
         if ready and self.together.prepare_save(ready):
             self.together.save(ready)

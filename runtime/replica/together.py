@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import uuid
 from collections.abc import Collection
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint.manifest import digest_of_all
+from runtime.checkpoint.suspects import DoesNotTrain, Trial, suspect
 from runtime.checkpoint.tiers import TierName
 from runtime.client import CheckpointSaved
 from runtime.replica.gradients import Tail
@@ -41,6 +43,7 @@ class Together:
             placement=rank.job.placement,
             standby=rank.job.standby,
         )
+        self._trial: Trial | None = None  # of the state that the job began from
         self._digests: list[str] = []  # of what was loaded just now, by rank
         self._staged: dict[int, tuple[int, str]] = {}  # rank -> step and digest of its copy
         #: tier and step -> by rank
@@ -97,6 +100,24 @@ class Together:
             path = (seen or [parts[0].path])[0]  # whose writer was the last knows its name
             told = replace(parts[0], bytes=size, digest=digest, at=part.at, path=path)
             self.rank.job.sender.tell(told)
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether the state that the job began from has not shown yet that it trains."""
+        return self._trial is not None
+
+    def judge(self, loss: float) -> None:
+        """The loss of a step that all made. Raises DoesNotTrain on all replicas alike."""
+        if self._trial is None:
+            return
+        try:
+            self._trial.note(loss)
+        except DoesNotTrain:
+            with contextlib.suppress(OSError):  # another replica, or a person, has to
+                suspect(self.rank.saver.folders.shared, self._trial.state)
+            raise
+        if self._trial.over:
+            self._trial = None
 
     # --- membership.Trainer ---------------------------------------------------------------------
 
@@ -190,6 +211,9 @@ class Together:
             raise Incomplete(f"the ranks of this replica are at the steps {steps}; start it anew")
 
     def enter(self, grant: dict[str, Any]) -> None:
+        if grant["begins"]:
+            began = self.committed >= 0
+            self._trial = Trial((self.trained_in, self.committed)) if began else None
         self._all("enter", grant=grant)
 
     def stage(self) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
 import socket
+import struct
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runtime.checkpoint import peer, store
+from runtime.checkpoint.draft import Draft
 from tests.runtime.checkpoint.states import flip_a_bit, flip_held_bits
 from tests.runtime.replicas import PATIENCE_S, TOKEN, Cable, Fleet, until
 
@@ -345,6 +349,46 @@ def test_a_state_that_was_damaged_in_memory_is_taken_from_disk(make_fleet: MakeF
     fleet.stop()
 
     assert_every_sample_once(fleet.steps(0)[before:], on_disk + 1)
+
+
+def test_a_state_that_leads_to_nan_is_not_loaded_twice(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(2, options={"checkpoint_s": 0.3})
+    fleet.start()
+    folder = fleet.folder / "state" / "checkpoints"
+    until(lambda: len(store.candidates(folder)) > 2, "several checkpoints")
+    kill_whole(fleet)
+    good = poison_newest(folder)
+
+    fleet.start()
+    codes = {process.wait(PATIENCE_S) for process in fleet.ranks.values()}
+    kill_whole(fleet)
+    before = len(fleet.steps(0))
+    fleet.start()
+    fleet.train_on(40)
+    fleet.stop()
+
+    assert codes == {1}
+    assert "was loaded: it is not loaded again" in (fleet.folder / "rank0.log").read_text()
+    went_on = fleet.steps(0)[before:]
+    assert went_on[0]["step"] == good + 1
+    assert all(math.isfinite(step["loss"]) for step in went_on)
+
+
+def poison_newest(folder: Path) -> int:
+    """Replace the newest checkpoint by one that verifies and has NaN for weights; the step of the
+    newest that is left as it was."""
+    newest, *older = store.candidates(folder)
+    manifest, staged = store.manifest_of(newest), store.read(newest)
+    for piece in staged.table.pieces:
+        if piece.name.startswith(".model"):
+            nan = struct.pack("<f", math.nan) * (piece.bytes // 4)
+            staged.buffer[piece.offset : piece.offset + piece.bytes] = nan
+    store.remove(newest)
+    draft = Draft(folder, staged.step, "poisoned", 1, manifest.facts)
+    draft.write(0, staged.table, memoryview(staged.buffer))
+    assert draft.publish()
+    draft.close()
+    return store.number_of(older[0])[0]
 
 
 def newest_held(fleet: Fleet, replica: int) -> int:

@@ -1,0 +1,74 @@
+"""States that verify and yet do not train: NaN soon after a load. They are not loaded again.
+
+`checkpoints/suspects.json` in the shared folder names them, by the epoch and step that made them:
+whoever is started next begins from an older one. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import uuid
+from pathlib import Path
+
+TRIAL_STEPS = 20  # after a load: so long a state is on trial, and none is saved
+TOO_MANY = 3  # losses in a row that are no numbers: a single one may be a bad batch
+_FILE = "suspects.json"
+
+State = tuple[int, int]  # epoch and step
+
+
+class DoesNotTrain(RuntimeError):
+    """The state that the job began from leads to NaN."""
+
+
+class Trial:
+    """One state, from the load on."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self._left = TRIAL_STEPS
+        self._bad = 0
+
+    @property
+    def over(self) -> bool:
+        """It trains."""
+        return not self._left
+
+    def note(self, loss: float) -> None:
+        """The loss of the next step. Raises DoesNotTrain."""
+        self._left = max(0, self._left - 1)
+        self._bad = 0 if math.isfinite(loss) else self._bad + 1
+        if self._bad == TOO_MANY and not self.over:
+            epoch, step = self.state
+            raise DoesNotTrain(
+                f"{TOO_MANY} losses in a row were {loss} within {TRIAL_STEPS} steps after the "
+                f"state of step {step} (epoch {epoch}) was loaded: it is not loaded again"
+            )
+
+
+def suspects(folder: Path) -> set[State]:
+    """Of the checkpoints in this folder. Raises OSError, ValueError if that cannot be read."""
+    try:
+        found = json.loads((folder / _FILE).read_bytes())
+        return {(int(one["epoch"]), int(one["step"])) for one in found}
+    except FileNotFoundError:
+        return set()
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / _FILE} is damaged ({error!r}): remove it") from error
+
+
+def suspect(folder: Path, state: State) -> None:
+    """Add one; all replicas add the same. Raises OSError."""
+    known = set()
+    with contextlib.suppress(ValueError):
+        known = suspects(folder)
+    data = [{"epoch": epoch, "step": step} for epoch, step in sorted(known | {state})]
+    draft = folder / f".{_FILE}-{uuid.uuid4().hex}"
+    with draft.open("x") as file:
+        json.dump(data, file)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(folder / _FILE)

@@ -1,0 +1,58 @@
+"""A state that verifies and leads to NaN is told apart from one bad batch, and remembered."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from runtime.checkpoint.suspects import (
+    TOO_MANY,
+    TRIAL_STEPS,
+    DoesNotTrain,
+    Trial,
+    suspect,
+    suspects,
+)
+
+NAN, INF = math.nan, math.inf
+
+
+def noted(*losses: float) -> Trial:
+    trial = Trial((2, 40))
+    for loss in losses:
+        trial.note(loss)
+    return trial
+
+
+@pytest.mark.parametrize("bad", [[NAN] * TOO_MANY, [1.0, NAN, INF, NAN], [NAN, 1.0, NAN, NAN, NAN]])
+def test_losses_that_stay_no_numbers_condemn_a_state(bad: list[float]) -> None:
+    with pytest.raises(DoesNotTrain, match=r"state of step 40 \(epoch 2\)"):
+        noted(*bad)
+
+
+def test_a_bad_batch_does_not() -> None:
+    assert not noted(1.0, NAN, NAN, 1.0, NAN).over
+
+
+def test_a_state_that_trained_for_a_while_is_no_longer_to_blame() -> None:
+    trial = noted(*[1.0] * TRIAL_STEPS)
+    assert trial.over
+    for _ in range(TOO_MANY):
+        trial.note(NAN)
+
+
+def test_each_is_remembered(tmp_path: Path) -> None:
+    assert suspects(tmp_path) == set()
+    for state in ((2, 40), (1, 7), (2, 40)):
+        suspect(tmp_path, state)
+
+    assert suspects(tmp_path) == {(1, 7), (2, 40)}
+    assert [path.name for path in tmp_path.iterdir()] == ["suspects.json"]
+
+
+def test_a_damaged_list_is_named(tmp_path: Path) -> None:
+    (tmp_path / "suspects.json").write_text("{]")
+    with pytest.raises(ValueError, match=r"suspects.json is damaged .*: remove it"):
+        suspects(tmp_path)
