@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from runtime.checkpoint import peer, store
 from runtime.checkpoint.manifest import Manifest
@@ -56,8 +57,10 @@ class Sources:
         """Raises ValueError if nothing is left of what there is."""
         try:
             known = suspects(self._folders.shared)
-        except (OSError, ValueError) as error:
-            self._job.trouble("checkpoints_out_of_reach", f"suspects: {error}")
+        except OSError:  # which the shared tier has told
+            return found
+        except ValueError as error:
+            self._job.trouble("checkpoints_out_of_reach", str(error))
             return found
         left = [one for one in found if (one[0], one[1]) not in known]
         if found and not left:
@@ -67,18 +70,22 @@ class Sources:
             )
         return left
 
-    def read(self, name: str, tier: TierName) -> Staged | None:
-        """Our part of one checkpoint, or None if it does not verify, which is told."""
-        try:
-            if tier == "peer":
-                return peer.read(self.holder, self._job.token, self._job.rank, name)
-            for folder in self._folders.to_read(tier):
-                for path, found in store.listed(folder):
-                    if isinstance(found, Manifest) and found.save == name:
-                        return store.read(path, 0 if self._tiers[tier].own else self._job.rank)
-        except (Damaged, OSError) as error:
-            self._job.trouble("checkpoint_refused", f"{tier}: {error}")
-        return None
+    def ranks(self, name: str, tier: TierName) -> int:
+        """How many ranks have saved this checkpoint. Raises Damaged if it is gone."""
+        return self._job.ranks if self._tiers[tier].own else len(self._named(name, tier)[1].parts)
+
+    def read(self, name: str, tier: TierName, rank: int) -> Staged:
+        """The part of one rank: where each rank keeps its own, ours. Raises Damaged, OSError."""
+        if tier == "peer":
+            return peer.read(self.holder, self._job.token, rank, name)
+        return store.read(self._named(name, tier)[0], 0 if self._tiers[tier].own else rank)
+
+    def _named(self, name: str, tier: TierName) -> tuple[Path, Manifest]:
+        for folder in self._folders.to_read(tier):
+            for path, found in store.listed(folder):
+                if isinstance(found, Manifest) and found.save == name:
+                    return path, found
+        raise Damaged(f"the save {name} is gone")
 
     def _ours(self, tier: TierName) -> list[tuple[int, int, str]]:
         """Those in one tier that could be loaded: in which epoch they were trained, the step and
@@ -122,10 +129,4 @@ class Sources:
                 f"none of the {len(found)} checkpoints in {folders[0]} can be read: mend that, or "
                 "to begin anew move that folder away"
             )
-        ours = [one for one in whole if len(one.parts) == self._job.ranks]
-        if whole and not ours:
-            raise ValueError(
-                f"{folders[0]} has checkpoints of replicas of {len(whole[0].parts)} ranks, this "
-                f"one has {self._job.ranks}: resume with as many, or give another DRYDOCK_STATE_DIR"
-            )
-        return ours
+        return whole

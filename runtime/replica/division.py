@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-_MARK = "part_of"  # the key under which a saved part says what it is a part of
+MARK = "part_of"  # the key under which a saved part says what it is a part of
 _ADDRESS_BYTES = 64
 
 
@@ -28,6 +28,11 @@ class Division:
         self.rank = rank
         meshes = [p.device_mesh for p in model.parameters() if is_divided(p)]
         self._mesh: DeviceMesh | None = meshes[0] if meshes else None
+
+    @property
+    def divided(self) -> bool:
+        """Whether any of it is."""
+        return self._mesh is not None
 
     def gather(self, mine: list[float]) -> list[list[float]]:
         """What each rank of the replica gives, in their order; the same on all of them."""
@@ -50,18 +55,37 @@ class Division:
 
     def taken_apart(self, state: Any) -> Any:
         """A nested state with our part in place of each divided tensor, and what of."""
-        return state if self._mesh is None else _replaced(state, _described)
+        return state if self._mesh is None else replaced(state, _described)
 
     def put_together(self, state: Any) -> Any:
         """The reverse. Raises ValueError if this model is not divided, and the state is."""
-        return _replaced(state, self._whole)
+        return replaced(state, self._whole)
+
+    def cut_as(self, given: Any, mine: Any) -> Any:
+        """A nested state in which what is whole there and divided in `mine` is divided too."""
+        if isinstance(given, torch.Tensor):
+            return self._cut(given, mine)
+        if isinstance(given, dict) and isinstance(mine, dict):
+            return {key: self.cut_as(item, mine.get(key)) for key, item in given.items()}
+        if isinstance(given, list) and isinstance(mine, list) and len(given) == len(mine):
+            return [self.cut_as(one, other) for one, other in zip(given, mine, strict=True)]
+        return given
+
+    def _cut(self, whole: torch.Tensor, like: object) -> torch.Tensor:
+        if self._mesh is None or is_divided(whole) or not is_divided(like):
+            return whole
+        if whole.shape != like.shape:
+            return whole
+        dim: int = like.placements[0].dim  # type: ignore[attr-defined]
+        low, high = span(whole.shape[dim], self.rank, self._mesh.size())
+        return as_part(whole.narrow(dim, low, high - low).contiguous(), like)
 
     def _whole(self, value: Any) -> Any:
-        if not (isinstance(value, dict) and _MARK in value):
+        if not (isinstance(value, dict) and MARK in value):
             return value
         from torch.distributed.tensor import DTensor, Shard
 
-        of = value[_MARK]
+        of = value[MARK]
         if self._mesh is None:
             raise ValueError(
                 "the state is a part of a divided model, this script's model is whole; resume with "
@@ -77,17 +101,17 @@ class Division:
         )
 
 
-def _replaced(value: Any, by: Callable[[Any], Any]) -> Any:
+def replaced(value: Any, by: Callable[[Any], Any]) -> Any:
     """A nested value in which each part was replaced that `by` gives another for."""
     other = by(value)
     if other is not value:
         return other
     if isinstance(value, dict):
-        return {key: _replaced(item, by) for key, item in value.items()}
+        return {key: replaced(item, by) for key, item in value.items()}
     if isinstance(value, tuple):
-        return tuple(_replaced(item, by) for item in value)
+        return tuple(replaced(item, by) for item in value)
     if isinstance(value, list):
-        return [_replaced(item, by) for item in value]
+        return [replaced(item, by) for item in value]
     return value
 
 
@@ -97,7 +121,13 @@ def _described(value: Any) -> Any:
     (placement,) = value.placements
     dim: int = placement.dim  # type: ignore[attr-defined]  # any other kind was refused at first
     of = {"shape": [*value.shape], "stride": [*value.stride()], "dim": dim}
-    return {_MARK: of, "part": part_of(value)}
+    return {MARK: of, "part": part_of(value)}
+
+
+def span(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Which of so many rows `fully_shard` gives to a rank, as torch.chunk cuts them."""
+    most = -(-size // ranks)
+    return min(rank * most, size), min((rank + 1) * most, size)
 
 
 def is_divided(tensor: object) -> TypeGuard[DTensor]:

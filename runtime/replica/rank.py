@@ -14,7 +14,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from runtime.checkpoint import Checkpointer
 from runtime.checkpoint.rooms import Room
 from runtime.checkpoint.tiers import TierName
 from runtime.framing import PeerFailed
-from runtime.image import Damaged, Staged
+from runtime.image import Damaged
 from runtime.job import Job
 from runtime.replica.fetching import Follower, fetch_reduced, fetch_state
 from runtime.replica.gradients import Tail, Wishes
@@ -33,6 +33,7 @@ from runtime.replica.nccl import EpochGroup
 from runtime.replica.observing import Observer
 from runtime.replica.pacing import pace_of
 from runtime.replica.peers import PeerServer, Reduced, ReducedLog
+from runtime.replica.resharding import resharded
 from runtime.replica.siblings import NEXT
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
@@ -99,7 +100,7 @@ class Rank:
             lambda step, digest: self.on_staged(step, digest),
             pace_of(job.rate_cap),
         )
-        self._read: Staged | None = None
+        self._read: dict[str, Any] | None = None  # a state
         self._read_room: Room | None = None  # that it lies in, if it does
         self._follower: Follower | None = None
         self._passed_on: Follower | None = None  # who gave us the step that is held
@@ -137,10 +138,22 @@ class Rank:
     @order
     def read(self, name: str, tier: TierName) -> list[str]:
         """Read and verify our part of a checkpoint: what was trained up to it, and its digest;
-        nothing if it fails."""
+        nothing if it fails. No digest if as many ranks as ours did not save it: no part is ours
+        as it is."""
         self._drop_read()
-        self._read = read = self.saver.sources.read(name, tier)
-        return [] if read is None else [history_of(read), read.digest]
+        sources, rank, ranks = self.saver.sources, self.job.rank, self.job.ranks
+        digest = ""
+        try:
+            saved = sources.ranks(name, tier)
+            if saved == ranks:
+                staged = sources.read(name, tier, rank)
+                self._read, digest = state_of(staged), staged.digest
+            else:
+                self._read = resharded(partial(sources.read, name, tier), saved, rank, ranks)
+        except (Damaged, OSError) as error:
+            self.job.trouble("checkpoint_refused", f"{tier}: {error}")
+            return []
+        return [history_of(self._read), digest]
 
     @order
     def load(self) -> None:
@@ -148,7 +161,7 @@ class Rank:
         self.await_copies()
         if self._read is None:
             raise RuntimeError("no state was read or taken")
-        self.state.load(self._read)
+        self.state.restore(self._read)
         self._drop_read()
         self._kept.clear()
         self.link.step = self.state.committed
@@ -173,8 +186,8 @@ class Rank:
         self._drop_read()
         try:
             part = digest.split(NEXT)[self.job.rank]
-            self._read = fetch_state(
-                self._ours(donors), self.job.token, step, part, self._memory_to_read
+            self._read = state_of(
+                fetch_state(self._ours(donors), self.job.token, step, part, self._memory_to_read)
             )
         except (PeerFailed, Damaged) as error:
             raise CannotFollow(str(error)) from error
@@ -401,7 +414,6 @@ def _nothing() -> None:
     """Memory of its own is given back by itself."""
 
 
-def history_of(staged: Staged) -> str:
-    """What was trained up to a copy, and in which epochs: alike in all parts of one checkpoint."""
-    state = state_of(staged)
+def history_of(state: Mapping[str, Any]) -> str:
+    """What was trained up to a state, and in which epochs: alike in all parts of one checkpoint."""
     return hashlib.sha256(json.dumps(state["ledger"]).encode()).hexdigest()

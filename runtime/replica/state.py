@@ -138,7 +138,12 @@ class TrainingState:
 
     def load(self, staged: Staged) -> None:
         """Put a copy back. Raises ValueError if it belongs to other data or another model."""
-        state = self.division.put_together(state_of(staged))
+        self.restore(state_of(staged))
+
+    def restore(self, given: Any) -> None:
+        """Put back what was copied, as a nested state. What is whole there and divided here is cut.
+        Raises ValueError if it belongs to other data or another model."""
+        state = self._cut(self.division.put_together(given))
         self.batches.load_state_dict(state["batches"])
         # What a module's set_extra_state is given it may keep.
         model = {
@@ -159,6 +164,24 @@ class TrainingState:
         self.ledger.load_state_dict(state["ledger"])
         self.committed = int(state["step"])
         self.seed(-1)
+
+    def _cut(self, state: dict[str, Any]) -> dict[str, Any]:
+        """As this model is divided, where a state is of one that was not."""
+        if not self.division.divided:
+            return state
+        cut = self.division.cut_as
+        optimizers = dict(state["optimizers"])
+        for key in optimizers.keys() & self._parts()["optimizers"].keys():
+            optimizer = self.optimizers[int(key)]
+            given = cut(optimizers[key], optimizer.state_dict())
+            # torch's own make their state with their first step, and each kind is as the weights.
+            groups = getattr(optimizer, "param_groups", [])
+            weights = enumerate(weight for group in groups for weight in group["params"])
+            kinds = given.get("state", {}) if isinstance(given, dict) else {}
+            like = {i: dict.fromkeys(kinds[i], weight) for i, weight in weights if i in kinds}
+            optimizers[key] = cut(given, {"state": like})
+        model = cut(state["model"], self.model.state_dict())
+        return {**state, "model": model, "optimizers": optimizers}
 
     def _due(self) -> Due:
         """Until when each tensor stays as it is."""

@@ -175,7 +175,8 @@ class Together:
         """Whether what trains now is what was saved: who takes back less than it gave away trains
         on with other numbers, and nothing else would show it."""
         self._digests = self._all("digest")
-        flawed = [rank for rank, digest in enumerate(saved) if digest != self._digests[rank]]
+        pairs = enumerate(zip(saved, self._digests, strict=True))
+        flawed = [rank for rank, (before, now) in pairs if before not in ("", now)]
         if flawed:
             self.trouble(
                 "checkpoint_not_restored",

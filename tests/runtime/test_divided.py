@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from runtime.checkpoint import store
 from tests.runtime.replicas import PATIENCE_S, until
 from tests.runtime.test_modes import alone, covered
 from tests.runtime.test_replicas import MakeFleet, assert_every_sample_once
@@ -88,6 +89,34 @@ def test_a_divided_replica_trains_as_a_whole_one(make_fleet: MakeFleet) -> None:
     for key in ("loss", "grad_norm", "samples"):
         expected = [step[key] for step in whole.steps(0)]
         assert [step[key] for step in divided.steps(0)] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rich"), [([2, 4, 2], True), ([1, 4, 1], True), ([2, 1, 2], False)]
+)
+def test_a_job_resumes_with_other_ranks(
+    make_fleet: MakeFleet, shapes: list[int], rich: bool
+) -> None:
+    """There and back without a step: what is saved at last is what was saved at first. Then on."""
+    options = {"steps": 30, "rich": rich, "averages": False, "pace_s": 0}
+    fleet = make_fleet(1, divided=shapes[0], options=options)
+    fleet.start_coordinator()
+    images = []
+    for ranks in shapes:
+        fleet.divided = ranks
+        fleet.start_rank(0)
+        assert [process.wait(PATIENCE_S) for process in fleet.part_with(0)] == [0] * ranks
+        newest, *older = store.candidates(fleet.folder / "state" / "checkpoints")
+        for path in older:
+            store.remove(path)
+        assert len(store.manifest_of(newest).parts) == ranks
+        images.append([store.read(newest, rank).digest for rank in range(ranks)])
+    fleet.options["steps"] = 40
+    fleet.start_rank(0)
+    assert [process.wait(PATIENCE_S) for process in fleet.part_with(0)] == [0] * shapes[-1]
+
+    assert images[0] == images[-1]
+    assert [step["step"] for step in fleet.steps(0)] == [*range(40)]
 
 
 def test_a_job_resumes_from_the_newest_checkpoint_of_which_every_part_is_there(

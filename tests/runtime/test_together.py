@@ -18,6 +18,7 @@ from runtime.checkpoint.draft import Draft
 from runtime.checkpoint.manifest import digest_of_all
 from runtime.client import CheckpointSaved, Message, Sender, Trouble
 from runtime.data import Batches
+from runtime.image import Damaged, Staged
 from runtime.job import Job
 from runtime.replica import rank as rank_module
 from runtime.replica.division import Division
@@ -32,6 +33,7 @@ from runtime.replica.state import TrainingState
 from runtime.replica.step import NotWhole, StepEngine
 from runtime.replica.telling import Teller
 from runtime.replica.together import Together
+from runtime.snapshot import state_of
 
 TOKEN = "of this test"
 GRANT = {
@@ -231,7 +233,7 @@ def test_only_a_checkpoint_whose_parts_are_of_one_run_is_loaded(pair: Pair) -> N
             draft.write(rank, staged.table, memoryview(staged.buffer))
         assert draft.publish()
         draft.close()
-    history = rank_module.history_of(trained(5).copy())
+    history = rank_module.history_of(state_of(trained(5).copy()))
     pair.other.answers["checkpoints"] = {
         "value": [[8, "save8", "shared"], [5, "save5", "shared"], [2, "save2", "shared"]]
     }
@@ -256,7 +258,7 @@ def test_a_state_that_is_not_what_was_saved_is_told(pair: Pair) -> None:
     assert draft.publish()
     draft.close()
     pair.other.answers["checkpoints"] = {"value": [[5, "save5", "shared"]]}
-    pair.other.answers["read"] = {"value": [rank_module.history_of(staged), "saved"]}
+    pair.other.answers["read"] = {"value": [rank_module.history_of(state_of(staged)), "saved"]}
     pair.other.answers["digest"] = {"value": "loaded"}
 
     pair.together.load()
@@ -274,13 +276,19 @@ def test_a_tier_of_which_a_checkpoint_fails_comes_after_the_others(
     pair.other.answers["read"] = {"value": []}
     tried: list[str] = []
     monkeypatch.setattr(pair.saver.sources, "saves", lambda: there)
-    monkeypatch.setattr(pair.saver.sources, "read", lambda name, _tier: tried.append(name))
+
+    def read(name: str, *_where: object) -> Staged:
+        tried.append(name)
+        raise Damaged("a bit")
+
+    monkeypatch.setattr(pair.saver.sources, "ranks", lambda _name, _tier: 2)
+    monkeypatch.setattr(pair.saver.sources, "read", read)
 
     with pytest.raises(ValueError, match="none of the 3 checkpoints of this job can be loaded"):
         pair.together.load()
 
     assert tried == ["c", "a", "b"]
-    assert "the next one is shared, step 5" in str(pair.told.messages[0])
+    assert "the next one is shared, step 5" in str(pair.told.messages[1])
 
 
 def test_a_step_that_one_rank_does_not_hear_of_is_not_made(

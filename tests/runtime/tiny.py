@@ -2,9 +2,9 @@
 
 Its options: `steps`, `mode`, `checkpoint_s`, `local_s` and `peer_s`, `pace_s` (what a shard takes,
 as if an accelerator computed it), `dropout`, and what a misfit of a replica has otherwise: `width`,
-`samples`, `seed`, `rate`. `rich` trains with all that a loop may have besides. `data` is "ids",
-"dataset", "loader", "stateful" or "streams": what Batches is given; `workers` load it, `drop_last`
-ends it. Of a replica of several ranks the model is divided among them.
+`samples`, `seed`, `rate`. `rich` trains with all that a loop may have besides, with or without
+`averages`. `data` is "ids", "dataset", "loader", "stateful" or "streams": what Batches is given;
+`workers` load it, `drop_last` ends it. The model is divided among the ranks of a replica.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from torch.utils.data import DataLoader, Dataset  # noqa: E402
 def main() -> None:
     options = {
         "steps": None, "mode": "cover", "checkpoint_s": 3600, "local_s": 3600, "peer_s": 3600,
-        "width": 32, "samples": 960, "seed": 5, "rate": 1e-3, "rich": False, "pace_s": 0.003,
-        "data": "ids", "workers": 0, "drop_last": False, "dropout": 0.5, **job.options,
+        "width": 32, "samples": 960, "seed": 5, "rate": 1e-3, "rich": False, "averages": True,
+        "pace_s": 0.003, "data": "ids", "workers": 0, "drop_last": False, "dropout": 0.5,
+        **job.options,
     }  # fmt: skip
     folder = Path(options["folder"])
     name = f"{job.replica}.{job.rank}" if job.rank else f"{job.replica}"
@@ -51,7 +52,11 @@ def main() -> None:
         "shared": options["checkpoint_s"],
     }
     saver = runtime.Checkpointer(job, every_s=intervals)
-    parts = rich(model) if options["rich"] else {"optimizer": Momentum(model, options["rate"])}
+    parts = (
+        rich(model, averages=options["averages"])
+        if options["rich"]
+        else {"optimizer": Momentum(model, options["rate"])}
+    )
 
     def report(step: Any) -> None:
         steps_log.write(json.dumps(vars(step)) + "\n")
@@ -177,7 +182,7 @@ class Counter:
         self.seen = state["seen"]
 
 
-def rich(model: torch.nn.Sequential) -> dict[str, Any]:
+def rich(model: torch.nn.Sequential, *, averages: bool) -> dict[str, Any]:
     """Two optimizers with a schedule each, a loss scaler that grows and overflows, averages."""
     first = torch.optim.AdamW(model[0].parameters(), lr=1e-3)
     second = torch.optim.SGD(model[2:].parameters(), lr=1e-3, momentum=0.9)
@@ -190,7 +195,9 @@ def rich(model: torch.nn.Sequential) -> dict[str, Any]:
         ],
         "scaler": torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=3),
         # A divided model cannot be copied.
-        "ema": None if job.ranks > 1 else torch.optim.swa_utils.AveragedModel(model),
+        "ema": None
+        if job.ranks > 1 or not averages
+        else torch.optim.swa_utils.AveragedModel(model),
         "extra": {"mine": Counter()},
         "max_grad_norm": 0.5,
     }
