@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.replicas import Fleet, until
+from tests.runtime.replicas import PATIENCE_S, Fleet, until
 
 MakeFleet = Callable[..., Fleet]
 RICH = {"rich": True}
@@ -45,6 +45,22 @@ def test_a_reproducible_job_of_four_three_four_ends_as_one_that_was_left_alone(
 
     assert covered(fleet.steps(0)) == {(1,) * 12}
     assert fleet.weights() == alone(make_fleet, fleet)
+
+
+def test_a_job_that_resumes_with_two_and_with_four_replicas_ends_as_one_left_alone(
+    make_fleet: MakeFleet,
+) -> None:
+    fleet = make_fleet(4, options={"mode": "reproducible"})
+    fleet.start_coordinator()
+    for world, steps in ((4, 20), (2, 40), (4, 60)):
+        fleet.world, fleet.options["steps"] = world, steps
+        for replica in range(world):
+            fleet.start_rank(replica)
+        ended = [fleet.ranks[replica].wait(PATIENCE_S) for replica in range(world)]
+        assert ended == [0] * world
+
+    assert [step["step"] for step in fleet.steps(0)] == [*range(60)]
+    assert alone(make_fleet, fleet) == fleet.weights()
 
 
 def test_covering_survivors_keep_scaler_schedules_averages_and_several_optimizers(
