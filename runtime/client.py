@@ -166,12 +166,13 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, kw_only=True)
 class Trouble:
-    """Something an engineer should know. Key: (placement, kind, at)."""
+    """Something an engineer should know. Key: (placement, kind, subject, at)."""
 
     type: ClassVar[str] = "trouble"
     kind: str
     text: str
     at: float
+    subject: str = ""  # what it is about, of several of a kind: which tier of checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)

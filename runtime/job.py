@@ -51,9 +51,9 @@ class Job:
     sender: client.Sender
     stop: threading.Event  # set by SIGTERM
 
-    def trouble(self, kind: str, text: str) -> None:
-        """Tell an engineer."""
-        self.sender.tell(client.Trouble(kind=kind, text=text, at=time.time()))
+    def trouble(self, kind: str, text: str, subject: str = "") -> None:
+        """Tell an engineer. `subject`: what it is about, of several of a kind."""
+        self.sender.tell(client.Trouble(kind=kind, text=text, subject=subject, at=time.time()))
 
 
 def join(environment: dict[str, str] | None = None) -> Job:

@@ -35,6 +35,8 @@ from controlplane.accounts.models import User
 from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Gpu, MaintenanceWindow, Node
 from controlplane.fleet.selectors import clusters_for
+from controlplane.health.choices import SignalKind
+from controlplane.health.models import Signal
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState, Tier
 from controlplane.jobs.models import (
     Checkpoint,
@@ -255,6 +257,8 @@ class TierHealth:
     newest: Checkpoint
     usual_s: float | None  # between two saves, as told or as seen; None if that is not known
     late: bool
+    failing: tuple[int, ...] = ()  # the replicas whose saves to it fail
+    why: str = ""  # one of them said
 
 
 #: A running job whose next checkpoint takes so many times as long as usual is late with it.
@@ -263,10 +267,36 @@ LATE_TIMES = 3.0
 LAST = 8
 
 
+def troubles_of(job: Job) -> list[Signal]:
+    """What the job's ranks told an engineer lately, newest first."""
+    told = Signal.objects.filter(job_id=job.pk, kind=SignalKind.JOB_TROUBLE)
+    return list(told.order_by("-observed_at", "-recorded_at")[:LAST])
+
+
+def failing_tiers(job: Job) -> dict[str, dict[int, str]]:
+    """By tier and replica, why its saves fail: of the processes that run now."""
+    running = Placement.objects.filter(replica__job=job).exclude(state=PlacementState.ENDED)
+    told = Signal.objects.filter(
+        job_id=job.pk,
+        kind=SignalKind.JOB_TROUBLE,
+        placement_id__in=running.values("pk"),
+        data__kind__in=["checkpoint_failed", "checkpoint_recovered"],
+    ).order_by("observed_at")
+    found: dict[str, dict[int, str]] = {}
+    for signal in told:
+        replicas = found.setdefault(signal.data.get("subject", ""), {})
+        if signal.data["kind"] == "checkpoint_failed":
+            replicas[signal.replica or 0] = signal.data["text"]
+        else:
+            replicas.pop(signal.replica or 0, None)
+    return found
+
+
 def tiers_of(job: Job, checkpoints: list[Checkpoint]) -> list[TierHealth]:
     """One entry for each tier that holds any of a job's last checkpoints, in the order in which
     they are loaded from."""
     found = []
+    failing = failing_tiers(job)
     for tier in Tier.values:
         last = [one for one in checkpoints if one.tier == tier]
         if not last:
@@ -276,7 +306,9 @@ def tiers_of(job: Job, checkpoints: list[Checkpoint]) -> list[TierHealth]:
         age_s = (timezone.now() - last[0].at).total_seconds()
         running = job.state == JobState.RUNNING
         late = running and usual_s is not None and age_s > LATE_TIMES * usual_s + AT_ONCE.seconds
-        found.append(TierHealth(last[0], usual_s, late))
+        why = failing.get(tier, {})
+        text = next(iter(why.values()), "")
+        found.append(TierHealth(last[0], usual_s, late, tuple(sorted(why)), text))
     return found
 
 

@@ -7,6 +7,7 @@ raises an alarm and never stops the training.
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import queue
 import threading
@@ -28,6 +29,8 @@ from runtime.client import CheckpointSaved
 from runtime.image import aligned
 from runtime.job import Job
 from runtime.snapshot import Copying, TooSmall
+
+log = logging.getLogger("drydock.checkpoint")
 
 FINISH_S = 30.0  # how long the end of a job waits for its last checkpoint
 
@@ -92,6 +95,7 @@ class Checkpointer:
         self.on_saved: Callable[[CheckpointSaved], None] = job.sender.tell
         self._last = dict.fromkeys(self.tiers, time.monotonic())
         self._late: set[TierName] = set()  # an engineer was told
+        self._failing: set[TierName] = set()  # and of these
         self._under_way: set[TierName] = set()  # a save is
         self._again: set[TierName] = set()  # there was too little room, and more is being made
         #: where states are copied to; copies for newcomers are made in them too
@@ -268,7 +272,7 @@ class Checkpointer:
             try:
                 writer.start()
             except OSError as error:
-                self.job.trouble("checkpoint_failed", f"{name}: no writer: {error}")
+                self._failed(name, f"no writer: {error}")
         while (save := self._copied.get()) is not None:
             writes = [Write(save, tier) for tier in save.tiers]
             try:
@@ -356,11 +360,28 @@ class Checkpointer:
             write.verified = True
             self._tell(write)
         elif message["op"] == "failed":
-            self.job.trouble("checkpoint_failed", f"{write.where}: {message['error']}")
+            self._failed(write.tier.name, f"step {write.save.step}: {message['error']}")
         elif message["op"] == "done":
             self._end(write, "")
 
+    def _failed(self, tier: TierName, why: str) -> None:
+        """One alarm, however often it fails until it is well again."""
+        with self._lock:
+            new = tier not in self._failing
+            self._failing.add(tier)
+        log.warning("checkpoint_failed tier=%s error=%s", tier, why)
+        if new:
+            self.job.trouble("checkpoint_failed", why, tier)
+
+    def _is_well(self, tier: TierName) -> None:
+        with self._lock:
+            again = tier in self._failing
+            self._failing.discard(tier)
+        if again:
+            self.job.trouble("checkpoint_recovered", "checkpoints are durable again", tier)
+
     def _tell(self, write: Write) -> None:
+        self._is_well(write.tier.name)
         durable, pace = write.durable, write.tier.pace
         pace.note(write.save.stall_s, durable["seconds"])
         self.on_saved(
@@ -390,6 +411,6 @@ class Checkpointer:
             last = len(save.ended) == len(save.tiers)
             self._under_way.discard(write.tier.name)
         if error and not write.verified:
-            self.job.trouble("checkpoint_failed", f"{write.where}: {error}")
+            self._failed(write.tier.name, f"step {write.save.step}: {error}")
         if last:
             self.rooms.give_back(save.room)

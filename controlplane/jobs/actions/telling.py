@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from datetime import UTC, datetime, timedelta
 
 from django.db.models import Q
@@ -226,15 +227,16 @@ def _record_checkpoint(job: Job, message: client.CheckpointSaved) -> None:
 
 
 def _record_trouble(job: Job, batch: client.Batch, message: client.Trouble) -> None:
+    key = f"{batch.placement or job.pk}:{message.kind}:{message.subject}:{message.at}"
     record_signal(
-        f"trouble:{batch.placement or job.pk}:{message.kind[:60]}:{message.at}"[:64],
+        f"trouble:{hashlib.sha256(key.encode()).hexdigest()[:40]}",
         SignalKind.JOB_TROUBLE,
         source=f"replica {batch.replica}",
         observed_at=_moment(message.at),
         job_id=job.pk,
         replica=batch.replica,
         placement_id=batch.placement,
-        data={"kind": message.kind, "text": message.text},
+        data={"kind": message.kind, "text": message.text, "subject": message.subject},
     )
 
 

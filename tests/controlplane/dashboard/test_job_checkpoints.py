@@ -10,9 +10,10 @@ from django.urls import reverse
 from django.utils import timezone
 
 from controlplane.accounts.models import AuditEvent
-from controlplane.jobs.models import Directive, Job
+from controlplane.health.choices import SignalKind
+from controlplane.jobs.models import Directive, Job, Placement
 from tests.controlplane.dashboard.world import Fleet
-from tests.factories import CheckpointFactory
+from tests.factories import CheckpointFactory, PlacementFactory, ReplicaFactory, SignalFactory
 
 
 @pytest.fixture
@@ -39,6 +40,50 @@ def test_each_tier_is_shown_with_its_age_and_whether_it_is_late(operator: Client
     assert "late" in local
     assert shared.startswith('shared"')
     assert "verified" in shared.split("</tr>")[0]
+
+
+def told(job: Job, kind: str, replica: int, *, ago_s: float, placement: Placement) -> None:
+    SignalFactory(
+        kind=SignalKind.JOB_TROUBLE,
+        job_id=job.pk,
+        replica=replica,
+        placement_id=placement.pk,
+        observed_at=timezone.now() - timedelta(seconds=ago_s),
+        data={"kind": kind, "text": "No space left on device", "subject": "local"},
+    )
+
+
+def test_a_tier_that_fails_on_a_replica_is_shown_until_it_is_well(
+    operator: Client, job: Job
+) -> None:
+    CheckpointFactory(job=job, tier="local")
+    first, second = [
+        PlacementFactory(replica=ReplicaFactory(job=job, index=index)) for index in (10, 11)
+    ]
+    told(job, "checkpoint_failed", 10, ago_s=30, placement=first)
+    told(job, "checkpoint_failed", 11, ago_s=20, placement=second)
+    told(job, "checkpoint_recovered", 10, ago_s=10, placement=first)
+
+    failing = page(operator, job)
+    told(job, "checkpoint_recovered", 11, ago_s=5, placement=second)
+    well = page(operator, job)
+
+    row = failing.split('data-tier="local"')[1].split("</tr>")[0]
+    assert "failing on replica 11" in row
+    assert "No space left on device" in row
+    assert "failing" not in well.split('data-tier="local"')[1].split("</tr>")[0]
+    assert "checkpoint_recovered (local), replica 11" in well.split('data-testid="troubles"')[1]
+
+
+def test_what_a_process_that_is_gone_said_of_a_tier_counts_no_more(
+    operator: Client, job: Job
+) -> None:
+    CheckpointFactory(job=job, tier="local")
+    gone = Placement.objects.filter(replica__job=job)[0]
+    told(job, "checkpoint_failed", 0, ago_s=30, placement=gone)
+    Placement.objects.filter(pk=gone.pk).update(state="ended")
+
+    assert "failing" not in page(operator, job).split('data-tier="local"')[1].split("</tr>")[0]
 
 
 def test_an_operator_has_a_checkpoint_saved_and_a_viewer_cannot(

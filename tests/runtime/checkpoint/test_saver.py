@@ -157,6 +157,24 @@ def test_a_tier_that_fails_costs_the_other_nothing(on_two_tiers: OneRank, tmp_pa
     assert (2, "save2", "shared") in on_two_tiers.saver.sources.saves()
 
 
+def test_of_a_tier_that_fails_for_long_an_engineer_is_told_once_and_when_it_is_well_again(
+    on_two_tiers: OneRank, tmp_path: Path
+) -> None:
+    on_two_tiers.save_all(1)
+    (own,) = (tmp_path / "disk").glob("*/*/replica-0-rank-0")
+    own.rename(tmp_path / "away")
+    own.write_text("in the way")
+    on_two_tiers.save_all(2, 3, 4)
+    own.unlink()
+    on_two_tiers.save_all(5)
+
+    told = [m for m in on_two_tiers.told.messages if isinstance(m, Trouble)]
+    assert [(m.kind, m.subject) for m in told] == [
+        ("checkpoint_failed", "local"), ("checkpoint_recovered", "local")
+    ]  # fmt: skip
+    assert (5, "save5", "local") in on_two_tiers.saver.sources.saves()
+
+
 def test_without_the_shared_folder_a_job_goes_on_from_its_own_disk(
     on_two_tiers: OneRank, tmp_path: Path
 ) -> None:
@@ -261,7 +279,7 @@ def test_a_killed_writer_costs_its_save_and_the_next_succeeds(trainer: OneRank) 
     trainer.save_all(3)
 
     assert trainer.saver.sources.saves() == [(3, "save3", "shared"), (1, "save1", "shared")]
-    assert trainer.told.troubles() == ["checkpoint_failed"]
+    assert trainer.told.troubles() == ["checkpoint_failed", "checkpoint_recovered"]
 
 
 def test_a_folder_that_cannot_be_written_is_told_and_may_be_mended(
