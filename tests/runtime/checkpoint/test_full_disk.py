@@ -1,0 +1,92 @@
+"""A disk that is full, or read-only, or gone: one alarm, nothing lost, well again by itself.
+
+With real file systems, which only root may mount.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime.checkpoint import store
+from tests.runtime.checkpoint.states import staged_at
+from tests.runtime.checkpoint.test_saver import OneRank
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+
+
+def mount(*arguments: str | Path) -> None:
+    subprocess.run(["mount", *arguments], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for some four states."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount("-t", "tmpfs", "-o", f"size={4 * staged_at(0).table.bytes}", "none", folder)
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, disk: Path) -> Iterator[OneRank]:
+    one = OneRank(tmp_path, own_disk=True)
+    one.save_all(1)
+    yield one
+    one.saver.finish()
+
+
+def on_disk(trainer: OneRank) -> list[int]:
+    return [step for step, _name, tier in trainer.saver.sources.saves() if tier == "local"]
+
+
+def fill(disk: Path) -> Path:
+    filler = disk / "filler"
+    room = os.statvfs(disk)
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize)
+    return filler
+
+
+def test_a_full_disk_keeps_what_it_has_and_takes_more_once_there_is_room(
+    trainer: OneRank, disk: Path
+) -> None:
+    filler = fill(disk)
+    trainer.save_all(2, 3)
+    meanwhile = on_disk(trainer)
+    filler.unlink()
+    trainer.save_all(4)
+
+    assert meanwhile == [1]
+    assert on_disk(trainer) == [4, 1]
+    assert trainer.saver.sources.read("save4", "local", 0).digest == staged_at(4).digest
+    assert trainer.told.troubles() == ["checkpoint_failed", "checkpoint_recovered"]
+    assert not [*disk.rglob(".writing-*")]
+
+
+def test_a_disk_that_became_read_only_is_told_and_mended(trainer: OneRank, disk: Path) -> None:
+    mount("-o", "remount,ro", disk)
+    trainer.save_all(2, 3)
+    meanwhile = on_disk(trainer)
+    mount("-o", "remount,rw", disk)
+    trainer.save_all(4)
+
+    assert meanwhile == [1]
+    assert on_disk(trainer) == [4, 1]
+    assert trainer.told.troubles() == ["checkpoint_failed", "checkpoint_recovered"]
+
+
+def test_a_disk_that_is_gone_costs_the_shared_folder_nothing(trainer: OneRank, disk: Path) -> None:
+    subprocess.run(["umount", "--lazy", disk], check=True)
+    disk.chmod(0o000)
+    trainer.save_all(2)
+    mount("-t", "tmpfs", "none", disk)  # another one, empty
+    trainer.save_all(3)
+
+    assert store.number_of(store.candidates(trainer.saver.folders.shared)[0]) == (3, 0)
+    assert on_disk(trainer)[0] == 3
