@@ -56,6 +56,7 @@ ENV_STATE_DIR = "DRYDOCK_STATE_DIR"  # where checkpoints of this job live
 ENV_LOCAL_DIR = "DRYDOCK_LOCAL_DIR"  # the same on this node's own disk; absent: none there
 ENV_HOLDER_DIR = "DRYDOCK_HOLDER_DIR"  # where this node's holder of peers' checkpoints is found
 ENV_DOMAIN = "DRYDOCK_DOMAIN"  # what fails together, down to the node: "hall-1/rack-7/node-12"
+ENV_GRACE_S = "DRYDOCK_GRACE_S"  # seconds from SIGTERM to SIGKILL; 30 if it is not said
 ENV_NETWORK = "DRYDOCK_NETWORK"  # an interface, a network or an address: where peers reach us
 ENV_RATE_CAP = "DRYDOCK_RATE_CAP"  # bytes of state per second for newcomers, as 200M
 

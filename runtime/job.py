@@ -20,6 +20,7 @@ from typing import Any
 from runtime import client
 from runtime.launchers import FROM_ENVIRONMENT, need, place_of
 from runtime.replica.pacing import bytes_per_second
+from runtime.replica.preemption import GRACE_S
 
 STANDBY = ("", "migrate", "spare")
 
@@ -46,6 +47,7 @@ class Job:
     holder_dir: Path | None = None  # of this node's holder of peers' checkpoints
     domain: str = ""  # what fails together with this node, from the largest to it, by slashes
     network: str = ""  # at which peers reach us; "" for that which leads to the coordinator
+    grace_s: float = GRACE_S  # from SIGTERM to SIGKILL
     rate_cap: int | None = None  # bytes per second of state for newcomers
     options: dict[str, Any] = field(default_factory=dict)
     sender: client.Sender
@@ -99,11 +101,23 @@ def join(environment: dict[str, str] | None = None) -> Job:
         holder_dir=Path(env[client.ENV_HOLDER_DIR]) if env.get(client.ENV_HOLDER_DIR) else None,
         domain=env.get(client.ENV_DOMAIN) or socket.gethostname(),
         network=env.get(client.ENV_NETWORK, ""),
+        grace_s=seconds_of(env.get(client.ENV_GRACE_S, "")),
         rate_cap=bytes_per_second(env.get(client.ENV_RATE_CAP, "")),
         options=json.loads(env.get(client.ENV_OPTIONS) or "{}"),
         sender=sender,
         stop=stop,
     )
+
+
+def seconds_of(value: str) -> float:
+    """Raises RuntimeError."""
+    try:
+        seconds = float(value) if value else GRACE_S
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise RuntimeError(f"{client.ENV_GRACE_S} is {value!r}; give seconds")
+    return seconds
 
 
 def standby_of(value: str) -> str:

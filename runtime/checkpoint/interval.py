@@ -64,6 +64,11 @@ class Pace:
         self._stalls.append(stall_s)
 
     @property
+    def durable_s(self) -> float | None:
+        """How long a save usually takes until it is durable; None before one was measured."""
+        return median(self._durable) if self._durable else None
+
+    @property
     def mtbf_s(self) -> float:
         """Mean time between two failures of the job."""
         return DAY_S / (self._nodes * self._rate())

@@ -131,7 +131,7 @@ class ReplicaGroup:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda _number, _frame: self._loop.wish_stop())
+            signal.signal(signal.SIGTERM, lambda _number, _frame: self._on_term())
         self.job.sender.on_directive = self._on_directive
         self._loop.start()
         return self
@@ -166,6 +166,10 @@ class ReplicaGroup:
     def pending(self) -> int:
         """The step under way."""
         return self._engine.pending
+
+    def _on_term(self) -> None:
+        self._rank.preemption.notice()
+        self._loop.wish_stop()
 
     def _on_directive(self, directive: Directive) -> None:
         """On the sender's thread."""

@@ -14,14 +14,14 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
 from runtime.checkpoint import Checkpointer
 from runtime.checkpoint.rooms import Room
-from runtime.checkpoint.tiers import TierName
+from runtime.checkpoint.tiers import TIERS, TierName
 from runtime.framing import PeerFailed
 from runtime.image import Damaged
 from runtime.job import Job
@@ -33,6 +33,7 @@ from runtime.replica.nccl import EpochGroup
 from runtime.replica.observing import Observer
 from runtime.replica.pacing import pace_of
 from runtime.replica.peers import PeerServer, Reduced, ReducedLog
+from runtime.replica.preemption import Preemption, durable_in, needed_s
 from runtime.replica.resharding import resharded
 from runtime.replica.siblings import NEXT
 from runtime.replica.state import TrainingState
@@ -105,6 +106,9 @@ class Rank:
         self._follower: Follower | None = None
         self._passed_on: Follower | None = None  # who gave us the step that is held
         self._followed: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        #: held by whoever changes the state, or begins a copy of it
+        self._changing = threading.Lock()
+        self.preemption = Preemption(job.grace_s, self._save_takes_s, self.save_aside)
         self._copies: list[Copying] = []  # under way, for newcomers and checkpoints
         #: for the next copy for newcomers if all rooms are in use, once it was asked for
         self._spare_room: Future[memoryview | None] | None = None
@@ -125,6 +129,7 @@ class Rank:
             return {"failed": names[type(error)], "text": str(error)}
 
     def close(self) -> None:
+        self.preemption.close()
         self.stop_following()
         self._server.close()
 
@@ -283,8 +288,9 @@ class Rank:
         if reduced is None or tail is None:
             raise RuntimeError("no step is held to be committed")
         self._reduced = None
-        self.await_copies()
-        applied = self.engine.apply(reduced, tail)
+        with self._changing:
+            self.await_copies()
+            applied = self.engine.apply(reduced, tail)
         if self._passed_on is not None:
             self._passed_on.applied()
             self._passed_on = None
@@ -316,10 +322,47 @@ class Rank:
     @order
     def save(self, *, name: str, tiers: list[TierName], last: bool) -> None:
         """Begin a copy of our part, for the writer."""
+        if last:
+            self.preemption.edge()
+        with self._changing:
+            self._save(self.state.begin_copy, name, tiers, last=last)
+
+    def save_aside(self) -> None:
+        """The same, in the middle of anything, on a thread of its own: to the tiers that will be
+        durable before we are killed. All ranks of a replica do it each for itself."""
+        with self._changing:
+            epoch, step = self.state.ledger.epoch, self.state.committed
+            if not self._members or step < 0:
+                return  # what we hold others hold too, or nobody has trained anything
+            speaks = self.replica == min(self._members)
+            tiers = self.saver.tiers
+            ours = self.in_time([one for one in tiers if speaks or tiers[one].own])
+            self._save(self.state.begin_copy_aside, f"stop{epoch}x{step}", ours, last=True)
+
+    def in_time(self, tiers: Collection[TierName]) -> list[TierName]:
+        """Of these the ones that will be durable before we are killed, if that was announced."""
+        left_s = self.preemption.left_s()
+        if left_s is None:
+            return [*tiers]
+        in_order = [one for one in TIERS if one in tiers]
+        usual_s = {one: self.saver.tiers[one].pace.durable_s for one in in_order}
+        return sorted(durable_in(in_order, usual_s, left_s))
+
+    def _save_takes_s(self) -> float:
+        """At most, to the quickest tier, and a second to begin."""
+        return 1.0 + min(needed_s(tier.pace.durable_s) for tier in self.saver.tiers.values())
+
+    def _save(
+        self,
+        begin: Callable[[memoryview | None], Copying],
+        name: str,
+        tiers: Collection[TierName],
+        *,
+        last: bool,
+    ) -> None:
         copying = self.saver.save(
-            self.state.begin_copy, name, tiers,
-            replica=self.replica, epoch=self.state.ledger.epoch, last=last,
-        )  # fmt: skip
+            begin, name, tiers, replica=self.replica, epoch=self.state.ledger.epoch, last=last
+        )
         if copying is not None:
             self._copies.append(copying)
 

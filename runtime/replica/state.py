@@ -126,6 +126,13 @@ class TrainingState:
         no step may be applied."""
         return Copying(self._whole(), self.committed, into, self._due())
 
+    def begin_copy_aside(self, into: memoryview | None) -> Copying:
+        """The same copy, while another thread computes the next step or anything else but a commit:
+        changes nothing."""
+        state = {**self._gathered(), "ledger": self.ledger.state_dict()}
+        state["model"] = {**state["model"], **self.statistics.at_edge()}
+        return Copying(state, self.committed, into, self._due())
+
     def size(self) -> int:
         """Bytes that a copy takes. May be asked in the middle of a step."""
         gathered = {**self._gathered(), "ledger": self.ledger.state_dict()}

@@ -99,6 +99,7 @@ class Fleet:
     url: str = ""
     shared_disk: bool = True  # one state folder for all replicas, or one for each
     own_disks: bool = False  # each replica has one besides
+    grace_s: float = 30.0  # from SIGTERM to SIGKILL
     holders: bool = False  # each replica's node keeps what another saves
     lease_s: float = 10.0  # how long members may train without a word from the coordinator
     port: int = 0
@@ -153,6 +154,7 @@ class Fleet:
             ),
             "DRYDOCK_LOCAL_DIR": str(self.folder / f"disk{replica}") if self.own_disks else "",
             "DRYDOCK_HOLDER_DIR": str(self.folder / f"memory{replica}") if self.holders else "",
+            "DRYDOCK_GRACE_S": str(self.grace_s),
             "DRYDOCK_DOMAIN": f"node-{replica}",
             "DRYDOCK_OPTIONS": json.dumps({"folder": str(self.folder), **self.options, **options}),
         }

@@ -3,8 +3,9 @@
 Its options: `steps`, `mode`, `checkpoint_s`, `local_s` and `peer_s`, `pace_s` (what a shard takes,
 as if an accelerator computed it), `dropout`, and what a misfit of a replica has otherwise: `width`,
 `samples`, `seed`, `rate`. `rich` trains with all that a loop may have besides, with or without
-`averages`. `data` is "ids", "dataset", "loader", "stateful" or "streams": what Batches is given;
-`workers` load it, `drop_last` ends it. The model is divided among the ranks of a replica.
+`averages`. At the step `evaluate_at` it does something else for a minute. `data` is "ids",
+"dataset", "loader", "stateful" or "streams": what Batches is given; `workers` load it, `drop_last`
+ends it. The model is divided among the ranks of a replica.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ def main() -> None:
     options = {
         "steps": None, "mode": "cover", "checkpoint_s": 3600, "local_s": 3600, "peer_s": 3600,
         "width": 32, "samples": 960, "seed": 5, "rate": 1e-3, "rich": False, "averages": True,
-        "pace_s": 0.003, "data": "ids", "workers": 0, "drop_last": False, "dropout": 0.5,
+        "evaluate_at": -1, "pace_s": 0.003, "data": "ids", "workers": 0, "drop_last": False, "dropout": 0.5,
         **job.options,
     }  # fmt: skip
     folder = Path(options["folder"])
     name = f"{job.replica}.{job.rank}" if job.rank else f"{job.replica}"
     steps_log = (folder / f"steps.{name}").open("a", buffering=1)
+    evaluating = folder / f"evaluating.{name}"
     torch.set_num_threads(1)
     torch.manual_seed(3)
     data = torch.randn(options["samples"], 16)
@@ -67,6 +69,9 @@ def main() -> None:
     ) as replica:  # fmt: skip
         for shard in replica:
             time.sleep(options["pace_s"])
+            if replica.pending == options["evaluate_at"] and not evaluating.exists():
+                evaluating.touch()
+                time.sleep(60)  # as an evaluation takes long, and no step is made
             rows = data[list(shard.ids)] if options["data"] == "ids" else shard.data
             pieces = torch.split(rows, 2) if options["rich"] else [rows]
             for piece in pieces:
