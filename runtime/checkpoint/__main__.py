@@ -1,7 +1,13 @@
-"""Looks at checkpoints: python -m runtime.checkpoint ls|inspect|verify PATH.
+"""Looks at checkpoints, and takes them to and from other tools.
 
-PATH is a checkpoint, a folder of them, or a job's state folder. Exit status: 0 if all is well, 1 if
-something is damaged, 2 if there is nothing to look at. Needs no torch.
+    python -m runtime.checkpoint ls|inspect|verify|prune PATH
+    python -m runtime.checkpoint diff LEFT RIGHT
+    python -m runtime.checkpoint export PATH OUT --to torch|safetensors|dcp
+    python -m runtime.checkpoint import SOURCE STATE_DIR
+
+A PATH is a checkpoint, a folder of them, or a job's state folder; of several the newest is meant,
+where one is. Exit status: 0 if all is well, 1 if something is damaged or differs, 2 if it cannot be
+done at all. What looks and removes needs no torch.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ import argparse
 import json
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,9 +24,11 @@ from typing import Any
 
 from runtime.checkpoint import store
 from runtime.checkpoint.manifest import Manifest
+from runtime.checkpoint.progress import Bar
 from runtime.image import Damaged
 
-NOTHING = 2
+NOT_WELL, CANNOT = 1, 2
+DAY_S = 86_400.0
 #: One line for a person, beside the object for a program.
 Answer = tuple[dict[str, Any], list[str]]
 
@@ -28,26 +37,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     asked = _asked(arguments)
     try:
-        paths = store.found_in(asked.path)
-    except Damaged as error:
+        answers = list(VERBS[asked.verb](asked))
+    except (Damaged, OSError, ValueError) as error:
         print(error, file=sys.stderr)  # noqa: T201
-        return NOTHING
-    verbs: dict[str, Callable[[Path], Answer]] = {"ls": ls, "inspect": inspect, "verify": verify}
-    well = True
-    found = []
-    for path in paths if asked.verb != "inspect" else paths[:1]:
-        answer, lines = verbs[asked.verb](path)
-        well &= not answer.get("findings")
-        found.append(answer)
-        if not asked.json:
-            print("\n".join(lines), flush=True)  # noqa: T201
+        return CANNOT
     if asked.json:
-        print(json.dumps(found))  # noqa: T201
-    return 0 if well else 1
+        print(json.dumps([answer for answer, _lines in answers]))  # noqa: T201
+    else:
+        print("\n".join(line for _answer, lines in answers for line in lines))  # noqa: T201
+    return NOT_WELL if any(answer.get("findings") for answer, _lines in answers) else 0
 
 
-def ls(path: Path) -> Answer:
-    """What its manifest says."""
+# --- looking --------------------------------------------------------------------------------------
+
+
+def ls(asked: argparse.Namespace) -> list[Answer]:
+    """What each one's manifest says."""
+    return [_listed(path) for path in store.found_in(asked.path)]
+
+
+def _listed(path: Path) -> Answer:
     try:
         manifest = store.manifest_of(path)
     except Damaged as error:
@@ -62,13 +71,14 @@ def ls(path: Path) -> Answer:
     return answer, [f"{line}  {manifest.digest}"]
 
 
-def inspect(path: Path) -> Answer:
-    """What is in it, tensor by tensor."""
+def inspect(asked: argparse.Namespace) -> list[Answer]:
+    """What is in the newest one, tensor by tensor."""
+    path = store.found_in(asked.path)[0]
     try:
         manifest = store.manifest_of(path)
         parts = [store.part_of(path, manifest, one.rank) for one in manifest.parts]
     except Damaged as error:
-        return {"path": str(path), "findings": [str(error)]}, [str(error)]
+        return [({"path": str(path), "findings": [str(error)]}, [str(error)])]
     tensors = [{"rank": part.rank, **vars(piece)} for part in parts for piece in part.table.pieces]
     answer = {
         "path": str(path), "step": manifest.step, "digest": manifest.digest,
@@ -81,21 +91,118 @@ def inspect(path: Path) -> Answer:
         f"{'x'.join(map(str, one['shape'])) or 'scalar':<14} {one['name'].removeprefix('.')}"
         for one in tensors
     ]
-    return answer, lines
+    return [(answer, lines)]
 
 
-def verify(path: Path) -> Answer:
-    """Read every byte of it."""
-    findings = [str(finding) for finding in store.verify(path)]
-    lines = [f"{path.name:<16} {'DAMAGED' if findings else 'well'}"]
-    lines += [f"  {finding}" for finding in findings]
-    return {"path": str(path), "findings": findings}, lines
+def verify(asked: argparse.Namespace) -> list[Answer]:
+    """Read every byte of each."""
+    answers = []
+    for path in store.found_in(asked.path):
+        with Bar(path.name, size_of(path)) as bar:
+            findings = [str(finding) for finding in store.verify(path, bar)]
+        lines = [f"{path.name:<16} {'DAMAGED' if findings else 'well'}"]
+        lines += [f"  {finding}" for finding in findings]
+        answers.append(({"path": str(path), "findings": findings}, lines))
+    return answers
+
+
+def diff(asked: argparse.Namespace) -> list[Answer]:
+    """What is not the same in two."""
+    from runtime.checkpoint.difference import differences, unchanged
+    from runtime.checkpoint.interchange import whole_state
+
+    paths = [store.found_in(asked.left)[0], store.found_in(asked.right)[0]]
+    states = []
+    for path in paths:
+        with Bar(path.name, size_of(path)) as bar:
+            states.append(whole_state(path, bar))
+    found = list(differences(*states))
+    same = unchanged(*states)
+    answer = {
+        "left": str(paths[0]), "right": str(paths[1]), "unchanged": same,
+        "findings": [one.describe() for one in found],
+    }  # fmt: skip
+    lines = [str(one) for one in found] or ["no difference: the same to the last bit"]
+    if found and same:
+        lines.append(f"unchanged weights: {store.shortened(tuple(same), 20)}")
+    return [(answer, lines)]
+
+
+# --- to and from others ---------------------------------------------------------------------------
+
+
+def export(asked: argparse.Namespace) -> list[Answer]:
+    """Write the newest one as another tool reads it."""
+    from runtime.checkpoint.interchange import EXPORTS, whole_state
+
+    path = store.found_in(asked.path)[0]
+    with Bar(path.name, size_of(path)) as bar:
+        state = whole_state(path, bar)
+    EXPORTS[asked.to](state, asked.out)
+    answer = {"path": str(path), "out": str(asked.out), "to": asked.to}
+    return [(answer, [f"{path.name} is in {asked.out} ({asked.to})"])]
+
+
+def import_(asked: argparse.Namespace) -> list[Answer]:
+    """Make what another tool wrote the beginning of a new job."""
+    from runtime.checkpoint.interchange import foreign_state, import_into
+
+    state = foreign_state(asked.source)
+    path = import_into(asked.state_dir, state, asked.source, asked.strip)
+    names = len(state["model"])
+    text = f"{names} tensors are in {path}: a job with this state folder begins from them at step 0"
+    return [({"source": str(asked.source), "path": str(path), "tensors": names}, [text])]
+
+
+def prune(asked: argparse.Namespace) -> list[Answer]:
+    """Remove what is old; never the newest that verifies."""
+    paths = store.found_in(asked.path)
+    safe = next((path for path in paths if not store.verify(path)), None)
+    if safe is None:
+        raise Damaged(f"none of the {len(paths)} checkpoints in {asked.path} verifies: all stay")
+    answers = []
+    for place, path in enumerate(paths):
+        old = asked.older_than is None or _age_s(path) > asked.older_than * DAY_S
+        if path == safe or place < asked.keep or not old:
+            continue
+        if not asked.dry_run:
+            store.remove(path)
+        word = "would remove" if asked.dry_run else "removed"
+        answers.append(({"path": str(path), "removed": not asked.dry_run}, [f"{word} {path.name}"]))
+    return answers or [({"path": str(asked.path), "removed": False}, ["nothing to remove"])]
+
+
+# --- helpers --------------------------------------------------------------------------------------
 
 
 def at(manifest: Manifest) -> str:
     """When it was saved, as far as it says so."""
     when = manifest.facts.get("at")
     return "-" if when is None else f"{datetime.fromtimestamp(when, UTC):%Y-%m-%d %H:%M:%S}Z"
+
+
+def size_of(path: Path) -> int:
+    """Bytes of tensors; 0 if that cannot be told."""
+    try:
+        return sum(part.bytes for part in store.manifest_of(path).parts)
+    except Damaged:
+        return 0
+
+
+def _age_s(path: Path) -> float:
+    return time.time() - path.stat().st_mtime
+
+
+def _count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError("at least 1 is kept")
+    return value
+
+
+VERBS: dict[str, Callable[[argparse.Namespace], Sequence[Answer]]] = {
+    "ls": ls, "inspect": inspect, "verify": verify, "diff": diff, "export": export,
+    "import": import_, "prune": prune,
+}  # fmt: skip
 
 
 def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -105,15 +212,34 @@ def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    helps = {
+    one: dict[str, argparse.ArgumentParser] = {}
+    for verb, text in {
         "ls": "list checkpoints, newest first",
         "inspect": "who made the newest one, and every tensor in it",
         "verify": "read every byte again; name what is damaged",
-    }
-    for verb, text in helps.items():
-        one = verbs.add_parser(verb, help=text)
-        one.add_argument("path", type=Path)
-        one.add_argument("--json", action="store_true", help="print one list of objects")
+        "diff": "what differs between two, tensor by tensor",
+        "export": "write the newest one for another tool",
+        "import": "begin a new job from what another tool wrote",
+        "prune": "remove old ones",
+    }.items():
+        one[verb] = verbs.add_parser(verb, help=text)
+        one[verb].add_argument("--json", action="store_true", help="print one list of objects")
+    for verb in ("ls", "inspect", "verify", "export", "prune"):
+        one[verb].add_argument("path", type=Path)
+    one["diff"].add_argument("left", type=Path)
+    one["diff"].add_argument("right", type=Path)
+    one["export"].add_argument("out", type=Path, help="a name that nothing has yet")
+    one["export"].add_argument("--to", required=True, choices=("dcp", "safetensors", "torch"))
+    one["import"].add_argument(
+        "source", type=Path, help="a torch or safetensors file, a DCP or a Hugging Face folder"
+    )
+    one["import"].add_argument("state_dir", type=Path, help="DRYDOCK_STATE_DIR of the new job")
+    one["import"].add_argument(
+        "--strip", default="", metavar="PREFIX", help="of the tensors' names, as in 'module.'"
+    )
+    one["prune"].add_argument("--keep", type=_count, default=store.KEEP, help="the newest so many")
+    one["prune"].add_argument("--older-than", type=float, metavar="DAYS", help="and what is newer")
+    one["prune"].add_argument("--dry-run", action="store_true", help="only say what would go")
     return parser.parse_args(arguments)
 
 

@@ -176,10 +176,12 @@ class Draft:
         return False  # the file system has no links, or that checkpoint is gone
 
 
-def write(folder: Path, staged: Staged, keep: int = store.KEEP) -> Path:
+def write(
+    folder: Path, staged: Staged, keep: int = store.KEEP, facts: dict[str, Any] | None = None
+) -> Path:
     """A checkpoint of one part, here and now; where it is. Raises OSError, or Damaged if what was
     written cannot be read back."""
-    draft = Draft(folder, staged.step, uuid.uuid4().hex[:12], 1, {})
+    draft = Draft(folder, staged.step, uuid.uuid4().hex[:12], 1, facts or {})
     try:
         part, _written = draft.write(0, staged.table, memoryview(staged.buffer))
         draft.publish()

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,13 @@ log = logging.getLogger("drydock.checkpoint")
 KEEP = 3
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _ASIDE = ".damaged-"
+
+
+Progress = Callable[[int], object]
+
+
+def _unseen(_bytes: int) -> None:
+    """Nobody looks on."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +113,9 @@ def part_of(path: Path, manifest: Manifest, rank: int) -> Part:
     return part
 
 
-def read(path: Path, rank: int = 0) -> Staged:
-    """One rank's image, each chunk compared. Raises Damaged, naming tensors and file."""
+def read(path: Path, rank: int = 0, progress: Progress = _unseen) -> Staged:
+    """One rank's image, each chunk compared. `progress` is told of each file's bytes. Raises
+    Damaged, naming tensors and file."""
     part = part_of(path, manifest_of(path), rank)
     buffer = pages(part.table.bytes)
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -116,6 +124,7 @@ def read(path: Path, rank: int = 0) -> Staged:
             start = file.first * CHUNK_BYTES
             for finding in check(part, file, handle, buffer[start : start + file.bytes]):
                 raise Damaged(f"{path}: {finding}")
+            progress(file.bytes)
     finally:
         os.close(handle)
     return Staged(part.step, part.table, buffer, part.hashes)
@@ -138,8 +147,8 @@ def newest(folder: Path, rank: int = 0) -> tuple[Path, Staged] | None:
     return None
 
 
-def verify(path: Path) -> list[Finding]:
-    """All that is wrong with a checkpoint, reading every byte of it."""
+def verify(path: Path, progress: Progress = _unseen) -> list[Finding]:
+    """All that is wrong with a checkpoint, reading every byte of it. `progress`: see `read`."""
     try:
         manifest = manifest_of(path)
     except Damaged as error:
@@ -153,7 +162,7 @@ def verify(path: Path) -> list[Finding]:
             except Damaged as error:
                 findings.append(Finding(expected.name, expected.rank, (), str(error)))
             else:
-                findings += verify_part(part, handle)
+                findings += verify_part(part, handle, progress)
     finally:
         os.close(handle)
     return findings
@@ -185,9 +194,13 @@ def listed(folder: Path) -> Iterator[tuple[Path, Manifest | Damaged]]:
             yield path, error
 
 
-def verify_part(part: Part, handle: int) -> list[Finding]:
+def verify_part(part: Part, handle: int, progress: Progress = _unseen) -> list[Finding]:
     """Read the files of a part again, from the disk; what is wrong with them."""
-    return [finding for file in part.files for finding in check(part, file, handle)]
+    findings = []
+    for file in part.files:
+        findings += check(part, file, handle)
+        progress(file.bytes)
+    return findings
 
 
 def check(part: Part, file: DataFile, handle: int, into: memoryview | None = None) -> list[Finding]:

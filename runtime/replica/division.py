@@ -7,17 +7,17 @@ is one part.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 
+from runtime.checkpoint.resharding import MARK, replaced, span
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-MARK = "part_of"  # the key under which a saved part says what it is a part of
 _ADDRESS_BYTES = 64
 
 
@@ -101,20 +101,6 @@ class Division:
         )
 
 
-def replaced(value: Any, by: Callable[[Any], Any]) -> Any:
-    """A nested value in which each part was replaced that `by` gives another for."""
-    other = by(value)
-    if other is not value:
-        return other
-    if isinstance(value, dict):
-        return {key: replaced(item, by) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(replaced(item, by) for item in value)
-    if isinstance(value, list):
-        return [replaced(item, by) for item in value]
-    return value
-
-
 def _described(value: Any) -> Any:
     if not is_divided(value):
         return value
@@ -122,12 +108,6 @@ def _described(value: Any) -> Any:
     dim: int = placement.dim  # type: ignore[attr-defined]  # any other kind was refused at first
     of = {"shape": [*value.shape], "stride": [*value.stride()], "dim": dim}
     return {MARK: of, "part": part_of(value)}
-
-
-def span(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Which of so many rows `fully_shard` gives to a rank, as torch.chunk cuts them."""
-    most = -(-size // ranks)
-    return min(rank * most, size), min((rank + 1) * most, size)
 
 
 def is_divided(tensor: object) -> TypeGuard[DTensor]:

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from runtime.checkpoint import Checkpointer
+from runtime.checkpoint.resharding import resharded
 from runtime.checkpoint.rooms import Room
 from runtime.checkpoint.tiers import TIERS, TierName
 from runtime.framing import PeerFailed
@@ -34,7 +35,6 @@ from runtime.replica.observing import Observer
 from runtime.replica.pacing import pace_of
 from runtime.replica.peers import PeerServer, Reduced, ReducedLog
 from runtime.replica.preemption import Preemption, durable_in, needed_s
-from runtime.replica.resharding import resharded
 from runtime.replica.siblings import NEXT
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
@@ -143,8 +143,8 @@ class Rank:
     @order
     def read(self, name: str, tier: TierName) -> list[str]:
         """Read and verify our part of a checkpoint: what was trained up to it, and its digest;
-        nothing if it fails. No digest if as many ranks as ours did not save it: no part is ours
-        as it is."""
+        nothing if it fails. No digest if no part is ours as it is: other ranks saved it, or
+        another tool."""
         self._drop_read()
         sources, rank, ranks = self.saver.sources, self.job.rank, self.job.ranks
         digest = ""
@@ -153,6 +153,8 @@ class Rank:
             if saved == ranks:
                 staged = sources.read(name, tier, rank)
                 self._read, digest = state_of(staged), staged.digest
+                if "ledger" not in self._read:  # weights alone, that another tool made
+                    digest = ""
             else:
                 self._read = resharded(partial(sources.read, name, tier), saved, rank, ranks)
         except (Damaged, OSError) as error:
@@ -459,4 +461,4 @@ def _nothing() -> None:
 
 def history_of(state: Mapping[str, Any]) -> str:
     """What was trained up to a state, and in which epochs: alike in all parts of one checkpoint."""
-    return hashlib.sha256(json.dumps(state["ledger"]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(state.get("ledger")).encode()).hexdigest()

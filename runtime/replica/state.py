@@ -151,6 +151,10 @@ class TrainingState:
         """Put back what was copied, as a nested state. What is whole there and divided here is cut.
         Raises ValueError if it belongs to other data or another model."""
         state = self._cut(self.division.put_together(given))
+        if "batches" not in state:  # weights alone, that another tool made: the job begins
+            self.model.load_state_dict(state["model"])
+            self.statistics.reload()
+            return
         self.batches.load_state_dict(state["batches"])
         # What a module's set_extra_state is given it may keep.
         model = {
@@ -177,7 +181,7 @@ class TrainingState:
         if not self.division.divided:
             return state
         cut = self.division.cut_as
-        optimizers = dict(state["optimizers"])
+        optimizers = dict(state.get("optimizers", {}))
         for key in optimizers.keys() & self._parts()["optimizers"].keys():
             optimizer = self.optimizers[int(key)]
             given = cut(optimizers[key], optimizer.state_dict())

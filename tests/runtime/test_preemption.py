@@ -140,8 +140,8 @@ def test_twenty_preemptions_at_any_moment_lose_no_step(make_fleet: MakeFleet) ->
         marker.unlink(missing_ok=True)
         last = fleet.last(0)["step"]
         fleet.start_rank(0, evaluate_at=-1 if at_edge else last + 30)
-        until(lambda last=last: fleet.last(0)["step"] > last + 10, "it trains")
-        until(lambda at_edge=at_edge: at_edge or marker.exists(), "it evaluates")
+        fleet.wait_for_step(last + 10)
+        until(marker.exists if not at_edge else (lambda: True), "it evaluates")
         time.sleep(moments.random() / 2)
         ended += preempt(fleet)
         lost.append(fleet.steps(0)[-1]["step"] - newest(fleet))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from runtime.checkpoint import peer, store
+from runtime.checkpoint.__main__ import main as checkpoint_tool
 from runtime.checkpoint.draft import Draft
 from tests.runtime.checkpoint.states import flip_a_bit, flip_held_bits
 from tests.runtime.replicas import PATIENCE_S, TOKEN, Cable, Fleet, until
@@ -422,6 +423,23 @@ def kill_whole(fleet: Fleet) -> list[int]:
     fleet.coordinator.wait()
     until(lambda: not [*fleet.folder.rglob(".writing-*")], "all is written")
     return [newest_local(fleet, replica) for replica in range(fleet.world)]
+
+
+def test_a_job_begins_from_weights_that_another_tool_wrote(make_fleet: MakeFleet) -> None:
+    first = make_fleet(1, options={"steps": 30, "pace_s": 0})
+    first.start()
+    assert first.ranks[0].wait(PATIENCE_S) == 0
+    out = first.folder / "weights.pt"
+    assert checkpoint_tool(["export", str(first.folder / "state"), str(out), "--to", "torch"]) == 0
+
+    second = make_fleet(2, options={"steps": 30, "pace_s": 0})
+    assert checkpoint_tool(["import", str(out), str(second.folder / "state")]) == 0
+    second.start()
+    assert [second.ranks[replica].wait(PATIENCE_S) for replica in (0, 1)] == [0, 0]
+
+    assert [step["step"] for step in second.steps(0)] == [*range(30)]
+    assert second.steps(0)[0]["loss"] < first.steps(0)[0]["loss"]
+    assert len(second.digests()) == 1
 
 
 def test_a_wrong_token_is_refused_with_one_line(make_fleet: MakeFleet) -> None:

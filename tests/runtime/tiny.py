@@ -28,8 +28,8 @@ def main() -> None:
     options = {
         "steps": None, "mode": "cover", "checkpoint_s": 3600, "local_s": 3600, "peer_s": 3600,
         "width": 32, "samples": 960, "seed": 5, "rate": 1e-3, "rich": False, "averages": True,
-        "evaluate_at": -1, "pace_s": 0.003, "data": "ids", "workers": 0, "drop_last": False, "dropout": 0.5,
-        **job.options,
+        "evaluate_at": -1, "pace_s": 0.003, "data": "ids", "workers": 0, "drop_last": False,
+        "dropout": 0.5, **job.options,
     }  # fmt: skip
     folder = Path(options["folder"])
     name = f"{job.replica}.{job.rank}" if job.rank else f"{job.replica}"

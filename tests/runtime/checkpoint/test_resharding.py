@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.checkpoint.resharding import resharded, span
 from runtime.image import Damaged, Staged
-from runtime.replica.division import span
-from runtime.replica.resharding import resharded
 from runtime.snapshot import stage
 
 ranks_ = st.integers(1, 9)

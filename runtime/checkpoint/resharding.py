@@ -13,8 +13,29 @@ from typing import Any
 import torch
 
 from runtime.image import Damaged, Staged
-from runtime.replica.division import MARK, replaced, span
 from runtime.snapshot import state_of
+
+MARK = "part_of"  # the key under which a saved part says what it is a part of
+
+
+def replaced(value: Any, by: Callable[[Any], Any]) -> Any:
+    """A nested value in which each part was replaced that `by` gives another for."""
+    other = by(value)
+    if other is not value:
+        return other
+    if isinstance(value, dict):
+        return {key: replaced(item, by) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(replaced(item, by) for item in value)
+    if isinstance(value, list):
+        return [replaced(item, by) for item in value]
+    return value
+
+
+def span(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Which of so many rows `fully_shard` gives to a rank, as torch.chunk cuts them."""
+    most = -(-size // ranks)
+    return min(rank * most, size), min((rank + 1) * most, size)
 
 
 class _Cut:

@@ -1,0 +1,246 @@
+"""Checkpoints to and from what others read: torch files, safetensors folders, torch's own
+distributed checkpoints (DCP), Hugging Face folders.
+
+What was divided among ranks is put together on the way out. Nothing is ever unpickled but what
+torch's `weights_only` lets through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.checkpoint import draft, store
+from runtime.checkpoint.resharding import resharded
+from runtime.image import Staged
+from runtime.snapshot import stage
+
+#: Bytes of one safetensors file at most, as Hugging Face cuts them.
+SHARD_BYTES = 5_000_000_000
+INDEX = "model.safetensors.index.json"
+#: Under which key other tools keep a model's weights beside other things.
+MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+
+State = dict[str, Any]
+
+
+class Odd(ValueError):
+    """It is not what it should be; the message says what was expected, and found."""
+
+
+def whole_state(path: Path, progress: store.Progress = lambda _bytes: None) -> State:
+    """All of a checkpoint as one nested state, in plain tensors. Raises Damaged."""
+    manifest = store.manifest_of(path)
+
+    def read(rank: int) -> Staged:
+        return store.read(path, rank, progress)
+
+    state: State = resharded(read, len(manifest.parts), 0, 1)
+    return state
+
+
+# --- out ------------------------------------------------------------------------------------------
+
+
+def to_torch(state: State, out: Path) -> None:
+    """One file, with all that the checkpoint has; `torch.load(…, weights_only=True)` reads it."""
+    with _made_whole(out) as new, new.open("xb") as file:
+        torch.save(state, file)
+
+
+def to_dcp(state: State, out: Path) -> None:
+    """A folder, with all that the checkpoint has, as `torch.distributed.checkpoint` writes it."""
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with _made_whole(out) as new:
+        save(state, checkpoint_id=new, no_dist=True)
+
+
+def to_safetensors(state: State, out: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """A folder with the model's weights in files of so many bytes at most, and their index; tied
+    weights are in it under each of their names. Raises Odd without the package safetensors."""
+    library = _safetensors()
+    shards = _shards(state["model"], shard_bytes)
+    names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    with _made_whole(out) as new:
+        new.mkdir()
+        for name, shard in zip(names, shards, strict=True):
+            described = {  # not by its function for torch, which needs NumPy
+                key: library.TensorSpec(
+                    dtype=str(one.dtype).removeprefix("torch."), shape=[*one.shape],
+                    data_ptr=one.data_ptr(), data_len=one.nbytes,
+                )
+                for key, one in shard.items()
+            }  # fmt: skip
+            library.serialize_file(described, new / name, {"format": "pt"})
+        where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        size = sum(one.nbytes for shard in shards for one in shard.values())
+        index = {"metadata": {"total_size": size}, "weight_map": where}
+        (new / INDEX).write_text(json.dumps(index, indent=2))
+
+
+EXPORTS: dict[str, Callable[[State, Path], None]] = {
+    "dcp": to_dcp, "safetensors": to_safetensors, "torch": to_torch,
+}  # fmt: skip
+
+
+# --- in -------------------------------------------------------------------------------------------
+
+
+def foreign_state(source: Path) -> State:
+    """What others wrote, as it is: `model`, and what else there is beside it. Raises Odd."""
+    if source.is_file():
+        found = _unpickled(source) if source.suffix != ".safetensors" else _from_safetensors(source)
+    elif (source / ".metadata").exists():
+        found = _from_dcp(source)
+    elif source.is_dir():
+        found = _from_hugging_face(source)
+    else:
+        raise Odd(f"{source} does not exist")
+    for key in MODEL_KEYS:
+        if isinstance(found.get(key), Mapping):
+            return {**{k: v for k, v in found.items() if k != key}, "model": dict(found[key])}
+    if found and all(isinstance(one, torch.Tensor) for one in found.values()):
+        return {"model": found}
+    raise Odd(
+        f"{source} has no model's weights: expected tensors by name, there or under one of "
+        f"{', '.join(MODEL_KEYS)}; found {store.shortened(tuple(map(str, found)))}"
+    )
+
+
+def import_into(folder: Path, state: State, source: Path, strip: str = "") -> Path:
+    """A checkpoint from which a new job of this state folder begins at step 0; where it is.
+
+    It has the weights, by their names without the prefix `strip`, and nothing else. Raises Odd if
+    there are checkpoints already, or no name has that prefix; OSError, Damaged.
+    """
+    checkpoints = folder / "checkpoints"
+    if there := store.candidates(checkpoints):
+        raise Odd(f"{checkpoints} has checkpoints ({there[0].name}, …): begin in another folder")
+    model = {name.removeprefix(strip): one for name, one in state["model"].items()}
+    if strip and model.keys() == state["model"].keys():
+        names = store.shortened(tuple(state["model"]))
+        raise Odd(f"no tensor's name begins with {strip!r}; the names are {names}")
+    facts = {"imported": str(source), "epoch": 0, "ranks": 1, "at": round(time.time(), 3)}
+    return draft.write(checkpoints, stage({"model": model}, 0), facts=facts)
+
+
+def _unpickled(path: Path) -> State:
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise Odd(f"{path} is no torch file that can be read safely: {error}") from error
+    if not isinstance(found, dict):
+        raise Odd(f"{path} holds a {type(found).__name__}; expected a dict of tensors by name")
+    return found
+
+
+def _from_safetensors(path: Path) -> State:
+    try:
+        with _safetensors().safe_open(path, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except Odd:
+        raise
+    except Exception as error:
+        raise Odd(f"{path} cannot be read: {error}") from error
+
+
+def _from_dcp(source: Path) -> State:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    with _beside(source.parent if source.parent.exists() else Path()) as file:
+        try:
+            dcp_to_torch_save(source, file)
+        except Exception as error:
+            raise Odd(f"{source} cannot be read as a DCP folder: {error}") from error
+        return _unpickled(file)
+
+
+def _from_hugging_face(source: Path) -> State:
+    """Weights in one file, or in several with an index."""
+    kinds: dict[str, Callable[[Path], State]] = {
+        "model.safetensors": _from_safetensors,
+        "pytorch_model.bin": _unpickled,
+    }
+    for name, read in kinds.items():
+        if (source / name).exists():
+            return read(source / name)
+        index = source / f"{name}.index.json"
+        if index.exists():
+            return _indexed(index, read)
+    expected = ", ".join([*kinds, *(f"{name}.index.json" for name in kinds), ".metadata (DCP)"])
+    found = store.shortened(tuple(sorted(path.name for path in source.iterdir()))) or "nothing"
+    raise Odd(f"{source} has none of {expected}; found {found}")
+
+
+def _indexed(index: Path, read: Callable[[Path], State]) -> State:
+    try:
+        where = dict(json.loads(index.read_bytes())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise Odd(f"{index} is no index of weights: {error!r}") from error
+    state: State = {}
+    for name in sorted(set(where.values())):
+        if not (index.parent / name).is_file():
+            raise Odd(f"{index} names {name}, which is not there: the folder is not whole")
+        state |= read(index.parent / name)
+    if missing := where.keys() - state.keys():
+        raise Odd(f"{index} names {store.shortened(tuple(sorted(missing)))}, which no file has")
+    return state
+
+
+# --- helpers --------------------------------------------------------------------------------------
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+    except ImportError as error:
+        raise Odd("the package safetensors is missing: pip install 'safetensors>=0.8'") from error
+    return safetensors
+
+
+def _shards(model: Mapping[str, torch.Tensor], most: int) -> list[dict[str, torch.Tensor]]:
+    """In their order; each at most so many bytes, or one tensor."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in model.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue  # what a module gave of its own
+        if shards[-1] and size + tensor.nbytes > most:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor.contiguous()
+        size += tensor.nbytes
+    return shards
+
+
+@contextlib.contextmanager
+def _made_whole(out: Path) -> Iterator[Path]:
+    """A name to write to; the real one once all is there. Raises Odd if there is something."""
+    if out.exists():
+        raise Odd(f"{out} exists: give another name, or remove it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _beside(out.parent) as new:
+        yield new
+        new.rename(out)
+
+
+@contextlib.contextmanager
+def _beside(folder: Path) -> Iterator[Path]:
+    """A name that nobody has; what is there at the end is removed."""
+    path = folder / f"exchange-{uuid.uuid4().hex}.part"
+    try:
+        yield path
+    finally:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

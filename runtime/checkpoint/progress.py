@@ -1,0 +1,54 @@
+"""A bar on a terminal, and nothing elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Self, TextIO
+
+WIDTH = 30
+REDRAW_S = 0.1
+
+
+class Bar:
+    """How much of so many bytes is done."""
+
+    def __init__(self, what: str, total: int, out: TextIO | None = None) -> None:
+        self._what = what
+        self._total = max(total, 1)
+        self._out = out or sys.stderr
+        self._shown = self._out.isatty()
+        self._done = 0
+        self._began = time.monotonic()
+        self._drawn = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        if self._shown:
+            self._out.write("\r\033[K")  # what comes next takes its line
+            self._out.flush()
+
+    def __call__(self, count: int) -> None:
+        """So many more."""
+        self._done += count
+        now = time.monotonic()
+        if self._shown and now - self._drawn >= REDRAW_S:
+            self._drawn = now
+            self._out.write(f"\r\033[K{self.text(now - self._began)}")
+            self._out.flush()
+
+    def text(self, seconds: float) -> str:
+        """As it is drawn after so many seconds."""
+        share = min(1.0, self._done / self._total)
+        filled = int(share * WIDTH)
+        bar = "#" * filled + "." * (WIDTH - filled)
+        rate = self._done / max(seconds, 1e-9) / 1e6
+        return f"{self._what} [{bar}] {share:4.0%}  {rate:,.0f} MB/s"

@@ -1,0 +1,262 @@
+"""To other tools and back: every bit arrives, and what is none of theirs is said in a sentence."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from runtime.checkpoint import store
+from runtime.checkpoint.__main__ import main
+from runtime.checkpoint.difference import differences, unchanged
+from runtime.checkpoint.draft import Draft, write
+from runtime.checkpoint.interchange import (
+    EXPORTS,
+    foreign_state,
+    to_safetensors,
+    whole_state,
+)
+from runtime.data import Batches
+from runtime.replica.state import TrainingState
+from runtime.snapshot import stage, state_of
+from tests.runtime.checkpoint.test_resharding import part
+
+Capture = pytest.CaptureFixture[str]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    built = nn.Sequential(nn.Embedding(30, 8), nn.Linear(8, 8), nn.Linear(8, 30, bias=False))
+    built[2].weight = built[0].weight  # tied
+    return built.to(torch.float32)
+
+
+def trained() -> TrainingState:
+    built = model()
+    state = TrainingState(built, [torch.optim.AdamW(built.parameters())], Batches(samples=24))
+    built(torch.arange(8)).sum().backward()
+    state.optimizers[0].step()
+    state.committed = 4
+    return state
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write(tmp_path / "job" / "checkpoints", trained().copy())
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = state_of(store.read(path))["model"]
+    return found
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("kind", sorted(EXPORTS))
+def test_what_is_exported_comes_back(path: Path, tmp_path: Path, kind: str) -> None:
+    out = tmp_path / "out"
+    assert main(["export", str(path), str(out), "--to", kind]) == 0
+
+    assert same(foreign_state(out)["model"], weights(path))
+    assert not [*tmp_path.glob("exchange-*")]
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_what_has_room_for_it_has_the_optimizer_too(path: Path, tmp_path: Path, kind: str) -> None:
+    EXPORTS[kind](whole_state(path), tmp_path / "out")
+
+    found = foreign_state(tmp_path / "out")
+    by_number = {str(n): one for n, one in found["optimizers"]["0"]["state"].items()}  # DCP's are
+    moment = state_of(store.read(path))["optimizers"]["0"]["state"][0]["exp_avg"]
+    assert torch.equal(by_number["0"]["exp_avg"], moment)
+    assert found["step"] == 4
+
+
+def test_safetensors_are_cut_and_indexed_as_hugging_face_does(path: Path, tmp_path: Path) -> None:
+    to_safetensors(whole_state(path), tmp_path / "out", shard_bytes=1000)
+
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_bytes())
+    files = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
+    assert files == [f"model-{n:05d}-of-00003.safetensors" for n in (1, 2, 3)]
+    assert index["weight_map"].keys() == weights(path).keys()
+    (length,) = struct.unpack("<Q", (tmp_path / "out" / files[0]).read_bytes()[:8])
+    header = json.loads((tmp_path / "out" / files[0]).read_bytes()[8 : 8 + length])
+    assert header["0.weight"]["shape"] == [30, 8]
+    assert same(foreign_state(tmp_path / "out")["model"], weights(path))
+
+
+def test_what_was_divided_is_exported_whole(tmp_path: Path) -> None:
+    tensor = torch.randn(7, 3)
+    draft = Draft(tmp_path, 4, "s", 3, {})
+    for rank in range(3):
+        image = stage({"step": 4, "model": {"weight": part(tensor, rank, 3)}}, 4)
+        draft.write(rank, image.table, memoryview(image.buffer))
+    assert draft.publish()
+    draft.close()
+
+    assert main(["export", str(tmp_path), str(tmp_path / "out.pt"), "--to", "torch"]) == 0
+    assert torch.equal(foreign_state(tmp_path / "out.pt")["model"]["weight"], tensor)
+
+
+def imported(source: Path, folder: Path, *more: str) -> TrainingState:
+    """A new job that begins from what was imported."""
+    assert main(["import", str(source), str(folder), *more]) == 0
+    (found,) = store.candidates(folder / "checkpoints")
+    state = trained()
+    state.committed = -1
+    with torch.no_grad():
+        for parameter in state.model.parameters():
+            parameter.zero_()
+    state.restore(state_of(store.read(found)))
+    return state
+
+
+def test_a_job_begins_from_what_was_imported(path: Path, tmp_path: Path) -> None:
+    EXPORTS["torch"](whole_state(path), tmp_path / "weights.pt")
+
+    state = imported(tmp_path / "weights.pt", tmp_path / "new")
+
+    assert same(state.model.state_dict(), weights(path))
+    assert state.committed == -1  # its first step is step 0
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda found: {"state_dict": found, "epoch": 3},
+        lambda found: {"model_state_dict": found},
+        lambda found: found,
+    ],
+)
+def test_weights_are_found_where_others_keep_them(tmp_path: Path, wrapped: Any) -> None:
+    found = {f"module.{name}": one for name, one in model().state_dict().items()}
+    torch.save(wrapped(found), tmp_path / "theirs.pt")
+
+    state = imported(tmp_path / "theirs.pt", tmp_path / "new", "--strip", "module.")
+    assert same(state.model.state_dict(), model().state_dict())
+
+
+def test_a_folder_of_bin_files_is_read_by_its_index(tmp_path: Path) -> None:
+    given = model().state_dict()
+    for number, name in enumerate(given):
+        torch.save({name: given[name]}, tmp_path / f"part-{number}.bin")
+    where = {name: f"part-{number}.bin" for number, name in enumerate(given)}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+
+    assert same(foreign_state(tmp_path)["model"], dict(given))
+    (tmp_path / "part-1.bin").unlink()
+    assert main(["import", str(tmp_path), str(tmp_path / "new")]) == 2
+
+
+class Evil:
+    """What a pickle may do."""
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("was-run"),))
+
+
+def test_what_is_none_of_theirs_is_said_in_a_sentence(
+    path: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"weight": Evil()}, tmp_path / "evil.pt")
+    torch.save([1, 2], tmp_path / "list.pt")
+    torch.save({"loss": 3.0}, tmp_path / "loss.pt")
+    (tmp_path / "text.safetensors").write_text("no tensors")
+    (tmp_path / "empty").mkdir()
+    cases = {
+        "evil.pt": "no torch file that can be read safely",
+        "list.pt": "holds a list; expected a dict of tensors by name",
+        "loss.pt": "has no model's weights",
+        "text.safetensors": "cannot be read",
+        "empty": "has none of model.safetensors",
+        "nowhere": "does not exist",
+    }
+    for name, words in cases.items():
+        assert main(["import", str(tmp_path / name), str(tmp_path / "new")]) == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "was-run").exists()
+    assert not (tmp_path / "new").exists()
+
+    torch.save(model().state_dict(), tmp_path / "good.pt")
+    for arguments, words in {
+        ("import", "good.pt", "job"): "has checkpoints (step-00000004, …): begin in another",
+        ("import", "good.pt", "new", "--strip", "net."): "no tensor's name begins with 'net.'",
+        ("export", "job", "good.pt", "--to", "torch"): "good.pt exists: give another name",
+        ("export", "empty", "out", "--to", "torch"): "holds no checkpoint",
+    }.items():
+        assert main(arguments) == 2
+        assert words in capsys.readouterr().err
+
+
+# --- diff and prune -------------------------------------------------------------------------------
+
+
+def test_two_that_are_alike_differ_in_nothing(path: Path, capsys: Capture) -> None:
+    assert main(["diff", str(path), str(path)]) == 0
+    assert capsys.readouterr().out == "no difference: the same to the last bit\n"
+
+
+def test_every_difference_is_named(tmp_path: Path, capsys: Capture) -> None:
+    left, right = trained(), trained()
+    with torch.no_grad():
+        right.model.get_parameter("1.bias")[2] += 0.5
+    right.committed = 5
+    paths = [write(tmp_path / str(n), one.copy()) for n, one in enumerate((left, right))]
+
+    assert main(["diff", *map(str, paths)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "model.1.bias: 1 of 8 elements differ, by 0.5 at most",
+        "step: 4 -> 5",
+        "unchanged weights: model.0.weight, model.1.weight, model.2.weight",
+    ]
+
+
+def test_tensors_are_compared_by_their_bits() -> None:
+    nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
+    assert not [*differences({"a": nan, "b": 1.5}, {"a": nan.clone(), "b": 1.5})]
+    found = {str(one) for one in differences(
+        {"a": zero, "b": zero, "c": zero, "d": zero, "f": [1]},
+        {"a": -zero, "b": zero.double(), "c": zero[:0], "e": zero, "f": [True]},
+    )}  # fmt: skip
+    assert found == {
+        "a: 1 of 1 elements differ, by 0 at most",
+        "b: torch.float32 -> torch.float64",
+        "c: [1] -> [0]",
+        "d: only in the left one",
+        "e: only in the right one",
+        "f.0: 1 -> True",
+    }
+    assert unchanged({"model": {"w": zero}}, {"model": {"w": zero.clone()}}) == ["model.w"]
+
+
+def test_old_ones_are_pruned_and_the_newest_good_one_never(tmp_path: Path, capsys: Capture) -> None:
+    state = trained()
+    paths = []
+    for step in (1, 2, 3, 4):
+        state.committed = step
+        paths.append(write(tmp_path, state.copy(), keep=9))
+    for bad in paths[2:]:
+        (bad / "rank-0-0000.bin").write_bytes(b"rubbish")
+
+    assert main(["prune", str(tmp_path), "--keep", "2", "--dry-run"]) == 0
+    assert capsys.readouterr().out == "would remove step-00000001\n"
+    assert main(["prune", str(tmp_path), "--keep", "1", "--older-than", "1"]) == 0
+    assert len(store.candidates(tmp_path)) == 4
+    assert main(["prune", str(tmp_path), "--keep", "1", "--json"]) == 0
+    assert [path.name for path in store.candidates(tmp_path)] == ["step-00000004", "step-00000002"]
+
+
+def test_where_none_verifies_all_stay(path: Path, capsys: Capture) -> None:
+    (path / "rank-0-0000.bin").write_bytes(b"rubbish")
+    assert main(["prune", str(path.parent)]) == 2
+    assert "none of the 1 checkpoints" in capsys.readouterr().err
+    assert path.exists()
