@@ -92,7 +92,7 @@ class Sources:
         the name. Raises OSError, ValueError."""
         if tier == "peer":
             return self._held()
-        return [(int(one.facts.get("epoch", 0)), one.step, one.save) for one in self._written(tier)]
+        return [(store.epoch_of(one), one.step, one.save) for one in self._written(tier)]
 
     def _held(self) -> list[tuple[int, int, str]]:
         """What peers saved to this node's memory, of our rank."""

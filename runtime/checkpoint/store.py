@@ -228,6 +228,11 @@ def names_in(part: Part, *chunks: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for chunk in chunks for name in part.table.names_in(chunk)))
 
 
+def epoch_of(manifest: Manifest) -> int:
+    """In which epoch of the job's membership it was trained; 0 if it does not say."""
+    return int(manifest.facts.get("epoch", 0))
+
+
 def set_aside(path: Path) -> None:
     """Never choose this checkpoint, but leave it for a person to look at."""
     with contextlib.suppress(OSError):
@@ -238,13 +243,16 @@ def prune(folder: Path, keep: int = KEEP, spare: Path | None = None) -> None:
     """Remove all complete checkpoints but the newest `keep`, `spare` among them. What cannot be
     read is not counted, and goes once it is older than all that are kept.
 
-    What is newer than `spare` is set aside: the job did not go on from there, or could not.
+    What has a later step than `spare` and an earlier epoch is set aside: the job did not go on from
+    there, or could not. What has a later one of both was saved while `spare` took long.
     """
     kept = 0 if spare is None else 1
+    epoch = 0 if spare is None else epoch_of(manifest_of(spare))
     for path, found in listed(folder):
         if path == spare:
             continue
-        if spare is not None and number_of(path) > number_of(spare):
+        later = spare is not None and number_of(path) > number_of(spare)
+        if later and (isinstance(found, Damaged) or epoch_of(found) < epoch):
             set_aside(path)
             continue
         if kept >= keep:

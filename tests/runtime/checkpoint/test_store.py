@@ -194,12 +194,19 @@ def test_a_step_that_is_saved_again_leaves_the_first_one_whole(tmp_path: Path) -
 def test_what_is_newer_than_a_new_checkpoint_is_set_aside(tmp_path: Path) -> None:
     """The job went on from step 100, for the newer ones could not be loaded."""
     for step in (100, 200, 300):
-        write(tmp_path, staged_at(step), keep=9)
+        write(tmp_path, staged_at(step), keep=9, facts={"epoch": 1})
 
     for step in (120, 140):
-        write(tmp_path, staged_at(step), keep=2)
+        write(tmp_path, staged_at(step), keep=2, facts={"epoch": 2})
 
     assert names(tmp_path) == ["step-00000140", "step-00000120"]
+
+
+def test_a_writer_that_was_late_takes_nothing_from_what_came_since(tmp_path: Path) -> None:
+    for step in (200, 300, 100):
+        write(tmp_path, staged_at(step), keep=3, facts={"epoch": 2})
+
+    assert names(tmp_path) == ["step-00000300", "step-00000200", "step-00000100"]
 
 
 def test_a_step_saved_often_is_numbered_on(tmp_path: Path) -> None:
