@@ -53,6 +53,7 @@ def rank_environment(config: Config, action: wire.StartRank) -> dict[str, str]:
         "DRYDOCK_STATE_DIR": str(config.shared_dir / action.job),
         "DRYDOCK_LOCAL_DIR": str(config.local_dir or ""),
         "DRYDOCK_HOLDER_DIR": str(config.holder_dir or ""),
+        "DRYDOCK_GRACE_S": str(wire.GRACE_S),
         "DRYDOCK_DOMAIN": "/".join(filter(None, [config.rack, config.name])),
     }
 

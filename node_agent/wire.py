@@ -31,6 +31,8 @@ MAX_BODY_BYTES = 1_048_576
 MAX_POLL_S = 25.0
 #: A signed request whose `Drydock-Time` is further than this from the server's clock is refused.
 MAX_CLOCK_SKEW_S = 300.0
+#: From SIGTERM to SIGKILL, unless a command says otherwise; ranks are told.
+GRACE_S = 10.0
 
 HEADER_NODE = "Drydock-Node"
 HEADER_TIME = "Drydock-Time"
@@ -276,7 +278,7 @@ class StopProcess(Message, frozen=True, tag="stop_process", tag_field="verb"):
     """SIGTERM, then SIGKILL after `grace_s`. Idempotent. Result output: `stopped` (bool)."""
 
     placement: Id
-    grace_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 10.0
+    grace_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = GRACE_S
 
 
 class Diagnose(Message, frozen=True, tag="diagnose", tag_field="verb"):

@@ -30,7 +30,7 @@ class RequestServer:
     """Serves from background threads whoever knows the token."""
 
     def __init__(
-        self, host: str, token: str, serve: Serve, *, idle_s: float | None = IDLE_S
+        self, host: str, token: str, serve: Serve, *, idle_s: float | None = IDLE_S, port: int = 0
     ) -> None:
         """`serve` answers one request on its connection, on a thread of that connection; what it
         raises closes it."""
@@ -75,7 +75,7 @@ class RequestServer:
             def handle_error(self, _request: Any, _client: Any) -> None:
                 log.debug("request_failed", exc_info=True)
 
-        self._server = Server((host, 0), Handler)
+        self._server = Server((host, port), Handler)
         self.address = f"{host}:{self._server.server_address[1]}"
         threading.Thread(
             target=self._server.serve_forever, name="drydock-peers", daemon=True

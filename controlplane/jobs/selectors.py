@@ -254,7 +254,8 @@ def last_checkpoints(job: Job) -> list[Checkpoint]:
 class TierHealth:
     """What is in one tier, and whether more of it was to be expected by now."""
 
-    newest: Checkpoint
+    tier: Tier
+    newest: Checkpoint | None
     usual_s: float | None  # between two saves, as told or as seen; None if that is not known
     late: bool
     failing: tuple[int, ...] = ()  # the replicas whose saves to it fail
@@ -299,16 +300,17 @@ def tiers_of(job: Job, checkpoints: list[Checkpoint]) -> list[TierHealth]:
     failing = failing_tiers(job)
     for tier in Tier.values:
         last = [one for one in checkpoints if one.tier == tier]
-        if not last:
+        why = failing.get(tier, {})
+        if not last and not why:
             continue
         gaps = [(a.at - b.at).total_seconds() for a, b in pairwise(last)]
-        usual_s = last[0].every_s or (median(gaps) if gaps else None)
-        age_s = (timezone.now() - last[0].at).total_seconds()
+        newest = next(iter(last), None)
+        usual_s = (newest and newest.every_s) or (median(gaps) if gaps else None)
+        age_s = (timezone.now() - newest.at).total_seconds() if newest else 0.0
         running = job.state == JobState.RUNNING
         late = running and usual_s is not None and age_s > LATE_TIMES * usual_s + AT_ONCE.seconds
-        why = failing.get(tier, {})
         text = next(iter(why.values()), "")
-        found.append(TierHealth(last[0], usual_s, late, tuple(sorted(why)), text))
+        found.append(TierHealth(Tier(tier), newest, usual_s, late, tuple(sorted(why)), text))
     return found
 
 

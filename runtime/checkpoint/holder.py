@@ -230,16 +230,11 @@ class Holder:
             for start in range(0, label.bytes, CHUNK_BYTES):
                 part = found.memory[start : start + CHUNK_BYTES]
                 hashes.append(receive_chunk(connection, part))
+            facts = dict(described["facts"])
         except BaseException:
             self.memory.fail(label, found)
             raise
-        held = Held(
-            label=label,
-            facts=described["facts"],
-            table=table,
-            hashes=tuple(hashes),
-            buffer=found,
-        )
+        held = Held(label=label, facts=facts, table=table, hashes=tuple(hashes), buffer=found)
         self.memory.finish(held)
         log.info("held step=%s rank=%s save=%s", label.step, label.rank, label.save)
         send_json(connection, {"held": held.digest})
@@ -271,6 +266,7 @@ def main() -> None:
     parser.add_argument("--job", required=True)
     parser.add_argument("--folder", required=True, type=Path, help="on this node, of all jobs")
     parser.add_argument("--host", default="127.0.0.1", help="the address at which peers reach us")
+    parser.add_argument("--port", type=int, default=0, help="0: any that is free")
     parser.add_argument("--idle", type=float, default=IDLE_S, help="seconds until it ends")
     given = parser.parse_args()
     logging.basicConfig(format="%(asctime)s holder %(message)s", level=logging.INFO)
@@ -279,12 +275,13 @@ def main() -> None:
     folder = given.folder / given.job
     try:
         lock = hold_alone(folder)
+        (folder / ADDRESS).unlink(missing_ok=True)  # of one that was killed
     except BlockingIOError:
         raise SystemExit(f"a holder runs in {folder} already") from None
     token = os.environ.get(client.ENV_TOKEN, "")
     if not token:
         raise SystemExit(f"give the job's token in {client.ENV_TOKEN}")
-    server = RequestServer(given.host, token, Holder().serve, idle_s=None)
+    server = RequestServer(given.host, token, Holder().serve, idle_s=None, port=given.port)
     announce(folder, server.address)
     sys.stdout.write(server.address + "\n")
     sys.stdout.flush()

@@ -154,14 +154,14 @@ def _from_safetensors(path: Path) -> State:
 
 
 def _from_dcp(source: Path) -> State:
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    with _beside(source.parent if source.parent.exists() else Path()) as file:
-        try:
-            dcp_to_torch_save(source, file)
-        except Exception as error:
-            raise Odd(f"{source} cannot be read as a DCP folder: {error}") from error
-        return _unpickled(file)
+    from runtime.checkpoint import distributed
+
+    try:
+        return distributed.read(source)
+    except (Exception, CheckpointException) as error:
+        raise Odd(f"{source} cannot be read safely as a DCP folder: {error}") from error
 
 
 def _from_hugging_face(source: Path) -> State:

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
+import logging
 import os
+import select
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +27,10 @@ from runtime.framing import PeerFailed, receive_chunk, receive_json, send_chunk,
 from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, chunks_of, hash_of, pages
 from runtime.serving import Requests
 
+log = logging.getLogger("drydock.checkpoint")
+
 START_S = 20.0  # how long a holder may take to start
+AGAIN_S = 1.0  # after one was lost
 _STARTING = "starting.lock"
 
 
@@ -84,20 +92,22 @@ def running(folder: Path) -> str:
     return ""
 
 
-def ensured(folder: Path, job: str, token: str, host: str) -> str:
-    """The address of this node's holder, which is started if none runs. Raises OSError."""
+def ensured(folder: Path, job: str, token: str, host: str, port: int = 0) -> str:
+    """The address of this node's holder, which is started if none runs, at that port if one is
+    given. Raises OSError."""
     inside = folder / job
     inside.mkdir(parents=True, exist_ok=True)
     lock = os.open(inside / _STARTING, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one rank starts it for all of this node
-        return running(inside) or _started(folder, job, token, host)
+        return running(inside) or _started(folder, job, token, host, port)
     finally:
         os.close(lock)
 
 
-def _started(folder: Path, job: str, token: str, host: str) -> str:
-    arguments = ["--job", job, "--folder", str(folder.absolute()), "--host", host]
+def _started(folder: Path, job: str, token: str, host: str, port: int) -> str:
+    arguments = ["--job", job, "--folder", str(folder.absolute())]
+    arguments += ["--host", host, "--port", str(port)]
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
     environment = {**os.environ, "PYTHONPATH": path, client.ENV_TOKEN: token}
     # It belongs to no placement: whoever ends all that a rank has started spares it.
@@ -114,10 +124,59 @@ def _started(folder: Path, job: str, token: str, host: str) -> str:
         )
     assert process.stdout is not None  # noqa: S101 - it is a pipe
     with process.stdout as said:
-        address = said.readline().decode().strip()
+        ready, _, _ = select.select([said], [], [], START_S)
+        address = said.readline().decode().strip() if ready else ""
     if not address:
+        process.kill()
+        process.wait()
         raise OSError(f"no holder could be started: see {folder / job / 'holder.log'}")
     return address
+
+
+class OwnHolder:
+    """This node's holder, for as long as we are there: while we are connected it does not end, and
+    if it dies another takes its address."""
+
+    def __init__(self, folder: Path, job: str, token: str, host: str) -> None:
+        """Raises OSError if none can be had."""
+        self._start = functools.partial(ensured, folder, job, token, host)
+        self.address = self._start()
+        self._token = token
+        self._connection: socket.socket | None = None
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="drydock-holder", daemon=True).start()
+
+    def close(self) -> None:
+        """It may end now."""
+        self._closed.set()
+        connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            self._stay()
+            if self._closed.wait(AGAIN_S):
+                return
+            try:
+                self._start(port=int(self.address.rpartition(":")[2]))
+            except OSError as error:
+                log.warning("holder_lost error=%s", error)
+
+    def _stay(self) -> None:
+        """Until the connection ends."""
+        requests = Requests(self.address, self._token)
+        try:
+            self._connection = connection = requests.ask(op="list")
+            receive_json(connection)
+            connection.settimeout(None)
+            while not self._closed.is_set() and connection.recv(1):
+                pass
+        except OSError as error:
+            log.warning("holder_out_of_reach error=%s", error)
+        finally:
+            requests.close()
 
 
 # --- states ---------------------------------------------------------------------------------------

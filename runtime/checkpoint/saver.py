@@ -107,6 +107,7 @@ class Checkpointer:
         self._lock = threading.Lock()
         self._asked: dict[tuple[TierName, str], Write] = {}  # of the writers, by the save's name
         self._facts = facts_of(job)
+        self._own_holder: peer.OwnHolder | None = None  # it keeps what peers save
         self._keeper: Place | None = None  # the holder that keeps what we save
         self._near = False  # an engineer was told that it is no farther than this node
 
@@ -119,11 +120,12 @@ class Checkpointer:
         if folder is None:
             return {}
         try:
-            self.sources.holder = peer.ensured(folder, self.job.name, self.job.token, host)
+            self._own_holder = peer.OwnHolder(folder, self.job.name, self.job.token, host)
         except OSError as error:
             self.job.trouble("no_holder", f"peers cannot save to this node's memory: {error}")
             return {}
-        return Place(self.sources.holder, self.job.domain).describe()
+        self.sources.holder = self._own_holder.address
+        return Place(self._own_holder.address, self.job.domain).describe()
 
     def meet(self, members: Sequence[Mapping[str, Any]], replica: int) -> None:
         """The members of an epoch, as its grant names them: one of them keeps what we save."""
@@ -237,6 +239,8 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait until everything handed over is durable or was refused, for FINISH_S at most. What
         is not goes on without us."""
+        if self._own_holder is not None:
+            self._own_holder.close()
         if self._thread is None:
             return
         self._copied.put(None)
@@ -334,7 +338,7 @@ class Checkpointer:
             rank=self.job.rank,
             ranks=self.job.ranks,
             step=save.step,
-            save=save.name,
+            save=f"{save.epoch}-{save.step}",  # all replicas have this state, and one name for it
             epoch=save.epoch,
             bytes=save.image_bytes,
         )

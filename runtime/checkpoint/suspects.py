@@ -27,21 +27,24 @@ class DoesNotTrain(RuntimeError):
 class Trial:
     """One state, from the load on."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, left: int = TRIAL_STEPS) -> None:
+        """`left`: so many steps are still to come."""
         self.state = state
-        self._left = TRIAL_STEPS
+        self._left = left
         self._bad = 0
 
     @property
     def over(self) -> bool:
         """It trains."""
-        return not self._left
+        return not self._left and not self._bad
 
     def note(self, loss: float) -> None:
         """The loss of the next step. Raises DoesNotTrain."""
+        if self.over:
+            return
         self._left = max(0, self._left - 1)
         self._bad = 0 if math.isfinite(loss) else self._bad + 1
-        if self._bad == TOO_MANY and not self.over:
+        if self._bad == TOO_MANY:
             epoch, step = self.state
             raise DoesNotTrain(
                 f"{TOO_MANY} losses in a row were {loss} within {TRIAL_STEPS} steps after the "

@@ -157,7 +157,7 @@ class Writer:
         try:
             store.prune(folder, keep, newest)
             sweep(folder)
-        except OSError as error:
+        except (OSError, Damaged) as error:
             self._say("alarm", kind="checkpoint_not_pruned", text=str(error))
 
     def _verify(self, draft: Draft, part: Part, image: memoryview) -> None:

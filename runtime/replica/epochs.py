@@ -211,11 +211,16 @@ class Epochs(Roster):
         members = {number: seated[number].placement for number in sorted(seated)}
         # A record that was lost must not make later training look older than what it goes on from.
         epoch = max(before.epoch, *(peer.trained_in for peer in peers)) + 1
+        # The state that the members begin from, if they do.
+        epoch_before = max((p.trained_in for p in peers if p.step == plan.step), default=0)
         message = {
             "op": "epoch",
             "epoch": epoch,
             **plan.describe(),
             "begins": not self.alive,
+            "began": {"epoch": epoch_before, "step": plan.step}
+            if not self.alive
+            else before.grant.get("began"),
             **introduce(seated, plan.behind),
             "joined": [n for n, p in seated.items() if p.phase != "member"] if before.epoch else [],
             "world": world,

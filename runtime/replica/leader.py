@@ -189,7 +189,7 @@ class Leader:
     def _save_last(self) -> None:
         """Before we go: also where the shared folder cannot be written."""
         if tiers := self._ours():
-            self.together.save(self.rank.in_time(tiers), last=True)
+            self.together.save(tiers, last=True)
 
     def _ours(self) -> set[TierName]:
         """The tiers that we save to: each replica to those of its own, one of them for all to the

@@ -8,10 +8,11 @@ the training thread does.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 log = logging.getLogger("drydock.replica")
@@ -19,6 +20,7 @@ log = logging.getLogger("drydock.replica")
 GRACE_S = 30.0  # from SIGTERM to SIGKILL: what Kubernetes and Slurm give unless told otherwise
 SAFETY = 2.0  # a save may take so many times as long as usual
 UNMEASURED_S = 5.0  # and is thought to take so long before one was measured
+BEGIN_S = 1.0  # until a copy is with its writers
 
 Name = TypeVar("Name", bound=str)
 
@@ -38,6 +40,13 @@ def needed_s(usual_s: float | None) -> float:
     return SAFETY * (UNMEASURED_S if usual_s is None else usual_s)
 
 
+def longest_s(usual_s: Iterable[float | None], grace_s: float) -> float:
+    """How long before the kill a save begins, so that all tiers are durable in time that can be."""
+    needed = [needed_s(usual) for usual in usual_s]
+    fitting = [seconds for seconds in needed if seconds + BEGIN_S <= grace_s]
+    return BEGIN_S + max(fitting, default=min(needed))
+
+
 class Preemption:
     """Armed by `notice`, which a signal's handler may call in the middle of anything."""
 
@@ -51,7 +60,7 @@ class Preemption:
         self._save = save
         self._deadline: float | None = None  # monotonic
         self._reached = threading.Event()
-        self._told, self._tell = os.pipe()
+        self._told, self._tell = os.pipe()  # never closed: a handler may be about to write
         threading.Thread(target=self._run, name="drydock-preempted", daemon=True).start()
 
     def notice(self) -> None:
@@ -64,23 +73,20 @@ class Preemption:
         """The last save has begun, or none is wanted any more."""
         self._reached.set()
 
-    def left_s(self) -> float | None:
-        """Seconds until the kill; None if none was announced."""
-        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+    def left_s(self) -> float:
+        """Seconds until the kill; endless if none was announced."""
+        end = self._deadline
+        return math.inf if end is None else max(0.0, end - time.monotonic())
 
     def close(self) -> None:
         self._reached.set()
-        if self._deadline is None:
-            self._deadline = 0.0
-            os.write(self._tell, b"!")
+        os.write(self._tell, b"!")
 
     def _run(self) -> None:
         os.read(self._told, 1)
-        os.close(self._told)
-        left_s = self.left_s() or 0.0
-        if self._reached.wait(max(0.0, left_s - self._needs_s())):
+        if self._reached.is_set() or self._reached.wait(max(0.0, self.left_s() - self._needs_s())):
             return
-        log.warning("preempted left_s=%.1f", self.left_s() or 0.0)
+        log.warning("preempted left_s=%.1f", self.left_s())
         try:
             self._save()
         except Exception:  # the edge may still come

@@ -34,7 +34,7 @@ from runtime.replica.nccl import EpochGroup
 from runtime.replica.observing import Observer
 from runtime.replica.pacing import pace_of
 from runtime.replica.peers import PeerServer, Reduced, ReducedLog
-from runtime.replica.preemption import Preemption, durable_in, needed_s
+from runtime.replica.preemption import Preemption, durable_in, longest_s
 from runtime.replica.siblings import NEXT
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
@@ -165,10 +165,11 @@ class Rank:
     @order
     def load(self) -> None:
         """Replace our part of the state by the one that was read or taken."""
-        self.await_copies()
         if self._read is None:
             raise RuntimeError("no state was read or taken")
-        self.state.restore(self._read)
+        with self._changing:
+            self.await_copies()
+            self.state.restore(self._read)
         self._drop_read()
         self._kept.clear()
         self.link.step = self.state.committed
@@ -338,21 +339,14 @@ class Rank:
                 return  # what we hold others hold too, or nobody has trained anything
             speaks = self.replica == min(self._members)
             tiers = self.saver.tiers
-            ours = self.in_time([one for one in tiers if speaks or tiers[one].own])
-            self._save(self.state.begin_copy_aside, f"stop{epoch}x{step}", ours, last=True)
-
-    def in_time(self, tiers: Collection[TierName]) -> list[TierName]:
-        """Of these the ones that will be durable before we are killed, if that was announced."""
-        left_s = self.preemption.left_s()
-        if left_s is None:
-            return [*tiers]
-        in_order = [one for one in TIERS if one in tiers]
-        usual_s = {one: self.saver.tiers[one].pace.durable_s for one in in_order}
-        return sorted(durable_in(in_order, usual_s, left_s))
+            ours = [one for one in TIERS if one in tiers and (speaks or tiers[one].own)]
+            usual_s = {one: tiers[one].pace.durable_s for one in ours}
+            in_time = durable_in(ours, usual_s, self.preemption.left_s())
+            self._save(self.state.begin_copy_aside, f"stop{epoch}x{step}", in_time, last=True)
 
     def _save_takes_s(self) -> float:
-        """At most, to the quickest tier, and a second to begin."""
-        return 1.0 + min(needed_s(tier.pace.durable_s) for tier in self.saver.tiers.values())
+        paces = [tier.pace for tier in self.saver.tiers.values()]
+        return longest_s([pace.durable_s for pace in paces], self.job.grace_s)
 
     def _save(
         self,
@@ -417,7 +411,8 @@ class Rank:
 
     @order
     def forget(self) -> None:
-        """What was computed of the next step is not wanted."""
+        """What was computed of the next step is not wanted: we are no member any more."""
+        self._members = []
         self.engine.forget()
 
     def _ours(self, donors: list[list[str]]) -> list[str]:

@@ -66,6 +66,9 @@ class TrainingState:
         self.extra = dict(extra or {})
         self.ledger = SampleLedger(batches.state_dict())
         self.committed = -1
+        #: of a divided model, as the last edges had it: in the middle of forward its own
+        #: state_dict would take apart what forward has put together
+        self._parts_at_edge: tuple[dict[str, Any], Due] | None = None
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as backward is to see it."""
@@ -98,6 +101,7 @@ class TrainingState:
         if self.ema is not None:
             self.ema.update_parameters(self.model)
         self.committed += 1
+        self._note_parts()
         self.ledger.record(self.committed, epoch, summed, self.batches.shard_size, drops=drops)
         self.seed(-1)
 
@@ -129,9 +133,10 @@ class TrainingState:
     def begin_copy_aside(self, into: memoryview | None) -> Copying:
         """The same copy, while another thread computes the next step or anything else but a commit:
         changes nothing."""
-        state = {**self._gathered(), "ledger": self.ledger.state_dict()}
+        parts, due = self._parts_at_edge or (self.model.state_dict(), self._due())
+        state = {**self._gathered(parts), "ledger": self.ledger.state_dict()}
         state["model"] = {**state["model"], **self.statistics.at_edge()}
-        return Copying(state, self.committed, into, self._due())
+        return Copying(state, self.committed, into, due)
 
     def size(self) -> int:
         """Bytes that a copy takes. May be asked in the middle of a step."""
@@ -174,6 +179,8 @@ class TrainingState:
                 part.load_state_dict(own_copy(given[key]))
         self.ledger.load_state_dict(state["ledger"])
         self.committed = int(state["step"])
+        self._parts_at_edge = None
+        self._note_parts()
         self.seed(-1)
 
     def _cut(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -193,6 +200,11 @@ class TrainingState:
             optimizers[key] = cut(given, {"state": like})
         model = cut(state["model"], self.model.state_dict())
         return {**state, "model": model, "optimizers": optimizers}
+
+    def _note_parts(self) -> None:
+        """Which are changed in place from now on."""
+        if self.division.divided and self._parts_at_edge is None:
+            self._parts_at_edge = (self.model.state_dict(), self._due())
 
     def _due(self) -> Due:
         """Until when each tensor stays as it is."""
@@ -217,9 +229,9 @@ class TrainingState:
         self.statistics.restore()
         return self._gathered()
 
-    def _gathered(self) -> dict[str, Any]:
+    def _gathered(self, model: dict[str, Any] | None = None) -> dict[str, Any]:
         trained = {
-            "model": self.model.state_dict(),
+            "model": self.model.state_dict() if model is None else model,
             **{
                 name: {key: part.state_dict() for key, part in parts.items()}
                 for name, parts in self._parts().items()

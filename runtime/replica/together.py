@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint.manifest import digest_of_all
-from runtime.checkpoint.suspects import DoesNotTrain, Trial, suspect
+from runtime.checkpoint.suspects import TRIAL_STEPS, DoesNotTrain, Trial, suspect
 from runtime.checkpoint.tiers import TierName
 from runtime.client import CheckpointSaved
 from runtime.replica.gradients import Tail
@@ -212,10 +212,16 @@ class Together:
             raise Incomplete(f"the ranks of this replica are at the steps {steps}; start it anew")
 
     def enter(self, grant: dict[str, Any]) -> None:
-        if grant["begins"]:
-            began = self.committed >= 0
-            self._trial = Trial((self.trained_in, self.committed)) if began else None
+        self.put_on_trial(grant)
         self._all("enter", grant=grant)
+
+    def put_on_trial(self, grant: dict[str, Any]) -> None:
+        """The state that the job began from, if that was not long ago."""
+        began = grant.get("began") or {"epoch": 0, "step": -1}
+        left = TRIAL_STEPS - (self.committed - began["step"])
+        if grant["begins"] or (self._trial is None and left > 0):  # also who comes in between
+            state = (int(began["epoch"]), int(began["step"]))
+            self._trial = Trial(state, left) if began["step"] >= 0 else None
 
     def stage(self) -> None:
         self._staged.clear()

@@ -188,11 +188,13 @@ def test_a_tier_is_late_once_its_usual_time_has_long_passed() -> None:
 
     local, shared = tiers_of(job, last_checkpoints(job))
 
+    assert local.newest is not None
+    assert shared.newest is not None
     assert (local.newest.step, local.usual_s, local.late) == (970, 20.0, False)
     assert (shared.newest.step, shared.usual_s, shared.late) == (940, 20.0, False)
     CheckpointFactory(job=job, tier="peer", at=now)
     one, *_ = tiers_of(job, last_checkpoints(job))
-    assert (one.newest.tier, one.usual_s, one.late) == ("peer", None, False)
+    assert (one.tier, one.usual_s, one.late) == ("peer", None, False)
 
 
 @pytest.mark.django_db

@@ -57,6 +57,20 @@ def test_a_copy_holds_parts_alone_and_is_put_back_as_what_it_was() -> None:
     assert is_divided(second.optimizers[0].state_dict()["state"][0]["exp_avg"])
 
 
+def test_a_copy_aside_in_the_middle_of_forward_takes_nothing_apart() -> None:
+    first, second = trained(), state_of(divided())
+    second.load(first.copy())
+    copies = []
+
+    def aside(*_: object) -> None:
+        copies.append(second.begin_copy_aside(None).finish())
+
+    second.model[1].register_forward_pre_hook(aside)  # type: ignore[index]
+    second.model(torch.ones(2, 4)).sum().backward()
+
+    assert [copy.digest for copy in copies] == [first.copy().digest]
+
+
 def test_a_whole_model_does_not_take_parts() -> None:
     whole = state_of(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)))
 

@@ -15,7 +15,7 @@ from torch import nn
 from runtime.checkpoint import store
 from runtime.data import Batches
 from runtime.job import seconds_of
-from runtime.replica.preemption import Preemption, durable_in
+from runtime.replica.preemption import Preemption, durable_in, longest_s
 from runtime.replica.state import TrainingState
 from tests.runtime.replicas import PATIENCE_S, Fleet, until
 from tests.runtime.test_replicas import MakeFleet, assert_every_sample_once
@@ -54,6 +54,20 @@ def test_an_edge_in_time_is_what_is_saved() -> None:
     preemption.notice()
     preemption.edge()
     assert not saved.wait(1.0)
+
+
+@pytest.mark.parametrize(
+    ("usual_s", "needs_s"),
+    [
+        ({"peer": 0.05, "local": 0.5, "shared": 5.0}, 11.0),  # so that all are durable in time
+        ({"peer": 0.05, "local": 0.5, "shared": 50.0}, 2.0),  # which shared cannot be
+        ({"shared": 50.0}, 101.0),
+    ],
+)
+def test_it_begins_early_enough_for_all_that_can_be_durable(
+    usual_s: dict[str, float], needs_s: float
+) -> None:
+    assert longest_s(usual_s.values(), grace_s=30.0) == needs_s
 
 
 def test_whoever_leaves_saves_nothing_more() -> None:

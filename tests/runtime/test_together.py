@@ -16,6 +16,7 @@ import torch
 from runtime.checkpoint import Checkpointer
 from runtime.checkpoint.draft import Draft
 from runtime.checkpoint.manifest import digest_of_all
+from runtime.checkpoint.suspects import TRIAL_STEPS
 from runtime.client import CheckpointSaved, Message, Sender, Trouble
 from runtime.data import Batches
 from runtime.image import Damaged, Staged
@@ -305,3 +306,22 @@ def test_a_step_that_one_rank_does_not_hear_of_is_not_made(
 def test_no_order_but_the_known_ones_is_obeyed(pair: Pair) -> None:
     with pytest.raises(ValueError, match="orders 'close', which is not known here"):
         pair.rank.obey("close", {})
+
+
+@pytest.mark.parametrize(
+    ("began", "begins", "on_trial"),
+    [
+        ({"epoch": 0, "step": -1}, True, False),  # a new job
+        ({"epoch": 1, "step": 5}, True, True),
+        ({"epoch": 1, "step": 0}, False, True),  # a newcomer in the middle of the trial
+        ({"epoch": 1, "step": 5 - TRIAL_STEPS}, False, False),  # which is over
+        (None, False, False),
+    ],
+)
+def test_a_state_that_the_job_began_from_is_on_trial_with_all_members(
+    pair: Pair, began: dict[str, int] | None, begins: bool, on_trial: bool
+) -> None:
+    pair.state.committed = 5
+    pair.together.put_on_trial({**GRANT, "began": began, "begins": begins})
+
+    assert pair.together.on_trial is on_trial

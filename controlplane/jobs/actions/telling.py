@@ -26,7 +26,7 @@ from controlplane.jobs.models import (
     Placement,
     ProgressSample,
 )
-from controlplane.jobs.reliability import failures_per_node_day
+from controlplane.jobs.reliability import recent_rate
 from runtime import client
 
 #: What a process says that another has replaced, before the other's placement.
@@ -66,7 +66,7 @@ def record_runtime_batch(
     return client.Reply(
         ledger_step=job.ledger_step,
         directives=[{"id": d.pk, "verb": d.verb, "args": d.args} for d in directives],
-        failures_per_node_day=failures_per_node_day(job.cluster_id) if saves else None,
+        failures_per_node_day=recent_rate(job.cluster_id) if saves else None,
     )
 
 

@@ -19,10 +19,11 @@ import pytest
 from runtime.checkpoint import peer
 from runtime.checkpoint.holder import Holder, Label
 from runtime.checkpoint.peer import Keeping, Place, holder_for
-from runtime.framing import PeerFailed, receive_json
-from runtime.image import Damaged, Staged
+from runtime.framing import PeerFailed, receive_json, send_chunk, send_json
+from runtime.image import Damaged, Staged, chunks_of
 from runtime.serving import Requests, RequestServer
 from tests.runtime.checkpoint.states import flip_held_bits, staged_at
+from tests.runtime.replicas import until
 
 TOKEN = "right"
 PATIENCE_S = 30.0
@@ -113,6 +114,20 @@ def test_two_replicas_whose_states_differ_are_told(address: str) -> None:
 
     with pytest.raises(Damaged, match="ours is"):
         Keeping(address, TOKEN).hold(label(7), other.table, {}, memoryview(other.buffer))
+
+
+def test_what_comes_without_its_facts_holds_up_nobody(address: str) -> None:
+    staged = staged_at(7)
+    requests = Requests(address, TOKEN)
+    connection = requests.ask(op="hold", **vars(label(7)))
+    assert receive_json(connection) == {"go": True}
+    send_json(connection, {"table": staged.table.describe()})
+    for chunk in chunks_of(staged.buffer):
+        send_chunk(connection, chunk)
+    with pytest.raises(PeerFailed, match="facts"):
+        receive_json(connection)
+
+    assert keep(address, 7) == staged.digest
 
 
 def test_who_is_late_does_not_replace_what_is_newer(address: str) -> None:
@@ -220,6 +235,41 @@ def test_it_outlives_whoever_started_it(folder: Path) -> None:
     assert read(address, 7).digest == staged_at(7).digest
     environment = Path(f"/proc/{pid_of(folder / 'j' / 'holder.json')}/environ").read_bytes()
     assert b"DRYDOCK_PLACEMENT" not in environment
+
+
+def test_a_holder_that_dies_is_followed_by_one_at_its_address(folder: Path) -> None:
+    own = peer.OwnHolder(folder, "j", TOKEN, "127.0.0.1")
+    first = pid_of(folder / "j" / "holder.json")
+    os.kill(first, signal.SIGKILL)
+
+    def another() -> bool:
+        found = folder / "j" / "holder.json"
+        return found.exists() and pid_of(found) != first
+
+    until(another, "another holder")
+    keep(own.address, 7)
+    assert read(own.address, 7).digest == staged_at(7).digest
+    own.close()
+
+
+def test_while_its_rank_lives_a_holder_does_not_end(folder: Path) -> None:
+    process = run_holder(folder, "--idle", "0.2")
+    assert process.stdout is not None
+    process.stdout.readline()
+    own = peer.OwnHolder(folder, "j", TOKEN, "127.0.0.1")
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.0)
+
+    own.close()
+    assert process.wait(PATIENCE_S) == 0
+
+
+def test_a_holder_that_does_not_come_up_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer, "START_S", 0.0)
+    with pytest.raises(OSError, match="no holder could be started: see"):
+        peer.ensured(folder, "j", TOKEN, "127.0.0.1")
 
 
 def run_holder(folder: Path, *more: str, token: str = TOKEN) -> subprocess.Popen[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import struct
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from runtime.checkpoint.draft import Draft, write
 from runtime.checkpoint.interchange import (
     EXPORTS,
     foreign_state,
+    to_dcp,
     to_safetensors,
     whole_state,
 )
@@ -194,6 +196,26 @@ def test_what_is_none_of_theirs_is_said_in_a_sentence(
     }.items():
         assert main(arguments) == 2
         assert words in capsys.readouterr().err
+
+
+def test_a_dcp_folder_runs_nothing(
+    path: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    EXPORTS["dcp"](whole_state(path), tmp_path / "theirs")
+    metadata = tmp_path / "theirs" / ".metadata"
+    metadata.write_bytes(pickle.dumps(Evil()))
+
+    assert main(["import", "theirs", "new"]) == 2
+    assert "Path.touch" not in capsys.readouterr().out
+    assert not (tmp_path / "was-run").exists()
+
+
+def test_plain_values_of_a_dcp_folder_run_nothing(tmp_path: Path, capsys: Capture) -> None:
+    to_dcp({"model": {"weight": torch.ones(2)}, "odd": Evil()}, tmp_path / "theirs")
+
+    assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "new")]) == 2
+    assert "cannot be read safely as a DCP folder" in capsys.readouterr().err
 
 
 # --- diff and prune -------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -60,7 +61,13 @@ class OneRank:
     """A trainer's side: a checkpointer whose room is made."""
 
     def __init__(
-        self, folder: Path, rank: int = 0, ranks: int = 1, *, own_disk: bool = False
+        self,
+        folder: Path,
+        rank: int = 0,
+        ranks: int = 1,
+        *,
+        own_disk: bool = False,
+        holder: bool = False,
     ) -> None:
         self.told = Told()
         sender = Sender("", "t", job="j", replica=0, rank=rank, placement="p")
@@ -70,6 +77,7 @@ class OneRank:
                 name="j", replica=0, rank=rank, ranks=ranks, world_replicas=1, placement="p",
                 coordinator="", token="t", state_dir=folder, sender=sender,
                 local_dir=folder / "disk" if own_disk else None,
+                holder_dir=folder / "memory" if holder else None, domain="here",
                 stop=threading.Event(),
             ),
             every_s=0.0,
@@ -220,8 +228,24 @@ def test_a_disk_that_cannot_be_used_keeps_no_job_from_beginning(tmp_path: Path) 
     new.saver.finish()
 
 
-def read_from(trainer: OneRank, step: int, tier: TierName) -> str:
-    return trainer.saver.sources.read(f"save{step}", tier, 0).digest
+def test_two_replicas_that_one_holder_keeps_have_one_name_for_each_state(tmp_path: Path) -> None:
+    """Else of two ranks one might be held as the one's, the other as the other's."""
+    replicas = [OneRank(tmp_path, holder=True) for _ in (0, 1)]
+    members = [{"replica": 0, "holders": [replicas[0].saver.open_holder("127.0.0.1")]}]
+    for one in replicas:
+        one.saver.open_holder("127.0.0.1")
+        one.saver.meet(members, 0)
+        one.save_all(7)
+
+    assert [one.saver.sources.saves()[0] for one in replicas] == [(7, "0-7", "peer")] * 2
+    assert read_from(replicas[1], 7, "peer", "0-7") == staged_at(7).digest
+    for one in replicas:
+        one.saver.finish()
+    os.kill(json.loads((tmp_path / "memory/j/holder.json").read_bytes())["pid"], signal.SIGKILL)
+
+
+def read_from(trainer: OneRank, step: int, tier: TierName, name: str = "") -> str:
+    return trainer.saver.sources.read(name or f"save{step}", tier, 0).digest
 
 
 def test_only_what_changed_is_written_and_only_the_newest_kept(trainer: OneRank) -> None:

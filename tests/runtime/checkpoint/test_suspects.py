@@ -43,6 +43,14 @@ def test_a_state_that_trained_for_a_while_is_no_longer_to_blame() -> None:
         trial.note(NAN)
 
 
+def test_a_trial_does_not_end_in_the_middle_of_bad_losses() -> None:
+    trial = noted(*[1.0] * (TRIAL_STEPS - 1), NAN)
+    assert not trial.over
+    trial.note(NAN)
+    with pytest.raises(DoesNotTrain):
+        trial.note(NAN)
+
+
 def test_each_is_remembered(tmp_path: Path) -> None:
     assert suspects(tmp_path) == set()
     for state in ((2, 40), (1, 7), (2, 40)):

@@ -1,0 +1,61 @@
+"""Reads a folder of `torch.distributed.checkpoint` (DCP) without believing what it holds.
+
+torch unpickles its metadata and its plain values as they are, which runs whatever they say; here
+only tensors and plain values come through. Uses torch's private parts, as the pinned version has
+them.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+_METADATA = ".metadata"
+#: All that DCP's metadata is made of.
+_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_PLAIN = {
+    ("collections", "OrderedDict"), ("torch", "Size"), ("torch.serialization", "_get_layout"),
+    ("torch._utils", "_rebuild_device"), ("builtins", "set"), ("torch", "device"),
+    ("torch._C", "_get_memory_format"), ("pathlib", "PosixPath"),
+}  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        plain = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if plain or (module, name) in _PLAIN or (module in _MODULES and name[:1] != "F"):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"its metadata names {module}.{name}, which is none of DCP's")
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        with (Path(self.path) / _METADATA).open("rb") as file:
+            metadata: Metadata = _Unpickler(file).load()
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Planner(_EmptyStateDictLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        found = torch.load(value, weights_only=True)
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], found)
+
+
+def read(source: Path) -> dict[str, Any]:
+    """All that is in the folder, nested as it was saved. Raises whatever is wrong with it."""
+    state: dict[str, Any] = {}
+    _load_state_dict(state, storage_reader=_Reader(source), planner=_Planner(), no_dist=True)  # type: ignore[no-untyped-call]
+    return state
