@@ -105,15 +105,16 @@ def _page(request: HttpRequest, found: Job, status: int = 200) -> HttpResponse:
         asked = whole(request.GET.get("move", ""), MAX_REPLICA) if may_act else None
         node = request.GET.get("node", "")
         checkpoints = selectors.last_checkpoints(found)
+        troubles = selectors.troubles_of(found)
         return {
             "live_path": reverse("job", args=[found.pk]),
             "job": found,
             "seats": selectors.seats(found),
             "marks": selectors.marks(found),
             "checkpoint": next(iter(checkpoints), None),
-            "tiers": selectors.tiers_of(found, checkpoints),
+            "tiers": selectors.tiers_of(found, checkpoints, troubles),
             "checkpoints": checkpoints[:8],
-            "troubles": selectors.troubles_of(found),
+            "troubles": troubles[:8],
             "ledger": selectors.sample_ledger(found),
             "incidents": found.incidents.order_by("-id")[:8],
             "windows": {word: label for word, (label, _) in WINDOWS.items()},

@@ -266,38 +266,39 @@ class TierHealth:
 LATE_TIMES = 3.0
 #: So many checkpoints of each tier are looked at.
 LAST = 8
+#: And so much of what ranks told.
+TROUBLES = 200
 
 
 def troubles_of(job: Job) -> list[Signal]:
-    """What the job's ranks told an engineer lately, newest first."""
+    """What the job's ranks told an engineer lately, newest first; each with `running`, whether the
+    process that told it is still there."""
+    there = Placement.objects.filter(pk=OuterRef("placement_id")).exclude(
+        state=PlacementState.ENDED
+    )
     told = Signal.objects.filter(job_id=job.pk, kind=SignalKind.JOB_TROUBLE)
-    return list(told.order_by("-observed_at", "-recorded_at")[:LAST])
+    return list(
+        told.annotate(running=Exists(there)).order_by("-observed_at", "-recorded_at")[:TROUBLES]
+    )
 
 
-def failing_tiers(job: Job) -> dict[str, dict[int, str]]:
+def failing_tiers(troubles: list[Signal]) -> dict[str, dict[int, str]]:
     """By tier and replica, why its saves fail: of the processes that run now."""
-    running = Placement.objects.filter(replica__job=job).exclude(state=PlacementState.ENDED)
-    told = Signal.objects.filter(
-        job_id=job.pk,
-        kind=SignalKind.JOB_TROUBLE,
-        placement_id__in=running.values("pk"),
-        data__kind__in=["checkpoint_failed", "checkpoint_recovered"],
-    ).order_by("observed_at")
     found: dict[str, dict[int, str]] = {}
-    for signal in told:
+    for signal in reversed(troubles):
         replicas = found.setdefault(signal.data.get("subject", ""), {})
-        if signal.data["kind"] == "checkpoint_failed":
+        if signal.data["kind"] == "checkpoint_failed" and signal.running:  # type: ignore[attr-defined]
             replicas[signal.replica or 0] = signal.data["text"]
-        else:
+        elif signal.data["kind"] == "checkpoint_recovered":
             replicas.pop(signal.replica or 0, None)
     return found
 
 
-def tiers_of(job: Job, checkpoints: list[Checkpoint]) -> list[TierHealth]:
-    """One entry for each tier that holds any of a job's last checkpoints, in the order in which
-    they are loaded from."""
+def tiers_of(job: Job, checkpoints: list[Checkpoint], troubles: list[Signal]) -> list[TierHealth]:
+    """One entry for each tier that holds any of a job's last checkpoints, or should, in the order
+    in which they are loaded from."""
     found = []
-    failing = failing_tiers(job)
+    failing = failing_tiers(troubles)
     for tier in Tier.values:
         last = [one for one in checkpoints if one.tier == tier]
         why = failing.get(tier, {})
