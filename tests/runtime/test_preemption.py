@@ -126,7 +126,7 @@ def test_a_job_that_evaluates_when_it_is_to_be_killed_loses_no_step(
     make_fleet: MakeFleet, ranks: int
 ) -> None:
     options = {"evaluate_at": 30, "rich": True, "averages": False}
-    fleet = make_fleet(1, divided=ranks, grace_s=14.0, options=options)
+    fleet = make_fleet(1, divided=ranks, grace_s=4.0, options=options)
     fleet.start()
     until((fleet.folder / "evaluating.0").exists, "it evaluates")
 
