@@ -45,7 +45,8 @@ class Sibling:
         host, _, port = address.rpartition(":")
         self.connection = socket.create_connection((host, int(port)), timeout=30)
         self.lines = self.connection.makefile("r")
-        self.say(op="join", token=shown, rank=rank, address=f"here:{rank}", gloo=f"there:{rank}")
+        places = {"address": f"here:{rank}", "gloo": f"there:{rank}", "holder": {}}
+        self.say(op="join", token=shown, rank=rank, **places)
 
     def say(self, **message: Any) -> None:
         self.connection.sendall(json.dumps(message).encode() + b"\n")
