@@ -16,7 +16,7 @@ from controlplane.health.actions import record_signal
 from controlplane.health.choices import SignalKind
 from controlplane.jobs.actions.jobs import end_placement, set_job, set_replicas
 from controlplane.jobs.actions.moves import take_place
-from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState
+from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState, Tier
 from controlplane.jobs.models import (
     Checkpoint,
     Directive,
@@ -31,6 +31,10 @@ from runtime import client
 
 #: What a process says that another has replaced, before the other's placement.
 REPLACED = "replaced by "
+#: Of tiers that are saved to every few seconds, and keep a few states themselves, so many are
+#: remembered.
+FLEETING = (Tier.PEER, Tier.LOCAL)
+REMEMBERED = 500
 #: Clocks may differ by so much.
 MAX_AHEAD = timedelta(minutes=5)
 
@@ -224,6 +228,10 @@ def _record_checkpoint(job: Job, message: client.CheckpointSaved) -> None:
     )
     if not created and found.at < at:  # the job went back, and made that step again
         Checkpoint.objects.filter(pk=found.pk).update(**said)
+    elif created and message.tier in FLEETING:
+        told = job.checkpoints.filter(tier=message.tier).order_by("-at")
+        for oldest in told.values_list("at", flat=True)[REMEMBERED : REMEMBERED + 1]:
+            told.filter(at__lte=oldest).delete()
 
 
 def _record_trouble(job: Job, batch: client.Batch, message: client.Trouble) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from controlplane.health.models import Signal
 from controlplane.jobs import actions, selectors
+from controlplane.jobs.actions import telling
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import (
     Checkpoint,
@@ -183,11 +184,29 @@ def test_the_curve_of_a_job_that_went_back_runs_forward_in_time(placement: Place
     assert shown["step"][-1] == 35
 
 
-def test_who_saves_is_told_how_often_nodes_fail(placement: Placement) -> None:
-    saved = client.CheckpointSaved(
-        step=5, tier="peer", path="p", bytes=1, digest="d", stall_s=0.1, seconds=0.2,
-        every_s=2.0, ettr=0.9, at=1000.0,
+def saved_to(tier: str, step: int, at: float) -> client.CheckpointSaved:
+    return client.CheckpointSaved(
+        step=step, tier=tier, path="p", bytes=1, digest="d", stall_s=0.1, seconds=0.2,
+        every_s=2.0, ettr=0.9, at=at,
     )  # fmt: skip
 
-    assert tell(placement, saved).failures_per_node_day == pytest.approx(6.5e-3)
+
+def test_of_what_is_saved_every_few_seconds_the_last_are_remembered(
+    placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telling, "REMEMBERED", 2)
+    for tier in ("peer", "shared"):
+        tell(placement, *(saved_to(tier, step, at=1000.0 + step) for step in (1, 2, 3, 4)))
+
+    steps = {
+        tier: sorted(Checkpoint.objects.filter(tier=tier).values_list("step", flat=True))
+        for tier in ("peer", "shared")
+    }
+    assert steps == {"peer": [3, 4], "shared": [1, 2, 3, 4]}
+
+
+def test_who_saves_is_told_how_often_nodes_fail(placement: Placement) -> None:
+    assert tell(placement, saved_to("peer", 5, 1000.0)).failures_per_node_day == pytest.approx(
+        6.5e-3
+    )
     assert tell(placement, progress(5)).failures_per_node_day is None
