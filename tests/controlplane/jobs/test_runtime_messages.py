@@ -17,6 +17,7 @@ from controlplane.jobs.models import (
     ProgressSample,
 )
 from runtime import client
+from runtime.checkpoint.tiers import TierName
 from tests.factories import JobFactory, PlacementFactory, ReplicaFactory
 
 pytestmark = pytest.mark.django_db
@@ -184,7 +185,7 @@ def test_the_curve_of_a_job_that_went_back_runs_forward_in_time(placement: Place
     assert shown["step"][-1] == 35
 
 
-def saved_to(tier: str, step: int, at: float) -> client.CheckpointSaved:
+def saved_to(tier: TierName, step: int, at: float) -> client.CheckpointSaved:
     return client.CheckpointSaved(
         step=step, tier=tier, path="p", bytes=1, digest="d", stall_s=0.1, seconds=0.2,
         every_s=2.0, ettr=0.9, at=at,
@@ -195,12 +196,13 @@ def test_of_what_is_saved_every_few_seconds_the_last_are_remembered(
     placement: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(telling, "REMEMBERED", 2)
-    for tier in ("peer", "shared"):
+    tiers: list[TierName] = ["peer", "shared"]
+    for tier in tiers:
         tell(placement, *(saved_to(tier, step, at=1000.0 + step) for step in (1, 2, 3, 4)))
 
     steps = {
         tier: sorted(Checkpoint.objects.filter(tier=tier).values_list("step", flat=True))
-        for tier in ("peer", "shared")
+        for tier in tiers
     }
     assert steps == {"peer": [3, 4], "shared": [1, 2, 3, 4]}
 
