@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import signal
@@ -347,7 +348,8 @@ class Node:
             ("DRYDOCK_JOB", "job-1"),
         ):
             for process in procfs.with_environment(name, value):
-                os.kill(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it ends by itself just now
+                    os.kill(process.pid, signal.SIGKILL)
 
     def _run(self, arguments: list[str]) -> None:
         with (self.folder / "process.log").open("ab") as output:

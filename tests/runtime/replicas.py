@@ -260,7 +260,8 @@ class Fleet:
                 process.kill()
                 process.wait()
         for path in self.folder.glob("memory*/job_t/holder.json"):
-            os.kill(json.loads(path.read_bytes())["pid"], signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(json.loads(path.read_bytes())["pid"], signal.SIGKILL)
 
     def _run(
         self, name: str, arguments: list[str], environment: dict[str, str]

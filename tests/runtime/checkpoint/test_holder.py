@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -176,7 +177,8 @@ def test_a_stranger_reads_and_replaces_nothing(address: str) -> None:
 def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "memory"
     for path in tmp_path.glob("memory/*/holder.json"):
-        os.kill(pid_of(path), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid_of(path), signal.SIGKILL)
 
 
 def pid_of(path: Path) -> int:
