@@ -231,10 +231,9 @@ def test_a_disk_that_cannot_be_used_keeps_no_job_from_beginning(tmp_path: Path) 
 def test_two_replicas_that_one_holder_keeps_have_one_name_for_each_state(tmp_path: Path) -> None:
     """Else of two ranks one might be held as the one's, the other as the other's."""
     replicas = [OneRank(tmp_path, holder=True) for _ in (0, 1)]
-    members = [{"replica": 0, "holders": [replicas[0].saver.open_holder("127.0.0.1")]}]
+    (place, _same) = [one.saver.open_holder("127.0.0.1") for one in replicas]
     for one in replicas:
-        one.saver.open_holder("127.0.0.1")
-        one.saver.meet(members, 0)
+        one.saver.meet([{"replica": 0, "holders": [place]}], 0)
         one.save_all(7)
 
     assert [one.saver.sources.saves()[0] for one in replicas] == [(7, "0-7", "peer")] * 2
