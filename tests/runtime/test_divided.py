@@ -91,7 +91,9 @@ def test_a_divided_replica_trains_as_a_whole_one(make_fleet: MakeFleet) -> None:
         assert [step[key] for step in divided.steps(0)] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize(("shapes", "rich"), [([2, 4, 2], True), ([2, 1, 2], False)])
+@pytest.mark.parametrize(
+    ("shapes", "rich"), [([2, 4, 2], True), pytest.param([2, 1, 2], False, marks=pytest.mark.soak)]
+)
 def test_a_job_resumes_with_other_ranks(
     make_fleet: MakeFleet, shapes: list[int], rich: bool
 ) -> None:

@@ -47,6 +47,7 @@ def test_a_reproducible_job_of_four_three_four_ends_as_one_that_was_left_alone(
     assert fleet.weights() == alone(make_fleet, fleet)
 
 
+@pytest.mark.soak
 def test_a_job_that_resumes_with_two_and_with_four_replicas_ends_as_one_left_alone(
     make_fleet: MakeFleet,
 ) -> None:

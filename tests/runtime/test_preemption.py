@@ -121,7 +121,7 @@ def newest(fleet: Fleet) -> int:
     return found[1].step
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_job_that_evaluates_when_it_is_to_be_killed_loses_no_step(
     make_fleet: MakeFleet, ranks: int
 ) -> None:
