@@ -21,19 +21,25 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 _METADATA = ".metadata"
-#: All that DCP's metadata is made of.
-_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-_PLAIN = {
-    ("collections", "OrderedDict"), ("torch", "Size"), ("torch.serialization", "_get_layout"),
-    ("torch._utils", "_rebuild_device"), ("builtins", "set"), ("torch", "device"),
-    ("torch._C", "_get_memory_format"), ("pathlib", "PosixPath"),
+#: All that DCP's metadata is made of, by module. A pickle may name what a module merely imports, as
+#: in "filesystem" "os.system": so each name is listed.
+_NAMES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+    "torch": {"Size", "device"},
+    "torch.serialization": {"_get_layout"},
 }  # fmt: skip
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        plain = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if plain or (module, name) in _PLAIN or (module in _MODULES and name[:1] != "F"):
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if dtype or name in _NAMES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"its metadata names {module}.{name}, which is none of DCP's")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import struct
 from pathlib import Path
 from typing import Any
@@ -198,16 +197,35 @@ def test_what_is_none_of_theirs_is_said_in_a_sentence(
         assert words in capsys.readouterr().err
 
 
+def calling(module: str, name: str) -> bytes:
+    """A pickle that calls this with the name of a folder, found as the fourth protocol finds it."""
+    words = [b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name, "was-run")]
+    return b"\x80\x04" + words[0] + words[1] + b"\x93" + words[2] + b"\x85R."
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("os", "mkdir"),
+        ("torch.distributed.checkpoint.filesystem", "os.mkdir"),  # what a module imports
+        ("torch", "os.mkdir"),
+        ("torch.distributed.checkpoint.metadata", "os.mkdir"),
+    ],
+)
 def test_a_dcp_folder_runs_nothing(
-    path: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    path: Path,
+    tmp_path: Path,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    name: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     EXPORTS["dcp"](whole_state(path), tmp_path / "theirs")
-    metadata = tmp_path / "theirs" / ".metadata"
-    metadata.write_bytes(pickle.dumps(Evil()))
+    (tmp_path / "theirs" / ".metadata").write_bytes(calling(module, name))
 
     assert main(["import", "theirs", "new"]) == 2
-    assert "Path.touch" not in capsys.readouterr().out
+    assert f"its metadata names {module}.{name}, which is none of DCP's" in capsys.readouterr().err
     assert not (tmp_path / "was-run").exists()
 
 
