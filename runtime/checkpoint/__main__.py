@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def verify(asked: argparse.Namespace) -> list[Answer]:
     """Read every byte of each."""
     answers = []
     for path in store.found_in(asked.path):
-        with Bar(path.name, size_of(path)) as bar:
+        with closing(Bar(path.name, size_of(path))) as bar:
             findings = [str(finding) for finding in store.verify(path, bar)]
         lines = [f"{path.name:<16} {'DAMAGED' if findings else 'well'}"]
         lines += [f"  {finding}" for finding in findings]
@@ -114,7 +115,7 @@ def diff(asked: argparse.Namespace) -> list[Answer]:
     paths = [store.found_in(asked.left)[0], store.found_in(asked.right)[0]]
     states = []
     for path in paths:
-        with Bar(path.name, size_of(path)) as bar:
+        with closing(Bar(path.name, size_of(path))) as bar:
             states.append(whole_state(path, bar))
     found = list(differences(*states))
     same = unchanged(*states)
@@ -136,7 +137,7 @@ def export(asked: argparse.Namespace) -> list[Answer]:
     from runtime.checkpoint.interchange import EXPORTS, whole_state
 
     path = store.found_in(asked.path)[0]
-    with Bar(path.name, size_of(path)) as bar:
+    with closing(Bar(path.name, size_of(path))) as bar:
         state = whole_state(path, bar)
     EXPORTS[asked.to](state, asked.out)
     answer = {"path": str(path), "out": str(asked.out), "to": asked.to}

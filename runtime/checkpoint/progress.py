@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
-from typing import Self, TextIO
+from typing import TextIO
 
 WIDTH = 30
 REDRAW_S = 0.1
@@ -23,19 +22,6 @@ class Bar:
         self._began = time.monotonic()
         self._drawn = 0.0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
-        if self._shown:
-            self._out.write("\r\033[K")  # what comes next takes its line
-            self._out.flush()
-
     def __call__(self, count: int) -> None:
         """So many more."""
         self._done += count
@@ -43,6 +29,12 @@ class Bar:
         if self._shown and now - self._drawn >= REDRAW_S:
             self._drawn = now
             self._out.write(f"\r\033[K{self.text(now - self._began)}")
+            self._out.flush()
+
+    def close(self) -> None:
+        """What comes next takes its line."""
+        if self._shown:
+            self._out.write("\r\033[K")
             self._out.flush()
 
     def text(self, seconds: float) -> str:

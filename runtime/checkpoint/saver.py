@@ -48,7 +48,6 @@ class Save:
     replica: int
     epoch: int
     tiers: tuple[Tier, ...]
-    image_bytes: int = 0  # once it is whole
     ended: set[TierName] = field(default_factory=set)  # of which nothing more is heard
 
     @property
@@ -221,7 +220,8 @@ class Checkpointer:
             except Exception as error:  # no checkpoint is worth the training
                 self.rooms.give_back(room)
                 self._began(names)
-                self.job.trouble("checkpoint_failed", f"no copy could be made: {error!r}")
+                for one in wanted:
+                    self._failed(one.name, f"no copy could be made: {error!r}")
                 return None
             self._began(names)
             self._late -= names
@@ -294,7 +294,6 @@ class Checkpointer:
     def _described(self, save: Save) -> dict[str, Any]:
         """What any writer is to know of a copy. Raises ValueError if its room has too little."""
         table = save.copying.finish().table
-        save.image_bytes = table.bytes
         described = json.dumps({"step": save.step, "save": save.name, **table.describe()}).encode()
         start = aligned(table.bytes, mmap.PAGESIZE)
         if start + len(described) > len(save.room.memory):
@@ -313,7 +312,10 @@ class Checkpointer:
 
     def _ask(self, write: Write, asked: dict[str, Any]) -> None:
         tier, save = write.tier, write.save
-        place = self._to_peer(save) if tier.name == "peer" else self._to_folder(tier, save)
+        if tier.name == "peer":
+            place = self._to_peer(save, int(asked["image"]))
+        else:
+            place = self._to_folder(tier, save)
 
         def stamp(life: int) -> None:
             write.life = life
@@ -330,7 +332,7 @@ class Checkpointer:
             "ranks": 1 if tier.own else self.job.ranks,
         }
 
-    def _to_peer(self, save: Save) -> dict[str, Any]:
+    def _to_peer(self, save: Save, size: int) -> dict[str, Any]:
         if self._keeper is None:
             raise OSError("no member of this job has a holder")
         label = Label(
@@ -340,7 +342,7 @@ class Checkpointer:
             step=save.step,
             save=f"{save.epoch}-{save.step}",  # all replicas have this state, and one name for it
             epoch=save.epoch,
-            bytes=save.image_bytes,
+            bytes=size,
         )
         return {"holder": self._keeper.address, "token": self.job.token, "label": vars(label)}
 

@@ -48,15 +48,12 @@ class RunningStatistics:
 
     def at_edge(self) -> dict[str, torch.Tensor]:
         """By the buffers' names, as the last edge left them; changes nothing."""
-        found, start = {}, 0
-        places = {id(tensor): n for n, tensor in enumerate(self._tensors)}
-        starts = [0]
-        for tensor in self._tensors:
-            starts.append(starts[-1] + tensor.numel())
+        parts = torch.split(self._edge, [tensor.numel() for tensor in self._tensors])
+        edges = {id(one): part for one, part in zip(self._tensors, parts, strict=True)}
+        found = {}
         for name, buffer in self._model.named_buffers():
-            if id(buffer) in places:
-                start = starts[places[id(buffer)]]
-                values = self._edge[start : start + buffer.numel()].view_as(buffer)
+            if id(buffer) in edges:
+                values = edges[id(buffer)].view_as(buffer)
                 exact = values if buffer.is_floating_point() else values.round()
                 found[name] = exact.to(buffer.dtype)
         return found

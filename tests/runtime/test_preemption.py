@@ -141,28 +141,37 @@ def test_a_job_that_evaluates_when_it_is_to_be_killed_loses_no_step(
     assert [step["step"] for step in fleet.steps(0)] == [*range(fleet.newest() + 1)]
 
 
+def come_to_a_step(fleet: Fleet, moments: random.Random) -> int:
+    """Start the job, and let it train for a while; how it ends when it is preempted then."""
+    last = fleet.last(0)["step"]
+    fleet.start_rank(0)
+    fleet.wait_for_step(last + 10 + moments.randrange(20))
+    return 0
+
+
+def come_to_an_evaluation(fleet: Fleet, moments: random.Random) -> int:
+    """The same, until it evaluates: no edge comes in time."""
+    marker = fleet.folder / "evaluating.0"
+    marker.unlink(missing_ok=True)
+    fleet.start_rank(0, evaluate_at=fleet.last(0)["step"] + 10 + moments.randrange(20))
+    until(marker.exists, "it evaluates")
+    return -signal.SIGKILL
+
+
 @pytest.mark.soak
 def test_twenty_preemptions_at_any_moment_lose_no_step(make_fleet: MakeFleet) -> None:
-    """Every other one while it evaluates, where no edge comes in time."""
     moments = random.Random(20)  # noqa: S311 - the same each time
-    evaluates = [False, True] * 10
     fleet = make_fleet(1, grace_s=3.0)
     fleet.start_coordinator()
-    marker = fleet.folder / "evaluating.0"
-    ended, lost = [], []
-    for at_edge in evaluates:
-        marker.unlink(missing_ok=True)
-        last = fleet.last(0)["step"]
-        fleet.start_rank(0, evaluate_at=-1 if at_edge else last + 30)
-        fleet.wait_for_step(last + 10)
-        until(marker.exists if not at_edge else (lambda: True), "it evaluates")
-        time.sleep(moments.random() / 2)
+    expected, ended, lost = [], [], []
+    for come_to in [come_to_a_step, come_to_an_evaluation] * 10:
+        expected.append(come_to(fleet, moments))
         ended += preempt(fleet)
         lost.append(fleet.steps(0)[-1]["step"] - newest(fleet))
     fleet.start_rank(0)
     fleet.train_on()
     fleet.stop()
 
-    assert ended == [0 if at_edge else -signal.SIGKILL for at_edge in evaluates]
+    assert ended == expected
     assert lost == [0] * 20
     assert_every_sample_once(fleet.steps(0), 0)

@@ -407,9 +407,10 @@ def test_a_state_of_which_no_copy_can_be_made_costs_no_step(trainer: OneRank) ->
     assert not trainer.saver.due()  # it is not tried again at each edge
     trainer.save_all(2)
 
-    (trouble,) = [m for m in trainer.told.messages if isinstance(m, Trouble)]
-    assert trouble.kind == "checkpoint_failed"
-    assert "state.extra is a set" in trouble.text
+    failed, well = [m for m in trainer.told.messages if isinstance(m, Trouble)]
+    assert (failed.kind, failed.subject) == ("checkpoint_failed", "shared")
+    assert "state.extra is a set" in failed.text
+    assert well.kind == "checkpoint_recovered"
 
 
 def test_a_long_description_gets_room_for_the_next_save(trainer: OneRank) -> None:
