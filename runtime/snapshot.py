@@ -31,6 +31,8 @@ def any_time(_name: str, _tensor: torch.Tensor) -> When:
 #: Where tensors that are one are kept once. Elsewhere loading could take them apart, and a state
 #: that was loaded would not have the digest of the one that was saved.
 TIED = ".model."
+#: Elements of a tensor that are copied before the next look at who waits for them.
+SLICE = 8 << 20
 #: What may be a key in a state.
 KEYS = (str, int, float, bool, type(None))
 
@@ -135,17 +137,20 @@ class Copying:
         if self._stream is not None:  # nothing on the card changes these before they are copied
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
-    def finish(self) -> Staged:
-        """Copy what is left; may be called on another thread, once."""
+    def finish(self, copied: Callable[[int], object] | None = None) -> Staged:
+        """Copy what is left; may be called on another thread, once. `copied` is told again and
+        again up to which byte the copy is there; of one that comes from a card only at the end."""
         try:
             with torch.cuda.stream(self._stream):
                 for piece, tensor in self._rest:
-                    self._copy(piece, tensor)
+                    self._copy(piece, tensor, copied)
             if self._stream is not None:
                 self._stream.synchronize()
             self._rest.clear()
         finally:
             self.finished.set()
+        if copied is not None:
+            copied(self.table.bytes)
         return Staged(self.step, self.table, self._buffer)
 
     def wait(self) -> None:
@@ -154,9 +159,19 @@ class Copying:
         self.finished.wait()
         self.waited_s += time.monotonic() - began
 
-    def _copy(self, piece: Piece, tensor: torch.Tensor) -> None:
+    def _copy(
+        self, piece: Piece, tensor: torch.Tensor, copied: Callable[[int], object] | None = None
+    ) -> None:
         """From a card it is only begun."""
-        view_of(self._buffer, piece).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+        copy, tensor = view_of(self._buffer, piece), tensor.detach()
+        if copied is None or tensor.is_cuda or not tensor.is_contiguous():
+            copy.copy_(tensor, non_blocking=tensor.is_cuda)
+            return
+        copy, tensor = copy.view(-1), tensor.view(-1)
+        for start in range(0, tensor.numel(), SLICE):
+            end = min(start + SLICE, tensor.numel())
+            copy[start:end].copy_(tensor[start:end])
+            copied(piece.offset + end * tensor.element_size())
 
 
 def stream_beside(tensors: list[torch.Tensor]) -> torch.cuda.Stream | None:

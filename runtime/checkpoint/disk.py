@@ -25,10 +25,17 @@ READERS = 4
 _UNKNOWN = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
-def write(name: str, data: memoryview, folder: int) -> None:
+def _all_there(_end: int) -> None:
+    """Nobody has to wait."""
+
+
+def write(
+    name: str, data: memoryview, folder: int, ready: Callable[[int], object] = _all_there
+) -> None:
     """Create a file in an open folder, and return once it is durable. Raises OSError.
 
-    `data` begins at a page.
+    `data` begins at a page. `ready` is called with the end of each block of it before that is
+    written, and returns once it may be; what it raises is raised.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     try:
@@ -41,6 +48,7 @@ def write(name: str, data: memoryview, folder: int) -> None:
         direct = False
     try:
         for start, end in blocks(len(data)):
+            ready(end)
             part = data[start:end]
             if direct and len(part) % SECTOR_BYTES:  # the last one
                 _without_direct(file)

@@ -14,6 +14,8 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,19 @@ import xxhash
 
 from runtime.checkpoint import disk, store
 from runtime.checkpoint.manifest import (
+    FORMATTED,
     MANIFEST,
     DataFile,
     Manifest,
     Part,
     PartHash,
     layout_of,
+    naming_flaws,
+    opened,
     part_name,
+    sealed,
 )
-from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, chunks_of, hash_of
+from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, hash_of
 
 #: Locks are seen here alone on some file systems; a container that shares the folder is another
 #: host.
@@ -37,13 +43,39 @@ HOST = socket.gethostname()
 IDLE_S = 600.0  # a draft in which nothing changed for so long will not be finished any more
 _PREFIX = ".writing-"
 _GONE = ".gone-"
+_VERIFIED = "verified"
+_SHARE = "-share-"
+
+
+def _shifted(ready: Callable[[int], object], by: int, end: int) -> None:
+    ready(by + end)
+
+
+def _all_there(_end: int) -> None:
+    """Nobody has to wait for the image."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one writer wrote."""
+
+    part: Part  # its files, and the hashes of their chunks
+    whole: Part | None  # the part with the files of all, for whoever saw that all are there
+    bytes: int  # that were written, and not shared with an earlier checkpoint
 
 
 class Draft:
-    """A checkpoint that is being written, by as many writers as it has parts."""
+    """A checkpoint that is being written: by a writer for each of its parts, or by several that
+    share each part out, because all have the same state."""
 
     def __init__(
-        self, folder: Path, step: int, save: str, ranks: int, facts: dict[str, Any]
+        self,
+        folder: Path,
+        step: int,
+        save: str,
+        ranks: int,
+        facts: dict[str, Any],
+        shares: int = 1,
     ) -> None:
         """`save` is the same for all its writers, and never used again. Raises OSError."""
         self.folder = folder
@@ -51,6 +83,7 @@ class Draft:
         self.save = save
         self.ranks = ranks
         self.facts = facts
+        self.shares = shares
         self.path = folder / f"{_PREFIX}{step:08d}-{save}"
         self.path.mkdir(parents=True, exist_ok=True)
         # By its handle it is found also after another writer made it visible.
@@ -62,29 +95,96 @@ class Draft:
             os.close(handle)
 
     def write(
-        self, rank: int, table: Table, image: memoryview, before: Part | None = None
-    ) -> tuple[Part, int]:
-        """Write one rank's image, durably; which part it is, and how many bytes were written.
+        self,
+        rank: int,
+        table: Table,
+        image: memoryview,
+        before: Part | None = None,
+        *,
+        share: int = 0,
+        ready: Callable[[int], object] = _all_there,
+    ) -> Written:
+        """Write our share of one rank's image, durably.
 
-        Files that hold what those of the part `before` hold are shared with it. Raises OSError.
+        Files that hold what those of the part `before` hold are shared with it. `ready` is called
+        with the end of what is read of the image next, on any thread, and returns once it is
+        there; what it raises is raised. Raises OSError, Damaged.
         """
-        self._lock(rank)
-        files = layout_of(table, rank)
+        name = _share_name(rank, share) if self.shares > 1 else part_name(rank)
+        self._lock(name)
+        layout = layout_of(table, rank, self.shares)
+        files = layout[share :: self.shares]
+        hashes = [""] * table.chunks
         written = 0
+
+        def hash_file(file: DataFile) -> None:
+            for chunk in range(file.first, file.first + file.chunks):
+                start, end = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, len(image))
+                ready(end)
+                hashes[chunk] = hash_of(image[start:end])
+
         with ThreadPoolExecutor(1, "drydock-hash") as pool:
-            hashing = pool.submit(lambda: tuple(hash_of(chunk) for chunk in chunks_of(image)))
-            for file in files:
-                shared = before is not None and self._share(file, table, before, hashing.result)
-                if not shared:
-                    start = file.first * CHUNK_BYTES
-                    disk.write(file.name, image[start : start + file.bytes], self.handle)
-                    written += file.bytes
-            hashes = hashing.result()
-        part = Part(
-            step=self.step, save=self.save, rank=rank, table=table, hashes=hashes, files=files
-        )
+            hashing = [pool.submit(hash_file, file) for file in files]
+            for file, hashed in zip(files, hashing, strict=True):
+                start = file.first * CHUNK_BYTES
+                if before is not None and file.first + file.chunks <= table.frozen // CHUNK_BYTES:
+                    hashed.result()
+                    if self._share(file, hashes, before):
+                        continue
+                data = image[start : start + file.bytes]
+                disk.write(file.name, data, self.handle, partial(_shifted, ready, start))
+                written += file.bytes
+            for hashed in hashing:
+                hashed.result()
+        ours = Part(
+            step=self.step, save=self.save, rank=rank, table=table, hashes=tuple(hashes),
+            files=files,
+        )  # fmt: skip
+        if self.shares == 1:
+            write_small(name, ours.to_json(), self.handle)
+            return Written(ours, ours, written)
+        said = {**FORMATTED, "table": table.digest(()), "hashes": ours.hashes}
+        write_small(name, sealed(said), self.handle)
+        return Written(ours, self._whole(ours, layout), written)
+
+    def _whole(self, ours: Part, layout: tuple[DataFile, ...]) -> Part | None:
+        """The part, once all who share it out have said what they wrote; several may see that."""
+        hashes = list(ours.hashes)
+        for share in range(self.shares):
+            name = _share_name(ours.rank, share)
+            try:
+                found = opened(read_small(name, self.handle), f"{self.path}/{name}")
+            except FileNotFoundError:
+                return None
+            with naming_flaws(name):
+                table, theirs = found["table"], [str(one) for one in found["hashes"]]
+            if table != ours.table.digest(()):
+                raise Damaged(f"{name} is of another state than ours: the replicas differ")
+            hashes = [mine or other for mine, other in zip(hashes, theirs, strict=True)]
+        part = replace(ours, hashes=tuple(hashes), files=layout)
         write_small(part.name, part.to_json(), self.handle)
-        return part, written
+        return part
+
+    def note_verified(self, rank: int, share: int = 0) -> Manifest | None:
+        """Note that what we wrote was read back. The checkpoint, for the one writer with which all
+        of it was."""
+        if self.ranks * self.shares > 1:
+            self._create(f"{_VERIFIED}-{rank}-{share}")
+            names = os.listdir(self.handle)  # noqa: PTH208 - by its handle: its name may change
+            noted = [name for name in names if name.startswith(_VERIFIED + "-")]
+            if len(noted) < self.ranks * self.shares:
+                return None
+            try:
+                self._create(_VERIFIED, os.O_EXCL)
+            except FileExistsError:
+                return None
+            for name in names:  # what only its writers needed
+                if name in noted or name.endswith(".lock") or _SHARE in name:
+                    os.unlink(name, dir_fd=self.handle)
+        return Manifest.from_json(read_small(MANIFEST, self.handle), f"{self.path}/{MANIFEST}")
+
+    def _create(self, name: str, flags: int = 0) -> None:
+        os.close(os.open(name, os.O_CREAT | flags, 0o644, dir_fd=self.handle))
 
     def publish(self) -> bool:
         """Make it visible if all its parts are there. Raises OSError.
@@ -130,7 +230,12 @@ class Draft:
     def where(self) -> Path | None:
         """The checkpoint that it became, whichever writer made it visible; None if none did."""
         path = Path(f"/proc/self/fd/{self.handle}").readlink()
-        return path if store.is_named(path) else None
+        if store.is_named(path):
+            return path
+        for path, found in store.listed(self.folder):  # another host's rename is not seen above
+            if isinstance(found, Manifest) and found.save == self.save:
+                return path
+        return None
 
     def is_given_up(self) -> bool:
         """Whether another writer failed, so that it will never be complete."""
@@ -145,9 +250,9 @@ class Draft:
             self.path.rename(gone)
             store.remove(gone)
 
-    def _lock(self, rank: int) -> None:
-        """Show that this part is being written, for as long as we live."""
-        name = f".lock-{rank}-{os.getpid()}"
+    def _lock(self, written: str) -> None:
+        """Show that what ends with this file is being written, for as long as we live."""
+        name = f".lock-{written}-{os.getpid()}"
         lock = os.open(name, os.O_WRONLY | os.O_CREAT, 0o644, dir_fd=self.handle)
         self._locks.append(lock)
         try:
@@ -157,16 +262,14 @@ class Draft:
         else:
             os.write(lock, HOST.encode())
         here = self.handle  # it is seen once it is locked
-        os.rename(name, f"rank-{rank}.lock", src_dir_fd=here, dst_dir_fd=here)
+        there = Path(written).with_suffix(".lock").name
+        os.rename(name, there, src_dir_fd=here, dst_dir_fd=here)
 
-    def _share(
-        self, file: DataFile, table: Table, before: Part, hashes: Callable[[], tuple[str, ...]]
-    ) -> bool:
+    def _share(self, file: DataFile, hashes: list[str], before: Part) -> bool:
         """Whether this file is now that of an earlier checkpoint, because it holds the same."""
         end = file.first + file.chunks
-        if end * CHUNK_BYTES > table.frozen or file not in before.files:
-            return False
-        if hashes()[file.first : end] != before.hashes[file.first : end]:
+        same = tuple(hashes[file.first : end]) == before.hashes[file.first : end]
+        if file not in before.files or not same:
             return False
         for path, found in store.listed(self.folder):
             if isinstance(found, Manifest) and found.save == before.save:
@@ -183,9 +286,9 @@ def write(
     written cannot be read back."""
     draft = Draft(folder, staged.step, uuid.uuid4().hex[:12], 1, facts or {})
     try:
-        part, _written = draft.write(0, staged.table, memoryview(staged.buffer))
+        written = draft.write(0, staged.table, memoryview(staged.buffer))
         draft.publish()
-        if findings := store.verify_part(part, draft.handle):
+        if findings := store.verify_part(written.part, draft.handle):
             store.set_aside(draft.path)
             raise Damaged("; ".join(map(str, findings)))
     finally:
@@ -227,6 +330,11 @@ def _is_locked(path: Path) -> bool:
     finally:
         os.close(handle)
     return False
+
+
+def _share_name(rank: int, share: int) -> str:
+    """Where one of several writers of a part says what it wrote of it."""
+    return f"rank-{rank}{_SHARE}{share}.json"
 
 
 def write_small(name: str, data: bytes, folder: int) -> None:

@@ -19,6 +19,9 @@ from runtime.checkpoint.writer import PACKET_BYTES
 
 log = logging.getLogger("drydock.checkpoint")
 
+#: Names another module to run as the writer: one whose disk has faults, for a trial.
+WRITER_MODULE = "DRYDOCK_CHECKPOINT_WRITER"
+
 
 class WriterHandle:
     """Passes messages on; `hear` is called with each that comes, on a thread of its own, and with
@@ -74,6 +77,15 @@ class WriterHandle:
                 self._forget()
                 raise
 
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send one message more of what was sent, unless the process is gone, and that with it."""
+        with self._lock:
+            if self._socket is not None:
+                try:
+                    self._socket.send(json.dumps(message).encode())
+                except OSError:
+                    self._forget()
+
     def close(self, wait_s: float) -> bool:
         """Ask for nothing more; whether it had done all that it was asked within the time. If not
         it goes on by itself."""
@@ -92,9 +104,10 @@ class WriterHandle:
             return self._socket
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
+            module = os.environ.get(WRITER_MODULE, "runtime.checkpoint.writer")
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "runtime.checkpoint.writer", str(theirs.fileno())],
+                    [sys.executable, "-m", module, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,  # what ends the trainer's group spares it

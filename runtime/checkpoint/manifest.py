@@ -17,10 +17,11 @@ from typing import Any
 
 import xxhash
 
-from runtime.image import CHUNK_BYTES, Damaged, Table
+from runtime.image import CHUNK_BYTES, Damaged, Table, aligned
 
 FORMAT = "drydock-checkpoint"
 VERSION = 3
+FORMATTED = {"format": FORMAT, "version": VERSION}
 MANIFEST = "manifest.json"
 #: Bytes of one file of tensors at most.
 FILE_BYTES = 1 << 30
@@ -61,8 +62,7 @@ class Part:
     def to_json(self) -> bytes:
         return sealed(
             {
-                "format": FORMAT,
-                "version": VERSION,
+                **FORMATTED,
                 "step": self.step,
                 "save": self.save,
                 "rank": self.rank,
@@ -133,8 +133,7 @@ class Manifest:
     def to_json(self) -> bytes:
         return sealed(
             {
-                "format": FORMAT,
-                "version": VERSION,
+                **FORMATTED,
                 "step": self.step,
                 "save": self.save,
                 "digest": self.digest,
@@ -181,13 +180,15 @@ def digest_of_all(digests: Sequence[str]) -> str:
     return xxhash.xxh3_128_hexdigest("-".join(digests).encode())
 
 
-def layout_of(table: Table, rank: int) -> tuple[DataFile, ...]:
+def layout_of(table: Table, rank: int, shares: int = 1) -> tuple[DataFile, ...]:
     """The files of an image: what is not trained has files of its own, which later checkpoints
-    that hold the same can share."""
+    that hold the same can share. Of so many `shares` each gets as much."""
     files: list[DataFile] = []
-    for start, end in ((0, table.frozen), (table.frozen, table.bytes)):
-        for first in range(start, end, FILE_BYTES):
-            size = min(FILE_BYTES, end - first)
+    share = aligned(-(-(table.bytes - table.frozen) // shares), CHUNK_BYTES)
+    runs = ((0, table.frozen, FILE_BYTES), (table.frozen, table.bytes, min(FILE_BYTES, share)))
+    for start, end, most in runs:
+        for first in range(start, end, most) if start < end else ():
+            size = min(most, end - first)
             files.append(
                 DataFile(
                     name=f"rank-{rank}-{len(files):04d}.bin",

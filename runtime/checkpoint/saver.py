@@ -33,6 +33,13 @@ from runtime.snapshot import Copying, TooSmall
 log = logging.getLogger("drydock.checkpoint")
 
 FINISH_S = 30.0  # how long the end of a job waits for its last checkpoint
+#: A copy's progress is told after so many bytes, and so many times at most: what a writer that
+#: hangs has not read must fit in its socket.
+TOLD_BYTES, TOLD_TIMES = 64 << 20, 16
+
+
+def _nobody_asks() -> None:
+    """Nobody shares a folder with us."""
 
 
 @dataclass
@@ -48,7 +55,10 @@ class Save:
     replica: int
     epoch: int
     tiers: tuple[Tier, ...]
-    ended: set[TierName] = field(default_factory=set)  # of which nothing more is heard
+    share: tuple[int, int]  # of the tiers that all replicas share: which of how many is ours
+    #: of which nothing more is heard, and "copy" once none is under way
+    ended: set[str] = field(default_factory=set)
+    told: int = 0  # bytes of the copy of which the writers know
 
     @property
     def stall_s(self) -> float:
@@ -63,7 +73,7 @@ class Write:
     save: Save
     tier: Tier
     life: int = 0  # of the writer that was asked
-    durable: dict[str, Any] = field(default_factory=dict)  # what the writer said
+    durable_s: float = 0.0  # after it was asked; 0.0 as long as it is not
     verified: bool = False
 
     @property
@@ -92,6 +102,10 @@ class Checkpointer:
         self.sources = Sources(job, self.tiers, self.folders)
         #: called, on a thread of its own, with each one that is durable and verified
         self.on_saved: Callable[[CheckpointSaved], None] = job.sender.tell
+        #: called, on a thread of its own, when one in the folder of all failed, or our share of it
+        self.on_shared_failed: Callable[[], None] = _nobody_asks
+        #: in the folder of all we see what others wrote there
+        self.sees_others = False
         self._last = dict.fromkeys(self.tiers, time.monotonic())
         self._late: set[TierName] = set()  # an engineer was told
         self._failing: set[TierName] = set()  # and of these
@@ -160,6 +174,19 @@ class Checkpointer:
         self._tell_late(late)
         return set(wanted) - late
 
+    def can_share(self) -> bool:
+        """Whether we could write our share of a save to the folder of all at once."""
+        with self._lock:
+            busy = "shared" in self._under_way
+        return self.sees_others and not busy and self.rooms.any_free()
+
+    def look(self, save: str) -> None:
+        """See whether a save whose name begins so is in the folder of all; its writer looks, for
+        that may take long."""
+        if not self.sees_others:
+            folder = str(self.folders.shared)
+            self._writers["shared"].tell({"op": "look", "folder": folder, "save": save})
+
     def prepare(self, size: Callable[[], int], wanted: Collection[TierName] = ()) -> bool:
         """Whether a state can be taken at once. Begins to make room for it and starts the writers,
         so that the first save costs what the others do. `size` tells how many bytes it takes; it is
@@ -189,6 +216,7 @@ class Checkpointer:
         *,
         replica: int | None = None,
         epoch: int = 0,
+        share: tuple[int, int] = (0, 1),
         last: bool = False,
     ) -> Copying | None:
         """Begin a copy and see that it is written to these tiers; None if there is no room for it,
@@ -196,8 +224,8 @@ class Checkpointer:
 
         `begin` begins the copy in the memory that it is given. No step may be applied before the
         copy is finished. `name` is the same on all ranks, and new; `replica` is the number that we
-        have by now, `epoch` that of the last step. The `last` one of all waits for room, for
-        FINISH_S.
+        have by now, `epoch` that of the last step; `share`: which share of how many we write where
+        the replicas share a tier out. The `last` one of all waits for room, for FINISH_S.
         """
         asked = time.monotonic()
         wanted = tuple(self.tiers[one] for one in TIERS if one in tiers and one in self.tiers)
@@ -230,7 +258,7 @@ class Checkpointer:
             with self._lock:
                 self._under_way |= names
             self._copied.put(
-                Save(name, copying.step, copying, room, asked, paid_s, number, epoch, wanted)
+                Save(name, copying.step, copying, room, asked, paid_s, number, epoch, wanted, share)
             )
             return copying
         self.job.trouble("checkpoint_skipped", "the store has not taken the ones before")
@@ -278,22 +306,46 @@ class Checkpointer:
             except OSError as error:
                 self._failed(name, f"no writer: {error}")
         while (save := self._copied.get()) is not None:
-            writes = [Write(save, tier) for tier in save.tiers]
+            flaws = self._ask_all(save)
             try:
-                asked = self._described(save)
+                save.copying.finish(partial(self._pass_on, save))
             except Exception as error:  # without this thread no later save would be written
-                for write in writes:
-                    self._end(write, f"{error!r}")
-                continue
-            for write in writes:
-                try:
-                    self._ask(write, asked)
-                except Exception as error:
-                    self._end(write, f"{error!r}")
+                for tier in save.tiers:
+                    said = {"op": "not_copied", "save": save.name, "error": repr(error)}
+                    self._writers[tier.name].tell(said)
+            self._let_go(save, "copy")
+            for write, flaw in flaws:
+                self._end(write, flaw)
+
+    def _ask_all(self, save: Save) -> list[tuple[Write, str]]:
+        """Ask the writers to begin: what is copied they may write while more is. With whom that
+        failed, and why."""
+        flaws = []
+        writes = [Write(save, tier) for tier in save.tiers]
+        try:
+            asked = self._described(save)
+        except Exception as error:
+            return [(write, repr(error)) for write in writes]
+        for write in writes:
+            try:
+                self._ask(write, asked)
+            except Exception as error:
+                flaws.append((write, repr(error)))
+        return flaws
+
+    def _pass_on(self, save: Save, copied: int) -> None:
+        """Tell the writers how far the copy is, now and then: nobody waits for one that hangs."""
+        whole = save.copying.table.bytes
+        if copied < whole and copied - save.told < max(TOLD_BYTES, whole // TOLD_TIMES):
+            return
+        save.told = copied
+        for tier in save.tiers:
+            said = {"op": "copied", "save": save.name, "bytes": copied}
+            self._writers[tier.name].tell(said)
 
     def _described(self, save: Save) -> dict[str, Any]:
         """What any writer is to know of a copy. Raises ValueError if its room has too little."""
-        table = save.copying.finish().table
+        table = save.copying.table
         described = json.dumps({"step": save.step, "save": save.name, **table.describe()}).encode()
         start = aligned(table.bytes, mmap.PAGESIZE)
         if start + len(described) > len(save.room.memory):
@@ -330,6 +382,8 @@ class Checkpointer:
             "keep": tier.keep,
             "rank": 0 if tier.own else self.job.rank,
             "ranks": 1 if tier.own else self.job.ranks,
+            "share": 0 if tier.own else save.share[0],
+            "shares": 1 if tier.own else save.share[1],
         }
 
     def _to_peer(self, save: Save, size: int) -> dict[str, Any]:
@@ -354,6 +408,8 @@ class Checkpointer:
             for write in writes.values():
                 if write.life == message["life"]:
                     self._end(write, f"the writer died with status {message['code']}")
+        elif message["op"] == "seen":
+            self.sees_others = True
         elif message["save"] in writes:
             self._hear_of(writes[message["save"]], message)
 
@@ -361,12 +417,15 @@ class Checkpointer:
         if message["op"] == "alarm":
             self.job.trouble(message["kind"], f"{write.where}: {message['text']}")
         elif message["op"] == "durable":
-            write.durable = {**message, "seconds": time.monotonic() - write.save.asked}
+            write.durable_s = time.monotonic() - write.save.asked
         elif message["op"] == "verified":
             write.verified = True
-            self._tell(write)
+            self._tell(write, message["whole"])
         elif message["op"] == "failed":
             self._failed(write.tier.name, f"step {write.save.step}: {message['error']}")
+            self._shared_failed(write)
+        elif message["op"] == "given_up":
+            self._shared_failed(write)
         elif message["op"] == "done":
             self._end(write, "")
 
@@ -386,37 +445,52 @@ class Checkpointer:
         if again:
             self.job.trouble("checkpoint_recovered", "checkpoints are durable again", tier)
 
-    def _tell(self, write: Write) -> None:
+    def _tell(self, write: Write, whole: dict[str, Any] | None) -> None:
+        """What we wrote was read back, and with it, perhaps, the `whole` checkpoint."""
         self._is_well(write.tier.name)
-        durable, pace = write.durable, write.tier.pace
-        pace.note(write.save.stall_s, durable["seconds"])
+        pace = write.tier.pace
+        pace.note(write.save.stall_s, write.durable_s)
+        if whole is None:
+            return
+        self.sees_others |= not write.tier.own
         self.on_saved(
             CheckpointSaved(
                 step=write.save.step,
                 tier=write.tier.name,
-                path=durable["path"],
-                bytes=durable["bytes"],
-                digest=durable["digest"],
+                path=whole["path"],
+                bytes=whole["bytes"],
+                digest=whole["digest"],
                 stall_s=write.save.stall_s,
-                seconds=durable["seconds"],
+                seconds=write.durable_s,
                 every_s=pace.every_s,
                 ettr=pace.ettr,
                 at=time.time(),
             )
         )
 
+    def _shared_failed(self, write: Write) -> None:
+        if not write.tier.own:
+            self.sees_others = False
+            self.on_shared_failed()
+
     def _end(self, write: Write, error: str) -> None:
-        """Nothing more is heard of it. Once that is so of all tiers the room is free: once, for it
-        may be in use again."""
+        """Nothing more is heard of it."""
         save = write.save
         with self._lock:
             self._asked.pop((write.tier.name, save.name), None)
             if write.tier.name in save.ended:
                 return
-            save.ended.add(write.tier.name)
-            last = len(save.ended) == len(save.tiers)
             self._under_way.discard(write.tier.name)
         if error and not write.verified:
             self._failed(write.tier.name, f"step {write.save.step}: {error}")
+            self._shared_failed(write)
+        self._let_go(save, write.tier.name)
+
+    def _let_go(self, save: Save, what: str) -> None:
+        """Once nothing is under way with its room any more it is given back: once, for it may be in
+        use again."""
+        with self._lock:
+            last = what not in save.ended and len(save.ended) == len(save.tiers)
+            save.ended.add(what)
         if last:
             self.rooms.give_back(save.room)

@@ -9,11 +9,15 @@ no torch.
 It is told, as JSON in single packets:
     {"op": "rooms", "numbers"}  with the rooms' descriptors
     {"op": "save", "room", "image", "described", "step", "save", "facts", ...}  `image` bytes from
-     the room's start are the state, `described` from the next page on its table. Either "folder",
-     "rank", "ranks" and "keep" say where it is to be written, or "holder", "token" and "label"
-     which peer's memory keeps it
+     the room's start will be the state, `described` from the next page on are its table. Either
+     "folder", "rank", "ranks", "share", "shares" and "keep" say where which share of it is to be
+     written, or "holder", "token" and "label" which peer's memory keeps it
+    {"op": "look", "folder", "save"}  whether one whose name begins so is there: "seen", or nothing
+    {"op": "copied", "save", "bytes"}  so much of the state is there by now
+    {"op": "not_copied", "save", "error"}  it never will be
 and says of each save, by its name: {"op": "alarm" | "durable" | "verified" | "failed" | "given_up",
-"save", ...}, and at last {"op": "done", "save"}: it needs the room no more.
+"save", ...}, and at last {"op": "done", "save"}: it needs the room no more. "verified" has "whole",
+with "path", "bytes" and "digest" of the checkpoint, where all shares of all ranks are by now.
 """
 
 from __future__ import annotations
@@ -27,13 +31,14 @@ import os
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint import disk, store
 from runtime.checkpoint.draft import Draft, sweep
 from runtime.checkpoint.holder import Label
-from runtime.checkpoint.manifest import Part
+from runtime.checkpoint.manifest import Manifest, Part
 from runtime.checkpoint.peer import Keeping
 from runtime.image import CHUNK_BYTES, Damaged, Table, aligned
 
@@ -42,6 +47,10 @@ log = logging.getLogger("drydock.checkpoint")
 PACKET_BYTES = 1 << 16
 MAX_ROOMS = 8
 NICE = 10  # the training goes first where both want the same core
+
+
+class NotCopied(Exception):
+    """What is to be saved will never be there as a whole."""
 
 
 class GivenUp(Exception):
@@ -57,9 +66,21 @@ class Writer:
         self._keeping: Keeping | None = None  # the peer that keeps what we save
         self._before: dict[str, Part] = {}  # folder -> the last part that was written there
         self._name = ""  # of the save under way
+        self._copied = 0  # bytes of its state that are there
+        self._flaw = ""  # why there will be no more
+        self._hearing = threading.Lock()  # both who writes and who hashes may wait for more of it
 
     def run(self) -> None:
         """Until the trainer is gone and all that it asked is done."""
+        while (asked := self._hear()) is not None:
+            if asked["op"] == "save":
+                self._save(asked)
+            elif asked["op"] == "look":
+                self._look(Path(asked["folder"]), str(asked["save"]))
+            # else it is more about a save that failed before it was copied
+
+    def _hear(self) -> dict[str, Any] | None:
+        """What the trainer says next about saves; None once it is gone."""
         while True:
             try:
                 data, ancillary, _flags, _from = self._trainer.recvmsg(
@@ -68,12 +89,31 @@ class Writer:
             except ConnectionResetError:  # it died before it read all we said; what it asked stays
                 continue
             if not data:
-                return
-            asked = json.loads(data)
-            if asked.pop("op") == "rooms":
-                self._take_rooms(asked["numbers"], ancillary)
-            else:
-                self._save(asked)
+                return None
+            asked: dict[str, Any] = json.loads(data)
+            if asked["op"] != "rooms":
+                return asked
+            self._take_rooms(asked["numbers"], ancillary)
+
+    def _look(self, folder: Path, save: str) -> None:
+        with contextlib.suppress(OSError):
+            found = (one for _path, one in store.listed(folder) if isinstance(one, Manifest))
+            if any(one.save.startswith(save) for one in found):
+                self._say("seen")
+
+    def _await_copy(self, end: int) -> None:
+        """Until the state that is saved is copied up to there. Raises NotCopied."""
+        with self._hearing:
+            while self._copied < end and not self._flaw:
+                heard = self._hear()
+                if heard is None:
+                    self._flaw = "the trainer ended before the copy was whole"
+                elif heard["op"] == "not_copied":
+                    self._flaw = str(heard["error"])
+                elif heard["op"] == "copied":
+                    self._copied = int(heard["bytes"])
+            if self._flaw:
+                raise NotCopied(self._flaw)
 
     def _take_rooms(self, numbers: list[int], ancillary: list[Any]) -> None:
         self._rooms.clear()
@@ -86,7 +126,7 @@ class Writer:
                 os.close(fd)
 
     def _save(self, asked: dict[str, Any]) -> None:
-        self._name = str(asked["save"])
+        self._name, self._copied, self._flaw = str(asked["save"]), 0, ""
         try:
             if "holder" in asked:
                 self._replicate(asked)
@@ -94,7 +134,7 @@ class Writer:
                 self._write(asked)
         except GivenUp:
             self._say("given_up")
-        except (OSError, Damaged) as error:
+        except (OSError, Damaged, NotCopied) as error:
             self._say("failed", error=str(error))
         except Exception as error:  # the next save may succeed
             log.exception("save_failed save=%s", self._name)
@@ -105,15 +145,17 @@ class Writer:
         image, table = self._copy(asked)
         folder, rank, step = Path(asked["folder"]), int(asked["rank"]), int(asked["step"])
         before = self._before.get(str(folder)) or last_part(folder, rank)
-        draft = Draft(folder, step, self._name, int(asked["ranks"]), asked["facts"])
+        share, shares = int(asked["share"]), int(asked["shares"])
+        draft = Draft(folder, step, self._name, int(asked["ranks"]), asked["facts"], shares)
         try:
-            part, written = draft.write(rank, table, image, before)
-            published = draft.publish()
-            path = str(draft.where() or draft.path)
-            self._say("durable", digest=part.digest, bytes=len(image), written=written, path=path)
-            if before is not None and (names := stale(part, before)):
+            written = draft.write(rank, table, image, before, share=share, ready=self._await_copy)
+            part, published = written.part, draft.publish()
+            self._say("durable", written=written.bytes)
+            if before and written.whole and (names := stale(written.whole, before)):
                 self._say("alarm", kind="checkpoint_stale", text=names)
             self._verify(draft, part, image)
+            whole = draft.note_verified(rank, share)
+            said = None if whole is None else described(draft, whole)
         except BaseException as error:
             if (visible := draft.where()) is not None:
                 store.set_aside(visible)
@@ -124,8 +166,11 @@ class Writer:
             raise
         finally:
             draft.close()
-        self._before[str(folder)] = part
-        self._say("verified")
+        if shares == 1:
+            self._before[str(folder)] = part
+        else:  # what others wrote of it is to be read
+            self._before.pop(str(folder), None)
+        self._say("verified", whole=said)
         if published:
             self._clean(folder, int(asked["keep"]), draft.path)
 
@@ -137,11 +182,11 @@ class Writer:
             if keeping is not None:
                 keeping.close()
             keeping = self._keeping = Keeping(str(asked["holder"]), str(asked["token"]))
+        self._await_copy(len(image))
         digest = keeping.hold(Label(**asked["label"]), table, asked["facts"], image)
-        self._say(
-            "durable", digest=digest, bytes=len(image), written=len(image), path=keeping.address
-        )
-        self._say("verified")
+        self._say("durable", written=len(image))
+        whole = {"path": keeping.address, "bytes": len(image), "digest": digest}
+        self._say("verified", whole=whole)
 
     def _copy(self, asked: dict[str, Any]) -> tuple[memoryview, Table]:
         """What is asked to be written. Raises Damaged if something else is in that room."""
@@ -188,6 +233,15 @@ class Writer:
         ):  # the trainer is gone; what it asked is done all the same
             said = {"op": op, "save": self._name, **message}
             self._trainer.send(json.dumps(said).encode())
+
+
+def described(draft: Draft, whole: Manifest) -> dict[str, Any]:
+    """A checkpoint, as the trainer is told of it."""
+    return {
+        "path": str(draft.where() or draft.path),
+        "bytes": sum(part.bytes for part in whole.parts),
+        "digest": whole.digest,
+    }
 
 
 def last_part(folder: Path, rank: int) -> Part | None:

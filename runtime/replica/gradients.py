@@ -8,8 +8,8 @@ wants to regroup, save or stop. That is why the healthy path needs no vote.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import astuple, dataclass
-from typing import Protocol
+from dataclasses import astuple, dataclass, fields
+from typing import Any, Protocol
 
 import torch
 
@@ -41,6 +41,9 @@ class Wishes:
     peer: bool = False
     local: bool = False
     shared: bool = False
+    share: int = 0  # how many can write their share to the shared tier at that edge
+    alone: bool = False  # the one that speaks would rather write there alone
+    outcome: int = 0  # of the save before that was shared out: 1 once it is whole, below 0: failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,16 +166,18 @@ class Gradients:
     def read(self, reduced: torch.Tensor) -> Tail:
         tail: list[float] = reduced[self.size :].tolist()
         n = self.shards
-        samples, regroup, checkpoint, stop, stage, *due = tail[4 * n :]
+        samples, *summed = tail[4 * n :]
+        wishes: dict[str, Any] = {
+            one.name: round(value) if one.type == "int" else value > 0
+            for one, value in zip(fields(Wishes), summed, strict=True)
+        }
         return Tail(
             coverage=[round(v) for v in tail[:n]],
             checksums=[round(v) for v in tail[n : 2 * n]],
             who=[round(v) for v in tail[2 * n : 3 * n]],
             loss=sum(tail[3 * n : 4 * n]) / samples if samples else float("nan"),
             samples=round(samples),
-            wishes=Wishes(
-                regroup > 0, checkpoint > 0, stop > 0, round(stage), *[value > 0 for value in due]
-            ),
+            wishes=Wishes(**wishes),
         )
 
     def _check_bound(self) -> None:

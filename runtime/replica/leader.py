@@ -58,7 +58,7 @@ class Leader:
         self._why = ""  # why we stop, once all have agreed to
         self._postponed: deque[dict[str, Any]] = deque()
         self._want_checkpoint = threading.Event()
-        self._owed: set[TierName] = set()  # a checkpoint was wished, and there was no room yet
+        self._owed: set[TierName] = set()  # ours alone are due there, and there was no room yet
         self._warm = False  # room for checkpoints was asked for
         self._others: list[Sibling] = []
         self.siblings = Siblings(
@@ -71,6 +71,7 @@ class Leader:
         )
         self.together = Together(rank, self.siblings, teller)
         self.member = self.together.member
+        self.sharing = self.together.sharing
         self.engine.announce = lambda shard: self.siblings.tell("compute", index=shard)
         rank.tell = self._tell
 
@@ -168,23 +169,42 @@ class Leader:
         if tail.wishes.regroup:
             self._regroup(planned=True)
 
-    def _due(self) -> dict[str, bool]:
+    def _due(self) -> dict[str, Any]:
         """In which tiers a checkpoint is due. One clock counts for all: all pay for it at the same
         edge, and then all hold the same step."""
-        due = self.rank.saver.due() if self.teller.speaks() else set()
-        return {name: name in due for name in TIERS}
+        saver, speaks = self.rank.saver, self.teller.speaks()
+        due = saver.due() if speaks else set()
+        able = not self.together.on_trial and saver.can_share()
+        return {
+            **{name: name in due for name in TIERS},
+            **self.sharing.wishes(speaks=speaks, due="shared" in due, able=able),
+        }
 
     def _save(self, wishes: Wishes) -> None:
         """The checkpoints that are due, if there is room for a copy, else at a later edge."""
-        due = {name for name in TIERS if wishes.checkpoint or getattr(wishes, name)}
-        self.rank.saver.agreed(due)
-        self._owed |= due & self._ours()
+        saver = self.rank.saver
+        due = {name for name in saver.tiers if wishes.checkpoint or getattr(wishes, name)}
+        saver.agreed(due)
+        members = sorted(self.member.members)
+        who = self.sharing.decide(wishes, len(members))
+        if wishes.outcome > 0:
+            saver.look(self.together.epoch_name)
+        self._owed |= {name for name in due if saver.tiers[name].own}
+        if who == "one" and self.teller.speaks():
+            self._owed.add("shared")
+        if who == "all":
+            self._owed.discard("shared")
         if self.together.on_trial:
             return
-        ready = self.rank.saver.ready(self._owed)
-        if ready and self.together.prepare_save(ready):
+        ready = saver.ready(self._owed)
+        if not ready or not self.together.prepare_save(ready):
+            ready = set()
+        self._owed -= ready
+        if who == "all":
+            share = (members.index(self.member.replica), len(members))
+            self.together.save({"shared", *ready}, share=share)
+        elif ready:
             self.together.save(ready)
-            self._owed -= ready
 
     def _save_last(self) -> None:
         """Before we go: also where the shared folder cannot be written."""

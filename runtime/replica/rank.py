@@ -323,12 +323,13 @@ class Rank:
         return self.saver.prepare(self.state.size, tiers)
 
     @order
-    def save(self, *, name: str, tiers: list[TierName], last: bool) -> None:
+    def save(self, *, name: str, tiers: list[TierName], share: list[int], last: bool) -> None:
         """Begin a copy of our part, for the writer."""
         if last:
             self.preemption.edge()
+        ours, shares = share
         with self._changing:
-            self._save(self.state.begin_copy, name, tiers, last=last)
+            self._save(self.state.begin_copy, name, tiers, share=(ours, shares), last=last)
 
     def save_aside(self) -> None:
         """The same, in the middle of anything, on a thread of its own: to the tiers that will be
@@ -354,10 +355,17 @@ class Rank:
         name: str,
         tiers: Collection[TierName],
         *,
+        share: tuple[int, int] = (0, 1),
         last: bool,
     ) -> None:
         copying = self.saver.save(
-            begin, name, tiers, replica=self.replica, epoch=self.state.ledger.epoch, last=last
+            begin,
+            name,
+            tiers,
+            replica=self.replica,
+            epoch=self.state.ledger.epoch,
+            share=share,
+            last=last,
         )
         if copying is not None:
             self._copies.append(copying)

@@ -7,17 +7,18 @@ import functools
 import uuid
 from collections.abc import Collection
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint.manifest import digest_of_all
 from runtime.checkpoint.suspects import TRIAL_STEPS, DoesNotTrain, Trial, suspect
 from runtime.checkpoint.tiers import TierName
 from runtime.client import CheckpointSaved
+from runtime.image import hash_of
 from runtime.replica.gradients import Tail
 from runtime.replica.membership import Member
 from runtime.replica.peers import Reduced
 from runtime.replica.rank import FAILURES, Rank
+from runtime.replica.sharing import Sharing
 from runtime.replica.siblings import NEXT, Incomplete, Siblings
 from runtime.replica.step import NotWhole
 from runtime.replica.telling import Teller
@@ -43,12 +44,15 @@ class Together:
             placement=rank.job.placement,
             standby=rank.job.standby,
         )
+        self.sharing = Sharing()
+        self.epoch_name = ""  # the same on all members, and never used again
         self._trial: Trial | None = None  # of the state that the job began from
         self._digests: list[str] = []  # of what was loaded just now, by rank
         self._staged: dict[int, tuple[int, str]] = {}  # rank -> step and digest of its copy
         #: tier and step -> by rank
         self._saved: dict[tuple[str, int], dict[int, CheckpointSaved]] = {}
         rank.saver.on_saved = functools.partial(self.saved, 0)
+        rank.saver.on_shared_failed = functools.partial(self.sharing.hear, -1)
         rank.on_staged = functools.partial(self.staged, 0)
 
     def _all(self, op: str, **order: Any) -> list[Any]:
@@ -80,12 +84,24 @@ class Together:
         """Whether all ranks can save to these at once; they begin to make room."""
         return all(self._all("prepare_save", tiers=sorted(tiers)))
 
-    def save(self, tiers: Collection[TierName], *, last: bool = False) -> None:
-        """At an edge: a checkpoint in each of these tiers."""
-        self._all("save", name=uuid.uuid4().hex[:12], tiers=sorted(tiers), last=last)
+    def save(
+        self,
+        tiers: Collection[TierName],
+        *,
+        share: tuple[int, int] | None = None,
+        last: bool = False,
+    ) -> None:
+        """At an edge: a checkpoint in each of these tiers. `share`: which share of how many is
+        ours, where all members save now."""
+        name = uuid.uuid4().hex[:12] if last else f"{self.epoch_name}x{self.committed}"
+        self._all("save", name=name, tiers=sorted(tiers), share=share or (0, 1), last=last)
 
     def saved(self, rank: int, part: CheckpointSaved) -> None:
         """A rank's part is durable; once all are, so is the whole. On a thread of its own."""
+        if part.tier == "shared":  # is told of as a whole
+            self.sharing.hear(1)
+            self.rank.job.sender.tell(part)
+            return
         parts = self._saved.setdefault((part.tier, part.step), {})
         parts[rank] = part
         if len(parts) == self.siblings.ranks:
@@ -96,10 +112,7 @@ class Together:
             }
             size = sum(one.bytes for one in parts.values())
             digest = digest_of_all([parts[one].digest for one in sorted(parts)])
-            seen = [one.path for one in parts.values() if not Path(one.path).name.startswith(".")]
-            path = (seen or [parts[0].path])[0]  # whose writer was the last knows its name
-            told = replace(parts[0], bytes=size, digest=digest, at=part.at, path=path)
-            self.rank.job.sender.tell(told)
+            self.rank.job.sender.tell(replace(parts[0], bytes=size, digest=digest, at=part.at))
 
     @property
     def on_trial(self) -> bool:
@@ -213,6 +226,11 @@ class Together:
 
     def enter(self, grant: dict[str, Any]) -> None:
         self.put_on_trial(grant)
+        self.epoch_name = (
+            f"{grant['epoch']}x{hash_of(bytearray(str(grant['started_at']).encode()))[:8]}"
+        )
+        if grant["lost"]:
+            self.sharing.lost()
         self._all("enter", grant=grant)
 
     def put_on_trial(self, grant: dict[str, Any]) -> None:

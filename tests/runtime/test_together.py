@@ -205,7 +205,7 @@ def test_a_copy_is_held_once_every_part_is_of_one_step(pair: Pair) -> None:
 def test_a_checkpoint_is_told_of_once_every_part_is_durable(pair: Pair) -> None:
     parts = [
         CheckpointSaved(
-            step=9, tier="shared", path=f"/{rank}", bytes=10, digest=f"d{rank}", stall_s=0.1,
+            step=9, tier="local", path=f"/{rank}", bytes=10, digest=f"d{rank}", stall_s=0.1,
             seconds=1.0, at=rank,
         )
         for rank in (0, 1)
@@ -224,6 +224,17 @@ def test_a_checkpoint_is_told_of_once_every_part_is_durable(pair: Pair) -> None:
         digest_of_all(["d0", "d1"]),
         "/0",
     )
+
+
+def test_a_checkpoint_in_the_folder_of_all_is_told_of_by_whoever_finished_it(pair: Pair) -> None:
+    whole = CheckpointSaved(
+        step=9, tier="shared", path="/9", bytes=20, digest="d", stall_s=0.1, seconds=1.0, at=1.0
+    )
+
+    pair.together.saved(1, whole)
+
+    assert pair.told.messages == [whole]
+    assert pair.together.sharing.wishes(speaks=False, due=False, able=False)["outcome"] == 1
 
 
 def test_only_a_checkpoint_whose_parts_are_of_one_run_is_loaded(pair: Pair) -> None:

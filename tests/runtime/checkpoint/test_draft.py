@@ -9,23 +9,30 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from runtime.checkpoint import store
-from runtime.checkpoint.draft import Draft, sweep
+from runtime.checkpoint.draft import Draft, Written, sweep
 from runtime.checkpoint.manifest import Part
-from runtime.image import Damaged, Staged
-from tests.runtime.checkpoint.states import staged_at
+from runtime.image import CHUNK_BYTES, Damaged, Staged, pages
+from runtime.snapshot import Copying
+from tests.runtime.checkpoint.states import due, staged_at
 
 
 @contextmanager
-def draft_at(folder: Path, step: int, save: str = "abc", ranks: int = 2) -> Iterator[Draft]:
-    draft = Draft(folder, step, save, ranks, {"job": "j"})
+def draft_at(
+    folder: Path, step: int, save: str = "abc", ranks: int = 2, shares: int = 1
+) -> Iterator[Draft]:
+    draft = Draft(folder, step, save, ranks, {"job": "j"}, shares)
     yield draft
     draft.close()
 
 
-def write(draft: Draft, rank: int, staged: Staged, before: Part | None = None) -> tuple[Part, int]:
-    return draft.write(rank, staged.table, memoryview(staged.buffer), before)
+def write(
+    draft: Draft, rank: int, staged: Staged, before: Part | None = None, share: int = 0
+) -> Written:
+    image = memoryview(staged.buffer)
+    return draft.write(rank, staged.table, image, before, share=share)
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
@@ -92,7 +99,7 @@ def test_a_part_of_another_save_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_what_nobody_finishes_is_swept_away(tmp_path: Path) -> None:
     with draft_at(tmp_path, 4) as alive:
-        alive._lock(0)
+        alive._lock("rank-0.json")
         sweep(tmp_path)
         while_it_lives = alive.path.exists()
     sweep(tmp_path)  # closed, as at its writer's death
@@ -111,13 +118,16 @@ def test_a_part_that_waits_for_another_is_not_swept_away(tmp_path: Path) -> None
 def test_weights_that_are_not_trained_are_written_once(tmp_path: Path) -> None:
     first, second = staged_at(1), staged_at(2)
     with draft_at(tmp_path, 1, "first", ranks=1) as draft:
-        before, whole = write(draft, 0, first)
+        before = write(draft, 0, first)
         draft.publish()
     with draft_at(tmp_path, 2, "second", ranks=1) as draft:
-        _part, rest = write(draft, 0, second, before)
+        after = write(draft, 0, second, before.part)
         draft.publish()
 
-    assert (whole, rest) == (first.table.bytes, second.table.bytes - second.table.frozen)
+    assert (before.bytes, after.bytes) == (
+        first.table.bytes,
+        second.table.bytes - second.table.frozen,
+    )
     assert store.read(tmp_path / "step-00000002").digest == second.digest
 
 
@@ -125,11 +135,100 @@ def test_frozen_weights_that_did_change_are_written(tmp_path: Path) -> None:
     first, second = staged_at(1), staged_at(2)
     second.buffer[5] ^= 1
     with draft_at(tmp_path, 1, "first", ranks=1) as draft:
-        before, _ = write(draft, 0, first)
+        before = write(draft, 0, first)
         draft.publish()
     with draft_at(tmp_path, 2, "second", ranks=1) as draft:
-        _part, written = write(draft, 0, second, before)
+        after = write(draft, 0, second, before.part)
         draft.publish()
 
-    assert written == second.table.bytes
+    assert after.bytes == second.table.bytes
     assert store.read(tmp_path / "step-00000002").digest == second.digest
+
+
+SIZES = (5, CHUNK_BYTES, 3 * CHUNK_BYTES + 11)
+
+
+def image_of(size: int, frozen: int = 0) -> Staged:
+    """Bytes that no two chunks share, the first ones of weights that are not trained."""
+    numbers = torch.arange(size, dtype=torch.float32)
+    base = torch.arange(frozen, dtype=torch.float32)
+    state = {"base": base, "model": {"weight": numbers}}
+    return Copying(state, 4, due=due).finish()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_what_several_share_out_is_one_checkpoint(
+    tmp_path: Path, order: tuple[int, ...], size: int
+) -> None:
+    staged = image_of(size, frozen=300_000)
+    seen, written = [], []
+
+    for share in order:
+        with draft_at(tmp_path, 4, ranks=1, shares=3) as draft:
+            ours = write(draft, 0, staged, share=share)
+            seen.append((draft.publish(), len(store.candidates(tmp_path))))
+            written.append(ours.bytes)
+            assert store.verify_part(ours.part, draft.handle) == []
+
+    (path,) = store.candidates(tmp_path)
+    assert seen == [(False, 0), (False, 0), (True, 1)]
+    assert sum(written) == staged.table.bytes
+    assert store.verify(path) == []
+    assert store.read(path).digest == store.manifest_of(path).digest == staged.digest
+
+
+def test_each_of_several_writes_as_much(tmp_path: Path) -> None:
+    staged = image_of(6 * CHUNK_BYTES)
+    written = []
+    for share in range(3):
+        with draft_at(tmp_path, 4, ranks=1, shares=3) as draft:
+            written.append(write(draft, 0, staged, share=share).bytes)
+            draft.publish()
+
+    assert max(written) - min(written) <= CHUNK_BYTES
+
+
+def test_the_last_of_all_to_verify_speaks_for_all_and_tidies_up(tmp_path: Path) -> None:
+    staged = image_of(SIZES[-1])
+    drafts = [
+        (Draft(tmp_path, 4, "abc", 2, {}, shares=2), rank, share)
+        for rank in range(2)
+        for share in range(2)
+    ]
+    for draft, rank, share in drafts:
+        write(draft, rank, staged, share=share)
+        draft.publish()
+    told = [draft.note_verified(rank, share) for draft, rank, share in drafts]
+    for draft, _rank, _share in drafts:
+        draft.close()
+
+    (path,) = store.candidates(tmp_path)
+    assert told == [None, None, None, store.manifest_of(path)]
+    left = {one.name for one in path.iterdir() if one.suffix != ".bin"}
+    assert left == {"manifest.json", "rank-0.json", "rank-1.json", "verified"}
+
+
+def test_shares_of_two_states_become_no_checkpoint(tmp_path: Path) -> None:
+    with draft_at(tmp_path, 4, ranks=1, shares=2) as draft:
+        write(draft, 0, image_of(SIZES[-1]), share=0)
+        with pytest.raises(Damaged, match="the replicas differ"):
+            write(draft, 0, image_of(SIZES[-1], frozen=5), share=1)
+        draft.publish()
+
+    assert store.candidates(tmp_path) == []
+
+
+def test_what_is_not_copied_yet_is_waited_for(tmp_path: Path) -> None:
+    staged = image_of(SIZES[-1])
+    image = pages(staged.table.bytes)
+
+    def copy(end: int) -> None:
+        image[:end] = memoryview(staged.buffer)[:end]
+
+    with draft_at(tmp_path, 4, ranks=1) as draft:
+        written = draft.write(0, staged.table, image, ready=copy)
+        draft.publish()
+
+    assert written.part.digest == staged.digest
+    assert store.read(tmp_path / "step-00000004").digest == staged.digest

@@ -21,10 +21,10 @@ from runtime.checkpoint import Checkpointer, store
 from runtime.checkpoint.rooms import ROOMS
 from runtime.checkpoint.tiers import TierName, tiers_of
 from runtime.client import CheckpointSaved, Sender, Trouble
-from runtime.image import Damaged
+from runtime.image import Damaged, Piece
 from runtime.job import Job
 from runtime.snapshot import Copying, state_of
-from tests.runtime.checkpoint.states import copy_of_step, staged_at
+from tests.runtime.checkpoint.states import copy_of_step, due, staged_at, state_of_step
 
 PATIENCE_S = 30.0
 SIZE = staged_at(0).table.bytes
@@ -83,11 +83,19 @@ class OneRank:
             every_s=0.0,
         )  # fmt: skip
 
-    def save(self, step: int, name: str = "", *, last: bool = True) -> Copying | None:
+    def save(
+        self,
+        step: int,
+        name: str = "",
+        *,
+        share: tuple[int, int] = (0, 1),
+        last: bool = True,
+        begin: Callable[[int, memoryview | None], Copying] = copy_of_step,
+    ) -> Copying | None:
         """Waits for room: with `last` the saver does."""
         self.saver.prepare(lambda: SIZE)
         return self.saver.save(
-            lambda into: copy_of_step(step, into), name or f"save{step}", last=last
+            lambda into: begin(step, into), name or f"save{step}", share=share, last=last
         )
 
     def save_all(self, *steps: int) -> None:
@@ -359,10 +367,13 @@ def stuck(step: int, into: memoryview | None) -> Copying:
 def test_two_ranks_make_one_checkpoint(tmp_path: Path) -> None:
     ranks = [OneRank(tmp_path, rank, 2) for rank in (0, 1)]
     for rank in ranks:
-        rank.save_all(7)
+        assert rank.save(7) is not None
     for rank in ranks:
         rank.saver.finish()
 
+    (told,) = [one for rank in ranks for one in rank.told.messages]
+    assert isinstance(told, CheckpointSaved)
+    assert (told.bytes, told.path) == (2 * SIZE, str(tmp_path / "checkpoints" / "step-00000007"))
     assert [rank.saver.sources.saves() for rank in ranks] == [[(7, "save7", "shared")]] * 2
     images = [ranks[0].saver.sources.read("save7", "shared", rank) for rank in (0, 1)]
     assert [image.digest for image in images] == [staged_at(7).digest] * 2
@@ -372,7 +383,8 @@ def test_another_number_of_ranks_finds_the_checkpoint(tmp_path: Path) -> None:
     OneRank(tmp_path).saver.folders.shared.mkdir()
     pair = [OneRank(tmp_path, rank, 2) for rank in (0, 1)]
     for rank in pair:
-        rank.save_all(7)
+        assert rank.save(7) is not None
+    for rank in pair:
         rank.saver.finish()
 
     for other in (OneRank(tmp_path, 0, 1), OneRank(tmp_path, 1, 4)):
@@ -456,8 +468,7 @@ def test_one_rank_s_failure_is_one_alarm(tmp_path: Path) -> None:
     ranks = [OneRank(tmp_path, rank, 2) for rank in (0, 1)]
     for rank in ranks:
         rank.save(1)
-    for rank in ranks:
-        rank.told.until(lambda rank=rank: 1 in rank.told.saved())  # type: ignore[misc]
+    ranks[0].told.until(lambda: any(1 in rank.told.saved() for rank in ranks))
     os.kill(ranks[0].writer(), signal.SIGSTOP)
     ranks[0].save(2)
     in_the_way = ranks[0].saver.folders.shared / ".writing-00000002-save2" / "rank-1-0000.bin"
@@ -466,8 +477,92 @@ def test_one_rank_s_failure_is_one_alarm(tmp_path: Path) -> None:
     ranks[1].told.until(lambda: "checkpoint_failed" in ranks[1].told.troubles())
     os.kill(ranks[0].writer(), signal.SIGCONT)
     for rank in ranks:
-        rank.save_all(3)
+        rank.save(3)
+    for rank in ranks:
         rank.saver.finish()
 
     assert [rank.told.troubles().count("checkpoint_failed") for rank in ranks] == [0, 1]
     assert ranks[0].saver.sources.saves() == [(3, "save3", "shared"), (1, "save1", "shared")]
+
+
+def test_replicas_that_share_out_make_one_checkpoint(tmp_path: Path) -> None:
+    replicas = [OneRank(tmp_path) for _ in range(3)]
+    for number, one in enumerate(replicas):
+        assert one.save(7, share=(number, 3)) is not None
+    for one in replicas:
+        one.saver.finish()
+
+    (told,) = [message for one in replicas for message in one.told.messages]
+    assert isinstance(told, CheckpointSaved)
+    assert (told.bytes, told.digest) == (SIZE, staged_at(7).digest)
+    assert store.verify(Path(told.path)) == []
+
+
+def test_a_share_that_cannot_be_written_is_heard_of_by_all(tmp_path: Path) -> None:
+    pair = [OneRank(tmp_path), OneRank(tmp_path)]
+    failed = [threading.Event(), threading.Event()]
+    for number, one in enumerate(pair):
+        one.saver.on_shared_failed = failed[number].set
+        one.saver.sees_others = True
+    assert pair[0].save(7, share=(0, 2)) is not None
+    pair[0].told.until(lambda: bool(list(tmp_path.rglob("rank-0-share-0.json"))))
+    (draft,) = (tmp_path / "checkpoints").glob(".writing-*")
+    draft.rename(draft.with_name(".gone-7"))
+    (tmp_path / "checkpoints" / draft.name).write_text("in the way")
+
+    assert pair[1].save(7, share=(1, 2)) is not None
+    assert failed[1].wait(PATIENCE_S)
+    for one in pair:
+        one.saver.finish()
+
+    assert not pair[1].saver.sees_others
+    assert store.candidates(tmp_path / "checkpoints") == []
+
+
+def test_who_sees_what_another_wrote_can_share(tmp_path: Path) -> None:
+    writes, looks = OneRank(tmp_path), OneRank(tmp_path)
+    apart = OneRank(tmp_path / "elsewhere")
+    for one in (writes, looks, apart):
+        one.save_all(3)
+        one.saver.sees_others = False
+    writes.save(4, "epoch9x4")
+    writes.told.until(lambda: 4 in writes.told.saved())
+
+    looks.saver.look("epoch9")
+    apart.saver.look("epoch9")
+    looks.told.until(lambda: looks.saver.sees_others)
+    for one in (writes, looks, apart):
+        one.saver.finish()  # all that was asked is answered
+
+    assert (writes.saver.sees_others, apart.saver.sees_others) == (True, False)
+
+
+class Interrupted(Copying):
+    """A copy that fails in its last tensors."""
+
+    def __init__(self, step: int, into: memoryview | None) -> None:
+        super().__init__(state_of_step(step), step, into, due)
+
+    def _copy(self, piece: Piece, tensor: torch.Tensor, copied: Any = None) -> None:
+        if piece.name == ".model.weight":
+            raise MemoryError("no more")
+        super()._copy(piece, tensor, copied)
+
+
+def test_a_copy_that_fails_halfway_becomes_no_checkpoint(trainer: OneRank, tmp_path: Path) -> None:
+    trainer.save_all(3)
+
+    copying = trainer.save(4, begin=Interrupted)
+    assert copying is not None
+    copying.wait()
+    trainer.told.until(lambda: "checkpoint_failed" in trainer.told.troubles())
+    trainer.save_all(5)
+
+    (told, again) = [one for one in trainer.told.messages if isinstance(one, Trouble)]
+    assert "no more" in told.text
+    assert again.kind == "checkpoint_recovered"
+    assert [path.name for path in store.candidates(tmp_path / "checkpoints")] == [
+        "step-00000005",
+        "step-00000003",
+    ]
+    assert not list((tmp_path / "checkpoints").glob(".writing-*"))
