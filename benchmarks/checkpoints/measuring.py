@@ -17,7 +17,7 @@ from typing import IO, Any, cast
 
 import psutil
 
-from benchmarks.checkpoints.contenders import ALL, Contender, python_of
+from benchmarks.checkpoints.contenders import ALL, DISK, MEMCPY, OURS, Contender, python_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLE_S = 0.02  # between two looks at the memory
@@ -31,6 +31,7 @@ class Plan:
     sizes_gib: tuple[float, ...]
     rounds: int
     step_ms: float
+    only_ours: bool = False  # and the limits
 
 
 def measure(plan: Plan, folder: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -38,7 +39,8 @@ def measure(plan: Plan, folder: Path, say: Callable[[str], None]) -> list[dict[s
     rows: dict[tuple[float, str], dict[str, Any]] = {}
     failed: set[str] = set()
     pythons: dict[str, str] = {}
-    for contender in ALL:
+    contenders = (MEMCPY, DISK, *OURS) if plan.only_ours else ALL
+    for contender in contenders:
         try:
             pythons[contender.name] = python_of(contender)
         except RuntimeError as error:
@@ -46,7 +48,7 @@ def measure(plan: Plan, folder: Path, say: Callable[[str], None]) -> list[dict[s
             say(f"{contender.name} is left out: {error}")
     for gib in plan.sizes_gib:
         for number in range(plan.rounds):
-            for contender in ALL:
+            for contender in contenders:
                 if contender.name in failed:
                     continue
                 say(f"{gib:g} GiB, round {number + 1} of {plan.rounds}: {contender.name}")

@@ -300,25 +300,28 @@ def write(
 
 def sweep(folder: Path) -> None:
     """Remove drafts that no writer will finish."""
+    newest = next((store.number_of(path)[0] for path in store.candidates(folder)), -1)
     for path in folder.glob(f"{_PREFIX}*"):
-        if path.is_dir() and is_abandoned(path):
+        if path.is_dir() and is_abandoned(path, newest):
             store.remove(path)
     for path in folder.glob(f"{_GONE}*"):
         store.remove(path)
 
 
-def is_abandoned(draft: Path) -> bool:
-    """Whether nobody writes it any more: on this host that shows at once, else by its age."""
+def is_abandoned(draft: Path, newest: int = -1) -> bool:
+    """Whether nobody writes it any more: on this host that shows, else by its age. `newest`:
+    the step of a checkpoint that is complete; none that is older is begun any more."""
     try:
-        newest = max(p.stat().st_mtime for p in [draft, *draft.iterdir()])
-        for lock in draft.glob("*.lock"):
-            if lock.read_text() != HOST or _is_locked(lock):
-                continue
-            if not lock.with_suffix(".json").exists():
-                return True
+        changed = max(p.stat().st_mtime for p in [draft, *draft.iterdir()])
+        locks = [*draft.glob("*.lock")]
+        free = [lock for lock in locks if lock.read_text() == HOST and not _is_locked(lock)]
+        if any(not lock.with_suffix(".json").exists() for lock in free):
+            return True
+        if free and free == locks and int(draft.name.split("-")[1]) < newest:
+            return True
     except FileNotFoundError:
         return False  # it was made visible, or removed, meanwhile
-    return time.time() - newest > IDLE_S
+    return time.time() - changed > IDLE_S
 
 
 def _is_locked(path: Path) -> bool:

@@ -57,16 +57,20 @@ class Pace:
         self._fixed_s = every_s
         self._stalls: deque[float] = deque(maxlen=MEASURED)
         self._durable: deque[float] = deque(maxlen=MEASURED)
+        self._alone: deque[float] = deque(maxlen=MEASURED)
 
-    def note(self, stall_s: float, durable_s: float) -> None:
-        """What a save took from the training, and how long it took until it was durable."""
+    def note(self, stall_s: float, durable_s: float, shares: int = 1) -> None:
+        """What a save took from the training, and how long it took until it was durable, of which
+        we wrote one of so many `shares`."""
+        self._alone.append(durable_s * shares)
         self._durable.append(durable_s)  # first: who sees a stall looks here too, on another thread
         self._stalls.append(stall_s)
 
     @property
-    def durable_s(self) -> float | None:
-        """How long a save usually takes until it is durable; None before one was measured."""
-        return median(self._durable) if self._durable else None
+    def alone_s(self) -> float | None:
+        """How long it takes at most, usually, until a save that one writes alone is durable; None
+        before one was measured."""
+        return median(self._alone) if self._alone else None
 
     @property
     def mtbf_s(self) -> float:

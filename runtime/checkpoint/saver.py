@@ -60,6 +60,10 @@ class Save:
     ended: set[str] = field(default_factory=set)
     told: int = 0  # bytes of the copy of which the writers know
 
+    def shares(self, tier: Tier) -> int:
+        """Among how many it is shared out in this tier."""
+        return 1 if tier.own else self.share[1]
+
     @property
     def stall_s(self) -> float:
         """What the training thread paid in all, once the copy is finished."""
@@ -383,7 +387,7 @@ class Checkpointer:
             "rank": 0 if tier.own else self.job.rank,
             "ranks": 1 if tier.own else self.job.ranks,
             "share": 0 if tier.own else save.share[0],
-            "shares": 1 if tier.own else save.share[1],
+            "shares": save.shares(tier),
         }
 
     def _to_peer(self, save: Save, size: int) -> dict[str, Any]:
@@ -449,7 +453,7 @@ class Checkpointer:
         """What we wrote was read back, and with it, perhaps, the `whole` checkpoint."""
         self._is_well(write.tier.name)
         pace = write.tier.pace
-        pace.note(write.save.stall_s, write.durable_s)
+        pace.note(write.save.stall_s, write.durable_s, write.save.shares(write.tier))
         if whole is None:
             return
         self.sees_others |= not write.tier.own

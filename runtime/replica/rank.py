@@ -341,13 +341,13 @@ class Rank:
             speaks = self.replica == min(self._members)
             tiers = self.saver.tiers
             ours = [one for one in TIERS if one in tiers and (speaks or tiers[one].own)]
-            usual_s = {one: tiers[one].pace.durable_s for one in ours}
+            usual_s = {one: tiers[one].pace.alone_s for one in ours}
             in_time = durable_in(ours, usual_s, self.preemption.left_s())
             self._save(self.state.begin_copy_aside, f"stop{epoch}x{step}", in_time, last=True)
 
     def _save_takes_s(self) -> float:
         paces = [tier.pace for tier in self.saver.tiers.values()]
-        return longest_s([pace.durable_s for pace in paces], self.job.grace_s)
+        return longest_s([pace.alone_s for pace in paces], self.job.grace_s)
 
     def _save(
         self,

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from runtime.checkpoint import peer, store
@@ -311,6 +312,50 @@ def test_what_is_damaged_on_one_tier_is_taken_from_another(make_fleet: MakeFleet
     assert_every_sample_once(fleet.steps(0)[before:], there + 1)
 
 
+def test_replicas_share_the_checkpoint_out_whoever_dies(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(3, options={"checkpoint_s": 0.3})
+    fleet.start()
+    shared = fleet.folder / "state" / "checkpoints"
+    until(lambda: shared_out(shared, 0), "all three have written their share of one")
+
+    fleet.kill(1)
+    dead_at = fleet.last(0)["step"]
+    until(lambda: shared_out(shared, dead_at + 1), "the other two have")
+    fleet.start_rank(1)
+    fleet.wait_for_members([0, 1, 2])
+    back_at = fleet.last(0)["step"]
+    until(lambda: shared_out(shared, back_at + 1), "all three have again")
+    kill_whole(fleet)
+    newest = store.candidates(shared)[0]
+    before = len(fleet.steps(0))
+    fleet.start()
+    fleet.train_on()
+    fleet.stop()
+
+    assert_every_sample_once(fleet.steps(0)[before:], store.number_of(newest)[0] + 1)
+    assert len(fleet.digests()) == 1
+    assert [store.verify(path) for path in store.candidates(shared)[1:]] == [[]] * 2
+
+
+def test_replicas_whose_folders_are_not_one_write_all_the_same(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(2, shared_disk=False, options={"checkpoint_s": 0.3})
+    fleet.start()
+    folder = fleet.folder / "state0" / "checkpoints"
+    until(lambda: store.candidates(folder), "a first one")
+    first = store.number_of(store.candidates(folder)[0])[0]
+    until(lambda: store.number_of(store.candidates(folder)[0])[0] > first + 20, "a later one")
+    fleet.stop()
+
+    assert not list(folder.glob(".writing-*"))
+    assert not (fleet.folder / "state1" / "checkpoints").exists()
+
+
+def shared_out(folder: Path, step: int) -> bool:
+    """Whether one of this step or a later one was written by several."""
+    found = [path for path in store.candidates(folder) if store.number_of(path)[0] >= step]
+    return any((path / "verified").exists() for path in found)
+
+
 def test_a_job_killed_whole_goes_on_from_peers_memory(make_fleet: MakeFleet) -> None:
     """Even if a node is lost with what it kept."""
     fleet = make_fleet(2, holders=True, options={"peer_s": 0.2})
@@ -412,11 +457,17 @@ def newest_local(fleet: Fleet, replica: int) -> int:
 
 def kill_whole(fleet: Fleet) -> list[int]:
     """Every rank and the coordinator; the newest step on each disk. The writers finish."""
+    writers = [
+        child
+        for rank in fleet.ranks.values()
+        for child in psutil.Process(rank.pid).children()
+        if "runtime.checkpoint.writer" in child.cmdline()
+    ]
     fleet.kill(*fleet.ranks)
     assert fleet.coordinator is not None
     fleet.coordinator.kill()
     fleet.coordinator.wait()
-    until(lambda: not [*fleet.folder.rglob(".writing-*")], "all is written")
+    until(lambda: not any(one.is_running() for one in writers), "all is written")
     return [newest_local(fleet, replica) for replica in range(fleet.world)]
 
 

@@ -115,6 +115,21 @@ def test_a_part_that_waits_for_another_is_not_swept_away(tmp_path: Path) -> None
     assert draft.path.exists()
 
 
+def test_a_part_that_waited_in_vain_goes_once_a_newer_checkpoint_is_complete(
+    tmp_path: Path,
+) -> None:
+    with draft_at(tmp_path, 4) as dead:
+        write(dead, 0, staged_at(1))
+    with draft_at(tmp_path, 5) as alive:
+        write(alive, 0, staged_at(1))
+        with draft_at(tmp_path, 6, ranks=1) as newer:
+            write(newer, 0, staged_at(1))
+            newer.publish()
+        sweep(tmp_path)
+
+        assert (dead.path.exists(), alive.path.exists()) == (False, True)
+
+
 def test_weights_that_are_not_trained_are_written_once(tmp_path: Path) -> None:
     first, second = staged_at(1), staged_at(2)
     with draft_at(tmp_path, 1, "first", ranks=1) as draft:
