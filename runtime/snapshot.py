@@ -7,9 +7,11 @@ The training thread pays one memcpy (`stage`), or less (`Copying`); hashing is f
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -31,8 +33,6 @@ def any_time(_name: str, _tensor: torch.Tensor) -> When:
 #: Where tensors that are one are kept once. Elsewhere loading could take them apart, and a state
 #: that was loaded would not have the digest of the one that was saved.
 TIED = ".model."
-#: Elements of a tensor that are copied before the next look at who waits for them.
-SLICE = 8 << 20
 #: What may be a key in a state.
 KEYS = (str, int, float, bool, type(None))
 
@@ -120,8 +120,12 @@ class Copying:
             pinned = any(tensor.is_cuda for tensor in layout.tensors)
             into = allocate(self.table.bytes, pinned=pinned)
         self._buffer = into[: self.table.bytes]
-        self._rest: list[tuple[Piece, torch.Tensor]] = []
+        self._rest: deque[tuple[Piece, torch.Tensor]] = deque()
+        self._under_way: dict[int, int] = {}  # thread -> from where of the copy it makes a piece
+        self._changed = threading.Condition()
+        self._error: Exception | None = None  # that ended it
         self._stream = stream_beside(layout.tensors)
+        self.awaited = False  # the training waits for it
         self.finished = threading.Event()
         at = 0
         with torch.cuda.stream(self._stream):
@@ -138,40 +142,66 @@ class Copying:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def finish(self, copied: Callable[[int], object] | None = None) -> Staged:
-        """Copy what is left; may be called on another thread, once. `copied` is told again and
-        again up to which byte the copy is there; of one that comes from a card only at the end."""
+        """Copy what is left; may be called on another thread, once. `copied` is told now and then
+        up to which byte the copy is there, unless the training waits for it: then nobody should
+        begin anything else. Of one that comes from a card it is told at the end. Raises what made
+        the copy fail."""
         try:
-            with torch.cuda.stream(self._stream):
-                for piece, tensor in self._rest:
-                    self._copy(piece, tensor, copied)
+            while self._copy_next():
+                if copied is not None and self._stream is None and not self.awaited:
+                    copied(self._there())
+            with self._changed:
+                self._changed.wait_for(lambda: not self._under_way)
+            if self._error is not None:
+                raise self._error
             if self._stream is not None:
                 self._stream.synchronize()
-            self._rest.clear()
         finally:
+            self._rest.clear()
             self.finished.set()
         if copied is not None:
             copied(self.table.bytes)
         return Staged(self.step, self.table, self._buffer)
 
     def wait(self) -> None:
-        """Until it is finished: before anything is changed that was not to be copied now."""
+        """Until it is finished: before anything is changed that was not to be copied now. Whoever
+        waits helps."""
         began = time.monotonic()
+        self.awaited = True
+        while not self.finished.is_set() and self._stream is None and self._copy_next():
+            pass
         self.finished.wait()
         self.waited_s += time.monotonic() - began
 
-    def _copy(
-        self, piece: Piece, tensor: torch.Tensor, copied: Callable[[int], object] | None = None
-    ) -> None:
+    def _copy_next(self) -> bool:
+        """One piece more; False if none is left that nobody has begun."""
+        me = threading.get_ident()
+        with self._changed:
+            if not self._rest:
+                return False
+            piece, tensor = self._rest.popleft()
+            self._under_way[me] = piece.offset
+        try:
+            with torch.cuda.stream(self._stream):
+                self._copy(piece, tensor)
+        except Exception as error:  # raised where it is finished: the training goes on
+            self._error = error
+            self._rest.clear()
+        finally:
+            with self._changed:
+                del self._under_way[me]
+                self._changed.notify_all()
+        return self._error is None
+
+    def _there(self) -> int:
+        """Up to which byte the copy is there: the pieces are begun in their order."""
+        with self._changed:
+            rest = [piece.offset for piece, _tensor in itertools.islice(self._rest, 1)]
+            return min([*self._under_way.values(), *rest], default=self.table.bytes)
+
+    def _copy(self, piece: Piece, tensor: torch.Tensor) -> None:
         """From a card it is only begun."""
-        copy, tensor = view_of(self._buffer, piece), tensor.detach()
-        if copied is None or tensor.is_cuda or not tensor.is_contiguous():
-            copy.copy_(tensor, non_blocking=tensor.is_cuda)
-            return
-        copy, tensor = copy.view(-1), tensor.view(-1)
-        for start in range(0, tensor.numel(), SLICE):
-            end = min(start + SLICE, tensor.numel())
-            copy[start:end].copy_(tensor[start:end])
-            copied(piece.offset + end * tensor.element_size())
+        view_of(self._buffer, piece).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
 
 
 def stream_beside(tensors: list[torch.Tensor]) -> torch.cuda.Stream | None:

@@ -42,7 +42,6 @@ from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, hash_of
 HOST = socket.gethostname()
 IDLE_S = 600.0  # a draft in which nothing changed for so long will not be finished any more
 _PREFIX = ".writing-"
-_GONE = ".gone-"
 _VERIFIED = "verified"
 _SHARE = "-share-"
 
@@ -240,12 +239,12 @@ class Draft:
     def is_given_up(self) -> bool:
         """Whether another writer failed, so that it will never be complete."""
         name = Path(f"/proc/self/fd/{self.handle}").readlink().name
-        return name.startswith(_GONE) or name.endswith(" (deleted)")
+        return name.startswith(store.GONE) or name.endswith(" (deleted)")
 
     def give_up(self) -> None:
         """It cannot be completed any more. First out of sight, for another writer may be about to
         make it visible: only one of the two renames succeeds."""
-        gone = self.folder / f"{_GONE}{self.path.name}-{uuid.uuid4().hex}"
+        gone = self.folder / f"{store.GONE}{self.path.name}-{uuid.uuid4().hex}"
         with contextlib.suppress(OSError):
             self.path.rename(gone)
             store.remove(gone)
@@ -304,7 +303,7 @@ def sweep(folder: Path) -> None:
     for path in folder.glob(f"{_PREFIX}*"):
         if path.is_dir() and is_abandoned(path, newest):
             store.remove(path)
-    for path in folder.glob(f"{_GONE}*"):
+    for path in folder.glob(f"{store.GONE}*"):
         store.remove(path)
 
 

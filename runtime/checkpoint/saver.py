@@ -110,6 +110,7 @@ class Checkpointer:
         self.on_shared_failed: Callable[[], None] = _nobody_asks
         #: in the folder of all we see what others wrote there
         self.sees_others = False
+        self._share_flaw = ""  # why we could not write the last one of ours
         self._last = dict.fromkeys(self.tiers, time.monotonic())
         self._late: set[TierName] = set()  # an engineer was told
         self._failing: set[TierName] = set()  # and of these
@@ -185,8 +186,10 @@ class Checkpointer:
         return self.sees_others and not busy and self.rooms.any_free()
 
     def look(self, save: str) -> None:
-        """See whether a save whose name begins so is in the folder of all; its writer looks, for
-        that may take long."""
+        """One whose name begins so was written to the folder of all: see whether it is there. Its
+        writer looks, for that may take long."""
+        if self._share_flaw:
+            self._failed("shared", self._share_flaw)
         if not self.sees_others:
             folder = str(self.folders.shared)
             self._writers["shared"].tell({"op": "look", "folder": folder, "save": save})
@@ -426,15 +429,19 @@ class Checkpointer:
             write.verified = True
             self._tell(write, message["whole"])
         elif message["op"] == "failed":
-            self._failed(write.tier.name, f"step {write.save.step}: {message['error']}")
-            self._shared_failed(write)
+            self._failed_write(write, str(message["error"]))
         elif message["op"] == "given_up":
             self._shared_failed(write)
         elif message["op"] == "done":
             self._end(write, "")
 
-    def _failed(self, tier: TierName, why: str) -> None:
-        """One alarm, however often it fails until it is well again."""
+    def _failed(self, tier: TierName, why: str, shares: int = 1) -> None:
+        """One alarm, however often it fails until it is well again. What others have shares in is
+        tried again by one alone: only if that succeeds is it ours that is wrong."""
+        if shares > 1:
+            self._share_flaw = why
+            log.warning("share_failed error=%s", why)
+            return
         with self._lock:
             new = tier not in self._failing
             self._failing.add(tier)
@@ -443,6 +450,8 @@ class Checkpointer:
             self.job.trouble("checkpoint_failed", why, tier)
 
     def _is_well(self, tier: TierName) -> None:
+        if tier == "shared":
+            self._share_flaw = ""
         with self._lock:
             again = tier in self._failing
             self._failing.discard(tier)
@@ -472,6 +481,11 @@ class Checkpointer:
             )
         )
 
+    def _failed_write(self, write: Write, why: str) -> None:
+        save = write.save
+        self._failed(write.tier.name, f"step {save.step}: {why}", save.shares(write.tier))
+        self._shared_failed(write)
+
     def _shared_failed(self, write: Write) -> None:
         if not write.tier.own:
             self.sees_others = False
@@ -486,8 +500,7 @@ class Checkpointer:
                 return
             self._under_way.discard(write.tier.name)
         if error and not write.verified:
-            self._failed(write.tier.name, f"step {write.save.step}: {error}")
-            self._shared_failed(write)
+            self._failed_write(write, error)
         self._let_go(save, write.tier.name)
 
     def _let_go(self, save: Save, what: str) -> None:

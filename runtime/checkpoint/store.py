@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ log = logging.getLogger("drydock.checkpoint")
 KEEP = 3
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _ASIDE = ".damaged-"
+GONE = ".gone-"  # given up or to be removed
 
 
 Progress = Callable[[int], object]
@@ -264,7 +266,14 @@ def prune(folder: Path, keep: int = KEEP, spare: Path | None = None) -> None:
 
 
 def remove(path: Path) -> None:
-    """Its manifest first, so that what is left of it when we die is no checkpoint."""
+    """Out of sight first, so that what is left of it when we die is no checkpoint."""
+    gone = path
+    if not path.name.startswith(GONE):
+        gone = path.with_name(f"{GONE}{path.name}-{uuid.uuid4().hex}")
+        try:
+            path.rename(gone)
+        except OSError:  # another host is removing it too, or this folder cannot be written
+            gone = path
     with contextlib.suppress(OSError):
-        (path / MANIFEST).unlink()
-    shutil.rmtree(path, ignore_errors=True)  # another host may be removing it too
+        (gone / MANIFEST).unlink()
+    shutil.rmtree(gone, ignore_errors=True)

@@ -272,9 +272,9 @@ class Gated(Copying):
         super().__init__(state, step)
         self.gate = threading.Event()
 
-    def finish(self) -> Staged:
+    def finish(self, copied: Callable[[int], object] | None = None) -> Staged:
         assert self.gate.wait(PATIENCE_S)
-        return super().finish()
+        return super().finish(copied)
 
 
 def test_a_copy_that_was_released_while_it_was_copied_is_not_held(donor: Donor) -> None:

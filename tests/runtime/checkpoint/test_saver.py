@@ -543,10 +543,10 @@ class Interrupted(Copying):
     def __init__(self, step: int, into: memoryview | None) -> None:
         super().__init__(state_of_step(step), step, into, due)
 
-    def _copy(self, piece: Piece, tensor: torch.Tensor, copied: Any = None) -> None:
+    def _copy(self, piece: Piece, tensor: torch.Tensor) -> None:
         if piece.name == ".model.weight":
             raise MemoryError("no more")
-        super()._copy(piece, tensor, copied)
+        super()._copy(piece, tensor)
 
 
 def test_a_copy_that_fails_halfway_becomes_no_checkpoint(trainer: OneRank, tmp_path: Path) -> None:

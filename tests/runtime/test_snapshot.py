@@ -1,0 +1,111 @@
+"""A copy that two threads make: whole, in order, and failed on neither side unseen."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from runtime.image import Piece
+from runtime.snapshot import Copying, When, stage, state_of
+
+PATIENCE_S = 30.0
+STATE = {"model": {f"w{n}": torch.randn(n + 1, 50) for n in range(40)}, "step": 3}
+
+
+def later(_name: str, _tensor: torch.Tensor) -> When:
+    return "soon"
+
+
+class Held(Copying):
+    """Whoever comes to one of these pieces first waits there."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.held, self.go_on = threading.Event(), threading.Event()
+        super().__init__(STATE, 7, due=later)
+
+    def _copy(self, piece: Piece, tensor: torch.Tensor) -> None:
+        if piece.name in self.names:
+            self.held.set()
+            assert self.go_on.wait(PATIENCE_S)
+        super()._copy(piece, tensor)
+
+
+class Failing(Held):
+    """The piece that was held cannot be copied."""
+
+    def _copy(self, piece: Piece, tensor: torch.Tensor) -> None:
+        super()._copy(piece, tensor)
+        if piece.name in self.names:
+            raise MemoryError("no more")
+
+
+def test_who_waits_helps_and_the_copy_is_whole() -> None:
+    copying = Held(".model.w3")
+    finishing = threading.Thread(target=copying.finish)
+    finishing.start()
+    assert copying.held.wait(PATIENCE_S)
+    waiting = threading.Thread(target=copying.wait)
+    waiting.start()
+    while copying._rest:  # all but what is held the waiting thread copies
+        assert waiting.is_alive()
+    early = copying.finished.is_set()
+    copying.go_on.set()
+    finishing.join(PATIENCE_S)
+    waiting.join(PATIENCE_S)
+
+    assert not early
+    assert copying.finished.is_set()
+    assert copying.waited_s > 0
+
+
+def test_what_is_told_is_there() -> None:
+    whole = stage(STATE, 7)
+    copying = Copying(STATE, 7, due=later)
+    told = [0]
+
+    def look(there: int) -> None:
+        told.append(there)
+        ends = [p.offset + p.bytes for p in copying.table.pieces if p.offset + p.bytes <= there]
+        end = max(ends, default=0)
+        assert bytes(copying._buffer[:end]) == bytes(staged_alike.buffer[:end])
+
+    staged_alike = Copying(STATE, 7, due=later).finish()
+    staged = copying.finish(look)
+
+    assert told == sorted(told)
+    assert told[-1] == staged.table.bytes
+    assert torch.equal(state_of(staged)["model"]["w39"], state_of(whole)["model"]["w39"])
+
+
+def test_nobody_is_told_while_the_training_waits() -> None:
+    copying = Held(".model.w0")
+    told: list[int] = []
+    finishing = threading.Thread(target=copying.finish, args=(told.append,))
+    finishing.start()
+    assert copying.held.wait(PATIENCE_S)
+    waiting = threading.Thread(target=copying.wait)
+    waiting.start()
+    while copying._rest:
+        assert waiting.is_alive()
+    copying.go_on.set()
+    finishing.join(PATIENCE_S)
+    waiting.join(PATIENCE_S)
+
+    assert told == [copying.table.bytes]
+
+
+def test_a_piece_that_fails_fails_the_copy_and_never_the_training() -> None:
+    copying = Failing(".model.w5")
+    copying.go_on.set()
+    waiting = threading.Thread(target=copying.wait)
+    waiting.start()
+    assert copying.held.wait(PATIENCE_S)
+    with pytest.raises(MemoryError, match="no more"):
+        copying.finish()
+    waiting.join(PATIENCE_S)
+
+    assert copying.finished.is_set()
+    assert not waiting.is_alive()
