@@ -188,7 +188,7 @@ class Leader:
         members = sorted(self.member.members)
         who = self.sharing.decide(wishes, len(members))
         if wishes.outcome > 0:
-            saver.look(self.together.epoch_name)
+            saver.delivery.look(self.together.epoch_name)
         self._owed |= {name for name in due if saver.tiers[name].own}
         if who == "one" and self.teller.speaks():
             self._owed.add("shared")

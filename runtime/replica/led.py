@@ -34,7 +34,7 @@ class Led:
         )
         self._leave_job = leave
         self._abandon = abandon
-        rank.saver.on_saved = self._say_saved
+        rank.saver.delivery.on_saved = self._say_saved
         self._left = threading.Event()
         self._wished = False  # the first rank was told that we were told to stop
 

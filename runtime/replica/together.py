@@ -51,8 +51,8 @@ class Together:
         self._staged: dict[int, tuple[int, str]] = {}  # rank -> step and digest of its copy
         #: tier and step -> by rank
         self._saved: dict[tuple[str, int], dict[int, CheckpointSaved]] = {}
-        rank.saver.on_saved = functools.partial(self.saved, 0)
-        rank.saver.on_shared_failed = functools.partial(self.sharing.hear, -1)
+        rank.saver.delivery.on_saved = functools.partial(self.saved, 0)
+        rank.saver.delivery.on_shared_failed = functools.partial(self.sharing.hear, -1)
         rank.on_staged = functools.partial(self.staged, 0)
 
     def _all(self, op: str, **order: Any) -> list[Any]:

@@ -21,10 +21,12 @@ from typing import Any
 
 from runtime.torture.faults import Fault, Settings, each, plan
 from runtime.torture.kinds import KINDS, MOMENTS
-from runtime.torture.launch import Fleet, Script
+from runtime.torture.launch import STATE, Fleet, Script
+from runtime.torture.ledger import counted
 from runtime.torture.measure import Figures, measure, median_step
 from runtime.torture.report import HEADING, Report, Seen, judge, line, text
 from runtime.torture.run import PATIENCE_S, Hung, Run
+from runtime.torture.storage import SAVES_S
 
 MODES = ("reproducible", "cover", "drop")
 DEFAULT_FAULTS = 10
@@ -43,6 +45,8 @@ def main() -> None:
         raise
     if report.ok and not options.keep:
         shutil.rmtree(folder)
+        if options.disk is not None:
+            shutil.rmtree(options.disk / STATE, ignore_errors=True)
     else:
         report = replace(report, folder=str(folder))
     sys.stdout.write((json.dumps(asdict(report)) if options.json else text(report)) + "\n")
@@ -53,7 +57,13 @@ def torture(options: argparse.Namespace, folder: Path) -> Report:
     """Both runs, one after the other so that neither slows the other, and the judgement."""
     script = Script(options.script, tuple(options.arguments), options.options, options.mode)
     with Fleet(
-        folder / "disturbed", script, options.replicas, options.pace, options.ranks
+        folder / "disturbed",
+        script,
+        options.replicas,
+        options.pace,
+        options.ranks,
+        SAVES_S if options.settings.stores else 0.0,
+        options.disk,
     ) as fleet:
         run = Run(fleet, options.patience)
         figures = disturbed(run, options)
@@ -131,8 +141,10 @@ def figures_of(run: Run, place: int) -> Figures:
 
 
 def seen(run: Run) -> Seen:
+    restarts = [made.restart for made in run.made if made.restart is not None]
     return Seen(
-        events=run.watch.events,
+        events=counted(run.watch.events, restarts),
+        restarts=restarts,
         present=[rank.placement for rank in run.fleet.ranks.values()],
         steps=run.steps,
         deaths=run.deaths,
@@ -152,7 +164,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m runtime.torture",
         description="Break a training job at random and at named phases, then judge it.",
-        epilog="kinds: " + "; ".join(f"{kind.name}: {kind.meaning}" for kind in KINDS.values()),
+        epilog="kinds: "
+        + "; ".join(
+            f"{kind.name}: {kind.meaning}" + (f" ({', '.join(kind.phases)})" if kind.stores else "")
+            for kind in KINDS.values()
+        ),
     )
     add = parser.add_argument
     add("--script", type=Path, default=Path(__file__).with_name("script.py"), help="what to train")
@@ -172,6 +188,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=int, default=None, help="of the plan; told at the end if not given")
     add("--at-once", type=int, default=2, help="replicas struck at once, at most")
     add("--pace", type=float, default=0.0, help="seconds that a shard takes besides, while broken")
+    add("--disk", type=Path, help="where the shared folder is; a file system of its own is filled")
     add("--patience", type=float, default=PATIENCE_S, help="seconds for each wait")
     add("--keep", action="store_true", help="keep the logs though all is well")
     add("--json", action="store_true", help="one object on standard output, and nothing else there")
@@ -179,6 +196,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(words)
     if not options.script.is_file():
         parser.error(f"there is no script {options.script}")
+    if options.disk is not None and (options.disk / STATE).exists():
+        parser.error(f"{options.disk / STATE} exists: of what is there nothing is to be damaged")
     if options.kinds is None:
         options.kinds = tuple(kind for kind in KINDS if options.ranks == 1 or kind != "cut")
     try:

@@ -9,7 +9,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from runtime.torture.kinds import ANY, AWAY, DONOR, KINDS, MOMENTS, Ending
+from runtime.torture.kinds import (
+    ANY,
+    AWAY,
+    COPY,
+    DISKS,
+    DONOR,
+    KINDS,
+    LOAD,
+    MOMENTS,
+    STORING,
+    WRITING,
+    Ending,
+    Kind,
+)
 
 T = TypeVar("T")
 
@@ -24,6 +37,10 @@ REACH_S = {
     "sync": 0.15,
     DONOR: 0.1,
     AWAY: 0.3,
+    COPY: 0.002,
+    LOAD: 0.02,
+    **dict.fromkeys(WRITING, 0.002),
+    **dict.fromkeys(DISKS, 0.1),
     ANY: 0.1,
 }
 #: Phases that only the death of a replica brings about, and that strike others: one must survive.
@@ -39,7 +56,9 @@ class Fault:
     number: int
     kind: str
     phase: str
-    first: int | None  # the replica that is killed to bring about the phase: regroup, sync, donor
+    #: the replica that is killed to bring about the phase: regroup, sync, donor; of an outage the
+    #: one that comes to it
+    first: int | None
     targets: tuple[int, ...]  # who reads the order; for the coordinator: who strikes it
     ending: Ending
     delay_s: float
@@ -49,9 +68,15 @@ class Fault:
     rank: int = 0  # of each replica that is struck
 
     @property
+    def restarts(self) -> bool:
+        """Whether the whole job is killed, and started again."""
+        return KINDS[self.kind].target == "job" or self.phase == LOAD
+
+    @property
     def victims(self) -> tuple[int, ...]:
         """The replicas that are harmed."""
-        struck = () if KINDS[self.kind].on_coordinator else self.targets
+        target = KINDS[self.kind].target
+        struck = self.targets if target in ("replica", "job") else ()
         return tuple(sorted({*struck, *(() if self.first is None else (self.first,))}))
 
 
@@ -78,21 +103,28 @@ class Settings:
             if not self.phases_of(kind):
                 raise ValueError(
                     f"{kind} in {', '.join(self.phases)} is impossible with {self.replicas} "
-                    "replicas: give other phases, or 3 replicas, for one must survive"
+                    f"replicas: give other phases, of {', '.join(KINDS[kind].phases)}, or 3 "
+                    "replicas, for one must survive"
                 )
 
     def phases_of(self, kind: str) -> tuple[str, ...]:
-        """Those of the phases in which this kind can strike and leave a survivor."""
-        possible = set(MOMENTS)
+        """Those of the phases in which this kind can strike and leave a survivor, if it leaves
+        any."""
+        possible = set(KINDS[kind].phases)
         if self.replicas < 3:
             possible -= set(AFTER_A_DEATH)
-        if KINDS[kind].on_coordinator:
-            possible -= {DONOR, AWAY}
         return tuple(phase for phase in self.phases if phase in possible)
+
+    @property
+    def stores(self) -> bool:
+        """Whether the job must save, for one of these faults."""
+        phases = {phase for kind in self.kinds for phase in self.phases_of(kind)}
+        return any(KINDS[kind].stores for kind in self.kinds) or not phases.isdisjoint(STORING)
 
 
 def plan(settings: Settings) -> Iterator[Fault]:
-    """Faults without end. At least one replica is left alone by each of them."""
+    """Faults without end. At least one replica is left alone by each of them, but for those that
+    kill the whole job."""
     chance = random.Random(settings.seed)  # noqa: S311 - a plan, not a secret
     kinds = _deck(chance, [k for k in settings.kinds for _ in range(KINDS[k].share)])
     phases = {kind: _deck(chance, settings.phases_of(kind)) for kind in settings.kinds}
@@ -122,7 +154,7 @@ def _fault(
     before: Fault | None,
 ) -> Fault:
     kind = KINDS[name]
-    hasty = chance.random() < HASTE and _may_be_hasty(settings, phase, before)
+    hasty = chance.random() < HASTE and _may_be_hasty(settings, kind, phase, before)
     away = before.victims if before is not None and hasty else ()
     order = [replica for replica in range(settings.replicas) if replica not in away]
     chance.shuffle(order)
@@ -134,6 +166,11 @@ def _fault(
         first, targets = order[0], tuple(order[:1])
     elif phase in AFTER_A_DEATH:
         first, targets = order[0], tuple(order[1 : 1 + min(count, settings.replicas - 2)])
+    elif kind.target == "job":
+        first = order[0] if phase in (COPY, *WRITING) else None
+        targets = tuple(order)
+    elif phase == LOAD:
+        targets = tuple(order[:1])
     return Fault(
         number=number,
         kind=name,
@@ -149,14 +186,16 @@ def _fault(
     )
 
 
-def _may_be_hasty(settings: Settings, phase: str, before: Fault | None) -> bool:
+def _may_be_hasty(settings: Settings, kind: Kind, phase: str, before: Fault | None) -> bool:
     """Only behind a fault whose victims take a while, and if a survivor of both is left."""
     return (
         before is not None
         and not before.hasty
+        and not before.restarts
+        and not kind.stores
         and before.ending != "stays"
         and 0 < len(before.victims) < settings.replicas - 1
-        and phase not in ("sync", *AFTER_A_DEATH)
+        and phase not in ("sync", LOAD, *AFTER_A_DEATH)
     )
 
 

@@ -19,12 +19,26 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runtime.replica.observing import PHASES
+from runtime.torture.damage import DAMAGES, Damage
 
 ANY = "any"
 DONOR = "donor"  # while a newcomer takes the state over, one of those who have it is struck
 AWAY = "away"  # while the coordinator is dead
+COPY = "copy"  # of a state, for its checkpoint, beside the training
+LOAD = "load"  # the whole job was killed, and reads a checkpoint
+#: Of a save, in its writer.
+WRITING: tuple[str, ...] = ("write", "publish", "verify", "prune", "replicate")
+LOCAL, SHARED, BOTH = "local", "shared", "both"
+#: Which disks: each node's own, the shared folder's, or both.
+DISKS: tuple[str, ...] = (LOCAL, SHARED, BOTH)
 #: Where a fault may be told to strike.
-MOMENTS: tuple[str, ...] = (*PHASES, DONOR, AWAY, ANY)
+MOMENTS: tuple[str, ...] = (*PHASES, DONOR, AWAY, COPY, *WRITING, LOAD, *DISKS, ANY)
+#: Those that come only if the job saves and loads.
+STORING = (COPY, *WRITING, LOAD, *DISKS)
+AT_A_STEP = tuple(moment for moment in MOMENTS if moment not in STORING)
+
+#: What is struck.
+Target = Literal["replica", "coordinator", "job", "writer", "disk"]
 
 #: What becomes of whoever was struck.
 Ending = Literal[
@@ -65,8 +79,18 @@ class Kind:
     several: bool = False  # may strike several replicas at once
     blocks: bool = False  # strikes on the training thread itself
     signal: int = 0  # what the runner sends from outside to strike at any moment; 0: it cannot
-    on_coordinator: bool = False
+    target: Target = "replica"
+    phases: tuple[str, ...] = AT_A_STEP  # in which it makes sense
     share: int = 1  # how often it is drawn, beside the others
+
+    @property
+    def on_coordinator(self) -> bool:
+        return self.target == "coordinator"
+
+    @property
+    def stores(self) -> bool:
+        """Whether it needs a job that saves, whatever the phase."""
+        return self.target in ("job", "writer", "disk")
 
 
 def send(number: int) -> Callable[[Order], None]:
@@ -96,6 +120,10 @@ def blackhole(order: Order) -> None:
     threading.Thread(target=_swallow, args=(order.seconds,), daemon=True).start()
 
 
+def nothing(_order: Order) -> None:
+    """The runner does it, from outside."""
+
+
 def _swallow(seconds: float) -> None:
     # One instruction of classic BPF: accept no byte.
     program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
@@ -119,6 +147,18 @@ def _sockets() -> list[socket.socket]:
     return own_sockets()
 
 
+def _damaging(name: str, damage: Damage) -> Kind:
+    """An outage; before the job starts again its newest checkpoint is damaged on these disks."""
+    return Kind(
+        name=name,
+        meaning=f"outage, and of the newest checkpoint {damage.__doc__}",
+        strike=nothing,
+        endings=("replaced",),
+        target="job",
+        phases=DISKS,
+    )
+
+
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
@@ -129,6 +169,7 @@ KINDS: dict[str, Kind] = {
             signal=signal.SIGKILL,
             endings=("replaced",),
             several=True,
+            phases=(*AT_A_STEP, COPY, LOAD),
             share=7,
         ),
         Kind(
@@ -173,7 +214,8 @@ KINDS: dict[str, Kind] = {
             seconds=(0.1, 1.0),
             breaks=False,
             drops=False,
-            on_coordinator=True,
+            target="coordinator",
+            phases=(*PHASES, ANY),
         ),
         Kind(
             name="frozen",
@@ -184,7 +226,49 @@ KINDS: dict[str, Kind] = {
             seconds=(0.5, 4.0),
             breaks=False,
             drops=False,
-            on_coordinator=True,
+            target="coordinator",
+            phases=(*PHASES, ANY),
         ),
+        Kind(
+            name="writer",
+            meaning="SIGKILL of a process that writes checkpoints, in a phase of its save",
+            strike=send(signal.SIGKILL),
+            endings=("replaced",),
+            breaks=False,
+            drops=False,
+            target="writer",
+            phases=WRITING,
+        ),
+        Kind(
+            name="full",
+            meaning="a disk of checkpoints is full for some seconds",
+            strike=nothing,
+            endings=("stays",),
+            seconds=(2.0, 4.0),
+            breaks=False,
+            drops=False,
+            target="disk",
+            phases=(LOCAL, SHARED),
+        ),
+        Kind(
+            name="slowdisk",
+            meaning="each file of a checkpoint takes some seconds to write",
+            strike=nothing,
+            endings=("stays",),
+            seconds=(3.0, 4.0),
+            breaks=False,
+            drops=False,
+            target="disk",
+            phases=(LOCAL, SHARED),
+        ),
+        Kind(
+            name="outage",
+            meaning="SIGKILL of the whole job, which is started again from its checkpoints",
+            strike=send(signal.SIGKILL),
+            endings=("replaced",),
+            target="job",
+            phases=(COPY, *WRITING, ANY),
+        ),
+        *(_damaging(name, damage) for name, damage in DAMAGES.items()),
     )
 }

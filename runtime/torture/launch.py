@@ -23,13 +23,19 @@ from typing import Any, Self
 
 import runtime
 from runtime import client
+from runtime.checkpoint.handle import WRITER_MODULE
+from runtime.checkpoint.peer import running
 from runtime.replica.observing import ENV_OBSERVER
-from runtime.torture.observer import ENV_FOLDER, ENV_PACE, end_file
+from runtime.torture.hand import ENV_FOLDER
+from runtime.torture.observer import ENV_PACE, ENV_SAVES, end_file
+from runtime.torture.writer import all_ended, end_fault
 
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
 JOB = "job_torture"
 ENV_MODE = "DRYDOCK_MODE"
+STATE = "state"  # the folder that all replicas share
+WRITERS_S = 10.0  # how long writers may take to finish what a job that is over gave them
 
 
 @dataclass(frozen=True)
@@ -81,15 +87,27 @@ class Fleet:
     """The processes of one run, in a folder of their own."""
 
     def __init__(
-        self, folder: Path, script: Script, replicas: int, pace_s: float = 0.0, ranks: int = 1
+        self,
+        folder: Path,
+        script: Script,
+        replicas: int,
+        pace_s: float = 0.0,
+        ranks: int = 1,
+        saves_s: float = 0.0,
+        disk: Path | None = None,
     ) -> None:
         """`pace_s`: what each shard takes besides, as if an accelerator computed it. `ranks`: of
-        each replica."""
+        each replica. `saves_s`: each replica has a node of its own, with a disk and a holder, and
+        saves to all tiers that often; 0: none has, and it saves as the script does. `disk`: where
+        the shared folder is, if elsewhere."""
         self.folder = folder
         self.script = script
         self.pace_s = pace_s
         self.replicas = replicas
         self.divided = ranks
+        self.saves_s = saves_s
+        self.state = (disk or folder) / STATE
+        self.holders: list[subprocess.Popen[bytes]] = []
         self.token = secrets.token_hex(8)
         self.port = 0
         self.coordinator: subprocess.Popen[bytes] | None = None
@@ -109,6 +127,41 @@ class Fleet:
     ) -> None:
         for process in self._processes:
             end(process)
+        end_fault(self.folder)
+        late = time.monotonic() + WRITERS_S
+        while not all_ended(self.folder) and time.monotonic() < late:
+            time.sleep(0.01)
+
+    def disk(self, replica: int) -> Path:
+        """On the node of this replica."""
+        return self.folder / f"disk{replica}"
+
+    def shared_folder(self) -> Path:
+        """Of the job's checkpoints."""
+        return self.state / "checkpoints"
+
+    def own_folders(self, replica: int) -> list[Path]:
+        """Of checkpoints on the node of this replica: of each of its ranks one."""
+        found = self.disk(replica).glob(f"{JOB}/*/replica-*-rank-*")
+        return sorted(path for path in found if path.is_dir())
+
+    def start_holders(self) -> None:
+        """On each node one. They are ours, so that they end with us."""
+        for replica in range(self.replicas) if self.saves_s else []:
+            memory = str(self.folder / f"memory{replica}")
+            words = ["-m", "runtime.checkpoint.holder", "--job", JOB, "--folder", memory]
+            self.holders.append(self._run(f"holder{replica}", words, {}))
+
+    def hold(self) -> bool:
+        """Whether all holders are up, so that no rank starts another."""
+        memories = [self.folder / f"memory{r}" / JOB for r in range(len(self.holders))]
+        return all(running(memory) for memory in memories)
+
+    def end_holders(self) -> None:
+        """With all that was in the nodes' memory."""
+        for process in self.holders:
+            end(process)
+        self.holders.clear()
 
     def start_coordinator(self) -> None:
         """Start it, on the port it had before if any; `listening` tells when it is up."""
@@ -152,12 +205,15 @@ class Fleet:
             client.ENV_PLACEMENT: placement,
             client.ENV_STANDBY: standby,
             client.ENV_COORDINATOR: f"127.0.0.1:{self.port}",
-            client.ENV_STATE_DIR: str(self.folder / "state"),
+            client.ENV_STATE_DIR: str(self.state),
             client.ENV_OPTIONS: json.dumps(self.script.options),
             ENV_MODE: self.script.mode,
             ENV_OBSERVER: "runtime.torture.observer:from_environment",
             ENV_FOLDER: str(self.folder),
             ENV_PACE: str(self.pace_s),
+            ENV_SAVES: str(self.saves_s),
+            WRITER_MODULE: "runtime.torture.writer",
+            **(self._node_of(replica) if self.saves_s else {}),
         }
         words = [str(self.script.path), *self.script.arguments]
         first, *others = [
@@ -181,10 +237,17 @@ class Fleet:
         draft.write_text(str(steps))
         draft.replace(end_file(self.folder))
 
+    def tell_exit(self, rank: Rank) -> None:
+        """As its node agent would: that this replica's processes have ended."""
+        self._ask(op="exit", replica=rank.replica, placement=rank.placement, code=-signal.SIGKILL)
+
     def status(self) -> dict[str, Any]:
         """What the coordinator says of itself. Raises OSError if it does not answer."""
+        return self._ask(op="status")
+
+    def _ask(self, **asked: Any) -> dict[str, Any]:
         with socket.create_connection(("127.0.0.1", self.port), timeout=2) as connection:
-            connection.sendall(json.dumps({"token": self.token, "op": "status"}).encode() + b"\n")
+            connection.sendall(json.dumps({"token": self.token, **asked}).encode() + b"\n")
             answer: dict[str, Any] = json.loads(connection.makefile().readline() or "{}")
             return answer
 
@@ -194,6 +257,13 @@ class Fleet:
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
                 process.send_signal(signal.SIGUSR1)
+
+    def _node_of(self, replica: int) -> dict[str, str]:
+        return {
+            client.ENV_LOCAL_DIR: str(self.disk(replica)),
+            client.ENV_HOLDER_DIR: str(self.folder / f"memory{replica}"),
+            client.ENV_DOMAIN: f"node{replica}",
+        }
 
     def _log_names(self, replica: int) -> list[str]:
         return [f"replica{replica}", *(f"replica{replica}.{k}" for k in range(1, self.divided))]

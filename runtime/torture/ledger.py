@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.ledger.check import check
+from runtime.torture.made import Restart
 from runtime.torture.watch import Event
 
 
@@ -22,6 +23,22 @@ class Audit:
     duplicated: int = 0
     dropped: int = 0
     problems: list[str] = field(default_factory=list)
+
+
+def counted(
+    events: Mapping[str, Sequence[Event]], restarts: Sequence[Restart]
+) -> dict[str, list[Event]]:
+    """Without the steps that a restart went back behind: nothing of them is left, and they were
+    made again."""
+    left = {placement: [*own] for placement, own in events.items()}
+    for restart in restarts:
+        for placement in restart.ended:
+            left[placement] = [
+                event
+                for event in left[placement]
+                if event.what != "commit" or int(event.data["step"]) <= restart.began
+            ]
+    return left
 
 
 def audit(events: Mapping[str, Sequence[Event]], steps: int, *, drops: bool) -> Audit:

@@ -6,12 +6,14 @@ All times are seconds of the monotonic clock, which is one for all processes of 
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from runtime.torture.kinds import KINDS
-from runtime.torture.run import Made
+from runtime.torture.made import Made, Restart
 from runtime.torture.watch import Event, Watch
 
 
@@ -31,6 +33,10 @@ class Figures:
     gap_s: float | None  # longest time between two commits of a survivor, across the fault
     rejoin_s: float | None  # its start, or the blow if it lived -> the last victim's first commit
     rejoin_gap_s: float | None  # longest time between two commits of a survivor meanwhile
+    load_s: float | None  # a whole job that was killed: its slowest load
+    back_s: float | None  # blow -> its first commit
+    again: int | None  # steps that it made a second time
+    alarms: dict[str, int]  # told to engineers until all was well, by kind and tier: how often
     recovered: bool
 
 
@@ -48,10 +54,10 @@ def measure(
     until = made.back_at or float("inf")
     lost = [
         event.at
-        for event in watch.find("lost", *others, since=first)
+        for event in _of(watch, "lost", others, first)
         if event.data["replica"] in fault.victims and event.at < until
     ]
-    grants = _first_grants(watch.find("granted", *others, since=first), made.gone, until)
+    grants = _first_grants(_of(watch, "granted", others, first), made.gone, until)
     breaks = KINDS[fault.kind].breaks or fault.first is not None
     regrouped = max(grants) if grants and breaks else None
     last_blow = max(made.struck, default=first)
@@ -67,7 +73,9 @@ def measure(
         detect_s=_since(first, min(lost, default=None)),
         regroup_s=_since(first, regrouped),
         gap_s=longest_gap(watch, others, first, eased),
+        alarms=_alarms(watch, first, until),
         recovered=made.back_at > 0,
+        **_resumed(made.restart, watch, first, until),
         **_rejoin(made, watch, started, others, until),
     )
 
@@ -91,13 +99,18 @@ def median_step(watch: Watch) -> float | None:
     return statistics.median(found) if found else None
 
 
+def _of(watch: Watch, what: str, placements: Sequence[str], since: float) -> list[Event]:
+    """What these passed through; nothing if there are none, as after the death of a whole job."""
+    return watch.find(what, *placements, since=since) if placements else []
+
+
 def _was_member(placement: str, watch: Watch, before: float) -> bool:
     return any(e.what == "commit" and e.at < before for e in watch.events[placement])
 
 
 def _rejoin(
     made: Made, watch: Watch, started: dict[str, float], others: Sequence[str], until: float
-) -> dict[str, float | None]:
+) -> dict[str, Any]:
     """For the newcomer that took longest: since its start, and while it took the state over."""
     blow = min(made.struck, default=float("inf"))
     took: list[float] = []
@@ -119,6 +132,24 @@ def _rejoin(
         gap = longest_gap(watch, others, max(syncs), entered[0])
         gaps += [gap] if gap is not None else []
     return {"rejoin_s": max(took, default=None), "rejoin_gap_s": max(gaps, default=None)}
+
+
+def _resumed(restart: Restart | None, watch: Watch, first: float, until: float) -> dict[str, Any]:
+    """For a whole job that was killed."""
+    if restart is None:
+        return {"load_s": None, "back_s": None, "again": None}
+    loads = [e.data["seconds"] for e in watch.find("loaded", since=first) if e.at < until]
+    commits = [e.at for e in watch.find("commit", since=first) if e.placement not in restart.ended]
+    return {
+        "load_s": max(loads, default=None),
+        "back_s": _since(first, min(commits, default=None)),
+        "again": restart.reached - restart.began,
+    }
+
+
+def _alarms(watch: Watch, first: float, until: float) -> dict[str, int]:
+    told = [event.data for event in watch.find("trouble", since=first) if event.at < until]
+    return dict(Counter(f"{one['kind']} {one['subject']}".strip() for one in told))
 
 
 def _first_grants(grants: Iterable[Event], gone: Collection[str], until: float) -> list[float]:

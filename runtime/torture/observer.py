@@ -1,74 +1,65 @@
 """Inside each rank: writes down what it passes through, strikes when ordered, ends the run.
 
-Named to the rank through DRYDOCK_OBSERVER. It talks to the runner through files alone, so that a
-rank whose connections are broken is still told and heard.
+Named to the rank through DRYDOCK_OBSERVER.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import signal
-import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.client import ENV_PLACEMENT, ENV_RANK
+from runtime.client import CheckpointSaved, Sender, Trouble
 from runtime.replica.observing import Observer, Phase
-from runtime.torture.kinds import ANY, KINDS, Order
+from runtime.torture import hand
+from runtime.torture.hand import Hand, around
+from runtime.torture.kinds import COPY, LOAD
 
 if TYPE_CHECKING:
     from runtime.replica.state import TrainingState
     from runtime.replica.telling import Committed
 
-#: The folder that the runner and its ranks share.
-ENV_FOLDER = "DRYDOCK_TORTURE"
 ENV_PACE = "DRYDOCK_TORTURE_PACE"  # seconds
+ENV_SAVES = "DRYDOCK_TORTURE_SAVES"  # seconds between two saves at most; 0: as the script has it
 
 
 def from_environment() -> Observer:
     """What DRYDOCK_OBSERVER names."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the runner asks, should we hang
-    return Torturer(
-        Path(os.environ[ENV_FOLDER]),
-        os.environ[ENV_PLACEMENT],
-        int(os.environ[ENV_RANK]),
-        float(os.environ[ENV_PACE]),
-    )
+    ours = hand.from_environment()
+    watch_checkpoints(ours)
+    if every_s := float(os.environ[ENV_SAVES]):
+        save_every(every_s)
+    return Torturer(ours, float(os.environ[ENV_PACE]))
 
 
 class Torturer(Observer):
-    """The eyes and the hand of the runner in one rank.
+    """The eyes of the runner in one rank.
 
     The first rank tells what its replica passes through; the others only what is theirs alone.
     """
 
-    def __init__(self, folder: Path, placement: str, rank: int, pace_s: float) -> None:
-        self.rank = rank
+    def __init__(self, hand: Hand, pace_s: float) -> None:
+        self.hand = hand
         self.pace_s = pace_s
-        self.order_file = order_file(folder, placement)
-        self.end_file = end_file(folder)
+        self.end_file = end_file(hand.folder)
         self._end: int | None = None
-        self._events = os.open(
-            events_file(folder, placement), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600
-        )
 
     def at(self, phase: Phase, step: int) -> None:
         if phase in ("regroup", "sync"):
             self._tell("phase", phase=phase, step=step)
         if phase == "forward" and self.pace_s:
             time.sleep(self.pace_s)
-        order = self._order()
-        if order and order.phase in (phase, ANY) and order.rank == self.rank:
-            self.order_file.unlink()
-            self._obey(order, step)
+        self.hand.at(phase, step)
 
     def committed(self, step: Committed) -> None:
         self._tell("commit", **vars(step))
-        if self.rank:
+        if self.hand.rank:
             return
         if self._end is None and self.end_file.exists():
             self._end = int(self.end_file.read_text())
@@ -84,8 +75,8 @@ class Torturer(Observer):
         self._tell("lost", replica=message["replica"], how=message["how"])
 
     def ended(self, state: TrainingState) -> None:
-        if self.rank:
-            self._tell("part", rank=self.rank, digest=state.digest())
+        if self.hand.rank:
+            self.hand.tell("part", rank=self.hand.rank, digest=state.digest())
             return
         self._tell(
             "ended",
@@ -96,36 +87,52 @@ class Torturer(Observer):
             ledger=[asdict(entry) for entry in state.ledger.since(-1)],
         )
 
-    def _order(self) -> Order | None:
-        """What is ordered, if anything is; another rank may take it away at any time."""
-        try:
-            return Order(**json.loads(self.order_file.read_text()))
-        except FileNotFoundError:
-            return None
-
-    def _obey(self, order: Order, step: int) -> None:
-        def strike() -> None:
-            self._tell("struck", fault=order.fault, step=step)
-            KINDS[order.kind].strike(order)
-
-        if order.delay_s:
-            threading.Timer(order.delay_s, strike).start()
-        else:
-            strike()
-
     def _tell(self, what: str, **data: Any) -> None:
-        if self.rank and what not in ("part", "struck"):
-            return
-        line = json.dumps({"what": what, "at": time.monotonic(), "data": data})
-        os.write(self._events, line.encode() + b"\n")  # whole, even if we die at once
+        if not self.hand.rank:
+            self.hand.tell(what, **data)
 
 
-def order_file(folder: Path, placement: str) -> Path:
-    return folder / f"order.{placement}"
+def watch_checkpoints(hand: Hand) -> None:
+    """Pass on what an engineer and the control plane are told of checkpoints, and come to the
+    phases of a rank that no observer is told of."""
+    from runtime.checkpoint import Checkpointer  # with torch, which a rank has by now
+    from runtime.replica.rank import Rank
+    from runtime.replica.together import Together
+
+    def tell(inner: Callable[..., None], sender: Sender, message: Any) -> None:
+        if isinstance(message, Trouble):
+            hand.tell("trouble", kind=message.kind, subject=message.subject, text=message.text)
+        elif isinstance(message, CheckpointSaved):
+            hand.tell("saved", step=message.step, tier=message.tier, seconds=message.seconds)
+        inner(sender, message)
+
+    def save(inner: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        copying = inner(*given, **named)
+        if copying is not None:  # it goes on beside the training from now
+            hand.at(COPY, copying.step)
+        return copying
+
+    def read(inner: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        hand.at(LOAD)
+        return inner(*given, **named)
+
+    def load(inner: Callable[..., None], together: Together) -> None:
+        began = time.monotonic()
+        inner(together)
+        hand.tell("loaded", step=together.committed, seconds=time.monotonic() - began)
+
+    around(Sender, "tell", tell)
+    around(Checkpointer, "save", save)
+    around(Rank, "read", read)
+    around(Together, "load", load)
 
 
-def events_file(folder: Path, placement: str) -> Path:
-    return folder / f"events.{placement}"
+def save_every(seconds: float) -> None:
+    """To each tier, unless the script does so more often: what is damaged must be there."""
+    from runtime.checkpoint.interval import Pace
+
+    theirs = Pace.every_s
+    setattr(Pace, "every_s", property(lambda pace: min(seconds, theirs.__get__(pace))))  # noqa: B010 - mypy knows it as read-only
 
 
 def end_file(folder: Path) -> Path:

@@ -7,23 +7,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from runtime.torture.kinds import AWAY
+from runtime.torture.kinds import AWAY, KINDS
 from runtime.torture.ledger import audit
+from runtime.torture.made import Death, Restart
 from runtime.torture.measure import Figures
-from runtime.torture.run import Death
+from runtime.torture.storage import broken_claims, broken_promises
 from runtime.torture.watch import Event
+
+STALL_S = 2.0  # between two commits: then they wait for something that fails for longer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
     """What one run left behind."""
 
-    events: Mapping[str, Sequence[Event]]  # by placement
+    events: Mapping[str, Sequence[Event]]  # by placement; see `ledger.counted`
     present: Sequence[str]  # the placements that were there at the end
     steps: int | None  # None: it did not get so far as to know
     deaths: Sequence[Death] = ()
     problems: Sequence[str] = ()  # what the runner itself found wrong
     step_s: float | None = None
+    restarts: Sequence[Restart] = ()  # of the whole job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +71,12 @@ def judge(
         for f in figures
         if not f.recovered
     ]
+    problems += [broken for one in disturbed.restarts for broken in broken_claims(one)]
+    problems += [
+        f"fault {f.fault} ({f.kind}, {f.phase}): {broken}"
+        for f in figures
+        for broken in _disk(f, replicas)
+    ]
     digests = _digests(disturbed, problems, "")
     if disturbed.steps is None:
         problems.append("the run did not reach its end")
@@ -108,6 +118,16 @@ def judge(
     )
 
 
+def _disk(figures: Figures, replicas: int) -> list[str]:
+    """What a disk that fails should not have done to the job, in words."""
+    if KINDS[figures.kind].target != "disk":
+        return []
+    found = [*broken_promises(figures.kind, figures.phase, figures.alarms, replicas)]
+    if figures.gap_s is not None and figures.gap_s > STALL_S:
+        found.append(f"the training waited for the disk, {_milliseconds(figures.gap_s)} ms")
+    return found
+
+
 def line(figures: Figures) -> str:
     """One fault in one line."""
     who = " ".join(map(str, figures.replicas)) or "-"
@@ -123,15 +143,18 @@ def line(figures: Figures) -> str:
                 figures.gap_s,
                 figures.rejoin_s,
                 figures.rejoin_gap_s,
+                figures.load_s,
+                figures.back_s,
             )
         ),
+        f"{'-' if figures.again is None else figures.again:>6}",
     ]
     return " ".join(cells) + ("" if figures.recovered else "  NOT RECOVERED")
 
 
 HEADING = (
-    "   #  kind        phase     ending   who      step   detect  regroup      gap   rejoin  at"
-    " entry   (ms)"
+    "   #  kind        phase     ending   who      step   detect  regroup      gap   rejoin"
+    "    entry     load     back  again   (ms)"
 )
 
 

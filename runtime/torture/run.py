@@ -12,13 +12,17 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from pathlib import Path
 
+from runtime.torture import storage
 from runtime.torture.faults import Fault
+from runtime.torture.hand import order_file
 from runtime.torture.kinds import ANY, AWAY, DONOR, KINDS, Kind, Order
 from runtime.torture.launch import Fleet, Rank
-from runtime.torture.observer import order_file
+from runtime.torture.made import Death, Made
 from runtime.torture.watch import Watch
+from runtime.torture.writer import all_ended
 
 PATIENCE_S = 60.0
 POLL_S = 0.01
@@ -34,29 +38,6 @@ class Hung(RuntimeError):
     """What was waited for did not come."""
 
 
-@dataclass(frozen=True)
-class Death:
-    """A replica's process ended and nobody had killed it."""
-
-    replica: int
-    placement: str
-    code: int
-    targeted: bool  # a fault had struck it, but not one that ends a process
-
-
-@dataclass
-class Made:
-    """A fault that was made, and what the runner itself knows of it."""
-
-    fault: Fault
-    step: int  # the newest committed when it was ordered
-    struck: list[float] = field(default_factory=list)  # when each blow fell, monotonic
-    hurt: set[str] = field(default_factory=set)  # placements harmed by it
-    gone: set[str] = field(default_factory=set)  # those of them that the others must give up
-    returning: set[str] = field(default_factory=set)  # placements that come in place of those
-    back_at: float = 0.0  # monotonic: all trained together again; 0: never
-
-
 class Run:
     """A fleet and what it did."""
 
@@ -68,6 +49,7 @@ class Run:
         self.deaths: list[Death] = []
         self.problems: list[str] = []
         self.steps: int | None = None  # once known
+        self.damaged: set[tuple[Path, int]] = set()  # checkpoints, as `storage.mark` has them
         self._doomed: set[str] = set()  # placements that may end
         self._struck: set[str] = set()  # placements that a fault was aimed at, and is not over
         self._finishing = False
@@ -75,8 +57,9 @@ class Run:
     def start(self) -> None:
         """Start all, and wait until they train."""
         self._start_coordinator()
+        self.start_holders()
         for replica in range(self.fleet.replicas):
-            self._start(replica)
+            self.start_replica(replica)
 
     def settle(self, steps: int) -> None:
         """The run has this many steps."""
@@ -99,13 +82,17 @@ class Run:
                 functools.partial(self._moved_on, before),
                 f"the next step after {before}, or the end at {self.steps} steps",
             )
+        self.until(lambda: all_ended(self.fleet.folder), "the writers have ended")
+        self.problems += [f"at the end, {one}" for one in storage.what_is_unsound(self)]
 
     def disturb(self, fault: Fault) -> None:
         """Make one fault and see to its victims. Raises Hung."""
-        calm = self._veterans() if fault.hasty else list(self.fleet.ranks.values())
-        self._await_steps(calm, fault.calm_steps, f"calm before fault {fault.number}")
+        calm = self._veterans() if fault.hasty else None
+        self.await_steps(fault.calm_steps, f"calm before fault {fault.number}", calm)
         made = Made(fault, self.watch.newest())
         self.made.append(made)
+        if storage.stored(self, made):
+            return
         kind = KINDS[fault.kind]
         targets = self._strike(made, kind)
         if kind.on_coordinator or fault.phase == AWAY:
@@ -121,7 +108,7 @@ class Run:
         numbers = [self.made[place].fault.number for place in over]
         what = f"all replicas train together, after faults {numbers}"
         self.until(self._together, what)
-        self._await_steps(list(self.fleet.ranks.values()), REJOINED_STEPS, what)
+        self.await_steps(REJOINED_STEPS, what)
         now = time.monotonic()
         for place in over:
             self.made[place].back_at = now
@@ -147,7 +134,7 @@ class Run:
         fault, ranks = made.fault, self.fleet.ranks
         targets = [ranks[replica] for replica in fault.targets]
         if fault.phase == "sync":
-            targets = [self._newcomer(made, lambda new: self._order(made, kind, new))]
+            targets = [self._newcomer(made, struck=True)]
         elif fault.phase == DONOR:
             newcomer = self._newcomer(made)
             self.until(
@@ -161,28 +148,34 @@ class Run:
             self._signal(made, kind, targets)
             return targets
         for rank in targets if fault.phase != "sync" else []:
-            self._order(made, kind, rank)
+            self.order(made, rank)
         if fault.phase == "regroup":
             self._kill(made, ranks[_first(fault)])
-        self.until(
-            lambda: len(self._blows(made, targets)) == len(targets),
-            f"replicas {list(fault.targets)} come to {fault.phase} and are struck there, "
-            f"fault {fault.number}",
-        )
-        made.struck += self._blows(made, targets)
+        made.struck += self.await_blows(made, targets)
         return targets
 
-    def _newcomer(self, made: Made, prepare: Callable[[Rank], None] | None = None) -> Rank:
+    def await_blows(self, made: Made, targets: list[Rank]) -> list[float]:
+        """Until who was ordered to strike has; when each did."""
+        self.until(
+            lambda: len(self._blows(made, targets)) == len(targets),
+            f"replicas {[rank.replica for rank in targets]} come to {made.fault.phase} and are "
+            f"struck there, fault {made.fault.number}",
+        )
+        return self._blows(made, targets)
+
+    def _newcomer(self, made: Made, *, struck: bool = False) -> Rank:
         """Kill the fault's first victim, and when the others train on start it anew."""
         dead = self.fleet.ranks[_first(made.fault)]
         self._kill(made, dead)
         self._await_survivors(made)
-        self._reap(dead)
-        rank = self._start(dead.replica, prepare)
+        self.reap(dead)
+        rank = self.start_replica(dead.replica, made if struck else None)
         made.returning.add(rank.placement)
         return rank
 
-    def _order(self, made: Made, kind: Kind, rank: Rank) -> None:
+    def order(self, made: Made, rank: Rank) -> None:
+        """Have this replica strike, when it comes to the fault's phase."""
+        kind = KINDS[made.fault.kind]
         self._aim(made, kind, [rank])
         order = Order(
             fault=made.fault.number,
@@ -208,7 +201,7 @@ class Run:
             os.kill(pid, kind.signal)
 
     def _aim(self, made: Made, kind: Kind, targets: list[Rank]) -> None:
-        if kind.on_coordinator:
+        if kind.target != "replica":
             return
         placements = {rank.placement for rank in targets}
         self._struck |= placements
@@ -218,10 +211,15 @@ class Run:
         if kind.signal == signal.SIGKILL:
             self._doomed |= placements
 
+    def doom(self, made: Made, ranks: list[Rank]) -> None:
+        """They will be killed, all of them."""
+        placements = {rank.placement for rank in ranks}
+        self._doomed |= placements
+        made.hurt |= placements
+        made.gone |= placements
+
     def _kill(self, made: Made, rank: Rank) -> None:
-        self._doomed.add(rank.placement)
-        made.hurt.add(rank.placement)
-        made.gone.add(rank.placement)
+        self.doom(made, [rank])
         made.struck.append(time.monotonic())
         rank.processes[made.fault.rank].kill()
 
@@ -244,16 +242,16 @@ class Run:
                 made.returning.add(rank.placement)
         for rank in list(self.fleet.ranks.values()):
             if rank.placement in self._doomed:
-                self._reap(rank)
+                self.reap(rank)
                 made.returning.discard(rank.placement)
-                made.returning.add(self._start(rank.replica).placement)
+                made.returning.add(self.start_replica(rank.replica).placement)
 
     def _kill_silent(self, rank: Rank) -> None:
         """The blow fell before; this is only its end."""
         self._doomed.add(rank.placement)
         rank.kill()
 
-    def _reap(self, rank: Rank) -> None:
+    def reap(self, rank: Rank) -> None:
         self.until(lambda: rank.ended, f"{_name(rank)} is dead")
         rank.end()
         if -signal.SIGKILL not in rank.codes:
@@ -274,9 +272,10 @@ class Run:
 
     # --- waiting --------------------------------------------------------------------------------
 
-    def _await_steps(self, ranks: list[Rank], steps: int, what: str) -> None:
-        """These replicas make so many steps."""
+    def await_steps(self, steps: int, what: str, only: list[Rank] | None = None) -> None:
+        """All replicas make so many steps, or these."""
         base = self.watch.newest()
+        ranks = list(self.fleet.ranks.values()) if only is None else only
         self.until(lambda: all(self._step_of(rank) >= base + steps for rank in ranks), what)
 
     def _together(self) -> bool:
@@ -346,7 +345,13 @@ class Run:
         assert self.fleet.coordinator is not None  # noqa: S101 - it was started first
         return self.fleet.coordinator.pid
 
-    def _start(self, replica: int, prepare: Callable[[Rank], None] | None = None) -> Rank:
+    def start_holders(self) -> None:
+        self.fleet.start_holders()
+        self.until(self.fleet.hold, "the holders listen")
+
+    def start_replica(self, replica: int, struck: Made | None = None) -> Rank:
+        """A new process; it has its order from the fault by which it is `struck`."""
+        prepare = None if struck is None else functools.partial(self.order, struck)
         rank = self.fleet.start(replica, prepare)
         self.watch.follow(replica, rank.placement)
         return rank
@@ -363,7 +368,7 @@ class Run:
                 raise Hung(f"{len(self.deaths)} replicas died of themselves; the run is given up")
             if not self._finishing:
                 rank.end()
-                self._start(rank.replica)
+                self.start_replica(rank.replica)
 
 
 def _first(fault: Fault) -> int:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.torture.observer import events_file
+from runtime.torture.hand import events_file
 
 
 @dataclass(frozen=True)
 class Event:
     """One thing that one start of a replica passed through."""
 
-    what: str  # phase, commit, granted, lost, struck, ended, part
+    what: str  # phase, commit, granted, lost, struck, trouble, saved, loaded, ended, part
     at: float  # monotonic, which is one clock for all processes of a machine
     replica: int
     placement: str
@@ -50,6 +50,12 @@ class Watch:
     def newest(self) -> int:
         """The highest step that anyone committed; -1 for none."""
         return max((event.data["step"] for event in self.commits.values()), default=-1)
+
+    def restart(self) -> None:
+        """The whole job begins anew, from an older state: how far those before it came does not
+        count any more."""
+        self.poll()
+        self.commits.clear()
 
     def find(self, what: str, *placements: str, since: float = 0.0) -> list[Event]:
         """Events of one sort, oldest first; of all placements if none is named."""

@@ -19,17 +19,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.torture.faults import Fault, Settings, plan
-from runtime.torture.kinds import KINDS, MOMENTS
+from runtime.torture.kinds import ANY, KINDS, MOMENTS, SHARED, WRITING
+from runtime.torture.made import Death, Made
 from runtime.torture.measure import Figures, measure
 from runtime.torture.report import Report, Seen, judge
-from runtime.torture.run import Death, Made
 from runtime.torture.watch import Event, Watch
 from tests.runtime.replicas import ROOT, until
 
 STEPS = 6
 FIGURES = Figures(
     fault=1, kind="kill", phase="reduce", ending="replaced", hasty=False, replicas=[1], step=2,
-    detect_s=0.03, regroup_s=0.1, gap_s=0.15, rejoin_s=4.0, rejoin_gap_s=0.1, recovered=True,
+    detect_s=0.03, regroup_s=0.1, gap_s=0.15, rejoin_s=4.0, rejoin_gap_s=0.1, load_s=None,
+    back_s=None, again=None, alarms={}, recovered=True,
 )  # fmt: skip
 
 made_up_settings = st.builds(
@@ -37,7 +38,9 @@ made_up_settings = st.builds(
     seed=st.integers(0, 2**31),
     replicas=st.integers(3, 8),
     kinds=st.lists(st.sampled_from(tuple(KINDS)), min_size=1, unique=True).map(tuple),
-    phases=st.lists(st.sampled_from(MOMENTS[:-1]), unique=True).map(lambda p: (*p, MOMENTS[-1])),
+    phases=st.lists(st.sampled_from(MOMENTS), unique=True).map(
+        lambda given: tuple({*given, ANY, SHARED, WRITING[0]})  # for each kind one is possible
+    ),
     at_once=st.integers(1, 9),
 )
 
@@ -59,12 +62,15 @@ def test_the_plan_is_a_function_of_its_settings(given: Settings) -> None:
 @given(made_up_settings)
 def test_every_fault_leaves_a_survivor_and_is_one_that_was_asked_for(given: Settings) -> None:
     for fault in first_faults(given):
-        assert len(fault.victims) < given.replicas
+        assert len(fault.victims) < given.replicas or fault.restarts
         assert set(fault.victims) | set(fault.targets) <= set(range(given.replicas))
         assert fault.kind in given.kinds
         assert fault.phase in given.phases
+        assert fault.phase in KINDS[fault.kind].phases
         assert fault.ending in KINDS[fault.kind].endings
-        assert (fault.first is not None) == (fault.phase in ("regroup", "sync", "donor"))
+        brought_about = ("regroup", "sync", "donor")
+        if not fault.restarts:
+            assert (fault.first is not None) == (fault.phase in brought_about)
 
 
 @settings(deadline=None)
@@ -73,17 +79,18 @@ def test_a_hasty_fault_leaves_a_survivor_of_both(given: Settings) -> None:
     for before, fault in itertools.pairwise(first_faults(given)):
         harmed = [*fault.victims, *(before.victims * fault.hasty)]
 
-        assert len(set(harmed)) == len(harmed) < given.replicas
+        assert len(set(harmed)) == len(harmed)
+        assert len(harmed) < given.replicas or fault.restarts
+        assert not (fault.hasty and (fault.restarts or before.restarts))
         assert not (before.hasty and fault.hasty)
 
 
 def test_every_kind_meets_every_phase() -> None:
     given = Settings(seed=1, replicas=4)
 
-    met = {(fault.kind, fault.phase) for fault in first_faults(given, 600)}
+    met = {(fault.kind, fault.phase) for fault in first_faults(given, 900)}
 
-    senseless = set(itertools.product(("coordinator", "frozen"), ("donor", "away")))
-    assert met == set(itertools.product(KINDS, MOMENTS)) - senseless
+    assert met == {(kind.name, phase) for kind in KINDS.values() for phase in kind.phases}
 
 
 @pytest.mark.parametrize(
@@ -92,6 +99,10 @@ def test_every_kind_meets_every_phase() -> None:
         ({"replicas": 1}, "no survivors"),
         ({"replicas": 2, "phases": ("regroup",)}, "kill in regroup is impossible with 2"),
         ({"kinds": ("coordinator",), "phases": ("donor",)}, "coordinator in donor is impossible"),
+        (
+            {"kinds": ("flip",), "phases": ("any",)},
+            "flip in any is impossible.*local, shared, both",
+        ),
     ],
 )
 def test_a_plan_without_survivors_is_refused(wrong: dict[str, Any], told: str) -> None:
@@ -352,10 +363,11 @@ def test_three_replicas_survive_and_end_as_if_nothing_had_happened(tmp_path: Pat
 
 def test_a_killed_runner_leaves_no_process_behind(tmp_path: Path) -> None:
     run = torture(
-        tmp_path, "--json", "--seed", "1", "--replicas", "2", "--faults", "1", "--kinds", "kill"
-    )
+        tmp_path, "--json", "--seed", "1", "--replicas", "2", "--faults", "1",
+        "--kinds", "outage", "--phases", "any",
+    )  # fmt: skip
     started: list[psutil.Process] = until(
-        lambda: [c for c in [psutil.Process(run.pid).children()] if len(c) == 3], "all started"
+        lambda: [c for c in [psutil.Process(run.pid).children()] if len(c) == 5], "all started"
     )[0]
 
     run.send_signal(signal.SIGKILL)

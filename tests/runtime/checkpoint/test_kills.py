@@ -40,10 +40,10 @@ def test_a_writer_killed_during_a_save_leaves_the_newest_whole(tmp_path: Path, k
 
     for step in range(2, kills + 2):
         assert trainer.save(step) is not None
-        trainer.told.until(lambda: trainer.saver._writers["shared"].pid is not None)
+        trainer.told.until(lambda: trainer.saver.delivery._writers["shared"].pid is not None)
         threading.Event().wait(chance.uniform(0, 2 * save_s))
         os.kill(trainer.writer(), signal.SIGKILL)
-        trainer.told.until(lambda: trainer.saver._writers["shared"].pid is None)
+        trainer.told.until(lambda: trainer.saver.delivery._writers["shared"].pid is None)
         restored.append(newest(folder))
         assert restored[-1] in (step, *restored[-2:-1], 1)
         assert max(trainer.told.saved()) <= restored[-1]
@@ -62,7 +62,7 @@ def test_a_writer_killed_during_a_save_leaves_the_newest_whole(tmp_path: Path, k
 
 def seconds_of_a_save_by_a_new_writer(trainer: OneRank) -> float:
     os.kill(trainer.writer(), signal.SIGKILL)
-    trainer.told.until(lambda: trainer.saver._writers["shared"].pid is None)
+    trainer.told.until(lambda: trainer.saver.delivery._writers["shared"].pid is None)
     began = time.monotonic()
     trainer.save_all(1)
     return time.monotonic() - began
@@ -74,8 +74,8 @@ def test_a_trainer_killed_after_the_copy_is_saved_all_the_same(tmp_path: Path) -
         "from tests.runtime.checkpoint.test_saver import OneRank;"
         f"one = OneRank(Path({str(tmp_path)!r})); one.save_all(1);"
         "os.kill(one.writer(), signal.SIGSTOP); one.save(2);"
-        "one.told.until(lambda: ('shared', 'save2') in one.saver._asked);"
-        "one.told.until(lambda: one.saver._copied.empty());"
+        "one.told.until(lambda: ('shared', 'save2') in one.saver.delivery._asked);"
+        "one.told.until(lambda: one.saver.delivery._copied.empty());"
         "os.kill(one.writer(), signal.SIGCONT); os.kill(os.getpid(), signal.SIGKILL)"
     )
 

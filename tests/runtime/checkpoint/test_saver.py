@@ -102,11 +102,11 @@ class OneRank:
         for step in steps:
             assert self.save(step) is not None
             self.told.until(lambda step=step: step in self.told.saved())  # type: ignore[misc]
-            self.told.until(lambda: not self.saver._asked)
+            self.told.until(lambda: not self.saver.delivery._asked)
         self.told.until(lambda: len(self.saver.rooms.descriptors()[1]) == ROOMS)
 
     def writer(self, tier: TierName = "shared") -> int:
-        pid = self.saver._writers[tier].pid
+        pid = self.saver.delivery._writers[tier].pid
         assert pid is not None
         return pid
 
@@ -209,7 +209,7 @@ def test_a_store_that_hangs_holds_up_no_other(on_two_tiers: OneRank) -> None:
     os.kill(on_two_tiers.writer("shared"), signal.SIGSTOP)
     on_two_tiers.save(2, last=False)
     on_two_tiers.told.until(lambda: on_two_tiers.told.saved() == [1, 1, 2])
-    on_two_tiers.told.until(lambda: ("local", "save2") not in saver._asked)
+    on_two_tiers.told.until(lambda: ("local", "save2") not in saver.delivery._asked)
 
     ready = [saver.ready(["local", "shared"]) for _ in range(3)]
     for step in (3, 4, 5):
@@ -287,7 +287,7 @@ def test_a_save_to_a_tier_that_this_node_has_not_takes_no_room(trainer: OneRank)
 
 def test_without_room_a_save_is_skipped_and_told(trainer: OneRank) -> None:
     trainer.save_all(1)
-    trainer.told.until(lambda: not trainer.saver._asked)
+    trainer.told.until(lambda: not trainer.saver.delivery._asked)
     os.kill(trainer.writer(), signal.SIGSTOP)
     began = [trainer.save(step, last=False) is not None for step in (2, 3, 4)]
     ready = [trainer.saver.prepare(unasked, ["shared"]) for _ in range(2)]
@@ -303,7 +303,7 @@ def test_a_killed_writer_costs_its_save_and_the_next_succeeds(trainer: OneRank) 
     trainer.save_all(1)
     os.kill(trainer.writer(), signal.SIGSTOP)
     trainer.save(2)
-    trainer.told.until(lambda: ("shared", "save2") in trainer.saver._asked)
+    trainer.told.until(lambda: ("shared", "save2") in trainer.saver.delivery._asked)
     os.kill(trainer.writer(), signal.SIGKILL)
     trainer.told.until(lambda: "checkpoint_failed" in trainer.told.troubles())
 
@@ -450,14 +450,14 @@ def test_the_last_save_of_a_job_that_had_made_no_room_is_made(trainer: OneRank) 
 
 def test_a_writer_that_died_takes_no_room_that_was_given_to_the_next(trainer: OneRank) -> None:
     trainer.save_all(1)
-    trainer.told.until(lambda: not trainer.saver._asked)
-    life = trainer.saver._writers["shared"]._life
+    trainer.told.until(lambda: not trainer.saver.delivery._asked)
+    life = trainer.saver.delivery._writers["shared"]._life
     os.kill(trainer.writer(), signal.SIGSTOP)
     for step in (2, 3):
         trainer.save(step)
-    trainer.told.until(lambda: len(trainer.saver._asked) == 2)
+    trainer.told.until(lambda: len(trainer.saver.delivery._asked) == 2)
 
-    trainer.saver._hear("shared", {"op": "died", "life": life - 1, "code": -9})
+    trainer.saver.delivery._hear("shared", {"op": "died", "life": life - 1, "code": -9})
 
     assert not trainer.saver.rooms.any_free()
     os.kill(trainer.writer(), signal.SIGCONT)
@@ -502,8 +502,8 @@ def test_a_share_that_cannot_be_written_is_heard_of_by_all(tmp_path: Path) -> No
     pair = [OneRank(tmp_path), OneRank(tmp_path)]
     failed = [threading.Event(), threading.Event()]
     for number, one in enumerate(pair):
-        one.saver.on_shared_failed = failed[number].set
-        one.saver.sees_others = True
+        one.saver.delivery.on_shared_failed = failed[number].set
+        one.saver.delivery.sees_others = True
     assert pair[0].save(7, share=(0, 2)) is not None
     pair[0].told.until(lambda: bool(list(tmp_path.rglob("rank-0-share-0.json"))))
     (draft,) = (tmp_path / "checkpoints").glob(".writing-*")
@@ -515,7 +515,7 @@ def test_a_share_that_cannot_be_written_is_heard_of_by_all(tmp_path: Path) -> No
     for one in pair:
         one.saver.finish()
 
-    assert not pair[1].saver.sees_others
+    assert not pair[1].saver.delivery.sees_others
     assert store.candidates(tmp_path / "checkpoints") == []
 
 
@@ -524,17 +524,17 @@ def test_who_sees_what_another_wrote_can_share(tmp_path: Path) -> None:
     apart = OneRank(tmp_path / "elsewhere")
     for one in (writes, looks, apart):
         one.save_all(3)
-        one.saver.sees_others = False
+        one.saver.delivery.sees_others = False
     writes.save(4, "epoch9x4")
     writes.told.until(lambda: 4 in writes.told.saved())
 
-    looks.saver.look("epoch9")
-    apart.saver.look("epoch9")
-    looks.told.until(lambda: looks.saver.sees_others)
+    looks.saver.delivery.look("epoch9")
+    apart.saver.delivery.look("epoch9")
+    looks.told.until(lambda: looks.saver.delivery.sees_others)
     for one in (writes, looks, apart):
         one.saver.finish()  # all that was asked is answered
 
-    assert (writes.saver.sees_others, apart.saver.sees_others) == (True, False)
+    assert (writes.saver.delivery.sees_others, apart.saver.delivery.sees_others) == (True, False)
 
 
 class Interrupted(Copying):

@@ -1,0 +1,360 @@
+"""The way of a copy from the training thread to the writers, and what becomes of it there.
+
+A failed save raises an alarm and never stops the training.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from runtime.checkpoint.facts import facts_of
+from runtime.checkpoint.handle import WriterHandle
+from runtime.checkpoint.holder import Label
+from runtime.checkpoint.peer import Place
+from runtime.checkpoint.rooms import Room, Rooms
+from runtime.checkpoint.tiers import Folders, Tier, TierName
+from runtime.client import CheckpointSaved
+from runtime.image import aligned
+from runtime.job import Job
+from runtime.snapshot import Copying
+
+log = logging.getLogger("drydock.checkpoint")
+
+#: A copy's progress is told after so many bytes, and so many times at most: what a writer that
+#: hangs has not read must fit in its socket.
+TOLD_BYTES, TOLD_TIMES = 64 << 20, 16
+
+
+def _nobody_asks() -> None:
+    """Nobody shares a folder with us."""
+
+
+@dataclass
+class Save:
+    """One copy on its way to its tiers."""
+
+    name: str
+    step: int
+    copying: Copying
+    room: Room
+    asked: float  # monotonic
+    begin_s: float  # what the training thread paid at the edge
+    replica: int
+    epoch: int
+    tiers: tuple[Tier, ...]
+    share: tuple[int, int]  # of the tiers that all replicas share: which of how many is ours
+    #: of which nothing more is heard, and "copy" once none is under way
+    ended: set[str] = field(default_factory=set)
+    told: int = 0  # bytes of the copy of which the writers know
+
+    def shares(self, tier: Tier) -> int:
+        """Among how many it is shared out in this tier."""
+        return 1 if tier.own else self.share[1]
+
+    @property
+    def stall_s(self) -> float:
+        """What the training thread paid in all, once the copy is finished."""
+        return self.begin_s + self.copying.waited_s
+
+
+@dataclass
+class Write:
+    """One save in one tier."""
+
+    save: Save
+    tier: Tier
+    life: int = 0  # of the writer that was asked
+    durable_s: float = 0.0  # after it was asked; 0.0 as long as it is not
+    verified: bool = False
+
+    @property
+    def where(self) -> str:
+        return f"step {self.save.step}, {self.tier.name}"
+
+
+class Delivery:
+    """Hands each copy to a writer for each of its tiers, and hears what they say."""
+
+    def __init__(
+        self, job: Job, tiers: Mapping[TierName, Tier], folders: Folders, rooms: Rooms
+    ) -> None:
+        self._job = job
+        self._folders = folders
+        self._rooms = rooms
+        #: called, on a thread of its own, with each one that is durable and verified
+        self.on_saved: Callable[[CheckpointSaved], None] = job.sender.tell
+        #: called, on a thread of its own, when one in the folder of all failed, or our share of it
+        self.on_shared_failed: Callable[[], None] = _nobody_asks
+        #: in the folder of all we see what others wrote there
+        self.sees_others = False
+        self.keeper: Place | None = None  # the holder that keeps what we save
+        self._share_flaw = ""  # why we could not write the last one of ours
+        self._failing: set[TierName] = set()  # of which an engineer was told
+        self._under_way: set[TierName] = set()  # a save is
+        #: one for each tier: a store that hangs holds up no other
+        self._writers = {name: WriterHandle(partial(self._hear, name)) for name in tiers}
+        self._copied: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._asked: dict[tuple[TierName, str], Write] = {}  # of the writers, by the save's name
+        self._facts = facts_of(job)
+
+    def start(self) -> None:
+        """Start the writers, which need a moment."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._hand_over, name="drydock-saver", daemon=True
+            )
+            self._thread.start()
+
+    def give(self, save: Save) -> None:
+        """A copy that was begun."""
+        with self._lock:
+            self._under_way |= {tier.name for tier in save.tiers}
+        self._copied.put(save)
+
+    def busy(self, tiers: Collection[TierName]) -> set[TierName]:
+        """Those of the tiers to which a save is under way."""
+        with self._lock:
+            return self._under_way.intersection(tiers)
+
+    def look(self, save: str) -> None:
+        """One whose name begins so was written to the folder of all: see whether it is there. Its
+        writer looks, for that may take long."""
+        if self._share_flaw:
+            self.failed("shared", self._share_flaw)
+        if not self.sees_others:
+            folder = str(self._folders.shared)
+            self._writers["shared"].tell({"op": "look", "folder": folder, "save": save})
+
+    def close(self, wait_s: float) -> list[TierName]:
+        """Take no more, and wait until what was given is durable or was refused; of which tiers it
+        was not in time. There it goes on without us."""
+        if self._thread is None:
+            return []
+        self._copied.put(None)
+        self._thread.join(wait_s)
+        end = time.monotonic() + wait_s
+        late: list[TierName] = [
+            name
+            for name, writer in self._writers.items()
+            if self._thread.is_alive() or not writer.close(max(0.0, end - time.monotonic()))
+        ]
+        self._thread = None
+        return late
+
+    def _hand_over(self) -> None:
+        """Give the writers each copy once it is whole."""
+        for name, writer in self._writers.items():
+            try:
+                writer.start()
+            except OSError as error:
+                self.failed(name, f"no writer: {error}")
+        while (save := self._copied.get()) is not None:
+            flaws = self._ask_all(save)
+            try:
+                save.copying.finish(partial(self._pass_on, save))
+            except Exception as error:  # without this thread no later save would be written
+                for tier in save.tiers:
+                    said = {"op": "not_copied", "save": save.name, "error": repr(error)}
+                    self._writers[tier.name].tell(said)
+            self._let_go(save, "copy")
+            for write, flaw in flaws:
+                self._end(write, flaw)
+
+    def _ask_all(self, save: Save) -> list[tuple[Write, str]]:
+        """Ask the writers to begin: what is copied they may write while more is. With whom that
+        failed, and why."""
+        flaws = []
+        writes = [Write(save, tier) for tier in save.tiers]
+        try:
+            asked = self._described(save)
+        except Exception as error:
+            return [(write, repr(error)) for write in writes]
+        for write in writes:
+            try:
+                self._ask(write, asked)
+            except Exception as error:
+                flaws.append((write, repr(error)))
+        return flaws
+
+    def _pass_on(self, save: Save, copied: int) -> None:
+        """Tell the writers how far the copy is, now and then: nobody waits for one that hangs."""
+        whole = save.copying.table.bytes
+        if copied < whole and copied - save.told < max(TOLD_BYTES, whole // TOLD_TIMES):
+            return
+        save.told = copied
+        for tier in save.tiers:
+            said = {"op": "copied", "save": save.name, "bytes": copied}
+            self._writers[tier.name].tell(said)
+
+    def _described(self, save: Save) -> dict[str, Any]:
+        """What any writer is to know of a copy. Raises ValueError if its room has too little."""
+        table = save.copying.table
+        described = json.dumps({"step": save.step, "save": save.name, **table.describe()}).encode()
+        start = aligned(table.bytes, mmap.PAGESIZE)
+        if start + len(described) > len(save.room.memory):
+            self._rooms.prepare(start + len(described))
+            raise ValueError(f"its description has {len(described)} bytes; the next one has room")
+        save.room.memory[start : start + len(described)] = described
+        return {
+            "op": "save",
+            "room": save.room.number,
+            "image": table.bytes,
+            "described": len(described),
+            "step": save.step,
+            "save": save.name,
+            "facts": {**self._facts, "epoch": save.epoch, "at": round(time.time(), 3)},
+        }
+
+    def _ask(self, write: Write, asked: dict[str, Any]) -> None:
+        tier, save = write.tier, write.save
+        if tier.name == "peer":
+            place = self._to_peer(save, int(asked["image"]))
+        else:
+            place = self._to_folder(tier, save)
+
+        def stamp(life: int) -> None:
+            write.life = life
+            with self._lock:
+                self._asked[tier.name, save.name] = write
+
+        self._writers[tier.name].send({**asked, **place}, self._rooms.descriptors(), stamp)
+
+    def _to_folder(self, tier: Tier, save: Save) -> dict[str, Any]:
+        return {
+            "folder": str(self._folders.to_write(tier, save.replica)),
+            "keep": tier.keep,
+            "rank": 0 if tier.own else self._job.rank,
+            "ranks": 1 if tier.own else self._job.ranks,
+            "share": 0 if tier.own else save.share[0],
+            "shares": save.shares(tier),
+        }
+
+    def _to_peer(self, save: Save, size: int) -> dict[str, Any]:
+        if self.keeper is None:
+            raise OSError("no member of this job has a holder")
+        label = Label(
+            run=self._folders.run(),
+            rank=self._job.rank,
+            ranks=self._job.ranks,
+            step=save.step,
+            save=f"{save.epoch}-{save.step}",  # all replicas have this state, and one name for it
+            epoch=save.epoch,
+            bytes=size,
+        )
+        return {"holder": self.keeper.address, "token": self._job.token, "label": vars(label)}
+
+    def _hear(self, tier: TierName, message: dict[str, Any]) -> None:
+        """What a writer says."""
+        with self._lock:
+            writes = {name: one for (where, name), one in self._asked.items() if where == tier}
+        if message["op"] == "died":
+            for write in writes.values():
+                if write.life == message["life"]:
+                    self._end(write, f"the writer died with status {message['code']}")
+        elif message["op"] == "seen":
+            self.sees_others = True
+        elif message["save"] in writes:
+            self._hear_of(writes[message["save"]], message)
+
+    def _hear_of(self, write: Write, message: dict[str, Any]) -> None:
+        if message["op"] == "alarm":
+            self._job.trouble(message["kind"], f"{write.where}: {message['text']}")
+        elif message["op"] == "durable":
+            write.durable_s = time.monotonic() - write.save.asked
+        elif message["op"] == "verified":
+            write.verified = True
+            self._tell(write, message["whole"])
+        elif message["op"] == "failed":
+            self._failed_write(write, str(message["error"]))
+        elif message["op"] == "given_up":
+            self._shared_failed(write)
+        elif message["op"] == "done":
+            self._end(write, "")
+
+    def failed(self, tier: TierName, why: str, shares: int = 1) -> None:
+        """One alarm, however often it fails until it is well again. What others have shares in is
+        tried again by one alone: only if that succeeds is it ours that is wrong."""
+        if shares > 1:
+            self._share_flaw = why
+            log.warning("share_failed error=%s", why)
+            return
+        with self._lock:
+            new = tier not in self._failing
+            self._failing.add(tier)
+        log.warning("checkpoint_failed tier=%s error=%s", tier, why)
+        if new:
+            self._job.trouble("checkpoint_failed", why, tier)
+
+    def _is_well(self, tier: TierName) -> None:
+        if tier == "shared":
+            self._share_flaw = ""
+        with self._lock:
+            again = tier in self._failing
+            self._failing.discard(tier)
+        if again:
+            self._job.trouble("checkpoint_recovered", "checkpoints are durable again", tier)
+
+    def _tell(self, write: Write, whole: dict[str, Any] | None) -> None:
+        """What we wrote was read back, and with it, perhaps, the `whole` checkpoint."""
+        self._is_well(write.tier.name)
+        pace = write.tier.pace
+        pace.note(write.save.stall_s, write.durable_s, write.save.shares(write.tier))
+        if whole is None:
+            return
+        self.sees_others |= not write.tier.own
+        self.on_saved(
+            CheckpointSaved(
+                step=write.save.step,
+                tier=write.tier.name,
+                path=whole["path"],
+                bytes=whole["bytes"],
+                digest=whole["digest"],
+                stall_s=write.save.stall_s,
+                seconds=write.durable_s,
+                every_s=pace.every_s,
+                ettr=pace.ettr,
+                at=time.time(),
+            )
+        )
+
+    def _failed_write(self, write: Write, why: str) -> None:
+        save = write.save
+        self.failed(write.tier.name, f"step {save.step}: {why}", save.shares(write.tier))
+        self._shared_failed(write)
+
+    def _shared_failed(self, write: Write) -> None:
+        if not write.tier.own:
+            self.sees_others = False
+            self.on_shared_failed()
+
+    def _end(self, write: Write, error: str) -> None:
+        """Nothing more is heard of it."""
+        save = write.save
+        with self._lock:
+            self._asked.pop((write.tier.name, save.name), None)
+            if write.tier.name in save.ended:
+                return
+            self._under_way.discard(write.tier.name)
+        if error and not write.verified:
+            self._failed_write(write, error)
+        self._let_go(save, write.tier.name)
+
+    def _let_go(self, save: Save, what: str) -> None:
+        """Once nothing is under way with its room any more it is given back: once, for it may be in
+        use again."""
+        with self._lock:
+            last = what not in save.ended and len(save.ended) == len(save.tiers)
+            save.ended.add(what)
+        if last:
+            self._rooms.give_back(save.room)

@@ -1,0 +1,94 @@
+"""The hand of the runner in one process of a job: strikes when it is ordered to, and writes down
+what the process passes through.
+
+It talks to the runner through files alone, so that a process whose connections are broken is still
+told and heard. Imports no torch: a checkpoint's writer has none.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from runtime.client import ENV_PLACEMENT, ENV_RANK
+from runtime.torture.kinds import ANY, KINDS, Order
+
+#: The folder that the runner and the job's processes share.
+ENV_FOLDER = "DRYDOCK_TORTURE"
+
+
+class Hand:
+    """Of one rank, or of one of its writers."""
+
+    def __init__(self, folder: Path, placement: str, rank: int) -> None:
+        self.folder = folder
+        self.rank = rank
+        self._orders = order_file(folder, placement)
+        self._events = os.open(
+            events_file(folder, placement), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600
+        )
+
+    def at(self, phase: str, step: int = -1) -> None:
+        """A phase has begun: strike, if that is ordered."""
+        order = self._order()
+        if order and order.phase in (phase, ANY) and order.rank == self.rank:
+            try:
+                self._orders.unlink()
+            except FileNotFoundError:  # another process of this rank came to the phase too
+                return
+            self._obey(order, step)
+
+    def tell(self, what: str, **data: Any) -> None:
+        line = json.dumps({"what": what, "at": time.monotonic(), "data": data})
+        os.write(self._events, line.encode() + b"\n")  # whole, even if we die at once
+
+    def _order(self) -> Order | None:
+        """What is ordered, if anything is; another process may take it away at any time."""
+        try:
+            return Order(**json.loads(self._orders.read_text()))
+        except FileNotFoundError:
+            return None
+
+    def _obey(self, order: Order, step: int) -> None:
+        def strike() -> None:
+            self.tell("struck", fault=order.fault, step=step)
+            KINDS[order.kind].strike(order)
+
+        if order.delay_s:
+            threading.Timer(order.delay_s, strike).start()
+        else:
+            strike()
+
+
+def from_environment() -> Hand:
+    """Of the rank, or of the rank's writer, that this process is."""
+    environment = os.environ
+    return Hand(
+        Path(environment[ENV_FOLDER]), environment[ENV_PLACEMENT], int(environment[ENV_RANK])
+    )
+
+
+def around(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """Put `call` in the place of a function of a module or class: it is given that function, and
+    then what that would be given. So a job is watched and broken without knowing of it."""
+    inner = getattr(owner, name)
+
+    @functools.wraps(inner)
+    def outer(*given: Any, **named: Any) -> Any:
+        return call(inner, *given, **named)
+
+    setattr(owner, name, outer)
+
+
+def order_file(folder: Path, placement: str) -> Path:
+    return folder / f"order.{placement}"
+
+
+def events_file(folder: Path, placement: str) -> Path:
+    return folder / f"events.{placement}"

@@ -1,0 +1,315 @@
+"""Faults of what a job saves to and loads from: the whole job is killed, its checkpoints damaged,
+their writers killed, their disks full or slow.
+
+What is seen is noted in `Restart` and the run's events; `broken_claims` judges it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runtime.checkpoint import store
+from runtime.checkpoint.manifest import MANIFEST, Manifest
+from runtime.torture.damage import DAMAGES
+from runtime.torture.kinds import KINDS, LOAD, LOCAL, SHARED
+from runtime.torture.made import Made, Restart, State
+from runtime.torture.writer import DiskFault, all_ended, end_fault, set_fault
+
+if TYPE_CHECKING:
+    from runtime.torture.faults import Fault
+    from runtime.torture.launch import Fleet
+    from runtime.torture.run import Run
+    from runtime.torture.watch import Event
+
+SAVES_S = 1.0  # between two saves of a job whose checkpoints are to be broken
+NEEDED = {LOCAL: 2, SHARED: 3}  # checkpoints that are there before any is damaged
+RECOVERED = "checkpoint_recovered"
+NOTHING: State = (0, -1)
+STEPS_MEANWHILE = 5  # that all make while a disk fails
+
+
+def broken_claims(restart: Restart) -> list[str]:
+    """What a restart should not have done, in words."""
+    before = f"the restart at fault {restart.fault}: "
+    found = [f"{before}though nothing damaged it, {one}" for one in restart.unsound]
+    newest = max(restart.sound, default=NOTHING)
+    states = [state for state in restart.sound if state[1] == restart.began]
+    if not states:
+        steps = sorted({step for _epoch, step in restart.sound})
+        found.append(f"{before}the job went on from step {restart.began}, whole are {steps}")
+    elif not restart.refused and max(states) < newest:
+        found.append(
+            f"{before}the job went on from step {restart.began} though step {newest[1]} was whole, "
+            "and nobody was told why"
+        )
+    elif max(states) < restart.least:
+        found.append(
+            f"{before}the job went on from step {restart.began} though all could have gone on from "
+            f"step {restart.least[1]}"
+        )
+    return found
+
+
+# --- the whole job ------------------------------------------------------------------------------
+
+
+def restart(run: Run, made: Made) -> None:
+    """Kill all, damage what the fault says, start all again, and wait until they train."""
+    fault, fleet = made.fault, run.fleet
+    await_checkpoints(run, fault)
+    ranks = list(fleet.ranks.values())
+    run.doom(made, ranks)
+    if fault.first is not None:
+        reader = fleet.ranks[fault.first]
+        run.order(made, reader)
+        run.await_blows(made, [reader])
+    elif fault.phase != LOAD:
+        time.sleep(fault.delay_s)
+    made.struck.append(time.monotonic())
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        run.reap(rank)
+        fleet.tell_exit(rank)  # else it waits a lease, for all may train on out of its reach
+    fleet.end_holders()  # else their memory has it all
+    run.until(lambda: all_ended(fleet.folder), "the writers have finished what they were given")
+    run.watch.poll()
+    ended, reached = frozenset(run.watch.events), run.watch.newest()
+    unsound = what_is_unsound(run)
+    if fault.kind in DAMAGES:
+        damage(run, fault)
+    sound, least = what_is_left(fleet)
+    run.watch.restart()
+    run.start_holders()
+    for replica in range(fleet.replicas):
+        struck_anew = fault.phase == LOAD and replica in fault.targets
+        made.returning.add(run.start_replica(replica, made if struck_anew else None).placement)
+    if fault.phase == LOAD:
+        for rank in [fleet.ranks[replica] for replica in fault.targets]:
+            run.await_blows(made, [rank])
+            run.reap(rank)
+            made.returning.discard(rank.placement)
+            made.returning.add(run.start_replica(rank.replica).placement)
+    run.until(lambda: bool(run.watch.commits), f"the job goes on after fault {fault.number}")
+    made.restart = Restart(
+        fault=fault.number,
+        ended=ended,
+        reached=reached,
+        sound=sound,
+        least=least,
+        began=min(first_step(run, one) for one in run.watch.commits) - 1,
+        refused=tuple(str(one.data["text"]) for one in troubles(run, made, "checkpoint_refused")),
+        unsound=tuple(unsound),
+    )
+
+
+def first_step(run: Run, placement: str) -> int:
+    return int(run.watch.find("commit", placement)[0].data["step"])
+
+
+def await_checkpoints(run: Run, fault: Fault) -> None:
+    """As many whole ones on each disk as a damage needs and leaves: the newest, for older ones may
+    be pruned at any time."""
+    fleet = run.fleet
+
+    def enough(folder: Path, needed: int) -> bool:
+        newest = store.candidates(folder)[:needed]
+        return len(newest) == needed and set(newest) <= {*intact(run, folder)}
+
+    def there() -> bool:
+        own = [fleet.own_folders(replica) for replica in range(fleet.replicas)]
+        return (
+            all(len(folders) == fleet.divided for folders in own)
+            and enough(fleet.shared_folder(), NEEDED[SHARED])
+            and all(enough(one, NEEDED[LOCAL]) for folders in own for one in folders)
+        )
+
+    run.until(there, f"{NEEDED} checkpoints are saved before fault {fault.number}")
+
+
+def damage(run: Run, fault: Fault) -> None:
+    """The newest checkpoint in each folder that the fault is for."""
+    chance = random.Random(f"{fault.number} {fault.delay_s}")  # noqa: S311 - bytes, not secrets
+    for folder in folders(run.fleet, fault.phase):
+        newest, older = intact(run, folder)[:2]
+        for path in DAMAGES[fault.kind](newest, older, chance):
+            run.damaged.add(mark(path))
+
+
+# --- a writer, a disk ---------------------------------------------------------------------------
+
+
+def writer(run: Run, made: Made) -> None:
+    """Kill one that writes, and wait until the rank has saved again wherever it did before."""
+    fault = made.fault
+    rank = run.fleet.ranks[fault.targets[0]]
+    run.until(
+        lambda: {"local", "peer"} <= {one.data["tier"] for one in saves(run, rank.placement)},
+        f"replica {rank.replica} saves, fault {fault.number}",
+    )
+    tiers = {one.data["tier"] for one in saves(run, rank.placement)}
+    run.order(made, rank)
+    made.struck += run.await_blows(made, [rank])
+    step = run.watch.newest()
+
+    def saved_again() -> bool:
+        later = [one for one in saves(run, rank.placement) if one.data["step"] > step]
+        return tiers <= {one.data["tier"] for one in later}
+
+    run.until(saved_again, f"replica {rank.replica} saves again, fault {fault.number}")
+    run.problems += [f"after fault {fault.number}, {one}" for one in what_is_unsound(run)]
+
+
+def disk(run: Run, made: Made) -> None:
+    """Fill a disk or slow it, until it was noticed; then wait until it keeps checkpoints again."""
+    fault = made.fault
+    only = fault.phase == LOCAL
+    tellers = [run.fleet.ranks[fault.targets[0]].placement] if only else []
+    run.until(
+        lambda: bool(of_tier(saves(run, *tellers), fault.phase)),
+        f"a checkpoint on the disk, fault {fault.number}",
+    )
+    made.struck.append(time.monotonic())
+    mend = break_disk(run.fleet, fault)
+    try:
+        if fault.kind == "full":
+            run.until(
+                lambda: bool(troubles(run, made, "checkpoint_failed")),
+                f"it is told that the disk is full, fault {fault.number}",
+            )
+        run.await_steps(STEPS_MEANWHILE, f"all train on meanwhile, fault {fault.number}")
+        over = made.struck[0] + fault.seconds
+        run.until(lambda: time.monotonic() > over, "the fault's time is over")
+    finally:
+        mend()
+    step = run.watch.newest()
+    run.until(
+        lambda: (
+            any(one.data["step"] > step for one in of_tier(saves(run, *tellers), fault.phase))
+            and len(troubles(run, made, "checkpoint_failed")) == len(troubles(run, made, RECOVERED))
+        ),
+        f"a checkpoint on the disk again, and nobody's alarm left, fault {fault.number}",
+    )
+    run.problems += [f"after fault {fault.number}, {one}" for one in what_is_unsound(run)]
+
+
+def break_disk(fleet: Fleet, fault: Fault) -> Callable[[], None]:
+    """Returns what mends it. A file system of its own is filled for real."""
+    if fault.kind == "full" and fault.phase == SHARED and fleet.state.parent.is_mount():
+        filler = fleet.state.parent / "filler"
+        room = os.statvfs(fleet.state)
+        with filler.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize)
+        return filler.unlink
+    under = fleet.disk(fault.targets[0]) if fault.phase == LOCAL else fleet.state
+    set_fault(fleet.folder, DiskFault(fault.kind, str(under), fault.seconds))
+    return lambda: end_fault(fleet.folder)
+
+
+def broken_promises(
+    kind: str, disk: str, alarms: Mapping[str, int], replicas: int
+) -> Iterator[str]:
+    """What was not told of a disk that failed, or not once, in words."""
+    told = {one: often for one, often in alarms.items() if one.startswith("checkpoint_failed")}
+    most = replicas if disk == SHARED else 1  # those that write to it
+    failed, well = (alarms.get(f"{one} {disk}", 0) for one in ("checkpoint_failed", RECOVERED))
+    if set(told) != ({f"checkpoint_failed {disk}"} if kind == "full" else set()) or failed > most:
+        yield f"it was told {told or 'to nobody'}"
+    if failed != well:
+        yield f"of {failed} alarms {well} were taken back"
+
+
+# --- what there is ------------------------------------------------------------------------------
+
+
+def what_is_left(fleet: Fleet) -> tuple[tuple[State, ...], State]:
+    """The states of which a checkpoint verifies; and which of them any replica comes to, that takes
+    the newest of one disk if the other failed."""
+    shared = whole([fleet.shared_folder()])
+    own = [whole(fleet.own_folders(replica)) for replica in range(fleet.replicas)]
+    worst = [min(max(each) for each in (shared, one) if each) for one in own if shared or one]
+    return tuple(sorted(shared.union(*own))), max(worst, default=NOTHING)
+
+
+def whole(parts: list[Path]) -> set[State]:
+    """The states of which each of these folders has a checkpoint that verifies."""
+    found = [
+        {
+            (store.epoch_of(one), one.step)
+            for path, one in store.listed(folder)
+            if isinstance(one, Manifest) and not store.verify(path)
+        }
+        for folder in parts
+    ]
+    return set.intersection(*found) if found else set()
+
+
+def what_is_unsound(run: Run) -> list[str]:
+    """The flaws of all checkpoints that we have not damaged. Also while they are written."""
+    found = []
+    for folder in folders(run.fleet):
+        for path in store.candidates(folder):
+            try:
+                findings = [] if mark(path) in run.damaged else store.verify(path)
+            except FileNotFoundError:
+                continue
+            if (path / MANIFEST).exists():  # else it was removed just now, or never was one
+                found += [f"{path.name} in {folder.name}: {one}" for one in findings]
+    return found
+
+
+def intact(run: Run, folder: Path) -> list[Path]:
+    """The checkpoints that we have not damaged, the latest training first."""
+    found = [
+        (store.epoch_of(one), one.step, path)
+        for path, one in store.listed(folder)
+        if isinstance(one, Manifest) and mark(path) not in run.damaged
+    ]
+    return [path for _epoch, _step, path in sorted(found, reverse=True)]
+
+
+def folders(fleet: Fleet, where: str = "") -> Iterator[Path]:
+    """Of checkpoints; those on one sort of disk, or all."""
+    if where != LOCAL:
+        yield fleet.shared_folder()
+    if where != SHARED:
+        for replica in range(fleet.replicas):
+            yield from fleet.own_folders(replica)
+
+
+def mark(path: Path) -> tuple[Path, int]:
+    """Of this checkpoint, and of none that has its name later."""
+    try:
+        return path, path.stat().st_ino
+    except FileNotFoundError:
+        return path, 0
+
+
+def saves(run: Run, *placements: str) -> list[Event]:
+    return run.watch.find("saved", *placements)
+
+
+def of_tier(events: list[Event], tier: str) -> list[Event]:
+    return [event for event in events if event.data["tier"] == tier]
+
+
+def troubles(run: Run, made: Made, kind: str) -> list[Event]:
+    """Told since the fault began."""
+    found = run.watch.find("trouble", since=min(made.struck))
+    return [event for event in found if event.data["kind"] == kind]
+
+
+BY_TARGET: dict[str, Callable[[Run, Made], None]] = {"writer": writer, "disk": disk, "job": restart}
+
+
+def stored(run: Run, made: Made) -> bool:
+    """Whether the fault is one of these; then it was made."""
+    target = "job" if made.fault.restarts else KINDS[made.fault.kind].target
+    if target in BY_TARGET:
+        BY_TARGET[target](run, made)
+    return target in BY_TARGET

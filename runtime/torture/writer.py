@@ -1,0 +1,118 @@
+"""In the place of a checkpoint's writer: the same one, which may be struck in each phase of a save,
+and whose disk may be full or slow.
+
+Named to the rank through DRYDOCK_CHECKPOINT_WRITER. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.checkpoint import disk, peer, store, writer
+from runtime.checkpoint.draft import Draft
+from runtime.torture import hand
+from runtime.torture.hand import Hand, around
+
+#: Where each phase of a save begins.
+BEGINNINGS: dict[str, tuple[Any, str]] = {
+    "write": (disk, "write"),
+    "publish": (Draft, "publish"),
+    "verify": (store, "verify_part"),
+    "prune": (store, "prune"),
+    "replicate": (peer.Keeping, "hold"),
+}
+
+
+@dataclass(frozen=True)
+class DiskFault:
+    """What the disk below a folder does, for as long as the runner says so."""
+
+    kind: str  # of fault
+    under: str  # folder
+    seconds: float  # that each file takes, of a slow one
+
+
+def main() -> None:
+    ours = hand.from_environment()
+    alive = os.open(alive_file(ours.folder), os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(alive, fcntl.LOCK_SH)  # until we end, however that is
+    break_disk(ours.folder)
+    for phase, (owner, name) in BEGINNINGS.items():
+        come_to(ours, phase, owner, name)
+    writer.main()
+
+
+def come_to(hand: Hand, phase: str, owner: Any, name: str) -> None:
+    def begin(inner: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        hand.at(phase)
+        return inner(*given, **named)
+
+    around(owner, name, begin)
+
+
+def break_disk(folder: Path) -> None:
+    """Have each file that is written meet what the runner says of its disk by then."""
+
+    def write(
+        inner: Callable[..., None], name: str, data: memoryview, into: int, *more: Any
+    ) -> None:
+        fault = present_fault(folder)
+        where = Path(f"/proc/self/fd/{into}").readlink()
+        if fault is not None and where.is_relative_to(fault.under):
+            if fault.kind == "full":
+                inner(name, data[: len(data) // 2], into, *more)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+            time.sleep(fault.seconds)
+        inner(name, data, into, *more)
+
+    around(disk, "write", write)
+
+
+def present_fault(folder: Path) -> DiskFault | None:
+    try:
+        return DiskFault(**json.loads(fault_file(folder).read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def set_fault(folder: Path, fault: DiskFault) -> None:
+    draft = fault_file(folder).with_suffix(".new")
+    draft.write_text(json.dumps(asdict(fault)))
+    draft.replace(fault_file(folder))
+
+
+def end_fault(folder: Path) -> None:
+    fault_file(folder).unlink(missing_ok=True)
+
+
+def all_ended(folder: Path) -> bool:
+    """Whether no writer is left."""
+    alive = os.open(alive_file(folder), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(alive)
+    return True
+
+
+def fault_file(folder: Path) -> Path:
+    return folder / "disk"
+
+
+def alive_file(folder: Path) -> Path:
+    """Locked by each writer that lives."""
+    return folder / "writers"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Saves take the memory that they take at first, and no more of it after two hundred."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.runtime.replicas import Fleet, until
+from tests.runtime.test_client import Door
+
+MB = 1e6
+WIDTH = 230_000  # of the model: weights and momentum are 33 MB
+FEW = slice(10, 30)  # around the 20th save
+MANY = slice(190, 210)
+#: A step's temporary tensors go back to the system at once: what stays is what is kept.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+GROWTH_BYTES = 4 * MB
+OWN_BYTES = 64 * MB  # beside two copies of the state
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of a trainer and its writers, in bytes; what several processes share counts once."""
+
+    trainer: int
+    rooms: int
+    writers: int  # without rooms
+
+    @property
+    def own(self) -> int:
+        """What is there for the checkpoints alone."""
+        return self.rooms + self.writers
+
+    @property
+    def all(self) -> int:
+        return self.trainer + self.own
+
+    @staticmethod
+    def of(pid: int) -> Memory:
+        trainer = psutil.Process(pid)
+        writers = [one for one in trainer.children() if "writer" in " ".join(one.cmdline())]
+        inside, outside = zip(*[shares(one.pid) for one in (trainer, *writers)], strict=True)
+        return Memory(outside[0], sum(inside), sum(outside[1:]))
+
+
+def shares(pid: int) -> tuple[int, int]:
+    """Bytes of the rooms that count for this process, and of all else: a page that several
+    processes map counts in equal parts for each."""
+    whole = pss(Path(f"/proc/{pid}/smaps_rollup").read_text())
+    mapped = Path(f"/proc/{pid}/smaps").read_text().split("VmFlags:")
+    rooms = sum(pss(one) for one in mapped if "/memfd:drydock-room" in one)
+    return rooms, whole - rooms
+
+
+def pss(smaps: str) -> int:
+    return sum(int(line.split()[1]) << 10 for line in smaps.splitlines() if line.startswith("Pss:"))
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    made = Door()
+    yield made
+    made.close()
+
+
+@pytest.mark.soak
+def test_two_hundred_saves_take_no_more_memory_than_twenty(
+    make_fleet: Callable[..., Fleet], door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is there for them alone are two copies of the state, and 64 MB."""
+    for name, value in MALLOC.items():
+        monkeypatch.setenv(name, value)
+    options = {"width": WIDTH, "pace_s": 0, "checkpoint_s": 0.05, "local_s": 0.05}
+    fleet = make_fleet(1, own_disks=True, url=door.url, options=options)
+    fleet.start()
+    trainer = fleet.ranks[0].pid
+
+    found = [after(saves, trainer, door) for saves in range(1, MANY.stop + 1)]
+    fleet.stop()
+
+    few, many = found[FEW], found[MANY]
+    state = door.messages("checkpoint")[-1]["bytes"]
+    for when, some in (("after save 20", few), ("after save 200", many)):
+        print(  # noqa: T201
+            f"{when}: trainer {kept(some, 'trainer') / MB:.1f} MB, rooms "
+            f"{kept(some, 'rooms') / MB:.1f}, writers {kept(some, 'writers') / MB:.1f}, "
+            f"all {kept(some, 'all') / MB:.1f}; own {max(one.own for one in some) / MB:.1f} "
+            f"at most, of a state of {state / MB:.1f}"
+        )
+    assert kept(many, "all") - kept(few, "all") <= GROWTH_BYTES
+    assert max(one.own for one in found) <= 2 * state + OWN_BYTES
+
+
+def after(saves: int, trainer: int, door: Door) -> Memory:
+    """Once so many are durable in each tier."""
+
+    def durable() -> bool:
+        tiers = [message["tier"] for message in door.messages("checkpoint")]
+        return min(tiers.count("local"), tiers.count("shared")) >= saves
+
+    until(durable, f"{saves} saves")
+    return Memory.of(trainer)
+
+
+def kept(some: list[Memory], what: str) -> int:
+    """The least that was seen: between two steps, and between two saves."""
+    return min(int(getattr(one, what)) for one in some)

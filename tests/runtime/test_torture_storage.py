@@ -1,0 +1,376 @@
+"""The torture of what a job saves and loads: each way to damage, each claim, short real runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.checkpoint import disk, store
+from runtime.checkpoint.draft import write
+from runtime.image import pages
+from runtime.torture.damage import DAMAGES
+from runtime.torture.hand import Hand, around, events_file, order_file
+from runtime.torture.kinds import LOCAL, SHARED
+from runtime.torture.ledger import audit, counted
+from runtime.torture.made import Restart
+from runtime.torture.report import Seen, judge
+from runtime.torture.storage import broken_claims, broken_promises
+from runtime.torture.watch import Event, Watch
+from runtime.torture.writer import (
+    BEGINNINGS,
+    DiskFault,
+    all_ended,
+    break_disk,
+    end_fault,
+    set_fault,
+)
+from tests.runtime.checkpoint.states import staged_at
+from tests.runtime.replicas import ROOT
+from tests.runtime.test_torture import FIGURES, STEPS, commit, ended, judged
+
+# --- damage ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three checkpoints of one part."""
+    for step in (1, 2, 3):
+        write(tmp_path / "checkpoints", staged_at(step))
+    return tmp_path / "checkpoints"
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_what_is_damaged_verifies_no_more_and_nothing_else_is(
+    folder: Path, kind: str, seed: int
+) -> None:
+    newest, older, oldest = store.candidates(folder)
+
+    damaged = DAMAGES[kind](newest, older, random.Random(seed))  # noqa: S311 - not secret
+
+    assert newest in damaged
+    assert [path for path in (newest, older, oldest) if store.verify(path)] == damaged
+    assert store.verified(newest) is None
+
+
+def test_a_file_that_others_share_is_whole_in_those(folder: Path) -> None:
+    newest, older, _oldest = store.candidates(folder)
+    for path in newest.glob("*.bin"):
+        path.unlink()
+        os.link(older / path.name, path)
+    before = {path: path.read_bytes() for path in older.iterdir()}
+
+    DAMAGES["flip"](newest, older, random.Random(1))  # noqa: S311 - not secret
+
+    assert {path: path.read_bytes() for path in older.iterdir()} == before
+
+
+# --- the writer -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A folder, on the disk that a writer has under torture."""
+    monkeypatch.setattr(disk, "write", disk.write)  # put back at the end
+    break_disk(tmp_path)
+    (tmp_path / "shared").mkdir()
+    handle = os.open(tmp_path / "shared", os.O_RDONLY | os.O_DIRECTORY)
+    yield handle
+    os.close(handle)
+
+
+def test_a_full_disk_takes_half_a_file_until_there_is_room(tmp_path: Path, wrapped: int) -> None:
+    data = pages(8192)
+    set_fault(tmp_path, DiskFault("full", str(tmp_path / "shared"), 0.0))
+
+    with pytest.raises(OSError, match="No space left"):
+        disk.write("a", data, wrapped)
+    half = (tmp_path / "shared" / "a").stat().st_size
+    end_fault(tmp_path)
+    disk.write("a", data, wrapped)
+
+    assert half == 4096
+    assert (tmp_path / "shared" / "a").stat().st_size == 8192
+
+
+def test_another_disk_is_not_full(tmp_path: Path, wrapped: int) -> None:
+    set_fault(tmp_path, DiskFault("full", str(tmp_path / "disk0"), 0.0))
+
+    disk.write("a", pages(8192), wrapped)
+
+    assert (tmp_path / "shared" / "a").stat().st_size == 8192
+
+
+def test_every_phase_of_a_save_begins_at_a_function_that_there_is() -> None:
+    for owner, name in BEGINNINGS.values():
+        assert callable(getattr(owner, name))
+
+
+def test_who_comes_to_a_phase_strikes_once_and_says_so_before(tmp_path: Path) -> None:
+    strike = (
+        "from pathlib import Path; from runtime.torture.hand import Hand;"
+        f"hand = Hand(Path({str(tmp_path)!r}), 'plc_0', 0);"
+        "[hand.at(phase) for phase in ('write', 'verify', 'publish')]; print('lives')"
+    )
+    order = {"fault": 3, "kind": "writer", "phase": "verify", "delay_s": 0.0, "seconds": 0.0}
+    order_file(tmp_path, "plc_0").write_text(json.dumps(order))
+
+    done = subprocess.run([sys.executable, "-c", strike], cwd=ROOT, check=False)
+    again = subprocess.run([sys.executable, "-c", strike], cwd=ROOT, check=False)
+
+    assert (done.returncode, again.returncode) == (-signal.SIGKILL, 0)
+    told = [json.loads(line) for line in events_file(tmp_path, "plc_0").read_text().splitlines()]
+    assert [(one["what"], one["data"]["fault"]) for one in told] == [("struck", 3)]
+
+
+def test_an_order_is_for_one_of_a_replica_s_ranks(tmp_path: Path) -> None:
+    order = {"fault": 3, "kind": "slow", "phase": "copy", "delay_s": 0.0, "seconds": 0.0, "rank": 1}
+    order_file(tmp_path, "plc_0").write_text(json.dumps(order))
+
+    Hand(tmp_path, "plc_0", 0).at("copy")
+    meanwhile = order_file(tmp_path, "plc_0").exists()
+    Hand(tmp_path, "plc_0", 1).at("copy")
+
+    assert meanwhile
+    assert not order_file(tmp_path, "plc_0").exists()
+
+
+def test_what_is_put_around_a_function_is_given_it() -> None:
+    class Owner:
+        def double(self, number: int) -> int:
+            return 2 * number
+
+    around(Owner, "double", lambda inner, *given: inner(*given) + 1)
+
+    assert Owner().double(4) == 9
+
+
+def test_a_writer_counts_as_alive_until_it_ends(tmp_path: Path) -> None:
+    hold = (
+        "import fcntl, os, sys; from pathlib import Path;"
+        "from runtime.torture.writer import alive_file;"
+        f"file = os.open(alive_file(Path({str(tmp_path)!r})), os.O_RDWR | os.O_CREAT);"
+        "fcntl.flock(file, fcntl.LOCK_SH); print('alive', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", hold], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        meanwhile = all_ended(tmp_path)
+        process.kill()
+        process.wait()
+
+    assert not meanwhile
+    assert all_ended(tmp_path)
+
+
+# --- the judgement --------------------------------------------------------------------------------
+
+RESTART = Restart(
+    fault=1, ended=frozenset({"plc_0", "plc_1"}), reached=5, sound=((1, 1), (1, 3)), least=(1, 3),
+    began=3, refused=("it is damaged",), unsound=(),
+)  # fmt: skip
+
+
+def test_a_restart_from_the_newest_whole_state_breaks_no_claim() -> None:
+    assert broken_claims(RESTART) == []
+    assert broken_claims(replace(RESTART, refused=())) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"began": 4}, "went on from step 4, whole are [1, 3]"),
+        ({"sound": (), "least": (0, -1)}, "whole are []"),
+        ({"began": 1}, "could have gone on from step 3"),
+        ({"began": 1, "refused": ()}, "nobody was told why"),
+        ({"unsound": ("step-00000003: rank-0.json is missing",)}, "rank-0.json is missing"),
+    ],
+)
+def test_one_broken_claim_of_a_restart_is_enough(changed: dict[str, Any], told: str) -> None:
+    (found,) = broken_claims(replace(RESTART, **changed))
+
+    assert told in found
+
+
+def test_what_another_disk_still_has_may_be_older_than_what_was_damaged() -> None:
+    restart = replace(RESTART, sound=((1, 1), (1, 3), (1, 4)), least=(1, 3), began=3)
+
+    assert broken_claims(restart) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "disk", "alarms", "broken"),
+    [
+        ("full", LOCAL, {"checkpoint_failed local": 1, "checkpoint_recovered local": 1}, 0),
+        ("full", SHARED, {"checkpoint_failed shared": 2, "checkpoint_recovered shared": 2}, 0),
+        ("full", LOCAL, {}, 1),
+        ("full", LOCAL, {"checkpoint_failed local": 1}, 1),
+        ("full", LOCAL, {"checkpoint_failed local": 2, "checkpoint_recovered local": 2}, 1),
+        ("full", SHARED, {"checkpoint_failed local": 1, "checkpoint_recovered local": 1}, 1),
+        ("slowdisk", LOCAL, {"checkpoint_late": 1}, 0),
+        ("slowdisk", LOCAL, {"checkpoint_failed local": 1, "checkpoint_recovered local": 1}, 1),
+    ],
+)
+def test_a_full_disk_is_told_once_and_taken_back(
+    kind: str, disk: str, alarms: dict[str, int], broken: int
+) -> None:
+    assert len(list(broken_promises(kind, disk, alarms, replicas=2))) == broken
+
+
+def test_a_training_that_waits_for_the_disk_is_a_problem() -> None:
+    waited = replace(FIGURES, kind="slowdisk", phase="shared", gap_s=3.1)
+    seen = resumed(began=3)
+
+    report = judge(seen, seen, [waited], mode="cover", seed=1, replicas=2)
+
+    assert "the training waited for the disk, 3100 ms" in "\n".join(report.problems)
+
+
+def resumed(began: int, *, again_from: int | None = None) -> Seen:
+    """Two replicas came to step 4, were killed, and went on from a checkpoint of step `began`."""
+    first = began + 1 if again_from is None else again_from
+    events: dict[str, list[Event]] = {}
+    for old, new in (("plc_0", "plc_2"), ("plc_1", "plc_3")):
+        events[old] = [commit(step, placement=old) for step in range(5)]
+        again = [commit(step, placement=new) for step in range(first, STEPS)]
+        events[new] = [*again, ended(new)]
+    restart = replace(RESTART, reached=4, began=began, sound=((1, began),), least=(1, began))
+    left = counted(events, [restart])
+    return Seen(events=left, present=["plc_2", "plc_3"], steps=STEPS, restarts=[restart])
+
+
+def test_steps_that_are_made_again_are_counted_once() -> None:
+    report = judged(resumed(began=2))
+
+    assert report.problems == []
+    assert report.ledger == {"lost": 0, "duplicated": 0, "dropped": 0}
+    assert report.digest_equal
+
+
+def test_a_step_that_is_not_made_again_is_lost() -> None:
+    report = judged(resumed(began=2, again_from=4))
+
+    assert not report.ok
+    assert report.ledger["lost"] == 8
+
+
+def test_what_was_rolled_back_may_have_had_other_losses() -> None:
+    events = {
+        "plc_0": [commit(step, placement="plc_0", loss=9.0) for step in range(5)],
+        "plc_1": [commit(step, placement="plc_1") for step in range(STEPS)],
+    }
+    restart = replace(RESTART, ended=frozenset({"plc_0"}), began=-1)
+
+    found = audit(counted(events, [restart]), STEPS, drops=False)
+
+    assert found.problems == []
+
+
+def test_after_a_restart_nobody_has_made_a_step_yet(tmp_path: Path) -> None:
+    watch = Watch(tmp_path)
+    watch.follow(0, "plc_0")
+    line = {"what": "commit", "at": 1.0, "data": {"step": 7}}
+    events_file(tmp_path, "plc_0").write_text(json.dumps(line) + "\n")
+
+    watch.restart()
+
+    assert watch.newest() == -1
+    assert [event.data["step"] for event in watch.find("commit")] == [7]
+
+
+# --- for real -------------------------------------------------------------------------------------
+
+
+def torture(folder: Path, *words: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "runtime.torture", "--json", "--replicas", "2", *words],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def assert_every_claim_held(report: dict[str, Any]) -> None:
+    assert report["problems"] == []
+    assert report["ok"]
+    assert report["digest_equal"] is True
+    assert report["ledger"] == {"lost": 0, "duplicated": 0, "dropped": 0}
+    assert report["survivor_deaths"] == 0
+
+
+def test_a_job_that_was_killed_goes_on_from_what_was_not_damaged(tmp_path: Path) -> None:
+    report = torture(tmp_path, "--seed", "1", "--each", "--kinds", "flip", "--phases", "both")
+
+    assert_every_claim_held(report)
+    (failure,) = report["failures"]
+    assert failure["again"] > 0
+    assert failure["load_s"] < failure["back_s"]
+    assert failure["alarms"]["checkpoint_refused"] > 0
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.soak
+def test_every_damage_on_every_disk(tmp_path: Path) -> None:
+    report = torture(tmp_path, "--seed", "2", "--each", "--kinds", ",".join(DAMAGES))
+
+    assert_every_claim_held(report)
+    assert len(report["failures"]) == 3 * len(DAMAGES)
+
+
+@pytest.mark.soak
+def test_whoever_is_killed_in_any_phase_of_a_save_or_a_load(tmp_path: Path) -> None:
+    phases = ",".join(("copy", "load", "any", *BEGINNINGS))
+
+    report = torture(
+        tmp_path, "--seed", "3", "--each", "--kinds", "kill,writer,outage", "--phases", phases
+    )
+
+    assert_every_claim_held(report)
+    struck = {failure["phase"] for failure in report["failures"]}
+    assert struck == {"copy", "load", "any", *BEGINNINGS}
+
+
+@pytest.mark.soak
+def test_disks_that_are_full_or_slow(tmp_path: Path) -> None:
+    report = torture(tmp_path, "--seed", "4", "--each", "--kinds", "full,slowdisk")
+
+    assert_every_claim_held(report)
+    assert len(report["failures"]) == 4
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "none", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_a_file_system_that_is_really_full(tmp_path: Path, small_disk: Path) -> None:
+    report = torture(
+        tmp_path, "--seed", "5", "--each", "--kinds", "full", "--phases", "shared",
+        "--disk", str(small_disk),
+    )  # fmt: skip
+
+    assert_every_claim_held(report)
+    assert report["failures"][0]["alarms"]["checkpoint_failed shared"] > 0
+    assert not (small_disk / "filler").exists()
