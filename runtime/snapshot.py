@@ -168,8 +168,12 @@ class Copying:
         waits helps."""
         began = time.monotonic()
         self.awaited = True
-        while not self.finished.is_set() and self._stream is None and self._copy_next():
-            pass
+        try:
+            while not self.finished.is_set() and self._stream is None and self._copy_next():
+                pass
+        except BaseException as error:  # a signal's handler raised, in the middle of anything
+            self._fail(RuntimeError(f"interrupted by {error!r}"))
+            raise
         self.finished.wait()
         self.waited_s += time.monotonic() - began
 
@@ -185,17 +189,26 @@ class Copying:
             with torch.cuda.stream(self._stream):
                 self._copy(piece, tensor)
         except Exception as error:  # raised where it is finished: the training goes on
+            self._fail(error)
+            return False
+        with self._changed:
+            del self._under_way[me]
+            self._changed.notify_all()
+        return True
+
+    def _fail(self, error: Exception) -> None:
+        """There will be no copy."""
+        with self._changed:
             self._error = error
             self._rest.clear()
-        finally:
-            with self._changed:
-                del self._under_way[me]
-                self._changed.notify_all()
-        return self._error is None
+            self._under_way.pop(threading.get_ident(), None)
+            self._changed.notify_all()
 
     def _there(self) -> int:
         """Up to which byte the copy is there: the pieces are begun in their order."""
         with self._changed:
+            if self._error is not None:
+                return 0
             rest = [piece.offset for piece, _tensor in itertools.islice(self._rest, 1)]
             return min([*self._under_way.values(), *rest], default=self.table.bytes)
 

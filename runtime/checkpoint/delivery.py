@@ -18,7 +18,6 @@ from typing import Any
 
 from runtime.checkpoint.facts import facts_of
 from runtime.checkpoint.handle import WriterHandle
-from runtime.checkpoint.holder import Label
 from runtime.checkpoint.peer import Place
 from runtime.checkpoint.rooms import Room, Rooms
 from runtime.checkpoint.tiers import Folders, Tier, TierName
@@ -32,10 +31,17 @@ log = logging.getLogger("drydock.checkpoint")
 #: A copy's progress is told after so many bytes, and so many times at most: what a writer that
 #: hangs has not read must fit in its socket.
 TOLD_BYTES, TOLD_TIMES = 64 << 20, 16
+#: Looks for what others wrote, in vain, until an engineer is told: a network file system may show
+#: it later.
+UNSEEN = 3
 
 
-def _nobody_asks() -> None:
+def _nobody_asks(_shared_out: bool) -> None:
     """Nobody shares a folder with us."""
+
+
+def _no_life(_life: int) -> None:
+    """It is no save, that would be lost with its writer."""
 
 
 @dataclass
@@ -75,6 +81,7 @@ class Write:
     life: int = 0  # of the writer that was asked
     durable_s: float = 0.0  # after it was asked; 0.0 as long as it is not
     verified: bool = False
+    failed: bool = False
 
     @property
     def where(self) -> str:
@@ -92,17 +99,20 @@ class Delivery:
         self._rooms = rooms
         #: called, on a thread of its own, with each one that is durable and verified
         self.on_saved: Callable[[CheckpointSaved], None] = job.sender.tell
-        #: called, on a thread of its own, when one in the folder of all failed, or our share of it
-        self.on_shared_failed: Callable[[], None] = _nobody_asks
+        #: called, on a thread of its own, when one in the folder of all failed; with whether others
+        #: write shares of it
+        self.on_shared_failed: Callable[[bool], None] = _nobody_asks
         #: in the folder of all we see what others wrote there
         self.sees_others = False
         self.keeper: Place | None = None  # the holder that keeps what we save
         self._share_flaw = ""  # why we could not write the last one of ours
+        self._looking = False  # the writer is asked whether we do
+        self._unseen = 0  # how often we did not, one time after the other
         self._failing: set[TierName] = set()  # of which an engineer was told
-        self._under_way: set[TierName] = set()  # a save is
+        self._under_way: set[tuple[TierName, str]] = set()  # tiers and saves
         #: one for each tier: a store that hangs holds up no other
         self._writers = {name: WriterHandle(partial(self._hear, name)) for name in tiers}
-        self._copied: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
+        self._given: queue.SimpleQueue[Save | str | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._asked: dict[tuple[TierName, str], Write] = {}  # of the writers, by the save's name
@@ -119,29 +129,54 @@ class Delivery:
     def give(self, save: Save) -> None:
         """A copy that was begun."""
         with self._lock:
-            self._under_way |= {tier.name for tier in save.tiers}
-        self._copied.put(save)
+            self._under_way |= {(tier.name, save.name) for tier in save.tiers}
+        self._given.put(save)
 
     def busy(self, tiers: Collection[TierName]) -> set[TierName]:
         """Those of the tiers to which a save is under way."""
         with self._lock:
-            return self._under_way.intersection(tiers)
+            return {tier for tier, _save in self._under_way}.intersection(tiers)
 
     def look(self, save: str) -> None:
         """One whose name begins so was written to the folder of all: see whether it is there. Its
         writer looks, for that may take long."""
         if self._share_flaw:
             self.failed("shared", self._share_flaw)
-        if not self.sees_others:
-            folder = str(self._folders.shared)
-            self._writers["shared"].tell({"op": "look", "folder": folder, "save": save})
+        with self._lock:
+            look = not (self.sees_others or self._looking)
+            self._looking |= look
+        if look:
+            self._given.put(save)
+
+    def _ask_to_look(self, save: str) -> None:
+        asked = {"op": "look", "folder": str(self._folders.shared), "save": save}
+        try:
+            self._writers["shared"].send(asked, self._rooms.descriptors(), _no_life)
+        except OSError as error:
+            self._looking = False
+            self.failed("shared", f"no writer: {error}")
+
+    def _looked(self, *, seen: bool) -> None:
+        self._looking = False
+        self.sees_others |= seen
+        self._unseen = 0 if seen else self._unseen + 1
+        if self._unseen == UNSEEN:
+            self._job.trouble(
+                "checkpoints_not_shared",
+                f"{self._folders.shared} on this node has not what another replica wrote there: if "
+                "it is one folder on all nodes, all write checkpoints together",
+            )
+
+    def forgive(self) -> None:
+        """One alone could not write to the folder of all either: that is told by that one."""
+        self._share_flaw = ""
 
     def close(self, wait_s: float) -> list[TierName]:
         """Take no more, and wait until what was given is durable or was refused; of which tiers it
         was not in time. There it goes on without us."""
         if self._thread is None:
             return []
-        self._copied.put(None)
+        self._given.put(None)
         self._thread.join(wait_s)
         end = time.monotonic() + wait_s
         late: list[TierName] = [
@@ -159,7 +194,10 @@ class Delivery:
                 writer.start()
             except OSError as error:
                 self.failed(name, f"no writer: {error}")
-        while (save := self._copied.get()) is not None:
+        while (save := self._given.get()) is not None:
+            if isinstance(save, str):
+                self._ask_to_look(save)
+                continue
             flaws = self._ask_all(save)
             try:
                 save.copying.finish(partial(self._pass_on, save))
@@ -232,7 +270,7 @@ class Delivery:
 
     def _to_folder(self, tier: Tier, save: Save) -> dict[str, Any]:
         return {
-            "folder": str(self._folders.to_write(tier, save.replica)),
+            **self._folders.to_write(tier, save.replica),
             "keep": tier.keep,
             "rank": 0 if tier.own else self._job.rank,
             "ranks": 1 if tier.own else self._job.ranks,
@@ -243,27 +281,32 @@ class Delivery:
     def _to_peer(self, save: Save, size: int) -> dict[str, Any]:
         if self.keeper is None:
             raise OSError("no member of this job has a holder")
-        label = Label(
-            run=self._folders.run(),
-            rank=self._job.rank,
-            ranks=self._job.ranks,
-            step=save.step,
-            save=f"{save.epoch}-{save.step}",  # all replicas have this state, and one name for it
-            epoch=save.epoch,
-            bytes=size,
-        )
-        return {"holder": self.keeper.address, "token": self._job.token, "label": vars(label)}
+        label = {
+            "rank": self._job.rank,
+            "ranks": self._job.ranks,
+            "step": save.step,
+            "save": f"{save.epoch}-{save.step}",  # all replicas have this state, and one name
+            "epoch": save.epoch,
+            "bytes": size,
+        }
+        return {
+            "holder": self.keeper.address,
+            "token": self._job.token,
+            "label": label,
+            "shared": str(self._folders.shared),
+        }
 
     def _hear(self, tier: TierName, message: dict[str, Any]) -> None:
         """What a writer says."""
         with self._lock:
             writes = {name: one for (where, name), one in self._asked.items() if where == tier}
         if message["op"] == "died":
+            self._looking = False
             for write in writes.values():
                 if write.life == message["life"]:
                     self._end(write, f"the writer died with status {message['code']}")
-        elif message["op"] == "seen":
-            self.sees_others = True
+        elif message["op"] == "looked":
+            self._looked(seen=bool(message["seen"]))
         elif message["save"] in writes:
             self._hear_of(writes[message["save"]], message)
 
@@ -277,8 +320,6 @@ class Delivery:
             self._tell(write, message["whole"])
         elif message["op"] == "failed":
             self._failed_write(write, str(message["error"]))
-        elif message["op"] == "given_up":
-            self._shared_failed(write)
         elif message["op"] == "done":
             self._end(write, "")
 
@@ -329,14 +370,14 @@ class Delivery:
         )
 
     def _failed_write(self, write: Write, why: str) -> None:
-        save = write.save
-        self.failed(write.tier.name, f"step {save.step}: {why}", save.shares(write.tier))
-        self._shared_failed(write)
-
-    def _shared_failed(self, write: Write) -> None:
+        if write.failed or write.verified:
+            return
+        write.failed = True
+        shares = write.save.shares(write.tier)
+        self.failed(write.tier.name, f"step {write.save.step}: {why}", shares)
         if not write.tier.own:
             self.sees_others = False
-            self.on_shared_failed()
+            self.on_shared_failed(shares > 1)
 
     def _end(self, write: Write, error: str) -> None:
         """Nothing more is heard of it."""
@@ -345,8 +386,8 @@ class Delivery:
             self._asked.pop((write.tier.name, save.name), None)
             if write.tier.name in save.ended:
                 return
-            self._under_way.discard(write.tier.name)
-        if error and not write.verified:
+            self._under_way.discard((write.tier.name, save.name))
+        if error:
             self._failed_write(write, error)
         self._let_go(save, write.tier.name)
 

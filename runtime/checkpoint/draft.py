@@ -179,7 +179,8 @@ class Draft:
                 return None
             for name in names:  # what only its writers needed
                 if name in noted or name.endswith(".lock") or _SHARE in name:
-                    os.unlink(name, dir_fd=self.handle)
+                    with contextlib.suppress(OSError):
+                        os.unlink(name, dir_fd=self.handle)
         return Manifest.from_json(read_small(MANIFEST, self.handle), f"{self.path}/{MANIFEST}")
 
     def _create(self, name: str, flags: int = 0) -> None:
@@ -239,7 +240,9 @@ class Draft:
     def is_given_up(self) -> bool:
         """Whether another writer failed, so that it will never be complete."""
         name = Path(f"/proc/self/fd/{self.handle}").readlink().name
-        return name.startswith(store.GONE) or name.endswith(" (deleted)")
+        if name.startswith(store.GONE) or name.endswith(" (deleted)"):
+            return True
+        return not self.path.exists() and self.where() is None  # another host's rename
 
     def give_up(self) -> None:
         """It cannot be completed any more. First out of sight, for another writer may be about to
@@ -316,7 +319,8 @@ def is_abandoned(draft: Path, newest: int = -1) -> bool:
         free = [lock for lock in locks if lock.read_text() == HOST and not _is_locked(lock)]
         if any(not lock.with_suffix(".json").exists() for lock in free):
             return True
-        if free and free == locks and int(draft.name.split("-")[1]) < newest:
+        step = draft.name.removeprefix(_PREFIX).partition("-")[0]
+        if free and free == locks and step.isdigit() and int(step) < newest:
             return True
     except FileNotFoundError:
         return False  # it was made visible, or removed, meanwhile

@@ -82,7 +82,7 @@ class WriterHandle:
         with self._lock:
             if self._socket is not None:
                 try:
-                    self._socket.send(json.dumps(message).encode())
+                    self._socket.send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
                 except OSError:
                     self._forget()
 

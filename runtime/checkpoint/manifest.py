@@ -184,8 +184,9 @@ def layout_of(table: Table, rank: int, shares: int = 1) -> tuple[DataFile, ...]:
     """The files of an image: what is not trained has files of its own, which later checkpoints
     that hold the same can share. Of so many `shares` each gets as much."""
     files: list[DataFile] = []
-    share = aligned(-(-(table.bytes - table.frozen) // shares), CHUNK_BYTES)
-    runs = ((0, table.frozen, FILE_BYTES), (table.frozen, table.bytes, min(FILE_BYTES, share)))
+    share = max(1, -(-(table.bytes - table.frozen) // shares))
+    trained = aligned(-(-share // -(-share // FILE_BYTES)), CHUNK_BYTES)  # all are as large
+    runs = ((0, table.frozen, FILE_BYTES), (table.frozen, table.bytes, trained))
     for start, end, most in runs:
         for first in range(start, end, most) if start < end else ():
             size = min(most, end - first)

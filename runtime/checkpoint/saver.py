@@ -100,10 +100,13 @@ class Checkpointer:
         self._tell_late(late)
         return set(wanted) - late
 
+    def is_free(self, tier: TierName) -> bool:
+        """Whether a save to it could begin at once."""
+        return not self.delivery.busy([tier]) and self.rooms.any_free()
+
     def can_share(self) -> bool:
-        """Whether we could write our share of a save to the folder of all at once."""
-        ready = self.delivery.sees_others and not self.delivery.busy(["shared"])
-        return ready and self.rooms.any_free()
+        """Whether our share of one could, in a folder in which we see what others write."""
+        return self.delivery.sees_others and self.is_free("shared")
 
     def prepare(self, size: Callable[[], int], wanted: Collection[TierName] = ()) -> bool:
         """Whether a state can be taken at once. Begins to make room for it and starts the writers,

@@ -82,20 +82,17 @@ class Folders:
         self.shared = Path(job.state_dir).absolute() / "checkpoints"
         self._local = None if job.local_dir is None else Path(job.local_dir).absolute() / job.name
         self._rank = job.rank
-        self._run = ""
 
-    def to_write(self, tier: Tier, replica: int) -> Path:
-        """Where we keep ours. Raises OSError if the job's run cannot be told."""
+    def to_write(self, tier: Tier, replica: int) -> dict[str, str]:
+        """Where we keep ours, as the writer is told: on a disk of ours "within" a folder of the
+        job's run, of which the shared folder has the name; that one may hang. Raises OSError."""
+        shared = str(self.shared)
         if not tier.own:
-            return self.shared
+            return {"folder": shared}
         if self._local is None:
             raise FileNotFoundError("this job has no folder on its nodes' disks")
-        return self._local / self.run() / f"replica-{replica}-rank-{self._rank}"
-
-    def run(self) -> str:
-        """The name of the job's run. Raises OSError if it cannot be told."""
-        self._run = self._run or run_of(self.shared)
-        return self._run
+        within = f"replica-{replica}-rank-{self._rank}"
+        return {"folder": str(self._local), "within": within, "shared": shared}
 
     def to_read(self, name: str) -> list[Path]:
         """Where there may be some that we can load: the state is the same in all replicas, so also

@@ -11,8 +11,9 @@ It is told, as JSON in single packets:
     {"op": "save", "room", "image", "described", "step", "save", "facts", ...}  `image` bytes from
      the room's start will be the state, `described` from the next page on are its table. Either
      "folder", "rank", "ranks", "share", "shares" and "keep" say where which share of it is to be
-     written, or "holder", "token" and "label" which peer's memory keeps it
-    {"op": "look", "folder", "save"}  whether one whose name begins so is there: "seen", or nothing
+     written (in a folder of the job's run, "within" that, if the folder is not "shared"), or
+     "holder", "token" and "label" which peer's memory keeps it
+    {"op": "look", "folder", "save"}  whether one whose name begins so is there: "looked", "seen"
     {"op": "copied", "save", "bytes"}  so much of the state is there by now
     {"op": "not_copied", "save", "error"}  it never will be
 and says of each save, by its name: {"op": "alarm" | "durable" | "verified" | "failed" | "given_up",
@@ -40,6 +41,7 @@ from runtime.checkpoint.draft import Draft, sweep
 from runtime.checkpoint.holder import Label
 from runtime.checkpoint.manifest import Manifest, Part
 from runtime.checkpoint.peer import Keeping
+from runtime.checkpoint.tiers import run_of
 from runtime.image import CHUNK_BYTES, Damaged, Table, aligned
 
 log = logging.getLogger("drydock.checkpoint")
@@ -66,6 +68,7 @@ class Writer:
         self._keeping: Keeping | None = None  # the peer that keeps what we save
         self._before: dict[str, Part] = {}  # folder -> the last part that was written there
         self._name = ""  # of the save under way
+        self._known_run = ""
         self._copied = 0  # bytes of its state that are there
         self._flaw = ""  # why there will be no more
         self._hearing = threading.Lock()  # both who writes and who hashes may wait for more of it
@@ -96,10 +99,12 @@ class Writer:
             self._take_rooms(asked["numbers"], ancillary)
 
     def _look(self, folder: Path, save: str) -> None:
-        with contextlib.suppress(OSError):
+        try:
             found = (one for _path, one in store.listed(folder) if isinstance(one, Manifest))
-            if any(one.save.startswith(save) for one in found):
-                self._say("seen")
+            seen = any(one.save.startswith(save) for one in found)
+        except OSError:
+            seen = False
+        self._say("looked", seen=seen)
 
     def _await_copy(self, end: int) -> None:
         """Until the state that is saved is copied up to there. Raises NotCopied."""
@@ -143,19 +148,20 @@ class Writer:
 
     def _write(self, asked: dict[str, Any]) -> None:
         image, table = self._copy(asked)
-        folder, rank, step = Path(asked["folder"]), int(asked["rank"]), int(asked["step"])
+        folder, rank, step = self._folder(asked), int(asked["rank"]), int(asked["step"])
         before = self._before.get(str(folder)) or last_part(folder, rank)
         share, shares = int(asked["share"]), int(asked["shares"])
         draft = Draft(folder, step, self._name, int(asked["ranks"]), asked["facts"], shares)
         try:
             written = draft.write(rank, table, image, before, share=share, ready=self._await_copy)
-            part, published = written.part, draft.publish()
+            part = written.part
+            draft.publish()
             self._say("durable", written=written.bytes)
             if before and written.whole and (names := stale(written.whole, before)):
                 self._say("alarm", kind="checkpoint_stale", text=names)
             self._verify(draft, part, image)
             whole = draft.note_verified(rank, share)
-            said = None if whole is None else described(draft, whole)
+            path = draft.path if whole is None else draft.where() or draft.path
         except BaseException as error:
             if (visible := draft.where()) is not None:
                 store.set_aside(visible)
@@ -170,9 +176,23 @@ class Writer:
             self._before[str(folder)] = part
         else:  # what others wrote of it is to be read
             self._before.pop(str(folder), None)
+        if whole is None:
+            self._say("verified", whole=None)
+            return
+        size = sum(one.bytes for one in whole.parts)
+        said = {"path": str(path), "bytes": size, "digest": whole.digest}
         self._say("verified", whole=said)
-        if published:
-            self._clean(folder, int(asked["keep"]), draft.path)
+        self._clean(folder, int(asked["keep"]), path)
+
+    def _folder(self, asked: dict[str, Any]) -> Path:
+        """Where to write. Raises OSError if that needs the job's run, and it cannot be told."""
+        folder = Path(asked["folder"])
+        return folder / self._run(asked) / asked["within"] if "within" in asked else folder
+
+    def _run(self, asked: dict[str, Any]) -> str:
+        """Which run of the job this is, as the shared folder says, once. Raises OSError."""
+        self._known_run = self._known_run or run_of(Path(asked["shared"]))
+        return self._known_run
 
     def _replicate(self, asked: dict[str, Any]) -> None:
         """Have a peer's holder keep it: durable and verified once it has it whole."""
@@ -183,7 +203,8 @@ class Writer:
                 keeping.close()
             keeping = self._keeping = Keeping(str(asked["holder"]), str(asked["token"]))
         self._await_copy(len(image))
-        digest = keeping.hold(Label(**asked["label"]), table, asked["facts"], image)
+        label = Label(**asked["label"], run=self._run(asked))
+        digest = keeping.hold(label, table, asked["facts"], image)
         self._say("durable", written=len(image))
         whole = {"path": keeping.address, "bytes": len(image), "digest": digest}
         self._say("verified", whole=whole)
@@ -233,15 +254,6 @@ class Writer:
         ):  # the trainer is gone; what it asked is done all the same
             said = {"op": op, "save": self._name, **message}
             self._trainer.send(json.dumps(said).encode())
-
-
-def described(draft: Draft, whole: Manifest) -> dict[str, Any]:
-    """A checkpoint, as the trainer is told of it."""
-    return {
-        "path": str(draft.where() or draft.path),
-        "bytes": sum(part.bytes for part in whole.parts),
-        "digest": whole.digest,
-    }
 
 
 def last_part(folder: Path, rank: int) -> Part | None:

@@ -43,7 +43,10 @@ class Wishes:
     shared: bool = False
     share: int = 0  # how many can write their share to the shared tier at that edge
     alone: bool = False  # the one that speaks would rather write there alone
-    outcome: int = 0  # of the save before that was shared out: 1 once it is whole, below 0: failed
+    #: what became of a save to the shared tier: it is whole, a share failed, that of one alone did
+    whole: bool = False
+    share_failed: bool = False
+    alone_failed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,10 +174,17 @@ class Leader:
         edge, and then all hold the same step."""
         saver, speaks = self.rank.saver, self.teller.speaks()
         due = saver.due() if speaks else set()
-        able = not self.together.on_trial and saver.can_share()
+        if "shared" in due:
+            saver.ready({"shared"})  # which tells if it is not
+        saves = not self.together.on_trial
         return {
             **{name: name in due for name in TIERS},
-            **self.sharing.wishes(speaks=speaks, due="shared" in due, able=able),
+            **self.sharing.wishes(
+                speaks=speaks,
+                due="shared" in due,
+                able=saves and self.together.can_share(),
+                free=saves and saver.is_free("shared"),
+            ),
         }
 
     def _save(self, wishes: Wishes) -> None:
@@ -185,14 +192,13 @@ class Leader:
         saver = self.rank.saver
         due = {name for name in saver.tiers if wishes.checkpoint or getattr(wishes, name)}
         saver.agreed(due)
+        self.together.hear_of_shared(wishes)
         members = sorted(self.member.members)
         who = self.sharing.decide(wishes, len(members))
-        if wishes.outcome > 0:
-            saver.delivery.look(self.together.epoch_name)
         self._owed |= {name for name in due if saver.tiers[name].own}
         if who == "one" and self.teller.speaks():
             self._owed.add("shared")
-        if who == "all":
+        elif who == "all":
             self._owed.discard("shared")
         if self.together.on_trial:
             return
@@ -300,6 +306,8 @@ class Leader:
         elif message["op"] == "saved":
             del message["op"]
             self.together.saved(rank, CheckpointSaved(**message))
+        elif message["op"] == "shared_failed":
+            self.together.shared_failed(bool(message["shared_out"]))
         elif message["op"] == "stop":
             self.wish_stop()
         elif message["op"] == "checkpoint":

@@ -35,6 +35,7 @@ class Led:
         self._leave_job = leave
         self._abandon = abandon
         rank.saver.delivery.on_saved = self._say_saved
+        rank.saver.delivery.on_shared_failed = self._say_shared_failed
         self._left = threading.Event()
         self._wished = False  # the first rank was told that we were told to stop
 
@@ -91,6 +92,10 @@ class Led:
     def _say_saved(self, saved: CheckpointSaved) -> None:
         """On the writer's thread: our part is durable."""
         self.link.say("saved", **asdict(saved))
+
+    def _say_shared_failed(self, shared_out: bool) -> None:
+        """On the writer's thread: what we write to the folder of all failed."""
+        self.link.say("shared_failed", shared_out=shared_out)
 
     def on_break(self, epoch: int, _message: dict[str, Any]) -> None:
         """On the link's thread."""

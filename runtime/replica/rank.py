@@ -274,10 +274,11 @@ class Rank:
         self.observer.granted(grant)
 
     @order
-    def reduce(self) -> str:
-        """Sum the step over all members; in which way the sum is not the step. Raises Severed."""
+    def reduce(self) -> tuple[str, bool]:
+        """Sum the step over all members; in which way the sum is not the step, and whether we could
+        write our share to the folder of all. Raises Severed."""
         self._reduced, self.tail = self.engine.reduce(self.wishes)
-        return self.engine.flaw(self.tail)
+        return self.engine.flaw(self.tail), self.saver.can_share()
 
     @order
     def refuse(self, flaw: str) -> None:
@@ -316,6 +317,16 @@ class Rank:
         self.observer.committed(step)
         if self.on_step is not None:
             self.on_step(step)
+
+    @order
+    def look(self, *, save: str) -> None:
+        """One whose name begins so was written to the folder of all; see whether we see it."""
+        self.saver.delivery.look(save)
+
+    @order
+    def forgive(self) -> None:
+        """Not even one alone could write to the folder of all."""
+        self.saver.delivery.forgive()
 
     @order
     def prepare_save(self, *, tiers: list[TierName]) -> bool:

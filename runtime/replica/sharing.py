@@ -15,6 +15,9 @@ from runtime.replica.gradients import Wishes
 
 #: Edges for which a save that is due waits until all can write their share.
 PATIENCE = 10
+#: What may be heard of a save.
+Outcome = Literal["whole", "share_failed", "alone_failed"]
+Who = Literal["nobody", "all", "one"]
 
 
 class Sharing:
@@ -22,51 +25,53 @@ class Sharing:
 
     def __init__(self) -> None:
         self._owed = False  # one is due, and none was begun
-        self._short = PATIENCE  # edges at which not all could have written their share
-        self._under_way = False  # one that is shared out is not known to be whole
+        self._short = PATIENCE  # edges at which we could have written and not all could
+        self._free = False  # we can write one alone at the next edge
+        self._under_way: Who = "nobody"  # who writes one that is not known to be whole
         self._failed = False  # the last one that was shared out
-        self._heard: list[int] = []  # what became of ours; from threads of their own
-        self._said = 0  # of that, to the others in the step under way
+        self._heard: list[Outcome] = []  # what became of ours; from threads of their own
+        self._said: list[Outcome] = []  # of that, to the others in the step under way
 
-    def hear(self, outcome: int) -> None:
-        """What became of the one that we wrote, or have a share in: 1 if it is whole, -1 if ours
-        failed."""
+    def hear(self, outcome: Outcome) -> None:
+        """What became of the one that we wrote, or have a share in."""
         self._heard.append(outcome)
 
-    def wishes(self, *, speaks: bool, due: bool, able: bool) -> dict[str, Any]:
+    def wishes(self, *, speaks: bool, due: bool, able: bool, free: bool) -> dict[str, Any]:
         """For the next edge. `due`: the interval is over, by the clock of the one that `speaks`.
-        `able`: we can write our share then."""
-        late = due and self._under_way
-        self._said = self._heard[0] if self._heard else 0
+        `able`: we can write our share then; `free`: or all of it."""
+        late = due and self._under_way == "all"
+        self._said, self._free = list(self._heard), free
+        would = self._failed or late or self._short >= PATIENCE
         return {
-            "shared": speaks and (due or self._owed),
+            "shared": (speaks and due) or self._owed,
             "share": int(able),
-            "alone": speaks and (self._failed or late or self._short >= PATIENCE),
-            "outcome": self._said,
+            "alone": speaks and free and would,
+            **dict.fromkeys(self._said, True),
         }
 
-    def decide(self, wishes: Wishes, members: int) -> Literal["nobody", "all", "one"]:
+    def decide(self, wishes: Wishes, members: int) -> Who:
         """Who begins to save at this edge."""
-        if self._said:  # and all have heard it
-            del self._heard[0]
-            self._said = 0
-        if wishes.outcome:
-            self._failed = wishes.outcome < 0 and self._under_way
-            self._owed |= self._failed
-            self._under_way = False
-        self._short = 0 if wishes.share == members else self._short + 1
+        del self._heard[: len(self._said)]  # and all have heard it
+        self._said = []
+        if wishes.share_failed and self._under_way == "all":
+            self._under_way, self._failed, self._owed = "nobody", True, True
+        elif wishes.whole or wishes.alone_failed:
+            self._under_way, self._failed = "nobody", False
+        all_can = wishes.share == members
+        self._short = 0 if all_can else self._short + self._free
         if not (wishes.shared or wishes.checkpoint):
             return "nobody"
-        if not wishes.alone and wishes.share < members:
+        if not wishes.alone and not all_can:
             self._owed = True
             return "nobody"
         self._owed = self._failed = False
-        self._under_way = not wishes.alone
-        return "one" if wishes.alone else "all"
+        self._short = 0
+        self._under_way = "one" if wishes.alone else "all"
+        return self._under_way
 
-    def lost(self) -> None:
-        """A member is gone; its share of what was under way will never be there."""
-        self._owed |= self._under_way
-        self._under_way = False
+    def regrouped(self) -> None:
+        """There are other members: who is gone writes no share, and who came knows of nothing."""
+        self._owed |= self._under_way != "nobody"
+        self._under_way = "nobody"
         self._heard.clear()
-        self._said = 0
+        self._said = []

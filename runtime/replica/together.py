@@ -14,7 +14,7 @@ from runtime.checkpoint.suspects import TRIAL_STEPS, DoesNotTrain, Trial, suspec
 from runtime.checkpoint.tiers import TierName
 from runtime.client import CheckpointSaved
 from runtime.image import hash_of
-from runtime.replica.gradients import Tail
+from runtime.replica.gradients import Tail, Wishes
 from runtime.replica.membership import Member
 from runtime.replica.peers import Reduced
 from runtime.replica.rank import FAILURES, Rank
@@ -45,6 +45,7 @@ class Together:
             standby=rank.job.standby,
         )
         self.sharing = Sharing()
+        self._can_share = False  # our ranks, when the last step was summed
         self.epoch_name = ""  # the same on all members, and never used again
         self._trial: Trial | None = None  # of the state that the job began from
         self._digests: list[str] = []  # of what was loaded just now, by rank
@@ -52,7 +53,7 @@ class Together:
         #: tier and step -> by rank
         self._saved: dict[tuple[str, int], dict[int, CheckpointSaved]] = {}
         rank.saver.delivery.on_saved = functools.partial(self.saved, 0)
-        rank.saver.delivery.on_shared_failed = functools.partial(self.sharing.hear, -1)
+        rank.saver.delivery.on_shared_failed = self.shared_failed
         rank.on_staged = functools.partial(self.staged, 0)
 
     def _all(self, op: str, **order: Any) -> list[Any]:
@@ -69,7 +70,9 @@ class Together:
 
     def reduce(self) -> Tail:
         """Sum the step. Raises Severed, and NotWhole if it is to be computed anew."""
-        flaws = [flaw for flaw in self._all("reduce") if flaw]
+        answers = self._all("reduce")
+        self._can_share = all(can_share for _flaw, can_share in answers)
+        flaws = [flaw for flaw, _can_share in answers if flaw]
         if flaws:
             self._all("refuse", flaw=flaws[0])
             raise NotWhole(flaws[0])
@@ -93,13 +96,14 @@ class Together:
     ) -> None:
         """At an edge: a checkpoint in each of these tiers. `share`: which share of how many is
         ours, where all members save now."""
+        self._can_share &= "shared" not in tiers
         name = uuid.uuid4().hex[:12] if last else f"{self.epoch_name}x{self.committed}"
         self._all("save", name=name, tiers=sorted(tiers), share=share or (0, 1), last=last)
 
     def saved(self, rank: int, part: CheckpointSaved) -> None:
         """A rank's part is durable; once all are, so is the whole. On a thread of its own."""
         if part.tier == "shared":  # is told of as a whole
-            self.sharing.hear(1)
+            self.sharing.hear("whole")
             self.rank.job.sender.tell(part)
             return
         parts = self._saved.setdefault((part.tier, part.step), {})
@@ -113,6 +117,22 @@ class Together:
             size = sum(one.bytes for one in parts.values())
             digest = digest_of_all([parts[one].digest for one in sorted(parts)])
             self.rank.job.sender.tell(replace(parts[0], bytes=size, digest=digest, at=part.at))
+
+    def can_share(self) -> bool:
+        """Whether all our ranks can write their share to the folder of all at the next edge, as far
+        as they have said."""
+        return self._can_share and self.rank.saver.can_share()
+
+    def hear_of_shared(self, wishes: Wishes) -> None:
+        """What became of a save to the folder of all, as all members hear it."""
+        if wishes.whole:
+            self._all("look", save=self.epoch_name)
+        elif wishes.alone_failed:
+            self._all("forgive")
+
+    def shared_failed(self, shared_out: bool) -> None:
+        """One of our ranks could not write there. On a thread of its own."""
+        self.sharing.hear("share_failed" if shared_out else "alone_failed")
 
     @property
     def on_trial(self) -> bool:
@@ -229,8 +249,7 @@ class Together:
         self.epoch_name = (
             f"{grant['epoch']}x{hash_of(bytearray(str(grant['started_at']).encode()))[:8]}"
         )
-        if grant["lost"]:
-            self.sharing.lost()
+        self.sharing.regrouped()
         self._all("enter", grant=grant)
 
     def put_on_trial(self, grant: dict[str, Any]) -> None:

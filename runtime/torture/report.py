@@ -73,9 +73,7 @@ def judge(
     ]
     problems += [broken for one in disturbed.restarts for broken in broken_claims(one)]
     problems += [
-        f"fault {f.fault} ({f.kind}, {f.phase}): {broken}"
-        for f in figures
-        for broken in _disk(f, replicas)
+        f"fault {f.fault} ({f.kind}, {f.phase}): {broken}" for f in figures for broken in _disk(f)
     ]
     digests = _digests(disturbed, problems, "")
     if disturbed.steps is None:
@@ -118,11 +116,11 @@ def judge(
     )
 
 
-def _disk(figures: Figures, replicas: int) -> list[str]:
+def _disk(figures: Figures) -> list[str]:
     """What a disk that fails should not have done to the job, in words."""
     if KINDS[figures.kind].target != "disk":
         return []
-    found = [*broken_promises(figures.kind, figures.phase, figures.alarms, replicas)]
+    found = [*broken_promises(figures.kind, figures.phase, figures.alarms)]
     if figures.gap_s is not None and figures.gap_s > STALL_S:
         found.append(f"the training waited for the disk, {_milliseconds(figures.gap_s)} ms")
     return found

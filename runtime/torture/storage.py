@@ -211,14 +211,11 @@ def break_disk(fleet: Fleet, fault: Fault) -> Callable[[], None]:
     return lambda: end_fault(fleet.folder)
 
 
-def broken_promises(
-    kind: str, disk: str, alarms: Mapping[str, int], replicas: int
-) -> Iterator[str]:
+def broken_promises(kind: str, disk: str, alarms: Mapping[str, int]) -> Iterator[str]:
     """What was not told of a disk that failed, or not once, in words."""
     told = {one: often for one, often in alarms.items() if one.startswith("checkpoint_failed")}
-    most = replicas if disk == SHARED else 1  # those that write to it
     failed, well = (alarms.get(f"{one} {disk}", 0) for one in ("checkpoint_failed", RECOVERED))
-    if set(told) != ({f"checkpoint_failed {disk}"} if kind == "full" else set()) or failed > most:
+    if set(told) != ({f"checkpoint_failed {disk}"} if kind == "full" else set()) or failed > 1:
         yield f"it was told {told or 'to nobody'}"
     if failed != well:
         yield f"of {failed} alarms {well} were taken back"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.replica.gradients import Wishes
-from runtime.replica.sharing import PATIENCE, Sharing
+from runtime.replica.sharing import PATIENCE, Outcome, Sharing, Who
 
 
 @dataclass
@@ -22,60 +22,62 @@ class Members:
     def __post_init__(self) -> None:
         self.each = [Sharing() for _ in range(self.count)]
 
-    def edge(self, *, due: bool = False, able: int | None = None, page: bool = False) -> str:
-        """One step and its edge; `able` of them could write their share."""
+    def edge(
+        self, *, due: bool = False, able: int | None = None, free: bool = True, page: bool = False
+    ) -> Who:
+        """One step and its edge; `able` of them could write their share, and the one that speaks
+        all of it, if it is `free`."""
         able = self.count if able is None else able
         said = [
-            one.wishes(speaks=place == 0, due=due, able=place < able)
+            one.wishes(
+                speaks=place == 0, due=due, able=place < able and free, free=free or place > 0
+            )
             for place, one in enumerate(self.each)
         ]
         decided = {one.decide(summed(said, page), self.count) for one in self.each}
         assert len(decided) == 1
         return decided.pop()
 
+    def edges(self, count: int, **how: Any) -> list[Who]:
+        return [self.edge(**how) for _ in range(count)]
+
+    def seeing(self) -> Members:
+        """The first one was written by one alone, and all see it."""
+        assert self.edge(due=True, able=0) == "one"
+        self.each[0].hear("whole")
+        assert self.edge() == "nobody"
+        return self
+
 
 def summed(said: list[dict[str, Any]], checkpoint: bool) -> Wishes:
     """As the all-reduce adds them up."""
-    return Wishes(
-        checkpoint=checkpoint,
-        shared=any(one["shared"] for one in said),
-        share=sum(one["share"] for one in said),
-        alone=any(one["alone"] for one in said),
-        outcome=sum(one["outcome"] for one in said),
-    )
+    names = {name for one in said for name in one} - {"share"}
+    together: dict[str, Any] = {name: any(one.get(name) for one in said) for name in names}
+    return Wishes(checkpoint=checkpoint, share=sum(one["share"] for one in said), **together)
 
 
 def test_the_first_is_written_by_one_alone_and_the_next_by_all() -> None:
-    members = Members(3)
-
-    first = members.edge(due=True, able=0)
-    members.each[0].hear(1)
-    later = [members.edge(), members.edge(due=True)]
-
-    assert (first, later) == ("one", ["nobody", "all"])
+    assert Members(3).seeing().edge(due=True) == "all"
 
 
 def test_one_that_cannot_yet_is_waited_for_and_then_no_more() -> None:
-    members = Members(3)
-    members.edge()
+    members = Members(3).seeing()
 
     early = [members.edge(due=True, able=2), members.edge(able=2), members.edge()]
-    members.each[2].hear(1)
-    members.edge()
-    late = [members.edge(due=True, able=2) for _ in range(PATIENCE + 1)]
+    members.each[2].hear("whole")
+    late = [members.edge(), *members.edges(PATIENCE + 1, due=True, able=2)]
 
     assert early == ["nobody", "nobody", "all"]
-    assert late == ["nobody"] * PATIENCE + ["one"]
+    assert late == ["nobody"] * (PATIENCE + 1) + ["one"]
 
 
 def test_after_a_share_failed_one_writes_alone_at_once_and_then_all_again() -> None:
-    members = Members(2)
-    members.edge()
+    members = Members(2).seeing()
     shared_out = members.edge(due=True)
 
-    members.each[1].hear(-1)
-    after = [members.edge(), members.edge()]
-    members.each[0].hear(1)
+    members.each[1].hear("share_failed")
+    after = members.edges(2)
+    members.each[0].hear("whole")
     again = [members.edge(), members.edge(due=True)]
 
     assert shared_out == "all"
@@ -83,9 +85,21 @@ def test_after_a_share_failed_one_writes_alone_at_once_and_then_all_again() -> N
     assert again == ["nobody", "all"]
 
 
+def test_a_share_that_fails_later_than_another_is_not_taken_for_the_one_alone() -> None:
+    members = Members(3).seeing()
+    members.edge(due=True)
+    members.each[1].hear("share_failed")
+    members.edges(2)
+
+    members.each[2].hear("share_failed")
+    late = members.edge()
+    members.each[0].hear("whole")
+
+    assert [late, members.edge(), members.edge(due=True)] == ["nobody", "nobody", "all"]
+
+
 def test_what_is_not_whole_when_the_next_is_due_is_not_shared_out_again() -> None:
-    members = Members(2)
-    members.edge()
+    members = Members(2).seeing()
 
     assert [members.edge(due=True), members.edge(), members.edge(due=True)] == [
         "all",
@@ -94,55 +108,67 @@ def test_what_is_not_whole_when_the_next_is_due_is_not_shared_out_again() -> Non
     ]
 
 
-def test_when_a_member_is_lost_meanwhile_the_others_save_anew() -> None:
-    members = Members(3)
-    members.edge()
+def test_when_the_members_change_meanwhile_they_save_anew() -> None:
+    members = Members(3).seeing()
     members.edge(due=True)
-    del members.each[0]  # who spoke
-    members.count = 2
+    members.each = [Sharing(), *members.each[1:]]  # who spoke was replaced, and knows of nothing
 
     for one in members.each:
-        one.lost()
+        one.regrouped()
 
-    assert [members.edge(), members.edge()] == ["all", "nobody"]
+    assert members.edges(2) == ["one", "nobody"]
+
+
+def test_one_that_takes_longer_alone_than_the_interval_is_shared_out_then() -> None:
+    members = Members(2)
+    assert members.edge(due=True, able=0) == "one"
+    under_way = members.edges(50, due=True, free=False)
+    members.each[0].hear("whole")
+
+    assert under_way == ["nobody"] * 50
+    assert members.edge(able=1) == "nobody"
+    assert members.edge() == "all"
 
 
 def test_what_was_heard_is_told_until_a_step_is_made() -> None:
-    members = Members(2)
-    members.edge()
+    members = Members(2).seeing()
     members.edge(due=True)
-    members.each[1].hear(1)
-    members.each[1].wishes(speaks=False, due=False, able=True)  # a step that came to nothing
+    one = members.each[1]
+    one.hear("whole")
+    one.wishes(speaks=False, due=False, able=True, free=True)  # a step that came to nothing
 
-    again = members.each[1].wishes(speaks=False, due=False, able=True)
-
-    assert again["outcome"] == 1
+    assert one.wishes(speaks=False, due=False, able=True, free=True)["whole"]
 
 
 def test_what_is_heard_after_a_step_began_is_told_with_the_next() -> None:
     one = Sharing()
-    before = one.wishes(speaks=True, due=False, able=True)
-    one.hear(1)
+    before = one.wishes(speaks=True, due=False, able=True, free=True)
+    one.hear("whole")
     one.decide(summed([before], checkpoint=False), 1)
 
-    assert one.wishes(speaks=True, due=False, able=True)["outcome"] == 1
+    assert one.wishes(speaks=True, due=False, able=True, free=True)["whole"]
 
 
 @settings(deadline=None)
 @given(
     st.lists(
-        st.tuples(st.booleans(), st.integers(0, 3), st.booleans(), st.sampled_from((None, -1, 1))),
+        st.tuples(
+            st.booleans(),
+            st.integers(0, 3),
+            st.booleans(),
+            st.booleans(),
+            st.lists(st.sampled_from(["whole", "share_failed", "alone_failed"]), max_size=1),
+        ),
         max_size=60,
     )
 )
 def test_all_decide_alike_and_what_is_due_is_begun(
-    edges: list[tuple[bool, int, bool, int | None]],
+    edges: list[tuple[bool, int, bool, bool, list[Outcome]]],
 ) -> None:
     members = Members(3)
-    for due, able, page, heard in edges:
-        members.edge(due=due, able=able, page=page)
-        for outcome in [] if heard is None else [heard]:
+    for due, able, free, page, heard in edges:
+        members.edge(due=due, able=able, free=free, page=page)
+        for outcome in heard:
             members.each[able % 3].hear(outcome)
 
-    assert "nobody" in {members.edge(due=True, able=0) for _ in range(PATIENCE + 1)} | {"nobody"}
-    assert members.edge(due=True, able=0) == "one"
+    assert "one" in members.edges(PATIENCE + 1, due=True, able=0)

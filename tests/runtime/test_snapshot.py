@@ -109,3 +109,23 @@ def test_a_piece_that_fails_fails_the_copy_and_never_the_training() -> None:
 
     assert copying.finished.is_set()
     assert not waiting.is_alive()
+
+
+class Interrupted(Held):
+    """A signal comes while the training thread copies."""
+
+    def _copy(self, piece: Piece, tensor: torch.Tensor) -> None:
+        if piece.name in self.names:
+            raise KeyboardInterrupt
+        super()._copy(piece, tensor)
+
+
+def test_an_interrupted_copy_is_none() -> None:
+    copying = Interrupted(".model.w0")
+
+    with pytest.raises(KeyboardInterrupt):
+        copying.wait()
+
+    with pytest.raises(RuntimeError, match="interrupted by KeyboardInterrupt"):
+        copying.finish()
+    assert copying.finished.is_set()

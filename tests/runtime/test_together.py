@@ -178,7 +178,7 @@ def test_a_group_that_one_rank_could_not_build_is_nobody_s(pair: Pair) -> None:
 def test_a_step_that_is_not_whole_on_one_rank_is_computed_anew_on_all(pair: Pair) -> None:
     pair.rank.engine.shares = pair.rank.engine._usual = {0: []}
     pair.rank.engine.epoch = 1
-    pair.other.answers["reduce"] = {"value": "step 0: summed [1, 0]"}
+    pair.other.answers["reduce"] = {"value": ["step 0: summed [1, 0]", True]}
 
     with pytest.raises(NotWhole, match=r"summed \["):
         pair.together.reduce()
@@ -234,7 +234,8 @@ def test_a_checkpoint_in_the_folder_of_all_is_told_of_by_whoever_finished_it(pai
     pair.together.saved(1, whole)
 
     assert pair.told.messages == [whole]
-    assert pair.together.sharing.wishes(speaks=False, due=False, able=False)["outcome"] == 1
+    said = pair.together.sharing.wishes(speaks=False, due=False, able=False, free=False)
+    assert said["whole"]
 
 
 def test_only_a_checkpoint_whose_parts_are_of_one_run_is_loaded(pair: Pair) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.checkpoint import store
+from runtime.checkpoint import manifest, store
 from runtime.checkpoint.draft import Draft, Written, sweep
 from runtime.checkpoint.manifest import Part
-from runtime.image import CHUNK_BYTES, Damaged, Staged, pages
+from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, pages
 from runtime.snapshot import Copying
 from tests.runtime.checkpoint.states import due, staged_at
 
@@ -202,6 +202,20 @@ def test_each_of_several_writes_as_much(tmp_path: Path) -> None:
             draft.publish()
 
     assert max(written) - min(written) <= CHUNK_BYTES
+
+
+@pytest.mark.parametrize(("files", "shares"), [(5, 4), (9, 8), (3, 2), (1, 7)])
+def test_no_share_is_much_larger_than_another(
+    files: int, shares: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "FILE_BYTES", 8 * CHUNK_BYTES)
+    table = Table({}, (), files * 8 * CHUNK_BYTES, 0, 0)
+
+    layout = manifest.layout_of(table, 0, shares)
+
+    sizes = [sum(one.bytes for one in layout[share::shares]) for share in range(shares)]
+    assert sum(sizes) == table.bytes
+    assert max(sizes) <= table.bytes / shares + 2 * CHUNK_BYTES
 
 
 def test_the_last_of_all_to_verify_speaks_for_all_and_tidies_up(tmp_path: Path) -> None:

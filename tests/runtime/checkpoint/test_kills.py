@@ -75,7 +75,7 @@ def test_a_trainer_killed_after_the_copy_is_saved_all_the_same(tmp_path: Path) -
         f"one = OneRank(Path({str(tmp_path)!r})); one.save_all(1);"
         "os.kill(one.writer(), signal.SIGSTOP); one.save(2);"
         "one.told.until(lambda: ('shared', 'save2') in one.saver.delivery._asked);"
-        "one.told.until(lambda: one.saver.delivery._copied.empty());"
+        "one.told.until(lambda: one.saver.delivery._given.empty());"
         "os.kill(one.writer(), signal.SIGCONT); os.kill(os.getpid(), signal.SIGKILL)"
     )
 

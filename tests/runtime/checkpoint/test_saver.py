@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import shutil
 import signal
 import threading
@@ -18,8 +19,9 @@ import pytest
 import torch
 
 from runtime.checkpoint import Checkpointer, store
+from runtime.checkpoint.delivery import UNSEEN
 from runtime.checkpoint.rooms import ROOMS
-from runtime.checkpoint.tiers import TierName, tiers_of
+from runtime.checkpoint.tiers import TIERS, TierName, tiers_of
 from runtime.client import CheckpointSaved, Sender, Trouble
 from runtime.image import Damaged, Piece
 from runtime.job import Job
@@ -498,25 +500,44 @@ def test_replicas_that_share_out_make_one_checkpoint(tmp_path: Path) -> None:
     assert store.verify(Path(told.path)) == []
 
 
-def test_a_share_that_cannot_be_written_is_heard_of_by_all(tmp_path: Path) -> None:
-    pair = [OneRank(tmp_path), OneRank(tmp_path)]
-    failed = [threading.Event(), threading.Event()]
-    for number, one in enumerate(pair):
-        one.saver.delivery.on_shared_failed = failed[number].set
-        one.saver.delivery.sees_others = True
-    assert pair[0].save(7, share=(0, 2)) is not None
-    pair[0].told.until(lambda: bool(list(tmp_path.rglob("rank-0-share-0.json"))))
-    (draft,) = (tmp_path / "checkpoints").glob(".writing-*")
-    draft.rename(draft.with_name(".gone-7"))
-    (tmp_path / "checkpoints" / draft.name).write_text("in the way")
+def without_room_for_a_share(tmp_path: Path) -> OneRank:
+    """One whose share of a save could not be written."""
+    one = OneRank(tmp_path)
+    failed: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    one.saver.delivery.on_shared_failed = failed.put
+    one.saver.delivery.sees_others = True
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / ".writing-00000007-save7").write_text("in the way")
+    assert one.save(7, share=(1, 2)) is not None
+    assert failed.get(timeout=PATIENCE_S)  # a share, and not all
+    one.told.until(lambda: not one.saver.delivery.busy(["shared"]))
+    assert store.candidates(folder) == []
+    return one
 
-    assert pair[1].save(7, share=(1, 2)) is not None
-    assert failed[1].wait(PATIENCE_S)
-    for one in pair:
-        one.saver.finish()
 
-    assert not pair[1].saver.delivery.sees_others
-    assert store.candidates(tmp_path / "checkpoints") == []
+def test_a_share_that_fails_is_told_once_another_could_write(tmp_path: Path) -> None:
+    one = without_room_for_a_share(tmp_path)
+    early = one.told.troubles()
+    could_share = one.saver.can_share()
+
+    for _ in range(2):
+        one.saver.delivery.look("save8")
+        one.told.until(lambda: not one.saver.delivery._looking)
+    one.saver.finish()
+
+    assert (early, could_share) == ([], False)
+    assert one.told.troubles() == ["checkpoint_failed"]
+
+
+def test_where_one_alone_fails_too_the_others_are_silent(tmp_path: Path) -> None:
+    one = without_room_for_a_share(tmp_path)
+
+    one.saver.delivery.forgive()
+    one.saver.delivery.look("save8")
+    one.saver.finish()
+
+    assert one.told.troubles() == []
 
 
 def test_who_sees_what_another_wrote_can_share(tmp_path: Path) -> None:
@@ -529,12 +550,45 @@ def test_who_sees_what_another_wrote_can_share(tmp_path: Path) -> None:
     writes.told.until(lambda: 4 in writes.told.saved())
 
     looks.saver.delivery.look("epoch9")
-    apart.saver.delivery.look("epoch9")
+    for _ in range(2 * UNSEEN):
+        apart.saver.delivery.look("epoch9")
+        apart.told.until(lambda: not apart.saver.delivery._looking)
     looks.told.until(lambda: looks.saver.delivery.sees_others)
     for one in (writes, looks, apart):
         one.saver.finish()  # all that was asked is answered
 
     assert (writes.saver.delivery.sees_others, apart.saver.delivery.sees_others) == (True, False)
+    assert (looks.told.troubles(), apart.told.troubles()) == ([], ["checkpoints_not_shared"])
+
+
+def test_a_writer_that_died_is_started_to_look(tmp_path: Path) -> None:
+    one = OneRank(tmp_path)
+    one.save_all(3)
+    one.saver.delivery.sees_others = False
+    os.kill(one.writer(), signal.SIGKILL)
+    one.told.until(lambda: one.saver.delivery._writers["shared"].pid is None)
+
+    one.saver.delivery.look("save3")
+    one.told.until(lambda: one.saver.delivery.sees_others)
+    one.saver.finish()
+
+
+def test_a_shared_folder_that_hangs_holds_no_copy_up(
+    tmp_path: Path,
+) -> None:
+    """Also not the first to a disk of our own, which needs the name of the job's run."""
+    one = OneRank(tmp_path, own_disk=True)
+    (tmp_path / "checkpoints").mkdir()
+    os.mkfifo(tmp_path / "checkpoints" / "run")  # who reads it waits for ever
+    copying = one.save(3)
+    assert copying is not None
+    copying.wait()
+    again = one.save(4)
+    assert again is not None
+    again.wait()
+    for tier in TIERS[1:]:
+        os.kill(one.writer(tier), signal.SIGKILL)
+    one.saver.finish()
 
 
 class Interrupted(Copying):

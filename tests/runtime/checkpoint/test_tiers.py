@@ -45,7 +45,7 @@ def test_an_interval_of_no_tier_is_refused(tmp_path: Path) -> None:
 def test_each_rank_of_each_replica_writes_alone_on_its_node(tmp_path: Path) -> None:
     local = tiers_of(job_at(tmp_path), 1.0, 3, RATE)["local"]
     places = {
-        Folders(job_at(tmp_path, rank=rank)).to_write(local, replica)
+        Folders(job_at(tmp_path, rank=rank)).to_write(local, replica)["within"]
         for replica in (0, 1)
         for rank in (0, 1)
     }
@@ -55,7 +55,8 @@ def test_each_rank_of_each_replica_writes_alone_on_its_node(tmp_path: Path) -> N
 def kept_by(folder: Path, *, replica: int = 0, rank: int = 0) -> Path:
     """A checkpoint of this rank on the node's own disk; the folder that it is in."""
     job = job_at(folder, replica=replica, rank=rank)
-    place = Folders(job).to_write(tiers_of(job, 1.0, 3, RATE)["local"], replica)
+    said = Folders(job).to_write(tiers_of(job, 1.0, 3, RATE)["local"], replica)
+    place = Path(said["folder"]) / run_of(Path(said["shared"])) / said["within"]
     draft.write(place, staged_at(5))
     return place
 
