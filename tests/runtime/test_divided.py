@@ -4,6 +4,7 @@ whichever of its ranks dies, and one that comes back takes each part from those 
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -137,6 +138,23 @@ def test_a_job_resumes_from_the_newest_checkpoint_of_which_every_part_is_there(
 
     again = [step["step"] for step in fleet.steps(0)]
     assert again[before + 1] == int(older[1].name.removeprefix("step-")) + 1
+
+
+def test_each_rank_s_part_is_shared_out_by_the_replicas(make_fleet: MakeFleet) -> None:
+    options = {"checkpoint_s": 0.5, "width": 1 << 16, "pace_s": 0}
+    fleet = make_fleet(2, divided=2, options=options)
+    fleet.start()
+    folder = fleet.folder / "state" / "checkpoints"
+
+    def shared_out() -> list[Path]:
+        return [path for path in store.candidates(folder) if len([*path.glob("rank-1-*.bin")]) > 1]
+
+    until(shared_out, "both replicas have written their shares of one")
+    fleet.stop()
+
+    findings = [store.verify(path) for path in store.candidates(folder)]
+    assert findings == [[]] * len(findings)
+    assert len(fleet.digests()) == 1
 
 
 @pytest.mark.soak
