@@ -36,7 +36,8 @@ test: lint
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target test-processes test-parts
 
 # Of the runtime's tests those that make the two halves equally long.
-BESIDE := $(addprefix tests/runtime/test_,membership.py divided.py data_fleets.py)
+BESIDE := $(addprefix tests/runtime/test_,membership.py divided.py data_fleets.py resume.py \
+	torture_storage.py)
 
 test-parts: .venv/installed-dev
 	$(BIN)/python -m pytest -m "not e2e" --ignore=tests/runtime

@@ -61,6 +61,9 @@ class Save:
     #: of which nothing more is heard, and "copy" once none is under way
     ended: set[str] = field(default_factory=set)
     told: int = 0  # bytes of the copy of which the writers know
+    flaws: list[tuple[Write, str]] | None = (
+        None  # where it could not be asked for; None: it was not
+    )
 
     def shares(self, tier: Tier) -> int:
         """Among how many it is shared out in this tier."""
@@ -188,7 +191,7 @@ class Delivery:
         return late
 
     def _hand_over(self) -> None:
-        """Give the writers each copy once it is whole."""
+        """See to each copy, and give it to the writers."""
         for name, writer in self._writers.items():
             try:
                 writer.start()
@@ -198,16 +201,20 @@ class Delivery:
             if isinstance(save, str):
                 self._ask_to_look(save)
                 continue
-            flaws = self._ask_all(save)
             try:
                 save.copying.finish(partial(self._pass_on, save))
             except Exception as error:  # without this thread no later save would be written
-                for tier in save.tiers:
-                    said = {"op": "not_copied", "save": save.name, "error": repr(error)}
-                    self._writers[tier.name].tell(said)
+                self._not_copied(save, repr(error))
             self._let_go(save, "copy")
-            for write, flaw in flaws:
+            for write, flaw in save.flaws or []:
                 self._end(write, flaw)
+
+    def _not_copied(self, save: Save, why: str) -> None:
+        if save.flaws is None:
+            save.flaws = [(Write(save, tier), why) for tier in save.tiers]
+            return
+        for tier in save.tiers:
+            self._writers[tier.name].tell({"op": "not_copied", "save": save.name, "error": why})
 
     def _ask_all(self, save: Save) -> list[tuple[Write, str]]:
         """Ask the writers to begin: what is copied they may write while more is. With whom that
@@ -226,7 +233,10 @@ class Delivery:
         return flaws
 
     def _pass_on(self, save: Save, copied: int) -> None:
-        """Tell the writers how far the copy is, now and then: nobody waits for one that hangs."""
+        """Ask the writers, once the copy is under way: while the training waits for it that is not
+        heard of. Tell them how far it is now and then: nobody waits for one that hangs."""
+        if save.flaws is None:
+            save.flaws = self._ask_all(save)
         whole = save.copying.table.bytes
         if copied < whole and copied - save.told < max(TOLD_BYTES, whole // TOLD_TIMES):
             return

@@ -592,21 +592,26 @@ def test_a_shared_folder_that_hangs_holds_no_copy_up(
 
 
 class Interrupted(Copying):
-    """A copy that fails in its last tensors."""
+    """A copy that fails in one of its tensors."""
 
-    def __init__(self, step: int, into: memoryview | None) -> None:
+    def __init__(self, name: str, step: int, into: memoryview | None) -> None:
+        self.name = name
         super().__init__(state_of_step(step), step, into, due)
 
     def _copy(self, piece: Piece, tensor: torch.Tensor) -> None:
-        if piece.name == ".model.weight":
+        if piece.name == self.name:
             raise MemoryError("no more")
         super()._copy(piece, tensor)
 
 
-def test_a_copy_that_fails_halfway_becomes_no_checkpoint(trainer: OneRank, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [".base", ".model.weight"])
+def test_a_copy_that_fails_becomes_no_checkpoint(
+    trainer: OneRank, tmp_path: Path, name: str
+) -> None:
+    """Whether the writer was asked before or not."""
     trainer.save_all(3)
 
-    copying = trainer.save(4, begin=Interrupted)
+    copying = trainer.save(4, begin=partial(Interrupted, name))
     assert copying is not None
     copying.wait()
     trainer.told.until(lambda: "checkpoint_failed" in trainer.told.troubles())
