@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import select
 import signal
 import socket
 import struct
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -455,14 +457,17 @@ def newest_local(fleet: Fleet, replica: int) -> int:
     return max((store.number_of(path)[0] for path in found), default=-1)
 
 
+def writers_of(rank: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The writers that this rank has started; of one that is dead none can be told."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(rank.pid).children()
+        return [child for child in children if "runtime.checkpoint.writer" in child.cmdline()]
+    return []
+
+
 def kill_whole(fleet: Fleet) -> list[int]:
     """Every rank and the coordinator; the newest step on each disk. The writers finish."""
-    writers = [
-        child
-        for rank in fleet.ranks.values()
-        for child in psutil.Process(rank.pid).children()
-        if "runtime.checkpoint.writer" in child.cmdline()
-    ]
+    writers = [one for rank in fleet.ranks.values() for one in writers_of(rank)]
     fleet.kill(*fleet.ranks)
     assert fleet.coordinator is not None
     fleet.coordinator.kill()
