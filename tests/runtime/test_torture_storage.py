@@ -36,6 +36,7 @@ from runtime.torture.writer import (
 )
 from tests.runtime.checkpoint.states import staged_at
 from tests.runtime.replicas import ROOT
+from tests.runtime.test_soak import assert_every_claim_held
 from tests.runtime.test_torture import FIGURES, STEPS, commit, ended, judged
 
 # --- damage ---------------------------------------------------------------------------------------
@@ -304,14 +305,6 @@ def torture(folder: Path, *words: str) -> dict[str, Any]:
     )
     report: dict[str, Any] = json.loads(done.stdout)
     return report
-
-
-def assert_every_claim_held(report: dict[str, Any]) -> None:
-    assert report["problems"] == []
-    assert report["ok"]
-    assert report["digest_equal"] is True
-    assert report["ledger"] == {"lost": 0, "duplicated": 0, "dropped": 0}
-    assert report["survivor_deaths"] == 0
 
 
 def test_a_job_that_was_killed_goes_on_from_what_was_not_damaged(tmp_path: Path) -> None:
