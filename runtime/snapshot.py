@@ -125,7 +125,7 @@ class Copying:
         self._changed = threading.Condition()
         self._error: Exception | None = None  # that ended it
         self._stream = stream_beside(layout.tensors)
-        self.awaited = False  # the training waits for it
+        self._awaited = False  # the training waits for it
         self.finished = threading.Event()
         at = 0
         with torch.cuda.stream(self._stream):
@@ -148,7 +148,7 @@ class Copying:
         the copy fail."""
         try:
             while self._copy_next():
-                if copied is not None and self._stream is None and not self.awaited:
+                if copied is not None and self._stream is None and not self._awaited:
                     copied(self._there())
             with self._changed:
                 self._changed.wait_for(lambda: not self._under_way)
@@ -167,7 +167,7 @@ class Copying:
         """Until it is finished: before anything is changed that was not to be copied now. Whoever
         waits helps."""
         began = time.monotonic()
-        self.awaited = True
+        self._awaited = True
         try:
             while not self.finished.is_set() and self._stream is None and self._copy_next():
                 pass

@@ -40,10 +40,6 @@ def _nobody_asks(_shared_out: bool) -> None:
     """Nobody shares a folder with us."""
 
 
-def _no_life(_life: int) -> None:
-    """It is no save, that would be lost with its writer."""
-
-
 @dataclass
 class Save:
     """One copy on its way to its tiers."""
@@ -61,9 +57,8 @@ class Save:
     #: of which nothing more is heard, and "copy" once none is under way
     ended: set[str] = field(default_factory=set)
     told: int = 0  # bytes of the copy of which the writers know
-    flaws: list[tuple[Write, str]] | None = (
-        None  # where it could not be asked for; None: it was not
-    )
+    #: the writers that could not be asked, and why; None before they are
+    flaws: list[tuple[Write, str]] | None = None
 
     def shares(self, tier: Tier) -> int:
         """Among how many it is shared out in this tier."""
@@ -154,7 +149,7 @@ class Delivery:
     def _ask_to_look(self, save: str) -> None:
         asked = {"op": "look", "folder": str(self._folders.shared), "save": save}
         try:
-            self._writers["shared"].send(asked, self._rooms.descriptors(), _no_life)
+            self._writers["shared"].send(asked, self._rooms.descriptors())
         except OSError as error:
             self._looking = False
             self.failed("shared", f"no writer: {error}")
@@ -311,7 +306,7 @@ class Delivery:
         with self._lock:
             writes = {name: one for (where, name), one in self._asked.items() if where == tier}
         if message["op"] == "died":
-            self._looking = False
+            self._looking &= tier != "shared"
             for write in writes.values():
                 if write.life == message["life"]:
                     self._end(write, f"the writer died with status {message['code']}")

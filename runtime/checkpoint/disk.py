@@ -25,12 +25,12 @@ READERS = 4
 _UNKNOWN = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
-def _all_there(_end: int) -> None:
+def all_there(_end: int) -> None:
     """Nobody has to wait."""
 
 
 def write(
-    name: str, data: memoryview, folder: int, ready: Callable[[int], object] = _all_there
+    name: str, data: memoryview, folder: int, ready: Callable[[int], object] = all_there
 ) -> None:
     """Create a file in an open folder, and return once it is durable. Raises OSError.
 

@@ -1,4 +1,4 @@
-"""A checkpoint while it is written, by one writer for each of its parts.
+"""A checkpoint while it is written, by one writer or several for each of its parts.
 
 Whoever finishes last makes it visible by a rename. Imports no torch.
 """
@@ -50,10 +50,6 @@ def _shifted(ready: Callable[[int], object], by: int, end: int) -> None:
     ready(by + end)
 
 
-def _all_there(_end: int) -> None:
-    """Nobody has to wait for the image."""
-
-
 @dataclass(frozen=True)
 class Written:
     """What one writer wrote."""
@@ -101,7 +97,7 @@ class Draft:
         before: Part | None = None,
         *,
         share: int = 0,
-        ready: Callable[[int], object] = _all_there,
+        ready: Callable[[int], object] = disk.all_there,
     ) -> Written:
         """Write our share of one rank's image, durably.
 
@@ -316,7 +312,7 @@ def is_abandoned(draft: Path, newest: int = -1) -> bool:
     try:
         changed = max(p.stat().st_mtime for p in [draft, *draft.iterdir()])
         locks = [*draft.glob("*.lock")]
-        free = [lock for lock in locks if lock.read_text() == HOST and not _is_locked(lock)]
+        free = [lock for lock in locks if lock.read_text() == HOST and not is_locked(lock)]
         if any(not lock.with_suffix(".json").exists() for lock in free):
             return True
         step = draft.name.removeprefix(_PREFIX).partition("-")[0]
@@ -327,7 +323,8 @@ def is_abandoned(draft: Path, newest: int = -1) -> bool:
     return time.time() - changed > IDLE_S
 
 
-def _is_locked(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
+    """Whether another process holds this file's lock."""
     handle = os.open(path, os.O_WRONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

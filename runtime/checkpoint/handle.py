@@ -51,7 +51,7 @@ class WriterHandle:
         self,
         message: dict[str, Any],
         rooms: tuple[int, dict[int, int]],
-        stamp: Callable[[int], None],
+        stamp: Callable[[int], None] | None = None,
     ) -> None:
         """Send one message, and before it the rooms (see `Rooms.descriptors`) if it was not given
         these yet. `stamp` is told before that which life of the writer it goes to.
@@ -60,7 +60,8 @@ class WriterHandle:
         """
         with self._lock:
             connection = self._started()
-            stamp(self._life)
+            if stamp is not None:
+                stamp(self._life)
             try:
                 generation, numbered = rooms
                 if self._generation != generation:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint import disk, peer, store, writer
-from runtime.checkpoint.draft import Draft
+from runtime.checkpoint.draft import Draft, is_locked
 from runtime.torture import hand
 from runtime.torture.hand import Hand, around
 
@@ -95,14 +95,8 @@ def end_fault(folder: Path) -> None:
 
 def all_ended(folder: Path) -> bool:
     """Whether no writer is left."""
-    alive = os.open(alive_file(folder), os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(alive)
-    return True
+    alive = alive_file(folder)
+    return not (alive.exists() and is_locked(alive))
 
 
 def fault_file(folder: Path) -> Path:

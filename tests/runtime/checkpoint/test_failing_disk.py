@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(
     reason="only root may mount, and there must be loop devices",
 )
 IMAGE_BYTES = 64 << 20
+Command = tuple[str | Path, ...]
 
 
 def run(*words: str | Path) -> str:
@@ -37,7 +38,7 @@ class Disk:
 
     def __init__(self, image: Path, folder: Path) -> None:
         self.image, self.folder = image, folder
-        self.undo: list[tuple[str | Path, ...]] = []  # the last first
+        self.undo: list[Command] = []  # the last first
 
     def make(self) -> None:
         """Raises CalledProcessError or OSError where that cannot be."""
@@ -57,19 +58,19 @@ class Disk:
         run("mount", "-o", "commit=600", device, self.folder)
         self.undo.insert(0, ("umount", "--lazy", self.folder))
 
-    @contextlib.contextmanager
-    def failing(self) -> Iterator[None]:
+    def failing(self) -> contextlib.AbstractContextManager[None]:
         """Every write is an I/O error."""
-        run("chattr", "+i", self.image)
-        self.undo.insert(0, ("chattr", "-i", self.image))
-        yield
-        run(*self.undo.pop(0))
+        return self._struck(("chattr", "+i", self.image), ("chattr", "-i", self.image))
+
+    def hanging(self) -> contextlib.AbstractContextManager[None]:
+        """No write comes back."""
+        freeze = ("fsfreeze", "--freeze", self.folder)
+        return self._struck(freeze, ("fsfreeze", "--unfreeze", self.folder))
 
     @contextlib.contextmanager
-    def hanging(self) -> Iterator[None]:
-        """No write comes back."""
-        run("fsfreeze", "--freeze", self.folder)
-        self.undo.insert(0, ("fsfreeze", "--unfreeze", self.folder))
+    def _struck(self, strike: Command, mend: Command) -> Iterator[None]:
+        run(*strike)
+        self.undo.insert(0, mend)
         yield
         run(*self.undo.pop(0))
 

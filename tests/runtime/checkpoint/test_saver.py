@@ -569,26 +569,25 @@ def test_a_writer_that_died_is_started_to_look(tmp_path: Path) -> None:
     one.told.until(lambda: one.saver.delivery._writers["shared"].pid is None)
 
     one.saver.delivery.look("save3")
-    one.told.until(lambda: one.saver.delivery.sees_others)
+    one.told.until(lambda: not one.saver.delivery._looking)
     one.saver.finish()
 
+    assert one.saver.delivery.sees_others
+    assert one.told.troubles() == []
 
-def test_a_shared_folder_that_hangs_holds_no_copy_up(
-    tmp_path: Path,
-) -> None:
+
+def test_a_shared_folder_that_hangs_holds_no_copy_up(tmp_path: Path) -> None:
     """Also not the first to a disk of our own, which needs the name of the job's run."""
     one = OneRank(tmp_path, own_disk=True)
     (tmp_path / "checkpoints").mkdir()
     os.mkfifo(tmp_path / "checkpoints" / "run")  # who reads it waits for ever
-    copying = one.save(3)
-    assert copying is not None
-    copying.wait()
-    again = one.save(4)
-    assert again is not None
-    again.wait()
+    copies = [one.save(3), one.save(4)]
+    finished = [copying.finished.wait(PATIENCE_S) for copying in copies if copying is not None]
     for tier in TIERS[1:]:
         os.kill(one.writer(tier), signal.SIGKILL)
     one.saver.finish()
+
+    assert finished == [True, True]
 
 
 class Interrupted(Copying):
