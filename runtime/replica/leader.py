@@ -170,8 +170,9 @@ class Leader:
             self._regroup(planned=True)
 
     def _due(self) -> dict[str, Any]:
-        """In which tiers a checkpoint is due. One clock counts for all: all pay for it at the same
-        edge, and then all hold the same step."""
+        """In which tiers a checkpoint is due, and whether we could write our share of the shared
+        one. One clock counts for all: all pay for it at the same edge, and then all hold the same
+        step."""
         saver, speaks = self.rank.saver, self.teller.speaks()
         due = saver.due() if speaks else set()
         if "shared" in due:

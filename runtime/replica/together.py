@@ -13,7 +13,6 @@ from runtime.checkpoint.manifest import digest_of_all
 from runtime.checkpoint.suspects import TRIAL_STEPS, DoesNotTrain, Trial, suspect
 from runtime.checkpoint.tiers import TierName
 from runtime.client import CheckpointSaved
-from runtime.image import hash_of
 from runtime.replica.gradients import Tail, Wishes
 from runtime.replica.membership import Member
 from runtime.replica.peers import Reduced
@@ -246,9 +245,8 @@ class Together:
 
     def enter(self, grant: dict[str, Any]) -> None:
         self.put_on_trial(grant)
-        self.epoch_name = (
-            f"{grant['epoch']}x{hash_of(bytearray(str(grant['started_at']).encode()))[:8]}"
-        )
+        began_ms = round(float(grant["started_at"]) * 1e3)
+        self.epoch_name = f"{grant['epoch']}x{began_ms:x}"  # epochs are counted anew if lost
         self.sharing.regrouped()
         self._all("enter", grant=grant)
 
