@@ -220,6 +220,7 @@ class Reply:
 
     #: Highest step up to which the control plane holds the ledger without a gap; -1 for none.
     ledger_step: int = -1
+    ledger_epoch: int = -1  # the epoch of that step
     directives: list[dict[str, Any]] = field(default_factory=list)
     #: How often nodes of this fleet fail, for who saves checkpoints; None if it was not looked up.
     failures_per_node_day: float | None = None
@@ -243,7 +244,7 @@ class Sender:
 
     What `tell` was given is kept, bounded, until it is answered. Before each POST `gather` gives
     what happened since the last one, and `ledger` what a control plane that holds everything up to
-    a step does not know yet. With no `url` everything is accepted and nothing is sent.
+    a step of an epoch does not know yet. With no `url` everything is accepted and nothing is sent.
     """
 
     def __init__(
@@ -253,10 +254,10 @@ class Sender:
         self.replica = replica
         self.rank = rank
         self.placement = placement
-        self.ledger_step: int | None = None  # what the control plane said it holds; None: unknown
+        #: step and epoch of the last entry that the control plane said it holds; None: unknown
+        self.ledger_end: tuple[int, int] | None = None
         self.gather: Callable[[], list[Message]] = list
-        self.ledger: Callable[[int], list[Ledger]] = _no_ledger
-        self.acknowledged: Callable[[list[Ledger]], None] = _ignore
+        self.ledger: Callable[[int, int], list[Ledger]] = _no_ledger
         self.on_directive: Callable[[Directive], None] = _ignore
         self.failures_per_node_day: float | None = None  # of this fleet, as it is known there
         self.speaks = False  # the lowest live replica asks for directives even with no news
@@ -311,7 +312,7 @@ class Sender:
         """One batch; True if the control plane holds it now, or if there was nothing to say."""
         self._queue.extend(self.gather())
         kept = list(self._queue)[: self._per_post]
-        known = [] if self.ledger_step is None else self.ledger(self.ledger_step)[:MAX_PER_POST]
+        known = [] if self.ledger_end is None else self.ledger(*self.ledger_end)[:MAX_PER_POST]
         if not kept and not known and not self.speaks:
             return True
         batch = Batch(
@@ -334,8 +335,7 @@ class Sender:
         for message in kept:
             if self._queue and self._queue[0] is message:
                 self._queue.popleft()
-        self.ledger_step = int(reply.get("ledger_step", -1))
-        self.acknowledged(known)
+        self.ledger_end = (int(reply.get("ledger_step", -1)), int(reply.get("ledger_epoch", -1)))
         self.failures_per_node_day = (
             reply.get("failures_per_node_day") or self.failures_per_node_day
         )
@@ -348,7 +348,7 @@ class Sender:
         if known:
             # Try without the ledger; the next reply says anew from where it is wanted.
             log.warning("batch_refused ledger_from=%s error=%s", known[0].step_from, error)
-            self.ledger_step = None
+            self.ledger_end = None
         elif self._per_post > 1:
             self._per_post = 1
         elif kept and self._queue and self._queue[0] is kept[0]:
@@ -382,7 +382,7 @@ class Sender:
         return reply
 
 
-def _no_ledger(_step: int) -> list[Ledger]:
+def _no_ledger(_step: int, _epoch: int) -> list[Ledger]:
     """Until the training loop listens, nothing was trained."""
     return []
 

@@ -90,7 +90,7 @@ def _of_checkpoint(path: Path) -> list[Entry]:
     state: dict[str, Any] = state_of(found[1])
     ledger = SampleLedger(state["batches"])
     ledger.load_state_dict(state["ledger"])
-    return [asdict(entry) for entry in ledger.since(-1)]
+    return [asdict(entry) for entry in ledger.since()]
 
 
 def _shards_in_words(shards: list[dict[str, Any]]) -> str:

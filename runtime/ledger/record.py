@@ -118,12 +118,15 @@ class SampleLedger:
             self.summary = added_up(self.summary, self.ranges.pop(0))
         return entry
 
-    def since(self, step: int) -> list[Ledger]:
-        """What to tell a control plane that holds everything up to `step`."""
+    def since(self, step: int = -1, epoch: int = -1) -> list[Ledger]:
+        """What to tell a control plane that holds everything up to `step`, made in `epoch`.
+
+        Of a later epoch that is all, for a job that resumed makes steps anew that are held there.
+        """
         told = []
         # On the sender's thread. In this order, what is added up meanwhile is told twice.
         ranges, summary = list(self.ranges), self.summary
-        if summary is not None and summary.step_to > step:
+        if summary is not None and (summary.step_to > step or summary.epoch > epoch):
             told.append(
                 Ledger(
                     step_from=summary.step_from,
@@ -136,9 +139,9 @@ class SampleLedger:
                 )
             )
         for found in ranges:
-            if found.step_to <= step:
+            start = found.step_from if found.epoch > epoch else max(found.step_from, step + 1)
+            if found.step_to < start:
                 continue
-            start = max(found.step_from, step + 1)
             told.append(
                 Ledger(
                     step_from=start,

@@ -43,15 +43,12 @@ class Teller:
         self._told_lost: set[tuple[int, int]] = set()
         self._lost_now: set[int] = set()
         self._grant: dict[str, Any] | None = None  # an epoch whose first commit is awaited
-        #: after a resume: the step from which the control plane's ledger is to be taken back
-        self._resumed_at: int | None = None
         self._last_commit = 0.0  # monotonic; 0 before the first
         self._steps = self._samples = 0
         self._loss = self._gaps = self._max_gap = 0.0
         self._last = (-1, 0, 0.0, 0.0)  # step, epoch, gradient's norm, Unix time
         job.sender.gather = self._gather
         job.sender.ledger = self._ledger_since
-        job.sender.acknowledged = self._acknowledged
 
     def speaks(self) -> bool:
         return bool(self.members) and self.replica == self.members[0]
@@ -66,8 +63,6 @@ class Teller:
             self.members = [int(m["replica"]) for m in message["members"]]
             self._lost_now = set()
             self._grant = None if message["begins"] else message
-        if message["begins"]:
-            self._resumed_at = committed
         self.job.sender.speaks = self.speaks()
 
     def lost(self, message: dict[str, Any], committed: int) -> None:
@@ -146,13 +141,5 @@ class Teller:
             self._loss = self._gaps = self._max_gap = 0.0
         return [progress] if self.speaks() else []
 
-    def _ledger_since(self, known_step: int) -> list[Ledger]:
-        if not self.speaks():
-            return []
-        if self._resumed_at is not None:
-            known_step = min(known_step, self._resumed_at)
-        return self.ledger.since(known_step)
-
-    def _acknowledged(self, told: list[Ledger]) -> None:
-        if told:
-            self._resumed_at = None
+    def _ledger_since(self, step: int, epoch: int) -> list[Ledger]:
+        return self.ledger.since(step, epoch) if self.speaks() else []

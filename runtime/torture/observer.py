@@ -84,7 +84,7 @@ class Torturer(Observer):
             digest=state.digest(),
             shards=state.batches.shards,
             shard_size=state.batches.shard_size,
-            ledger=[asdict(entry) for entry in state.ledger.since(-1)],
+            ledger=[asdict(entry) for entry in state.ledger.since()],
         )
 
     def _tell(self, what: str, **data: Any) -> None:

@@ -20,7 +20,7 @@ class Door:
     def __init__(self, port: int = 0) -> None:
         self.refuses = "nothing"
         self.batches: list[dict[str, Any]] = []
-        self.reply: dict[str, Any] = {"ledger_step": -1, "directives": []}
+        self.reply: dict[str, Any] = {"ledger_step": -1, "ledger_epoch": -1, "directives": []}
         door = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -116,8 +116,8 @@ def test_a_message_that_is_refused_for_good_does_not_hold_up_the_others(door: Do
 def test_a_refused_ledger_takes_no_message_with_it(door: Door) -> None:
     door.refuses = '"type": "ledger"'
     sender = make_sender(door.url)
-    sender.ledger = lambda known: [
-        Ledger(step_from=known + 1, step_to=known + 5, epoch=1, samples=5)
+    sender.ledger = lambda step, _epoch: [
+        Ledger(step_from=step + 1, step_to=step + 5, epoch=1, samples=5)
     ]
     sender.start()
     for number in range(3):
@@ -143,25 +143,22 @@ def test_whatever_fails_once_the_sender_goes_on(door: Door) -> None:
 
 
 def test_the_ledger_is_told_from_where_the_control_plane_stands(door: Door) -> None:
-    asked: list[int] = []
-    acknowledged: list[Ledger] = []
+    asked: list[tuple[int, int]] = []
 
-    def ledger(known: int) -> list[Ledger]:
-        asked.append(known)
-        return [Ledger(step_from=known + 1, step_to=known + 5, epoch=1, samples=5)]
+    def ledger(step: int, epoch: int) -> list[Ledger]:
+        asked.append((step, epoch))
+        return [Ledger(step_from=step + 1, step_to=step + 5, epoch=epoch, samples=5)]
 
-    door.reply["ledger_step"] = 41
+    door.reply |= {"ledger_step": 41, "ledger_epoch": 7}
     sender = make_sender(door.url)
     sender.ledger = ledger
-    sender.acknowledged = acknowledged.extend
     sender.start()
     sender.tell(Trouble(kind="test", text="hello", at=1.0))
     until(lambda: door.messages("ledger"), "a ledger arrives")
     sender.close(5.0)
 
     assert door.messages("ledger")[0]["step_from"] == 42
-    assert set(asked) == {41}
-    assert acknowledged[0].step_from == 42
+    assert set(asked) == {(41, 7)}
 
 
 def test_a_job_tells_its_life(door: Door, make_fleet: Callable[..., Fleet]) -> None:

@@ -53,8 +53,9 @@ def trained(data: Batches, *steps: list[int], drops: bool = False) -> SampleLedg
     return ledger
 
 
-def entries(ledger: SampleLedger, known: int = -1) -> Entries:
-    found: Entries = json.loads(json.dumps([asdict(entry) for entry in ledger.since(known)]))
+def entries(ledger: SampleLedger, known: int = -1, epoch: int = 1) -> Entries:
+    told = ledger.since(known, epoch)
+    found: Entries = json.loads(json.dumps([asdict(entry) for entry in told]))
     return found
 
 
@@ -74,12 +75,13 @@ def test_the_ledger_tells_each_step_once_whatever_was_known(
 ) -> None:
     ledger = SampleLedger({})
     epoch = 0
+    epochs = {}
     for step, (advance, coverage) in enumerate(steps):
-        epoch += advance // 3
+        epoch = epochs[step] = epoch + advance // 3
         travelled = Summed(coverage=coverage, checksums=[7] * 3, who=coverage)
         ledger.record(step, epoch, travelled, 2)
 
-    told = ledger.since(known)
+    told = ledger.since(known, epochs.get(known, epoch))
 
     told_steps = [s for entry in told for s in range(entry.step_from, entry.step_to + 1)]
     assert told_steps == list(range(known + 1, len(steps)))
@@ -95,7 +97,7 @@ def test_the_ledger_tells_each_step_once_whatever_was_known(
 
 
 def test_steps_alike_stand_in_one_range_with_who_computed_what() -> None:
-    told = trained(batches(), *[HEALTHY] * 5, ALONE, ALONE).since(-1)
+    told = trained(batches(), *[HEALTHY] * 5, ALONE, ALONE).since()
 
     assert [(e.step_from, e.step_to, e.computed, e.samples) for e in told] == [
         (0, 4, [[0, 0, 2], [1, 2, 4]], 40),
@@ -106,7 +108,7 @@ def test_steps_alike_stand_in_one_range_with_who_computed_what() -> None:
 def test_dropped_shards_stand_in_the_ledger_once_for_all_steps_alike() -> None:
     steps = [HEALTHY if step < 10 or step >= 990 else GIVEN_UP for step in range(1000)]
 
-    told = trained(batches(), *steps, drops=True).since(-1)
+    told = trained(batches(), *steps, drops=True).since()
 
     assert [(e.step_from, e.step_to, e.dropped, e.samples) for e in told] == [
         (0, 9, [], 80),
@@ -141,7 +143,7 @@ def few_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_oldest_ranges_are_added_up_and_nothing_is_forgotten() -> None:
     ledger = trained(batches(), *[HEALTHY, ALONE] * 4)
 
-    told = ledger.since(-1)
+    told = ledger.since()
 
     assert [(e.step_from, e.step_to, e.samples, e.merged) for e in told] == [
         (0, 4, 40, [0, 0, 0]),
@@ -161,7 +163,7 @@ def test_what_was_lost_is_still_counted_when_it_is_added_up() -> None:
 
     report = checked(ledger)
 
-    assert ledger.since(-1)[0].merged == [2, 0, 0]
+    assert ledger.since()[0].merged == [2, 0, 0]
     assert "step 0 and after: 2 shards lost" in report.problems[0]
     assert report.epochs[0].unknown > 0
 
@@ -175,7 +177,7 @@ def test_a_ledger_survives_its_state(steps: list[list[int]]) -> None:
 
     copy.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
 
-    assert copy.since(-1) == ledger.since(-1)
+    assert copy.since() == ledger.since(-1, 0)
     assert copy.state_dict() == ledger.state_dict()
     assert copy.step == ledger.step == len(steps) - 1
 
@@ -186,7 +188,7 @@ def test_the_layout_before_this_one_is_read_and_has_no_proof() -> None:
     ledger.load_state_dict([[0, 1, 1, 8, [], [], []], [2, 2, 1, 6, [], [], [3]]])
     ledger.record(3, 2, summed(batches(), 3, HEALTHY), 2)
 
-    assert [e.samples for e in ledger.since(-1)] == [16, 6, 8]
+    assert [e.samples for e in ledger.since()] == [16, 6, 8]
     assert checked(ledger).problems == [
         "step 0: no proof up to step 1, from an older version",
         "step 2: no proof up to step 2, from an older version",

@@ -291,7 +291,7 @@ def ledger_of(batches: Batches, steps: int) -> SampleLedger:
 def test_the_ledger_of_streams_is_counted_by_positions() -> None:
     batches = opened(Plain(), shard_size=1 << 15)
     per_count = batches.samples // batches.global_batch
-    entries = [vars(one) for one in ledger_of(batches, 2 * per_count + 1).since(-1)]
+    entries = [vars(one) for one in ledger_of(batches, 2 * per_count + 1).since()]
 
     report = check(entries)
 
@@ -303,7 +303,7 @@ def test_the_ledger_of_streams_is_counted_by_positions() -> None:
 
 
 def test_a_ledger_of_other_positions_is_found_out() -> None:
-    entries = [vars(one) for one in ledger_of(opened(Plain()), 20).since(-1)]
+    entries = [vars(one) for one in ledger_of(opened(Plain()), 20).since()]
     entries[7]["proof"] = "0123456789abcdef"
 
     assert "step 7: the proof up to step 7 is 0123456789abcdef" in check(entries).problems[0]

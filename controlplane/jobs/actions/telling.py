@@ -69,6 +69,7 @@ def record_runtime_batch(
     directives = Directive.objects.filter(job=job, expires_at__gt=timezone.now())
     return client.Reply(
         ledger_step=job.ledger_step,
+        ledger_epoch=_ledger_epoch(job),
         directives=[{"id": d.pk, "verb": d.verb, "args": d.args} for d in directives],
         failures_per_node_day=recent_rate(job.cluster_id) if saves else None,
     )
@@ -153,6 +154,11 @@ def _record_ledger(job: Job, message: client.Ledger) -> None:
         order=message.order,
     )
     job.ledger_step = message.step_to
+
+
+def _ledger_epoch(job: Job) -> int:
+    last = LedgerRange.objects.filter(job=job).order_by("-step_from").first()
+    return -1 if last is None else last.epoch
 
 
 def _take_back_ledger(job: Job, step: int) -> None:

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
+from django.db.models import Max
 
 from controlplane import crypto
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED
@@ -51,9 +52,12 @@ def play(name: str, say: Say) -> Result:
     await_rows(
         lambda: all(_tiers(job).values()), MENDED_S, "the job has no checkpoint on each tier"
     )
-    epoch, at = job.epoch, datetime.now(UTC)
+    at = datetime.now(UTC)
     killed = _kill(job)
     await_rows(lambda: not _living(killed), 30, "the writers did not finish")
+    # Read only now: replicas regroup while this waits, and do so between two kills.
+    job.refresh_from_db()
+    epoch = _newest_epoch(job)
     tiers = _tiers(job)
     there = {tier: max(one.step for one in found) for tier, found in tiers.items()}
     say(f"SIGKILL of {len(killed)} ranks; newest checkpoints: {there}")
@@ -160,6 +164,12 @@ def _flip(path: Path) -> None:
         byte = file.read(1)[0]
         file.seek(where)
         file.write(bytes([byte ^ 1]))
+
+
+def _newest_epoch(job: Job) -> int:
+    """The last epoch that any of the killed told of."""
+    newest = LedgerRange.objects.filter(job=job).aggregate(Max("epoch"))["epoch__max"]
+    return max(job.epoch, newest or 0)
 
 
 def _first_step(job: Job, epoch: int) -> LedgerRange | None:
