@@ -5,14 +5,11 @@ Standard library only. Decides who may be asked for a copy and who is sent to it
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from runtime.replica.comparing import most_common, tell_difference
 from runtime.replica.connection import Peer
-
-log = logging.getLogger("drydock.coordinator")
 
 
 @dataclass
@@ -103,12 +100,9 @@ class Admission:
         staging = self.staging
         assert staging is not None  # noqa: S101 - advance() looked
         states = staging.digests
-        if len(set(states.values())) > 1:
-            log.critical("members_differ step=%s states=%s", staging.step, states)
-            for peer in holders:
-                peer.tell(op="diverged", step=staging.step, states=states)
+        tell_difference(holders, staging.step, states)
         # No newcomer is to blame for a difference: it takes what most hold.
-        ((digest, _count),) = Counter(digests_in_order(states)).most_common(1)
+        digest = most_common(states)
         donors = [p.addresses for p in holders if states.get(p.replica) == digest]
         staging.taken = True
         for peer in takers:
@@ -121,8 +115,3 @@ class Admission:
                 donors=donors,
                 refusals=peer.refusals,
             )
-
-
-def digests_in_order(states: dict[int, str]) -> list[str]:
-    """The digests by replica: of equally many, that of the lowest comes first."""
-    return [states[replica] for replica in sorted(states)]

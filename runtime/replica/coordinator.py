@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from runtime.replica.comparing import tell_difference
 from runtime.replica.connection import Peer
 from runtime.replica.epochs import ABSENT_BROKEN_S, Epochs
 from runtime.replica.listening import TICK_S, options, run
@@ -73,6 +74,7 @@ class Coordinator(Epochs):
             "ready": self.on_ready,
             "report": self.on_report,
             "staged": self.on_staged,
+            "compared": self.on_compared,
             "caught_up": self.on_caught_up,
             "again": self.on_again,
             "set": self.on_set,
@@ -242,6 +244,14 @@ class Coordinator(Epochs):
 
     def on_staged(self, peer: Peer, message: dict[str, Any]) -> None:
         self.admission.staged(peer, int(message["step"]), str(message["digest"]))
+
+    def on_compared(self, peer: Peer, message: dict[str, Any]) -> None:
+        if peer.phase != "member" or int(message["epoch"]) != self.record.epoch:
+            return
+        step, digest = int(message["step"]), str(message["digest"])
+        states = self.comparison.hear(peer.replica, step, digest, self.alive)
+        if states is not None:
+            tell_difference(self.members(), step, states)
 
     def on_caught_up(self, peer: Peer, message: dict[str, Any]) -> None:
         if peer.phase == "ready":

@@ -37,6 +37,7 @@ class Wishes:
     checkpoint: bool = False
     stop: bool = False
     stage: int = 0  # how many are ready to copy the state for newcomers
+    compare: int = 0  # and how many to copy it so that the members' states are compared
     #: a checkpoint is due, in these tiers
     peer: bool = False
     local: bool = False

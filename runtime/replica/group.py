@@ -60,7 +60,9 @@ class ReplicaGroup:
     `scaler` a torch.amp.GradScaler; `ema` a moving average of the weights, updated after each step;
     `extra` what else is to be saved and handed to newcomers, by name. `mode` says what becomes of a
     dead replica's shards: see `step.Mode`. `max_grad_norm` clips by the global norm, None not at
-    all. `steps` ends the job after so many; `on_step` is called after each commit.
+    all. `steps` ends the job after so many; `on_step` is called after each commit. After each
+    `compare_every` steps all replicas' states are compared, and an engineer is told of a
+    difference (`diverged`, and which replica is the odd one); 0 for never.
 
     A replica may have several ranks, among which `fully_shard` divided the model before; all of
     them run the same script, and each computes its part of each shard.
@@ -84,10 +86,13 @@ class ReplicaGroup:
         extra: Mapping[str, Stateful] | None = None,
         max_grad_norm: float | None = 1.0,
         steps: int | None = None,
+        compare_every: int = 1000,
         on_step: Callable[[Committed], None] | None = None,
     ) -> None:
         if error := cannot_drop(model, job.rank, job.ranks):
             raise ValueError(error)
+        if compare_every < 0:
+            raise ValueError(f"compare_every={compare_every}: give a number of steps, 0 for never")
         mode = known_mode(os.environ.get(ENV_MODE) or mode)
         self.job = job
         self._batches = batches
@@ -125,7 +130,13 @@ class ReplicaGroup:
         else:
             teller = Teller(job, self.state.ledger, batches.tokens_per_sample)
             self._loop = Leader(
-                self._rank, shape, teller, steps=steps, leave=self._leave, abandon=self._abandon
+                self._rank,
+                shape,
+                teller,
+                steps=steps,
+                compare_every=compare_every,
+                leave=self._leave,
+                abandon=self._abandon,
             )
             division.agree(self._loop.address)
 

@@ -41,11 +41,13 @@ class Leader:
         teller: Teller,
         *,
         steps: int | None,
+        compare_every: int,
         leave: Callable[..., None],
         abandon: Callable[[str], None],
     ) -> None:
-        """`shape`: what must be alike on all replicas. `steps` ends the job. `leave`: ends this
-        process's part in it; `abandon`: at once, for a rank is gone."""
+        """`shape`: what must be alike on all replicas. `steps` ends the job. `compare_every`:
+        see `Together`. `leave`: ends this process's part in it; `abandon`: at once, for a rank is
+        gone."""
         self.job = job = rank.job
         self.rank = rank
         self.engine = rank.engine
@@ -69,7 +71,7 @@ class Leader:
             self._on_sibling,
             lambda lost: abandon(f"rank {lost} of this replica is gone"),
         )
-        self.together = Together(rank, self.siblings, teller)
+        self.together = Together(rank, self.siblings, teller, compare_every=compare_every)
         self.member = self.together.member
         self.sharing = self.together.sharing
         self.engine.announce = lambda shard: self.siblings.tell("compute", index=shard)
@@ -140,6 +142,7 @@ class Leader:
             checkpoint=self._want_checkpoint.is_set(),
             stop=self.job.stop.is_set(),
             stage=self.member.wants_stage and self.together.ready_to_stage(),
+            compare=self.together.ready_to_compare(),
             **self._due(),
         )
         tail = self.together.reduce()
@@ -166,6 +169,8 @@ class Leader:
         if tail.wishes.stage >= len(self.member.members):
             self.member.wants_stage = False
             self.together.stage()
+        if tail.wishes.compare >= len(self.member.members):
+            self.together.compare()
         if tail.wishes.regroup:
             self._regroup(planned=True)
 
@@ -302,8 +307,9 @@ class Leader:
 
     def _on_sibling(self, rank: int, message: dict[str, Any]) -> None:
         """On a thread of its own: what another rank of this replica says."""
-        if message["op"] == "staged":
-            self.together.staged(rank, int(message["step"]), str(message["digest"]))
+        if message["op"] in ("staged", "compared"):
+            digest = str(message["digest"])
+            self.together.hashed(message["op"], rank, int(message["step"]), digest)
         elif message["op"] == "saved":
             del message["op"]
             self.together.saved(rank, CheckpointSaved(**message))

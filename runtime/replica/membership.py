@@ -299,10 +299,25 @@ class Member:
         elif op == "lost":
             self._trainer.heard_of_loss(message)
         elif op == "diverged":
-            states = ", ".join(f"{r}: {brief(digest)}" for r, digest in message["states"].items())
-            self._trainer.trouble("diverged", f"at step {message['step']} members differ: {states}")
+            self._trainer.trouble("diverged", difference_in(message))
         elif op == "undecided":
             self._trainer.trouble("coordinator_undecided", str(message["text"]))
+
+
+def difference_in(message: dict[str, Any]) -> str:
+    """Of the members' states, in words."""
+    states = ", ".join(f"{r}: {brief(digest)}" for r, digest in message["states"].items())
+    odd = ", ".join(map(str, message["odd"]))
+    if not odd:
+        return (
+            f"after step {message['step']} the replicas hold different states ({states}), and none "
+            "that most hold: go back to a checkpoint that was saved before"
+        )
+    return (
+        f"after step {message['step']} replica {odd} does not hold what the others hold "
+        f"({states}): its card or memory erred in silence, or its script does something of its "
+        "own; take its node out, and it comes back with the others' state"
+    )
 
 
 def brief(digest: str) -> str:

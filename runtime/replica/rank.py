@@ -93,7 +93,9 @@ class Rank:
         self._reduced: Reduced | None = None  # summed or fetched, and not yet applied
         self._kept = ReducedLog()
         #: called on a thread of its own once our part of a copy was hashed
-        self.on_staged: Callable[[int, str], None] = self._say_staged
+        self.on_staged: Callable[[int, str], None] = partial(self._say_hashed, "staged")
+        #: the same, of a copy that is only compared
+        self.on_compared: Callable[[int, str], None] = partial(self._say_hashed, "compared")
         self._server = PeerServer(
             host,
             job.token,
@@ -416,6 +418,29 @@ class Rank:
         self._copies.append(copying)
         self._server.offer(copying, gone)
 
+    @order
+    def compare(self) -> None:
+        """At an edge: hash a copy of our part, to be compared with the other replicas', and say
+        so; not if another copy has just taken the memory."""
+        if (room := self.saver.rooms.take()) is None:
+            return
+        try:
+            copying = self.state.begin_copy(room.memory)
+        except TooSmall:  # an optimizer made its state since
+            self.saver.rooms.give_back(room)
+            return
+        self._copies.append(copying)
+        threading.Thread(
+            target=self._hash, args=(copying, room), name="drydock-compare", daemon=True
+        ).start()
+
+    def _hash(self, copying: Copying, room: Room) -> None:
+        try:
+            staged = copying.finish()
+            self.on_compared(staged.step, staged.digest)
+        finally:
+            self.saver.rooms.give_back(room)
+
     def await_copies(self) -> None:
         """Before the state is changed: wait until what is being copied of it is."""
         for copying in self._copies:
@@ -465,8 +490,8 @@ class Rank:
             self.job.trouble("no_room_for_newcomers", f"{size} bytes for a copy cannot be had")
             room.set_result(None)
 
-    def _say_staged(self, step: int, digest: str) -> None:
-        self.link.say("staged", step=step, digest=digest)
+    def _say_hashed(self, op: str, step: int, digest: str) -> None:
+        self.link.say(op, step=step, digest=digest)
 
 
 def _nothing() -> None:

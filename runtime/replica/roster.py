@@ -13,6 +13,7 @@ from typing import Any
 
 from runtime.replica.admission import Admission
 from runtime.replica.claims import Claims
+from runtime.replica.comparing import Comparison
 from runtime.replica.connection import Peer
 from runtime.replica.listening import LEASE_S
 from runtime.replica.places import Places
@@ -52,6 +53,7 @@ class Roster(ABC):
         self.places = Places(self.record)
         self.claims = Claims(any_claim=any_claim)
         self.admission = Admission()
+        self.comparison = Comparison()
         self.lost: list[dict[str, Any]] = []  # since the epoch was granted
         self.broken_at = 0.0  # Unix time when the current epoch was found broken; 0: it is whole
         self.rendezvous = Rendezvous()  # of the current epoch

@@ -32,7 +32,10 @@ class Together:
     theirs: what fails on one fails on all, and all try anew.
     """
 
-    def __init__(self, rank: Rank, siblings: Siblings, teller: Teller) -> None:
+    def __init__(
+        self, rank: Rank, siblings: Siblings, teller: Teller, *, compare_every: int = 0
+    ) -> None:
+        """`compare_every`: after so many steps the members' states are compared, 0 for never."""
         self.rank = rank
         self.siblings = siblings
         self.teller = teller
@@ -48,12 +51,16 @@ class Together:
         self.epoch_name = ""  # the same on all members, and never used again
         self._trial: Trial | None = None  # of the state that the job began from
         self._digests: list[str] = []  # of what was loaded just now, by rank
-        self._staged: dict[int, tuple[int, str]] = {}  # rank -> step and digest of its copy
+        #: what for -> rank -> step and digest of its copy
+        self._hashed: dict[str, dict[int, tuple[int, str]]] = {"staged": {}, "compared": {}}
+        self._compare_every = compare_every
+        self._compared = 0  # after so many times as many steps, or given up
         #: tier and step -> by rank
         self._saved: dict[tuple[str, int], dict[int, CheckpointSaved]] = {}
         rank.saver.delivery.on_saved = functools.partial(self.saved, 0)
         rank.saver.delivery.on_shared_failed = self.shared_failed
-        rank.on_staged = functools.partial(self.staged, 0)
+        rank.on_staged = functools.partial(self.hashed, "staged", 0)
+        rank.on_compared = functools.partial(self.hashed, "compared", 0)
 
     def _all(self, op: str, **order: Any) -> list[Any]:
         """Have all ranks do the same; what each returns. Raises Severed or CannotFollow if one
@@ -248,6 +255,7 @@ class Together:
         began_ms = round(float(grant["started_at"]) * 1e3)
         self.epoch_name = f"{grant['epoch']}x{began_ms:x}"  # epochs are counted anew if lost
         self.sharing.regrouped()
+        self._compared = self._times(self.committed + 1)  # the same on all, who entered or stayed
         self._all("enter", grant=grant)
 
     def put_on_trial(self, grant: dict[str, Any]) -> None:
@@ -259,7 +267,7 @@ class Together:
             self._trial = Trial(state, left) if began["step"] >= 0 else None
 
     def stage(self) -> None:
-        self._staged.clear()
+        self._hashed["staged"].clear()
         self._all("stage")
 
     def release(self, *, log: bool) -> None:
@@ -283,10 +291,27 @@ class Together:
             self._all("make_room")
         return self.rank.has_room()
 
-    def staged(self, rank: int, step: int, digest: str) -> None:
-        """A rank holds its part of a copy; once all do, so do we. On a thread of its own."""
-        self._staged[rank] = (step, digest)
-        parts = [self._staged.get(one, (-1, "")) for one in range(self.siblings.ranks)]
+    def hashed(self, op: str, rank: int, step: int, digest: str) -> None:
+        """A rank hashed its part of a copy; once all have, so have we. On a thread of its own."""
+        there = self._hashed[op]
+        there[rank] = (step, digest)
+        parts = [there.get(one, (-1, "")) for one in range(self.siblings.ranks)]
         if {at for at, _digest in parts} == {step}:
             digests = NEXT.join(digest for _at, digest in parts)
-            self.rank.link.say("staged", step=step, digest=digests)
+            self.rank.link.say(op, epoch=self.member.epoch, step=step, digest=digests)
+
+    # --- comparing ------------------------------------------------------------------------------
+
+    def ready_to_compare(self) -> bool:
+        """Whether the states are to be compared after the step under way, and there is memory for
+        a copy of ours."""
+        return self._times(self.committed + 2) > self._compared and self.rank.saver.rooms.any_free()
+
+    def compare(self) -> None:
+        """At an edge that all members reached ready for it."""
+        self._compared = self._times(self.committed + 1)
+        self._hashed["compared"].clear()
+        self._all("compare")
+
+    def _times(self, steps: int) -> int:
+        return steps // self._compare_every if self._compare_every else 0

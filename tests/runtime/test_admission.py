@@ -179,6 +179,58 @@ def test_members_that_differ_are_told_and_the_newcomer_takes_what_most_hold(play
     assert scene.replicas[0].heard("diverged")[0]["states"] == {"0": "odd", "1": "d", "2": "d"}
 
 
+def compare(scene: Scene, *digests: str, step: int = 9) -> None:
+    for member, digest in zip(scene.replicas, digests, strict=False):
+        member.say("compared", epoch=scene.epoch, step=step, digest=digest)
+
+
+def test_the_odd_one_of_the_members_is_named_to_all(play: Play) -> None:
+    scene = play(3)
+
+    compare(scene, "d", "odd", "d")
+
+    told = [member.heard("diverged") for member in scene.replicas]
+    assert told[0] == told[1] == told[2]
+    assert [(one["step"], one["odd"], one["states"]) for one in told[0]] == [
+        (9, [1], {"0": "d", "1": "odd", "2": "d"})
+    ]
+
+
+def test_of_two_that_differ_none_is_blamed(play: Play) -> None:
+    scene = play(2)
+
+    compare(scene, "d", "odd")
+
+    assert scene.replicas[1].heard("diverged")[0]["odd"] == []
+
+
+def test_members_that_hold_the_same_hear_nothing(play: Play) -> None:
+    scene = play(3)
+
+    compare(scene, "d", "d", "d")
+
+    assert not any(member.heard("diverged") for member in scene.replicas)
+
+
+def test_a_comparison_waits_for_all_and_never_mixes_steps(play: Play) -> None:
+    scene = play(3)
+
+    compare(scene, "d", "odd", step=9)
+    compare(scene, "e", "e", "e", step=19)
+    scene.replicas[2].say("compared", epoch=scene.epoch, step=9, digest="d")
+
+    assert not any(member.heard("diverged") for member in scene.replicas)
+
+
+def test_what_was_hashed_in_another_epoch_is_not_compared(play: Play) -> None:
+    scene = play(3)
+
+    compare(scene, "d", "d")
+    scene.replicas[2].say("compared", epoch=scene.epoch - 1, step=9, digest="odd")
+
+    assert not any(member.heard("diverged") for member in scene.replicas)
+
+
 def test_who_says_ready_to_an_older_order_is_not_believed(play: Play) -> None:
     scene = play(2)
     newcomer = scene.join(2, "n")

@@ -195,11 +195,11 @@ def test_a_copy_is_held_once_every_part_is_of_one_step(pair: Pair) -> None:
 
     pair.rank.link.say = say  # type: ignore[method-assign]
 
-    pair.together.staged(1, 4, "b")
-    pair.together.staged(0, 5, "a")
-    pair.together.staged(1, 5, "c")
+    pair.together.hashed("staged", 1, 4, "b")
+    pair.together.hashed("staged", 0, 5, "a")
+    pair.together.hashed("staged", 1, 5, "c")
 
-    assert said == [{"op": "staged", "step": 5, "digest": "a-c"}]
+    assert said == [{"op": "staged", "epoch": 0, "step": 5, "digest": "a-c"}]
 
 
 def test_a_checkpoint_is_told_of_once_every_part_is_durable(pair: Pair) -> None:

@@ -1,8 +1,9 @@
 """A job small enough for tests: a linear model, a line per committed step, a digest at the end.
 
 Its options: `steps`, `mode`, `checkpoint_s`, `local_s` and `peer_s`, `pace_s` (what a shard takes,
-as if an accelerator computed it), `dropout`, and what a misfit of a replica has otherwise: `width`,
-`samples`, `seed`, `rate`. `rich` trains with all that a loop may have besides, with or without
+as if an accelerator computed it), `dropout`, `compare_every`, `flips_at` (the step at which a bit
+of its weights turns over), and what a misfit of a replica has otherwise: `width`, `samples`,
+`seed`, `rate`. `rich` trains with all that a loop may have besides, with or without
 `averages`. At the step `evaluate_at` it does something else for a minute. `data` is "ids",
 "dataset", "loader", "stateful" or "streams": what Batches is given; `workers` load it, `drop_last`
 ends it. The model is divided among the ranks of a replica.
@@ -29,7 +30,7 @@ def main() -> None:
         "steps": None, "mode": "cover", "checkpoint_s": 3600, "local_s": 3600, "peer_s": 3600,
         "width": 32, "samples": 960, "seed": 5, "rate": 1e-3, "rich": False, "averages": True,
         "evaluate_at": -1, "pace_s": 0.003, "data": "ids", "workers": 0, "drop_last": False,
-        "dropout": 0.5, **job.options,
+        "dropout": 0.5, "compare_every": 1000, "flips_at": -1, **job.options,
     }  # fmt: skip
     folder = Path(options["folder"])
     name = f"{job.replica}.{job.rank}" if job.rank else f"{job.replica}"
@@ -65,10 +66,13 @@ def main() -> None:
 
     with runtime.ReplicaGroup(
         job, model, batches=batches, saver=saver, mode=options["mode"], steps=options["steps"],
-        on_step=report, **parts,
+        on_step=report, compare_every=options["compare_every"], **parts,
     ) as replica:  # fmt: skip
         for shard in replica:
             time.sleep(options["pace_s"])
+            if replica.pending == options["flips_at"]:
+                options["flips_at"] = -1
+                flip(next(model.parameters()))
             if replica.pending == options["evaluate_at"] and not evaluating.exists():
                 evaluating.touch()
                 time.sleep(60)  # as an evaluation takes long, and no step is made
@@ -79,6 +83,12 @@ def main() -> None:
                 replica.backward(loss, parts=len(pieces))
     (folder / f"digest.{name}").write_text(replica.state.copy().digest)
     (folder / f"weights.{name}").write_text(replica.state.digest())
+
+
+def flip(weights: torch.Tensor) -> None:
+    """One bit of the first: as a fault of memory does it."""
+    part = weights.to_local() if hasattr(weights, "to_local") else weights
+    part.data.view(torch.int32).view(-1)[0] ^= 1 << 12
 
 
 def divide(model: torch.nn.Sequential) -> None:

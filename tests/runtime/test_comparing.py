@@ -1,0 +1,48 @@
+"""Members whose states differ are found, and the one that errs is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.replica.comparing import most_common, odd_ones
+from tests.runtime.replicas import Fleet, until
+from tests.runtime.test_client import Door
+
+STATES = st.dictionaries(st.integers(0, 9), st.sampled_from("abc"), min_size=1)
+
+
+@given(STATES)
+def test_only_a_minority_is_odd(states: dict[int, str]) -> None:
+    odd = odd_ones(states)
+
+    assert 2 * len(odd) < len(states)
+    assert {states[one] for one in odd}.isdisjoint({most_common(states)})
+    assert odd == [] or {states[one] for one in set(states) - set(odd)} == {most_common(states)}
+
+
+@given(st.lists(st.integers(0, 99), min_size=3, unique=True), st.data())
+def test_one_that_differs_from_all_is_the_odd_one(replicas: list[int], data: st.DataObject) -> None:
+    odd = data.draw(st.sampled_from(replicas))
+
+    assert odd_ones({one: "odd" if one == odd else "d" for one in replicas}) == [odd]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_replica_whose_memory_errs_is_named(make_fleet: Callable[..., Fleet], ranks: int) -> None:
+    door = Door()
+    fleet = make_fleet(3, url=door.url, divided=ranks, options={"compare_every": 10})
+    fleet.start_coordinator()
+    for replica, flips_at in enumerate([-1, 34, -1]):
+        fleet.start_rank(replica, flips_at=flips_at)
+    until(lambda: door.messages("trouble"), "an engineer is told")
+    fleet.stop()
+    door.close()
+
+    told = door.messages("trouble")
+    assert {one["kind"] for one in told} == {"diverged"}
+    first = min(one["text"] for one in told)
+    assert first.startswith("after step 39 replica 1 does not hold what the others hold")
