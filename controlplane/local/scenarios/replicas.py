@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from django.db.models import Max, Min, Sum
+from django.db.models import Max, Min
 
 from controlplane.accounts.models import AuditEvent
 from controlplane.fleet.choices import NodeState
@@ -339,10 +339,11 @@ def _samples(scene: Scene) -> dict[str, int]:
     Each range tells the shards whose count in the reduced gradient was not one; the number of
     samples that were summed must be the same for every step beside.
     """
-    ranges = LedgerRange.objects.filter(job=scene.job, step_to__gte=scene.step)
+    ledger = LedgerRange.objects.filter(job=scene.job).order_by("step_from")
+    ranges = [*ledger.filter(step_to__gte=scene.step)]  # at one moment: the job trains on
     steps = sum(r.step_to - r.step_from + 1 for r in ranges)
-    samples = ranges.aggregate(total=Sum("samples"))["total"] or 0
-    before = LedgerRange.objects.filter(job=scene.job, step_to__lt=scene.step).last()
+    samples = sum(r.samples for r in ranges)
+    before = ledger.filter(step_to__lt=scene.step).last()
     whole = before or ranges[0]
     batch = whole.samples // (whole.step_to - whole.step_from + 1)
     missing = batch * steps - samples
