@@ -54,6 +54,7 @@ ENV_URL = "DRYDOCK_URL"  # ingest; absent: no control plane
 ENV_OPTIONS = "DRYDOCK_OPTIONS"  # JSON object for the training script
 ENV_STATE_DIR = "DRYDOCK_STATE_DIR"  # where checkpoints of this job live
 ENV_LOCAL_DIR = "DRYDOCK_LOCAL_DIR"  # the same on this node's own disk; absent: none there
+ENV_OBJECT_STORE = "DRYDOCK_OBJECT_STORE"  # URL of a place for checkpoints: s3://bucket/prefix
 ENV_HOLDER_DIR = "DRYDOCK_HOLDER_DIR"  # where this node's holder of peers' checkpoints is found
 ENV_DOMAIN = "DRYDOCK_DOMAIN"  # what fails together, down to the node: "hall-1/rack-7/node-12"
 ENV_GRACE_S = "DRYDOCK_GRACE_S"  # seconds from SIGTERM to SIGKILL; 30 if it is not said
@@ -154,7 +155,7 @@ class CheckpointSaved:
 
     type: ClassVar[str] = "checkpoint"
     step: int
-    tier: Literal["peer", "local", "shared"]
+    tier: Literal["peer", "local", "shared", "object"]
     path: str
     bytes: int
     digest: str

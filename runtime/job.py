@@ -45,6 +45,7 @@ class Job:
     state_dir: Path
     local_dir: Path | None = None  # on this node's own disk
     holder_dir: Path | None = None  # of this node's holder of peers' checkpoints
+    object_store: str = ""  # URL of a place for checkpoints: s3://bucket/prefix
     domain: str = ""  # what fails together with this node, from the largest to it, by slashes
     network: str = ""  # at which peers reach us; "" for that which leads to the coordinator
     grace_s: float = GRACE_S  # from SIGTERM to SIGKILL
@@ -99,6 +100,7 @@ def join(environment: dict[str, str] | None = None) -> Job:
         state_dir=Path(need(env, client.ENV_STATE_DIR)),
         local_dir=Path(env[client.ENV_LOCAL_DIR]) if env.get(client.ENV_LOCAL_DIR) else None,
         holder_dir=Path(env[client.ENV_HOLDER_DIR]) if env.get(client.ENV_HOLDER_DIR) else None,
+        object_store=env.get(client.ENV_OBJECT_STORE, ""),
         domain=env.get(client.ENV_DOMAIN) or socket.gethostname(),
         network=env.get(client.ENV_NETWORK, ""),
         grace_s=seconds_of(env.get(client.ENV_GRACE_S, "")),

@@ -44,3 +44,4 @@ class Tier(TextChoices):
     PEER = "peer", "Peer memory"
     LOCAL = "local", "Local disk"
     SHARED = "shared", "Shared storage"
+    OBJECT = "object", "Object store"

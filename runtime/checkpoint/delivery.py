@@ -62,7 +62,7 @@ class Save:
 
     def shares(self, tier: Tier) -> int:
         """Among how many it is shared out in this tier."""
-        return 1 if tier.own else self.share[1]
+        return self.share[1] if tier.shared_out else 1
 
     @property
     def stall_s(self) -> float:
@@ -263,6 +263,14 @@ class Delivery:
         tier, save = write.tier, write.save
         if tier.name == "peer":
             place = self._to_peer(save, int(asked["image"]))
+        elif tier.name == "object":
+            place = {
+                "objects": self._job.object_store,
+                "job": self._job.name,
+                "keep": tier.keep,
+                "rank": self._job.rank,
+                "ranks": self._job.ranks,
+            }
         else:
             place = self._to_folder(tier, save)
 
@@ -358,7 +366,7 @@ class Delivery:
         pace.note(write.save.stall_s, write.durable_s, write.save.shares(write.tier))
         if whole is None:
             return
-        self.sees_others |= not write.tier.own
+        self.sees_others |= write.tier.shared_out
         self.on_saved(
             CheckpointSaved(
                 step=write.save.step,
@@ -380,7 +388,7 @@ class Delivery:
         write.failed = True
         shares = write.save.shares(write.tier)
         self.failed(write.tier.name, f"step {write.save.step}: {why}", shares)
-        if not write.tier.own:
+        if write.tier.shared_out:
             self.sees_others = False
             self.on_shared_failed(shares > 1)
 

@@ -19,8 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from runtime.checkpoint import disk, store
 from runtime.checkpoint.manifest import (
     FORMATTED,
@@ -28,7 +26,7 @@ from runtime.checkpoint.manifest import (
     DataFile,
     Manifest,
     Part,
-    PartHash,
+    hash_of_part,
     layout_of,
     naming_flaws,
     opened,
@@ -194,15 +192,7 @@ class Draft:
             except FileNotFoundError:
                 return False
             part = Part.from_json(data, f"{self.path}/{part_name(rank)}")
-            parts.append(
-                PartHash(
-                    name=part.name,
-                    rank=rank,
-                    bytes=part.table.bytes,
-                    hash=xxhash.xxh3_128_hexdigest(data),
-                    digest=part.digest,
-                )
-            )
+            parts.append(hash_of_part(part, data))
         manifest = Manifest(step=self.step, save=self.save, parts=tuple(parts), facts=self.facts)
         write_small(MANIFEST, manifest.to_json(), self.handle)
         os.fsync(self.handle)

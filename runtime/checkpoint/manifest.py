@@ -107,6 +107,17 @@ class PartHash:
     digest: str  # of its image
 
 
+def hash_of_part(part: Part, data: bytes) -> PartHash:
+    """`data`: its JSON file."""
+    return PartHash(
+        name=part.name,
+        rank=part.rank,
+        bytes=part.table.bytes,
+        hash=xxhash.xxh3_128_hexdigest(data),
+        digest=part.digest,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A complete checkpoint."""

@@ -33,9 +33,10 @@ class Checkpointer:
         failures_per_node_day: float | None = None,
     ) -> None:
         """`every_s`: seconds between two saves, of all tiers or of each by its name ("peer",
-        "local", "shared"); "auto" takes what is best by what saves cost and by
+        "local", "shared", "object"); "auto" takes what is best by what saves cost and by
         `failures_per_node_day`: None for what the control plane has seen, or was published.
-        `keep`: so many are kept in the shared folder. Raises ValueError."""
+        `keep`: so many are kept in the shared folder and in the object store. Raises
+        ValueError."""
         self.job = job
         self.tiers = tiers_of(job, every_s, keep, failures_per_node_day)
         self.folders = Folders(job)

@@ -5,16 +5,20 @@ Imports no torch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 
 from runtime.checkpoint import peer, store
 from runtime.checkpoint.manifest import Manifest
+from runtime.checkpoint.objects import Found, ObjectStore
 from runtime.checkpoint.suspects import suspects
 from runtime.checkpoint.tiers import TIERS, Folders, Tier, TierName, known_run
 from runtime.image import Damaged, Staged
 from runtime.job import Job
 
+#: If such a tier cannot be read nobody knows whether there is something to go on from.
+OF_ALL_NODES: tuple[TierName, ...] = ("shared", "object")
 #: Epoch, step, minus the place of the tier in TIERS, name, tier.
 _Found = tuple[int, int, int, str, TierName]
 
@@ -33,7 +37,7 @@ class Sources:
         training first, of several of one state the one in the quickest tier.
 
         A tier that cannot be read, or has some and none that could be ours, is told. If there is no
-        other checkpoint it is raised as ValueError, and as OSError if it is the shared one.
+        other checkpoint it is raised as ValueError, and as OSError if it is a tier of all nodes.
         """
         found: list[_Found] = []
         failed: OSError | ValueError | None = None
@@ -43,7 +47,7 @@ class Sources:
             try:
                 ours = self._ours(name)
             except (OSError, ValueError) as error:
-                if name == "shared" or isinstance(error, ValueError):
+                if name in OF_ALL_NODES or isinstance(error, ValueError):
                     failed = error
                 self._job.trouble("checkpoints_out_of_reach", f"{name}: {error}")
                 continue
@@ -72,12 +76,16 @@ class Sources:
 
     def ranks(self, name: str, tier: TierName) -> int:
         """How many ranks have saved this checkpoint. Raises Damaged if it is gone."""
+        if tier == "object":
+            return len(self._objects.named(name).manifest.parts)
         return self._job.ranks if self._tiers[tier].own else len(self._named(name, tier)[1].parts)
 
     def read(self, name: str, tier: TierName, rank: int) -> Staged:
         """The part of one rank: where each rank keeps its own, ours. Raises Damaged, OSError."""
         if tier == "peer":
             return peer.read(self.holder, self._job.token, rank, name)
+        if tier == "object":
+            return self._objects.read(name, rank)
         return store.read(self._named(name, tier)[0], 0 if self._tiers[tier].own else rank)
 
     def _named(self, name: str, tier: TierName) -> tuple[Path, Manifest]:
@@ -92,7 +100,19 @@ class Sources:
         the name. Raises OSError, ValueError."""
         if tier == "peer":
             return self._held()
-        return [(store.epoch_of(one), one.step, one.save) for one in self._written(tier)]
+        found = self._put() if tier == "object" else self._written(tier)
+        return [(store.epoch_of(one), one.step, one.save) for one in found]
+
+    @functools.cached_property
+    def _objects(self) -> ObjectStore:
+        return ObjectStore(self._job.object_store, self._job.name)
+
+    def _put(self) -> list[Manifest]:
+        """What is in the object store."""
+        found = self._objects.found()
+        for damaged in (one for one in found if isinstance(one, Damaged)):
+            self._job.trouble("checkpoint_refused", f"object: {damaged}")
+        return [one.manifest for one in found if isinstance(one, Found)]
 
     def _held(self) -> list[tuple[int, int, str]]:
         """What peers saved to this node's memory, of our rank."""

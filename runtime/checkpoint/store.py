@@ -20,7 +20,7 @@ from pathlib import Path
 import xxhash
 
 from runtime.checkpoint import disk
-from runtime.checkpoint.manifest import MANIFEST, DataFile, Manifest, Part
+from runtime.checkpoint.manifest import MANIFEST, DataFile, Manifest, Part, PartHash
 from runtime.image import CHUNK_BYTES, Damaged, Staged, chunks_of, hash_of, pages
 
 log = logging.getLogger("drydock.checkpoint")
@@ -65,7 +65,11 @@ def candidates(folder: Path) -> list[Path]:
 
 def is_named(path: Path) -> bool:
     """Whether it has a checkpoint's name."""
-    return _NAME.fullmatch(path.name) is not None
+    return is_name(path.name)
+
+
+def is_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
 
 
 def found_in(path: Path) -> list[Path]:
@@ -81,9 +85,13 @@ def found_in(path: Path) -> list[Path]:
 
 def number_of(path: Path) -> tuple[int, int]:
     """Its step, and which of the saves of that step it is."""
-    match = _NAME.fullmatch(path.name)
+    return numbers_in(path.name)
+
+
+def numbers_in(name: str) -> tuple[int, int]:
+    match = _NAME.fullmatch(name)
     if match is None:
-        raise ValueError(f"{path} is not named as a checkpoint is: step-00000012")
+        raise ValueError(f"{name} is not named as a checkpoint is: step-00000012")
     return int(match[1]), int(match[2] or 0)
 
 
@@ -106,10 +114,16 @@ def part_of(path: Path, manifest: Manifest, rank: int) -> Part:
         data = (path / expected.name).read_bytes()
     except OSError as error:
         raise Damaged(f"{path / expected.name} cannot be read: {error.strerror}") from error
-    part = Part.from_json(data, str(path / expected.name))
+    return checked_part(data, manifest, expected, str(path / expected.name))
+
+
+def checked_part(data: bytes, manifest: Manifest, expected: PartHash, what: str) -> Part:
+    """The description of a part, if it is the one that the manifest names. Raises Damaged, which
+    begins with `what`."""
+    part = Part.from_json(data, what)
     if xxhash.xxh3_128_hexdigest(data) != expected.hash:
         raise Damaged(
-            f"{path / expected.name} is rank {part.rank} of save {part.save} at step {part.step}, "
+            f"{what} is rank {part.rank} of save {part.save} at step {part.step}, "
             f"not of this checkpoint: save {manifest.save} at step {manifest.step}"
         )
     return part

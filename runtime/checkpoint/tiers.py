@@ -1,9 +1,9 @@
 """Where the checkpoints of a job are kept: in the memory of a peer's node, on each node's own disk,
-and in a folder that all share.
+in a folder that all share, and in an object store.
 
 Memory and the own disk are quick, the one is gone with the peer's node, the other with ours; the
-shared folder is slow and outlives both. A state has the same name of its save in all. Imports no
-torch.
+shared folder is slow and outlives both, the object store the whole site. A state has the same name
+of its save in all. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import Literal
 
 from runtime.checkpoint import store
 from runtime.checkpoint.interval import FAILURES_PER_NODE_DAY, Pace, nodes_of
+from runtime.checkpoint.objects import ObjectStore
 from runtime.job import Job
 
-TierName = Literal["peer", "local", "shared"]
+TierName = Literal["peer", "local", "shared", "object"]
 #: Seconds between two saves, or as many as are best.
 Interval = float | Literal["auto"]
 #: The quickest first: of two checkpoints of one state it is loaded.
-TIERS: tuple[TierName, ...] = ("peer", "local", "shared")
+TIERS: tuple[TierName, ...] = ("peer", "local", "shared", "object")
 KEEP_LOCAL = 2
 _RUN = "run"
 
@@ -35,9 +36,14 @@ class Tier:
     name: TierName
     pace: Pace
     keep: int
-    #: Each rank of each replica keeps its part in a folder of its own; else one replica writes, all
-    #: its ranks into one folder.
+    #: Each rank of each replica keeps its part in a folder of its own; else all ranks of a replica
+    #: write into one folder.
     own: bool
+
+    @property
+    def shared_out(self) -> bool:
+        """Whether the replicas may share a save out; else one of them writes, or each its own."""
+        return self.name == "shared"
 
 
 def tiers_of(
@@ -48,7 +54,8 @@ def tiers_of(
 ) -> dict[TierName, Tier]:
     """Those that this job has. `every_s`: seconds between two saves, or "auto", of all or by tier.
 
-    Raises ValueError for a tier that is none, and for an interval that is none.
+    Raises ValueError for a tier that is none, for an interval that is none, and for an object store
+    that cannot be used.
     """
     if isinstance(every_s, Mapping) and (odd := set(every_s) - set(TIERS)):
         raise ValueError(f"every_s names {sorted(odd)}; the tiers are {', '.join(TIERS)}")
@@ -72,6 +79,9 @@ def tiers_of(
         )
     if job.holder_dir is not None:
         tiers["peer"] = Tier(name="peer", pace=pace_of("peer"), keep=1, own=True)
+    if job.object_store:
+        ObjectStore(job.object_store, job.name)  # refused now, not at the first save
+        tiers["object"] = Tier(name="object", pace=pace_of("object"), keep=keep, own=False)
     return tiers
 
 

@@ -12,7 +12,8 @@ It is told, as JSON in single packets:
      the room's start will be the state, `described` from the next page on are its table. Either
      "folder", "rank", "ranks", "share", "shares" and "keep" say where which share of it is to be
      written (in a folder of the job's run, "within" that, if the folder is not "shared"), or
-     "holder", "token" and "label" which peer's memory keeps it
+     "holder", "token" and "label" which peer's memory keeps it, or "objects", "job", "rank",
+     "ranks" and "keep" which object store
     {"op": "look", "folder", "save"}  whether one whose name begins so is there: "looked", "seen"
     {"op": "copied", "save", "bytes"}  so much of the state is there by now
     {"op": "not_copied", "save", "error"}  it never will be
@@ -40,6 +41,7 @@ from runtime.checkpoint import disk, store
 from runtime.checkpoint.draft import Draft, sweep
 from runtime.checkpoint.holder import Label
 from runtime.checkpoint.manifest import Manifest, Part
+from runtime.checkpoint.objects import ObjectStore
 from runtime.checkpoint.peer import Keeping
 from runtime.checkpoint.tiers import run_of
 from runtime.image import CHUNK_BYTES, Damaged, Table, aligned
@@ -66,6 +68,7 @@ class Writer:
         self._trainer = trainer
         self._rooms: dict[int, memoryview] = {}
         self._keeping: Keeping | None = None  # the peer that keeps what we save
+        self._objects: ObjectStore | None = None
         self._before: dict[str, Part] = {}  # folder -> the last part that was written there
         self._name = ""  # of the save under way
         self._known_run = ""
@@ -135,6 +138,8 @@ class Writer:
         try:
             if "holder" in asked:
                 self._replicate(asked)
+            elif "objects" in asked:
+                self._put(asked)
             else:
                 self._write(asked)
         except GivenUp:
@@ -208,6 +213,33 @@ class Writer:
         self._say("durable", written=len(image))
         whole = {"path": keeping.address, "bytes": len(image), "digest": digest}
         self._say("verified", whole=whole)
+
+    def _put(self, asked: dict[str, Any]) -> None:
+        """Into an object store: durable once it is there, and was read back."""
+        image, table = self._copy(asked)
+        if self._objects is None:
+            self._objects = ObjectStore(str(asked["objects"]), str(asked["job"]))
+        objects, step = self._objects, int(asked["step"])
+        try:
+            objects.write(
+                int(asked["rank"]), table, image, step=step, save=self._name, ready=self._await_copy
+            )
+            found = objects.publish(step, self._name, int(asked["ranks"]), asked["facts"])
+        except BaseException:
+            objects.give_up(step, self._name)
+            raise
+        self._say("durable", written=len(image))
+        if found is None:
+            self._say("verified", whole=None)
+            return
+        manifest = found.manifest
+        size = sum(one.bytes for one in manifest.parts)
+        said = {"path": objects.url_of(found), "bytes": size, "digest": manifest.digest}
+        self._say("verified", whole=said)
+        try:
+            objects.prune(int(asked["keep"]), found)
+        except OSError as error:
+            self._say("alarm", kind="checkpoint_not_pruned", text=str(error))
 
     def _copy(self, asked: dict[str, Any]) -> tuple[memoryview, Table]:
         """What is asked to be written. Raises Damaged if something else is in that room."""

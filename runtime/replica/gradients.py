@@ -42,6 +42,7 @@ class Wishes:
     peer: bool = False
     local: bool = False
     shared: bool = False
+    object: bool = False
     share: int = 0  # how many can write their share to the shared tier at that edge
     alone: bool = False  # the one that speaks would rather write there alone
     #: what became of a save to the shared tier: it is whole, a share failed, that of one alone did

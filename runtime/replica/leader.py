@@ -201,7 +201,7 @@ class Leader:
         self.together.hear_of_shared(wishes)
         members = sorted(self.member.members)
         who = self.sharing.decide(wishes, len(members))
-        self._owed |= {name for name in due if saver.tiers[name].own}
+        self._owed |= {name for name in due & self._ours() if name != "shared"}
         if who == "one" and self.teller.speaks():
             self._owed.add("shared")
         elif who == "all":

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from runtime.checkpoint.manifest import digest_of_all
+from runtime.checkpoint.sources import OF_ALL_NODES
 from runtime.checkpoint.suspects import TRIAL_STEPS, DoesNotTrain, Trial, suspect
 from runtime.checkpoint.tiers import TierName
 from runtime.client import CheckpointSaved
@@ -108,8 +109,9 @@ class Together:
 
     def saved(self, rank: int, part: CheckpointSaved) -> None:
         """A rank's part is durable; once all are, so is the whole. On a thread of its own."""
-        if part.tier == "shared":  # is told of as a whole
-            self.sharing.hear("whole")
+        if part.tier in OF_ALL_NODES:  # is told of as a whole
+            if part.tier == "shared":
+                self.sharing.hear("whole")
             self.rank.job.sender.tell(part)
             return
         parts = self._saved.setdefault((part.tier, part.step), {})
@@ -202,7 +204,7 @@ class Together:
             if there:
                 what += f"; the next one is {there[0][2]}, step {there[0][0]}"
             self.trouble("checkpoint_refused", what)
-        if (tried or any(tier == "shared" for _, _, tier in mine)) and self.committed < 0:
+        if (tried or any(tier in OF_ALL_NODES for _, _, tier in mine)) and self.committed < 0:
             raise ValueError(
                 f"none of the {len(mine)} checkpoints of this job can be loaded (the lines before "
                 f"this say why): mend that, or to begin anew move {self.rank.saver.folders.shared} "

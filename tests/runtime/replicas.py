@@ -100,6 +100,7 @@ class Fleet:
     shared_disk: bool = True  # one state folder for all replicas, or one for each
     own_disks: bool = False  # each replica has one besides
     grace_s: float = 30.0  # from SIGTERM to SIGKILL
+    object_store: str = ""  # the URL of one
     holders: bool = False  # each replica's node keeps what another saves
     lease_s: float = 10.0  # how long members may train without a word from the coordinator
     port: int = 0
@@ -154,6 +155,7 @@ class Fleet:
             ),
             "DRYDOCK_LOCAL_DIR": str(self.folder / f"disk{replica}") if self.own_disks else "",
             "DRYDOCK_HOLDER_DIR": str(self.folder / f"memory{replica}") if self.holders else "",
+            "DRYDOCK_OBJECT_STORE": self.object_store,
             "DRYDOCK_GRACE_S": str(self.grace_s),
             "DRYDOCK_DOMAIN": f"node-{replica}",
             "DRYDOCK_OPTIONS": json.dumps({"folder": str(self.folder), **self.options, **options}),

@@ -1,9 +1,9 @@
 """A job small enough for tests: a linear model, a line per committed step, a digest at the end.
 
-Its options: `steps`, `mode`, `checkpoint_s`, `local_s` and `peer_s`, `pace_s` (what a shard takes,
-as if an accelerator computed it), `dropout`, `compare_every`, `flips_at` (the step at which a bit
-of its weights turns over), and what a misfit of a replica has otherwise: `width`, `samples`,
-`seed`, `rate`. `rich` trains with all that a loop may have besides, with or without
+Its options: `steps`, `mode`, `checkpoint_s`, `local_s`, `peer_s` and `object_s`, `pace_s` (what a
+shard takes, as if an accelerator computed it), `dropout`, `compare_every`, `flips_at` (the step at
+which a bit of its weights turns over), and what a misfit of a replica has otherwise: `width`,
+`samples`, `seed`, `rate`. `rich` trains with all that a loop may have besides, with or without
 `averages`. At the step `evaluate_at` it does something else for a minute. `data` is "ids",
 "dataset", "loader", "stateful" or "streams": what Batches is given; `workers` load it, `drop_last`
 ends it. The model is divided among the ranks of a replica.
@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset  # noqa: E402
 def main() -> None:
     options = {
         "steps": None, "mode": "cover", "checkpoint_s": 3600, "local_s": 3600, "peer_s": 3600,
+        "object_s": 3600,
         "width": 32, "samples": 960, "seed": 5, "rate": 1e-3, "rich": False, "averages": True,
         "evaluate_at": -1, "pace_s": 0.003, "data": "ids", "workers": 0, "drop_last": False,
         "dropout": 0.5, "compare_every": 1000, "flips_at": -1, **job.options,
@@ -53,6 +54,7 @@ def main() -> None:
         "peer": options["peer_s"],
         "local": options["local_s"],
         "shared": options["checkpoint_s"],
+        "object": options["object_s"],
     }
     saver = runtime.Checkpointer(job, every_s=intervals)
     parts = (

@@ -70,6 +70,7 @@ class OneRank:
         *,
         own_disk: bool = False,
         holder: bool = False,
+        object_store: str = "",
     ) -> None:
         self.told = Told()
         sender = Sender("", "t", job="j", replica=0, rank=rank, placement="p")
@@ -80,6 +81,7 @@ class OneRank:
                 coordinator="", token="t", state_dir=folder, sender=sender,
                 local_dir=folder / "disk" if own_disk else None,
                 holder_dir=folder / "memory" if holder else None, domain="here",
+                object_store=object_store,
                 stop=threading.Event(),
             ),
             every_s=0.0,

@@ -1,0 +1,243 @@
+"""Checkpoints in an object store: a folder behind the same interface, and S3 as moto plays it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.checkpoint.manifest import MANIFEST
+from runtime.checkpoint.objects import Found, ObjectStore
+from runtime.image import Damaged
+from tests.runtime.checkpoint.states import staged_at
+from tests.runtime.checkpoint.test_saver import OneRank
+from tests.runtime.replicas import Fleet, until
+
+Break = Callable[[Any, str], None]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """One that stands for a store."""
+    return f"file://{tmp_path / 'objects'}"
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    server_of = pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    server = server_of.ThreadedMotoServer("127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    name = f"bucket-{uuid.uuid4().hex}"  # the server's memory is that of the process
+    pytest.importorskip("boto3").client("s3").create_bucket(Bucket=name)
+    yield f"s3://{name}/of/ours"
+    server.stop()
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def url(request: pytest.FixtureRequest) -> str:
+    found: str = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture
+def trainer(url: str, tmp_path: Path) -> Iterator[OneRank]:
+    one = OneRank(tmp_path, object_store=url)
+    yield one
+    one.saver.finish()
+
+
+def put(objects: ObjectStore, step: int, *, rank: int = 0, save: str = "") -> None:
+    staged = staged_at(step)
+    image = memoryview(staged.buffer)
+    objects.write(
+        rank, staged.table, image, step=step, save=save or f"save{step}", ready=lambda _end: None
+    )
+
+
+def there(objects: ObjectStore) -> list[tuple[int, str]]:
+    found = [one.manifest for one in objects.found() if isinstance(one, Found)]
+    return [(one.step, one.save) for one in found]
+
+
+def test_a_copy_becomes_a_verified_checkpoint_there(trainer: OneRank, url: str) -> None:
+    trainer.save_all(7)
+
+    trainer.told.until(lambda: len(trainer.told.messages) == 2)
+    (saved,) = [one for one in trainer.told.messages if one.tier == "object"]
+    assert saved.path.startswith(f"{url}/j/checkpoints/step-00000007.")
+    assert saved.digest == staged_at(7).digest
+    sources = trainer.saver.sources
+    assert sources.saves() == [(7, "save7", "shared"), (7, "save7", "object")]
+    assert sources.read("save7", "object", 0).digest == saved.digest
+    assert sources.ranks("save7", "object") == 1
+
+
+def test_it_is_a_checkpoint_once_the_parts_of_all_ranks_are_there(url: str) -> None:
+    objects = ObjectStore(url, "j")
+    put(objects, 7, rank=1)
+    alone = objects.publish(7, "save7", 2, {})
+    put(objects, 7, rank=0)
+
+    whole = objects.publish(7, "save7", 2, {"epoch": 3})
+
+    assert alone is None
+    assert whole is not None
+    assert [part.rank for part in whole.manifest.parts] == [0, 1]
+    assert there(objects) == [(7, "save7")]
+    assert objects.read("save7", 1).digest == staged_at(7).digest
+
+
+def turn_a_bit(files: Any, path: str) -> None:
+    data = bytearray(files.cat_file(path))
+    data[1000] ^= 1
+    files.pipe_file(path, bytes(data))
+
+
+def cut(files: Any, path: str) -> None:
+    files.pipe_file(path, files.cat_file(path)[:-1])
+
+
+def remove(files: Any, path: str) -> None:
+    files.rm_file(path)
+
+
+@pytest.mark.parametrize("damage", [turn_a_bit, cut, remove])
+@pytest.mark.parametrize("name", ["rank-0-0000.bin", "rank-0.json"])
+def test_what_was_damaged_there_is_refused_by_name(url: str, damage: Break, name: str) -> None:
+    objects = ObjectStore(url, "j")
+    put(objects, 7)
+    found = objects.publish(7, "save7", 1, {})
+    assert found is not None
+    damage(objects._files, f"{found.path}/{name}")
+
+    with pytest.raises(Damaged, match=name):
+        objects.read("save7", 0)
+
+
+def test_a_manifest_that_was_changed_is_no_checkpoint(url: str) -> None:
+    objects = ObjectStore(url, "j")
+    put(objects, 7)
+    found = objects.publish(7, "save7", 1, {})
+    assert found is not None
+    changed = objects._files.cat_file(f"{found.path}/{MANIFEST}")[:-3] + b'1"}'
+    objects._files.pipe_file(f"{found.path}/{MANIFEST}", changed)
+
+    (damaged,) = objects.found()
+
+    assert isinstance(damaged, Damaged)
+
+
+def test_the_newest_are_kept_and_what_was_never_complete_goes(url: str) -> None:
+    objects = ObjectStore(url, "j")
+    put(objects, 1, save="died")  # its writer, before it was a checkpoint
+    for step in (2, 3, 4):
+        put(objects, step)
+        newest = objects.publish(step, f"save{step}", 1, {})
+    put(objects, 5, save="under-way")
+    assert newest is not None
+
+    objects.prune(2, newest)
+
+    assert there(objects) == [(4, "save4"), (3, "save3")]
+    steps = sorted(path.rpartition("step-")[2].partition(".")[0] for path in objects._folders())
+    assert steps == ["00000003", "00000004", "00000005"]
+
+
+def test_a_later_epoch_comes_before_a_later_step(url: str) -> None:
+    objects = ObjectStore(url, "j")
+    for step, epoch in ((9, 1), (7, 2)):
+        put(objects, step)
+        objects.publish(step, f"save{step}", 1, {"epoch": epoch})
+
+    assert there(objects) == [(7, "save7"), (9, "save9")]
+
+
+def test_a_copy_that_never_comes_leaves_nothing_to_load(url: str) -> None:
+    objects = ObjectStore(url, "j")
+
+    def fail(_end: int) -> None:
+        raise RuntimeError("the trainer is gone")
+
+    staged = staged_at(7)
+    with pytest.raises(RuntimeError, match="the trainer is gone"):
+        objects.write(0, staged.table, memoryview(staged.buffer), step=7, save="save7", ready=fail)
+    objects.give_up(7, "save7")
+
+    assert there(objects) == []
+    assert objects._folders() == []
+
+
+def test_a_writer_that_dies_leaves_the_ones_before(trainer: OneRank) -> None:
+    trainer.save_all(1)
+    trainer.told.until(lambda: len(trainer.told.messages) == 2)
+    os.kill(trainer.writer("object"), signal.SIGSTOP)
+    trainer.save(2, last=False)
+    os.kill(trainer.writer("object"), signal.SIGKILL)
+    trainer.told.until(lambda: "checkpoint_failed" in trainer.told.troubles())
+    trainer.save_all(3)
+    trainer.told.until(lambda: "checkpoint_recovered" in trainer.told.troubles())
+
+    tiers = [(step, tier) for step, _save, tier in trainer.saver.sources.saves()]
+    assert (3, "object") in tiers
+    assert (1, "object") in tiers
+
+
+def test_a_store_out_of_reach_costs_the_other_tiers_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "in-the-way").write_text("no folder")
+    one = OneRank(tmp_path, object_store=f"file://{tmp_path}/in-the-way")
+    one.save_all(1, 2)
+    one.told.until(lambda: "checkpoint_failed" in one.told.troubles())
+    one.saver.finish()
+
+    assert one.told.saved() == [1, 2]
+    assert one.told.troubles() == ["checkpoint_failed"]
+    assert [tier for _step, _save, tier in one.saver.sources.saves()] == ["shared", "shared"]
+
+
+def test_nobody_begins_anew_because_the_store_is_out_of_reach(tmp_path: Path) -> None:
+    (tmp_path / "in-the-way").write_text("no folder")
+    one = OneRank(tmp_path, object_store=f"file://{tmp_path}/in-the-way")
+
+    with pytest.raises(OSError, match="in-the-way"):
+        one.saver.sources.saves()
+
+
+@pytest.mark.parametrize("url", ["nothing-known://here", "s4://bucket"])
+def test_a_store_of_an_unknown_kind_is_refused_at_once(url: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"the object store '{url}' cannot be used"):
+        OneRank(tmp_path, object_store=url)
+
+
+def test_a_job_goes_on_from_the_store_alone(make_fleet: Callable[..., Fleet], folder: str) -> None:
+    fleet = make_fleet(2, object_store=folder, options={"object_s": 0.2})
+    fleet.start()
+    objects = ObjectStore(folder, "job_t")
+    until(lambda: len(there(objects)) > 1, "two checkpoints are there")
+    fleet.kill(0, 1)
+    before = len(fleet.steps(0))
+    for replica in (0, 1):
+        fleet.start_rank(replica, object_s=3600)
+    until(lambda: len(fleet.steps(0)) > before + 20, "it trains again")
+    lost = not (fleet.folder / "state").exists()
+    saved = {step for step, _save in there(objects)}
+    fleet.stop()
+
+    assert lost
+    assert fleet.steps(0)[before]["step"] - 1 in saved
+    assert len(fleet.digests()) == 1
