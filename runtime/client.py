@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import random
+import sys
 import threading
 import time
 from collections import deque
@@ -336,7 +337,9 @@ class Sender:
         for message in kept:
             if self._queue and self._queue[0] is message:
                 self._queue.popleft()
-        self.ledger_end = (int(reply.get("ledger_step", -1)), int(reply.get("ledger_epoch", -1)))
+        # One of an older version says nothing of epochs: then only the step counts.
+        epoch = int(reply.get("ledger_epoch", sys.maxsize))
+        self.ledger_end = (int(reply.get("ledger_step", -1)), epoch)
         self.failures_per_node_day = (
             reply.get("failures_per_node_day") or self.failures_per_node_day
         )

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import posixpath
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import xxhash
@@ -31,12 +33,16 @@ from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, chunks_of, hash_o
 STREAMS = 4
 #: Bytes of one request, a multiple of a chunk. S3 wants at least 5 MiB, and 10,000 at most.
 BLOCK_BYTES = 16 << 20
-#: Seconds. The defaults of botocore would hold a job's start up for minutes.
-_PATIENCE = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 4}}
+#: Seconds, and tries. By its defaults botocore, and s3fs around it, would hold a job's start up for
+#: a quarter of an hour for each request to a store that hangs.
+_PATIENCE = {"connect_timeout": 5, "read_timeout": 20, "retries": {"max_attempts": 1}}
+_TRIES = 1
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": _PATIENCE, "default_cache_type": "none"},
     "file": {"auto_mkdir": True},
 }
+#: Kinds whose first name is a bucket, which may be misspelt, or not be restored yet.
+_WITH_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az"})
 
 
 @dataclass(frozen=True)
@@ -56,41 +62,39 @@ class ObjectStore:
     """The checkpoints of one job, by the URL of its place: s3://bucket/prefix."""
 
     def __init__(self, url: str, job: str) -> None:
-        """Reaches for nothing yet. Raises ValueError for a URL of a kind that cannot be used."""
+        """Reaches for nothing yet. Raises ValueError for a URL that cannot be used."""
         import fsspec  # takes longer than all else here, and few need it
 
-        protocol = url.partition("://")[0]
+        protocol, _, place = url.partition("://")
+        if "@" in place.partition("/")[0]:  # it is told, logged and kept
+            raise ValueError(
+                "the object store's URL holds a user's name: credentials belong in the "
+                "environment, as its library wants them"
+            )
         fresh = {"use_listings_cache": False, "skip_instance_cache": True}
         try:
             self._files, root = fsspec.core.url_to_fs(url, **fresh, **_OPTIONS.get(protocol, {}))
         except (ImportError, ValueError) as error:
             raise ValueError(f"the object store {url!r} cannot be used: {error}") from error
-        self._url = url.rstrip("/")
+        if hasattr(self._files, "retries"):
+            self._files.retries = _TRIES  # around those of botocore
+        self.url = url.rstrip("/")
+        self._bucket = root.strip("/").partition("/")[0] if protocol in _WITH_BUCKETS else ""
         self._job = job
         self._root = posixpath.join(root, job, "checkpoints")
 
     def url_of(self, found: Found) -> str:
         """Where it is, for a person."""
-        name = posixpath.basename(found.path)
-        return f"{self._url}/{self._job}/checkpoints/{name}"
+        return f"{self.url}/{self._job}/checkpoints/{posixpath.basename(found.path)}"
 
     # --- what there is --------------------------------------------------------------------------
 
     def found(self) -> list[Found | Damaged]:
         """All complete ones, or why one that has a manifest cannot be read; the newest first.
         Raises OSError."""
-        there: list[Found] = []
-        damaged: list[Damaged] = []
-        for path in self._folders():
-            try:
-                data = self._small(posixpath.join(path, MANIFEST))
-            except FileNotFoundError:
-                continue
-            try:
-                there.append(Found(path, Manifest.from_json(data, f"{path}/{MANIFEST}")))
-            except Damaged as error:
-                damaged.append(error)
-        return [*sorted(there, key=lambda one: one.age, reverse=True), *damaged]
+        manifests = self._manifests()
+        damaged = [one for one in manifests.values() if isinstance(one, Damaged)]
+        return [*_newest_first(manifests), *damaged]
 
     def named(self, save: str) -> Found:
         """Raises Damaged if it is gone, OSError."""
@@ -125,16 +129,43 @@ class ObjectStore:
     ) -> Part:
         """Put one rank's image there and read it back. `ready` is called, on any thread, with the
         end of what is read of the image next, and returns once it is there; what it raises is
-        raised. Raises OSError, Damaged."""
+        raised.
+
+        Raises OSError, Damaged. What was put of ours by then is removed, but not once all of it was
+        there: another rank may have made it a checkpoint.
+        """
         folder = self._folder(step, save)
         files = layout_of(table, rank, STREAMS)
-        hashes = [""] * table.chunks
+        try:
+            hashes = self._put(folder, files, image, table.chunks, ready)
+            part = Part(step=step, save=save, rank=rank, table=table, hashes=hashes, files=files)
+            self._compare(folder, part)
+        except BaseException:
+            for file in files:
+                with contextlib.suppress(OSError):
+                    self._remove_one(posixpath.join(folder, file.name))
+            raise
+        self._put_small(posixpath.join(folder, part.name), part.to_json())
+        return part
 
-        def put(file: DataFile) -> None:
+    def _put(
+        self,
+        folder: str,
+        files: tuple[DataFile, ...],
+        image: memoryview,
+        chunks: int,
+        ready: Callable[[int], object],
+    ) -> tuple[str, ...]:
+        """Several at once; the hashes of the chunks."""
+        hashes = [""] * chunks
+
+        def put(file: DataFile, stopped: threading.Event) -> None:
             start = file.first * CHUNK_BYTES
             path = posixpath.join(folder, file.name)
             with self._opened(path) as out:
                 for first in range(start, start + file.bytes, BLOCK_BYTES):
+                    if stopped.is_set():
+                        raise _GivenUp
                     end = min(first + BLOCK_BYTES, start + file.bytes)
                     ready(end)
                     for chunk, data in enumerate(chunks_of(image[first:end]), first // CHUNK_BYTES):
@@ -142,49 +173,58 @@ class ObjectStore:
                     with self._asking(path):
                         out.write(image[first:end])
 
-        with ThreadPoolExecutor(STREAMS, "drydock-put") as pool:
-            for done in [pool.submit(put, file) for file in files]:
-                done.result()
-        part = Part(step=step, save=save, rank=rank, table=table, hashes=tuple(hashes), files=files)
-        self._compare(folder, part)
-        self._put_small(posixpath.join(folder, part.name), part.to_json())
-        return part
+        _do_all([partial(put, file) for file in files])
+        return tuple(hashes)
 
     def publish(self, step: int, save: str, ranks: int, facts: dict[str, Any]) -> Found | None:
-        """Make it a checkpoint if the parts of all ranks are there, by whoever sees that: several
-        may, and do the same. Raises OSError, Damaged."""
+        """Make it a checkpoint if the parts of all ranks are there, by whoever sees that first; it,
+        once it is one. Raises OSError, Damaged."""
         folder = self._folder(step, save)
+        path = posixpath.join(folder, MANIFEST)
+        with contextlib.suppress(FileNotFoundError):
+            return Found(folder, Manifest.from_json(self._small(path), path))
         parts = []
         for rank in range(ranks):
-            path = posixpath.join(folder, part_name(rank))
+            part = posixpath.join(folder, part_name(rank))
             try:
-                data = self._small(path)
+                data = self._small(part)
             except FileNotFoundError:
                 return None
-            parts.append(hash_of_part(Part.from_json(data, path), data))
+            parts.append(hash_of_part(Part.from_json(data, part), data))
         manifest = Manifest(step=step, save=save, parts=tuple(parts), facts=facts)
-        self._put_small(posixpath.join(folder, MANIFEST), manifest.to_json())
+        self._put_small(path, manifest.to_json())
         return Found(folder, manifest)
 
     def prune(self, keep: int, newest: Found) -> None:
-        """Remove all but the newest `keep`, and what died before `newest` and was never complete:
-        each rank saves one after another. Raises OSError."""
-        there = [one for one in self.found() if isinstance(one, Found)]
-        complete = {one.path for one in there}
-        for path in self._folders():
+        """Remove all but the newest `keep`, `newest` among them, and what died before that and was
+        never complete: each rank saves one after another. What cannot be read is not counted, and
+        goes once it is older than all that are kept. Raises OSError."""
+        manifests = self._manifests()
+        others = [one for one in _newest_first(manifests) if one.path != newest.path]
+        kept = [newest, *others[: keep - 1]]
+        oldest = min(one.manifest.step for one in kept)
+        for path, one in manifests.items():
             step = store.numbers_in(posixpath.basename(path))[0]
-            if path not in complete and step < newest.manifest.step:
+            died = one is None and step < newest.manifest.step
+            if died or (isinstance(one, Damaged) and len(kept) == keep and step < oldest):
                 self._remove(path)
-        for old in there[keep:]:
-            if old.path != newest.path:
-                self._remove(old.path)
-
-    def give_up(self, step: int, save: str) -> None:
-        """It cannot be completed any more."""
-        with contextlib.suppress(OSError):
-            self._remove(self._folder(step, save))
+        for old in others[keep - 1 :]:
+            self._remove(old.path)
 
     # --- requests -------------------------------------------------------------------------------
+
+    def _manifests(self) -> dict[str, Manifest | Damaged | None]:
+        """By the folder: what it holds, why that cannot be read, or None if it has no manifest."""
+        found: dict[str, Manifest | Damaged | None] = {}
+        for folder in self._folders():
+            path = posixpath.join(folder, MANIFEST)
+            try:
+                found[folder] = Manifest.from_json(self._small(path), path)
+            except FileNotFoundError:
+                found[folder] = None
+            except Damaged as error:
+                found[folder] = error
+        return found
 
     def _folder(self, step: int, save: str) -> str:
         """All ranks find the same, and no other save of this step does."""
@@ -196,9 +236,19 @@ class ObjectStore:
             with self._asking(self._root):
                 listed = self._files.ls(self._root, detail=False)
         except FileNotFoundError:
+            self._demand_bucket()
             return []
         named = (str(path).rstrip("/") for path in listed)
         return [path for path in named if store.is_name(posixpath.basename(path))]
+
+    def _demand_bucket(self) -> None:
+        """Nothing is there: is that so because the bucket is not? Raises OSError."""
+        if not self._bucket:
+            return
+        with self._asking(self._bucket):
+            there = self._files.exists(self._bucket)
+        if not there:
+            raise OSError(f"{self.url}: there is no bucket {self._bucket!r}, or it cannot be seen")
 
     @contextlib.contextmanager
     def _opened(self, path: str) -> Iterator[Any]:
@@ -207,13 +257,13 @@ class ObjectStore:
             out = self._files.open(path, "wb", block_size=BLOCK_BYTES)
         try:
             yield out
+            with self._asking(path):
+                out.close()
         except BaseException:
             with contextlib.suppress(Exception):  # some kinds know no such thing
                 out.discard()
                 out.closed = True
             raise
-        with self._asking(path):
-            out.close()
 
     def _small(self, path: str) -> bytes:
         with self._asking(path):
@@ -223,10 +273,13 @@ class ObjectStore:
         with self._asking(path):
             self._files.pipe_file(path, data)
 
+    def _remove_one(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError), self._asking(path):
+            self._files.rm_file(path)
+
     def _remove(self, folder: str) -> None:
         """The manifest first, so that what is left of it when we die is no checkpoint."""
-        with contextlib.suppress(FileNotFoundError), self._asking(folder):
-            self._files.rm_file(posixpath.join(folder, MANIFEST))
+        self._remove_one(posixpath.join(folder, MANIFEST))
         with contextlib.suppress(FileNotFoundError), self._asking(folder):
             self._files.rm(folder, recursive=True)
 
@@ -234,7 +287,7 @@ class ObjectStore:
         """Read the objects of a part, each chunk compared. Raises Damaged, OSError."""
         wrong: list[int] = []
 
-        def get(path: str, file: DataFile, start: int) -> None:
+        def get(path: str, file: DataFile, start: int, _stopped: threading.Event) -> None:
             end = min(start + BLOCK_BYTES, file.bytes)
             with _missing_is_damage(path), self._asking(path):
                 block = memoryview(self._files.cat_file(path, start=start, end=end))
@@ -247,14 +300,13 @@ class ObjectStore:
                 at = file.first * CHUNK_BYTES
                 into[at + start : at + end] = block
 
-        with ThreadPoolExecutor(STREAMS, "drydock-get") as pool:
-            asked = [
-                pool.submit(get, posixpath.join(folder, file.name), file, start)
+        _do_all(
+            [
+                partial(get, posixpath.join(folder, file.name), file, start)
                 for file in part.files
                 for start in range(0, file.bytes, BLOCK_BYTES)
             ]
-            for done in asked:
-                done.result()
+        )
         if wrong:
             names = sorted({part.file_of(chunk) for chunk in wrong})
             tensors = store.shortened(store.names_in(part, *sorted(wrong)))
@@ -271,7 +323,37 @@ class ObjectStore:
         except (OSError, Damaged):
             raise
         except Exception as error:
-            raise OSError(f"{self._url}, {path}: {error}") from error
+            raise OSError(f"{self.url}, {path}: {error}") from error
+
+
+def _newest_first(manifests: dict[str, Manifest | Damaged | None]) -> list[Found]:
+    there = [Found(path, one) for path, one in manifests.items() if isinstance(one, Manifest)]
+    return sorted(there, key=lambda one: one.age, reverse=True)
+
+
+class _GivenUp(Exception):
+    """Another request failed, so that this one is of no use."""
+
+
+def _do_all(tasks: Sequence[Callable[[threading.Event], None]]) -> None:
+    """Several at once. Raises what one raises; then no more are begun, and those under way are told
+    by the event."""
+    stopped = threading.Event()
+
+    def do(task: Callable[[threading.Event], None]) -> None:
+        if stopped.is_set():
+            return
+        try:
+            task(stopped)
+        except _GivenUp:
+            return
+        except BaseException:
+            stopped.set()
+            raise
+
+    with ThreadPoolExecutor(STREAMS, "drydock-objects") as pool:
+        for done in [pool.submit(do, task) for task in tasks]:
+            done.result()
 
 
 @contextlib.contextmanager

@@ -2,8 +2,9 @@
 beforehand, and shared with the writer.
 
 The first touch of memory costs ten times a copy into it, so two rooms are kept for good, and taken
-in turn. Each is a memfd: it has no name that could be left behind, and what was copied lives for as
-long as the writer has it open, whatever becomes of this process.
+in turn; three where an object store, which may take minutes, has one of them for long. Each is a
+memfd: it has no name that could be left behind, and what was copied lives for as long as the writer
+has it open, whatever becomes of this process.
 """
 
 from __future__ import annotations
@@ -60,11 +61,12 @@ class Room:
 
 
 class Rooms:
-    """Two rooms of one size, and which of them are free. Safe for several threads."""
+    """Rooms of one size, and which of them are free. Safe for several threads."""
 
-    def __init__(self, on_failure: Callable[[str], None]) -> None:
-        """`on_failure` is told why rooms cannot be had."""
+    def __init__(self, on_failure: Callable[[str], None], rooms: int = ROOMS) -> None:
+        """`on_failure` is told why so many cannot be had."""
         self._on_failure = on_failure
+        self._rooms = rooms
         self._changed = threading.Condition()
         self._free: list[Room] = []
         self._used: list[Room] = []
@@ -126,6 +128,11 @@ class Rooms:
         with self._changed:
             return bool(self._free)
 
+    def all_free(self) -> bool:
+        """Whether all that there should be are made, and none is in use."""
+        with self._changed:
+            return len(self._free) == self._rooms and not self._used
+
     def descriptors(self) -> tuple[int, dict[int, int]]:
         """Of all rooms by their numbers; before them how often there was another room."""
         with self._changed:
@@ -143,10 +150,10 @@ class Rooms:
     def _make(self) -> None:
         """On a thread of its own. Each is there for use as soon as it is made."""
         try:
-            with self._changed:  # never more than two of them: a writer may still read a former one
+            with self._changed:  # never more of them: a writer may still read a former one
                 self._changed.wait_for(lambda: not self._used)
-            for number in range(ROOMS):
-                # The first is wanted soon. Nobody needs the second one yet.
+            for number in range(self._rooms):
+                # The first is wanted soon. Nobody needs the others yet.
                 made = Room(number, self._size, self._wanted.wait if number else _on_and_on)
                 with self._changed:
                     self._wanted.clear()
@@ -156,7 +163,9 @@ class Rooms:
         except (OSError, MemoryError) as error:
             self._not_before = time.monotonic() + RETRY_S
             size = self._size
-            self._on_failure(f"{ROOMS} times {size} bytes for checkpoints cannot be had: {error}")
+            self._on_failure(
+                f"{self._rooms} times {size} bytes for checkpoints cannot be had: {error}"
+            )
         finally:
             with self._changed:
                 self._making = False

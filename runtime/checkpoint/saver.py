@@ -12,7 +12,7 @@ from typing import Any
 from runtime.checkpoint import peer, store
 from runtime.checkpoint.delivery import Delivery, Save
 from runtime.checkpoint.peer import Place
-from runtime.checkpoint.rooms import Rooms
+from runtime.checkpoint.rooms import ROOMS, Rooms
 from runtime.checkpoint.sources import Sources
 from runtime.checkpoint.tiers import TIERS, Folders, Interval, TierName, tiers_of
 from runtime.job import Job
@@ -45,7 +45,10 @@ class Checkpointer:
         self._late: set[TierName] = set()  # an engineer was told
         self._again: set[TierName] = set()  # there was too little room, and more is being made
         #: where states are copied to; copies for newcomers are made in them too
-        self.rooms = Rooms(lambda why: job.trouble("no_room_for_checkpoints", why))
+        self.rooms = Rooms(
+            lambda why: job.trouble("no_room_for_checkpoints", why),
+            ROOMS + ("object" in self.tiers),
+        )
         #: to the writers, and what they say
         self.delivery = Delivery(job, self.tiers, self.folders, self.rooms)
         self._own_holder: peer.OwnHolder | None = None  # it keeps what peers save

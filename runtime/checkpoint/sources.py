@@ -37,7 +37,8 @@ class Sources:
         training first, of several of one state the one in the quickest tier.
 
         A tier that cannot be read, or has some and none that could be ours, is told. If there is no
-        other checkpoint it is raised as ValueError, and as OSError if it is a tier of all nodes.
+        other checkpoint, or only in the object store, it is raised as ValueError, and as OSError if
+        it is a tier of all nodes.
         """
         found: list[_Found] = []
         failed: OSError | ValueError | None = None
@@ -52,8 +53,8 @@ class Sources:
                 self._job.trouble("checkpoints_out_of_reach", f"{name}: {error}")
                 continue
             found += [(epoch, step, -order, save, name) for epoch, step, save in ours]
-        if failed is not None and not found:
-            raise failed
+        if failed is not None and all(tier == "object" for *_, tier in found):
+            raise failed  # what the object store has is old: nobody goes back to it unasked
         trains = self._without_suspects(found)
         return [(step, save, name) for _, step, _, save, name in sorted(trains, reverse=True)]
 
@@ -112,7 +113,13 @@ class Sources:
         found = self._objects.found()
         for damaged in (one for one in found if isinstance(one, Damaged)):
             self._job.trouble("checkpoint_refused", f"object: {damaged}")
-        return [one.manifest for one in found if isinstance(one, Found)]
+        whole = [one.manifest for one in found if isinstance(one, Found)]
+        if found and not whole:
+            raise ValueError(
+                f"none of the {len(found)} checkpoints in {self._objects.url} can be read: mend "
+                "that, or to begin anew move them away"
+            )
+        return whole
 
     def _held(self) -> list[tuple[int, int, str]]:
         """What peers saved to this node's memory, of our rank."""

@@ -220,14 +220,10 @@ class Writer:
         if self._objects is None:
             self._objects = ObjectStore(str(asked["objects"]), str(asked["job"]))
         objects, step = self._objects, int(asked["step"])
-        try:
-            objects.write(
-                int(asked["rank"]), table, image, step=step, save=self._name, ready=self._await_copy
-            )
-            found = objects.publish(step, self._name, int(asked["ranks"]), asked["facts"])
-        except BaseException:
-            objects.give_up(step, self._name)
-            raise
+        objects.write(
+            int(asked["rank"]), table, image, step=step, save=self._name, ready=self._await_copy
+        )
+        found = objects.publish(step, self._name, int(asked["ranks"]), asked["facts"])
         self._say("durable", written=len(image))
         if found is None:
             self._say("verified", whole=None)

@@ -19,18 +19,21 @@ class Comparison:
     """Digests of the members' state after one step, until all are known."""
 
     def __init__(self) -> None:
-        self._step = -1
+        self._of = (0, -1)  # epoch and step: a job that went back makes a step anew
         self._digests: dict[int, str] = {}
 
     def hear(
-        self, replica: int, step: int, digest: str, members: Iterable[int]
+        self, replica: int, epoch: int, step: int, digest: str, members: Iterable[int]
     ) -> dict[int, str] | None:
         """One member's; the digests of all `members` once the last one is there, None before."""
-        if step != self._step:
-            self._step, self._digests = step, {}
+        if (epoch, step) != self._of:
+            self._of, self._digests = (epoch, step), {}
         self._digests[replica] = digest
         states = {one: self._digests[one] for one in members if one in self._digests}
-        return states if set(states) == set(members) else None
+        if set(states) != set(members):
+            return None
+        self._digests = {}
+        return states
 
 
 def most_common(states: Mapping[int, str]) -> str:

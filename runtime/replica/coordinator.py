@@ -246,10 +246,11 @@ class Coordinator(Epochs):
         self.admission.staged(peer, int(message["step"]), str(message["digest"]))
 
     def on_compared(self, peer: Peer, message: dict[str, Any]) -> None:
-        if peer.phase != "member" or int(message["epoch"]) != self.record.epoch:
+        epoch, step = int(message["epoch"]), int(message["step"])
+        if peer.phase != "member" or epoch != self.record.epoch:
             return
-        step, digest = int(message["step"]), str(message["digest"])
-        states = self.comparison.hear(peer.replica, step, digest, self.alive)
+        digest = str(message["digest"])
+        states = self.comparison.hear(peer.replica, epoch, step, digest, self.alive)
         if states is not None:
             tell_difference(self.members(), step, states)
 

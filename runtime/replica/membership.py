@@ -307,7 +307,7 @@ class Member:
 def difference_in(message: dict[str, Any]) -> str:
     """Of the members' states, in words."""
     states = ", ".join(f"{r}: {brief(digest)}" for r, digest in message["states"].items())
-    odd = ", ".join(map(str, message["odd"]))
+    odd = ", ".join(map(str, message.get("odd", [])))
     if not odd:
         return (
             f"after step {message['step']} the replicas hold different states ({states}), and none "

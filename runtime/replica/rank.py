@@ -426,8 +426,10 @@ class Rank:
             return
         try:
             copying = self.state.begin_copy(room.memory)
-        except TooSmall:  # an optimizer made its state since
+        except Exception as error:  # no comparison is worth the training
             self.saver.rooms.give_back(room)
+            if not isinstance(error, TooSmall):  # else an optimizer made its state since
+                self.job.trouble("not_compared", f"no copy could be made: {error!r}")
             return
         self._copies.append(copying)
         threading.Thread(
@@ -438,6 +440,8 @@ class Rank:
         try:
             staged = copying.finish()
             self.on_compared(staged.step, staged.digest)
+        except Exception as error:
+            self.job.trouble("not_compared", f"step {copying.step}: {error!r}")
         finally:
             self.saver.rooms.give_back(room)
 

@@ -52,6 +52,7 @@ class Together:
         self.epoch_name = ""  # the same on all members, and never used again
         self._trial: Trial | None = None  # of the state that the job began from
         self._digests: list[str] = []  # of what was loaded just now, by rank
+        self._epoch_of = {"staged": 0, "compared": 0}  # in which the last copies were begun
         #: what for -> rank -> step and digest of its copy
         self._hashed: dict[str, dict[int, tuple[int, str]]] = {"staged": {}, "compared": {}}
         self._compare_every = compare_every
@@ -269,7 +270,7 @@ class Together:
             self._trial = Trial(state, left) if began["step"] >= 0 else None
 
     def stage(self) -> None:
-        self._hashed["staged"].clear()
+        self._begin_to_hash("staged")
         self._all("stage")
 
     def release(self, *, log: bool) -> None:
@@ -300,19 +301,23 @@ class Together:
         parts = [there.get(one, (-1, "")) for one in range(self.siblings.ranks)]
         if {at for at, _digest in parts} == {step}:
             digests = NEXT.join(digest for _at, digest in parts)
-            self.rank.link.say(op, epoch=self.member.epoch, step=step, digest=digests)
+            self.rank.link.say(op, epoch=self._epoch_of[op], step=step, digest=digests)
+
+    def _begin_to_hash(self, op: str) -> None:
+        self._epoch_of[op] = self.member.epoch
+        self._hashed[op].clear()
 
     # --- comparing ------------------------------------------------------------------------------
 
     def ready_to_compare(self) -> bool:
-        """Whether the states are to be compared after the step under way, and there is memory for
-        a copy of ours."""
-        return self._times(self.committed + 2) > self._compared and self.rank.saver.rooms.any_free()
+        """Whether the states are to be compared after the step under way, and no checkpoint has to
+        wait for the memory of our copy."""
+        return self._times(self.committed + 2) > self._compared and self.rank.saver.rooms.all_free()
 
     def compare(self) -> None:
         """At an edge that all members reached ready for it."""
         self._compared = self._times(self.committed + 1)
-        self._hashed["compared"].clear()
+        self._begin_to_hash("compared")
         self._all("compare")
 
     def _times(self, steps: int) -> int:

@@ -8,11 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.replica.comparing import most_common, odd_ones
+from runtime.replica.comparing import Comparison, most_common, odd_ones
 from tests.runtime.replicas import Fleet, until
 from tests.runtime.test_client import Door
 
 STATES = st.dictionaries(st.integers(0, 9), st.sampled_from("abc"), min_size=1)
+
+
+def test_a_step_that_is_made_anew_is_compared_anew() -> None:
+    comparison = Comparison()
+    for replica in (0, 1):
+        comparison.hear(replica, 1, 999, "before", [0, 1])
+
+    assert comparison.hear(0, 2, 999, "after", [0, 1]) is None
+    assert comparison.hear(1, 2, 999, "after", [0, 1]) == {0: "after", 1: "after"}
+    assert comparison.hear(1, 2, 999, "again", [0, 1]) is None
 
 
 @given(STATES)

@@ -73,6 +73,11 @@ def there(objects: ObjectStore) -> list[tuple[int, str]]:
     return [(one.step, one.save) for one in found]
 
 
+def change_manifest(objects: ObjectStore, found: Found) -> None:
+    changed = objects._files.cat_file(f"{found.path}/{MANIFEST}")[:-3] + b'1"}'
+    objects._files.pipe_file(f"{found.path}/{MANIFEST}", changed)
+
+
 def test_a_copy_becomes_a_verified_checkpoint_there(trainer: OneRank, url: str) -> None:
     trainer.save_all(7)
 
@@ -133,8 +138,7 @@ def test_a_manifest_that_was_changed_is_no_checkpoint(url: str) -> None:
     put(objects, 7)
     found = objects.publish(7, "save7", 1, {})
     assert found is not None
-    changed = objects._files.cat_file(f"{found.path}/{MANIFEST}")[:-3] + b'1"}'
-    objects._files.pipe_file(f"{found.path}/{MANIFEST}", changed)
+    change_manifest(objects, found)
 
     (damaged,) = objects.found()
 
@@ -157,6 +161,87 @@ def test_the_newest_are_kept_and_what_was_never_complete_goes(url: str) -> None:
     assert steps == ["00000003", "00000004", "00000005"]
 
 
+def test_what_cannot_be_read_is_kept_until_it_is_older_than_all_that_are(url: str) -> None:
+    objects = ObjectStore(url, "j")
+    for step in (1, 2):
+        put(objects, step)
+        newest = objects.publish(step, f"save{step}", 1, {})
+        assert newest is not None
+        change_manifest(objects, newest)
+    put(objects, 3)
+    alone = objects.publish(3, "save3", 1, {})
+    assert alone is not None
+    objects.prune(2, alone)
+    kept = len(objects.found())
+    put(objects, 4)
+    newest = objects.publish(4, "save4", 1, {})
+    assert newest is not None
+
+    objects.prune(2, newest)
+
+    assert kept == 3
+    assert len(objects.found()) == 2
+    assert there(objects) == [(4, "save4"), (3, "save3")]
+
+
+def test_a_second_to_publish_changes_nothing(url: str) -> None:
+    objects = ObjectStore(url, "j")
+    put(objects, 7)
+    first = objects.publish(7, "save7", 1, {"at": 1})
+
+    assert objects.publish(7, "save7", 1, {"at": 2}) == first
+
+
+def test_a_part_that_was_whole_is_not_taken_back(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank may have seen it, and have made the checkpoint."""
+    objects = ObjectStore(url, "j")
+    put(objects, 7, rank=1)
+    put_small = objects._put_small
+
+    def lose_the_answer(path: str, data: bytes) -> None:
+        put_small(path, data)
+        raise OSError("the connection is gone")
+
+    monkeypatch.setattr(objects, "_put_small", lose_the_answer)
+    with pytest.raises(OSError, match="gone"):
+        put(objects, 7, rank=0)
+    monkeypatch.undo()
+
+    assert objects.publish(7, "save7", 2, {}) is not None
+    assert objects.read("save7", 0).digest == staged_at(7).digest
+
+
+def test_after_a_request_that_failed_no_more_are_made(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = ObjectStore(url, "j")
+    put(objects, 7)
+    assert objects.publish(7, "save7", 1, {}) is not None
+    monkeypatch.setattr("runtime.checkpoint.objects.BLOCK_BYTES", 4096)
+    asked: list[str] = []
+    small = objects._files.cat_file
+
+    def fail(path: str, **given: Any) -> bytes:
+        if "start" not in given:
+            return bytes(small(path))
+        asked.append(path)
+        raise OSError("the store is away")
+
+    monkeypatch.setattr(objects._files, "cat_file", fail)
+    with pytest.raises(OSError, match="away"):
+        objects.read("save7", 0)
+
+    blocks = staged_at(7).table.bytes // 4096
+    assert len(asked) < blocks / 10
+
+
+def test_a_bucket_that_is_not_there_is_an_error(bucket: str) -> None:
+    with pytest.raises(OSError, match="there is no bucket 'misspelt'"):
+        ObjectStore("s3://misspelt/of/ours", "j").found()
+
+    assert ObjectStore(bucket, "new").found() == []
+
+
 def test_a_later_epoch_comes_before_a_later_step(url: str) -> None:
     objects = ObjectStore(url, "j")
     for step, epoch in ((9, 1), (7, 2)):
@@ -175,10 +260,9 @@ def test_a_copy_that_never_comes_leaves_nothing_to_load(url: str) -> None:
     staged = staged_at(7)
     with pytest.raises(RuntimeError, match="the trainer is gone"):
         objects.write(0, staged.table, memoryview(staged.buffer), step=7, save="save7", ready=fail)
-    objects.give_up(7, "save7")
 
     assert there(objects) == []
-    assert objects._folders() == []
+    assert objects._files.find(objects._root) == []
 
 
 def test_a_writer_that_dies_leaves_the_ones_before(trainer: OneRank) -> None:
@@ -216,6 +300,42 @@ def test_nobody_begins_anew_because_the_store_is_out_of_reach(tmp_path: Path) ->
 
     with pytest.raises(OSError, match="in-the-way"):
         one.saver.sources.saves()
+
+
+def test_nobody_begins_anew_where_nothing_in_the_store_can_be_read(
+    folder: str, tmp_path: Path
+) -> None:
+    objects = ObjectStore(folder, "j")
+    put(objects, 7)
+    found = objects.publish(7, "save7", 1, {})
+    assert found is not None
+    change_manifest(objects, found)
+    one = OneRank(tmp_path, object_store=folder)
+
+    with pytest.raises(ValueError, match="none of the 1 checkpoints in file://"):
+        one.saver.sources.saves()
+
+
+def test_an_old_checkpoint_of_the_store_hides_no_folder_that_is_not_mounted(
+    folder: str, tmp_path: Path
+) -> None:
+    one = OneRank(tmp_path, own_disk=True)
+    one.save_all(7)
+    one.saver.finish()
+    put(ObjectStore(folder, "j"), 3)
+    ObjectStore(folder, "j").publish(3, "save3", 1, {})
+    (tmp_path / "checkpoints").rename(tmp_path / "not-mounted")
+    again = OneRank(tmp_path, own_disk=True, object_store=folder)
+
+    with pytest.raises(ValueError, match="if it is not mounted, mount it"):
+        again.saver.sources.saves()
+
+
+def test_a_url_with_a_password_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="credentials belong in the environment") as refused:
+        OneRank(tmp_path, object_store="ftp://me:secret@there/x")
+
+    assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize("url", ["nothing-known://here", "s4://bucket"])
