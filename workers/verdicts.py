@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
-from controlplane.health.catalogue import xids
+from datetime import timedelta
+
+from django.db.models import Q
+
+from controlplane.health.catalogue import catalogue
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
 from workers import triage
+from workers.triage.logs import NEAR_S, Stamp, judge_log
 
 #: Signals in which hardware speaks for itself.
 HARDWARE_SPEAKS = (SignalKind.KERNEL_LINE, SignalKind.READING)
+#: So many lines around one are looked at.
+AROUND = 200
+#: Of them those that may decide on another.
+_DECIDING = Q(raw__contains="Xid") | Q(raw__contains="NVIDIA GPU") | Q(raw__contains="fallen off")
 
 
 def verdict_of(signal: Signal) -> triage.LineVerdict | None:
-    """What a kernel line or a card's readings mean; None if nothing."""
+    """What a kernel line, with what its node said around it, or a card's readings mean; None if
+    nothing."""
     if signal.kind == SignalKind.READING:
         data = signal.data
         pci = signal.gpu.pci_address if signal.gpu else ""
         return triage.judge_errors(pci, data.get("errors", ()), data.get("window_s", 0.0))
-    return triage.judge_line(signal.raw, xids())
+    alone = triage.judge_line(signal.raw, catalogue())
+    if alone is None or signal.node_id is None:
+        return alone
+    reach = timedelta(seconds=NEAR_S)
+    around = (
+        Signal.objects.filter(
+            _DECIDING,
+            node_id=signal.node_id,
+            kind=SignalKind.KERNEL_LINE,
+            observed_at__range=(signal.observed_at - reach, signal.observed_at + reach),
+        )
+        .exclude(pk=signal.pk)
+        .order_by("-observed_at")
+        .values_list("observed_at", "raw")[:AROUND]
+    )
+    lines = sorted([*around, (signal.observed_at, signal.raw)], key=lambda one: one[0])
+    ours = lines.index((signal.observed_at, signal.raw))
+    stamps = [Stamp("wall", at.timestamp()) for at, _raw in lines]
+    found = list(judge_log([raw for _at, raw in lines], catalogue(), stamps))[ours]
+    return alone if found is None else found.verdict

@@ -1,20 +1,30 @@
-"""The vendor's catalogue of XID codes, as triage uses it: read once, checked when read.
+"""The vendor's catalogues, as triage uses them: read once, checked when read.
 
-Collected from NVIDIA's XID catalogue and other public lists; each row of data/xid.csv names its
-sources and where they disagree.
+Collected from NVIDIA's XID catalogue, its Fabric Manager guide, its decode tables and other public
+lists; each row of data/xid.csv and data/sxid.csv names its sources and where they disagree. A site
+does not edit them: DRYDOCK_CATALOGUE names a folder with files of the same names and only the rows
+and columns that it sees otherwise.
 """
 
 from __future__ import annotations
 
 import csv
+import os
+from collections import defaultdict
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
-from workers.triage import ACTIONS, CatalogueEntry, Fault
+from workers.triage import ACTIONS, Catalogue, CatalogueEntry, Fault, SxidEntry
+from workers.triage.catalogue import Layout, RegisterRule, UnitRule
+from workers.triage.nvlink import XID_154
 
 DATA = Path(__file__).parent / "data"
+#: Names the folder of a site's overlay.
+OVERLAY = "DRYDOCK_CATALOGUE"
 
-#: NVIDIA's words for the immediate action, in ours.
+#: The vendor's words for an action, in ours.
 _ACTIONS: dict[str, str] = {
     "IGNORE": "ignore",
     "RESTART_APP": "restart_app",
@@ -23,15 +33,27 @@ _ACTIONS: dict[str, str] = {
     "RESET_GPU": "reset_gpu",
     "CONTACT_SUPPORT": "contact_vendor",
     "CHECK_MECHANICALS": "check_mechanicals",
+    "CHECK_COOLING": "check_mechanicals",
     "UPDATE_SWFW": "update_software",
     "WORKFLOW_XID_45": "follow_primary",
-    "WORKFLOW_XID_48": "drain_and_reset",
+    "WORKFLOW_XID_48": "reset_gpu",  # and what stands beside it decides: see `lines`
     "FOLLOW_XID_48": "follow_primary",
     "WORKFLOW_NVLINK_ERR": "undecodable",
     "WORKFLOW_NVLINK5_ERR": "undecodable",
     "XID_154": "undecodable",
+    "XID_154_EVAL": XID_154,
     "CHECK_UVM": "undecodable",
     "UNKNOWN": "undecodable",
+    # of NVSwitches
+    "RESTART_VM_OR_RESET_GPU": "reset_gpu",
+    "RESET_GPU_OR_RESTART_VM(access port) / STOP_ALL_PARTITIONS(trunk port)": "reset_gpu",
+    "RESET_ALL_GPUS_AND_SWITCHES": "drain_and_reset",
+    # of XID 74's registers
+    "FOLLOW_OTHER_ERRORS": "follow_primary",
+    "COUNT_PER_LINK": "reset_gpu",
+    "REPORT_IF_REPEATED": "reset_gpu",
+    "FIELD_DIAG_IF_REPEATED": "reset_gpu",
+    "RESET_FABRIC": "reset_gpu",
 }
 _FAULTS: dict[str, Fault] = {
     "user_app": "program",
@@ -43,28 +65,150 @@ _FAULTS: dict[str, Fault] = {
     "reserved": "unknown",
     "meta": "unknown",
 }
+_WORDS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh")
+
+Row = dict[str, str]
+_T = TypeVar("_T")
 
 
 class CatalogueError(Exception):
-    """The catalogue's file has a row that cannot be understood; the message names it."""
+    """A catalogue's file has a row that cannot be understood; the message names both."""
 
 
 @cache
-def xids() -> dict[int, CatalogueEntry]:
-    """Every known XID by number. Raises CatalogueError."""
-    with (DATA / "xid.csv").open(newline="") as file:
-        return {entry.number: entry for entry in map(_entry, csv.DictReader(file))}
+def catalogue() -> Catalogue:
+    """All of them, with the site's overlay. Raises CatalogueError."""
+    return read(DATA, Path(os.environ[OVERLAY]) if os.environ.get(OVERLAY) else None)
 
 
-def _entry(row: dict[str, str]) -> CatalogueEntry:
-    action = _ACTIONS.get(row["immediate_action"])
-    if action not in ACTIONS:
-        raise CatalogueError(f"xid {row['xid']}: unknown action {row['immediate_action']!r}")
+def read(folder: Path, overlay: Path | None = None) -> Catalogue:
+    """The catalogues in a folder, changed by an overlay's rows. Raises CatalogueError."""
+    xids = _each(_rows(folder, overlay, "xid.csv", "xid"), "xid.csv", _xid)
+    sxids = _each(_rows(folder, overlay, "sxid.csv", "sxid"), "sxid.csv", _sxid)
+    units: dict[int, list[UnitRule]] = defaultdict(list)
+    for rules in _each(_rows(folder, None, "nvlink5.csv", ""), "nvlink5.csv", _units):
+        for rule in rules:
+            units[rule.xid].append(rule)
+    registers = _each(_rows(folder, None, "nvlink4.csv", ""), "nvlink4.csv", _registers)
+    return Catalogue(
+        xids={one.number: one for one in xids},
+        sxids={one.number: one for one in sxids},
+        registers=tuple(registers),
+        units={number: tuple(rules) for number, rules in units.items()},
+    )
+
+
+def _rows(folder: Path, overlay: Path | None, name: str, key: str) -> list[Row]:
+    rows = _read(folder / name)
+    path = overlay / name if overlay is not None else None
+    if path is None or not path.exists():
+        return rows
+    by_number = {row[key]: row for row in rows}
+    columns = set(rows[0]) | {"overlay"}
+    for row in _read(path):
+        number = row.get(key) or ""
+        if not number.isdigit() or (odd := set(row) - columns):
+            what = f"unknown columns {sorted(odd)}" if number.isdigit() else f"no {key}"
+            raise CatalogueError(f"{path}, row {row}: {what}; the columns are {sorted(columns)}")
+        given = {column: value for column, value in row.items() if value}
+        empty = dict.fromkeys(rows[0], "")
+        by_number[number] = {**by_number.get(number, empty), **given, "overlay": str(path)}
+    return list(by_number.values())
+
+
+def _read(path: Path) -> list[Row]:
+    try:
+        with path.open(newline="") as file:
+            return list(csv.DictReader(file))
+    except OSError as error:
+        raise CatalogueError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _each(rows: list[Row], name: str, make: Callable[[Row], _T]) -> list[_T]:
+    made = []
+    for row in rows:
+        try:
+            made.append(make(row))
+        except (KeyError, ValueError, AttributeError) as error:
+            where = row.get("overlay") or name
+            raise CatalogueError(f"{where}, row {list(row.values())[:3]}: {error}") from error
+    return made
+
+
+def _xid(row: Row) -> CatalogueEntry:
     return CatalogueEntry(
         number=int(row["xid"]),
         mnemonic=row["mnemonic"],
         description=row["short_description"],
         fault=_FAULTS.get(row["class"], "hardware"),
-        action=action,
+        action=_action(row["immediate_action"]),
+        follow_up=_follow_up(row["follow_up_action"]),
         unused=row["nvidia_marks_unused"] == "yes",
+        source=f"site overlay {row['overlay']}" if "overlay" in row else "xid-catalogue",
     )
+
+
+def _sxid(row: Row) -> SxidEntry:
+    return SxidEntry(
+        number=int(row["sxid"]),
+        description=row["short_description"] or row["name"],
+        group=row["group"],
+        action=_action(row["immediate_action"]),
+        warning=row["severity"] in ("info", "warning"),
+        source=f"site overlay {row['overlay']}" if "overlay" in row else "sxid-catalogue",
+    )
+
+
+def _registers(row: Row) -> RegisterRule:
+    other = row["register_word"] == "any"
+    return RegisterRule(
+        word=-1 if other else _WORDS.index(row["register_word"]),
+        bits=frozenset() if other else frozenset(int(bit) for bit in row["bits_lsb0"].split(";")),
+        group=row["group"],
+        action=_action(row["action"]),
+        note=row["note"],
+    )
+
+
+def _units(row: Row) -> list[UnitRule]:
+    """A row may have a second interrupt word, for which another action holds."""
+    statuses = frozenset[int]()
+    if row["error_status"] != "any":
+        statuses = frozenset(int(one, 16) for one in row["error_status"].split("|"))
+    rules = []
+    for prefix, action in (("", row["immediate_action"]), ("alt_", row["alt_action"])):
+        if action:
+            layouts = tuple(
+                Layout(
+                    mask=int(row[f"{prefix}{version}_mask"], 16),
+                    value=int(row[f"{prefix}{version}_value"], 16),
+                )
+                for version in ("v1", "v2")
+            )
+            rules.append(
+                UnitRule(
+                    xid=int(row["xid"]),
+                    units=frozenset(row["unit"].split("/")),
+                    layouts=layouts,
+                    statuses=statuses,
+                    action=_action(action),
+                    follow_up=_follow_up(row["follow_up_action"]),
+                )
+            )
+    return rules
+
+
+def _action(word: str) -> str:
+    action = _ACTIONS.get(word, word)
+    if action not in (*ACTIONS, XID_154):
+        raise ValueError(f"unknown action {word!r}; use one of {', '.join(ACTIONS)}")
+    return action
+
+
+def _follow_up(word: str) -> str:
+    """In our words where there is one, else the vendor's; "" for none."""
+    plain = word.split(" (")[0]
+    if plain in ("", "none given", "IGNORE"):
+        return ""
+    found = _ACTIONS.get(plain, "undecodable")
+    return plain.lower() if found in ("undecodable", XID_154) else found

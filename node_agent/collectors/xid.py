@@ -1,4 +1,5 @@
-"""Reads the driver's own words out of a kernel line: an Xid, an NVSwitch's SXid, a lost card.
+"""Reads the driver's own words out of a kernel line: an Xid, an NVSwitch's SXid, a lost card. (What
+the rest of the kernel says of a host is in `host_lines`.)
 
 Pure and total: any text gives a value or None, never an error. It says what the line says and
 judges nothing; what a code means is triage's business.
@@ -24,16 +25,54 @@ class XidLine:
     #: What follows, verbatim.
     text: str
 
+    @property
+    def previous(self) -> int | None:
+        """The code that this one is a consequence of, where the driver says so."""
+        found = _PREVIOUS.search(self.text)
+        return int(found[1]) if found is not None else None
+
+    @property
+    def link(self) -> int | None:
+        """The NVLink that it is about."""
+        return _link(self.text)
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """The register words in brackets; empty where the line was cut before their end."""
+        found = _WORDS.search(self.text)
+        return tuple(int(word, 16) for word in _WORD.findall(found[1])) if found else ()
+
+    @property
+    def unit(self) -> str:
+        """The unit of NVLink 5 that it is about, as the driver names it: "RLW_REMAP"."""
+        found = _UNIT.match(self.text)
+        return found["unit"].strip() if found is not None else ""
+
+    @property
+    def fatal(self) -> bool | None:
+        """What the driver prints, which is not always what the vendor's table says."""
+        return _fatal(self.text)
+
+    @property
+    def place_in_gpu(self) -> tuple[int, int] | None:
+        """The GPC and TPC that raised an exception of a shader."""
+        found = _TPC.search(self.text)
+        return (int(found[1]), int(found[2])) if found is not None else None
+
 
 @dataclass(frozen=True)
 class SxidLine:
-    """One SXid of an NVSwitch. `fatal` and `link` are None where the line does not say."""
+    """One SXid of an NVSwitch, or a further line of it: the driver prints up to three, of which the
+    second has the severity and the third the registers. `fatal` and `link` are None where the line
+    does not say."""
 
     code: int
     pci: str
     fatal: bool | None
     link: int | None
     text: str
+    #: The port leads to another switch, not to a GPU.
+    trunk: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,25 +102,47 @@ _SXID = re.compile(
 _PROCESS = re.compile(r"pid='?(?P<pid>[0-9]{0,10})[^,]*(?:,\s*name=(?P<name>[^,]*))?,?\s*")
 _PLACE = re.compile(r"(?:PCI:)?(?P<pci>[0-9A-Fa-f]{1,8}(?::[0-9A-Fa-f]{1,4}){1,2})(?![0-9A-Fa-f])")
 _MIG = re.compile(r"GPU-I:\S+(?:\s+GPU-CI:\S+)?")
-_FATAL = re.compile(r"\b(non-)?fatal\b", re.IGNORECASE)
-_LINK = re.compile(r"\blink\s+([0-9]{1,4})\b", re.IGNORECASE)
+_FATAL = re.compile(r"\b(non-?)?fatal\b", re.IGNORECASE)
+_LINK = re.compile(r"\blink\s+([0-9]{1,4})(?![0-9])", re.IGNORECASE)
+_TRUNK = re.compile(r"\btrunk\b", re.IGNORECASE)
+_PREVIOUS = re.compile(r"caused by (?:a )?previous Xid\s*:?\s*([0-9]{1,4})", re.IGNORECASE)
+_WORD = re.compile(r"(?:0x)?([0-9a-fA-F]{1,8})(?![0-9a-fA-FxX])")
+#: Two words or more, to the closing bracket: of words that are cut off nothing can be said.
+_WORDS = re.compile(r"\(\s*((?:0x)?[0-9a-fA-F]{1,8}(?:\s*[, ]\s*(?:0x)?[0-9a-fA-F]{1,8})+)\s*\)")
+_UNIT = re.compile(
+    r"(?P<unit>[A-Z][A-Z0-9_]{2,40}(?: Degraded)?)\s+(?:(?:Non-?|Link[ -])?Fatal|XC[0-9])",
+    re.IGNORECASE,
+)
+_TPC = re.compile(r"\bGPC\s*([0-9]{1,3})\s*,?\s*TPC\s*([0-9]{1,3})", re.IGNORECASE)
 _LOST = "fallen off the bus"
 #: The driver prints it in one line, or in three of which the first names the card.
 _CARD = re.compile(
     r"\bGPU\s+(?:at\s+)?(?:PCI:)?"
     r"(?P<pci>(?:[0-9A-Fa-f]{4,8}:)?[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2})(?![0-9A-Fa-f:])"
 )
+#: And the first line of the three.
+_FIRST_OF_THREE = re.compile(
+    r"NVRM:\s+The NVIDIA GPU\s+(?P<pci>(?:[0-9A-Fa-f]{4,8}:)?[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2})"
+)
 
 
 def parse(line: str) -> Parsed | None:
     """What the line reports, whatever stands before it; None if nothing of these."""
-    found = _XID.search(line) or _TRACED.search(line)
-    if found is not None:
-        return _xid(found)
-    found = _SXID.search(line)
-    if found is not None:
-        return _sxid(found)
-    return _lost(line)
+    if "Xid" in line or "XID" in line:  # most lines of a log have none: this is quicker
+        found = _XID.search(line) or _TRACED.search(line)
+        if found is not None:
+            return _xid(found)
+        found = _SXID.search(line)
+        if found is not None:
+            return _sxid(found)
+    return _lost(line) if _LOST in line else None
+
+
+def named_card(line: str) -> str:
+    """The card that the first of three lines names, of which the last says that it is lost; "" if
+    this is no such line."""
+    found = _FIRST_OF_THREE.search(line) if "The NVIDIA GPU" in line else None
+    return found["pci"].lower() if found is not None else ""
 
 
 def same_card(line_pci: str, nvml_pci: str) -> bool:
@@ -115,15 +176,24 @@ def _xid(found: re.Match[str]) -> XidLine:
 
 def _sxid(found: re.Match[str]) -> SxidLine:
     text = found["body"].strip(", \t\r")
-    fatal = _FATAL.search(text)
-    link = _LINK.search(text)
     return SxidLine(
         code=int(found["code"]),
         pci=_pci(found["place"] or ""),
-        fatal=None if fatal is None else fatal[1] is None,
-        link=int(link[1]) if link is not None else None,
+        fatal=_fatal(text),
+        link=_link(text),
+        trunk=_TRUNK.search(text) is not None,
         text=text,
     )
+
+
+def _fatal(text: str) -> bool | None:
+    found = _FATAL.search(text)
+    return None if found is None else found[1] is None
+
+
+def _link(text: str) -> int | None:
+    found = _LINK.search(text)
+    return int(found[1]) if found is not None else None
 
 
 def _lost(line: str) -> LostGpu | None:

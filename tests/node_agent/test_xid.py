@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from node_agent.collectors import xid
 from node_agent.collectors.xid import LostGpu, SxidLine, XidLine, parse, same_card
 
-with (Path(__file__).parent / "kernel_lines.tsv").open(newline="") as file:
+with (Path(__file__).parents[1] / "data" / "xid_lines.tsv").open(newline="") as file:
     SEEN = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-XIDS = [row for row in SEEN if row["code"].isdigit()]
-SXIDS = [row for row in SEEN if row["code"].startswith("S")]
-LOST = [row for row in SEEN if row["code"] == "79*"]
-OTHERS = [row for row in SEEN if row["code"] == ""]
+XIDS = [row for row in SEEN if row["xid"].isdigit()]
+SXIDS = [row for row in SEEN if row["xid"].startswith("S")]
+LOST = [row for row in SEEN if row["xid"] == "79*"]
+OTHERS = [row for row in SEEN if row["xid"] == ""]
 
 BUS = "GPU has fallen off the bus."
 
@@ -26,20 +26,20 @@ def test_every_row_of_the_collection_is_of_one_kind() -> None:
     assert len(XIDS) + len(SXIDS) + len(LOST) + len(OTHERS) == len(SEEN) == 52
 
 
-@pytest.mark.parametrize("row", XIDS, ids=lambda row: row["code"])
+@pytest.mark.parametrize("row", XIDS, ids=lambda row: row["xid"])
 def test_an_xid_is_read(row: dict[str, str]) -> None:
     parsed = parse(row["line"])
 
     assert isinstance(parsed, XidLine)
-    assert (str(parsed.code), parsed.pci) == (row["code"], row["pci"])
+    assert (str(parsed.code), parsed.pci) == (row["xid"], row["pci"])
 
 
-@pytest.mark.parametrize("row", SXIDS, ids=lambda row: row["code"])
+@pytest.mark.parametrize("row", SXIDS, ids=lambda row: row["xid"])
 def test_an_sxid_is_read(row: dict[str, str]) -> None:
     parsed = parse(row["line"])
 
     assert isinstance(parsed, SxidLine)
-    assert (f"S{parsed.code}", parsed.pci) == (row["code"], row["pci"])
+    assert (f"S{parsed.code}", parsed.pci + ".0") == (row["xid"], row["pci"])
 
 
 @pytest.mark.parametrize("row", LOST, ids=lambda row: row["pci"])

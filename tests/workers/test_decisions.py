@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.health.catalogue import xids
+from controlplane.health.catalogue import catalogue
 from controlplane.health.choices import Action
 from workers import recovery, repair, spares, triage
 
@@ -31,7 +31,7 @@ def recovery_action(value: str) -> str:
 
 
 def judged(line: str) -> triage.LineVerdict:
-    verdict = triage.judge_line(line, xids())
+    verdict = triage.judge_line(line, catalogue())
     assert verdict is not None
     return verdict
 
@@ -101,12 +101,12 @@ def test_a_hardware_line_outranks_the_way_in_which_the_process_ended() -> None:
         (XID_31, "restart_app", False),
         (XID_94, "restart_app", False),
         (XID_45, "follow_primary", False),
-        (xid("48, An uncorrectable double bit error"), "drain_and_reset", True),
+        (xid("48, An uncorrectable double bit error"), "reset_gpu", True),
         (xid("119, pid=1, name=q, Timeout waiting for RPC"), "reset_gpu", True),
         (xid("63, Row Remapper: New row marked"), "ignore", False),
-        (xid("1, something old"), "ignore", False),  # an unused code
+        (xid("1, something old"), "contact_vendor", False),  # an unused code
         (xid("9999, from the future"), "undecodable", False),
-        ("nvidia-nvswitch0: SXid (PCI:0000:05:00.0): 20034, Fatal, Link 30", "undecodable", True),
+        ("nvidia-nvswitch0: SXid (PCI:0000:05:00.0): 20034, Fatal, Link 30", "reset_gpu", True),
         (recovery_action("0x0 (None)"), "ignore", False),
         (recovery_action("0x1 (GPU Reset Required)"), "reset_gpu", True),
         (recovery_action("0x2 (Node Reboot Required)"), "reboot", True),
@@ -125,11 +125,10 @@ def test_a_line_is_judged_by_the_driver_first_and_the_catalogue_next(
     ["NVRM: loading NVIDIA UNIX x86_64 Kernel Module", "in function handleXidEvent of a module"],
 )
 def test_a_line_that_only_looks_like_a_fault_is_none(line: str) -> None:
-    assert triage.judge_line(line, xids()) is None
+    assert triage.judge_line(line, catalogue()) is None
 
 
-def test_every_action_of_the_catalogue_is_one_of_ours() -> None:
-    assert {entry.action for entry in xids().values()} <= set(triage.ACTIONS)
+def test_every_action_of_the_rules_has_a_name_for_people() -> None:
     assert set(triage.ACTIONS) == set(Action.values)
 
 

@@ -14,7 +14,7 @@ from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import COMMAND_FINISHED, CommandState, NodeState
 from controlplane.fleet.models import Command, Node
-from controlplane.health.catalogue import xids
+from controlplane.health.catalogue import catalogue
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
 from node_agent import wire
@@ -98,6 +98,6 @@ def await_soak(ctx: StepContext, node: Node) -> Outcome:
 
 def _speaks_against(signal: Signal) -> bool:
     if signal.kind == SignalKind.KERNEL_LINE:
-        verdict = judge_line(signal.raw, xids())
+        verdict = judge_line(signal.raw, catalogue())
         return verdict is not None and condemns_node(verdict)
     return signal.kind in (SignalKind.GPU_UNREADABLE, SignalKind.LEASE_LOST)

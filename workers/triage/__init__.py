@@ -1,0 +1,44 @@
+"""What broke, and whose fault it is: pure functions from evidence to a verdict with its reasons.
+
+No Django, no I/O, no clock: the same evidence gives the same verdict, so decisions can be replayed.
+"""
+
+from workers.triage.catalogue import Catalogue, CatalogueEntry, SxidEntry
+from workers.triage.lines import judge, judge_line, parse
+from workers.triage.loss import Cause, LossEvidence, NothingLost, NotYet, cause_of_loss
+from workers.triage.readings import judge_errors
+from workers.triage.verdicts import (
+    ACTIONS,
+    FOR_PEOPLE,
+    NODE_REPAIRS,
+    VAGUE_CODES,
+    Fault,
+    LineVerdict,
+    Urgency,
+    condemns_node,
+    gravest,
+)
+
+__all__ = [
+    "ACTIONS",
+    "FOR_PEOPLE",
+    "NODE_REPAIRS",
+    "VAGUE_CODES",
+    "Catalogue",
+    "CatalogueEntry",
+    "Cause",
+    "Fault",
+    "LineVerdict",
+    "LossEvidence",
+    "NotYet",
+    "NothingLost",
+    "SxidEntry",
+    "Urgency",
+    "cause_of_loss",
+    "condemns_node",
+    "gravest",
+    "judge",
+    "judge_errors",
+    "judge_line",
+    "parse",
+]

@@ -1,0 +1,300 @@
+"""One machine's kernel log, judged line by line with what stands near: by the stamps in its lines,
+and by their order where there are none.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+
+from node_agent.collectors import xid
+from workers.triage import nvlink
+from workers.triage.catalogue import Catalogue
+from workers.triage.lines import (
+    ANY,
+    CONSEQUENCE,
+    DECIDING,
+    LOST,
+    NOTHING_NEAR,
+    RECOVERY_ACTION,
+    Near,
+    Parsed,
+    decided_by,
+    judge,
+    parse,
+    recovery_action,
+)
+from workers.triage.verdicts import LineVerdict
+
+#: Lines of one cause stand so near, in seconds; a longer gap begins another burst of a code.
+NEAR_S = 180.0
+#: The same where lines have no stamps.
+NEAR_LINES = 100
+DAY_S = 86_400.0
+_EXCEPTION, _MEMORY_FAULT = 13, 31
+_NVLINK = 74
+#: The message of a lost card has three lines.
+_LINES_OF_LOST = 3
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """When a line was written, by one of several clocks, of which no two can be compared."""
+
+    clock: str  # "up": since the boot; "wall"; "year-less"
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One line that means something."""
+
+    parsed: Parsed
+    verdict: LineVerdict
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One observation, and where it stands."""
+
+    number: int  # of the line
+    stamp: Stamp | None
+    parsed: Parsed
+
+    def apart_s(self, other: _Seen) -> float | None:
+        """Seconds from the other to this one; None if their stamps cannot be compared."""
+        if self.stamp is None or other.stamp is None or self.stamp.clock != other.stamp.clock:
+            return None
+        return self.stamp.seconds - other.stamp.seconds
+
+    def is_near(self, other: _Seen) -> bool:
+        apart_s = self.apart_s(other)
+        if apart_s is None:
+            return abs(self.number - other.number) <= NEAR_LINES
+        return abs(apart_s) <= NEAR_S
+
+
+@dataclass
+class _Track:
+    """All observations of one kind, in order: which of them are nearest to a line is quick."""
+
+    seen: list[_Seen] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+
+    def add(self, one: _Seen) -> None:
+        self.seen.append(one)
+        self.numbers.append(one.number)
+
+    def near(self, one: _Seen) -> _Seen | None:
+        """The nearest that is near, before the line or after it."""
+        at = bisect_left(self.numbers, one.number)
+        around = [self.seen[k] for k in (at - 1, at, at + 1) if 0 <= k < len(self.seen)]
+        there = [other for other in around if other.number != one.number and one.is_near(other)]
+        return min(there, key=lambda other: abs(other.number - one.number), default=None)
+
+    def near_before(self, one: _Seen) -> bool:
+        at = bisect_left(self.numbers, one.number)
+        return at > 0 and one.is_near(self.seen[at - 1])
+
+
+@dataclass
+class _Bursts:
+    """How often a code came at one place, counted in bursts."""
+
+    began: list[_Seen] = field(default_factory=list)
+    last: _Seen | None = None
+
+    def before(self, one: _Seen) -> int:
+        """Bursts of the day before the one that this line belongs to; notes the line."""
+        if self.last is None or not one.is_near(self.last):
+            self.began.append(one)
+        self.last = one
+        count = 0
+        for other in reversed(self.began[:-1]):
+            apart_s = self.began[-1].apart_s(other)
+            if apart_s is not None and not 0 <= apart_s <= DAY_S:
+                break
+            count += 1
+        return count
+
+
+def judge_log(
+    lines: Sequence[str], catalogue: Catalogue, stamps: Sequence[Stamp | None] | None = None
+) -> Iterator[Judged | None]:
+    """What each line of one machine's log means, None where it means nothing. `stamps`: when each
+    line was heard, where that is known better than from the lines."""
+    seen = {one.number: one for one in _observations(lines, stamps)}
+    by_card: dict[str, dict[int, _Track]] = defaultdict(lambda: defaultdict(_Track))
+    lost = _Track()
+    for one in seen.values():
+        code = _code(one.parsed)
+        if code in DECIDING:
+            by_card[_card(one.parsed)][code].add(one)
+        if code is not None and code != CONSEQUENCE:
+            by_card[_card(one.parsed)][ANY].add(one)
+        if code == LOST:
+            lost.add(one)
+    parity: dict[tuple[str, int | None], int] = defaultdict(int)
+    bursts: dict[tuple[object, ...], _Bursts] = defaultdict(_Bursts)
+    for number in range(len(lines)):
+        found = seen.get(number)
+        if found is None:
+            yield None
+            continue
+        parsed = found.parsed
+        near = _near(found, by_card.get(_card(parsed), {}), lost, catalogue)
+        if isinstance(parsed, xid.XidLine):
+            if parsed.code in (_EXCEPTION, _MEMORY_FAULT, LOST):
+                place = parsed.place_in_gpu if parsed.code != LOST else None
+                count = bursts[parsed.code, parsed.pci, parsed.mig, place].before(found)
+                # An exception of a shader that names no place says nothing of the card.
+                if parsed.code != _EXCEPTION or place is not None:
+                    near = replace(near, bursts_before=count)
+            elif parsed.code == _NVLINK:
+                link = (parsed.pci, parsed.link)
+                near = replace(near, parity_before=parity[link])
+                decoded = nvlink.decode_registers(parsed, catalogue, 0)
+                parity[link] += decoded is not None and decoded.parity
+        yield Judged(parsed, judge(parsed, catalogue, near))
+
+
+def _observations(lines: Sequence[str], stamps: Sequence[Stamp | None] | None) -> Iterator[_Seen]:
+    for number, line in enumerate(lines):
+        parsed = parse(line)
+        if parsed is None and xid.named_card(line):
+            parsed = _part_of_lost(lines, number)
+        elif isinstance(parsed, xid.LostGpu) and not parsed.pci:
+            first = max(0, number - _LINES_OF_LOST + 1)
+            names = [name for one in lines[first:number] if (name := xid.named_card(one))]
+            parsed = replace(parsed, pci=names[-1]) if names else parsed
+        if parsed is not None:
+            yield _Seen(number, stamp_of(line) if stamps is None else stamps[number], parsed)
+
+
+def _part_of_lost(lines: Sequence[str], number: int) -> xid.LostGpu | None:
+    """The first of the three lines, if the last one follows."""
+    for later in lines[number + 1 : number + _LINES_OF_LOST]:
+        found = xid.parse(later)
+        if isinstance(found, xid.LostGpu) and not found.pci:
+            return replace(found, pci=xid.named_card(lines[number]))
+    return None
+
+
+def _near(one: _Seen, card: dict[int, _Track], lost: _Track, catalogue: Catalogue) -> Near:
+    """Only what this line's own judgement asks for is looked up."""
+    if isinstance(one.parsed, xid.SxidLine):
+        return Near(lost_before=lost.near_before(one))
+    if not isinstance(one.parsed, xid.XidLine) or not one.parsed.pci:
+        return NOTHING_NEAR
+    there = {
+        code: other
+        for code in decided_by(one.parsed.code, catalogue)
+        if code in card and (other := card[code].near(one)) is not None
+    }
+    if not there:
+        return NOTHING_NEAR
+    said = there[RECOVERY_ACTION].parsed if RECOVERY_ACTION in there else None
+    return Near(
+        codes=frozenset(_code(other.parsed) or 0 for other in there.values()),
+        recovery=recovery_action(said) if isinstance(said, xid.XidLine) else "",
+    )
+
+
+def _code(parsed: Parsed) -> int | None:
+    if isinstance(parsed, xid.XidLine):
+        return parsed.code
+    return LOST if isinstance(parsed, xid.LostGpu) else None
+
+
+def _card(parsed: Parsed) -> str:
+    return parsed.pci if isinstance(parsed, xid.XidLine | xid.LostGpu) else ""
+
+
+# --- stamps -------------------------------------------------------------------------------------
+
+_RECORD = re.compile(r"\d{1,4},\d{1,20},(?P<us>\d{1,18}),[^;]{0,40};")
+_UP = re.compile(r"\[\s*(?P<up>\d{1,10}\.\d{1,9})\s*\]")
+_ISO = re.compile(
+    r"(?P<date>\d{4}-\d\d-\d\d)[T ](?P<time>\d\d:\d\d:\d\d)(?:[.,](?P<part>\d{1,9}))?"
+    r"\s?(?P<zone>Z|[+-]\d\d:?\d\d)?"
+)
+_DATED = re.compile(
+    r"(?P<month>[^\W\d_]{3,9})\.?\s+(?P<day>\d{1,2}),?\s+(?P<time>\d\d:\d\d:\d\d)"
+    r"(?:\.(?P<part>\d{1,9}))?(?:\s+(?P<year>\d{4})\b)?"
+)
+_DAY_FIRST = re.compile(
+    r"\b(?P<day>\d{1,2})\s+(?P<month>[^\W\d_]{3,9})\.?\s+(?P<time>\d\d:\d\d:\d\d)"
+)
+#: A stamp stands before the driver's or the kernel's words.
+_HEAD = 160
+#: By the first letters, in the languages of Linux's locales that systems are often run in.
+_MONTHS = {
+    name: number
+    for number, names in enumerate(
+        (
+            "jan ene gen jän", "feb fév fev févr fevr", "mar mär mrz maa", "apr abr avr",
+            "may mai mag mei maj", "jun jui giu juin", "jul lug juil", "aug ago aoû août",
+            "sep set", "oct okt ott out", "nov", "dec dez dic déc",
+        ),
+        start=1,
+    )
+    for name in names.split()
+}  # fmt: skip
+
+
+def stamp_of(line: str) -> Stamp | None:
+    """When a line was written: the wall clock if it says so, else the time since the boot."""
+    head = line[:_HEAD]
+    if found := _RECORD.match(head):
+        return Stamp("up", int(found["us"]) / 1e6)
+    if found := _ISO.search(head):
+        moment = (
+            datetime.fromisoformat(f"{found['date']}T{found['time']}")
+            if _is_time(found["date"], found["time"])
+            else None
+        )
+        if moment is not None:
+            seconds = moment.replace(tzinfo=UTC).timestamp() - _offset(found["zone"] or "")
+            return Stamp("wall", seconds + _fraction(found["part"]))
+    if found := _DATED.search(head) or _DAY_FIRST.search(head):
+        groups = found.groupdict()
+        return _dated(found["month"], found["day"], found["time"], groups.get("year"))
+    if found := _UP.search(head):
+        return Stamp("up", float(found["up"]))
+    return None
+
+
+def _dated(month: str, day: str, time: str, year: str | None) -> Stamp | None:
+    """Without a year only the order within one counts. A month of a language that is not known
+    here is taken for the first: then only its days count."""
+    name = month.lower()
+    number = _MONTHS.get(name[:4]) or _MONTHS.get(name[:3], 1)
+    date = f"{year or '2000'}-{number:02d}-{int(day):02d}"
+    if not _is_time(date, time):
+        return None
+    moment = datetime.fromisoformat(f"{date}T{time}").replace(tzinfo=UTC)
+    return Stamp("wall" if year else "year-less", moment.timestamp())
+
+
+def _is_time(date: str, time: str) -> bool:
+    try:
+        datetime.fromisoformat(f"{date}T{time}")
+    except ValueError:
+        return False
+    return True
+
+
+def _offset(zone: str) -> float:
+    if zone in ("", "Z"):
+        return 0.0
+    sign = -1.0 if zone[0] == "-" else 1.0
+    digits = zone[1:].replace(":", "")
+    return sign * (int(digits[:2]) * 3600.0 + int(digits[2:4]) * 60.0)
+
+
+def _fraction(part: str | None) -> float:
+    return float(f"0.{part}") if part else 0.0

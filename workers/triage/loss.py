@@ -1,0 +1,179 @@
+"""Why a replica was lost, and whether its node may hold it again: from evidence to a cause."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from workers.triage.verdicts import Fault, LineVerdict, condemns_node
+
+#: A program that a fault of its card ends has ended by then, in seconds.
+PROGRAM_ENDS_S = 5.0
+
+
+@dataclass(frozen=True)
+class LossEvidence:
+    """What is known about a replica that was lost, at one moment."""
+
+    #: How the agent saw its process end: exit status, signal number, and why if not by itself.
+    process_exited: bool = False
+    #: A survivor said that it is gone.
+    peers_lost_it: bool = False
+    #: It committed a step after its node was last heard: the agent is away, the replica is not.
+    still_commits: bool = False
+    exit_code: int | None = None
+    exit_signal: int | None = None
+    exit_reason: str = ""
+    node_reachable: bool = True
+    #: Seconds since the node's last beat, and the lease that it has.
+    silent_s: float = 0.0
+    lease_s: float = 30.0
+    #: Somebody ordered its process to be stopped.
+    stopped_by_order: bool = False
+    #: What the kernel lines of that node since shortly before the loss mean, the gravest first.
+    verdicts: tuple[LineVerdict, ...] = ()
+    #: A card of that node does not answer, and no kernel line says why.
+    card_silent: str = ""
+    #: Seconds since the loss, and how long a cause is looked for at the most.
+    waited_s: float = 0.0
+    patience_s: float = 40.0
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a replica was lost, and whether its node may hold it again."""
+
+    fault: Fault
+    code: str
+    node_fit: bool
+    summary: str
+    rule: str
+    action: str = "restart_app"
+    pci: str = ""
+
+
+@dataclass(frozen=True)
+class NothingLost:
+    """The replica trains and its node is heard: whatever was told is over."""
+
+    summary: str
+
+
+@dataclass(frozen=True)
+class NotYet:
+    """No cause can be named yet; look again when something is heard, or in `wait_s` seconds."""
+
+    wait_s: float
+    reason: str
+
+
+def cause_of_loss(evidence: LossEvidence) -> Cause | NotYet | NothingLost:
+    """Name the cause of a replica's loss, the strongest evidence first.
+
+    Hardware evidence outranks the way in which the process ended: a lost card kills its process
+    too. A node that went silent outranks a process's end that was told before it did. But silence
+    alone loses nothing: an agent may be away while its rank trains on.
+    """
+    gone = evidence.process_exited or evidence.peers_lost_it
+    line = next(iter(evidence.verdicts), None)
+    if line is not None and condemns_node(line) and (gone or evidence.node_reachable):
+        # Also where the process still stands: it hangs on the card, and its node is being emptied.
+        return _line_cause(line, node_fit=False)
+    if not gone and evidence.still_commits and not evidence.node_reachable:
+        return NotYet(1.0, "its node's agent is silent, but the replica commits steps")
+    if not gone and evidence.node_reachable:
+        if line is not None and line.action == "restart_app" and evidence.waited_s < PROGRAM_ENDS_S:
+            # The kernel speaks first; the program that it speaks of ends a moment later.
+            return NotYet(0.5, f"{line.code} hit the program, whose end has not been told")
+        return NothingLost("its node is heard again, and nobody lost the replica")
+    if not evidence.node_reachable:
+        return Cause(
+            "platform",
+            "node-lost",
+            False,
+            f"the node has been silent for {evidence.silent_s:.1f} s, beyond its lease of "
+            f"{evidence.lease_s:g} s, and its replica is gone",
+            "lease-lost",
+            "power_cycle",
+        )
+    if evidence.card_silent:
+        return Cause(
+            "hardware",
+            "gpu-unreadable",
+            False,
+            f"a card of the node does not answer: {evidence.card_silent}",
+            "card-silent",
+            "reboot",
+        )
+    if line is not None and line.action == "restart_app":
+        return _line_cause(line, node_fit=True)
+    if evidence.process_exited:
+        return _process_cause(evidence)
+    if evidence.waited_s < evidence.patience_s:
+        return NotYet(
+            min(1.0, evidence.patience_s - evidence.waited_s),
+            "the peers lost it; neither its agent nor its lease has said why",
+        )
+    return Cause(
+        "unknown",
+        "replica-unresponsive",
+        False,
+        f"its peers lost it {evidence.waited_s:.0f} s ago, its node beats, and its agent says "
+        "nothing of its process: the node cannot be trusted with it",
+        "silence",
+        "power_cycle",
+    )
+
+
+def _line_cause(line: LineVerdict, node_fit: bool) -> Cause:
+    return Cause(line.fault, line.code, node_fit, line.summary, line.rule, line.action, line.pci)
+
+
+def _process_cause(evidence: LossEvidence) -> Cause:
+    if evidence.stopped_by_order:
+        return Cause(
+            "platform",
+            "stopped-by-order",
+            True,
+            "its process was stopped by order, because its node is being taken out",
+            "process-exit",
+        )
+    if evidence.exit_reason == "reboot":
+        return Cause(
+            "platform",
+            "node-rebooted",
+            False,
+            "its node booted anew, which ended its process",
+            "boot-id-changed",
+        )
+    if evidence.exit_signal is not None:
+        name = _signal_name(evidence.exit_signal)
+        return Cause(
+            "program",
+            "process-killed",
+            True,
+            f"its process was killed by {name}; the node is healthy",
+            "process-exit",
+        )
+    if evidence.exit_code is None:
+        return Cause(
+            "program",
+            "process-vanished",
+            True,
+            "its process ended while its agent was away; the node is healthy",
+            "process-exit",
+        )
+    return Cause(
+        "program",
+        "process-exited",
+        True,
+        f"its process exited with status {evidence.exit_code}; the node is healthy",
+        "process-exit",
+    )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,78 @@
+"""What triage says of one observation, and how two of its words compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Fault = Literal["hardware", "driver", "program", "fabric", "platform", "unknown"]
+Urgency = Literal["now", "next_checkpoint", "idle", "none"]
+
+#: What a failure can call for, gentlest first: of two that hold, the later one decides.
+ACTIONS = (
+    "ignore",
+    "follow_primary",
+    "undecodable",
+    "restart_app",
+    "update_software",
+    "reset_gpu",
+    "drain_and_reset",
+    "reboot",
+    "power_cycle",
+    "check_mechanicals",
+    "field_diagnostic",
+    "contact_vendor",
+)
+#: Actions that automation can take by itself, and that need the node emptied.
+NODE_REPAIRS = frozenset({"reset_gpu", "drain_and_reset", "reboot", "power_cycle"})
+#: Actions that only a person, or the vendor, can take.
+FOR_PEOPLE = frozenset(
+    {"undecodable", "update_software", "check_mechanicals", "field_diagnostic", "contact_vendor"}
+)
+#: Codes that say that a card is gone, not why: a code of the driver names it better.
+VAGUE_CODES = frozenset({"gpu-lost", "gpu-unreadable"})
+
+
+@dataclass(frozen=True)
+class LineVerdict:
+    """What one kernel line means."""
+
+    code: str  # "xid-79", "sxid-20034", "gpu-lost", "oom"
+    pci: str
+    fault: Fault
+    action: str
+    #: "idle" and "none": whatever the action, it takes no node out by itself.
+    urgency: Urgency
+    #: Which rule said so, with its authority.
+    rule: str
+    #: A sentence for the on-call engineer.
+    summary: str
+    #: What comes after the action, or if that does not help: one of ACTIONS, or the vendor's word.
+    follow_up: str = ""
+    #: A reset is wanted once the node is idle, whatever is done now.
+    reset_when_idle: bool = False
+
+
+def gravest(verdicts: Iterable[LineVerdict]) -> tuple[LineVerdict, ...]:
+    """The same verdicts, those that call for most first, and of those the best named."""
+    return tuple(
+        sorted(
+            verdicts,
+            key=lambda v: (v.urgency == "none", -ACTIONS.index(v.action), v.code in VAGUE_CODES),
+        )
+    )
+
+
+def stronger(one: str, other: str) -> str:
+    """Of two actions the one that does more."""
+    return max(one, other, key=ACTIONS.index)
+
+
+def condemns_node(verdict: LineVerdict) -> bool:
+    """Whether the line speaks against the node itself, not just against the program on it."""
+    if verdict.urgency not in ("now", "next_checkpoint"):
+        return False
+    return verdict.action in NODE_REPAIRS or (
+        verdict.action in FOR_PEOPLE and verdict.fault in ("hardware", "fabric")
+    )
