@@ -105,7 +105,7 @@ def _hardware_spoke(signal: Signal) -> None:
     somebody must act on."""
     node: Node | None = signal.node
     verdict = verdict_of(signal)
-    if node is None or verdict is None or verdict.action in ("ignore", "follow_primary"):
+    if node is None or verdict is None or triage.is_note(verdict):
         _tell_node_incident(signal)
         return
     card = signal.gpu or card_at(node.pk, verdict.pci)

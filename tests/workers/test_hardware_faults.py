@@ -304,13 +304,40 @@ def test_a_node_with_new_cards_is_admitted_again_by_itself(world: World) -> None
     assert RmaCase.objects.get().state == CaseState.CLOSED
 
 
-@pytest.mark.parametrize("line", [XID_63, "NVRM: Xid (PCI:0000:1b:00): 45, pid=7, name=a, ch 2"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        XID_63,
+        "NVRM: Xid (PCI:0000:1b:00): 45, pid=7, name=a, ch 2",
+        "NVRM: Xid (PCI:0000:1b:00): 56, CMDre 00000001 00000094",  # a code marked as unused
+        "Out of memory: Killed process 4242 (somebody-elses) total-vm:1kB",
+        "EDAC MC0: 1 UE memory read error on DIMM_B1",
+        "nvidia-nvswitch0: SXid (PCI:0000:05:00.0): 11012, Non-fatal, Link 01 corrected",
+    ],
+)
 def test_a_note_or_a_consequence_opens_nothing(line: str, world: World) -> None:
     world.kernel_says(world.placements[1].node, line)
     drain()
     assert not Failure.objects.exists()
     assert not Incident.objects.exists()
     assert Signal.objects.get().triaged_at is not None
+
+
+def test_what_stands_near_on_the_same_card_decides(world: World) -> None:
+    world.kernel_says(world.spares[0], XID_63, XID_48)
+    drain()
+
+    failure = Failure.objects.get()
+    assert (failure.code, failure.needed) == ("xid-48", Action.DRAIN_AND_RESET)
+    assert failure.rule == "xid-catalogue: with 63"
+
+
+def test_what_a_switch_sees_of_a_lost_card_is_no_fault_of_its_own(world: World) -> None:
+    switch = "nvidia-nvswitch0: SXid (PCI:0000:a9:00.0): 20034, Fatal, Link 30 LTSSM Fault Up"
+    world.kernel_says(world.spares[0], XID_79, switch)
+    drain()
+
+    assert Failure.objects.get().code == "xid-79"
 
 
 def test_what_only_a_person_can_mend_opens_an_incident_and_touches_nothing(world: World) -> None:

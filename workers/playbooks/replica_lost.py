@@ -461,7 +461,7 @@ def _evidence(ctx: StepContext, placement: Placement) -> triage.LossEvidence:
         silent_s=round((now - lease.last_beat_at).total_seconds(), 2),
         lease_s=settings.LEASE_S,
         stopped_by_order=bool(data.get("requested")),
-        verdicts=triage.gravest(verdict for verdict in verdicts if verdict is not None),
+        verdicts=triage.gravest(v for v in verdicts if v is not None and triage.may_end_rank(v)),
         card_silent=str(silent.data.get("reason") or "no reason given") if silent else "",
         waited_s=round((now - began).total_seconds(), 2),
         patience_s=settings.LEASE_S + settings.CAUSE_WAIT_S,

@@ -4,7 +4,7 @@ No Django, no I/O, no clock: the same evidence gives the same verdict, so decisi
 """
 
 from workers.triage.catalogue import Catalogue, CatalogueEntry, SxidEntry
-from workers.triage.lines import judge, judge_line, parse
+from workers.triage.lines import is_note, judge, judge_line, may_end_rank, parse
 from workers.triage.loss import Cause, LossEvidence, NothingLost, NotYet, cause_of_loss
 from workers.triage.readings import judge_errors
 from workers.triage.verdicts import (
@@ -37,8 +37,10 @@ __all__ = [
     "cause_of_loss",
     "condemns_node",
     "gravest",
+    "is_note",
     "judge",
     "judge_errors",
     "judge_line",
+    "may_end_rank",
     "parse",
 ]

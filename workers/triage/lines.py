@@ -349,6 +349,21 @@ _HOST: dict[str, tuple[Fault, str, str, str]] = {
 }
 
 
+#: The codes of their verdicts.
+HOST_CODES = frozenset(kind.replace("_", "-") for kind in _HOST)
+
+
+def is_note(verdict: LineVerdict) -> bool:
+    """Whether nothing follows from it by itself: it explains what else is seen."""
+    quiet = verdict.action in ("ignore", "follow_primary") or verdict.urgency == "none"
+    return quiet or verdict.code in HOST_CODES
+
+
+def may_end_rank(verdict: LineVerdict) -> bool:
+    """Whether it may be why a process of a job ended."""
+    return verdict.code not in HOST_CODES or verdict.code == "oom"
+
+
 def _host(parsed: HostLine) -> LineVerdict:
     fault, action, follow_up, said = _HOST[parsed.kind]
     if parsed.corrected:
