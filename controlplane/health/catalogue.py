@@ -145,6 +145,7 @@ def _xid(row: Row) -> CatalogueEntry:
         follow_up=_follow_up(row["follow_up_action"]),
         unused=row["nvidia_marks_unused"] == "yes",
         source=f"site overlay {row['overlay']}" if "overlay" in row else "xid-catalogue",
+        of_site="overlay" in row,
     )
 
 

@@ -22,6 +22,7 @@ class CatalogueEntry:
     unused: bool = False
     #: Whose word it is: "xid-catalogue", or the site's overlay of it.
     source: str = "xid-catalogue"
+    of_site: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,7 +137,8 @@ def _xid(parsed: xid.XidLine, catalogue: Catalogue, near: Near) -> LineVerdict:
             f"xid-{parsed.code}", parsed.pci, "unknown", "undecodable", "now", "not-in-catalogue",
             f"XID {parsed.code}, which the catalogue does not know",
         )  # fmt: skip
-    words = _SPECIAL.get(parsed.code, _by_catalogue)(parsed, entry, catalogue, near)
+    special = _by_catalogue if entry.of_site else _SPECIAL.get(parsed.code, _by_catalogue)
+    words = special(parsed, entry, catalogue, near)
     if words.action == "undecodable" and near.recovery:
         words.action = near.recovery
         words.rule = "driver-recovery-action"
@@ -168,6 +169,8 @@ def _by_catalogue(
     parsed: xid.XidLine, entry: CatalogueEntry, _catalogue: Catalogue, near: Near
 ) -> _Words:
     words = _Words(entry.action, entry.source, follow_up=entry.follow_up)
+    if entry.of_site:  # it knows why
+        return words
     if entry.unused:
         words.rule += ": unused code"
         words.urgency = "none"

@@ -278,14 +278,19 @@ def test_every_code_of_the_catalogues_is_judged() -> None:
 
 
 def test_a_site_sees_a_code_otherwise_and_the_verdict_says_so(tmp_path: Path) -> None:
-    (tmp_path / "xid.csv").write_text("xid,immediate_action\n31,RESET_GPU\n9001,IGNORE\n")
+    (tmp_path / "xid.csv").write_text(
+        "xid,immediate_action\n31,RESET_GPU\n9001,IGNORE\n45,RESTART_APP\n"
+    )
     known = read(DATA, tmp_path)
 
     seen = judge_line(xid("31, pid=1, name=a, MMU Fault"), known)
     new = judge_line(xid("9001, of ours"), known)
 
+    torn_down = judge_line(xid("45, pid=1, name=a, Ch 00000008"), known)
     assert seen is not None
     assert new is not None
+    assert torn_down is not None
+    assert torn_down.action == "restart_app"
     assert (seen.action, seen.rule) == ("reset_gpu", f"site overlay {tmp_path / 'xid.csv'}")
     assert new.action == "ignore"
     assert judged(xid("31, pid=1, name=a, MMU Fault")).action == "restart_app"
