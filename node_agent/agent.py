@@ -16,6 +16,7 @@ import msgspec
 
 from node_agent import __version__, wire
 from node_agent.collectors import Hardware, HardwareUnknown, ResetFailed, kmsg, reset_marks
+from node_agent.collectors.repeats import Told
 from node_agent.commands import Commands
 from node_agent.config import load_config
 from node_agent.diagnostics import diagnose
@@ -47,6 +48,7 @@ class Agent:
         self._boot_id = config.boot_id_path.read_text().strip()
         self._wake = Wake()
         self._stopped = threading.Event()
+        self._cards_were_reset = threading.Event()
         self._stopping = False
         self._events = Spool(config.state_dir / "events.jsonl")
         self._results = Spool(config.state_dir / "results.jsonl")
@@ -194,7 +196,7 @@ class Agent:
 
     # --- events
 
-    def _emit(self, kind: wire.EventKind, key: str, data: dict[str, Any], **fields: str) -> None:
+    def _emit(self, kind: wire.EventKind, key: str, data: dict[str, Any], **fields: Any) -> None:
         self._events.put([self._event(kind, key, data, **fields)])
 
     def _event(
@@ -205,13 +207,14 @@ class Agent:
         source: str = "agent",
         gpu_uuid: str = "",
         raw: str = "",
+        at: float | None = None,
     ) -> dict[str, Any]:
         """The id follows from what happened (`key`, in this boot): told twice, it counts once."""
         digest = hashlib.sha256(f"{self._config.name} {self._boot_id} {key}".encode())
         event = wire.Event(
             id=f"ev_{digest.hexdigest()[:32]}",
             kind=kind,
-            at=time.time(),
+            at=time.time() if at is None else at,
             boot_id=self._boot_id,
             source=source,
             gpu_uuid=gpu_uuid,
@@ -222,16 +225,24 @@ class Agent:
         return encoded
 
     def _follow_kernel_log(self) -> None:
-        def deliver(lines: list[tuple[str, str]]) -> None:
+        def deliver(lines: list[Told]) -> None:
             # The kernel's log is itself a buffer: where the spool is full, leave the rest there.
             self._events.wait_for_room()
             self._events.put(
-                self._event("kernel_line", f"kernel {key}", {}, source="kmsg", raw=line)
-                for key, line in lines
+                self._event(
+                    "kernel_line",
+                    f"kernel {one.key}",
+                    {} if one.count == 1 else {"count": one.count, "last_at": one.last_at},
+                    source="kmsg",
+                    raw=one.line,
+                    at=one.first_at,
+                )
+                for one in lines
             )
 
         cursor = self._config.state_dir / kmsg.CURSOR_FILE
-        kmsg.follow(self._config.kernel_log_path, cursor, self._boot_id, deliver)
+        path = self._config.kernel_log_path
+        kmsg.follow(path, cursor, self._boot_id, deliver, self._cards_were_reset)
 
     # --- commands
 
@@ -260,6 +271,7 @@ class Agent:
         fitted = {gpu.uuid: gpu.pci_address for gpu in self._hardware.inventory().gpus}
         reset = self._hardware.reset(uuids)
         log("cards_reset", uuids=reset)
+        self._cards_were_reset.set()
         pcis = [] if fitted.keys() <= set(reset) else [fitted[uuid] for uuid in reset]
         try:
             reset_marks.note(self._config, self._boot_id, pcis)

@@ -74,7 +74,7 @@ class Sender:
         except Refused as refused:
             return self._on_refusal(batch, refused)
         self._size = self._at_once
-        self._spool.acknowledge(answer.ids)
+        self._spool.acknowledge(answer.ids, batch)
         accepted = set(answer.ids).intersection(message["id"] for message in batch)
         if not accepted:
             log("send_not_acknowledged", "warning", path=self._path, sent=len(batch))

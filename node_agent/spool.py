@@ -61,10 +61,12 @@ class Spool:
             self._changed.wait_for(lambda: bool(self._waiting), timeout_s)
             return list(itertools.islice(self._waiting.values(), count))
 
-    def acknowledge(self, ids: Iterable[str]) -> None:
-        """Forget messages that are safe elsewhere. Unknown ids are ignored."""
+    def acknowledge(self, ids: Iterable[str], sent: Iterable[dict[str, Any]] = ()) -> None:
+        """Forget messages that are safe elsewhere. Unknown ids are ignored, and of the `sent` ones
+        those that a newer one has replaced since: that is still to be told."""
         with self._changed:
-            known = [message_id for message_id in ids if message_id in self._waiting]
+            replaced = {m["id"] for m in sent if self._waiting.get(m["id"], m) != m}
+            known = [one for one in ids if one in self._waiting and one not in replaced]
             if known:
                 entry = {"gone": known}
                 self._apply(entry)

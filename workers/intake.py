@@ -108,6 +108,8 @@ def _hardware_spoke(signal: Signal) -> None:
     if node is None or verdict is None or triage.is_note(verdict):
         _tell_node_incident(signal)
         return
+    if signal.repeated_at is not None and _only_repeats(signal, node):
+        return
     card = signal.gpu or card_at(node.pk, verdict.pci)
     if card is not None and signal.gpu_id is None:
         Signal.objects.filter(pk=signal.pk).update(gpu=card)
@@ -127,7 +129,7 @@ def _hardware_spoke(signal: Signal) -> None:
         urgency=Urgency(verdict.urgency),
         rule=verdict.rule,
         signals=[signal],
-        observed_at=signal.observed_at,
+        observed_at=signal.repeated_at or signal.observed_at,
         node_id=node.pk,
         gpu_id=card.pk if card else None,
         job_id=placement.replica.job_id if placement else "",
@@ -137,6 +139,17 @@ def _hardware_spoke(signal: Signal) -> None:
         _tell_node_incident(signal)  # it is in somebody's hands already
         return
     _act_on_failure(signal, node, placement, failure, verdict)
+
+
+def _only_repeats(signal: Signal, node: Node) -> bool:
+    """Whether it is counted with a failure of before; not if it came again after a repair."""
+    failure = signal.failures.order_by("-observed_at").first()
+    back = _back_since(node)
+    again = signal.repeated_at is not None and signal.repeated_at >= back
+    if failure is None or (again and failure.observed_at < back):
+        return False
+    repeat_failure(failure, signal)
+    return True
 
 
 def _act_on_failure(

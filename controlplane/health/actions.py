@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
-from django.db.models import F
+from django.db.models import Sum, Value
+from django.db.models.functions import Greatest
 
 from controlplane import doorbell
 from controlplane.fleet import actions as fleet
@@ -16,6 +17,9 @@ from controlplane.health.choices import Action, FaultClass, SignalKind, Urgency
 from controlplane.health.models import Failure, NodeSample, Signal
 from node_agent import wire
 from node_agent.collectors.xid import same_card
+
+#: A count of repeats beyond this is none.
+MAX_COUNT = 2_000_000_000
 
 
 @change()
@@ -51,11 +55,22 @@ def record_events(node_id: str, events: list[wire.Event]) -> list[str]:
         ignore_conflicts=True,
     )
     for event in events:
+        _count_repeats(event)
         # A boot that is told again must not turn a later one back.
         if event.kind == "boot" and event.id not in told_before:
             fleet.record_boot(node_id, event.boot_id, _moment(event.at))
     doorbell.ring_after_commit()
     return [event.id for event in events]
+
+
+def _count_repeats(event: wire.Event) -> None:
+    """An agent tells of repeats as a count of the first: told late, or twice, it changes nothing.
+    They are to be triaged again, for the node may have been repaired in between."""
+    count, last_at = event.data.get("count"), event.data.get("last_at")
+    if isinstance(count, int) and isinstance(last_at, int | float) and 1 < count < MAX_COUNT:
+        Signal.objects.filter(pk=event.id, count__lt=count).update(
+            count=count, repeated_at=_moment(last_at), triaged_at=None
+        )
 
 
 @change()
@@ -117,6 +132,7 @@ def record_failure(
         urgency=urgency,
         gpu_id=gpu_id,
         last_seen_at=observed_at,
+        count=sum(signal.count for signal in signals),
         fault_class=fault_class,
         code=code,
         summary=summary,
@@ -133,10 +149,12 @@ def record_failure(
 
 @change()
 def repeat_failure(failure: Failure, signal: Signal) -> None:
-    """Count a signal as one more of the same failure, or as its consequence."""
+    """Count a signal, with its repeats, as more of the same failure, or as its consequence."""
     failure.signals.add(signal)
+    total = failure.signals.aggregate(total=Sum("count"))["total"]
+    seen_at = signal.repeated_at or signal.observed_at
     Failure.objects.filter(pk=failure.pk).update(
-        count=F("count") + 1, last_seen_at=signal.observed_at
+        count=total, last_seen_at=Greatest("last_seen_at", Value(seen_at))
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from functools import partial
 
 from django.db import models
@@ -28,6 +29,9 @@ class Signal(models.Model):
     data = models.JSONField(default=dict)
     boot_id = models.CharField(max_length=64, blank=True)
     observed_at = models.DateTimeField()  # the observer's clock
+    #: How often it was observed, and when last if more than once: repeats have no rows of theirs.
+    count = models.PositiveIntegerField(default=1)
+    repeated_at = models.DateTimeField(null=True)
     recorded_at = models.DateTimeField(auto_now_add=True)  # ours
     triaged_at = models.DateTimeField(null=True)
 
@@ -43,6 +47,11 @@ class Signal(models.Model):
                 condition=Q(kind__in=SignalKind.values), name="signal_kind_known"
             )
         ]
+
+
+def heard_since(moment: datetime) -> Q:
+    """Signals observed, or repeated, from this moment on."""
+    return Q(observed_at__gte=moment) | Q(repeated_at__gte=moment)
 
 
 class Failure(models.Model):

@@ -1,7 +1,9 @@
-"""Follows the kernel's log and hands on the lines that matter, verbatim, each with a stable key.
+"""Follows the kernel's log and hands on the lines that matter, verbatim, each with a stable key;
+repeats of one as a count.
 
 Independent of NVML: a card that blocks every NVML caller still speaks here. Where it stopped is
-kept in a cursor file; a line read twice after a crash has the same key, so it counts once.
+kept in a cursor file, with what was counted by then; a line read twice after a crash has the same
+key, so it counts once.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import errno
 import os
 import select
 import stat
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from node_agent.collectors.repeats import Repeats, Told
 from node_agent.files import write_atomically
 from node_agent.log import log
 from node_agent.watch import FolderWatch
@@ -28,8 +33,8 @@ CURSOR_FILE = "kernel-log-cursor.json"
 MAX_LINE = 8192
 BLOCK = 65536
 
-#: deliver([(key, line), ...]): keep these lines, durably, before it returns.
-Deliver = Callable[[list[tuple[str, str]]], None]
+#: deliver([...]): keep these lines and counts, durably, before it returns.
+Deliver = Callable[[list[Told]], None]
 
 
 @dataclass(frozen=True)
@@ -41,17 +46,31 @@ class Cursor:
     generation: int = 0  # rises when a file was cut: its offsets then mean other lines
 
 
-def follow(path: Path, cursor_file: Path, boot_id: str, deliver: Deliver) -> None:
-    """Never returns. A log that cannot be read is logged, loudly, and waited for."""
-    cursor = _load(cursor_file, boot_id)
+def follow(
+    path: Path, cursor_file: Path, boot_id: str, deliver: Deliver, was_reset: threading.Event
+) -> None:
+    """Never returns. A log that cannot be read is logged, loudly, and waited for. `was_reset` is
+    set by others once cards were reset: what they say again after that is news."""
+    cursor, repeats = _load(cursor_file, boot_id)
+
+    def wait_s() -> float | None:
+        return repeats.wait_s(time.time())
+
     if path.exists() and stat.S_ISCHR(path.stat().st_mode):
-        steps = _device(path, cursor)
+        steps = _device(path, cursor, wait_s)
     else:
-        steps = _file(path, cursor)
+        steps = _file(path, cursor, wait_s)
     for cursor, lines in steps:
-        if lines:
-            deliver(lines)
-        write_atomically(cursor_file, msgspec.json.encode(asdict(cursor)))
+        if was_reset.is_set():
+            was_reset.clear()
+            repeats.clear()
+        now = time.time()
+        taken = [repeats.take(key, line, now) for key, line in lines]
+        told = [one for one in taken if one is not None] + repeats.due(now)
+        if told:
+            deliver(told)
+        stored = {**asdict(cursor), "repeats": repeats.state()}
+        write_atomically(cursor_file, msgspec.json.encode(stored))
 
 
 def position(path: Path, cursor_file: Path, boot_id: str) -> Cursor:
@@ -62,7 +81,7 @@ def position(path: Path, cursor_file: Path, boot_id: str) -> Cursor:
             return Cursor(boot_id, max((number for number, _ in _all_records(fd)), default=0))
         finally:
             os.close(fd)
-    generation = _load(cursor_file, boot_id).generation
+    generation = _load(cursor_file, boot_id)[0].generation
     return Cursor(boot_id, path.stat().st_size, generation)
 
 
@@ -85,30 +104,34 @@ def matters(line: bytes) -> bool:
     return any(word in line for word in WORDS)
 
 
-def _load(path: Path, boot_id: str) -> Cursor:
-    fresh = Cursor(boot_id)
+def _load(path: Path, boot_id: str) -> tuple[Cursor, Repeats]:
+    fresh = Cursor(boot_id), Repeats()
     try:
         stored: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+        repeats = Repeats(stored.pop("repeats", []))
         cursor = Cursor(**stored)
     except FileNotFoundError:
         return fresh
-    except (msgspec.DecodeError, TypeError) as error:
+    except (msgspec.DecodeError, TypeError, KeyError, AttributeError) as error:
         log("kernel_log_cursor_broken", "error", path=path, error=str(error))
         return fresh
-    return cursor if cursor.boot_id == boot_id else fresh
+    return (cursor, repeats) if cursor.boot_id == boot_id else fresh
 
 
 Step = tuple[Cursor, list[tuple[str, str]]]
+#: How long to wait for more lines before a step without any; None for ever.
+Wait = Callable[[], float | None]
 
 
-def _file(path: Path, cursor: Cursor) -> Iterator[Step]:
+def _file(path: Path, cursor: Cursor, wait_s: Wait) -> Iterator[Step]:
     """A plain file that grows, as a simulated node has. It may be cut or replaced."""
     watch = FolderWatch(path.parent)
     while True:
         data, cursor = _read_file(path, cursor)
         whole = data.rfind(b"\n") + 1
         if whole == 0 and len(data) < BLOCK:
-            watch.wait()
+            if not watch.wait(wait_s()):
+                yield cursor, []
             continue
         # A block without any line end is rubbish: it passes as one long line.
         whole = whole or len(data)
@@ -132,7 +155,7 @@ def _read_file(path: Path, cursor: Cursor) -> tuple[bytes, Cursor]:
         return b"", cursor
 
 
-def _device(path: Path, cursor: Cursor) -> Iterator[Step]:
+def _device(path: Path, cursor: Cursor, wait_s: Wait) -> Iterator[Step]:
     """/dev/kmsg: each read is one record, "priority,number,microseconds,flags;text"."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     last = cursor.offset
@@ -148,7 +171,9 @@ def _device(path: Path, cursor: Cursor) -> Iterator[Step]:
         if last != cursor.offset:
             cursor = replace(cursor, offset=last)
             yield cursor, lines
-        select.select([fd], [], [])
+        ready, _, _ = select.select([fd], [], [], wait_s())
+        if not ready:
+            yield cursor, []
 
 
 def _records(fd: int) -> Iterator[bytes]:

@@ -14,6 +14,7 @@ from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Cluster, Command, Gpu, Lease, Node
 from controlplane.health.actions import record_events, record_signal
 from controlplane.health.choices import SignalKind
+from controlplane.health.models import Signal
 from controlplane.ids import new_id
 from controlplane.incidents.models import PlaybookRun, PlaybookStep
 from controlplane.jobs.choices import PlacementState
@@ -98,6 +99,24 @@ class World:
                     raw=line,
                 )
                 for line in lines
+            ],
+        )
+
+    def kernel_repeats(self, line: str, count: int) -> None:
+        """Its agent tells that a line which it told came so often by now, this moment at last."""
+        signal = Signal.objects.get(raw=line)
+        record_events(
+            str(signal.node_id),
+            [
+                wire.Event(
+                    id=signal.pk,
+                    kind="kernel_line",
+                    at=signal.observed_at.timestamp(),
+                    boot_id=signal.boot_id,
+                    source="kmsg",
+                    raw=line,
+                    data={"count": count, "last_at": time.time()},
+                )
             ],
         )
 

@@ -19,7 +19,7 @@ from controlplane.fleet.choices import COMMAND_FINISHED, CommandState, NodeState
 from controlplane.fleet.models import Command, Node
 from controlplane.health.actions import card_at, record_failure
 from controlplane.health.choices import Action, FaultClass, SignalKind, Urgency
-from controlplane.health.models import Signal
+from controlplane.health.models import Signal, heard_since
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.candidates import free_nodes, wanted_by
 from controlplane.incidents.choices import RUN_UNFINISHED, Effect, RunState, StepState
@@ -443,7 +443,7 @@ def _evidence(ctx: StepContext, placement: Placement) -> triage.LossEvidence:
     data = end.data if end else {}
     # What the node said before this process was placed on it explains nothing of its end.
     since = max(ctx.incident.occurred_at - LOOK_BACK, placement.created_at)
-    told = Signal.objects.filter(node=placement.node, observed_at__gte=since)
+    told = Signal.objects.filter(heard_since(since), node=placement.node)
     verdicts = [
         verdict_of(one) for one in told.filter(kind__in=HARDWARE_SPEAKS).select_related("gpu")
     ]

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Literal
 
 from django.conf import settings
+from django.db.models import Q
 from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM
@@ -81,7 +82,9 @@ def await_soak(ctx: StepContext, node: Node) -> Outcome:
     if node.state == NodeState.VALIDATION_FAILED:
         return Back(to="validate", text="tried again: it must pass its diagnostic first")
     began = ctx.step.started_at or timezone.now()
-    signals = Signal.objects.filter(node=node, recorded_at__gte=node.state_since)
+    since = node.state_since
+    heard = Q(recorded_at__gte=since) | Q(repeated_at__gte=since)
+    signals = Signal.objects.filter(heard, node=node)
     bad = next((s.raw or s.get_kind_display() for s in signals if _speaks_against(s)), None)
     if bad is not None or not node.lease.reachable:
         reason = bad or "its beats stopped"

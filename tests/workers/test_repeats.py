@@ -1,0 +1,100 @@
+"""Repeats that an agent counted: rows stay few, and nothing that matters is hidden by them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from django.utils import timezone
+
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.choices import NodeState, Rung
+from controlplane.fleet.models import RepairRecord
+from controlplane.health.models import Failure, Signal
+from controlplane.incidents.models import Incident
+from tests.workers.world import HEALTHY, World, answer, drain, soaked
+
+pytestmark = pytest.mark.django_db
+
+XID_54 = "NVRM: Xid (PCI:0000:1b:00): 54, Auxiliary power is not connected"  # for a person
+XID_63 = "NVRM: Xid (PCI:0000:1b:00): 63, pid=7, name=python3, Row Remapper: New row marked"
+XID_79 = "[ 12.3] NVRM: Xid (PCI:0000:1b:00): 79, pid=7, name=python3, GPU has fallen off the bus."
+
+
+def test_a_hundred_thousand_repeats_are_one_row_and_one_failure(world: World) -> None:
+    world.kernel_says(world.spares[0], XID_54)
+    drain()
+    for count in (2, 500, 100_000):
+        world.kernel_repeats(XID_54, count)
+        drain()
+
+    failure = Failure.objects.get()
+    assert (failure.count, Signal.objects.count(), Incident.objects.count()) == (100_000, 1, 1)
+    assert failure.last_seen_at == Signal.objects.get().repeated_at
+
+
+def test_a_count_that_is_told_again_or_late_changes_nothing(world: World) -> None:
+    world.kernel_says(world.spares[0], XID_79)
+    world.kernel_repeats(XID_79, 500)
+    drain()
+    world.kernel_repeats(XID_79, 500)
+    world.kernel_repeats(XID_79, 20)
+
+    signal = Signal.objects.get()
+    assert (signal.count, signal.triaged_at is not None) == (500, True)
+
+
+@pytest.mark.parametrize("count", [-1, 0, 1, 10**12])
+def test_a_count_that_is_none_is_not_kept(world: World, count: int) -> None:
+    world.kernel_says(world.spares[0], XID_79)
+    world.kernel_repeats(XID_79, count)
+
+    assert Signal.objects.get().count == 1
+
+
+def test_repeats_of_a_note_stay_a_note(world: World) -> None:
+    world.kernel_says(world.spares[0], XID_63)
+    world.kernel_repeats(XID_63, 9)
+    drain()
+
+    assert not Failure.objects.exists()
+
+
+def test_what_comes_again_after_a_repair_is_a_failure_of_its_own(world: World) -> None:
+    node = world.spares[0]
+    world.kernel_says(node, XID_79)
+    drain()
+    RepairRecord.objects.all().delete()
+    fleet.record_repair(node.pk, Rung.REBOOT, "stp_done")
+    world.kernel_repeats(XID_79, 2)
+    drain()
+
+    assert Failure.objects.filter(code="xid-79").count() == 2
+
+
+def test_old_repeats_that_are_told_after_a_repair_are_history(world: World) -> None:
+    node = world.spares[0]
+    world.kernel_says(node, XID_79)
+    drain()
+    fleet.record_repair(node.pk, Rung.REBOOT, "stp_done")
+    RepairRecord.objects.update(at=timezone.now() + timedelta(minutes=1))
+    world.kernel_repeats(XID_79, 50)
+    drain()
+
+    assert Failure.objects.get().count == 50
+
+
+def test_a_repeat_while_a_node_is_watched_speaks_against_it(world: World) -> None:
+    node = world.spares[0]
+    world.kernel_says(node, XID_79)
+    drain()
+    world.boot(node)
+    drain()
+    answer("diagnose", **HEALTHY)
+    drain()
+    world.kernel_repeats(XID_79, 2)
+    soaked()
+    drain()
+
+    node.refresh_from_db()
+    assert node.state != NodeState.AVAILABLE
