@@ -144,6 +144,7 @@ def _xid(row: Row) -> CatalogueEntry:
         action=_action(row["immediate_action"]),
         follow_up=_follow_up(row["follow_up_action"]),
         unused=row["nvidia_marks_unused"] == "yes",
+        warning=row["severity"] in ("info", "warning", "not listed"),
         source=f"site overlay {row['overlay']}" if "overlay" in row else "xid-catalogue",
         of_site="overlay" in row,
     )

@@ -103,12 +103,19 @@ _PROCESS = re.compile(r"pid='?(?P<pid>[0-9]{0,10})[^,]*(?:,\s*name=(?P<name>[^,]
 _PLACE = re.compile(r"(?:PCI:)?(?P<pci>[0-9A-Fa-f]{1,8}(?::[0-9A-Fa-f]{1,4}){1,2})(?![0-9A-Fa-f])")
 _MIG = re.compile(r"GPU-I:\S+(?:\s+GPU-CI:\S+)?")
 _FATAL = re.compile(r"\b(non-?)?fatal\b", re.IGNORECASE)
+#: A switch's second line has it as a number: 0 stands for what the first one calls non-fatal.
+_SEVERITY = re.compile(r"^Severity\s{1,4}([0-9]{1,2})\b")
+#: A kernel record has a kilobyte; of what is longer nobody knows what it is.
+_MAX_LINE = 8192
 _LINK = re.compile(r"\blink\s+([0-9]{1,4})(?![0-9])", re.IGNORECASE)
 _TRUNK = re.compile(r"\btrunk\b", re.IGNORECASE)
-_PREVIOUS = re.compile(r"caused by (?:a )?previous Xid\s*:?\s*([0-9]{1,4})", re.IGNORECASE)
+_PREVIOUS = re.compile(r"caused by (?:a )?previous Xid\s{0,4}:?\s{0,4}([0-9]{1,4})", re.IGNORECASE)
 _WORD = re.compile(r"(?:0x)?([0-9a-fA-F]{1,8})(?![0-9a-fA-FxX])")
 #: Two words or more, to the closing bracket: of words that are cut off nothing can be said.
-_WORDS = re.compile(r"\(\s*((?:0x)?[0-9a-fA-F]{1,8}(?:\s*[, ]\s*(?:0x)?[0-9a-fA-F]{1,8})+)\s*\)")
+_WORDS = re.compile(
+    r"\(\s{0,4}((?:0x)?[0-9a-fA-F]{1,8}"
+    r"(?:(?:\s{0,4},\s{0,4}|\s{1,4})(?:0x)?[0-9a-fA-F]{1,8}){1,31})\s{0,4}\)"
+)
 _UNIT = re.compile(
     r"(?P<unit>[A-Z][A-Z0-9_]{2,40}(?: Degraded)?)\s+(?:(?:Non-?|Link[ -])?Fatal|XC[0-9])",
     re.IGNORECASE,
@@ -128,6 +135,7 @@ _FIRST_OF_THREE = re.compile(
 
 def parse(line: str) -> Parsed | None:
     """What the line reports, whatever stands before it; None if nothing of these."""
+    line = line[:_MAX_LINE]
     if "Xid" in line or "XID" in line:  # most lines of a log have none: this is quicker
         found = _XID.search(line) or _TRACED.search(line)
         if found is not None:
@@ -150,7 +158,7 @@ def same_card(line_pci: str, nvml_pci: str) -> bool:
 
     An address without a domain is in domain 0, as everywhere in Linux.
     """
-    one, other = _address(line_pci), _address(nvml_pci)
+    one, other = address(line_pci), address(nvml_pci)
     return one is not None and one == other
 
 
@@ -176,10 +184,11 @@ def _xid(found: re.Match[str]) -> XidLine:
 
 def _sxid(found: re.Match[str]) -> SxidLine:
     text = found["body"].strip(", \t\r")
+    severity = _SEVERITY.match(text)
     return SxidLine(
         code=int(found["code"]),
         pci=_pci(found["place"] or ""),
-        fatal=_fatal(text),
+        fatal=_fatal(text) if severity is None else severity[1] != "0",
         link=_link(text),
         trunk=_TRUNK.search(text) is not None,
         text=text,
@@ -214,8 +223,8 @@ def _pci(place: str) -> str:
     return found["pci"].lower() if found is not None else ""
 
 
-def _address(pci: str) -> tuple[int, ...] | None:
-    """(domain, bus, device), or None if it is no address."""
+def address(pci: str) -> tuple[int, ...] | None:
+    """(domain, bus, device), however it is written; None if it is no address."""
     found = _PLACE.match(pci.strip())
     if found is None:
         return None

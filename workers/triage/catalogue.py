@@ -20,6 +20,8 @@ class CatalogueEntry:
     follow_up: str = ""
     #: The vendor marks the code as unused: it never takes a node out by itself.
     unused: bool = False
+    #: Nothing says that it stops anything.
+    warning: bool = False
     #: Whose word it is: "xid-catalogue", or the site's overlay of it.
     source: str = "xid-catalogue"
     of_site: bool = False

@@ -33,20 +33,22 @@ RECOVERY_ACTIONS = {
 }
 _RECOVERY = re.compile(r"\bto\s+(?:0x)?([0-9a-f]{1,8})\b", re.IGNORECASE)
 #: Where an uncorrectable error lies, as XID 48 and its companions say it.
-_SRAM = re.compile(r"\bSRAM\b|\bL2\b|\bSM\b.*\bECC\b", re.IGNORECASE)
+_SRAM = re.compile(r"\bSRAM\b|detected on GPU in the (?!framebuffer)", re.IGNORECASE)
+_DRAM = re.compile(r"\bDRAM\b|\bframebuffer\b|\bFBPA\b", re.IGNORECASE)
 
 LOST = 79
 #: XID 45 is never a root cause: whatever else stands near its card is.
 CONSEQUENCE = 45
-#: Stands for any code but that.
-ANY = 0
+#: Stands for any code but that, and for any but that and XID 74.
+ANY, ANY_BUT_LINKS = 0, -1
+NVLINK = 74
 RECOVERY_ACTION = 154
 _CONTAINED = 94
 _UNCORRECTABLE = 48
 _REMAPPED, _NOT_REMAPPED = 63, 64
-_SRAM_ERROR = 172
+_DRAM_ERROR, _SRAM_ERROR = 171, 172
 #: Codes that decide on what others near them mean.
-DECIDING = frozenset({LOST, _REMAPPED, _NOT_REMAPPED, _SRAM_ERROR, RECOVERY_ACTION})
+DECIDING = frozenset({LOST, _REMAPPED, _NOT_REMAPPED, _DRAM_ERROR, _SRAM_ERROR, RECOVERY_ACTION})
 #: Codes of a program's doing, until they repeat at one place of a card.
 _PROGRAM_CODES = (13, 31)
 #: Groups of SXids that are what a switch sees of a GPU that is gone.
@@ -59,8 +61,11 @@ class Near:
 
     #: Codes of XIDs; 79 also for a card that is lost without one.
     codes: frozenset[int] = frozenset()
-    #: The action that an XID 154 there calls for; "" without one.
+    #: The strongest action that an XID 154 there calls for; "" without one, or where it says that
+    #: nothing is left to be done.
     recovery: str = ""
+    #: A switch speaks of a fault.
+    switch: bool = False
     #: On any card of the machine, one was lost before.
     lost_before: bool = False
     #: Errors of parity that this card's link had before, however long ago.
@@ -114,9 +119,11 @@ def decided_by(code: int, catalogue: Catalogue) -> tuple[int, ...]:
     if code == CONSEQUENCE:
         return (ANY,)
     if code == _UNCORRECTABLE:
-        return (_REMAPPED, _NOT_REMAPPED, _SRAM_ERROR)
+        return (_REMAPPED, _NOT_REMAPPED, _DRAM_ERROR, _SRAM_ERROR)
     if code == RECOVERY_ACTION:
         return (LOST,)
+    if code == NVLINK:
+        return (RECOVERY_ACTION, ANY_BUT_LINKS)
     entry = catalogue.xids.get(code)
     return (RECOVERY_ACTION,) if entry is not None and entry.action == "undecodable" else ()
 
@@ -140,9 +147,11 @@ def _xid(parsed: xid.XidLine, catalogue: Catalogue, near: Near) -> LineVerdict:
     special = _by_catalogue if entry.of_site else _SPECIAL.get(parsed.code, _by_catalogue)
     words = special(parsed, entry, catalogue, near)
     if words.action == "undecodable" and near.recovery:
-        words.action = near.recovery
+        words.action, words.urgency = near.recovery, None
         words.rule = "driver-recovery-action"
         words.why.append("decided by the driver's recovery action (XID 154) beside it")
+    if words.action == "undecodable" and entry.warning:
+        words.urgency = "idle"
     fault = _fault(parsed, entry, words)
     return LineVerdict(
         code=f"xid-{parsed.code}",
@@ -222,8 +231,9 @@ def _uncorrectable(
 ) -> _Words:
     """XID 48: which memory, and whether a row was remapped, decides."""
     remaps = sorted(near.codes.intersection((_REMAPPED, _NOT_REMAPPED)))
+    dram = _DRAM_ERROR in near.codes or _DRAM.search(parsed.text) is not None
     sram = _SRAM_ERROR in near.codes or _SRAM.search(parsed.text) is not None
-    if sram:
+    if sram and not dram:
         return _Words(
             "reset_gpu", f"{entry.source}: SRAM", ["in SRAM: its threshold flag decides on RMA"],
             follow_up="field_diagnostic",
@@ -268,7 +278,12 @@ def _registers(
     parsed: xid.XidLine, entry: CatalogueEntry, catalogue: Catalogue, near: Near
 ) -> _Words:
     decoded = nvlink.decode_registers(parsed, catalogue, near.parity_before)
-    return _decoded(decoded, parsed, entry, near)
+    words = _decoded(decoded, parsed, entry, near)
+    alone = not near.switch and not near.codes - {RECOVERY_ACTION, NVLINK}
+    if decoded is not None and decoded.secondary and alone:
+        words.action, words.follow_up, words.urgency = "contact_vendor", "", "idle"
+        words.why.append("a consequence by its bits, but no other fault stands near: reported")
+    return words
 
 
 def _unit(parsed: xid.XidLine, entry: CatalogueEntry, catalogue: Catalogue, near: Near) -> _Words:
@@ -284,6 +299,7 @@ def _decoded(
             "undecodable", f"{entry.source}: no registers",
             [f"{link}: the line lacks the registers that its code needs"],
             follow_up=entry.follow_up,
+            urgency="idle" if parsed.fatal is False else None,
         )  # fmt: skip
     words = _Words(decoded.action, decoded.rule, [f"{link}, {decoded.why}"], decoded.follow_up)
     if decoded.action == nvlink.XID_154:

@@ -16,10 +16,12 @@ from workers.triage import nvlink
 from workers.triage.catalogue import Catalogue
 from workers.triage.lines import (
     ANY,
+    ANY_BUT_LINKS,
     CONSEQUENCE,
     DECIDING,
     LOST,
     NOTHING_NEAR,
+    NVLINK,
     RECOVERY_ACTION,
     Near,
     Parsed,
@@ -28,7 +30,7 @@ from workers.triage.lines import (
     parse,
     recovery_action,
 )
-from workers.triage.verdicts import LineVerdict
+from workers.triage.verdicts import ACTIONS, LineVerdict
 
 #: Lines of one cause stand so near, in seconds; a longer gap begins another burst of a code.
 NEAR_S = 180.0
@@ -36,9 +38,15 @@ NEAR_S = 180.0
 NEAR_LINES = 100
 DAY_S = 86_400.0
 _EXCEPTION, _MEMORY_FAULT = 13, 31
-_NVLINK = 74
-#: The message of a lost card has three lines.
-_LINES_OF_LOST = 3
+#: What a switch sees of a GPU that is gone, it may see a while later.
+SEEN_LATER_S = 600.0
+#: So many of one kind are looked at on either side.
+AROUND = 3
+#: The message of a lost card has three lines, and others may stand between.
+_LINES_OF_LOST = 6
+#: A machine says so when it boots, or its log does; else its uptime falls.
+_BOOT = re.compile(r"\bLinux version \d|^-- (?:Reboot|Boot )")
+_FALL_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,7 @@ class _Seen:
     """One observation, and where it stands."""
 
     number: int  # of the line
+    boot: int  # how many times the machine booted in this log before it
     stamp: Stamp | None
     parsed: Parsed
 
@@ -69,18 +78,23 @@ class _Seen:
         """Seconds from the other to this one; None if their stamps cannot be compared."""
         if self.stamp is None or other.stamp is None or self.stamp.clock != other.stamp.clock:
             return None
+        if self.stamp.clock == "up" and self.boot != other.boot:
+            return None
         return self.stamp.seconds - other.stamp.seconds
 
-    def is_near(self, other: _Seen) -> bool:
+    def is_near(self, other: _Seen, within_s: float = NEAR_S) -> bool:
+        """Nothing of before a boot is near what came after it."""
+        if self.boot != other.boot:
+            return False
         apart_s = self.apart_s(other)
         if apart_s is None:
             return abs(self.number - other.number) <= NEAR_LINES
-        return abs(apart_s) <= NEAR_S
+        return abs(apart_s) <= within_s
 
 
 @dataclass
 class _Track:
-    """All observations of one kind, in order: which of them are nearest to a line is quick."""
+    """All observations of one kind, in order: which of them are near a line is quick to find."""
 
     seen: list[_Seen] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
@@ -89,16 +103,15 @@ class _Track:
         self.seen.append(one)
         self.numbers.append(one.number)
 
-    def near(self, one: _Seen) -> _Seen | None:
-        """The nearest that is near, before the line or after it."""
+    def near(self, one: _Seen) -> list[_Seen]:
+        """The nearest ones before the line and after it."""
         at = bisect_left(self.numbers, one.number)
-        around = [self.seen[k] for k in (at - 1, at, at + 1) if 0 <= k < len(self.seen)]
-        there = [other for other in around if other.number != one.number and one.is_near(other)]
-        return min(there, key=lambda other: abs(other.number - one.number), default=None)
+        around = self.seen[max(0, at - AROUND) : at + AROUND + 1]
+        return [other for other in around if other.number != one.number and one.is_near(other)]
 
-    def near_before(self, one: _Seen) -> bool:
+    def near_before(self, one: _Seen, within_s: float) -> bool:
         at = bisect_left(self.numbers, one.number)
-        return at > 0 and one.is_near(self.seen[at - 1])
+        return at > 0 and one.is_near(self.seen[at - 1], within_s)
 
 
 @dataclass
@@ -129,15 +142,20 @@ def judge_log(
     line was heard, where that is known better than from the lines."""
     seen = {one.number: one for one in _observations(lines, stamps)}
     by_card: dict[str, dict[int, _Track]] = defaultdict(lambda: defaultdict(_Track))
-    lost = _Track()
+    lost, switches = _Track(), _Track()
     for one in seen.values():
+        if isinstance(one.parsed, xid.SxidLine):
+            switches.add(one)
         code = _code(one.parsed)
         if code in DECIDING:
             by_card[_card(one.parsed)][code].add(one)
         if code is not None and code != CONSEQUENCE:
             by_card[_card(one.parsed)][ANY].add(one)
+            if code != NVLINK:
+                by_card[_card(one.parsed)][ANY_BUT_LINKS].add(one)
         if code == LOST:
             lost.add(one)
+    messages: dict[tuple[str, int], _Seen] = {}  # of switches: the first of their three lines
     parity: dict[tuple[str, int | None], int] = defaultdict(int)
     bursts: dict[tuple[object, ...], _Bursts] = defaultdict(_Bursts)
     for number in range(len(lines)):
@@ -146,16 +164,18 @@ def judge_log(
             yield None
             continue
         parsed = found.parsed
-        near = _near(found, by_card.get(_card(parsed), {}), lost, catalogue)
+        if isinstance(parsed, xid.SxidLine):
+            parsed = _with_its_message(found, parsed, messages)
+        near = _near(found, by_card.get(_card(parsed), {}), lost, switches, catalogue)
         if isinstance(parsed, xid.XidLine):
             if parsed.code in (_EXCEPTION, _MEMORY_FAULT, LOST):
                 place = parsed.place_in_gpu if parsed.code != LOST else None
-                count = bursts[parsed.code, parsed.pci, parsed.mig, place].before(found)
+                count = bursts[parsed.code, _card(parsed), parsed.mig, place].before(found)
                 # An exception of a shader that names no place says nothing of the card.
                 if parsed.code != _EXCEPTION or place is not None:
                     near = replace(near, bursts_before=count)
-            elif parsed.code == _NVLINK:
-                link = (parsed.pci, parsed.link)
+            elif parsed.code == NVLINK:
+                link = (_card(parsed), parsed.link)
                 near = replace(near, parity_before=parity[link])
                 decoded = nvlink.decode_registers(parsed, catalogue, 0)
                 parity[link] += decoded is not None and decoded.parity
@@ -163,7 +183,10 @@ def judge_log(
 
 
 def _observations(lines: Sequence[str], stamps: Sequence[Stamp | None] | None) -> Iterator[_Seen]:
+    boot, up_s = 0, -1.0
     for number, line in enumerate(lines):
+        if _BOOT.search(line):
+            boot, up_s = boot + 1, -1.0
         parsed = parse(line)
         if parsed is None and xid.named_card(line):
             parsed = _part_of_lost(lines, number)
@@ -172,7 +195,11 @@ def _observations(lines: Sequence[str], stamps: Sequence[Stamp | None] | None) -
             names = [name for one in lines[first:number] if (name := xid.named_card(one))]
             parsed = replace(parsed, pci=names[-1]) if names else parsed
         if parsed is not None:
-            yield _Seen(number, stamp_of(line) if stamps is None else stamps[number], parsed)
+            stamp = stamp_of(line) if stamps is None else stamps[number]
+            if stamp is not None and stamp.clock == "up":
+                boot += stamp.seconds < up_s - _FALL_S
+                up_s = stamp.seconds
+            yield _Seen(number, boot, stamp, parsed)
 
 
 def _part_of_lost(lines: Sequence[str], number: int) -> xid.LostGpu | None:
@@ -184,24 +211,55 @@ def _part_of_lost(lines: Sequence[str], number: int) -> xid.LostGpu | None:
     return None
 
 
-def _near(one: _Seen, card: dict[int, _Track], lost: _Track, catalogue: Catalogue) -> Near:
+def _with_its_message(
+    one: _Seen, parsed: xid.SxidLine, messages: dict[tuple[str, int], _Seen]
+) -> xid.SxidLine:
+    """The lines with severity and registers are about what the message before them says."""
+    key = (parsed.pci, parsed.code)
+    if parsed.fatal is not None and not parsed.text.startswith("Severity"):
+        messages[key] = one
+        return parsed
+    message = messages.get(key)
+    if message is None or not one.is_near(message):
+        return parsed
+    said = message.parsed
+    assert isinstance(said, xid.SxidLine)  # noqa: S101 - nothing else was put there
+    return replace(parsed, fatal=said.fatal, link=said.link, trunk=said.trunk)
+
+
+def _near(
+    one: _Seen, card: dict[int, _Track], lost: _Track, switches: _Track, catalogue: Catalogue
+) -> Near:
     """Only what this line's own judgement asks for is looked up."""
     if isinstance(one.parsed, xid.SxidLine):
-        return Near(lost_before=lost.near_before(one))
+        return Near(lost_before=lost.near_before(one, SEEN_LATER_S))
     if not isinstance(one.parsed, xid.XidLine) or not one.parsed.pci:
         return NOTHING_NEAR
     there = {
-        code: other
+        code: others
         for code in decided_by(one.parsed.code, catalogue)
-        if code in card and (other := card[code].near(one)) is not None
+        if code in card and (others := card[code].near(one))
     }
-    if not there:
+    switch = one.parsed.code == NVLINK and bool(switches.near(one))
+    if not there and not switch:
         return NOTHING_NEAR
-    said = there[RECOVERY_ACTION].parsed if RECOVERY_ACTION in there else None
+    said = [
+        recovery_action(other.parsed)
+        for other in there.get(RECOVERY_ACTION, ())
+        if isinstance(other.parsed, xid.XidLine)
+    ]
     return Near(
-        codes=frozenset(_code(other.parsed) or 0 for other in there.values()),
-        recovery=recovery_action(said) if isinstance(said, xid.XidLine) else "",
+        codes=frozenset(_code(other.parsed) or 0 for others in there.values() for other in others),
+        recovery=strongest(said),
+        switch=switch,
     )
+
+
+def strongest(actions: list[str]) -> str:
+    """Of what several XID 154 call for; "" if nothing: one that clears another says nothing of a
+    fault beside it."""
+    asked = [one for one in actions if one not in ("", "ignore")]
+    return max(asked, key=ACTIONS.index, default="")
 
 
 def _code(parsed: Parsed) -> int | None:
@@ -211,7 +269,11 @@ def _code(parsed: Parsed) -> int | None:
 
 
 def _card(parsed: Parsed) -> str:
-    return parsed.pci if isinstance(parsed, xid.XidLine | xid.LostGpu) else ""
+    """However a line writes its address."""
+    if not isinstance(parsed, xid.XidLine | xid.LostGpu):
+        return ""
+    found = xid.address(parsed.pci)
+    return ":".join(map(str, found)) if found is not None else ""
 
 
 # --- stamps -------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ class Decoded:
     why: str
     #: Counted for each link: one more of them, and it is no chance any more.
     parity: bool = False
+    #: What another error brought about; if there is none it is to be reported.
+    secondary: bool = False
 
 
 def decode_registers(line: XidLine, catalogue: Catalogue, parity_before: int) -> Decoded | None:
@@ -60,7 +62,14 @@ def decode_registers(line: XidLine, catalogue: Catalogue, parity_before: int) ->
     rule, action, follow_up = strongest
     where = ", ".join(f"word {word + 1} bit {bit}" for word, bit in sorted(found[rule])[:4])
     said = f": {rule.note}" if rule.note else ""
-    return Decoded(action, follow_up, f"nvlink4-registers: {rule.group}", f"{where}{said}", parity)
+    return Decoded(
+        action,
+        follow_up,
+        f"nvlink4-registers: {rule.group}",
+        f"{where}{said}",
+        parity,
+        rule.group == "secondary",
+    )
 
 
 def _bits_of(rule: RegisterRule, words: tuple[int, ...]) -> frozenset[tuple[int, int]]:

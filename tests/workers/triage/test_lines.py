@@ -49,6 +49,12 @@ def unit(code: int, name: str, interrupt: int, status: int, printed: str = "Nonf
         (xid("48, DBE in the framebuffer"), codes(63), "drain_and_reset", ""),
         (xid("48, DBE in the framebuffer"), codes(64), "drain_and_reset", "contact_vendor"),
         (xid("48, DBE in SRAM"), codes(63), "reset_gpu", "field_diagnostic"),
+        (
+            xid("48, (DBE) has been detected on GPU in the SM L1 cache"), {},
+            "reset_gpu", "field_diagnostic",
+        ),
+        (xid("48, DBE in the framebuffer"), codes(172, 63), "drain_and_reset", ""),
+        (xid("48, pid=1, name=a, channel 0x2"), codes(171, 172, 63), "drain_and_reset", ""),
         (xid("48, pid=1, name=a, channel 0x2"), codes(172), "reset_gpu", "field_diagnostic"),
         (xid("171, GDDR"), codes(48), "follow_primary", "follow_xid_63_64"),
         (
@@ -141,14 +147,14 @@ def test_a_text_that_speaks_of_something_else_than_its_code_is_noted() -> None:
     [
         ((1 << 0,), "ignore"),
         ((1 << 23 | 1 << 30,), "ignore"),
-        ((1 << 20,), "follow_primary"),
+        ((1 << 20,), "contact_vendor"),  # a consequence, and of nothing
         ((1 << 4,), "reset_gpu"),
         ((1 << 16,), "check_mechanicals"),
         ((1 << 21,), "check_mechanicals"),
         ((1 << 27,), "reset_gpu"),
         ((0, 0, 1 << 13), "contact_vendor"),
         ((0, 0, 1 << 16), "reset_gpu"),
-        ((0, 0, 0, 1 << 18), "reset_gpu"),
+        ((0, 0, 0, 1 << 18), "contact_vendor"),
         ((0, 0, 0, 0, 1 << 20), "ignore"),
         ((0, 1 << 3), "contact_vendor"),  # any other bit
         ((1 << 0 | 1 << 16,), "check_mechanicals"),  # the strongest of several
@@ -156,6 +162,34 @@ def test_a_text_that_speaks_of_something_else_than_its_code_is_noted() -> None:
 )
 def test_register_bits_decide_on_an_nvlink_error(words: tuple[int, ...], action: str) -> None:
     assert judged(link_error(*words)).action == action
+
+
+@pytest.mark.parametrize("near", [{"codes": frozenset({79})}, {"switch": True}])
+@pytest.mark.parametrize(
+    ("words", "action"), [((1 << 20,), "follow_primary"), ((0, 0, 0, 1 << 18), "reset_gpu")]
+)
+def test_bits_of_a_consequence_follow_what_stands_near(
+    words: tuple[int, ...], action: str, near: dict[str, object]
+) -> None:
+    assert judged(link_error(*words), **near).action == action
+
+
+@pytest.mark.parametrize(
+    ("line", "urgency"),
+    [
+        (unit(145, "RLW_REMAP", 0x00000004, 0), "idle"),
+        (unit(145, "RLW_REMAP", 0x00000004, 0, "Fatal"), "now"),
+        (xid("145, RLW_REMAP Nonfatal XC0 i0 Link 03 (0x00000004 0x0000"), "idle"),
+        (xid("176, PCIe correctable error"), "idle"),
+        (xid("74, NVLink: fatal error detected on link 1"), "now"),
+    ],
+)
+def test_what_cannot_be_decoded_takes_a_node_out_only_if_it_is_grave(
+    line: str, urgency: str
+) -> None:
+    verdict = judged(line)
+
+    assert (verdict.action, verdict.urgency) == ("undecodable", urgency)
 
 
 def test_too_many_parity_errors_on_one_link_go_to_the_vendor() -> None:

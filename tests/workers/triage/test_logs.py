@@ -25,6 +25,8 @@ OFF_THE_BUS = "79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 RESET = "154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)"
 REMAPPED = "63, Row Remapper: New row marked for remapping"
 DBE = "48, An uncorrectable double bit error (DBE) in the framebuffer"
+CLEARED = "154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)"
+CUT_LINK = "74, NVLink: fatal error detected on link 1"
 FAULT_UP = "nvidia-nvswitch0: SXid (PCI:0000:a9:00.0): 20034, Fatal, Link 30 LTSSM Fault Up"
 
 
@@ -57,11 +59,42 @@ def test_every_line_of_the_collection_is_judged_as_its_row_says(row: Any) -> Non
         ([at(5, OFF_THE_BUS), at(500, RESET)], ["reboot", "reset_gpu"]),
         ([at(5, OFF_THE_BUS), f"[6.0] {FAULT_UP}"], ["reboot", "follow_primary"]),
         ([f"[4.0] {FAULT_UP}", at(5, OFF_THE_BUS)], ["reset_gpu", "reboot"]),
+        ([at(5, OFF_THE_BUS), f"[300.0] {FAULT_UP}"], ["reboot", "follow_primary"]),
         ([at(5, OFF_THE_BUS), f"[900.0] {FAULT_UP}"], ["reboot", "reset_gpu"]),
+        ([at(5, OFF_THE_BUS), at(6, RESET, "3b:00")], ["reboot", "reset_gpu"]),
+        ([at(5, OFF_THE_BUS, "0000:3b:00"), at(6, RESET, "3b:00")], ["reboot", "reboot"]),
+        (  # what clears an earlier wish says nothing of a fault beside it
+            [at(5, CLEARED), at(80, CUT_LINK)],
+            ["ignore", "undecodable"],
+        ),
+        ([at(5, RESET), at(6, CLEARED), at(7, CUT_LINK)], ["reset_gpu", "ignore", "reset_gpu"]),
+        (
+            [at(5, OFF_THE_BUS), "[    0.000000] Linux version 6.8.0", at(6, RESET)],
+            ["reboot", None, "reset_gpu"],
+        ),
+        (  # its uptime fell
+            [at(50, OFF_THE_BUS), at(6, RESET), f"[7.0] {FAULT_UP}"],
+            ["reboot", "reset_gpu", "reset_gpu"],
+        ),
     ],
 )
 def test_what_stands_near_in_time_decides(lines: list[str], expected: list[str]) -> None:
     assert actions(*lines) == expected
+
+
+def test_the_further_lines_of_a_switch_are_about_its_message() -> None:
+    switch = "nvidia-nvswitch2: SXid (PCI:0000:85:00.0): "
+    lines = [
+        f"[1.0] {switch}22099, Non-fatal, Link 30 from the future",
+        f"[1.1] {switch}22099, Severity 0 Engine instance 30 Sub-engine instance 00",
+        f"[1.2] {switch}22099, Data {{0x00140004, 0x1}}",
+        f"[9.0] {switch}20034, Fatal, Link 3 LTSSM Fault Up (trunk)",
+        f"[9.1] {switch}20034, Severity 1 Engine instance 3 Sub-engine instance 00",
+    ]
+    found = [one.verdict for one in judge_log(lines, catalogue()) if one is not None]
+
+    assert [one.urgency for one in found] == ["none"] * 3 + ["now"] * 2
+    assert {one.action for one in found[3:]} == {"drain_and_reset"}
 
 
 def test_without_stamps_the_order_says_what_is_near() -> None:
@@ -84,6 +117,31 @@ def test_a_lost_card_without_an_xid_is_told_in_three_lines() -> None:
         ("0000:1b:00", "reboot"), None, ("0000:1b:00", "reboot"),
     ]  # fmt: skip
     assert actions("NVRM: The NVIDIA GPU 0000:1b:00.0", "NVRM: is not supported") == [None, None]
+
+
+def test_other_lines_between_the_three_do_no_harm() -> None:
+    lines = [
+        "NVRM: The NVIDIA GPU 0000:1b:00.0", "usb 1-1: new device",
+        "NVRM: (PCI ID: 10de:2330) installed in this system has", "eth0: link is up",
+        "NVRM: fallen off the bus and is not responding to commands.",
+    ]  # fmt: skip
+    found = [one for one in judge_log(lines, catalogue()) if one is not None]
+
+    assert [one.verdict.pci for one in found] == ["0000:1b:00"] * 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        at(1, "74, NVLink (0x0" + " " * 100_000),
+        at(1, "45, caused by previous Xid" + " " * 100_000),
+        at(1, "48, " + "SM " * 40_000),
+        "NVRM: Xid (PCI:" * 10_000,
+        "[1.0] nvme " * 10_000,
+    ],
+)
+def test_a_line_that_never_ends_is_read_at_once(line: str) -> None:
+    assert len(list(judge_log([line], catalogue()))) == 1
 
 
 def test_a_repeat_at_one_place_of_a_card_asks_for_a_diagnosis_of_it() -> None:
