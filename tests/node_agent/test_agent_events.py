@@ -70,6 +70,23 @@ def test_a_line_read_twice_has_the_same_id(agent: Node) -> None:
     assert lines(agent.plane) == [XID, f"{XID} 2"]
 
 
+def counts(plane: ControlPlane) -> dict[str, int]:
+    """How often each event came, as it was told last."""
+    return {event.id: event.data.get("count", 1) for event in plane.events_of("kernel_line")}
+
+
+def test_repeats_are_one_event_with_a_count_also_of_a_killed_agent(agent: Node) -> None:
+    kernel(agent, *[XID] * 3000)
+    eventually(lambda: lines(agent.plane))
+    agent.kill()
+    kernel(agent, *[XID] * 2000, "usb 1-1: new device", "NVRM: something else")
+    agent.start()
+
+    eventually(lambda: sorted(counts(agent.plane).values()) == [1, 5000])
+
+    assert set(lines(agent.plane)) == {XID, "NVRM: something else"}
+
+
 def test_the_same_line_in_a_log_that_was_cut_is_another_event(agent: Node) -> None:
     kernel(agent, f"{XID} a longer line")
     eventually(lambda: lines(agent.plane))

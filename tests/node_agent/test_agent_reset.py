@@ -51,6 +51,20 @@ def test_a_reset_of_one_card_leaves_the_others(agent: Node) -> None:
     assert errors(agent) == [2, 0]
 
 
+def test_what_a_card_says_again_after_a_reset_is_news(agent: Node) -> None:
+    def told() -> set[str]:
+        return {event.id for event in agent.plane.events_of("kernel_line")}
+
+    agent.fit("GPU-a")
+    say(agent, "0000:1b", 119)
+    eventually(lambda: len(told()) == 1)
+    say(agent, "0000:1b", 119)
+    reset(agent)
+    say(agent, "0000:1b", 119)
+
+    eventually(lambda: len(told()) == 2)
+
+
 def test_no_card_is_reset_under_a_rank(agent: Node) -> None:
     agent.fit("GPU-a", "GPU-b", ecc_uncorrected=2)
     agent.started_rank()
