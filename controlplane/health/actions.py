@@ -18,8 +18,9 @@ from controlplane.health.models import Failure, NodeSample, Signal
 from node_agent import wire
 from node_agent.collectors.xid import same_card
 
-#: A count of repeats beyond this is none.
+#: A count of repeats beyond this is none, and no moment is later, in Unix time: as in `wire`.
 MAX_COUNT = 2_000_000_000
+LAST_MOMENT = 1e11
 
 
 @change()
@@ -67,7 +68,9 @@ def _count_repeats(event: wire.Event) -> None:
     """An agent tells of repeats as a count of the first: told late, or twice, it changes nothing.
     They are to be triaged again, for the node may have been repaired in between."""
     count, last_at = event.data.get("count"), event.data.get("last_at")
-    if isinstance(count, int) and isinstance(last_at, int | float) and 1 < count < MAX_COUNT:
+    if event.kind != "kernel_line" or not isinstance(last_at, int | float):
+        return
+    if isinstance(count, int) and 1 < count < MAX_COUNT and event.at <= last_at < LAST_MOMENT:
         Signal.objects.filter(pk=event.id, count__lt=count).update(
             count=count, repeated_at=_moment(last_at), triaged_at=None
         )

@@ -52,6 +52,14 @@ def test_a_count_that_is_none_is_not_kept(world: World, count: int) -> None:
     assert Signal.objects.get().count == 1
 
 
+@pytest.mark.parametrize("last_at", [1e300, -1.0, None, "soon"])
+def test_a_moment_that_is_none_is_not_kept(world: World, last_at: object) -> None:
+    world.kernel_says(world.spares[0], XID_79)
+    world.kernel_repeats(XID_79, 5, last_at=last_at)
+
+    assert Signal.objects.get().count == 1
+
+
 def test_repeats_of_a_note_stay_a_note(world: World) -> None:
     world.kernel_says(world.spares[0], XID_63)
     world.kernel_repeats(XID_63, 9)

@@ -102,8 +102,9 @@ class World:
             ],
         )
 
-    def kernel_repeats(self, line: str, count: int) -> None:
-        """Its agent tells that a line which it told came so often by now, this moment at last."""
+    def kernel_repeats(self, line: str, count: int, **told: object) -> None:
+        """Its agent tells that a line which it told came so often by now, this moment at last; or
+        what else is `told`."""
         signal = Signal.objects.get(raw=line)
         record_events(
             str(signal.node_id),
@@ -115,7 +116,7 @@ class World:
                     boot_id=signal.boot_id,
                     source="kmsg",
                     raw=line,
-                    data={"count": count, "last_at": time.time()},
+                    data={"count": count, "last_at": time.time(), **told},
                 )
             ],
         )
