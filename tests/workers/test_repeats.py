@@ -9,13 +9,15 @@ from django.utils import timezone
 
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import NodeState, Rung
-from controlplane.fleet.models import RepairRecord
+from controlplane.fleet.models import Command, Node, RepairRecord
 from controlplane.health.models import Failure, Signal
 from controlplane.incidents.models import Incident
+from tests.factories import NodeFactory
 from tests.workers.world import HEALTHY, World, answer, drain, soaked
 
 pytestmark = pytest.mark.django_db
 
+XID_45 = "NVRM: Xid (PCI:0000:1b:00): 45, pid=7, name=python3, Ch 00000008"
 XID_54 = "NVRM: Xid (PCI:0000:1b:00): 54, Auxiliary power is not connected"  # for a person
 XID_63 = "NVRM: Xid (PCI:0000:1b:00): 63, pid=7, name=python3, Row Remapper: New row marked"
 XID_79 = "[ 12.3] NVRM: Xid (PCI:0000:1b:00): 79, pid=7, name=python3, GPU has fallen off the bus."
@@ -58,6 +60,21 @@ def test_a_moment_that_is_none_is_not_kept(world: World, last_at: object) -> Non
     world.kernel_repeats(XID_79, 5, last_at=last_at)
 
     assert Signal.objects.get().count == 1
+
+
+def test_seventy_seven_nodes_with_torn_down_channels_are_left_alone(world: World) -> None:
+    """One job's crash, which a monitor once took for 77 broken nodes (NVSentinel, PR 1629)."""
+    nodes = [NodeFactory(cluster=world.cluster) for _ in range(77)]
+    for node in nodes:
+        world.kernel_says(node, XID_45)
+    drain()
+
+    assert not Failure.objects.exists()
+    assert not Incident.objects.exists()
+    assert not Command.objects.exists()
+    assert {node.state for node in Node.objects.filter(pk__in=[n.pk for n in nodes])} == {
+        NodeState.AVAILABLE
+    }
 
 
 def test_repeats_of_a_note_stay_a_note(world: World) -> None:
