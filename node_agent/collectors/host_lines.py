@@ -52,12 +52,12 @@ _KINDS: tuple[tuple[Kind, bool, re.Pattern[str]], ...] = (
     ("pcie_error", True, re.compile(
         r"(?P<subject>[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]): "
         r"(?:AER: (?:Multiple )?Correct(?:ed|able) error|"
-        r"PCIe Bus Error: severity=Correct(?:ed|able))"
+        r"(?:AER: )?PCIe Bus Error: severity=Correct(?:ed|able))"
     )),
     ("pcie_error", False, re.compile(
         r"(?P<subject>[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]): "
         r"(?:AER: (?:Multiple )?Uncorrect(?:ed|able)|"
-        r"PCIe Bus Error: severity=Uncorrect(?:ed|able))"
+        r"(?:AER: )?PCIe Bus Error: severity=Uncorrect(?:ed|able))"
     )),
     # drivers/nvme/host/pci.c, block/blk-core.c
     ("disk_error", False, re.compile(

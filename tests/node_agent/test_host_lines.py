@@ -31,6 +31,10 @@ LINES = [
         "nvidia 0000:81:00.0: PCIe Bus Error: severity=Uncorrected (Fatal), type=Transaction Layer",
     ),
     (
+        "pcie_error", True, "0000:17:00.0",
+        "nvidia 0000:17:00.0: AER: PCIe Bus Error: severity=Corrected, type=Physical Layer",
+    ),
+    (
         "disk_error", False, "nvme1",
         "nvme nvme1: controller is down; will reset: CSTS=0xffffffff, PCI_STATUS=0x10",
     ),
