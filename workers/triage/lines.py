@@ -315,9 +315,9 @@ _Special = Callable[[xid.XidLine, CatalogueEntry, Catalogue, Near], _Words]
 _SPECIAL: dict[int, _Special] = {
     CONSEQUENCE: _torn_down,
     _UNCORRECTABLE: _uncorrectable,
-    74: _registers,
+    NVLINK: _registers,
     RECOVERY_ACTION: _recovery,
-    171: _companion,
+    _DRAM_ERROR: _companion,
     _SRAM_ERROR: _companion,
     **dict.fromkeys(range(144, 151), _unit),
 }
