@@ -5,7 +5,8 @@ and replaces the file whole. Standard library only.
 
 Beside what names a card there may stand: `unreadable` (it does not answer), `dead` (nor will it
 after a boot), `contained` (a memory error that waits for a reset), `drifts_since` (its corrected
-errors come ever faster) and the counters.
+errors come ever faster), the counters, and what NVML says of its memory: `remap_pending`,
+`remap_failed`, `sram_over_threshold`, `recovery_action`.
 """
 
 from __future__ import annotations

@@ -99,7 +99,10 @@ def after_boot(card: dict[str, Any]) -> dict[str, Any]:
 
 def after_reset(card: dict[str, Any]) -> dict[str, Any]:
     """The card's entry once it was reset: its counters begin anew, its bad rows are remapped."""
-    zeroed = {"contained": False, "ecc_uncorrected": 0, "ecc_corrected": 0, "drifts_since": 0.0}
+    zeroed = {
+        "contained": False, "ecc_uncorrected": 0, "ecc_corrected": 0, "drifts_since": 0.0,
+        "remap_pending": False, "recovery_action": 0,
+    }  # fmt: skip
     return {**card, **zeroed}
 
 

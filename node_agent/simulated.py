@@ -39,6 +39,10 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     ecc_uncorrected: int = 0
     ecc_corrected: int = 0
     drifts_since: float = 0.0
+    remap_pending: bool = False
+    remap_failed: bool = False
+    sram_over_threshold: bool = False
+    recovery_action: int = 0
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -145,6 +149,10 @@ class SimulatedHardware:
             ecc_corrected=corrected_errors(card.ecc_corrected, card.drifts_since, time.time()),
             ecc_uncorrected=card.ecc_uncorrected,
             pcie_replays=0,
+            remap_pending=card.remap_pending,
+            remap_failed=card.remap_failed,
+            sram_over_threshold=card.sram_over_threshold,
+            recovery_action=card.recovery_action,
         )
 
 

@@ -101,6 +101,13 @@ class GpuReading(Message, frozen=True):
     ecc_corrected: float | None = None
     ecc_uncorrected: float | None = None
     pcie_replays: float | None = None
+    #: 1 where it is so, 0 where it is not: a row waits for a reset to be remapped, one could not
+    #: be remapped, uncorrectable errors of SRAM are beyond the vendor's threshold.
+    remap_pending: float | None = None
+    remap_failed: float | None = None
+    sram_over_threshold: float | None = None
+    #: What the driver wants: NVML's GPU_RECOVERY_ACTION, as in an XID 154. 0 for nothing.
+    recovery_action: float | None = None
 
 
 class ProcessInfo(Message, frozen=True):

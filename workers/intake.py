@@ -210,7 +210,9 @@ def _incident_of_failure(
     A fault of a program on a node that holds none of ours is nobody's incident here.
     """
     for_people = verdict.action in triage.FOR_PEOPLE
-    if placement is not None and placement.replica.job.state in JOB_ACTIVE and not for_people:
+    harmless = verdict.urgency == "idle"  # the replica that the node holds trains on
+    in_use = placement is not None and placement.replica.job.state in JOB_ACTIVE
+    if placement is not None and in_use and not for_people and not harmless:
         if verdict.urgency == "next_checkpoint":
             # Nothing is lost yet: its replica is brought back once its node is emptied.
             incident = incidents.open_for_replica(placement, signal.observed_at, Severity.MINOR)

@@ -25,17 +25,18 @@ from controlplane.accounts import actions as accounts
 from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.changes import change
-from controlplane.fleet.models import Gpu, Node
+from controlplane.fleet.models import Gpu, Node, RepairRecord
 from controlplane.health import actions as health
 from controlplane.health.actions import record_signal
 from controlplane.health.choices import SignalKind
+from controlplane.health.models import Signal
 from controlplane.incidents import actions as incidents
 from controlplane.jobs import actions as jobs
 from controlplane.rest.idempotency import forget_old_answers
 from workers import engine, metrics
 from workers.playbooks import PLAYBOOKS
 from workers.pulse import Pulse
-from workers.readings import PARTS, ErrorCounter, Growth
+from workers.readings import FLAGS, PARTS, ErrorCounter, Growth
 
 log = structlog.get_logger(__name__)
 
@@ -71,6 +72,8 @@ class Memory:
     pinned_at: datetime | None = None
     #: The corrected memory errors of each card, by its uuid, as they were read.
     counters: dict[str, ErrorCounter] = field(default_factory=dict)
+    #: Which of its flags each card shows, by its uuid, with their values.
+    flags: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def run(stop: threading.Event, pulse: Pulse) -> None:
@@ -182,7 +185,9 @@ def _flush_beats(client: redis.Redis, memory: Memory) -> None:
         log.info("node.reachable_again", node=node_id)
     readings = {node: cards for node, cards in readings.items() if node in known and cards}
     _keep_samples(memory, readings)
-    _follow_errors(memory, {node: (news[node], cards) for node, cards in readings.items()})
+    at = {node: (news[node], cards) for node, cards in readings.items()}
+    _follow_errors(memory, at)
+    _follow_flags(memory, at)
 
 
 def _keep_samples(memory: Memory, readings: dict[str, list[dict[str, Any]]]) -> None:
@@ -212,6 +217,52 @@ def _follow_errors(
             growth = counter.read(at.timestamp(), float(count))
             if growth is not None:
                 _tell_growth(node_id, uuid, at, growth)
+
+
+def _follow_flags(
+    memory: Memory, readings: dict[str, tuple[datetime, list[dict[str, Any]]]]
+) -> None:
+    """Make a signal of each flag that a card newly shows, or with another value. Who forgot what it
+    has told looks it up: a flag that stays says nothing new, however often we are started."""
+    for node_id, (at, cards) in readings.items():
+        for card in cards:
+            uuid = str(card["uuid"])
+            shown = {name: float(card[name]) for name in FLAGS if card.get(name) is not None}
+            before = memory.flags.get(uuid)
+            if before is None:
+                before = _told_flags(uuid) if any(shown.values()) else {}
+            memory.flags[uuid] = before | shown  # what could not be read is as it was
+            for name, value in shown.items():
+                if value and value != before.get(name):
+                    _tell_flag(node_id, uuid, at, name, value)
+
+
+def _told_flags(uuid: str) -> dict[str, float]:
+    """What was last told of each flag of this card, if it has not been repaired since."""
+    told: dict[str, float] = {}
+    signals = Signal.objects.filter(gpu=uuid, kind=SignalKind.READING, data__reading__in=FLAGS)
+    repair = RepairRecord.objects.filter(gpu=uuid).order_by("-at").first()
+    if repair is not None:
+        signals = signals.filter(observed_at__gte=repair.at)
+    for signal in signals.order_by("observed_at"):
+        told[signal.data["reading"]] = float(signal.data["value"])
+    return told
+
+
+def _tell_flag(node_id: str, uuid: str, at: datetime, name: str, value: float) -> None:
+    card = Gpu.objects.select_related("node").filter(pk=uuid, node=node_id).first()
+    if card is None:
+        return  # which `_tell_growth` has logged, or will
+    record_signal(
+        f"{name[:12]}:{uuid[-34:]}:{at.timestamp():.0f}",
+        SignalKind.READING,
+        source="keeper",
+        observed_at=at,
+        node=card.node,
+        gpu=card,
+        raw=f"{name} of {uuid} is {value:g}",
+        data={"reading": name, "value": value},
+    )
 
 
 def _tell_growth(node_id: str, uuid: str, at: datetime, growth: Growth) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+#: What NVML says of a card that is well while it is 0, by the reading's name.
+FLAGS = ("remap_pending", "remap_failed", "sram_over_threshold", "recovery_action")
 #: A window is looked at in so many equal parts, oldest first.
 PARTS = 3
 #: Counts are kept at this many moments of a window.

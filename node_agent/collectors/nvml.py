@@ -293,6 +293,7 @@ def _sensors(nvml: Any, card: Any) -> dict[str, float | None]:
     def ecc(kind: int) -> Any:
         return _or_none(nvml, lambda: nvml.nvmlDeviceGetTotalEccErrors(card, kind, volatile))
 
+    remapped = _or_none(nvml, lambda: nvml.nvmlDeviceGetRemappedRows(card))
     temperature = nvml.nvmlDeviceGetTemperature(card, nvml.NVML_TEMPERATURE_GPU)
     milliwatts = _or_none(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(card))
     return {
@@ -306,7 +307,29 @@ def _sensors(nvml: Any, card: Any) -> dict[str, float | None]:
         "ecc_corrected": ecc(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
         "ecc_uncorrected": ecc(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
         "pcie_replays": _or_none(nvml, lambda: nvml.nvmlDeviceGetPcieReplayCounter(card)),
+        "remap_pending": None if remapped is None else remapped[2],
+        "remap_failed": None if remapped is None else remapped[3],
+        "sram_over_threshold": _or_none(nvml, lambda: _sram_over_threshold(nvml, card)),
+        "recovery_action": _or_none(nvml, lambda: _recovery_action(nvml, card)),
     }
+
+
+def _sram_over_threshold(nvml: Any, card: Any) -> int | None:
+    kind = getattr(nvml, "nvmlEccSramErrorStatus_v1", None)
+    if kind is None:  # an older binding
+        return None
+    status = nvml.c_nvmlEccSramErrorStatus_v1_t()
+    status.version = kind
+    nvml.nvmlDeviceGetSramEccErrorStatus(card, nvml.byref(status))
+    return int(bool(status.bThresholdExceeded))
+
+
+def _recovery_action(nvml: Any, card: Any) -> int | None:
+    number = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
+    if number is None:  # an older binding
+        return None
+    (found,) = nvml.nvmlDeviceGetFieldValues(card, [number])
+    return int(found.value.uiVal) if found.nvmlReturn == 0 else None
 
 
 def _or_none(nvml: Any, read: Callable[[], Any]) -> Any:

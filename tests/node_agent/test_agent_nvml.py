@@ -34,6 +34,13 @@ def nvmlDeviceGetTemperature(card, _):
 def nvmlDeviceGetPowerUsage(card): return 70500
 def nvmlDeviceGetUtilizationRates(card): return Box(gpu=7)
 def nvmlDeviceGetTotalEccErrors(card, kind, _): return kind
+def nvmlDeviceGetRemappedRows(card): return (5, 2, 1, 0)
+NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 230
+def nvmlDeviceGetFieldValues(card, fields): return [Box(nvmlReturn=0, value=Box(uiVal=4))]
+nvmlEccSramErrorStatus_v1 = 7
+class c_nvmlEccSramErrorStatus_v1_t: version = bThresholdExceeded = 0
+def byref(box): return box
+def nvmlDeviceGetSramEccErrorStatus(card, status): status.bThresholdExceeded = status.version == 7
 nvmlDeviceGetSerial = nvmlDeviceGetClockInfo = nvmlDeviceGetPcieReplayCounter = refuse
 """
 
@@ -52,6 +59,8 @@ def test_cards_and_sensors_are_read_and_what_is_missing_is_none(driver: None) ->
     first = readings.values[0]
     assert (first.temperature_c, first.power_w, first.ecc_uncorrected) == (40, 70.5, 1)
     assert (first.sm_clock_mhz, first.pcie_replays) == (None, None)
+    assert (first.remap_pending, first.remap_failed) == (1, 0)
+    assert (first.sram_over_threshold, first.recovery_action) == (1, 4)
 
 
 def test_a_lost_card_is_named_and_the_others_are_read(driver: None) -> None:

@@ -361,6 +361,41 @@ def test_a_line_from_a_node_that_is_out_is_kept_and_starts_nothing(world: World)
 # --- a site that goes quiet -----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("reading", "value", "code", "needed"),
+    [
+        ("remap_failed", 1.0, "remap-failed", Action.CONTACT_VENDOR),
+        ("sram_over_threshold", 1.0, "sram-threshold", Action.FIELD_DIAGNOSTIC),
+        ("recovery_action", 4.0, "recovery-action", Action.DRAIN_AND_RESET),
+        ("recovery_action", 2.0, "recovery-action", Action.REBOOT),
+    ],
+)
+def test_what_nvml_says_of_a_card_is_a_failure(
+    world: World, reading: str, value: float, code: str, needed: Action
+) -> None:
+    world.shows(world.spares[0], reading, value)
+    drain()
+
+    failure = Failure.objects.get()
+    assert (failure.code, failure.needed, failure.gpu) == (
+        code, needed, world.card_of(world.spares[0])
+    )  # fmt: skip
+    assert Incident.objects.get().node == world.spares[0]
+
+
+def test_a_remap_that_is_pending_waits_until_the_node_is_idle(world: World) -> None:
+    """The replica on it is not lost, and nothing is done to it."""
+    node = world.placements[1].node
+    world.shows(node, "remap_pending")
+    drain()
+
+    node.refresh_from_db()
+    assert (node.state, bool(node.reset_pending)) == (NodeState.ALLOCATED, True)
+    assert Failure.objects.get().urgency == Urgency.IDLE
+    assert Incident.objects.get().severity == Severity.MINOR
+    assert not PlaybookRun.objects.filter(playbook="replica-lost").exists()
+
+
 def all_silent(world: World, nodes: list[Node]) -> None:
     Lease.objects.filter(node__in=nodes).update(
         reachable=False, last_beat_at=timezone.now() - timedelta(seconds=5)

@@ -138,6 +138,42 @@ def test_a_card_whose_corrected_errors_accelerate_is_a_signal_once(
     assert f"ecc_corrected of {card.uuid}" in signal.raw
 
 
+def flags_told() -> list[tuple[str, float]]:
+    signals = Signal.objects.filter(kind=SignalKind.READING).order_by("observed_at")
+    return [(signal.data["reading"], signal.data["value"]) for signal in signals]
+
+
+def test_a_flag_of_a_card_is_a_signal_once_while_it_stays(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    node = NodeFactory()
+    uuid = GpuFactory(node=node).uuid
+    now = time.time()
+    values: list[float | None] = [0, 1, 1, None, 1, 0, 1]
+    for second, value in enumerate(values):
+        read(beats, node, now + second, {"uuid": uuid, "remap_pending": value})
+        keeper.keep(beats, memory)
+
+    assert flags_told() == [("remap_pending", 1.0)] * 2  # at first, and after it was gone
+
+
+def test_a_keeper_that_was_started_anew_tells_of_no_flag_again(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    node = NodeFactory()
+    uuid = GpuFactory(node=node).uuid
+    read(beats, node, time.time(), {"uuid": uuid, "remap_failed": 1, "recovery_action": 4})
+    keeper.keep(beats, memory)
+    fresh = keeper.Memory(heard={}, grace_until=keeper._grace())
+    later = {"uuid": uuid, "remap_failed": 1, "recovery_action": 2}
+    read(beats, node, time.time() + 5, later)
+    keeper.keep(beats, fresh)
+
+    assert sorted(flags_told()) == [
+        ("recovery_action", 2.0), ("recovery_action", 4.0), ("remap_failed", 1.0)
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "card", [{"uuid": "GPU-unknown"}, {"uuid": "GPU-none", "ecc_corrected": None}]
 )

@@ -121,6 +121,20 @@ class World:
             ],
         )
 
+    def shows(self, node: Node, reading: str, value: float = 1.0) -> None:
+        """The keeper found that its card shows this flag."""
+        card = self.card_of(node)
+        record_signal(
+            new_id("sig"),
+            SignalKind.READING,
+            source="keeper",
+            observed_at=timezone.now(),
+            node=node,
+            gpu=card,
+            raw=f"{reading} of {card.uuid} is {value:g}",
+            data={"reading": reading, "value": value},
+        )
+
     def errors_accelerate(self, node: Node, errors: tuple[float, ...] = (4.0, 12.0, 40.0)) -> None:
         """The keeper found in its readings that its card's corrected errors grow like this."""
         card = self.card_of(node)

@@ -15,13 +15,13 @@ from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import COMMAND_FINISHED, CommandState, NodeState
 from controlplane.fleet.models import Command, Node
-from controlplane.health.catalogue import catalogue
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
 from node_agent import wire
 from workers.playbooks.base import Ask, Back, Done, Outcome, StepContext, Wait
 from workers.repair import diagnosis_passed
-from workers.triage import condemns_node, judge_line
+from workers.triage import condemns_node
+from workers.verdicts import HARDWARE_SPEAKS, verdict_of
 
 #: Longest time that a diagnostic may take, in seconds.
 DIAGNOSTIC_S = 600
@@ -100,7 +100,7 @@ def await_soak(ctx: StepContext, node: Node) -> Outcome:
 
 
 def _speaks_against(signal: Signal) -> bool:
-    if signal.kind == SignalKind.KERNEL_LINE:
-        verdict = judge_line(signal.raw, catalogue())
+    if signal.kind in HARDWARE_SPEAKS:
+        verdict = verdict_of(signal)
         return verdict is not None and condemns_node(verdict)
     return signal.kind in (SignalKind.GPU_UNREADABLE, SignalKind.LEASE_LOST)

@@ -6,7 +6,7 @@ No Django, no I/O, no clock: the same evidence gives the same verdict, so decisi
 from workers.triage.catalogue import Catalogue, CatalogueEntry, SxidEntry
 from workers.triage.lines import is_note, judge, judge_line, may_end_rank, parse
 from workers.triage.loss import Cause, LossEvidence, NothingLost, NotYet, cause_of_loss
-from workers.triage.readings import judge_errors
+from workers.triage.readings import judge_errors, judge_flag
 from workers.triage.verdicts import (
     ACTIONS,
     FOR_PEOPLE,
@@ -40,6 +40,7 @@ __all__ = [
     "is_note",
     "judge",
     "judge_errors",
+    "judge_flag",
     "judge_line",
     "may_end_rank",
     "parse",
