@@ -149,9 +149,9 @@ class SimulatedHardware:
             ecc_corrected=corrected_errors(card.ecc_corrected, card.drifts_since, time.time()),
             ecc_uncorrected=card.ecc_uncorrected,
             pcie_replays=0,
-            remap_pending=card.remap_pending,
-            remap_failed=card.remap_failed,
-            sram_over_threshold=card.sram_over_threshold,
+            remap_pending=float(card.remap_pending),
+            remap_failed=float(card.remap_failed),
+            sram_over_threshold=float(card.sram_over_threshold),
             recovery_action=card.recovery_action,
         )
 
