@@ -293,7 +293,7 @@ def _sensors(nvml: Any, card: Any) -> dict[str, float | None]:
     def ecc(kind: int) -> Any:
         return _or_none(nvml, lambda: nvml.nvmlDeviceGetTotalEccErrors(card, kind, volatile))
 
-    remapped = _or_none(nvml, lambda: nvml.nvmlDeviceGetRemappedRows(card))
+    remapped = _if_known(nvml, lambda: nvml.nvmlDeviceGetRemappedRows(card))
     temperature = nvml.nvmlDeviceGetTemperature(card, nvml.NVML_TEMPERATURE_GPU)
     milliwatts = _or_none(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(card))
     return {
@@ -309,8 +309,8 @@ def _sensors(nvml: Any, card: Any) -> dict[str, float | None]:
         "pcie_replays": _or_none(nvml, lambda: nvml.nvmlDeviceGetPcieReplayCounter(card)),
         "remap_pending": None if remapped is None else remapped[2],
         "remap_failed": None if remapped is None else remapped[3],
-        "sram_over_threshold": _or_none(nvml, lambda: _sram_over_threshold(nvml, card)),
-        "recovery_action": _or_none(nvml, lambda: _recovery_action(nvml, card)),
+        "sram_over_threshold": _if_known(nvml, lambda: _sram_over_threshold(nvml, card)),
+        "recovery_action": _if_known(nvml, lambda: _recovery_action(nvml, card)),
     }
 
 
@@ -330,6 +330,14 @@ def _recovery_action(nvml: Any, card: Any) -> int | None:
         return None
     (found,) = nvml.nvmlDeviceGetFieldValues(card, [number])
     return int(found.value.uiVal) if found.nvmlReturn == 0 else None
+
+
+def _if_known(nvml: Any, read: Callable[[], Any]) -> Any:
+    """What not every driver has heard of: that it has not says nothing of the card."""
+    try:
+        return read()
+    except nvml.NVMLError:
+        return None
 
 
 def _or_none(nvml: Any, read: Callable[[], Any]) -> Any:

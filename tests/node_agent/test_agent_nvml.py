@@ -63,6 +63,22 @@ def test_cards_and_sensors_are_read_and_what_is_missing_is_none(driver: None) ->
     assert (first.sram_over_threshold, first.recovery_action) == (1, 4)
 
 
+def test_a_card_under_an_older_driver_is_read_without_what_that_does_not_know(
+    driver: None, tmp_path: Path
+) -> None:
+    older = """
+def unknown(*_): raise NVMLError("function not found")
+nvmlDeviceGetRemappedRows = nvmlDeviceGetFieldValues = nvmlDeviceGetSramEccErrorStatus = unknown
+"""
+    (tmp_path / "pynvml.py").write_text(DRIVER + older)
+
+    _, readings = nvml.look_once()
+
+    first = readings.values[0]
+    assert first.temperature_c == 40
+    assert (first.remap_pending, first.sram_over_threshold, first.recovery_action) == (None,) * 3
+
+
 def test_a_lost_card_is_named_and_the_others_are_read(driver: None) -> None:
     _, readings = nvml.look_once()
 

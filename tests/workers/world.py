@@ -123,20 +123,13 @@ class World:
 
     def shows(self, node: Node, reading: str, value: float = 1.0) -> None:
         """The keeper found that its card shows this flag."""
-        card = self.card_of(node)
-        record_signal(
-            new_id("sig"),
-            SignalKind.READING,
-            source="keeper",
-            observed_at=timezone.now(),
-            node=node,
-            gpu=card,
-            raw=f"{reading} of {card.uuid} is {value:g}",
-            data={"reading": reading, "value": value},
-        )
+        self._reads(node, reading, value=value)
 
     def errors_accelerate(self, node: Node, errors: tuple[float, ...] = (4.0, 12.0, 40.0)) -> None:
         """The keeper found in its readings that its card's corrected errors grow like this."""
+        self._reads(node, "ecc_corrected", errors=list(errors), window_s=3600.0)
+
+    def _reads(self, node: Node, reading: str, **found: object) -> None:
         card = self.card_of(node)
         record_signal(
             new_id("sig"),
@@ -145,8 +138,8 @@ class World:
             observed_at=timezone.now(),
             node=node,
             gpu=card,
-            raw=f"ecc_corrected of {card.uuid}: {errors}",
-            data={"reading": "ecc_corrected", "errors": list(errors), "window_s": 3600.0},
+            raw=f"{reading} of {card.uuid}: {found}",
+            data={"reading": reading, **found},
         )
 
     def card_of(self, node: Node) -> Gpu:
