@@ -130,12 +130,12 @@ def record_failure(
     replica: int | None = None,
     urgency: Urgency = Urgency.NOW,
 ) -> Failure:
-    """Keep what triage made of these signals."""
+    """Keep what triage made of these signals: one fault, of which several may speak."""
     failure = Failure.objects.create(
         urgency=urgency,
         gpu_id=gpu_id,
         last_seen_at=observed_at,
-        count=sum(signal.count for signal in signals),
+        count=max((signal.count for signal in signals), default=1),
         fault_class=fault_class,
         code=code,
         summary=summary,
