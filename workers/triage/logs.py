@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -37,6 +37,8 @@ NEAR_S = 180.0
 #: The same where lines have no stamps.
 NEAR_LINES = 100
 DAY_S = 86_400.0
+#: Of one code at one place, so many bursts are remembered.
+MAX_BURSTS = 50
 _EXCEPTION, _MEMORY_FAULT = 13, 31
 #: What a switch sees of a GPU that is gone, it may see a while later.
 SEEN_LATER_S = 600.0
@@ -118,21 +120,22 @@ class _Track:
 class _Bursts:
     """How often a code came at one place, counted in bursts."""
 
-    began: list[_Seen] = field(default_factory=list)
+    began: deque[_Seen] = field(default_factory=lambda: deque(maxlen=MAX_BURSTS))
     last: _Seen | None = None
+    count: int = 0
 
     def before(self, one: _Seen) -> int:
         """Bursts of the day before the one that this line belongs to; notes the line."""
         if self.last is None or not one.is_near(self.last):
+            self.count = 0
+            for other in reversed(self.began):
+                apart_s = one.apart_s(other)
+                if apart_s is not None and not 0 <= apart_s <= DAY_S:
+                    break
+                self.count += 1
             self.began.append(one)
         self.last = one
-        count = 0
-        for other in reversed(self.began[:-1]):
-            apart_s = self.began[-1].apart_s(other)
-            if apart_s is not None and not 0 <= apart_s <= DAY_S:
-                break
-            count += 1
-        return count
+        return self.count
 
 
 def judge_log(
