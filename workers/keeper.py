@@ -250,9 +250,27 @@ def _told_flags(uuid: str) -> dict[str, float]:
 
 
 def _tell_flag(node_id: str, uuid: str, at: datetime, name: str, value: float) -> None:
+    raw = f"{name} of {uuid} is {value:g}"
+    _tell_reading(node_id, uuid, at, name, raw, {"value": value})
+
+
+def _tell_growth(node_id: str, uuid: str, at: datetime, growth: Growth) -> None:
+    parts = ", ".join(f"{errors:.0f}" for errors in growth.errors)
+    raw = (
+        f"ecc_corrected of {uuid}: {parts} in each {growth.window_s / PARTS:g} s, "
+        f"{growth.count:.0f} in all"
+    )
+    found = {"errors": list(growth.errors), "window_s": growth.window_s, "count": growth.count}
+    _tell_reading(node_id, uuid, at, "ecc_corrected", raw, found)
+
+
+def _tell_reading(
+    node_id: str, uuid: str, at: datetime, name: str, raw: str, found: dict[str, Any]
+) -> None:
     card = Gpu.objects.select_related("node").filter(pk=uuid, node=node_id).first()
     if card is None:
-        return  # which `_tell_growth` has logged, or will
+        log.warning("keeper.reading_of_unknown_card", node=node_id, card=uuid)
+        return
     record_signal(
         f"{name[:12]}:{uuid[-34:]}:{at.timestamp():.0f}",
         SignalKind.READING,
@@ -260,32 +278,8 @@ def _tell_flag(node_id: str, uuid: str, at: datetime, name: str, value: float) -
         observed_at=at,
         node=card.node,
         gpu=card,
-        raw=f"{name} of {uuid} is {value:g}",
-        data={"reading": name, "value": value},
-    )
-
-
-def _tell_growth(node_id: str, uuid: str, at: datetime, growth: Growth) -> None:
-    card = Gpu.objects.select_related("node").filter(pk=uuid, node=node_id).first()
-    if card is None:
-        log.warning("keeper.reading_of_unknown_card", node=node_id, card=uuid)
-        return
-    parts = ", ".join(f"{errors:.0f}" for errors in growth.errors)
-    record_signal(
-        f"ecc:{uuid[-40:]}:{at.timestamp():.0f}",
-        SignalKind.READING,
-        source="keeper",
-        observed_at=at,
-        node=card.node,
-        gpu=card,
-        raw=f"ecc_corrected of {uuid}: {parts} in each {growth.window_s / PARTS:g} s, "
-        f"{growth.count:.0f} in all",
-        data={
-            "reading": "ecc_corrected",
-            "errors": list(growth.errors),
-            "window_s": growth.window_s,
-            "count": growth.count,
-        },
+        raw=raw,
+        data={"reading": name, **found},
     )
 
 

@@ -61,12 +61,13 @@ def follow(
     else:
         steps = _file(path, cursor, wait_s)
     for cursor, lines in steps:
+        now = time.time()
+        told = []
         if was_reset.is_set():
             was_reset.clear()
-            repeats.clear()
-        now = time.time()
+            told += repeats.clear(now)
         taken = [repeats.take(key, line, now) for key, line in lines]
-        told = [one for one in taken if one is not None] + repeats.due(now)
+        told += [one for one in taken if one is not None] + repeats.due(now)
         if told:
             deliver(told)
         stored = {**asdict(cursor), "repeats": repeats.state()}

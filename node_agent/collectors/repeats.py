@@ -50,9 +50,12 @@ class Repeats:
         """As JSON."""
         return [asdict(one) for one in self._known.values()]
 
-    def clear(self) -> None:
-        """What is heard from now on is news, whatever was heard before: cards were reset."""
+    def clear(self, now: float) -> list[Told]:
+        """What is heard from now on is news, whatever was heard before: cards were reset. What is
+        still to be told of that."""
+        left = [self._tell(one, now) for one in self._known.values() if one.count > one.told]
         self._known.clear()
+        return left
 
     def take(self, key: str, line: str, now: float) -> Told | None:
         """A line that was read. What is to be told of it at once, if anything."""

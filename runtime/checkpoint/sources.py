@@ -101,14 +101,14 @@ class Sources:
         the name. Raises OSError, ValueError."""
         if tier == "peer":
             return self._held()
-        found = self._put() if tier == "object" else self._written(tier)
+        found = self._stored() if tier == "object" else self._written(tier)
         return [(store.epoch_of(one), one.step, one.save) for one in found]
 
     @functools.cached_property
     def _objects(self) -> ObjectStore:
         return ObjectStore(self._job.object_store, self._job.name)
 
-    def _put(self) -> list[Manifest]:
+    def _stored(self) -> list[Manifest]:
         """What is in the object store."""
         found = self._objects.found()
         for damaged in (one for one in found if isinstance(one, Damaged)):

@@ -58,11 +58,12 @@ def test_what_a_card_says_again_after_a_reset_is_news(agent: Node) -> None:
     agent.fit("GPU-a")
     say(agent, "0000:1b", 119)
     eventually(lambda: len(told()) == 1)
-    say(agent, "0000:1b", 119)
+    before = told()
     reset(agent)
     say(agent, "0000:1b", 119)
-
     eventually(lambda: len(told()) == 2)
+
+    assert len(told() - before) == 1
 
 
 def test_no_card_is_reset_under_a_rank(agent: Node) -> None:

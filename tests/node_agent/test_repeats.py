@@ -70,10 +70,12 @@ def test_after_a_pause_or_a_reset_the_same_words_are_news() -> None:
     first = repeats.take("a", xid(UNCONTAINED), 0.0)
     repeats.take("b", xid(UNCONTAINED), 1.0)
     later = repeats.take("c", xid(UNCONTAINED), 2.0 + GAP_S)
-    repeats.clear()
-    after_reset = repeats.take("d", xid(UNCONTAINED), 3.0 + GAP_S)
+    repeats.take("d", xid(UNCONTAINED), 2.5 + GAP_S)
+    left = repeats.clear(3.0 + GAP_S)
+    after_reset = repeats.take("e", xid(UNCONTAINED), 3.0 + GAP_S)
 
-    assert [one and one.key for one in (first, later, after_reset)] == ["a", "c", "d"]
+    assert [one and one.key for one in (first, later, after_reset)] == ["a", "c", "e"]
+    assert [(one.key, one.count) for one in left] == [("c", 2)]
 
 
 @given(
