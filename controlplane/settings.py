@@ -199,6 +199,8 @@ SAMPLE_INTERVAL_S = env_float("SAMPLE_INTERVAL_S", 60)
 SAMPLE_KEEP_S = env_float("SAMPLE_KEEP_S", 7 * 86_400)
 #: Corrected memory errors that come ever faster over this time take a node out before the fault.
 ECC_DRIFT_WINDOW_S = env_float("ECC_DRIFT_WINDOW_S", 3600)
+#: A card's other readings count once they have been so for this long.
+READING_HOLD_S = env_float("READING_HOLD_S", 60)
 #: A repair that waits for a job's next checkpoint goes on without it after this time.
 CHECKPOINT_WAIT_S = env_float("CHECKPOINT_WAIT_S", 900)
 #: The nodes are simulated: their pages offer to break them.

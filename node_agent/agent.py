@@ -147,6 +147,7 @@ class Agent:
             at=time.time(),
             report_digest=self._reported,
             readings=self._hardware.readings().values,
+            ports=self._hardware.ports(),
         )
         body = msgspec.json.encode(beat)
         try:

@@ -5,8 +5,11 @@ and replaces the file whole. Standard library only.
 
 Beside what names a card there may stand: `unreadable` (it does not answer), `dead` (nor will it
 after a boot), `contained` (a memory error that waits for a reset), `drifts_since` (its corrected
-errors come ever faster), the counters, and what NVML says of its memory: `remap_pending`,
-`remap_failed`, `sram_over_threshold`, `recovery_action`.
+errors come ever faster), the counters, what NVML says of its memory (`remap_pending`,
+`remap_failed`, `sram_over_threshold`, `recovery_action`, `remapped_rows`, `exhausted_banks`), of
+its links and clocks (`nvlink_share`, `nvlink_errors_since`, `heats_since`, `throttle_reasons`,
+`pcie_lanes`, `pcie_replays_since`), and of the fabric's port beside it (`port_down`,
+`port_flaps_since`, `port_errors_since`). What ends in `_since` began at that moment in Unix time.
 """
 
 from __future__ import annotations

@@ -27,7 +27,9 @@ class Fault:
     #: What becomes of the programs; None: they notice nothing. A lost card leaves them stuck in the
     #: driver, which no signal but SIGKILL ends: they are stopped.
     signal: signal.Signals | None
-    flags: dict[str, bool] = field(default_factory=dict)
+    #: What it changes in the card's entry, and what it stamps there with the time.
+    flags: dict[str, bool | int | float] = field(default_factory=dict)
+    stamp: str = ""
     uncorrected: int = 0
     #: The fault that comes of it unless the card is reset before, and after how many seconds.
     leads_to: str = ""
@@ -37,7 +39,7 @@ class Fault:
         """The card's entry in hardware.json once it has this fault."""
         count = card.get("ecc_uncorrected", 0) + self.uncorrected
         marked = {**card, **self.flags, "ecc_uncorrected": count}
-        return {**marked, "drifts_since": time.time()} if self.leads_to else marked
+        return {**marked, self.stamp: time.time()} if self.stamp else marked
 
     def kernel_lines(self, card: dict[str, Any], pid: int | None) -> list[str]:
         who = "pid='<unknown>', name=<unknown>" if pid is None else f"pid={pid}, name=python3"
@@ -83,8 +85,28 @@ FAULTS = {
         uncorrected=1,
     ),
     # Corrected errors come ever faster; no line says so before one cannot be corrected.
-    "ecc-drift": Fault((), 0, None, leads_to="xid48", after_s=60.0),
+    "ecc-drift": Fault((), 0, None, stamp="drifts_since", leads_to="xid48", after_s=60.0),
+    # What sensors alone show. A reset mends the links and the memory's flags; the others stay until
+    # somebody has looked, who is played by fitting new cards.
+    "nvlink-slow": Fault((), 0, None, flags={"nvlink_share": 0.7}),
+    "nvlink-errors": Fault((), 0, None, stamp="nvlink_errors_since"),
+    "overheating": Fault((), 0, None, stamp="heats_since"),
+    "power-brake": Fault((), 0, None, flags={"throttle_reasons": 0x88}),
+    "pcie-narrow": Fault((), 0, None, flags={"pcie_lanes": 8}),
+    "pcie-replays": Fault((), 0, None, stamp="pcie_replays_since"),
+    "port-down": Fault((), 0, None, flags={"port_down": True}),
+    "port-flaps": Fault((), 0, None, stamp="port_flaps_since"),
+    "port-errors": Fault((), 0, None, stamp="port_errors_since"),
+    "remap-pending": Fault((), 0, None, flags={"remap_pending": True, "remapped_rows": 1}),
+    "remap-failed": Fault((), 0, None, flags={"remap_failed": True, "remapped_rows": 9}),
+    "bank-exhausted": Fault((), 0, None, flags={"exhausted_banks": 1, "remapped_rows": 8}),
+    "sram-errors": Fault((), 0, None, flags={"sram_over_threshold": True}),
+    "wants-reset": Fault((), 0, None, flags={"recovery_action": 1}),
 }
+#: A counter that rises rises so often in a second; a card that heats up does by so much.
+COUNTS_A_SECOND, HEAT_A_SECOND_C = 5.0, 0.5
+#: A port that flaps is down for the first of these seconds, and up for the others.
+FLAP_DOWN_S, FLAP_PERIOD_S = 30.0, 50.0
 #: Corrected errors of a drifting card: they double in this many seconds.
 DOUBLING_S = 3.0
 #: What a card shows at most; its counter has so many bits.
@@ -101,7 +123,8 @@ def after_reset(card: dict[str, Any]) -> dict[str, Any]:
     """The card's entry once it was reset: its counters begin anew, its bad rows are remapped."""
     zeroed = {
         "contained": False, "ecc_uncorrected": 0, "ecc_corrected": 0, "drifts_since": 0.0,
-        "remap_pending": False, "recovery_action": 0,
+        "remap_pending": False, "recovery_action": 0, "nvlink_share": 1.0,
+        "nvlink_errors_since": 0.0,
     }  # fmt: skip
     return {**card, **zeroed}
 
@@ -112,6 +135,21 @@ def corrected_errors(count: int, drifts_since: float, now: float) -> int:
         return count
     doublings = max(0.0, now - drifts_since) / DOUBLING_S
     return min(MAX_ERRORS, count + int(4 * (2 ** min(doublings, 20.0) - 1)))
+
+
+def count_since(since: float, now: float) -> int:
+    """What a counter shows that rises since then (0: never)."""
+    return int(max(0.0, now - since) * COUNTS_A_SECOND) if since else 0
+
+
+def heat_since(since: float, now: float) -> float:
+    """By how many degrees C a card is hotter that heats up since then (0: never)."""
+    return max(0.0, now - since) * HEAT_A_SECOND_C if since else 0.0
+
+
+def is_down_by_flaps(since: float, now: float) -> bool:
+    """Whether a port is down at this moment that flaps since then (0: never)."""
+    return bool(since) and (now - since) % FLAP_PERIOD_S < FLAP_DOWN_S
 
 
 def boot_lines(card: dict[str, Any]) -> list[str]:

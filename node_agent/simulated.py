@@ -15,15 +15,20 @@ from pathlib import Path
 
 import msgspec
 
+from node_agent import faults
 from node_agent.cards import HARDWARE_FILE, Cards, edit
 from node_agent.collectors import HardwareUnknown, Readings, ResetFailed, host
 from node_agent.faults import after_reset, corrected_errors
 from node_agent.watch import FolderWatch
-from node_agent.wire import GpuInfo, GpuReading, Inventory
+from node_agent.wire import GpuInfo, GpuReading, Inventory, PortReading
 
 DRIVER = "simulated"
 #: Seconds in which a card gets two thirds of the way to its new temperature, or load.
 WARM_S, LOAD_S = 40.0, 2.0
+#: 18 links of an H100 together.
+NVLINK_MB_S = 18 * 26_562
+PCIE_LANES = 16
+SLOWDOWN_C = 87.0
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +48,17 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     remap_failed: bool = False
     sram_over_threshold: bool = False
     recovery_action: int = 0
+    remapped_rows: int = 0
+    exhausted_banks: int = 0
+    nvlink_share: float = 1.0
+    nvlink_errors_since: float = 0.0
+    heats_since: float = 0.0
+    throttle_reasons: int = 0
+    pcie_lanes: int = PCIE_LANES
+    pcie_replays_since: float = 0.0
+    port_down: bool = False
+    port_flaps_since: float = 0.0
+    port_errors_since: float = 0.0
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -92,6 +108,14 @@ class SimulatedHardware:
         silent = {card.uuid: "does not answer" for card in self._cards if card.unreadable}
         return Readings(values=values, unreadable=silent)
 
+    def ports(self) -> list[PortReading]:
+        """Each card has an adapter of its own beside it, as in the machines it stands for."""
+        try:
+            self._load()
+        except HardwareUnknown:
+            return []
+        return [self._read_port(card, time.time()) for card in self._cards]
+
     def change_fd(self) -> int | None:
         return self._watch.fd
 
@@ -139,20 +163,43 @@ class SimulatedHardware:
         sensors.temperature += (warm - sensors.temperature) * (1 - math.exp(-passed / WARM_S))
         wobble = math.sin(now / 7 + card.index * 1.7)
         load = sensors.load
+        heated = sensors.temperature + faults.heat_since(card.heats_since, time.time())
+        heat = min(heated, SLOWDOWN_C)
         return GpuReading(
             uuid=card.uuid,
-            temperature_c=round(sensors.temperature + card.index * 0.6 + 0.4 * wobble, 1),
+            temperature_c=round(heat + card.index * 0.6 + 0.4 * wobble, 1),
             power_w=round(72 + load * (560 + 15 * wobble) + card.index, 1),
             utilization=round(max(0.0, load * (96 + 3 * wobble)), 1),
             sm_clock_mhz=round(345 + load * 1635),
             memory_used_bytes=round(card.memory_bytes * (0.01 + 0.81 * load)),
             ecc_corrected=corrected_errors(card.ecc_corrected, card.drifts_since, time.time()),
             ecc_uncorrected=card.ecc_uncorrected,
-            pcie_replays=0,
+            pcie_replays=faults.count_since(card.pcie_replays_since, time.time()),
             remap_pending=float(card.remap_pending),
             remap_failed=float(card.remap_failed),
             sram_over_threshold=float(card.sram_over_threshold),
             recovery_action=card.recovery_action,
+            remapped_rows=card.remapped_rows,
+            exhausted_banks=card.exhausted_banks,
+            slowdown_c=SLOWDOWN_C,
+            throttle_reasons=card.throttle_reasons,
+            nvlink_mb_s=round(NVLINK_MB_S * card.nvlink_share),
+            nvlink_errors=faults.count_since(card.nvlink_errors_since, time.time()),
+            pcie_lanes=card.pcie_lanes,
+            pcie_lanes_max=PCIE_LANES,
+        )
+
+    def _read_port(self, card: Card, now: float) -> PortReading:
+        flapping = faults.is_down_by_flaps(card.port_flaps_since, now)
+        errors = faults.count_since(card.port_errors_since, now)
+        return PortReading(
+            name=f"mlx5_{card.index}/1",
+            up=float(not (card.port_down or flapping)),
+            symbol_errors=errors,
+            link_recoveries=errors // 50,
+            link_downs=0,
+            receive_errors=0,
+            discards=0,
         )
 
 

@@ -108,6 +108,36 @@ class GpuReading(Message, frozen=True):
     sram_over_threshold: float | None = None
     #: What the driver wants: NVML's GPU_RECOVERY_ACTION, as in an XID 154. 0 for nothing.
     recovery_action: float | None = None
+    #: Rows of its memory remapped in its life after uncorrectable errors, and banks that have no
+    #: spare row left.
+    remapped_rows: float | None = None
+    exhausted_banks: float | None = None
+    #: The card's own limit, at which it slows its clocks.
+    slowdown_c: float | None = None
+    #: What holds its clocks back now: NVML's clocks event reasons, a bit mask.
+    throttle_reasons: float | None = None
+    #: All its active NVLinks together, by the speed that they trained to, in MB/s; errors since
+    #: the last reset that its links recovered from (by replay, or by training anew).
+    nvlink_mb_s: float | None = None
+    nvlink_errors: float | None = None
+    pcie_lanes: float | None = None
+    #: As many as card and slot could have.
+    pcie_lanes_max: float | None = None
+
+
+class PortReading(Message, frozen=True):
+    """One port of a fabric adapter, as Linux counts it. Counters rise from when the driver loaded.
+
+    `None` means "could not be read".
+    """
+
+    name: Short  # "mlx5_0/1": device and port
+    up: float  # 1 or 0
+    symbol_errors: float | None = None
+    link_recoveries: float | None = None
+    link_downs: float | None = None
+    receive_errors: float | None = None
+    discards: float | None = None
 
 
 class ProcessInfo(Message, frozen=True):
@@ -145,6 +175,7 @@ class Beat(Message, frozen=True):
     #: Digest of the last full report; the server asks for a report when it knows another one.
     report_digest: Short = ""
     readings: Annotated[list[GpuReading], msgspec.Meta(max_length=64)] = []
+    ports: Annotated[list[PortReading], msgspec.Meta(max_length=64)] = []
 
 
 class Report(Message, frozen=True):

@@ -183,7 +183,7 @@ def _act_on_failure(
     if verdict.reset_when_idle:
         fleet.set_reset_pending(SYSTEM, node.pk, sentence)
         repair(action=Action.RESET_GPU, urgency=Urgency.IDLE)
-    elif verdict.action in triage.NODE_REPAIRS:
+    elif verdict.action in triage.NODE_REPAIRS or verdict.replace_card:
         repair(action=Action(verdict.action), urgency=Urgency(verdict.urgency))
 
 

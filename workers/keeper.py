@@ -25,18 +25,17 @@ from controlplane.accounts import actions as accounts
 from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.changes import change
-from controlplane.fleet.models import Gpu, Node, RepairRecord
+from controlplane.fleet.models import Node
 from controlplane.health import actions as health
 from controlplane.health.actions import record_signal
 from controlplane.health.choices import SignalKind
-from controlplane.health.models import Signal
 from controlplane.incidents import actions as incidents
 from controlplane.jobs import actions as jobs
 from controlplane.rest.idempotency import forget_old_answers
 from workers import engine, metrics
 from workers.playbooks import PLAYBOOKS
 from workers.pulse import Pulse
-from workers.readings import FLAGS, PARTS, ErrorCounter, Growth
+from workers.sensors import Sensors
 
 log = structlog.get_logger(__name__)
 
@@ -55,6 +54,7 @@ class _Beat(msgspec.Struct):
     received_at: float
     boot_id: str = ""
     readings: list[dict[str, Any]] = []
+    ports: list[dict[str, Any]] = []
 
 
 @dataclass
@@ -70,10 +70,7 @@ class Memory:
     #: Where the audit chain stood when the log was last told, and when that was.
     pinned_position: int = 0
     pinned_at: datetime | None = None
-    #: The corrected memory errors of each card, by its uuid, as they were read.
-    counters: dict[str, ErrorCounter] = field(default_factory=dict)
-    #: Which of its flags each card shows, by its uuid, with their values.
-    flags: dict[str, dict[str, float]] = field(default_factory=dict)
+    sensors: Sensors = field(default_factory=Sensors)
 
 
 def run(stop: threading.Event, pulse: Pulse) -> None:
@@ -172,22 +169,24 @@ def _flush_beats(client: redis.Redis, memory: Memory) -> None:
         memory.grace_until = _grace()
     news: dict[str, datetime] = {}
     readings: dict[str, list[dict[str, Any]]] = {}
+    ports: dict[str, list[dict[str, Any]]] = {}
     for key, value in beats.items():
         beat = msgspec.json.decode(value, type=_Beat)
         node_id = key.decode() if isinstance(key, bytes) else key
         if memory.heard.get(node_id) != beat.received_at:
             memory.heard[node_id] = beat.received_at
             news[node_id] = datetime.fromtimestamp(beat.received_at, UTC)
-            readings[node_id] = beat.readings
+            readings[node_id], ports[node_id] = beat.readings, beat.ports
     known = set(Node.objects.filter(pk__in=news).values_list("pk", flat=True))
     back = fleet.renew_leases({k: v for k, v in news.items() if k in known}, settings.LEASE_S)
     for node_id in back:
         log.info("node.reachable_again", node=node_id)
     readings = {node: cards for node, cards in readings.items() if node in known and cards}
     _keep_samples(memory, readings)
-    at = {node: (news[node], cards) for node, cards in readings.items()}
-    _follow_errors(memory, at)
-    _follow_flags(memory, at)
+    memory.sensors.follow(
+        {node: (news[node], cards) for node, cards in readings.items()},
+        {node: (news[node], ports[node]) for node in known},
+    )
 
 
 def _keep_samples(memory: Memory, readings: dict[str, list[dict[str, Any]]]) -> None:
@@ -199,88 +198,6 @@ def _keep_samples(memory: Memory, readings: dict[str, list[dict[str, Any]]]) -> 
     memory.sampled_at = now
     health.record_samples(readings, now)
     health.forget_samples(now - timedelta(seconds=settings.SAMPLE_KEEP_S))
-
-
-def _follow_errors(
-    memory: Memory, readings: dict[str, tuple[datetime, list[dict[str, Any]]]]
-) -> None:
-    """Make a signal of each card whose corrected memory errors accelerate."""
-    for node_id, (at, cards) in readings.items():
-        for card in cards:
-            count = card.get("ecc_corrected")
-            if count is None:
-                continue
-            uuid = str(card["uuid"])
-            counter = memory.counters.get(uuid)
-            if counter is None:
-                counter = memory.counters[uuid] = ErrorCounter(settings.ECC_DRIFT_WINDOW_S)
-            growth = counter.read(at.timestamp(), float(count))
-            if growth is not None:
-                _tell_growth(node_id, uuid, at, growth)
-
-
-def _follow_flags(
-    memory: Memory, readings: dict[str, tuple[datetime, list[dict[str, Any]]]]
-) -> None:
-    """Make a signal of each flag that a card newly shows, or with another value. Who forgot what it
-    has told looks it up: a flag that stays says nothing new, however often we are started."""
-    for node_id, (at, cards) in readings.items():
-        for card in cards:
-            uuid = str(card["uuid"])
-            shown = {name: float(card[name]) for name in FLAGS if card.get(name) is not None}
-            before = memory.flags.get(uuid)
-            if before is None:
-                before = _told_flags(uuid) if any(shown.values()) else {}
-            memory.flags[uuid] = before | shown  # what could not be read is as it was
-            for name, value in shown.items():
-                if value and value != before.get(name):
-                    _tell_flag(node_id, uuid, at, name, value)
-
-
-def _told_flags(uuid: str) -> dict[str, float]:
-    """What was last told of each flag of this card, if it has not been repaired since."""
-    told: dict[str, float] = {}
-    signals = Signal.objects.filter(gpu=uuid, kind=SignalKind.READING, data__reading__in=FLAGS)
-    repair = RepairRecord.objects.filter(gpu=uuid).order_by("-at").first()
-    if repair is not None:
-        signals = signals.filter(observed_at__gte=repair.at)
-    for signal in signals.order_by("observed_at"):
-        told[signal.data["reading"]] = float(signal.data["value"])
-    return told
-
-
-def _tell_flag(node_id: str, uuid: str, at: datetime, name: str, value: float) -> None:
-    raw = f"{name} of {uuid} is {value:g}"
-    _tell_reading(node_id, uuid, at, name, raw, {"value": value})
-
-
-def _tell_growth(node_id: str, uuid: str, at: datetime, growth: Growth) -> None:
-    parts = ", ".join(f"{errors:.0f}" for errors in growth.errors)
-    raw = (
-        f"ecc_corrected of {uuid}: {parts} in each {growth.window_s / PARTS:g} s, "
-        f"{growth.count:.0f} in all"
-    )
-    found = {"errors": list(growth.errors), "window_s": growth.window_s, "count": growth.count}
-    _tell_reading(node_id, uuid, at, "ecc_corrected", raw, found)
-
-
-def _tell_reading(
-    node_id: str, uuid: str, at: datetime, name: str, raw: str, found: dict[str, Any]
-) -> None:
-    card = Gpu.objects.select_related("node").filter(pk=uuid, node=node_id).first()
-    if card is None:
-        log.warning("keeper.reading_of_unknown_card", node=node_id, card=uuid)
-        return
-    record_signal(
-        f"{name[:12]}:{uuid[-34:]}:{at.timestamp():.0f}",
-        SignalKind.READING,
-        source="keeper",
-        observed_at=at,
-        node=card.node,
-        gpu=card,
-        raw=raw,
-        data={"reading": name, **found},
-    )
 
 
 @change()

@@ -10,8 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-#: What NVML says of a card that is well while it is 0, by the reading's name.
-FLAGS = ("remap_pending", "remap_failed", "sram_over_threshold", "recovery_action")
+#: What a card says of itself, each told whenever it changes, by the reading's name. One that is
+#: well shows 0, but for its remapped rows.
+FLAGS = (
+    "remap_pending",
+    "remap_failed",
+    "sram_over_threshold",
+    "recovery_action",
+    "remapped_rows",
+    "exhausted_banks",
+)
 #: A window is looked at in so many equal parts, oldest first.
 PARTS = 3
 #: Counts are kept at this many moments of a window.

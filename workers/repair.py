@@ -26,6 +26,8 @@ class Record:
     attempts: Mapping[str, int] = field(default_factory=dict)
     #: Rungs that were tried for this very code in the last 30 days, after which it came again.
     in_vain: frozenset[str] = frozenset()
+    #: Why NVIDIA's memory guide has the card replaced: see `triage.beyond_remapping`; or "".
+    beyond_remapping: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,11 @@ def choose_rung(
     rung is left that automation may take, a person decides. The same fault of the same card after
     a restart goes to the vendor (NVIDIA's catalogue on XID 79: restart, then contact support), and
     repairs that are repeated without end are the commonest complaint about automatic remediation,
-    so `limit` attempts in 24 hours close a rung.
+    so `limit` attempts in 24 hours close a rung. A card that NVIDIA's memory guide has replaced
+    goes to the vendor at once, whatever brought it here: no reset gives it new rows.
     """
+    if record.beyond_remapping and card_known:
+        return Choice("rma", f"{record.beyond_remapping} (NVIDIA's memory guide)")
     start = _START.get(action)
     if start is None:
         return None

@@ -10,7 +10,6 @@ from controlplane.health.catalogue import catalogue
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
 from workers import triage
-from workers.readings import FLAGS
 from workers.triage.logs import NEAR_S, Stamp, judge_log
 
 #: Signals in which hardware speaks for itself.
@@ -25,11 +24,7 @@ def verdict_of(signal: Signal) -> triage.LineVerdict | None:
     """What a kernel line, with what its node said around it, or a card's readings mean; None if
     nothing."""
     if signal.kind == SignalKind.READING:
-        data = signal.data
-        pci = signal.gpu.pci_address if signal.gpu else ""
-        if data.get("reading") in FLAGS:
-            return triage.judge_flag(pci, data["reading"], data.get("value", 0))
-        return triage.judge_errors(pci, data.get("errors", ()), data.get("window_s", 0.0))
+        return triage.judge_reading(signal.gpu.pci_address if signal.gpu else "", signal.data)
     alone = triage.judge_line(signal.raw, catalogue())
     if alone is None or signal.node_id is None:
         return alone

@@ -69,6 +69,10 @@ FAULTS: dict[str, str] = {
     "xid79": "XID 79: the card falls off the bus",
     "xid94": "XID 94: contained memory error",
     "ecc-drift": "Corrected errors accelerate",
+    "nvlink-slow": "NVLink falls below its own baseline",
+    "overheating": "The card heats up to its limit",
+    "remap-failed": "A row of its memory cannot be remapped",
+    "port-down": "Its port of the fabric goes down",
     "xid31": "XID 31: the program touches memory that is not its own",
 }
 #: How long a maintenance window may be announced for, in hours.

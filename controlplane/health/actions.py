@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,7 +14,7 @@ from controlplane.fleet import actions as fleet
 from controlplane.fleet.changes import change
 from controlplane.fleet.models import Gpu, Node
 from controlplane.health.choices import Action, FaultClass, SignalKind, Urgency
-from controlplane.health.models import Failure, NodeSample, Signal
+from controlplane.health.models import Baseline, Failure, NodeSample, Signal
 from node_agent import wire
 from node_agent.collectors.xid import same_card
 
@@ -166,6 +166,17 @@ def rename_failure(failure: Failure, code: str, summary: str, rule: str) -> None
     """Give a failure the better name that a later line of the same fault brought."""
     failure.code, failure.summary, failure.rule = code, summary, rule
     failure.save(update_fields=["code", "summary", "rule"])
+
+
+def record_baselines(nvlink_mb_s: Mapping[str, float]) -> None:
+    """Keep the most that these cards' NVLinks have done, by their uuids; unknown cards are none."""
+    known = Gpu.objects.filter(pk__in=nvlink_mb_s).values_list("pk", flat=True)
+    Baseline.objects.bulk_create(
+        [Baseline(gpu_id=uuid, nvlink_mb_s=nvlink_mb_s[uuid]) for uuid in known],
+        update_conflicts=True,
+        unique_fields=["gpu"],
+        update_fields=["nvlink_mb_s"],
+    )
 
 
 def record_samples(readings: dict[str, list[dict[str, Any]]], at: datetime) -> None:

@@ -11,6 +11,7 @@ from django.db.models import Q
 from controlplane.fleet.models import Gpu, Node
 from controlplane.health.choices import Action, FaultClass, SignalKind, Urgency
 from controlplane.ids import new_id
+from workers import triage
 
 
 class Signal(models.Model):
@@ -76,6 +77,16 @@ class Failure(models.Model):
     last_seen_at = models.DateTimeField(null=True)
     created_at = models.DateTimeField(auto_now_add=True)
 
+    @property
+    def confidence(self) -> str:
+        """How far the rule's word can be trusted: "high", "medium" or "low"."""
+        return triage.confidence(self.rule, self.needed)
+
+    @property
+    def to_verify(self) -> tuple[str, ...]:
+        """What must be seen before the node has work again, in words."""
+        return triage.to_verify(self.needed)
+
     class Meta:
         ordering = ["-observed_at"]
         constraints = [
@@ -88,6 +99,15 @@ class Failure(models.Model):
             models.Index(fields=["gpu", "-observed_at"], name="failure_by_gpu"),
             models.Index(fields=["code", "-observed_at"], name="failure_by_code"),
         ]
+
+
+class Baseline(models.Model):
+    """What a card has done at its best, which it is measured against: it has no other peer."""
+
+    gpu = models.OneToOneField(
+        Gpu, primary_key=True, on_delete=models.CASCADE, related_name="baseline"
+    )
+    nvlink_mb_s = models.FloatField()  # all its links together
 
 
 class NodeSample(models.Model):

@@ -11,6 +11,8 @@ from controlplane.rest.serializers import RowSerializer
 class FailureSerializer(RowSerializer):
     node_name = serializers.CharField(source="node.name", default=None, allow_null=True)
     gpu_uuid = serializers.CharField(source="gpu_id", allow_null=True)
+    confidence = serializers.ChoiceField(choices=["high", "medium", "low"], read_only=True)
+    to_verify = serializers.ListField(child=serializers.CharField(), read_only=True)
 
     class Meta:
         model = Failure
@@ -22,6 +24,8 @@ class FailureSerializer(RowSerializer):
             "needed",
             "urgency",
             "rule",
+            "confidence",
+            "to_verify",
             "node_id",
             "node_name",
             "gpu_uuid",

@@ -37,6 +37,7 @@ class StoredBeat(msgspec.Struct, frozen=True, kw_only=True):
     received_at: float
     digest: str
     readings: list[wire.GpuReading]
+    ports: list[wire.PortReading]
 
 
 class Beats:
@@ -61,6 +62,7 @@ class Beats:
                 received_at=time.time(),
                 digest=beat.report_digest,
                 readings=beat.readings,
+                ports=beat.ports,
             )
         )
         self._wake.set()

@@ -16,12 +16,11 @@ from controlplane.accounts.choices import Role
 from controlplane.accounts.requests import actor_of
 from controlplane.accounts.views import signed_in
 from controlplane.acting import whole
+from controlplane.dashboard.nodes import FAULTS
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.models import Node
 from controlplane.fleet.selectors import clusters_for, may
 from workers import power
-
-FAULTS = ("xid79", "xid94", "xid31", "ecc-drift")
 
 
 @require_POST

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from node_agent.wire import GpuReading, Inventory
+from node_agent.wire import GpuReading, Inventory, PortReading
 
 
 class HardwareUnknown(Exception):
@@ -36,6 +36,10 @@ class Hardware(Protocol):
 
     def readings(self) -> Readings:
         """The latest. From then on `change_fd` tells of newer changes only."""
+        ...
+
+    def ports(self) -> list[PortReading]:
+        """The ports of the node's fabric adapters, now."""
         ...
 
     def change_fd(self) -> int | None:

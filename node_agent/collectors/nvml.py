@@ -22,10 +22,10 @@ from typing import Any
 
 import msgspec
 
-from node_agent.collectors import HardwareUnknown, Readings, ResetFailed, host, nvidia_smi
+from node_agent.collectors import HardwareUnknown, Readings, ResetFailed, fabric, host, nvidia_smi
 from node_agent.log import log
 from node_agent.threads import start_thread
-from node_agent.wire import GpuInfo, GpuReading, Inventory
+from node_agent.wire import GpuInfo, GpuReading, Inventory, PortReading
 
 COMMAND = [sys.executable, "-m", "node_agent.collectors.nvml"]
 PERIOD_S = 1.0
@@ -38,6 +38,9 @@ LIST_PERIOD_S = 30.0
 STALE_S = 10.0
 #: How long a killed child may take to go before it counts as hanging in the kernel.
 KILL_WAIT_S = 1.0
+
+#: NVML_VALUE_TYPE_UNSIGNED_LONG, _UNSIGNED_LONG_LONG and _SIGNED_LONG_LONG.
+_LONG = (2, 3, 4)
 
 Lines = list[dict[str, Any]]
 
@@ -90,6 +93,9 @@ class NvmlHardware:
         if self._readings.values and time.monotonic() - self._read_at > STALE_S:
             return Readings(unreadable=self._readings.unreadable)
         return self._readings
+
+    def ports(self) -> list[PortReading]:
+        return fabric.read_ports()
 
     def change_fd(self) -> int | None:
         return self._changed
@@ -310,33 +316,76 @@ def _sensors(nvml: Any, card: Any) -> dict[str, float | None]:
         "remap_pending": None if remapped is None else remapped[2],
         "remap_failed": None if remapped is None else remapped[3],
         "sram_over_threshold": _if_known(nvml, lambda: _sram_over_threshold(nvml, card)),
-        "recovery_action": _if_known(nvml, lambda: _recovery_action(nvml, card)),
+        "recovery_action": _if_known(
+            nvml, lambda: _fields(nvml, card, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+        ),
+        "remapped_rows": None if remapped is None else remapped[1],
+        "exhausted_banks": _if_known(
+            nvml, lambda: nvml.nvmlDeviceGetRowRemapperHistogram(card).none
+        ),
+        "slowdown_c": _if_known(
+            nvml,
+            lambda: nvml.nvmlDeviceGetTemperatureThreshold(
+                card, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+            ),
+        ),
+        "throttle_reasons": _if_known(
+            nvml, lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(card)
+        ),
+        "nvlink_mb_s": _if_known(nvml, lambda: _nvlink_mb_s(nvml, card)),
+        "nvlink_errors": _if_known(nvml, lambda: _nvlink_errors(nvml, card)),
+        "pcie_lanes": _if_known(nvml, lambda: nvml.nvmlDeviceGetCurrPcieLinkWidth(card)),
+        "pcie_lanes_max": _if_known(nvml, lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(card)),
     }
 
 
-def _sram_over_threshold(nvml: Any, card: Any) -> int | None:
-    kind = getattr(nvml, "nvmlEccSramErrorStatus_v1", None)
-    if kind is None:  # an older binding
+def _nvlink_mb_s(nvml: Any, card: Any) -> int | None:
+    """None if the card has no NVLink."""
+    found: int | None = None
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            active = nvml.nvmlDeviceGetNvLinkState(card, link)
+        except nvml.NVMLError:  # the card has no such link
+            continue
+        speed = _fields(nvml, card, [(nvml.NVML_FI_DEV_NVLINK_GET_SPEED, link)]) if active else 0
+        found = (found or 0) + (speed or 0)
+    return found
+
+
+def _nvlink_errors(nvml: Any, card: Any) -> int | None:
+    return _fields(
+        nvml,
+        card,
+        [
+            nvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,
+            nvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,
+        ],
+    )
+
+
+def _fields(nvml: Any, card: Any, names: list[Any]) -> int | None:
+    """The sum of these field values; None where one cannot be read."""
+    found = nvml.nvmlDeviceGetFieldValues(card, names)
+    if any(one.nvmlReturn != 0 for one in found):
         return None
+    # Which member of the union holds it the driver says; all of them are whole numbers here.
+    return sum(
+        int(one.value.ullVal if one.valueType in _LONG else one.value.uiVal) for one in found
+    )
+
+
+def _sram_over_threshold(nvml: Any, card: Any) -> int:
     status = nvml.c_nvmlEccSramErrorStatus_v1_t()
-    status.version = kind
+    status.version = nvml.nvmlEccSramErrorStatus_v1
     nvml.nvmlDeviceGetSramEccErrorStatus(card, nvml.byref(status))
     return int(bool(status.bThresholdExceeded))
 
 
-def _recovery_action(nvml: Any, card: Any) -> int | None:
-    number = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
-    if number is None:  # an older binding
-        return None
-    (found,) = nvml.nvmlDeviceGetFieldValues(card, [number])
-    return int(found.value.uiVal) if found.nvmlReturn == 0 else None
-
-
 def _if_known(nvml: Any, read: Callable[[], Any]) -> Any:
-    """What not every driver has heard of: that it has not says nothing of the card."""
+    """What not every driver, or binding, knows: that it does not says nothing of the card."""
     try:
         return read()
-    except nvml.NVMLError:
+    except (nvml.NVMLError, AttributeError):
         return None
 
 

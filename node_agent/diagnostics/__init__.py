@@ -16,6 +16,7 @@ from typing import Any
 DEADLINES_S = {
     "cards": 30.0,
     "ecc": 30.0,
+    "remapping": 30.0,
     "memory": 10.0,
     "disk": 10.0,
     "compute": 10.0,

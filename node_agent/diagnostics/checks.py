@@ -15,6 +15,15 @@ Outcome = tuple[str, str]
 
 #: Below and above these a sensor is broken, or the card is not fit for work.
 SANE_TEMPERATURE_C = (5.0, 90.0)
+#: What a card that is fit for work shows as 0, by the reading's name (NVIDIA's memory guide; what
+#: the driver wants: NVML's GPU_RECOVERY_ACTION).
+WELL_AT_ZERO = (
+    "remap_pending",
+    "remap_failed",
+    "exhausted_banks",
+    "sram_over_threshold",
+    "recovery_action",
+)
 MIN_AVAILABLE_BYTES = 256 * 2**20
 #: SHA-256 applied this often to its own output, from 32 zero bytes.
 ROUNDS = 200_000
@@ -56,6 +65,25 @@ def ecc(config: Config, _level: int) -> Outcome:
     if unknown or not counts:
         return "skipped", f"no counter can be read on {', '.join(unknown) or 'any card'}"
     return "passed", f"{len(counts)} cards without uncorrectable errors"
+
+
+def remapping(config: Config, _level: int) -> Outcome:
+    """No row of a card's memory waits to be remapped or could not be, its SRAM's errors are below
+    the vendor's threshold, and the driver wants nothing done. A card that tells none of it is too
+    old to remap."""
+    _, readings = look_once(config)
+    bad = [
+        f"{value.uuid}: {name} {shown:g}"
+        for value in readings.values
+        for name in WELL_AT_ZERO
+        if (shown := getattr(value, name))
+    ]
+    if bad:
+        return "failed", "; ".join(bad)
+    if not readings.values:
+        return "failed", "no card tells of its memory"
+    telling = sum(value.remap_failed is not None for value in readings.values)
+    return "passed", f"{telling} of {len(readings.values)} cards tell of remapped rows: none waits"
 
 
 def memory(_config: Config, level: int) -> Outcome:
@@ -115,6 +143,7 @@ def kernel_log(config: Config, _level: int) -> Outcome:
 CHECKS: dict[str, Callable[[Config, int], Outcome]] = {
     "cards": cards,
     "ecc": ecc,
+    "remapping": remapping,
     "memory": memory,
     "disk": disk,
     "compute": compute,

@@ -19,6 +19,7 @@ OUT = {"quarantined", "validated", "returned"}
         ("kill-node", MOMENTS | OUT),
         ("xid94", MOMENTS | OUT),
         ("ecc-drift", MOMENTS | OUT | {"checkpoint"}),
+        ("nvlink-slow", MOMENTS | OUT | {"checkpoint"}),
         ("app-error", MOMENTS),
         ("node-silent", MOMENTS | OUT),
     ],

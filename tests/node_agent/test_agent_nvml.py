@@ -36,7 +36,25 @@ def nvmlDeviceGetUtilizationRates(card): return Box(gpu=7)
 def nvmlDeviceGetTotalEccErrors(card, kind, _): return kind
 def nvmlDeviceGetRemappedRows(card): return (5, 2, 1, 0)
 NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 230
-def nvmlDeviceGetFieldValues(card, fields): return [Box(nvmlReturn=0, value=Box(uiVal=4))]
+NVML_FI_DEV_NVLINK_GET_SPEED = 164
+NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL, NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL = 52, 59
+NVML_NVLINK_MAX_LINKS, NVML_TEMPERATURE_THRESHOLD_SLOWDOWN = 4, 1
+INT, LONG = 1, 3
+VALUES = {
+    230: (INT, Box(uiVal=4)), 164: (INT, Box(uiVal=26562)),
+    52: (LONG, Box(ullVal=5)), 59: (LONG, Box(ullVal=2)),
+}
+def nvmlDeviceGetFieldValues(card, fields):
+    names = [one[0] if isinstance(one, tuple) else one for one in fields]
+    return [Box(nvmlReturn=0, valueType=VALUES[one][0], value=VALUES[one][1]) for one in names]
+def nvmlDeviceGetNvLinkState(card, link):
+    if link == 3: raise NVMLError("no such link")
+    return link != 1
+def nvmlDeviceGetTemperatureThreshold(card, _): return 87
+def nvmlDeviceGetCurrentClocksThrottleReasons(card): return 0x44
+def nvmlDeviceGetRowRemapperHistogram(card): return Box(none=1)
+def nvmlDeviceGetCurrPcieLinkWidth(card): return 8
+def nvmlDeviceGetMaxPcieLinkWidth(card): return 16
 nvmlEccSramErrorStatus_v1 = 7
 class c_nvmlEccSramErrorStatus_v1_t: version = bThresholdExceeded = 0
 def byref(box): return box
@@ -61,6 +79,11 @@ def test_cards_and_sensors_are_read_and_what_is_missing_is_none(driver: None) ->
     assert (first.sm_clock_mhz, first.pcie_replays) == (None, None)
     assert (first.remap_pending, first.remap_failed) == (1, 0)
     assert (first.sram_over_threshold, first.recovery_action) == (1, 4)
+    assert (first.remapped_rows, first.exhausted_banks) == (2, 1)
+    assert (first.slowdown_c, first.throttle_reasons) == (87, 0x44)
+    assert (first.pcie_lanes, first.pcie_lanes_max) == (8, 16)
+    assert first.nvlink_mb_s == 2 * 26_562  # of three links one is down
+    assert first.nvlink_errors == 7
 
 
 def test_a_card_under_an_older_driver_is_read_without_what_that_does_not_know(
@@ -69,6 +92,8 @@ def test_a_card_under_an_older_driver_is_read_without_what_that_does_not_know(
     older = """
 def unknown(*_): raise NVMLError("function not found")
 nvmlDeviceGetRemappedRows = nvmlDeviceGetFieldValues = nvmlDeviceGetSramEccErrorStatus = unknown
+nvmlDeviceGetNvLinkState = nvmlDeviceGetTemperatureThreshold = unknown
+del nvmlDeviceGetRowRemapperHistogram, nvmlDeviceGetCurrPcieLinkWidth
 """
     (tmp_path / "pynvml.py").write_text(DRIVER + older)
 
@@ -77,6 +102,7 @@ nvmlDeviceGetRemappedRows = nvmlDeviceGetFieldValues = nvmlDeviceGetSramEccError
     first = readings.values[0]
     assert first.temperature_c == 40
     assert (first.remap_pending, first.sram_over_threshold, first.recovery_action) == (None,) * 3
+    assert (first.exhausted_banks, first.nvlink_mb_s, first.slowdown_c) == (None,) * 3
 
 
 def test_a_lost_card_is_named_and_the_others_are_read(driver: None) -> None:

@@ -174,6 +174,40 @@ def test_a_keeper_that_was_started_anew_tells_of_no_flag_again(
     ]  # fmt: skip
 
 
+def test_a_card_is_measured_against_what_it_did_before_the_keeper_was_started(
+    beats: redis.Redis, memory: keeper.Memory, settings: Settings
+) -> None:
+    settings.READING_HOLD_S = 3.0
+    node = NodeFactory()
+    uuid = GpuFactory(node=node).uuid
+    now = time.time()
+    read(beats, node, now, {"uuid": uuid, "nvlink_mb_s": 480_000})
+    keeper.keep(beats, memory)
+    fresh = keeper.Memory(heard={}, grace_until=keeper._grace())
+    for second in range(1, 6):
+        read(beats, node, now + second, {"uuid": uuid, "nvlink_mb_s": 300_000})
+        keeper.keep(beats, fresh)
+
+    signal = Signal.objects.get(kind=SignalKind.READING)
+    assert (signal.gpu_id, signal.data["baseline"]) == (uuid, 480_000)
+
+
+def test_a_port_that_stays_down_is_a_signal_of_its_node(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    node = NodeFactory()
+    now = time.time()
+    for second in range(0, 300, 10):
+        ports = [{"name": "mlx5_0/1", "up": 0}, {"name": "mlx5_1/1", "up": 1}]
+        content = {"boot_id": "b", "received_at": now + second, "seq": 1, "ports": ports}
+        beats.hset(keeper.BEATS_KEY, node.pk, json.dumps(content))
+        keeper.keep(beats, memory)
+
+    signal = Signal.objects.get(kind=SignalKind.READING)
+    assert (signal.node, signal.gpu) == (node, None)
+    assert (signal.data["reading"], signal.data["port"]) == ("port_drop", "mlx5_0/1")
+
+
 @pytest.mark.parametrize(
     "card", [{"uuid": "GPU-unknown"}, {"uuid": "GPU-none", "ecc_corrected": None}]
 )
@@ -184,5 +218,5 @@ def test_a_card_without_a_counter_says_nothing(
     for second in range(3):
         read(beats, node, time.time() + second, card)
         keeper.keep(beats, memory)
-    assert not memory.counters
+    assert not memory.sensors.counters
     assert not Signal.objects.filter(kind=SignalKind.READING).exists()

@@ -3,10 +3,11 @@
 No Django, no I/O, no clock: the same evidence gives the same verdict, so decisions can be replayed.
 """
 
+from workers.triage.assurance import confidence, to_verify
 from workers.triage.catalogue import Catalogue, CatalogueEntry, SxidEntry
 from workers.triage.lines import is_note, judge, judge_line, may_end_rank, parse
 from workers.triage.loss import Cause, LossEvidence, NothingLost, NotYet, cause_of_loss
-from workers.triage.readings import judge_errors, judge_flag
+from workers.triage.readings import beyond_remapping, judge_errors, judge_flag, judge_reading
 from workers.triage.verdicts import (
     ACTIONS,
     FOR_PEOPLE,
@@ -34,14 +35,18 @@ __all__ = [
     "NothingLost",
     "SxidEntry",
     "Urgency",
+    "beyond_remapping",
     "cause_of_loss",
     "condemns_node",
+    "confidence",
     "gravest",
     "is_note",
     "judge",
     "judge_errors",
     "judge_flag",
     "judge_line",
+    "judge_reading",
     "may_end_rank",
     "parse",
+    "to_verify",
 ]

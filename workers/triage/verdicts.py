@@ -52,6 +52,8 @@ class LineVerdict:
     follow_up: str = ""
     #: A reset is wanted once the node is idle, whatever is done now.
     reset_when_idle: bool = False
+    #: The vendor's own rule has the card replaced: no rung of the ladder would mend it.
+    replace_card: bool = False
 
 
 def gravest(verdicts: Iterable[LineVerdict]) -> tuple[LineVerdict, ...]:

@@ -111,6 +111,13 @@ FAULTS: dict[str, Fault] = {
         node_out=True,
         planned=True,
     ),
+    "nvlink-slow": Fault(
+        "NVLink below its own baseline",
+        _card("nvlink-slow"),
+        ("nvlink-slow",),
+        node_out=True,
+        planned=True,
+    ),
     "node-silent": Fault(
         "SIGSTOP to agent and ranks", _freeze, ("node-lost",), node_out=True, boots=1
     ),
@@ -273,7 +280,7 @@ def _problems(fault: Fault, scene: Scene, incident: Incident, result: Result) ->
             f"the node was booted {result.facts['boots']} times instead of {fault.boots}"
         )
     if fault.planned:
-        problems += _problems_of_plan(scene, result)
+        problems += _problems_of_plan(scene, result, fault.codes)
     if "serial" in result.facts and result.facts["card"] != result.facts["serial"]:
         problems.append("the failure names another card")
     if not fault.node_out and not scene.victim.node.placements.filter(
@@ -283,13 +290,13 @@ def _problems(fault: Fault, scene: Scene, incident: Incident, result: Result) ->
     return problems
 
 
-def _problems_of_plan(scene: Scene, result: Result) -> list[str]:
+def _problems_of_plan(scene: Scene, result: Result, codes: tuple[str, ...]) -> list[str]:
     problems = []
     saved, out = result.seconds["checkpoint"], result.seconds["quarantined"]
     if saved is not None and out is not None and saved > out:
         problems.append("the node was emptied before the checkpoint was saved")
     worse = Failure.objects.filter(node=scene.victim.node, observed_at__gte=scene.at)
-    if worse.exclude(code="ecc-drift").exists():
+    if worse.exclude(code__in=codes).exists():
         problems.append("the fault came before the node was out")
     return problems
 

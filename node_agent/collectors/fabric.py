@@ -1,0 +1,49 @@
+"""Ports of the fabric's adapters (InfiniBand, RoCE), as Linux shows them below /sys.
+
+The counters' names and meanings: Linux, Documentation/ABI/stable/sysfs-class-infiniband.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from node_agent.wire import PortReading
+
+ADAPTERS = Path("/sys/class/infiniband")
+#: A beat carries no more.
+MAX_PORTS = 64
+#: Our names, and the kernel's.
+_COUNTERS = {
+    "symbol_errors": "symbol_error",
+    "link_recoveries": "link_error_recovery",
+    "link_downs": "link_downed",
+    "receive_errors": "port_rcv_errors",
+    "discards": "port_xmit_discards",
+}
+
+
+def read_ports(adapters: Path = ADAPTERS) -> list[PortReading]:
+    """Every port, by name; [] where there is no such adapter."""
+    ports = sorted(adapters.glob("*/ports/*"))[:MAX_PORTS]
+    return [_read(port) for port in ports if _text(port / "state")]
+
+
+def _read(port: Path) -> PortReading:
+    # "4: ACTIVE"; anything less carries no traffic
+    return PortReading(
+        name=f"{port.parent.parent.name}/{port.name}",
+        up=float(_text(port / "state").startswith("4")),
+        **{ours: _number(port / "counters" / theirs) for ours, theirs in _COUNTERS.items()},
+    )
+
+
+def _number(path: Path) -> float | None:
+    text = _text(path)
+    return float(text) if text.isdigit() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:  # the port is gone, or has no such counter
+        return ""
