@@ -209,7 +209,7 @@ def _incident_of_failure(
 
     A fault of a program on a node that holds none of ours is nobody's incident here.
     """
-    for_people = verdict.action in triage.FOR_PEOPLE
+    for_people = verdict.action in triage.FOR_PEOPLE and not verdict.replace_card
     harmless = verdict.urgency == "idle"  # the replica that the node holds trains on
     in_use = placement is not None and placement.replica.job.state in JOB_ACTIVE
     if placement is not None and in_use and not for_people and not harmless:

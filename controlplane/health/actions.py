@@ -21,6 +21,8 @@ from node_agent.collectors.xid import same_card
 #: A count of repeats beyond this is none, and no moment is later, in Unix time: as in `wire`.
 MAX_COUNT = 2_000_000_000
 LAST_MOMENT = 1e11
+#: Readings that a card keeps in its own memory, whatever is done to it.
+KEPT_BY_CARD = ("remap_failed", "remapped_rows", "exhausted_banks")
 
 
 @change()
@@ -199,6 +201,14 @@ def card_at(node_id: str, pci: str) -> Gpu | None:
         return None
     cards = Gpu.objects.filter(node_id=node_id)
     return next((card for card in cards if same_card(pci, card.pci_address)), None)
+
+
+def memory_of(gpu_uuid: str) -> dict[str, float]:
+    """What a card last said of its remapped rows, whichever node it sat in; {} if nothing."""
+    told = Signal.objects.filter(
+        gpu_id=gpu_uuid, kind=SignalKind.READING, data__reading__in=KEPT_BY_CARD
+    ).order_by("observed_at")
+    return {signal.data["reading"]: float(signal.data["value"]) for signal in told}
 
 
 def _text(value: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from controlplane.fleet.models import Command, Gpu, Node
+from controlplane.health.actions import memory_of
 from controlplane.health.models import Failure
 
 
@@ -30,6 +31,7 @@ def bundle(gpu: Gpu, node: Node) -> dict[str, Any]:
             "kernel": inventory.get("kernel", ""),
             "agent_version": node.agent_version,
         },
+        "memory": memory_of(gpu.pk),
         "failures": [
             {
                 "code": failure.code,

@@ -276,6 +276,72 @@ def test_a_card_that_changes_its_node_keeps_its_record(world: World) -> None:
     assert second.state == NodeState.RMA
 
 
+@pytest.mark.parametrize(
+    ("reading", "value"),
+    [("remap_failed", 1.0), ("exhausted_banks", 1.0), ("remapped_rows", 512.0)],
+)
+def test_a_card_whose_memory_is_beyond_remapping_goes_to_the_vendor(
+    world: World, reading: str, value: float
+) -> None:
+    node = world.spares[0]
+    world.shows(node, reading, value)
+    drain()
+
+    node.refresh_from_db()
+    case = RmaCase.objects.get()
+    assert (node.state, case.gpu) == (NodeState.RMA, world.card_of(node))
+    assert case.bundle["memory"] == {reading: value}
+    assert "NVIDIA's memory guide" in case.reason
+
+
+def test_a_card_beyond_remapping_is_given_back_whatever_fails_and_wherever_it_sits(
+    world: World,
+) -> None:
+    first, second = world.spares
+    card = world.card_of(first)
+    Node.objects.filter(pk=first.pk).update(state=NodeState.QUARANTINED)
+    world.shows(first, "remap_failed")
+    drain()
+    Gpu.objects.filter(node=second).delete()
+    Gpu.objects.filter(pk=card.pk).update(node=second)
+    world.kernel_says(second, XID_79)
+    drain()
+
+    second.refresh_from_db()
+    assert second.state == NodeState.RMA
+    evidence = step_of("repair-node", "decide").evidence
+    assert evidence[f"card {card.serial}, memory"] == "remap failed: 1"
+
+
+def test_a_replica_leaves_a_card_beyond_remapping_at_a_checkpoint(world: World) -> None:
+    leaving = world.placements[1]
+    node = leaving.node
+    world.shows(node, "remap_failed")
+    drain()
+    assert step_of("repair-node", "decide").state == StepState.WAITING
+    saves_checkpoint(world)
+    quarantine(world, node)
+    world.survivors_commit(leaving)
+    drain()
+
+    node.refresh_from_db()
+    assert node.state == NodeState.RMA
+    assert Incident.objects.get().replica == 1
+    assert world.placement_of(1).node in world.spares
+
+
+def test_a_decision_shows_the_record_that_it_rests_on(world: World) -> None:
+    node = world.spares[0]
+    card = world.card_of(node)
+    failed_before(node, card)
+    world.kernel_says(node, XID_79)
+    drain()
+
+    evidence = step_of("repair-node", "decide").evidence
+    assert evidence["tried in vain for this code"] == "reboot"
+    assert f"reboot on {node.name}, " in evidence[f"card {card.serial}, repairs of 30 days"]
+
+
 def test_another_card_of_the_same_node_begins_at_the_first_rung(world: World) -> None:
     node = world.spares[0]
     other = GpuFactory(node=node, index=1, pci_address="00000000:43:00.0")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import pytest
 from hypothesis import given
@@ -16,7 +16,7 @@ BEST = 480_000.0
 
 
 def found(
-    readings: Iterable[dict[str, float | None]], every_s: float = 1.0, baseline: float = 0.0
+    readings: Iterable[Mapping[str, float | None]], every_s: float = 1.0, baseline: float = 0.0
 ) -> list[Finding]:
     """What is told of a card that shows these, one after the other."""
     watch = CardWatch(HOLD_S, baseline)

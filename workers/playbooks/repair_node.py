@@ -12,8 +12,9 @@ from django.utils import timezone
 from controlplane.accounts.models import SYSTEM
 from controlplane.fleet.choices import Rung
 from controlplane.fleet.models import Gpu, RepairRecord
-from controlplane.health.choices import SignalKind, Urgency
-from controlplane.health.models import Failure, Signal
+from controlplane.health.actions import memory_of
+from controlplane.health.choices import Urgency
+from controlplane.health.models import Failure
 from controlplane.incidents.choices import Effect
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, PlacementState
@@ -33,8 +34,6 @@ from workers.playbooks.base import (
 from workers.playbooks.validation import await_soak, run_diagnostic
 from workers.repair import Record, choose_rung, next_rung
 
-#: Readings that the card keeps in its own memory, whatever is done to it.
-REMEMBERED_BY_CARD = ("remap_failed", "remapped_rows", "exhausted_banks")
 #: The same fault of the same card within this time after a repair means that it did not help.
 IN_VAIN_WITHIN = timedelta(days=30)
 
@@ -199,7 +198,7 @@ def _record(ctx: StepContext, card: str) -> Record:
         for rung in (Rung.RESET_GPU, Rung.REBOOT, Rung.POWER_CYCLE)
     }
     code = str(ctx.values.get("code", ""))
-    beyond = triage.beyond_remapping(_memory_of(card)) if card else ""
+    beyond = triage.beyond_remapping(memory_of(card)) if card else ""
     if not card or not code:
         return Record(attempts, beyond_remapping=beyond)
     since = timezone.now() - IN_VAIN_WITHIN
@@ -219,14 +218,6 @@ def _record(ctx: StepContext, card: str) -> Record:
     return Record(attempts, frozenset(in_vain), beyond)
 
 
-def _memory_of(card: str) -> dict[str, float]:
-    """What the card last said of its remapped rows, in whichever node: it remembers them itself."""
-    told = Signal.objects.filter(
-        gpu_id=card, kind=SignalKind.READING, data__reading__in=REMEMBERED_BY_CARD
-    ).order_by("observed_at")
-    return {signal.data["reading"]: float(signal.data["value"]) for signal in told}
-
-
 def _shown_record(card: str) -> dict[str, str]:
     """The card's record in words, as evidence: what was done to it, where, and its memory."""
     gpu = Gpu.objects.filter(pk=card).first()
@@ -238,7 +229,7 @@ def _shown_record(card: str) -> dict[str, str]:
         f"{Rung(one.rung).label.lower()} on {one.node.name}, {one.at:%Y-%m-%d %H:%M} UTC"
         for one in repairs.order_by("at")
     ]
-    memory = [f"{name.replace('_', ' ')}: {value:g}" for name, value in _memory_of(card).items()]
+    memory = [f"{name.replace('_', ' ')}: {value:g}" for name, value in memory_of(card).items()]
     return {
         f"card {gpu.serial}, repairs of 30 days": "; ".join(done) or "none",
         f"card {gpu.serial}, memory": ", ".join(memory) or "no row was remapped",
