@@ -220,6 +220,8 @@ def _apply_guarded(claimed: PlaybookStep, outcome: Outcome) -> None:
     if step is None or run.state not in RUN_ACTIVE:
         log.warning("step.stale_outcome_dropped", step=claimed.pk, outcome=outcome.text)
         return
+    if run.incident_id != claimed.run.incident_id:
+        outcome = Wait(text="its incident was merged into another: it looks again", wake_s=0)
     if outcome.apply is not None:
         outcome.apply()
     now = timezone.now()

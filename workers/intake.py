@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 from functools import partial
+from typing import Any
 
 import structlog
 from django.conf import settings
 from django.db import OperationalError
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 from django.utils import timezone
 
 from controlplane import doorbell
@@ -24,9 +25,10 @@ from controlplane.fleet.choices import IN_SERVICE
 from controlplane.fleet.models import Gpu, Node
 from controlplane.health.actions import (
     card_at,
+    join_failures,
     record_failure,
-    rename_failure,
     repeat_failure,
+    restate_failure,
 )
 from controlplane.health.choices import Action, FaultClass, SignalKind, Urgency
 from controlplane.health.models import Failure, Signal
@@ -44,6 +46,11 @@ log = structlog.get_logger(__name__)
 
 #: A fault that shows again within this time of its last line is the same one.
 BURST_GAP = timedelta(minutes=3)
+
+#: Of one fault at most so many signals decide.
+SIGNALS = 20
+#: So many lines, so long before a loss, are told with it.
+NOTES, NOTED_BEFORE = 10, timedelta(seconds=60)
 
 #: Few, because what they touch stays locked until all are done.
 BATCH = 20
@@ -113,21 +120,45 @@ def _hardware_spoke(signal: Signal) -> None:
     card = signal.gpu or card_at(node.pk, verdict.pci)
     if card is not None and signal.gpu_id is None:
         Signal.objects.filter(pk=signal.pk).update(gpu=card)
-    known = _same_burst(node, card, verdict)
-    if known is not None:
-        repeat_failure(known, signal)
-        if known.code in triage.VAGUE_CODES and verdict.code not in triage.VAGUE_CODES:
-            _name_it(known, node, verdict)
+    placement = _live_placement(node)
+    failure, before = _failure_with(signal, node, card, placement, verdict)
+    deciding = verdict
+    if (verdict.code, verdict.action, verdict.urgency) != (failure.code, *_wanted(failure)):
+        deciding = _deciding(failure) or verdict
+        _say(failure, deciding)
+    acted_on = before is not None and before == (deciding.action, deciding.urgency)
+    if acted_on or node.state not in IN_SERVICE:  # else it is in somebody's hands already
+        _name_incidents(failure, node, deciding)
         _tell_node_incident(signal)
         return
-    placement = _live_placement(node)
+    minor = list(Incident.objects.filter(failures=failure, state__in=INCIDENT_UNRESOLVED))
+    incident = _act_on_failure(signal, node, placement, failure, deciding)
+    if incident is not None:
+        incidents.merge_into(incident, [one for one in minor if one.subject == f"node/{node.pk}"])
+
+
+def _failure_with(
+    signal: Signal,
+    node: Node,
+    card: Gpu | None,
+    placement: Placement | None,
+    verdict: triage.LineVerdict,
+) -> tuple[Failure, tuple[str, str] | None]:
+    """The failure that this signal speaks of, with it; and what that called for before, and how
+    soon. None if it is new."""
+    burst = _burst(node, card, signal)
+    alike = [one for one in burst if _covers(one, verdict)][:1] or [
+        one for one in burst if _covers(verdict, one)
+    ]
+    if alike:
+        failure, *others = alike
+        before = _wanted(failure)
+        join_failures(failure, others)
+        repeat_failure(failure, signal)
+        failure.refresh_from_db()
+        return failure, before
     failure = record_failure(
-        fault_class=FaultClass(verdict.fault),
-        code=verdict.code,
-        summary=verdict.summary,
-        needed=Action(verdict.action),
-        urgency=Urgency(verdict.urgency),
-        rule=verdict.rule,
+        **_said(verdict),
         signals=[signal],
         observed_at=signal.repeated_at or signal.observed_at,
         node_id=node.pk,
@@ -135,10 +166,38 @@ def _hardware_spoke(signal: Signal) -> None:
         job_id=placement.replica.job_id if placement else "",
         replica=placement.replica.index if placement else None,
     )
-    if node.state not in IN_SERVICE:
-        _tell_node_incident(signal)  # it is in somebody's hands already
-        return
-    _act_on_failure(signal, node, placement, failure, verdict)
+    return failure, None
+
+
+def _deciding(failure: Failure) -> triage.LineVerdict | None:
+    """Of all that was said of one fault the gravest word, and of equally grave ones the first:
+    whatever came first, and in whatever order it was delivered."""
+    signals = failure.signals.filter(kind__in=HARDWARE_SPEAKS).select_related("node", "gpu")
+    verdicts = [verdict_of(one) for one in signals.order_by("observed_at", "pk")[:SIGNALS]]
+    counting = [one for one in verdicts if one is not None and not triage.is_note(one)]
+    return next(iter(triage.gravest(counting)), None)
+
+
+def _wanted(failure: Failure) -> tuple[str, str]:
+    return failure.needed, failure.urgency
+
+
+def _said(verdict: triage.LineVerdict) -> dict[str, Any]:
+    return {
+        "fault_class": FaultClass(verdict.fault),
+        "code": verdict.code,
+        "summary": verdict.summary,
+        "needed": Action(verdict.action),
+        "urgency": Urgency(verdict.urgency),
+        "rule": verdict.rule,
+    }
+
+
+def _say(failure: Failure, verdict: triage.LineVerdict) -> None:
+    """Let the failure be what decides on it, unless it is."""
+    said = _said(verdict)
+    if any(getattr(failure, name) != value for name, value in said.items()):
+        restate_failure(failure, **said)
 
 
 def _only_repeats(signal: Signal, node: Node) -> bool:
@@ -158,18 +217,15 @@ def _act_on_failure(
     placement: Placement | None,
     failure: Failure,
     verdict: triage.LineVerdict,
-) -> None:
-    """Open the incident, and ask for the runs that mend it."""
+) -> Incident | None:
+    """Open the incident, and ask for the runs that mend it. Returns it, if there is one."""
     incident = _incident_of_failure(signal, node, placement, verdict)
     if incident is None:
-        return
+        return None
     title, sentence = _words_of_cause(failure, node, verdict)
-    graver = triage.ACTIONS[triage.ACTIONS.index(verdict.action) + 1 :]
-    if incident.failures.filter(needed__in=graver).exists():
-        incident.failures.add(failure)  # what the incident is about calls for more
-    else:
-        incidents.set_cause(incident.pk, title, sentence, failure)
+    incidents.set_cause(incident.pk, title, sentence, failure)
     incidents.open_breaker_on_burst(node.cluster_id, verdict.code)
+    incident = incidents.share_cause(node, failure) or incident
     repair = partial(
         incidents.repair_node,
         SYSTEM,
@@ -185,12 +241,14 @@ def _act_on_failure(
         repair(action=Action.RESET_GPU, urgency=Urgency.IDLE)
     elif verdict.action in triage.NODE_REPAIRS or verdict.replace_card:
         repair(action=Action(verdict.action), urgency=Urgency(verdict.urgency))
+    return incident
 
 
-def _name_it(failure: Failure, node: Node, verdict: triage.LineVerdict) -> None:
-    """The driver's own line of a lost card may come before the one with its code."""
-    rename_failure(failure, verdict.code, verdict.summary, verdict.rule)
-    for incident in failure.incidents.all():
+def _name_incidents(failure: Failure, node: Node, verdict: triage.LineVerdict) -> None:
+    """A later line may name better what an incident is called by."""
+    for incident in failure.incidents.filter(state__in=INCIDENT_UNRESOLVED).exclude(
+        code=verdict.code
+    ):
         title, sentence = _words_of_cause(failure, node, verdict)
         incidents.set_cause(incident.pk, title, sentence, failure)
 
@@ -235,23 +293,39 @@ def _incident_of_failure(
     return incident
 
 
-def _same_burst(node: Node, card: Gpu | None, verdict: triage.LineVerdict) -> Failure | None:
-    """The failure of the last minutes on this card that already calls for as much, and as soon.
+def _burst(node: Node, card: Gpu | None, signal: Signal) -> list[Failure]:
+    """The failures of this card that are one story with the signal: seen within BURST_GAP of it, or
+    of an incident that is not resolved, whose fault lasts until it is repaired.
 
-    A driver repeats itself, and one fault speaks through several codes.
+    By the moments at which things were observed, so that a late delivery changes nothing. What came
+    before the node was taken out and returned is another story.
     """
-    recent = Failure.objects.filter(
-        node=node, gpu=card, last_seen_at__gte=timezone.now() - BURST_GAP
-    ).order_by("-observed_at")
-    covered = {verdict.action}
-    if verdict.action not in triage.FOR_PEOPLE:
-        # What only a person can do covers nothing that automation has to do.
-        stronger = triage.ACTIONS[triage.ACTIONS.index(verdict.action) :]
-        covered |= set(stronger) - triage.FOR_PEOPLE
-    # What came before the node was taken out and returned is another story.
-    recent = recent.filter(observed_at__gte=_back_since(node))
-    urgency = Urgency(verdict.urgency)
-    return next((f for f in recent if f.needed in covered and not urgency.before(f.urgency)), None)
+    seen = signal.repeated_at or signal.observed_at
+    near = Q(last_seen_at__gte=seen - BURST_GAP, observed_at__lte=seen + BURST_GAP)
+    lasting = Q(incidents__state__in=INCIDENT_UNRESOLVED, needed__in=sorted(triage.LASTING))
+    found = Failure.objects.filter(
+        near | lasting, node=node, gpu=card, last_seen_at__gte=_back_since(node)
+    )
+    return list(found.distinct().order_by("observed_at", "pk"))
+
+
+def _covers(known: Failure | triage.LineVerdict, other: Failure | triage.LineVerdict) -> bool:
+    """Whether what the first calls for does what the other needs, and as soon.
+
+    A driver repeats itself, and one fault speaks through several codes. What only a person can do
+    covers nothing that automation has to do.
+    """
+    needed, wanted = _needed(known), _needed(other)
+    if Urgency(other.urgency).before(known.urgency):
+        return False
+    if needed == wanted:
+        return True
+    by_machine = not {needed, wanted} & triage.FOR_PEOPLE
+    return by_machine and triage.stronger(needed, wanted) == needed
+
+
+def _needed(of: Failure | triage.LineVerdict) -> str:
+    return str(of.needed) if isinstance(of, Failure) else of.action
 
 
 def _back_since(node: Node) -> datetime:
@@ -322,8 +396,7 @@ def _ended_one_is_gone(signal: Signal, placement: Placement) -> None:
     if signal.kind == SignalKind.PROCESS_EXITED:
         jobs.vacate(SYSTEM, placement)
     replica = placement.replica
-    subject = f"job/{replica.job_id}/{replica.index}"
-    open_one = Incident.objects.filter(subject=subject, state__in=INCIDENT_UNRESOLVED).first()
+    open_one = incidents.incident_of_replica(replica.job_id, replica.index)
     if open_one is not None:
         _tell_signal(open_one, signal)
         return
@@ -357,7 +430,19 @@ def _present_placement(signal: Signal) -> Placement | None:
 def _open_for_replica(signal: Signal, placement: Placement) -> Incident:
     incident = incidents.bring_back(placement, signal.observed_at)
     _tell_signal(incident, signal)
+    _tell_what_went_before(incident, signal)
     return incident
+
+
+def _tell_what_went_before(incident: Incident, signal: Signal) -> None:
+    """Lines that called for nothing by themselves, such as a driver that tidies up, belong to the
+    story of the loss that they were told with."""
+    since = signal.observed_at - NOTED_BEFORE
+    lines = Signal.objects.filter(
+        node=signal.node_id, kind=SignalKind.KERNEL_LINE, failures=None, raw__contains="Xid"
+    )
+    for line in lines.filter(observed_at__range=(since, signal.observed_at))[:NOTES]:
+        _tell_signal(incident, line)
 
 
 def _node_went_silent(signal: Signal) -> None:
@@ -464,7 +549,8 @@ def _tell_node_incident(signal: Signal) -> None:
     node: Node | None = signal.node
     if node is None or signal.kind == SignalKind.COORDINATOR_RESTARTED:
         return
-    for incident in Incident.objects.filter(node=node, state__in=INCIDENT_UNRESOLVED):
+    about = Q(node=node) | Q(runs__node=node) | Q(failures__node=node)
+    for incident in Incident.objects.filter(about, state__in=INCIDENT_UNRESOLVED).distinct():
         _tell_signal(incident, signal)
 
 

@@ -14,14 +14,17 @@ from workers import triage
 from workers.verdicts import HARDWARE_SPEAKS, verdict_of
 
 NOTHING = "nothing"
+#: Of one fault at most so many signals are judged anew.
+SIGNALS = 20
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What was made of one signal, and what would be made of it now."""
+    """What was made of one fault, or of a signal that was found to be none, and what would be made
+    of it now."""
 
-    signal: Signal
-    failure: Failure | None  # that it decided on, if it did
+    signal: Signal  # the one that decides today
+    failure: Failure | None
     was: str  # the action and its urgency, or NOTHING
     now: str
     verdict: triage.LineVerdict | None
@@ -32,8 +35,11 @@ class Replayed:
 
 
 def replay(since: datetime, node_name: str = "") -> Iterator[Replayed]:
-    """Each signal that decided on a failure, or on that there is none, from this moment on. What
-    only repeated a failure decided nothing."""
+    """Each failure of this time, and each signal that was found to be nothing: oldest first.
+
+    Of a fault that spoke through several signals the gravest decides; what merely repeated it
+    decided nothing, and of many only the first SIGNALS are looked at.
+    """
     signals = (
         Signal.objects.filter(kind__in=HARDWARE_SPEAKS, observed_at__gte=since)
         .select_related("node", "gpu")
@@ -42,20 +48,31 @@ def replay(since: datetime, node_name: str = "") -> Iterator[Replayed]:
     )
     if node_name:
         signals = signals.filter(node__name=node_name)
+    judged: set[str] = set()
     for signal in signals.iterator(chunk_size=500):
         failure = next(iter(signal.failures.all()), None)
-        if failure is not None and failure.observed_at != signal.observed_at:
-            continue
-        verdict = verdict_of(signal)
-        yield Replayed(
-            signal=signal,
-            failure=failure,
-            was=NOTHING if failure is None else _words(failure.needed, failure.urgency),
-            now=NOTHING
-            if verdict is None or triage.is_note(verdict)
-            else _words(verdict.action, verdict.urgency),
-            verdict=verdict,
-        )
+        if failure is None:
+            yield _replayed(None, [signal])
+        elif failure.pk not in judged:
+            judged.add(failure.pk)
+            told = failure.signals.filter(kind__in=HARDWARE_SPEAKS).select_related("node", "gpu")
+            yield _replayed(failure, list(told.order_by("observed_at", "pk")[:SIGNALS]))
+
+
+def _replayed(failure: Failure | None, signals: list[Signal]) -> Replayed:
+    """What is made of these signals of one fault today."""
+    judged = [(signal, verdict_of(signal)) for signal in signals]
+    found = [(s, v) for s, v in judged if v is not None and not triage.is_note(v)]
+    gravest = triage.gravest(verdict for _signal, verdict in found)[:1]
+    deciding = next((s for s, v in found if v in gravest), signals[0])
+    verdict = gravest[0] if gravest else judged[0][1]
+    return Replayed(
+        signal=deciding,
+        failure=failure,
+        was=NOTHING if failure is None else _words(failure.needed, failure.urgency),
+        now=_words(gravest[0].action, gravest[0].urgency) if gravest else NOTHING,
+        verdict=verdict,
+    )
 
 
 def _words(action: str, urgency: str) -> str:

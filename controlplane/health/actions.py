@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from django.db.models import Sum, Value
-from django.db.models.functions import Greatest
+from django.db.models.functions import Greatest, Least
 
 from controlplane import doorbell
 from controlplane.fleet import actions as fleet
@@ -159,15 +159,28 @@ def repeat_failure(failure: Failure, signal: Signal) -> None:
     total = failure.signals.aggregate(total=Sum("count"))["total"]
     seen_at = signal.repeated_at or signal.observed_at
     Failure.objects.filter(pk=failure.pk).update(
-        count=total, last_seen_at=Greatest("last_seen_at", Value(seen_at))
+        count=total,
+        observed_at=Least("observed_at", Value(signal.observed_at)),
+        last_seen_at=Greatest("last_seen_at", Value(seen_at)),
     )
 
 
 @change()
-def rename_failure(failure: Failure, code: str, summary: str, rule: str) -> None:
-    """Give a failure the better name that a later line of the same fault brought."""
-    failure.code, failure.summary, failure.rule = code, summary, rule
-    failure.save(update_fields=["code", "summary", "rule"])
+def join_failures(failure: Failure, others: Iterable[Failure]) -> None:
+    """Let the others go on as parts of one: they turned out to be the same fault."""
+    for other in others:
+        failure.signals.add(*other.signals.all())
+        for incident in other.incidents.all():
+            incident.failures.add(failure)
+        other.delete()
+
+
+@change()
+def restate_failure(failure: Failure, **said: Any) -> None:
+    """Let a failure be what all of its signals together say: `said` by the names of its fields."""
+    for name, value in said.items():
+        setattr(failure, name, value)
+    failure.save(update_fields=[*said])
 
 
 def record_baselines(nvlink_mb_s: Mapping[str, float]) -> None:

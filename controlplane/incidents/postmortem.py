@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from controlplane.incidents import pricing
 from controlplane.incidents.models import Incident
 
 
@@ -39,7 +40,8 @@ def _summary(incident: Incident) -> str:
 def _impact(incident: Incident) -> str:
     lines = []
     if incident.job is not None:
-        lines.append(f"- Job: {incident.job.name}, replica {incident.replica}")
+        lost = ", ".join(map(str, pricing.replicas_of(incident)))
+        lines.append(f"- Job: {incident.job.name}" + (f", replica {lost}" if lost else ""))
     if incident.mitigated_at is not None:
         lines.append(f"- Survivors trained again {_after(incident, incident.mitigated_at)}")
     if incident.restored_at is not None:

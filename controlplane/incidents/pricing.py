@@ -18,6 +18,7 @@ from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Cluster, Gpu
 from controlplane.incidents.models import Incident
 from controlplane.jobs import accounting
+from controlplane.jobs.models import Job, Placement
 
 REPLICA_AWAY = "the lost replica's GPUs until it trained again"
 STOOD_STILL = "the survivors' GPUs while they stood still"
@@ -43,18 +44,44 @@ def parts(incident: Incident, until: datetime) -> list[dict[str, Any]]:
     node is missing from the fleet, not from the job, and is counted as such until it returned.
     """
     found = []
-    back_at = incident.restored_at or until
-    if incident.job is not None and incident.replica is not None:
-        lost_at = accounting.lost_at(incident.job, incident.replica, incident.occurred_at)
-        loss = accounting.loss_of(incident.job, incident.replica, lost_at, back_at)
+    if incident.job is not None and (absences := _absences(incident, incident.job, until)):
+        loss = accounting.loss_of(incident.job, absences)
         found += [
             {"part": REPLICA_AWAY, "gpu_seconds": loss.away},
             {"part": STOOD_STILL, "gpu_seconds": loss.stood_still},
         ]
-    out = _node_out_s(incident, until)
+    nodes = {incident.node_id, *incident.runs.values_list("node", flat=True)} - {None}
+    out = 0.0
+    for node_id in nodes:
+        cards = Gpu.objects.filter(node=node_id).count()
+        out += _node_out_s(incident, str(node_id), until) * cards
     if out > 0:
-        cards = Gpu.objects.filter(node=incident.node_id).count()
-        found.append({"part": NODE_OUT, "gpu_seconds": round(out * cards, 1)})
+        found.append({"part": NODE_OUT, "gpu_seconds": round(out, 1)})
+    return found
+
+
+def replicas_of(incident: Incident) -> list[int]:
+    """The replicas whose loss it is about: one, or those that its job lost together."""
+    if incident.replica is not None:
+        return [incident.replica]
+    runs = incident.runs.filter(playbook="replica-lost")
+    return sorted({int(index) for index in runs.values_list("context__replica", flat=True)})
+
+
+def _absences(
+    incident: Incident, job: Job, until: datetime
+) -> dict[int, tuple[datetime, datetime]]:
+    """From when until when each of its replicas was away."""
+    found = {}
+    for index in replicas_of(incident):
+        lost_at = accounting.lost_at(job, index, incident.occurred_at)
+        back_at = incident.restored_at or until
+        if incident.replica is None:
+            joined = Placement.objects.filter(
+                replica__job=job, replica__index=index, joined_at__gt=lost_at
+            ).order_by("joined_at")
+            back_at = joined.values_list("joined_at", flat=True).first() or until
+        found[index] = (lost_at, max(lost_at, back_at))
     return found
 
 
@@ -89,13 +116,11 @@ def impact_by_code(clusters: Iterable[Cluster], since: datetime) -> list[CodeImp
     return sorted(impacts, key=lambda impact: -impact.money)
 
 
-def _node_out_s(incident: Incident, until: datetime) -> float:
-    """Seconds for which the incident's node was out, beyond the absence of its replica."""
-    if incident.node_id is None:
-        return 0.0
+def _node_out_s(incident: Incident, node_id: str, until: datetime) -> float:
+    """Seconds for which a node of the incident was out, beyond the absence of its replica."""
     changes = AuditEvent.objects.filter(
         object_type="node",
-        object_id=incident.node_id,
+        object_id=node_id,
         verb="node.transition",
         at__gte=incident.occurred_at,
         at__lte=until,

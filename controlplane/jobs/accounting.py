@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from statistics import median
@@ -11,9 +12,9 @@ from controlplane.jobs.models import Interruption, Job, ProgressSample
 
 @dataclass(frozen=True)
 class Loss:
-    """GPU-seconds that the loss of one replica cost its job, in two parts that do not overlap."""
+    """GPU-seconds that the loss of replicas cost their job, in two parts that do not overlap."""
 
-    #: The lost replica's own GPUs, for as long as it was away.
+    #: The lost replicas' own GPUs, for as long as each was away.
     away: float
     #: The survivors' GPUs, for as long as they stood still.
     stood_still: float
@@ -32,26 +33,30 @@ def lost_at(job: Job, replica: int, since: datetime) -> datetime:
     return max(since, first) if first is not None else since
 
 
-def loss_of(job: Job, replica: int, lost_at: datetime, back_at: datetime) -> Loss:
-    """What the loss of one replica cost the job, until it trained again.
+def loss_of(job: Job, absences: Mapping[int, tuple[datetime, datetime]]) -> Loss:
+    """What the loss of replicas cost the job: `absences` says from when until when each was away.
 
-    Survivors stand still once when it is lost and once when it is let in again: each gap between
+    Survivors stand still once when one is lost and once when it is let in again: each gap between
     commits less one healthy step. They are slower meanwhile because they cover its shards; that
     work is useful, so it is not counted as lost.
     """
-    away = (back_at - lost_at).total_seconds() * job.gpus_per_replica
-    step_s = median_step_s(job, lost_at)
+    if not absences:
+        return Loss(0.0, 0.0)
+    away = sum((back - lost).total_seconds() for lost, back in absences.values())
+    begin = min(lost for lost, _back in absences.values())
+    end = max(back for _lost, back in absences.values())
+    step_s = median_step_s(job, begin)
     second = timedelta(seconds=1)
     pauses = Interruption.objects.filter(
-        job=job, started_at__gte=lost_at - second, committed_at__lte=back_at + second
+        job=job, started_at__gte=begin - second, committed_at__lte=end + second
     )
     stood_still = sum(
         max(0.0, pause.gap_s - step_s)
         * job.gpus_per_replica
-        * len([index for index in pause.replicas if index != replica])
+        * len([index for index in pause.replicas if index not in absences])
         for pause in pauses
     )
-    return Loss(round(away, 1), round(stood_still, 1))
+    return Loss(round(away * job.gpus_per_replica, 1), round(stood_still, 1))
 
 
 def median_step_s(job: Job, before: datetime, samples: int = 60) -> float:

@@ -159,7 +159,7 @@ def _take_out(ctx: StepContext, node: Node) -> Any:
             )
             if placement.replica.job.state in JOB_ACTIVE and not placement.standby:
                 # Its loss may be told only after this, and would then be old news.
-                incidents.bring_back(placement, timezone.now())
+                incidents.bring_back(placement, timezone.now(), emptied=True)
         fleet.transition(actor_of(ctx), node.pk, NodeState.QUARANTINED, reason=reason)
         if not node.drained_by:
             owner = f"{OUR_DRAIN}{ctx.run.incident_id or ctx.run.pk}"

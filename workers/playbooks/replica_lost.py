@@ -17,9 +17,9 @@ from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import COMMAND_FINISHED, CommandState, NodeState
 from controlplane.fleet.models import Command, Node
-from controlplane.health.actions import card_at, record_failure
+from controlplane.health.actions import card_at, record_failure, repeat_failure
 from controlplane.health.choices import Action, FaultClass, SignalKind, Urgency
-from controlplane.health.models import Signal, heard_since
+from controlplane.health.models import Failure, Signal, heard_since
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.candidates import free_nodes, wanted_by
 from controlplane.incidents.choices import RUN_UNFINISHED, Effect, RunState, StepState
@@ -70,9 +70,7 @@ def find_cause(ctx: StepContext) -> Outcome:
 
     def apply() -> None:
         # A kernel line's failure stands already, from when the line was triaged.
-        failure = ctx.incident.failures.filter(
-            code=verdict.code, node=placement.node
-        ).first() or record_failure(
+        failure = _known_failure(ctx, placement, verdict) or record_failure(
             fault_class=FaultClass(verdict.fault),
             code=verdict.code,
             summary=verdict.summary,
@@ -86,6 +84,8 @@ def find_cause(ctx: StepContext) -> Outcome:
             replica=ctx.values["replica"],
         )
         title = f"{_job_name(ctx)} lost replica {ctx.values['replica']} on {where}: {verdict.code}"
+        if ctx.incident.replica is None:
+            title = incidents.title_of_loss(ctx.incident, verdict.code)
         incidents.set_cause(ctx.incident.pk, title, sentence, failure)
         if not verdict.node_fit:
             incidents.open_breaker_on_burst(ctx.run.cluster_id, verdict.code)
@@ -431,6 +431,18 @@ def _replica(ctx: StepContext) -> Replica:
     return Replica.objects.select_related("job").get(
         job_id=ctx.run.job_id, index=ctx.values["replica"]
     )
+
+
+def _known_failure(ctx: StepContext, placement: Placement, verdict: triage.Cause) -> Failure | None:
+    """The failure that stands for this already: of this node, or of a program that ended in the
+    same way on many."""
+    alike = ctx.incident.failures.filter(code=verdict.code)
+    here = alike.filter(node=placement.node).first()
+    elsewhere = alike.first() if verdict.fault == "program" else None
+    if here is None and elsewhere is not None:
+        for signal in Signal.objects.filter(placement_id=placement.pk):
+            repeat_failure(elsewhere, signal)
+    return here or elsewhere
 
 
 def _job_name(ctx: StepContext) -> str:

@@ -11,6 +11,7 @@ from workers.triage.readings import beyond_remapping, judge_errors, judge_flag, 
 from workers.triage.verdicts import (
     ACTIONS,
     FOR_PEOPLE,
+    LASTING,
     NODE_REPAIRS,
     VAGUE_CODES,
     Fault,
@@ -18,11 +19,13 @@ from workers.triage.verdicts import (
     Urgency,
     condemns_node,
     gravest,
+    stronger,
 )
 
 __all__ = [
     "ACTIONS",
     "FOR_PEOPLE",
+    "LASTING",
     "NODE_REPAIRS",
     "VAGUE_CODES",
     "Catalogue",
@@ -48,5 +51,6 @@ __all__ = [
     "judge_reading",
     "may_end_rank",
     "parse",
+    "stronger",
     "to_verify",
 ]

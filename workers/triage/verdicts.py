@@ -30,6 +30,8 @@ NODE_REPAIRS = frozenset({"reset_gpu", "drain_and_reset", "reboot", "power_cycle
 FOR_PEOPLE = frozenset(
     {"undecodable", "update_software", "check_mechanicals", "field_diagnostic", "contact_vendor"}
 )
+#: Of these a fault lasts until somebody has done it: seen again before, it is the same one.
+LASTING = (NODE_REPAIRS | FOR_PEOPLE) - {"undecodable", "update_software"}
 #: Codes that say that a card is gone, not why: a code of the driver names it better.
 VAGUE_CODES = frozenset({"gpu-lost", "gpu-unreadable"})
 

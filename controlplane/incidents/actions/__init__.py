@@ -25,11 +25,17 @@ from controlplane.incidents.actions.incidents import (
     set_restored,
     tell,
 )
+from controlplane.incidents.actions.merging import (
+    incident_of_replica,
+    merge_into,
+    open_for_replica,
+    share_cause,
+    title_of_loss,
+)
 from controlplane.incidents.actions.requests import (
     admit_node,
     bring_back,
     move_replica,
-    open_for_replica,
     order_node,
     repair_node,
     restart_job,
@@ -60,6 +66,8 @@ __all__ = [
     "cancel_run",
     "close_breaker",
     "close_case",
+    "incident_of_replica",
+    "merge_into",
     "move_replica",
     "open_breaker_on_burst",
     "open_case",
@@ -88,6 +96,8 @@ __all__ = [
     "set_mitigated",
     "set_mode",
     "set_restored",
+    "share_cause",
     "start_job",
     "tell",
+    "title_of_loss",
 ]

@@ -25,6 +25,7 @@ from controlplane.incidents.models import (
     Incident,
     TimelineEntry,
 )
+from workers.triage import ACTIONS
 
 
 @change()
@@ -101,9 +102,17 @@ def tell(
 
 @change()
 def set_cause(incident_id: str, title: str, cause: str, failure: Failure) -> None:
-    """Write what was found to be the cause, in a sentence, with the failure behind it."""
+    """Write what was found to be the cause, in a sentence, with the failure behind it.
+
+    Of several failures of one incident the gravest is the cause: one that calls for less than what
+    is known joins it, and changes no word.
+    """
     incident = Incident.objects.get(pk=incident_id)
+    known = incident.failures.exclude(pk=failure.pk)
     incident.failures.add(failure)
+    graver = ACTIONS[ACTIONS.index(failure.needed) + 1 :]
+    if incident.cause and known.filter(needed__in=graver).exists():
+        return
     Incident.objects.filter(pk=incident_id).update(
         title=title[:200],
         cause=cause,
@@ -167,6 +176,17 @@ def resolve(actor: Actor, incident_id: str, reason: str) -> bool:
     if not incident.postmortem:
         Incident.objects.filter(pk=incident_id).update(postmortem=postmortem.draft(incident))
     return True
+
+
+@change()
+def resolve_into(incident_id: str, into: Incident) -> None:
+    """Close an incident whose story goes on in another."""
+    incident = Incident.objects.select_for_update(no_key=True).get(pk=incident_id)
+    now = timezone.now()
+    reason = f"merged into “{into.title}”"
+    Incident.objects.filter(pk=incident_id).update(resolved_at=now)
+    _move(SYSTEM, incident, IncidentState.RESOLVED, frm=INCIDENT_UNRESOLVED, reason=reason)
+    tell(incident, "merged", EntryKind.STATE, f"Resolved: {reason}", at=now, data={"into": into.pk})
 
 
 @change()

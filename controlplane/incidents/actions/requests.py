@@ -14,12 +14,12 @@ from controlplane.fleet.changes import change
 from controlplane.fleet.models import Node
 from controlplane.health.choices import Action, Urgency
 from controlplane.ids import new_id
-from controlplane.incidents.actions.incidents import open_or_merge, resolve
+from controlplane.incidents.actions.incidents import resolve
+from controlplane.incidents.actions.merging import open_for_loss, open_for_replica, title_of_loss
 from controlplane.incidents.actions.runs import cancel_run, request_run
 from controlplane.incidents.choices import (
     INCIDENT_UNRESOLVED,
     RUN_UNFINISHED,
-    Severity,
     StepState,
 )
 from controlplane.incidents.models import (
@@ -221,11 +221,16 @@ def restart_job(actor: Actor, job_id: str, reason: str) -> PlaybookRun:
 
 
 @change()
-def bring_back(placement: Placement, occurred_at: datetime) -> Incident:
-    """Open the incident of the replica that this placement held, and have it brought back."""
+def bring_back(placement: Placement, occurred_at: datetime, *, emptied: bool = False) -> Incident:
+    """Open the incident of the replica that this placement held, and have it brought back.
+
+    What is lost with other replicas of its job is one incident with them; not one that went because
+    its node was `emptied`.
+    """
     job = placement.replica.job
     index = placement.replica.index
-    incident = open_for_replica(placement, occurred_at)
+    opened = open_for_replica if emptied else open_for_loss
+    incident = opened(placement, occurred_at)
     request_run(
         SYSTEM,
         "replica-lost",
@@ -237,22 +242,7 @@ def bring_back(placement: Placement, occurred_at: datetime) -> Incident:
         node_id=placement.node_id,
         context={"replica": index, "lost_placement": placement.pk},
     )
+    if incident.replica is None:
+        title = title_of_loss(incident, incident.code)
+        Incident.objects.filter(pk=incident.pk).update(title=title[:200])
     return incident
-
-
-def open_for_replica(
-    placement: Placement, occurred_at: datetime, severity: Severity = Severity.MAJOR
-) -> Incident:
-    """The incident of the replica that this placement holds; everything about it joins there."""
-    job = placement.replica.job
-    index = placement.replica.index
-    return open_or_merge(
-        f"job/{job.pk}/{index}",
-        cluster_id=job.cluster_id,
-        title=f"{job.name} lost replica {index} on {placement.node.name}",
-        severity=severity,
-        occurred_at=occurred_at,
-        job_id=job.pk,
-        replica=index,
-        node_id=placement.node_id,
-    )

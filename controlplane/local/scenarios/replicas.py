@@ -187,8 +187,9 @@ def _scene(job: Job, victim: Placement) -> Scene:
 
 
 def _incident(scene: Scene) -> Incident | None:
-    subject = f"job/{scene.job.pk}/{scene.victim.replica.index}"
-    return Incident.objects.filter(subject=subject, opened_at__gte=scene.at).first()
+    job, index = scene.job.pk, scene.victim.replica.index
+    subjects = [f"job/{job}/{index}", f"job/{job}"]
+    return Incident.objects.filter(subject__in=subjects, opened_at__gte=scene.at).first()
 
 
 def _ledger_reaches(scene: Scene) -> bool:

@@ -1,0 +1,201 @@
+"""One cause, one incident: replicas of one job that are lost together, nodes of one rack that show
+the same fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime, timedelta
+
+from django.conf import settings
+from django.db import connection
+from django.db.models import F
+from django.utils import timezone
+
+from controlplane.accounts.actions import audit
+from controlplane.accounts.models import SYSTEM
+from controlplane.fleet.changes import change, touch
+from controlplane.fleet.choices import IN_SERVICE
+from controlplane.fleet.models import Node
+from controlplane.health.choices import FaultClass
+from controlplane.health.models import Failure
+from controlplane.incidents.actions.incidents import open_or_merge, resolve_into, tell
+from controlplane.incidents.choices import INCIDENT_UNRESOLVED, EntryKind, Severity
+from controlplane.incidents.models import Incident, PlaybookRun, TimelineEntry
+from controlplane.jobs.models import Job, Placement
+
+#: Replicas of one job that are lost within this time of the first are one crash of the job.
+TOGETHER = timedelta(seconds=30)
+#: So many nodes of a rack that show one fault within this time have a cause in common, if they are
+#: a share of SILENCE_SHARE of it.
+MANY, SHARED_WITHIN = 3, timedelta(minutes=3)
+#: The playbook whose runs say which replicas a job's incident is about.
+LOSS = "replica-lost"
+
+
+def incident_of_replica(job_id: str, index: int) -> Incident | None:
+    """The unresolved incident that this replica's loss is told in: its own, or its job's."""
+    unresolved = Incident.objects.filter(state__in=INCIDENT_UNRESOLVED)
+    own = unresolved.filter(subject=f"job/{job_id}/{index}").first()
+    shared = unresolved.filter(subject=f"job/{job_id}", runs__subject=f"{LOSS}/{job_id}/{index}")
+    return own or shared.first()
+
+
+@change()
+def open_for_replica(
+    placement: Placement, occurred_at: datetime, severity: Severity = Severity.MAJOR
+) -> Incident:
+    """The incident of the replica that this placement holds; everything about it joins there."""
+    job = placement.replica.job
+    index = placement.replica.index
+    there = incident_of_replica(job.pk, index)
+    return open_or_merge(
+        there.subject if there else f"job/{job.pk}/{index}",
+        cluster_id=job.cluster_id,
+        title=f"{job.name} lost replica {index} on {placement.node.name}",
+        severity=severity,
+        occurred_at=occurred_at,
+        job_id=job.pk,
+        replica=index,
+        node_id=placement.node_id,
+    )
+
+
+@change()
+def open_for_loss(placement: Placement, occurred_at: datetime) -> Incident:
+    """The incident of a replica that was lost: of its job, if that lost others just now.
+
+    One crash of a program, of its network or of its storage takes many replicas at once: whoever is
+    paged must not be paged for each.
+    """
+    job = placement.replica.job
+    index = placement.replica.index
+    # Two workers that hear of two replicas at once must not each believe to be the first.
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", [f"loss/{job.pk}"])
+    first = _lost_with(job, index, occurred_at)
+    if first is None or incident_of_replica(job.pk, index) is not None:
+        return open_for_replica(placement, occurred_at)
+    subject = f"job/{job.pk}"
+    if first.subject != subject:
+        _widen(first, subject, f"{job.name} lost several replicas")
+    return open_or_merge(
+        subject,
+        cluster_id=job.cluster_id,
+        title=first.title,
+        severity=Severity.MAJOR,
+        occurred_at=occurred_at,
+        job_id=job.pk,
+    )
+
+
+def title_of_loss(incident: Incident, code: str = "") -> str:
+    """What a job's incident is called, by how many replicas it is about and by what ended them."""
+    name = incident.job.name if incident.job else ""
+    lost = incident.runs.filter(playbook=LOSS).values("subject").distinct().count()
+    return f"{name} lost {lost} replicas" + (f": {code}" if code else "")
+
+
+@change()
+def share_cause(node: Node, failure: Failure) -> Incident | None:
+    """The incident of the node's rack, if so much of the rack shows this fault that the cause is
+    what its nodes share: power, cooling, a switch. None if not.
+
+    A share of SILENCE_SHARE of the rack's nodes in service, MANY at least, within SHARED_WITHIN.
+    The incidents of its other nodes about the same are merged into it. What programs do wrong they
+    do wherever they run.
+    """
+    if node.rack is None or failure.fault_class == FaultClass.PROGRAM:
+        return None
+    since = timezone.now() - SHARED_WITHIN
+    told = Failure.objects.filter(code=failure.code, last_seen_at__gte=since)
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", [f"rack/{node.rack_id}"]
+        )
+    nodes = set(told.filter(node__rack=node.rack_id).values_list("node", flat=True)) | {node.pk}
+    members = Node.objects.filter(rack=node.rack_id, state__in=sorted(IN_SERVICE)).values_list(
+        "pk", flat=True
+    )
+    total = len(nodes.union(members))
+    if len(nodes) < MANY or len(nodes) < settings.SILENCE_SHARE * total:
+        return None
+    title = f"{failure.code} on {len(nodes)} of {total} nodes of rack {node.rack.name}"
+    shared = open_or_merge(
+        f"rack/{node.rack_id}/{failure.code}",
+        cluster_id=node.cluster_id,
+        title=title,
+        severity=Severity.CRITICAL,
+        occurred_at=failure.observed_at,
+    )
+    Incident.objects.filter(pk=shared.pk).update(
+        title=title[:200],
+        code=failure.code,
+        cause=f"{title}, within {SHARED_WITHIN.total_seconds():g} s. Look at what they share: "
+        "power, cooling, a switch.",
+    )
+    shared.failures.add(failure)
+    others = Incident.objects.filter(
+        node__in=nodes, code=failure.code, state__in=INCIDENT_UNRESOLVED
+    ).exclude(pk=shared.pk)
+    merge_into(shared, others)
+    return shared
+
+
+@change()
+def merge_into(incident: Incident, others: Iterable[Incident]) -> None:
+    """Let other incidents go on as parts of this one; the incident itself among them is none."""
+    for other in sorted(others, key=lambda one: one.pk):
+        if other.pk != incident.pk:
+            _absorb(other, incident)
+
+
+def _lost_with(job: Job, index: int, at: datetime) -> Incident | None:
+    """The incident of other replicas of this job that were lost at about this time."""
+    around = Incident.objects.select_for_update(no_key=True, of=("self",)).filter(
+        job=job,
+        subject__startswith=f"job/{job.pk}",
+        state__in=INCIDENT_UNRESOLVED,
+        severity__in=[Severity.MAJOR, Severity.CRITICAL],
+        occurred_at__range=(at - TOGETHER, at + TOGETHER),
+    )
+    # That of the job itself, if there is one, comes before those of single replicas.
+    return around.exclude(replica=index).order_by(F("replica").asc(nulls_first=True)).first()
+
+
+def _widen(incident: Incident, subject: str, title: str) -> None:
+    """Let an incident be about more than it was."""
+    if Incident.objects.filter(subject=subject, state__in=INCIDENT_UNRESOLVED).exists():
+        return  # an earlier crash, that is not mended yet: this one joins it
+    Incident.objects.filter(pk=incident.pk).update(subject=subject, replica=None, title=title)
+    tell(incident, "widened", EntryKind.STATE, f"{title} within {TOGETHER.total_seconds():g} s")
+    audit(
+        SYSTEM,
+        "incident.widen",
+        "incident",
+        incident.pk,
+        cluster_id=incident.cluster_id,
+        before={"subject": incident.subject, "title": incident.title},
+        after={"subject": subject, "title": title},
+    )
+    incident.title = title
+
+
+def _absorb(other: Incident, into: Incident) -> None:
+    """Let one incident go on as a part of another: its story, its failures and its runs."""
+    Incident.objects.select_for_update(no_key=True, of=("self",)).get(pk=other.pk)
+    into.failures.add(*other.failures.all())
+    told = set(into.timeline.values_list("key", flat=True))
+    TimelineEntry.objects.bulk_create(
+        TimelineEntry(
+            incident=into,
+            key=f"{other.pk}/{entry.key}"[:120],
+            at=entry.at,
+            kind=entry.kind,
+            text=entry.text,
+            data=entry.data,
+        )
+        for entry in other.timeline.exclude(key__in=told)
+    )
+    PlaybookRun.objects.filter(incident=other).update(incident=into)
+    resolve_into(other.pk, into)
+    touch(into.cluster_id, ("incident", into.pk))

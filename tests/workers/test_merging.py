@@ -1,0 +1,307 @@
+"""One incident where there is one cause, whatever tells of it and in whatever order."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.db import transaction
+from django.utils import timezone
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from controlplane.fleet.choices import NodeState
+from controlplane.fleet.models import Command, Node
+from controlplane.health.actions import record_events
+from controlplane.health.models import Failure
+from controlplane.incidents import limits, pricing
+from controlplane.incidents.choices import IncidentState
+from controlplane.incidents.models import Incident, PlaybookRun
+from controlplane.jobs.models import Job, Placement
+from node_agent import wire
+from tests.factories import (
+    GpuFactory,
+    JobFactory,
+    NodeFactory,
+    PlacementFactory,
+    RackFactory,
+    ReplicaFactory,
+)
+from tests.workers.world import World, answer, drain
+from workers import intake
+
+pytestmark = pytest.mark.django_db
+
+PCI = "NVRM: Xid (PCI:0000:1b:00):"
+XID_31 = f"{PCI} 31, pid=7, name=python3, Ch 0000000d, intr 0. MMU Fault"
+XID_45 = f"{PCI} 45, pid=7, name=python3, Ch 00000008"
+XID_54 = f"{PCI} 54, Auxiliary power is not connected"
+XID_63 = f"{PCI} 63, pid=7, name=python3, Row Remapper: New row marked"
+XID_79 = f"{PCI} 79, pid=7, name=python3, GPU has fallen off the bus."
+XID_95 = f"{PCI} 95, pid=7, name=python3, Ch 00000008"
+XID_119 = f"{PCI} 119, pid=7, name=python3, Timeout after 6s of waiting for RPC response"
+LOST = "NVRM: GPU 0000:1b:00.0: GPU has fallen off the bus."
+XID_74 = "NVRM: Xid (PCI:0000:{bus}:00): 74, pid=7, name=python3, NVLink: fatal error detected on link 0(0x10000, 0x0, 0x0, 0x0, 0x0, 0x0, 0x0)"  # noqa: E501
+
+
+# --- one job ----------------------------------------------------------------------------------
+
+
+def test_replicas_that_are_lost_together_are_one_incident(world: World) -> None:
+    for placement in world.placements:
+        world.exits(placement, exit_code=1)
+    drain()
+
+    incident = Incident.objects.get()
+    assert (incident.job, incident.replica) == (world.job, None)
+    assert incident.title == f"{world.job.name} lost 2 replicas: process-exited"
+    assert pricing.replicas_of(incident) == [0, 1]
+    assert Failure.objects.get().count == 2
+    assert incident.runs.filter(playbook="replica-lost").count() == 2
+
+
+def test_it_is_resolved_once_all_of_them_are_back(world: World) -> None:
+    for placement in world.placements:
+        world.exits(placement, exit_code=1)
+        world.survivors_commit(placement)
+    drain()
+    answer("start_rank", pid=2)
+    world.join(world.placement_of(0))
+    drain()
+    assert Incident.objects.get().unresolved
+    answer("start_rank", pid=2)
+    world.join(world.placement_of(1))
+    drain(8)
+
+    incident = Incident.objects.get()
+    assert incident.state == IncidentState.RESOLVED
+    assert "replica 0, 1" in incident.postmortem
+    assert incident.gpu_seconds_lost is not None
+
+
+def test_replicas_that_are_lost_one_after_the_other_are_told_apart(world: World) -> None:
+    world.exits(world.placements[0], exit_code=1)
+    drain()
+    Incident.objects.update(occurred_at=timezone.now() - timedelta(minutes=2))
+    world.exits(world.placements[1], exit_code=1)
+    drain()
+
+    assert set(Incident.objects.values_list("replica", flat=True)) == {0, 1}
+
+
+@pytest.mark.parametrize("first", ["hardware", "programs"])
+def test_of_a_crash_the_card_that_began_it_is_the_cause(world: World, first: str) -> None:
+    broken, other = world.placements
+    if first == "hardware":
+        world.kernel_says(broken.node, XID_79)
+        drain()
+    world.exits(other, exit_code=1)
+    world.exits(broken, signal=6)
+    drain()
+    if first == "programs":
+        world.kernel_says(broken.node, XID_79)
+        drain()
+
+    incident = Incident.objects.get()
+    assert incident.code == "xid-79"
+    assert incident.title.endswith(": xid-79") or "xid-79" in incident.title
+    assert set(Failure.objects.values_list("incidents", flat=True)) == {incident.pk}
+    other.node.refresh_from_db()
+    assert other.node.state == NodeState.ALLOCATED
+
+
+class Crowd:
+    """A job of many replicas, each on a node of its own."""
+
+    def __init__(self, nodes: int) -> None:
+        self.job: Job = JobFactory(world_replicas=nodes, gpus_per_replica=1)
+        self.placements: list[Placement] = []
+        for index in range(nodes):
+            node = NodeFactory(cluster=self.job.cluster, state=NodeState.ALLOCATED, boot_id="b")
+            GpuFactory(node=node, index=0, pci_address="00000000:1B:00.0")
+            replica = ReplicaFactory(job=self.job, index=index)
+            self.placements.append(PlacementFactory(replica=replica, node=node))
+
+    def crash(self) -> None:
+        """All processes end, and the driver tidies up after each."""
+        for index, one in enumerate(self.placements):
+            ended = {
+                "job": self.job.pk, "replica": index, "rank": 0, "placement": one.pk, "pid": 7,
+                "kind": "rank", "exit_code": 1, "signal": None, "requested": False,
+            }  # fmt: skip
+            told: dict[str, Any] = {"at": time.time(), "boot_id": "b", "source": "agent"}
+            record_events(
+                one.node_id,
+                [
+                    wire.Event(id=f"line-{index}", kind="kernel_line", raw=XID_45, **told),
+                    wire.Event(id=f"exit-{index}", kind="process_exited", data=ended, **told),
+                ],
+            )
+
+
+def test_one_job_s_crash_over_77_nodes_is_one_incident_and_no_node_is_drained() -> None:
+    crowd = Crowd(77)
+    crowd.crash()
+    drain()
+
+    incident = Incident.objects.get()
+    assert incident.title == f"{crowd.job.name} lost 77 replicas: process-exited"
+    assert incident.timeline.filter(kind="signal").count() == 2 * 77
+    failure = Failure.objects.get()
+    assert (failure.code, failure.count, failure.fault_class) == ("process-exited", 77, "program")
+    assert set(Node.objects.values_list("state", flat=True)) == {NodeState.ALLOCATED}
+    assert set(PlaybookRun.objects.values_list("playbook", flat=True)) == {"replica-lost"}
+    assert not Command.objects.exclude(verb="start_rank").exists()
+
+
+# --- one node, one rack ---------------------------------------------------------------------------
+
+
+def test_nvlink_peers_of_one_node_are_one_incident(world: World) -> None:
+    node = world.placements[1].node
+    GpuFactory(node=node, index=1, pci_address="00000000:43:00.0")
+    world.kernel_says(node, XID_74.format(bus="1b"), XID_74.format(bus="43"))
+    drain()
+
+    incident = Incident.objects.get()
+    assert incident.failures.count() == 2
+
+
+@pytest.fixture
+def rack(world: World) -> list[Node]:
+    """Four idle nodes of one rack."""
+    rack = RackFactory(cluster=world.cluster)
+    nodes = [
+        NodeFactory(cluster=world.cluster, rack=rack, state=NodeState.AVAILABLE, boot_id="b")
+        for _ in range(4)
+    ]
+    for node in nodes:
+        GpuFactory(node=node, index=0, pci_address="00000000:1B:00.0")
+    return nodes
+
+
+def test_one_fault_on_many_nodes_of_a_rack_is_one_incident_of_the_rack(
+    world: World, rack: list[Node]
+) -> None:
+    for node in rack[:2]:
+        world.kernel_says(node, XID_54)
+        drain()
+    assert Incident.objects.count() == 2
+    world.kernel_says(rack[2], XID_54)
+    world.kernel_says(rack[3], XID_54)
+    drain()
+
+    incident = Incident.objects.get(state__in=["open", "mitigating"])
+    name = rack[0].rack.name if rack[0].rack else ""
+    assert incident.title == f"xid-54 on 4 of 4 nodes of rack {name}"
+    assert incident.failures.count() == 4
+    merged = Incident.objects.exclude(pk=incident.pk)
+    assert {one.state for one in merged} == {IncidentState.RESOLVED}
+    assert all(one.timeline.filter(key="merged", data__into=incident.pk).exists() for one in merged)
+
+
+def test_nothing_is_done_to_single_nodes_of_a_rack_whose_nodes_share_a_fault(
+    world: World, rack: list[Node]
+) -> None:
+    for node in rack[:3]:
+        world.kernel_says(node, XID_54)
+    drain()
+
+    (objection,) = limits.objections(rack[3])
+    assert "look at what they share" in objection
+
+
+def test_a_program_s_error_on_a_whole_rack_is_no_fault_of_the_rack(
+    world: World, rack: list[Node]
+) -> None:
+    for node in rack:
+        world.kernel_says(node, XID_31)
+    drain()
+    assert not Incident.objects.exists()
+
+
+def test_two_nodes_of_a_rack_are_not_many(world: World, rack: list[Node]) -> None:
+    for node in rack[:2]:
+        world.kernel_says(node, XID_54)
+    drain()
+    assert {one.subject for one in Incident.objects.all()} == {f"node/{n.pk}" for n in rack[:2]}
+
+
+# --- one burst ------------------------------------------------------------------------------------
+
+
+def test_a_fault_that_lasts_is_the_same_one_until_it_is_repaired(world: World) -> None:
+    node = world.spares[0]
+    world.kernel_says(node, XID_54)
+    drain()
+    Failure.objects.update(
+        observed_at=timezone.now() - timedelta(hours=5),
+        last_seen_at=timezone.now() - timedelta(hours=5),
+    )
+    Node.objects.update(enrolled_at=timezone.now() - timedelta(days=1))
+    world.kernel_says(node, XID_54)
+    drain()
+    assert Failure.objects.get().count == 2
+
+    Incident.objects.update(state=IncidentState.RESOLVED)
+    Failure.objects.update(last_seen_at=timezone.now() - timedelta(hours=5))
+    world.kernel_says(node, XID_54)
+    drain()
+    assert Failure.objects.count() == 2
+
+
+#: What one card may say in one burst.
+LINES = (XID_31, XID_45, XID_63, XID_79, LOST, XID_95, XID_119)
+
+
+@pytest.fixture
+def card() -> Node:
+    node = NodeFactory(state=NodeState.AVAILABLE, boot_id="b")
+    GpuFactory(node=node, index=0, pci_address="00000000:1B:00.0")
+    return node
+
+
+def made_of(node: Node, events: list[wire.Event], splits: list[int]) -> set[tuple[str, ...]]:
+    """The failures and incidents that come of these events, told in this order and these parts."""
+    with transaction.atomic():
+        begin = 0
+        for end in [*sorted({split % (len(events) + 1) for split in splits}), len(events)]:
+            if events[begin:end]:
+                record_events(node.pk, events[begin:end])
+                while intake.triage_signals():
+                    pass
+            begin = end
+        found = {
+            (f.code, f.needed, f.urgency, *sorted(i.subject for i in f.incidents.all()))
+            for f in Failure.objects.filter(node=node)
+        }
+        titles = Incident.objects.filter(node=node, state__in=["open", "mitigating"])
+        found |= {(one.subject, one.code) for one in titles}
+        transaction.set_rollback(True)
+    return found
+
+
+@given(
+    said=st.lists(st.sampled_from(LINES), min_size=1, max_size=6, unique=True),
+    order=st.randoms(use_true_random=False),
+    splits=st.lists(st.integers(0, 12), max_size=4),
+    again=st.lists(st.integers(0, 5), max_size=4),
+)
+@hypothesis_settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_neither_order_nor_duplicates_nor_parts_change_what_comes_of_a_burst(
+    card: Node, said: list[str], order: object, splits: list[int], again: list[int]
+) -> None:
+    now = time.time()
+    events = [
+        wire.Event(id=f"e{i}", kind="kernel_line", at=now + i, boot_id="b", source="kmsg", raw=line)
+        for i, line in enumerate(said)
+    ]
+    shuffled = [*events, *(events[i % len(events)] for i in again)]
+    order.shuffle(shuffled)  # type: ignore[attr-defined]
+
+    assert made_of(card, shuffled, splits) == made_of(card, events, [])
