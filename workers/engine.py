@@ -265,8 +265,10 @@ def _finish_step(
     step.wake_at = None
     _tell(run, step, outcome.text)
     if run.incident_id is not None:
-        # Other runs of this incident may be waiting for just this.
-        doorbell.ring_after_commit(f"incident/{run.incident_id}")
+        # Other runs of this incident may be waiting for just this: those about the same node, for
+        # one crash of a job has as many runs as it lost replicas.
+        about = f"node/{run.node_id}" if run.node_id else f"incident/{run.incident_id}"
+        doorbell.ring_after_commit(about)
     if ends:
         following.update(state=StepState.SKIPPED, wake_at=None)
         run.state = RunState.FAILED if isinstance(outcome, Fail) else RunState.SUCCEEDED
