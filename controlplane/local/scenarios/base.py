@@ -16,6 +16,7 @@ from django.urls import reverse
 from controlplane.accounts.models import AuditEvent
 from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Gpu, Node
+from controlplane.health.models import Baseline
 from controlplane.incidents.choices import IncidentState
 from controlplane.incidents.models import Incident
 from workers import power
@@ -54,7 +55,8 @@ def fit_new_cards(node: Node) -> None:
 
     def reported() -> bool:
         now = set(Gpu.objects.filter(node=node).values_list("uuid", flat=True))
-        return bool(now) and now.isdisjoint(before)
+        known = Baseline.objects.filter(gpu__in=now).count()  # each has been seen at its best
+        return bool(now) and now.isdisjoint(before) and known == len(now)
 
     await_rows(reported, 30, f"{node.name} did not report its new cards")
 
