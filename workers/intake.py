@@ -6,6 +6,7 @@ each is handled once, whoever dies.
 
 from __future__ import annotations
 
+import re
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
@@ -100,6 +101,8 @@ def _handle(signal: Signal) -> None:
         _hardware_spoke(signal)
     elif signal.kind == SignalKind.PEER_LOST or _is_unasked_end_of_rank(signal):
         _replica_was_lost(signal)
+    elif (slow := _straggler(signal)) is not None:
+        _job_found_a_straggler(signal, slow)
     elif signal.node is not None and _is_coordinator_gone(signal):
         led = Job.objects.filter(coordinator_placement=signal.placement_id)
         _coordinators_went_with(signal.node, signal, led)
@@ -120,6 +123,32 @@ def _hardware_spoke(signal: Signal) -> None:
     card = signal.gpu or card_at(node.pk, verdict.pci)
     if card is not None and signal.gpu_id is None:
         Signal.objects.filter(pk=signal.pk).update(gpu=card)
+    _take_up(signal, node, card, verdict)
+
+
+def _job_found_a_straggler(signal: Signal, index: int) -> None:
+    """Its peers say that a replica is slow: something holds its node back that nothing else shows.
+    The failure is its node's, whoever told it."""
+    placement = (
+        Placement.objects.select_related("node__lease", "node__cluster", "node__rack")
+        .filter(replica__job=signal.job_id, replica__index=index, standby=False)
+        .exclude(state=PlacementState.ENDED)
+        .first()
+    )
+    if placement is not None:
+        verdict = triage.judge_straggler(str(signal.data.get("text", "")))
+        _take_up(signal, placement.node, None, verdict)
+
+
+def _straggler(signal: Signal) -> int | None:
+    """Which replica a job says to be slow, as its runtime puts it; None if it does not."""
+    found = re.fullmatch(r"replica (\d{1,6})", str(signal.data.get("subject", "")))
+    told = signal.kind == SignalKind.JOB_TROUBLE and signal.data.get("kind") == "straggler"
+    return int(found[1]) if told and found else None
+
+
+def _take_up(signal: Signal, node: Node, card: Gpu | None, verdict: triage.LineVerdict) -> None:
+    """Make a failure of what was judged, or join the one that it is a part of, and act on it."""
     placement = _live_placement(node)
     failure, before = _failure_with(signal, node, card, placement, verdict)
     deciding = verdict
@@ -146,7 +175,7 @@ def _failure_with(
 ) -> tuple[Failure, tuple[str, str] | None]:
     """The failure that this signal speaks of, with it; and what that called for before, and how
     soon. None if it is new."""
-    burst = _burst(node, card, signal)
+    burst = _burst(node, card, signal, verdict)
     alike = [one for one in burst if _covers(one, verdict)][:1] or [
         one for one in burst if _covers(verdict, one)
     ]
@@ -293,16 +322,22 @@ def _incident_of_failure(
     return incident
 
 
-def _burst(node: Node, card: Gpu | None, signal: Signal) -> list[Failure]:
+def _burst(
+    node: Node, card: Gpu | None, signal: Signal, verdict: triage.LineVerdict
+) -> list[Failure]:
     """The failures of this card that are one story with the signal: seen within BURST_GAP of it, or
-    of an incident that is not resolved, whose fault lasts until it is repaired.
+    of the same code, in an incident that is not resolved, and lasting until it is repaired.
 
     By the moments at which things were observed, so that a late delivery changes nothing. What came
     before the node was taken out and returned is another story.
     """
     seen = signal.repeated_at or signal.observed_at
     near = Q(last_seen_at__gte=seen - BURST_GAP, observed_at__lte=seen + BURST_GAP)
-    lasting = Q(incidents__state__in=INCIDENT_UNRESOLVED, needed__in=sorted(triage.LASTING))
+    lasting = Q(
+        incidents__state__in=INCIDENT_UNRESOLVED,
+        needed__in=sorted(triage.LASTING),
+        code=verdict.code,
+    )
     found = Failure.objects.filter(
         near | lasting, node=node, gpu=card, last_seen_at__gte=_back_since(node)
     )

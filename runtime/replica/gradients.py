@@ -7,6 +7,7 @@ wants to regroup, save or stop. That is why the healthy path needs no vote.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import astuple, dataclass, fields
 from typing import Any, Protocol
@@ -58,6 +59,7 @@ class Tail(Summed):
     loss: float  # mean over the samples
     samples: int
     wishes: Wishes  # those of all members together
+    seconds: list[float]  # how long each shard took whoever computed it; 0 if that is not known
 
 
 class Gradients:
@@ -87,6 +89,8 @@ class Gradients:
         self.coverage = torch.zeros(shards)
         self.checksums = torch.zeros(shards)
         self.who = torch.zeros(shards)  # 1 + the number of the replica that summed it
+        self.seconds = torch.zeros(shards)  # how long we took for each
+        self._began: float | None = None  # monotonic; None: what we hold was not computed in one go
         self.losses = torch.zeros(shards)  # sums over the samples, but for those in `_noted`
         #: shard, mean loss, samples, parts: read at the step's end, for a card is waited for then
         self._noted: list[tuple[int, torch.Tensor, int, int]] = []
@@ -128,6 +132,15 @@ class Gradients:
         self.who[index] += replica + 1
         self.samples += samples
 
+    def begin(self) -> None:
+        """A shard is about to be computed: the first one of a step begins its time."""
+        if self._began is None and not self.held:
+            self._began = time.monotonic()
+
+    def interrupt(self) -> None:
+        """What is held was not computed in one go: how long it took says nothing."""
+        self._began = None
+
     def note(self, index: int, loss: torch.Tensor, samples: int, parts: int) -> None:
         """Note the mean loss of one of a shard's `parts` equal parts, all of so many samples."""
         self._noted.append((index, loss.detach().clone(), samples, parts))
@@ -138,6 +151,8 @@ class Gradients:
         self.coverage.zero_()
         self.checksums.zero_()
         self.who.zero_()
+        self.seconds.zero_()
+        self._began = None
         self.losses.zero_()
         self._noted.clear()
         self.samples = 0
@@ -164,14 +179,19 @@ class Gradients:
         for index, loss, samples, parts in self._noted:
             self.losses[index] += float(loss) * samples / parts
         self._noted.clear()
+        if self._began is not None and self.held:  # the losses were read: a card has computed all
+            took = (time.monotonic() - self._began) / len(self.held)
+            self.seconds[sorted(self.held)] = took
         agreed = torch.tensor([self.samples, *astuple(wishes)], dtype=torch.float32)
-        tail = torch.cat([self.coverage, self.checksums, self.who, self.losses, agreed])
+        tail = torch.cat(
+            [self.coverage, self.checksums, self.who, self.losses, self.seconds, agreed]
+        )
         return tail.to(self.device)
 
     def read(self, reduced: torch.Tensor) -> Tail:
         tail: list[float] = reduced[self.size :].tolist()
         n = self.shards
-        samples, *summed = tail[4 * n :]
+        samples, *summed = tail[5 * n :]
         wishes: dict[str, Any] = {
             one.name: round(value) if one.type == "int" else value > 0
             for one, value in zip(fields(Wishes), summed, strict=True)
@@ -183,6 +203,7 @@ class Gradients:
             loss=sum(tail[3 * n : 4 * n]) / samples if samples else float("nan"),
             samples=round(samples),
             wishes=Wishes(**wishes),
+            seconds=tail[4 * n : 5 * n],
         )
 
     def _check_bound(self) -> None:

@@ -62,7 +62,9 @@ class ReplicaGroup:
     dead replica's shards: see `step.Mode`. `max_grad_norm` clips by the global norm, None not at
     all. `steps` ends the job after so many; `on_step` is called after each commit. After each
     `compare_every` steps all replicas' states are compared, and an engineer is told of a
-    difference (`diverged`, and which replica is the odd one); 0 for never.
+    difference (`diverged`, and which replica is the odd one); 0 for never. One that takes 30%
+    longer for a shard than its peers do, for `straggler_after_s` seconds in a row, is told of as a
+    `straggler`; 0 for nobody.
 
     A replica may have several ranks, among which `fully_shard` divided the model before; all of
     them run the same script, and each computes its part of each shard.
@@ -87,12 +89,17 @@ class ReplicaGroup:
         max_grad_norm: float | None = 1.0,
         steps: int | None = None,
         compare_every: int = 1000,
+        straggler_after_s: float = 600.0,
         on_step: Callable[[Committed], None] | None = None,
     ) -> None:
         if error := cannot_drop(model, job.rank, job.ranks):
             raise ValueError(error)
         if compare_every < 0:
             raise ValueError(f"compare_every={compare_every}: give a number of steps, 0 for never")
+        if straggler_after_s < 0:
+            raise ValueError(
+                f"straggler_after_s={straggler_after_s}: give a number of seconds, 0 for never"
+            )
         mode = known_mode(os.environ.get(ENV_MODE) or mode)
         self.job = job
         self._batches = batches
@@ -135,6 +142,7 @@ class ReplicaGroup:
                 teller,
                 steps=steps,
                 compare_every=compare_every,
+                straggler_after_s=straggler_after_s,
                 leave=self._leave,
                 abandon=self._abandon,
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from runtime.replica.membership import REJOINS, Severed
 from runtime.replica.rank import Rank
 from runtime.replica.siblings import Sibling, Siblings
 from runtime.replica.step import NotWhole
+from runtime.replica.stragglers import Stragglers
 from runtime.replica.telling import Committed, Teller
 from runtime.replica.together import Together
 
@@ -42,12 +44,13 @@ class Leader:
         *,
         steps: int | None,
         compare_every: int,
+        straggler_after_s: float,
         leave: Callable[..., None],
         abandon: Callable[[str], None],
     ) -> None:
         """`shape`: what must be alike on all replicas. `steps` ends the job. `compare_every`:
-        see `Together`. `leave`: ends this process's part in it; `abandon`: at once, for a rank is
-        gone."""
+        see `Together`; `straggler_after_s`: see `Stragglers`. `leave`: ends this process's part in
+        it; `abandon`: at once, for a rank is gone."""
         self.job = job = rank.job
         self.rank = rank
         self.engine = rank.engine
@@ -73,6 +76,7 @@ class Leader:
         )
         self.together = Together(rank, self.siblings, teller, compare_every=compare_every)
         self.member = self.together.member
+        self._stragglers = Stragglers(straggler_after_s)
         self.sharing = self.together.sharing
         self.engine.announce = lambda shard: self.siblings.tell("compute", index=shard)
         rank.tell = self._tell
@@ -148,7 +152,15 @@ class Leader:
         tail = self.together.reduce()
         self._await_lease()
         self.together.commit()
+        self._watch_pace(tail)
         return tail
+
+    def _watch_pace(self, tail: Tail) -> None:
+        """Who is slower than its peers, of which one member tells."""
+        for pace in self._stragglers.note(tail.who, tail.seconds, time.monotonic()):
+            if self.teller.speaks():
+                kind = "straggler" if pace.slow else "straggler_recovered"
+                self.job.trouble(kind, str(pace), f"replica {pace.replica}")
 
     def _tell(self, step: Committed) -> None:
         self.teller.committed(step.step, step.epoch, step.loss, step.grad_norm, step.samples)

@@ -101,6 +101,7 @@ class StepEngine:
         kept = {member: grant["held"][str(member)] for member in members}
         if self.held != set(kept[me]):
             self.forget()
+        self.gradients.interrupt()
         self.shares = {m: sorted([*kept[m], *grant["assign"][str(m)]]) for m in members}
         self.batches.expect(self.pending, self._usual[me])
 
@@ -116,6 +117,7 @@ class StepEngine:
 
     def compute(self, index: int) -> Iterator[Shard]:
         """One shard of the pending step, which comes back as gradients through `backward`."""
+        self.gradients.begin()
         self.state.seed(index)
         self.statistics.begin()
         self._current, self._parts = self.batches.shard(self.pending, index), 0

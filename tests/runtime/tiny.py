@@ -1,9 +1,9 @@
 """A job small enough for tests: a linear model, a line per committed step, a digest at the end.
 
 Its options: `steps`, `mode`, `checkpoint_s`, `local_s`, `peer_s` and `object_s`, `pace_s` (what a
-shard takes, as if an accelerator computed it), `dropout`, `compare_every`, `flips_at` (the step at
-which a bit of its weights turns over), and what a misfit of a replica has otherwise: `width`,
-`samples`, `seed`, `rate`. `rich` trains with all that a loop may have besides, with or without
+shard takes, as if an accelerator computed it), `dropout`, `compare_every`, `straggler_after_s`,
+`flips_at` (the step at which a bit of its weights turns over), and what a misfit of a replica has
+otherwise: `width`, `samples`, `seed`, `rate`. `rich` trains with all that a loop may have besides, with or without
 `averages`. At the step `evaluate_at` it does something else for a minute. `data` is "ids",
 "dataset", "loader", "stateful" or "streams": what Batches is given; `workers` load it, `drop_last`
 ends it. The model is divided among the ranks of a replica.
@@ -31,7 +31,8 @@ def main() -> None:
         "object_s": 3600,
         "width": 32, "samples": 960, "seed": 5, "rate": 1e-3, "rich": False, "averages": True,
         "evaluate_at": -1, "pace_s": 0.003, "data": "ids", "workers": 0, "drop_last": False,
-        "dropout": 0.5, "compare_every": 1000, "flips_at": -1, **job.options,
+        "dropout": 0.5, "compare_every": 1000, "flips_at": -1, "straggler_after_s": 600,
+        **job.options,
     }  # fmt: skip
     folder = Path(options["folder"])
     name = f"{job.replica}.{job.rank}" if job.rank else f"{job.replica}"
@@ -68,7 +69,8 @@ def main() -> None:
 
     with runtime.ReplicaGroup(
         job, model, batches=batches, saver=saver, mode=options["mode"], steps=options["steps"],
-        on_step=report, compare_every=options["compare_every"], **parts,
+        on_step=report, compare_every=options["compare_every"],
+        straggler_after_s=options["straggler_after_s"], **parts,
     ) as replica:  # fmt: skip
         for shard in replica:
             time.sleep(options["pace_s"])

@@ -7,7 +7,7 @@ from django.utils import timezone
 
 from controlplane.fleet.models import Lease
 from controlplane.health.choices import SignalKind
-from controlplane.health.models import Signal
+from controlplane.health.models import Failure, Signal
 from controlplane.incidents.models import Incident, PlaybookRun
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Placement
@@ -159,3 +159,52 @@ def test_a_signal_about_an_unknown_placement_is_kept_and_harmless() -> None:
     SignalFactory(kind=SignalKind.PROCESS_EXITED, placement_id="plc_x", data={"kind": "rank"})
     assert intake.triage_signals() == 1
     assert not Incident.objects.exists()
+
+
+def straggler(placement: Placement, **data: object) -> Signal:
+    told = {"kind": "straggler", "subject": f"replica {placement.replica.index}", "text": "slow"}
+    signal: Signal = SignalFactory(
+        kind=SignalKind.JOB_TROUBLE,
+        node=None,
+        job_id=placement.replica.job_id,
+        replica=0,
+        placement_id="plc_of_who_speaks",
+        data={**told, **data},
+    )
+    return signal
+
+
+def test_a_straggler_is_a_failure_of_the_node_that_holds_it(placement: Placement) -> None:
+    straggler(placement)
+    intake.triage_signals()
+
+    failure = Failure.objects.get()
+    assert (failure.code, failure.node, failure.urgency) == ("straggler", placement.node, "idle")
+    assert failure.confidence == "medium"
+    assert Incident.objects.get().node == placement.node
+    assert not PlaybookRun.objects.exists()
+
+
+def test_a_straggler_that_is_told_again_is_the_same_one(placement: Placement) -> None:
+    for _ in range(2):
+        straggler(placement)
+        intake.triage_signals()
+
+    assert Failure.objects.get().count == 2
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"kind": "straggler_recovered"},
+        {"subject": "replica x"},
+        {"subject": "replica 999"},
+        {"subject": None},
+    ],
+)
+def test_what_names_no_slow_replica_opens_nothing(
+    placement: Placement, data: dict[str, object]
+) -> None:
+    straggler(placement, **data)
+    intake.triage_signals()
+    assert not Failure.objects.exists()

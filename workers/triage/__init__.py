@@ -7,7 +7,13 @@ from workers.triage.assurance import confidence, to_verify
 from workers.triage.catalogue import Catalogue, CatalogueEntry, SxidEntry
 from workers.triage.lines import is_note, judge, judge_line, may_end_rank, parse
 from workers.triage.loss import Cause, LossEvidence, NothingLost, NotYet, cause_of_loss
-from workers.triage.readings import beyond_remapping, judge_errors, judge_flag, judge_reading
+from workers.triage.readings import (
+    beyond_remapping,
+    judge_errors,
+    judge_flag,
+    judge_reading,
+    judge_straggler,
+)
 from workers.triage.verdicts import (
     ACTIONS,
     FOR_PEOPLE,
@@ -49,6 +55,7 @@ __all__ = [
     "judge_flag",
     "judge_line",
     "judge_reading",
+    "judge_straggler",
     "may_end_rank",
     "parse",
     "stronger",

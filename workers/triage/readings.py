@@ -33,6 +33,17 @@ def judge_reading(pci: str, data: Mapping[str, Any]) -> LineVerdict | None:
     return _judge_watched(pci, name, value, data)
 
 
+def judge_straggler(told: str) -> LineVerdict:
+    """What it means that a job's peers find one of its replicas slow: `told` in their words.
+
+    Nothing is lost yet, and what holds it back may be the card, the host or a neighbour's program:
+    somebody looks once it costs nobody anything.
+    """
+    return LineVerdict(
+        "straggler", "", "unknown", "field_diagnostic", "idle", "told-by-the-job", told
+    )
+
+
 def judge_errors(pci: str, errors: Sequence[float], window_s: float) -> LineVerdict | None:
     """What the corrected memory errors of a card mean, counted in equal parts of a window.
 
