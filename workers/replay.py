@@ -1,4 +1,4 @@
-"""Stored signals judged once more, by the rules of today: which decisions would be others?
+"""Stored signals judged once more, by other rules: which decisions would be others?
 
 Reads, and changes nothing.
 """
@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
+from django.db.models import QuerySet
+
+from controlplane.health.catalogue import Kind
 from controlplane.health.models import Failure, Signal
 from workers import triage
 from workers.verdicts import HARDWARE_SPEAKS, verdict_of
@@ -34,34 +37,41 @@ class Replayed:
         return self.was != self.now
 
 
-def replay(since: datetime, node_name: str = "") -> Iterator[Replayed]:
-    """Each failure of this time, and each signal that was found to be nothing: oldest first.
+def stored(since: datetime, node_name: str = "") -> QuerySet[Signal]:
+    """What hardware said from this moment on, of one node or of all."""
+    signals = Signal.objects.filter(kind__in=HARDWARE_SPEAKS, observed_at__gte=since)
+    return signals.filter(node__name=node_name) if node_name else signals
+
+
+def told_of(signals: QuerySet[Signal], kind: Kind, number: int) -> QuerySet[Signal]:
+    """Those of these that bear one code."""
+    return signals.filter(raw__regex=rf"\m{'SXid' if kind == 'sxid' else 'Xid'} .*: {number}(,|$)")
+
+
+def replay(signals: QuerySet[Signal], rules: triage.Catalogue | None = None) -> Iterator[Replayed]:
+    """Each failure that these speak of, and each of them that was found to be nothing: oldest
+    first. `rules`: the catalogues to judge by, those of today if not given.
 
     Of a fault that spoke through several signals the gravest decides; what merely repeated it
     decided nothing, and of many only the first SIGNALS are looked at.
     """
-    signals = (
-        Signal.objects.filter(kind__in=HARDWARE_SPEAKS, observed_at__gte=since)
-        .select_related("node", "gpu")
-        .prefetch_related("failures")
-        .order_by("observed_at", "pk")
-    )
-    if node_name:
-        signals = signals.filter(node__name=node_name)
+    signals = signals.select_related("node", "gpu").prefetch_related("failures")
     judged: set[str] = set()
-    for signal in signals.iterator(chunk_size=500):
+    for signal in signals.order_by("observed_at", "pk").iterator(chunk_size=500):
         failure = next(iter(signal.failures.all()), None)
         if failure is None:
-            yield _replayed(None, [signal])
+            yield _replayed(None, [signal], rules)
         elif failure.pk not in judged:
             judged.add(failure.pk)
             told = failure.signals.filter(kind__in=HARDWARE_SPEAKS).select_related("node", "gpu")
-            yield _replayed(failure, list(told.order_by("observed_at", "pk")[:SIGNALS]))
+            yield _replayed(failure, list(told.order_by("observed_at", "pk")[:SIGNALS]), rules)
 
 
-def _replayed(failure: Failure | None, signals: list[Signal]) -> Replayed:
-    """What is made of these signals of one fault today."""
-    judged = [(signal, verdict_of(signal)) for signal in signals]
+def _replayed(
+    failure: Failure | None, signals: list[Signal], rules: triage.Catalogue | None
+) -> Replayed:
+    """What is made of these signals of one fault by these rules."""
+    judged = [(signal, verdict_of(signal, rules)) for signal in signals]
     found = [(s, v) for s, v in judged if v is not None and not triage.is_note(v)]
     gravest = triage.gravest(verdict for _signal, verdict in found)[:1]
     deciding = next((s for s, v in found if v in gravest), signals[0])

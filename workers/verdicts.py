@@ -20,12 +20,13 @@ AROUND = 200
 _DECIDING = Q(raw__contains="Xid") | Q(raw__contains="NVIDIA GPU") | Q(raw__contains="fallen off")
 
 
-def verdict_of(signal: Signal) -> triage.LineVerdict | None:
+def verdict_of(signal: Signal, rules: triage.Catalogue | None = None) -> triage.LineVerdict | None:
     """What a kernel line, with what its node said around it, or a card's readings mean; None if
-    nothing."""
+    nothing. `rules`: the catalogues to judge by, those of today if not given."""
+    rules = rules or catalogue()
     if signal.kind == SignalKind.READING:
         return triage.judge_reading(signal.gpu.pci_address if signal.gpu else "", signal.data)
-    alone = triage.judge_line(signal.raw, catalogue())
+    alone = triage.judge_line(signal.raw, rules)
     if alone is None or signal.node_id is None:
         return alone
     reach = timedelta(seconds=NEAR_S)
@@ -43,5 +44,5 @@ def verdict_of(signal: Signal) -> triage.LineVerdict | None:
     lines = sorted([*around, (signal.observed_at, signal.raw)], key=lambda one: one[0])
     ours = lines.index((signal.observed_at, signal.raw))
     stamps = [Stamp("wall", at.timestamp()) for at, _raw in lines]
-    found = list(judge_log([raw for _at, raw in lines], catalogue(), stamps))[ours]
+    found = list(judge_log([raw for _at, raw in lines], rules, stamps))[ours]
     return alone if found is None else found.verdict

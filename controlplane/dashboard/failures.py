@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse
 from django.http.response import HttpResponseBase
+from django.shortcuts import render
 
 from controlplane.accounts.access import Access, needs
 from controlplane.accounts.views import signed_in
 from controlplane.dashboard.selectors import failures as selectors
+from controlplane.dashboard.selectors import rules
 from controlplane.export import Column, as_file, is_wanted
 from controlplane.fleet.selectors import clusters_for
-from controlplane.health.choices import FaultClass
+from controlplane.health.choices import Action, FaultClass
 from controlplane.health.models import Failure
 from controlplane.incidents import pricing
 from controlplane.incidents.selectors import failures_for
@@ -74,6 +76,27 @@ def failures(request: HttpRequest) -> HttpResponseBase:
         }
 
     return live_page(request, "dashboard/failures", clusters, context)
+
+
+@signed_in
+@needs(Access.SIGNED_IN)
+def rule(request: HttpRequest) -> HttpResponse:
+    """What would come of another rule for one code: `kind`, `code`, `action`, over `window`."""
+    edit = rules.edit_of(request.GET)
+    wrong = edit if isinstance(edit, str) else ""
+    clusters = list(clusters_for(request.user))
+    outcome = None if isinstance(edit, str) else rules.outcome_of(edit, clusters)
+    context = {
+        "edit": None if isinstance(edit, str) else edit,
+        "wrong": wrong,
+        "outcome": outcome,
+        "asked": request.GET,
+        "actions": [(word, Action(word).label) for word in rules.CHOICES],
+        "windows": {word: label for word, (label, _) in selectors.WINDOWS.items()},
+        "default_window": rules.DEFAULT_WINDOW,
+        "max_signals": rules.MAX_SIGNALS,
+    }
+    return render(request, "dashboard/rule.html", context, status=400 if wrong else 200)
 
 
 def _with_jobs(failures: list[Failure]) -> list[Told]:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import csv
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from workers.triage import ACTIONS, Catalogue, CatalogueEntry, Fault, SxidEntry
 from workers.triage.catalogue import Layout, RegisterRule, UnitRule
@@ -68,6 +68,7 @@ _FAULTS: dict[str, Fault] = {
 _WORDS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh")
 
 Row = dict[str, str]
+Kind = Literal["xid", "sxid"]
 _T = TypeVar("_T")
 
 
@@ -78,18 +79,26 @@ class CatalogueError(Exception):
 @cache
 def catalogue() -> Catalogue:
     """All of them, with the site's overlay. Raises CatalogueError."""
-    return read(DATA, Path(os.environ[OVERLAY]) if os.environ.get(OVERLAY) else None)
+    return read(DATA, _overlay())
 
 
-def read(folder: Path, overlay: Path | None = None) -> Catalogue:
-    """The catalogues in a folder, changed by an overlay's rows. Raises CatalogueError."""
-    xids = _each(_rows(folder, overlay, "xid.csv", "xid"), "xid.csv", _xid)
-    sxids = _each(_rows(folder, overlay, "sxid.csv", "sxid"), "sxid.csv", _sxid)
+def edited(kind: Kind, number: int, action: str) -> Catalogue:
+    """The same as if the site said this of one code: to see what would come of it. Raises
+    CatalogueError for an action that is none."""
+    edit = {kind: str(number), "immediate_action": action, "overlay": "as edited"}
+    return read(DATA, _overlay(), [edit])
+
+
+def read(folder: Path, overlay: Path | None = None, edits: Sequence[Row] = ()) -> Catalogue:
+    """The catalogues in a folder, changed by an overlay's rows, and then by these, which bear the
+    code under "xid" or "sxid". Raises CatalogueError."""
+    xids = _each(_rows(folder, overlay, "xid.csv", "xid", edits), "xid.csv", _xid)
+    sxids = _each(_rows(folder, overlay, "sxid.csv", "sxid", edits), "sxid.csv", _sxid)
     units: dict[int, list[UnitRule]] = defaultdict(list)
-    for rules in _each(_rows(folder, None, "nvlink5.csv", ""), "nvlink5.csv", _units):
+    for rules in _each(_read(folder / "nvlink5.csv"), "nvlink5.csv", _units):
         for rule in rules:
             units[rule.xid].append(rule)
-    registers = _each(_rows(folder, None, "nvlink4.csv", ""), "nvlink4.csv", _registers)
+    registers = _each(_read(folder / "nvlink4.csv"), "nvlink4.csv", _registers)
     return Catalogue(
         xids={one.number: one for one in xids},
         sxids={one.number: one for one in sxids},
@@ -98,21 +107,28 @@ def read(folder: Path, overlay: Path | None = None) -> Catalogue:
     )
 
 
-def _rows(folder: Path, overlay: Path | None, name: str, key: str) -> list[Row]:
+def _overlay() -> Path | None:
+    return Path(os.environ[OVERLAY]) if os.environ.get(OVERLAY) else None
+
+
+def _rows(
+    folder: Path, overlay: Path | None, name: str, key: str, edits: Sequence[Row]
+) -> list[Row]:
     rows = _read(folder / name)
     path = overlay / name if overlay is not None else None
-    if path is None or not path.exists():
-        return rows
+    given = _read(path) if path is not None and path.exists() else []
+    changes = [{"overlay": str(path), **row} for row in given]
+    changes += [row for row in edits if key in row]
     by_number = {row[key]: row for row in rows}
     columns = set(rows[0]) | {"overlay"}
-    for row in _read(path):
+    empty = dict.fromkeys(rows[0], "")
+    for row in changes:
         number = row.get(key) or ""
         if not number.isdigit() or (odd := set(row) - columns):
             what = f"unknown columns {sorted(odd)}" if number.isdigit() else f"no {key}"
             raise CatalogueError(f"{path}, row {row}: {what}; the columns are {sorted(columns)}")
-        given = {column: value for column, value in row.items() if value}
-        empty = dict.fromkeys(rows[0], "")
-        by_number[number] = {**by_number.get(number, empty), **given, "overlay": str(path)}
+        said = {column: value for column, value in row.items() if value}
+        by_number[number] = {**by_number.get(number, empty), **said}
     return list(by_number.values())
 
 

@@ -3,9 +3,9 @@
 Its options: `steps`, `mode`, `checkpoint_s`, `local_s`, `peer_s` and `object_s`, `pace_s` (what a
 shard takes, as if an accelerator computed it), `dropout`, `compare_every`, `straggler_after_s`,
 `flips_at` (the step at which a bit of its weights turns over), and what a misfit of a replica has
-otherwise: `width`, `samples`, `seed`, `rate`. `rich` trains with all that a loop may have besides, with or without
-`averages`. At the step `evaluate_at` it does something else for a minute. `data` is "ids",
-"dataset", "loader", "stateful" or "streams": what Batches is given; `workers` load it, `drop_last`
+otherwise: `width`, `samples`, `seed`, `rate`. `rich` trains with all that a loop may have besides,
+with or without `averages`. At the step `evaluate_at` it does something else for a minute. `data`
+is "ids", "dataset", "loader", "stateful" or "streams": what Batches is given; `workers` load it, `drop_last`
 ends it. The model is divided among the ranks of a replica.
 """
 

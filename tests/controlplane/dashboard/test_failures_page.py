@@ -10,9 +10,11 @@ from django.test import Client
 from django.urls import reverse
 from django.utils import timezone
 
+from controlplane.health.choices import SignalKind
+from controlplane.health.models import Failure
 from controlplane.incidents.models import Incident
 from tests.controlplane.dashboard.world import Fleet
-from tests.factories import FailureFactory
+from tests.factories import FailureFactory, SignalFactory
 
 
 def _codes(client: Client, **query: str) -> list[str]:
@@ -97,3 +99,69 @@ def test_a_calm_fleet_says_so(stranger: Client) -> None:
     page = stranger.get(reverse("failures")).content.decode()
 
     assert "Nothing has failed in the last 7 days" in page
+
+
+# --- an edited rule -------------------------------------------------------------------------------
+
+XID_119 = "NVRM: Xid (PCI:0000:1b:00): 119, pid=7, name=python3, Timeout waiting for RPC from GSP"
+
+
+def _observed(fleet: Fleet, raw: str = XID_119, **failure: object) -> None:
+    signal = SignalFactory(kind=SignalKind.KERNEL_LINE, node=fleet.other, raw=raw)
+    made = FailureFactory(
+        node=fleet.other, code="xid-119", needed="reset_gpu", urgency="now", **failure
+    )
+    made.signals.add(signal)
+
+
+def _tried(client: Client, **query: str) -> tuple[str, list[str]]:
+    """What is said of how many would change, and the rows of those."""
+    page = client.get(reverse("failures-rule"), query).content.decode()
+    tally = re.search(r'data-testid="rule-tally">([^<]+)<', page)
+    return (tally[1] if tally else "", re.findall(r'data-testid="rule-change"', page))
+
+
+def test_an_edited_rule_shows_what_it_would_change_and_changes_nothing(
+    viewer: Client, fleet: Fleet
+) -> None:
+    _observed(fleet)
+    before = list(Failure.objects.order_by("pk").values())
+    page = viewer.get(
+        reverse("failures-rule"), {"code": "119", "action": "reboot", "window": "1d"}
+    ).content.decode()
+
+    assert "1 of 1 decision" in page
+    assert "<td>reset_gpu, now</td><td><strong>reboot, now</strong></td>" in page
+    assert "rule site overlay as edited" in page
+    assert "xid,immediate_action\n119,reboot" in page
+    assert list(Failure.objects.order_by("pk").values()) == before
+
+
+def test_a_rule_that_says_what_is_said_changes_nothing(viewer: Client, fleet: Fleet) -> None:
+    _observed(fleet)
+    assert _tried(viewer, code="119", action="reset_gpu") == ("0 of 1 decision", [])
+    assert _tried(viewer, code="7", action="ignore") == ("0 of 0 decisions", [])
+    assert _tried(viewer, code="119", action="ignore", kind="sxid")[0] == "0 of 0 decisions"
+
+
+def test_nobody_sees_what_a_rule_would_change_elsewhere(stranger: Client, fleet: Fleet) -> None:
+    _observed(fleet)
+    assert _tried(stranger, code="119", action="ignore") == ("0 of 0 decisions", [])
+
+
+@pytest.mark.parametrize(
+    ("query", "says"),
+    [
+        ({"code": "seventy"}, "The code is a number"),
+        ({"code": "-1"}, "The code is a number"),
+        ({"code": "79", "action": "explode"}, "No rule may say &#x27;explode&#x27;"),
+        ({"code": "79"}, "No rule may say"),
+    ],
+)
+def test_a_rule_that_is_none_is_refused_with_what_would_be(
+    query: dict[str, str], says: str, viewer: Client, fleet: Fleet
+) -> None:
+    answer = viewer.get(reverse("failures-rule"), query)
+
+    assert answer.status_code == 400
+    assert says in answer.content.decode()

@@ -11,7 +11,7 @@ from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 from django.utils.dateparse import parse_datetime
 
-from workers.replay import Replayed, replay
+from workers.replay import Replayed, replay, stored
 
 
 class Command(BaseCommand):
@@ -28,7 +28,7 @@ class Command(BaseCommand):
     def handle(self, *_args: Any, **options: Any) -> None:
         since = moment(str(options["since"]))
         judged = changed = 0
-        for one in replay(since, str(options["node"])):
+        for one in replay(stored(since, str(options["node"]))):
             judged += 1
             changed += one.differs
             if one.differs or options["all"]:
