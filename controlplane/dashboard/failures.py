@@ -11,7 +11,7 @@ from django.shortcuts import render
 from controlplane.accounts.access import Access, needs
 from controlplane.accounts.views import signed_in
 from controlplane.dashboard.selectors import failures as selectors
-from controlplane.dashboard.selectors import rules
+from controlplane.dashboard.selectors import lemons, rules
 from controlplane.export import Column, as_file, is_wanted
 from controlplane.fleet.selectors import clusters_for
 from controlplane.health.choices import Action, FaultClass
@@ -20,6 +20,7 @@ from controlplane.incidents import pricing
 from controlplane.incidents.selectors import failures_for
 from controlplane.live import live_page
 from controlplane.paging import page_of, pages_of
+from workers.lemons import DAYS, LEMON
 
 SORTS = {"-seen": "observed_at", "code": "code", "-count": "count"}
 #: A failure and the name of the job that it speaks of.
@@ -52,7 +53,8 @@ COLUMNS: tuple[Column[Told], ...] = (
 @signed_in
 @needs(Access.SIGNED_IN)
 def failures(request: HttpRequest) -> HttpResponseBase:
-    """Failures by `code`, `fault_class`, `cluster`, `node`, `card`, over `window`."""
+    """Failures by `code`, `fault_class`, `cluster`, `node`, `card`, over `window`; the chart tells
+    apart `by` code, model, driver, rack or age of the card."""
     chosen = selectors.FailureFilter.of(request.GET)
     visible = failures_for(request.user)
     found = chosen.apply(visible)
@@ -71,6 +73,7 @@ def failures(request: HttpRequest) -> HttpResponseBase:
             "classes": FaultClass,
             "codes": selectors.codes_of(visible),
             "clusters": clusters,
+            "by": {word: label for word, (label, _) in selectors.BY.items()},
             "chart": selectors.chart_of(found, chosen),
             "impacts": pricing.impact_by_code(clusters, chosen.since),
         }
@@ -97,6 +100,18 @@ def rule(request: HttpRequest) -> HttpResponse:
         "max_signals": rules.MAX_SIGNALS,
     }
     return render(request, "dashboard/rule.html", context, status=400 if wrong else 200)
+
+
+@signed_in
+@needs(Access.SIGNED_IN)
+def lemon_nodes(request: HttpRequest) -> HttpResponse:
+    """The nodes that fail more than others, with what their scores are made of."""
+    context = {
+        "lemons": lemons.lemons_in(clusters_for(request.user)),
+        "lemon_from": LEMON,
+        "days": DAYS,
+    }
+    return render(request, "dashboard/lemons.html", context)
 
 
 def _with_jobs(failures: list[Failure]) -> list[Told]:

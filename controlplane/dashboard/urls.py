@@ -33,6 +33,7 @@ urlpatterns = [
     path("jobs/<str:job_id>/move", jobs.move, name="job-move"),
     path("jobs/<str:job_id>/checkpoint", jobs.checkpoint, name="job-checkpoint"),
     path("failures", failures.failures, name="failures"),
+    path("failures/lemons", failures.lemon_nodes, name="failures-lemons"),
     path("failures/rule", failures.rule, name="failures-rule"),
     path("repairs", repairs.repairs, name="repairs"),
     path("rma/<str:case_id>", repairs.case, name="rma-case"),

@@ -6,7 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 
-from django.db.models import Count, FloatField, Prefetch, Q, QuerySet
+from django.db.models import (
+    Case,
+    Count,
+    Expression,
+    F,
+    FloatField,
+    Prefetch,
+    Q,
+    QuerySet,
+    Value,
+    When,
+)
+from django.db.models.fields.json import KeyTextTransform, KeyTransform
 from django.db.models.functions import Cast, Extract, Floor
 from django.utils import timezone
 
@@ -22,6 +34,33 @@ WINDOWS: dict[str, tuple[str, float]] = {
 }
 DEFAULT_WINDOW = "7d"
 STRETCHES = 48
+#: What the chart can tell apart, by the word in the address: a label, and where it stands.
+BY: dict[str, tuple[str, Expression | F]] = {
+    "code": ("code", F("code")),
+    "model": ("model of the card", F("gpu__model")),
+    "driver": (
+        "driver that the node has now",
+        KeyTextTransform("driver_version", KeyTransform("inventory", F("node__report"))),
+    ),
+    "rack": ("rack", F("node__rack__name")),
+    "age": (
+        "age of the card",
+        Case(
+            *(
+                When(
+                    gpu__first_seen_at__gt=F("observed_at") - timedelta(days=days), then=Value(age)
+                )
+                for days, age in (
+                    (7, "below 1 week"),
+                    (30, "below 1 month"),
+                    (180, "below 6 months"),
+                )
+            ),
+            When(gpu=None, then=Value("")),
+            default=Value("6 months and more"),
+        ),
+    ),
+}
 #: This many codes are told apart in the chart; the rest are one.
 CODES_APART = 5
 #: So many of a failure's signals are shown, the first ones: each repeat is one more of them.
@@ -38,12 +77,15 @@ class FailureFilter:
     node: str = ""  # a part of its name, or its id
     card: str = ""  # a serial or UUID
     window: str = DEFAULT_WINDOW
+    by: str = "code"  # what the chart tells apart: see BY
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> FailureFilter:
         told = {one.name: query.get(one.name, "").strip() for one in fields(cls)}
         if told["window"] not in WINDOWS:
             told["window"] = DEFAULT_WINDOW
+        if told["by"] not in BY:
+            told["by"] = "code"
         return cls(**told)
 
     @property
@@ -125,7 +167,7 @@ WIDTH, HEIGHT = 960.0, 120.0
 
 def chart_of(failures: QuerySet[Failure], chosen: FailureFilter) -> Chart:
     since, span = chosen.since, WINDOWS[chosen.window][1]
-    counted = _counted(failures, since, span)
+    counted = _counted(failures, since, span, chosen.by)
     totals: dict[str, int] = {}
     for (_, code), count in counted.items():
         totals[code] = totals.get(code, 0) + count
@@ -152,15 +194,17 @@ def chart_of(failures: QuerySet[Failure], chosen: FailureFilter) -> Chart:
 
 
 def _counted(
-    failures: QuerySet[Failure], since: datetime, span: float
+    failures: QuerySet[Failure], since: datetime, span: float, by: str
 ) -> dict[tuple[int, str], int]:
-    """How many of each code in each stretch of time, counted by the database."""
+    """How many of each code, or of what else is told apart, in each stretch of time, counted by the
+    database."""
     at = Cast(Extract("observed_at", "epoch"), FloatField())
     place = Floor((at - since.timestamp()) / (span / STRETCHES))
-    rows = failures.annotate(place=place).values_list("place", "code").annotate(Count("pk"))
+    told = failures.annotate(place=place, apart=BY[by][1]).values_list("place", "apart")
     counted: dict[tuple[int, str], int] = {}
-    for found, code, count in rows.order_by():
-        counted[min(int(found), STRETCHES - 1), code] = count
+    for found, apart, count in told.annotate(Count("pk")).order_by():
+        where = (min(int(found), STRETCHES - 1), apart or "not known")
+        counted[where] = counted.get(where, 0) + count
     return counted
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from datetime import timedelta
 
@@ -10,11 +11,27 @@ from django.test import Client
 from django.urls import reverse
 from django.utils import timezone
 
+from controlplane.accounts.actions import audit
+from controlplane.accounts.models import SYSTEM
+from controlplane.dashboard.selectors import lemons
+from controlplane.fleet.models import Gpu, Node
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Failure
 from controlplane.incidents.models import Incident
 from tests.controlplane.dashboard.world import Fleet
-from tests.factories import FailureFactory, SignalFactory
+from tests.factories import (
+    FailureFactory,
+    GpuFactory,
+    IncidentFactory,
+    JobFactory,
+    NodeExclusionFactory,
+    NodeFactory,
+    PlacementFactory,
+    PlaybookRunFactory,
+    ReplicaFactory,
+    SignalFactory,
+)
+from workers.lemons import SIGNALS
 
 
 def _codes(client: Client, **query: str) -> list[str]:
@@ -165,3 +182,92 @@ def test_a_rule_that_is_none_is_refused_with_what_would_be(
 
     assert answer.status_code == 400
     assert says in answer.content.decode()
+
+
+# --- by what, and where ---------------------------------------------------------------------------
+
+
+def _legend(client: Client, by: str) -> list[str]:
+    page = client.get(reverse("failures"), {"by": by}).content.decode()
+    return re.findall(r'class="legend-item".*?</span>([^<]+) <strong>', html.unescape(page))
+
+
+def test_the_chart_tells_apart_what_it_is_asked_to(viewer: Client, fleet: Fleet) -> None:
+    Failure.objects.all().delete()
+    old = GpuFactory(node=fleet.other, model="NVIDIA B200", index=7)
+    Gpu.objects.filter(pk=old.pk).update(first_seen_at=timezone.now() - timedelta(days=400))
+    Node.objects.filter(pk=fleet.other.pk).update(
+        report={"inventory": {"driver_version": "570.86.15"}}, rack=fleet.rack
+    )
+    FailureFactory(node=fleet.other, gpu=old, code="xid-31")
+    FailureFactory(node=None, gpu=None, code="site-silent")
+
+    assert _legend(viewer, "code") == ["xid-31"]
+    assert _legend(viewer, "model") == ["NVIDIA B200"]
+    assert _legend(viewer, "driver") == ["570.86.15"]
+    assert _legend(viewer, "rack") == [fleet.rack.name]
+    assert _legend(viewer, "age") == ["6 months and more"]
+    assert _legend(viewer, "nonsense") == ["xid-31"]
+
+
+def test_a_card_is_as_old_as_it_was_when_it_failed(viewer: Client, fleet: Fleet) -> None:
+    Failure.objects.all().delete()
+    card = GpuFactory(node=fleet.other, index=7)
+    Gpu.objects.filter(pk=card.pk).update(first_seen_at=timezone.now() - timedelta(days=20))
+    FailureFactory(node=fleet.other, gpu=card, observed_at=timezone.now() - timedelta(days=6))
+    FailureFactory(node=fleet.other, gpu=None)
+
+    assert sorted(_legend(viewer, "age")) == ["below 1 month", "not known"]
+
+
+# --- lemons ---------------------------------------------------------------------------------------
+
+
+def test_the_record_of_a_node_is_counted_from_the_rows(fleet: Fleet) -> None:
+    node = fleet.other
+    before = lemons.histories([fleet.cluster])[fleet.cluster.pk][node.pk]
+    job = JobFactory(cluster=fleet.cluster, world_replicas=4)
+    alone = JobFactory(cluster=fleet.cluster, world_replicas=1)
+    for _ in range(2):
+        PlacementFactory(replica=ReplicaFactory(job=alone), node=node, state="ended")
+    for about, code in ((job, "xid-79"), (alone, "xid-48")):
+        incident = IncidentFactory(cluster=fleet.cluster, job=about, node=node, code=code)
+        incident.failures.add(FailureFactory(node=node, code=code, fault_class="hardware"))
+    FailureFactory(node=node, code="xid-31", fault_class="program")
+    FailureFactory(
+        node=node, fault_class="hardware", observed_at=timezone.now() - timedelta(days=40)
+    )
+    PlaybookRunFactory(cluster=fleet.cluster, node=node, playbook="repair-node")
+    NodeExclusionFactory(job=job, node=node)
+    audit(
+        SYSTEM, "node.transition", "node", node.pk,
+        cluster_id=fleet.cluster.pk, after={"state": "quarantined"},
+    )  # fmt: skip
+
+    now = lemons.histories([fleet.cluster])[fleet.cluster.pk][node.pk]
+
+    grown = {name: getattr(now, name) - getattr(before, name) for name in SIGNALS}
+    assert grown == {
+        "exclusions": 1, "xids": 2, "tickets": 1, "outs": 1,
+        "multi_node_failures": 1, "single_node_failures": 1, "single_node_failure_rate": 0.5,
+    }  # fmt: skip
+
+
+def test_a_node_that_fails_far_more_than_others_is_shown_with_why(
+    viewer: Client, stranger: Client, fleet: Fleet
+) -> None:
+    for _ in range(30):
+        NodeFactory(cluster=fleet.cluster)
+    for _ in range(9):
+        FailureFactory(node=fleet.other, fault_class="hardware")
+        PlaybookRunFactory(cluster=fleet.cluster, node=fleet.other, playbook="repair-node")
+
+    page = viewer.get(reverse("failures-lemons")).content.decode()
+
+    (row,) = re.findall(r'<tr data-testid="lemon-row" class="row--bad">.*?</tr>', page)
+    assert f"{fleet.other.name}</a> <span" in row
+    assert "faults of its own <strong>9</strong>" in row
+    assert "repairs and RMA cases <strong>9</strong>" in row
+    assert (
+        'data-testid="lemon-row"' not in stranger.get(reverse("failures-lemons")).content.decode()
+    )
