@@ -44,6 +44,7 @@ Name = Annotated[
 Id = Annotated[
     str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:-]*\Z")
 ]
+PortName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,40}/[0-9]{1,3}\Z")]
 Text = Annotated[str, msgspec.Meta(max_length=8192)]
 Short = Annotated[str, msgspec.Meta(max_length=255)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
@@ -131,7 +132,7 @@ class PortReading(Message, frozen=True):
     `None` means "could not be read".
     """
 
-    name: Short  # "mlx5_0/1": device and port
+    name: PortName  # "mlx5_0/1": device and port
     up: float  # 1 or 0
     symbol_errors: float | None = None
     link_recoveries: float | None = None

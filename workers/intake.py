@@ -155,7 +155,7 @@ def _take_up(signal: Signal, node: Node, card: Gpu | None, verdict: triage.LineV
     if (verdict.code, verdict.action, verdict.urgency) != (failure.code, *_wanted(failure)):
         deciding = _deciding(failure) or verdict
         _say(failure, deciding)
-    acted_on = before is not None and before == (deciding.action, deciding.urgency)
+    acted_on = before == (deciding.action, deciding.urgency) and not _closed_too_soon(failure)
     if acted_on or node.state not in IN_SERVICE:  # else it is in somebody's hands already
         _name_incidents(failure, node, deciding)
         _tell_node_incident(signal)
@@ -207,6 +207,17 @@ def _deciding(failure: Failure) -> triage.LineVerdict | None:
     return next(iter(triage.gravest(counting)), None)
 
 
+def _closed_too_soon(failure: Failure) -> bool:
+    """Whether people closed every incident of a fault that lasts until it is repaired, and here it
+    is again."""
+    told = failure.incidents.values_list("state", flat=True)
+    return (
+        failure.needed in triage.LASTING
+        and bool(told)
+        and not INCIDENT_UNRESOLVED.intersection(told)
+    )
+
+
 def _wanted(failure: Failure) -> tuple[str, str]:
     return failure.needed, failure.urgency
 
@@ -254,7 +265,9 @@ def _act_on_failure(
     title, sentence = _words_of_cause(failure, node, verdict)
     incidents.set_cause(incident.pk, title, sentence, failure)
     incidents.open_breaker_on_burst(node.cluster_id, verdict.code)
-    incident = incidents.share_cause(node, failure) or incident
+    shared = incidents.share_cause(node, failure)
+    if shared is not None and incident.subject == f"node/{node.pk}":
+        incident = shared
     repair = partial(
         incidents.repair_node,
         SYSTEM,
@@ -275,9 +288,10 @@ def _act_on_failure(
 
 def _name_incidents(failure: Failure, node: Node, verdict: triage.LineVerdict) -> None:
     """A later line may name better what an incident is called by."""
-    for incident in failure.incidents.filter(state__in=INCIDENT_UNRESOLVED).exclude(
-        code=verdict.code
-    ):
+    named_otherwise = failure.incidents.filter(state__in=INCIDENT_UNRESOLVED).exclude(
+        Q(code=verdict.code) | Q(subject__startswith="rack/")
+    )
+    for incident in named_otherwise:
         title, sentence = _words_of_cause(failure, node, verdict)
         incidents.set_cause(incident.pk, title, sentence, failure)
 

@@ -183,10 +183,9 @@ def _flush_beats(client: redis.Redis, memory: Memory) -> None:
         log.info("node.reachable_again", node=node_id)
     readings = {node: cards for node, cards in readings.items() if node in known and cards}
     _keep_samples(memory, readings)
-    memory.sensors.follow(
-        {node: (news[node], cards) for node, cards in readings.items()},
-        {node: (news[node], ports[node]) for node in known},
-    )
+    cards_of = {node: (news[node], cards) for node, cards in readings.items()}
+    ports_of = {node: (news[node], ports[node]) for node in known}
+    _do(partial(memory.sensors.follow, cards_of, ports_of))
 
 
 def _keep_samples(memory: Memory, readings: dict[str, list[dict[str, Any]]]) -> None:

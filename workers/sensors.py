@@ -5,16 +5,20 @@ It remembers what it has read; losing that costs the time until it has read enou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 import structlog
 from django.conf import settings
+from django.db import InterfaceError, OperationalError
+from django.utils import timezone
 
 from controlplane.fleet.models import Gpu, Node, RepairRecord
 from controlplane.health import actions as health
-from controlplane.health.actions import record_signal
+from controlplane.health.actions import KEPT_BY_CARD, record_signal
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Baseline, Signal
 from workers.readings import FLAGS, PARTS, ErrorCounter, Growth
@@ -25,8 +29,12 @@ log = structlog.get_logger(__name__)
 #: A baseline is written down anew once it is exceeded by this share.
 RISE = 0.01
 
+#: What was told within this time is not told again by a keeper that was started anew.
+LATELY = timedelta(days=7)
+
+Shown = Mapping[str, Any]
 #: Of each node that was heard: when, and what its cards, or its ports, showed.
-Heard = Mapping[str, tuple[datetime, Sequence[Mapping[str, Any]]]]
+Heard = Mapping[str, tuple[datetime, Sequence[Shown]]]
 
 
 class Sensors:
@@ -38,37 +46,40 @@ class Sensors:
         #: what each card says of itself, by its uuid
         self.flags: dict[str, dict[str, float]] = {}
         self.cards: dict[str, CardWatch] = {}
-        #: by their node's id and their own name
-        self.ports: dict[tuple[str, str], PortWatch] = {}
+        #: by their node's id, and their own name
+        self.ports: dict[str, dict[str, PortWatch]] = {}
+        self._where: dict[str, str] = {}  # the node of each card that we met
         self._written: dict[str, float] = {}  # the baselines, by the card's uuid
+        #: what was found and is to be written down: kept while the database is away
+        self._due: deque[Callable[[], None]] = deque()
 
     def follow(self, cards: Heard, ports: Heard) -> None:
-        """Take in what was read in one pass."""
-        self._meet(str(card["uuid"]) for _node, _at, card in _each(cards))
+        """Take in what was read in one pass, and write down what was found."""
+        self._meet_cards({str(card["uuid"]): node for node, _at, card in _each(cards)})
         for node_id, at, card in _each(cards):
             uuid = str(card["uuid"])
             self._follow_errors(node_id, uuid, at, card)
             self._follow_flags(node_id, uuid, at, card)
             for found in self.cards[uuid].read(at.timestamp(), card):
-                _tell_finding(node_id, uuid, at, found)
+                self._due.append(partial(_tell_finding, node_id, uuid, at, found))
+        names = {node: {str(port["name"]) for port in told} for node, (_at, told) in ports.items()}
+        self._meet_ports(names)
         for node_id, at, port in _each(ports):
             name = str(port["name"])
-            watch = self.ports.setdefault((node_id, name), PortWatch())
-            for found in watch.read(at.timestamp(), port):
-                _tell_finding(node_id, "", at, found, port=name)
-        self._write_baselines()
+            for found in self.ports[node_id][name].read(at.timestamp(), port):
+                self._due.append(partial(_tell_finding, node_id, "", at, found, port=name))
+        self._write()
 
-    def _meet(self, uuids: Iterable[str]) -> None:
-        """Begin to follow the cards that are new, from the baselines that they are known by."""
-        new = {uuid for uuid in uuids if uuid not in self.cards}
-        if not new:
-            return
-        known = dict(Baseline.objects.filter(gpu__in=new).values_list("gpu", "nvlink_mb_s"))
-        self._written |= known
-        for uuid in new:
-            self.cards[uuid] = CardWatch(settings.READING_HOLD_S, known.get(uuid, 0.0))
-
-    def _write_baselines(self) -> None:
+    def _write(self) -> None:
+        """One finding that cannot be written keeps no other from it."""
+        while self._due:
+            try:
+                self._due[0]()
+            except (OperationalError, InterfaceError):
+                raise  # the database is away: in the next pass
+            except Exception:
+                log.exception("sensors.finding_not_written")
+            self._due.popleft()
         risen = {
             uuid: watch.nvlink_baseline
             for uuid, watch in self.cards.items()
@@ -78,9 +89,40 @@ class Sensors:
             health.record_baselines(risen)
             self._written |= risen
 
-    def _follow_errors(
-        self, node_id: str, uuid: str, at: datetime, card: Mapping[str, Any]
-    ) -> None:
+    def _meet_cards(self, heard: Mapping[str, str]) -> None:
+        """Begin to follow the cards that are new to us, from what is on record of them; `heard`: in
+        which node each is. Links of another chassis may be fewer: there its best is yet to be seen.
+        """
+        new = [uuid for uuid, node in heard.items() if self._where.get(uuid) != node]
+        if not new:
+            return
+        self._where |= {uuid: heard[uuid] for uuid in new}
+        known = {
+            one.gpu_id: one.nvlink_mb_s
+            for one in Baseline.objects.filter(gpu__in=new)
+            if one.node_id == heard[one.gpu_id]
+        }
+        self._written |= {uuid: known.get(uuid, 0.0) for uuid in new}
+        told, flags = _told_before(new)
+        for uuid in new:
+            self.cards[uuid] = CardWatch(
+                settings.READING_HOLD_S, known.get(uuid, 0.0), told.get(uuid, ())
+            )
+            self.flags[uuid] = flags.get(uuid, {})
+
+    def _meet_ports(self, heard: Mapping[str, set[str]]) -> None:
+        """The same of ports; those of which a node tells no more are forgotten."""
+        for node_id, names in heard.items():
+            there = self.ports.setdefault(node_id, {})
+            for gone in set(there) - names:
+                del there[gone]
+            if not names - set(there):
+                continue
+            told = _told_of_ports(node_id)
+            for name in names - set(there):
+                there[name] = PortWatch(told.get(name, ()))
+
+    def _follow_errors(self, node_id: str, uuid: str, at: datetime, card: Shown) -> None:
         """Tell of a card whose corrected memory errors accelerate."""
         count = card.get("ecc_corrected")
         if count is None:
@@ -90,20 +132,20 @@ class Sensors:
             counter = self.counters[uuid] = ErrorCounter(settings.ECC_DRIFT_WINDOW_S)
         growth = counter.read(at.timestamp(), float(count))
         if growth is not None:
-            _tell_growth(node_id, uuid, at, growth)
+            self._due.append(partial(_tell_growth, node_id, uuid, at, growth))
 
-    def _follow_flags(self, node_id: str, uuid: str, at: datetime, card: Mapping[str, Any]) -> None:
-        """Tell of each flag that a card newly shows, or with another value. Who forgot what it has
-        told looks it up: a flag that stays says nothing new, however often we are started."""
+    def _follow_flags(self, node_id: str, uuid: str, at: datetime, card: Shown) -> None:
+        """Tell of each flag that a card newly shows, or with another value; of what it keeps in its
+        own memory also that it is well again."""
         shown = {name: float(card[name]) for name in FLAGS if card.get(name) is not None}
-        before = self.flags.get(uuid)
-        if before is None:
-            before = _told_flags(uuid) if any(shown.values()) else {}
+        before = self.flags[uuid]
         self.flags[uuid] = before | shown  # what could not be read is as it was
         for name, value in shown.items():
-            if value and value != before.get(name):
+            if value != before.get(name, 0.0) and (value or name in KEPT_BY_CARD):
                 raw = f"{name} of {uuid} is {value:g}"
-                _tell_reading(node_id, uuid, at, name, raw, {"value": value})
+                self._due.append(
+                    partial(_tell_reading, node_id, uuid, at, name, raw, {"value": value})
+                )
 
 
 def _each(heard: Heard) -> Iterator[tuple[str, datetime, Mapping[str, Any]]]:
@@ -112,15 +154,34 @@ def _each(heard: Heard) -> Iterator[tuple[str, datetime, Mapping[str, Any]]]:
             yield node_id, at, one
 
 
-def _told_flags(uuid: str) -> dict[str, float]:
-    """What was last told of each flag of this card, if it has not been repaired since."""
-    told: dict[str, float] = {}
-    signals = Signal.objects.filter(gpu=uuid, kind=SignalKind.READING, data__reading__in=FLAGS)
-    repair = RepairRecord.objects.filter(gpu=uuid).order_by("-at").first()
-    if repair is not None:
-        signals = signals.filter(observed_at__gte=repair.at)
-    for signal in signals.order_by("observed_at"):
-        told[signal.data["reading"]] = float(signal.data["value"])
+def _told_before(uuids: Collection[str]) -> tuple[dict[str, set[str]], dict[str, dict[str, float]]]:
+    """What was told of these cards and not repaired since, so that whoever forgot it does not tell
+    it again: the readings of LATELY, and the flags as they were last told."""
+    repaired = dict(
+        RepairRecord.objects.filter(gpu__in=uuids).order_by("at").values_list("gpu", "at")
+    )
+    since = timezone.now() - LATELY
+    told: dict[str, set[str]] = {}
+    flags: dict[str, dict[str, float]] = {}
+    signals = Signal.objects.filter(gpu__in=uuids, kind=SignalKind.READING).order_by("observed_at")
+    for uuid, at, data in signals.values_list("gpu", "observed_at", "data"):
+        if uuid in repaired and at < repaired[uuid] and data["reading"] not in KEPT_BY_CARD:
+            continue
+        if data["reading"] in FLAGS:
+            flags.setdefault(uuid, {})[data["reading"]] = float(data["value"])
+        elif at >= since:
+            told.setdefault(uuid, set()).add(data["reading"])
+    return told, flags
+
+
+def _told_of_ports(node_id: str) -> dict[str, set[str]]:
+    """The same of a node's ports, by their names."""
+    signals = Signal.objects.filter(
+        node=node_id, gpu=None, kind=SignalKind.READING, observed_at__gte=timezone.now() - LATELY
+    )
+    told: dict[str, set[str]] = {}
+    for data in signals.values_list("data", flat=True):
+        told.setdefault(str(data.get("port", "")), set()).add(str(data["reading"]))
     return told
 
 

@@ -7,8 +7,9 @@ bound does not speak all the time. No Django, no I/O, no clock.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 Reading = Mapping[str, float | None]
 
@@ -55,22 +56,25 @@ class Finding:
 
 @dataclass
 class Bound:
-    """Whether a reading stays beyond its bound: for `hold_s` in a row, told once. A moment of being
-    well begins anew; what is neither, between two bounds, changes nothing."""
+    """Whether a reading stays beyond its bound: for `hold_s` in a row, told once, and again only
+    after it was well. Between two bounds it is neither."""
 
     hold_s: float
+    told: bool = False
     _since: float | None = None
-    _told: bool = False
 
     def read(self, at: float, *, beyond: bool, well: bool) -> bool:
         """Take in what it is at this moment (seconds, rising); whether it is to be told now."""
         if well:
-            self._since, self._told = None, False
-        elif beyond and self._since is None:
-            self._since = at
-        if not beyond or self._told or self._since is None or at - self._since < self.hold_s:
+            self.told = False
+        if not beyond or well:
+            self._since = None
             return False
-        self._told = True
+        if self._since is None:
+            self._since = at
+        if self.told or at - self._since < self.hold_s:
+            return False
+        self.told = True
         return True
 
 
@@ -81,13 +85,17 @@ class Rate:
 
     limit: float
     window_s: float
+    told: bool = False
     _points: list[tuple[float, float]] = field(default_factory=list)
-    _told: bool = False
+    _last_at: float = 0.0
 
     def read(self, at: float, count: float) -> float | None:
         """Take in the counter's value at a moment. By how much it rose, if that is to be told."""
-        if not self._points or count < self._points[-1][1]:  # a reset began it anew
-            self._points, self._told = [(at, count)], False
+        unheard_s, self._last_at = at - self._last_at, at
+        if self._points and count < self._points[-1][1]:  # a reset began it anew
+            self._points, self.told = [], False
+        if not self._points or unheard_s > self.window_s:  # when it rose is not known
+            self._points = [(at, count)]
             return None
         begin = bisect_right(self._points, at - self.window_s, key=lambda point: point[0]) - 1
         if begin > 0:
@@ -97,16 +105,16 @@ class Rate:
         if count > last and at - last_at >= self.window_s / MOMENTS:
             self._points.append((at, count))
         if risen <= self.limit / 2:
-            self._told = False
-        if risen <= self.limit or self._told:
+            self.told = False
+        if risen <= self.limit or self.told:
             return None
-        self._told = True
+        self.told = True
         return risen
 
 
 @dataclass
 class Trend:
-    """The straight line through a reading of the last `window_s` seconds, by least squares."""
+    """Where a reading goes that rises steadily, by its last `window_s` seconds."""
 
     window_s: float
     _points: list[tuple[float, float]] = field(default_factory=list)
@@ -119,28 +127,42 @@ class Trend:
         self._points = [*self._points[max(0, first) :], (at, value)]
 
     def ahead(self, at: float) -> float | None:
-        """What it will be a window from now; None before a window is full."""
+        """What it will be a window from now, if it rises as steadily as it did; None if it does
+        not, or before a window is full.
+
+        What warms up to a new load rises ever more slowly: of a window's three parts each must
+        rise, and the last at least half as much as the first.
+        """
         if not self._points or at - self._points[0][0] < self.window_s:
             return None
-        n = len(self._points)
-        mean_at = sum(t for t, _ in self._points) / n
-        mean = sum(v for _, v in self._points) / n
-        spread = sum((t - mean_at) ** 2 for t, _ in self._points)
-        slope = sum((t - mean_at) * (v - mean) for t, v in self._points) / spread if spread else 0.0
-        return mean + slope * (at - mean_at + self.window_s)
+        edges = [self._value_at(at - self.window_s * part / 3) for part in (3, 2, 1, 0)]
+        first, middle, last = (after - before for before, after in pairwise(edges))
+        if min(first, middle, last) <= 0 or last < first / 2:
+            return None
+        return edges[-1] + (edges[-1] - edges[0])
+
+    def _value_at(self, moment: float) -> float:
+        place = bisect_right(self._points, moment, key=lambda point: point[0])
+        return self._points[max(0, place - 1)][1]
 
 
 class CardWatch:
     """One card: its NVLink, its heat, its clocks, its place on the bus."""
 
-    def __init__(self, hold_s: float, nvlink_baseline: float = 0.0) -> None:
+    def __init__(
+        self, hold_s: float, nvlink_baseline: float = 0.0, told: Collection[str] = ()
+    ) -> None:
         """`hold_s`: a reading counts once it has been so for this long. `nvlink_baseline`: the most
-        that its links were ever seen to do together, in MB/s."""
+        that its links were ever seen to do together, in MB/s. `told`: the readings of which was
+        told before: they are told again once they were well."""
         self.nvlink_baseline = nvlink_baseline
-        self._nvlink, self._heat, self._clocks, self._lanes = (Bound(hold_s) for _ in range(4))
+        self._nvlink = Bound(hold_s, "nvlink_mb_s" in told)
+        self._heat = Bound(hold_s, "temperature_c" in told)
+        self._clocks = Bound(hold_s, "throttle_reasons" in told)
+        self._lanes = Bound(hold_s, "pcie_lanes" in told)
         self._trend = Trend(5 * hold_s)
-        self._replays = Rate(PCIE_REPLAYS_A_MINUTE, MINUTE_S)
-        self._link_errors = Rate(NVLINK_ERRORS_A_MINUTE, MINUTE_S)
+        self._replays = Rate(PCIE_REPLAYS_A_MINUTE, MINUTE_S, "pcie_replays" in told)
+        self._link_errors = Rate(NVLINK_ERRORS_A_MINUTE, MINUTE_S, "nvlink_errors" in told)
 
     def read(self, at: float, card: Reading) -> list[Finding]:
         """Take in what it shows at this moment; what is to be told of it now."""
@@ -197,9 +219,13 @@ class CardWatch:
 class PortWatch:
     """One port of a fabric adapter: its errors, and how it goes down and comes up."""
 
-    def __init__(self) -> None:
-        self._rates = {name: Rate(most, HOUR_S) for name, most in PORT_ERRORS_AN_HOUR.items()}
-        self._drop = Bound(DROP_S)
+    def __init__(self, told: Collection[str] = ()) -> None:
+        """`told`: the readings of which was told before."""
+        self._rates = {
+            name: Rate(most, HOUR_S, name in told) for name, most in PORT_ERRORS_AN_HOUR.items()
+        }
+        self._drop = Bound(DROP_S, "port_drop" in told)
+        self._was_up = False  # else nobody has plugged anything in
         self._down_since: float | None = None
         self._downs: list[float] = []  # when each that was long enough ended
 
@@ -212,12 +238,14 @@ class PortWatch:
         return [one for one in found if one is not None]
 
     def _read_drop(self, at: float, up: bool) -> Finding | None:
-        down = self._drop.read(at, beyond=not up, well=up)
+        self._was_up |= up
+        down = self._drop.read(at, beyond=not up and self._was_up, well=up)
         return Finding("port_drop", {"value": DROP_S}) if down else None
 
     def _read_flaps(self, at: float, up: bool) -> Finding | None:
         if not up:
-            self._down_since = at if self._down_since is None else self._down_since
+            if self._down_since is None and self._was_up:
+                self._down_since = at
             return None
         if self._down_since is None:
             return None

@@ -185,12 +185,15 @@ def restate_failure(failure: Failure, **said: Any) -> None:
 
 def record_baselines(nvlink_mb_s: Mapping[str, float]) -> None:
     """Keep the most that these cards' NVLinks have done, by their uuids; unknown cards are none."""
-    known = Gpu.objects.filter(pk__in=nvlink_mb_s).values_list("pk", flat=True)
+    known = Gpu.objects.filter(pk__in=nvlink_mb_s).values_list("pk", "node")
     Baseline.objects.bulk_create(
-        [Baseline(gpu_id=uuid, nvlink_mb_s=nvlink_mb_s[uuid]) for uuid in known],
+        [
+            Baseline(gpu_id=uuid, node_id=node, nvlink_mb_s=nvlink_mb_s[uuid])
+            for uuid, node in known
+        ],
         update_conflicts=True,
         unique_fields=["gpu"],
-        update_fields=["nvlink_mb_s"],
+        update_fields=["nvlink_mb_s", "node"],
     )
 
 

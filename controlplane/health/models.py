@@ -107,6 +107,8 @@ class Baseline(models.Model):
     gpu = models.OneToOneField(
         Gpu, primary_key=True, on_delete=models.CASCADE, related_name="baseline"
     )
+    #: Where it did so: another chassis may have other links.
+    node = models.ForeignKey(Node, null=True, on_delete=models.SET_NULL, related_name="+")
     nvlink_mb_s = models.FloatField()  # all its links together
 
 

@@ -17,11 +17,10 @@ from django.utils import timezone
 from controlplane.fleet.actions.nodes import OUR_DRAIN
 from controlplane.fleet.choices import IN_SERVICE, TAKEN_OUT
 from controlplane.fleet.models import Cluster, MaintenanceWindow, Node
-from controlplane.incidents.choices import INCIDENT_UNRESOLVED, Mode, Scope
+from controlplane.incidents.choices import Mode, Scope
 from controlplane.incidents.models import (
     Breaker,
     BudgetLimit,
-    Incident,
     PlaybookMode,
     PlaybookRun,
     Reservation,
@@ -94,7 +93,6 @@ def objections(
         *_peoples_words(node),
         *_open_breaker(node, code),
         *_silence(node),
-        *_shared_cause(node),
     ]
     held = Reservation.objects.filter(node=node, released_at=None)
     if run is not None:
@@ -210,16 +208,6 @@ def _silence(node: Node) -> list[str]:
         return []
     silence = silence_around(node)
     return [f"{silence}: its state is unknown"] if silence else []
-
-
-def _shared_cause(node: Node) -> list[str]:
-    """A repair of one node mends nothing that its whole rack has."""
-    if node.rack_id is None:
-        return []
-    shared = Incident.objects.filter(
-        subject__startswith=f"rack/{node.rack_id}/", state__in=INCIDENT_UNRESOLVED
-    ).first()
-    return [f"{shared.title}: look at what they share, and resolve that first"] if shared else []
 
 
 # --- counting -------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def replicas_of(incident: Incident) -> list[int]:
     """The replicas whose loss it is about: one, or those that its job lost together."""
     if incident.replica is not None:
         return [incident.replica]
-    runs = incident.runs.filter(playbook="replica-lost")
+    runs = incident.runs.filter(playbook="replica-lost", context__has_key="replica")
     return sorted({int(index) for index in runs.values_list("context__replica", flat=True)})
 
 

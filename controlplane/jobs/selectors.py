@@ -232,11 +232,13 @@ def _explaining(
     elsewhere = [placement.replica.index for placement in moved]
     distances: list[tuple[timedelta, int, IncidentLike]] = []
     for number, incident in enumerate(incidents):
-        if incident.replica in one.lost:
+        of_job = incident.subject == f"job/{incident.job_id}"  # about all that went together
+        ours = [*one.lost, *one.joined] if of_job else [incident.replica]
+        if set(ours) & set(one.lost):
             distances.append((abs(incident.occurred_at - one.started_at), number, incident))
-        if incident.replica in one.joined and incident.restored_at:
+        if set(ours) & set(one.joined) and incident.restored_at:
             distance = abs(incident.restored_at - one.committed_at)
-            if incident.replica not in elsewhere or distance <= AT_ONCE:
+            if not set(ours) & set(elsewhere) or distance <= AT_ONCE:
                 distances.append((distance, number, incident))
     near = [distance for distance in distances if distance[0] <= NEAR]
     return min(near)[2] if near else None

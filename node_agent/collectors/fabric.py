@@ -5,13 +5,19 @@ The counters' names and meanings: Linux, Documentation/ABI/stable/sysfs-class-in
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
+from node_agent.threads import start_thread
 from node_agent.wire import PortReading
 
 ADAPTERS = Path("/sys/class/infiniband")
 #: A beat carries no more.
 MAX_PORTS = 64
+PERIOD_S = 1.0
+#: An answer older than this is no reading any more.
+STALE_S = 10.0
 #: Our names, and the kernel's.
 _COUNTERS = {
     "symbol_errors": "symbol_error",
@@ -20,6 +26,28 @@ _COUNTERS = {
     "receive_errors": "port_rcv_errors",
     "discards": "port_xmit_discards",
 }
+
+
+class Ports:
+    """The last known state of the ports, kept fresh by a thread: an adapter may answer late, or
+    never, and no beat waits for that."""
+
+    def __init__(self, closed: threading.Event, adapters: Path = ADAPTERS) -> None:
+        self._closed = closed
+        self._adapters = adapters
+        self._read: list[PortReading] = []
+        self._read_at = -STALE_S
+        start_thread("fabric", self._keep_fresh)
+
+    def latest(self) -> list[PortReading]:
+        """[] once the last answer is older than STALE_S."""
+        return self._read if time.monotonic() - self._read_at < STALE_S else []
+
+    def _keep_fresh(self) -> None:
+        while True:
+            self._read, self._read_at = read_ports(self._adapters), time.monotonic()
+            if self._closed.wait(PERIOD_S):
+                return
 
 
 def read_ports(adapters: Path = ADAPTERS) -> list[PortReading]:

@@ -80,6 +80,7 @@ class NvmlHardware:
         self._read_at = 0.0
         self._listed_at = 0.0
         self._closed = threading.Event()
+        self._ports = fabric.Ports(self._closed)
         start_thread("nvml", self._keep_fresh)
 
     def inventory(self) -> Inventory:
@@ -95,7 +96,7 @@ class NvmlHardware:
         return self._readings
 
     def ports(self) -> list[PortReading]:
-        return fabric.read_ports()
+        return self._ports.latest()
 
     def change_fd(self) -> int | None:
         return self._changed
@@ -340,16 +341,20 @@ def _sensors(nvml: Any, card: Any) -> dict[str, float | None]:
 
 
 def _nvlink_mb_s(nvml: Any, card: Any) -> int | None:
-    """None if the card has no NVLink."""
-    found: int | None = None
+    """None if the card has no NVLink, is cut into instances, which use none, or does not tell how
+    fast one of its links is."""
+    if _if_known(nvml, lambda: nvml.nvmlDeviceGetMigMode(card)[0]):
+        return None
+    speeds: list[int | None] = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
             active = nvml.nvmlDeviceGetNvLinkState(card, link)
         except nvml.NVMLError:  # the card has no such link
             continue
-        speed = _fields(nvml, card, [(nvml.NVML_FI_DEV_NVLINK_GET_SPEED, link)]) if active else 0
-        found = (found or 0) + (speed or 0)
-    return found
+        field = (nvml.NVML_FI_DEV_NVLINK_GET_SPEED, link)
+        speeds.append(_fields(nvml, card, [field]) if active else 0)
+    known = [speed for speed in speeds if speed is not None]
+    return sum(known) if known and len(known) == len(speeds) else None
 
 
 def _nvlink_errors(nvml: Any, card: Any) -> int | None:

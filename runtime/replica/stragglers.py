@@ -53,7 +53,11 @@ class Stragglers:
                 took[one - 1].append(lasted)
         for replica, times in took.items():
             self._add(replica, sum(times) / len(times))
-        self._mean = {replica: self._mean[replica] for replica in self._mean if replica in took}
+        there = {one - 1 for one in who if one}
+        for known in (self._mean, self._slow_since):
+            for gone in set(known) - there:
+                del known[gone]
+        self._told &= there
         news = [self._judge(replica, now) for replica in sorted(took)] if self._after_s else []
         return [one for one in news if one is not None]
 
@@ -70,6 +74,8 @@ class Stragglers:
                 return None
             self._told.discard(replica)
             return Pace(replica, slow=False, times=times)
+        if times < SLOW:
+            self._slow_since.pop(replica, None)  # so many seconds in a row
         if times < SLOW or replica in self._told:
             return None
         if now - self._slow_since.setdefault(replica, now) < self._after_s:

@@ -58,6 +58,22 @@ def test_when_all_are_slow_nobody_is() -> None:
     assert told(steps_of(1.0, 1.0, 1.0, times=100) + steps_of(3.0, 3.0, 3.0, times=200)) == []
 
 
+def test_a_replica_that_was_away_begins_anew() -> None:
+    away = [[1.0, 1.0, 1.0, 1.0, 0.0, 0.0]]
+    stragglers = Stragglers(AFTER_S)
+    for second in range(50):
+        stragglers.note(THREE, [1.0, 1.0, 1.0, 1.0, 2.0, 2.0], float(second))
+    for second in range(50, 60):
+        stragglers.note((1, 1, 2, 2, 1, 2), away[0], float(second))
+
+    assert stragglers.note(THREE, [1.0, 1.0, 1.0, 1.0, 2.0, 2.0], 3600.0) == []
+
+
+def test_what_is_hardly_slower_for_long_does_not_add_up() -> None:
+    steps = steps_of(1.0, 1.0, 1.6, times=20) + steps_of(1.0, 1.0, 1.22, times=300)
+    assert told(steps + steps_of(1.0, 1.0, 1.6, times=20)) == []
+
+
 def test_of_two_the_slower_one_is_told() -> None:
     assert [p.replica for p in told(steps_of(1.0, 1.5, times=200), who=(1, 1, 2, 2))] == [1]
 

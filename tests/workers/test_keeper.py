@@ -13,7 +13,7 @@ from django.conf import settings
 from django.utils import timezone
 from pytest_django import Settings
 
-from controlplane.fleet.models import Lease, Node
+from controlplane.fleet.models import Gpu, Lease, Node
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
 from tests.factories import GpuFactory, NodeFactory
@@ -198,7 +198,7 @@ def test_a_port_that_stays_down_is_a_signal_of_its_node(
     node = NodeFactory()
     now = time.time()
     for second in range(0, 300, 10):
-        ports = [{"name": "mlx5_0/1", "up": 0}, {"name": "mlx5_1/1", "up": 1}]
+        ports = [{"name": "mlx5_0/1", "up": second == 0}, {"name": "mlx5_1/1", "up": 1}]
         content = {"boot_id": "b", "received_at": now + second, "seq": 1, "ports": ports}
         beats.hset(keeper.BEATS_KEY, node.pk, json.dumps(content))
         keeper.keep(beats, memory)
@@ -206,6 +206,59 @@ def test_a_port_that_stays_down_is_a_signal_of_its_node(
     signal = Signal.objects.get(kind=SignalKind.READING)
     assert (signal.node, signal.gpu) == (node, None)
     assert (signal.data["reading"], signal.data["port"]) == ("port_drop", "mlx5_0/1")
+
+
+def test_a_keeper_that_was_started_anew_tells_of_no_reading_again(
+    beats: redis.Redis, memory: keeper.Memory, settings: Settings
+) -> None:
+    settings.READING_HOLD_S = 3.0
+    node = NodeFactory()
+    uuid = GpuFactory(node=node).uuid
+    now = time.time()
+    for started in (0, 100):
+        for second in range(6):
+            card = {"uuid": uuid, "pcie_lanes": 8, "pcie_lanes_max": 16}
+            read(beats, node, now + started + second, card)
+            keeper.keep(beats, memory)
+        memory = keeper.Memory(heard={}, grace_until=keeper._grace())
+
+    assert Signal.objects.filter(kind=SignalKind.READING).count() == 1
+
+
+def test_a_finding_that_cannot_be_written_keeps_no_other_from_it(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    first, second = NodeFactory(), NodeFactory()
+    cards = [GpuFactory(node=node).uuid for node in (first, second)]
+    sick = {"uuid": cards[0], "remap_failed": 1}
+    read(beats, first, time.time(), sick)
+    ports = [{"name": "nul\0/1", "up": 1, "symbol_errors": 0}]
+    for at, errors in ((0, 0), (1, 500)):
+        ports[0]["symbol_errors"] = errors
+        content = {"boot_id": "b", "received_at": time.time() + at, "seq": 1, "ports": ports}
+        beats.hset(keeper.BEATS_KEY, second.pk, json.dumps(content))
+        keeper.keep(beats, memory)
+
+    assert flags_told() == [("remap_failed", 1.0)]
+
+
+def test_a_card_s_best_in_another_chassis_says_nothing(
+    beats: redis.Redis, memory: keeper.Memory, settings: Settings
+) -> None:
+    settings.READING_HOLD_S = 3.0
+    before, after = NodeFactory(), NodeFactory()
+    card = GpuFactory(node=before)
+    now = time.time()
+    read(beats, before, now, {"uuid": card.uuid, "nvlink_mb_s": 480_000})
+    keeper.keep(beats, memory)
+    beats.delete(keeper.BEATS_KEY)
+    Gpu.objects.filter(pk=card.pk).update(node=after)
+    for second in range(1, 9):
+        read(beats, after, now + second, {"uuid": card.uuid, "nvlink_mb_s": 240_000})
+        keeper.keep(beats, memory)
+
+    assert not Signal.objects.filter(kind=SignalKind.READING).exists()
+    assert (card.baseline.node, card.baseline.nvlink_mb_s) == (after, 240_000)
 
 
 @pytest.mark.parametrize(

@@ -206,15 +206,23 @@ def test_one_fault_on_many_nodes_of_a_rack_is_one_incident_of_the_rack(
     assert all(one.timeline.filter(key="merged", data__into=incident.pk).exists() for one in merged)
 
 
-def test_nothing_is_done_to_single_nodes_of_a_rack_whose_nodes_share_a_fault(
-    world: World, rack: list[Node]
-) -> None:
-    for node in rack[:3]:
-        world.kernel_says(node, XID_54)
+def test_what_a_rack_shares_keeps_no_job_from_being_mended(world: World) -> None:
+    rack = RackFactory(cluster=world.cluster)
+    nodes = [world.placements[0].node, world.placements[1].node, world.spares[0]]
+    Node.objects.filter(pk__in=[node.pk for node in nodes]).update(rack=rack)
+    for node in nodes:
+        world.kernel_says(node, XID_79)
+    for placement in world.placements:
+        world.exits(placement, signal=6)
     drain()
 
-    (objection,) = limits.objections(rack[3])
-    assert "look at what they share" in objection
+    unresolved = Incident.objects.exclude(state=IncidentState.RESOLVED)
+    subjects = set(unresolved.values_list("subject", flat=True))
+    assert subjects == {f"job/{world.job.pk}", f"rack/{rack.pk}/xid-79"}
+    lost = PlaybookRun.objects.filter(playbook="replica-lost")
+    assert {run.incident.subject for run in lost if run.incident} == {f"job/{world.job.pk}"}
+    assert Incident.objects.get(subject=f"job/{world.job.pk}").title.endswith("2 replicas: xid-79")
+    assert not any("share" in objection for objection in limits.objections(nodes[2]))
 
 
 def test_a_program_s_error_on_a_whole_rack_is_no_fault_of_the_rack(
@@ -254,6 +262,46 @@ def test_a_fault_that_lasts_is_the_same_one_until_it_is_repaired(world: World) -
     world.kernel_says(node, XID_54)
     drain()
     assert Failure.objects.count() == 2
+
+
+@pytest.mark.parametrize("reading", [("remap_pending", 1.0), ("nvlink_errors", 20.0)])
+@pytest.mark.parametrize("line", [XID_95, XID_79])
+def test_what_cannot_wait_is_not_put_off_by_what_can(
+    world: World, reading: tuple[str, float], line: str
+) -> None:
+    node = world.placements[1].node
+    world.shows(node, *reading)
+    drain()
+    world.kernel_says(node, line)
+    drain()
+
+    failure = Failure.objects.get()
+    assert failure.urgency == "now"
+    assert Incident.objects.get(state="mitigating").severity == "major"
+    repair = PlaybookRun.objects.get(playbook="repair-node")
+    assert repair.context["urgency"] == "now"
+
+
+def test_a_node_that_is_lost_is_called_so_though_it_was_hot(world: World) -> None:
+    node = world.spares[0]
+    world.shows(node, "throttle_reasons", 64)
+    drain()
+    world.silence(node)
+    drain()
+
+    assert Incident.objects.get().code == "node-lost"
+
+
+def test_a_fault_that_a_person_closed_and_that_is_still_there_is_opened_again(
+    world: World,
+) -> None:
+    world.kernel_says(world.spares[0], XID_54)
+    drain()
+    Incident.objects.update(state=IncidentState.RESOLVED)
+    world.kernel_says(world.spares[0], XID_54)
+    drain()
+
+    assert Incident.objects.exclude(state=IncidentState.RESOLVED).count() == 1
 
 
 #: What one card may say in one burst.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import pytest
@@ -49,8 +50,17 @@ def test_what_lasts_a_moment_is_nothing() -> None:
 
 
 def test_what_wavers_between_its_two_bounds_is_told_once() -> None:
+    slow = [{"nvlink_mb_s": 0.75 * BEST}] * 10
     wavers = [{"nvlink_mb_s": share * BEST} for share in (0.75, 0.85) * 40]
-    assert len(found([{"nvlink_mb_s": BEST}, *wavers])) == 1
+    assert len(found([{"nvlink_mb_s": BEST}, *slow, *wavers, *slow])) == 1
+
+
+def test_short_dips_far_apart_do_not_add_up() -> None:
+    dips = [
+        {"nvlink_mb_s": BEST},
+        *([{"nvlink_mb_s": 0.7 * BEST}] + [{"nvlink_mb_s": 0.85 * BEST}] * 90) * 20,
+    ]
+    assert not found(dips)
 
 
 def test_what_was_well_again_is_told_again() -> None:
@@ -131,6 +141,10 @@ def test_three_downs_of_25_seconds_are_a_flap() -> None:
     assert told_of_port(ups_and_downs(*[5, 20] * 10, 5)) == []
 
 
+def test_a_port_that_nobody_ever_plugged_in_is_not_down() -> None:
+    assert told_of_port([{"up": 0.0}] * 4000) == []
+
+
 def test_a_port_that_is_down_for_four_minutes_has_dropped() -> None:
     assert told_of_port(ups_and_downs(5, 300)) == ["port_drop"]
     assert told_of_port(ups_and_downs(5, 230, 5)) == []
@@ -164,9 +178,49 @@ def test_a_counter_at_a_steady_pace_is_told_once_if_at_all(pace: float, seconds:
     assert len(told) <= 1
 
 
-@given(st.floats(-2, 2), st.floats(20, 80))
+def expected(values: Iterable[float]) -> float | None:
+    """What a card that showed these, one a second, will show in 24 s."""
+    trend, at = Trend(24.0), 0.0
+    for at, value in enumerate(values):
+        trend.note(at, value)
+    return trend.ahead(at)
+
+
+@given(st.floats(0.05, 2), st.floats(20, 80))
 def test_a_trend_goes_on_as_it_went(slope: float, start: float) -> None:
-    trend = Trend(24.0)
-    for second in range(60):
-        trend.note(float(second), start + slope * second)
-    assert trend.ahead(60.0) == pytest.approx(start + slope * 84.0, abs=0.01 + abs(slope))
+    found = expected(start + slope * second for second in range(60))
+    assert found == pytest.approx(start + slope * 83.0, abs=0.01 + 4 * slope)
+
+
+@given(st.floats(-2, 0), st.floats(20, 80))
+def test_what_stays_or_falls_has_no_trend(slope: float, start: float) -> None:
+    assert expected(start + slope * second for second in range(60)) is None
+
+
+@given(st.floats(2, 20), st.integers(25, 200))
+def test_what_warms_up_to_a_load_has_no_trend(warm_s: float, seconds: int) -> None:
+    assert expected(75 - 40 * math.exp(-second / warm_s) for second in range(seconds)) is None
+
+
+def test_a_step_of_load_is_no_trend() -> None:
+    for length in range(26, 90):
+        assert expected([35.0] * 25 + [73.0] * (length - 25)) is None
+
+
+@pytest.mark.parametrize("counter", ["pcie_replays", "nvlink_errors"])
+def test_what_rose_while_nobody_heard_counts_for_nothing(counter: str) -> None:
+    watch = CardWatch(HOLD_S)
+    told = [
+        watch.read(float(at), {counter: at / 60})
+        for at in (*range(0, 600, 5), *range(1800, 2400, 5))
+    ]
+    assert not any(told)
+
+
+def test_who_was_told_of_before_is_told_again_only_after_it_was_well() -> None:
+    watch = CardWatch(HOLD_S, BEST, told=["nvlink_mb_s"])
+    slow, well = {"nvlink_mb_s": 0.5 * BEST}, {"nvlink_mb_s": BEST}
+    told = [
+        len(watch.read(float(i), one)) for i, one in enumerate([slow] * 20 + [well] + [slow] * 20)
+    ]
+    assert (sum(told[:20]), sum(told)) == (0, 1)

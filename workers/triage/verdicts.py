@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Fault = Literal["hardware", "driver", "program", "fabric", "platform", "unknown"]
 Urgency = Literal["now", "next_checkpoint", "idle", "none"]
+#: The most urgent first.
+URGENCIES: tuple[Urgency, ...] = get_args(Urgency)
 
 #: What a failure can call for, gentlest first: of two that hold, the later one decides.
 ACTIONS = (
@@ -59,11 +61,17 @@ class LineVerdict:
 
 
 def gravest(verdicts: Iterable[LineVerdict]) -> tuple[LineVerdict, ...]:
-    """The same verdicts, those that call for most first, and of those the best named."""
+    """The same verdicts, those that call for most first, of those the most urgent, and of those the
+    best named."""
     return tuple(
         sorted(
             verdicts,
-            key=lambda v: (v.urgency == "none", -ACTIONS.index(v.action), v.code in VAGUE_CODES),
+            key=lambda v: (
+                v.urgency == "none",
+                -ACTIONS.index(v.action),
+                URGENCIES.index(v.urgency),
+                v.code in VAGUE_CODES,
+            ),
         )
     )
 

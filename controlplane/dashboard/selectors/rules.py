@@ -18,7 +18,7 @@ from workers.triage import ACTIONS
 
 DEFAULT_WINDOW = "30d"
 #: The page judges no more signals than this, the newest ones; `manage.py replay` judges all.
-MAX_SIGNALS = 500
+MAX_SIGNALS = 200
 LARGEST_CODE = 999_999
 #: What a rule may say; the others follow from what stands beside a line.
 CHOICES = tuple(word for word in ACTIONS if word not in ("follow_primary", "undecodable"))

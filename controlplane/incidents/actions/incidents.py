@@ -12,6 +12,7 @@ from controlplane.accounts.actions import audit
 from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.errors import Conflict
 from controlplane.fleet.changes import change, touch
+from controlplane.health.choices import Urgency
 from controlplane.health.models import Failure
 from controlplane.incidents import postmortem, pricing
 from controlplane.incidents.choices import (
@@ -105,13 +106,12 @@ def set_cause(incident_id: str, title: str, cause: str, failure: Failure) -> Non
     """Write what was found to be the cause, in a sentence, with the failure behind it.
 
     Of several failures of one incident the gravest is the cause: one that calls for less than what
-    is known joins it, and changes no word.
+    is known, and no sooner, joins it and changes no word.
     """
     incident = Incident.objects.get(pk=incident_id)
-    known = incident.failures.exclude(pk=failure.pk)
+    known = list(incident.failures.exclude(pk=failure.pk))
     incident.failures.add(failure)
-    graver = ACTIONS[ACTIONS.index(failure.needed) + 1 :]
-    if incident.cause and known.filter(needed__in=graver).exists():
+    if incident.cause and any(_outranks(one, failure) for one in known):
         return
     Incident.objects.filter(pk=incident_id).update(
         title=title[:200],
@@ -255,6 +255,12 @@ def save_postmortem(actor: Actor, incident_id: str, text: str) -> None:
         after={"text": text},
     )
     touch(incident.cluster_id)
+
+
+def _outranks(one: Failure, other: Failure) -> bool:
+    """Whether the first calls for more, and is not what can wait while the other cannot."""
+    sooner = Urgency(other.urgency).before(one.urgency)
+    return not sooner and ACTIONS.index(one.needed) > ACTIONS.index(other.needed)
 
 
 def _price(incident_id: str, until: datetime) -> None:

@@ -101,8 +101,9 @@ def share_cause(node: Node, failure: Failure) -> Incident | None:
     what its nodes share: power, cooling, a switch. None if not.
 
     A share of SILENCE_SHARE of the rack's nodes in service, MANY at least, within SHARED_WITHIN.
-    The incidents of its other nodes about the same are merged into it. What programs do wrong they
-    do wherever they run.
+    The incidents of single nodes about the same are merged into it; that of a job which lost
+    replicas there stays its own. What programs do wrong they do wherever they run. Whether
+    automation goes on with single nodes is the breaker's to say.
     """
     if node.rack is None or failure.fault_class == FaultClass.PROGRAM:
         return None
@@ -135,8 +136,10 @@ def share_cause(node: Node, failure: Failure) -> Incident | None:
     )
     shared.failures.add(failure)
     others = Incident.objects.filter(
-        node__in=nodes, code=failure.code, state__in=INCIDENT_UNRESOLVED
-    ).exclude(pk=shared.pk)
+        subject__in=[f"node/{one}" for one in nodes],
+        code=failure.code,
+        state__in=INCIDENT_UNRESOLVED,
+    )
     merge_into(shared, others)
     return shared
 

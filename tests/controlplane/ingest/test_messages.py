@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import redis as redis_client
 
 from controlplane.accounts.models import SYSTEM
@@ -113,3 +114,17 @@ def test_many_senders_at_once_share_commits_and_all_are_answered(
 
     assert statuses == [200] * 20
     assert Signal.objects.count() == 20
+
+
+@pytest.mark.parametrize("name", ["mlx5\0/1", "", "mlx5_0", "a" * 300 + "/1", "mlx5_0/one"])
+def test_a_port_that_no_adapter_has_is_refused(node: NodeClient, name: str) -> None:
+    answer = node.post("/v1/beat", node.beat(seq=7, ports=[{"name": name, "up": 1}]))
+
+    assert (answer.status, answer.json["field"]) == (422, "ports[0].name")
+
+
+def test_ports_go_to_redis(node: NodeClient, redis: redis_client.Redis) -> None:
+    node.post("/v1/beat", node.beat(seq=7, ports=[{"name": "mlx5_0/1", "up": 1}]))
+
+    stored = json.loads(str(redis.hget("drydock:beats", node.node_id)))
+    assert (stored["ports"][0]["name"], stored["ports"][0]["up"]) == ("mlx5_0/1", 1)
