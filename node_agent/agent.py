@@ -167,7 +167,8 @@ class Agent:
             log("hardware_unknown", "error", error=str(error))
             return False
         processes = sorted(self._supervisor.processes(), key=lambda process: process.placement)
-        digest = hashlib.sha256(msgspec.json.encode((inventory, processes))).hexdigest()
+        said = (inventory, processes, self._config.switch)
+        digest = hashlib.sha256(msgspec.json.encode(said)).hexdigest()
         if digest == self._reported:
             return True
         report = wire.Report(
@@ -176,6 +177,7 @@ class Agent:
             digest=digest,
             agent_version=__version__,
             inventory=inventory,
+            switch=self._config.switch,
             processes=processes,
         )
         try:

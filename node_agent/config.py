@@ -33,6 +33,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     holder_dir: Path | None = None
     hardware: Literal["nvml", "simulated"]
     rack: Short = ""
+    switch: Short = ""  # that its fabric hangs on
     join_token_file: Path | None = None  # needed until the node is enrolled
     hardware_dir: Path | None = None  # simulated only: what the chassis writes
     kernel_log: Path | None = None  # default: /dev/kmsg, or kernel.log in hardware_dir

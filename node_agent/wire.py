@@ -185,6 +185,8 @@ class Report(Message, frozen=True):
     digest: Short
     agent_version: Short
     inventory: Inventory
+    #: The switch that its fabric hangs on, by whatever name the site has for it.
+    switch: Short = ""
     processes: Annotated[list[ProcessInfo], msgspec.Meta(max_length=256)] = []
 
 

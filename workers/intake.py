@@ -289,7 +289,7 @@ def _act_on_failure(
 def _name_incidents(failure: Failure, node: Node, verdict: triage.LineVerdict) -> None:
     """A later line may name better what an incident is called by."""
     named_otherwise = failure.incidents.filter(state__in=INCIDENT_UNRESOLVED).exclude(
-        Q(code=verdict.code) | Q(subject__startswith="rack/")
+        Q(code=verdict.code) | Q(subject__startswith="rack/") | Q(subject__startswith="switch/")
     )
     for incident in named_otherwise:
         title, sentence = _words_of_cause(failure, node, verdict)

@@ -112,6 +112,8 @@ class Node(models.Model):
     boot_id = models.CharField(max_length=64)
     booted_at = models.DateTimeField()
     agent_version = models.CharField(max_length=255, blank=True)
+    #: The switch that its fabric hangs on, as its agent's configuration says.
+    switch = models.CharField(max_length=255, blank=True)
     report_digest = models.CharField(max_length=255, blank=True)
     report = models.JSONField(default=dict)
     enrolled_at = models.DateTimeField(auto_now_add=True)

@@ -44,6 +44,7 @@ class NodeSerializer(RowSerializer):
             "cluster_name",
             "rack_id",
             "rack_name",
+            "switch",
             "address",
             "state",
             "state_since",

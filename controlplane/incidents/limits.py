@@ -145,8 +145,8 @@ def limits_of(cluster_id: str) -> dict[Scope, int]:
 def silence_around(node: Node) -> Silence | None:
     """Whether the node's silence is shared by so many neighbours that the cause must be shared too.
 
-    A share of SILENCE_SHARE of its cluster or rack, two nodes at least, whose last beats all fell
-    within SILENCE_WINDOW_S: then a switch, a link or our own intake is the likelier culprit.
+    A share of SILENCE_SHARE of its cluster, rack or switch, two nodes at least, whose last beats
+    all fell within SILENCE_WINDOW_S: then that, a link or our own intake is the likelier culprit.
     """
     now = timezone.now()
     quiet_since = now - timedelta(seconds=2 * settings.BEAT_INTERVAL_S)
@@ -156,10 +156,9 @@ def silence_around(node: Node) -> Silence | None:
     )
     for where, members in (
         (f"cluster {node.cluster.name}", in_service),
-        (f"rack {node.rack.name if node.rack else ''}", in_service.filter(rack=node.rack_id)),
+        (f"rack {node.rack}", in_service.filter(rack=node.rack_id, rack__isnull=False)),
+        (f"switch {node.switch}", in_service.filter(switch=node.switch).exclude(switch="")),
     ):
-        if node.rack_id is None and where.startswith("rack"):
-            continue
         # Whoever was silent long before this node is no part of this silence.
         heard = members.filter(lease__last_beat_at__gte=node.lease.last_beat_at - together)
         quiet = heard.filter(lease__last_beat_at__lt=quiet_since).count()

@@ -128,6 +128,7 @@ def _agent_settings(node: NodePlan, ingest_url: str, shared: Path) -> str:
     values: dict[str, str | int] = {
         "name": node.name,
         "rack": node.rack,
+        "switch": f"{node.rack}-leaf",
         "address": "127.0.0.1",
         "ingest_url": ingest_url,
         "join_token_file": str(node.join_token),

@@ -340,6 +340,19 @@ def test_a_silent_rack_is_found_within_a_cluster_that_is_heard(cluster: Cluster)
     assert str(limits.silence_around(quiet[0])) == "3 of 3 nodes of rack r7 went quiet together"
 
 
+def test_a_silent_switch_is_found_across_racks(cluster: Cluster) -> None:
+    quiet = [
+        NodeFactory(cluster=cluster, rack=RackFactory(cluster=cluster), switch="leaf-3")
+        for _ in range(3)
+    ]
+    for one in quiet:
+        NodeFactory.create_batch(3, cluster=cluster, rack=one.rack, switch="leaf-4")
+    silence(*quiet)
+    quiet[0].refresh_from_db()
+    found = limits.silence_around(quiet[0])
+    assert str(found) == "3 of 3 nodes of switch leaf-3 went quiet together"
+
+
 # --- modes ----------------------------------------------------------------------------------------
 
 

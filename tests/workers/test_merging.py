@@ -225,6 +225,33 @@ def test_what_a_rack_shares_keeps_no_job_from_being_mended(world: World) -> None
     assert not any("share" in objection for objection in limits.objections(nodes[2]))
 
 
+def test_one_fault_on_many_nodes_of_a_switch_is_one_incident_of_the_switch(world: World) -> None:
+    nodes = [
+        NodeFactory(
+            cluster=world.cluster, switch="leaf-3", state=NodeState.AVAILABLE,
+            rack=RackFactory(cluster=world.cluster),
+        )
+        for _ in range(4)
+    ]  # fmt: skip
+    NodeFactory(cluster=world.cluster, switch="leaf-4")
+    for node in nodes[:3]:
+        GpuFactory(node=node, index=0, pci_address="00000000:1B:00.0")
+        world.kernel_says(node, XID_54)
+    drain()
+
+    incident = Incident.objects.exclude(state=IncidentState.RESOLVED).get()
+    assert incident.title == "xid-54 on 3 of 4 nodes of switch leaf-3"
+
+
+def test_nodes_that_name_no_switch_share_none(world: World) -> None:
+    for _ in range(4):
+        node = NodeFactory(cluster=world.cluster, state=NodeState.AVAILABLE)
+        GpuFactory(node=node, index=0, pci_address="00000000:1B:00.0")
+        world.kernel_says(node, XID_54)
+    drain()
+    assert {one.subject.split("/")[0] for one in Incident.objects.all()} == {"node"}
+
+
 def test_a_program_s_error_on_a_whole_rack_is_no_fault_of_the_rack(
     world: World, rack: list[Node]
 ) -> None:

@@ -122,6 +122,7 @@ def record_report(node_id: str, report: wire.Report) -> None:
         report=msgspec.to_builtins(report),
         report_digest=report.digest,
         agent_version=report.agent_version,
+        switch=report.switch,
     )
     record_cards(node, report.inventory)
     touch(node.cluster_id, ("node", node_id))

@@ -1,5 +1,5 @@
-"""One cause, one incident: replicas of one job that are lost together, nodes of one rack that show
-the same fault."""
+"""One cause, one incident: replicas of one job that are lost together, nodes of one rack
+or switch that show the same fault."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 
 from django.conf import settings
 from django.db import connection
-from django.db.models import F
+from django.db.models import F, Q
 from django.utils import timezone
 
 from controlplane.accounts.actions import audit
@@ -25,8 +25,8 @@ from controlplane.jobs.models import Job, Placement
 
 #: Replicas of one job that are lost within this time of the first are one crash of the job.
 TOGETHER = timedelta(seconds=30)
-#: So many nodes of a rack that show one fault within this time have a cause in common, if they are
-#: a share of SILENCE_SHARE of it.
+#: So many nodes of a rack, or of a switch, that show one fault within this time have a cause in
+#: common, if they are a share of SILENCE_SHARE of it.
 MANY, SHARED_WITHIN = 3, timedelta(minutes=3)
 #: The playbook whose runs say which replicas a job's incident is about.
 LOSS = "replica-lost"
@@ -97,34 +97,46 @@ def title_of_loss(incident: Incident, code: str = "") -> str:
 
 @change()
 def share_cause(node: Node, failure: Failure) -> Incident | None:
-    """The incident of the node's rack, if so much of the rack shows this fault that the cause is
-    what its nodes share: power, cooling, a switch. None if not.
+    """The incident of the node's rack, or of its switch, if so much of it shows this fault that the
+    cause is what its nodes share: power, cooling, the switch itself. None if not.
 
-    A share of SILENCE_SHARE of the rack's nodes in service, MANY at least, within SHARED_WITHIN.
-    The incidents of single nodes about the same are merged into it; that of a job which lost
-    replicas there stays its own. What programs do wrong they do wherever they run. Whether
-    automation goes on with single nodes is the breaker's to say.
+    A share of SILENCE_SHARE of its nodes in service, MANY at least, within SHARED_WITHIN. The
+    incidents of single nodes about the same are merged into it; that of a job which lost replicas
+    there stays its own. What programs do wrong they do wherever they run. Whether automation goes
+    on with single nodes is the breaker's to say.
     """
-    if node.rack is None or failure.fault_class == FaultClass.PROGRAM:
+    if failure.fault_class == FaultClass.PROGRAM:
         return None
-    since = timezone.now() - SHARED_WITHIN
-    told = Failure.objects.filter(code=failure.code, last_seen_at__gte=since)
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", [f"rack/{node.rack_id}"]
+    if node.rack is not None:
+        shared = _shared(
+            node, failure, f"rack/{node.rack_id}", f"rack {node.rack}", Q(rack=node.rack)
         )
-    nodes = set(told.filter(node__rack=node.rack_id).values_list("node", flat=True)) | {node.pk}
-    members = Node.objects.filter(rack=node.rack_id, state__in=sorted(IN_SERVICE)).values_list(
-        "pk", flat=True
-    )
-    total = len(nodes.union(members))
+        if shared is not None:
+            return shared
+    if not node.switch:
+        return None
+    there = Q(cluster=node.cluster_id, switch=node.switch)
+    subject = f"switch/{node.cluster_id[-12:]}/{node.switch[:50]}"
+    return _shared(node, failure, subject, f"switch {node.switch}", there)
+
+
+def _shared(node: Node, failure: Failure, subject: str, where: str, there: Q) -> Incident | None:
+    """The incident of one thing that nodes share; `there`: they, of all nodes."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", [subject])
+    since = timezone.now() - SHARED_WITHIN
+    members = Node.objects.filter(there)
+    told = Failure.objects.filter(code=failure.code, last_seen_at__gte=since, node__in=members)
+    nodes = set(told.values_list("node", flat=True)) | {node.pk}
+    in_service = members.filter(state__in=sorted(IN_SERVICE)).values_list("pk", flat=True)
+    total = len(nodes.union(in_service))
     if len(nodes) < MANY or len(nodes) < settings.SILENCE_SHARE * total:
         return None
-    title = f"{failure.code} on {len(nodes)} of {total} nodes of rack {node.rack.name}"
+    title = f"{failure.code} on {len(nodes)} of {total} nodes of {where}"
     shared = open_or_merge(
-        f"rack/{node.rack_id}/{failure.code}",
+        f"{subject}/{failure.code}"[:100],
         cluster_id=node.cluster_id,
-        title=title,
+        title=title[:200],
         severity=Severity.CRITICAL,
         occurred_at=failure.observed_at,
     )

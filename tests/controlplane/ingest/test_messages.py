@@ -62,10 +62,10 @@ def test_beat_of_another_boot_asks_for_a_report(node: NodeClient) -> None:
 
 
 def test_report_is_stored_before_it_is_answered(node: NodeClient) -> None:
-    answer = node.post("/v1/report", node.report(digest="d9"))
+    answer = node.post("/v1/report", node.report(digest="d9", switch="leaf-3"))
 
     assert (answer.status, answer.json["ids"]) == (200, ["d9"])
-    assert Node.objects.get().report_digest == "d9"
+    assert (Node.objects.get().report_digest, Node.objects.get().switch) == ("d9", "leaf-3")
 
 
 def test_events_sent_twice_are_stored_once(node: NodeClient) -> None:
