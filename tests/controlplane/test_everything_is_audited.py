@@ -32,7 +32,9 @@ UNAUDITED = {
     "health.record_signal": "a signal is its own record",
     "health.record_failure": "a failure is its own record, with the signals it was made of",
     "health.repeat_failure": "the same failure once more: counted on its own row",
-    "health.rename_failure": "the same failure under the better name of a later line",
+    "health.restate_failure": "the same failure, as all of its signals together say it",
+    "health.join_failures": "failures that are one fault: their signals, which stay, say so",
+    "health.record_baselines": "the most that a card was seen to do: a reading, never a decision",
     "health.record_samples": "readings for charts, one a minute and node",
     "health.forget_samples": "readings of more than a week ago",
     # The incident's own record, which names who and when; what is decided is audited beside it.
