@@ -104,7 +104,7 @@ class Rate:
         last_at, last = self._points[-1]
         if count > last and at - last_at >= self.window_s / MOMENTS:
             self._points.append((at, count))
-        if risen <= self.limit / 2:
+        if risen <= self.limit / 2 and at - self._points[0][0] >= self.window_s:
             self.told = False
         if risen <= self.limit or self.told:
             return None

@@ -217,6 +217,14 @@ def test_what_rose_while_nobody_heard_counts_for_nothing(counter: str) -> None:
     assert not any(told)
 
 
+def test_a_counter_of_which_was_told_before_is_told_again_only_after_it_was_well() -> None:
+    watch = CardWatch(HOLD_S, told=["pcie_replays"])
+    fast, slow = [5.0 * i for i in range(200)], [1000.0] * 100
+    counts = [*fast, *slow, *(1000.0 + one for one in fast)]
+    told = [len(watch.read(float(i), {"pcie_replays": one})) for i, one in enumerate(counts)]
+    assert (sum(told[:200]), sum(told)) == (0, 1)
+
+
 def test_who_was_told_of_before_is_told_again_only_after_it_was_well() -> None:
     watch = CardWatch(HOLD_S, BEST, told=["nvlink_mb_s"])
     slow, well = {"nvlink_mb_s": 0.5 * BEST}, {"nvlink_mb_s": BEST}
