@@ -112,15 +112,17 @@ class Sensors:
 
     def _meet_ports(self, heard: Mapping[str, set[str]]) -> None:
         """The same of ports; those of which a node tells no more are forgotten."""
+        new: dict[str, set[str]] = {}
         for node_id, names in heard.items():
             there = self.ports.setdefault(node_id, {})
             for gone in set(there) - names:
                 del there[gone]
-            if not names - set(there):
-                continue
-            told = _told_of_ports(node_id)
-            for name in names - set(there):
-                there[name] = PortWatch(told.get(name, ()))
+            if names - set(there):
+                new[node_id] = names - set(there)
+        told = _told_of_ports(new) if new else {}
+        for node_id, names in new.items():
+            for name in names:
+                self.ports[node_id][name] = PortWatch(told.get((node_id, name), ()))
 
     def _follow_errors(self, node_id: str, uuid: str, at: datetime, card: Shown) -> None:
         """Tell of a card whose corrected memory errors accelerate."""
@@ -174,14 +176,15 @@ def _told_before(uuids: Collection[str]) -> tuple[dict[str, set[str]], dict[str,
     return told, flags
 
 
-def _told_of_ports(node_id: str) -> dict[str, set[str]]:
-    """The same of a node's ports, by their names."""
+def _told_of_ports(nodes: Collection[str]) -> dict[tuple[str, str], set[str]]:
+    """The same of these nodes' ports: by node, and the port's name."""
+    since = timezone.now() - LATELY
     signals = Signal.objects.filter(
-        node=node_id, gpu=None, kind=SignalKind.READING, observed_at__gte=timezone.now() - LATELY
+        node__in=nodes, gpu=None, kind=SignalKind.READING, observed_at__gte=since
     )
-    told: dict[str, set[str]] = {}
-    for data in signals.values_list("data", flat=True):
-        told.setdefault(str(data.get("port", "")), set()).add(str(data["reading"]))
+    told: dict[tuple[str, str], set[str]] = {}
+    for node_id, data in signals.values_list("node", "data"):
+        told.setdefault((node_id, str(data.get("port", ""))), set()).add(str(data["reading"]))
     return told
 
 
