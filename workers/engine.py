@@ -28,7 +28,7 @@ from controlplane.incidents.choices import (
     StepState,
 )
 from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
-from workers import guards, intake
+from workers import guards, intake, triage
 from workers.playbooks import PLAYBOOKS
 from workers.playbooks.base import (
     Ask,
@@ -54,6 +54,9 @@ MAX_ROUNDS = 5
 GUARD_RETRY_S = 5.0
 #: A plan that waits for a signature is held against the world this often: a change voids it.
 SIGNATURE_RETRY_S = 10.0
+
+#: What a failure may call for that only a person on the spot can do.
+HANDS = triage.FOR_PEOPLE - {"contact_vendor"}
 
 ACTIVE_RUN = Q(run__state__in=sorted(RUN_ACTIVE))
 
@@ -279,11 +282,18 @@ def _finish_step(
             # The rows must say "finished" before the incident asks whether anything is at work.
             step.save()
             run.save()
-            incidents.resolve(SYSTEM, run.incident.pk, f"{run.title}: {outcome.text}")
+            if not _waits_for_hands(run.incident):
+                incidents.resolve(SYSTEM, run.incident.pk, f"{run.title}: {outcome.text}")
         return
     upcoming = following.order_by("position")[:1].get()
     run.state = RunState.RUNNING
     PlaybookStep.objects.filter(pk=upcoming.pk).update(state=StepState.READY, wake_at=now)
+
+
+def _waits_for_hands(incident: Incident) -> bool:
+    """Whether something of a node's incident is left that no run mends: a person closes it."""
+    own = incident.subject.startswith("node/")
+    return own and incident.failures.filter(needed__in=sorted(HANDS)).exists()
 
 
 def _go_back(run: PlaybookRun, step: PlaybookStep, outcome: Back, now: datetime) -> None:

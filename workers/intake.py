@@ -41,15 +41,15 @@ from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState
 from controlplane.jobs.models import Job, Placement
 from workers import triage
-from workers.verdicts import HARDWARE_SPEAKS, verdict_of
+from workers.verdicts import HARDWARE_SPEAKS, deciding_signals, verdict_of
 
 log = structlog.get_logger(__name__)
 
 #: A fault that shows again within this time of its last line is the same one.
 BURST_GAP = timedelta(minutes=3)
 
-#: Of one fault at most so many signals decide.
-SIGNALS = 20
+#: A fault that is still there this long after its incident was closed is opened again.
+REOPENED_AFTER = timedelta(hours=1)
 #: So many lines, so long before a loss, are told with it.
 NOTES, NOTED_BEFORE = 10, timedelta(seconds=60)
 
@@ -201,21 +201,21 @@ def _failure_with(
 def _deciding(failure: Failure) -> triage.LineVerdict | None:
     """Of all that was said of one fault the gravest word, and of equally grave ones the first:
     whatever came first, and in whatever order it was delivered."""
-    signals = failure.signals.filter(kind__in=HARDWARE_SPEAKS).select_related("node", "gpu")
-    verdicts = [verdict_of(one) for one in signals.order_by("observed_at", "pk")[:SIGNALS]]
+    verdicts = [verdict_of(one) for one in deciding_signals(failure)]
     counting = [one for one in verdicts if one is not None and not triage.is_note(one)]
     return next(iter(triage.gravest(counting)), None)
 
 
 def _closed_too_soon(failure: Failure) -> bool:
-    """Whether people closed every incident of a fault that lasts until it is repaired, and here it
-    is again."""
-    told = failure.incidents.values_list("state", flat=True)
-    return (
-        failure.needed in triage.LASTING
-        and bool(told)
-        and not INCIDENT_UNRESOLVED.intersection(told)
-    )
+    """Whether every incident of a fault that lasts until it is repaired was closed, a while ago,
+    and here it is again. Not at once: whoever closes one may be at work on it."""
+    if failure.needed not in triage.LASTING:
+        return False
+    if failure.incidents.filter(state__in=INCIDENT_UNRESOLVED).exists():
+        return False
+    closed = failure.incidents.order_by("-resolved_at").first()
+    resolved_at = closed.resolved_at if closed else None
+    return resolved_at is not None and timezone.now() - resolved_at > REOPENED_AFTER
 
 
 def _wanted(failure: Failure) -> tuple[str, str]:
@@ -355,6 +355,8 @@ def _burst(
     found = Failure.objects.filter(
         near | lasting, node=node, gpu=card, last_seen_at__gte=_back_since(node)
     )
+    if card is None:  # else all ports, switches and losses of a node would be one fault
+        found = found.filter(code=verdict.code)
     return list(found.distinct().order_by("observed_at", "pk"))
 
 

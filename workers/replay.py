@@ -14,11 +14,9 @@ from django.db.models import QuerySet
 from controlplane.health.catalogue import Kind
 from controlplane.health.models import Failure, Signal
 from workers import triage
-from workers.verdicts import HARDWARE_SPEAKS, verdict_of
+from workers.verdicts import HARDWARE_SPEAKS, deciding_signals, verdict_of
 
 NOTHING = "nothing"
-#: Of one fault at most so many signals are judged anew.
-SIGNALS = 20
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ def replay(signals: QuerySet[Signal], rules: triage.Catalogue | None = None) -> 
     first. `rules`: the catalogues to judge by, those of today if not given.
 
     Of a fault that spoke through several signals the gravest decides; what merely repeated it
-    decided nothing, and of many only the first SIGNALS are looked at.
+    decided nothing.
     """
     signals = signals.select_related("node", "gpu").prefetch_related("failures")
     judged: set[str] = set()
@@ -63,8 +61,7 @@ def replay(signals: QuerySet[Signal], rules: triage.Catalogue | None = None) -> 
             yield _replayed(None, [signal], rules)
         elif failure.pk not in judged:
             judged.add(failure.pk)
-            told = failure.signals.filter(kind__in=HARDWARE_SPEAKS).select_related("node", "gpu")
-            yield _replayed(failure, list(told.order_by("observed_at", "pk")[:SIGNALS]), rules)
+            yield _replayed(failure, deciding_signals(failure), rules)
 
 
 def _replayed(

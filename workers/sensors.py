@@ -29,6 +29,8 @@ log = structlog.get_logger(__name__)
 #: A baseline is written down anew once it is exceeded by this share.
 RISE = 0.01
 
+#: A port that was not told of for this long is followed no more: its adapter was taken out.
+FORGOTTEN_S = 3600.0
 #: What was told within this time is not told again by a keeper that was started anew.
 LATELY = timedelta(days=7)
 
@@ -62,8 +64,7 @@ class Sensors:
             self._follow_flags(node_id, uuid, at, card)
             for found in self.cards[uuid].read(at.timestamp(), card):
                 self._due.append(partial(_tell_finding, node_id, uuid, at, found))
-        names = {node: {str(port["name"]) for port in told} for node, (_at, told) in ports.items()}
-        self._meet_ports(names)
+        self._meet_ports(ports)
         for node_id, at, port in _each(ports):
             name = str(port["name"])
             for found in self.ports[node_id][name].read(at.timestamp(), port):
@@ -103,20 +104,22 @@ class Sensors:
             if one.node_id == heard[one.gpu_id]
         }
         self._written |= {uuid: known.get(uuid, 0.0) for uuid in new}
-        told, flags = _told_before(new)
+        told, flags = _told_before({uuid: heard[uuid] for uuid in new})
         for uuid in new:
             self.cards[uuid] = CardWatch(
                 settings.READING_HOLD_S, known.get(uuid, 0.0), told.get(uuid, ())
             )
             self.flags[uuid] = flags.get(uuid, {})
 
-    def _meet_ports(self, heard: Mapping[str, set[str]]) -> None:
-        """The same of ports; those of which a node tells no more are forgotten."""
+    def _meet_ports(self, heard: Heard) -> None:
+        """The same of ports; those that a node has not told of for FORGOTTEN_S are forgotten."""
         new: dict[str, set[str]] = {}
-        for node_id, names in heard.items():
+        for node_id, (at, told_now) in heard.items():
             there = self.ports.setdefault(node_id, {})
-            for gone in set(there) - names:
-                del there[gone]
+            names = {str(port["name"]) for port in told_now}
+            gone = [n for n, one in there.items() if at.timestamp() - one.heard_at > FORGOTTEN_S]
+            for name in gone:
+                del there[name]
             if names - set(there):
                 new[node_id] = names - set(there)
         told = _told_of_ports(new) if new else {}
@@ -156,9 +159,13 @@ def _each(heard: Heard) -> Iterator[tuple[str, datetime, Mapping[str, Any]]]:
             yield node_id, at, one
 
 
-def _told_before(uuids: Collection[str]) -> tuple[dict[str, set[str]], dict[str, dict[str, float]]]:
-    """What was told of these cards and not repaired since, so that whoever forgot it does not tell
-    it again: the readings of LATELY, and the flags as they were last told."""
+def _told_before(
+    where: Mapping[str, str],
+) -> tuple[dict[str, set[str]], dict[str, dict[str, float]]]:
+    """What was told of these cards, in the nodes in which they are, and not repaired since, so that
+    whoever forgot it does not tell it again: the readings of LATELY, and the flags as they were
+    last told."""
+    uuids = list(where)
     repaired = dict(
         RepairRecord.objects.filter(gpu__in=uuids).order_by("at").values_list("gpu", "at")
     )
@@ -166,7 +173,9 @@ def _told_before(uuids: Collection[str]) -> tuple[dict[str, set[str]], dict[str,
     told: dict[str, set[str]] = {}
     flags: dict[str, dict[str, float]] = {}
     signals = Signal.objects.filter(gpu__in=uuids, kind=SignalKind.READING).order_by("observed_at")
-    for uuid, at, data in signals.values_list("gpu", "observed_at", "data"):
+    for uuid, node, at, data in signals.values_list("gpu", "node", "observed_at", "data"):
+        if node != where[uuid]:
+            continue  # in another node it is news
         if uuid in repaired and at < repaired[uuid] and data["reading"] not in KEPT_BY_CARD:
             continue
         if data["reading"] in FLAGS:

@@ -6,6 +6,7 @@ bound does not speak all the time. No Django, no I/O, no clock.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -225,12 +226,14 @@ class PortWatch:
             name: Rate(most, HOUR_S, name in told) for name, most in PORT_ERRORS_AN_HOUR.items()
         }
         self._drop = Bound(DROP_S, "port_drop" in told)
+        self.heard_at = math.inf  # when it was last told of
         self._was_up = False  # else nobody has plugged anything in
         self._down_since: float | None = None
         self._downs: list[float] = []  # when each that was long enough ended
 
     def read(self, at: float, port: Reading) -> list[Finding]:
         """Take in what it shows at this moment; what is to be told of it now."""
+        self.heard_at = at
         found = [_rate(rate, at, name, port) for name, rate in self._rates.items()]
         up = port.get("up")
         if up is not None:

@@ -208,6 +208,21 @@ def test_a_port_that_stays_down_is_a_signal_of_its_node(
     assert (signal.data["reading"], signal.data["port"]) == ("port_drop", "mlx5_0/1")
 
 
+def test_a_port_of_which_a_beat_says_nothing_is_not_forgotten(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    node = NodeFactory()
+    now = time.time()
+    for second in range(0, 300, 10):
+        port = {"name": "mlx5_0/1", "up": second == 0}
+        ports = [] if second == 10 else [port]
+        content = {"boot_id": "b", "received_at": now + second, "seq": 1, "ports": ports}
+        beats.hset(keeper.BEATS_KEY, node.pk, json.dumps(content))
+        keeper.keep(beats, memory)
+
+    assert Signal.objects.get(kind=SignalKind.READING).data["reading"] == "port_drop"
+
+
 def test_a_keeper_that_was_started_anew_tells_of_no_reading_again(
     beats: redis.Redis, memory: keeper.Memory, settings: Settings
 ) -> None:
@@ -240,6 +255,24 @@ def test_a_finding_that_cannot_be_written_keeps_no_other_from_it(
         keeper.keep(beats, memory)
 
     assert flags_told() == [("remap_failed", 1.0)]
+
+
+def test_what_a_card_says_of_itself_is_told_of_each_node_that_it_sits_in(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    before, after = NodeFactory(), NodeFactory()
+    card = GpuFactory(node=before)
+    now = time.time()
+    read(beats, before, now, {"uuid": card.uuid, "remap_failed": 1})
+    keeper.keep(beats, memory)
+    beats.delete(keeper.BEATS_KEY)
+    Gpu.objects.filter(pk=card.pk).update(node=after)
+    for second in (1, 2):
+        read(beats, after, now + second, {"uuid": card.uuid, "remap_failed": 1})
+        keeper.keep(beats, memory)
+
+    told = Signal.objects.filter(kind=SignalKind.READING).order_by("observed_at")
+    assert [signal.node for signal in told] == [before, after]
 
 
 def test_a_card_s_best_in_another_chassis_says_nothing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -14,8 +15,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from controlplane.fleet.choices import NodeState
-from controlplane.fleet.models import Command, Node
-from controlplane.health.actions import record_events
+from controlplane.fleet.models import Command, Gpu, Node
+from controlplane.health.actions import record_events, record_signal
+from controlplane.health.choices import SignalKind
 from controlplane.health.models import Failure
 from controlplane.incidents import limits, pricing
 from controlplane.incidents.choices import IncidentState
@@ -30,7 +32,7 @@ from tests.factories import (
     RackFactory,
     ReplicaFactory,
 )
-from tests.workers.world import World, answer, drain
+from tests.workers.world import HEALTHY, World, answer, drain, soaked
 from workers import engine, intake
 
 pytestmark = pytest.mark.django_db
@@ -324,11 +326,135 @@ def test_a_fault_that_a_person_closed_and_that_is_still_there_is_opened_again(
 ) -> None:
     world.kernel_says(world.spares[0], XID_54)
     drain()
-    Incident.objects.update(state=IncidentState.RESOLVED)
-    world.kernel_says(world.spares[0], XID_54)
+    for ago in (timedelta(minutes=5), timedelta(hours=2)):
+        Incident.objects.update(state=IncidentState.RESOLVED, resolved_at=timezone.now() - ago)
+        world.kernel_says(world.spares[0], XID_54)
+        drain()
+        opened = Incident.objects.exclude(state=IncidentState.RESOLVED).count()
+        assert opened == (ago > timedelta(hours=1))
+
+
+def test_a_graver_word_is_heard_though_its_node_s_incident_becomes_the_rack_s(
+    world: World, rack: list[Node]
+) -> None:
+    world.kernel_says(rack[0], XID_79)
+    world.kernel_says(rack[1], XID_79)
+    world.kernel_says(rack[2], XID_119)
+    drain(1)
+    world.kernel_says(rack[2], XID_79)
+    drain(1)
+
+    assert Failure.objects.get(node=rack[2]).code == "xid-79"
+    repair = PlaybookRun.objects.get(playbook="repair-node", node=rack[2])
+    assert repair.context["action"] == "reboot"
+
+
+def test_however_often_a_lesser_word_is_said_it_hides_no_graver_one(world: World) -> None:
+    node = world.spares[0]
+    world.kernel_says(node, *[f"{XID_119} {number}" for number in range(30)])
+    while intake.triage_signals():
+        pass
+    world.kernel_says(node, XID_79)
+    intake.triage_signals()
+
+    failure = Failure.objects.get()
+    assert (failure.code, failure.count) == ("xid-79", 31)
+
+
+def second_card_fails(world: World, node: Node) -> None:
+    GpuFactory(node=node, index=1, pci_address="00000000:43:00.0")
+    world.kernel_says(node, XID_119.replace("1b", "43"))
+
+
+@pytest.mark.parametrize("first", ["vendor", "reset"])
+def test_a_repair_that_is_asked_for_twice_does_the_most_and_as_soon_as_wanted(
+    world: World, first: str
+) -> None:
+    node = world.spares[0]
+    card = world.card_of(node)
+    told: list[Callable[[], None]] = [
+        lambda: record_reading(world, node, "remap_failed"),
+        lambda: second_card_fails(world, node),
+    ]
+    for tell in told if first == "vendor" else told[::-1]:
+        tell()
+        while intake.triage_signals():
+            pass
+
+    wanted = PlaybookRun.objects.get(playbook="repair-node").context
+    assert (wanted["action"], wanted["gpu"]) == ("contact_vendor", card.pk)
+    assert wanted["urgency"] == "now"
+
+
+def record_reading(world: World, node: Node, reading: str) -> None:
+    record_signal(
+        f"{reading}-{node.pk}",
+        SignalKind.READING,
+        source="keeper",
+        observed_at=timezone.now(),
+        node=node,
+        gpu=Gpu.objects.get(node=node, index=0),
+        data={"reading": reading, "value": 1.0},
+    )
+
+
+def test_a_node_that_was_silent_and_comes_back_with_a_fault_is_repaired_for_that(
+    world: World,
+) -> None:
+    node = world.spares[0]
+    world.silence(node)
+    intake.triage_signals()
+    world.hear(node)
+    world.kernel_says(node, XID_79)
     drain()
 
-    assert Incident.objects.exclude(state=IncidentState.RESOLVED).count() == 1
+    repair = PlaybookRun.objects.get(playbook="repair-node")
+    assert (repair.context["only_if_silent"], repair.context["hardware"]) == (False, True)
+    node.refresh_from_db()
+    assert node.state != NodeState.AVAILABLE
+
+
+def test_what_waits_until_a_node_is_idle_ends_its_incident(world: World) -> None:
+    node = world.spares[0]
+    world.shows(node, "remap_pending")
+    drain()
+    answer("reset_gpus", reset=[world.card_of(node).uuid])
+    drain()
+    answer("diagnose", **HEALTHY)
+    drain()
+    soaked()
+    drain()
+
+    assert Incident.objects.get().state == IncidentState.RESOLVED
+
+
+def test_a_repair_does_not_end_what_somebody_has_to_look_at(world: World) -> None:
+    node = world.spares[0]
+    world.shows(node, "throttle_reasons", 64)
+    world.shows(node, "remap_pending")
+    drain()
+    answer("reset_gpus", reset=[world.card_of(node).uuid])
+    drain()
+    answer("diagnose", **HEALTHY)
+    drain()
+    soaked()
+    drain()
+
+    assert PlaybookRun.objects.get(playbook="repair-node").state == "succeeded"
+    assert Incident.objects.get().unresolved
+
+
+def test_ports_and_switches_of_a_node_are_not_one_fault(world: World) -> None:
+    node = world.spares[0]
+    for reading, value in (("port_flaps", 3), ("symbol_errors", 500)):
+        record_signal(
+            reading, SignalKind.READING, source="keeper", observed_at=timezone.now(), node=node,
+            data={"reading": reading, "value": value, "port": "mlx5_0/1"},
+        )  # fmt: skip
+    drain()
+
+    assert set(Failure.objects.values_list("code", flat=True)) == {"fabric-flaps", "fabric-errors"}
+    assert Incident.objects.count() == 1
 
 
 #: What one card may say in one burst.

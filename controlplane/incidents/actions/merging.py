@@ -197,19 +197,24 @@ def _widen(incident: Incident, subject: str, title: str) -> None:
 
 def _absorb(other: Incident, into: Incident) -> None:
     """Let one incident go on as a part of another: its story, its failures and its runs."""
-    Incident.objects.select_for_update(no_key=True, of=("self",)).get(pk=other.pk)
+    other = Incident.objects.select_for_update(no_key=True, of=("self",)).get(pk=other.pk)
+    if not other.unresolved:
+        return  # it has been merged, or resolved, meanwhile
     into.failures.add(*other.failures.all())
     told = set(into.timeline.values_list("key", flat=True))
     TimelineEntry.objects.bulk_create(
-        TimelineEntry(
-            incident=into,
-            key=f"{other.pk}/{entry.key}"[:120],
-            at=entry.at,
-            kind=entry.kind,
-            text=entry.text,
-            data=entry.data,
-        )
-        for entry in other.timeline.exclude(key__in=told)
+        [
+            TimelineEntry(
+                incident=into,
+                key=f"{other.pk}/{entry.key}"[:120],
+                at=entry.at,
+                kind=entry.kind,
+                text=entry.text,
+                data=entry.data,
+            )
+            for entry in other.timeline.exclude(key__in=told)
+        ],
+        ignore_conflicts=True,
     )
     PlaybookRun.objects.filter(incident=other).update(incident=into)
     resolve_into(other.pk, into)

@@ -154,25 +154,42 @@ def repair_node(
         "urgency": urgency,
     }
     idle = urgency == Urgency.IDLE
+    # What waits for idleness may take days: of incidents only the node's own waits with it.
+    its_own = incident is not None and incident.subject == f"node/{node_id}"
     run = request_run(
         actor,
         "repair-node",
         node_id,
         cluster_id=node.cluster_id,
         title=f"Repair {node.name}" + (" when idle" if idle else ""),
-        incident=None if idle else incident,
+        incident=incident if its_own or not idle else None,
         node_id=node_id,
         context=context,
     )
-    before = str(run.context.get("action", action))
-    graver = ACTIONS.index(action) > ACTIONS.index(before)
-    sooner = urgency.before(str(run.context.get("urgency", Urgency.NOW)))
-    if not idle and (graver or sooner):
+    wanted = _both(run.context, context)
+    if not idle and wanted != run.context:
         PlaybookRun.objects.filter(pk=run.pk).update(
-            incident=incident, title=f"Repair {node.name}", context={**run.context, **context}
+            incident=incident, title=f"Repair {node.name}", context=wanted
         )
         PlaybookStep.objects.filter(run=run, state=StepState.WAITING).update(wake_at=timezone.now())
     return run
+
+
+def _both(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """What a repair is for that was asked for twice: the gravest action, on the card that calls for
+    it, as soon as either wants it."""
+    there = str(before.get("action", now["action"]))
+    graver = ACTIONS.index(now["action"]) > ACTIONS.index(there)
+    same_fault = before.get("gpu") == now["gpu"] and there == now["action"]
+    wanted = {**before, **now} if graver or same_fault else {**now, **before}
+    since = str(before.get("urgency", now["urgency"]))
+    return {
+        **wanted,
+        "urgency": now["urgency"] if Urgency(now["urgency"]).before(since) else since,
+        "only_if_silent": bool(before.get("only_if_silent")) and bool(now["only_if_silent"]),
+        "hardware": bool(before.get("hardware")) or bool(now["hardware"]),
+        "lost_placement": now["lost_placement"] or before.get("lost_placement", ""),
+    }
 
 
 def restore_coordinator(actor: Actor, job: Job, incident: Incident) -> PlaybookRun:
