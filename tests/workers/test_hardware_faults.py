@@ -25,7 +25,16 @@ from controlplane.incidents.choices import (
 from controlplane.incidents.models import Incident, PlaybookRun, RmaCase
 from controlplane.jobs import actions as jobs
 from tests.factories import CheckpointFactory, FailureFactory, GpuFactory, NodeFactory
-from tests.workers.world import HEALTHY, World, answer, drain, run_of, soaked, step_of
+from tests.workers.world import (
+    HEALTHY,
+    World,
+    answer,
+    drain,
+    reset_and_watched,
+    run_of,
+    soaked,
+    step_of,
+)
 
 pytestmark = pytest.mark.django_db
 
@@ -174,12 +183,7 @@ def test_a_contained_error_moves_the_replica_and_resets_the_node(world: World) -
     rejoin(world, 1)
     assert world.placement_of(1).node == world.spares[0]
     assert Incident.objects.get().state == IncidentState.RESOLVED  # it waits for no reset
-    answer("reset_gpus", reset=[world.card_of(node).uuid])
-    drain()
-    answer("diagnose", **HEALTHY)
-    drain()
-    soaked()
-    drain()
+    reset_and_watched(world, node)
     node.refresh_from_db()
     assert (node.state, node.reset_pending) == (NodeState.AVAILABLE, "")
     assert RepairRecord.objects.get(gpu=world.card_of(node)).rung == Rung.RESET_GPU
@@ -529,12 +533,7 @@ def test_a_card_that_drifts_is_emptied_at_a_checkpoint_before_the_fault(world: W
     drain()
     rejoin(world, 1)
     assert world.placement_of(1).node == world.spares[0]
-    answer("reset_gpus", reset=[world.card_of(node).uuid])
-    drain()
-    answer("diagnose", **HEALTHY)
-    drain()
-    soaked()
-    drain()
+    reset_and_watched(world, node)
 
     node.refresh_from_db()
     incident = Incident.objects.get()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
 import pytest
@@ -121,6 +121,13 @@ def read(client: redis.Redis, node: Node, at: float, card: dict[str, object]) ->
     client.hset(keeper.BEATS_KEY, node.pk, json.dumps(content))
 
 
+def read_ports(
+    client: redis.Redis, node: Node, at: float, ports: Sequence[Mapping[str, object]]
+) -> None:
+    content = {"boot_id": node.boot_id, "received_at": at, "seq": 1, "ports": ports}
+    client.hset(keeper.BEATS_KEY, node.pk, json.dumps(content))
+
+
 def test_a_card_whose_corrected_errors_accelerate_is_a_signal_once(
     beats: redis.Redis, memory: keeper.Memory, settings: Settings
 ) -> None:
@@ -199,8 +206,7 @@ def test_a_port_that_stays_down_is_a_signal_of_its_node(
     now = time.time()
     for second in range(0, 300, 10):
         ports = [{"name": "mlx5_0/1", "up": second == 0}, {"name": "mlx5_1/1", "up": 1}]
-        content = {"boot_id": "b", "received_at": now + second, "seq": 1, "ports": ports}
-        beats.hset(keeper.BEATS_KEY, node.pk, json.dumps(content))
+        read_ports(beats, node, now + second, ports)
         keeper.keep(beats, memory)
 
     signal = Signal.objects.get(kind=SignalKind.READING)
@@ -216,8 +222,7 @@ def test_a_port_of_which_a_beat_says_nothing_is_not_forgotten(
     for second in range(0, 300, 10):
         port = {"name": "mlx5_0/1", "up": second == 0}
         ports = [] if second == 10 else [port]
-        content = {"boot_id": "b", "received_at": now + second, "seq": 1, "ports": ports}
-        beats.hset(keeper.BEATS_KEY, node.pk, json.dumps(content))
+        read_ports(beats, node, now + second, ports)
         keeper.keep(beats, memory)
 
     assert Signal.objects.get(kind=SignalKind.READING).data["reading"] == "port_drop"
@@ -250,8 +255,7 @@ def test_a_finding_that_cannot_be_written_keeps_no_other_from_it(
     ports = [{"name": "nul\0/1", "up": 1, "symbol_errors": 0}]
     for at, errors in ((0, 0), (1, 500)):
         ports[0]["symbol_errors"] = errors
-        content = {"boot_id": "b", "received_at": time.time() + at, "seq": 1, "ports": ports}
-        beats.hset(keeper.BEATS_KEY, second.pk, json.dumps(content))
+        read_ports(beats, second, time.time() + at, ports)
         keeper.keep(beats, memory)
 
     assert flags_told() == [("remap_failed", 1.0)]

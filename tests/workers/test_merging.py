@@ -32,7 +32,7 @@ from tests.factories import (
     RackFactory,
     ReplicaFactory,
 )
-from tests.workers.world import HEALTHY, World, answer, drain, soaked
+from tests.workers.world import World, answer, drain, reset_and_watched
 from workers import engine, intake
 
 pytestmark = pytest.mark.django_db
@@ -418,12 +418,7 @@ def test_what_waits_until_a_node_is_idle_ends_its_incident(world: World) -> None
     node = world.spares[0]
     world.shows(node, "remap_pending")
     drain()
-    answer("reset_gpus", reset=[world.card_of(node).uuid])
-    drain()
-    answer("diagnose", **HEALTHY)
-    drain()
-    soaked()
-    drain()
+    reset_and_watched(world, node)
 
     assert Incident.objects.get().state == IncidentState.RESOLVED
 
@@ -433,12 +428,7 @@ def test_a_repair_does_not_end_what_somebody_has_to_look_at(world: World) -> Non
     world.shows(node, "throttle_reasons", 64)
     world.shows(node, "remap_pending")
     drain()
-    answer("reset_gpus", reset=[world.card_of(node).uuid])
-    drain()
-    answer("diagnose", **HEALTHY)
-    drain()
-    soaked()
-    drain()
+    reset_and_watched(world, node)
 
     assert PlaybookRun.objects.get(playbook="repair-node").state == "succeeded"
     assert Incident.objects.get().unresolved

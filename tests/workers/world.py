@@ -242,3 +242,13 @@ def soaked() -> None:
     """The time of being watched is over."""
     long_ago = timezone.now() - timedelta(hours=1)
     PlaybookStep.objects.filter(key="soak").update(started_at=long_ago, timeout_s=1e6)
+
+
+def reset_and_watched(world: World, node: Node) -> None:
+    """Its cards are reset, it passes its diagnostic, and is watched long enough."""
+    answer("reset_gpus", reset=[world.card_of(node).uuid])
+    drain()
+    answer("diagnose", **HEALTHY)
+    drain()
+    soaked()
+    drain()
