@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from controlplane.fleet.choices import NodeState
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.choices import NodeState, Rung
 from controlplane.fleet.models import Command, Gpu, Node
 from controlplane.health.actions import record_events, record_signal
 from controlplane.health.choices import SignalKind
@@ -261,6 +262,16 @@ def test_a_program_s_error_on_a_whole_rack_is_no_fault_of_the_rack(
         world.kernel_says(node, XID_31)
     drain()
     assert not Incident.objects.exists()
+
+
+def test_nodes_that_failed_and_were_repaired_one_after_the_other_share_nothing(
+    world: World, rack: list[Node]
+) -> None:
+    for node in rack:
+        world.kernel_says(node, XID_54)
+        drain()
+        fleet.record_repair(node.pk, Rung.REBOOT, f"stp_{node.pk}")
+    assert {one.subject.split("/")[0] for one in Incident.objects.all()} == {"node"}
 
 
 def test_two_nodes_of_a_rack_are_not_many(world: World, rack: list[Node]) -> None:

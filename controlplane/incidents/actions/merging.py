@@ -8,14 +8,14 @@ from datetime import datetime, timedelta
 
 from django.conf import settings
 from django.db import connection
-from django.db.models import F, Q
+from django.db.models import Exists, F, OuterRef, Q
 from django.utils import timezone
 
 from controlplane.accounts.actions import audit
 from controlplane.accounts.models import SYSTEM
 from controlplane.fleet.changes import change, touch
 from controlplane.fleet.choices import IN_SERVICE
-from controlplane.fleet.models import Node
+from controlplane.fleet.models import Node, RepairRecord
 from controlplane.health.choices import FaultClass
 from controlplane.health.models import Failure
 from controlplane.incidents.actions.incidents import open_or_merge, resolve_into, tell
@@ -100,10 +100,11 @@ def share_cause(node: Node, failure: Failure) -> Incident | None:
     """The incident of the node's rack, or of its switch, if so much of it shows this fault that the
     cause is what its nodes share: power, cooling, the switch itself. None if not.
 
-    A share of SILENCE_SHARE of its nodes in service, MANY at least, within SHARED_WITHIN. The
-    incidents of single nodes about the same are merged into it; that of a job which lost replicas
-    there stays its own. What programs do wrong they do wherever they run. Whether automation goes
-    on with single nodes is the breaker's to say.
+    A share of SILENCE_SHARE of its nodes in service, MANY at least, within SHARED_WITHIN, but for
+    those that have been repaired since: what went one after the other is not shared. The incidents
+    of single nodes about the same are merged into it; that of a job which lost replicas there stays
+    its own. What programs do wrong they do wherever they run. Whether automation goes on with
+    single nodes is the breaker's to say.
     """
     if failure.fault_class == FaultClass.PROGRAM:
         return None
@@ -126,7 +127,10 @@ def _shared(node: Node, failure: Failure, subject: str, where: str, there: Q) ->
         cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", [subject])
     since = timezone.now() - SHARED_WITHIN
     members = Node.objects.filter(there)
-    told = Failure.objects.filter(code=failure.code, last_seen_at__gte=since, node__in=members)
+    repaired = RepairRecord.objects.filter(node=OuterRef("node"), at__gt=OuterRef("last_seen_at"))
+    told = Failure.objects.filter(
+        ~Exists(repaired), code=failure.code, last_seen_at__gte=since, node__in=members
+    )
     nodes = set(told.values_list("node", flat=True)) | {node.pk}
     in_service = members.filter(state__in=sorted(IN_SERVICE)).values_list("pk", flat=True)
     total = len(nodes.union(in_service))
