@@ -291,9 +291,9 @@ def _finish_step(
 
 
 def _waits_for_hands(incident: Incident) -> bool:
-    """Whether something of a node's incident is left that no run mends: a person closes it."""
-    own = incident.subject.startswith("node/")
-    return own and incident.failures.filter(needed__in=sorted(HANDS)).exists()
+    """Whether something of an incident of nodes is left that no run mends: a person closes it."""
+    of_nodes = incident.subject.startswith(("node/", "rack/", "switch/"))
+    return of_nodes and incident.failures.filter(needed__in=sorted(HANDS)).exists()
 
 
 def _go_back(run: PlaybookRun, step: PlaybookStep, outcome: Back, now: datetime) -> None:

@@ -155,7 +155,7 @@ def _take_up(signal: Signal, node: Node, card: Gpu | None, verdict: triage.LineV
     if (verdict.code, verdict.action, verdict.urgency) != (failure.code, *_wanted(failure)):
         deciding = _deciding(failure) or verdict
         _say(failure, deciding)
-    acted_on = before == (deciding.action, deciding.urgency) and not _closed_too_soon(failure)
+    acted_on = before == (deciding.action, deciding.urgency) and not _still_there(failure)
     if acted_on or node.state not in IN_SERVICE:  # else it is in somebody's hands already
         _name_incidents(failure, node, deciding)
         _tell_node_incident(signal)
@@ -206,7 +206,7 @@ def _deciding(failure: Failure) -> triage.LineVerdict | None:
     return next(iter(triage.gravest(counting)), None)
 
 
-def _closed_too_soon(failure: Failure) -> bool:
+def _still_there(failure: Failure) -> bool:
     """Whether every incident of a fault that lasts until it is repaired was closed, a while ago,
     and here it is again. Not at once: whoever closes one may be at work on it."""
     if failure.needed not in triage.LASTING:
