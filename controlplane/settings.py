@@ -211,6 +211,8 @@ REPAIR_ATTEMPTS_PER_DAY = env_int("REPAIR_ATTEMPTS_PER_DAY", 2)
 CAUSE_WAIT_S = env_float("CAUSE_WAIT_S", 10)
 #: A started replica must be training again within this many seconds.
 REPLICA_START_DEADLINE_S = env_float("REPLICA_START_DEADLINE_S", 600)
+#: The vendor's field diagnostic of one card must end within this many seconds.
+FIELD_DIAGNOSTIC_S = env_float("FIELD_DIAGNOSTIC_S", 6 * 3600)
 #: A power-cycled node must beat again within this many seconds.
 BOOT_DEADLINE_S = env_float("BOOT_DEADLINE_S", 1200)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from node_agent import __version__, wire
+from node_agent import __version__, field_diagnostic, wire
 from node_agent.collectors import Hardware, HardwareUnknown, ResetFailed, kmsg, reset_marks
 from node_agent.collectors.repeats import Told
 from node_agent.commands import Commands
@@ -65,6 +65,7 @@ class Agent:
     def run(self) -> None:
         """Enrol if needed, then work until stopped. Raises CannotEnrol."""
         self._first_word()
+        field_diagnostic.end_left_over(self._config)
         identity = identify(self._config, self._boot_id, __version__, self._inventory, self._pause)
         if identity is None:
             return
@@ -76,6 +77,7 @@ class Agent:
             self._supervisor,
             self._diagnose,
             self._reset_cards,
+            self._field_diagnose,
             self._results,
         )
         commands.recover()
@@ -167,7 +169,8 @@ class Agent:
             log("hardware_unknown", "error", error=str(error))
             return False
         processes = sorted(self._supervisor.processes(), key=lambda process: process.placement)
-        said = (inventory, processes, self._config.switch)
+        has_diagnostic = bool(self._config.field_diagnostic)
+        said = (inventory, processes, self._config.switch, has_diagnostic)
         digest = hashlib.sha256(msgspec.json.encode(said)).hexdigest()
         if digest == self._reported:
             return True
@@ -178,6 +181,7 @@ class Agent:
             agent_version=__version__,
             inventory=inventory,
             switch=self._config.switch,
+            field_diagnostic=has_diagnostic,
             processes=processes,
         )
         try:
@@ -274,8 +278,11 @@ class Agent:
         fitted = {gpu.uuid: gpu.pci_address for gpu in self._hardware.inventory().gpus}
         reset = self._hardware.reset(uuids)
         log("cards_reset", uuids=reset)
+        self._note_reset([] if fitted.keys() <= set(reset) else [fitted[uuid] for uuid in reset])
+        return {"reset": reset}
+
+    def _note_reset(self, pcis: list[str]) -> None:
         self._cards_were_reset.set()
-        pcis = [] if fitted.keys() <= set(reset) else [fitted[uuid] for uuid in reset]
         try:
             reset_marks.note(self._config, self._boot_id, pcis)
         except OSError as error:
@@ -284,7 +291,18 @@ class Agent:
                 " the kernel's log still speak against them: see that the agent can read that log"
                 " and write its state folder, then reset them again"
             ) from error
-        return {"reset": reset}
+
+    def _field_diagnose(self, uuid: str, limit_s: float) -> dict[str, Any]:
+        """Raises NoVerdict or HardwareUnknown; ResetFailed if a pass could not be noted."""
+        card = next((gpu for gpu in self._hardware.inventory().gpus if gpu.uuid == uuid), None)
+        if card is None or uuid in self._hardware.readings().unreadable:
+            return {"uuid": uuid, "outcome": "absent"}
+        with self._hardware.let_go():
+            found = field_diagnostic.examine(self._config, card, limit_s)
+        if found["outcome"] == "passed":
+            # It takes the card from the driver and resets it: what was said before is answered.
+            self._note_reset([card.pci_address])
+        return found
 
     def _busy(self) -> bool:
         return any(process.kind == "rank" for process in self._supervisor.processes())

@@ -17,6 +17,7 @@ import msgspec
 from node_agent import wire
 from node_agent.collectors import HardwareUnknown, ResetFailed
 from node_agent.config import Config
+from node_agent.field_diagnostic import NoVerdict
 from node_agent.files import Journal
 from node_agent.identity import Identity
 from node_agent.log import log
@@ -30,7 +31,7 @@ KEEP_S = 7 * 86_400.0
 
 Output = dict[str, Any]
 #: What a command may come to grief on: its result is then `failed`, with the reason.
-FAILURES = (CannotStart, CardsInUse, HardwareUnknown, ResetFailed)
+FAILURES = (CannotStart, CardsInUse, HardwareUnknown, NoVerdict, ResetFailed)
 
 
 class _Refusal(Exception):
@@ -57,6 +58,7 @@ class Commands:
         supervisor: Supervisor,
         diagnose: Callable[[int], Output],
         reset: Callable[[list[str]], Output],
+        field_diagnose: Callable[[str, float], Output],
         results: Spool,
     ) -> None:
         self._config = config
@@ -64,6 +66,7 @@ class Commands:
         self._supervisor = supervisor
         self._diagnose = diagnose
         self._reset = reset
+        self._field_diagnose = field_diagnose
         self._results = results
         self._lock = threading.Lock()
         self._journal = Journal(config.state_dir / "commands.jsonl")
@@ -122,6 +125,8 @@ class Commands:
     def _check_allowed(self, action: wire.Verb) -> None:
         if isinstance(action, wire.StartRank) and action.program not in self._config.programs:
             raise _Refusal(f"allow-list: no program {action.program!r} in the agent's `programs`")
+        if isinstance(action, wire.FieldDiagnose) and not self._config.field_diagnostic:
+            raise _Refusal("allow-list: no `field_diagnostic` in the agent's configuration")
         if isinstance(action, wire.StartRank | wire.StartCoordinator):
             # They become names of files; wire.Id excludes the slash but not these two.
             for name in (action.job, action.placement):
@@ -172,7 +177,11 @@ class Commands:
 
     def _begin_slow(
         self,
-        action: wire.StartCoordinator | wire.StopProcess | wire.Diagnose | wire.ResetGpus,
+        action: wire.StartCoordinator
+        | wire.StopProcess
+        | wire.Diagnose
+        | wire.ResetGpus
+        | wire.FieldDiagnose,
     ) -> Callable[[], Output]:
         if isinstance(action, wire.StartCoordinator):
             started = self._supervisor.start_coordinator(action)
@@ -181,13 +190,18 @@ class Commands:
             return lambda: {"stopped": self._supervisor.stop(action.placement, action.grace_s)}
         if isinstance(action, wire.ResetGpus):
             # Held from here on, so that a start that comes right behind it cannot overtake it.
-            self._supervisor.hold_cards()
-            return lambda: self._reset_held(action.uuids)
+            self._supervisor.hold_cards("being reset")
+            return lambda: self._release_after(lambda: self._reset(action.uuids))
+        if isinstance(action, wire.FieldDiagnose):
+            self._supervisor.hold_cards("being examined")
+            return lambda: self._release_after(
+                lambda: self._field_diagnose(action.uuid, action.limit_s)
+            )
         return lambda: self._diagnose(action.level)
 
-    def _reset_held(self, uuids: list[str]) -> Output:
+    def _release_after(self, work: Callable[[], Output]) -> Output:
         try:
-            return self._reset(uuids)
+            return work()
         finally:
             self._supervisor.release_cards()
 

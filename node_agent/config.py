@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from node_agent.wire import Name, Short
+from node_agent.wire import GpuInfo, Name, Short
 
+#: What stands for the card in the arguments of `field_diagnostic`.
+CARD_NAMES = ("{pci}", "{uuid}", "{index}")
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -39,6 +41,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kernel_log: Path | None = None  # default: /dev/kmsg, or kernel.log in hardware_dir
     boot_id_file: Path | None = None  # default: the kernel's, or boot_id in hardware_dir
     nvidia_smi: Path = Path("/usr/bin/nvidia-smi")  # what resets real cards
+    #: The vendor's field diagnostic: argv, in which {pci}, {uuid} or {index} stands for the card.
+    #: Exit status as NVIDIA's: 0 the card passed, 1 it is defective, anything else no verdict.
+    field_diagnostic: list[str] = []
     workdir: Path = REPOSITORY  # ranks start here, and import `runtime` from here
     #: Allow-list: program name -> argv. A first item "python" means this interpreter.
     programs: dict[Name, list[str]] = {}
@@ -55,8 +60,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def argv(self, program: str) -> list[str]:
         """The command line of an allowed program. Raises KeyError for any other name."""
-        argv = self.programs[program]
-        return [sys.executable, *argv[1:]] if argv[0] == "python" else list(argv)
+        return _with_our_python(self.programs[program])
+
+    def field_diagnostic_argv(self, card: GpuInfo) -> list[str]:
+        """The command line that examines this card."""
+        domain, _, rest = card.pci_address.lower().partition(":")
+        pci = f"{domain[-4:]}:{rest}"  # as sysfs names it; NVML's domain has eight digits
+        names = {"{pci}": pci, "{uuid}": card.uuid, "{index}": str(card.index)}
+        argv = _with_our_python(self.field_diagnostic)
+        for name, value in names.items():
+            argv = [word.replace(name, value) for word in argv]
+        return argv
 
     def _simulated(self, name: str) -> Path | None:
         return self.hardware_dir / name if self.hardware_dir is not None else None
@@ -90,6 +104,17 @@ def _check(path: Path, config: Config) -> None:
         raise ConfigError(f"{path}: `ingest_url` must start with http:// or https://")
     if config.hardware == "simulated" and config.hardware_dir is None:
         raise ConfigError(f"{path}: `hardware_dir` is needed when `hardware` is simulated")
+    if config.field_diagnostic and not any(
+        name in word for name in CARD_NAMES for word in config.field_diagnostic[1:]
+    ):
+        raise ConfigError(
+            f"{path}: `field_diagnostic` must say which card it examines, or its verdict would be"
+            f" of all: put one of {', '.join(CARD_NAMES)} into its arguments"
+        )
     for name, argv in config.programs.items():
         if not argv or not argv[0]:
             raise ConfigError(f"{path}: `programs.{name}` needs at least the program to run")
+
+
+def _with_our_python(argv: list[str]) -> list[str]:
+    return [sys.executable, *argv[1:]] if argv[0] == "python" else list(argv)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,6 +140,9 @@ class SimulatedHardware:
         except (OSError, ValueError, KeyError) as error:
             raise HardwareUnknown(f"{self._path}: {error!r}") from error
         return reset
+
+    def let_go(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def close(self) -> None:
         self._watch.close()

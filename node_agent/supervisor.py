@@ -79,7 +79,7 @@ class Supervisor:
         self._watcher = ExitWatcher()
         self._running: dict[str, Running] = {}
         self._restarts: dict[str, int] = {}  # placement of a coordinator -> deaths in a row
-        self._cards_held = False
+        self._cards_held = ""
         (config.state_dir / "ports").mkdir(parents=True, exist_ok=True)
         self._journal = Journal(config.state_dir / "placements.jsonl")
 
@@ -106,19 +106,22 @@ class Supervisor:
             running = self._running.get(placement)
             return running.placement if running is not None else None
 
-    def hold_cards(self) -> None:
-        """Keep ranks away until `release_cards`: none starts meanwhile. Raises CardsInUse."""
+    def hold_cards(self, why: str) -> None:
+        """Keep ranks away until `release_cards`: none starts meanwhile. Raises CardsInUse.
+
+        `why` goes on "the cards are".
+        """
         with self._lock:
             ranks = [r.placement.placement for r in self._running.values() if _is_rank(r)]
             if ranks:
                 raise CardsInUse(f"the rank {ranks[0]} runs on this node: stop it first")
             if self._cards_held:
-                raise CardsInUse("the cards are being reset already: wait for that")
-            self._cards_held = True
+                raise CardsInUse(f"the cards are {self._cards_held} already: wait for that")
+            self._cards_held = why
 
     def release_cards(self) -> None:
         with self._lock:
-            self._cards_held = False
+            self._cards_held = ""
 
     def start_rank(self, action: wire.StartRank) -> Placement:
         """Start a rank; one that already runs is returned as it is. Raises CannotStart."""
@@ -209,7 +212,9 @@ class Supervisor:
             if already is not None:
                 return already.placement
             if self._cards_held and placement.kind == "rank":
-                raise CannotStart("the cards of this node are being reset: start it afterwards")
+                raise CannotStart(
+                    f"the cards of this node are {self._cards_held}: start it afterwards"
+                )
             try:
                 # Written first: after a crash right here the process is still found as an orphan.
                 self._journal.append([_put(placement)])

@@ -187,6 +187,8 @@ class Report(Message, frozen=True):
     inventory: Inventory
     #: The switch that its fabric hangs on, by whatever name the site has for it.
     switch: Short = ""
+    #: Whether the vendor's field diagnostic is set up on it.
+    field_diagnostic: bool = False
     processes: Annotated[list[ProcessInfo], msgspec.Meta(max_length=256)] = []
 
 
@@ -342,7 +344,20 @@ class ResetGpus(Message, frozen=True, tag="reset_gpus", tag_field="verb"):
     uuids: Annotated[list[Id], msgspec.Meta(max_length=64)] = []
 
 
-Verb = StartCoordinator | StartRank | StopProcess | Diagnose | ResetGpus
+class FieldDiagnose(Message, frozen=True, tag="field_diagnose", tag_field="verb"):
+    """Run the vendor's field diagnostic on one card. Fails while a rank runs on the node.
+
+    Result output: `uuid`, `outcome` ("passed"; "failed": the card is defective; "absent": it does
+    not answer, so there is nothing to examine), and unless it is absent `status` (the tool's exit
+    status), `seconds`, `log` (the file on the node with all that the tool wrote) and `said` (its
+    last words). A tool that gives no verdict is a command that failed.
+    """
+
+    uuid: Id
+    limit_s: Annotated[float, msgspec.Meta(gt=0, le=7 * 86_400)]
+
+
+Verb = StartCoordinator | StartRank | StopProcess | Diagnose | ResetGpus | FieldDiagnose
 
 
 class Command(Message, frozen=True):

@@ -293,7 +293,14 @@ def _finish_step(
 def _waits_for_hands(incident: Incident) -> bool:
     """Whether something of an incident of nodes is left that no run mends: a person closes it."""
     of_nodes = incident.subject.startswith(("node/", "rack/", "switch/"))
-    return of_nodes and incident.failures.filter(needed__in=sorted(HANDS)).exists()
+    return of_nodes and any(
+        triage.is_for_people(
+            failure.needed,
+            failure.fault_class,
+            can_examine=bool(failure.gpu_id and failure.node and failure.node.can_examine),
+        )
+        for failure in incident.failures.filter(needed__in=sorted(HANDS)).select_related("node")
+    )
 
 
 def _go_back(run: PlaybookRun, step: PlaybookStep, outcome: Back, now: datetime) -> None:

@@ -50,6 +50,8 @@ BURST_GAP = timedelta(minutes=3)
 
 #: A fault that is still there this long after its incident was closed is opened again.
 REOPENED_AFTER = timedelta(hours=1)
+#: What a repair of the node can be asked for; the last two only where a card is to blame.
+REPAIRS = triage.NODE_REPAIRS | {"field_diagnostic", "contact_vendor"}
 #: So many lines, so long before a loss, are told with it.
 NOTES, NOTED_BEFORE = 10, timedelta(seconds=60)
 
@@ -259,7 +261,11 @@ def _act_on_failure(
     verdict: triage.LineVerdict,
 ) -> Incident | None:
     """Open the incident, and ask for the runs that mend it. Returns it, if there is one."""
-    incident = _incident_of_failure(signal, node, placement, verdict)
+    can_examine = failure.gpu_id is not None and node.can_examine
+    for_people = not verdict.replace_card and triage.is_for_people(
+        verdict.action, verdict.fault, can_examine=can_examine
+    )
+    incident = _incident_of_failure(signal, node, placement, verdict, for_people)
     if incident is None:
         return None
     title, sentence = _words_of_cause(failure, node, verdict)
@@ -281,7 +287,7 @@ def _act_on_failure(
     if verdict.reset_when_idle:
         fleet.set_reset_pending(SYSTEM, node.pk, sentence)
         repair(action=Action.RESET_GPU, urgency=Urgency.IDLE)
-    elif verdict.action in triage.NODE_REPAIRS or verdict.replace_card:
+    elif verdict.action in REPAIRS and not for_people:
         repair(action=Action(verdict.action), urgency=Urgency(verdict.urgency))
     return incident
 
@@ -304,13 +310,16 @@ def _words_of_cause(failure: Failure, node: Node, verdict: triage.LineVerdict) -
 
 
 def _incident_of_failure(
-    signal: Signal, node: Node, placement: Placement | None, verdict: triage.LineVerdict
+    signal: Signal,
+    node: Node,
+    placement: Placement | None,
+    verdict: triage.LineVerdict,
+    for_people: bool,
 ) -> Incident | None:
     """The incident of the replica that the node holds, or one about the node; None: no incident.
 
     A fault of a program on a node that holds none of ours is nobody's incident here.
     """
-    for_people = verdict.action in triage.FOR_PEOPLE and not verdict.replace_card
     harmless = verdict.urgency == "idle"  # the replica that the node holds trains on
     in_use = placement is not None and placement.replica.job.state in JOB_ACTIVE
     if placement is not None and in_use and not for_people and not harmless:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-#: What automation can do to a node, gentlest first; after the last comes the vendor.
-LADDER = ("reset_gpu", "reboot", "power_cycle", "rma")
+#: What automation can do to a node, gentlest first; the last hands the card to its vendor.
+LADDER = ("reset_gpu", "reboot", "power_cycle", "field_diagnostic", "rma")
 #: Where each action begins.
 _START = {
     "reset_gpu": "reset_gpu",
     "drain_and_reset": "reset_gpu",
     "reboot": "reboot",
     "power_cycle": "power_cycle",
+    "field_diagnostic": "field_diagnostic",
 }
 #: A restart that did not cure the same fault of the same card is not tried again.
 _RESTARTS = frozenset({"reboot", "power_cycle"})
@@ -39,30 +40,42 @@ class Choice:
 
 
 def choose_rung(
-    action: str, record: Record, *, limit: int, card_known: bool, not_below: str = ""
+    action: str,
+    record: Record,
+    *,
+    limit: int,
+    card_known: bool,
+    can_examine: bool = False,
+    not_below: str = "",
 ) -> Choice | None:
     """The gentlest rung that the failure calls for and the record still allows.
 
     `not_below` is set once a gentler rung was tried in this very repair and did not help. None: no
     rung is left that automation may take, a person decides. The same fault of the same card after
-    a restart goes to the vendor (NVIDIA's catalogue on XID 79: restart, then contact support), and
-    repairs that are repeated without end are the commonest complaint about automatic remediation,
-    so `limit` attempts in 24 hours close a rung. A card that NVIDIA's memory guide has replaced
-    goes to the vendor at once, whatever brought it here: no reset gives it new rows.
+    a restart is not restarted again (NVIDIA's catalogue on XID 79: restart, then contact support),
+    and repairs that are repeated without end are the commonest complaint about automatic
+    remediation, so `limit` attempts in 24 hours close a rung. `can_examine`: the node has the
+    vendor's field diagnostic, whose word a vendor wants before it takes a card back; without it
+    that rung is passed over, and what calls for it is a person's. A card that NVIDIA's memory guide
+    has replaced goes to the vendor at once, whatever brought it here: no reset gives it new rows.
     """
     if record.beyond_remapping and card_known:
         return Choice("rma", f"{record.beyond_remapping} (NVIDIA's memory guide)")
     start = _START.get(action)
-    if start is None:
+    can_examine = can_examine and card_known
+    if start is None or (start == "field_diagnostic" and not can_examine):
         return None
     begin = max(LADDER.index(start), LADDER.index(not_below) if not_below else 0)
     reasons = [f"{action.replace('_', ' ')} is what the failure calls for"]
     if not_below:
-        reasons.append("a gentler rung did not help")
+        did_not = "the field diagnostic" if not_below == "rma" else "a gentler rung"
+        reasons.append(f"{did_not} did not help")
     for rung in LADDER[begin:]:
         tried = record.attempts.get(rung, 0)
         if rung == "rma":
             break
+        if rung == "field_diagnostic" and not can_examine:
+            continue
         if rung in _RESTARTS and record.in_vain & _RESTARTS:
             again = "the same fault of the same card came again after a restart"
             reasons += [again] if again not in reasons else []

@@ -154,6 +154,11 @@ class Node(models.Model):
         return COLOURS[NodeState(self.state)]
 
     @property
+    def can_examine(self) -> bool:
+        """Whether the vendor's field diagnostic is set up on it, as its agent says."""
+        return bool(self.report.get("field_diagnostic"))
+
+    @property
     def reachable(self) -> bool:
         """Whether it is heard; one without a lease was never expected to beat."""
         return not hasattr(self, "lease") or self.lease.reachable

@@ -12,7 +12,8 @@ from controlplane.health.models import Failure
 def bundle(gpu: Gpu, node: Node) -> dict[str, Any]:
     """Everything a vendor asks for, as one JSON value: the card, its failures, its repairs."""
     failures = Failure.objects.filter(gpu=gpu).prefetch_related("signals").order_by("observed_at")
-    diagnostics = Command.objects.filter(node=node, verb="diagnose").order_by("-created_at")[:5]
+    orders = Command.objects.filter(node=node, verb__in=("diagnose", "field_diagnose"))
+    diagnostics = orders.order_by("-created_at")[:5]
     inventory = node.report.get("inventory", {}) if isinstance(node.report, dict) else {}
     return {
         "card": {
@@ -48,7 +49,13 @@ def bundle(gpu: Gpu, node: Node) -> dict[str, Any]:
             for repair in gpu.repairs.select_related("node").order_by("at")
         ],
         "diagnostics": [
-            {"at": command.created_at.isoformat(), "state": command.state, **command.output}
+            {
+                "verb": command.verb,
+                "at": command.created_at.isoformat(),
+                "state": command.state,
+                "error": command.error,
+                **command.output,
+            }
             for command in diagnostics
         ],
     }

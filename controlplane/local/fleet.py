@@ -125,7 +125,7 @@ def _cluster(home: Path, cluster: str, count: int) -> list[NodePlan]:
 
 
 def _agent_settings(node: NodePlan, ingest_url: str, shared: Path) -> str:
-    values: dict[str, str | int] = {
+    values: dict[str, str | int | list[str]] = {
         "name": node.name,
         "rack": node.rack,
         "switch": f"{node.rack}-leaf",
@@ -141,6 +141,10 @@ def _agent_settings(node: NodePlan, ingest_url: str, shared: Path) -> str:
         "kernel_log": str(node.chassis / "kernel.log"),
         "boot_id_file": str(node.chassis / "boot_id"),
         "workdir": str(runfile.REPOSITORY),
+        "field_diagnostic": [
+            *("python", "-m", "node_agent.simulated_diagnostic"),
+            *("--hardware", str(node.chassis), "--card", "{uuid}"),
+        ],
     }
     # A JSON string or number is also a TOML one.
     lines = [f"{name} = {json.dumps(value)}" for name, value in values.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -53,6 +54,13 @@ class Hardware(Protocol):
         """Reset these cards, or all if none is named; returns which. No process may use them.
 
         Takes up to a minute. Raises ResetFailed; HardwareUnknown if the cards cannot be listed.
+        """
+        ...
+
+    def let_go(self) -> AbstractContextManager[None]:
+        """Hold no card open within: a tool is to have them for itself.
+
+        Entering raises HardwareUnknown if they cannot be let go.
         """
         ...
 

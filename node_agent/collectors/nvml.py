@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,16 +107,26 @@ class NvmlHardware:
         if strange:
             raise ResetFailed(f"no card {strange[0]} is fitted: name one of this node's")
         wanted = uuids or fitted
+        try:
+            with self.let_go():
+                nvidia_smi.reset(self._reset_tool, wanted)
+        except HardwareUnknown as error:
+            raise ResetFailed(f"{error}: reboot the node") from error
+        return wanted
+
+    @contextmanager
+    def let_go(self) -> Iterator[None]:
         with self._asking:
-            # A process that reads a card's sensors keeps it open, and an open card is not reset.
+            # A process that reads a card's sensors keeps it open.
             self._child.kill()
             try:
                 self._child.wait_for_its_end()
             except NoAnswer as error:
-                raise ResetFailed(f"{error}: reboot the node") from error
-            nvidia_smi.reset(self._reset_tool, wanted)
-            self._listed_at = 0.0
-        return wanted
+                raise HardwareUnknown(str(error)) from error
+            try:
+                yield
+            finally:
+                self._listed_at = 0.0
 
     def close(self) -> None:
         self._closed.set()

@@ -246,6 +246,38 @@ def test_the_ladder_is_climbed_from_where_the_failure_begins(
     assert choice.rung == rung
 
 
+@pytest.mark.parametrize(
+    ("action", "record", "rung"),
+    [
+        ("field_diagnostic", {}, "field_diagnostic"),
+        ("field_diagnostic", {"attempts": {"field_diagnostic": 2}}, "rma"),
+        ("field_diagnostic", {"in_vain": frozenset({"field_diagnostic"})}, "rma"),
+        ("field_diagnostic", {"beyond_remapping": "a remap failed"}, "rma"),
+        ("reboot", {}, "reboot"),
+        ("reboot", {"attempts": {"reboot": 2, "power_cycle": 2}}, "field_diagnostic"),
+        ("reboot", {"in_vain": frozenset({"reboot"})}, "field_diagnostic"),
+        ("reset_gpu", {"in_vain": frozenset({"reset_gpu", "reboot"})}, "field_diagnostic"),
+        ("reboot", {"in_vain": frozenset({"reboot", "field_diagnostic"})}, "rma"),
+    ],
+)
+def test_a_node_with_the_field_diagnostic_has_a_rung_more(
+    action: str, record: dict[str, Any], rung: str
+) -> None:
+    choice = repair.choose_rung(
+        action, repair.Record(**record), limit=2, card_known=True, can_examine=True
+    )
+    assert choice is not None
+    assert choice.rung == rung
+
+
+def test_without_a_card_to_blame_there_is_nothing_to_examine() -> None:
+    used_up = repair.Record({"power_cycle": 2})
+    for action in ("power_cycle", "field_diagnostic"):
+        assert (
+            repair.choose_rung(action, used_up, limit=2, card_known=False, can_examine=True) is None
+        )
+
+
 def test_a_rung_that_did_not_help_is_not_taken_again_in_the_same_repair() -> None:
     choice = repair.choose_rung(
         "reset_gpu", repair.Record(), limit=2, card_known=True, not_below="reboot"
@@ -268,12 +300,13 @@ def test_without_a_card_to_blame_nothing_goes_to_the_vendor() -> None:
     action=st.sampled_from(sorted(triage.NODE_REPAIRS)),
     attempts=st.dictionaries(st.sampled_from(repair.LADDER), st.integers(0, 4)),
     in_vain=st.frozensets(st.sampled_from(repair.LADDER)),
+    can_examine=st.booleans(),
 )
 def test_a_rung_that_is_used_up_is_never_chosen(
-    action: str, attempts: dict[str, int], in_vain: frozenset[str]
+    action: str, attempts: dict[str, int], in_vain: frozenset[str], can_examine: bool
 ) -> None:
     record = repair.Record(attempts, in_vain)
-    choice = repair.choose_rung(action, record, limit=2, card_known=True)
+    choice = repair.choose_rung(action, record, limit=2, card_known=True, can_examine=can_examine)
     assert choice is not None
     assert choice.rung == "rma" or (attempts.get(choice.rung, 0) < 2 and choice.rung not in in_vain)
 

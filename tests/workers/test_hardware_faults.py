@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 
 import pytest
@@ -12,6 +13,7 @@ from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import NodeState, Rung
 from controlplane.fleet.models import Command, Gpu, Lease, Node, RepairRecord
+from controlplane.health.catalogue import catalogue
 from controlplane.health.choices import Action, SignalKind, Urgency
 from controlplane.health.models import Failure, Signal
 from controlplane.incidents import actions as incidents
@@ -35,6 +37,7 @@ from tests.workers.world import (
     soaked,
     step_of,
 )
+from workers import triage
 
 pytestmark = pytest.mark.django_db
 
@@ -332,6 +335,212 @@ def test_a_replica_leaves_a_card_beyond_remapping_at_a_checkpoint(world: World) 
     assert node.state == NodeState.RMA
     assert Incident.objects.get().replica == 1
     assert world.placement_of(1).node in world.spares
+
+
+# --- the field diagnostic -------------------------------------------------------------------------
+
+
+def can_examine(*nodes: Node) -> None:
+    """Their agents say that the vendor's field diagnostic is set up there."""
+    Node.objects.filter(pk__in=[node.pk for node in nodes]).update(
+        report={"field_diagnostic": True}
+    )
+
+
+def orders_to_examine() -> list[Command]:
+    return list(Command.objects.filter(verb="field_diagnose").order_by("created_at"))
+
+
+def test_a_card_that_fails_the_field_diagnostic_goes_back_with_its_words(world: World) -> None:
+    node = world.spares[0]
+    can_examine(node)
+    world.shows(node, "sram_over_threshold")
+    drain()
+    order = json.loads(orders_to_examine()[0].payload)["action"]
+    assert (order["uuid"], order["limit_s"]) == (world.card_of(node).uuid, 6 * 3600)
+    answer("field_diagnose", outcome="failed", said="FAIL 0x3: SRAM test")
+    drain()
+
+    node.refresh_from_db()
+    case = RmaCase.objects.get()
+    assert (node.state, case.gpu) == (NodeState.RMA, world.card_of(node))
+    assert [repair["rung"] for repair in case.bundle["repairs"]] == ["field_diagnostic"]
+    assert case.bundle["diagnostics"][0]["said"] == "FAIL 0x3: SRAM test"
+    assert "the field diagnostic did not help" in case.reason
+    assert Incident.objects.get().state == IncidentState.RESOLVED
+
+
+def test_a_replica_leaves_a_card_that_is_to_be_examined_at_a_checkpoint(world: World) -> None:
+    leaving = world.placements[1]
+    node = leaving.node
+    can_examine(node)
+    world.shows(node, "sram_over_threshold")
+    drain()
+    assert not Command.objects.filter(verb="stop_process").exists()
+    saves_checkpoint(world)
+    quarantine(world, node)
+    world.survivors_commit(leaving)
+    drain()
+
+    node.refresh_from_db()
+    assert node.state == NodeState.REPAIRING
+    assert len(orders_to_examine()) == 1
+    assert world.placement_of(1).node in world.spares
+
+
+def test_a_card_that_passes_the_field_diagnostic_returns_and_the_next_time_goes_back(
+    world: World,
+) -> None:
+    node = world.spares[0]
+    can_examine(node)
+    world.shows(node, "sram_over_threshold")
+    drain()
+    answer("field_diagnose", outcome="passed", said="PASS")
+    drain()
+    answer("diagnose", **HEALTHY)
+    drain()
+    soaked()
+    drain()
+    node.refresh_from_db()
+    assert node.state == NodeState.AVAILABLE
+    assert RepairRecord.objects.get(gpu=world.card_of(node)).rung == Rung.FIELD_DIAGNOSTIC
+    assert Incident.objects.get().state == IncidentState.RESOLVED
+
+    world.shows(node, "sram_over_threshold")
+    drain()
+    node.refresh_from_db()
+    assert node.state == NodeState.RMA
+    assert "it came again after a field diagnostic" in RmaCase.objects.get().reason
+    assert len(orders_to_examine()) == 1
+
+
+def test_a_card_that_still_shows_its_fault_after_passing_goes_back(world: World) -> None:
+    node = world.spares[0]
+    can_examine(node)
+    world.shows(node, "sram_over_threshold")
+    drain()
+    answer("field_diagnose", outcome="passed", said="PASS")
+    drain()
+    answer("diagnose", tests=[{"name": "remapping", "outcome": "failed"}])
+    drain()
+
+    node.refresh_from_db()
+    assert node.state == NodeState.RMA
+
+
+def test_a_card_that_is_not_there_to_be_examined_goes_back(world: World) -> None:
+    node = world.spares[0]
+    can_examine(node)
+    failed_before(node, world.card_of(node))
+    world.kernel_says(node, XID_79)
+    drain()
+    assert not world.bmcs[node.pk].orders
+    answer("field_diagnose", outcome="absent")
+    drain()
+
+    node.refresh_from_db()
+    assert node.state == NodeState.RMA
+
+
+def test_where_the_diagnostic_comes_to_no_verdict_a_person_looks(world: World) -> None:
+    node = world.spares[0]
+    can_examine(node)
+    world.shows(node, "sram_over_threshold")
+    drain()
+    answer("field_diagnose", state="failed")
+    drain()
+    step = step_of("repair-node", "examine")
+    node.refresh_from_db()
+    assert (step.state, node.state) == (StepState.NEEDS_OPERATOR, NodeState.REPAIR_FAILED)
+    assert step.outcome == "the field diagnostic came to no verdict: no"
+    assert not RmaCase.objects.exists()
+
+    incidents.retry_run(SYSTEM, step.run_id, "the tool is set up now")
+    drain()
+    answer("field_diagnose", outcome="passed")
+    drain()
+    assert len(orders_to_examine()) == 2
+    assert step_of("repair-node", "examine").state == StepState.DONE
+
+
+def test_an_order_to_examine_that_nobody_takes_is_called_back(
+    world: World, settings: Settings
+) -> None:
+    settings.BOOT_DEADLINE_S = 5
+    node = world.spares[0]
+    can_examine(node)
+    world.shows(node, "sram_over_threshold")
+    drain()
+    Command.objects.update(created_at=timezone.now() - timedelta(seconds=6))
+    drain()
+
+    assert orders_to_examine()[0].state == "expired"
+    assert step_of("repair-node", "examine").state == StepState.NEEDS_OPERATOR
+
+
+def test_a_node_that_was_emptied_by_its_power_is_switched_on_to_be_examined(world: World) -> None:
+    leaving = world.placements[1]
+    node = leaving.node
+    can_examine(node)
+    failed_before(node, world.card_of(node))
+    world.kernel_says(node, XID_79)
+    drain()
+    answer("stop_process", state="failed")
+    drain()
+
+    assert world.bmcs[node.pk].orders == ["ForceOff", "On"]
+    assert len(orders_to_examine()) == 1
+
+
+def test_a_node_that_does_not_come_back_is_not_asked_to_examine(world: World) -> None:
+    node = world.spares[0]
+    can_examine(node)
+    world.kernel_says(node, XID_79)
+    for _ in range(2):  # after the reboot, and after the power cycle
+        drain()
+        Lease.objects.filter(node=node).update(reachable=False)
+        Node.objects.filter(pk=node.pk, state=NodeState.REPAIRING).update(
+            state=NodeState.REPAIR_FAILED, state_deadline=None
+        )
+    drain()
+
+    node.refresh_from_db()
+    assert node.state == NodeState.RMA
+    assert not orders_to_examine()
+
+
+def test_resets_and_restarts_that_did_not_help_lead_to_the_field_diagnostic(world: World) -> None:
+    node = world.spares[0]
+    can_examine(node)
+    world.kernel_says(node, "NVRM: Xid (PCI:0000:1b:00): 119, pid=1, name=q, Timeout waiting")
+    drain()
+    answer("reset_gpus", state="failed")
+    for _ in range(2):  # after the reboot, and after the power cycle
+        drain()
+        world.boot(node)
+        drain()
+        answer("diagnose", tests=[{"name": "cards", "outcome": "failed"}])
+    drain()
+    answer("field_diagnose", outcome="failed", said="FAIL")
+    drain()
+
+    node.refresh_from_db()
+    rungs = RepairRecord.objects.filter(gpu=world.card_of(node)).order_by("at")
+    assert node.state == NodeState.RMA
+    assert list(rungs.values_list("rung", flat=True)) == [
+        "reset_gpu", "reboot", "power_cycle", "field_diagnostic", "rma"
+    ]  # fmt: skip
+
+
+def test_a_host_that_errs_is_no_card_to_examine(world: World) -> None:
+    node = world.spares[0]
+    can_examine(node)
+    verdict = triage.judge_line("EDAC MC0: 1 UE memory read error on DIMM_B1", catalogue())
+    assert verdict is not None
+    assert triage.is_for_people(verdict.action, verdict.fault, can_examine=node.can_examine)
+
+
+# --- the record -----------------------------------------------------------------------------------
 
 
 def test_a_decision_shows_the_record_that_it_rests_on(world: World) -> None:

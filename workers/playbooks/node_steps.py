@@ -181,6 +181,8 @@ def repair(ctx: StepContext) -> Outcome:
         return _hand_to_vendor(ctx, node)
     if rung == Rung.RESET_GPU:
         return _reset_cards(ctx, node)
+    if rung == Rung.FIELD_DIAGNOSTIC:
+        return Skip(text="the card is examined first")
     return _restart(ctx, node, rung)
 
 
@@ -202,7 +204,14 @@ def words_of_repair(context: Mapping[str, Any]) -> Sequence[str]:
         Rung.POWER_CYCLE: "BMC of {node}: ComputerSystem.Reset ForceOff, then On",
         Rung.RMA: "mark {node} for RMA and open the card's case with its evidence; nothing runs",
     }
-    return (words[Rung(rung)],) if rung else ("the rung of the repair ladder that is decided on",)
+    if not rung:
+        return ("the rung of the repair ladder that is decided on",)
+    return tuple(filter(None, [words.get(Rung(rung))]))
+
+
+def words_of_examination(context: Mapping[str, Any]) -> Sequence[str]:
+    examined = context.get("rung") == Rung.FIELD_DIAGNOSTIC
+    return ("agent of {node}: field_diagnose, on the card that failed",) if examined else ()
 
 
 def _reset_cards(ctx: StepContext, node: Node) -> Outcome:
@@ -221,12 +230,60 @@ def _reset_cards(ctx: StepContext, node: Node) -> Outcome:
     if command.state == CommandState.DONE:
         return Done(text="the cards were reset", evidence={"command": command.pk})
     why = command.error or command.get_state_display().lower()
+    return _given_up(ctx, node, not_helped(ctx, f"the reset failed: {why}"))
+
+
+def examine(ctx: StepContext) -> Outcome:
+    """The vendor's field diagnostic, where that is the rung: a card that fails it, or that is not
+    there to be examined, goes up the ladder; where it comes to no verdict a person looks."""
+    if ctx.values["rung"] != Rung.FIELD_DIAGNOSTIC:
+        return Skip(text="no field diagnostic is called for")
+    node = node_of(ctx)
+    requester = ctx.requester()
+    command = Command.objects.filter(requester=requester, verb="field_diagnose").first()
+    limit_s = settings.FIELD_DIAGNOSTIC_S
+    if command is None:
+        if node.bmc_url and not power.read(node).on:
+            power.switch(node, "On")  # it may have been emptied by its power; it takes this up then
+
+        def order() -> None:
+            _enter_repair(ctx, node, Rung.FIELD_DIAGNOSTIC, limit_s + settings.BOOT_DEADLINE_S)
+            verb = wire.FieldDiagnose(uuid=str(ctx.values["gpu"]), limit_s=limit_s)
+            fleet.queue_command(
+                actor_of(ctx), node.pk, verb, requester=requester, ttl_s=limit_s + 60
+            )
+
+        return Wait(text=f"{node.name} is told to run the field diagnostic", apply=order)
+    waited_s = (timezone.now() - command.created_at).total_seconds()
+    if command.state == CommandState.QUEUED and waited_s > settings.BOOT_DEADLINE_S:
+        return Ask(
+            text=f"its agent has not taken the order within {settings.BOOT_DEADLINE_S:g} s",
+            apply=lambda: fleet.call_back_commands(ctx.step.pk),
+        )
+    if command.state not in COMMAND_FINISHED:
+        return Wait(text="the field diagnostic is under way", wake_s=30.0)
+    found = command.output.get("outcome") if command.state == CommandState.DONE else None
+    evidence = {"command": command.pk, **command.output}
+    if found == "passed":
+        return Done(text="the card passed the field diagnostic", evidence=evidence)
+    if found == "failed":
+        outcome = not_helped(ctx, "the card failed the field diagnostic")
+    elif found == "absent":
+        outcome = not_helped(ctx, "the card does not answer, so it cannot be examined")
+    else:
+        why = command.error or command.get_state_display().lower()
+        outcome = Ask(text=f"the field diagnostic came to no verdict: {why}")
+    return _given_up(ctx, node, replace(outcome, evidence=evidence))
+
+
+def _given_up(ctx: StepContext, node: Node, outcome: Outcome) -> Outcome:
+    """The outcome, the node being marked as one whose repair failed."""
 
     def give_up() -> None:
         if node.state == NodeState.REPAIRING:
-            fleet.transition(actor_of(ctx), node.pk, NodeState.REPAIR_FAILED, reason=why)
+            fleet.transition(actor_of(ctx), node.pk, NodeState.REPAIR_FAILED, reason=outcome.text)
 
-    return replace(not_helped(ctx, f"the reset failed: {why}"), apply=give_up)
+    return replace(outcome, apply=give_up)
 
 
 def _restart(ctx: StepContext, node: Node, rung: Rung) -> Outcome:

@@ -51,6 +51,7 @@ def decide(ctx: StepContext) -> Outcome:
         record,
         limit=settings.REPAIR_ATTEMPTS_PER_DAY,
         card_known=bool(card),
+        can_examine=node.can_examine and node.reachable and _has_step(ctx, "examine"),
         not_below=next_rung(tried) if tried else "",
     )
     evidence = {
@@ -118,6 +119,11 @@ def _await_checkpoints(ctx: StepContext, busy: QuerySet[Placement], words: str) 
     return Wait(text=f"{words}; once {missing} has saved a checkpoint", wake_s=1.0)
 
 
+def _has_step(ctx: StepContext, key: str) -> bool:
+    """Not every run does: one keeps the steps of the version that it began with."""
+    return ctx.run.steps.filter(key=key).exists()
+
+
 def validate(ctx: StepContext) -> Outcome:
     return run_diagnostic(
         ctx,
@@ -133,7 +139,7 @@ def soak(ctx: StepContext) -> Outcome:
 
 PLAYBOOK = Playbook(
     name="repair-node",
-    version=4,
+    version=5,
     summary="Takes an unfit node out, repairs it up the ladder, validates it, returns it as a "
     "spare.",
     deadline_s=7 * 86_400,
@@ -145,9 +151,9 @@ PLAYBOOK = Playbook(
             effect=Effect.NONE,
             timeout_s=7 * 86_400,
             prose="Start at the rung that the failure calls for: reset the GPU, reboot, power "
-            "cycle. Look at the card's repair record by its serial: the same fault after a restart "
-            "goes to the vendor. What can wait is done at the job's next checkpoint, or when the "
-            "node holds no work.",
+            "cycle, the vendor's field diagnostic, RMA. Look at the card's repair record by its "
+            "serial: the same fault after a restart is not restarted again. What can wait is done "
+            "at the job's next checkpoint, or when the node holds no work.",
         ),
         node_steps.QUARANTINE,
         StepDefinition(
@@ -160,6 +166,17 @@ PLAYBOOK = Playbook(
             timeout_s=600,
             prose="Note the boot id, then take the rung that was decided on. If you are not sure "
             "whether somebody did so already, compare the boot id first.",
+        ),
+        StepDefinition(
+            key="examine",
+            title="Examine the card",
+            act=node_steps.examine,
+            effect=Effect.FENCED,
+            disruptive=True,
+            does=node_steps.words_of_examination,
+            timeout_s=settings.FIELD_DIAGNOSTIC_S + settings.BOOT_DEADLINE_S + 300,
+            prose="Run the vendor's field diagnostic on the card, if that is the rung that was "
+            "decided on. A card that fails it goes back to the vendor with its log.",
         ),
         node_steps.AWAIT_BOOT,
         StepDefinition(
@@ -195,7 +212,7 @@ def _record(ctx: StepContext, card: str) -> Record:
     node = node_steps.node_of(ctx)
     attempts = {
         rung.value: guards.attempts_at(node, rung, card)
-        for rung in (Rung.RESET_GPU, Rung.REBOOT, Rung.POWER_CYCLE)
+        for rung in (Rung.RESET_GPU, Rung.REBOOT, Rung.POWER_CYCLE, Rung.FIELD_DIAGNOSTIC)
     }
     code = str(ctx.values.get("code", ""))
     beyond = triage.beyond_remapping(memory_of(card)) if card else ""

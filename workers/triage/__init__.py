@@ -25,6 +25,7 @@ from workers.triage.verdicts import (
     Urgency,
     condemns_node,
     gravest,
+    is_for_people,
     stronger,
 )
 
@@ -49,6 +50,7 @@ __all__ = [
     "condemns_node",
     "confidence",
     "gravest",
+    "is_for_people",
     "is_note",
     "judge",
     "judge_errors",

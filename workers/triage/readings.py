@@ -81,8 +81,9 @@ def judge_flag(pci: str, name: str, value: float) -> LineVerdict | None:
         )  # fmt: skip
     if name == "sram_over_threshold":
         return LineVerdict(
-            "sram-threshold", pci, "hardware", "field_diagnostic", "now", "nvidia-memory-guide",
-            "uncorrectable errors of its SRAM are beyond the threshold", "contact_vendor",
+            "sram-threshold", pci, "hardware", "field_diagnostic", "next_checkpoint",
+            "nvidia-memory-guide", "uncorrectable errors of its SRAM are beyond the threshold",
+            "contact_vendor",
         )  # fmt: skip
     if name == "recovery_action":
         action = RECOVERY_ACTIONS.get(int(value), "contact_vendor")

@@ -28,7 +28,7 @@ ACTIONS = (
 )
 #: Actions that automation can take by itself, and that need the node emptied.
 NODE_REPAIRS = frozenset({"reset_gpu", "drain_and_reset", "reboot", "power_cycle"})
-#: Actions that only a person, or the vendor, can take.
+#: Actions that only a person, or the vendor, can take; of the field diagnostic see `is_for_people`.
 FOR_PEOPLE = frozenset(
     {"undecodable", "update_software", "check_mechanicals", "field_diagnostic", "contact_vendor"}
 )
@@ -79,6 +79,13 @@ def gravest(verdicts: Iterable[LineVerdict]) -> tuple[LineVerdict, ...]:
 def stronger(one: str, other: str) -> str:
     """Of two actions the one that does more."""
     return max(one, other, key=ACTIONS.index)
+
+
+def is_for_people(action: str, fault: str, *, can_examine: bool) -> bool:
+    """Whether only a person can do it. `can_examine`: the card that it is about is known, and its
+    node has the vendor's field diagnostic."""
+    by_tool = action == "field_diagnostic" and fault == "hardware" and can_examine
+    return action in FOR_PEOPLE and not by_tool
 
 
 def condemns_node(verdict: LineVerdict) -> bool:

@@ -61,6 +61,14 @@ def fit_new_cards(node: Node) -> None:
     await_rows(reported, 30, f"{node.name} did not report its new cards")
 
 
+def replace_cards(node: Node, say: Say) -> None:
+    """The technician is played: the node is switched off, new cards are fitted, and on again."""
+    say(f"{node.name} is switched off, new cards are fitted, and it is switched on")
+    power.switch(node, "ForceOff")
+    power.fit_new_cards(node)
+    power.switch(node, "On")
+
+
 def resolved(incident_id: str) -> Incident | None:
     """The incident once it is resolved. Raises ScenarioError if a run of it gave up."""
     incident = Incident.objects.get(pk=incident_id)

@@ -15,6 +15,7 @@ from controlplane.local.scenarios.base import (
     Say,
     await_rows,
     last_reached,
+    replace_cards,
     resolved,
     seconds_since,
     state_reached,
@@ -49,10 +50,7 @@ def second_failure(say: Say) -> Result:
     incident = await_rows(lambda: resolved(incident.pk), MENDED_S, "it is not resolved")
     case = RmaCase.objects.filter(gpu=card, opened_at__gte=at).first()
     problems = _problems(node, case)
-    say(f"{node.name} is switched off, new cards are fitted, and it is switched on")
-    power.switch(node, "ForceOff")
-    power.fit_new_cards(node)
-    power.switch(node, "On")
+    replace_cards(node, say)
     await_rows(lambda: _returned(node, at), MENDED_S, f"{node.name} did not come back")
     problems += _problems_of_record(card)
     moments = {

@@ -21,7 +21,7 @@ from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Node
 from controlplane.health.models import Failure, Signal
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED, StepState
-from controlplane.incidents.models import Incident, PlaybookStep
+from controlplane.incidents.models import Incident, PlaybookStep, RmaCase
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import (
     Checkpoint,
@@ -40,6 +40,7 @@ from controlplane.local.scenarios.base import (
     await_rows,
     fit_new_cards,
     last_reached,
+    replace_cards,
     resolved,
     seconds_since,
     state_reached,
@@ -62,6 +63,8 @@ class Fault:
     boots: int = 0
     #: The replica leaves at a checkpoint, before there is a fault.
     planned: bool = False
+    #: The field diagnostic finds the card defective: it goes back to its vendor.
+    defective: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,15 @@ FAULTS: dict[str, Fault] = {
         node_out=True,
         planned=True,
     ),
+    "sram-errors": Fault(
+        "SRAM errors beyond the threshold",
+        _card("sram-errors"),
+        ("sram-threshold",),
+        node_out=True,
+        boots=1,  # with its new cards
+        planned=True,
+        defective=True,
+    ),
     "node-silent": Fault(
         "SIGSTOP to agent and ranks", _freeze, ("node-lost",), node_out=True, boots=1
     ),
@@ -137,6 +149,8 @@ def play(name: str, say: Say) -> Result:
     say(f"incident: {url(incident)}")
     done = await_rows(lambda: resolved(incident.pk), MENDED_S, "the incident is not resolved")
     await_rows(lambda: _ledger_reaches(scene), 30, "the sample ledger lags behind")
+    if fault.defective:
+        replace_cards(victim.node, say)
     if fault.node_out:
         await_rows(lambda: _back(scene), MENDED_S, f"{victim.node.name} did not come back")
     return _measure(name, fault, scene, done, facts)
@@ -280,6 +294,8 @@ def _problems(fault: Fault, scene: Scene, incident: Incident, result: Result) ->
         problems.append(
             f"the node was booted {result.facts['boots']} times instead of {fault.boots}"
         )
+    if fault.defective:
+        problems += _problems_of_case(scene)
     if fault.planned:
         problems += _problems_of_plan(scene, result, fault.codes)
     if "serial" in result.facts and result.facts["card"] != result.facts["serial"]:
@@ -300,6 +316,17 @@ def _problems_of_plan(scene: Scene, result: Result, codes: tuple[str, ...]) -> l
     if worse.exclude(code__in=codes).exists():
         problems.append("the fault came before the node was out")
     return problems
+
+
+def _problems_of_case(scene: Scene) -> list[str]:
+    case = RmaCase.objects.filter(node=scene.victim.node, opened_at__gte=scene.at).first()
+    if case is None:
+        return ["no RMA case was opened"]
+    rungs = [repair["rung"] for repair in case.bundle["repairs"]]
+    found = [diagnostic.get("outcome") for diagnostic in case.bundle["diagnostics"]]
+    if rungs != ["field_diagnostic"] or "failed" not in found:
+        return [f"the case does not rest on a failed field diagnostic: {rungs}, {found}"]
+    return []
 
 
 def _boots(scene: Scene) -> int:

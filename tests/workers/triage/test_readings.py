@@ -24,7 +24,10 @@ PCI = "00000000:1B:00.0"
             "remap-exhausted contact_vendor next_checkpoint",
             {"reading": "remapped_rows", "value": 512},
         ),
-        ("sram-threshold field_diagnostic now", {"reading": "sram_over_threshold", "value": 1}),
+        (
+            "sram-threshold field_diagnostic next_checkpoint",
+            {"reading": "sram_over_threshold", "value": 1},
+        ),
         ("recovery-action reboot now", {"reading": "recovery_action", "value": 2}),
         (
             "nvlink-slow drain_and_reset next_checkpoint",
