@@ -47,29 +47,31 @@ def choose_rung(
     card_known: bool,
     can_examine: bool = False,
     not_below: str = "",
+    not_helped: str = "",
 ) -> Choice | None:
     """The gentlest rung that the failure calls for and the record still allows.
 
-    `not_below` is set once a gentler rung was tried in this very repair and did not help. None: no
-    rung is left that automation may take, a person decides. The same fault of the same card after
-    a restart is not restarted again (NVIDIA's catalogue on XID 79: restart, then contact support),
-    and repairs that are repeated without end are the commonest complaint about automatic
-    remediation, so `limit` attempts in 24 hours close a rung. `can_examine`: the node has the
-    vendor's field diagnostic, whose word a vendor wants before it takes a card back; without it
-    that rung is passed over, and what calls for it is a person's. A card that NVIDIA's memory guide
-    has replaced goes to the vendor at once, whatever brought it here: no reset gives it new rows.
+    `not_below` is set once a gentler rung was tried in this very repair and did not help, with
+    `not_helped` in words. None: no rung is left that automation may take, a person decides.
+
+    The same fault of the same card after a restart is not restarted again (NVIDIA's catalogue on
+    XID 79: restart, then contact support), and repairs that are repeated without end are the
+    commonest complaint about automatic remediation, so `limit` attempts in 24 hours close a rung.
+    `can_examine`: the node has the vendor's field diagnostic, whose word a vendor wants before it
+    takes a card back; without it that rung is passed over, and what calls for it is a person's. A
+    card that NVIDIA's memory guide has replaced goes to the vendor at once, whatever brought it
+    here: no reset gives it new rows.
     """
     if record.beyond_remapping and card_known:
         return Choice("rma", f"{record.beyond_remapping} (NVIDIA's memory guide)")
     start = _START.get(action)
     can_examine = can_examine and card_known
-    if start is None or (start == "field_diagnostic" and not can_examine):
+    if start is None or (start == "field_diagnostic" and not (can_examine or not_below)):
         return None
     begin = max(LADDER.index(start), LADDER.index(not_below) if not_below else 0)
     reasons = [f"{action.replace('_', ' ')} is what the failure calls for"]
     if not_below:
-        did_not = "the field diagnostic" if not_below == "rma" else "a gentler rung"
-        reasons.append(f"{did_not} did not help")
+        reasons.append(not_helped or "a gentler rung did not help")
     for rung in LADDER[begin:]:
         tried = record.attempts.get(rung, 0)
         if rung == "rma":

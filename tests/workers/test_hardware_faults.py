@@ -366,7 +366,7 @@ def test_a_card_that_fails_the_field_diagnostic_goes_back_with_its_words(world: 
     assert (node.state, case.gpu) == (NodeState.RMA, world.card_of(node))
     assert [repair["rung"] for repair in case.bundle["repairs"]] == ["field_diagnostic"]
     assert case.bundle["diagnostics"][0]["said"] == "FAIL 0x3: SRAM test"
-    assert "the field diagnostic did not help" in case.reason
+    assert "the card failed the field diagnostic" in case.reason
     assert Incident.objects.get().state == IncidentState.RESOLVED
 
 

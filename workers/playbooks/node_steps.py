@@ -377,7 +377,13 @@ def not_helped(ctx: StepContext, why: str) -> Outcome:
     if not ctx.run.steps.filter(key="decide").exists():
         return Ask(text=why)
     return Back(
-        to="decide", text=why, context={"not_helped": ctx.values["rung"], "boot_before": None}
+        to="decide",
+        text=why,
+        context={
+            "not_helped": ctx.values["rung"],
+            "not_helped_why": why,
+            "boot_before": None,
+        },
     )
 
 

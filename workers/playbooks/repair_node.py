@@ -53,6 +53,7 @@ def decide(ctx: StepContext) -> Outcome:
         card_known=bool(card),
         can_examine=node.can_examine and node.reachable and _has_step(ctx, "examine"),
         not_below=next_rung(tried) if tried else "",
+        not_helped=str(ctx.values.get("not_helped_why") or ""),
     )
     evidence = {
         "attempts in 24 h": ", ".join(f"{k}: {n}" for k, n in record.attempts.items() if n)
