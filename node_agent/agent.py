@@ -35,6 +35,8 @@ REPEATED_PAUSE_S = 0.5
 #: A beat that got no answer by then is given up: the next one is worth more.
 BEAT_TIMEOUT_S = 5.0
 FAILED_BEAT_RETRY_S = 1.0
+#: The driver lists its cards for the first time within this time.
+FIRST_LIST_S = 60.0
 
 
 class Agent:
@@ -294,8 +296,8 @@ class Agent:
 
     def _field_diagnose(self, uuid: str, limit_s: float) -> dict[str, Any]:
         """Raises NoVerdict or HardwareUnknown; ResetFailed if a pass could not be noted."""
-        card = next((gpu for gpu in self._hardware.inventory().gpus if gpu.uuid == uuid), None)
-        if card is None or uuid in self._hardware.readings().unreadable:
+        card = next((gpu for gpu in self._fitted() if gpu.uuid == uuid), None)
+        if card is None:  # one that is listed and does not answer is the tool's to judge
             return {"uuid": uuid, "outcome": "absent"}
         with self._hardware.let_go():
             found = field_diagnostic.examine(self._config, card, limit_s)
@@ -303,6 +305,16 @@ class Agent:
             # It takes the card from the driver and resets it: what was said before is answered.
             self._note_reset([card.pci_address])
         return found
+
+    def _fitted(self) -> list[wire.GpuInfo]:
+        """The cards that are listed, which after a boot takes a while. Raises HardwareUnknown."""
+        deadline = time.monotonic() + FIRST_LIST_S
+        while True:
+            try:
+                return self._hardware.inventory().gpus
+            except HardwareUnknown:
+                if time.monotonic() > deadline or self._stopped.wait(0.5):
+                    raise
 
     def _busy(self) -> bool:
         return any(process.kind == "rank" for process in self._supervisor.processes())

@@ -197,6 +197,7 @@ class Commands:
             return lambda: self._release_after(
                 lambda: self._field_diagnose(action.uuid, action.limit_s)
             )
+        self._supervisor.check_cards_free()
         return lambda: self._diagnose(action.level)
 
     def _release_after(self, work: Callable[[], Output]) -> Output:

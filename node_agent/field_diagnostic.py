@@ -59,6 +59,7 @@ def examine(config: Config, card: GpuInfo, limit_s: float) -> dict[str, Any]:
     try:
         status = tool.wait(limit_s)
     except subprocess.TimeoutExpired as error:
+        tool.kill()
         raise NoVerdict(f"{argv[0]} did not end in {limit_s:g} s; see {path}") from error
     finally:
         end_left_over(config)
@@ -79,10 +80,16 @@ def examine(config: Config, card: GpuInfo, limit_s: float) -> dict[str, Any]:
 
 def end_left_over(config: Config) -> None:
     """Kill what a diagnostic has left behind, or an agent before this one with it."""
-    for process in procfs.with_environment(ENV_MARK, _mark(config)):
-        log("field_diagnostic_left_over", "warning", pid=process.pid)
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
+    killed: set[int] = set()
+    while True:  # one that was just forked is seen the next time
+        left = procfs.with_environment(ENV_MARK, _mark(config))
+        if {process.pid for process in left} <= killed:
+            return
+        for process in left:
+            log("field_diagnostic_left_over", "warning", pid=process.pid)
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        killed |= {process.pid for process in left}
 
 
 def _mark(config: Config) -> str:

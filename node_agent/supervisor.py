@@ -115,9 +115,14 @@ class Supervisor:
             ranks = [r.placement.placement for r in self._running.values() if _is_rank(r)]
             if ranks:
                 raise CardsInUse(f"the rank {ranks[0]} runs on this node: stop it first")
+            self.check_cards_free()
+            self._cards_held = why
+
+    def check_cards_free(self) -> None:
+        """Raises CardsInUse if something has the cards to itself."""
+        with self._lock:
             if self._cards_held:
                 raise CardsInUse(f"the cards are {self._cards_held} already: wait for that")
-            self._cards_held = why
 
     def release_cards(self) -> None:
         with self._lock:

@@ -347,10 +347,10 @@ class ResetGpus(Message, frozen=True, tag="reset_gpus", tag_field="verb"):
 class FieldDiagnose(Message, frozen=True, tag="field_diagnose", tag_field="verb"):
     """Run the vendor's field diagnostic on one card. Fails while a rank runs on the node.
 
-    Result output: `uuid`, `outcome` ("passed"; "failed": the card is defective; "absent": it does
-    not answer, so there is nothing to examine), and unless it is absent `status` (the tool's exit
-    status), `seconds`, `log` (the file on the node with all that the tool wrote) and `said` (its
-    last words). A tool that gives no verdict is a command that failed.
+    Result output: `uuid`, `outcome` ("passed"; "failed": the card is defective; "absent": the
+    driver does not list it, so there is nothing to examine), and unless it is absent `status` (the
+    tool's exit status), `seconds`, `log` (the file on the node with all that the tool wrote) and
+    `said` (its last words). A tool that gives no verdict is a command that failed.
     """
 
     uuid: Id

@@ -18,6 +18,9 @@ from controlplane import doorbell
 from controlplane.accounts.models import SYSTEM
 from controlplane.errors import Conflict
 from controlplane.fleet.changes import change, touch
+from controlplane.fleet.choices import Rung
+from controlplane.health.choices import Action
+from controlplane.health.models import Failure
 from controlplane.ids import new_id
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import (
@@ -293,14 +296,17 @@ def _finish_step(
 def _waits_for_hands(incident: Incident) -> bool:
     """Whether something of an incident of nodes is left that no run mends: a person closes it."""
     of_nodes = incident.subject.startswith(("node/", "rack/", "switch/"))
-    return of_nodes and any(
-        triage.is_for_people(
-            failure.needed,
-            failure.fault_class,
-            can_examine=bool(failure.gpu_id and failure.node and failure.node.can_examine),
-        )
-        for failure in incident.failures.filter(needed__in=sorted(HANDS)).select_related("node")
-    )
+    left = incident.failures.filter(needed__in=sorted(HANDS)) if of_nodes else []
+    return any(not _was_examined(failure) for failure in left)
+
+
+def _was_examined(failure: Failure) -> bool:
+    """Whether the field diagnostic that a card called for came to a verdict since, or it is on its
+    way back."""
+    if failure.needed != Action.FIELD_DIAGNOSTIC or failure.gpu is None:
+        return False
+    since = failure.gpu.repairs.filter(at__gte=failure.observed_at)
+    return since.filter(rung__in=(Rung.FIELD_DIAGNOSTIC, Rung.RMA)).exists()
 
 
 def _go_back(run: PlaybookRun, step: PlaybookStep, outcome: Back, now: datetime) -> None:

@@ -54,13 +54,14 @@ def choose_rung(
     `not_below` is set once a gentler rung was tried in this very repair and did not help, with
     `not_helped` in words. None: no rung is left that automation may take, a person decides.
 
-    The same fault of the same card after a restart is not restarted again (NVIDIA's catalogue on
-    XID 79: restart, then contact support), and repairs that are repeated without end are the
-    commonest complaint about automatic remediation, so `limit` attempts in 24 hours close a rung.
-    `can_examine`: the node has the vendor's field diagnostic, whose word a vendor wants before it
-    takes a card back; without it that rung is passed over, and what calls for it is a person's. A
-    card that NVIDIA's memory guide has replaced goes to the vendor at once, whatever brought it
-    here: no reset gives it new rows.
+    A fault that calls for a restart and comes again on the same card after one goes to the vendor
+    (NVIDIA's catalogue on XID 79: restart, then contact support), and repairs that are repeated
+    without end are the commonest complaint about automatic remediation, so `limit` attempts in 24
+    hours close a rung. `card_known`: there is a card to blame; without one nothing is examined or
+    goes to the vendor. `can_examine`: the node has the vendor's field diagnostic, whose word a
+    vendor wants before it takes a card back; without it that rung is passed over, and what calls
+    for it is a person's. A card that NVIDIA's memory guide has replaced goes to the vendor at once,
+    whatever brought it here: no reset gives it new rows.
     """
     if record.beyond_remapping and card_known:
         return Choice("rma", f"{record.beyond_remapping} (NVIDIA's memory guide)")
@@ -72,13 +73,16 @@ def choose_rung(
     reasons = [f"{action.replace('_', ' ')} is what the failure calls for"]
     if not_below:
         reasons.append(not_helped or "a gentler rung did not help")
+    restarts_in_vain = bool(record.in_vain & _RESTARTS)
     for rung in LADDER[begin:]:
         tried = record.attempts.get(rung, 0)
         if rung == "rma":
             break
         if rung == "field_diagnostic" and not can_examine:
             continue
-        if rung in _RESTARTS and record.in_vain & _RESTARTS:
+        if rung == "field_diagnostic" and restarts_in_vain and start in _RESTARTS:
+            continue
+        if rung in _RESTARTS and restarts_in_vain:
             again = "the same fault of the same card came again after a restart"
             reasons += [again] if again not in reasons else []
         elif rung in record.in_vain:
@@ -111,6 +115,26 @@ def diagnosis_passed(output: dict[str, object]) -> tuple[bool, str]:
     if not_passed:
         return False, "; ".join(not_passed)
     return True, f"{len(tests)} of {len(tests)} tests passed"
+
+
+def cards_named(output: Mapping[str, object], cards: Mapping[str, str]) -> frozenset[str]:
+    """Which cards a diagnostic's tests that did not pass speak of, by UUID. `cards`: the node's,
+    their PCI address by UUID, as NVML writes it."""
+    tests = output.get("tests")
+    told = " ".join(
+        str(test.get("detail", "")).lower()
+        for test in (tests if isinstance(tests, list) else [])
+        if test.get("outcome") != "passed"
+    )
+    return frozenset(
+        uuid for uuid, pci in cards.items() if uuid.lower() in told or _kernel_pci(pci) in told
+    )
+
+
+def _kernel_pci(address: str) -> str:
+    """NVML's "00000000:1B:00.0" as the kernel writes it: "0000:1b:00"."""
+    domain, _, rest = address.lower().partition(".")[0].partition(":")
+    return f"{domain[-4:]}:{rest}"
 
 
 def _words(rung: str) -> str:

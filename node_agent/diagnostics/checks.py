@@ -134,9 +134,11 @@ def kernel_log(config: Config, _level: int) -> Outcome:
         told = list(reset_marks.standing_lines(config, boot_id))
     except OSError as error:
         return "skipped", f"{config.kernel_log_path}: {error.strerror}"
-    bad = [line for line, parsed in told if _speaks_against_a_card(parsed)]
+    bad = [(line, parsed.pci) for line, parsed in told if _speaks_against_a_card(parsed)]
     if bad:
-        return "failed", f"{len(bad)} lines, first: {bad[0][:300].decode(errors='replace')}"
+        where = ", ".join(sorted({pci for _line, pci in bad if pci})) or "no card that is named"
+        first = bad[0][0][:300].decode(errors="replace")
+        return "failed", f"{len(bad)} lines on {where}, first: {first}"
     return "passed", "no Xid against a card since boot or reset"
 
 

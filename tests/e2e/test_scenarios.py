@@ -40,7 +40,7 @@ def test_a_card_that_fails_again_goes_to_the_vendor_and_its_record_with_it(
 ) -> None:
     result = product.scenario("second-failure")
     assert result["problems"] == []
-    assert result["facts"]["repairs"] == ["reboot", "field_diagnostic", "rma"]
+    assert result["facts"]["repairs"] == ["reboot", "rma"]
 
 
 def test_a_site_that_goes_quiet_is_one_incident_and_left_alone(product: Product) -> None:

@@ -84,13 +84,29 @@ def test_a_defective_card_fails_and_the_tools_words_are_kept(
     assert kernel_log_outcome(hospital) == "failed"
 
 
-@pytest.mark.parametrize(("uuid", "lost"), [("GPU-a", True), ("GPU-z", False)])
-def test_a_card_that_does_not_answer_is_not_examined(hospital: Node, uuid: str, lost: bool) -> None:
-    hospital.fit("GPU-a", "GPU-b", unreadable=lost)
+def test_a_card_that_is_not_listed_is_not_examined(hospital: Node) -> None:
+    result = examine(hospital, "GPU-z")
 
-    result = examine(hospital, uuid)
+    assert (result.state, result.output) == ("done", {"uuid": "GPU-z", "outcome": "absent"})
 
-    assert (result.state, result.output) == ("done", {"uuid": uuid, "outcome": "absent"})
+
+def test_on_a_card_that_does_not_answer_the_tool_has_the_word(hospital: Node) -> None:
+    hospital.fit("GPU-a", "GPU-b", unreadable=True)
+
+    result = examine(hospital)
+
+    assert result.state == "failed"
+    assert "no verdict on the card: RETEST: the card does not answer" in result.error
+
+
+def test_cards_that_are_not_listed_yet_are_waited_for(hospital: Node) -> None:
+    listed = hospital.folder / "hardware.json"
+    kept = listed.rename(hospital.folder / "kept")
+    command_id = order(hospital)
+    eventually(lambda: hospital.log("command"))
+    kept.rename(listed)
+
+    assert hospital.plane.result(command_id).output["outcome"] == "passed"
 
 
 def test_without_a_tool_the_order_is_refused_and_the_report_says_so(agent: Node) -> None:
@@ -161,10 +177,12 @@ def test_no_rank_starts_and_nothing_is_reset_meanwhile(node: Node) -> None:
 
     early = agent.plane.result(agent.plane.send(agent.rank()))
     reset = agent.plane.result(agent.plane.send(wire.ResetGpus()))
-    door.touch()
 
     assert (early.state, "being examined" in early.error) == ("failed", True)
+    diagnosed = agent.plane.result(agent.plane.send(wire.Diagnose()))
     assert (reset.state, "being examined" in reset.error) == ("failed", True)
+    assert (diagnosed.state, "being examined" in diagnosed.error) == ("failed", True)
+    door.touch()
     assert agent.plane.result(command_id).output["outcome"] == "passed"
     assert agent.started_rank("p-2") > 0
 

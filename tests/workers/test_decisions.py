@@ -255,9 +255,9 @@ def test_the_ladder_is_climbed_from_where_the_failure_begins(
         ("field_diagnostic", {"beyond_remapping": "a remap failed"}, "rma"),
         ("reboot", {}, "reboot"),
         ("reboot", {"attempts": {"reboot": 2, "power_cycle": 2}}, "field_diagnostic"),
-        ("reboot", {"in_vain": frozenset({"reboot"})}, "field_diagnostic"),
+        ("reboot", {"in_vain": frozenset({"reboot"})}, "rma"),
         ("reset_gpu", {"in_vain": frozenset({"reset_gpu", "reboot"})}, "field_diagnostic"),
-        ("reboot", {"in_vain": frozenset({"reboot", "field_diagnostic"})}, "rma"),
+        ("reset_gpu", {"in_vain": frozenset({"reset_gpu", "reboot", "field_diagnostic"})}, "rma"),
     ],
 )
 def test_a_node_with_the_field_diagnostic_has_a_rung_more(

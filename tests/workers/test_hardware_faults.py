@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from django.utils import timezone
@@ -13,20 +15,29 @@ from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import NodeState, Rung
 from controlplane.fleet.models import Command, Gpu, Lease, Node, RepairRecord
+from controlplane.health.actions import record_signal
 from controlplane.health.catalogue import catalogue
 from controlplane.health.choices import Action, SignalKind, Urgency
 from controlplane.health.models import Failure, Signal
+from controlplane.ids import new_id
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import (
     CaseState,
     IncidentState,
+    Mode,
     RunState,
     Severity,
     StepState,
 )
-from controlplane.incidents.models import Incident, PlaybookRun, RmaCase
+from controlplane.incidents.models import Incident, PlaybookMode, PlaybookRun, RmaCase
 from controlplane.jobs import actions as jobs
-from tests.factories import CheckpointFactory, FailureFactory, GpuFactory, NodeFactory
+from tests.factories import (
+    BreakerFactory,
+    CheckpointFactory,
+    FailureFactory,
+    GpuFactory,
+    NodeFactory,
+)
 from tests.workers.world import (
     HEALTHY,
     World,
@@ -238,12 +249,81 @@ def test_a_node_that_fails_its_validation_climbs_the_ladder_to_the_vendor(world:
         drain()
         world.boot(node)
         drain()
-        answer("diagnose", tests=[{"name": "cards", "outcome": "failed"}])
+        answer("diagnose", **silent(world.card_of(node)))
     drain()
     node.refresh_from_db()
     assert world.bmcs[node.pk].orders == ["ForceRestart", "ForceOff", "On"]
     assert node.state == NodeState.RMA
     assert RmaCase.objects.get().gpu == world.card_of(node)
+
+
+def silent(card: Gpu) -> dict[str, Any]:
+    """What a diagnostic says of a card that does not answer."""
+    detail = f"no readings from {card.uuid}"
+    return {"tests": [{"name": "cards", "outcome": "failed", "detail": detail}]}
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        {"tests": [{"name": "disk", "outcome": "failed", "detail": "/checkpoints: No space left"}]},
+        {"tests": [{"name": "kernel_log", "outcome": "skipped", "detail": "cannot be read"}]},
+        {"tests": []},
+    ],
+)
+def test_no_card_goes_back_for_what_its_host_lacks(world: World, output: dict[str, Any]) -> None:
+    node = world.spares[0]
+    world.kernel_says(node, XID_79)
+    for _ in range(2):  # after the reboot, and after the power cycle
+        drain()
+        world.boot(node)
+        drain()
+        answer("diagnose", **output)
+    drain()
+
+    node.refresh_from_db()
+    step = step_of("repair-node", "decide")
+    assert world.bmcs[node.pk].orders == ["ForceRestart", "ForceOff", "On"]
+    assert (step.state, node.state) == (StepState.NEEDS_OPERATOR, NodeState.VALIDATION_FAILED)
+    assert "is left for automation to take: not validated" in step.outcome
+    assert not RmaCase.objects.exists()
+
+
+def test_no_card_goes_back_for_what_another_one_has(world: World) -> None:
+    node = world.spares[0]
+    GpuFactory(node=node, index=1, pci_address="00000000:2B:00.0")
+    world.kernel_says(node, XID_79)
+    drain()
+    world.boot(node)
+    drain()
+    detail = "1 lines on 0000:2b:00, first: NVRM: Xid (PCI:0000:2b:00): 48, ..."
+    answer("diagnose", tests=[{"name": "kernel_log", "outcome": "failed", "detail": detail}])
+    drain()
+
+    assert step_of("repair-node", "validate").state == StepState.NEEDS_OPERATOR
+    assert world.bmcs[node.pk].orders == ["ForceRestart"]
+    assert not RmaCase.objects.exists()
+
+
+def test_a_node_that_lists_a_card_less_is_not_whole(world: World) -> None:
+    """Its diagnostic passes on all that the driver still lists."""
+    node = world.spares[0]
+    card = world.card_of(node)
+    GpuFactory(node=node, index=1, pci_address="00000000:2B:00.0")
+    world.kernel_says(node, XID_79)
+    for _ in range(2):  # after the reboot, and after the power cycle
+        drain()
+        world.boot(node)
+        Gpu.objects.filter(pk=card.pk).update(node=None, index=None)
+        drain()
+        answer("diagnose", **HEALTHY)
+    drain()
+
+    node.refresh_from_db()
+    case = RmaCase.objects.get()
+    assert (node.state, case.gpu) == (NodeState.RMA, card)
+    assert f"card {card.serial} is no longer listed" in case.reason
+    assert incidents.readmit_replaced() == 0
 
 
 def failed_before(node: Node, gpu: Gpu) -> None:
@@ -347,6 +427,29 @@ def can_examine(*nodes: Node) -> None:
     )
 
 
+def show_flag(node: Node, card: Gpu) -> None:
+    """The keeper found that this card's SRAM is beyond the threshold."""
+    record_signal(
+        new_id("sig"),
+        SignalKind.READING,
+        source="keeper",
+        observed_at=timezone.now(),
+        node=node,
+        gpu=card,
+        raw=f"sram_over_threshold of {card.uuid}",
+        data={"reading": "sram_over_threshold", "value": 1.0},
+    )
+
+
+#: What automation is told while it waits.
+MEANWHILE: dict[str, Callable[[Node], object]] = {
+    "breaker": lambda node: BreakerFactory(cluster=node.cluster, code=""),
+    "dry_run": lambda node: PlaybookMode.objects.create(
+        cluster=node.cluster, playbook="repair-node", mode=Mode.DRY_RUN
+    ),
+}
+
+
 def orders_to_examine() -> list[Command]:
     return list(Command.objects.filter(verb="field_diagnose").order_by("created_at"))
 
@@ -414,32 +517,64 @@ def test_a_card_that_passes_the_field_diagnostic_returns_and_the_next_time_goes_
     assert len(orders_to_examine()) == 1
 
 
-def test_a_card_that_still_shows_its_fault_after_passing_goes_back(world: World) -> None:
+@pytest.mark.parametrize("detail", ["No space left", "{uuid}: sram_over_threshold 1"])
+def test_no_card_goes_back_that_the_vendors_own_tool_found_well(world: World, detail: str) -> None:
     node = world.spares[0]
     can_examine(node)
     world.shows(node, "sram_over_threshold")
     drain()
     answer("field_diagnose", outcome="passed", said="PASS")
     drain()
-    answer("diagnose", tests=[{"name": "remapping", "outcome": "failed"}])
+    said = detail.format(uuid=world.card_of(node).uuid)
+    answer("diagnose", tests=[{"name": "remapping", "outcome": "failed", "detail": said}])
     drain()
 
-    node.refresh_from_db()
-    assert node.state == NodeState.RMA
+    step = step_of("repair-node", "validate")
+    assert step.state == StepState.NEEDS_OPERATOR
+    assert step.outcome.startswith("the card passed the field diagnostic; not validated")
+    assert not RmaCase.objects.exists()
 
 
-def test_a_card_that_is_not_there_to_be_examined_goes_back(world: World) -> None:
+def test_a_card_off_the_bus_again_is_not_examined(world: World) -> None:
     node = world.spares[0]
     can_examine(node)
     failed_before(node, world.card_of(node))
     world.kernel_says(node, XID_79)
     drain()
-    assert not world.bmcs[node.pk].orders
+
+    node.refresh_from_db()
+    assert node.state == NodeState.RMA
+    assert not orders_to_examine()
+
+
+def test_a_card_that_is_not_listed_is_a_persons_matter(world: World) -> None:
+    node = world.spares[0]
+    can_examine(node)
+    world.shows(node, "sram_over_threshold")
+    drain()
+    answer("field_diagnose", outcome="absent")
+    drain()
+
+    assert step_of("repair-node", "verdict").state == StepState.NEEDS_OPERATOR
+    assert not RmaCase.objects.exists()
+
+
+def test_a_card_that_is_not_listed_after_restarts_goes_back(world: World) -> None:
+    node = world.spares[0]
+    can_examine(node)
+    world.kernel_says(node, XID_79)
+    for _ in range(2):  # after the reboot, and after the power cycle
+        drain()
+        world.boot(node)
+        drain()
+        answer("diagnose", **silent(world.card_of(node)))
+    drain()
     answer("field_diagnose", outcome="absent")
     drain()
 
     node.refresh_from_db()
     assert node.state == NodeState.RMA
+    assert "not even listed after a restart" in RmaCase.objects.get().reason
 
 
 def test_where_the_diagnostic_comes_to_no_verdict_a_person_looks(world: World) -> None:
@@ -449,18 +584,98 @@ def test_where_the_diagnostic_comes_to_no_verdict_a_person_looks(world: World) -
     drain()
     answer("field_diagnose", state="failed")
     drain()
-    step = step_of("repair-node", "examine")
+    step = step_of("repair-node", "verdict")
     node.refresh_from_db()
     assert (step.state, node.state) == (StepState.NEEDS_OPERATOR, NodeState.REPAIR_FAILED)
     assert step.outcome == "the field diagnostic came to no verdict: no"
     assert not RmaCase.objects.exists()
+    assert not RepairRecord.objects.exists()  # a tool that does not work says nothing of the card
 
     incidents.retry_run(SYSTEM, step.run_id, "the tool is set up now")
     drain()
     answer("field_diagnose", outcome="passed")
     drain()
     assert len(orders_to_examine()) == 2
-    assert step_of("repair-node", "examine").state == StepState.DONE
+    assert step_of("repair-node", "verdict").state == StepState.DONE
+
+
+@pytest.mark.parametrize("trouble", ["breaker", "dry_run"])
+def test_an_examination_that_has_begun_is_seen_to_its_end(world: World, trouble: str) -> None:
+    node = world.spares[0]
+    can_examine(node)
+    world.shows(node, "sram_over_threshold")
+    drain()
+    MEANWHILE[trouble](node)
+    drain()
+    answer("field_diagnose", outcome="failed", said="FAIL")
+    drain(1)
+
+    assert RepairRecord.objects.get(gpu=world.card_of(node)).rung == Rung.FIELD_DIAGNOSTIC
+    assert len(orders_to_examine()) == 1
+
+
+def test_of_two_cards_to_be_examined_none_is_forgotten(world: World) -> None:
+    node = world.spares[0]
+    can_examine(node)
+    second = GpuFactory(node=node, index=1, pci_address="00000000:2B:00.0")
+    first = Gpu.objects.get(node=node, index=0)
+    for card in (first, second):
+        show_flag(node, card)
+    drain()
+    answer("field_diagnose", outcome="failed", said="FAIL")
+    drain()
+
+    assert RmaCase.objects.get().gpu == first
+    assert Incident.objects.get().unresolved
+
+
+def test_a_card_to_be_examined_keeps_nobody_from_restarting_the_node_for_another(
+    world: World,
+) -> None:
+    node = world.spares[0]
+    can_examine(node)
+    GpuFactory(node=node, index=1, pci_address="00000000:2B:00.0")
+    fleet.set_hold(SYSTEM, node.pk, "wait")
+    show_flag(node, Gpu.objects.get(node=node, index=0))
+    drain()
+    world.kernel_says(node, XID_79.replace("1b:00", "2b:00"))
+    fleet.set_hold(SYSTEM, node.pk, "")
+    drain()
+
+    assert world.bmcs[node.pk].orders == ["ForceRestart"]
+    assert not orders_to_examine()
+
+
+def test_a_card_off_the_bus_is_restarted_before_it_is_examined(world: World) -> None:
+    node = world.spares[0]
+    can_examine(node)
+    fleet.set_hold(SYSTEM, node.pk, "wait")
+    world.shows(node, "sram_over_threshold")
+    drain()
+    world.kernel_says(node, XID_79)
+    fleet.set_hold(SYSTEM, node.pk, "")
+    drain()
+
+    assert world.bmcs[node.pk].orders == ["ForceRestart"]
+
+
+def test_a_machine_that_falls_silent_while_it_examines_is_told_of(
+    world: World, settings: Settings
+) -> None:
+    settings.BOOT_DEADLINE_S = 5
+    node = world.spares[0]
+    can_examine(node)
+    world.shows(node, "sram_over_threshold")
+    drain()
+    Command.objects.update(state="delivered")
+    Lease.objects.filter(node=node).update(
+        reachable=False, last_beat_at=timezone.now() - timedelta(seconds=6)
+    )
+    drain()
+
+    step = step_of("repair-node", "verdict")
+    assert (step.state, orders_to_examine()[0].state) == (StepState.NEEDS_OPERATOR, "expired")
+    assert f"{node.name} has not been heard for 5 s" in step.outcome
 
 
 def test_an_order_to_examine_that_nobody_takes_is_called_back(
@@ -475,15 +690,16 @@ def test_an_order_to_examine_that_nobody_takes_is_called_back(
     drain()
 
     assert orders_to_examine()[0].state == "expired"
-    assert step_of("repair-node", "examine").state == StepState.NEEDS_OPERATOR
+    assert step_of("repair-node", "verdict").state == StepState.NEEDS_OPERATOR
 
 
 def test_a_node_that_was_emptied_by_its_power_is_switched_on_to_be_examined(world: World) -> None:
     leaving = world.placements[1]
     node = leaving.node
     can_examine(node)
-    failed_before(node, world.card_of(node))
-    world.kernel_says(node, XID_79)
+    world.shows(node, "sram_over_threshold")
+    drain()
+    saves_checkpoint(world)
     drain()
     answer("stop_process", state="failed")
     drain()
@@ -504,9 +720,9 @@ def test_a_node_that_does_not_come_back_is_not_asked_to_examine(world: World) ->
         )
     drain()
 
-    node.refresh_from_db()
-    assert node.state == NodeState.RMA
+    assert step_of("repair-node", "decide").state == StepState.NEEDS_OPERATOR
     assert not orders_to_examine()
+    assert not RmaCase.objects.exists()
 
 
 def test_resets_and_restarts_that_did_not_help_lead_to_the_field_diagnostic(world: World) -> None:
@@ -519,7 +735,7 @@ def test_resets_and_restarts_that_did_not_help_lead_to_the_field_diagnostic(worl
         drain()
         world.boot(node)
         drain()
-        answer("diagnose", tests=[{"name": "cards", "outcome": "failed"}])
+        answer("diagnose", **silent(world.card_of(node)))
     drain()
     answer("field_diagnose", outcome="failed", said="FAIL")
     drain()
@@ -572,7 +788,8 @@ def test_a_node_with_new_cards_is_admitted_again_by_itself(world: World) -> None
     drain()
     assert incidents.readmit_replaced() == 0
     Gpu.objects.filter(pk=card.pk).update(node=None, index=None)
-    GpuFactory(node=node, index=0)
+    assert incidents.readmit_replaced() == 0
+    GpuFactory(node=node, index=0, pci_address=card.pci_address)
     assert incidents.readmit_replaced() == 1
     assert incidents.readmit_replaced() == 0
     drain()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -22,7 +22,7 @@ from controlplane.fleet.choices import (
     NodeState,
     Rung,
 )
-from controlplane.fleet.models import Command, Gpu, Node
+from controlplane.fleet.models import Command, Gpu, Node, RepairRecord
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import Effect
 from controlplane.jobs import actions as jobs
@@ -46,6 +46,8 @@ from workers.playbooks.base import (
 KILL_S = 4.0
 #: A reset of the cards takes some seconds each.
 RESET_S = 180.0
+#: A field diagnostic is over by then, begun in a node that had to boot first.
+EXAMINED_S = settings.BOOT_DEADLINE_S + settings.FIELD_DIAGNOSTIC_S
 
 
 def node_of(ctx: StepContext) -> Node:
@@ -234,52 +236,115 @@ def _reset_cards(ctx: StepContext, node: Node) -> Outcome:
 
 
 def examine(ctx: StepContext) -> Outcome:
-    """The vendor's field diagnostic, where that is the rung: a card that fails it, or that is not
-    there to be examined, goes up the ladder; where it comes to no verdict a person looks."""
+    """Order the vendor's field diagnostic, where that is the rung."""
     if ctx.values["rung"] != Rung.FIELD_DIAGNOSTIC:
         return Skip(text="no field diagnostic is called for")
     node = node_of(ctx)
-    requester = ctx.requester()
-    command = Command.objects.filter(requester=requester, verb="field_diagnose").first()
+    if node.bmc_url and not power.read(node).on:
+        power.switch(node, "On")  # it may have been emptied by its power
     limit_s = settings.FIELD_DIAGNOSTIC_S
-    if command is None:
-        if node.bmc_url and not power.read(node).on:
-            power.switch(node, "On")  # it may have been emptied by its power; it takes this up then
+    requester = ctx.requester()
 
-        def order() -> None:
-            _enter_repair(ctx, node, Rung.FIELD_DIAGNOSTIC, limit_s + settings.BOOT_DEADLINE_S)
-            verb = wire.FieldDiagnose(uuid=str(ctx.values["gpu"]), limit_s=limit_s)
-            fleet.queue_command(
-                actor_of(ctx), node.pk, verb, requester=requester, ttl_s=limit_s + 60
-            )
-
-        return Wait(text=f"{node.name} is told to run the field diagnostic", apply=order)
-    waited_s = (timezone.now() - command.created_at).total_seconds()
-    if command.state == CommandState.QUEUED and waited_s > settings.BOOT_DEADLINE_S:
-        return Ask(
-            text=f"its agent has not taken the order within {settings.BOOT_DEADLINE_S:g} s",
-            apply=lambda: fleet.call_back_commands(ctx.step.pk),
+    def order() -> None:
+        fleet.transition(
+            actor_of(ctx),
+            node.pk,
+            NodeState.REPAIRING,
+            reason=Rung.FIELD_DIAGNOSTIC.label.lower(),
+            deadline_s=EXAMINED_S + 600,
         )
+        verb = wire.FieldDiagnose(uuid=str(ctx.values["gpu"]), limit_s=limit_s)
+        fleet.queue_command(
+            actor_of(ctx), node.pk, verb, requester=requester, ttl_s=EXAMINED_S + 60
+        )
+
+    return Done(
+        text=f"{node.name} is told to run the field diagnostic",
+        context={"examination": requester},
+        apply=order,
+    )
+
+
+def await_verdict(ctx: StepContext) -> Outcome:
+    """A card that passes is validated next; one that fails goes up the ladder, and so does one that
+    is not even listed after a restart. Where there is no verdict a person looks."""
+    if ctx.values["rung"] != Rung.FIELD_DIAGNOSTIC:
+        return Skip(text="no card is examined")
+    node = node_of(ctx)
+    command = Command.objects.filter(
+        requester=ctx.values.get("examination") or "", verb="field_diagnose"
+    ).first()
+    if command is None:
+        return Back(to="examine", text="the examination is to be tried again")
+    if command.state not in COMMAND_FINISHED and (why := _not_under_way(node, command)):
+        return _no_verdict(ctx, node, why, lambda: fleet.call_back_commands(_asker(command)))
     if command.state not in COMMAND_FINISHED:
         return Wait(text="the field diagnostic is under way", wake_s=30.0)
     found = command.output.get("outcome") if command.state == CommandState.DONE else None
     evidence = {"command": command.pk, **command.output}
     if found == "passed":
-        return Done(text="the card passed the field diagnostic", evidence=evidence)
+        return Done(
+            text="the card passed the field diagnostic",
+            evidence=evidence,
+            apply=lambda: _record_examination(ctx),
+        )
     if found == "failed":
         outcome = not_helped(ctx, "the card failed the field diagnostic")
-    elif found == "absent":
-        outcome = not_helped(ctx, "the card does not answer, so it cannot be examined")
-    else:
-        why = command.error or command.get_state_display().lower()
-        outcome = Ask(text=f"the field diagnostic came to no verdict: {why}")
-    return _given_up(ctx, node, replace(outcome, evidence=evidence))
+        return _given_up(
+            ctx, node, replace(outcome, evidence=evidence), lambda: _record_examination(ctx)
+        )
+    if found == "absent" and _was_restarted(ctx):
+        outcome = not_helped(ctx, "the card is not even listed after a restart")
+        return _given_up(ctx, node, replace(outcome, evidence=evidence))
+    absent = "the card is not listed" if found == "absent" else ""
+    return _no_verdict(ctx, node, absent or command.error or command.get_state_display().lower())
 
 
-def _given_up(ctx: StepContext, node: Node, outcome: Outcome) -> Outcome:
-    """The outcome, the node being marked as one whose repair failed."""
+def _not_under_way(node: Node, command: Command) -> str:
+    """Why nothing will come of an order to examine; "" if it may be under way."""
+    deadline_s = settings.BOOT_DEADLINE_S
+    now = timezone.now()
+    if not node.lease.reachable and now - node.lease.last_beat_at > timedelta(seconds=deadline_s):
+        return f"{node.name} has not been heard for {deadline_s:g} s"
+    queued = command.state == CommandState.QUEUED
+    if queued and now - command.created_at > timedelta(seconds=deadline_s):
+        return f"its agent has not taken the order within {deadline_s:g} s"
+    return ""
+
+
+def _no_verdict(
+    ctx: StepContext, node: Node, why: str, apply: Callable[[], object] = lambda: None
+) -> Outcome:
+    text = f"the field diagnostic came to no verdict: {why}"
+    return _given_up(ctx, node, Ask(text=text, context={"examination": None}), apply)
+
+
+def _asker(command: Command) -> str:
+    """The step that asked for a command: see `StepContext.requester`."""
+    return command.requester.rpartition(".")[0]
+
+
+def _record_examination(ctx: StepContext) -> None:
+    """Only what came to a verdict: a tool that does not work says nothing of the card."""
+    gpu = str(ctx.values["gpu"])
+    fleet.record_repair(
+        str(ctx.run.node_id), Rung.FIELD_DIAGNOSTIC, ctx.step.pk, gpu_uuid=gpu, turn=ctx.round
+    )
+
+
+def _was_restarted(ctx: StepContext) -> bool:
+    """Whether this run has restarted the node for the card."""
+    restarts = RepairRecord.objects.filter(rung__in=(Rung.REBOOT, Rung.POWER_CYCLE))
+    return restarts.filter(gpu_id=ctx.values["gpu"], at__gte=ctx.run.created_at).exists()
+
+
+def _given_up(
+    ctx: StepContext, node: Node, outcome: Outcome, apply: Callable[[], object] = lambda: None
+) -> Outcome:
+    """The outcome, the node being marked as one whose repair failed; with what else to `apply`."""
 
     def give_up() -> None:
+        apply()
         if node.state == NodeState.REPAIRING:
             fleet.transition(actor_of(ctx), node.pk, NodeState.REPAIR_FAILED, reason=outcome.text)
 
@@ -362,7 +427,8 @@ def await_boot(ctx: StepContext) -> Outcome:
     if before is None:
         return Skip(text="it was not restarted")
     if node.state == NodeState.REPAIR_FAILED:
-        return not_helped(ctx, f"it did not come back within {settings.BOOT_DEADLINE_S:g} s")
+        why = f"it did not come back within {settings.BOOT_DEADLINE_S:g} s"
+        return not_helped(ctx, why, blamed=False)
     if node.boot_id == before:
         return Wait(text="not heard since it was restarted")
     if not node.lease.reachable:
@@ -372,8 +438,11 @@ def await_boot(ctx: StepContext) -> Outcome:
     )
 
 
-def not_helped(ctx: StepContext, why: str) -> Outcome:
-    """The rung did not cure it: go on from the decision where this playbook has one, else ask."""
+def not_helped(ctx: StepContext, why: str, *, blamed: bool = True) -> Outcome:
+    """The rung did not cure it: go on from the decision where this playbook has one, else ask.
+
+    Unless the card is `blamed` for it, restarts are all that may come of it.
+    """
     if not ctx.run.steps.filter(key="decide").exists():
         return Ask(text=why)
     return Back(
@@ -382,6 +451,7 @@ def not_helped(ctx: StepContext, why: str) -> Outcome:
         context={
             "not_helped": ctx.values["rung"],
             "not_helped_why": why,
+            "blamed": blamed,
             "boot_before": None,
         },
     )

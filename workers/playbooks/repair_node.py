@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
 
 from django.conf import settings
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM
 from controlplane.fleet.choices import Rung
-from controlplane.fleet.models import Gpu, RepairRecord
+from controlplane.fleet.models import Gpu, Node, RepairRecord
 from controlplane.health.actions import memory_of
 from controlplane.health.choices import Urgency
 from controlplane.health.models import Failure
@@ -32,7 +33,7 @@ from workers.playbooks.base import (
     Wait,
 )
 from workers.playbooks.validation import await_soak, run_diagnostic
-from workers.repair import Record, choose_rung, next_rung
+from workers.repair import Record, cards_named, choose_rung, next_rung
 
 #: The same fault of the same card within this time after a repair means that it did not help.
 IN_VAIN_WITHIN = timedelta(days=30)
@@ -50,7 +51,7 @@ def decide(ctx: StepContext) -> Outcome:
         str(ctx.values.get("action", "power_cycle")),
         record,
         limit=settings.REPAIR_ATTEMPTS_PER_DAY,
-        card_known=bool(card),
+        card_known=bool(card) and bool(ctx.values.get("blamed", True)),
         can_examine=node.can_examine and node.reachable and _has_step(ctx, "examine"),
         not_below=next_rung(tried) if tried else "",
         not_helped=str(ctx.values.get("not_helped_why") or ""),
@@ -62,8 +63,10 @@ def decide(ctx: StepContext) -> Outcome:
         **_shown_record(card),
     }
     if choice is None:
+        why = f": {ctx.values['not_helped_why']}" if tried else ""
         return Ask(
-            text="no rung of the repair ladder is left for automation to take", evidence=evidence
+            text=f"no rung of the repair ladder is left for automation to take{why}",
+            evidence=evidence,
         )
     words = f"{Rung(choice.rung).label}: {choice.reason}"
     busy = Placement.objects.filter(node=node).exclude(state=PlacementState.ENDED)
@@ -126,12 +129,34 @@ def _has_step(ctx: StepContext, key: str) -> bool:
 
 
 def validate(ctx: StepContext) -> Outcome:
+    node = node_steps.node_of(ctx)
     return run_diagnostic(
         ctx,
-        node_steps.node_of(ctx),
+        node,
         level=2,
-        on_failed=lambda why: node_steps.not_helped(ctx, why),
+        on_failed=lambda why, output: _not_validated(ctx, node, why, output),
+        lacking=lambda: _lost_card(ctx, node),
     )
+
+
+def _not_validated(ctx: StepContext, node: Node, why: str, output: Mapping[str, object]) -> Outcome:
+    """Climb, but let no card go back for what another one has, or the host, or for what the
+    vendor's own tool does not find."""
+    if ctx.values["rung"] == Rung.FIELD_DIAGNOSTIC:
+        return Ask(text=f"the card passed the field diagnostic; {why}")
+    card = str(ctx.values.get("gpu", ""))
+    named = cards_named(output, dict(node.gpus.values_list("uuid", "pci_address")))
+    if card and named and card not in named:
+        return Ask(text=f"{why}; that is not of the card that was repaired")
+    return node_steps.not_helped(ctx, why, blamed=card in named or bool(_lost_card(ctx, node)))
+
+
+def _lost_card(ctx: StepContext, node: Node) -> str:
+    """That the card which was repaired is gone from its slot, and no other one sits there."""
+    card = Gpu.objects.filter(pk=str(ctx.values.get("gpu", ""))).first()
+    if card is None or node.gpus.filter(Q(pk=card.pk) | Q(pci_address=card.pci_address)).exists():
+        return ""
+    return f"card {card.serial} is no longer listed"
 
 
 def soak(ctx: StepContext) -> Outcome:
@@ -175,9 +200,16 @@ PLAYBOOK = Playbook(
             effect=Effect.FENCED,
             disruptive=True,
             does=node_steps.words_of_examination,
-            timeout_s=settings.FIELD_DIAGNOSTIC_S + settings.BOOT_DEADLINE_S + 300,
             prose="Run the vendor's field diagnostic on the card, if that is the rung that was "
-            "decided on. A card that fails it goes back to the vendor with its log.",
+            "decided on.",
+        ),
+        StepDefinition(
+            key="verdict",
+            title="Await the verdict",
+            act=node_steps.await_verdict,
+            effect=Effect.NONE,
+            timeout_s=node_steps.EXAMINED_S + 300,
+            prose="It may take hours. A card that fails goes back to the vendor with its log.",
         ),
         node_steps.AWAIT_BOOT,
         StepDefinition(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Literal
@@ -31,11 +31,13 @@ def run_diagnostic(
     ctx: StepContext,
     node: Node,
     level: Literal[1, 2],
-    on_failed: Callable[[str], Outcome] = lambda why: Ask(text=why),
+    on_failed: Callable[[str, Mapping[str, object]], Outcome] = lambda why, _: Ask(text=why),
+    lacking: Callable[[], str] = lambda: "",
 ) -> Outcome:
     """Have the node's agent run its diagnostics; the node is `validating` meanwhile.
 
-    `on_failed` says what comes of it if they do not pass; else a person is asked.
+    `on_failed` says what comes of it if they do not pass, from why and their output; else a person
+    is asked. `lacking` says what else the node lacks once they have passed; "" if nothing.
     """
     requester = ctx.requester()
     command = Command.objects.filter(requester=requester).first()
@@ -62,6 +64,8 @@ def run_diagnostic(
     if command.state not in COMMAND_FINISHED:
         return Wait(text="the diagnostic is running", wake_s=2.0)
     passed, reason = diagnosis_passed(command.output)
+    if passed and (lacks := lacking()):
+        passed, reason = False, lacks
     evidence = {"command": command.pk, **command.output}
     if command.state == CommandState.DONE and passed:
         return Done(text=reason, evidence=evidence)
@@ -70,7 +74,7 @@ def run_diagnostic(
         if node.state == NodeState.VALIDATING:
             fleet.transition(SYSTEM, node.pk, NodeState.VALIDATION_FAILED, reason=reason)
 
-    outcome = on_failed(f"not validated: {command.error or reason}")
+    outcome = on_failed(f"not validated: {command.error or reason}", command.output)
     return replace(outcome, evidence={**outcome.evidence, **evidence}, apply=fail)
 
 

@@ -179,8 +179,9 @@ def _both(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """What a repair is for that was asked for twice: the gravest action, on the card that calls for
     it, as soon as either wants it."""
     there = str(before.get("action", now["action"]))
-    graver = ACTIONS.index(now["action"]) > ACTIONS.index(there)
-    same_fault = before.get("gpu") == now["gpu"] and there == now["action"]
+    same_card = before.get("gpu") == now["gpu"]
+    graver = _gravity(now["action"], same_card) > _gravity(there, same_card)
+    same_fault = same_card and there == now["action"]
     wanted = {**before, **now} if graver or same_fault else {**now, **before}
     since = str(before.get("urgency", now["urgency"]))
     return {
@@ -190,6 +191,14 @@ def _both(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
         "hardware": bool(before.get("hardware")) or bool(now["hardware"]),
         "lost_placement": now["lost_placement"] or before.get("lost_placement", ""),
     }
+
+
+def _gravity(action: str, same_card: bool) -> float:
+    """Actions in their order, but for the field diagnostic: it mends nothing of another card, and a
+    card that calls for a restart must have had it to be examined."""
+    if action != Action.FIELD_DIAGNOSTIC:
+        return ACTIONS.index(action)
+    return ACTIONS.index("drain_and_reset" if same_card else "update_software") + 0.5
 
 
 def restore_coordinator(actor: Actor, job: Job, incident: Incident) -> PlaybookRun:

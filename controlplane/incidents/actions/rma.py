@@ -70,16 +70,19 @@ def close_case(actor: Actor, case_id: str, reason: str) -> None:
 
 @change()
 def readmit_replaced() -> int:
-    """Have each node admitted again whose RMA cards have all been taken out. Returns how many.
+    """Have each node admitted again in which others sit where its RMA cards sat. Returns how many.
 
-    A card that left its node has been replaced or sent; its record stays with its serial.
+    A card that is only no longer listed may be dead in its slot. The record of one that left stays
+    with its serial.
     """
     waiting = Node.objects.filter(state="rma", rma_cases__isnull=False, lease__reachable=True)
     count = 0
     for node in waiting.distinct():
         cases = list(node.rma_cases.exclude(state=CaseState.CLOSED).select_related("gpu"))
         # A case that a person closed says nothing of the card: they order the return themselves.
-        if not cases or any(c.gpu.node_id == node.pk for c in cases) or not node.gpus.exists():
+        fitted = set(node.gpus.values_list("pci_address", flat=True))
+        gone = all(c.gpu.node_id != node.pk and c.gpu.pci_address in fitted for c in cases)
+        if not cases or not gone:
             continue
         if node.runs.filter(playbook="return-node", finished_at=None).exists():
             continue
