@@ -86,7 +86,8 @@ def wake(subject: str) -> None:
         "node": Q(run__node_id=key),
         "job": Q(run__job_id=key),
         "incident": Q(run__incident_id=key),
-        "step": Q(pk=key.split(".")[0]),
+        # Whoever waits for an order may be a later step than the one that gave it.
+        "step": Q(run__steps=key.split(".")[0]),
     }[kind]
     attentive = Q(state__in=[StepState.WAITING, StepState.RUNNING])
     # One row at a time: a statement that locks several steps could wait for one that locks others.

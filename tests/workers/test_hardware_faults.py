@@ -48,7 +48,7 @@ from tests.workers.world import (
     soaked,
     step_of,
 )
-from workers import triage
+from workers import engine, triage
 
 pytestmark = pytest.mark.django_db
 
@@ -575,6 +575,18 @@ def test_a_card_that_is_not_listed_after_restarts_goes_back(world: World) -> Non
     node.refresh_from_db()
     assert node.state == NodeState.RMA
     assert "not even listed after a restart" in RmaCase.objects.get().reason
+
+
+def test_a_verdict_is_read_as_soon_as_it_is_told(world: World) -> None:
+    node = world.spares[0]
+    can_examine(node)
+    world.shows(node, "sram_over_threshold")
+    drain()
+    answer("field_diagnose", outcome="failed", said="FAIL")
+    engine.drain(f"step/{orders_to_examine()[0].requester}", owner="test")
+
+    node.refresh_from_db()
+    assert node.state == NodeState.RMA
 
 
 def test_where_the_diagnostic_comes_to_no_verdict_a_person_looks(world: World) -> None:
