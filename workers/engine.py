@@ -295,9 +295,12 @@ def _finish_step(
 
 
 def _waits_for_hands(incident: Incident) -> bool:
-    """Whether something of an incident of nodes is left that no run mends: a person closes it."""
+    """Whether something of an incident is left that no run mends: a person closes it. Of an
+    incident of a job only a card that is to be examined: the rest is its nodes'."""
     of_nodes = incident.subject.startswith(("node/", "rack/", "switch/"))
-    left = incident.failures.filter(needed__in=sorted(HANDS)) if of_nodes else []
+    left = incident.failures.filter(needed__in=sorted(HANDS))
+    if not of_nodes:
+        left = left.filter(needed=Action.FIELD_DIAGNOSTIC).exclude(gpu=None)
     return any(not _was_examined(failure) for failure in left)
 
 

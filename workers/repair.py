@@ -127,7 +127,9 @@ def cards_named(output: Mapping[str, object], cards: Mapping[str, str]) -> froze
         if test.get("outcome") != "passed"
     )
     return frozenset(
-        uuid for uuid, pci in cards.items() if uuid.lower() in told or _kernel_pci(pci) in told
+        uuid
+        for uuid, pci in cards.items()
+        if uuid.lower() in told or (pci and _kernel_pci(pci) in told)
     )
 
 

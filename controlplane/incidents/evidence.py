@@ -28,6 +28,7 @@ def bundle(gpu: Gpu, node: Node) -> dict[str, Any]:
             "cluster": node.cluster.name,
             "rack": node.rack.name if node.rack else "",
             "slot": gpu.index,
+            "cards": sorted({gpu.pk, *node.gpus.values_list("pk", flat=True)}),
             "driver_version": inventory.get("driver_version", ""),
             "kernel": inventory.get("kernel", ""),
             "agent_version": node.agent_version,

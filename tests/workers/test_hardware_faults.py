@@ -282,11 +282,14 @@ def test_no_card_goes_back_for_what_its_host_lacks(world: World, output: dict[st
     drain()
 
     node.refresh_from_db()
-    step = step_of("repair-node", "decide")
+    step = step_of("repair-node", "validate")
     assert world.bmcs[node.pk].orders == ["ForceRestart", "ForceOff", "On"]
     assert (step.state, node.state) == (StepState.NEEDS_OPERATOR, NodeState.VALIDATION_FAILED)
-    assert "is left for automation to take: not validated" in step.outcome
     assert not RmaCase.objects.exists()
+
+    incidents.retry_run(SYSTEM, step.run_id, "the disk has room again")
+    come_back(world, node)
+    assert node.state == NodeState.AVAILABLE
 
 
 def test_no_card_goes_back_for_what_another_one_has(world: World) -> None:
@@ -303,6 +306,88 @@ def test_no_card_goes_back_for_what_another_one_has(world: World) -> None:
     assert step_of("repair-node", "validate").state == StepState.NEEDS_OPERATOR
     assert world.bmcs[node.pk].orders == ["ForceRestart"]
     assert not RmaCase.objects.exists()
+
+
+def test_a_card_that_is_gone_is_blamed_though_its_peer_complains(world: World) -> None:
+    node = world.spares[0]
+    card = world.card_of(node)
+    GpuFactory(node=node, index=1, pci_address="00000000:2B:00.0")
+    world.kernel_says(node, XID_79)
+    drain()
+    world.boot(node)
+    Gpu.objects.filter(pk=card.pk).update(node=None, index=None)
+    drain()
+    detail = "2 lines on 0000:1b:00, 0000:2b:00, first: NVRM: ..."
+    answer("diagnose", tests=[{"name": "kernel_log", "outcome": "failed", "detail": detail}])
+    drain()
+
+    assert world.bmcs[node.pk].orders == ["ForceRestart", "ForceOff", "On"]
+
+
+def test_cards_that_go_together_are_not_each_to_blame(world: World) -> None:
+    node = world.spares[0]
+    GpuFactory(node=node, index=1, pci_address="00000000:2B:00.0")
+    world.kernel_says(node, XID_79)
+    for _ in range(2):  # after the reboot, and after the power cycle
+        drain()
+        world.boot(node)
+        Gpu.objects.filter(node=node).update(node=None, index=None)
+        drain()
+        answer("diagnose", **HEALTHY)
+    drain()
+
+    assert step_of("repair-node", "validate").state == StepState.NEEDS_OPERATOR
+    assert not RmaCase.objects.exists()
+
+
+def test_a_node_is_not_judged_by_what_it_listed_before_it_booted(world: World) -> None:
+    node = world.spares[0]
+    Node.objects.filter(pk=node.pk).update(report={"boot_id": node.boot_id})
+    world.kernel_says(node, XID_79)
+    drain()
+    world.boot(node)
+    drain()
+    assert not Command.objects.filter(verb="diagnose").exists()
+    node.refresh_from_db()
+    Node.objects.filter(pk=node.pk).update(report={"boot_id": node.boot_id})
+    drain()
+    assert Command.objects.filter(verb="diagnose").exists()
+
+
+def test_a_card_that_goes_while_the_node_is_watched_keeps_it_out(world: World) -> None:
+    node = world.spares[0]
+    card = world.card_of(node)
+    world.kernel_says(node, XID_79)
+    drain()
+    world.boot(node)
+    drain()
+    answer("diagnose", **HEALTHY)
+    drain()
+    Gpu.objects.filter(pk=card.pk).update(node=None, index=None)
+    soaked()
+    drain()
+
+    node.refresh_from_db()
+    assert step_of("repair-node", "return").state == StepState.NEEDS_OPERATOR
+    assert node.state == NodeState.VALIDATING
+
+
+def test_a_node_that_comes_back_late_goes_on_once_a_person_says_so(world: World) -> None:
+    node = world.spares[0]
+    world.kernel_says(node, XID_79)
+    for _ in range(2):  # after the reboot, and after the power cycle
+        drain()
+        Lease.objects.filter(node=node).update(reachable=False)
+        Node.objects.filter(pk=node.pk, state=NodeState.REPAIRING).update(
+            state=NodeState.REPAIR_FAILED, state_deadline=None
+        )
+    drain()
+    step = step_of("repair-node", "await-boot")
+    assert step.state == StepState.NEEDS_OPERATOR
+
+    incidents.retry_run(SYSTEM, step.run_id, "its cable is back")
+    come_back(world, node)
+    assert node.state == NodeState.AVAILABLE
 
 
 def test_a_node_that_lists_a_card_less_is_not_whole(world: World) -> None:
@@ -641,6 +726,26 @@ def test_of_two_cards_to_be_examined_none_is_forgotten(world: World) -> None:
     assert Incident.objects.get().unresolved
 
 
+def test_of_two_cards_under_a_job_none_is_forgotten(world: World) -> None:
+    leaving = world.placements[1]
+    node = leaving.node
+    can_examine(node)
+    second = GpuFactory(node=node, index=1, pci_address="00000000:2B:00.0")
+    for card in (Gpu.objects.get(node=node, index=0), second):
+        show_flag(node, card)
+    drain()
+    saves_checkpoint(world)
+    quarantine(world, node)
+    world.survivors_commit(leaving)
+    drain()
+    answer("field_diagnose", outcome="failed", said="FAIL")
+    rejoin(world, 1)
+
+    incident = Incident.objects.get()
+    assert RmaCase.objects.get().gpu.index == 0
+    assert (incident.replica, incident.unresolved) == (1, True)
+
+
 def test_a_card_to_be_examined_keeps_nobody_from_restarting_the_node_for_another(
     world: World,
 ) -> None:
@@ -732,7 +837,7 @@ def test_a_node_that_does_not_come_back_is_not_asked_to_examine(world: World) ->
         )
     drain()
 
-    assert step_of("repair-node", "decide").state == StepState.NEEDS_OPERATOR
+    assert step_of("repair-node", "await-boot").state == StepState.NEEDS_OPERATOR
     assert not orders_to_examine()
     assert not RmaCase.objects.exists()
 
@@ -799,9 +904,10 @@ def test_a_node_with_new_cards_is_admitted_again_by_itself(world: World) -> None
     world.kernel_says(node, XID_79)
     drain()
     assert incidents.readmit_replaced() == 0
-    Gpu.objects.filter(pk=card.pk).update(node=None, index=None)
+    other = GpuFactory(node=world.spares[1], index=1, pci_address="00000000:2B:00.0")
+    Gpu.objects.filter(pk=card.pk).update(node=world.spares[1], index=2)  # somebody tries it there
     assert incidents.readmit_replaced() == 0
-    GpuFactory(node=node, index=0, pci_address=card.pci_address)
+    Gpu.objects.filter(pk=other.pk).update(node=node)
     assert incidents.readmit_replaced() == 1
     assert incidents.readmit_replaced() == 0
     drain()

@@ -426,7 +426,8 @@ def await_boot(ctx: StepContext) -> Outcome:
     before = ctx.values.get("boot_before")
     if before is None:
         return Skip(text="it was not restarted")
-    if node.state == NodeState.REPAIR_FAILED:
+    back = node.boot_id != before and node.lease.reachable
+    if node.state == NodeState.REPAIR_FAILED and not back:
         why = f"it did not come back within {settings.BOOT_DEADLINE_S:g} s"
         return not_helped(ctx, why, blamed=False)
     if node.boot_id == before:
@@ -443,7 +444,8 @@ def not_helped(ctx: StepContext, why: str, *, blamed: bool = True) -> Outcome:
 
     Unless the card is `blamed` for it, restarts are all that may come of it.
     """
-    if not ctx.run.steps.filter(key="decide").exists():
+    restarts_left = ctx.values["rung"] in (Rung.RESET_GPU, Rung.REBOOT)
+    if not (ctx.run.steps.filter(key="decide").exists() and (blamed or restarts_left)):
         return Ask(text=why)
     return Back(
         to="decide",

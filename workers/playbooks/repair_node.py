@@ -63,7 +63,11 @@ def decide(ctx: StepContext) -> Outcome:
         **_shown_record(card),
     }
     if choice is None:
-        why = f": {ctx.values['not_helped_why']}" if tried else ""
+        why = ""
+        if tried:
+            why = (
+                f": {ctx.values.get('not_helped_why')}; once it is well, cancel this and return it"
+            )
         return Ask(
             text=f"no rung of the repair ladder is left for automation to take{why}",
             evidence=evidence,
@@ -88,6 +92,7 @@ def decide(ctx: StepContext) -> Outcome:
             "boot_before": None,
             "not_helped": tried,
             "decided_for": str(ctx.values.get("action", "")),
+            "cards": ctx.values.get("cards") or [*node.gpus.values_list("pk", flat=True)],
         },
     )
 
@@ -130,12 +135,14 @@ def _has_step(ctx: StepContext, key: str) -> bool:
 
 def validate(ctx: StepContext) -> Outcome:
     node = node_steps.node_of(ctx)
+    if node.report.get("boot_id", node.boot_id) != node.boot_id:
+        return Wait(text="its cards are not listed yet since it booted")
     return run_diagnostic(
         ctx,
         node,
         level=2,
         on_failed=lambda why, output: _not_validated(ctx, node, why, output),
-        lacking=lambda: _lost_card(ctx, node),
+        lacking=lambda: _in_words(_missing_cards(ctx, node)),
     )
 
 
@@ -145,22 +152,35 @@ def _not_validated(ctx: StepContext, node: Node, why: str, output: Mapping[str, 
     if ctx.values["rung"] == Rung.FIELD_DIAGNOSTIC:
         return Ask(text=f"the card passed the field diagnostic; {why}")
     card = str(ctx.values.get("gpu", ""))
-    named = cards_named(output, dict(node.gpus.values_list("uuid", "pci_address")))
-    if card and named and card not in named:
+    theirs = Gpu.objects.filter(Q(node=node) | Q(pk=card))
+    named = cards_named(output, dict(theirs.values_list("uuid", "pci_address")))
+    lost = [gpu.pk for gpu in _missing_cards(ctx, node)] == [card]
+    if card and named and card not in named and not lost:
         return Ask(text=f"{why}; that is not of the card that was repaired")
-    return node_steps.not_helped(ctx, why, blamed=card in named or bool(_lost_card(ctx, node)))
+    return node_steps.not_helped(ctx, why, blamed=card in named or lost)
 
 
-def _lost_card(ctx: StepContext, node: Node) -> str:
-    """That the card which was repaired is gone from its slot, and no other one sits there."""
-    card = Gpu.objects.filter(pk=str(ctx.values.get("gpu", ""))).first()
-    if card is None or node.gpus.filter(Q(pk=card.pk) | Q(pci_address=card.pci_address)).exists():
-        return ""
-    return f"card {card.serial} is no longer listed"
+def _missing_cards(ctx: StepContext, node: Node) -> list[Gpu]:
+    """The cards that the node had when this run began, are gone, and were not replaced."""
+    before = {*ctx.values.get("cards", []), ctx.values.get("gpu", "")} - {""}
+    now = set(node.gpus.values_list("pk", flat=True))
+    missing = before - now
+    return list(Gpu.objects.filter(pk__in=missing)) if len(missing) > len(now - before) else []
+
+
+def _in_words(missing: list[Gpu]) -> str:
+    return ", ".join(f"card {gpu.serial} is no longer listed" for gpu in missing)
 
 
 def soak(ctx: StepContext) -> Outcome:
     return await_soak(ctx, node_steps.node_of(ctx))
+
+
+def return_whole(ctx: StepContext) -> Outcome:
+    node = node_steps.node_of(ctx)
+    if missing := _in_words(_missing_cards(ctx, node)):
+        return Ask(text=missing)
+    return node_steps.return_to_service(ctx)
 
 
 PLAYBOOK = Playbook(
@@ -231,7 +251,7 @@ PLAYBOOK = Playbook(
         StepDefinition(
             key="return",
             title="Return it as a spare",
-            act=node_steps.return_to_service,
+            act=return_whole,
             effect=Effect.IDEMPOTENT,
             prose="Mark it available and a spare.",
             undo="Quarantine it.",

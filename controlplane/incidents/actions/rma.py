@@ -70,7 +70,8 @@ def close_case(actor: Actor, case_id: str, reason: str) -> None:
 
 @change()
 def readmit_replaced() -> int:
-    """Have each node admitted again in which others sit where its RMA cards sat. Returns how many.
+    """Have each node admitted again in which new cards sit in place of its RMA cards. Returns how
+    many.
 
     A card that is only no longer listed may be dead in its slot. The record of one that left stays
     with its serial.
@@ -80,8 +81,9 @@ def readmit_replaced() -> int:
     for node in waiting.distinct():
         cases = list(node.rma_cases.exclude(state=CaseState.CLOSED).select_related("gpu"))
         # A case that a person closed says nothing of the card: they order the return themselves.
-        fitted = set(node.gpus.values_list("pci_address", flat=True))
-        gone = all(c.gpu.node_id != node.pk and c.gpu.pci_address in fitted for c in cases)
+        fitted = set(node.gpus.values_list("pk", flat=True))
+        new = fitted.difference(*(case.bundle["node"].get("cards", []) for case in cases))
+        gone = all(case.gpu_id not in fitted for case in cases) and len(new) >= len(cases)
         if not cases or not gone:
             continue
         if node.runs.filter(playbook="return-node", finished_at=None).exists():
