@@ -28,6 +28,8 @@ COPY = "copy"  # of a state, for its checkpoint, beside the training
 LOAD = "load"  # the whole job was killed, and reads a checkpoint
 #: Of a save, in its writer.
 WRITING: tuple[str, ...] = ("write", "publish", "verify", "prune", "replicate")
+#: Of the whole job, but not of what its nodes hold in memory.
+CRASH, BAD_MEMORY = "crash", "badmemory"
 LOCAL, SHARED, BOTH = "local", "shared", "both"
 #: Which disks: each node's own, the shared folder's, or both.
 DISKS: tuple[str, ...] = (LOCAL, SHARED, BOTH)
@@ -262,8 +264,24 @@ KINDS: dict[str, Kind] = {
             phases=(LOCAL, SHARED),
         ),
         Kind(
+            name=CRASH,
+            meaning="SIGKILL of the whole job; what the nodes hold in memory for peers stays",
+            strike=send(signal.SIGKILL),
+            endings=("replaced",),
+            target="job",
+            phases=(COPY, *WRITING, ANY),
+        ),
+        Kind(
+            name=BAD_MEMORY,
+            meaning="crash, and in each state that a node holds a bit is another",
+            strike=nothing,
+            endings=("replaced",),
+            target="job",
+            phases=(ANY,),
+        ),
+        Kind(
             name="outage",
-            meaning="SIGKILL of the whole job, which is started again from its checkpoints",
+            meaning="SIGKILL of the whole job and the nodes' memory; it goes on from its disks",
             strike=send(signal.SIGKILL),
             endings=("replaced",),
             target="job",

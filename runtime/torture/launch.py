@@ -154,8 +154,12 @@ class Fleet:
 
     def hold(self) -> bool:
         """Whether all holders are up, so that no rank starts another."""
+        return all(self.holding())
+
+    def holding(self) -> list[str]:
+        """The holders' addresses, "" for one that is not up."""
         memories = [self.folder / f"memory{r}" / JOB for r in range(len(self.holders))]
-        return all(running(memory) for memory in memories)
+        return [running(memory) for memory in memories]
 
     def end_holders(self) -> None:
         """With all that was in the nodes' memory."""

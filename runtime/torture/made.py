@@ -19,6 +19,7 @@ class Restart:
     reached: int  # the newest step they had committed
     sound: tuple[State, ...]  # of which a checkpoint was left that verifies
     least: State  # what any replica could go on from, whichever disk was damaged
+    spoiled: State  # the newest of what was held in memory, if that was damaged
     began: int  # the step that the job went on from
     refused: tuple[str, ...]  # what was told of checkpoints that do not verify
     unsound: tuple[str, ...]  # what does not verify though nothing had damaged it

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runtime.checkpoint import store
+from runtime.checkpoint import peer, store
+from runtime.checkpoint.holder import MEMORY
 from runtime.checkpoint.manifest import MANIFEST, Manifest
 from runtime.torture.damage import DAMAGES
-from runtime.torture.kinds import KINDS, LOAD, LOCAL, SHARED
+from runtime.torture.kinds import BAD_MEMORY, CRASH, KINDS, LOAD, LOCAL, SHARED
 from runtime.torture.made import Made, Restart, State
 from runtime.torture.writer import DiskFault, all_ended, end_fault, set_fault
 
@@ -47,6 +48,10 @@ def broken_claims(restart: Restart) -> list[str]:
             f"{before}the job went on from step {restart.began} though step {newest[1]} was whole, "
             "and nobody was told why"
         )
+    elif not restart.refused and restart.spoiled > newest:
+        found.append(
+            f"{before}nobody was told that step {restart.spoiled[1]} was damaged in memory"
+        )
     elif max(states) < restart.least:
         found.append(
             f"{before}the job went on from step {restart.began} though all could have gone on from "
@@ -76,16 +81,27 @@ def restart(run: Run, made: Made) -> None:
     for rank in ranks:
         run.reap(rank)
         fleet.tell_exit(rank)  # else it waits a lease, for all may train on out of its reach
-    fleet.end_holders()  # else their memory has it all
+    holds = fault.kind in (CRASH, BAD_MEMORY)
+    if not holds:
+        fleet.end_holders()  # else their memory has it all
     run.until(lambda: all_ended(fleet.folder), "the writers have finished what they were given")
     run.watch.poll()
     ended, reached = frozenset(run.watch.events), run.watch.newest()
     unsound = what_is_unsound(run)
     if fault.kind in DAMAGES:
         damage(run, fault)
+    spoiled = NOTHING
+    if fault.kind == BAD_MEMORY:
+        spoiled = max(what_is_held(fleet), default=NOTHING)
+        flip_what_is_held(fleet, random.Random(f"{fault.number}"))  # noqa: S311 - bytes
     sound, least = what_is_left(fleet)
+    if fault.kind == CRASH:
+        held = what_is_held(fleet)
+        sound = tuple(sorted({*sound, *held}))
+        least = max(least, *held, NOTHING)
     run.watch.restart()
-    run.start_holders()
+    if not holds:
+        run.start_holders()
     for replica in range(fleet.replicas):
         struck_anew = fault.phase == LOAD and replica in fault.targets
         made.returning.add(run.start_replica(replica, made if struck_anew else None).placement)
@@ -102,6 +118,7 @@ def restart(run: Run, made: Made) -> None:
         reached=reached,
         sound=sound,
         least=least,
+        spoiled=spoiled,
         began=min(first_step(run, one) for one in run.watch.commits) - 1,
         refused=tuple(str(one.data["text"]) for one in troubles(run, made, "checkpoint_refused")),
         unsound=tuple(unsound),
@@ -231,6 +248,26 @@ def what_is_left(fleet: Fleet) -> tuple[tuple[State, ...], State]:
     own = [whole(fleet.own_folders(replica)) for replica in range(fleet.replicas)]
     worst = [min(max(each) for each in (shared, one) if each) for one in own if shared or one]
     return tuple(sorted(shared.union(*own))), max(worst, default=NOTHING)
+
+
+def what_is_held(fleet: Fleet) -> set[State]:
+    """The states of which the nodes hold every rank's part in memory."""
+    parts: dict[State, set[int]] = {}
+    for address in fleet.holding():
+        for one in peer.held(address, fleet.token):
+            parts.setdefault((int(one["epoch"]), int(one["step"])), set()).add(int(one["rank"]))
+    return {state for state, ranks in parts.items() if len(ranks) == fleet.divided}
+
+
+def flip_what_is_held(fleet: Fleet, chance: random.Random) -> None:
+    """A bit in each, as bad memory would."""
+    for process in fleet.holders:
+        for link in Path(f"/proc/{process.pid}/fd").iterdir():
+            if MEMORY in str(link.readlink()):
+                with link.open("r+b") as memory:
+                    where = chance.randrange(os.fstat(memory.fileno()).st_size)
+                    (byte,) = os.pread(memory.fileno(), 1, where)
+                    os.pwrite(memory.fileno(), bytes([byte ^ 1 << chance.randrange(8)]), where)
 
 
 def whole(parts: list[Path]) -> set[State]:

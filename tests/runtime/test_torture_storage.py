@@ -180,7 +180,7 @@ def test_a_writer_counts_as_alive_until_it_ends(tmp_path: Path) -> None:
 
 RESTART = Restart(
     fault=1, ended=frozenset({"plc_0", "plc_1"}), reached=5, sound=((1, 1), (1, 3)), least=(1, 3),
-    began=3, refused=("it is damaged",), unsound=(),
+    spoiled=(0, -1), began=3, refused=("it is damaged",), unsound=(),
 )  # fmt: skip
 
 
@@ -193,6 +193,7 @@ def test_a_restart_from_the_newest_whole_state_breaks_no_claim() -> None:
     ("changed", "told"),
     [
         ({"began": 4}, "went on from step 4, whole are [1, 3]"),
+        ({"spoiled": (1, 4), "refused": ()}, "nobody was told that step 4 was damaged in memory"),
         ({"sound": (), "least": (0, -1)}, "whole are []"),
         ({"began": 1}, "could have gone on from step 3"),
         ({"began": 1, "refused": ()}, "nobody was told why"),
@@ -318,6 +319,17 @@ def test_a_job_that_was_killed_goes_on_from_what_was_not_damaged(tmp_path: Path)
     assert [*tmp_path.iterdir()] == []
 
 
+def test_a_job_goes_on_from_what_nodes_hold_and_notices_bad_memory(tmp_path: Path) -> None:
+    words = ("--kinds", "crash,badmemory", "--phases", "any")
+    report = torture(tmp_path, "--seed", "6", "--each", *words)
+
+    assert_every_claim_held(report)
+    crash, bad = sorted(report["failures"], key=lambda one: str(one["kind"]), reverse=True)
+    assert (crash["kind"], bad["kind"]) == ("crash", "badmemory")
+    assert "checkpoint_refused" not in crash["alarms"]
+    assert bad["alarms"]["checkpoint_refused"] > 0
+
+
 @pytest.mark.soak
 def test_every_damage_on_every_disk(tmp_path: Path) -> None:
     report = torture(tmp_path, "--seed", "2", "--each", "--kinds", ",".join(DAMAGES))
@@ -331,7 +343,7 @@ def test_whoever_is_killed_in_any_phase_of_a_save_or_a_load(tmp_path: Path) -> N
     phases = ",".join(("copy", "load", "any", *BEGINNINGS))
 
     report = torture(
-        tmp_path, "--seed", "3", "--each", "--kinds", "kill,writer,outage", "--phases", phases
+        tmp_path, "--seed", "3", "--each", "--kinds", "kill,writer,crash,outage", "--phases", phases
     )
 
     assert_every_claim_held(report)
