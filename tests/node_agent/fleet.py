@@ -342,14 +342,23 @@ class Node:
     def clean_up(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.kill()
-        for name, value in (
-            ("DRYDOCK_STATE_DIR", str(self.shared / "job-1")),
-            ("DRYDOCK_CHASSIS_DIR", str(self.folder)),
-            ("DRYDOCK_JOB", "job-1"),
-        ):
-            for process in procfs.with_environment(name, value):
-                with contextlib.suppress(ProcessLookupError):  # it ends by itself just now
-                    os.kill(process.pid, signal.SIGKILL)
+        left = [
+            *procfs.with_environment("DRYDOCK_STATE_DIR", str(self.shared / "job-1")),
+            *procfs.with_environment("DRYDOCK_CHASSIS_DIR", str(self.folder)),
+            # A coordinator: another run of these tests has one of the same job.
+            *filter(self._is_ours, procfs.with_environment("DRYDOCK_JOB", "job-1")),
+        ]
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):  # it ends by itself just now
+                os.kill(process.pid, signal.SIGKILL)
+
+    def _is_ours(self, process: procfs.Process) -> bool:
+        """Whether its command line names our folder."""
+        try:
+            words = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        return os.fsencode(self.folder) in words
 
     def _run(self, arguments: list[str]) -> None:
         with (self.folder / "process.log").open("ab") as output:
