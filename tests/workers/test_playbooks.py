@@ -12,7 +12,7 @@ from controlplane.accounts.choices import ActorKind
 from controlplane.accounts.models import SYSTEM, Actor, AuditEvent
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import CommandState, NodeState, Rung
-from controlplane.fleet.models import Command, Node, RepairRecord
+from controlplane.fleet.models import Command, Lease, Node, RepairRecord
 from controlplane.health.actions import record_signal
 from controlplane.health.choices import SignalKind
 from controlplane.ids import new_id
@@ -21,7 +21,7 @@ from controlplane.incidents.candidates import free_nodes
 from controlplane.incidents.choices import IncidentState, RunState, StepState
 from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
 from controlplane.jobs import actions as jobs
-from controlplane.jobs.models import Job, Placement
+from controlplane.jobs.models import Job, Placement, ProgressSample
 from runtime import client
 from tests.factories import (
     NodeFactory,
@@ -78,6 +78,25 @@ def test_a_silent_agent_whose_replica_trains_loses_neither(world: World) -> None
     assert run_of("replica-lost").state == RunState.SUCCEEDED
     assert not world.bmcs[placement.node_id].orders
     assert world.placement_of(1).pk == placement.pk
+
+
+def test_a_node_that_takes_the_coordinator_along_is_lost_once_the_job_stands_still(
+    world: World, settings: Settings
+) -> None:
+    """The last that was told, after its last beat, is of a step that it was part of."""
+    placement = world.placements[1]
+    Job.objects.filter(pk=world.job.pk).update(coordinator_node=placement.node)
+    world.silence(placement.node)
+    sample = ProgressSampleFactory(job=world.job, at=timezone.now(), replicas=[0, 1])
+    drain()
+    assert step_of("replica-lost", "find-cause").state == StepState.WAITING
+
+    long_ago = timezone.now() - timedelta(seconds=settings.LEASE_S + 1)
+    Lease.objects.filter(node=placement.node).update(last_beat_at=long_ago - timedelta(seconds=1))
+    ProgressSample.objects.filter(pk=sample.pk).update(at=long_ago)
+    drain()
+    assert step_of("replica-lost", "find-cause").state == StepState.DONE
+    assert Incident.objects.get(replica=1).code == "node-lost"
 
 
 def test_a_starved_rank_that_came_back_by_itself_is_left_alone(world: World) -> None:

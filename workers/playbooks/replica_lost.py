@@ -48,6 +48,8 @@ from workers.verdicts import HARDWARE_SPEAKS, verdict_of
 LOOK_BACK = timedelta(seconds=60)
 #: A node that is heard starts a rank within this many seconds, or is passed over.
 START_ORDER_S = 20.0
+#: A job that told of none for so many steps stands still.
+STEPS_MISSED = 3
 
 
 def find_cause(ctx: StepContext) -> Outcome:
@@ -465,7 +467,7 @@ def _evidence(ctx: StepContext, placement: Placement) -> triage.LossEvidence:
     return triage.LossEvidence(
         process_exited=end is not None,
         peers_lost_it=_peers_miss_it(placement),
-        still_commits=_commits_since(placement, lease.last_beat_at),
+        still_commits=_still_commits(placement, lease.last_beat_at),
         exit_code=data.get("exit_code"),
         exit_signal=data.get("signal"),
         exit_reason=str(data.get("reason", "")),
@@ -480,10 +482,19 @@ def _evidence(ctx: StepContext, placement: Placement) -> triage.LossEvidence:
     )
 
 
-def _commits_since(placement: Placement, since: datetime) -> bool:
-    """Whether the replica stands in what the job told of its newest steps, after this moment."""
-    newest = ProgressSample.objects.filter(job_id=placement.replica.job_id).order_by("-at").first()
-    return newest is not None and newest.at > since and placement.replica.index in newest.replicas
+def _still_commits(placement: Placement, last_beat_at: datetime) -> bool:
+    """Whether the replica stands in what the job told of its newest steps, after its node's last
+    beat. Where the job's coordinator went silent with the node, only if that is not long ago:
+    without it the others can neither make another step nor say whom they lost."""
+    job = placement.replica.job
+    newest = ProgressSample.objects.filter(job=job).order_by("-at").first()
+    if newest is None or placement.replica.index not in newest.replicas:
+        return False
+    since = last_beat_at
+    if job.coordinator_node_id == placement.node_id:
+        usual_s = STEPS_MISSED * max(newest.step_s, newest.max_gap_s)
+        since = max(since, timezone.now() - timedelta(seconds=settings.LEASE_S + usual_s))
+    return newest.at > since
 
 
 def _peers_miss_it(placement: Placement) -> bool:
