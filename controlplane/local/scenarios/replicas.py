@@ -140,7 +140,7 @@ def play(name: str, say: Say) -> Result:
     """Break one replica, wait until it is mended, and measure. Raises ScenarioError."""
     fault = FAULTS[name]
     job = ready_job(fault.node_out)
-    victim = _choose_victim(job)
+    victim = _choose_victim(job, fault)
     fit_new_cards(victim.node)
     scene = _scene(job, victim)
     say(f"{fault.words}: replica {victim.replica.index} on {victim.node.name} at step {scene.step}")
@@ -176,10 +176,13 @@ def ready_job(needs_spare: bool) -> Job:
     return await_rows(ready, READY_S, "no job trains with all its replicas and a spare beside it")
 
 
-def _choose_victim(job: Job) -> Placement:
+def _choose_victim(job: Job, fault: Fault) -> Placement:
     placements = Placement.objects.select_related("node", "replica").filter(
         replica__job=job, state=PlacementState.RUNNING, standby=False
     )
+    if fault.defective:
+        # A coordinator is started again only where it was, and this node goes to its vendor.
+        placements = placements.exclude(node=job.coordinator_node)
     return random.choice(list(placements))  # noqa: S311 - any will do
 
 
