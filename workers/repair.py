@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from node_agent.collectors.xid import same_card
 
 #: What automation can do to a node, gentlest first; the last hands the card to its vendor.
 LADDER = ("reset_gpu", "reboot", "power_cycle", "field_diagnostic", "rma")
@@ -15,6 +18,8 @@ _START = {
     "power_cycle": "power_cycle",
     "field_diagnostic": "field_diagnostic",
 }
+#: A PCI address with its domain, as the kernel or NVML writes it, in lower case.
+_PCI = re.compile(r"\b[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\b")
 #: A restart that did not cure the same fault of the same card is not tried again.
 _RESTARTS = frozenset({"reboot", "power_cycle"})
 
@@ -126,17 +131,12 @@ def cards_named(output: Mapping[str, object], cards: Mapping[str, str]) -> froze
         for test in (tests if isinstance(tests, list) else [])
         if test.get("outcome") != "passed"
     )
+    places = _PCI.findall(told)
     return frozenset(
         uuid
         for uuid, pci in cards.items()
-        if uuid.lower() in told or (pci and _kernel_pci(pci) in told)
+        if uuid.lower() in told or any(same_card(place, pci) for place in places)
     )
-
-
-def _kernel_pci(address: str) -> str:
-    """NVML's "00000000:1B:00.0" as the kernel writes it: "0000:1b:00"."""
-    domain, _, rest = address.lower().partition(".")[0].partition(":")
-    return f"{domain[-4:]}:{rest}"
 
 
 def _words(rung: str) -> str:

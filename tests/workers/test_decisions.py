@@ -311,6 +311,26 @@ def test_a_rung_that_is_used_up_is_never_chosen(
     assert choice.rung == "rma" or (attempts.get(choice.rung, 0) < 2 and choice.rung not in in_vain)
 
 
+CARDS = {"GPU-a": "00000000:1B:00.0", "GPU-b": "00000001:2B:00.0", "GPU-c": ""}
+
+
+@pytest.mark.parametrize(
+    ("detail", "named"),
+    [
+        ("no readings from GPU-a", {"GPU-a"}),
+        ("2 lines on 0000:1b:00, 0001:2b:00, first: ...", {"GPU-a", "GPU-b"}),
+        ("NVRM: Xid (PCI:0000:1B:00): 79, at 10:12:34", {"GPU-a"}),
+        ("/checkpoints: No space left", set()),
+    ],
+)
+def test_a_diagnostic_names_cards_by_either_of_their_names(detail: str, named: set[str]) -> None:
+    tests = [
+        {"name": "a", "outcome": "failed", "detail": detail},
+        {"name": "b", "outcome": "passed", "detail": "GPU-c"},
+    ]
+    assert repair.cards_named({"tests": tests}, CARDS) == named
+
+
 def test_a_node_whose_cards_want_a_reset_gives_its_replica_to_a_spare() -> None:
     assert recovery.decide(situation(reset_pending=True)).strategy == "on_spare"
     assert recovery.decide(situation(reset_pending=True, spare=None)).strategy == "in_place"
