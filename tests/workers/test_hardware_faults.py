@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 from django.utils import timezone
@@ -15,75 +12,48 @@ from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import NodeState, Rung
 from controlplane.fleet.models import Command, Gpu, Lease, Node, RepairRecord
-from controlplane.health.actions import record_signal
-from controlplane.health.catalogue import catalogue
 from controlplane.health.choices import Action, SignalKind, Urgency
 from controlplane.health.models import Failure, Signal
-from controlplane.ids import new_id
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import (
     CaseState,
     IncidentState,
-    Mode,
     RunState,
     Severity,
     StepState,
 )
-from controlplane.incidents.models import Incident, PlaybookMode, PlaybookRun, RmaCase
+from controlplane.incidents.models import Incident, PlaybookRun, RmaCase
 from controlplane.jobs import actions as jobs
 from tests.factories import (
-    BreakerFactory,
-    CheckpointFactory,
-    FailureFactory,
     GpuFactory,
     NodeFactory,
 )
 from tests.workers.world import (
     HEALTHY,
+    XID_79,
     World,
     answer,
+    come_back,
+    comes_back_twice,
     drain,
+    failed_before,
+    quarantine,
+    rejoin,
     reset_and_watched,
     run_of,
-    soaked,
+    saves_checkpoint,
+    silent,
     step_of,
 )
-from workers import engine, triage
 
 pytestmark = pytest.mark.django_db
 
-XID_79 = "[ 12.3] NVRM: Xid (PCI:0000:1b:00): 79, pid=7, name=python3, GPU has fallen off the bus."
 LOST = "[ 12.4] NVRM: GPU 0000:1b:00.0: GPU has fallen off the bus."
 XID_31 = "NVRM: Xid (PCI:0000:1b:00): 31, pid=7, name=python3, Ch 0000000d, intr 0. MMU Fault"
 XID_63 = "NVRM: Xid (PCI:0000:1b:00): 63, pid=7, name=python3, Row Remapper: New row marked"
 XID_94 = "NVRM: Xid (PCI:0000:1b:00): 94, pid=7, name=python3, Ch 00000008"
 XID_48 = "NVRM: Xid (PCI:0000:1b:00): 48, An uncorrectable double bit error (DBE) has been detected"
 XID_54 = "NVRM: Xid (PCI:0000:1b:00): 54, Auxiliary power is not connected"
-
-
-def quarantine(world: World, node: Node) -> None:
-    """The agent kills what it was told to, and the playbooks go on."""
-    drain()
-    answer("stop_process", stopped=True)
-    drain()
-    node.refresh_from_db()
-
-
-def come_back(world: World, node: Node) -> None:
-    """The node boots, passes its diagnostic, and is watched long enough."""
-    world.boot(node)
-    drain()
-    answer("diagnose", **HEALTHY)
-    drain()
-    soaked()
-    drain()
-    node.refresh_from_db()
-
-
-def rejoin(world: World, index: int) -> None:
-    answer("start_rank", pid=2)
-    world.join(world.placement_of(index))
-    drain()
 
 
 def test_a_lost_card_takes_its_node_out_and_its_replica_to_a_spare(world: World) -> None:
@@ -245,178 +215,11 @@ def test_a_reset_that_fails_is_followed_by_a_reboot(world: World) -> None:
 def test_a_node_that_fails_its_validation_climbs_the_ladder_to_the_vendor(world: World) -> None:
     node = world.spares[0]
     world.kernel_says(node, XID_79)
-    for _ in range(2):  # after the reboot, and after the power cycle
-        drain()
-        world.boot(node)
-        drain()
-        answer("diagnose", **silent(world.card_of(node)))
-    drain()
+    comes_back_twice(world, node, **silent(world.card_of(node)))
     node.refresh_from_db()
     assert world.bmcs[node.pk].orders == ["ForceRestart", "ForceOff", "On"]
     assert node.state == NodeState.RMA
     assert RmaCase.objects.get().gpu == world.card_of(node)
-
-
-def silent(card: Gpu) -> dict[str, Any]:
-    """What a diagnostic says of a card that does not answer."""
-    detail = f"no readings from {card.uuid}"
-    return {"tests": [{"name": "cards", "outcome": "failed", "detail": detail}]}
-
-
-@pytest.mark.parametrize(
-    "output",
-    [
-        {"tests": [{"name": "disk", "outcome": "failed", "detail": "/checkpoints: No space left"}]},
-        {"tests": [{"name": "kernel_log", "outcome": "skipped", "detail": "cannot be read"}]},
-        {"tests": []},
-    ],
-)
-def test_no_card_goes_back_for_what_its_host_lacks(world: World, output: dict[str, Any]) -> None:
-    node = world.spares[0]
-    world.kernel_says(node, XID_79)
-    for _ in range(2):  # after the reboot, and after the power cycle
-        drain()
-        world.boot(node)
-        drain()
-        answer("diagnose", **output)
-    drain()
-
-    node.refresh_from_db()
-    step = step_of("repair-node", "validate")
-    assert world.bmcs[node.pk].orders == ["ForceRestart", "ForceOff", "On"]
-    assert (step.state, node.state) == (StepState.NEEDS_OPERATOR, NodeState.VALIDATION_FAILED)
-    assert not RmaCase.objects.exists()
-
-    incidents.retry_run(SYSTEM, step.run_id, "the disk has room again")
-    come_back(world, node)
-    assert node.state == NodeState.AVAILABLE
-
-
-def test_no_card_goes_back_for_what_another_one_has(world: World) -> None:
-    node = world.spares[0]
-    GpuFactory(node=node, index=1, pci_address="00000000:2B:00.0")
-    world.kernel_says(node, XID_79)
-    drain()
-    world.boot(node)
-    drain()
-    detail = "1 lines on 0000:2b:00, first: NVRM: Xid (PCI:0000:2b:00): 48, ..."
-    answer("diagnose", tests=[{"name": "kernel_log", "outcome": "failed", "detail": detail}])
-    drain()
-
-    assert step_of("repair-node", "validate").state == StepState.NEEDS_OPERATOR
-    assert world.bmcs[node.pk].orders == ["ForceRestart"]
-    assert not RmaCase.objects.exists()
-
-
-def test_a_card_that_is_gone_is_blamed_though_its_peer_complains(world: World) -> None:
-    node = world.spares[0]
-    card = world.card_of(node)
-    GpuFactory(node=node, index=1, pci_address="00000000:2B:00.0")
-    world.kernel_says(node, XID_79)
-    drain()
-    world.boot(node)
-    Gpu.objects.filter(pk=card.pk).update(node=None, index=None)
-    drain()
-    detail = "2 lines on 0000:1b:00, 0000:2b:00, first: NVRM: ..."
-    answer("diagnose", tests=[{"name": "kernel_log", "outcome": "failed", "detail": detail}])
-    drain()
-
-    assert world.bmcs[node.pk].orders == ["ForceRestart", "ForceOff", "On"]
-
-
-def test_cards_that_go_together_are_not_each_to_blame(world: World) -> None:
-    node = world.spares[0]
-    GpuFactory(node=node, index=1, pci_address="00000000:2B:00.0")
-    world.kernel_says(node, XID_79)
-    for _ in range(2):  # after the reboot, and after the power cycle
-        drain()
-        world.boot(node)
-        Gpu.objects.filter(node=node).update(node=None, index=None)
-        drain()
-        answer("diagnose", **HEALTHY)
-    drain()
-
-    assert step_of("repair-node", "validate").state == StepState.NEEDS_OPERATOR
-    assert not RmaCase.objects.exists()
-
-
-def test_a_node_is_not_judged_by_what_it_listed_before_it_booted(world: World) -> None:
-    node = world.spares[0]
-    Node.objects.filter(pk=node.pk).update(report={"boot_id": node.boot_id})
-    world.kernel_says(node, XID_79)
-    drain()
-    world.boot(node)
-    drain()
-    assert not Command.objects.filter(verb="diagnose").exists()
-    node.refresh_from_db()
-    Node.objects.filter(pk=node.pk).update(report={"boot_id": node.boot_id})
-    drain()
-    assert Command.objects.filter(verb="diagnose").exists()
-
-
-def test_a_card_that_goes_while_the_node_is_watched_keeps_it_out(world: World) -> None:
-    node = world.spares[0]
-    card = world.card_of(node)
-    world.kernel_says(node, XID_79)
-    drain()
-    world.boot(node)
-    drain()
-    answer("diagnose", **HEALTHY)
-    drain()
-    Gpu.objects.filter(pk=card.pk).update(node=None, index=None)
-    soaked()
-    drain()
-
-    node.refresh_from_db()
-    assert step_of("repair-node", "return").state == StepState.NEEDS_OPERATOR
-    assert node.state == NodeState.VALIDATING
-
-
-def test_a_node_that_comes_back_late_goes_on_once_a_person_says_so(world: World) -> None:
-    node = world.spares[0]
-    world.kernel_says(node, XID_79)
-    for _ in range(2):  # after the reboot, and after the power cycle
-        drain()
-        Lease.objects.filter(node=node).update(reachable=False)
-        Node.objects.filter(pk=node.pk, state=NodeState.REPAIRING).update(
-            state=NodeState.REPAIR_FAILED, state_deadline=None
-        )
-    drain()
-    step = step_of("repair-node", "await-boot")
-    assert step.state == StepState.NEEDS_OPERATOR
-
-    incidents.retry_run(SYSTEM, step.run_id, "its cable is back")
-    come_back(world, node)
-    assert node.state == NodeState.AVAILABLE
-
-
-def test_a_node_that_lists_a_card_less_is_not_whole(world: World) -> None:
-    """Its diagnostic passes on all that the driver still lists."""
-    node = world.spares[0]
-    card = world.card_of(node)
-    GpuFactory(node=node, index=1, pci_address="00000000:2B:00.0")
-    world.kernel_says(node, XID_79)
-    for _ in range(2):  # after the reboot, and after the power cycle
-        drain()
-        world.boot(node)
-        Gpu.objects.filter(pk=card.pk).update(node=None, index=None)
-        drain()
-        answer("diagnose", **HEALTHY)
-    drain()
-
-    node.refresh_from_db()
-    case = RmaCase.objects.get()
-    assert (node.state, case.gpu) == (NodeState.RMA, card)
-    assert f"card {card.serial} is no longer listed" in case.reason
-    assert incidents.readmit_replaced() == 0
-
-
-def failed_before(node: Node, gpu: Gpu) -> None:
-    """The card had an XID 79 yesterday, was rebooted for it, and worked since."""
-    yesterday = timezone.now() - timedelta(days=1, hours=2)
-    FailureFactory(node=node, gpu=gpu, code="xid-79", observed_at=yesterday, last_seen_at=yesterday)
-    fleet.record_repair(node.pk, Rung.REBOOT, "stp_earlier", gpu_uuid=gpu.pk)
-    RepairRecord.objects.update(at=yesterday + timedelta(minutes=5))
 
 
 def test_the_same_card_again_after_its_restart_goes_to_the_vendor(world: World) -> None:
@@ -500,377 +303,6 @@ def test_a_replica_leaves_a_card_beyond_remapping_at_a_checkpoint(world: World) 
     assert node.state == NodeState.RMA
     assert Incident.objects.get().replica == 1
     assert world.placement_of(1).node in world.spares
-
-
-# --- the field diagnostic -------------------------------------------------------------------------
-
-
-def can_examine(*nodes: Node) -> None:
-    """Their agents say that the vendor's field diagnostic is set up there."""
-    Node.objects.filter(pk__in=[node.pk for node in nodes]).update(
-        report={"field_diagnostic": True}
-    )
-
-
-def show_flag(node: Node, card: Gpu) -> None:
-    """The keeper found that this card's SRAM is beyond the threshold."""
-    record_signal(
-        new_id("sig"),
-        SignalKind.READING,
-        source="keeper",
-        observed_at=timezone.now(),
-        node=node,
-        gpu=card,
-        raw=f"sram_over_threshold of {card.uuid}",
-        data={"reading": "sram_over_threshold", "value": 1.0},
-    )
-
-
-#: What automation is told while it waits.
-MEANWHILE: dict[str, Callable[[Node], object]] = {
-    "breaker": lambda node: BreakerFactory(cluster=node.cluster, code=""),
-    "dry_run": lambda node: PlaybookMode.objects.create(
-        cluster=node.cluster, playbook="repair-node", mode=Mode.DRY_RUN
-    ),
-}
-
-
-def orders_to_examine() -> list[Command]:
-    return list(Command.objects.filter(verb="field_diagnose").order_by("created_at"))
-
-
-def test_a_card_that_fails_the_field_diagnostic_goes_back_with_its_words(world: World) -> None:
-    node = world.spares[0]
-    can_examine(node)
-    world.shows(node, "sram_over_threshold")
-    drain()
-    order = json.loads(orders_to_examine()[0].payload)["action"]
-    assert (order["uuid"], order["limit_s"]) == (world.card_of(node).uuid, 6 * 3600)
-    answer("field_diagnose", outcome="failed", said="FAIL 0x3: SRAM test")
-    drain()
-
-    node.refresh_from_db()
-    case = RmaCase.objects.get()
-    assert (node.state, case.gpu) == (NodeState.RMA, world.card_of(node))
-    assert [repair["rung"] for repair in case.bundle["repairs"]] == ["field_diagnostic"]
-    assert case.bundle["diagnostics"][0]["said"] == "FAIL 0x3: SRAM test"
-    assert "the card failed the field diagnostic" in case.reason
-    assert Incident.objects.get().state == IncidentState.RESOLVED
-
-
-def test_a_replica_leaves_a_card_that_is_to_be_examined_at_a_checkpoint(world: World) -> None:
-    leaving = world.placements[1]
-    node = leaving.node
-    can_examine(node)
-    world.shows(node, "sram_over_threshold")
-    drain()
-    assert not Command.objects.filter(verb="stop_process").exists()
-    saves_checkpoint(world)
-    quarantine(world, node)
-    world.survivors_commit(leaving)
-    drain()
-
-    node.refresh_from_db()
-    assert node.state == NodeState.REPAIRING
-    assert len(orders_to_examine()) == 1
-    assert world.placement_of(1).node in world.spares
-
-
-def test_a_card_that_passes_the_field_diagnostic_returns_and_the_next_time_goes_back(
-    world: World,
-) -> None:
-    node = world.spares[0]
-    can_examine(node)
-    world.shows(node, "sram_over_threshold")
-    drain()
-    answer("field_diagnose", outcome="passed", said="PASS")
-    drain()
-    answer("diagnose", **HEALTHY)
-    drain()
-    soaked()
-    drain()
-    node.refresh_from_db()
-    assert node.state == NodeState.AVAILABLE
-    assert RepairRecord.objects.get(gpu=world.card_of(node)).rung == Rung.FIELD_DIAGNOSTIC
-    assert Incident.objects.get().state == IncidentState.RESOLVED
-
-    world.shows(node, "sram_over_threshold")
-    drain()
-    node.refresh_from_db()
-    assert node.state == NodeState.RMA
-    assert "it came again after a field diagnostic" in RmaCase.objects.get().reason
-    assert len(orders_to_examine()) == 1
-
-
-@pytest.mark.parametrize("detail", ["No space left", "{uuid}: sram_over_threshold 1"])
-def test_no_card_goes_back_that_the_vendors_own_tool_found_well(world: World, detail: str) -> None:
-    node = world.spares[0]
-    can_examine(node)
-    world.shows(node, "sram_over_threshold")
-    drain()
-    answer("field_diagnose", outcome="passed", said="PASS")
-    drain()
-    said = detail.format(uuid=world.card_of(node).uuid)
-    answer("diagnose", tests=[{"name": "remapping", "outcome": "failed", "detail": said}])
-    drain()
-
-    step = step_of("repair-node", "validate")
-    assert step.state == StepState.NEEDS_OPERATOR
-    assert step.outcome.startswith("the card passed the field diagnostic; not validated")
-    assert not RmaCase.objects.exists()
-
-
-def test_a_card_off_the_bus_again_is_not_examined(world: World) -> None:
-    node = world.spares[0]
-    can_examine(node)
-    failed_before(node, world.card_of(node))
-    world.kernel_says(node, XID_79)
-    drain()
-
-    node.refresh_from_db()
-    assert node.state == NodeState.RMA
-    assert not orders_to_examine()
-
-
-def test_a_card_that_is_not_listed_is_a_persons_matter(world: World) -> None:
-    node = world.spares[0]
-    can_examine(node)
-    world.shows(node, "sram_over_threshold")
-    drain()
-    answer("field_diagnose", outcome="absent")
-    drain()
-
-    assert step_of("repair-node", "verdict").state == StepState.NEEDS_OPERATOR
-    assert not RmaCase.objects.exists()
-
-
-def test_a_card_that_is_not_listed_after_restarts_goes_back(world: World) -> None:
-    node = world.spares[0]
-    can_examine(node)
-    world.kernel_says(node, XID_79)
-    for _ in range(2):  # after the reboot, and after the power cycle
-        drain()
-        world.boot(node)
-        drain()
-        answer("diagnose", **silent(world.card_of(node)))
-    drain()
-    answer("field_diagnose", outcome="absent")
-    drain()
-
-    node.refresh_from_db()
-    assert node.state == NodeState.RMA
-    assert "not even listed after a restart" in RmaCase.objects.get().reason
-
-
-def test_a_verdict_is_read_as_soon_as_it_is_told(world: World) -> None:
-    node = world.spares[0]
-    can_examine(node)
-    world.shows(node, "sram_over_threshold")
-    drain()
-    answer("field_diagnose", outcome="failed", said="FAIL")
-    engine.drain(f"step/{orders_to_examine()[0].requester}", owner="test")
-
-    node.refresh_from_db()
-    assert node.state == NodeState.RMA
-
-
-def test_where_the_diagnostic_comes_to_no_verdict_a_person_looks(world: World) -> None:
-    node = world.spares[0]
-    can_examine(node)
-    world.shows(node, "sram_over_threshold")
-    drain()
-    answer("field_diagnose", state="failed")
-    drain()
-    step = step_of("repair-node", "verdict")
-    node.refresh_from_db()
-    assert (step.state, node.state) == (StepState.NEEDS_OPERATOR, NodeState.REPAIR_FAILED)
-    assert step.outcome == "the field diagnostic came to no verdict: no"
-    assert not RmaCase.objects.exists()
-    assert not RepairRecord.objects.exists()  # a tool that does not work says nothing of the card
-
-    incidents.retry_run(SYSTEM, step.run_id, "the tool is set up now")
-    drain()
-    answer("field_diagnose", outcome="passed")
-    drain()
-    assert len(orders_to_examine()) == 2
-    assert step_of("repair-node", "verdict").state == StepState.DONE
-
-
-@pytest.mark.parametrize("trouble", ["breaker", "dry_run"])
-def test_an_examination_that_has_begun_is_seen_to_its_end(world: World, trouble: str) -> None:
-    node = world.spares[0]
-    can_examine(node)
-    world.shows(node, "sram_over_threshold")
-    drain()
-    MEANWHILE[trouble](node)
-    drain()
-    answer("field_diagnose", outcome="failed", said="FAIL")
-    drain(1)
-
-    assert RepairRecord.objects.get(gpu=world.card_of(node)).rung == Rung.FIELD_DIAGNOSTIC
-    assert len(orders_to_examine()) == 1
-
-
-def test_of_two_cards_to_be_examined_none_is_forgotten(world: World) -> None:
-    node = world.spares[0]
-    can_examine(node)
-    second = GpuFactory(node=node, index=1, pci_address="00000000:2B:00.0")
-    first = Gpu.objects.get(node=node, index=0)
-    for card in (first, second):
-        show_flag(node, card)
-    drain()
-    answer("field_diagnose", outcome="failed", said="FAIL")
-    drain()
-
-    assert RmaCase.objects.get().gpu == first
-    assert Incident.objects.get().unresolved
-
-
-def test_of_two_cards_under_a_job_none_is_forgotten(world: World) -> None:
-    leaving = world.placements[1]
-    node = leaving.node
-    can_examine(node)
-    second = GpuFactory(node=node, index=1, pci_address="00000000:2B:00.0")
-    for card in (Gpu.objects.get(node=node, index=0), second):
-        show_flag(node, card)
-    drain()
-    saves_checkpoint(world)
-    quarantine(world, node)
-    world.survivors_commit(leaving)
-    drain()
-    answer("field_diagnose", outcome="failed", said="FAIL")
-    rejoin(world, 1)
-
-    incident = Incident.objects.get()
-    assert RmaCase.objects.get().gpu.index == 0
-    assert (incident.replica, incident.unresolved) == (1, True)
-
-
-def test_a_card_to_be_examined_keeps_nobody_from_restarting_the_node_for_another(
-    world: World,
-) -> None:
-    node = world.spares[0]
-    can_examine(node)
-    GpuFactory(node=node, index=1, pci_address="00000000:2B:00.0")
-    fleet.set_hold(SYSTEM, node.pk, "wait")
-    show_flag(node, Gpu.objects.get(node=node, index=0))
-    drain()
-    world.kernel_says(node, XID_79.replace("1b:00", "2b:00"))
-    fleet.set_hold(SYSTEM, node.pk, "")
-    drain()
-
-    assert world.bmcs[node.pk].orders == ["ForceRestart"]
-    assert not orders_to_examine()
-
-
-def test_a_card_off_the_bus_is_restarted_before_it_is_examined(world: World) -> None:
-    node = world.spares[0]
-    can_examine(node)
-    fleet.set_hold(SYSTEM, node.pk, "wait")
-    world.shows(node, "sram_over_threshold")
-    drain()
-    world.kernel_says(node, XID_79)
-    fleet.set_hold(SYSTEM, node.pk, "")
-    drain()
-
-    assert world.bmcs[node.pk].orders == ["ForceRestart"]
-
-
-def test_a_machine_that_falls_silent_while_it_examines_is_told_of(
-    world: World, settings: Settings
-) -> None:
-    settings.BOOT_DEADLINE_S = 5
-    node = world.spares[0]
-    can_examine(node)
-    world.shows(node, "sram_over_threshold")
-    drain()
-    Command.objects.update(state="delivered")
-    Lease.objects.filter(node=node).update(
-        reachable=False, last_beat_at=timezone.now() - timedelta(seconds=6)
-    )
-    drain()
-
-    step = step_of("repair-node", "verdict")
-    assert (step.state, orders_to_examine()[0].state) == (StepState.NEEDS_OPERATOR, "expired")
-    assert f"{node.name} has not been heard for 5 s" in step.outcome
-
-
-def test_an_order_to_examine_that_nobody_takes_is_called_back(
-    world: World, settings: Settings
-) -> None:
-    settings.BOOT_DEADLINE_S = 5
-    node = world.spares[0]
-    can_examine(node)
-    world.shows(node, "sram_over_threshold")
-    drain()
-    Command.objects.update(created_at=timezone.now() - timedelta(seconds=6))
-    drain()
-
-    assert orders_to_examine()[0].state == "expired"
-    assert step_of("repair-node", "verdict").state == StepState.NEEDS_OPERATOR
-
-
-def test_a_node_that_was_emptied_by_its_power_is_switched_on_to_be_examined(world: World) -> None:
-    leaving = world.placements[1]
-    node = leaving.node
-    can_examine(node)
-    world.shows(node, "sram_over_threshold")
-    drain()
-    saves_checkpoint(world)
-    drain()
-    answer("stop_process", state="failed")
-    drain()
-
-    assert world.bmcs[node.pk].orders == ["ForceOff", "On"]
-    assert len(orders_to_examine()) == 1
-
-
-def test_a_node_that_does_not_come_back_is_not_asked_to_examine(world: World) -> None:
-    node = world.spares[0]
-    can_examine(node)
-    world.kernel_says(node, XID_79)
-    for _ in range(2):  # after the reboot, and after the power cycle
-        drain()
-        Lease.objects.filter(node=node).update(reachable=False)
-        Node.objects.filter(pk=node.pk, state=NodeState.REPAIRING).update(
-            state=NodeState.REPAIR_FAILED, state_deadline=None
-        )
-    drain()
-
-    assert step_of("repair-node", "await-boot").state == StepState.NEEDS_OPERATOR
-    assert not orders_to_examine()
-    assert not RmaCase.objects.exists()
-
-
-def test_resets_and_restarts_that_did_not_help_lead_to_the_field_diagnostic(world: World) -> None:
-    node = world.spares[0]
-    can_examine(node)
-    world.kernel_says(node, "NVRM: Xid (PCI:0000:1b:00): 119, pid=1, name=q, Timeout waiting")
-    drain()
-    answer("reset_gpus", state="failed")
-    for _ in range(2):  # after the reboot, and after the power cycle
-        drain()
-        world.boot(node)
-        drain()
-        answer("diagnose", **silent(world.card_of(node)))
-    drain()
-    answer("field_diagnose", outcome="failed", said="FAIL")
-    drain()
-
-    node.refresh_from_db()
-    rungs = RepairRecord.objects.filter(gpu=world.card_of(node)).order_by("at")
-    assert node.state == NodeState.RMA
-    assert list(rungs.values_list("rung", flat=True)) == [
-        "reset_gpu", "reboot", "power_cycle", "field_diagnostic", "rma"
-    ]  # fmt: skip
-
-
-def test_a_host_that_errs_is_no_card_to_examine(world: World) -> None:
-    node = world.spares[0]
-    can_examine(node)
-    verdict = triage.judge_line("EDAC MC0: 1 UE memory read error on DIMM_B1", catalogue())
-    assert verdict is not None
-    assert triage.is_for_people(verdict.action, verdict.fault, can_examine=node.can_examine)
 
 
 # --- the record -----------------------------------------------------------------------------------
@@ -1054,12 +486,6 @@ def test_who_stays_silent_when_the_site_is_back_is_looked_at_alone(
     assert Signal.objects.filter(kind=SignalKind.LEASE_LOST, node=dead).count() == 2
     assert world.bmcs[dead.pk].orders[0] == "ForceOff"
     assert run_of("site-silent").state == RunState.SUCCEEDED
-
-
-def saves_checkpoint(world: World) -> None:
-    """The job says that it has saved one, as it was told to."""
-    assert world.job.directives.filter(verb="checkpoint").count() == 1
-    CheckpointFactory(job=world.job, at=timezone.now())
 
 
 def test_a_card_that_drifts_is_emptied_at_a_checkpoint_before_the_fault(world: World) -> None:

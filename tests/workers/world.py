@@ -10,8 +10,8 @@ from typing import Any
 from django.utils import timezone
 
 from controlplane.fleet import actions as fleet
-from controlplane.fleet.choices import NodeState
-from controlplane.fleet.models import Cluster, Command, Gpu, Lease, Node
+from controlplane.fleet.choices import NodeState, Rung
+from controlplane.fleet.models import Cluster, Command, Gpu, Lease, Node, RepairRecord
 from controlplane.health.actions import record_events, record_signal
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
@@ -21,7 +21,9 @@ from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Job, Placement
 from node_agent import wire
 from tests.factories import (
+    CheckpointFactory,
     ClusterFactory,
+    FailureFactory,
     GpuFactory,
     InterruptionFactory,
     JobFactory,
@@ -32,6 +34,8 @@ from tests.factories import (
 from tests.workers.bmc import Bmc, bmc_of
 from workers import engine
 
+#: The card at this address fell off the bus.
+XID_79 = "[ 12.3] NVRM: Xid (PCI:0000:1b:00): 79, pid=7, name=python3, GPU has fallen off the bus."
 HEALTHY: dict[str, Any] = {"tests": [{"name": "cards", "outcome": "passed"}]}
 
 
@@ -121,22 +125,23 @@ class World:
             ],
         )
 
-    def shows(self, node: Node, reading: str, value: float = 1.0) -> None:
-        """The keeper found that its card shows this flag."""
-        self._reads(node, reading, value=value)
+    def shows(
+        self, node: Node, reading: str, value: float = 1.0, *, card: Gpu | None = None
+    ) -> None:
+        """The keeper found that its card shows this flag; `card`: of several which."""
+        self._reads(card or self.card_of(node), reading, value=value)
 
     def errors_accelerate(self, node: Node, errors: tuple[float, ...] = (4.0, 12.0, 40.0)) -> None:
         """The keeper found in its readings that its card's corrected errors grow like this."""
-        self._reads(node, "ecc_corrected", errors=list(errors), window_s=3600.0)
+        self._reads(self.card_of(node), "ecc_corrected", errors=list(errors), window_s=3600.0)
 
-    def _reads(self, node: Node, reading: str, **found: object) -> None:
-        card = self.card_of(node)
+    def _reads(self, card: Gpu, reading: str, **found: object) -> None:
         record_signal(
             new_id("sig"),
             SignalKind.READING,
             source="keeper",
             observed_at=timezone.now(),
-            node=node,
+            node=card.node,
             gpu=card,
             raw=f"{reading} of {card.uuid}: {found}",
             data={"reading": reading, **found},
@@ -251,4 +256,70 @@ def reset_and_watched(world: World, node: Node) -> None:
     answer("diagnose", **HEALTHY)
     drain()
     soaked()
+    drain()
+
+
+def quarantine(world: World, node: Node) -> None:
+    """The agent kills what it was told to, and the playbooks go on."""
+    drain()
+    answer("stop_process", stopped=True)
+    drain()
+    node.refresh_from_db()
+
+
+def come_back(world: World, node: Node) -> None:
+    """The node boots, passes its diagnostic, and is watched long enough."""
+    world.boot(node)
+    drain()
+    answer("diagnose", **HEALTHY)
+    drain()
+    soaked()
+    drain()
+    node.refresh_from_db()
+
+
+def rejoin(world: World, index: int) -> None:
+    answer("start_rank", pid=2)
+    world.join(world.placement_of(index))
+    drain()
+
+
+def failed_before(node: Node, gpu: Gpu) -> None:
+    """The card had an XID 79 yesterday, was rebooted for it, and worked since."""
+    yesterday = timezone.now() - timedelta(days=1, hours=2)
+    FailureFactory(node=node, gpu=gpu, code="xid-79", observed_at=yesterday, last_seen_at=yesterday)
+    fleet.record_repair(node.pk, Rung.REBOOT, "stp_earlier", gpu_uuid=gpu.pk)
+    RepairRecord.objects.update(at=yesterday + timedelta(minutes=5))
+
+
+def silent(card: Gpu) -> dict[str, Any]:
+    """What a diagnostic says of a card that does not answer."""
+    detail = f"no readings from {card.uuid}"
+    return {"tests": [{"name": "cards", "outcome": "failed", "detail": detail}]}
+
+
+def saves_checkpoint(world: World) -> None:
+    """The job says that it has saved one, as it was told to."""
+    assert world.job.directives.filter(verb="checkpoint").count() == 1
+    CheckpointFactory(job=world.job, at=timezone.now())
+
+
+def comes_back_twice(world: World, node: Node, **diagnosis: Any) -> None:
+    """After the reboot and after the power cycle the node boots, and its diagnostic says this."""
+    for _ in range(2):
+        drain()
+        world.boot(node)
+        drain()
+        answer("diagnose", **diagnosis)
+    drain()
+
+
+def never_comes_back(node: Node) -> None:
+    """Neither after the reboot nor after the power cycle."""
+    for _ in range(2):
+        drain()
+        Lease.objects.filter(node=node).update(reachable=False)
+        Node.objects.filter(pk=node.pk, state=NodeState.REPAIRING).update(
+            state=NodeState.REPAIR_FAILED, state_deadline=None
+        )
     drain()
