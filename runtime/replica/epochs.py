@@ -6,6 +6,7 @@ Standard library only. Decides; what is said and heard on a connection is the co
 from __future__ import annotations
 
 import logging
+import math
 import time
 
 from runtime.replica.connection import Peer, introduce
@@ -17,7 +18,7 @@ from runtime.replica.shape import difference
 
 log = logging.getLogger("drydock.coordinator")
 
-GATHER_S = 10.0  # a whole job that starts again: how long to wait for the rest of it
+GATHER_S = 10.0  # a whole job that starts again: how long to wait for one replica more
 ABSENT_BROKEN_S = 1.0  # how long one has to connect again while others wait for the next epoch
 LEASE_MARGIN_S = 1.0  # for clocks that do not run alike
 
@@ -41,13 +42,15 @@ class Epochs(Roster):
         """Nobody trains: newcomers load what they have, agree on the newest, and begin."""
         there = self.newcomers()  # standbys too: one of them may hold the newest state
         if not there:
-            self.first_newcomer = 0.0
+            self.gathered = {}
             return
-        self.first_newcomer = self.first_newcomer or self.clock()
+        for peer in there:
+            self.gathered.setdefault(peer.standby or peer.replica, self.clock())
         for peer in [p for p in there if p.phase == "fresh"]:
             if self.clock() >= peer.not_before:
                 peer.order("load", "loading")
-        waited = self.clock() - self.first_newcomer
+        # They come one by one, and the last may be the one that holds the newest state.
+        waited = self.clock() - max(self.gathered.values())
         if not self.may_train_unseen():
             self.seat_standbys(gathered=waited > GATHER_S)
         peers = [p for p in there if not p.standby]
@@ -177,6 +180,7 @@ class Epochs(Roster):
         log.info("seated placement=%s replica=%s", peer.placement, number)
         peer.replica, peer.standby, peer.promoted = number, "", True
         self.peers[number] = peer
+        self.gathered.setdefault(number, -math.inf)  # it did not come just now
 
     def dismiss(self) -> None:
         """All members stand at the same last edge: now each may go without hurting another."""
@@ -240,7 +244,7 @@ class Epochs(Roster):
         self.alive = dict(members)
         self.lost, self.broken_at = [], 0.0
         self.rendezvous = Rendezvous()
-        self.first_newcomer = 0.0
+        self.gathered = {}
         self.last_contact, self.fenced = self.clock(), False
         self.admission.interrupt()
         for number, peer in seated.items():

@@ -59,7 +59,8 @@ class Roster(ABC):
         self.rendezvous = Rendezvous()  # of the current epoch
         now = clock()
         self.started = now
-        self.first_newcomer = 0.0
+        #: while nobody trains: when each replica, and each kind of standby, came first
+        self.gathered: dict[int | str, float] = {}
         self.last_tick = self.last_ping = now
         self.woke = 0.0  # when we ran again after we had not for long
         #: when a member of the current epoch was last heard of; and whether one of them surely

@@ -365,6 +365,43 @@ def test_nobody_begins_anew_while_the_last_members_may_train_unseen(
     assert newcomer.heard[-1]["begins"]
 
 
+def test_the_last_of_those_who_come_one_by_one_may_bring_the_newest_state(tmp_path: Path) -> None:
+    clock = Clock()
+    members = {0: "a", 1: "b", 2: "c", 3: "d"}
+    came = [Member(replica, f"new-{replica}", 0) for replica in range(3)]
+
+    async def scene(coordinator: Coordinator, port: int) -> None:
+        async def pass_time(seconds: float) -> None:
+            clock.now += seconds
+            for peer in coordinator.peers.values():
+                peer.heard = clock.now
+            coordinator.tick()
+
+        async def come(member: Member, step: int) -> None:
+            await member.join(port)
+            order = (await member.hear("load"))["order"]
+            member.say(op="ready", order=order, step=step, digest=f"of {step}")
+            member.say(op="get", epoch=5, key="k", id=1)
+            member.say(op="set", epoch=5, key="k", value="v")
+            await member.hear("value")
+
+        for replica, placement in members.items():
+            await ask(port, op="exit", replica=replica, placement=placement)
+        await come(came[0], 20)
+        await pass_time(6.0)
+        await come(came[1], 20)
+        await pass_time(6.0)
+        assert coordinator.record.epoch == 5
+        await come(came[2], 29)
+        await pass_time(9.5)
+        assert coordinator.admission.staging is None  # for one more
+        await pass_time(1.0)
+        await came[2].hear("stage")
+        assert coordinator.record.epoch == 5  # the others take its state first
+
+    serve(tmp_path, members, scene, clock=clock)
+
+
 def test_a_member_that_answers_no_more_is_lost_after_two_seconds(tmp_path: Path) -> None:
     clock = Clock()
 

@@ -77,8 +77,9 @@ def play(name: str, say: Say) -> Result:
     samples = _samples(job)
     problems = [f"{count} samples {kind}" for kind, count in samples.items() if count]
     if first.step_from != there[expected] + 1:
+        began = sorted({int(replica) for replica, *_ in first.computed})
         problems.append(
-            f"it went on at step {first.step_from}, and the {expected} tier ends at "
+            f"replicas {began} went on at step {first.step_from}, and the {expected} tier ends at "
             f"{there[expected]}"
         )
     return Result(
