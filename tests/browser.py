@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 #: A change is seen within this many milliseconds.
 LIVE_MS = 2000
+#: Until a connection of a closed page has ended, at most.
+PATIENCE_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -54,4 +57,14 @@ def operator_page(
     expect(page).to_have_url(url + "/")
     yield page
     context.close()
+    _await_answers()
     assert [trouble for trouble in troubles if not re.search(expected, trouble)] == []
+
+
+def _await_answers() -> None:
+    """Until the server has done with what the page asked last: it would still be reading tables
+    that are emptied after a test."""
+    answering = [one for one in threading.enumerate() if "process_request_thread" in one.name]
+    for thread in answering:
+        thread.join(PATIENCE_S)
+    assert not any(thread.is_alive() for thread in answering)
