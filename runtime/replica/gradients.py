@@ -1,4 +1,4 @@
-"""A step's gradients in one flat float32 buffer, and behind them the proof and the agreement.
+"""A step's gradients, summed in one flat float32 buffer, behind them the proof and the agreement.
 
 What rides behind the gradients is summed with them, so all members see the same after each step:
 which shards were summed how often and by whom, which samples those were, their losses, and who
@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass, fields
 from typing import Any, Protocol
 
 import torch
+from torch.nn.utils import get_total_norm
 
 from runtime.ledger import Summed
 from runtime.replica.division import as_part, part_of
@@ -63,9 +64,11 @@ class Tail(Summed):
 
 
 class Gradients:
-    """The parameters' gradients as views of one buffer, accumulated in place by backward.
+    """The parameters' gradients, and their sum over the members, which add up what each has summed:
+    equal up to the order of summation.
 
-    Members add up what each of them has summed: equal up to the order of summation.
+    Between two steps no parameter has a gradient: backward hands over the first shard's as it is,
+    where zeros would have to be written, read, and added to.
     """
 
     def __init__(
@@ -74,7 +77,8 @@ class Gradients:
         """`statistics`: so many numbers behind the gradients are summed with them."""
         self.parameters = [p for p in parameters if p.requires_grad]
         self.shards = shards
-        self.gradient_size = sum(part_of(p).numel() for p in self.parameters)
+        self._sizes = [part_of(p).numel() for p in self.parameters]
+        self.gradient_size = sum(self._sizes)
         self.size = self.gradient_size + statistics
         for parameter in self.parameters:
             if parameter.dtype != torch.float32:
@@ -83,7 +87,7 @@ class Gradients:
                 )
         #: where the parameters are, and what is summed
         self.device = next((part_of(p).device for p in self.parameters), torch.device("cpu"))
-        self.local = torch.zeros(self.size, device=self.device)
+        self.statistics = torch.zeros(statistics, device=self.device)
         self.spares = Spares(self.device)
         self.held: set[int] = set()  # shards whose gradient is summed here
         self.coverage = torch.zeros(shards)
@@ -95,37 +99,16 @@ class Gradients:
         #: shard, mean loss, samples, parts: read at the step's end, for a card is waited for then
         self._noted: list[tuple[int, torch.Tensor, int, int]] = []
         self.samples = 0
-        #: the first and the last parameter of which there is something here, and where it lies
-        self._ends: list[tuple[torch.nn.Parameter, int]] = []
-        self.bind(self.local)
-
-    @property
-    def gradient(self) -> torch.Tensor:
-        """The gradients alone."""
-        return self.local[: self.gradient_size]
-
-    @property
-    def statistics(self) -> torch.Tensor:
-        """What is summed beside them."""
-        return self.local[self.gradient_size :]
-
-    def bind(self, flat: torch.Tensor) -> None:
-        """Let each parameter's gradient be its part of this buffer."""
-        start = 0
-        for parameter in self.parameters:
-            part = part_of(parameter)
-            end = start + part.numel()
-            parameter.grad = as_part(flat[start:end].view_as(part), parameter)
-            if part.numel():
-                self._ends = [*self._ends[:1], (parameter, start)]
-            start = end
+        #: the first and the last parameter that backward reached, each with the gradient it has
+        self._ends: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._drop()
 
     def add(self, index: int, checksum: int, samples: int, replica: int) -> None:
         """Note that backward has just summed this shard on this replica.
 
-        Raises RuntimeError if the gradients are no longer ours: zeros would be trained on.
+        Raises RuntimeError if what earlier shards left is gone: a part would be trained on.
         """
-        self._check_bound()
+        self._check_kept()
         self.held.add(index)
         self.coverage[index] += 1
         self.checksums[index] += checksum
@@ -146,7 +129,7 @@ class Gradients:
         self._noted.append((index, loss.detach().clone(), samples, parts))
 
     def clear(self) -> None:
-        self.local.zero_()
+        self._drop()
         self.held.clear()
         self.coverage.zero_()
         self.checksums.zero_()
@@ -167,9 +150,43 @@ class Gradients:
         """The sum over all members, in a buffer of `spares`; one of an abandoned operation, which
         may still scribble on it, never comes back there. `shares`: which shards each member has
         summed. Raises Severed."""
-        buffer = self._joined([self.local, self.tail(wishes)])
+        buffer = self._joined([*self._parts(), self.statistics, self.tail(wishes)])
         collectives.all_reduce(buffer)
         return buffer
+
+    def norm(self, reduced: torch.Tensor) -> float:
+        """The length of the gradients in this sum."""
+        # One pass over millions of float32 loses digits.
+        return float(get_total_norm(torch.split(reduced[: self.gradient_size], 1 << 20)))
+
+    def put(self, reduced: torch.Tensor, times: float, clipped: float) -> None:
+        """Let the parameters' gradients be their parts of this sum, so many times as long and once
+        more by how they are clipped; the statistics are not clipped. Copies, for peers may ask for
+        the sum."""
+        parts = torch.split(reduced[: self.gradient_size], self._sizes)
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            if parameter.grad is None or parameter.grad.is_sparse:
+                parameter.grad = as_part(torch.empty_like(part_of(parameter)), parameter)
+            into = part_of(parameter.grad)
+            torch.mul(part.view_as(into), times * clipped, out=into)
+        torch.mul(reduced[self.gradient_size : self.size], times, out=self.statistics)
+
+    def _parts(self) -> list[torch.Tensor]:
+        """Each parameter's gradient, flat; zeros where backward did not come by."""
+        found = []
+        for parameter, size in zip(self.parameters, self._sizes, strict=True):
+            if parameter.grad is None:
+                found.append(torch.zeros(1, device=self.device).expand(size))
+            else:
+                part = part_of(parameter.grad)
+                found.append((part.to_dense() if part.is_sparse else part).reshape(-1))
+        return found
+
+    def _drop(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._ends = []
+        self.statistics.zero_()
 
     def _joined(self, parts: list[torch.Tensor]) -> torch.Tensor:
         buffer = self.spares.take(sum(part.numel() for part in parts))
@@ -206,15 +223,19 @@ class Gradients:
             seconds=tail[4 * n : 5 * n],
         )
 
-    def _check_bound(self) -> None:
-        """The first and the last gradient lie where they were put; whoever moves one moves all."""
-        for parameter, start in self._ends:
-            place = self.local.data_ptr() + start * self.local.element_size()
-            if parameter.grad is None or part_of(parameter.grad).data_ptr() != place:
+    def _check_kept(self) -> None:
+        """Backward has added to what was there, by the first and the last of it; whoever throws one
+        away throws all away."""
+        for parameter, before in self._ends:
+            now = parameter.grad
+            if now is None or part_of(now).data_ptr() != part_of(before).data_ptr():
                 raise RuntimeError(
-                    "a parameter's gradient is not where the replica group put it; remove "
+                    "the gradients of this step's earlier shards are gone; remove "
                     "optimizer.zero_grad(): the group clears the gradients after each step"
                 )
+        if not self._ends:
+            reached = [(p, p.grad) for p in self.parameters if p.grad is not None]
+            self._ends = [*reached[:1], *reached[-1:]]
 
 
 class TreeGradients(Gradients):
@@ -233,9 +254,8 @@ class TreeGradients(Gradients):
 
     def add(self, index: int, checksum: int, samples: int, replica: int) -> None:
         super().add(index, checksum, samples, replica)
-        branch = self.branches[index, index + 1] = self.spares.take(self.size)
-        branch.copy_(self.local)
-        self.local.zero_()
+        self.branches[index, index + 1] = self._joined([*self._parts(), self.statistics])
+        self._drop()
         collapse(self.branches, self.shards, self._added)
 
     def clear(self) -> None:

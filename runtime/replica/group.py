@@ -19,6 +19,7 @@ from runtime.data import Batches, Shard
 from runtime.job import Job
 from runtime.replica import observing
 from runtime.replica.division import Division
+from runtime.replica.heap import keep_freed_memory
 from runtime.replica.leader import Leader
 from runtime.replica.led import Led
 from runtime.replica.nccl import group_for
@@ -105,6 +106,8 @@ class ReplicaGroup:
         self._batches = batches
         self._observer = observing.from_environment()
         self._left = False
+        if not any(parameter.is_cuda for parameter in model.parameters()):
+            keep_freed_memory()
         batches.open(job.trouble, job.rank, job.ranks)
         optimizers = several(optimizer)
         division = Division(model, job.rank)

@@ -74,6 +74,11 @@ class TrainingState:
         """The loss as backward is to see it."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
+    @property
+    def loss_scale(self) -> float:
+        """How many times the loss backward sees."""
+        return 1.0 if self.scaler is None else self.scaler.get_scale()
+
     def unscale(self) -> None:
         """Take the loss scale out of the reduced gradients, which also decides whether the scaler
         lets the optimizers step: the same everywhere, for all members hold the same gradients."""

@@ -158,19 +158,17 @@ class StepEngine:
     def apply(self, reduced: Reduced, tail: Tail) -> Applied:
         """Commit one reduced gradient: our own, or one handed over by a peer."""
         self.observer.at("apply", reduced.step)
-        local = self.gradients.local
-        local.copy_(reduced.buffer[: self.gradients.size])
         summed = sum(count > 0 for count in tail.coverage)
-        if summed < len(tail.coverage):
-            local.mul_(len(tail.coverage) / summed)  # dropped: the mean of what is there
-        self.state.unscale()
-        gradient = self.gradients.gradient
+        times = len(tail.coverage) / summed  # if shards were dropped, the mean of what is there
+        length = self.gradients.norm(reduced.buffer) * times / self.state.loss_scale
         losses = tail.loss * tail.samples if tail.samples else 0.0
-        ranks = self.division.gather([norm_of(gradient), losses, tail.samples])
+        ranks = self.division.gather([length, losses, tail.samples])
         norms, losses_of, samples_of = zip(*ranks, strict=True)
         norm = math.hypot(*norms)
-        if self.max_grad_norm is not None and norm > self.max_grad_norm:
-            gradient.mul_(self.max_grad_norm / (norm + 1e-6))
+        limit = self.max_grad_norm
+        clipped = 1.0 if limit is None or norm <= limit else limit / (norm + 1e-6)
+        self.gradients.put(reduced.buffer, times, clipped)
+        self.state.unscale()
         self.statistics.apply(self.gradients.statistics)
         self.observer.at("optimizer", reduced.step)
         self.state.advance(reduced.epoch, tail, drops=self.mode == "drop")
@@ -212,8 +210,3 @@ class StepEngine:
             and tail.coverage == [int(one > 0) for one in who]
             and tail.checksums == [c if one else 0 for c, one in zip(checksums, who, strict=True)]
         )
-
-
-def norm_of(vector: torch.Tensor) -> float:
-    """Its length, from the lengths of its parts: one pass over millions of float32 loses digits."""
-    return float(torch.stack([part.norm() for part in torch.split(vector, 1 << 20)]).norm())

@@ -78,25 +78,30 @@ def test_a_whole_model_does_not_take_parts() -> None:
         whole.load(trained().copy())
 
 
-def test_backward_sums_into_the_part_of_the_buffer_that_is_the_parameter_s() -> None:
+def test_what_each_rank_holds_of_a_gradient_is_summed_and_put_back() -> None:
     model = divided()
     gradients = Gradients(model.parameters(), shards=2)
-
     for shard in range(2):
         model(torch.ones(2, 4)).sum().backward()
         gradients.add(shard, 1, 2, 0)
 
-    assert torch.equal(gradients.gradient[-1:], torch.tensor([4.0]))  # the last bias
+    gradients.put(torch.arange(1.0, gradients.size + 1), times=1.0, clipped=1.0)
+
+    parts = [part_of(p.grad).flatten() for p in model.parameters() if p.grad is not None]
+    assert torch.equal(torch.cat(parts), torch.arange(1.0, gradients.size + 1))
+    assert all(is_divided(parameter.grad) for parameter in model.parameters())
 
 
-def test_a_gradient_that_was_moved_is_found_out() -> None:
+def test_a_gradient_that_is_gone_is_found_out() -> None:
     model = divided()
     gradients = Gradients(model.parameters(), shards=2)
+    model(torch.ones(2, 4)).sum().backward()
+    gradients.add(0, 1, 2, 0)
     model.zero_grad()
     model(torch.ones(2, 4)).sum().backward()
 
     with pytest.raises(RuntimeError, match=r"remove optimizer.zero_grad"):
-        gradients.add(0, 1, 2, 0)
+        gradients.add(1, 1, 2, 0)
 
 
 def test_ranks_hear_the_first_one_s_address_and_each_other_s_numbers() -> None:
