@@ -30,6 +30,8 @@ def any_time(_name: str, _tensor: torch.Tensor) -> When:
     return "now"
 
 
+#: What is taken on in one go of a copy that two threads make: many small tensors, or a large one.
+BATCH_BYTES = 4 << 20
 #: Where tensors that are one are kept once. Elsewhere loading could take them apart, and a state
 #: that was loaded would not have the digest of the one that was saved.
 TIED = ".model."
@@ -120,6 +122,7 @@ class Copying:
             pinned = any(tensor.is_cuda for tensor in layout.tensors)
             into = allocate(self.table.bytes, pinned=pinned)
         self._buffer = into[: self.table.bytes]
+        self._typed: dict[torch.dtype, torch.Tensor] = {}  # all of it, as numbers of each kind
         self._rest: deque[tuple[Piece, torch.Tensor]] = deque()
         self._under_way: dict[int, int] = {}  # thread -> from where of the copy it makes a piece
         self._changed = threading.Condition()
@@ -128,7 +131,7 @@ class Copying:
         self._awaited = False  # the training waits for it
         self.finished = threading.Event()
         at = 0
-        with torch.cuda.stream(self._stream):
+        with torch.no_grad(), torch.cuda.stream(self._stream):
             for place in layout.order:
                 piece, tensor = layout.table.pieces[place], layout.tensors[place]
                 self._buffer[at : piece.offset] = bytes(piece.offset - at)  # it is hashed too
@@ -178,16 +181,21 @@ class Copying:
         self.waited_s += time.monotonic() - began
 
     def _copy_next(self) -> bool:
-        """One piece more; False if none is left that nobody has begun."""
+        """A few pieces more; False if none is left that nobody has begun."""
         me = threading.get_ident()
         with self._changed:
             if not self._rest:
                 return False
-            piece, tensor = self._rest.popleft()
-            self._under_way[me] = piece.offset
+            batch = [self._rest.popleft()]
+            size = batch[0][0].bytes
+            while self._rest and size + self._rest[0][0].bytes <= BATCH_BYTES:
+                batch.append(self._rest.popleft())
+                size += batch[-1][0].bytes
+            self._under_way[me] = batch[0][0].offset
         try:
-            with torch.cuda.stream(self._stream):
-                self._copy(piece, tensor)
+            with torch.no_grad(), torch.cuda.stream(self._stream):
+                for piece, tensor in batch:
+                    self._copy(piece, tensor)
         except Exception as error:  # raised where it is finished: the training goes on
             self._fail(error)
             return False
@@ -214,7 +222,16 @@ class Copying:
 
     def _copy(self, piece: Piece, tensor: torch.Tensor) -> None:
         """From a card it is only begun."""
-        view_of(self._buffer, piece).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+        if not piece.bytes:
+            return
+        kind = tensor.dtype
+        whole = self._typed.get(kind)
+        size = kind.itemsize
+        if whole is None:
+            count = len(self._buffer) // size
+            whole = self._typed[kind] = torch.frombuffer(self._buffer, dtype=kind, count=count)
+        into = whole.narrow(0, piece.offset // size, piece.bytes // size)
+        into.view(tensor.shape).copy_(tensor, non_blocking=tensor.is_cuda)
 
 
 def stream_beside(tensors: list[torch.Tensor]) -> torch.cuda.Stream | None:
@@ -325,8 +342,8 @@ def encode(state: Any, names: list[str], tensors: list[torch.Tensor]) -> Any:
     tied: dict[tuple[Any, ...], int] = {}
 
     def place_of(tensor: torch.Tensor, name: str) -> int:
-        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
         if name.startswith(TIED) and tensor.numel():
+            memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
             if memory in tied:
                 return tied[memory]
             tied[memory] = len(tensors)

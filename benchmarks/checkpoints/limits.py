@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -60,17 +61,37 @@ class Disk(Plain):
         return at_once(path)
 
     def load(self, number: int, into: State) -> State:
+        self._read(number, lambda reader, _block: self._rooms[reader])
+        return into
+
+    def _read(self, number: int, room: Callable[[int, int], mmap.mmap | memoryview]) -> None:
+        """Every block, into where `room` says, by reader and block."""
         file = os.open(self.path(number) / "bytes", os.O_RDONLY | os.O_DIRECT)
 
         blocks = iter(range(self._blocks))  # each reader takes the next, so that none is behind
 
         def every(reader: int) -> None:
             for block in blocks:
-                os.preadv(file, [self._rooms[reader]], block * BLOCK_BYTES)
+                os.preadv(file, [room(reader, block)], block * BLOCK_BYTES)
 
         try:
             with ThreadPoolExecutor(READERS) as pool:
                 list(pool.map(every, range(READERS)))
         finally:
             os.close(file)
+
+
+class DiskKept(Disk):
+    """The same; what is read is kept, in memory that this process has not used before. Nothing that
+    loads a state can do without that."""
+
+    def load(self, number: int, into: State) -> State:
+        memory = mmap.mmap(-1, self._blocks * BLOCK_BYTES)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        whole = memoryview(memory)
+
+        def room(_reader: int, block: int) -> mmap.mmap | memoryview:
+            return whole[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+
+        self._read(number, room)
         return into

@@ -17,7 +17,7 @@ from typing import IO, Any, cast
 
 import psutil
 
-from benchmarks.checkpoints.contenders import ALL, DISK, MEMCPY, OURS, Contender, python_of
+from benchmarks.checkpoints.contenders import ALL, OURS, Contender, python_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLE_S = 0.02  # between two looks at the memory
@@ -39,7 +39,7 @@ def measure(plan: Plan, folder: Path, say: Callable[[str], None]) -> list[dict[s
     rows: dict[tuple[float, str], dict[str, Any]] = {}
     failed: set[str] = set()
     pythons: dict[str, str] = {}
-    contenders = (MEMCPY, DISK, *OURS) if plan.only_ours else ALL
+    contenders = [one for one in ALL if one.limit or one in OURS or not plan.only_ours]
     for contender in contenders:
         try:
             pythons[contender.name] = python_of(contender)

@@ -35,6 +35,7 @@ CONTENDERS: dict[str, Callable[[states.State, Path], Contender]] = {
     "torchsnapshot": rivals.Torchsnapshot,
     "memcpy": limits.Memcpy,
     "disk": limits.Disk,
+    "disk-kept": limits.DiskKept,
 }
 SIDE = 128  # of the matrices in a unit of work
 PRODUCTS = 4  # in a unit, which takes less than a millisecond

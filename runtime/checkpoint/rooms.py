@@ -10,19 +10,18 @@ has it open, whatever becomes of this process.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import threading
 import time
 from collections.abc import Callable
 
+from runtime.checkpoint.large_pages import LARGE_BYTES, collapse, mapped
 from runtime.image import aligned
 
 ROOMS = 2
 RETRY_S = 30.0  # after memory could not be had
 #: Beside the image lies its description; so much more than it needs at first is made room for.
 SLACK_BYTES = 4 << 20
-PAGE_BYTES = mmap.PAGESIZE
 SLICE_BYTES = 4 << 20
 RESTING = 3.0  # times as long as it takes to touch a slice, while nobody waits for the room
 
@@ -41,19 +40,18 @@ class Room:
         self.fd = os.memfd_create(f"drydock-room-{number}")
         try:
             os.truncate(self.fd, size)
-            pages = mmap.mmap(self.fd, size)
-            start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+            self.memory = mapped(self.fd, size, writable=True)
             for at in range(0, size, SLICE_BYTES):
                 began = time.monotonic()
-                part = min(SLICE_BYTES, size - at)
-                os.posix_fallocate(self.fd, at, part)  # fails here, and not at a first touch
-                # Not MAP_POPULATE, for which the interpreter's lock would be held.
-                ctypes.memset(start + at, 0, part)
+                part = self.memory[at : at + SLICE_BYTES]
+                os.posix_fallocate(self.fd, at, len(part))  # fails here, and not at a first touch
+                if not collapse(part):
+                    # Not MAP_POPULATE, for which the interpreter's lock would be held.
+                    ctypes.memset(ctypes.byref(ctypes.c_char.from_buffer(part)), 0, len(part))
                 rest(RESTING * (time.monotonic() - began))
         except BaseException:
             os.close(self.fd)
             raise
-        self.memory = memoryview(pages)
 
     def close(self) -> None:
         """What is mapped stays until nobody uses it."""
@@ -90,7 +88,7 @@ class Rooms:
                 return True
             if time.monotonic() < self._not_before:
                 return False
-            self._making, self._size = True, aligned(size + size // 64 + SLACK_BYTES, PAGE_BYTES)
+            self._making, self._size = True, aligned(size + size // 64 + SLACK_BYTES, LARGE_BYTES)
             self._close(self._free)
         threading.Thread(target=self._make, name="drydock-rooms", daemon=True).start()
         return True

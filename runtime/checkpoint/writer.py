@@ -40,6 +40,7 @@ from typing import Any
 from runtime.checkpoint import disk, store
 from runtime.checkpoint.draft import Draft, sweep
 from runtime.checkpoint.holder import Label
+from runtime.checkpoint.large_pages import mapped
 from runtime.checkpoint.manifest import Manifest, Part
 from runtime.checkpoint.objects import ObjectStore
 from runtime.checkpoint.peer import Keeping
@@ -130,7 +131,7 @@ class Writer:
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
             for number, fd in zip(numbers, descriptors, strict=True):
                 size = os.fstat(fd).st_size
-                self._rooms[number] = memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ))
+                self._rooms[number] = mapped(fd, size, writable=False)
                 os.close(fd)
 
     def _save(self, asked: dict[str, Any]) -> None:
