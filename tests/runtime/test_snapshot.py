@@ -7,11 +7,18 @@ import threading
 import pytest
 import torch
 
+from runtime import snapshot
 from runtime.image import Piece
 from runtime.snapshot import Copying, When, stage, state_of
 
 PATIENCE_S = 30.0
 STATE = {"model": {f"w{n}": torch.randn(n + 1, 50) for n in range(40)}, "step": 3}
+
+
+@pytest.fixture(autouse=True)
+def _one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece is taken on by itself, however small."""
+    monkeypatch.setattr(snapshot, "BATCH_BYTES", 0)
 
 
 def later(_name: str, _tensor: torch.Tensor) -> When:
@@ -59,6 +66,33 @@ def test_who_waits_helps_and_the_copy_is_whole() -> None:
     assert not early
     assert copying.finished.is_set()
     assert copying.waited_s > 0
+
+
+@pytest.mark.parametrize("batch", [0, 600, 1 << 20])
+def test_tensors_of_any_kind_are_copied_however_many_at_a_time(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "BATCH_BYTES", batch)
+    kinds = {
+        "none": torch.zeros(0, 3),
+        "number": torch.tensor(7, dtype=torch.int16),
+        "half": torch.randn(5, 3).bfloat16(),
+        "turned": torch.randn(4, 6).t(),
+        "trained": torch.nn.Parameter(torch.randn(9)),
+        "every other": torch.arange(10)[::2],
+        "truth": torch.tensor([True, False, True]),
+        "complex": torch.randn(3, dtype=torch.complex64).conj(),
+        "large": torch.randn(64, 64),
+    }
+
+    copied = state_of(stage({**kinds, "again": dict(kinds)}, 7))
+
+    again = copied.pop("again")
+    for found in (copied, again):
+        assert {name: one.dtype for name, one in found.items()} == {
+            name: one.dtype for name, one in kinds.items()
+        }
+        assert all(torch.equal(found[name], one) for name, one in kinds.items())
 
 
 def test_what_is_told_is_there() -> None:
