@@ -186,12 +186,12 @@ class Copying:
         with self._changed:
             if not self._rest:
                 return False
+            self._under_way[me] = self._rest[0][0].offset
             batch = [self._rest.popleft()]
             size = batch[0][0].bytes
             while self._rest and size + self._rest[0][0].bytes <= BATCH_BYTES:
                 batch.append(self._rest.popleft())
                 size += batch[-1][0].bytes
-            self._under_way[me] = batch[0][0].offset
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 for piece, tensor in batch:

@@ -13,7 +13,8 @@ import mmap
 import os
 
 LARGE_BYTES = 2 << 20  # on x86-64, and on ARM with pages of 4 KiB
-_MAP_FIXED, _MADV_COLLAPSE = 0x10, 25  # linux/mman.h; Python does not name them
+#: linux/mman.h; Python does not name them.
+_MAP_FIXED, _MAP_NORESERVE, _MADV_COLLAPSE = 0x10, 0x4000, 25
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -30,7 +31,8 @@ def mapped(fd: int, size: int, *, writable: bool) -> memoryview:
     Raises OSError.
     """
     # More than is needed, of which the file takes the place: so it is unmapped with the rest.
-    area = mmap.mmap(-1, size + LARGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    unused = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    area = mmap.mmap(-1, size + LARGE_BYTES, flags=unused)
     first = _address(area)
     start = -first % LARGE_BYTES
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)

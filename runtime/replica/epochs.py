@@ -32,6 +32,7 @@ class Epochs(Roster):
             if self.claims:
                 self.decide_claims()
             if self.alive:
+                self.gathered = {}
                 self.settle_running()
             elif not self.claims:
                 self.settle_cold()
@@ -180,7 +181,8 @@ class Epochs(Roster):
         log.info("seated placement=%s replica=%s", peer.placement, number)
         peer.replica, peer.standby, peer.promoted = number, "", True
         self.peers[number] = peer
-        self.gathered.setdefault(number, -math.inf)  # it did not come just now
+        if not self.alive:
+            self.gathered.setdefault(number, -math.inf)  # it did not come just now
 
     def dismiss(self) -> None:
         """All members stand at the same last edge: now each may go without hurting another."""

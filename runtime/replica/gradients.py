@@ -7,6 +7,7 @@ wants to regroup, save or stop. That is why the healthy path needs no vote.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import astuple, dataclass, fields
@@ -67,8 +68,9 @@ class Gradients:
     """The parameters' gradients, and their sum over the members, which add up what each has summed:
     equal up to the order of summation.
 
-    Between two steps no parameter has a gradient: backward hands over the first shard's as it is,
-    where zeros would have to be written, read, and added to.
+    What backward gives is taken away from the parameters at once, so that nothing the script does
+    to their gradients changes the sum; and it is not copied into zeros, which would have to be
+    written, read, and added to.
     """
 
     def __init__(
@@ -99,16 +101,30 @@ class Gradients:
         #: shard, mean loss, samples, parts: read at the step's end, for a card is waited for then
         self._noted: list[tuple[int, torch.Tensor, int, int]] = []
         self.samples = 0
-        #: the first and the last parameter that backward reached, each with the gradient it has
-        self._ends: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        #: of each parameter what was taken; None where backward did not come by
+        self._taken: list[torch.Tensor | None] = []
         self._drop()
 
-    def add(self, index: int, checksum: int, samples: int, replica: int) -> None:
-        """Note that backward has just summed this shard on this replica.
+    def take(self) -> None:
+        """Take what backward has just given each parameter, and add it to what was taken before."""
+        seen: set[int] = set()
+        for place, parameter in enumerate(self.parameters):
+            if (given := parameter.grad) is None:
+                continue
+            parameter.grad = None
+            before = self._taken[place]
+            if before is not None:
+                part_of(before).add_(part_of(given))
+            elif given.is_sparse:
+                self._taken[place] = given.to_dense()
+            else:
+                # autograd may hand the same memory to two parameters of which a sum was made
+                address = part_of(given).data_ptr()
+                self._taken[place] = given.clone() if address in seen else given
+                seen.add(address)
 
-        Raises RuntimeError if what earlier shards left is gone: a part would be trained on.
-        """
-        self._check_kept()
+    def add(self, index: int, checksum: int, samples: int, replica: int) -> None:
+        """Note that this shard was summed on this replica."""
         self.held.add(index)
         self.coverage[index] += 1
         self.checksums[index] += checksum
@@ -157,35 +173,38 @@ class Gradients:
     def norm(self, reduced: torch.Tensor) -> float:
         """The length of the gradients in this sum."""
         # One pass over millions of float32 loses digits.
-        return float(get_total_norm(torch.split(reduced[: self.gradient_size], 1 << 20)))
+        pieces = torch.split(reduced[: self.gradient_size], 1 << 20)
+        found = float(get_total_norm(pieces))
+        if not math.isfinite(found):  # with a large loss scale the squares are too large
+            found = float(get_total_norm([piece.double() for piece in pieces]))
+        return found
 
     def put(self, reduced: torch.Tensor, times: float, clipped: float) -> None:
         """Let the parameters' gradients be their parts of this sum, so many times as long and once
         more by how they are clipped; the statistics are not clipped. Copies, for peers may ask for
         the sum."""
         parts = torch.split(reduced[: self.gradient_size], self._sizes)
-        for parameter, part in zip(self.parameters, parts, strict=True):
-            if parameter.grad is None or parameter.grad.is_sparse:
-                parameter.grad = as_part(torch.empty_like(part_of(parameter)), parameter)
-            into = part_of(parameter.grad)
+        for place, (parameter, part) in enumerate(zip(self.parameters, parts, strict=True)):
+            given = self._taken[place]
+            if given is None:
+                given = as_part(torch.empty_like(part_of(parameter)), parameter)
+            into = part_of(given)
             torch.mul(part.view_as(into), times * clipped, out=into)
+            parameter.grad = given
         torch.mul(reduced[self.gradient_size : self.size], times, out=self.statistics)
 
     def _parts(self) -> list[torch.Tensor]:
-        """Each parameter's gradient, flat; zeros where backward did not come by."""
-        found = []
-        for parameter, size in zip(self.parameters, self._sizes, strict=True):
-            if parameter.grad is None:
-                found.append(torch.zeros(1, device=self.device).expand(size))
-            else:
-                part = part_of(parameter.grad)
-                found.append((part.to_dense() if part.is_sparse else part).reshape(-1))
-        return found
+        """What was taken of each parameter's gradient, flat; zeros where backward did not come."""
+        nothing = torch.zeros(1, device=self.device)
+        return [
+            nothing.expand(size) if given is None else part_of(given).reshape(-1)
+            for given, size in zip(self._taken, self._sizes, strict=True)
+        ]
 
     def _drop(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
-        self._ends = []
+        self._taken = [None] * len(self.parameters)
         self.statistics.zero_()
 
     def _joined(self, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -222,20 +241,6 @@ class Gradients:
             wishes=Wishes(**wishes),
             seconds=tail[4 * n : 5 * n],
         )
-
-    def _check_kept(self) -> None:
-        """Backward has added to what was there, by the first and the last of it; whoever throws one
-        away throws all away."""
-        for parameter, before in self._ends:
-            now = parameter.grad
-            if now is None or part_of(now).data_ptr() != part_of(before).data_ptr():
-                raise RuntimeError(
-                    "the gradients of this step's earlier shards are gone; remove "
-                    "optimizer.zero_grad(): the group clears the gradients after each step"
-                )
-        if not self._ends:
-            reached = [(p, p.grad) for p in self.parameters if p.grad is not None]
-            self._ends = [*reached[:1], *reached[-1:]]
 
 
 class TreeGradients(Gradients):

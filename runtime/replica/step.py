@@ -134,6 +134,7 @@ class StepEngine:
         loss.register_hook(self._in_backward)  # type: ignore[no-untyped-call]
         scaled = self.state.scale(loss / (self.batches.shards * parts))
         scaled.backward()  # type: ignore[no-untyped-call]
+        self.gradients.take()
         self._parts += 1
         self.gradients.note(shard.index, loss, len(shard.ids), parts)
         if self._parts == parts:
@@ -165,8 +166,9 @@ class StepEngine:
         ranks = self.division.gather([length, losses, tail.samples])
         norms, losses_of, samples_of = zip(*ranks, strict=True)
         norm = math.hypot(*norms)
-        limit = self.max_grad_norm
-        clipped = 1.0 if limit is None or norm <= limit else limit / (norm + 1e-6)
+        clipped = 1.0
+        if self.max_grad_norm is not None and norm > self.max_grad_norm:
+            clipped = self.max_grad_norm / (norm + 1e-6)
         self.gradients.put(reduced.buffer, times, clipped)
         self.state.unscale()
         self.statistics.apply(self.gradients.statistics)

@@ -1,4 +1,4 @@
-"""Groups made up to fail as NCCL's do, behind torch's interface, each in one way.
+"""Groups made up: some fail as NCCL's do, behind torch's interface, each in one way.
 
 What they hold up is let go by the test; nothing here ends by itself.
 """
@@ -124,3 +124,15 @@ class Raises(Ends):
 
     def alltoall_base(self, *_given: Any) -> Works:
         raise RuntimeError("NCCL error: internal error")
+
+
+class Alone:
+    """The collectives of a job of one member."""
+
+    def all_reduce(self, _buffer: torch.Tensor) -> None: ...
+
+    def exchange(self, given: list[torch.Tensor], _sizes: list[int]) -> list[torch.Tensor]:
+        return given
+
+    def gather(self, mine: torch.Tensor, _members: int) -> torch.Tensor:
+        return mine

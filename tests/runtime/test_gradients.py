@@ -13,6 +13,7 @@ import torch
 
 from runtime.replica.gradients import Collectives, Gradients, TreeGradients, Wishes
 from runtime.replica.plan import divide
+from tests.runtime.fake_groups import Alone
 
 SHARDS = 12
 
@@ -22,21 +23,10 @@ def model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
 
 
-class Alone:
-    """The collectives of a job of one member."""
-
-    def all_reduce(self, _buffer: torch.Tensor) -> None: ...
-
-    def exchange(self, given: list[torch.Tensor], _sizes: list[int]) -> list[torch.Tensor]:
-        return given
-
-    def gather(self, mine: torch.Tensor, _members: int) -> torch.Tensor:
-        return mine
-
-
 def compute(gradients: Gradients, model: torch.nn.Module, shard: int, times: float = 1.0) -> None:
     """A shard's backward, and the group's note of it."""
     (times * model(torch.ones(1, 3)).sum()).backward()
+    gradients.take()
     gradients.add(shard, 5, 1, replica=3)
 
 
@@ -73,42 +63,74 @@ def test_what_was_reduced_is_each_parameter_s_gradient_and_stays_as_it_was(
     assert torch.equal(reduced, torch.arange(1.0, gradients.size + 1))
 
 
-def test_a_gradient_of_any_layout_takes_what_was_reduced() -> None:
+@pytest.mark.parametrize("shards", [1, 2])
+def test_gradients_of_any_layout_are_summed_and_put_back(shards: int) -> None:
     table = torch.nn.Embedding(3, 2, sparse=True)
     picture = torch.nn.Conv2d(2, 2, 2)
     picture.weight.data = picture.weight.data.contiguous(memory_format=torch.channels_last)
-    gradients = Gradients([*table.parameters(), *picture.parameters()], shards=1)
-    seen = picture(torch.ones(1, 2, 3, 3).to(memory_format=torch.channels_last))
-    (table(torch.tensor([1, 1])).sum() + seen.sum()).backward()
-    gradients.add(0, 5, 1, replica=0)
-    picture.weight.grad = torch.ones_like(picture.weight)  # laid out as the weight is
+    gradients = Gradients([*table.parameters(), *picture.parameters()], shards=shards)
+    seen = torch.ones(1, 2, 3, 3).contiguous(memory_format=torch.channels_last)
+    for shard in range(shards):
+        (table(torch.tensor([1, 1])).sum() + picture(seen).sum()).backward()
+        gradients.take()
+        gradients.add(shard, 5, 1, replica=0)
 
     reduced = gradients.reduce(Alone(), {0: [0]}, 0, Wishes())
     given = torch.arange(1.0, gradients.size + 1)
     gradients.put(given, times=3.0, clipped=1.0)
 
-    assert reduced[:6].tolist() == [0.0, 0.0, 2.0, 2.0, 0.0, 0.0]
-    assert not picture.weight.grad.is_contiguous()
+    assert reduced[:6].tolist() == [0.0, 0.0, 2.0 * shards, 2.0 * shards, 0.0, 0.0]
     found = [p.grad.flatten() for p in gradients.parameters if p.grad is not None]
     assert torch.equal(torch.cat(found), 3.0 * given)
 
 
-def test_between_two_steps_zero_grad_changes_nothing(model: torch.nn.Module) -> None:
-    gradients = Gradients(model.parameters(), shards=2)
-    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+@pytest.mark.parametrize("kind", [Gradients, TreeGradients])
+def test_parameters_of_which_autograd_makes_one_gradient_have_each_their_own(
+    kind: type[Gradients],
+) -> None:
+    first, second = (torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(2))
+    gradients = kind([first, second], shards=2)
+    for shard in range(2):
+        torch.autograd.backward((first.view(-1) + second.view(-1)).sum())
+        gradients.take()
+        gradients.add(shard, 5, 1, replica=0)
 
-    compute(gradients, model, 0)
+    reduced = gradients.reduce(Alone(), {0: [0, 1]}, 0, Wishes())
+    gradients.put(torch.arange(8.0), times=1.0, clipped=1.0)
 
-    assert gradients.held == {0}
+    assert reduced[:8].tolist() == [2.0] * 8
+    assert first.grad is not None
+    assert first.grad.flatten().tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_zero_grad_within_a_step_is_answered_with_its_remedy(model: torch.nn.Module) -> None:
-    gradients = Gradients(model.parameters(), shards=2)
-    compute(gradients, model, 0)
-    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+@pytest.mark.parametrize("kind", [Gradients, TreeGradients])
+def test_zero_grad_changes_nothing_wherever_it_stands(
+    model: torch.nn.Module, kind: type[Gradients]
+) -> None:
+    sums = []
+    ways: list[Callable[[], None]] = [lambda: None, model.zero_grad]
+    for zero_grad in ways:
+        gradients = kind(model.parameters(), shards=2)
+        for shard in range(2):
+            zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            gradients.take()  # of a part
+            zero_grad()
+            compute(gradients, model, shard)
+            zero_grad()
+        sums.append(gradients.reduce(Alone(), {3: [0, 1]}, 3, Wishes())[: gradients.size])
 
-    with pytest.raises(RuntimeError, match=r"remove optimizer\.zero_grad"):
-        compute(gradients, model, 1)
+    assert torch.equal(*sums)
+    assert sums[0][-1] == 4.0
+
+
+def test_squares_that_are_too_large_have_a_norm(model: torch.nn.Module) -> None:
+    gradients = Gradients(model.parameters(), shards=1)
+    reduced = torch.full((gradients.size,), 1e30)
+
+    assert gradients.norm(reduced) == pytest.approx(1e30 * gradients.size**0.5)
+    reduced[0] = float("inf")
+    assert gradients.norm(reduced) == float("inf")
 
 
 def summed_by(
@@ -125,6 +147,7 @@ def summed_by(
             flat = torch.randn(gradients.size, generator=noise) * 10.0**shard
             weight, bias = model.parameters()
             weight.grad, bias.grad = flat[:21].view(3, 7), flat[21:]
+            gradients.take()
             gradients.losses[shard] = 0.1 * shard
             gradients.add(shard, shard + 1, 2, replica=me)
         return gradients.reduce(groups[rank], shares, me, Wishes(checkpoint=me == 0))

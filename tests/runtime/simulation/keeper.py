@@ -106,6 +106,8 @@ class Keeper(Process):
 
     def _tick(self) -> None:
         self.coordinator.tick()
+        waits = self.coordinator.gathered if self.coordinator.alive else {}
+        assert not waits, "it remembers who came while nobody trained, and somebody trains"
         self.after(self.clock.random.uniform(*TICKS_S), self, self._tick)
 
 
