@@ -27,7 +27,6 @@ from tests.factories import (
     GpuFactory,
 )
 from tests.workers.world import (
-    HEALTHY,
     XID_79,
     World,
     answer,
@@ -35,11 +34,11 @@ from tests.workers.world import (
     drain,
     failed_before,
     never_comes_back,
+    pass_validation,
     quarantine,
     rejoin,
     saves_checkpoint,
     silent,
-    soaked,
     step_of,
 )
 from workers import engine, triage
@@ -113,10 +112,7 @@ def test_a_card_that_passes_the_field_diagnostic_returns_and_the_next_time_goes_
     drain()
     answer("field_diagnose", outcome="passed", said="PASS")
     drain()
-    answer("diagnose", **HEALTHY)
-    drain()
-    soaked()
-    drain()
+    pass_validation()
     node.refresh_from_db()
     assert node.state == NodeState.AVAILABLE
     assert RepairRecord.objects.get(gpu=world.card_of(node)).rung == Rung.FIELD_DIAGNOSTIC

@@ -32,7 +32,7 @@ from controlplane.incidents.models import (
 )
 from controlplane.jobs import actions as jobs
 from tests.factories import GpuFactory
-from tests.workers.world import HEALTHY, World, answer, drain, run_of, soaked
+from tests.workers.world import World, answer, drain, pass_validation, run_of
 from workers import engine, intake, power
 from workers.playbooks import PLAYBOOKS
 
@@ -210,10 +210,7 @@ def test_a_card_whose_loss_was_named_late_is_known_the_second_time(world: World)
     drain()
     world.boot(node)
     drain()
-    answer("diagnose", **HEALTHY)
-    drain()
-    soaked()
-    drain()
+    pass_validation()
     hour_ago = timezone.now() - timedelta(hours=1)
     Failure.objects.update(last_seen_at=hour_ago, observed_at=hour_ago)
     RepairRecord.objects.update(at=hour_ago + timedelta(minutes=10))

@@ -267,14 +267,19 @@ def quarantine(world: World, node: Node) -> None:
     node.refresh_from_db()
 
 
-def come_back(world: World, node: Node) -> None:
-    """The node boots, passes its diagnostic, and is watched long enough."""
-    world.boot(node)
-    drain()
+def pass_validation() -> None:
+    """The node that is validated passes its diagnostic, and is watched long enough."""
     answer("diagnose", **HEALTHY)
     drain()
     soaked()
     drain()
+
+
+def come_back(world: World, node: Node) -> None:
+    """The node boots, passes its diagnostic, and is watched long enough."""
+    world.boot(node)
+    drain()
+    pass_validation()
     node.refresh_from_db()
 
 
