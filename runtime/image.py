@@ -93,14 +93,16 @@ def aligned(offset: int, to: int = ALIGNMENT) -> int:
     return -(-offset // to) * to
 
 
-def pages(size: int) -> memoryview:
-    """Memory that begins at a page, in pages as large as they come: the first touch of small ones
-    takes longer than a disk. Not a bytearray, which would be cleared first, with the interpreter's
-    lock held: for hundreds of megabytes no thread of this process would answer anyone meanwhile.
+def pages(size: int, *, large: bool = True) -> memoryview:
+    """Memory that begins at a page; `large`, in pages as large as they come: the first touch of
+    small ones takes longer than a disk. Not a bytearray, which would be cleared first, with the
+    interpreter's lock held: for hundreds of megabytes no thread of this process would answer anyone
+    meanwhile.
     """
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without large pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    if large:
+        with contextlib.suppress(OSError):  # a kernel without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)[:size]
 
 

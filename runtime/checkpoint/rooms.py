@@ -26,10 +26,6 @@ SLICE_BYTES = 4 << 20
 RESTING = 3.0  # times as long as it takes to touch a slice, while nobody waits for the room
 
 
-def _on_and_on(_seconds: float) -> None:
-    """Without a rest."""
-
-
 class Room:
     """One of them."""
 
@@ -117,11 +113,6 @@ class Rooms:
                     self._free.append(room)
             self._changed.notify_all()
 
-    def being_made(self) -> bool:
-        """Whether it is worth to wait for one."""
-        with self._changed:
-            return self._making
-
     def any_free(self) -> bool:
         with self._changed:
             return bool(self._free)
@@ -151,8 +142,7 @@ class Rooms:
             with self._changed:  # never more of them: a writer may still read a former one
                 self._changed.wait_for(lambda: not self._used)
             for number in range(self._rooms):
-                # The first is wanted soon. Nobody needs the others yet.
-                made = Room(number, self._size, self._wanted.wait if number else _on_and_on)
+                made = Room(number, self._size, self._wanted.wait)
                 with self._changed:
                     self._wanted.clear()
                     self._free.append(made)

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from runtime.framing import PeerFailed, receive_chunk, receive_json
-from runtime.image import CHUNK_BYTES, Damaged, Staged
+from runtime.giving_way import give_way
+from runtime.image import CHUNK_BYTES, Damaged, Staged, pages
 from runtime.replica.peers import Reduced
 from runtime.serving import Requests
-from runtime.snapshot import allocate, bytes_of
+from runtime.snapshot import bytes_of
 
 log = logging.getLogger("drydock.peers")
 
@@ -59,20 +60,15 @@ class Connection(Requests):
         return Reduced(int(described["step"]), int(described["epoch"]), buffer)
 
 
-def fetch_state(
-    donors: Sequence[str],
-    token: str,
-    step: int,
-    digest: str,
-    memory: Callable[[int], memoryview] = allocate,
-) -> Staged:
-    """The state that all donors hold a copy of, a part from each, in `memory` of the size that it
-    is told.
+def fetch_state(donors: Sequence[str], token: str, step: int, digest: str) -> Staged:
+    """The state that all donors hold a copy of, a part from each.
 
     Raises PeerFailed if they cannot give it whole, Damaged if the whole is not what was announced.
     """
     manifest = _manifest(donors, token, step, digest)
-    download = Download(manifest, memory(int(manifest["bytes"])))
+    # As slow to touch as the network is to fill it: large pages would come in jerks, which others
+    # of this machine feel.
+    download = Download(manifest, pages(int(manifest["bytes"]), large=False))
     threads = [
         threading.Thread(target=download.draw, args=(donor, token), name="drydock-fetch")
         for donor in donors
@@ -123,6 +119,7 @@ class Download:
 
     def draw(self, donor: str, token: str) -> None:
         """Take pieces from this donor until nothing is missing, or it fails too often."""
+        give_way()  # the donors' own machines may compute beside us
         connection = Connection(donor, token)
         tries = TRIES
         while tries and (piece := self._next()):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from runtime.framing import PeerFailed, send_chunk, send_json
+from runtime.giving_way import give_way
 from runtime.image import CHUNK_BYTES, Staged
 from runtime.replica.pacing import Pace
 from runtime.serving import RequestServer
@@ -94,9 +95,10 @@ class Offer:
         self._lock = threading.Lock()
 
     def finish(self) -> Staged:
-        """Make it whole, and hash it; once."""
+        """Make it whole, and hash it; once. Gives way once the training waits for it no longer."""
         assert self._copying is not None  # noqa: S101 - its finisher has not dropped it
         staged = self._copying.finish()
+        give_way()
         _ = staged.digest
         self.staged = staged
         return staged
@@ -189,6 +191,7 @@ class PeerServer:
                 self._serve_chunks(connection, staged, range(first, first + count))
 
     def _serve_chunks(self, connection: socket.socket, staged: Staged, numbers: range) -> None:
+        give_way()  # steps are asked for on other connections
         view = memoryview(staged.buffer)
         for number in numbers:
             chunk = view[number * CHUNK_BYTES :][:CHUNK_BYTES]

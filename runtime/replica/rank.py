@@ -24,6 +24,7 @@ from runtime.checkpoint.resharding import resharded
 from runtime.checkpoint.rooms import Room
 from runtime.checkpoint.tiers import TIERS, TierName
 from runtime.framing import PeerFailed
+from runtime.giving_way import give_way
 from runtime.image import Damaged
 from runtime.job import Job
 from runtime.replica.fetching import Follower, fetch_reduced, fetch_state
@@ -39,11 +40,10 @@ from runtime.replica.siblings import NEXT
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
 from runtime.replica.telling import Committed
-from runtime.snapshot import Copying, TooSmall, allocate, state_of, touched
+from runtime.snapshot import Copying, TooSmall, state_of, touched
 
 log = logging.getLogger("drydock.replica")
 
-ROOM_S = 60.0  # how long a newcomer waits for memory to be made, which takes long for much of it
 FOLLOWED_S = 5.0  # how long one rank may be later than the first with a step that all follow
 #: What may go wrong on one rank and is then wrong with the replica, by its name on the wire.
 FAILURES: dict[str, type[RuntimeError]] = {"severed": Severed, "cannot_follow": CannotFollow}
@@ -104,7 +104,6 @@ class Rank:
             pace_of(job.rate_cap),
         )
         self._read: dict[str, Any] | None = None  # a state
-        self._read_room: Room | None = None  # that it lies in, if it does
         self._follower: Follower | None = None
         self._passed_on: Follower | None = None  # who gave us the step that is held
         self._followed: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -147,7 +146,7 @@ class Rank:
         """Read and verify our part of a checkpoint: what was trained up to it, and its digest;
         nothing if it fails. No digest if no part is ours as it is: other ranks saved it, or
         another tool."""
-        self._drop_read()
+        self._read = None
         sources, rank, ranks = self.saver.sources, self.job.rank, self.job.ranks
         digest = ""
         try:
@@ -172,7 +171,7 @@ class Rank:
         with self._changing:
             self.await_copies()
             self.state.restore(self._read)
-        self._drop_read()
+        self._read = None
         self._kept.clear()
         self.link.step = self.state.committed
 
@@ -180,7 +179,7 @@ class Rank:
     def reload(self) -> None:
         """Begin with what is in memory."""
         self.await_copies()
-        self._drop_read()
+        self._read = None
         self.state.statistics.reload()
 
     @order
@@ -193,12 +192,10 @@ class Rank:
         """Fetch our part of the state that peers hold ready. Raises CannotFollow."""
         self.observer.at("sync", self.engine.pending)
         self.await_copies()
-        self._drop_read()
+        self._read = None
         try:
             part = digest.split(NEXT)[self.job.rank]
-            self._read = state_of(
-                fetch_state(self._ours(donors), self.job.token, step, part, self._memory_to_read)
-            )
+            self._read = state_of(fetch_state(self._ours(donors), self.job.token, step, part))
         except (PeerFailed, Damaged) as error:
             raise CannotFollow(str(error)) from error
 
@@ -439,6 +436,7 @@ class Rank:
     def _hash(self, copying: Copying, room: Room) -> None:
         try:
             staged = copying.finish()
+            give_way()
             self.on_compared(staged.step, staged.digest)
         except Exception as error:
             self.job.trouble("not_compared", f"step {copying.step}: {error!r}")
@@ -466,21 +464,6 @@ class Rank:
     def _ours(self, donors: list[list[str]]) -> list[str]:
         """Of each donor's ranks the one that holds the same part."""
         return [addresses[self.job.rank] for addresses in donors]
-
-    def _memory_to_read(self, size: int) -> memoryview:
-        """A room, for which this process needs its rooms in any case."""
-        rooms = self.saver.rooms
-        there = rooms.prepare(size)
-        self._read_room = rooms.take(ROOM_S if rooms.being_made() else 0.0) if there else None
-        if self._read_room is None or len(self._read_room.memory) < size:
-            return allocate(size)
-        return self._read_room.memory[:size]
-
-    def _drop_read(self) -> None:
-        self._read = None
-        if self._read_room is not None:
-            self.saver.rooms.give_back(self._read_room)
-            self._read_room = None
 
     def _spare(self) -> memoryview | None:
         """Memory that was made because no room was free, once."""
