@@ -23,7 +23,9 @@ RETRY_S = 30.0  # after memory could not be had
 #: Beside the image lies its description; so much more than it needs at first is made room for.
 SLACK_BYTES = 4 << 20
 SLICE_BYTES = 4 << 20
-RESTING = 3.0  # times as long as it takes to touch a slice, while nobody waits for the room
+#: Times as long as it takes to touch a slice, while nobody waits for the room: of the first, which
+#: is needed soon, and of the others.
+RESTING = (1.0, 3.0)
 
 
 class Room:
@@ -32,6 +34,7 @@ class Room:
     def __init__(self, number: int, size: int, rest: Callable[[float], object]) -> None:
         """Touches all of it, a slice at a time; after each it may `rest` for so many seconds, so
         that the training goes on meanwhile. Raises OSError, MemoryError."""
+        resting = RESTING[min(number, 1)]
         self.number = number
         self.fd = os.memfd_create(f"drydock-room-{number}")
         try:
@@ -44,7 +47,7 @@ class Room:
                 if not collapse(part):
                     # Not MAP_POPULATE, for which the interpreter's lock would be held.
                     ctypes.memset(ctypes.byref(ctypes.c_char.from_buffer(part)), 0, len(part))
-                rest(RESTING * (time.monotonic() - began))
+                rest(resting * (time.monotonic() - began))
         except BaseException:
             os.close(self.fd)
             raise
