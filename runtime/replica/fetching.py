@@ -66,8 +66,7 @@ def fetch_state(donors: Sequence[str], token: str, step: int, digest: str) -> St
     Raises PeerFailed if they cannot give it whole, Damaged if the whole is not what was announced.
     """
     manifest = _manifest(donors, token, step, digest)
-    # As slow to touch as the network is to fill it: large pages would come in jerks, which others
-    # of this machine feel.
+    # The kernel gives large pages in jerks, which whoever trains on this machine feels.
     download = Download(manifest, pages(int(manifest["bytes"]), large=False))
     threads = [
         threading.Thread(target=download.draw, args=(donor, token), name="drydock-fetch")
@@ -119,7 +118,7 @@ class Download:
 
     def draw(self, donor: str, token: str) -> None:
         """Take pieces from this donor until nothing is missing, or it fails too often."""
-        give_way()  # the donors' own machines may compute beside us
+        give_way()  # other replicas may train on this machine
         connection = Connection(donor, token)
         tries = TRIES
         while tries and (piece := self._next()):
