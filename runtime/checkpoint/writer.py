@@ -44,6 +44,7 @@ from runtime.checkpoint.large_pages import mapped
 from runtime.checkpoint.manifest import Manifest, Part
 from runtime.checkpoint.objects import ObjectStore
 from runtime.checkpoint.peer import Keeping
+from runtime.checkpoint.staleness import findings, unchanged
 from runtime.checkpoint.tiers import run_of
 from runtime.image import CHUNK_BYTES, Damaged, Table, aligned
 
@@ -71,6 +72,7 @@ class Writer:
         self._keeping: Keeping | None = None  # the peer that keeps what we save
         self._objects: ObjectStore | None = None
         self._before: dict[str, Part] = {}  # folder -> the last part that was written there
+        self._stale: frozenset[str] = frozenset()  # tensors that were told of as such
         self._name = ""  # of the save under way
         self._known_run = ""
         self._copied = 0  # bytes of its state that are there
@@ -163,8 +165,8 @@ class Writer:
             part = written.part
             draft.publish()
             self._say("durable", written=written.bytes)
-            if before and written.whole and (names := stale(written.whole, before)):
-                self._say("alarm", kind="checkpoint_stale", text=names)
+            if before and written.whole:
+                self._tell_stale(written.whole, before)
             self._verify(draft, part, image)
             whole = draft.note_verified(rank, share)
             path = draft.path if whole is None else draft.where() or draft.path
@@ -255,6 +257,14 @@ class Writer:
         except (OSError, Damaged) as error:
             self._say("alarm", kind="checkpoint_not_pruned", text=str(error))
 
+    def _tell_stale(self, part: Part, before: Part) -> None:
+        """What did not change although steps were made: each tensor once, until all change."""
+        names = unchanged(part, before)
+        if names - self._stale:
+            found = findings(part, before, names)
+            self._say("alarm", kind="checkpoint_stale", text="; ".join(map(str, found)))
+        self._stale = self._stale | names if names else names
+
     def _verify(self, draft: Draft, part: Part, image: memoryview) -> None:
         """Read it back; write anew what is not what was saved. Raises Damaged if that is no use."""
         findings = store.verify_part(part, draft.handle)
@@ -292,22 +302,6 @@ def last_part(folder: Path, rank: int) -> Part | None:
             with contextlib.suppress(Damaged):
                 return store.part_of(path, manifest, rank)
     return None
-
-
-def stale(part: Part, before: Part) -> str:
-    """What did not change although steps were made, if that is all that is trained; else ""."""
-    first, end = part.table.frozen // CHUNK_BYTES, part.table.trained // CHUNK_BYTES
-    old = before.table
-    alike = (old.frozen, old.trained) == (part.table.frozen, part.table.trained)
-    if first == end or part.step <= before.step or not alike:
-        return ""
-    if part.hashes[first:end] != before.hashes[first:end]:
-        return ""
-    names = store.shortened(store.names_in(part, *range(first, end)))
-    return (
-        f"step {part.step} holds what step {before.step} held of all that is trained (rank "
-        f"{part.rank}: {names}): either nothing is learnt, or what is saved is not what is trained"
-    )
 
 
 def main() -> None:

@@ -358,8 +358,9 @@ def test_bytes_that_do_not_change_are_an_alarm(trainer: OneRank) -> None:
 
     (trouble,) = [m for m in trainer.told.messages if isinstance(m, Trouble)]
     assert trouble.kind == "checkpoint_stale"
-    assert "step 2 holds what step 1 held of all that is trained (rank 0: model.weight" in (
-        trouble.text
+    assert trouble.text.startswith(
+        "step 2, shared: rank-0-0001.bin (rank 0), tensors model.weight: "
+        "step 2 holds what step 1 held of all that is trained"
     )
 
 
