@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint.writer import PACKET_BYTES
+from runtime.giving_way import put_behind
 
 log = logging.getLogger("drydock.checkpoint")
 
@@ -131,6 +132,7 @@ class WriterHandle:
     def _listen(
         self, connection: socket.socket, process: subprocess.Popen[bytes], life: int
     ) -> None:
+        put_behind(process.pid)  # at once: what it imports would cost those who train a step or two
         while True:
             try:
                 data = connection.recv(PACKET_BYTES)

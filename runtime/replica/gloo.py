@@ -92,8 +92,10 @@ class Gloo:
             )
         self.port = ports.pop()
         self.address = f"{host}:{self.port}"
-        self.group: ProcessGroupGloo | None = None
         self._changed = threading.Condition()
+        self._members = 1
+        #: the epoch's group once it stands, or why it never will; nothing before
+        self._built: list[ProcessGroupGloo | Exception] = []
         self._broken_epoch = -1  # the highest epoch known to be broken
         self._epoch = 0
         self._peers: set[str] = set()  # where they listen
@@ -101,19 +103,19 @@ class Gloo:
         self.begun: Callable[[], None] = lambda: None
 
     def build(self, link: Rendezvous, epoch: int, addresses: list[str], rank: int) -> None:
-        """Connect all ranks of an epoch. Raises Severed as soon as the epoch breaks meanwhile.
+        """Begin to connect all ranks of an epoch: its first collective waits until they are.
 
-        The connecting runs in a thread of its own: it cannot be interrupted while it waits for a
-        peer that died, so it is left behind then, to end by its timeout.
+        The connecting runs in a thread of its own. It costs the step under way nothing that way,
+        and it cannot be interrupted while it waits for a peer that died, so it is left behind then,
+        to end by its timeout.
         """
-        release([self.group])
-        self.group = None
+        release(self._built)
+        built: list[ProcessGroupGloo | Exception] = []
         with self._changed:
-            self._epoch = epoch
+            self._epoch, self._members, self._built = epoch, len(addresses), built
             self._peers = set(addresses) - {self.address}
         if len(addresses) == 1:
             return
-        built: list[ProcessGroupGloo | Exception] = []
 
         def connect() -> None:
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -130,17 +132,10 @@ class Gloo:
                 self._changed.notify_all()
 
         threading.Thread(target=connect, name="drydock-connect", daemon=True).start()
-        with self._changed:
-            self._changed.wait_for(lambda: built or self.broken(epoch))
-            if self.broken(epoch) or isinstance(built[0], Exception):
-                why = f"epoch {epoch} broke while its group was built: {built}"
-                release(built)
-                raise Severed(why)
-            self.group = built[0]
 
     def all_reduce(self, buffer: torch.Tensor) -> None:
         """Sum the buffer over the group, in place. Raises Severed."""
-        if self.group is not None:
+        if self._members > 1:
             options = with_timeout(AllreduceOptions())
             self._run(lambda group: group.allreduce([buffer], options), buffer, self.begun)
 
@@ -149,7 +144,7 @@ class Gloo:
 
         Raises Severed.
         """
-        if self.group is None:
+        if self._members == 1:
             return given
         sent = torch.cat(given)
         received = torch.empty(sum(sizes))
@@ -164,7 +159,7 @@ class Gloo:
 
     def gather(self, mine: torch.Tensor, members: int) -> torch.Tensor:
         """Every rank's tensor, one behind the other; all are of one size. Raises Severed."""
-        if self.group is None:
+        if self._members == 1:
             return mine
         parts = [torch.empty_like(mine) for _ in range(members)]
         options = with_timeout(AllgatherOptions())
@@ -182,20 +177,29 @@ class Gloo:
         The sockets alone are not trusted to end it: a collective that starts just as its group is
         severed may wait for ever. It is left behind then, with all that it may still touch.
         """
-        if self.broken(self._epoch):
-            raise Severed(f"epoch {self._epoch} broke")
+        group = self._connected()
         try:
-            work = start(self.group)
+            work = start(group)
             begun()
             if self._ends(work):
                 work.wait()  # raises its error, if it has one
                 return
         except RuntimeError as error:
             raise Severed(str(error)) from error
-        keep_for_ever(self.group, work, touched)
-        self.group = None
+        keep_for_ever(group, work, touched)
         log.warning("abandoned epoch=%s", self._epoch)
         raise Severed(f"epoch {self._epoch} broke and its collective did not end")
+
+    def _connected(self) -> ProcessGroupGloo:
+        """The epoch's group, once it stands. Raises Severed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._built or self.broken(self._epoch))
+            if self.broken(self._epoch):
+                raise Severed(f"epoch {self._epoch} broke")
+            (found,) = self._built
+        if isinstance(found, Exception):
+            raise Severed(f"epoch {self._epoch} has no group: {found}")
+        return found
 
     def _ends(self, work: Work) -> bool:
         """Wait for the end of a collective, or of its epoch; False if it outlives its epoch."""

@@ -249,7 +249,7 @@ class Leader:
         self._await_epoch()
 
     def _await_epoch(self) -> None:
-        """Do what the coordinator asks until an epoch is granted and its group stands."""
+        """Do what the coordinator asks until an epoch is granted and entered."""
         while not self._left:
             message = self._next()
             if message["op"] == "dismissed":

@@ -65,7 +65,7 @@ class Trainer(Protocol):
         """Commit what peers committed, up to this step. Raises CannotFollow."""
 
     def connect(self, grant: dict[str, Any]) -> None:
-        """Build the epoch's group. Raises Severed if the epoch breaks meanwhile."""
+        """Begin to build the epoch's group. Raises Severed if the epoch breaks meanwhile."""
 
     def enter(self, grant: dict[str, Any]) -> None:
         """Take up an epoch whose state is held: who computes what."""

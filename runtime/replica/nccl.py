@@ -59,7 +59,8 @@ class EpochGroup(Collectives, Protocol):
     begun: Callable[[], None]
 
     def build(self, link: Rendezvous, epoch: int, addresses: list[str], rank: int) -> None:
-        """Connect all members. Raises Severed as soon as the epoch breaks meanwhile."""
+        """Connect all members. May return before that is done, and then the first collective waits
+        for it. Raises Severed as soon as the epoch breaks meanwhile."""
 
     def broken(self, epoch: int) -> bool:
         """Whether no collective of this epoch can succeed any more."""

@@ -39,7 +39,7 @@ class Observer:
         """A step was applied, together with the other members."""
 
     def granted(self, message: dict[str, Any]) -> None:
-        """An epoch was granted, and its group stands."""
+        """An epoch was granted, and is entered."""
 
     def lost(self, message: dict[str, Any]) -> None:
         """The coordinator said that a member is gone: `replica`, `how`, `at` (Unix time)."""

@@ -256,8 +256,8 @@ class Rank:
 
     @order
     def connect(self, grant: dict[str, Any], replica: int) -> int:
-        """Build the epoch's group. Raises Severed if the epoch breaks meanwhile. Returns our last
-        step, which must be that of all ranks."""
+        """Begin to build the epoch's group, which is needed at the end of a step. Raises Severed if
+        the epoch breaks meanwhile. Returns our last step, which must be that of all ranks."""
         self.replica = replica
         self._members = [int(m["replica"]) for m in grant["members"]]
         self.saver.meet(grant["members"], replica)

@@ -29,7 +29,7 @@ class Figures:
     replicas: list[int]  # harmed
     step: int  # the newest committed when it was ordered
     detect_s: float | None  # first blow -> a survivor hears that a victim is lost
-    regroup_s: float | None  # first blow -> the survivors' group without the victims stands
+    regroup_s: float | None  # first blow -> the survivors are in an epoch without the victims
     gap_s: float | None  # longest time between two commits of a survivor, across the fault
     rejoin_s: float | None  # its start, or the blow if it lived -> the last victim's first commit
     rejoin_gap_s: float | None  # longest time between two commits of a survivor meanwhile

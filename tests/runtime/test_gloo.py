@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from runtime.replica.gloo import Gloo
+from runtime.replica.link import LinkLost
 from runtime.replica.membership import Severed
-from tests.runtime.replicas import until
+from tests.runtime.replicas import Board, until
 
 
 @pytest.fixture
@@ -55,4 +56,42 @@ def test_a_broken_epoch_ends_a_collective_that_the_sockets_would_not_end(
 
     with pytest.raises(Severed, match="did not end"):
         waiting.result(30)
-    assert ours.group is None
+    with pytest.raises(Severed, match="epoch 1 broke"):
+        ours.all_reduce(torch.ones(5))
+
+
+def test_a_group_is_built_beside_the_step_and_its_first_collective_waits_for_it() -> None:
+    board, (ours, theirs) = Board(), [Gloo("127.0.0.1"), Gloo("127.0.0.1")]
+    addresses = [ours.address, theirs.address]
+    mine = torch.ones(3)
+
+    ours.build(board, 1, addresses, 0)  # nobody else is there yet
+    waiting = in_thread(lambda: ours.all_reduce(mine))
+    theirs.build(board, 1, addresses, 1)
+    theirs.all_reduce(torch.ones(3))
+    waiting.result(30)
+
+    assert mine.tolist() == [2.0] * 3
+
+
+def test_an_epoch_that_breaks_while_its_group_is_built_ends_the_wait_for_it() -> None:
+    ours = Gloo("127.0.0.1")
+    ours.build(Board(), 4, [ours.address, "127.0.0.1:9"], 0)
+    waiting = in_thread(lambda: ours.all_reduce(torch.ones(3)))
+
+    ours.sever(4)
+
+    with pytest.raises(Severed, match="epoch 4 broke"):
+        waiting.result(30)
+
+
+def test_why_there_is_no_group_is_said_by_its_first_collective() -> None:
+    class Lost(Board):
+        def get(self, _epoch: int, key: str, _timeout_s: float) -> str:
+            raise LinkLost(f"nobody says {key}")
+
+    ours = Gloo("127.0.0.1")
+    ours.build(Lost(), 2, [ours.address, "127.0.0.1:9"], 0)
+
+    with pytest.raises(Severed, match=r"epoch 2 has no group: .*nobody says"):
+        ours.gather(torch.ones(3), 2)
