@@ -119,6 +119,8 @@ class WriterHandle:
             except OSError:
                 ours.close()
                 raise
+        # Not by itself alone: what it imports would cost those who train a step or two.
+        put_behind(self._process.pid)
         self._socket, self._generation, self._life = ours, -1, self._life + 1
         self._listener = threading.Thread(
             target=self._listen,
@@ -132,7 +134,6 @@ class WriterHandle:
     def _listen(
         self, connection: socket.socket, process: subprocess.Popen[bytes], life: int
     ) -> None:
-        put_behind(process.pid)  # at once: what it imports would cost those who train a step or two
         while True:
             try:
                 data = connection.recv(PACKET_BYTES)

@@ -44,8 +44,9 @@ from runtime.checkpoint.large_pages import mapped
 from runtime.checkpoint.manifest import Manifest, Part
 from runtime.checkpoint.objects import ObjectStore
 from runtime.checkpoint.peer import Keeping
-from runtime.checkpoint.staleness import findings, unchanged
+from runtime.checkpoint.staleness import Staleness
 from runtime.checkpoint.tiers import run_of
+from runtime.giving_way import stay_behind
 from runtime.image import CHUNK_BYTES, Damaged, Table, aligned
 
 log = logging.getLogger("drydock.checkpoint")
@@ -71,7 +72,7 @@ class Writer:
         self._keeping: Keeping | None = None  # the peer that keeps what we save
         self._objects: ObjectStore | None = None
         self._before: dict[str, Part] = {}  # folder -> the last part that was written there
-        self._stale: frozenset[str] = frozenset()  # tensors that were told of as such
+        self._staleness = Staleness()
         self._name = ""  # of the save under way
         self._known_run = ""
         self._copied = 0  # bytes of its state that are there
@@ -164,8 +165,8 @@ class Writer:
             part = written.part
             draft.publish()
             self._say("durable", written=written.bytes)
-            if before and written.whole:
-                self._tell_stale(written.whole, before)
+            if written.whole and (stale := self._staleness.news(written.whole, before)):
+                self._say("alarm", kind="checkpoint_stale", text=str(stale))
             self._verify(draft, part, image)
             whole = draft.note_verified(rank, share)
             path = draft.path if whole is None else draft.where() or draft.path
@@ -256,14 +257,6 @@ class Writer:
         except (OSError, Damaged) as error:
             self._say("alarm", kind="checkpoint_not_pruned", text=str(error))
 
-    def _tell_stale(self, part: Part, before: Part) -> None:
-        """What did not change although steps were made: each tensor once, until all change."""
-        names = unchanged(part, before)
-        if names - self._stale:
-            found = findings(part, before, names)
-            self._say("alarm", kind="checkpoint_stale", text="; ".join(map(str, found)))
-        self._stale = self._stale | names if names else names
-
     def _verify(self, draft: Draft, part: Part, image: memoryview) -> None:
         """Read it back; write anew what is not what was saved. Raises Damaged if that is no use."""
         findings = store.verify_part(part, draft.handle)
@@ -273,7 +266,7 @@ class Writer:
             raise Damaged("another rank gave it up")
         self._say(
             "alarm", kind="checkpoint_damaged",
-            text=f"written again, for it was not what was saved: {'; '.join(map(str, findings))}",
+            text=f"written again, for it was not what was saved: {in_short(findings)}",
         )  # fmt: skip
         wrong = {finding.file for finding in findings}
         for file in part.files:
@@ -284,7 +277,7 @@ class Writer:
                 disk.write(file.name, image[start : start + file.bytes], draft.handle)
         os.fsync(draft.handle)
         if findings := store.verify_part(part, draft.handle):
-            raise Damaged("; ".join(map(str, findings)))
+            raise Damaged(in_short(findings))
 
     def _say(self, op: str, **message: Any) -> None:
         with contextlib.suppress(
@@ -292,6 +285,11 @@ class Writer:
         ):  # the trainer is gone; what it asked is done all the same
             said = {"op": op, "save": self._name, **message}
             self._trainer.send(json.dumps(said).encode())
+
+
+def in_short(findings: list[store.Finding]) -> str:
+    """A few of them: a message is one packet."""
+    return store.shortened(tuple(map(str, findings)))
 
 
 def last_part(folder: Path, rank: int) -> Part | None:
@@ -308,6 +306,7 @@ def main() -> None:
     logging.basicConfig(format="%(asctime)s writer %(message)s", level=logging.INFO)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the trainer's end is seen on the socket
+    stay_behind()
     Writer(socket.socket(fileno=int(sys.argv[1]))).run()
 
 

@@ -28,7 +28,6 @@ from torch._C._distributed_c10d import (
     Store,
 )
 
-from runtime.replica.link import LinkLost
 from runtime.replica.membership import Severed
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("drydock.gloo")
 
-BUILD_S = 3.0  # a peer that died while the group was built is given up after this
+BUILD_S = 10.0  # a peer that does not come while the group is built is given up after this
 REDUCE_S = 3600.0  # the coordinator says when a peer is dead; this is only a last resort
 SEVERED_S = 0.2  # how long a collective may take to fail once its sockets are shut
 
@@ -96,6 +95,7 @@ class Gloo:
         self._members = 1
         #: the epoch's group once it stands, or why it never will; nothing before
         self._built: list[ProcessGroupGloo | Exception] = []
+        self._connecting: threading.Thread | None = None
         self._broken_epoch = -1  # the highest epoch known to be broken
         self._epoch = 0
         self._peers: set[str] = set()  # where they listen
@@ -125,13 +125,20 @@ class Gloo:
             try:
                 store = LinkStore(link, epoch, self.lane)
                 result = ProcessGroupGloo(store, rank, len(addresses), options)
-            except (RuntimeError, LinkLost, TimeoutError) as error:
+            except Exception as error:  # raised again where the group is waited for
                 result = error
             with self._changed:
                 built.append(result)
                 self._changed.notify_all()
 
-        threading.Thread(target=connect, name="drydock-connect", daemon=True).start()
+        self._connecting = threading.Thread(target=connect, name="drydock-connect", daemon=True)
+        self._connecting.start()
+
+    def close(self) -> None:
+        """Nothing more is summed. A thread that is in gloo when its process ends may crash it."""
+        if self._connecting is not None and self._connecting.is_alive():
+            self.sever(self._epoch)
+            self._connecting.join(BUILD_S)
 
     def all_reduce(self, buffer: torch.Tensor) -> None:
         """Sum the buffer over the group, in place. Raises Severed."""
@@ -197,8 +204,10 @@ class Gloo:
             if self.broken(self._epoch):
                 raise Severed(f"epoch {self._epoch} broke")
             (found,) = self._built
-        if isinstance(found, Exception):
+        if isinstance(found, RuntimeError | OSError):
             raise Severed(f"epoch {self._epoch} has no group: {found}")
+        if isinstance(found, Exception):  # no other epoch would mend it
+            raise found
         return found
 
     def _ends(self, work: Work) -> bool:

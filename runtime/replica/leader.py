@@ -98,17 +98,22 @@ class Leader:
             if self.steps is not None and self.engine.pending >= self.steps:
                 self._stop("all steps done")
                 continue
+            severed: str | None = None
             try:
                 yield from self.engine.shards()
                 self._edge(self._finish_step())
             except NotWhole as error:
                 self.job.trouble("coverage", str(error))
             except Severed as error:
+                severed = str(error)
+            if (
+                severed is not None
+            ):  # not above: the error holds the former group, which others are to destroy
                 log.info(
                     "severed epoch=%s step=%s error=%s",
                     self.member.epoch,
                     self.engine.pending,
-                    error,
+                    severed,
                 )
                 self.rank.observer.at("regroup", self.engine.pending)
                 self._regroup(planned=False)
@@ -150,10 +155,16 @@ class Leader:
             **self._due(),
         )
         tail = self.together.reduce()
+        if self._all_stage(tail):  # whoever asks from here on asks for another copy
+            self.member.wants_stage = False
         self._await_lease()
         self.together.commit()
         self._watch_pace(tail)
         return tail
+
+    def _all_stage(self, tail: Tail) -> bool:
+        """Whether all agreed to copy the state that this step leads to."""
+        return tail.wishes.stage >= len(self.member.members)
 
     def _watch_pace(self, tail: Tail) -> None:
         """Who is slower than its peers, of which one member tells."""
@@ -178,8 +189,7 @@ class Leader:
         self._save(tail.wishes)
         if tail.wishes.checkpoint:
             self._want_checkpoint.clear()
-        if tail.wishes.stage >= len(self.member.members):
-            self.member.wants_stage = False
+        if self._all_stage(tail):
             self.together.stage()
         if tail.wishes.compare >= len(self.member.members):
             self.together.compare()

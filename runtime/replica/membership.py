@@ -62,7 +62,8 @@ class Trainer(Protocol):
         """Commit a step that peers committed, from its reduced gradient. Raises CannotFollow."""
 
     def replay(self, step: int, donors: list[list[str]]) -> None:
-        """Commit what peers committed, up to this step. Raises CannotFollow."""
+        """Commit what peers committed, up to this step. Raises CannotFollow, and Severed if our
+        epoch breaks meanwhile."""
 
     def connect(self, grant: dict[str, Any]) -> None:
         """Begin to build the epoch's group. Raises Severed if the epoch breaks meanwhile."""

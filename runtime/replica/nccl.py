@@ -68,6 +68,9 @@ class EpochGroup(Collectives, Protocol):
     def sever(self, epoch: int) -> None:
         """Make every collective of this epoch fail now. May be called from any thread."""
 
+    def close(self) -> None:
+        """Nothing more is summed: this process is about to end."""
+
 
 def group_for(model: torch.nn.Module, host: str, lane: int) -> EpochGroup:
     """The group that can exchange what is where the model's parameters are.
@@ -183,6 +186,9 @@ class Nccl:
             self._changed.notify_all()
             if self._live is not None and self._live.epoch <= epoch:
                 self._retire()
+
+    def close(self) -> None:
+        """What still waits is on threads that may be left behind."""
 
     # --- one collective -------------------------------------------------------------------------
 

@@ -132,6 +132,7 @@ class Rank:
     def close(self) -> None:
         self.preemption.close()
         self.stop_following()
+        self.gloo.close()
         self._server.close()
 
     # --- a newcomer -----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from runtime.checkpoint.suspects import TRIAL_STEPS, DoesNotTrain, Trial, suspec
 from runtime.checkpoint.tiers import TierName
 from runtime.client import CheckpointSaved
 from runtime.replica.gradients import Tail, Wishes
-from runtime.replica.membership import Member
+from runtime.replica.membership import Member, Severed
 from runtime.replica.peers import Reduced
 from runtime.replica.rank import FAILURES, Rank
 from runtime.replica.sharing import Sharing
@@ -244,6 +244,8 @@ class Together:
 
     def replay(self, step: int, donors: list[list[str]]) -> None:
         while self.committed < step:
+            if self.member.epoch and self.rank.gloo.broken(self.member.epoch):
+                raise Severed(f"epoch {self.member.epoch} broke")
             self._all("fetch", donors=donors)
             self.commit()
 

@@ -95,3 +95,34 @@ def test_why_there_is_no_group_is_said_by_its_first_collective() -> None:
 
     with pytest.raises(Severed, match=r"epoch 2 has no group: .*nobody says"):
         ours.gather(torch.ones(3), 2)
+
+
+def test_who_ends_while_a_group_is_built_leaves_no_thread_in_gloo() -> None:
+    ended = threading.Event()
+
+    class Endless(Board):
+        def get(self, _epoch: int, key: str, timeout_s: float) -> str:
+            assert ended.wait(timeout_s)
+            raise LinkLost(f"nobody says {key} any more")
+
+    ours = Gloo("127.0.0.1")
+    ours.build(Endless(), 2, [ours.address, "127.0.0.1:9"], 0)
+    ended.set()
+
+    ours.close()
+
+    assert [one for one in threading.enumerate() if one is ours._connecting] == []
+    with pytest.raises(Severed):
+        ours.all_reduce(torch.ones(3))
+
+
+def test_an_error_that_no_other_epoch_would_mend_is_raised_as_it_is() -> None:
+    class Wrong(Board):
+        def get(self, _epoch: int, _key: str, _timeout_s: float) -> str:
+            raise LookupError("no such thing")
+
+    ours = Gloo("127.0.0.1")
+    ours.build(Wrong(), 2, [ours.address, "127.0.0.1:9"], 0)
+
+    with pytest.raises(LookupError, match="no such thing"):
+        ours.all_reduce(torch.ones(3))

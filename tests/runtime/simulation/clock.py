@@ -72,6 +72,10 @@ class Process:
         self.after(0.0, thread, thread.resume)
         return thread
 
+    def current(self) -> Thread:
+        """The one that runs."""
+        return next(one for one in self._threads if one.runs)
+
     def freeze(self) -> None:
         self.frozen = True
         self.clock.note("%s is frozen", self.name)
@@ -129,6 +133,10 @@ class Thread:
         self._awaited: Callable[[], object] | None = None
         self._wait = 0  # number of the present wait
         self._timed_out = False
+
+    @property
+    def runs(self) -> bool:
+        return self._greenlet is getcurrent()
 
     def resume(self) -> None:
         """Run on until it waits again, or ends."""

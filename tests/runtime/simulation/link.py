@@ -44,10 +44,8 @@ class SimulatedLink(Link):
         self.network.connect(self.process, self._connected)
 
     def get(self, epoch: int, key: str, timeout_s: float) -> str:
-        waiter = self.waiter
-        assert waiter is not None
         value = self.ask(epoch, key)
-        if not waiter.wait(value.done, timeout_s):
+        if not self.process.current().wait(value.done, timeout_s):
             raise TimeoutError(key)
         return value.result()
 

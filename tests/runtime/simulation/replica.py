@@ -128,14 +128,18 @@ class Replica(Process):
         }
         if self.broken_epoch >= member.epoch:
             raise Severed("a member is gone")
+        self.trainer.await_group()
         assert self.group is not None
         mine = (list(self.trainer.gradients.values()), wishes)
         brought = self.group.reduce(self.thread, mine, lambda: self.broken_epoch >= member.epoch)
         parts = sorted((part for parts, _ in brought for part in parts), key=lambda p: p.shard)
+        together = {wish: [theirs[wish] for _, theirs in brought] for wish in wishes}
+        agreed = {wish: (all if wish == "stage" else any)(one) for wish, one in together.items()}
+        if agreed["stage"]:
+            member.wants_stage = False
         self._await_lease()
         self.trainer.apply(Made(self.state.step + 1, member.epoch, tuple(parts)), own=True)
-        together = {wish: [theirs[wish] for _, theirs in brought] for wish in wishes}
-        return {wish: (all if wish == "stage" else any)(given) for wish, given in together.items()}
+        return agreed
 
     def _edge(self, wishes: dict[str, bool]) -> None:
         self._pump()
@@ -145,7 +149,6 @@ class Replica(Process):
         if self.number == min(self.member.members) and self.clock.random.random() < SAVE_CHANCE:
             self.fleet.saved = self.state
         if wishes["stage"]:
-            self.member.wants_stage = False
             self.trainer.stage()
         if wishes["regroup"]:
             self._regroup(planned=True)

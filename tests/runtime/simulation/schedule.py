@@ -77,7 +77,7 @@ def _recover(fleet: Fleet, chaos: Chaos) -> float:
     chaos.mend()
     ending = [replica for replica in fleet.living() if replica.ending]
     if not ending and not (chaos.stopping and fleet.has_ended()):
-        _start_enough(fleet)
+        _start_enough(fleet, anew=chaos.stopping)
     if chaos.lost_record:
         fleet.clock.at(PERSON_S, chaos.decide)
 
@@ -92,12 +92,13 @@ def _recover(fleet: Fleet, chaos: Chaos) -> float:
     return fleet.clock.now - began
 
 
-def _start_enough(fleet: Fleet) -> None:
-    """So many that the job can go on; at times all that it began with."""
+def _start_enough(fleet: Fleet, *, anew: bool) -> None:
+    """So many that the job can go on; at times all that it began with, and always if it begins
+    `anew`: those that are there may still hear that it has ended."""
     began = bool(fleet.disk.read().epoch)
     for number in range(fleet.world):
         running = {replica.number for replica in fleet.living() if not replica.member.standby}
-        few = not began or len(running) < fleet.min_replicas
+        few = anew or not began or len(running) < fleet.min_replicas
         if number not in running and (few or fleet.clock.random.random() < 0.5):
             fleet.start(number)
 

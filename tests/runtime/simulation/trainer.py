@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from runtime.replica.membership import CannotFollow, Severed
 from runtime.replica.plan import divide, fixed_shares
 from tests.runtime.simulation.clock import Thread
+from tests.runtime.simulation.group import Group
 from tests.runtime.simulation.history import BLANK, Gradient, Made, State
 from tests.runtime.simulation.network import Unreachable
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from tests.runtime.simulation.replica import Replica
 
 BUILD_S = 3.0  # for one value of the rendezvous
+WAITING_CHANCE = 0.3
 KEPT_STEPS = 64  # while somebody follows; two otherwise
 
 
@@ -36,6 +38,7 @@ class SimulatedTrainer:
         self.shares: dict[int, list[int]] = {}
         self._usual: dict[int, list[int]] = {}
         self._follower: Follower | None = None
+        self._built: list[Group | str] = []
 
     @property
     def committed(self) -> int:
@@ -84,29 +87,47 @@ class SimulatedTrainer:
 
     def replay(self, step: int, donors: list[list[str]]) -> None:
         while self.committed < step:
+            member = self.replica.member
+            if member.epoch and self.replica.broken_epoch >= member.epoch:
+                raise Severed("broke while steps were handed over")
             self.apply(self._fetch(self.committed + 1, donors), own=False)
 
     # --- a member -------------------------------------------------------------------------------
 
     def connect(self, grant: dict[str, Any]) -> None:
-        """Members leave word for each other through the coordinator, as gloo's ranks do."""
+        """Begin to connect, beside what else we do, as gloo does; some wait until it is done, as
+        with NCCL. Members leave word for each other through the coordinator."""
         replica = self.replica
         epoch, names = int(grant["epoch"]), [str(m["placement"]) for m in grant["members"]]
         replica.group = None
-        if replica.broken_epoch >= epoch:
+        self._built = built = []
+        replica.start(lambda: built.append(self._build(epoch, names)))
+        if replica.clock.random.random() < WAITING_CHANCE:
+            self.await_group()
+
+    def await_group(self) -> None:
+        """The group that is being built. Raises Severed if the epoch has none."""
+        replica, built = self.replica, self._built
+        replica.thread.wait(lambda: built or replica.broken_epoch >= replica.member.epoch)
+        if replica.broken_epoch >= replica.member.epoch:
             raise Severed("broke before it was built")
+        if isinstance(built[0], str):
+            raise Severed(built[0])
+        replica.group = built[0]
+
+    def _build(self, epoch: int, names: list[str]) -> Group | str:
+        """On a thread of its own: the group, or why there is none."""
+        replica = self.replica
         try:
             replica.link.set(epoch, replica.name, "here")
             for name in names:
                 replica.link.get(epoch, name, BUILD_S)
         except (ConnectionError, TimeoutError) as error:
-            raise Severed(f"not built: {error!r}") from error
+            return f"not built: {error!r}"
         if not replica.fleet.reaches(replica, names):
-            replica.thread.wait(lambda: replica.broken_epoch >= epoch, BUILD_S)
-            raise Severed("not built: a peer was not reached")
-        if replica.broken_epoch >= epoch:
-            raise Severed("broke while it was built")
-        replica.group = replica.fleet.group_of(epoch, names)
+            replica.current().wait(lambda: replica.broken_epoch >= epoch, BUILD_S)
+            return "not built: a peer was not reached"
+        return replica.fleet.group_of(epoch, names)
 
     def enter(self, grant: dict[str, Any]) -> None:
         members = [int(m["replica"]) for m in grant["members"]]
