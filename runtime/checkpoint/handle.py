@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint.writer import PACKET_BYTES
-from runtime.giving_way import put_behind
 
 log = logging.getLogger("drydock.checkpoint")
 
@@ -119,8 +118,6 @@ class WriterHandle:
             except OSError:
                 ours.close()
                 raise
-        # Not by itself alone: what it imports would cost those who train a step or two.
-        put_behind(self._process.pid)
         self._socket, self._generation, self._life = ours, -1, self._life + 1
         self._listener = threading.Thread(
             target=self._listen,

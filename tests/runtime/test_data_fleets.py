@@ -118,11 +118,11 @@ def test_a_job_that_died_as_a_whole_goes_on_in_the_middle_of_an_epoch(
     until(lambda: len(list(checkpoints.glob("step-*"))) >= 2, "two checkpoints")
     fleet.wait_for_step(12)
 
+    reached = fleet.newest()
     fleet.kill(0, 1)
     fleet.start_rank(0)
     fleet.start_rank(1)
-    fleet.wait_for_step(60)
-    fleet.wait_for_members([0, 1])
+    fleet.wait_for_step(reached + 40)
     fleet.stop()
 
     assert main([str(fleet.folder / "state"), "--json"]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -254,6 +255,13 @@ def test_what_cannot_be_given_to_workers_is_told_with_the_remedy(opened: Open) -
         until(lambda: batches.shard(0, 0).data and False, "the refusal")
 
 
+def open_files(pid: str) -> Iterator[str]:
+    """What a process has open; it may close some meanwhile."""
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            yield str(descriptor.readlink())
+
+
 def test_workers_die_with_a_killed_rank_and_hold_none_of_its_sockets() -> None:
     rank = subprocess.Popen(
         [sys.executable, "-m", "tests.runtime.loading_rank"],
@@ -262,7 +270,7 @@ def test_workers_die_with_a_killed_rank_and_hold_none_of_its_sockets() -> None:
     assert rank.stdout is not None
     *workers, inode = rank.stdout.readline().split()
 
-    held = [str(fd.readlink()) for pid in workers for fd in Path(f"/proc/{pid}/fd").iterdir()]
+    held = [name for pid in workers for name in open_files(pid)]
     rank.kill()
     rank.wait()
 
