@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import django
+import hypothesis
 import psutil
 import pytest
 from django.conf import settings
@@ -22,6 +23,10 @@ from django.conf import settings
 from controlplane.local import processes, services
 from tests.browser import browser
 from tests.product import chromium, product
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("unhurried", hypothesis.settings(), deadline=None)
+hypothesis.settings.load_profile("unhurried")
 
 __all__ = ["browser", "chromium", "product"]  # fixtures for every folder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.replica.gradients import Wishes
@@ -149,7 +149,6 @@ def test_what_is_heard_after_a_step_began_is_told_with_the_next() -> None:
     assert one.wishes(speaks=True, due=False, able=True, free=True)["whole"]
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(

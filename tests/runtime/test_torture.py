@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.torture.faults import Fault, Settings, plan
@@ -52,13 +52,11 @@ def first_faults(given: Settings, count: int = 30) -> list[Fault]:
     return list(itertools.islice(plan(given), count))
 
 
-@settings(deadline=None)  # a busy machine, not a slow function
 @given(made_up_settings)
 def test_the_plan_is_a_function_of_its_settings(given: Settings) -> None:
     assert first_faults(given) == first_faults(given)
 
 
-@settings(deadline=None)  # a busy machine, not a slow function
 @given(made_up_settings)
 def test_every_fault_leaves_a_survivor_and_is_one_that_was_asked_for(given: Settings) -> None:
     for fault in first_faults(given):
@@ -73,7 +71,6 @@ def test_every_fault_leaves_a_survivor_and_is_one_that_was_asked_for(given: Sett
             assert (fault.first is not None) == (fault.phase in brought_about)
 
 
-@settings(deadline=None)
 @given(made_up_settings)
 def test_a_hasty_fault_leaves_a_survivor_of_both(given: Settings) -> None:
     for before, fault in itertools.pairwise(first_faults(given)):
