@@ -106,9 +106,8 @@ class Leader:
                 self.job.trouble("coverage", str(error))
             except Severed as error:
                 severed = str(error)
-            if (
-                severed is not None
-            ):  # not above: the error holds the former group, which others are to destroy
+            # Not above: the error holds the former group, which another thread is to destroy.
+            if severed is not None:
                 log.info(
                     "severed epoch=%s step=%s error=%s",
                     self.member.epoch,
