@@ -52,7 +52,6 @@ log = logging.getLogger("drydock.checkpoint")
 
 PACKET_BYTES = 1 << 16
 MAX_ROOMS = 8
-NICE = 10  # the training goes first where both want the same core
 
 
 class NotCopied(Exception):
@@ -306,8 +305,6 @@ def main() -> None:
     logging.basicConfig(format="%(asctime)s writer %(message)s", level=logging.INFO)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the trainer's end is seen on the socket
-    with contextlib.suppress(OSError):
-        os.nice(NICE)
     Writer(socket.socket(fileno=int(sys.argv[1]))).run()
 
 
