@@ -1,0 +1,25 @@
+"""The writer's process, as its trainer starts it."""
+
+from __future__ import annotations
+
+import os
+import queue
+from typing import Any
+
+from runtime.checkpoint.handle import NICE, WriterHandle
+
+
+def test_a_writer_stands_back_in_its_trainers_session_but_is_not_ended_with_its_group() -> None:
+    heard: queue.Queue[dict[str, Any]] = queue.Queue()
+    handle = WriterHandle(heard.put)
+    handle.start()
+    pid = handle.pid
+
+    assert pid is not None
+    assert os.getsid(pid) == os.getsid(0)
+    assert os.getpgid(pid) == pid
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, own + NICE)
+
+    assert handle.close(90.0)
+    assert heard.get(timeout=90.0)["code"] == 0
