@@ -18,7 +18,9 @@ from runtime.replica.shape import difference
 
 log = logging.getLogger("drydock.coordinator")
 
-GATHER_S = 10.0  # a whole job that starts again: how long to wait for one replica more
+#: A whole job that starts again: how long to wait for one replica more, which may hold the newest
+#: state. As torch's elastic rendezvous waits for a last call.
+GATHER_S = 30.0
 ABSENT_BROKEN_S = 1.0  # how long one has to connect again while others wait for the next epoch
 LEASE_MARGIN_S = 1.0  # for clocks that do not run alike
 

@@ -62,7 +62,7 @@ class Teller:
         with self._lock:
             self.members = [int(m["replica"]) for m in message["members"]]
             self._lost_now = set()
-            self._grant = None if message["begins"] else message
+            self._grant = None if message["begins"] else _since_commit(self._grant, message)
         self.job.sender.speaks = self.speaks()
 
     def lost(self, message: dict[str, Any], committed: int) -> None:
@@ -143,3 +143,16 @@ class Teller:
 
     def _ledger_since(self, step: int, epoch: int) -> list[Ledger]:
         return self.ledger.since(step, epoch) if self.speaks() else []
+
+
+def _since_commit(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
+    """A grant, with whom an epoch before it lost or let in that broke without a commit."""
+    if before is None:
+        return now
+    members = {int(member["replica"]) for member in now["members"]}
+    return {
+        **now,
+        "lost": [*before["lost"], *now["lost"]],
+        "joined": sorted(members & {*before["joined"]} | {*now["joined"]}),
+        "started_at": before["started_at"],
+    }

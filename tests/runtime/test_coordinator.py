@@ -14,6 +14,7 @@ import pytest
 
 from runtime.replica import listening
 from runtime.replica.coordinator import Coordinator
+from runtime.replica.epochs import GATHER_S
 from runtime.replica.record import Record, RecordFile, StaleEpoch, hold_alone
 
 PATIENCE_S = 10.0
@@ -331,7 +332,7 @@ def test_nobody_begins_anew_while_the_last_members_may_train_unseen(
 
     async def scene(coordinator: Coordinator, port: int) -> None:
         async def lease_runs_out() -> None:
-            clock.now += 11.0
+            clock.now += 2 * GATHER_S
             coordinator.peers[2].heard = clock.now
             coordinator.tick()
 
@@ -346,7 +347,7 @@ def test_nobody_begins_anew_while_the_last_members_may_train_unseen(
         for member in old:
             member.writer.close()
         order = (await newcomer.hear("load"))["order"]
-        clock.now += 10.5  # gathered for long enough
+        clock.now += GATHER_S + 0.5  # gathered for long enough
         coordinator.peers[2].heard = clock.now
         newcomer.say(op="ready", order=order, step=3, digest="d")
         newcomer.say(op="get", epoch=5, key="k", id=1)
@@ -360,7 +361,7 @@ def test_nobody_begins_anew_while_the_last_members_may_train_unseen(
         await ways[how]()
         await newcomer.hear("epoch")
 
-    serve(tmp_path, {0: "a", 1: "b"}, scene, clock=clock, lease_s=10.0)
+    serve(tmp_path, {0: "a", 1: "b"}, scene, clock=clock, lease_s=2 * GATHER_S)
 
     assert newcomer.heard[-1]["begins"]
 
@@ -388,12 +389,12 @@ def test_the_last_of_those_who_come_one_by_one_may_bring_the_newest_state(tmp_pa
         for replica, placement in members.items():
             await ask(port, op="exit", replica=replica, placement=placement)
         await come(came[0], 20)
-        await pass_time(6.0)
+        await pass_time(GATHER_S - 4.0)
         await come(came[1], 20)
-        await pass_time(6.0)
+        await pass_time(GATHER_S - 4.0)
         assert coordinator.record.epoch == 5
         await come(came[2], 29)
-        await pass_time(9.5)
+        await pass_time(GATHER_S - 0.5)
         assert coordinator.admission.staging is None  # for one more
         await pass_time(1.0)
         await came[2].hear("stage")

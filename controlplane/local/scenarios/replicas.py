@@ -148,7 +148,10 @@ def play(name: str, say: Say) -> Result:
     incident = await_rows(lambda: _incident(scene), 60, "no incident was opened")
     say(f"incident: {url(incident)}")
     done = await_rows(lambda: resolved(incident.pk), MENDED_S, "the incident is not resolved")
-    await_rows(lambda: _ledger_reaches(scene), 30, "the sample ledger lags behind")
+    joined = await_rows(lambda: _rejoin(scene), 30, "nobody has told that the replica joined")
+    await_rows(
+        lambda: _ledger_step(scene) >= joined.step, 30, f"the ledger lags behind step {joined.step}"
+    )
     if fault.defective:
         replace_cards(victim.node, say)
     if fault.node_out:
@@ -209,10 +212,9 @@ def _incident(scene: Scene) -> Incident | None:
     return Incident.objects.filter(subject__in=subjects, opened_at__gte=scene.at).first()
 
 
-def _ledger_reaches(scene: Scene) -> bool:
-    joined = _rejoin(scene)
+def _ledger_step(scene: Scene) -> int:
     scene.job.refresh_from_db(fields=["ledger_step"])
-    return joined is not None and scene.job.ledger_step >= joined.step
+    return scene.job.ledger_step
 
 
 # --- after ----------------------------------------------------------------------------------------

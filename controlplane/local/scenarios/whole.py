@@ -52,6 +52,7 @@ def play(name: str, say: Say) -> Result:
     await_rows(
         lambda: all(_tiers(job).values()), MENDED_S, "the job has no checkpoint on each tier"
     )
+    await_rows(lambda: not _unheard(job), MENDED_S, "a rank has not told its process id")
     at = datetime.now(UTC)
     killed = _kill(job)
     await_rows(lambda: not _living(killed), 30, "the writers did not finish")
@@ -79,8 +80,8 @@ def play(name: str, say: Say) -> Result:
     if first.step_from != there[expected] + 1:
         began = sorted({int(replica) for replica, *_ in first.computed})
         problems.append(
-            f"replicas {began} went on at step {first.step_from}, and the {expected} tier ends at "
-            f"{there[expected]}"
+            f"replicas {began} went on at step {first.step_from} in epoch {first.epoch}, after "
+            f"{epoch}, and the {expected} tier ends at {there[expected]}: {facts}"
         )
     return Result(
         scenario=name,
@@ -104,6 +105,12 @@ def _kill(job: Job) -> set[str]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return {*pids}
+
+
+def _unheard(job: Job) -> bool:
+    """Whether a rank trains that `_kill` would spare."""
+    unheard = Placement.objects.filter(replica__job=job, state=PlacementState.RUNNING, pid=None)
+    return unheard.exists()
 
 
 def _living(placements: set[str]) -> bool:

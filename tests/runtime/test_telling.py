@@ -1,0 +1,110 @@
+"""What a replica tells the control plane of its epochs, and who of several tells it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.client import Message, Regrouped, Sender
+from runtime.job import Job
+from runtime.ledger import SampleLedger
+from runtime.replica.telling import Teller
+
+
+class Told(Sender):
+    """What the control plane would be told."""
+
+    def __init__(self) -> None:
+        super().__init__("", "", job="j", replica=0, rank=0, placement="p-0")
+        self.messages: list[Message] = []
+
+    def tell(self, message: Message) -> None:
+        self.messages.append(message)
+
+    @property
+    def regrouped(self) -> list[Regrouped]:
+        return [message for message in self.messages if isinstance(message, Regrouped)]
+
+
+def grant(epoch: int, members: list[int], **changed: Any) -> dict[str, Any]:
+    return {
+        "epoch": epoch,
+        "begins": False,
+        "members": [{"replica": number} for number in members],
+        "lost": [],
+        "joined": [],
+        "taken_over": [],
+        "started_at": float(epoch),
+        **changed,
+    }
+
+
+def loss(replica: int) -> dict[str, Any]:
+    return {"replica": replica, "placement": f"p-{replica}", "at": 1.0, "how": "reset"}
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def teller(told: Told, tmp_path: Path) -> Teller:
+    job = Job(
+        name="j", replica=0, rank=0, ranks=1, world_replicas=3, placement="p-0",
+        coordinator="127.0.0.1:1", token="", state_dir=tmp_path, sender=told,
+        stop=threading.Event(),
+    )  # fmt: skip
+    made = Teller(job, SampleLedger({}), 1)
+    made.granted(grant(1, [0, 1, 2], begins=True), -1, 0)
+    made.committed(0, 1, 1.0, 1.0, 24)
+    return made
+
+
+def test_an_epoch_is_told_at_its_first_commit_and_once(told: Told, teller: Teller) -> None:
+    teller.granted(grant(2, [0, 1], lost=[loss(2)]), 0, 0)
+    unsaid = [*told.regrouped]
+    teller.committed(1, 2, 1.0, 1.0, 24)
+    teller.committed(2, 2, 1.0, 1.0, 24)
+
+    assert unsaid == []
+    assert [(one.epoch, one.lost, one.step) for one in told.regrouped] == [(2, [2], 1)]
+
+
+def test_the_beginning_of_a_job_is_no_regrouping(told: Told, teller: Teller) -> None:
+    assert told.regrouped == []
+
+
+def test_who_was_lost_before_an_epoch_that_broke_at_once_is_told_with_the_next(
+    told: Told, teller: Teller
+) -> None:
+    teller.granted(grant(2, [0, 1], lost=[loss(2)]), 0, 0)
+    teller.granted(grant(3, [0], lost=[loss(1)]), 0, 0)
+    teller.committed(1, 3, 1.0, 1.0, 24)
+
+    (one,) = told.regrouped
+    assert (one.epoch, one.lost, one.replicas) == (3, [2, 1], [0])
+    assert one.started_at == 2.0  # from when on nobody trained
+
+
+def test_who_came_in_an_epoch_that_broke_at_once_is_told_with_the_next(
+    told: Told, teller: Teller
+) -> None:
+    teller.granted(grant(2, [0, 1, 2, 3, 4], joined=[3, 4]), 0, 0)
+    teller.granted(grant(3, [0, 1, 3], joined=[], lost=[loss(2), loss(4)]), 0, 0)
+    teller.committed(1, 3, 1.0, 1.0, 24)
+
+    (one,) = told.regrouped
+    assert (one.joined, one.lost) == ([3], [2, 4])  # the other one has gone again
+
+
+def test_what_was_told_is_not_told_with_the_next(told: Told, teller: Teller) -> None:
+    teller.granted(grant(2, [0, 1], lost=[loss(2)]), 0, 0)
+    teller.committed(1, 2, 1.0, 1.0, 24)
+    teller.granted(grant(3, [0, 1, 2], joined=[2]), 1, 0)
+    teller.committed(2, 3, 1.0, 1.0, 24)
+
+    assert [(one.lost, one.joined) for one in told.regrouped] == [([2], []), ([], [2])]
