@@ -4,16 +4,15 @@
 
 All save the same float32 state, in turns in one run, each turn in a process of its own. safetensors
 and torchsnapshot are installed on first use, outside the repository. A save is watched beside a
-training loop's work until it is durable, and loaded again from a cold disk. Before all, as much
-memory is touched as they need: what nobody has used yet a virtual machine is given at the first
-touch, at a third of a gigabyte a second, by whoever comes first.
+training loop's work until it is durable, and loaded again from a cold disk. Before each timed thing
+as much memory is touched as it needs: a virtual machine gets what it has not used for seconds more
+slowly than a disk reads.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import platform
 import shutil
@@ -23,16 +22,14 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-import psutil
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.checkpoints import picture, report
 from benchmarks.checkpoints.measuring import Plan, measure
+from benchmarks.checkpoints.memory import have_at_hand
 
 #: Of one size that are in memory at once, in the contender that takes most.
 STATES = 8
-MOST_OF_MEMORY = 0.8
 
 
 def main() -> None:
@@ -46,7 +43,7 @@ def main() -> None:
     try:
         plan = Plan(options.sizes, options.rounds, options.step_ms, only_ours=options.ours)
         say("memory is touched")
-        touch_memory(int(STATES * max(options.sizes) * (1 << 30)))
+        have_at_hand(int(STATES * max(options.sizes) * (1 << 30)))
         results = {
             "machine": machine(),
             "step_ms": options.step_ms,
@@ -59,15 +56,6 @@ def main() -> None:
     if options.plot is not None:
         options.plot.write_text(picture.svg(results))
     print("\n".join(report.lines(results)))
-
-
-def touch_memory(size: int) -> None:
-    """Use so many bytes once, or most of what is free, and give them back."""
-    size = min(size, int(psutil.virtual_memory().available * MOST_OF_MEMORY))
-    memory = mmap.mmap(-1, size)
-    for at in range(0, size, mmap.PAGESIZE):
-        memory[at] = 1
-    memory.close()
 
 
 def machine() -> dict[str, object]:

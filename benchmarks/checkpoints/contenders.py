@@ -21,14 +21,14 @@ class Contender:
 
 MEMCPY = Contender("warm memcpy", "memcpy", limit=True)
 DISK = Contender("disk, O_DIRECT", "disk", limit=True)
-DISK_KEPT = Contender("disk, into new memory", "disk-kept", limit=True)
+DISK_OF_STATE = Contender("disk, all of a state", "disk-of-state", limit=True)
 OVERLAPPED = Contender("ours, beside the next step", "overlapped")
 AT_ONCE = Contender("ours, copied at once", "at-once")
 OURS = (OVERLAPPED, AT_ONCE)
 ALL = (
     MEMCPY,
     DISK,
-    DISK_KEPT,
+    DISK_OF_STATE,
     *OURS,
     Contender("torch.save + fsync", "torch.save"),
     Contender("safetensors + fsync", "safetensors"),

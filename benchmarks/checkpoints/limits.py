@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.checkpoints.rivals import Plain
 from benchmarks.checkpoints.saving import BLOCK_BYTES, Saving, at_once
 from benchmarks.checkpoints.states import State, size_of
+from runtime.image import pages
 
 READERS = 4
 
@@ -33,18 +32,15 @@ class Memcpy(Plain):
 
 
 class Disk(Plain):
-    """As many bytes as the state has, past the page cache, and nothing else."""
+    """As many bytes as the state has, past the page cache, and nothing else: from and into memory
+    that is used again and again, so that it stays in the processor's cache."""
 
     def __init__(self, state: State, folder: Path) -> None:
         super().__init__(state, folder)
         self._blocks = -(-size_of(state) // BLOCK_BYTES)
 
     def prepare(self) -> None:
-        self._block = memoryview(mmap.mmap(-1, BLOCK_BYTES))
-        self._block[:] = os.urandom(BLOCK_BYTES)
-        self._rooms = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(READERS)]
-        for room in self._rooms:
-            room[:] = self._block  # the first touch would count as reading
+        self._rooms = self._filled(READERS)
 
     def save(self, number: int) -> Saving:
         path = self.path(number)
@@ -52,8 +48,8 @@ class Disk(Plain):
         flags = os.O_WRONLY | os.O_CREAT | os.O_DIRECT
         file = os.open(path / "bytes", flags, 0o600)
         try:
-            for _ in range(self._blocks):
-                if os.write(file, self._block) != BLOCK_BYTES:
+            for block in range(self._blocks):
+                if os.write(file, self._rooms[block % len(self._rooms)]) != BLOCK_BYTES:
                     raise OSError("the disk took only a part of a block")
             os.fsync(file)
         finally:
@@ -61,37 +57,43 @@ class Disk(Plain):
         return at_once(path)
 
     def load(self, number: int, into: State) -> State:
-        self._read(number, lambda reader, _block: self._rooms[reader])
+        self._read(number, self._rooms)
         return into
 
-    def _read(self, number: int, room: Callable[[int, int], mmap.mmap | memoryview]) -> None:
-        """Every block, into where `room` says, by reader and block."""
+    def _filled(self, rooms: int) -> list[memoryview]:
+        found = blocks_of(rooms)
+        data = os.urandom(BLOCK_BYTES)
+        for room in found:
+            room[:] = data  # the first touch would count as reading
+        return found
+
+    def _read(self, number: int, rooms: list[memoryview]) -> None:
+        """Every block, several at once, each into the next room."""
         file = os.open(self.path(number) / "bytes", os.O_RDONLY | os.O_DIRECT)
 
-        blocks = iter(range(self._blocks))  # each reader takes the next, so that none is behind
-
-        def every(reader: int) -> None:
-            for block in blocks:
-                os.preadv(file, [room(reader, block)], block * BLOCK_BYTES)
+        def one(block: int) -> None:
+            os.preadv(file, [rooms[block % len(rooms)]], block * BLOCK_BYTES)
 
         try:
             with ThreadPoolExecutor(READERS) as pool:
-                list(pool.map(every, range(READERS)))
+                list(pool.map(one, range(self._blocks)))
         finally:
             os.close(file)
 
 
-class DiskKept(Disk):
-    """The same; what is read is kept, in memory that this process has not used before. Nothing that
-    loads a state can do without that."""
+class DiskOfState(Disk):
+    """The same, from memory as large as the state, and into such that this process has not used
+    before. Nothing that saves or loads a state can do without that."""
+
+    def prepare(self) -> None:
+        self._rooms = self._filled(self._blocks)
 
     def load(self, number: int, into: State) -> State:
-        memory = mmap.mmap(-1, self._blocks * BLOCK_BYTES)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        whole = memoryview(memory)
-
-        def room(_reader: int, block: int) -> mmap.mmap | memoryview:
-            return whole[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-
-        self._read(number, room)
+        self._read(number, blocks_of(self._blocks))
         return into
+
+
+def blocks_of(count: int) -> list[memoryview]:
+    """In large pages: from small ones, that lie anywhere, a disk takes up to twice as long."""
+    memory = pages(count * BLOCK_BYTES)
+    return [memory[at : at + BLOCK_BYTES] for at in range(0, len(memory), BLOCK_BYTES)]

@@ -130,7 +130,7 @@ class Turn:
         row["load_s"].append(loaded["seconds"])
         if look_at_memory:
             with peak_of(self._process.pid) as looked:
-                self._ask("save")
+                self._ask("look")
             row["memory_bytes"] = max(looked) - before
 
     def _save(self, former: str | None) -> dict[str, Any]:
