@@ -102,7 +102,7 @@ class Teller:
 
     def _tell_regrouped(self, grant: dict[str, Any], step: int, gap_s: float) -> None:
         joined = [int(r) for r in grant["joined"]]
-        old_hands = [m for m in self.members if m not in joined]
+        old_hands = [m for m in self.members if m not in joined] or self.members
         if old_hands[:1] != [self.replica]:
             return
         self.job.sender.tell(

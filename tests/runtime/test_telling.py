@@ -101,6 +101,14 @@ def test_who_came_in_an_epoch_that_broke_at_once_is_told_with_the_next(
     assert (one.joined, one.lost) == ([3], [2, 4])  # the other one has gone again
 
 
+def test_who_came_tells_if_nobody_is_left_of_those_before(told: Told, teller: Teller) -> None:
+    teller.granted(grant(2, [0, 1, 2], joined=[0]), 0, 0)
+    teller.granted(grant(3, [0], lost=[loss(1), loss(2)]), 0, 0)
+    teller.committed(1, 3, 1.0, 1.0, 24)
+
+    assert [(one.lost, one.joined) for one in told.regrouped] == [([1, 2], [0])]
+
+
 def test_what_was_told_is_not_told_with_the_next(told: Told, teller: Teller) -> None:
     teller.granted(grant(2, [0, 1], lost=[loss(2)]), 0, 0)
     teller.committed(1, 2, 1.0, 1.0, 24)
