@@ -26,6 +26,7 @@ Say = Callable[[str], None]
 
 READY_S = 180.0
 MENDED_S = 240.0
+TOLD_S = 60.0  # a rank that could not tell us something tries again after 22 s at most
 
 
 class ScenarioError(Exception):

@@ -34,6 +34,7 @@ from controlplane.jobs.models import (
 from controlplane.local.scenarios.base import (
     MENDED_S,
     READY_S,
+    TOLD_S,
     Result,
     Say,
     ScenarioError,
@@ -148,10 +149,9 @@ def play(name: str, say: Say) -> Result:
     incident = await_rows(lambda: _incident(scene), 60, "no incident was opened")
     say(f"incident: {url(incident)}")
     done = await_rows(lambda: resolved(incident.pk), MENDED_S, "the incident is not resolved")
-    joined = await_rows(lambda: _rejoin(scene), 30, "nobody has told that the replica joined")
-    await_rows(
-        lambda: _ledger_step(scene) >= joined.step, 30, f"the ledger lags behind step {joined.step}"
-    )
+    joined = await_rows(lambda: _rejoin(scene), TOLD_S, "nobody has told that the replica joined")
+    lags = f"the sample ledger lags behind step {joined.step}"
+    await_rows(lambda: _ledger_step(scene) >= joined.step, TOLD_S, lags)
     if fault.defective:
         replace_cards(victim.node, say)
     if fault.node_out:
