@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ from runtime.torture.writer import DiskFault, all_ended, end_fault, set_fault
 
 if TYPE_CHECKING:
     from runtime.torture.faults import Fault
-    from runtime.torture.launch import Fleet
+    from runtime.torture.launch import Fleet, Rank
     from runtime.torture.run import Run
     from runtime.torture.watch import Event
 
@@ -68,6 +69,12 @@ def restart(run: Run, made: Made) -> None:
     fault, fleet = made.fault, run.fleet
     await_checkpoints(run, fault)
     ranks = list(fleet.ranks.values())
+    holds = fault.kind in (CRASH, BAD_MEMORY)
+    if holds:
+        run.until(
+            lambda: all("peer" in tiers_of(run, rank) for rank in ranks),
+            f"each rank has saved to a node's memory, fault {fault.number}",
+        )
     run.doom(made, ranks)
     if fault.first is not None:
         reader = fleet.ranks[fault.first]
@@ -81,7 +88,6 @@ def restart(run: Run, made: Made) -> None:
     for rank in ranks:
         run.reap(rank)
         fleet.tell_exit(rank)  # else it waits a lease, for all may train on out of its reach
-    holds = fault.kind in (CRASH, BAD_MEMORY)
     if not holds:
         fleet.end_holders()  # else their memory has it all
     run.until(lambda: all_ended(fleet.folder), "the writers have finished what they were given")
@@ -92,7 +98,8 @@ def restart(run: Run, made: Made) -> None:
         damage(run, fault)
     spoiled = NOTHING
     if fault.kind == BAD_MEMORY:
-        spoiled = max(what_is_held(fleet), default=NOTHING)
+        spoiled = max(what_is_held(fleet))
+        remove_newer(fleet, spoiled)  # else nobody looks at what is damaged
         flip_what_is_held(fleet, random.Random(f"{fault.number}"))  # noqa: S311 - bytes
     sound, least = what_is_left(fleet)
     if fault.kind == CRASH:
@@ -166,10 +173,10 @@ def writer(run: Run, made: Made) -> None:
     fault = made.fault
     rank = run.fleet.ranks[fault.targets[0]]
     run.until(
-        lambda: {"local", "peer"} <= {one.data["tier"] for one in saves(run, rank.placement)},
+        lambda: {"local", "peer"} <= tiers_of(run, rank),
         f"replica {rank.replica} saves, fault {fault.number}",
     )
-    tiers = {one.data["tier"] for one in saves(run, rank.placement)}
+    tiers = tiers_of(run, rank)
     run.order(made, rank)
     made.struck += run.await_blows(made, [rank])
     step = run.watch.newest()
@@ -259,6 +266,14 @@ def what_is_held(fleet: Fleet) -> set[State]:
     return {state for state, ranks in parts.items() if len(ranks) == fleet.divided}
 
 
+def remove_newer(fleet: Fleet, than: State) -> None:
+    """From all disks, as if they had been slower than the memory of nodes."""
+    for folder in folders(fleet):
+        for path, found in store.listed(folder):
+            if isinstance(found, Manifest) and (store.epoch_of(found), found.step) > than:
+                shutil.rmtree(path)
+
+
 def flip_what_is_held(fleet: Fleet, chance: random.Random) -> None:
     """A bit in each, as bad memory would."""
     for process in fleet.holders:
@@ -326,6 +341,11 @@ def mark(path: Path) -> tuple[Path, int]:
 
 def saves(run: Run, *placements: str) -> list[Event]:
     return run.watch.find("saved", *placements)
+
+
+def tiers_of(run: Run, rank: Rank) -> set[str]:
+    """To which its process has saved."""
+    return {event.data["tier"] for event in saves(run, rank.placement)}
 
 
 def of_tier(events: list[Event], tier: str) -> list[Event]:

@@ -11,6 +11,7 @@ import pytest
 
 from runtime.replica.connection import Peer
 from runtime.replica.coordinator import Coordinator
+from runtime.replica.epochs import GATHER_S
 from runtime.replica.record import RecordFile
 
 
@@ -342,7 +343,7 @@ def test_a_mover_does_not_take_the_place_of_one_that_was_cut_off_for_a_moment(
     scene.replicas[0].hang_up()
     back = scene.join(0, "p0", epoch=1, step=500)
     back.say_ready(500)
-    scene.pass_time(11.5, back)
+    scene.pass_time(GATHER_S + 1.5, back)
 
     assert not back.refused
     assert scene.members == {0: "p0"}
