@@ -273,7 +273,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name=BAD_MEMORY,
-            meaning="crash, and in each state that a node holds a bit is another; no disk has newer",
+            meaning="crash; in each state that a node holds a bit is another, no disk has newer",
             strike=nothing,
             endings=("replaced",),
             target="job",
