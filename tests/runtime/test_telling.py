@@ -8,25 +8,15 @@ from typing import Any
 
 import pytest
 
-from runtime.client import Message, Regrouped, Sender
+from runtime.client import Regrouped
 from runtime.job import Job
 from runtime.ledger import SampleLedger
 from runtime.replica.telling import Teller
+from tests.runtime.told import Told
 
 
-class Told(Sender):
-    """What the control plane would be told."""
-
-    def __init__(self) -> None:
-        super().__init__("", "", job="j", replica=0, rank=0, placement="p-0")
-        self.messages: list[Message] = []
-
-    def tell(self, message: Message) -> None:
-        self.messages.append(message)
-
-    @property
-    def regrouped(self) -> list[Regrouped]:
-        return [message for message in self.messages if isinstance(message, Regrouped)]
+def regrouped(told: Told) -> list[Regrouped]:
+    return [message for message in told.messages if isinstance(message, Regrouped)]
 
 
 def grant(epoch: int, members: list[int], **changed: Any) -> dict[str, Any]:
@@ -66,16 +56,16 @@ def teller(told: Told, tmp_path: Path) -> Teller:
 
 def test_an_epoch_is_told_at_its_first_commit_and_once(told: Told, teller: Teller) -> None:
     teller.granted(grant(2, [0, 1], lost=[loss(2)]), 0, 0)
-    unsaid = [*told.regrouped]
+    unsaid = [*regrouped(told)]
     teller.committed(1, 2, 1.0, 1.0, 24)
     teller.committed(2, 2, 1.0, 1.0, 24)
 
     assert unsaid == []
-    assert [(one.epoch, one.lost, one.step) for one in told.regrouped] == [(2, [2], 1)]
+    assert [(one.epoch, one.lost, one.step) for one in regrouped(told)] == [(2, [2], 1)]
 
 
 def test_the_beginning_of_a_job_is_no_regrouping(told: Told, teller: Teller) -> None:
-    assert told.regrouped == []
+    assert regrouped(told) == []
 
 
 def test_who_was_lost_before_an_epoch_that_broke_at_once_is_told_with_the_next(
@@ -85,7 +75,7 @@ def test_who_was_lost_before_an_epoch_that_broke_at_once_is_told_with_the_next(
     teller.granted(grant(3, [0], lost=[loss(1)]), 0, 0)
     teller.committed(1, 3, 1.0, 1.0, 24)
 
-    (one,) = told.regrouped
+    (one,) = regrouped(told)
     assert (one.epoch, one.lost, one.replicas) == (3, [2, 1], [0])
     assert one.started_at == 2.0  # from when on nobody trained
 
@@ -97,7 +87,7 @@ def test_who_came_in_an_epoch_that_broke_at_once_is_told_with_the_next(
     teller.granted(grant(3, [0, 1, 3], joined=[], lost=[loss(2), loss(4)]), 0, 0)
     teller.committed(1, 3, 1.0, 1.0, 24)
 
-    (one,) = told.regrouped
+    (one,) = regrouped(told)
     assert (one.joined, one.lost) == ([3], [2, 4])  # the other one has gone again
 
 
@@ -106,7 +96,7 @@ def test_who_came_tells_if_nobody_is_left_of_those_before(told: Told, teller: Te
     teller.granted(grant(3, [0], lost=[loss(1), loss(2)]), 0, 0)
     teller.committed(1, 3, 1.0, 1.0, 24)
 
-    assert [(one.lost, one.joined) for one in told.regrouped] == [([1, 2], [0])]
+    assert [(one.lost, one.joined) for one in regrouped(told)] == [([1, 2], [0])]
 
 
 def test_what_was_told_is_not_told_with_the_next(told: Told, teller: Teller) -> None:
@@ -115,4 +105,4 @@ def test_what_was_told_is_not_told_with_the_next(told: Told, teller: Teller) -> 
     teller.granted(grant(3, [0, 1, 2], joined=[2]), 1, 0)
     teller.committed(2, 3, 1.0, 1.0, 24)
 
-    assert [(one.lost, one.joined) for one in told.regrouped] == [([2], []), ([], [2])]
+    assert [(one.lost, one.joined) for one in regrouped(told)] == [([2], []), ([], [2])]

@@ -17,7 +17,7 @@ from runtime.checkpoint import Checkpointer
 from runtime.checkpoint.draft import Draft
 from runtime.checkpoint.manifest import digest_of_all
 from runtime.checkpoint.suspects import TRIAL_STEPS
-from runtime.client import CheckpointSaved, Message, Sender, Trouble
+from runtime.client import CheckpointSaved, Trouble
 from runtime.data import Batches
 from runtime.image import Damaged, Staged
 from runtime.job import Job
@@ -35,23 +35,13 @@ from runtime.replica.step import NotWhole, StepEngine
 from runtime.replica.telling import Teller
 from runtime.replica.together import Together
 from runtime.snapshot import state_of
+from tests.runtime.told import Told
 
 TOKEN = "of this test"
 GRANT = {
     "epoch": 1, "members": [{"replica": 0, "placement": "p", "gloo": ["here:1", "here:2"]}],
     "lost": [], "begins": True,
 }  # fmt: skip
-
-
-class Told(Sender):
-    """What the control plane would be told."""
-
-    def __init__(self) -> None:
-        super().__init__("", TOKEN, job="j", replica=0, rank=0, placement="p")
-        self.messages: list[Message] = []
-
-    def tell(self, message: Message) -> None:
-        self.messages.append(message)
 
 
 class Other:
