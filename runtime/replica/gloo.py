@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -95,7 +96,7 @@ class Gloo:
         self._members = 1
         #: the epoch's group once it stands, or why it never will; nothing before
         self._built: list[ProcessGroupGloo | Exception] = []
-        self._connecting: threading.Thread | None = None
+        self._in_gloo: list[threading.Thread] = []  # that connect a group, or end one
         self._broken_epoch = -1  # the highest epoch known to be broken
         self._epoch = 0
         self._peers: set[str] = set()  # where they listen
@@ -109,7 +110,8 @@ class Gloo:
         and it cannot be interrupted while it waits for a peer that died, so it is left behind then,
         to end by its timeout.
         """
-        release(self._built)
+        former = self._built
+        self._begin("drydock-release", former.clear)  # the last references: it joins their threads
         built: list[ProcessGroupGloo | Exception] = []
         with self._changed:
             self._epoch, self._members, self._built = epoch, len(addresses), built
@@ -131,14 +133,21 @@ class Gloo:
                 built.append(result)
                 self._changed.notify_all()
 
-        self._connecting = threading.Thread(target=connect, name="drydock-connect", daemon=True)
-        self._connecting.start()
+        self._begin("drydock-connect", connect)
+
+    def _begin(self, name: str, work: Callable[[], None]) -> None:
+        self._in_gloo = [thread for thread in self._in_gloo if thread.is_alive()]
+        self._in_gloo.append(threading.Thread(target=work, name=name, daemon=True))
+        self._in_gloo[-1].start()
 
     def close(self) -> None:
-        """Nothing more is summed. A thread that is in gloo when its process ends may crash it."""
-        if self._connecting is not None and self._connecting.is_alive():
+        """Nothing more is summed. A thread that is in gloo when its process ends crashes it: also
+        one that still waits for a peer that died an epoch ago: for its word, then for itself."""
+        if any(thread.is_alive() for thread in self._in_gloo):
             self.sever(self._epoch)
-            self._connecting.join(BUILD_S)
+        end = time.monotonic() + 2 * BUILD_S
+        for thread in self._in_gloo:
+            thread.join(max(0.0, end - time.monotonic()))
 
     def all_reduce(self, buffer: torch.Tensor) -> None:
         """Sum the buffer over the group, in place. Raises Severed."""
@@ -242,11 +251,6 @@ def with_timeout(options: Any) -> Any:
     """The same options; the coordinator ends what hangs, the timeout is only a last resort."""
     options.timeout = datetime.timedelta(seconds=REDUCE_S)
     return options
-
-
-def release(held: list[Any]) -> None:
-    """Drop the last references in a thread of their own: destroying a group joins its threads."""
-    threading.Thread(target=held.clear, name="drydock-release", daemon=True).start()
 
 
 def keep_for_ever(*things: object) -> None:
