@@ -141,8 +141,9 @@ class Gloo:
         self._in_gloo[-1].start()
 
     def close(self) -> None:
-        """Nothing more is summed. A thread that is in gloo when its process ends crashes it: also
-        one that still waits for a peer that died an epoch ago: for its word, then for itself."""
+        """Nothing more is summed. A thread that is in gloo when its process ends crashes it, also
+        one of an epoch before, so all are waited for: at most until a peer that died has been
+        given up twice, when it left no word and when it did not connect."""
         if any(thread.is_alive() for thread in self._in_gloo):
             self.sever(self._epoch)
         end = time.monotonic() + 2 * BUILD_S
