@@ -119,7 +119,7 @@ def claim(owner: str) -> PlaybookStep | None:
     """Lock the step that has been due longest; None if none is.
 
     A disruptive step passes the guards in this same transaction; one that they do not let go comes
-    back in another state than running, with the reason.
+    back in another state than running, with the reason. One that is moot is not shown to them.
     """
     now = timezone.now()
     step = (
@@ -132,8 +132,10 @@ def claim(owner: str) -> PlaybookStep | None:
     if step is None:
         return None
     definition = _definition(step)
-    if definition is not None and definition.disruptive and not _guards_let_go(step, now):
-        return step
+    if definition is not None and definition.disruptive:
+        moot = not guards.have_let_go(step.run) and definition.moot(StepContext(step))
+        if not moot and not _guards_let_go(step, now):
+            return step
     if step.state == StepState.READY:
         step.attempts += 1
     step.state = StepState.RUNNING
@@ -184,6 +186,9 @@ def _act(step: PlaybookStep) -> Outcome:
         return Ask(text=f"gave up after {MAX_ATTEMPTS} attempts; last: {step.outcome}")
     with structlog.contextvars.bound_contextvars(run=step.run_id, step=step.key):
         try:
+            if definition.disruptive and not guards.have_let_go(step.run):
+                moot = definition.moot(StepContext(step))
+                return _Moot(text=moot) if moot else Wait(text="it is wanted again", wake_s=0)
             return definition.act(StepContext(step))
         except Conflict as conflict:
             return Wait(text=conflict.detail)
@@ -198,6 +203,10 @@ def _act(step: PlaybookStep) -> Outcome:
 
 class _Failed(Outcome):
     """The step raised; it is tried again later."""
+
+
+class _Moot(End):
+    """The step was not taken: it is skipped with those that were to come."""
 
 
 def _apply(step: PlaybookStep, outcome: Outcome) -> None:
@@ -265,10 +274,10 @@ def _finish_step(
         # What came while the last step looked may be what the run is there for: look again.
         _wait(run, step, Wait(text=outcome.text, wake_s=0), now, news_meanwhile)
         return
-    step.state = StepState.SKIPPED if isinstance(outcome, Skip) else StepState.DONE
+    step.state = StepState.SKIPPED if isinstance(outcome, Skip | _Moot) else StepState.DONE
     if isinstance(outcome, Fail):
         step.state = StepState.FAILED
-    step.finished_at = now
+    step.finished_at = None if isinstance(outcome, _Moot) else now
     step.wake_at = None
     _tell(run, step, outcome.text)
     if run.incident_id is not None:

@@ -87,6 +87,11 @@ def attempts_at(node: Node, rung: Rung, gpu_uuid: str = "") -> int:
     return max(counts.values_list("attempts", flat=True), default=of_node)
 
 
+def have_let_go(run: PlaybookRun) -> bool:
+    """Whether the run has its node in hand: the guards let it go, and it has not ended since."""
+    return Reservation.objects.filter(run=run, node=run.node_id, released_at=None).exists()
+
+
 def release(run: PlaybookRun) -> None:
     """Give back what the run had reserved."""
     Reservation.objects.filter(run=run, released_at=None).update(released_at=timezone.now())

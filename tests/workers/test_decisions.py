@@ -55,6 +55,10 @@ def evidence(**known: object) -> triage.LossEvidence:
         ({"process_exited": True, "verdicts": (judged(XID_45),)}, "process-vanished", True),
         ({"peers_lost_it": True, "card_silent": "no answer"}, "gpu-unreadable", False),
         ({"process_exited": True, "stopped_by_order": True}, "stopped-by-order", True),
+        ({"ended": True}, "stopped-by-order", True),
+        ({"ended": True, "peers_lost_it": True}, "stopped-by-order", True),
+        ({"ended": True, "process_exited": True, "exit_signal": 11}, "process-killed", True),
+        ({"ended": True, "still_commits": True, "node_reachable": False}, "node-lost", False),
         (
             {"peers_lost_it": True, "waited_s": 41.0, "patience_s": 40.0},
             "replica-unresponsive",

@@ -25,6 +25,7 @@ from controlplane.jobs.models import Job, Placement, ProgressSample
 from runtime import client
 from tests.factories import (
     NodeFactory,
+    PlacementFactory,
     ProgressSampleFactory,
 )
 from tests.workers.world import World, answer, drain, mend, run_of, step_of
@@ -121,6 +122,78 @@ def test_a_starved_rank_that_came_back_by_itself_is_left_alone(world: World) -> 
     drain()
     assert run_of("replica-lost").state == RunState.SUCCEEDED
     assert not world.bmcs[placement.node_id].orders
+
+
+def test_steps_of_a_later_epoch_show_that_a_rank_was_let_in_again(world: World) -> None:
+    """Who was to tell that it was let in died before they could."""
+    placement = world.placements[1]
+    world.peers_lose(placement)
+    drain()
+    assert step_of("replica-lost", "find-cause").state == StepState.WAITING
+    ProgressSampleFactory(job=world.job, epoch=3, replicas=[0, 1])
+    drain()
+    assert run_of("replica-lost").state == RunState.SUCCEEDED
+    assert not world.bmcs[placement.node_id].orders
+
+
+@pytest.mark.parametrize(("epoch", "replicas"), [(1, [0, 1]), (2, [0])])
+def test_steps_that_are_not_its_own_since_show_nothing(
+    world: World, epoch: int, replicas: list[int]
+) -> None:
+    world.peers_lose(world.placements[1])
+    ProgressSampleFactory(job=world.job, epoch=epoch, replicas=replicas)
+    drain()
+    assert step_of("replica-lost", "find-cause").state == StepState.WAITING
+
+
+def test_steps_of_the_process_that_stood_by_are_not_those_of_the_lost_one(world: World) -> None:
+    lost = world.placements[1]
+    PlacementFactory(replica=lost.replica, node=world.spares[0], moved_from=lost, standby=True)
+    world.peers_lose(lost)
+    ProgressSampleFactory(job=world.job, epoch=2, replicas=[0, 1])
+    drain()
+    assert step_of("replica-lost", "find-cause").state == StepState.WAITING
+
+
+def test_a_silent_rank_that_trains_again_before_its_node_may_be_taken_out_is_left_alone(
+    world: World, settings: Settings
+) -> None:
+    """Also while the guards still say no: what nobody wants any more waits for nobody."""
+    settings.BUDGET_NODES_PER_CLUSTER = 0
+    placement = world.placements[1]
+    unresponsive(world, placement)
+    assert "out for repair" in step_of("repair-node", "quarantine").outcome
+    ProgressSampleFactory(job=world.job, epoch=3, replicas=[0, 1])
+    drain()
+    assert run_of("repair-node").state == RunState.SUCCEEDED
+    assert run_of("replica-lost").state == RunState.SUCCEEDED
+    assert Incident.objects.get().state == IncidentState.RESOLVED
+    assert not Command.objects.exists()
+    assert not world.bmcs[placement.node_id].orders
+
+
+def test_a_silent_rank_that_is_being_killed_is_brought_back_whatever_it_says(world: World) -> None:
+    """Its end is ordered already: that it trained once more changes nothing."""
+    placement = world.placements[1]
+    unresponsive(world, placement)
+    assert Command.objects.get(verb="stop_process").node_id == placement.node_id
+    ProgressSampleFactory(job=world.job, epoch=3, replicas=[0, 1])
+    drain()
+    answer("stop_process", stopped=True)
+    drain()
+    assert Node.objects.get(pk=placement.node_id).state != NodeState.ALLOCATED
+    mend(world, 1)
+    assert world.placement_of(1).node == world.spares[0]
+
+
+def unresponsive(world: World, placement: Placement) -> None:
+    """Its peers lost it and its node beats, for longer than a cause is looked for."""
+    world.peers_lose(placement)
+    drain()
+    long_ago = timezone.now() - timedelta(hours=1)
+    PlaybookStep.objects.filter(key="find-cause").update(started_at=long_ago, timeout_s=1e6)
+    drain()
+    assert Incident.objects.get().code == "replica-unresponsive"
 
 
 def test_an_unfit_node_is_repaired_even_when_no_other_is_free(poor_world: World) -> None:

@@ -159,7 +159,7 @@ class World:
             job_id=self.job.pk,
             replica=placement.replica.index,
             placement_id=placement.pk,
-            data={"how": "reset", "step": 5},
+            data={"how": "reset", "step": 5, "epoch": 1},
         )
         self.survivors_commit(placement)
 

@@ -119,6 +119,9 @@ class StepDefinition:
     undo: str = ""
     #: Asks the guards before it acts on the run's node.
     disruptive: bool = False
+    #: Why a disruptive step that the guards have not let go yet is not wanted any more, which ends
+    #: its run; "" while it is.
+    moot: Callable[[StepContext], str] = lambda _ctx: ""
     #: The exact words of what a disruptive step does, from the run's context; "{node}" names it.
     does: Callable[[Mapping[str, Any]], Sequence[str]] = lambda _context: ()
     #: A step that still waits after this many seconds asks for a person.

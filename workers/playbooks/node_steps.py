@@ -29,7 +29,7 @@ from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, PlacementState
 from controlplane.jobs.models import Placement
 from node_agent import wire
-from workers import power
+from workers import losses, power, triage
 from workers.playbooks.base import (
     Ask,
     Back,
@@ -74,9 +74,6 @@ def quarantine(ctx: StepContext) -> Outcome:
     being_emptied = {NodeState.DRAINING, NodeState.DRAIN_FAILED}
     if node.state in TAKEN_OUT - being_emptied or node.state == NodeState.RMA:
         return Done(text=f"{node.name} is out already: {node.get_state_display().lower()}")
-    reason = back_at_work(ctx, node)
-    if reason:
-        return End(text=reason)
     live = list(Placement.objects.filter(node=node).exclude(state=PlacementState.ENDED))
     if not node.lease.reachable:
         return _cut_power(ctx, node, "its agent is not heard")
@@ -117,16 +114,26 @@ def back_at_work(ctx: StepContext, node: Node) -> str:
     """Why the node must not be touched after all; "" if it is to be taken out.
 
     The guards may have kept this run waiting, and the world went on: a node that was only silent
-    and beats again is well, and one that holds a replica that nobody lost is in use.
+    and beats again is well, and one that holds a replica that nobody lost is in use, or that trains
+    again.
     """
     if not node.lease.reachable or ctx.run.requested_by or ctx.values.get("hardware"):
         return ""
     if ctx.values.get("only_if_silent"):
         return f"{node.name} beats again: nothing to repair"
-    others = Placement.objects.filter(node=node, state=PlacementState.RUNNING)
-    if others.exclude(pk=ctx.values.get("lost_placement", "")).exists():
+    running = Placement.objects.select_related("node__lease", "replica").filter(
+        node=node, state=PlacementState.RUNNING
+    )
+    lost = running.filter(pk=ctx.values.get("lost_placement", "")).first()
+    if running.exclude(pk=lost.pk if lost else "").exists():
         return f"{node.name} holds another replica by now, and beats"
+    if lost and ctx.values.get("code") in triage.SILENCE_ALONE and losses.trains(lost):
+        return f"replica {lost.replica.index} trains again on {node.name}, which beats"
     return ""
+
+
+def no_longer_wanted(ctx: StepContext) -> str:
+    return back_at_work(ctx, node_of(ctx))
 
 
 def _order_kill(ctx: StepContext, node: Node, live: list[Placement]) -> None:
@@ -494,6 +501,7 @@ QUARANTINE = StepDefinition(
     act=quarantine,
     effect=Effect.IDEMPOTENT,
     disruptive=True,
+    moot=no_longer_wanted,
     does=words_of_quarantine,
     timeout_s=1800,
     prose="Kill what runs on it through its agent. If the agent does not answer, switch "

@@ -6,7 +6,7 @@ The survivors need nothing from here: they took over its shards on their own.
 from __future__ import annotations
 
 from dataclasses import asdict
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Literal
 
 from django.conf import settings
@@ -18,17 +18,17 @@ from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import COMMAND_FINISHED, CommandState, NodeState
 from controlplane.fleet.models import Command, Node
 from controlplane.health.actions import card_at, record_failure, repeat_failure
-from controlplane.health.choices import Action, FaultClass, SignalKind, Urgency
-from controlplane.health.models import Failure, Signal, heard_since
+from controlplane.health.choices import Action, FaultClass, Urgency
+from controlplane.health.models import Failure, Signal
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.candidates import free_nodes, wanted_by
 from controlplane.incidents.choices import RUN_UNFINISHED, Effect, RunState, StepState
 from controlplane.incidents.models import PlaybookRun, PlaybookStep
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState
-from controlplane.jobs.models import Interruption, Placement, ProgressSample, Replica
+from controlplane.jobs.models import Interruption, Placement, Replica
 from node_agent import wire
-from workers import recovery, triage
+from workers import losses, recovery, triage
 from workers.playbooks.base import (
     Ask,
     Back,
@@ -42,21 +42,18 @@ from workers.playbooks.base import (
     Wait,
 )
 from workers.spares import choose_spare
-from workers.verdicts import HARDWARE_SPEAKS, verdict_of
 
-#: Hardware evidence this long before the loss still explains it.
-LOOK_BACK = timedelta(seconds=60)
 #: A node that is heard starts a rank within this many seconds, or is passed over.
 START_ORDER_S = 20.0
-#: A job that told of none for so many steps stands still.
-STEPS_MISSED = 3
 
 
 def find_cause(ctx: StepContext) -> Outcome:
     placement = Placement.objects.select_related("node__lease", "replica").get(
         pk=ctx.values["lost_placement"]
     )
-    evidence = _evidence(ctx, placement)
+    evidence = losses.evidence_of(
+        placement, ctx.incident.occurred_at, ctx.step.started_at or timezone.now()
+    )
     shown = {k: v for k, v in asdict(evidence).items() if v not in (None, "", (), False)}
     shown |= {"verdicts": [f"{v.code}: {v.action}" for v in evidence.verdicts]}
     verdict = triage.cause_of_loss(evidence)
@@ -203,6 +200,8 @@ def take_node_out(ctx: StepContext) -> Outcome:
     )
     if steps.filter(state=StepState.DONE).exists():
         return Done(text=f"{node.name} is quarantined: nothing of it runs there")
+    if ctx.values.get("code") in triage.SILENCE_ALONE and losses.trains(placement):
+        return Back(to="find-cause", text=f"it trains again on {node.name}, which beats")
     repairs = PlaybookRun.objects.filter(playbook="repair-node", node=node)
     if repairs.filter(state__in=sorted(RUN_UNFINISHED), context__urgency=Urgency.NOW).exists():
         return Wait(text=f"{node.name} is being taken out by its repair run", wake_s=1.0)
@@ -316,7 +315,7 @@ def _start_failed(ctx: StepContext, target: Node, command: Command) -> Outcome:
 def await_rejoin(ctx: StepContext) -> Outcome:
     placement = Placement.objects.select_related("node__lease").get(pk=ctx.values["placement"])
     # Lost again comes first: it may have joined and died before anybody looked.
-    gone = _told_gone(placement)
+    gone = losses.told_gone(placement)
     if gone or placement.state == PlacementState.ENDED or not placement.node.lease.reachable:
         return Back(
             to="find-cause",
@@ -344,7 +343,7 @@ def await_rejoin(ctx: StepContext) -> Outcome:
 
 PLAYBOOK = Playbook(
     name="replica-lost",
-    version=4,
+    version=5,
     summary="Finds out why a replica was lost and lets it train again, in place or on a spare.",
     deadline_s=7 * 86_400,
     steps=(
@@ -449,74 +448,6 @@ def _known_failure(ctx: StepContext, placement: Placement, verdict: triage.Cause
 
 def _job_name(ctx: StepContext) -> str:
     return ctx.run.job.name if ctx.run.job else ""
-
-
-def _evidence(ctx: StepContext, placement: Placement) -> triage.LossEvidence:
-    now = timezone.now()
-    end = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=placement.pk).first()
-    data = end.data if end else {}
-    # What the node said before this process was placed on it explains nothing of its end.
-    since = max(ctx.incident.occurred_at - LOOK_BACK, placement.created_at)
-    told = Signal.objects.filter(heard_since(since), node=placement.node)
-    verdicts = [
-        verdict_of(one) for one in told.filter(kind__in=HARDWARE_SPEAKS).select_related("gpu")
-    ]
-    silent = told.filter(kind=SignalKind.GPU_UNREADABLE).first()
-    lease = placement.node.lease
-    began = ctx.step.started_at or now
-    return triage.LossEvidence(
-        process_exited=end is not None,
-        peers_lost_it=_peers_miss_it(placement),
-        still_commits=_still_commits(placement, lease.last_beat_at),
-        exit_code=data.get("exit_code"),
-        exit_signal=data.get("signal"),
-        exit_reason=str(data.get("reason", "")),
-        node_reachable=lease.reachable,
-        silent_s=round((now - lease.last_beat_at).total_seconds(), 2),
-        lease_s=settings.LEASE_S,
-        stopped_by_order=bool(data.get("requested")),
-        verdicts=triage.gravest(v for v in verdicts if v is not None and triage.may_end_rank(v)),
-        card_silent=str(silent.data.get("reason") or "no reason given") if silent else "",
-        waited_s=round((now - began).total_seconds(), 2),
-        patience_s=settings.LEASE_S + settings.CAUSE_WAIT_S,
-    )
-
-
-def _still_commits(placement: Placement, last_beat_at: datetime) -> bool:
-    """Whether the replica stands in what the job told of its newest steps, after its node's last
-    beat. Where the job's coordinator went silent with the node, only if that is not long ago:
-    without it the others can neither make another step nor say whom they lost."""
-    job = placement.replica.job
-    newest = ProgressSample.objects.filter(job=job).order_by("-at").first()
-    if newest is None or placement.replica.index not in newest.replicas:
-        return False
-    since = last_beat_at
-    if job.coordinator_node_id == placement.node_id:
-        usual_s = STEPS_MISSED * max(newest.step_s, newest.max_gap_s)
-        since = max(since, timezone.now() - timedelta(seconds=settings.LEASE_S + usual_s))
-    return newest.at > since
-
-
-def _peers_miss_it(placement: Placement) -> bool:
-    """Whether survivors lost this process and have not let it in again since.
-
-    A rank that was starved for seconds is lost by its heartbeat and comes back by itself.
-    """
-    lost = Signal.objects.filter(kind=SignalKind.PEER_LOST, placement_id=placement.pk)
-    newest = lost.order_by("-observed_at").first()
-    if newest is None:
-        return False
-    return not Interruption.objects.filter(
-        job_id=placement.replica.job_id,
-        joined__contains=placement.replica.index,
-        committed_at__gt=newest.observed_at,
-    ).exists()
-
-
-def _told_gone(placement: Placement) -> bool:
-    """Whether its agent or its peers said that this process is gone."""
-    exits = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=placement.pk)
-    return exits.exists() or _peers_miss_it(placement)
 
 
 def _may_stay(node: Node) -> bool:

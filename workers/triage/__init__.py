@@ -6,7 +6,14 @@ No Django, no I/O, no clock: the same evidence gives the same verdict, so decisi
 from workers.triage.assurance import confidence, to_verify
 from workers.triage.catalogue import Catalogue, CatalogueEntry, SxidEntry
 from workers.triage.lines import is_note, judge, judge_line, may_end_rank, parse
-from workers.triage.loss import Cause, LossEvidence, NothingLost, NotYet, cause_of_loss
+from workers.triage.loss import (
+    SILENCE_ALONE,
+    Cause,
+    LossEvidence,
+    NothingLost,
+    NotYet,
+    cause_of_loss,
+)
 from workers.triage.readings import (
     beyond_remapping,
     judge_errors,
@@ -34,6 +41,7 @@ __all__ = [
     "FOR_PEOPLE",
     "LASTING",
     "NODE_REPAIRS",
+    "SILENCE_ALONE",
     "VAGUE_CODES",
     "Catalogue",
     "CatalogueEntry",

@@ -9,6 +9,8 @@ from workers.triage.verdicts import Fault, LineVerdict, condemns_node
 
 #: A program that a fault of its card ends has ended by then, in seconds.
 PROGRAM_ENDS_S = 5.0
+#: Causes that nothing but silence speaks for: a word of the replica and its node takes them back.
+SILENCE_ALONE = frozenset({"node-lost", "replica-unresponsive"})
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class LossEvidence:
     lease_s: float = 30.0
     #: Somebody ordered its process to be stopped.
     stopped_by_order: bool = False
+    #: It was emptied off its node, and the replica has no other process: gone, whoever tells of it.
+    ended: bool = False
     #: What the kernel lines of that node since shortly before the loss mean, the gravest first.
     verdicts: tuple[LineVerdict, ...] = ()
     #: A card of that node does not answer, and no kernel line says why.
@@ -67,6 +71,15 @@ class NotYet:
     reason: str
 
 
+_STOPPED_BY_ORDER = Cause(
+    "platform",
+    "stopped-by-order",
+    True,
+    "its process was stopped by order, because its node is being taken out",
+    "process-exit",
+)
+
+
 def cause_of_loss(evidence: LossEvidence) -> Cause | NotYet | NothingLost:
     """Name the cause of a replica's loss, the strongest evidence first.
 
@@ -74,7 +87,7 @@ def cause_of_loss(evidence: LossEvidence) -> Cause | NotYet | NothingLost:
     too. A node that went silent outranks a process's end that was told before it did. But silence
     alone loses nothing: an agent may be away while its rank trains on.
     """
-    gone = evidence.process_exited or evidence.peers_lost_it
+    gone = evidence.process_exited or evidence.peers_lost_it or evidence.ended
     line = next(iter(evidence.verdicts), None)
     if line is not None and condemns_node(line) and (gone or evidence.node_reachable):
         # Also where the process still stands: it hangs on the card, and its node is being emptied.
@@ -109,6 +122,8 @@ def cause_of_loss(evidence: LossEvidence) -> Cause | NotYet | NothingLost:
         return _line_cause(line, node_fit=True)
     if evidence.process_exited:
         return _process_cause(evidence)
+    if evidence.ended:
+        return _STOPPED_BY_ORDER
     if evidence.waited_s < evidence.patience_s:
         return NotYet(
             min(1.0, evidence.patience_s - evidence.waited_s),
@@ -131,13 +146,7 @@ def _line_cause(line: LineVerdict, node_fit: bool) -> Cause:
 
 def _process_cause(evidence: LossEvidence) -> Cause:
     if evidence.stopped_by_order:
-        return Cause(
-            "platform",
-            "stopped-by-order",
-            True,
-            "its process was stopped by order, because its node is being taken out",
-            "process-exit",
-        )
+        return _STOPPED_BY_ORDER
     if evidence.exit_reason == "reboot":
         return Cause(
             "platform",

@@ -1,0 +1,109 @@
+"""What is known of a replica that was lost: the rows' side of the pure rule in `triage.loss`."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from django.conf import settings
+from django.utils import timezone
+
+from controlplane.health.choices import SignalKind
+from controlplane.health.models import Signal, heard_since
+from controlplane.jobs.choices import PlacementState
+from controlplane.jobs.models import Interruption, Placement, ProgressSample
+from workers import triage
+from workers.verdicts import HARDWARE_SPEAKS, verdict_of
+
+#: Hardware evidence this long before the loss still explains it.
+LOOK_BACK = timedelta(seconds=60)
+#: A job that told of none for so many steps stands still.
+STEPS_MISSED = 3
+
+
+def evidence_of(
+    placement: Placement, occurred_at: datetime, looked_since: datetime
+) -> triage.LossEvidence:
+    """What is known by now of a placement that was lost at `occurred_at`, its cause being looked
+    for since `looked_since`."""
+    now = timezone.now()
+    end = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=placement.pk).first()
+    data = end.data if end else {}
+    # What the node said before this process was placed on it explains nothing of its end.
+    since = max(occurred_at - LOOK_BACK, placement.created_at)
+    told = Signal.objects.filter(heard_since(since), node=placement.node)
+    verdicts = [
+        verdict_of(one) for one in told.filter(kind__in=HARDWARE_SPEAKS).select_related("gpu")
+    ]
+    silent = told.filter(kind=SignalKind.GPU_UNREADABLE).first()
+    lease = placement.node.lease
+    return triage.LossEvidence(
+        process_exited=end is not None,
+        peers_lost_it=_peers_miss_it(placement),
+        still_commits=_still_commits(placement, lease.last_beat_at),
+        exit_code=data.get("exit_code"),
+        exit_signal=data.get("signal"),
+        exit_reason=str(data.get("reason", "")),
+        node_reachable=lease.reachable,
+        silent_s=round((now - lease.last_beat_at).total_seconds(), 2),
+        lease_s=settings.LEASE_S,
+        stopped_by_order=bool(data.get("requested")),
+        ended=not placement.replica.placements.exclude(state=PlacementState.ENDED).exists(),
+        verdicts=triage.gravest(v for v in verdicts if v is not None and triage.may_end_rank(v)),
+        card_silent=str(silent.data.get("reason") or "no reason given") if silent else "",
+        waited_s=round((now - looked_since).total_seconds(), 2),
+        patience_s=settings.LEASE_S + settings.CAUSE_WAIT_S,
+    )
+
+
+def told_gone(placement: Placement) -> bool:
+    """Whether its agent or its peers said that this process is gone."""
+    exits = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=placement.pk)
+    return exits.exists() or _peers_miss_it(placement)
+
+
+def trains(placement: Placement) -> bool:
+    """Whether the process runs on a node that is heard, and nobody says that it is gone."""
+    running = placement.state == PlacementState.RUNNING
+    return running and placement.node.lease.reachable and not told_gone(placement)
+
+
+def _still_commits(placement: Placement, last_beat_at: datetime) -> bool:
+    """Whether the replica stands in what the job told of its newest steps, after its node's last
+    beat. Where the job's coordinator went silent with the node, only if that is not long ago:
+    without it the others can neither make another step nor say whom they lost."""
+    job = placement.replica.job
+    newest = ProgressSample.objects.filter(job=job).order_by("-at").first()
+    if newest is None or placement.replica.index not in newest.replicas:
+        return False
+    since = last_beat_at
+    if job.coordinator_node_id == placement.node_id:
+        usual_s = STEPS_MISSED * max(newest.step_s, newest.max_gap_s)
+        since = max(since, timezone.now() - timedelta(seconds=settings.LEASE_S + usual_s))
+    return newest.at > since
+
+
+def _peers_miss_it(placement: Placement) -> bool:
+    """Whether survivors lost this process and have not let it in again since.
+
+    A rank that was starved for seconds is lost by its heartbeat and comes back by itself.
+    """
+    lost = Signal.objects.filter(kind=SignalKind.PEER_LOST, placement_id=placement.pk)
+    newest = lost.order_by("-observed_at").first()
+    if newest is None:
+        return False
+    let_in = Interruption.objects.filter(
+        job_id=placement.replica.job_id,
+        joined__contains=placement.replica.index,
+        committed_at__gt=newest.observed_at,
+    )
+    return not (let_in.exists() or _commits_after(placement, newest.data.get("epoch")))
+
+
+def _commits_after(placement: Placement, epoch: int | None) -> bool:
+    """Whether the job told of steps of a later epoch that are this process's too: who was to tell
+    that it was let in may have died before they could."""
+    standbys = placement.successors.filter(standby=True).exclude(state=PlacementState.ENDED)
+    if epoch is None or standbys.exists():  # a process that stood by may commit in its place
+        return False
+    later = ProgressSample.objects.filter(job_id=placement.replica.job_id, epoch__gt=epoch)
+    return later.filter(replicas__contains=placement.replica.index).exists()
