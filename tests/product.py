@@ -164,7 +164,8 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def product() -> Iterator[Product]:
+def product(request: pytest.FixtureRequest) -> Iterator[Product]:
+    """The running product; where a test failed, its rows and logs are kept for whoever looks."""
     # Not under pytest's own temporary folder: each run of pytest closes that to other users, and
     # as root the embedded PostgreSQL is another user.
     home = Path(tempfile.mkdtemp(prefix="drydock-e2e-"))
@@ -175,7 +176,12 @@ def product() -> Iterator[Product]:
         product.stop()
     for process in product.processes():
         process.kill()
-    shutil.rmtree(home, ignore_errors=True)
+    if request.session.testsfailed:
+        reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+        assert reporter is not None
+        reporter.write_line(f"the product's rows and logs are kept in {home}")
+    else:
+        shutil.rmtree(home, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

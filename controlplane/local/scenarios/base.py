@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
@@ -17,8 +17,15 @@ from controlplane.accounts.models import AuditEvent
 from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Gpu, Node
 from controlplane.health.models import Baseline
-from controlplane.incidents.choices import IncidentState
-from controlplane.incidents.models import Incident
+from controlplane.incidents.choices import (
+    INCIDENT_UNRESOLVED,
+    RUN_UNFINISHED,
+    IncidentState,
+    StepState,
+)
+from controlplane.incidents.models import Incident, PlaybookStep
+from controlplane.jobs.choices import JOB_ACTIVE, JobState, ReplicaState
+from controlplane.jobs.models import Job, Replica
 from workers import power
 
 T = TypeVar("T")
@@ -104,7 +111,8 @@ def seconds_since(start: datetime, moment: datetime | None) -> float | None:
 
 
 def await_rows(predicate: Callable[[], T | None], timeout: float, otherwise: str) -> T:
-    """Poll the rows until there is something. Raises ScenarioError with `otherwise`."""
+    """Poll the rows until there is something. Raises ScenarioError with `otherwise`, and with what
+    the product was still at."""
     deadline = time.monotonic() + timeout
     pause = threading.Event()
     while True:
@@ -114,5 +122,27 @@ def await_rows(predicate: Callable[[], T | None], timeout: float, otherwise: str
         except (OperationalError, InterfaceError):
             connection.close()  # the database may be what is being mended
         if time.monotonic() > deadline:
-            raise ScenarioError(f"{otherwise} after {timeout:.0f} s")
+            raise ScenarioError("; ".join([f"{otherwise} after {timeout:.0f} s", *_unfinished()]))
         pause.wait(0.1)
+
+
+def _unfinished() -> Iterator[str]:
+    """What is not as it should be in a fleet where all is well: its runs, replicas and nodes."""
+    steps = PlaybookStep.objects.filter(run__state__in=sorted(RUN_UNFINISHED)).exclude(
+        state__in=[StepState.DONE, StepState.SKIPPED, StepState.BLOCKED]
+    )
+    for step in steps.select_related("run"):
+        yield f"{step.run.title}, {step.title}: {step.state}, {step.outcome or 'nothing said'}"
+    idle = Incident.objects.filter(state__in=INCIDENT_UNRESOLVED).exclude(
+        runs__state__in=sorted(RUN_UNFINISHED)
+    )
+    for incident in idle:
+        yield f"incident {incident.pk} has no run: {incident.title}"
+    jobs = Job.objects.filter(state__in=JOB_ACTIVE)
+    for job in jobs.exclude(state=JobState.RUNNING):
+        yield f"{job.name} is {job.state}"
+    lost = Replica.objects.filter(job__in=jobs).exclude(state=ReplicaState.ACTIVE)
+    for replica in lost.select_related("job"):
+        yield f"replica {replica.index} of {replica.job.name} is {replica.state}"
+    for node in Node.objects.exclude(state__in=[NodeState.AVAILABLE, NodeState.ALLOCATED]):
+        yield f"{node.name} is {node.state}"

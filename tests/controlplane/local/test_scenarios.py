@@ -1,0 +1,52 @@
+"""A scenario that does not come to its end says what the product was still at."""
+
+from __future__ import annotations
+
+import pytest
+
+from controlplane.fleet.choices import NodeState
+from controlplane.incidents.choices import RunState, StepState
+from controlplane.jobs.choices import JobState, ReplicaState
+from controlplane.local.scenarios.base import ScenarioError, await_rows
+from tests.factories import (
+    IncidentFactory,
+    JobFactory,
+    NodeFactory,
+    PlaybookRunFactory,
+    PlaybookStepFactory,
+    ReplicaFactory,
+)
+
+pytestmark = pytest.mark.django_db
+
+
+def never() -> None:
+    return None
+
+
+def test_what_is_awaited_is_returned() -> None:
+    assert await_rows(lambda: 7, 0, "it did not come") == 7
+
+
+def test_where_all_is_well_nothing_is_added() -> None:
+    JobFactory(state=JobState.RUNNING)
+    NodeFactory(state=NodeState.ALLOCATED)
+    with pytest.raises(ScenarioError, match=r"^it did not come after 0 s$"):
+        await_rows(never, 0, "it did not come")
+
+
+def test_what_is_unfinished_is_named() -> None:
+    run = PlaybookRunFactory(state=RunState.WAITING, title="Repair node-7")
+    PlaybookStepFactory(run=run, title="Empty it", state=StepState.WAITING, outcome="not now")
+    PlaybookStepFactory(run=run, position=1, title="Repair it", state=StepState.BLOCKED)
+    IncidentFactory(title="nobody is at it")
+    job = JobFactory(state=JobState.RUNNING, name="llama")
+    ReplicaFactory(job=job, index=2, state=ReplicaState.LOST)
+    NodeFactory(name="node-9", state=NodeState.REPAIR_FAILED)
+    with pytest.raises(ScenarioError) as error:
+        await_rows(never, 0, "it did not come")
+    text = str(error.value)
+    assert text.startswith("it did not come after 0 s; Repair node-7, Empty it: waiting, not now;")
+    assert "has no run: nobody is at it" in text
+    assert "replica 2 of llama is lost; node-9 is repair_failed" in text
+    assert "Repair it" not in text
