@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import psutil
 import pytest
 
 from controlplane.local.processes import MARK
+from tests.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 #: What the test run has set for itself; the product beside it must not see it.
@@ -154,13 +154,6 @@ class Product:
         done = self.manage("shell", "--no-imports", "-v0", "-c", code)
         row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
         return row
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 @pytest.fixture(scope="session")

@@ -9,13 +9,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from controlplane.local import runfile
-from tests.controlplane.ingest.door import database_url, free_port, wait_until
+from tests.controlplane.ingest.door import database_url, wait_until
+from tests.ports import free_port
+
+# Far more than the two seconds that a start takes: other tests run beside it on the same cores.
+START_TIMEOUT_S = 60.0
 
 GRANIAN_LOGS = runfile.REPOSITORY / "controlplane" / "granian-logs.json"
 
@@ -73,7 +77,7 @@ def keeper(log: Path, **environment: str) -> Iterator[tuple[Process, int]]:
     with running(
         log, "manage.py", "keeper", KEEPER_METRICS_ADDRESS=address, **environment
     ) as process:
-        wait_until(lambda: answers(port, "/healthz"))
+        _wait_until_up(process, port)
         yield process, port
 
 
@@ -89,7 +93,7 @@ def web(log: Path, *, workers: int = 1, **environment: str) -> Iterator[tuple[Pr
         "controlplane.wsgi:application",
         **environment,
     ) as process:
-        wait_until(lambda: answers(port, "/healthz"))
+        _wait_until_up(process, port)
         yield process, port
 
 
@@ -113,6 +117,15 @@ def get(port: int, path: str, **headers: str) -> tuple[int, str]:
     text = response.read().decode()
     connection.close()
     return response.status, text
+
+
+def _wait_until_up(process: Process, port: int) -> None:
+    """Return once it answers on `port`; one that ended, or is silent, fails with its own log."""
+    with suppress(AssertionError):
+        wait_until(
+            lambda: answers(port, "/healthz") or process.popen.poll() is not None, START_TIMEOUT_S
+        )
+    assert answers(port, "/healthz"), f"not up on port {port}: {process.log.read_text()}"
 
 
 def answers(port: int, path: str) -> bool:

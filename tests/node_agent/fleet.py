@@ -23,6 +23,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from node_agent import bmc, procfs, wire
+from tests.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 #: What is awaited here takes a second or two; on a machine that has other work, far longer.
@@ -395,9 +396,3 @@ if os.fork() == 0:
 os.wait()
 {RANK}
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a-token-of-this-test"
 PATIENCE_S = 90.0
@@ -31,12 +33,6 @@ def until(condition: Callable[[], Any], what: str) -> Any:
             return found
         pause.wait(0.02)
     raise AssertionError(f"never happened: {what}")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 class Board:

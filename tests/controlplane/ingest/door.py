@@ -6,7 +6,6 @@ import base64
 import http.client
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from django.db import connection
 
 from controlplane.ids import new_id
 from node_agent import wire
+from tests.ports import free_port
 
 
 @dataclass
@@ -230,11 +230,6 @@ def database_url() -> str:
     """DATABASE_URL with the name of the tests' database."""
     parts = urlsplit(os.environ["DATABASE_URL"])
     return urlunsplit(parts._replace(path="/" + quote(str(connection.settings_dict["NAME"]))))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def wait_until(predicate: Any, timeout: float = 20.0) -> None:

@@ -16,8 +16,9 @@ from controlplane.fleet import actions as fleet
 from controlplane.fleet.models import Node
 from controlplane.health.models import Signal
 from node_agent import wire
+from tests.ports import free_port
 
-from .door import NodeClient, Server, database_url, free_port, wait_until
+from .door import NodeClient, Server, database_url, wait_until
 from .relay import Relay, postgres_relay, tcp_relay
 
 pytestmark = pytest.mark.skipif(

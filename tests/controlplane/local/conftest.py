@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from controlplane.local import processes, runfile, services
+from controlplane.local import processes, runfile
+from tests.ports import free_port
 
 
 @contextmanager
@@ -35,7 +36,7 @@ class Product:
 
     def __init__(self, home: Path) -> None:
         self.home = home
-        self.port, self.ingest_port = services.free_port(), services.free_port()
+        self.port, self.ingest_port = free_port(), free_port()
         self.ready = home / "ready"
         self.url = f"http://127.0.0.1:{self.port}"
 
