@@ -11,6 +11,7 @@ from datetime import datetime, timedelta
 
 import structlog
 from django.conf import settings
+from django.db import transaction
 from django.db.models import Q
 from django.utils import timezone
 
@@ -133,7 +134,7 @@ def claim(owner: str) -> PlaybookStep | None:
         return None
     definition = _definition(step)
     if definition is not None and definition.disruptive:
-        moot = not guards.have_let_go(step.run) and definition.moot(StepContext(step))
+        moot = not guards.have_let_go(step.run) and _looks_moot(step, definition)
         if not moot and not _guards_let_go(step, now):
             return step
     if step.state == StepState.READY:
@@ -175,6 +176,17 @@ def work_is_due(now: datetime) -> bool:
 def _definition(step: PlaybookStep) -> StepDefinition | None:
     playbook = PLAYBOOKS.get(step.run.playbook)
     return playbook.step(step.key) if playbook else None
+
+
+def _looks_moot(step: PlaybookStep, definition: StepDefinition) -> bool:
+    """Whether the step says that it is not wanted any more, or fails to say: then `_act` meets the
+    error too and counts it, while here it would stop every other run."""
+    try:
+        with transaction.atomic():
+            return bool(definition.moot(StepContext(step)))
+    except Exception:
+        log.exception("step.error", run=step.run_id, step=step.key)
+        return True
 
 
 def _act(step: PlaybookStep) -> Outcome:

@@ -36,12 +36,22 @@ PERSON = Actor(ActorKind.USER, "1")
 #: What each step of the test playbook does next, by key; and what it did.
 script: dict[str, list[Outcome | Exception]] = {}
 acted: list[str] = []
+#: What a disruptive step says of whether it is still wanted, by key; wanted once that is used up.
+moot_script: dict[str, list[str | Exception]] = {}
 
 
 def act(ctx: StepContext) -> Outcome:
     acted.append(ctx.step.key)
     answers = script.get(ctx.step.key, [])
     answer = answers.pop(0) if answers else Done(text=f"{ctx.step.key} done")
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def moot(ctx: StepContext) -> str:
+    answers = moot_script.get(ctx.step.key, [])
+    answer = answers.pop(0) if answers else ""
     if isinstance(answer, Exception):
         raise answer
     return answer
@@ -55,6 +65,7 @@ def definition(key: str, *, disruptive: bool = False) -> StepDefinition:
         effect=Effect.IDEMPOTENT,
         prose="by hand",
         disruptive=disruptive,
+        moot=moot,
         timeout_s=60,
     )
 
@@ -72,6 +83,7 @@ PLAYBOOK = Playbook(
 def playbook() -> Iterator[None]:
     script.clear()
     acted.clear()
+    moot_script.clear()
     with patch.dict(PLAYBOOKS, {"test": PLAYBOOK}):
         yield
 
@@ -184,6 +196,25 @@ class TestOneWorker:
         assert run.state == RunState.NEEDS_OPERATOR
         assert len(acted) == engine.MAX_ATTEMPTS
         assert "boom" in run.state_reason
+
+    def test_an_error_in_finding_whether_a_step_is_wanted_is_an_attempt_too(self) -> None:
+        run = request()
+        moot_script["two"] = [KeyError("boom")] * 20
+        for _ in range(engine.MAX_ATTEMPTS + 1):
+            drain()
+            due_now(run)
+        run.refresh_from_db()
+        assert (run.state, acted) == (RunState.NEEDS_OPERATOR, ["one"])
+        assert "boom" in run.state_reason
+        assert not Reservation.objects.filter(released_at=None).exists()
+
+    def test_a_step_that_is_wanted_again_by_the_time_it_acts_passes_the_guards(self) -> None:
+        run = request()
+        moot_script["two"] = ["it beats again", ""]
+        drain()
+        run.refresh_from_db()
+        assert (run.state, acted) == (RunState.SUCCEEDED, ["one", "two", "three"])
+        assert Reservation.objects.filter(run=run).count() == 1
 
     def test_a_person_lets_it_try_again(self) -> None:
         run = request()
