@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from node_agent import bmc, procfs, wire
@@ -342,7 +343,13 @@ class Node:
 
     def clean_up(self) -> None:
         if self.process is not None and self.process.poll() is None:
+            # Stopped first: what it is just starting has no environment yet that would tell.
+            self.process.send_signal(signal.SIGSTOP)
+            starting = psutil.Process(self.process.pid).children(recursive=True)
             self.kill()
+            for child in starting:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
         left = [
             *procfs.with_environment("DRYDOCK_STATE_DIR", str(self.shared / "job-1")),
             *procfs.with_environment("DRYDOCK_CHASSIS_DIR", str(self.folder)),
