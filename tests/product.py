@@ -144,6 +144,13 @@ class Product:
         assert (done.returncode == 0) == result["ok"], done.stderr
         return result
 
+    def membership(self) -> str:
+        """What the job's coordinator wrote last: whom it lost, whom it let in, in which epochs."""
+        logs = [log.read_text().splitlines() for log in self.home.glob("nodes/*/state/logs/*.log")]
+        told = (" granted epoch=", " lost replica=", " joined replica=")
+        lines = [line for log in logs for line in log if any(word in line for word in told)]
+        return "\n".join(sorted(lines)[-40:])
+
     def job(self) -> dict[str, Any]:
         """The demo job's row."""
         code = (
@@ -173,6 +180,7 @@ def product(request: pytest.FixtureRequest) -> Iterator[Product]:
         reporter = request.config.pluginmanager.get_plugin("terminalreporter")
         assert reporter is not None
         reporter.write_line(f"the product's rows and logs are kept in {home}")
+        reporter.write_line(product.membership())
     else:
         shutil.rmtree(home, ignore_errors=True)
 

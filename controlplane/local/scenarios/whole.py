@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
-from django.db.models import Max
 
 from controlplane import crypto
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED
@@ -34,6 +33,7 @@ from controlplane.local.scenarios.replicas import ready_job
 from runtime.checkpoint import peer, store
 from runtime.checkpoint.holder import ADDRESS, MEMORY
 from runtime.client import ENV_PLACEMENT
+from runtime.replica.record import RecordFile
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,15 @@ class There:
     step: int
     path: Path | None  # of a checkpoint
     pid: int | None  # of a holder
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """From which state a job that was killed whole went on."""
+
+    epoch: int  # in which its last step was made
+    step: int
+    replicas: list[int]  # that train by now
 
 
 def play(name: str, say: Say) -> Result:
@@ -56,9 +65,6 @@ def play(name: str, say: Say) -> Result:
     at = datetime.now(UTC)
     killed = _kill(job)
     await_rows(lambda: not _living(killed), 30, "the writers did not finish")
-    # Read only now: replicas regroup while this waits, and do so between two kills.
-    job.refresh_from_db()
-    epoch = _newest_epoch(job)
     tiers = _tiers(job)
     there = {tier: max(one.step for one in found) for tier, found in tiers.items()}
     say(f"SIGKILL of {len(killed)} ranks; newest checkpoints: {there}")
@@ -71,17 +77,17 @@ def play(name: str, say: Say) -> Result:
         say(f"a bit flipped in {len(newer)} states on the {expected} tier")
         facts |= {"damaged": len(newer), "damaged_tier": expected}
         expected = following
-    first = await_rows(lambda: _first_step(job, epoch), MENDED_S, "the job did not go on")
+    began = await_rows(lambda: begun_again(job.pk, killed), MENDED_S, "the job did not begin again")
+    first = await_rows(lambda: _first_steps(job, began), MENDED_S, "the job did not go on")
     await_rows(lambda: _whole(job), MENDED_S, "the job is not whole again")
     incidents = await_rows(lambda: _mended(job, at), MENDED_S, "an incident is not resolved")
-    facts |= {"went_on_at": first.step_from, "tier": expected, "incidents": len(incidents)}
+    facts |= {"went_on_at": began.step + 1, "tier": expected, "incidents": len(incidents)}
     samples = _samples(job)
     problems = [f"{count} samples {kind}" for kind, count in samples.items() if count]
-    if first.step_from != there[expected] + 1:
-        began = sorted({int(replica) for replica, *_ in first.computed})
+    if began.step != there[expected]:
         problems.append(
-            f"replicas {began} went on at step {first.step_from} in epoch {first.epoch}, after "
-            f"{epoch}, and the {expected} tier ends at {there[expected]}: {facts}"
+            f"replicas {began.replicas} went on from step {began.step}, made in epoch "
+            f"{began.epoch}, and the {expected} tier ends at {there[expected]}: {facts}"
         )
     return Result(
         scenario=name,
@@ -174,15 +180,20 @@ def _flip(path: Path) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def _newest_epoch(job: Job) -> int:
-    """The last epoch that any of the killed told of."""
-    newest = LedgerRange.objects.filter(job=job).aggregate(Max("epoch"))["epoch__max"]
-    return max(job.epoch, newest or 0)
+def begun_again(job_id: str, killed: set[str]) -> Beginning | None:
+    """From what those began who were started after these, once they have. By the coordinator's
+    record: what the control plane was told of the killed may end a while before they did."""
+    record = RecordFile(runfile.home() / "shared" / job_id / "coordinator", job_id).read()
+    if not record.members or killed & {*record.members.values()}:
+        return None
+    began = record.grant["began"]
+    return Beginning(int(began["epoch"]), int(began["step"]), sorted(record.members))
 
 
-def _first_step(job: Job, epoch: int) -> LedgerRange | None:
-    """The first steps that were made by the ranks that were started anew."""
-    return LedgerRange.objects.filter(job=job, epoch__gt=epoch).order_by("step_from").first()
+def _first_steps(job: Job, began: Beginning) -> LedgerRange | None:
+    """The first steps that they made, as they were told."""
+    later = LedgerRange.objects.filter(job=job, epoch__gt=began.epoch, step_to__gt=began.step)
+    return later.order_by("step_from").first()
 
 
 def _whole(job: Job) -> bool:

@@ -1,6 +1,8 @@
-"""A scenario that does not come to its end says what the product was still at."""
+"""How a scenario learns what came of it, and what it says where it does not come to its end."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,8 @@ from controlplane.fleet.choices import NodeState
 from controlplane.incidents.choices import RunState, StepState
 from controlplane.jobs.choices import JobState, ReplicaState
 from controlplane.local.scenarios.base import ScenarioError, await_rows
+from controlplane.local.scenarios.whole import Beginning, begun_again
+from runtime.replica.record import Record, RecordFile
 from tests.factories import (
     IncidentFactory,
     JobFactory,
@@ -50,3 +54,18 @@ def test_what_is_unfinished_is_named() -> None:
     assert "has no run: nobody is at it" in text
     assert "replica 2 of llama is lost; node-9 is repair_failed" in text
     assert "Repair it" not in text
+
+
+def test_a_killed_job_has_begun_again_once_none_of_the_killed_is_a_member(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRYDOCK_HOME", str(tmp_path))
+    file = RecordFile(tmp_path / "shared" / "job-1" / "coordinator", "job-1")
+    killed = {"old-0", "old-1"}
+    assert begun_again("job-1", killed) is None
+    before = {"began": {"epoch": 3, "step": 40}}
+    file.advance(0, Record(job="job-1", epoch=7, members={0: "old-0", 1: "old-1"}, grant=before))
+    assert begun_again("job-1", killed) is None
+    after = {"began": {"epoch": 7, "step": 52}}
+    file.advance(7, Record(job="job-1", epoch=8, members={1: "new-1"}, step=52, grant=after))
+    assert begun_again("job-1", killed) == Beginning(7, 52, [1])
