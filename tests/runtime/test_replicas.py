@@ -94,7 +94,8 @@ def test_below_the_minimum_members_wait_holding_their_state(make_fleet: MakeFlee
 def test_a_dead_coordinator_costs_no_step_and_its_successor_goes_on(
     make_fleet: MakeFleet, what_is_left: str
 ) -> None:
-    fleet = make_fleet(3)
+    # So long they may train without it: 50 steps of a busy machine take longer than ten seconds.
+    fleet = make_fleet(3, lease_s=60.0)
     fleet.start()
     fleet.wait_for_step(20)
 
