@@ -22,6 +22,7 @@ from benchmarks.checkpoints.contenders import ALL, OURS, Contender, python_of
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLE_S = 0.02  # between two looks at the memory
 LATER = 3  # saves of a turn after its first, that are timed
+LOADS = 3  # of the last of them, each from a cold disk
 LAST_LINES = 4  # of a log, which say why a contender ended
 END_S = 60.0  # that a contender has to end
 
@@ -101,8 +102,8 @@ class Turn:
         os.sync()  # what is removed is nobody else's load
 
     def play(self, rows: dict[tuple[float, str], dict[str, Any]], *, look_at_memory: bool) -> None:
-        """A first save, later ones, a cold load; what they took is added to the row. In one turn
-        one more save, untimed, for looking at the memory costs time."""
+        """A first save, later ones, cold loads; what they took is added to the row. In one turn one
+        more save, untimed, for looking at the memory costs time."""
         size = self._heard()["bytes"]
         row = rows.setdefault(
             (self._gib, self._contender.name),
@@ -124,10 +125,11 @@ class Turn:
         for _ in range(LATER):
             row["later"].append(self._save(last))
             last = row["later"][-1]["path"]
-        loaded = self._ask("load")
-        if not loaded["equal"]:
-            raise RuntimeError("what it loaded is not what it saved")
-        row["load_s"].append(loaded["seconds"])
+        for _ in range(LOADS):
+            loaded = self._ask("load")
+            if not loaded["equal"]:
+                raise RuntimeError("what it loaded is not what it saved")
+            row["load_s"].append(loaded["seconds"])
         if look_at_memory:
             with peak_of(self._process.pid) as looked:
                 self._ask("look")
