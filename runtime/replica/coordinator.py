@@ -67,6 +67,21 @@ class Coordinator(Epochs):
             return taken or misfit(first, self.world, known)
         return ""
 
+    def rival(self, first: dict[str, Any]) -> Peer | None:
+        """The other process that has the place of whoever joins. If it answers once more, it lives,
+        and the newcomer is none that follows a dead one: somebody started the job, or the replica,
+        twice. If it was cut off or stopped, it makes way within the time that its silence takes."""
+        holder = self.peers.get(int(first["replica"]))
+        mine = first["standby"] or holder is None or holder.placement == first["placement"]
+        return None if mine else holder
+
+    def taken_by(self, holder: Peer) -> str:
+        """What a newcomer is told whose place a living process has."""
+        return (
+            f"replica {holder.replica} of {self.record.job} lives, as {holder.placement}: give "
+            "each job an id of its own (DRYDOCK_JOB), or end that process first"
+        )
+
     def hear(self, peer: Peer, message: dict[str, Any]) -> bool:
         """Act on one message; False if the peer speaks on a connection that counts no more."""
         verbs: dict[str, Callable[[Peer, dict[str, Any]], None]] = {
@@ -122,7 +137,7 @@ class Coordinator(Epochs):
         previous = self.peers.get(replica)
         if previous is not None and previous.placement == placement:
             del self.peers[replica]  # the same process on a new connection: nobody is lost
-            previous.writer.close()
+            previous.hang_up()
             self.admission.interrupt()
         elif previous is not None:
             self.part_with(previous, "reset")
@@ -151,7 +166,7 @@ class Coordinator(Epochs):
         peer.standby, peer.place = str(message["standby"]), peer.replica
         for other in [p for p in self.peers.values() if p.placement == peer.placement]:
             del self.peers[other.replica]  # the same process on a new connection
-            other.writer.close()
+            other.hang_up()
             self.admission.interrupt()
         for number in [n for n, name in self.alive.items() if name == peer.placement]:
             if self.returns(peer, 0):
@@ -202,6 +217,7 @@ class Coordinator(Epochs):
 
     def on_pong(self, peer: Peer, message: dict[str, Any]) -> None:
         peer.answered = int(message["n"])
+        peer.stirred.set()
         if peer.phase == "member":
             peer.step = int(message["step"])
 
@@ -269,6 +285,7 @@ class Coordinator(Epochs):
     def on_goodbye(self, peer: Peer, _message: dict[str, Any]) -> None:
         """A replica leaves of its own will: nobody is told that it is lost."""
         self.peers.pop(peer.replica, None)
+        peer.stirred.set()
         self.admission.forget(peer.replica)
         self.claims.forget(peer.replica)
         if self.alive.get(peer.replica) == peer.placement:

@@ -178,6 +178,7 @@ class Epochs(Roster):
         if leaver is not None:
             self.admission.forget(number)
             leaver.tell(op="replaced", by=peer.placement)
+            leaver.stirred.set()
         del self.peers[peer.replica]
         self.places.take(number, peer.placement)
         log.info("seated placement=%s replica=%s", peer.placement, number)

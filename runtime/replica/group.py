@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -93,7 +93,8 @@ class ReplicaGroup:
         straggler_after_s: float = 600.0,
         on_step: Callable[[Committed], None] | None = None,
     ) -> None:
-        if error := cannot_drop(model, job.rank, job.ranks):
+        optimizers, schedules = several(optimizer), several(schedule)
+        if error := cannot_drop(model, job.rank, job.ranks, optimizers):
             raise ValueError(error)
         if compare_every < 0:
             raise ValueError(f"compare_every={compare_every}: give a number of steps, 0 for never")
@@ -109,14 +110,13 @@ class ReplicaGroup:
         if not any(parameter.is_cuda for parameter in model.parameters()):
             keep_freed_memory()
         batches.open(job.trouble, job.rank, job.ranks)
-        optimizers = several(optimizer)
         division = Division(model, job.rank)
         self.state = TrainingState(
             model,
             optimizers,
             batches,
             division,
-            schedules=several(schedule),
+            schedules=schedules,
             scaler=scaler,
             ema=ema,
             extra=extra,
@@ -127,8 +127,15 @@ class ReplicaGroup:
         self._engine = StepEngine(
             self.state, gloo, self._observer, division, mode=mode, max_grad_norm=max_grad_norm
         )
+        helpers: dict[str, Sequence[Any]] = {
+            "schedule": schedules,
+            "scaler": [] if scaler is None else [scaler],
+            "average": [] if ema is None else [ema],
+            **{f"extra {name}": [one] for name, one in (extra or {}).items()},
+        }
+        numerics = numerics_of(mode, model)
         shape = describe(
-            model, optimizers, batches, mode, max_grad_norm, numerics_of(mode, model), job.ranks
+            model, optimizers, batches, mode, max_grad_norm, numerics, job.ranks, helpers
         )
         self._rank = Rank(
             job, self.state, self._engine, gloo, saver, self._observer, host=host, on_step=on_step

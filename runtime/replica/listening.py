@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runtime.replica.connection import Peer, read_line
 
@@ -101,6 +101,9 @@ async def serve(
         if first is None:
             return
         refusal = coordinator.refusal(first)
+        if first["op"] == "join" and not refusal:
+            # Asked again: meanwhile its place may have become another's.
+            refusal = await contest(coordinator, first) or coordinator.refusal(first)
         if refusal:
             writer.write(json.dumps({"ok": False, "error": refusal}).encode() + b"\n")
         elif first["op"] == "join":
@@ -121,6 +124,19 @@ async def serve(
         with contextlib.suppress(ConnectionError):
             await writer.drain()
         writer.close()
+
+
+async def contest(coordinator: Coordinator, first: dict[str, Any]) -> str:
+    """Wait until the place of whoever joins is free, or its holder has answered once more: why it
+    may not join then."""
+    while (holder := coordinator.rival(first)) is not None:
+        asked = holder.ping()
+        while coordinator.rival(first) is holder:
+            if holder.answered >= asked:
+                return coordinator.taken_by(holder)
+            holder.stirred.clear()
+            await holder.stirred.wait()
+    return ""
 
 
 async def drain(coordinator: Coordinator) -> None:

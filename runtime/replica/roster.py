@@ -91,7 +91,7 @@ class Roster(ABC):
 
     def part_with(self, peer: Peer, how: str) -> None:
         del self.peers[peer.replica]
-        peer.writer.close()
+        peer.hang_up()
         self.admission.forget(peer.replica)
         self.claims.forget(peer.replica)
         if peer.phase == "member" and self.alive.get(peer.replica) == peer.placement:
@@ -113,7 +113,7 @@ class Roster(ABC):
         peer = self.peers.get(replica)
         if peer is not None and peer.placement == placement:
             del self.peers[replica]
-            peer.writer.close()
+            peer.hang_up()
             self.admission.forget(replica)
         self.drop(replica, how)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,8 +18,12 @@ if TYPE_CHECKING:
 
 _OTHERWISE = "such a job is recovered by a restart from its checkpoint, without a ReplicaGroup"
 _SAME_SCRIPT = "start all replicas with the same script and options"
-#: Kinds of module, and packages, that spread one model over all processes of a job.
-_WHOLE_JOB = ("FullyShardedDataParallel", "PipelineStage", "deepspeed")
+#: Kinds of module and optimizer, and packages, that spread one model over all processes of a job.
+_WHOLE_JOB = (
+    "FullyShardedDataParallel", "PipelineStage", "ZeroRedundancyOptimizer", "deepspeed",
+)  # fmt: skip
+#: So many groups of an optimizer's parameters are told apart in words.
+_GROUPS_IN_WORDS = 4
 #: By its key in the shape: what it is called, and what to do if it differs.
 _WORDS = {
     "mode": ("mode", "start all replicas with the same mode"),
@@ -32,6 +37,7 @@ _WORDS = {
     "model": ("model", _SAME_SCRIPT),
     "optimizer": ("optimizer", _SAME_SCRIPT),
     "clipping": ("largest gradient norm", _SAME_SCRIPT),
+    "helpers": ("set of schedules, scaler, average and extras", _SAME_SCRIPT),
     "numerics": ("arithmetic", "run all replicas with one version of torch on one kind of machine"),
 }
 
@@ -44,10 +50,12 @@ def describe(
     max_grad_norm: float | None,
     numerics: str,
     ranks: int = 1,
+    helpers: Mapping[str, Sequence[Any]] = MappingProxyType({}),
 ) -> dict[str, str]:
     """This replica's side of the comparison, each part in a few words.
 
-    `numerics`: what else decides on the last bit of a sum. `ranks`: of one replica.
+    `numerics`: what else decides on the last bit of a sum. `ranks`: of one replica. `helpers`: what
+    else a step changes, by what it is.
     """
     tensors = [
         f"{name} {tuple(tensor.shape)} {tensor.dtype}"
@@ -63,18 +71,28 @@ def describe(
         f"({digest})",
         "optimizer": ", ".join(_settings(optimizer) for optimizer in optimizers),
         "clipping": "none" if max_grad_norm is None else f"{max_grad_norm:g}",
+        "helpers": ", ".join(
+            f"{what} {type(one).__name__}" for what, ones in helpers.items() for one in ones
+        )
+        or "none",
         "numerics": numerics,
     }
 
 
-def cannot_drop(model: torch.nn.Module, rank: int = 0, ranks: int = 1) -> str:
+def cannot_drop(
+    model: torch.nn.Module, rank: int = 0, ranks: int = 1, optimizers: Sequence[Any] = ()
+) -> str:
     """Why a model is of a shape whose replicas cannot be dropped, with what to do; "" if it can.
 
     `rank`: of this process, of so many `ranks` of its replica.
     """
-    for name, module in model.named_modules():
-        where = f"the module {name}" if name else "the model"
-        kind = type(module)
+    modules = model.named_modules() if hasattr(model, "named_modules") else [("", model)]
+    parts: list[tuple[str, Any]] = [
+        *((f"the module {name}" if name else "the model", module) for name, module in modules),
+        *(("the optimizer", optimizer) for optimizer in optimizers),
+    ]
+    for where, part in parts:
+        kind = type(part)
         if kind.__name__ == "DistributedDataParallel":
             return (
                 f"{where} is wrapped in DistributedDataParallel: give ReplicaGroup the bare model, "
@@ -82,6 +100,8 @@ def cannot_drop(model: torch.nn.Module, rank: int = 0, ranks: int = 1) -> str:
             )
         if kind.__name__ in _WHOLE_JOB or kind.__module__.partition(".")[0] in _WHOLE_JOB:
             return f"{where} is a {kind.__name__}, which spans all processes; {_OTHERWISE}"
+    if not hasattr(model, "named_modules"):
+        return f"the model is a {type(model).__name__}: give ReplicaGroup a torch.nn.Module"
     for name, parameter in model.named_parameters():
         if error := _cannot_exchange(f"the parameter {name}", parameter, rank, ranks):
             return error
@@ -110,6 +130,8 @@ def cannot_drop(model: torch.nn.Module, rank: int = 0, ranks: int = 1) -> str:
 
 
 def _cannot_exchange(what: str, parameter: torch.nn.Parameter, rank: int, ranks: int) -> str:
+    if hasattr(parameter, "ds_id"):
+        return f"{what} is divided among all processes by DeepSpeed's ZeRO; {_OTHERWISE}"
     placements = _placements(parameter)
     told = ", ".join(str(placement) for placement in placements)
     if len(placements) > 1 or not all(one.is_shard() for one in placements):
@@ -187,11 +209,24 @@ def difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
 
 
 def _settings(optimizer: Any) -> str:
-    """An optimizer's kind and the settings that it was made with."""
+    """An optimizer's kind, the settings that it was made with, and in which groups of parameters
+    they are others."""
     name = type(optimizer).__name__
     defaults = getattr(optimizer, "defaults", None)
     if not isinstance(defaults, dict):
         return name
-    plain = {k: v for k, v in defaults.items() if isinstance(v, bool | int | float | tuple)}
-    told = " ".join(f"{key}={value}" for key, value in sorted(plain.items()))
-    return f"{name}({told})"
+    told = _in_words(defaults)
+    groups = [
+        f"; of {len(group['params'])} tensors {others}"
+        for group in getattr(optimizer, "param_groups", [])
+        if (others := _in_words({k: v for k, v in group.items() if v != defaults.get(k, v)}))
+    ]
+    if len(groups) > _GROUPS_IN_WORDS:
+        digest = hashlib.sha256("".join(groups).encode()).hexdigest()[:8]
+        groups = [f"; others in {len(groups)} groups ({digest})"]
+    return f"{name}({told}{''.join(groups)})"
+
+
+def _in_words(settings: Mapping[str, Any]) -> str:
+    plain = {k: v for k, v in settings.items() if isinstance(v, bool | int | float | tuple)}
+    return " ".join(f"{key}={value}" for key, value in sorted(plain.items()))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from runtime.replica import listening
-from runtime.replica.coordinator import Coordinator
+from runtime.replica.coordinator import PEER_SILENT_S, Coordinator
 from runtime.replica.epochs import GATHER_S
 from runtime.replica.record import Record, RecordFile, StaleEpoch, hold_alone
 
@@ -111,12 +111,18 @@ def test_the_newest_start_of_a_replica_keeps_its_place(tmp_path: Path) -> None:
     members = [Member(0, "a", 5), Member(1, "old", 5), Member(1, "new", 0), Member(1, "old", 5)]
     survivor, old, new, woken = members
     record: list[str] = []
+    clock = Clock()
 
     async def scene(coordinator: Coordinator, port: int) -> None:
         await survivor.join(port)
         await old.join(port)
         await new.join(port)
-        await old.hear("refused")
+        await old.hear("ping")  # and it does not answer
+        clock.now += PEER_SILENT_S + 0.1
+        coordinator.peers[0].heard = clock.now
+        coordinator.last_tick = clock.now
+        coordinator.tick()
+        await survivor.hear("lost")
         survivor.say(op="report", epoch=5, step=9, held=[], planned=False, leaving=False)
         await survivor.hear("epoch")
         coordinator.tick()
@@ -128,10 +134,60 @@ def test_the_newest_start_of_a_replica_keeps_its_place(tmp_path: Path) -> None:
         record.extend(coordinator.file.read().superseded)
         assert (await ask(port, op="status"))["peers"] == {"0": "member", "1": "syncing"}
 
-    serve(tmp_path, {0: "a", 1: "old"}, scene)
+    serve(tmp_path, {0: "a", 1: "old"}, scene, clock=clock)
 
     assert "replaced by new" in woken.heard[-1]["error"]
     assert record == ["old"]
+
+
+def test_a_job_that_is_started_twice_is_refused_the_second_time(tmp_path: Path) -> None:
+    member, twin = Member(1, "b", 5), Member(1, "second", 0)
+
+    async def scene(coordinator: Coordinator, port: int) -> None:
+        await member.join(port)
+        await twin.join(port)
+        asked = await member.hear("ping")
+        member.say(op="pong", n=asked["n"], step=9)
+        await twin.hear("refused")
+        assert coordinator.alive == {0: "a", 1: "b"}
+        assert coordinator.peers[1].placement == "b"
+
+    serve(tmp_path, {0: "a", 1: "b"}, scene)
+
+    assert "replica 1 of j lives, as b: give each job an id of its own" in twin.heard[-1]["error"]
+
+
+async def says_goodbye(holder: Member, _port: int) -> None:
+    holder.say(op="goodbye")
+
+
+async def hangs_up(holder: Member, _port: int) -> None:
+    holder.writer.close()
+
+
+async def its_agent_says_that_it_ended(_holder: Member, port: int) -> None:
+    await ask(port, op="exit", replica=1, placement="old")
+
+
+@pytest.mark.parametrize("goes", [says_goodbye, hangs_up, its_agent_says_that_it_ended])
+def test_who_waits_for_a_place_has_it_once_its_holder_is_gone(
+    tmp_path: Path, goes: Callable[[Member, int], Awaitable[None]]
+) -> None:
+    holder, newcomer = Member(1, "old", 5), Member(1, "new", 0)
+
+    async def scene(coordinator: Coordinator, port: int) -> None:
+        await Member(0, "a", 5).join(port)
+        await holder.join(port)
+        await newcomer.join(port)
+        await holder.hear("ping")
+        assert coordinator.peers[1].placement == "old"
+        await goes(holder, port)
+        async with asyncio.timeout(PATIENCE_S):
+            while 1 not in coordinator.peers or coordinator.peers[1].placement == "old":
+                await ask(port, op="status")
+        assert coordinator.peers[1].placement == "new"
+
+    serve(tmp_path, {0: "a", 1: "old"}, scene)
 
 
 def test_a_past_member_that_nobody_remembers_takes_no_place(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""What makes a model one whose replicas cannot be dropped, and the sentence that says so."""
+"""What makes a model one whose replicas cannot be dropped, what tells replicas of two jobs apart,
+and the sentences that say so."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from runtime.replica.shape import cannot_drop
+from runtime.data import Batches
+from runtime.replica.shape import cannot_drop, describe, difference
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +22,12 @@ def _one_process_group() -> Iterator[None]:
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
+
+
+#: As they are named elsewhere; neither runs without processes of its own.
+PipelineStage = type("PipelineStage", (), {})
+DeepSpeedEngine = type("DeepSpeedEngine", (nn.Module,), {"__module__": "deepspeed.runtime.engine"})
+ZeroRedundancyOptimizer = type("ZeroRedundancyOptimizer", (), {})
 
 
 def model() -> nn.Sequential:
@@ -94,3 +102,58 @@ def test_tensor_parallel_parameters_are_named() -> None:
 
 def test_parameters_elsewhere_are_named() -> None:
     assert "the parameter 0.weight is on meta" in cannot_drop(model().to("meta"))
+
+
+@pytest.mark.parametrize("spanning", [PipelineStage(), DeepSpeedEngine()])
+def test_what_spans_all_processes_says_how_such_a_job_is_recovered(spanning: nn.Module) -> None:
+    told = cannot_drop(spanning)
+
+    assert f"the model is a {type(spanning).__name__}, which spans all processes" in told
+    assert "a restart from its checkpoint" in told
+
+
+def test_parameters_that_deepspeed_divided_are_named() -> None:
+    made = model()
+    made.get_parameter("1.weight").ds_id = 3  # type: ignore[attr-defined]
+
+    assert "the parameter 1.weight is divided among all processes by DeepSpeed's" in cannot_drop(
+        made
+    )
+
+
+def test_an_optimizer_that_spans_all_processes_is_named() -> None:
+    told = cannot_drop(model(), optimizers=[ZeroRedundancyOptimizer()])
+
+    assert "the optimizer is a ZeroRedundancyOptimizer, which spans all processes" in told
+
+
+def test_what_is_no_module_is_named() -> None:
+    assert "the model is a dict: give ReplicaGroup a torch.nn.Module" in cannot_drop({})  # type: ignore[arg-type]
+
+
+def shape_of(rates: list[float], **helpers: list[object]) -> dict[str, str]:
+    made = nn.Sequential(*(nn.Linear(4, 4) for _ in rates))
+    groups = [
+        {"params": [*layer.parameters()], "lr": lr} for layer, lr in zip(made, rates, strict=True)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    return describe(
+        made, [optimizer], Batches(samples=96, shards=12), "cover", 1.0, "torch", 1, helpers
+    )
+
+
+def test_rates_of_groups_of_parameters_tell_optimizers_apart() -> None:
+    same = difference(shape_of([0.1, 0.2]), shape_of([0.1, 0.2]))
+    told = difference(shape_of([0.1, 0.2]), shape_of([0.1, 0.1]))
+    many = difference(shape_of([0.2] * 6), shape_of([0.2] * 5 + [0.3]))
+
+    assert same == ""
+    assert "this replica's optimizer is AdamW(" in told
+    assert "; of 2 tensors lr=0.2), the job's is" in told
+    assert "others in 6 groups (" in many
+
+
+def test_another_schedule_tells_scripts_apart() -> None:
+    told = difference(shape_of([0.1], schedule=[nn.Identity()]), shape_of([0.1]))
+
+    assert "extras is schedule Identity, the job's is none: start all replicas with" in told

@@ -358,6 +358,24 @@ def test_three_replicas_survive_and_end_as_if_nothing_had_happened(tmp_path: Pat
     assert [*tmp_path.iterdir()] == []
 
 
+def test_any_script_is_broken_as_it_is(tmp_path: Path) -> None:
+    script, folder = ROOT / "tests" / "runtime" / "tiny.py", tmp_path / "script"
+    folder.mkdir()
+    run = torture(
+        tmp_path, "--json", "--seed", "4", "--replicas", "2", "--faults", "1",
+        "--kinds", "kill", "--phases", "forward",
+        "--script", str(script), "--options", json.dumps({"folder": str(folder)}),
+    )  # fmt: skip
+
+    told, _ = run.communicate(timeout=300)
+    report = json.loads(told)
+
+    assert report["problems"] == []
+    assert report["digest_equal"] is True
+    assert (folder / "digest.0").exists()
+    assert run.returncode == 0
+
+
 def test_a_killed_runner_leaves_no_process_behind(tmp_path: Path) -> None:
     run = torture(
         tmp_path, "--json", "--seed", "1", "--replicas", "2", "--faults", "1",

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runtime.replica.connection import Peer
 from runtime.replica.coordinator import Coordinator
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tests.runtime.simulation.replica import Replica
 
 TICKS_S = (0.14, 0.2)
+CONTEST_S = 0.05  # between two looks whether a newcomer's place is free
 
 
 class Killed(BaseException):
@@ -118,25 +119,44 @@ class _Served:
         self.keeper, self.connection = keeper, connection
         self.peer: Peer | None = None
         self.over = False
+        self._first: dict[str, Any] | None = None  # said by one whose place another has
+        self._unheard: list[bytes] = []  # that it said since
+        self._asked: tuple[Peer, int] | None = None  # that other one, and the number of a ping
 
     def hear(self, data: bytes) -> None:
         if self.over:
             return
-        coordinator = self.keeper.coordinator
         if data == END:
             self._end()
+        elif self._first is not None:
+            self._unheard.append(data)
+        elif self.peer is None:
+            self._first = json.loads(data)
+            self._admit(self._first)
+        elif not self.keeper.coordinator.hear(self.peer, json.loads(data)):
+            self._end()
+
+    def _admit(self, first: dict[str, Any]) -> None:
+        coordinator = self.keeper.coordinator
+        if self.over:
             return
-        message = json.loads(data)
-        if self.peer is not None:
-            if not coordinator.hear(self.peer, message):
-                self._end()
-            return
-        refusal = coordinator.refusal(message)
+        refusal = coordinator.refusal(first)
+        rival = None if refusal else coordinator.rival(first)
+        if rival is not None:
+            if self._asked is None or self._asked[0] is not rival:
+                self._asked = (rival, rival.ping())
+            if rival.answered < self._asked[1]:
+                self.keeper.after(CONTEST_S, self.keeper, lambda: self._admit(first))
+                return
+            refusal = coordinator.taken_by(rival)
         if refusal:
             self.write(json.dumps({"ok": False, "error": refusal}).encode())
             self._end()
-        else:
-            self.peer = coordinator.join(message, self)  # type: ignore[arg-type]
+            return
+        self.peer = coordinator.join(first, self)  # type: ignore[arg-type]
+        self._first, unheard = None, self._unheard
+        for data in unheard:
+            self.hear(data)
 
     def _end(self) -> None:
         self.over = True
