@@ -12,6 +12,8 @@ from benchmarks.rivals.figures import share
 
 Row = dict[str, Any]
 STALL, FIRST, DURABLE, LOAD = 1.1, 1.5, 0.8, 0.8
+#: Copies of the state that may be kept, and how much memory beside them.
+STATES, BEYOND_BYTES = 2, 64e6
 
 
 def lines(results: dict[str, Any]) -> Iterator[str]:
@@ -75,6 +77,7 @@ def figures_of(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
         "load_s": load if touches_disk else None,
         "of_reads": _of(disk, "load_s", load) if touches_disk else None,
         "memory_bytes": row.get("memory_bytes", 0),
+        "beyond_states": row.get("memory_bytes", 0) - STATES * row["state_bytes"],
     }
 
 
@@ -90,6 +93,9 @@ def _verdicts(found: dict[str, Any]) -> Iterator[str]:
             good = value <= limit if at_most else value >= limit
             sign = "<=" if at_most else ">="
             yield f"{what} {value:.2f}{unit} ({sign} {limit}: {'kept' if good else 'MISSED'})"
+    beyond, limit = (size / 1e6 for size in (found["beyond_states"], BEYOND_BYTES))
+    good = "kept" if beyond <= limit else "MISSED"
+    yield f"memory {beyond:+.0f} MB beyond {STATES} states (<= {limit:.0f}: {good})"
     yield f"room made in {found['prepare_s']:.2f} s before"
 
 

@@ -233,8 +233,8 @@ def opened(data: bytes, what: str) -> dict[str, Any]:
         raise Damaged(f"{what} has the format {kind!r}, not {FORMAT!r}")
     if version != VERSION:
         raise Damaged(
-            f"{what} is of format version {version}, this Drydock reads {VERSION}: "
-            "read it with the Drydock that wrote it, or a later one"
+            f"{what} is of format version {version}, this Drydock reads {VERSION}: read it with "
+            "the Drydock that wrote it, or a later one (pip install --upgrade drydock-fleet)"
         )
     body, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     if seal != _SEAL.format(xxhash.xxh3_128_hexdigest(body)).encode():

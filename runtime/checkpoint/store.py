@@ -31,6 +31,10 @@ _ASIDE = ".damaged-"
 GONE = ".gone-"  # given up or to be removed
 
 
+#: Commands that help, before a path.
+_ALL_THAT_IS_WRONG = "to see all that is wrong: python -m runtime.checkpoint verify"
+_WHAT_IS_THERE = "to see what a job has: python -m runtime.checkpoint ls STATE_DIR"
+
 Progress = Callable[[int], object]
 
 
@@ -139,7 +143,7 @@ def read(path: Path, rank: int = 0, progress: Progress = _unseen) -> Staged:
         for file in part.files:
             start = file.first * CHUNK_BYTES
             for finding in check(part, file, handle, buffer[start : start + file.bytes]):
-                raise Damaged(f"{path}: {finding}")
+                raise Damaged(f"{path}: {finding}; {_ALL_THAT_IS_WRONG} {path}")
             progress(file.bytes)
     finally:
         os.close(handle)
@@ -186,14 +190,20 @@ def verify(path: Path, progress: Progress = _unseen) -> list[Finding]:
 
 def _no_checkpoint(path: Path, why: str | None = None) -> str:
     if not path.exists():
-        return f"{path} does not exist; a checkpoint is a folder, named as step-00000012"
+        return (
+            f"{path} does not exist; a checkpoint is a folder, named as step-00000012; "
+            f"{_WHAT_IS_THERE}"
+        )
     if not path.is_dir():
-        return f"{path} is no folder; a checkpoint is one, named as step-00000012"
+        return f"{path} is no folder; a checkpoint is one, named as step-00000012; {_WHAT_IS_THERE}"
     if inside := candidates(path):
         return f"{path} holds {len(inside)} checkpoints and is none; give one of them: {inside[0]}"
     if why is not None:
-        return f"{path} is no checkpoint: its {MANIFEST} cannot be read ({why})"
-    return f"{path} holds no checkpoint: none of its folders is named as step-00000012"
+        return f"{path} is no checkpoint: its {MANIFEST} cannot be read ({why}); {_WHAT_IS_THERE}"
+    return (
+        f"{path} holds no checkpoint: none of its folders is named as step-00000012; "
+        f"{_WHAT_IS_THERE}"
+    )
 
 
 def shortened(names: tuple[str, ...], most: int = 4) -> str:
@@ -232,7 +242,10 @@ def check(part: Part, file: DataFile, handle: int, into: memoryview | None = Non
     try:
         disk.read(file.name, file.bytes, handle, compare, into)
     except (OSError, EOFError) as error:
-        return [Finding(file.name, part.rank, names_in(part, file.first), str(error))]
+        what = str(error)
+        if isinstance(error, FileNotFoundError):
+            what = f"it is missing, {file.bytes} bytes expected"
+        return [Finding(file.name, part.rank, names_in(part, file.first), what)]
     if not wrong:
         return []
     what = f"{len(wrong)} of {file.chunks} chunks are not what was saved"

@@ -19,6 +19,8 @@ from runtime.replica.division import Division, part_of
 from runtime.replica.statistics import RunningStatistics
 from runtime.snapshot import Copying, Due, When, digest_of, size_of, state_of
 
+MAX_FLAW = 300  # characters of what torch says of a model that does not fit
+
 
 class Stateful(Protocol):
     """What can be saved and put back."""
@@ -162,7 +164,7 @@ class TrainingState:
         Raises ValueError if it belongs to other data or another model."""
         state = self._cut(self.division.put_together(given))
         if "batches" not in state:  # weights alone, that another tool made: the job begins
-            self.model.load_state_dict(state["model"])
+            self._put_back_model(state["model"])
             self.statistics.reload()
             return
         self.batches.load_state_dict(state["batches"])
@@ -171,7 +173,7 @@ class TrainingState:
             name: own_copy(one) if name.endswith("_extra_state") else one
             for name, one in state["model"].items()
         }
-        self.model.load_state_dict(model)
+        self._put_back_model(model)
         self.statistics.reload()
         for name, parts in self._parts().items():
             given = state[name]
@@ -187,6 +189,18 @@ class TrainingState:
         self._parts_at_edge = None
         self._note_parts()
         self.seed(-1)
+
+    def _put_back_model(self, weights: dict[str, Any]) -> None:
+        """Raises ValueError if they are another model's."""
+        try:
+            self.model.load_state_dict(weights)
+        except RuntimeError as error:  # many lines, of which the first names the model
+            flaws = [line.strip() for line in str(error).splitlines()[1:]] or [str(error)]
+            raise ValueError(
+                f"the state is of another model than this script's {type(self.model).__name__} "
+                f"({flaws[0][:MAX_FLAW]}); resume with the script that saved it, whose tensors "
+                "`python -m runtime.checkpoint inspect STATE_DIR` shows, or start a new job"
+            ) from error
 
     def _cut(self, state: dict[str, Any]) -> dict[str, Any]:
         """As this model is divided, where a state is of one that was not."""

@@ -56,6 +56,7 @@ def test_the_table_says_which_limits_ours_keeps() -> None:
 
     assert "first save 2.73x later (<= 1.5: MISSED)" in text
     assert "durable at 0.80 of the disk (>= 0.8: kept)" in text
+    assert "memory +0 MB beyond 2 states (<= 64: kept)" in text
 
 
 def test_the_picture_has_a_dot_for_every_save() -> None:

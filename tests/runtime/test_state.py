@@ -24,8 +24,8 @@ class Odd(torch.Tensor):
     """More than its elements."""
 
 
-def training(**parts: Any) -> TrainingState:
-    model = torch.nn.Linear(3, 2)
+def training(width: int = 3, **parts: Any) -> TrainingState:
+    model = torch.nn.Linear(width, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return TrainingState(model, [optimizer], Batches(samples=48), **parts)
 
@@ -64,6 +64,16 @@ def test_a_state_with_other_parts_is_refused_by_their_names() -> None:
         ValueError, match=r"the state has the helpers \[\], this script \['scaler'\]"
     ):
         with_scaler.load(training().copy())
+
+
+def test_a_state_of_another_model_is_refused_in_one_line_that_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match="another model") as error:
+        training(width=5).load(training().copy())
+
+    said = str(error.value)
+    assert "\n" not in said
+    assert "this script's Linear (size mismatch for weight: copying a param with shape" in said
+    assert "python -m runtime.checkpoint inspect STATE_DIR" in said
 
 
 def test_a_copy_into_memory_that_is_there_is_the_same_copy() -> None:

@@ -272,6 +272,28 @@ def test_only_what_changed_is_written_and_only_the_newest_kept(trainer: OneRank)
     assert (newest / "rank-0-0000.bin").stat().st_nlink == 3
 
 
+def test_what_is_not_on_the_disk_as_it_was_written_is_written_again_and_told(
+    trainer: OneRank,
+) -> None:
+    """A file that a checkpoint shares with the one before has rotted since."""
+    trainer.save_all(1)
+    before, after = (trainer.saver.folders.shared / f"step-0000000{step}" for step in (1, 2))
+    with (before / "rank-0-0000.bin").open("r+b") as file:
+        (byte,) = file.read(1)
+        file.seek(0)
+        file.write(bytes([byte ^ 1]))
+
+    trainer.save_all(2)
+
+    (trouble,) = [m for m in trainer.told.messages if isinstance(m, Trouble)]
+    assert trouble.kind == "checkpoint_damaged"
+    assert "written again" in trouble.text
+    assert "rank-0-0000.bin (rank 0), tensors base" in trouble.text
+    assert store.verify(after) == []
+    assert (after / "rank-0-0000.bin").stat().st_nlink == 1
+    assert [finding.file for finding in store.verify(before)] == ["rank-0-0000.bin"]
+
+
 def test_what_is_copied_later_is_of_the_edge_and_the_wait_is_counted(trainer: OneRank) -> None:
     copying = trainer.save(7)
 

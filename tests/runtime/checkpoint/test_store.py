@@ -137,7 +137,7 @@ def test_a_checkpoint_under_another_step_s_name_is_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda path: path, "does not exist; a checkpoint is a folder"),
+        (lambda path: path, "does not exist; a checkpoint is a folder.*m runtime.checkpoint ls"),
         (lambda path: path.mkdir(), "is no checkpoint: its manifest.json cannot be read"),
         (lambda path: write(path, staged_at(1)), "holds 1 checkpoints and is none; give one"),
     ],
@@ -157,6 +157,19 @@ def test_a_newer_format_is_refused_with_what_to_do(tmp_path: Path) -> None:
 
     with pytest.raises(Damaged, match="version 99, this Drydock reads 3: read it with the Drydock"):
         store.read(path.parent)
+
+
+def test_a_file_that_is_missing_is_said_with_its_size_and_what_to_do(tmp_path: Path) -> None:
+    path = write(tmp_path, staged_at(2))
+    file = min(path.glob("*.bin"))
+    size = file.stat().st_size
+    file.unlink()
+
+    with pytest.raises(Damaged) as error:
+        store.read(path)
+
+    assert f"it is missing, {size} bytes expected" in str(error.value)
+    assert f"python -m runtime.checkpoint verify {path}" in str(error.value)
 
 
 def test_a_rank_that_it_does_not_have_is_refused(tmp_path: Path) -> None:
