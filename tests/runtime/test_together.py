@@ -33,7 +33,7 @@ from runtime.replica.siblings import Incomplete, Siblings
 from runtime.replica.state import TrainingState
 from runtime.replica.step import NotWhole, StepEngine
 from runtime.replica.telling import Teller
-from runtime.replica.together import Together
+from runtime.replica.together import MAX_TRIES, Together
 from runtime.snapshot import state_of
 from tests.runtime.told import Told
 
@@ -292,6 +292,20 @@ def test_a_tier_of_which_a_checkpoint_fails_comes_after_the_others(
 
     assert tried == ["c", "a", "b"]
     assert "the next one is shared, step 5" in str(pair.told.messages[1])
+
+
+def test_a_bounded_number_of_checkpoints_is_tried_before_a_person_has_to_look(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = [(step, f"save{step}", "shared") for step in range(MAX_TRIES + 3, 0, -1)]
+    pair.other.answers["checkpoints"] = {"value": [[*found] for found in there]}
+    pair.other.answers["read"] = {"value": []}
+    monkeypatch.setattr(pair.saver.sources, "saves", lambda: there)
+
+    with pytest.raises(ValueError, match=r"none of the 11 checkpoints of this job can be loaded"):
+        pair.together.load()
+
+    assert pair.other.heard.count("read") == MAX_TRIES
 
 
 def test_a_step_that_one_rank_does_not_hear_of_is_not_made(
