@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import sys
 import time
@@ -24,11 +25,17 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint import store
-from runtime.checkpoint.manifest import Manifest
+from runtime.checkpoint.manifest import Manifest, OtherVersion, shown
 from runtime.checkpoint.progress import Bar
+from runtime.checkpoint.suspects import suspects
 from runtime.image import Damaged
 
-NOT_WELL, CANNOT = 1, 2
+NOT_WELL, CANNOT, INTERRUPTED = 1, 2, 130
+#: What reading something that only looks like a checkpoint may come to.
+MALFORMED = (
+    LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, RuntimeError,
+    MemoryError, UnicodeError,
+)  # fmt: skip
 DAY_S = 86_400.0
 #: One line for a person, beside the object for a program.
 Answer = tuple[dict[str, Any], list[str]]
@@ -40,13 +47,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         answers = list(VERBS[asked.verb](asked))
     except (Damaged, OSError, ValueError) as error:
-        print(error, file=sys.stderr)  # noqa: T201
-        return CANNOT
+        return _cannot(asked, str(error))
+    except KeyboardInterrupt:
+        return _cannot(asked, "interrupted", INTERRUPTED)
+    except MALFORMED as error:
+        where = getattr(asked, "path", None) or getattr(asked, "source", None) or asked.left
+        return _cannot(asked, f"{where} holds what no checkpoint does: {shown(error)}")
     if asked.json:
-        print(json.dumps([answer for answer, _lines in answers]))  # noqa: T201
+        print(json.dumps([_in_json(answer) for answer, _lines in answers]))  # noqa: T201
     else:
-        print("\n".join(line for _answer, lines in answers for line in lines))  # noqa: T201
+        lines = [_printable(line) for _answer, lines in answers for line in lines]
+        print("\n".join(lines))  # noqa: T201
     return NOT_WELL if any(answer.get("findings") for answer, _lines in answers) else 0
+
+
+def _cannot(asked: argparse.Namespace, why: str, status: int = CANNOT) -> int:
+    print(_printable(" ".join(why.split())), file=sys.stderr)  # noqa: T201
+    if asked.json:
+        print(json.dumps([{"error": why}]))  # noqa: T201
+    return status
+
+
+def _printable(line: str) -> str:
+    """Names and facts are anybody's: none of them moves the cursor or makes a line of its own."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)
+
+
+def _in_json(value: Any) -> Any:
+    """JSON has no word for what is no finite number."""
+    if isinstance(value, dict):
+        return {str(key): _in_json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_json(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 # --- looking --------------------------------------------------------------------------------------
@@ -156,21 +191,47 @@ def import_(asked: argparse.Namespace) -> list[Answer]:
 
 
 def prune(asked: argparse.Namespace) -> list[Answer]:
-    """Remove what is old; never the newest that verifies."""
+    """Remove what is old; never the newest that verifies and is known to train. What cannot be read
+    is not counted among those kept; of another version it stays."""
     paths = store.found_in(asked.path)
-    safe = next((path for path in paths if not store.verify(path)), None)
+    known = suspects(paths[0].parent)
+    good = [path for path in paths if _state_of(path) not in {None, *known}]
+    safe = next((path for path in good if not store.verify(path)), None)
     if safe is None:
         raise Damaged(f"none of the {len(paths)} checkpoints in {asked.path} verifies: all stay")
+    spared = {safe, *good[: asked.keep]}
     answers = []
-    for place, path in enumerate(paths):
-        old = asked.older_than is None or _age_s(path) > asked.older_than * DAY_S
-        if path == safe or place < asked.keep or not old:
+    for path in paths:
+        if path in spared or _is_of_another_version(path):
             continue
-        if not asked.dry_run:
-            store.remove(path)
+        if asked.older_than is not None and _age_s(path) <= asked.older_than * DAY_S:
+            continue
+        left = None if asked.dry_run else store.remove(path)
+        findings = [] if left is None else [f"{path.name} could not be removed: {left} is left"]
         word = "would remove" if asked.dry_run else "removed"
-        answers.append(({"path": str(path), "removed": not asked.dry_run}, [f"{word} {path.name}"]))
+        removed = not (asked.dry_run or findings)
+        answer = {"path": str(path), "removed": removed, "findings": findings}
+        answers.append((answer, findings or [f"{word} {path.name}"]))
     return answers or [({"path": str(asked.path), "removed": False}, ["nothing to remove"])]
+
+
+def _state_of(path: Path) -> tuple[int, int] | None:
+    """Epoch and step; None if it cannot be read."""
+    try:
+        manifest = store.manifest_of(path)
+    except Damaged:
+        return None
+    return store.epoch_of(manifest), manifest.step
+
+
+def _is_of_another_version(path: Path) -> bool:
+    try:
+        store.manifest_of(path)
+    except OtherVersion:
+        return True
+    except Damaged:
+        return False
+    return False
 
 
 # --- helpers --------------------------------------------------------------------------------------
@@ -178,8 +239,10 @@ def prune(asked: argparse.Namespace) -> list[Answer]:
 
 def at(manifest: Manifest) -> str:
     """When it was saved, as far as it says so."""
-    when = manifest.facts.get("at")
-    return "-" if when is None else f"{datetime.fromtimestamp(when, UTC):%Y-%m-%d %H:%M:%S}Z"
+    try:
+        return f"{datetime.fromtimestamp(manifest.facts['at'], UTC):%Y-%m-%d %H:%M:%S}Z"
+    except (KeyError, TypeError, ValueError, OverflowError, OSError):
+        return "-"
 
 
 def size_of(path: Path) -> int:
@@ -191,12 +254,22 @@ def size_of(path: Path) -> int:
 
 
 def _age_s(path: Path) -> float:
-    return time.time() - path.stat().st_mtime
+    """Of one that another removed just now: none."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _count(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError("at least 1 is kept")
+    return value
+
+
+def _days(text: str) -> float:
+    if not 0 <= (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError("a number of days, 0 or more, is expected")
     return value
 
 
@@ -239,11 +312,13 @@ def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--strip", default="", metavar="PREFIX", help="of the tensors' names, as in 'module.'"
     )
     one["prune"].add_argument("--keep", type=_count, default=store.KEEP, help="the newest so many")
-    one["prune"].add_argument("--older-than", type=float, metavar="DAYS", help="and what is newer")
+    one["prune"].add_argument("--older-than", type=_days, metavar="DAYS", help="and what is newer")
     one["prune"].add_argument("--dry-run", action="store_true", help="only say what would go")
     return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends with `head`
+    for number in (signal.SIGTERM, signal.SIGHUP):  # what is half done is removed
+        signal.signal(number, signal.default_int_handler)
     sys.exit(main())

@@ -61,10 +61,15 @@ def unchanged(left: Any, right: Any) -> list[str]:
 
 
 def _leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Of what holds others also its kind and that of its keys: it may be empty, or a tuple here and
+    a list there, and 1 be the key here and "1" there."""
     if isinstance(state, dict):
         items = [(str(key), item) for key, item in state.items()]
+        kinds = sorted({type(key).__name__ for key in state})
+        yield f"{name} (kind)", f"dict by {', '.join(kinds) or 'nothing'}"
     elif isinstance(state, list | tuple):
         items = [(str(number), item) for number, item in enumerate(state)]
+        yield f"{name} (kind)", type(state).__name__
     else:
         yield name, state
         return
@@ -88,7 +93,9 @@ def _compared(name: str, left: Any, right: Any) -> Iterator[Difference]:
         if left.numel() and not torch.equal(*bits):
             width = left.element_size()
             differ = (bits[0].view(-1, width) != bits[1].view(-1, width)).any(1)
-            gaps = (left.reshape(-1)[differ].double() - right.reshape(-1)[differ].double()).abs()
+            wide = torch.complex128 if left.is_complex() else torch.float64
+            ours, theirs = (one.reshape(-1)[differ].to(wide) for one in (left, right))
+            gaps = (ours - theirs).abs()
             yield Difference(
                 name=name, what="values", elements=int(differ.sum()), of=left.numel(),
                 largest=float(gaps.max()),

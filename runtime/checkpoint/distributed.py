@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,18 @@ import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from runtime.checkpoint.manifest import refuse_odd_name
+
 _METADATA = ".metadata"
+MOST_ITEMS = 1_000_000  # of a list
 #: All that DCP's metadata is made of, by module. A pickle may name what a module merely imports, as
 #: in "filesystem" "os.system": so each name is listed.
 _NAMES = {
@@ -48,6 +56,7 @@ class _Reader(FileSystemReader):
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         with (Path(self.path) / _METADATA).open("rb") as file:
             metadata: Metadata = _Unpickler(file).load()
+        refuse_odd(metadata)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -58,6 +67,28 @@ class _Planner(_EmptyStateDictLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         found = torch.load(value, weights_only=True)
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], found)
+
+
+def refuse_odd(metadata: Metadata) -> None:
+    """Raises ValueError if its tensors would not be whole, or lie outside of the folder."""
+    for name, one in metadata.state_dict_metadata.items():
+        if not isinstance(one, TensorStorageMetadata):
+            continue
+        covered = 0
+        for chunk in one.chunks:
+            pairs = [*zip(chunk.offsets, chunk.sizes, one.size, strict=True)]
+            if any(at < 0 or size < 0 or at + size > whole for at, size, whole in pairs):
+                raise ValueError(f"a part of {name} lies outside of its shape {[*one.size]}")
+            covered += math.prod(chunk.sizes)
+        if covered != math.prod(one.size):
+            raise ValueError(
+                f"its parts of {name} have {covered} of {math.prod(one.size)} elements"
+            )
+    for place in (metadata.storage_data or {}).values():
+        refuse_odd_name(place.relative_path, "its metadata")
+    for path in (metadata.planner_data or {}).values():
+        if odd := [key for key in path if isinstance(key, int) and not 0 <= key < MOST_ITEMS]:
+            raise ValueError(f"it has a list with an item number {odd[0]}")
 
 
 def read(source: Path) -> dict[str, Any]:

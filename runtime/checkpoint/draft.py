@@ -277,8 +277,13 @@ def write(
         written = draft.write(0, staged.table, memoryview(staged.buffer))
         draft.publish()
         if findings := store.verify_part(written.part, draft.handle):
-            store.set_aside(draft.path)
             raise Damaged("; ".join(map(str, findings)))
+    except BaseException:
+        if (visible := draft.where()) is not None:
+            store.set_aside(visible)
+        else:
+            draft.give_up()
+        raise
     finally:
         draft.close()
     store.prune(folder, keep, draft.path)

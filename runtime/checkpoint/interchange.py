@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import time
 import uuid
@@ -19,10 +20,12 @@ from typing import Any
 import torch
 
 from runtime.checkpoint import draft, store
+from runtime.checkpoint.manifest import refuse_odd_name, shown
 from runtime.checkpoint.resharding import resharded
-from runtime.image import Staged
+from runtime.image import Damaged, Staged
 from runtime.snapshot import stage
 
+LINE = 200  # characters of what others say of an error
 #: Bytes of one safetensors file at most, as Hugging Face cuts them.
 SHARD_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
@@ -43,7 +46,12 @@ def whole_state(path: Path, progress: store.Progress = lambda _bytes: None) -> S
     def read(rank: int) -> Staged:
         return store.read(path, rank, progress)
 
-    state: State = resharded(read, len(manifest.parts), 0, 1)
+    try:
+        state: State = resharded(read, len(manifest.parts), 0, 1)
+    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+        if isinstance(error, Damaged):
+            raise
+        raise Damaged(f"{path}: its tensors do not make a state: {shown(error)}") from error
     return state
 
 
@@ -58,16 +66,28 @@ def to_torch(state: State, out: Path) -> None:
 
 def to_dcp(state: State, out: Path) -> None:
     """A folder, with all that the checkpoint has, as `torch.distributed.checkpoint` writes it."""
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
     with _made_whole(out) as new:
-        save(state, checkpoint_id=new, no_dist=True)
+        try:
+            save(state, checkpoint_id=new, no_dist=True)
+        except CheckpointException as error:  # no Exception, and of many lines
+            causes = [str(cause) for cause, _trace in error.failures.values()]
+            raise Odd(f"{out} cannot be written: {'; '.join(causes)}") from error
 
 
 def to_safetensors(state: State, out: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """A folder with the model's weights in files of so many bytes at most, and their index; tied
     weights are in it under each of their names. Raises Odd without the package safetensors."""
     library = _safetensors()
+    if "model" not in state:
+        raise Odd(f"the checkpoint has no model, only {store.shortened(tuple(map(str, state)))}")
+    if odd := [name for name, one in state["model"].items() if _holds_tensors(one)]:
+        raise Odd(
+            f"{odd[0]} of the model holds tensors that have no name of their own, and safetensors "
+            "keeps none of those: export --to torch or dcp"
+        )
     shards = _shards(state["model"], shard_bytes)
     names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
     with _made_whole(out) as new:
@@ -107,7 +127,10 @@ def foreign_state(source: Path) -> State:
         raise Odd(f"{source} does not exist")
     for key in MODEL_KEYS:
         if isinstance(found.get(key), Mapping):
-            return {**{k: v for k, v in found.items() if k != key}, "model": dict(found[key])}
+            model = dict(found[key])
+            if not any(isinstance(one, torch.Tensor) for one in model.values()):
+                raise Odd(f"{source} has no tensors under {key!r}, where a model's are expected")
+            return {**{k: v for k, v in found.items() if k != key}, "model": model}
     if found and all(isinstance(one, torch.Tensor) for one in found.values()):
         return {"model": found}
     raise Odd(
@@ -125,19 +148,35 @@ def import_into(folder: Path, state: State, source: Path, strip: str = "") -> Pa
     checkpoints = folder / "checkpoints"
     if there := store.candidates(checkpoints):
         raise Odd(f"{checkpoints} has checkpoints ({there[0].name}, …): begin in another folder")
+    if odd := [name for name in state["model"] if not isinstance(name, str)]:
+        raise Odd(f"a tensor of {source} is named {shown(odd[0])}; names are expected to be text")
     model = {name.removeprefix(strip): one for name, one in state["model"].items()}
+    if len(model) < len(state["model"]):
+        whole = [name for name in state["model"] if not name.startswith(strip)]
+        twice = next(name for name in whole if strip + name in state["model"])
+        raise Odd(
+            f"{twice} and {strip}{twice} of {source} would have one name without {strip!r}: rename "
+            "one of them first"
+        )
     if strip and model.keys() == state["model"].keys():
         names = store.shortened(tuple(state["model"]))
         raise Odd(f"no tensor's name begins with {strip!r}; the names are {names}")
     facts = {"imported": str(source), "epoch": 0, "ranks": 1, "at": round(time.time(), 3)}
-    return draft.write(checkpoints, stage({"model": model}, 0), facts=facts)
+    try:
+        staged = stage({"model": model}, 0)
+    except (TypeError, RuntimeError) as error:
+        raise Odd(f"{source} cannot be kept: {_in_a_line(error)}") from error
+    return draft.write(checkpoints, staged, facts=facts)
 
 
 def _unpickled(path: Path) -> State:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        raise Odd(f"{path} is no torch file that can be read safely: {error}") from error
+        raise Odd(
+            f"{path} is no torch file that can be read safely ({_in_a_line(error)}): expected what "
+            "torch.save(model.state_dict(), …) of torch 1.6 or later writes"
+        ) from error
     if not isinstance(found, dict):
         raise Odd(f"{path} holds a {type(found).__name__}; expected a dict of tensors by name")
     return found
@@ -150,7 +189,7 @@ def _from_safetensors(path: Path) -> State:
     except Odd:
         raise
     except Exception as error:
-        raise Odd(f"{path} cannot be read: {error}") from error
+        raise Odd(f"{path} cannot be read: {_in_a_line(error)}") from error
 
 
 def _from_dcp(source: Path) -> State:
@@ -160,8 +199,12 @@ def _from_dcp(source: Path) -> State:
 
     try:
         return distributed.read(source)
-    except (Exception, CheckpointException) as error:
-        raise Odd(f"{source} cannot be read safely as a DCP folder: {error}") from error
+    except CheckpointException as error:
+        causes = "; ".join(_in_a_line(cause) for cause, _trace in error.failures.values())
+        raise Odd(f"{source} cannot be read safely as a DCP folder: {causes}") from error
+    except Exception as error:
+        why = _in_a_line(error)
+        raise Odd(f"{source} cannot be read safely as a DCP folder: {why}") from error
 
 
 def _from_hugging_face(source: Path) -> State:
@@ -184,8 +227,13 @@ def _from_hugging_face(source: Path) -> State:
 def _indexed(index: Path, read: Callable[[Path], State]) -> State:
     try:
         where = dict(json.loads(index.read_bytes())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise Odd(f"{index} is no index of weights: {error!r}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Odd(f"{index} is no index of weights: {_in_a_line(error)}") from error
+    try:
+        for name in where.values():
+            refuse_odd_name(name, str(index))
+    except Damaged as error:
+        raise Odd(str(error)) from error
     state: State = {}
     for name in sorted(set(where.values())):
         if not (index.parent / name).is_file():
@@ -197,6 +245,21 @@ def _indexed(index: Path, read: Callable[[Path], State]) -> State:
 
 
 # --- helpers --------------------------------------------------------------------------------------
+
+
+def _in_a_line(error: BaseException) -> str:
+    """Of many lines, with colours and advice, the first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= LINE else f"{text[:LINE]}…"
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(isinstance(one, torch.Tensor) or _holds_tensors(one) for one in value.values())
+    if isinstance(value, list | tuple):
+        return any(isinstance(one, torch.Tensor) or _holds_tensors(one) for one in value)
+    return False
 
 
 def _safetensors() -> Any:
@@ -225,7 +288,7 @@ def _shards(model: Mapping[str, torch.Tensor], most: int) -> list[dict[str, torc
 @contextlib.contextmanager
 def _made_whole(out: Path) -> Iterator[Path]:
     """A name to write to; the real one once all is there. Raises Odd if there is something."""
-    if out.exists():
+    if os.path.lexists(out):
         raise Odd(f"{out} exists: give another name, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
     with _beside(out.parent) as new:

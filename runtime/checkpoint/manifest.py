@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,6 +26,20 @@ FORMATTED = {"format": FORMAT, "version": VERSION}
 MANIFEST = "manifest.json"
 #: Bytes of one file of tensors at most.
 FILE_BYTES = 1 << 30
+#: Bytes of an element. Of types smaller than a byte, and of what torch may have besides, nothing is
+#: known here.
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1,
+    "bool": 1, "complex128": 16, "complex64": 8, "complex32": 4,
+}  # fmt: skip
+#: Of what is found in a file, in a message.
+SHOWN = 80
+
+
+class OtherVersion(Damaged):
+    """It is of a format that this version does not know: nothing is known to be wrong with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +105,59 @@ class Part:
             raise Damaged(
                 f"{what}: chunks of {found['chunk_bytes']} bytes, this version reads {CHUNK_BYTES}"
             )
-        covered = [c for f in part.files for c in range(f.first, f.first + f.chunks)]
-        if covered != list(range(part.table.chunks)) or len(part.hashes) != part.table.chunks:
-            raise Damaged(f"{what}: its files do not hold each of {part.table.chunks} chunks once")
+        with naming_flaws(what):
+            _refuse_odd_tensors(part.table, what)
+            _refuse_odd_files(part, what)
         return part
+
+
+def _refuse_odd_tensors(table: Table, what: str) -> None:
+    """Raises Damaged, or TypeError for what is no number or text."""
+    for piece in table.pieces:
+        name = piece.name.removeprefix(".")
+        elements = math.prod(_count(size) for size in piece.shape)
+        each = ITEM_BYTES.get(piece.dtype)
+        if each is not None and _count(piece.bytes) != each * elements:
+            raise Damaged(
+                f"{what}: tensor {name}, {piece.dtype} of {shown(piece.shape)}, has {piece.bytes} "
+                f"bytes, {each * elements} expected"
+            )
+        if _count(piece.offset) + _count(piece.bytes) > _count(table.bytes):
+            raise Damaged(f"{what}: tensor {name} does not lie in the image's {table.bytes} bytes")
+
+
+def _refuse_odd_files(part: Part, what: str) -> None:
+    """Raises Damaged, or TypeError for what is no number or text."""
+    table, chunk = part.table, 0
+    for file in part.files:
+        refuse_odd_name(file.name, what)
+        size = min(_count(file.chunks) * CHUNK_BYTES, table.bytes - chunk * CHUNK_BYTES)
+        if _count(file.first) != chunk or _count(file.bytes) != size:
+            break
+        chunk += file.chunks
+    if (chunk, len(part.hashes)) != (table.chunks, table.chunks):
+        raise Damaged(f"{what}: its files do not hold each of {table.chunks} chunks once")
+
+
+def refuse_odd_name(name: object, what: str) -> None:
+    """A file lies in its checkpoint's folder, wherever that is moved. Raises Damaged."""
+    if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
+        raise Damaged(f"{what} names {shown(name)}, which is no file in its folder")
+
+
+def _count(value: object) -> int:
+    """Raises TypeError, ValueError."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{shown(value)}, a whole number expected,")
+    if value < 0:
+        raise ValueError(f"{shown(value)}, below 0,")
+    return value
+
+
+def shown(value: object) -> str:
+    """For a message: not all of what may be megabytes."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +228,12 @@ class Manifest:
                 parts=tuple(PartHash(**part) for part in found["parts"]),
                 facts=dict(found["facts"]),
             )
+            sizes = [_count(part.bytes) for part in manifest.parts]
+        if not sizes:
+            raise Damaged(f"{what}: it has no parts, one for each rank expected")
+        for part in manifest.parts:
+            if part.name != part_name(part.rank):
+                raise Damaged(f"{what}: the part of rank {part.rank} is {shown(part.name)}")
         if [part.rank for part in manifest.parts] != list(range(len(manifest.parts))):
             raise Damaged(f"{what}: its parts are not of the ranks 0 to {len(manifest.parts) - 1}")
         if manifest.digest != found["digest"]:
@@ -176,8 +246,10 @@ def naming_flaws(what: str) -> Iterator[None]:
     """Say which key of a JSON file is missing or wrong. Raises Damaged."""
     try:
         yield
-    except (KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"{what}: {error!r} is missing or wrong") from error
+    except KeyError as error:
+        raise Damaged(f"{what}: {error} is missing or wrong") from error
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise Damaged(f"{what}: {str(error)[:SHOWN]} is missing or wrong") from error
 
 
 def part_name(rank: int) -> str:
@@ -227,14 +299,14 @@ def opened(data: bytes, what: str) -> dict[str, Any]:
     try:
         found = json.loads(data)
         kind, version = found["format"], found["version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"{what} is no checkpoint's JSON: {error!r}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Damaged(f"{what} is no checkpoint's JSON: {shown(error)}") from error
     if kind != FORMAT:
-        raise Damaged(f"{what} has the format {kind!r}, not {FORMAT!r}")
+        raise Damaged(f"{what} has the format {shown(kind)}, not {FORMAT!r}")
     if version != VERSION:
-        raise Damaged(
-            f"{what} is of format version {version}, this Drydock reads {VERSION}: read it with "
-            "the Drydock that wrote it, or a later one (pip install --upgrade drydock-fleet)"
+        raise OtherVersion(
+            f"{what} is of format version {shown(version)}, this Drydock reads {VERSION}: read it "
+            "with the Drydock that wrote it, or a later one (pip install --upgrade drydock-fleet)"
         )
     body, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     if seal != _SEAL.format(xxhash.xxh3_128_hexdigest(body)).encode():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 import shutil
@@ -20,7 +21,14 @@ from pathlib import Path
 import xxhash
 
 from runtime.checkpoint import disk
-from runtime.checkpoint.manifest import MANIFEST, DataFile, Manifest, Part, PartHash
+from runtime.checkpoint.manifest import (
+    MANIFEST,
+    DataFile,
+    Manifest,
+    OtherVersion,
+    Part,
+    PartHash,
+)
 from runtime.image import CHUNK_BYTES, Damaged, Staged, chunks_of, hash_of, pages
 
 log = logging.getLogger("drydock.checkpoint")
@@ -77,14 +85,22 @@ def is_name(name: str) -> bool:
 
 
 def found_in(path: Path) -> list[Path]:
-    """The checkpoints that a path means, newest first: itself, or those in it, or those in the
-    state folder of a job. Raises Damaged if there are none, saying what it is instead."""
+    """The checkpoints that a path means, the latest training first, as a job takes them, but before
+    them those that cannot be read: itself, or those in it, or those in the state folder of a job.
+    Raises Damaged if there are none, saying what it is instead."""
     if (path / MANIFEST).exists() or is_named(path):
         return [path]
     for folder in (path, path / "checkpoints"):
         if folder.is_dir() and (found := candidates(folder)):
-            return found
+            return sorted(found, key=_latest, reverse=True)
     raise Damaged(_no_checkpoint(path))
+
+
+def _latest(path: Path) -> tuple[float, tuple[int, int]]:
+    try:
+        return epoch_of(manifest_of(path)), number_of(path)
+    except Damaged:
+        return math.inf, number_of(path)
 
 
 def number_of(path: Path) -> tuple[int, int]:
@@ -259,7 +275,8 @@ def names_in(part: Part, *chunks: int) -> tuple[str, ...]:
 
 def epoch_of(manifest: Manifest) -> int:
     """In which epoch of the job's membership it was trained; 0 if it does not say."""
-    return int(manifest.facts.get("epoch", 0))
+    epoch = manifest.facts.get("epoch", 0)
+    return epoch if isinstance(epoch, int) else 0
 
 
 def set_aside(path: Path) -> None:
@@ -284,6 +301,8 @@ def prune(folder: Path, keep: int = KEEP, spare: Path | None = None) -> None:
         if later and (isinstance(found, Damaged) or epoch_of(found) < epoch):
             set_aside(path)
             continue
+        if isinstance(found, OtherVersion):
+            continue  # whoever can read it decides
         if kept >= keep:
             remove(path)
         elif isinstance(found, Manifest):
@@ -292,8 +311,9 @@ def prune(folder: Path, keep: int = KEEP, spare: Path | None = None) -> None:
         remove(path)
 
 
-def remove(path: Path) -> None:
-    """Out of sight first, so that what is left of it when we die is no checkpoint."""
+def remove(path: Path) -> Path | None:
+    """Out of sight first, so that what is left of it when we die is no checkpoint. Of a link the
+    link alone. What could not be removed, and where it is."""
     gone = path
     if not path.name.startswith(GONE):
         gone = path.with_name(f"{GONE}{path.name}-{uuid.uuid4().hex}")
@@ -302,5 +322,9 @@ def remove(path: Path) -> None:
         except OSError:  # another host is removing it too, or this folder cannot be written
             gone = path
     with contextlib.suppress(OSError):
-        (gone / MANIFEST).unlink()
+        if gone.is_symlink() or gone.is_file():
+            gone.unlink()
+        else:
+            (gone / MANIFEST).unlink()
     shutil.rmtree(gone, ignore_errors=True)
+    return gone if os.path.lexists(gone) else None

@@ -151,8 +151,11 @@ def test_a_disk_that_fails_every_write_is_told_once_and_costs_no_step(
     is_recovered(fleet, door)
     fleet.stop()
 
-    assert troubles(door) == ["checkpoint_failed", "checkpoint_recovered"]
-    assert "Input/output error" in door.messages("trouble")[0]["text"]
+    # That a save takes longer than half a second may be told besides, where others use the machine.
+    told = [kind for kind in troubles(door) if kind != "checkpoint_late"]
+    assert told == ["checkpoint_failed", "checkpoint_recovered"]
+    failed = [m["text"] for m in door.messages("trouble") if m["kind"] == "checkpoint_failed"]
+    assert "Input/output error" in failed[0]
     assert store.number_of(on_disk(fleet)[0])[0] == fleet.newest()
     assert [store.verify(path) for path in on_disk(fleet)] == [[], []]
     assert [step["step"] for step in fleet.steps(0)] == [*range(fleet.newest() + 1)]

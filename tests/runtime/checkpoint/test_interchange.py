@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import pickle
 import struct
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from runtime.checkpoint.difference import differences, unchanged
 from runtime.checkpoint.draft import Draft, write
 from runtime.checkpoint.interchange import (
     EXPORTS,
+    Odd,
     foreign_state,
     to_dcp,
     to_safetensors,
@@ -236,6 +241,105 @@ def test_plain_values_of_a_dcp_folder_run_nothing(tmp_path: Path, capsys: Captur
     assert "cannot be read safely as a DCP folder" in capsys.readouterr().err
 
 
+def without_parts(metadata: Any) -> None:
+    (weight,) = metadata.state_dict_metadata.values()
+    weight.chunks = []
+
+
+def beyond_its_shape(metadata: Any) -> None:
+    (weight,) = metadata.state_dict_metadata.values()
+    weight.chunks[0].sizes = torch.Size([9])
+
+
+def outside(metadata: Any) -> None:
+    index, place = next(iter(metadata.storage_data.items()))
+    metadata.storage_data[index] = replace(place, relative_path="../elsewhere.distcp")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (without_parts, "its parts of model.weight have 0 of 2 elements"),
+        (beyond_its_shape, "a part of model.weight lies outside of its shape [2]"),
+        (outside, "names '../elsewhere.distcp', which is no file in its folder"),
+    ],
+)
+def test_a_dcp_folder_that_is_not_whole_gives_no_weights(
+    tmp_path: Path, capsys: Capture, spoil: Callable[[Any], None], said: str
+) -> None:
+    to_dcp({"model": {"weight": torch.ones(2)}}, tmp_path / "theirs")
+    file = tmp_path / "theirs" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())  # noqa: S301 - it was written here
+    spoil(metadata)
+    file.write_bytes(pickle.dumps(metadata))
+
+    assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "new")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "new" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        ({"model": {}}, "has no tensors under 'model'"),
+        ({"model": {"lr": 1}}, "has no tensors under 'model'"),
+        ({1: torch.ones(1)}, "is named 1; names are expected to be text"),
+        (
+            {"w": torch.ones(1), "module.w": torch.zeros(1)},
+            "w and module.w of",
+        ),
+        ({"w": torch.ones(2).to_sparse()}, "cannot be kept: state.model.w is a torch.sparse_coo"),
+    ],
+)
+def test_what_would_not_be_all_of_it_is_refused(
+    tmp_path: Path, capsys: Capture, saved: Any, said: str
+) -> None:
+    torch.save(saved, tmp_path / "theirs.pt")
+
+    asked = ["import", str(tmp_path / "theirs.pt"), str(tmp_path / "new"), "--strip", "module."]
+    status = main(asked if "module.w" in saved else asked[:3])
+
+    assert status == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    torch.save({"w": torch.ones(1)}, tmp_path / "elsewhere.bin")
+    index = {"weight_map": {"w": "../elsewhere.bin"}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+    assert main(["import", str(folder), str(tmp_path / "new")]) == 2
+    assert "names '../elsewhere.bin', which is no file in its folder" in capsys.readouterr().err
+
+
+def test_tensors_without_a_name_of_their_own_are_not_left_out(tmp_path: Path) -> None:
+    with pytest.raises(Odd, match="a of the model holds tensors that have no name of their own"):
+        to_safetensors({"model": {"a": {"b": torch.ones(1)}}}, tmp_path / "theirs")
+    with pytest.raises(Odd, match="the checkpoint has no model, only step"):
+        to_safetensors({"step": 1}, tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_an_import_that_finds_no_room_leaves_nothing(
+    path: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    EXPORTS["torch"](whole_state(path), tmp_path / "theirs.pt")
+
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("runtime.checkpoint.disk.write", full)
+
+    assert main(["import", str(tmp_path / "theirs.pt"), str(tmp_path / "new")]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert [*(tmp_path / "new" / "checkpoints").iterdir()] == []
+
+
 # --- diff and prune -------------------------------------------------------------------------------
 
 
@@ -276,6 +380,22 @@ def test_tensors_are_compared_by_their_bits() -> None:
         "f.0: 1 -> True",
     }
     assert unchanged({"model": {"w": zero}}, {"model": {"w": zero.clone()}}) == ["model.w"]
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ({"e": {}}, {"e": []}),
+        ({"f": [1]}, {"f": (1,)}),
+        ({"g": {1: 2}}, {"g": {"1": 2}}),
+        ({"h": torch.tensor([1 + 1j])}, {"h": torch.tensor([1 + 3j])}),
+    ],
+)
+def test_kinds_keys_and_both_parts_of_a_number_count(left: Any, right: Any) -> None:
+    (found,) = differences(left, right)
+
+    assert found.largest in (0.0, 2.0)
+    assert not [*differences(left, left)]
 
 
 def test_old_ones_are_pruned_and_the_newest_good_one_never(tmp_path: Path, capsys: Capture) -> None:

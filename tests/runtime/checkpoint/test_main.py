@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from runtime.checkpoint import store
 from runtime.checkpoint.__main__ import main
 from runtime.checkpoint.draft import write
+from runtime.checkpoint.manifest import sealed
 from tests.runtime.checkpoint.states import flip_a_bit, staged_at
 
 Capture = pytest.CaptureFixture[str]
@@ -67,6 +69,29 @@ def test_where_nothing_is_that_is_said(tmp_path: Path, verb: str, capsys: Captur
     assert "holds no checkpoint: none of its folders is named as" in said
 
 
+def test_what_cannot_be_done_is_an_object_too(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["verify", str(tmp_path / "absent"), "--json"]) == 2
+
+    told = capsys.readouterr()
+    ((name, error),) = json.loads(told.out)[0].items()
+    assert name == "error"
+    assert "absent does not exist" in error
+    assert told.err.count("\n") == 1
+
+
+def test_facts_that_anybody_wrote_move_no_cursor_and_are_json(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    facts = {"at": "soon", "job": "\x1b[2Jgone\nstep-00000009 well", "loss": float("nan")}
+    path = write(tmp_path, staged_at(1), facts=facts)
+
+    assert main(["inspect", str(path)]) == 0
+    assert "job: \\x1b[2Jgone\\x0astep-00000009 well\n" in capsys.readouterr().out
+    assert main(["ls", str(path), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["facts"]["loss"] == "nan"
+
+
 def test_it_needs_no_torch(tmp_path: Path) -> None:
     write(tmp_path, staged_at(1))
     program = (
@@ -75,3 +100,70 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
     )
 
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith("step-"))
+
+
+def test_what_trained_on_later_is_kept_whatever_its_step(tmp_path: Path) -> None:
+    """The job went back to an older step, and on from there."""
+    for step, epoch in ((100, 1), (60, 5)):
+        write(tmp_path, staged_at(step), facts={"epoch": epoch})
+
+    assert main(["prune", str(tmp_path), "--keep", "1"]) == 0
+
+    assert names(tmp_path) == ["step-00000060"]
+
+
+def test_what_does_not_train_is_not_the_one_that_is_kept(tmp_path: Path) -> None:
+    for step in (1, 2):
+        write(tmp_path, staged_at(step), facts={"epoch": 1})
+    (tmp_path / "suspects.json").write_text(json.dumps([{"epoch": 1, "step": 2}]))
+
+    assert main(["prune", str(tmp_path), "--keep", "1"]) == 0
+
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_what_another_version_wrote_stays_and_what_is_damaged_is_not_counted(
+    tmp_path: Path,
+) -> None:
+    for step in (1, 2, 3, 4):
+        write(tmp_path, staged_at(step))
+    newer = tmp_path / "step-00000004" / "manifest.json"
+    newer.write_bytes(sealed({**json.loads(newer.read_bytes()), "version": 4}))
+    (tmp_path / "step-00000003" / "manifest.json").write_text("{}")
+
+    assert main(["prune", str(tmp_path), "--keep", "1"]) == 0
+
+    assert names(tmp_path) == ["step-00000002", "step-00000004"]
+
+
+def test_of_a_link_the_link_alone_is_removed(tmp_path: Path) -> None:
+    archived = write(tmp_path / "archive", staged_at(1))
+    write(tmp_path / "checkpoints", staged_at(2))
+    (tmp_path / "checkpoints" / archived.name).symlink_to(archived)
+
+    assert main(["prune", str(tmp_path), "--keep", "1"]) == 0
+
+    assert names(tmp_path / "checkpoints") == ["step-00000002"]
+    assert store.verify(archived) == []
+
+
+def test_what_could_not_be_removed_is_said(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        write(tmp_path, staged_at(step))
+    monkeypatch.setattr("shutil.rmtree", lambda _path, **_options: None)
+
+    assert main(["prune", str(tmp_path), "--keep", "1"]) == 1
+
+    assert "step-00000001 could not be removed: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("days", ["nan", "inf", "-5"])
+def test_an_age_that_is_none_is_refused(tmp_path: Path, days: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["prune", str(tmp_path), f"--older-than={days}"])

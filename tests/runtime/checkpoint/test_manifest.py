@@ -9,9 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.checkpoint.manifest import Manifest, Part, layout_of, opened, sealed
+from runtime.checkpoint.manifest import Manifest, Part, PartHash, layout_of, opened, sealed
 from runtime.image import CHUNK_BYTES, Damaged, Piece, Table
 
+WELL: dict[str, Any] = {
+    "name": "rank-0.json", "rank": 0, "bytes": 3, "hash": "00", "digest": "0d",
+}  # fmt: skip
+FILE = {"name": "rank-1-0000.bin", "first": 0, "chunks": 3, "bytes": 3 * CHUNK_BYTES}
+PIECE = {"name": ".w", "dtype": "float32", "shape": [6], "offset": 0, "bytes": 24}
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
@@ -58,6 +63,13 @@ def test_rubbish_is_refused(data: bytes) -> None:
         ({"chunks": ["00"]}, "its files do not hold each of 3 chunks once"),
         ({"pieces": [{"name": "w"}]}, "is missing or wrong"),
         ({"step": None}, "is missing or wrong"),
+        ({"files": [{**FILE, "name": "../x.bin"}]}, "names '../x.bin', which is no file in its"),
+        ({"files": [{**FILE, "chunks": 10**30}]}, "its files do not hold each of 3 chunks once"),
+        ({"files": [{**FILE, "bytes": 2**60}]}, "its files do not hold each of 3 chunks once"),
+        ({"files": [{**FILE, "first": None}]}, "None, a whole number expected, is missing"),
+        ({"pieces": [{**PIECE, "bytes": 0}]}, "tensor w, float32 of .6., has 0 bytes, 24 expected"),
+        ({"pieces": [{**PIECE, "shape": [-6]}]}, "-6, below 0, is missing or wrong"),
+        ({"pieces": [{**PIECE, "offset": 2**40}]}, "tensor w does not lie in the image's"),
     ],
 )
 def test_a_part_with_a_flaw_is_refused_for_it(changed: dict[str, Any], said: str) -> None:
@@ -74,10 +86,14 @@ def test_a_part_with_a_flaw_is_refused_for_it(changed: dict[str, Any], said: str
         ({"parts": [{"rank": 0}]}, "is missing or wrong"),
         ({"digest": "00"}, "its digest is not that of its parts"),
         ({"facts": 3}, "is missing or wrong"),
+        ({"parts": []}, "it has no parts"),
+        ({"parts": [{**WELL, "name": "../rank-0.json"}]}, "the part of rank 0 is '../rank-0.json'"),
+        ({"parts": [{**WELL, "bytes": None}]}, "None, a whole number expected, is missing"),
+        ({"version": "3"}, "format version '3', this Drydock reads 3"),
     ],
 )
 def test_a_manifest_with_a_flaw_is_refused_for_it(changed: dict[str, Any], said: str) -> None:
-    found = json.loads(Manifest(step=3, save="s", parts=(), facts={}).to_json())
+    found = json.loads(Manifest(step=3, save="s", parts=(PartHash(**WELL),), facts={}).to_json())
     del found["self"]
 
     with pytest.raises(Damaged, match=said):
