@@ -1,8 +1,8 @@
 """Checks a sample ledger: python -m runtime.ledger PATH. Exit status 0 if it is whole.
 
-PATH is a job's state folder or checkpoint folder (its newest whole checkpoint is taken), or the
-JSON that `GET /api/v1/jobs/{id}/ledger` answered; several files if it came in several pages. 1: the
-ledger is not whole; 2: there is none to be read.
+PATH is a checkpoint, a folder of them or a job's state folder (the newest whole one is taken), or
+the JSON that `GET /api/v1/jobs/{id}/ledger` answered; several files if it came in several pages. 1:
+the ledger is not whole; 2: there is none to be read.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint import store
+from runtime.checkpoint.manifest import shown
+from runtime.image import Damaged
 from runtime.ledger.check import Entry, Report, check, shards_of
 from runtime.ledger.record import SampleLedger
 
 UNREADABLE = 2
+#: What something that only looks like a ledger may come to.
+MALFORMED = (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,9 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(json.dumps(shards) if asked.json else _shards_in_words(shards))  # noqa: T201
             return 0
         report = check(entries)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        named = f"{error!r} is missing or wrong" if isinstance(error, KeyError) else error
+    except (OSError, ValueError, Damaged, *MALFORMED) as error:
+        told = isinstance(error, OSError | ValueError | Damaged)
+        named = str(error) if told else f"no ledger: {shown(error)} is missing or wrong"
         print(f"{' '.join(map(str, asked.path))}: {named}", file=sys.stderr)  # noqa: T201
+        if asked.json:
+            print(json.dumps({"error": named}))  # noqa: T201
         return UNREADABLE
     found = {"whole": report.whole, **asdict(report)}
     print(json.dumps(found) if asked.json else in_words(report))  # noqa: T201
@@ -43,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def read(path: Path) -> list[Entry]:
     """The entries that a checkpoint or a file holds.
 
-    Raises OSError or ValueError if there is nothing of that kind.
+    Raises OSError, ValueError or Damaged if there is nothing of that kind.
     """
     if path.is_dir():
         return _of_checkpoint(path)
@@ -81,13 +88,12 @@ def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _of_checkpoint(path: Path) -> list[Entry]:
-    inner = path / "checkpoints"
-    found = store.newest(inner if inner.is_dir() else path)
-    if found is None:
+    staged = next(filter(None, map(store.verified, store.found_in(path))), None)
+    if staged is None:
         raise ValueError("there is no whole checkpoint in this folder")
     from runtime.snapshot import state_of  # and with it torch, which other files do not need
 
-    state: dict[str, Any] = state_of(found[1])
+    state: dict[str, Any] = state_of(staged)
     ledger = SampleLedger(state["batches"])
     ledger.load_state_dict(state["ledger"])
     return [asdict(entry) for entry in ledger.since()]

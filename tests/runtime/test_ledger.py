@@ -349,11 +349,14 @@ def test_the_command_reads_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFi
     state = TrainingState(model, [optimizer], batches())
     model(torch.randn(4, 3)).square().mean().backward()
     state.advance(1, summed(batches(), 0, HEALTHY))
-    draft.write(tmp_path / "checkpoints", state.copy())
+    path = draft.write(tmp_path / "checkpoints", state.copy())
 
-    assert main([str(tmp_path)]) == 0
+    assert [main([str(one)]) for one in (tmp_path, path.parent, path)] == [0, 0, 0]
 
-    assert "steps 0 to 0" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("steps 0 to 0") == 3
+
+
+RANGE = Ledger(step_from=0, step_to=1, epoch=1, samples=2)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +365,9 @@ def test_the_command_reads_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFi
         ("{}", "'results'"),
         ("[]", "the ledger is empty"),
         ("nonsense", "Expecting value"),
-        (json.dumps([asdict(Ledger(step_from=0, step_to=1, epoch=1, samples=2))]), "kept no proof"),
+        ("[" * 100_000, "no ledger: RecursionError"),
+        (json.dumps([{**asdict(RANGE), "order": 5}]), "no ledger: "),
+        (json.dumps([asdict(RANGE)]), "kept no proof"),
     ],
 )
 def test_what_is_no_ledger_is_told_with_status_two(
@@ -372,10 +377,11 @@ def test_what_is_no_ledger_is_told_with_status_two(
     path.write_text(content)
 
     assert main([str(path)]) == 2
-
     assert told in capsys.readouterr().err
+    assert main([str(path), "--json"]) == 2
+    assert told in json.loads(capsys.readouterr().out)["error"]
 
 
 def test_an_empty_folder_has_no_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
-    assert "no whole checkpoint" in capsys.readouterr().err
+    assert "holds no checkpoint" in capsys.readouterr().err
