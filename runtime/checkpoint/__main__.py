@@ -7,7 +7,7 @@
 
 A PATH is a checkpoint, a folder of them, or a job's state folder; of several the newest is meant,
 where one is. Exit status: 0 if all is well, 1 if something is damaged or differs, 2 if it cannot be
-done at all. What looks and removes needs no torch.
+done at all, 130 if it was interrupted. What looks and removes needs no torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NOT_WELL, CANNOT, INTERRUPTED = 1, 2, 130
 #: What reading something that only looks like a checkpoint may come to.
 MALFORMED = (
     LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, RuntimeError,
-    MemoryError, UnicodeError,
+    UnicodeError,
 )  # fmt: skip
 DAY_S = 86_400.0
 #: One line for a person, beside the object for a program.
@@ -192,7 +192,8 @@ def import_(asked: argparse.Namespace) -> list[Answer]:
 
 def prune(asked: argparse.Namespace) -> list[Answer]:
     """Remove what is old; never the newest that verifies and is known to train. What cannot be read
-    is not counted among those kept; of another version it stays."""
+    is not counted among those kept, and goes once it is older than they; of another version it
+    stays."""
     paths = store.found_in(asked.path)
     known = suspects(paths[0].parent)
     good = [path for path in paths if _state_of(path) not in {None, *known}]
@@ -200,10 +201,13 @@ def prune(asked: argparse.Namespace) -> list[Answer]:
     if safe is None:
         raise Damaged(f"none of the {len(paths)} checkpoints in {asked.path} verifies: all stay")
     spared = {safe, *good[: asked.keep]}
+    oldest = min(store.number_of(path) for path in spared)
     answers = []
     for path in paths:
         if path in spared or _is_of_another_version(path):
             continue
+        if _state_of(path) is None and store.number_of(path) > oldest:
+            continue  # it may be well, and the disk ill
         if asked.older_than is not None and _age_s(path) <= asked.older_than * DAY_S:
             continue
         left = None if asked.dry_run else store.remove(path)
@@ -320,5 +324,6 @@ def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends with `head`
     for number in (signal.SIGTERM, signal.SIGHUP):  # what is half done is removed
-        signal.signal(number, signal.default_int_handler)
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, signal.default_int_handler)
     sys.exit(main())

@@ -126,11 +126,9 @@ def foreign_state(source: Path) -> State:
     else:
         raise Odd(f"{source} does not exist")
     for key in MODEL_KEYS:
-        if isinstance(found.get(key), Mapping):
-            model = dict(found[key])
-            if not any(isinstance(one, torch.Tensor) for one in model.values()):
-                raise Odd(f"{source} has no tensors under {key!r}, where a model's are expected")
-            return {**{k: v for k, v in found.items() if k != key}, "model": model}
+        model = found.get(key)
+        if isinstance(model, Mapping) and any(map(torch.is_tensor, model.values())):
+            return {**{k: v for k, v in found.items() if k != key}, "model": dict(model)}
     if found and all(isinstance(one, torch.Tensor) for one in found.values()):
         return {"model": found}
     raise Odd(

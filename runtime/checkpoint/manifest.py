@@ -101,9 +101,10 @@ class Part:
                 hashes=tuple(found["chunks"]),
                 files=tuple(DataFile(**file) for file in found["files"]),
             )
-        if found["chunk_bytes"] != CHUNK_BYTES:
+            chunk_bytes = found["chunk_bytes"]
+        if chunk_bytes != CHUNK_BYTES:
             raise Damaged(
-                f"{what}: chunks of {found['chunk_bytes']} bytes, this version reads {CHUNK_BYTES}"
+                f"{what}: chunks of {shown(chunk_bytes)} bytes, this version reads {CHUNK_BYTES}"
             )
         with naming_flaws(what):
             _refuse_odd_tensors(part.table, what)

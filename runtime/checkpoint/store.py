@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import re
 import shutil
@@ -85,22 +84,28 @@ def is_name(name: str) -> bool:
 
 
 def found_in(path: Path) -> list[Path]:
-    """The checkpoints that a path means, the latest training first, as a job takes them, but before
-    them those that cannot be read: itself, or those in it, or those in the state folder of a job.
-    Raises Damaged if there are none, saying what it is instead."""
+    """The checkpoints that a path means, the latest training first, as a job takes them: itself, or
+    those in it, or those in the state folder of a job. Raises Damaged if there are none, saying
+    what it is instead."""
     if (path / MANIFEST).exists() or is_named(path):
         return [path]
     for folder in (path, path / "checkpoints"):
         if folder.is_dir() and (found := candidates(folder)):
-            return sorted(found, key=_latest, reverse=True)
+            return _by_training(found)
     raise Damaged(_no_checkpoint(path))
 
 
-def _latest(path: Path) -> tuple[float, tuple[int, int]]:
-    try:
-        return epoch_of(manifest_of(path)), number_of(path)
-    except Damaged:
-        return math.inf, number_of(path)
+def _by_training(paths: list[Path]) -> list[Path]:
+    """The latest first. One that cannot be read has its place by its number: before the one with
+    the next lower."""
+    ages: list[tuple[int, tuple[int, int], Path]] = []
+    for path in sorted(paths, key=number_of):
+        try:
+            epoch = epoch_of(manifest_of(path))
+        except Damaged:
+            epoch = ages[-1][0] if ages else 0
+        ages.append((epoch, number_of(path), path))
+    return [path for _epoch, _number, path in sorted(ages, reverse=True)]
 
 
 def number_of(path: Path) -> tuple[int, int]:
@@ -297,12 +302,12 @@ def prune(folder: Path, keep: int = KEEP, spare: Path | None = None) -> None:
     for path, found in listed(folder):
         if path == spare:
             continue
+        if isinstance(found, OtherVersion):
+            continue  # whoever can read it decides
         later = spare is not None and number_of(path) > number_of(spare)
         if later and (isinstance(found, Damaged) or epoch_of(found) < epoch):
             set_aside(path)
             continue
-        if isinstance(found, OtherVersion):
-            continue  # whoever can read it decides
         if kept >= keep:
             remove(path)
         elif isinstance(found, Manifest):

@@ -45,7 +45,6 @@ class Peer:
     caught_up: bool = False  # follows the members, no step behind
     pinged: int = 0  # number of the last ping
     answered: int = 0  # number of the last ping that it answered
-    stirred: asyncio.Event = field(default_factory=asyncio.Event)  # it answered one, or is gone
     orders: int = 0  # number of the last order; what it says of an older one counts no more
     asked: set[str] = field(default_factory=set)  # what this peer was already told this round
     refusals: int = 0  # how often it could not be let in
@@ -98,10 +97,6 @@ class Peer:
         self.pinged += 1
         self.tell(op="ping", n=self.pinged, heard=self.answered)
         return self.pinged
-
-    def hang_up(self) -> None:
-        self.writer.close()
-        self.stirred.set()
 
     def tell(self, **message: Any) -> None:
         if not self.writer.is_closing():

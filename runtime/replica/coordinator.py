@@ -14,6 +14,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from runtime.replica.comparing import tell_difference
@@ -33,6 +34,14 @@ NEWCOMER_SILENT_S = 20.0  # a newcomer may be busy importing or loading
 ABSENT_S = 2.0  # after our own restart: how long a member of the record has to come back
 HANDOVER_S = 15.0  # how long a predecessor that was told to end may take
 UNDECIDED_S = 10.0  # how long members that we do not know wait before a person is told
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Who has a place that another wants: None if it is away; and the number of a ping to it."""
+
+    holder: Peer | None
+    ping: int
 
 
 class Coordinator(Epochs):
@@ -67,19 +76,33 @@ class Coordinator(Epochs):
             return taken or misfit(first, self.world, known)
         return ""
 
-    def rival(self, first: dict[str, Any]) -> Peer | None:
-        """The other process that has the place of whoever joins. If it answers once more, it lives,
-        and the newcomer is none that follows a dead one: somebody started the job, or the replica,
-        twice. If it was cut off or stopped, it makes way within the time that its silence takes."""
-        holder = self.peers.get(int(first["replica"]))
-        mine = first["standby"] or holder is None or holder.placement == first["placement"]
-        return None if mine else holder
+    def place_of(self, first: dict[str, Any], asked: Asked | None) -> Asked | str:
+        """Whom to wait for before whoever says this first line may join, or why it never may; ""
+        once its place is free. To be called anew, with what it returned, whenever we are stirred.
 
-    def taken_by(self, holder: Peer) -> str:
-        """What a newcomer is told whose place a living process has."""
+        If the process that has the place answers once more, it lives, and the newcomer is none that
+        follows a dead one: somebody started the job, or the replica, twice. If it was cut off or
+        stopped, it makes way within the time that its silence takes.
+        """
+        if refusal := self.refusal(first):
+            return refusal
+        replica, placement = int(first["replica"]), str(first["placement"])
+        if first["standby"] or int(first["epoch"]) > self.record.epoch:
+            return ""  # it takes no place, or tells us who has which
+        holder = self.peers.get(replica)
+        if holder is None:
+            # It may connect again: to us, who were started anew or did not run for long.
+            absent = self.alive.get(replica, placement) != placement
+            return Asked(None, 0) if absent else ""
+        if holder.placement == placement:
+            return ""
+        if asked is None or asked.holder is not holder:
+            return Asked(holder, holder.ping())
+        if holder.answered < asked.ping:
+            return asked
         return (
-            f"replica {holder.replica} of {self.record.job} lives, as {holder.placement}: give "
-            "each job an id of its own (DRYDOCK_JOB), or end that process first"
+            f"replica {replica} of {self.record.job} lives, as {holder.placement}: give each job "
+            "an id of its own (DRYDOCK_JOB), or end that process first"
         )
 
     def hear(self, peer: Peer, message: dict[str, Any]) -> bool:
@@ -113,6 +136,8 @@ class Coordinator(Epochs):
                 self.fenced = True
             for replica in [n for n, name in self.alive.items() if name == placement]:
                 self.lose(replica, "agent")
+            for peer in [p for p in self.peers.values() if p.placement == placement]:
+                self.part_with(peer, "agent")  # it was none yet
             self.settle()
             return {"ok": True}
         return {
@@ -137,7 +162,7 @@ class Coordinator(Epochs):
         previous = self.peers.get(replica)
         if previous is not None and previous.placement == placement:
             del self.peers[replica]  # the same process on a new connection: nobody is lost
-            previous.hang_up()
+            previous.writer.close()
             self.admission.interrupt()
         elif previous is not None:
             self.part_with(previous, "reset")
@@ -166,7 +191,7 @@ class Coordinator(Epochs):
         peer.standby, peer.place = str(message["standby"]), peer.replica
         for other in [p for p in self.peers.values() if p.placement == peer.placement]:
             del self.peers[other.replica]  # the same process on a new connection
-            other.hang_up()
+            other.writer.close()
             self.admission.interrupt()
         for number in [n for n, name in self.alive.items() if name == peer.placement]:
             if self.returns(peer, 0):
@@ -205,7 +230,8 @@ class Coordinator(Epochs):
                 self.gone(other, "reset")
 
     def supersede(self, replica: int, placement: str) -> None:
-        """The newest start of a replica has its place; an older one is told to end."""
+        """The newest start of a replica has its place; an older one, which did not answer any more
+        or has not been heard of, is told to end."""
         before = self.places.take(replica, placement)
         if not before:
             return
@@ -217,7 +243,6 @@ class Coordinator(Epochs):
 
     def on_pong(self, peer: Peer, message: dict[str, Any]) -> None:
         peer.answered = int(message["n"])
-        peer.stirred.set()
         if peer.phase == "member":
             peer.step = int(message["step"])
 
@@ -285,7 +310,6 @@ class Coordinator(Epochs):
     def on_goodbye(self, peer: Peer, _message: dict[str, Any]) -> None:
         """A replica leaves of its own will: nobody is told that it is lost."""
         self.peers.pop(peer.replica, None)
-        peer.stirred.set()
         self.admission.forget(peer.replica)
         self.claims.forget(peer.replica)
         if self.alive.get(peer.replica) == peer.placement:

@@ -30,6 +30,7 @@ class Epochs(Roster):
 
     def settle(self) -> None:
         """Bring everyone one message further, if anything can be decided now."""
+        self.stirred.set()
         try:
             if self.claims:
                 self.decide_claims()
@@ -178,7 +179,6 @@ class Epochs(Roster):
         if leaver is not None:
             self.admission.forget(number)
             leaver.tell(op="replaced", by=peer.placement)
-            leaver.stirred.set()
         del self.peers[peer.replica]
         self.places.take(number, peer.placement)
         log.info("seated placement=%s replica=%s", peer.placement, number)

@@ -100,10 +100,12 @@ async def serve(
             first = await read_line(reader)
         if first is None:
             return
-        refusal = coordinator.refusal(first)
-        if first["op"] == "join" and not refusal:
-            # Asked again: meanwhile its place may have become another's.
-            refusal = await contest(coordinator, first) or coordinator.refusal(first)
+        if first.get("op") == "join":
+            refusal = await place_for(coordinator, first, reader)
+            if reader.at_eof():
+                return  # it did not wait
+        else:
+            refusal = coordinator.refusal(first)
         if refusal:
             writer.write(json.dumps({"ok": False, "error": refusal}).encode() + b"\n")
         elif first["op"] == "join":
@@ -126,17 +128,16 @@ async def serve(
         writer.close()
 
 
-async def contest(coordinator: Coordinator, first: dict[str, Any]) -> str:
-    """Wait until the place of whoever joins is free, or its holder has answered once more: why it
-    may not join then."""
-    while (holder := coordinator.rival(first)) is not None:
-        asked = holder.ping()
-        while coordinator.rival(first) is holder:
-            if holder.answered >= asked:
-                return coordinator.taken_by(holder)
-            holder.stirred.clear()
-            await holder.stirred.wait()
-    return ""
+async def place_for(
+    coordinator: Coordinator, first: dict[str, Any], reader: asyncio.StreamReader
+) -> str:
+    """Wait until whoever says this first line may join, or hangs up; why it never may."""
+    found = coordinator.place_of(first, None)
+    while not isinstance(found, str) and not reader.at_eof():
+        coordinator.stirred.clear()
+        await coordinator.stirred.wait()
+        found = coordinator.place_of(first, found)
+    return found if isinstance(found, str) else ""
 
 
 async def drain(coordinator: Coordinator) -> None:

@@ -5,6 +5,7 @@ Standard library only. Keeps what the coordinator knows; grants nothing.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -68,6 +69,7 @@ class Roster(ABC):
         self.last_contact = now
         self.fenced = not self.record.members
         self.ended: set[str] = set()  # placements whose process has ended, by an agent's word
+        self.stirred = asyncio.Event()  # something was heard, or time has passed
 
     @abstractmethod
     def settle(self) -> None:
@@ -91,7 +93,7 @@ class Roster(ABC):
 
     def part_with(self, peer: Peer, how: str) -> None:
         del self.peers[peer.replica]
-        peer.hang_up()
+        peer.writer.close()
         self.admission.forget(peer.replica)
         self.claims.forget(peer.replica)
         if peer.phase == "member" and self.alive.get(peer.replica) == peer.placement:
@@ -113,7 +115,7 @@ class Roster(ABC):
         peer = self.peers.get(replica)
         if peer is not None and peer.placement == placement:
             del self.peers[replica]
-            peer.hang_up()
+            peer.writer.close()
             self.admission.forget(replica)
         self.drop(replica, how)
 

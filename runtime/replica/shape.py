@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 _OTHERWISE = "such a job is recovered by a restart from its checkpoint, without a ReplicaGroup"
 _SAME_SCRIPT = "start all replicas with the same script and options"
-#: Kinds of module and optimizer, and packages, that spread one model over all processes of a job.
-_WHOLE_JOB = (
-    "FullyShardedDataParallel", "PipelineStage", "ZeroRedundancyOptimizer", "deepspeed",
-)  # fmt: skip
+#: Kinds of module and optimizer that spread one model over all processes of a job, and where
+#: DeepSpeed has its own of that kind (its kernels' optimizers are as anybody's).
+_WHOLE_JOB = ("FullyShardedDataParallel", "PipelineStage", "ZeroRedundancyOptimizer")
+_WHOLE_JOB_PACKAGE = "deepspeed.runtime."
 #: So many groups of an optimizer's parameters are told apart in words.
 _GROUPS_IN_WORDS = 4
 #: By its key in the shape: what it is called, and what to do if it differs.
@@ -98,7 +98,7 @@ def cannot_drop(
                 f"{where} is wrapped in DistributedDataParallel: give ReplicaGroup the bare model, "
                 "it sums the gradients itself"
             )
-        if kind.__name__ in _WHOLE_JOB or kind.__module__.partition(".")[0] in _WHOLE_JOB:
+        if kind.__name__ in _WHOLE_JOB or kind.__module__.startswith(_WHOLE_JOB_PACKAGE):
             return f"{where} is a {kind.__name__}, which spans all processes; {_OTHERWISE}"
     if not hasattr(model, "named_modules"):
         return f"the model is a {type(model).__name__}: give ReplicaGroup a torch.nn.Module"
@@ -200,6 +200,8 @@ def difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
     """In which way a newcomer's shape is not the job's, with the remedy; "" if in none."""
     for key in dict.fromkeys([*_WORDS, *ours, *theirs]):
         what, remedy = _WORDS.get(key, (key, _SAME_SCRIPT))
+        if (key in theirs) != (key in ours):
+            remedy = "run all replicas with one version of Drydock"
         if theirs.get(key) != ours.get(key):
             return (
                 f"this replica's {what} is {theirs.get(key, 'not told')}, "
@@ -219,7 +221,7 @@ def _settings(optimizer: Any) -> str:
     groups = [
         f"; of {len(group['params'])} tensors {others}"
         for group in getattr(optimizer, "param_groups", [])
-        if (others := _in_words({k: v for k, v in group.items() if v != defaults.get(k, v)}))
+        if (others := _in_words({k: v for k, v in group.items() if k in defaults}, defaults))
     ]
     if len(groups) > _GROUPS_IN_WORDS:
         digest = hashlib.sha256("".join(groups).encode()).hexdigest()[:8]
@@ -227,6 +229,8 @@ def _settings(optimizer: Any) -> str:
     return f"{name}({told}{''.join(groups)})"
 
 
-def _in_words(settings: Mapping[str, Any]) -> str:
+def _in_words(settings: Mapping[str, Any], usual: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Those that are not as usual."""
     plain = {k: v for k, v in settings.items() if isinstance(v, bool | int | float | tuple)}
+    plain = {k: v for k, v in plain.items() if k not in usual or repr(v) != repr(usual[k])}
     return " ".join(f"{key}={value}" for key, value in sorted(plain.items()))

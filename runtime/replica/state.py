@@ -195,7 +195,9 @@ class TrainingState:
         try:
             self.model.load_state_dict(weights)
         except RuntimeError as error:  # many lines, of which the first names the model
-            flaws = [line.strip() for line in str(error).splitlines()[1:]] or [str(error)]
+            if not str(error).startswith("Error(s) in loading state_dict"):
+                raise
+            flaws = [line.strip() for line in str(error).splitlines()[1:]] or [""]
             raise ValueError(
                 f"the state is of another model than this script's {type(self.model).__name__} "
                 f"({flaws[0][:MAX_FLAW]}); resume with the script that saved it, whose tensors "

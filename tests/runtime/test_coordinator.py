@@ -157,6 +157,44 @@ def test_a_job_that_is_started_twice_is_refused_the_second_time(tmp_path: Path) 
     assert "replica 1 of j lives, as b: give each job an id of its own" in twin.heard[-1]["error"]
 
 
+def test_a_member_that_is_to_connect_again_keeps_its_place_from_a_second_start(
+    tmp_path: Path,
+) -> None:
+    """The coordinator was started anew, and the second start of the job found it first."""
+    member, twin = Member(1, "b", 5), Member(1, "second", 0)
+
+    async def scene(coordinator: Coordinator, port: int) -> None:
+        await twin.join(port)
+        assert (await ask(port, op="status"))["peers"] == {}
+        await member.join(port)
+        asked = await member.hear("ping")
+        member.say(op="pong", n=asked["n"], step=9)
+        await twin.hear("refused")
+        assert coordinator.alive == {0: "a", 1: "b"}
+
+    serve(tmp_path, {0: "a", 1: "b"}, scene)
+
+
+def test_who_hung_up_while_it_waited_takes_no_place(tmp_path: Path) -> None:
+    holder, newcomer = Member(1, "old", 5), Member(1, "new", 0)
+
+    async def scene(coordinator: Coordinator, port: int) -> None:
+        await holder.join(port)
+        await newcomer.join(port)
+        await holder.hear("ping")
+        newcomer.writer.close()
+        await newcomer.writer.wait_closed()
+        holder.writer.close()
+        async with asyncio.timeout(PATIENCE_S):
+            while 1 in coordinator.alive:
+                await ask(port, op="status")
+        await ask(port, op="status")
+        assert coordinator.peers == {}
+        assert coordinator.places.superseded == []
+
+    serve(tmp_path, {0: "a", 1: "old"}, scene)
+
+
 async def says_goodbye(holder: Member, _port: int) -> None:
     holder.say(op="goodbye")
 

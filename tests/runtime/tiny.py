@@ -4,9 +4,10 @@ Its options: `steps`, `mode`, `checkpoint_s`, `local_s`, `peer_s` and `object_s`
 shard takes, as if an accelerator computed it), `dropout`, `compare_every`, `straggler_after_s`,
 `flips_at` (the step at which a bit of its weights turns over), and what a misfit of a replica has
 otherwise: `width`, `samples`, `seed`, `rate`. `rich` trains with all that a loop may have besides,
-with or without `averages`. At the step `evaluate_at` it does something else for a minute. `data`
-is "ids", "dataset", "loader", "stateful" or "streams": what Batches is given; `workers` load it,
-`drop_last` ends it. The model is divided among the ranks of a replica.
+with or without `averages`; if it is `calm`, no last bit of a sum decides on anything. At the step
+`evaluate_at` it does something else for a minute. `data` is "ids", "dataset", "loader", "stateful"
+or "streams": what Batches is given; `workers` load it, `drop_last` ends it. The model is divided
+among the ranks of a replica.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def main() -> None:
         "width": 32, "samples": 960, "seed": 5, "rate": 1e-3, "rich": False, "averages": True,
         "evaluate_at": -1, "pace_s": 0.003, "data": "ids", "workers": 0, "drop_last": False,
         "dropout": 0.5, "compare_every": 1000, "flips_at": -1, "straggler_after_s": 600,
+        "calm": False,
         **job.options,
     }  # fmt: skip
     folder = Path(options["folder"])
@@ -45,7 +47,7 @@ def main() -> None:
     model = torch.nn.Sequential(
         torch.nn.Linear(16, width), torch.nn.Dropout(options["dropout"]), torch.nn.Linear(width, 1)
     )
-    if options["rich"]:
+    if options["rich"] and not options["calm"]:
         model.append(torch.nn.BatchNorm1d(1))
     if job.ranks > 1:
         divide(model)
@@ -59,7 +61,7 @@ def main() -> None:
     }
     saver = runtime.Checkpointer(job, every_s=intervals)
     parts = (
-        rich(model, averages=options["averages"])
+        rich(model, averages=options["averages"], calm=options["calm"])
         if options["rich"]
         else {"optimizer": Momentum(model, options["rate"])}
     )
@@ -201,8 +203,9 @@ class Counter:
         self.seen = state["seen"]
 
 
-def rich(model: torch.nn.Sequential, *, averages: bool) -> dict[str, Any]:
+def rich(model: torch.nn.Sequential, *, averages: bool, calm: bool) -> dict[str, Any]:
     """Two optimizers with a schedule each, a loss scaler that grows and overflows, averages."""
+    scale = 2.0**10 if calm else 2.0**120
     first = torch.optim.AdamW(model[0].parameters(), lr=1e-3)
     second = torch.optim.SGD(model[2:].parameters(), lr=1e-3, momentum=0.9)
     return {
@@ -212,7 +215,7 @@ def rich(model: torch.nn.Sequential, *, averages: bool) -> dict[str, Any]:
             torch.optim.lr_scheduler.StepLR(second, 20, 0.9),
             Counter(),
         ],
-        "scaler": torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=3),
+        "scaler": torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3),
         # A divided model cannot be copied.
         "ema": None
         if job.ranks > 1 or not averages

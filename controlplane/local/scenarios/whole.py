@@ -78,7 +78,7 @@ def play(name: str, say: Say) -> Result:
         facts |= {"damaged": len(newer), "damaged_tier": expected}
         expected = following
     began = await_rows(lambda: begun_again(job.pk, killed), MENDED_S, "the job did not begin again")
-    first = await_rows(lambda: _first_steps(job, began), MENDED_S, "the job did not go on")
+    first = await_rows(lambda: _first_steps(job, began, at), MENDED_S, "the job did not go on")
     await_rows(lambda: _whole(job), MENDED_S, "the job is not whole again")
     incidents = await_rows(lambda: _mended(job, at), MENDED_S, "an incident is not resolved")
     facts |= {"went_on_at": began.step + 1, "tier": expected, "incidents": len(incidents)}
@@ -190,9 +190,10 @@ def begun_again(job_id: str, killed: set[str]) -> Beginning | None:
     return Beginning(int(began["epoch"]), int(began["step"]), sorted(record.members))
 
 
-def _first_steps(job: Job, began: Beginning) -> LedgerRange | None:
+def _first_steps(job: Job, began: Beginning, since: datetime) -> LedgerRange | None:
     """The first steps that they made, as they were told."""
-    later = LedgerRange.objects.filter(job=job, epoch__gt=began.epoch, step_to__gt=began.step)
+    told = LedgerRange.objects.filter(job=job, recorded_at__gte=since)
+    later = told.filter(epoch__gt=began.epoch, step_to__gt=began.step)
     return later.order_by("step_from").first()
 
 

@@ -281,8 +281,8 @@ def test_a_dcp_folder_that_is_not_whole_gives_no_weights(
 @pytest.mark.parametrize(
     ("saved", "said"),
     [
-        ({"model": {}}, "has no tensors under 'model'"),
-        ({"model": {"lr": 1}}, "has no tensors under 'model'"),
+        ({"model": {}}, "has no model's weights"),
+        ({"model": {"lr": 1}}, "has no model's weights"),
         ({1: torch.ones(1)}, "is named 1; names are expected to be text"),
         (
             {"w": torch.ones(1), "module.w": torch.zeros(1)},

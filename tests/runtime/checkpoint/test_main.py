@@ -130,14 +130,24 @@ def test_what_another_version_wrote_stays_and_what_is_damaged_is_not_counted(
     tmp_path: Path,
 ) -> None:
     for step in (1, 2, 3, 4):
-        write(tmp_path, staged_at(step))
+        write(tmp_path, staged_at(step), keep=4)
     newer = tmp_path / "step-00000004" / "manifest.json"
     newer.write_bytes(sealed({**json.loads(newer.read_bytes()), "version": 4}))
-    (tmp_path / "step-00000003" / "manifest.json").write_text("{}")
+    for step in (1, 3):
+        (tmp_path / f"step-0000000{step}" / "manifest.json").write_text("{}")
 
     assert main(["prune", str(tmp_path), "--keep", "1"]) == 0
 
-    assert names(tmp_path) == ["step-00000002", "step-00000004"]
+    assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
+
+
+def test_the_newest_that_can_be_told_is_looked_into(tmp_path: Path, capsys: Capture) -> None:
+    for step in (1, 2):
+        write(tmp_path, staged_at(step))
+    (tmp_path / "step-00000001" / "manifest.json").write_text("{}")
+
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("step 2, saved")
 
 
 def test_of_a_link_the_link_alone_is_removed(tmp_path: Path) -> None:

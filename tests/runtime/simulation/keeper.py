@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.replica.connection import Peer
-from runtime.replica.coordinator import Coordinator
+from runtime.replica.coordinator import Asked, Coordinator
 from runtime.replica.record import Record, StaleEpoch
 from tests.runtime.simulation.clock import Process
 from tests.runtime.simulation.network import END, Connection
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tests.runtime.simulation.replica import Replica
 
 TICKS_S = (0.14, 0.2)
-CONTEST_S = 0.05  # between two looks whether a newcomer's place is free
+WAIT_S = 0.05  # between two looks whether a newcomer's place is free
 
 
 class Killed(BaseException):
@@ -121,7 +121,7 @@ class _Served:
         self.over = False
         self._first: dict[str, Any] | None = None  # said by one whose place another has
         self._unheard: list[bytes] = []  # that it said since
-        self._asked: tuple[Peer, int] | None = None  # that other one, and the number of a ping
+        self._asked: Asked | None = None
 
     def hear(self, data: bytes) -> None:
         if self.over:
@@ -137,20 +137,16 @@ class _Served:
             self._end()
 
     def _admit(self, first: dict[str, Any]) -> None:
-        coordinator = self.keeper.coordinator
         if self.over:
             return
-        refusal = coordinator.refusal(first)
-        rival = None if refusal else coordinator.rival(first)
-        if rival is not None:
-            if self._asked is None or self._asked[0] is not rival:
-                self._asked = (rival, rival.ping())
-            if rival.answered < self._asked[1]:
-                self.keeper.after(CONTEST_S, self.keeper, lambda: self._admit(first))
-                return
-            refusal = coordinator.taken_by(rival)
-        if refusal:
-            self.write(json.dumps({"ok": False, "error": refusal}).encode())
+        coordinator = self.keeper.coordinator
+        found = coordinator.place_of(first, self._asked)
+        if not isinstance(found, str):
+            self._asked = found
+            self.keeper.after(WAIT_S, self.keeper, lambda: self._admit(first))
+            return
+        if found:
+            self.write(json.dumps({"ok": False, "error": found}).encode())
             self._end()
             return
         self.peer = coordinator.join(first, self)  # type: ignore[arg-type]
