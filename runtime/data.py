@@ -137,6 +137,17 @@ class Batches:
         self._part = slice(None)  # of each shard: what is ours
         self._loader: Loader | Streams | None = None
 
+    @property
+    def data(self) -> str:
+        """What the samples come from: its kind, and its `fingerprint`, a text, where it has one.
+        Tells datasets of equal length apart."""
+        if self.source is None:
+            return "ids alone" if self._factory is None else "streams"
+        dataset = self.source.dataset
+        kind, fingerprint = type(dataset).__name__, getattr(dataset, "fingerprint", "")
+        told = isinstance(fingerprint, str) and fingerprint
+        return f"{kind} {fingerprint}" if told else kind
+
     def shard(self, step: int, index: int) -> Shard:
         """One shard, or our part of it; the same on every replica and after every restart."""
         ids = self._ids_at(step, index)

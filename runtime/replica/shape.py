@@ -32,6 +32,7 @@ _WORDS = {
     "order": ("data order's rule", "run all replicas with one version of Drydock"),
     "shard_size": ("shard size", "start all replicas with the same Batches"),
     "samples": ("dataset's length", "give all replicas the same data"),
+    "data": ("dataset", "give all replicas the same data"),
     "drop_last": ("drop_last", "start all replicas with the same Batches"),
     "seed": ("data order's seed", "give all replicas the same seed"),
     "model": ("model", _SAME_SCRIPT),
@@ -67,6 +68,7 @@ def describe(
         "mode": mode,
         "ranks": str(ranks),
         **{key: str(value) for key, value in batches.state_dict().items()},
+        "data": batches.data,
         "model": f"{type(model).__name__} of {len(tensors)} tensors and {count:,} parameters "
         f"({digest})",
         "optimizer": ", ".join(_settings(optimizer) for optimizer in optimizers),

@@ -153,6 +153,30 @@ def test_rates_of_groups_of_parameters_tell_optimizers_apart() -> None:
     assert "others in 6 groups (" in many
 
 
+class Rows(torch.utils.data.Dataset[int]):
+    def __init__(self, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, sample: int) -> int:
+        return sample
+
+
+def test_datasets_of_equal_length_are_told_apart_by_their_kind_and_fingerprint() -> None:
+    def shape(data: object) -> dict[str, str]:
+        return describe(model(), [], Batches(data, shards=12), "cover", 1.0, "torch")
+
+    told = difference(shape(Rows("a1")), shape(Rows("b2")))
+
+    assert told.startswith("this replica's dataset is Rows a1, the job's is Rows b2: give all")
+    assert "dataset is list, the job's is Rows b2" in difference(
+        shape(list(range(96))), shape(Rows("b2"))
+    )
+    assert difference(shape(Rows("a1")), shape(Rows("a1"))) == ""
+
+
 def test_another_schedule_tells_scripts_apart() -> None:
     told = difference(shape_of([0.1], schedule=[nn.Identity()]), shape_of([0.1]))
 
