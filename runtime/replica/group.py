@@ -127,12 +127,7 @@ class ReplicaGroup:
         self._engine = StepEngine(
             self.state, gloo, self._observer, division, mode=mode, max_grad_norm=max_grad_norm
         )
-        helpers: dict[str, Sequence[Any]] = {
-            "schedule": schedules,
-            "scaler": [] if scaler is None else [scaler],
-            "average": [] if ema is None else [ema],
-            **{f"extra {name}": [one] for name, one in (extra or {}).items()},
-        }
+        helpers = helpers_of(schedules, scaler, ema, extra)
         numerics = numerics_of(mode, model)
         shape = describe(
             model, optimizers, batches, mode, max_grad_norm, numerics, job.ranks, helpers
@@ -237,6 +232,21 @@ class ReplicaGroup:
 
 def several(given: Steps | Sequence[Steps]) -> list[Steps]:
     return list(given) if isinstance(given, Sequence) else [given]
+
+
+def helpers_of(
+    schedules: Sequence[Steps],
+    scaler: torch.amp.GradScaler | None,
+    ema: Averages | None,
+    extra: Mapping[str, Stateful] | None,
+) -> dict[str, Sequence[Any]]:
+    """What a step changes beside model and optimizers, by what it is."""
+    return {
+        "schedule": schedules,
+        "scaler": [] if scaler is None else [scaler],
+        "average": [] if ema is None else [ema],
+        **{f"extra {name}": [one] for name, one in (extra or {}).items()},
+    }
 
 
 def numerics_of(mode: Mode, model: torch.nn.Module) -> str:
