@@ -1,4 +1,4 @@
-"""Whose place a replica's number is: the newest start's, for good.
+"""Whose place a replica's number is: that of the newest start that was let in, for good.
 
 A process that was stopped or cut off may wake after its successor was started; it must never take
 the place back. Standard library only.
