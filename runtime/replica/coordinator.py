@@ -4,8 +4,8 @@ Standard library only. Members propose, this process decides, durably, before it
 must never stand on the path of a healthy step: its death costs no step.
 
 One TCP connection per member, JSON lines. The first line carries the job's token. The verbs are
-`join`, `ready`, `report`, `staged`, `caught_up`, `set`, `get`, `pong`, `again`, `goodbye` from
-replicas, and `exit` and `status` from a node agent or a person.
+`join`, `ready`, `report`, `unreached`, `staged`, `caught_up`, `set`, `get`, `pong`, `again`,
+`goodbye` from replicas, and `exit` and `status` from a node agent or a person.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ class Coordinator(Epochs):
             "pong": self.on_pong,
             "ready": self.on_ready,
             "report": self.on_report,
+            "unreached": self.on_unreached,
             "staged": self.on_staged,
             "compared": self.on_compared,
             "caught_up": self.on_caught_up,
@@ -282,6 +283,12 @@ class Coordinator(Epochs):
         peer.leaving = bool(message["leaving"])
         if known and not message["planned"]:
             self.break_epoch()
+        if known and message["silent"]:
+            self.doubt.open = True
+
+    def on_unreached(self, peer: Peer, message: dict[str, Any]) -> None:
+        if peer.phase == "member" and int(message["epoch"]) == self.record.epoch:
+            self.doubt.answer(peer.replica, [int(replica) for replica in message["replicas"]])
 
     def on_staged(self, peer: Peer, message: dict[str, Any]) -> None:
         self.admission.staged(peer, int(message["step"]), str(message["digest"]))

@@ -11,6 +11,7 @@ import time
 
 from runtime.replica.connection import Peer, introduce
 from runtime.replica.plan import Report, fixed_shares, take_over
+from runtime.replica.reach import Doubt
 from runtime.replica.record import Record
 from runtime.replica.rendezvous import Rendezvous
 from runtime.replica.roster import Roster
@@ -114,6 +115,11 @@ class Epochs(Roster):
             return
         if len(members) < len(self.alive):
             return
+        if self.doubt.open:
+            self.settle_doubt(members)
+            members = self.members()
+        if self.doubt.open:
+            return
         if all(member.leaving for member in members) and len({m.step for m in members}) == 1:
             self.dismiss()
             return
@@ -132,6 +138,23 @@ class Epochs(Roster):
             return
         # Nobody waits for a newcomer: it is handed what it may still lack, while others compute.
         self.grant(seated)
+
+    def settle_doubt(self, members: list[Peer]) -> None:
+        """A member found another silent: ask all whom they reach, and do without those who are out
+        of others' reach. They come back as newcomers, once they reach all."""
+        unasked = self.doubt.unasked([member.replica for member in members])
+        peers = {member.replica: member for member in members}
+        for replica in unasked:
+            others = {n: p.addresses for n, p in peers.items() if n != replica}
+            peers[replica].tell_once("probe", epoch=self.record.epoch, peers=others)
+        if unasked:
+            return
+        found = self.doubt.settle({n: peer.step for n, peer in peers.items()})
+        self.doubt = Doubt()
+        for replica in found:
+            self.drop(replica, "unreached")
+            peers[replica].put_off(self.clock())
+            peers[replica].tell(op="evicted", epoch=self.record.epoch)
 
     def measure(self, member: Peer) -> None:
         """Refuse who came before there was a measure and does not fit."""
@@ -248,7 +271,7 @@ class Epochs(Roster):
         self.keep(record)
         self.alive = dict(members)
         self.lost, self.broken_at = [], 0.0
-        self.rendezvous = Rendezvous()
+        self.rendezvous, self.doubt = Rendezvous(), Doubt()
         self.gathered = {}
         self.last_contact, self.fenced = self.clock(), False
         self.admission.interrupt()
@@ -283,7 +306,7 @@ class Epochs(Roster):
         self.started = self.last_contact = self.clock()
         self.fenced = False
         self.lost, self.broken_at = [], 0.0
-        self.rendezvous = Rendezvous()
+        self.rendezvous, self.doubt = Rendezvous(), Doubt()
         self.admission.interrupt()
         for peer in [p for p in self.peers.values() if p.phase in ("claiming", "member")]:
             if peer.replica in members:

@@ -29,7 +29,9 @@ from torch._C._distributed_c10d import (
     Store,
 )
 
-from runtime.replica.membership import Severed
+from runtime.replica.link import keep_alive
+from runtime.replica.membership import Severed, Silent
+from runtime.replica.reach import NO_ANSWER
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -38,6 +40,11 @@ log = logging.getLogger("drydock.gloo")
 
 BUILD_S = 10.0  # a peer that does not come while the group is built is given up after this
 REDUCE_S = 3600.0  # the coordinator says when a peer is dead; this is only a last resort
+#: A peer whose machine acknowledges nothing for so long is silent. A process that is stopped or
+#: slow is not: its kernel answers, until what it does not read fills its memory.
+SILENT_MS = 1_500
+#: Looked at also while nothing is sent: after a second, and every second.
+KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2}
 SEVERED_S = 0.2  # how long a collective may take to fail once its sockets are shut
 
 
@@ -127,6 +134,7 @@ class Gloo:
             try:
                 store = LinkStore(link, epoch, self.lane)
                 result = ProcessGroupGloo(store, rank, len(addresses), options)
+                self._listen_for_silence()
             except Exception as error:  # raised again where the group is waited for
                 result = error
             with self._changed:
@@ -202,7 +210,7 @@ class Gloo:
                 work.wait()  # raises its error, if it has one
                 return
         except RuntimeError as error:
-            raise Severed(str(error)) from error
+            raise severed(str(error)) from error
         keep_for_ever(group, work, touched)
         log.warning("abandoned epoch=%s", self._epoch)
         raise Severed(f"epoch {self._epoch} broke and its collective did not end")
@@ -215,7 +223,7 @@ class Gloo:
                 raise Severed(f"epoch {self._epoch} broke")
             (found,) = self._built
         if isinstance(found, RuntimeError | OSError):
-            raise Severed(f"epoch {self._epoch} has no group: {found}")
+            raise severed(f"epoch {self._epoch} has no group: {found}")
         if isinstance(found, Exception):  # no other epoch would mend it
             raise found
         return found
@@ -233,6 +241,13 @@ class Gloo:
             self._changed.wait_for(lambda: future.done() or self.broken(self._epoch))
             return self._changed.wait_for(future.done, SEVERED_S)
 
+    def _listen_for_silence(self) -> None:
+        """Have the kernel end a connection on which nothing is acknowledged: a collective that
+        waits for it fails then, as it does at a peer's death."""
+        for connection in established_sockets(self.address, self._peers):
+            with connection, contextlib.suppress(OSError):  # it ended meanwhile
+                keep_alive(connection, KEEPALIVE, SILENT_MS)
+
     def broken(self, epoch: int) -> bool:
         return self._broken_epoch >= epoch
 
@@ -246,6 +261,12 @@ class Gloo:
             for connection in established_sockets(self.address, self._peers):
                 with connection, contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
+
+
+def severed(why: str) -> Severed:
+    """What a failed collective is: the peer may have died, or nothing of its machine answers."""
+    signs = ("timed out", "timeout", *(os.strerror(code).lower() for code in NO_ANSWER))
+    return Silent(why) if any(sign in why.lower() for sign in signs) else Severed(why)
 
 
 def with_timeout(options: Any) -> Any:

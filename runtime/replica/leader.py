@@ -20,7 +20,7 @@ from runtime.client import CheckpointSaved
 from runtime.data import Shard
 from runtime.replica.gradients import Tail, Wishes
 from runtime.replica.link import Link, Refused
-from runtime.replica.membership import REJOINS, Severed
+from runtime.replica.membership import REJOINS, Severed, Silent
 from runtime.replica.rank import Rank
 from runtime.replica.siblings import Sibling, Siblings
 from runtime.replica.step import NotWhole
@@ -99,13 +99,14 @@ class Leader:
                 self._stop("all steps done")
                 continue
             severed: str | None = None
+            silent = False
             try:
                 yield from self.engine.shards()
                 self._edge(self._finish_step())
             except NotWhole as error:
                 self.job.trouble("coverage", str(error))
             except Severed as error:
-                severed = str(error)
+                severed, silent = str(error), isinstance(error, Silent)
             # Not above: the error holds the former group, which another thread is to destroy.
             if severed is not None:
                 log.info(
@@ -115,7 +116,7 @@ class Leader:
                     severed,
                 )
                 self.rank.observer.at("regroup", self.engine.pending)
-                self._regroup(planned=False)
+                self._regroup(planned=False, silent=silent)
 
     def leave(self, reason: str, *, goodbye: bool) -> None:
         """The other ranks leave too; without a goodbye they end as soon as we have."""
@@ -252,9 +253,9 @@ class Leader:
 
     # --- epochs ---------------------------------------------------------------------------------
 
-    def _regroup(self, *, planned: bool) -> None:
+    def _regroup(self, *, planned: bool, silent: bool = False) -> None:
         """Tell the coordinator how far we are and wait for the next epoch."""
-        self.member.report(planned=planned)
+        self.member.report(planned=planned, silent=silent)
         self._await_epoch()
 
     def _await_epoch(self) -> None:
@@ -315,7 +316,7 @@ class Leader:
             message = self.link.inbox.get()
             if message["op"] in REJOINS:
                 self._postponed.append(message)
-                raise Severed("the coordinator told us to rejoin")
+                raise Severed("the coordinator ended our epoch")
             if message["op"] == "stop":
                 self.job.stop.set()
             else:

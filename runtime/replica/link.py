@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -255,9 +255,13 @@ class Link:
         self.inbox.put(message)
 
 
-def keep_alive(connection: socket.socket) -> None:
+def keep_alive(
+    connection: socket.socket,
+    keepalive: Mapping[str, int] = KEEPALIVE,
+    unacknowledged_ms: int = UNACKNOWLEDGED_MS,
+) -> None:
     """Let the kernel find out if the other machine is gone; a process that only sleeps is not."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
+    for name, value in keepalive.items():
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unacknowledged_ms)

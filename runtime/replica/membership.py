@@ -13,12 +13,16 @@ from typing import Any, Protocol
 log = logging.getLogger("drydock.replica")
 
 #: Whoever hears one of these while it trains has no epoch any more.
-REJOINS = ("evicted", "sync", "load", "refused")
+REJOINS = ("evicted", "sync", "load", "refused", "probe")
 MAX_REFUSALS = 3  # as a newcomer, before a person is told
 
 
 class Severed(RuntimeError):
     """The collective did not happen everywhere; its buffer must not be used again."""
+
+
+class Silent(Severed):
+    """It did not happen because a peer's machine answers nothing: it is gone, or the way to it."""
 
 
 class CannotFollow(RuntimeError):
@@ -77,6 +81,9 @@ class Trainer(Protocol):
     def release(self, *, log: bool) -> None:
         """Nobody takes the copy any more; with `log`, nobody follows either."""
 
+    def unreached(self, addresses: list[list[str]]) -> list[int]:
+        """The places in this list of those replicas whose machines do not answer ours."""
+
     def forget(self) -> None:
         """What was computed of the next step is not wanted."""
 
@@ -116,17 +123,20 @@ class Member:
         self._following = False
         self._order = 0  # number of the last order to get a state
         self._caught_up: int | None = None  # the step of which we said so last
+        self._unreached: list[list[str]] = []  # whom we could not reach last
 
     # --- what we say ----------------------------------------------------------------------------
 
-    def report(self, *, planned: bool, leaving: bool = False) -> None:
-        """How far we are, once our epoch broke or its edge was reached."""
+    def report(self, *, planned: bool, leaving: bool = False, silent: bool = False) -> None:
+        """How far we are, once our epoch broke or its edge was reached. `silent`: it broke here,
+        for a peer that answers nothing."""
         self.last_report = {
             "epoch": self.epoch,
             "step": self._trainer.committed,
             "held": sorted(self._trainer.held),
             "planned": planned,
             "leaving": leaving,
+            "silent": silent,
         }
         self._say("report", **self.last_report)
 
@@ -155,6 +165,7 @@ class Member:
             "up_to_date": self._on_up_to_date,
             "cannot_follow": self._on_cannot_follow,
             "evicted": self._on_evicted,
+            "probe": self._on_probe,
             "stage": self._on_stage,
         }
         asked.get(message["op"], self.overhear)(message)
@@ -176,7 +187,7 @@ class Member:
             self._trainer.replay(step, message["donors"])
         except Severed as error:
             log.info("severed epoch=%s error=%s", self.epoch, error)
-            self.report(planned=False)
+            self.report(planned=False, silent=isinstance(error, Silent))
             return False
         except CannotFollow as error:
             self._start_over(error)
@@ -201,6 +212,9 @@ class Member:
         if message["refusals"] == MAX_REFUSALS:
             self._trainer.trouble("cannot_rejoin", f"refused {MAX_REFUSALS} times in a row")
         donors = list(message["donors"])
+        if not self._reaches(donors):
+            self._say("again", epoch=self.epoch, order=self._order)
+            return
         try:
             self._trainer.take(int(message["step"]), str(message["digest"]), donors)
         except CannotFollow as error:
@@ -252,6 +266,31 @@ class Member:
             self._trainer.trouble("evicted", f"epoch {self.epoch} went on without this replica")
             log.warning("evicted epoch=%s now=%s", self.epoch, message["epoch"])
         self._leave_epoch()
+
+    def _on_probe(self, message: dict[str, Any]) -> None:
+        """A member found another silent: all look whom they reach."""
+        peers = {int(replica): list(where) for replica, where in message["peers"].items()}
+        missed = self._trainer.unreached(list(peers.values()))
+        told = [list(peers)[place] for place in missed]
+        if told:
+            log.warning("unreached epoch=%s replicas=%s", self.epoch, told)
+        self._say("unreached", epoch=self.epoch, replicas=told)
+
+    def _reaches(self, peers: list[list[str]]) -> bool:
+        """Whether all these answer us: whom one member does not reach would break the epoch that
+        it enters."""
+        before, self._unreached = (
+            self._unreached,
+            [peers[place] for place in self._trainer.unreached(peers)],
+        )
+        if self._unreached and self._unreached != before:
+            where = ", ".join(sorted({a for addresses in self._unreached for a in addresses}))
+            self._trainer.trouble(
+                "cannot_reach",
+                f"nothing answers at {where}: mend the network between this node and those; this "
+                "replica joins again once it reaches all others",
+            )
+        return not self._unreached
 
     def _on_stage(self, message: dict[str, Any]) -> None:
         if message["now"]:

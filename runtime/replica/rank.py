@@ -30,12 +30,13 @@ from runtime.job import Job
 from runtime.replica.fetching import Follower, fetch_reduced, fetch_state
 from runtime.replica.gradients import Tail, Wishes
 from runtime.replica.link import Link
-from runtime.replica.membership import CannotFollow, Severed
+from runtime.replica.membership import CannotFollow, Severed, Silent
 from runtime.replica.nccl import EpochGroup
 from runtime.replica.observing import Observer
 from runtime.replica.pacing import pace_of
 from runtime.replica.peers import PeerServer, Reduced, ReducedLog
 from runtime.replica.preemption import Preemption, durable_in, longest_s
+from runtime.replica.reach import unreached
 from runtime.replica.siblings import NEXT
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
@@ -45,8 +46,13 @@ from runtime.snapshot import Copying, TooSmall, state_of, touched
 log = logging.getLogger("drydock.replica")
 
 FOLLOWED_S = 5.0  # how long one rank may be later than the first with a step that all follow
-#: What may go wrong on one rank and is then wrong with the replica, by its name on the wire.
-FAILURES: dict[str, type[RuntimeError]] = {"severed": Severed, "cannot_follow": CannotFollow}
+#: What may go wrong on one rank and is then wrong with the replica, by its name on the wire; what
+#: tells most first.
+FAILURES: dict[str, type[RuntimeError]] = {
+    "silent": Silent,
+    "severed": Severed,
+    "cannot_follow": CannotFollow,
+}
 
 
 _orders: set[str] = set()
@@ -455,6 +461,11 @@ class Rank:
         """Nobody takes the copy any more; with `log`, nobody follows either."""
         self._spare_room = None
         self._server.release(log=log)
+
+    @order
+    def unreached(self, peers: list[list[str]]) -> list[int]:
+        """The places of those whose machines do not answer this rank's."""
+        return unreached(self._ours(peers))
 
     @order
     def forget(self) -> None:

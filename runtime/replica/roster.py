@@ -18,6 +18,7 @@ from runtime.replica.comparing import Comparison
 from runtime.replica.connection import Peer
 from runtime.replica.listening import LEASE_S
 from runtime.replica.places import Places
+from runtime.replica.reach import Doubt
 from runtime.replica.record import Record, RecordFile, StaleEpoch
 from runtime.replica.rendezvous import Rendezvous
 
@@ -58,6 +59,7 @@ class Roster(ABC):
         self.lost: list[dict[str, Any]] = []  # since the epoch was granted
         self.broken_at = 0.0  # Unix time when the current epoch was found broken; 0: it is whole
         self.rendezvous = Rendezvous()  # of the current epoch
+        self.doubt = Doubt()  # whether its members reach each other
         now = clock()
         self.started = now
         #: while nobody trains: when each replica, and each kind of standby, came first

@@ -71,7 +71,8 @@ class Together:
         answers = [self.rank.obey(op, order), *self.siblings.answers()]
         failed = [answer for answer in answers if "failed" in answer]
         if failed:
-            raise FAILURES[failed[0]["failed"]](failed[0]["text"])
+            telling = min(failed, key=lambda answer: [*FAILURES].index(answer["failed"]))
+            raise FAILURES[telling["failed"]](telling["text"])
         return [answer["value"] for answer in answers]
 
     # --- a step ---------------------------------------------------------------------------------
@@ -277,6 +278,10 @@ class Together:
 
     def release(self, *, log: bool) -> None:
         self._all("release", log=log)
+
+    def unreached(self, addresses: list[list[str]]) -> list[int]:
+        by_rank = self._all("unreached", peers=addresses)
+        return sorted({place for places in by_rank for place in places})
 
     def forget(self) -> None:
         self._all("forget")

@@ -18,6 +18,15 @@ from runtime.replica.epochs import GATHER_S
 from runtime.replica.record import Record, RecordFile, StaleEpoch, hold_alone
 
 PATIENCE_S = 10.0
+REPORT = {
+    "op": "report",
+    "epoch": 5,
+    "step": 9,
+    "held": [],
+    "planned": False,
+    "leaving": False,
+    "silent": False,
+}
 
 
 class Member:
@@ -123,7 +132,7 @@ def test_the_newest_start_of_a_replica_keeps_its_place(tmp_path: Path) -> None:
         coordinator.last_tick = clock.now
         coordinator.tick()
         await survivor.hear("lost")
-        survivor.say(op="report", epoch=5, step=9, held=[], planned=False, leaving=False)
+        survivor.say(**REPORT)
         await survivor.hear("epoch")
         coordinator.tick()
         await survivor.hear("stage")
@@ -249,7 +258,7 @@ def test_a_full_disk_drops_nobody_and_the_epoch_is_granted_later(
         obstacle.mkdir()
         await survivor.join(port)
         await ask(port, op="exit", replica=1, placement="b")
-        survivor.say(op="report", epoch=5, step=9, held=[], planned=False, leaving=False)
+        survivor.say(**REPORT)
         survivor.say(op="get", epoch=5, key="asked", id=1)
         survivor.say(op="set", epoch=5, key="asked", value="answered")
         await survivor.hear("value")
@@ -342,7 +351,7 @@ def test_shards_are_divided_by_what_was_granted_not_by_who_asked(tmp_path: Path)
         await members[0].hear("stage")
         asker.writer.close()
         members[1].writer.close()
-        members[0].say(op="report", epoch=5, step=9, held=[], planned=False, leaving=False)
+        members[0].say(**REPORT)
         grant = await members[0].hear("epoch")
         assert (grant["world"], grant["dropped"]) == (2, [6, 7, 8, 9, 10, 11])
         assert coordinator.world == 2
@@ -520,6 +529,49 @@ def test_a_member_that_answers_no_more_is_lost_after_two_seconds(tmp_path: Path)
         assert (await member.hear("lost"))["how"] == "heartbeat"
 
     serve(tmp_path, {0: "a", 1: "b"}, scene, clock=clock)
+
+
+def test_of_two_that_do_not_reach_each_other_one_is_left_out(tmp_path: Path) -> None:
+    first, second, third = members = [Member(n, name, 5) for n, name in enumerate("abc")]
+
+    async def scene(_coordinator: Coordinator, port: int) -> None:
+        for member in members:
+            await member.join(port)
+        first.say(**{**REPORT, "silent": True})
+        for member in members[1:]:
+            await member.hear("broken")
+            member.say(**REPORT)
+        for member, missed in zip(members, ([1], [0], []), strict=True):
+            asked = await member.hear("probe")
+            assert sorted(asked["peers"]) == sorted({"0", "1", "2"} - {str(members.index(member))})
+            member.say(op="unreached", epoch=5, replicas=missed)
+        await second.hear("evicted")
+        granted = await first.hear("epoch")
+        assert [m["replica"] for m in granted["members"]] == [0, 2]
+        await third.hear("epoch")
+
+    serve(tmp_path, {0: "a", 1: "b", 2: "c"}, scene)
+
+    told = [m for m in third.heard if m["op"] == "lost"]
+    assert [(m["replica"], m["how"]) for m in told] == [(1, "unreached")]
+
+
+def test_whom_all_reach_after_all_stays(tmp_path: Path) -> None:
+    members = [Member(n, name, 5) for n, name in enumerate("ab")]
+
+    async def scene(_coordinator: Coordinator, port: int) -> None:
+        for member in members:
+            await member.join(port)
+        for member in members:
+            member.say(**{**REPORT, "silent": True})
+        for member in members:
+            await member.hear("probe")
+            member.say(op="unreached", epoch=5, replicas=[])
+        for member in members:
+            granted = await member.hear("epoch")
+            assert [m["replica"] for m in granted["members"]] == [0, 1]
+
+    serve(tmp_path, {0: "a", 1: "b"}, scene)
 
 
 def test_a_job_cannot_join_another_jobs_coordinator(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,9 +12,9 @@ from functools import partial
 import pytest
 import torch
 
-from runtime.replica.gloo import Gloo
+from runtime.replica.gloo import SILENT_MS, Gloo, established_sockets, severed
 from runtime.replica.link import LinkLost
-from runtime.replica.membership import Severed
+from runtime.replica.membership import Severed, Silent
 from tests.runtime.replicas import Board, until
 
 
@@ -58,6 +60,38 @@ def test_a_broken_epoch_ends_a_collective_that_the_sockets_would_not_end(
         waiting.result(30)
     with pytest.raises(Severed, match="epoch 1 broke"):
         ours.all_reduce(torch.ones(5))
+
+
+def test_the_kernel_is_told_to_end_connections_on_which_nothing_is_acknowledged(
+    pair: tuple[Gloo, Gloo],
+) -> None:
+    ours, theirs = pair
+    for member in (ours, theirs):
+        member._connected()
+
+    connections = established_sockets(ours.address, ours._peers)
+    limits = [c.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for c in connections]
+    for connection in connections:
+        connection.close()
+
+    assert limits
+    assert set(limits) == {SILENT_MS}
+
+
+@pytest.mark.parametrize(
+    ("why", "kind"),
+    [
+        (f"Read error [10.0.0.2]:4: {os.strerror(110)}. This is typically ...", Silent),
+        (f"writev [10.0.0.2]:4: {os.strerror(113)}", Silent),
+        ("Connect timeout [10.0.0.2]:4", Silent),
+        ("Connection closed by peer [10.0.0.2]:4", Severed),
+        (f"Read error [10.0.0.2]:4: {os.strerror(104)}", Severed),
+    ],
+)
+def test_a_peer_that_answers_nothing_is_told_from_one_that_ended(
+    why: str, kind: type[Severed]
+) -> None:
+    assert type(severed(why)) is kind
 
 
 def test_a_group_is_built_beside_the_step_and_its_first_collective_waits_for_it() -> None:

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from tests.runtime.simulation.schedule import run
+from tests.runtime.simulation.schedule import run, steps_while_two_are_parted
 
 SEEDS = 100  # in one test
 SCHEDULES = 3000
@@ -29,6 +29,14 @@ def test_a_newcomer_follows_no_step_that_one_made_alone() -> None:
     outcomes = [run(seed, only=["tear", "grow", "stand_by"]) for seed in range(SEEDS)]
 
     assert sum(outcome.epochs for outcome in outcomes) > 2 * SEEDS
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_two_that_do_not_reach_each_other_do_not_hold_up_a_third(seed: int) -> None:
+    parted, healed = steps_while_two_are_parted(seed)
+
+    assert parted > 10
+    assert healed == {0, 1, 2}
 
 
 @pytest.mark.parametrize("fault", ["kill_coordinator", "freeze_coordinator"])

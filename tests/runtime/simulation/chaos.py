@@ -94,7 +94,8 @@ class Chaos:
         if len(living) > 1:
             one, other = (victim.name for victim in self.draw.sample(living, 2))
             self.fleet.network.block(one, other)
-            self._later(self.draw.choice((0.3, 2.0, 8.0)), self.fleet.network.heal, one, other)
+            lasts = self.draw.choice((0.3, 2.0, 8.0, 60.0))
+            self._later(lasts, self.fleet.network.heal, one, other)
 
     def break_group(self) -> None:
         for victim in self._some():

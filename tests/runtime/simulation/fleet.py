@@ -19,13 +19,14 @@ from tests.runtime.simulation.replica import Replica
 class Fleet:
     """Everything of one schedule. Its size and pace follow from the clock's seed."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, world: int = 0) -> None:
+        """`world`: how many begin, and one suffices; 0: as the seed says."""
         draw = clock.random
         self.clock = clock
         self.network = Network(clock)
         self.network.slowest_s = draw.choice((0.003, 0.02, 0.06))
-        self.world = draw.randint(1, 4)
-        self.min_replicas = draw.randint(1, self.world)
+        self.world = world or draw.randint(1, 4)
+        self.min_replicas = 1 if world else draw.randint(1, self.world)
         self.shards = draw.randint(5, 8)
         self.drops = draw.random() < 0.2
         self.lease_s = draw.choice((2.0, 4.0, 10.0))

@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.replica.membership import Severed
+from runtime.replica.membership import Severed, Silent
 from tests.runtime.simulation.clock import Process, Thread
 from tests.runtime.simulation.network import Network
 
 AGAIN_S = 0.2
+SILENT_S = 1.5
+SILENT = "a peer is silent"
 
 
 @dataclass(eq=False)
@@ -22,6 +24,7 @@ class Round:
 
     brought: dict[str, Any] = field(default_factory=dict)
     ends: dict[str, Any] = field(default_factory=dict)
+    blocked: dict[str, float] = field(default_factory=dict)  # since when, for whom
 
 
 class Group:
@@ -56,6 +59,8 @@ class Group:
                 member.after(self.network.delay(), this, self._finish, this, member)
         thread.wait(lambda: name in this.ends or broken())
         end = this.ends.get(name)
+        if end == SILENT:
+            raise Silent(SILENT)
         if end is None or isinstance(end, str):
             raise Severed(end or "the epoch broke")
         return list(this.brought.values())
@@ -83,9 +88,21 @@ class Group:
         if self._hurt and chance() < 0.6:
             return
         if (not passes or not moving) and not self._hurt:
+            if self._hears_nothing(this, member):
+                self._end(this, member, SILENT)
+                return
             member.after(AGAIN_S, this, self._finish, this, member)
             return
         self._end(this, member, this)
+
+    def _hears_nothing(self, this: Round, member: Process) -> bool:
+        """One of its peers answers nothing, for so long that its kernel has given it up."""
+        others = [name for name in self.members if name != member.name]
+        if all(self.network.both_ways(member.name, other) for other in others):
+            this.blocked.pop(member.name, None)
+            return False
+        since = this.blocked.setdefault(member.name, self.network.clock.now)
+        return self.network.clock.now - since > SILENT_S
 
     def _end(self, this: Round, member: Process, how: Any) -> None:
         this.ends.setdefault(member.name, how)

@@ -9,7 +9,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from runtime.replica.link import Refused
-from runtime.replica.membership import REJOINS, Member, Severed
+from runtime.replica.membership import REJOINS, Member, Severed, Silent
 from tests.runtime.simulation.clock import Process, Thread
 from tests.runtime.simulation.group import Group
 from tests.runtime.simulation.history import Made, State, Violation
@@ -108,7 +108,7 @@ class Replica(Process):
                 self._edge(self._finish_step())
             except Severed as error:
                 self.note("is severed in epoch %s: %s", self.member.epoch, error)
-                self._regroup(planned=False)
+                self._regroup(planned=False, silent=isinstance(error, Silent))
 
     def _compute(self) -> None:
         for shard in self.trainer.shares[self.number]:
@@ -153,8 +153,8 @@ class Replica(Process):
         if wishes["regroup"]:
             self._regroup(planned=True)
 
-    def _regroup(self, *, planned: bool) -> None:
-        self.member.report(planned=planned)
+    def _regroup(self, *, planned: bool, silent: bool = False) -> None:
+        self.member.report(planned=planned, silent=silent)
         self._await_epoch()
 
     def _await_epoch(self) -> None:
@@ -194,7 +194,7 @@ class Replica(Process):
             message = self.link.inbox.get()
             if message["op"] in REJOINS:
                 self._postponed.append(message)
-                raise Severed("the coordinator told us to rejoin")
+                raise Severed("the coordinator ended our epoch")
             if message["op"] == "stop":
                 self.stop = True
             else:

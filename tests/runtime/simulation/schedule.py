@@ -19,6 +19,7 @@ from tests.runtime.simulation.history import Violation
 
 RECOVERY_S = 120.0
 PERSON_S = 30.0  # how long it takes a person to decide about a lost record
+PARTED_S = 30.0
 TRACE_LINES = 300
 
 
@@ -67,6 +68,29 @@ def _play(clock: Clock, only: Sequence[str]) -> Outcome:
                 recovery_s = _recover(fleet, chaos)
             history = fleet.history
             return Outcome(len(history.line), history.newest.epoch, history.strays, recovery_s)
+        finally:
+            for process in (*fleet.replicas, fleet.coordinator):
+                process.end()
+
+
+def steps_while_two_are_parted(seed: int) -> tuple[int, set[int]]:
+    """Three train, then two of them do not reach each other for half a minute: how many steps are
+    made meanwhile, and who trains a minute after the network is whole again."""
+    clock = Clock(seed, tracing=False)
+    with _simulated(clock):
+        fleet = Fleet(clock, world=3)
+        try:
+            for number in range(fleet.world):
+                fleet.start(number)
+            clock.run(clock.now + PARTED_S, fleet.trains_together)
+            one, other = (replica.name for replica in clock.random.sample(fleet.living(), 2))
+            before = len(fleet.history.line)
+            fleet.network.block(one, other)
+            clock.run(clock.now + PARTED_S)
+            made = len(fleet.history.line) - before
+            fleet.network.heal(one, other)
+            clock.run(clock.now + 2 * PARTED_S, fleet.trains_together)
+            return made, set(fleet.history.newest.members)
         finally:
             for process in (*fleet.replicas, fleet.coordinator):
                 process.end()

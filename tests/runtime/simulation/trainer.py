@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from runtime.replica.membership import CannotFollow, Severed
+from runtime.replica.membership import CannotFollow, Severed, Silent
 from runtime.replica.plan import divide, fixed_shares
 from tests.runtime.simulation.clock import Thread
 from tests.runtime.simulation.group import Group
@@ -19,6 +19,8 @@ from tests.runtime.simulation.network import Unreachable
 if TYPE_CHECKING:
     from tests.runtime.simulation.replica import Replica
 
+UNREACHED = "not built: a peer was not reached"
+PROBE_S = 0.4
 BUILD_S = 3.0  # for one value of the rendezvous
 WAITING_CHANCE = 0.3
 KEPT_STEPS = 64  # while somebody follows; two otherwise
@@ -112,7 +114,7 @@ class SimulatedTrainer:
         if replica.broken_epoch >= replica.member.epoch:
             raise Severed("broke before it was built")
         if isinstance(built[0], str):
-            raise Severed(built[0])
+            raise (Silent if built[0] == UNREACHED else Severed)(built[0])
         replica.group = built[0]
 
     def _build(self, epoch: int, names: list[str]) -> Group | str:
@@ -126,7 +128,7 @@ class SimulatedTrainer:
             return f"not built: {error!r}"
         if not replica.fleet.reaches(replica, names):
             replica.current().wait(lambda: replica.broken_epoch >= epoch, BUILD_S)
-            return "not built: a peer was not reached"
+            return UNREACHED
         return replica.fleet.group_of(epoch, names)
 
     def enter(self, grant: dict[str, Any]) -> None:
@@ -151,6 +153,16 @@ class SimulatedTrainer:
     def release(self, *, log: bool) -> None:
         self.copy = self._offered = None
         self.followed = self.followed and not log
+
+    def unreached(self, addresses: list[list[str]]) -> list[int]:
+        fleet, own = self.replica.fleet, self.replica.name
+        found = [
+            place
+            for place, (name,) in enumerate(addresses)
+            if not fleet.network.both_ways(own, name)
+        ]
+        self.replica.thread.sleep(PROBE_S if found else fleet.network.delay())
+        return found
 
     def forget(self) -> None:
         self.gradients.clear()

@@ -1,0 +1,85 @@
+"""Who reaches whom: looked at by connecting, and whom to do without if not all reach all.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import errno
+import selectors
+import socket
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+
+TRIES = 2  # one packet may be lost
+TRY_S = 0.2  # a kernel answers within milliseconds, however busy the machine is
+#: The end of a connection, or of the attempt to open one, that tells that nobody answered.
+NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+
+
+class Doubt:
+    """Whether the members of an epoch reach each other, once one of them found another silent.
+
+    All are asked; until all have answered nothing is decided.
+    """
+
+    def __init__(self) -> None:
+        self.open = False
+        self._unreached: dict[int, Collection[int]] = {}
+
+    def answer(self, replica: int, unreached: Collection[int]) -> None:
+        self._unreached[replica] = unreached
+
+    def unasked(self, members: Collection[int]) -> list[int]:
+        """Who has not answered."""
+        return [replica for replica in members if replica not in self._unreached]
+
+    def settle(self, steps: Mapping[int, int]) -> list[int]:
+        """All have answered: whom of the members to do without. `steps`: how far each is."""
+        return apart(self._unreached, steps)
+
+
+def apart(unreached: Mapping[int, Collection[int]], steps: Mapping[int, int]) -> list[int]:
+    """Whom to do without so that all others reach each other: those first who are out of most
+    others' reach; of equals who is behind, then the later number."""
+    pairs = {
+        frozenset((one, other))
+        for one, others in unreached.items()
+        for other in others
+        if one in steps and other in steps
+    }
+    found = []
+    while pairs:
+        lonely = {replica: sum(replica in pair for pair in pairs) for replica in steps}
+        worst = max(steps, key=lambda replica: (lonely[replica], -steps[replica], replica))
+        found.append(worst)
+        pairs = {pair for pair in pairs if worst not in pair}
+    return found
+
+
+def unreached(addresses: Sequence[str]) -> list[int]:
+    """The places of those whose machine does not answer; one that refuses answers."""
+    left = dict(enumerate(addresses))
+    for _ in range(TRIES):
+        left = {place: left[place] for place in _silent(left)}
+    return sorted(left)
+
+
+def _silent(addresses: Mapping[int, str]) -> set[int]:
+    """Who of these did not answer within one try."""
+    silent = set(addresses)
+    until = time.monotonic() + TRY_S
+    with selectors.DefaultSelector() as selector, ExitStack() as stack:
+        for place, address in addresses.items():
+            host, _, port = address.rpartition(":")
+            connection = stack.enter_context(socket.socket())
+            connection.setblocking(False)
+            if connection.connect_ex((host, int(port))) in (0, errno.EINPROGRESS):
+                selector.register(connection, selectors.EVENT_WRITE, place)
+        while selector.get_map() and (left := until - time.monotonic()) > 0:
+            for key, _events in selector.select(left):
+                connection = selector.unregister(key.fileobj).fileobj  # type: ignore[assignment]
+                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) not in NO_ANSWER:
+                    silent.discard(key.data)
+    return silent

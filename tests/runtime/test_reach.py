@@ -1,0 +1,70 @@
+"""Who reaches whom, and whom the others do without: over real sockets, and as a property."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.replica.reach import apart, unreached
+from tests.ports import free_port
+
+MEMBERS = st.integers(0, 5)
+STEPS = st.dictionaries(MEMBERS, st.integers(7, 9), min_size=1)
+UNREACHED = st.dictionaries(MEMBERS, st.sets(MEMBERS))
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """An address at which nothing answers: its queue is full, and the kernel drops what comes."""
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.socket())
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        for _ in range(3):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        yield "{}:{}".format(*server.getsockname())
+
+
+def test_only_who_answers_nothing_is_out_of_reach(silent: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        listening = "{}:{}".format(*server.getsockname())
+        ended = f"127.0.0.1:{free_port()}"  # its machine answers that nobody listens
+
+        assert unreached([listening, silent, ended]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ({0: [1], 1: [0], 2: [], 3: []}, [1]),  # of two equals the later number
+        ({0: [1, 2, 3], 1: [0], 2: [0], 3: [0]}, [0]),  # who is out of most others' reach
+        ({0: [], 1: [], 2: [0], 3: [0]}, [0]),  # one direction suffices
+        ({0: [2, 3], 1: [2, 3], 2: [0, 1], 3: [0, 1]}, [3, 2]),  # two halves
+        ({0: [], 1: [], 2: [], 3: []}, []),
+    ],
+)
+def test_whom_to_do_without(found: dict[int, list[int]], expected: list[int]) -> None:
+    assert apart(found, dict.fromkeys(range(4), 7)) == expected
+
+
+def test_of_two_the_one_that_is_behind_goes() -> None:
+    assert apart({0: [1], 1: []}, {0: 7, 1: 8}) == [0]
+
+
+@given(found=UNREACHED, steps=STEPS)
+def test_all_that_are_left_reach_each_other_and_nobody_goes_without_need(
+    found: dict[int, set[int]], steps: dict[int, int]
+) -> None:
+    without = apart(found, steps)
+
+    left = set(steps) - set(without)
+    in_doubt = {n for one, others in found.items() for other in others for n in (one, other)}
+    assert all(found.get(replica, set()).isdisjoint(left - {replica}) for replica in left)
+    assert set(without) <= in_doubt & set(steps)
