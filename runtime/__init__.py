@@ -7,6 +7,8 @@
         for shard in replica:
             replica.backward(loss_of(model, shard.ids))
 
+A model of which no replica can be dropped goes in a `runtime.WholeJob` instead of a ReplicaGroup.
+
 Nothing is imported before it is asked for: `runtime.client` and `runtime.join` need no torch.
 """
 
@@ -20,13 +22,15 @@ if TYPE_CHECKING:
     from runtime.data import Batches
     from runtime.job import join
     from runtime.replica.group import ReplicaGroup
+    from runtime.whole import WholeJob
 
-__all__ = ["Batches", "Checkpointer", "ReplicaGroup", "join"]
+__all__ = ["Batches", "Checkpointer", "ReplicaGroup", "WholeJob", "join"]
 
 _HOMES = {
     "Batches": "runtime.data",
     "Checkpointer": "runtime.checkpoint",
     "ReplicaGroup": "runtime.replica.group",
+    "WholeJob": "runtime.whole",
     "join": "runtime.job",
 }
 

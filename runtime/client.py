@@ -228,6 +228,10 @@ class Reply:
     failures_per_node_day: float | None = None
 
 
+#: Not the script's generator: what it draws must not depend on when the control plane is away.
+_jitter = random.Random()  # noqa: S311
+
+
 class Rejected(RuntimeError):
     """The control plane will never accept this batch as it is."""
 
@@ -294,7 +298,7 @@ class Sender:
         while not self._closing.is_set():
             if backoff_s:
                 # The door is shut: a new message is no reason to knock sooner.
-                self._closing.wait(backoff_s * (0.5 + random.random()))  # noqa: S311 - jitter
+                self._closing.wait(backoff_s * (0.5 + _jitter.random()))
             else:
                 self._wake.wait(INTERVAL_S)
             self._wake.clear()

@@ -46,7 +46,7 @@ class Decision:
 
 def decide(situation: Situation) -> Decision:
     """Choose the cheapest possible way back; `wait` where there is none yet."""
-    options = (_on_spare(situation), _in_place(situation), _wait())
+    options = (_on_spare(situation), _in_place(situation), _wait(situation))
     priced = [o for o in options if o.possible and o.gpu_seconds is not None]
     best = min(priced, key=lambda o: o.gpu_seconds or 0.0) if priced else options[-1]
     return Decision(best.strategy, best.reason, options)
@@ -76,7 +76,6 @@ def _on_spare(situation: Situation) -> Option:
     return Option("on_spare", True, cost, situation.spare.reason)
 
 
-def _wait() -> Option:
-    return Option(
-        "wait", True, None, "survivors cover its shards; wait until a node is free or repaired"
-    )
+def _wait(situation: Situation) -> Option:
+    meanwhile = "survivors cover its shards" if situation.survivors else "the job stands still"
+    return Option("wait", True, None, f"{meanwhile}; wait until a node is free or repaired")

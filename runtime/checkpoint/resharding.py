@@ -16,6 +16,8 @@ from runtime.image import Damaged, Staged
 from runtime.snapshot import state_of
 
 MARK = "part_of"  # the key under which a saved part says what it is a part of
+#: The key of a state of a `WholeJob`: how its ranks' parts belong together only its script knows.
+AS_SAVED = "as_saved"
 
 
 def replaced(value: Any, by: Callable[[Any], Any]) -> Any:
@@ -74,6 +76,11 @@ def resharded(read: Callable[[int], Staged], saved: int, rank: int, ranks: int) 
     # What is not divided is alike on all ranks, but the running statistics of their own samples.
     own = rank % saved
     state = state_of(read(own))
+    if isinstance(state, dict) and AS_SAVED in state and saved > 1:
+        raise Damaged(
+            f"its {saved} ranks divided the model as only their script knows; nothing but a "
+            f"runtime.WholeJob of {saved} ranks can read it"
+        )
     cuts = [_Cut(one[MARK], one["part"], rank, ranks) for one in _divided(state)]
     for source in range(saved):
         given = state if source == own else state_of(read(source))

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("drydock.gloo")
 
 BUILD_S = 10.0  # a peer that does not come while the group is built is given up after this
+#: Whether all reach each other is looked at if the group does not stand after this; if they do, the
+#: next one is given twice the time.
+DOUBT_S = 2.0
 REDUCE_S = 3600.0  # the coordinator says when a peer is dead; this is only a last resort
 #: A peer whose machine acknowledges nothing for so long is silent. A process that is stopped or
 #: slow is not: its kernel answers, until what it does not read fills its memory.
@@ -101,6 +104,8 @@ class Gloo:
         self.address = f"{host}:{self.port}"
         self._changed = threading.Condition()
         self._members = 1
+        self._began = 0.0  # to build the group, monotonic
+        self._doubt_s = DOUBT_S
         #: the epoch's group once it stands, or why it never will; nothing before
         self._built: list[ProcessGroupGloo | Exception] = []
         self._in_gloo: list[threading.Thread] = []  # that connect a group, or end one
@@ -123,6 +128,7 @@ class Gloo:
         with self._changed:
             self._epoch, self._members, self._built = epoch, len(addresses), built
             self._peers = set(addresses) - {self.address}
+            self._began = time.monotonic()
         if len(addresses) == 1:
             return
 
@@ -218,10 +224,17 @@ class Gloo:
     def _connected(self) -> ProcessGroupGloo:
         """The epoch's group, once it stands. Raises Severed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._built or self.broken(self._epoch))
+            left = self._began + self._doubt_s - time.monotonic()
+            stands = self._changed.wait_for(
+                lambda: self._built or self.broken(self._epoch), max(0.0, left)
+            )
             if self.broken(self._epoch):
                 raise Severed(f"epoch {self._epoch} broke")
+            if not stands:
+                self._doubt_s = min(2 * self._doubt_s, BUILD_S)
+                raise Silent(f"epoch {self._epoch} has no group: not all peers came")
             (found,) = self._built
+            self._doubt_s = DOUBT_S
         if isinstance(found, RuntimeError | OSError):
             raise severed(f"epoch {self._epoch} has no group: {found}")
         if isinstance(found, Exception):  # no other epoch would mend it

@@ -27,6 +27,8 @@ RETRY_S = 0.1
 REACH_S = 60.0  # how long whom nobody else may replace is tried to be reached
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}  # seconds, and how often
 UNACKNOWLEDGED_MS = 15_000
+#: Not the script's generator: what it draws must not depend on when the coordinator is away.
+_jitter = random.Random()  # noqa: S311
 WORD_S = 0.5  # how long a wait for a word may take before other wishes are looked at
 
 
@@ -173,7 +175,7 @@ class Link:
                 if self._on_end is not None and time.monotonic() - started > REACH_S:
                     self._on_end()
                     return
-                self._closing.wait(RETRY_S * (1 + random.random()))  # noqa: S311 - jitter
+                self._closing.wait(RETRY_S * (1 + _jitter.random()))
                 continue
             try:
                 self._talk(connection)
@@ -190,7 +192,7 @@ class Link:
             if self._on_end is not None:
                 self._on_end()
                 return
-            self._closing.wait(RETRY_S * random.random())  # noqa: S311 - jitter
+            self._closing.wait(RETRY_S * _jitter.random())
 
     def _talk(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

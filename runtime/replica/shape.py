@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
     from runtime.data import Batches
 
-_OTHERWISE = "such a job is recovered by a restart from its checkpoint, without a ReplicaGroup"
+_OTHERWISE = (
+    "such a job is recovered by a restart from its checkpoint, in a runtime.WholeJob instead of a "
+    "ReplicaGroup"
+)
 _SAME_SCRIPT = "start all replicas with the same script and options"
 #: Kinds of module and optimizer that spread one model over all processes of a job, and where
 #: DeepSpeed has its own of that kind (its kernels' optimizers are as anybody's).

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from runtime.torture.faults import Fault, Settings, each, plan
-from runtime.torture.kinds import KINDS, MOMENTS
+from runtime.torture.kinds import KINDS, MOMENTS, OF_NETWORK
 from runtime.torture.launch import STATE, Fleet, Script
 from runtime.torture.ledger import counted
 from runtime.torture.measure import Figures, measure, median_step
+from runtime.torture.network import impossible
 from runtime.torture.report import HEADING, Report, Seen, judge, line, text
 from runtime.torture.run import PATIENCE_S, Hung, Run
 from runtime.torture.storage import SAVES_S
@@ -64,6 +65,7 @@ def torture(options: argparse.Namespace, folder: Path) -> Report:
         options.ranks,
         SAVES_S if options.settings.stores else 0.0,
         options.disk,
+        networked=options.settings.network,
     ) as fleet:
         run = Run(fleet, options.patience)
         figures = disturbed(run, options)
@@ -184,6 +186,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     length.add_argument("--minutes", type=float, default=0.0, help="make faults for so long")
     add("--kinds", type=names_of(tuple(KINDS)), help="with commas between; all of them if not said")
     add("--phases", type=names_of(MOMENTS), default=MOMENTS, help=", ".join(MOMENTS))
+    add(
+        "--network",
+        choices=("own", "shared"),
+        help="own: each replica has a machine of its own, as far as packets can tell, which root "
+        "can make; own where that can be and a fault is of the network, if not said",
+    )
     add("--mode", choices=MODES, default=MODES[0])
     add("--seed", type=int, default=None, help="of the plan; told at the end if not given")
     add("--at-once", type=int, default=2, help="replicas struck at once, at most")
@@ -198,8 +206,18 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         parser.error(f"there is no script {options.script}")
     if options.disk is not None and (options.disk / STATE).exists():
         parser.error(f"{options.disk / STATE} exists: of what is there nothing is to be damaged")
+    why = impossible() if options.network != "shared" else "--network shared"
+    if options.network == "own" and why:
+        parser.error(f"--network own: {why}")
     if options.kinds is None:
-        options.kinds = tuple(kind for kind in KINDS if options.ranks == 1 or kind != "cut")
+        options.kinds = tuple(
+            kind.name
+            for kind in KINDS.values()
+            if (options.ranks == 1 or kind.name != "cut") and not (kind.networked and why)
+        )
+    of_network = not why and any(kind in OF_NETWORK for kind in options.kinds)
+    if why and any(KINDS[kind].networked for kind in options.kinds):
+        parser.error(f"a network of the run's own cannot be had: {why}; give other --kinds")
     try:
         options.settings = Settings(
             seed=secrets.randbelow(1 << 31) if options.seed is None else options.seed,
@@ -208,6 +226,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             phases=options.phases,
             at_once=options.at_once,
             ranks=options.ranks,
+            network=options.network == "own" or of_network,
         )
     except ValueError as error:
         parser.error(str(error))

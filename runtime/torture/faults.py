@@ -66,6 +66,7 @@ class Fault:
     calm_steps: int
     hasty: bool  # made while the victims of the fault before it are still away
     rank: int = 0  # of each replica that is struck
+    other: int | None = None  # whom the target is parted from
 
     @property
     def restarts(self) -> bool:
@@ -77,7 +78,8 @@ class Fault:
         """The replicas that are harmed."""
         target = KINDS[self.kind].target
         struck = self.targets if target in ("replica", "job") else ()
-        return tuple(sorted({*struck, *(() if self.first is None else (self.first,))}))
+        others = {one for one in (self.first, self.other) if one is not None}
+        return tuple(sorted({*struck, *others}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,7 @@ class Settings:
     phases: tuple[str, ...] = MOMENTS
     at_once: int = 2
     ranks: int = 1  # of each replica
+    network: bool = False  # the run has one of its own
 
     def __post_init__(self) -> None:
         if self.replicas < 2:
@@ -100,19 +103,24 @@ class Settings:
                 "they; give other kinds for replicas of several ranks"
             )
         for kind in self.kinds:
+            if KINDS[kind].networked and not self.network:
+                raise ValueError(f"{kind}: needs a network of the run's own, and there is none")
             if not self.phases_of(kind):
                 raise ValueError(
                     f"{kind} in {', '.join(self.phases)} is impossible with {self.replicas} "
-                    f"replicas: give other phases, of {', '.join(KINDS[kind].phases)}, or 3 "
-                    "replicas, for one must survive"
+                    f"replicas: give other phases, of {', '.join(KINDS[kind].phases)}, or one "
+                    "replica more, for one must survive"
                 )
 
     def phases_of(self, kind: str) -> tuple[str, ...]:
         """Those of the phases in which this kind can strike and leave a survivor, if it leaves
         any."""
         possible = set(KINDS[kind].phases)
-        if self.replicas < 3:
+        unharmed = self.replicas - KINDS[kind].pairs
+        if unharmed < 3:
             possible -= set(AFTER_A_DEATH)
+        if unharmed < 2:
+            possible.clear()
         return tuple(phase for phase in self.phases if phase in possible)
 
     @property
@@ -183,6 +191,7 @@ def _fault(
         calm_steps=chance.randint(*CALM_STEPS),
         hasty=hasty,
         rank=chance.randrange(settings.ranks) if settings.ranks > 1 else 0,
+        other=next(r for r in order if r not in (*targets, first)) if kind.pairs else None,
     )
 
 
@@ -193,6 +202,7 @@ def _may_be_hasty(settings: Settings, kind: Kind, phase: str, before: Fault | No
         and not before.hasty
         and not before.restarts
         and not kind.stores
+        and not kind.pairs
         and before.ending != "stays"
         and 0 < len(before.victims) < settings.replicas - 1
         and phase not in ("sync", LOAD, *AFTER_A_DEATH)

@@ -20,6 +20,7 @@ from typing import Literal
 
 from runtime.replica.observing import PHASES
 from runtime.torture.damage import DAMAGES, Damage
+from runtime.torture.network import ENV_SOCKET, ask
 
 ANY = "any"
 DONOR = "donor"  # while a newcomer takes the state over, one of those who have it is struck
@@ -65,6 +66,8 @@ class Order:
     seconds: float  # how long it lasts, if it passes by itself
     pid: int = 0  # the process to strike; 0: the one that reads this
     rank: int = 0  # of the replica's processes the one that is to
+    replica: int = -1  # the one that is to
+    other: int = -1  # whom it is to be parted from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +81,7 @@ class Kind:
     seconds: tuple[float, float] = (0.0, 0.0)  # from which `Order.seconds` is drawn
     breaks: bool = True  # the group that trains at the time ends by it
     drops: bool = True  # the others must give up whoever was struck
+    pairs: bool = False  # between two replicas, one of which the others must give up
     several: bool = False  # may strike several replicas at once
     blocks: bool = False  # strikes on the training thread itself
     signal: int = 0  # what the runner sends from outside to strike at any moment; 0: it cannot
@@ -88,6 +92,11 @@ class Kind:
     @property
     def on_coordinator(self) -> bool:
         return self.target == "coordinator"
+
+    @property
+    def networked(self) -> bool:
+        """Whether it needs a network of the run's own."""
+        return self.pairs
 
     @property
     def stores(self) -> bool:
@@ -114,12 +123,27 @@ def slow(order: Order) -> None:
 
 
 def blackhole(order: Order) -> None:
-    """Drop every packet that arrives for this process, acknowledgements too, and reset nothing.
+    """Drop every packet of this process, acknowledgements too, and reset nothing.
 
-    A socket filter of the kernel's does it, without privileges. What this process sends still
-    leaves, but with no acknowledgement it soon falls silent.
+    Where the run has a network of its own, that does it. Elsewhere a socket filter of the kernel's
+    drops what arrives, without privileges; what this process sends still leaves, but with no
+    acknowledgement it soon falls silent.
     """
+    if path := os.environ.get(ENV_SOCKET):
+        ask(path, op="isolate", replica=order.replica, seconds=order.seconds)
+        return
     threading.Thread(target=_swallow, args=(order.seconds,), daemon=True).start()
+
+
+def part(order: Order) -> None:
+    """Drop what this replica and another one send each other, and reset nothing."""
+    ask(
+        os.environ[ENV_SOCKET],
+        op="part",
+        replica=order.replica,
+        other=order.other,
+        seconds=order.seconds,
+    )
 
 
 def nothing(_order: Order) -> None:
@@ -189,6 +213,7 @@ KINDS: dict[str, Kind] = {
             strike=cut,
             endings=("stays",),
             drops=False,  # while the coordinator is dead too, it may be back before anyone counts
+            several=True,
         ),
         Kind(
             name="blackhole",
@@ -196,6 +221,16 @@ KINDS: dict[str, Kind] = {
             strike=blackhole,
             endings=("stays", "killed"),
             seconds=(4.0, 6.0),
+            several=True,
+        ),
+        Kind(
+            name="part",
+            meaning="two replicas reach all but each other, for some seconds",
+            strike=part,
+            endings=("stays",),
+            seconds=(4.0, 8.0),
+            drops=False,  # one of the two, and nobody says which
+            pairs=True,
         ),
         Kind(
             name="slow",
@@ -290,3 +325,6 @@ KINDS: dict[str, Kind] = {
         *(_damaging(name, damage) for name, damage in DAMAGES.items()),
     )
 }
+
+#: That are made between machines, where the run has such.
+OF_NETWORK = ("blackhole", "part")

@@ -27,6 +27,7 @@ from runtime.checkpoint.handle import WRITER_MODULE
 from runtime.checkpoint.peer import running
 from runtime.replica.observing import ENV_OBSERVER
 from runtime.torture.hand import ENV_FOLDER
+from runtime.torture.network import ENV_SOCKET, Network
 from runtime.torture.observer import ENV_PACE, ENV_SAVES, end_file
 from runtime.torture.writer import all_ended, end_fault
 
@@ -95,11 +96,14 @@ class Fleet:
         ranks: int = 1,
         saves_s: float = 0.0,
         disk: Path | None = None,
+        *,
+        networked: bool = False,
     ) -> None:
         """`pace_s`: what each shard takes besides, as if an accelerator computed it. `ranks`: of
         each replica. `saves_s`: each replica has a node of its own, with a disk and a holder, and
         saves to all tiers that often; 0: none has, and it saves as the script does. `disk`: where
-        the shared folder is, if elsewhere."""
+        the shared folder is, if elsewhere. `networked`: each replica has a machine of its own in a
+        network of the run's own."""
         self.folder = folder
         self.script = script
         self.pace_s = pace_s
@@ -108,6 +112,8 @@ class Fleet:
         self.saves_s = saves_s
         self.state = (disk or folder) / STATE
         self.holders: list[subprocess.Popen[bytes]] = []
+        self.networked = networked
+        self.network: Network | None = None
         self.token = secrets.token_hex(8)
         self.port = 0
         self.coordinator: subprocess.Popen[bytes] | None = None
@@ -117,6 +123,8 @@ class Fleet:
 
     def __enter__(self) -> Self:
         self.folder.mkdir()
+        if self.networked:
+            self.network = Network(self.folder / "network", self.replicas)
         return self
 
     def __exit__(
@@ -131,6 +139,13 @@ class Fleet:
         late = time.monotonic() + WRITERS_S
         while not all_ended(self.folder) and time.monotonic() < late:
             time.sleep(0.01)
+        if self.network is not None:
+            self.network.close()
+
+    @property
+    def host(self) -> str:
+        """Where the coordinator is."""
+        return self.network.host if self.network else "127.0.0.1"
 
     def disk(self, replica: int) -> Path:
         """On the node of this replica."""
@@ -150,7 +165,9 @@ class Fleet:
         for replica in range(self.replicas) if self.saves_s else []:
             memory = str(self.folder / f"memory{replica}")
             words = ["-m", "runtime.checkpoint.holder", "--job", JOB, "--folder", memory]
-            self.holders.append(self._run(f"holder{replica}", words, {}))
+            if self.network:
+                words += ["--host", self.network.address(replica)]
+            self.holders.append(self._run(f"holder{replica}", words, {}, replica))
 
     def hold(self) -> bool:
         """Whether all holders are up, so that no rank starts another."""
@@ -173,7 +190,7 @@ class Fleet:
         options = {
             "--job": JOB,
             "--state-dir": str(self.folder / "coordinator"),
-            "--listen": f"127.0.0.1:{self.port}",
+            "--listen": f"{self.host}:{self.port}",
             "--port-file": str(self.port_file),
         }
         words = [word for pair in options.items() for word in pair]
@@ -208,7 +225,7 @@ class Fleet:
             "MASTER_PORT": str(free_port()),
             client.ENV_PLACEMENT: placement,
             client.ENV_STANDBY: standby,
-            client.ENV_COORDINATOR: f"127.0.0.1:{self.port}",
+            client.ENV_COORDINATOR: f"{self.host}:{self.port}",
             client.ENV_STATE_DIR: str(self.state),
             client.ENV_OPTIONS: json.dumps(self.script.options),
             ENV_MODE: self.script.mode,
@@ -221,7 +238,7 @@ class Fleet:
         }
         words = [str(self.script.path), *self.script.arguments]
         first, *others = [
-            self._run(name, words, {**environment, client.ENV_RANK: str(number)})
+            self._run(name, words, {**environment, client.ENV_RANK: str(number)}, replica)
             for number, name in enumerate(self._log_names(replica))
         ]
         rank = Rank(replica, placement, first, time.monotonic(), tuple(others))
@@ -250,7 +267,7 @@ class Fleet:
         return self._ask(op="status")
 
     def _ask(self, **asked: Any) -> dict[str, Any]:
-        with socket.create_connection(("127.0.0.1", self.port), timeout=2) as connection:
+        with socket.create_connection((self.host, self.port), timeout=2) as connection:
             connection.sendall(json.dumps({"token": self.token, **asked}).encode() + b"\n")
             answer: dict[str, Any] = json.loads(connection.makefile().readline() or "{}")
             return answer
@@ -273,8 +290,13 @@ class Fleet:
         return [f"replica{replica}", *(f"replica{replica}.{k}" for k in range(1, self.divided))]
 
     def _run(
-        self, name: str, words: list[str], environment: dict[str, str]
+        self,
+        name: str,
+        words: list[str],
+        environment: dict[str, str],
+        replica: int | None = None,
     ) -> subprocess.Popen[bytes]:
+        """`replica`: on whose machine, if each has its own."""
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("DRYDOCK")}
         inherited.setdefault("OMP_NUM_THREADS", "1")
         root = str(Path(runtime.__file__).resolve().parents[1])
@@ -284,10 +306,14 @@ class Fleet:
             client.ENV_TOKEN: self.token,
             client.ENV_WORLD_REPLICAS: str(self.replicas),
         }
+        before: list[str] = []
+        if self.network is not None:
+            common[ENV_SOCKET] = str(self.network.socket_path)
+            before = [] if replica is None else self.network.within(replica)
         runner = os.getpid()
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, *words],
+                [*before, sys.executable, *words],
                 env={**inherited, **common, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

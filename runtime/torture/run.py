@@ -185,6 +185,8 @@ class Run:
             seconds=made.fault.seconds,
             pid=self._coordinator_pid() if kind.on_coordinator else 0,
             rank=made.fault.rank,
+            replica=rank.replica,
+            other=-1 if made.fault.other is None else made.fault.other,
         )
         path = order_file(self.fleet.folder, rank.placement)
         draft = path.with_suffix(".new")
@@ -206,6 +208,8 @@ class Run:
         placements = {rank.placement for rank in targets}
         self._struck |= placements
         made.hurt |= placements
+        if made.fault.other is not None:
+            made.hurt.add(self.fleet.ranks[made.fault.other].placement)
         if kind.drops:
             made.gone |= placements
         if kind.signal == signal.SIGKILL:
@@ -239,7 +243,7 @@ class Run:
             elif fault.ending == "killed":
                 self._kill_silent(rank)
             elif fault.ending == "stays":
-                made.returning.add(rank.placement)
+                made.returning |= made.hurt
         for rank in list(self.fleet.ranks.values()):
             if rank.placement in self._doomed:
                 self.reap(rank)

@@ -224,6 +224,12 @@ RANK = "import os,pathlib,signal; p=pathlib.Path(os.environ['DRYDOCK_STATE_DIR']
 RANK += "p.mkdir(parents=True, exist_ok=True); "
 RANK += "(p/os.environ['DRYDOCK_PLACEMENT']).write_text(str(os.getpid())); signal.pause()"
 
+#: All ranks of a job that lives and dies as one, on one node.
+TORCHRUN = [
+    *("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+    "--monitor-interval=0.1",
+]
+
 
 class Node:
     """One simulated node's folder, and the agent or chassis that runs in it."""
@@ -264,6 +270,7 @@ class Node:
             "quit": ["python", "-c", "raise SystemExit(3)"],
             "fork": ["python", "-c", FORKING],
             "child": ["python", "-c", f"import os; os.fork()\n{RANK}"],
+            "whole": [*TORCHRUN, str(REPOSITORY / "tests/runtime/tensor_parallel.py")],
         }
         lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
         lines += ["[programs]", *(f"{name} = {json.dumps(v)}" for name, v in programs.items())]
@@ -325,12 +332,12 @@ class Node:
             placement=placement,
             replica=more.pop("replica", 2),
             rank=0,
-            world_replicas=4,
+            world_replicas=more.pop("world_replicas", 4),
             coordinator=more.pop("coordinator", "127.0.0.1:1"),
             token="job-token",
             ingest_url=self.plane.url,
             program=program,
-            options={"steps": 3},
+            options=more.pop("options", {"steps": 3}),
             standby=more.pop("standby", ""),
         )
 

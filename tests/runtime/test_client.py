@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from runtime.client import Directive, Ledger, Sender, Trouble
+from runtime.client import Directive, Ledger, Sender, Stopped, Trouble
 from tests.runtime.replicas import TOKEN, Fleet, until
 
 
@@ -82,6 +83,21 @@ def test_messages_are_kept_while_the_door_is_shut_and_arrive_in_order() -> None:
 
     assert [m["text"] for m in opened.messages("trouble")] == [str(n) for n in range(300)]
     assert opened.batches[0]["placement"] == "plc_0"
+
+
+def test_what_the_script_draws_is_the_same_while_the_control_plane_is_away(door: Door) -> None:
+    door.refuses = "trouble"
+    random.seed(7)
+    drawn = random.getstate()
+    sender = make_sender(door.url)
+    sender.start()
+    sender.tell(Trouble(kind="k", text="refused", at=1.0))
+    sender.tell(Trouble(kind="k", text="refused", at=2.0))
+    sender.tell(Stopped(step=1, reason="left the loop", at=3.0))
+    until(lambda: door.messages("stopped"), "it has come back to the door several times")
+    sender.close(5.0)
+
+    assert random.getstate() == drawn
 
 
 def test_a_directive_is_obeyed_once_however_often_it_is_said(door: Door) -> None:

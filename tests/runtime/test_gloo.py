@@ -119,6 +119,17 @@ def test_an_epoch_that_breaks_while_its_group_is_built_ends_the_wait_for_it() ->
         waiting.result(30)
 
 
+def test_a_group_that_does_not_stand_in_time_is_doubted_and_the_next_has_longer() -> None:
+    ours = Gloo("127.0.0.1")
+    ours._doubt_s = 0.1
+    ours.build(Board(), 1, [ours.address, "127.0.0.1:9"], 0)
+
+    with pytest.raises(Silent, match="not all peers came"):
+        ours.gather(torch.ones(3), 2)
+
+    assert ours._doubt_s == 0.2
+
+
 def test_why_there_is_no_group_is_said_by_its_first_collective() -> None:
     class Lost(Board):
         def get(self, _epoch: int, key: str, _timeout_s: float) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from runtime.torture.network import impossible
+
 ROOT = Path(__file__).resolve().parents[2]
 PHASES = "forward,backward,reduce,apply,optimizer,regroup,sync"
 
@@ -48,6 +50,14 @@ def test_every_kind_of_death_in_every_phase(replicas: int) -> None:
 
     assert_every_claim_held(report)
     assert len({(f["kind"], f["phase"]) for f in report["failures"]}) == 28
+
+
+@pytest.mark.skipif(bool(impossible()), reason=f"no network of its own here: {impossible()}")
+def test_parted_replicas_in_every_phase() -> None:
+    report = torture("--each", "--kinds", "part", "--phases", PHASES, "--seed", "8")
+
+    assert_every_claim_held(report)
+    assert len(report["failures"]) == 7
 
 
 @pytest.mark.parametrize("mode", ["reproducible", "cover"])

@@ -22,6 +22,7 @@ from runtime.torture.faults import Fault, Settings, plan
 from runtime.torture.kinds import ANY, KINDS, MOMENTS, SHARED, WRITING
 from runtime.torture.made import Death, Made
 from runtime.torture.measure import Figures, measure
+from runtime.torture.network import impossible
 from runtime.torture.report import Report, Seen, judge
 from runtime.torture.watch import Event, Watch
 from tests.runtime.replicas import ROOT, until
@@ -42,6 +43,7 @@ made_up_settings = st.builds(
         lambda given: tuple({*given, ANY, SHARED, WRITING[0]})  # for each kind one is possible
     ),
     at_once=st.integers(1, 9),
+    network=st.just(True),
 )
 
 
@@ -83,7 +85,7 @@ def test_a_hasty_fault_leaves_a_survivor_of_both(given: Settings) -> None:
 
 
 def test_every_kind_meets_every_phase() -> None:
-    given = Settings(seed=1, replicas=4)
+    given = Settings(seed=1, replicas=4, network=True)
 
     met = {(fault.kind, fault.phase) for fault in first_faults(given, 900)}
 
@@ -95,6 +97,8 @@ def test_every_kind_meets_every_phase() -> None:
     [
         ({"replicas": 1}, "no survivors"),
         ({"replicas": 2, "phases": ("regroup",)}, "kill in regroup is impossible with 2"),
+        ({"replicas": 2, "kinds": ("part",)}, "part in .* is impossible with 2"),
+        ({"kinds": ("part",), "network": False}, "part: needs a network of the run's own"),
         ({"kinds": ("coordinator",), "phases": ("donor",)}, "coordinator in donor is impossible"),
         (
             {"kinds": ("flip",), "phases": ("any",)},
@@ -104,7 +108,14 @@ def test_every_kind_meets_every_phase() -> None:
 )
 def test_a_plan_without_survivors_is_refused(wrong: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        Settings(**{"seed": 1, "replicas": 4, **wrong})
+        Settings(**{"seed": 1, "replicas": 4, "network": True, **wrong})
+
+
+def test_two_that_are_parted_are_two() -> None:
+    faults = first_faults(Settings(seed=1, replicas=4, kinds=("part",), network=True))
+
+    assert all(fault.other not in (*fault.targets, fault.first, None) for fault in faults)
+    assert all(fault.other in fault.victims for fault in faults)
 
 
 def test_of_several_ranks_each_is_struck_at_some_time() -> None:
@@ -327,13 +338,13 @@ def test_closeness_is_shown_where_equality_is_no_claim() -> None:
 # --- for real -------------------------------------------------------------------------------------
 
 
-def torture(folder: Path, *words: str) -> subprocess.Popen[str]:
+def torture(folder: Path, *words: str, stderr: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "runtime.torture", *words],
         cwd=ROOT,
         env={**os.environ, "TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=stderr,
         text=True,
     )
 
@@ -374,6 +385,56 @@ def test_any_script_is_broken_as_it_is(tmp_path: Path) -> None:
     assert report["digest_equal"] is True
     assert (folder / "digest.0").exists()
     assert run.returncode == 0
+
+
+@pytest.mark.skipif(bool(impossible()), reason=f"no network of its own here: {impossible()}")
+def test_on_a_network_of_its_own_silent_and_parted_replicas_are_done_without(
+    tmp_path: Path,
+) -> None:
+    run = torture(
+        tmp_path, "--json", "--seed", "3", "--replicas", "3", "--each", "--network", "own",
+        "--kinds", "blackhole,part", "--phases", "reduce",
+    )  # fmt: skip
+
+    told, _ = run.communicate(timeout=300)
+    report = json.loads(told)
+
+    assert report["problems"] == []
+    assert report["digest_equal"] is True
+    assert report["ledger"] == {"lost": 0, "duplicated": 0, "dropped": 0}
+    assert [f["kind"] for f in report["failures"]] == ["blackhole", "part"]
+    assert all(f["detect_s"] is not None for f in report["failures"])
+    assert run.returncode == 0
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.skipif(bool(impossible()), reason=f"no network of its own here: {impossible()}")
+def test_a_network_is_gone_with_its_runner_however_that_ends(tmp_path: Path) -> None:
+    made = "import pathlib, sys, runtime.torture.network as n\n"
+    made += "print(n.Network(pathlib.Path(sys.argv[1]), 2).name, flush=True); sys.stdin.read()"
+    words = [sys.executable, "-c", made, str(tmp_path / "socket")]
+    runner = subprocess.Popen(
+        words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert runner.stdout is not None
+    name = runner.stdout.readline().strip()
+    links = Path("/sys/class/net")
+    assert (links / f"dd{name}").exists()
+
+    runner.kill()
+    runner.communicate()
+
+    until(lambda: not any(name in link.name for link in links.iterdir()), "its links are gone")
+    until(lambda: not [*Path("/run/netns").glob(f"dd{name}-*")], "its machines are gone")
+
+
+def test_what_needs_a_network_of_its_own_says_so(tmp_path: Path) -> None:
+    run = torture(tmp_path, "--kinds", "part", "--network", "shared", stderr=subprocess.PIPE)
+
+    _, told = run.communicate(timeout=60)
+
+    assert run.returncode == 2
+    assert "a network of the run's own cannot be had: --network shared" in told
 
 
 def test_a_killed_runner_leaves_no_process_behind(tmp_path: Path) -> None:

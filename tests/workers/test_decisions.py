@@ -213,7 +213,16 @@ def test_an_unfit_node_loses_its_replica_to_a_spare() -> None:
 
 
 def test_without_a_place_the_survivors_go_on_and_it_waits() -> None:
-    assert recovery.decide(situation(node_fit=False, spare=None)).strategy == "wait"
+    decision = recovery.decide(situation(node_fit=False, spare=None))
+
+    assert (decision.strategy, decision.reason[:9]) == ("wait", "survivors")
+
+
+def test_a_job_without_survivors_stands_still_while_it_waits() -> None:
+    decision = recovery.decide(situation(node_fit=False, spare=None, survivors=0))
+
+    assert decision.strategy == "wait"
+    assert decision.reason.startswith("the job stands still; wait until a node is free")
 
 
 @given(fit=st.booleans(), spare=st.booleans(), start=st.floats(0.1, 1e4))

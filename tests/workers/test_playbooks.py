@@ -21,6 +21,7 @@ from controlplane.incidents.candidates import free_nodes
 from controlplane.incidents.choices import IncidentState, RunState, StepState
 from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
 from controlplane.jobs import actions as jobs
+from controlplane.jobs.choices import ReplicaState
 from controlplane.jobs.models import Job, Placement, ProgressSample
 from runtime import client
 from tests.factories import (
@@ -390,3 +391,44 @@ def test_a_coordinator_that_went_with_its_node_is_started_where_it_was(world: Wo
     answer("start_coordinator", address="127.0.0.1:4000", pid=5)
     drain()
     assert not Incident.objects.exclude(state=IncidentState.RESOLVED).exists()
+
+
+def test_a_job_of_one_replica_that_no_other_covers_is_started_anew_as_a_whole(
+    world: World,
+) -> None:
+    world.placements[1].replica.delete()
+    Job.objects.filter(pk=world.job.pk).update(world_replicas=1)
+    lost = world.placements[0]
+    world.exits(lost, exit_code=1)  # torchrun, one of whose ranks was killed
+    drain()
+    takeover = step_of("replica-lost", "confirm-takeover")
+    assert (takeover.state, takeover.outcome[:28]) == (
+        StepState.SKIPPED,
+        "the job has no other replica",
+    )
+
+    answer("start_rank", pid=2)
+    back = world.placement_of(0)
+    now = timezone.now().timestamp()
+    batch = client.Batch(
+        job=world.job.pk, replica=0, rank=0, placement=back.pk, sent_at=now, messages=[]
+    )
+    step = client.Progress(
+        step=24,
+        steps=1,
+        epoch=2,
+        at=now + 1,
+        loss=0.5,
+        grad_norm=0.0,
+        step_s=0.1,
+        max_gap_s=0.1,
+        samples=8,
+        tokens=0,
+        replicas=[0],
+    )
+    jobs.record_runtime_batch(world.job.pk, batch, [client.Hello(pid=2, at=now), step])
+    drain()
+
+    assert (back.node, back.pk != lost.pk) == (lost.node, True)
+    assert Incident.objects.get().state == IncidentState.RESOLVED
+    assert world.job.replicas.get().state == ReplicaState.ACTIVE

@@ -105,6 +105,8 @@ def find_cause(ctx: StepContext) -> Outcome:
 
 def confirm_takeover(ctx: StepContext) -> Outcome:
     index = ctx.values["replica"]
+    if ctx.run.job is not None and ctx.run.job.world_replicas == 1:
+        return Skip(text="the job has no other replica: it stands still until this one is back")
     pauses = Interruption.objects.filter(
         job_id=ctx.run.job_id,
         committed_at__gte=ctx.incident.occurred_at,

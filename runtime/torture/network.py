@@ -1,0 +1,206 @@
+"""A network of the run's own, in which each replica is a machine of its own: network namespaces of
+Linux, joined by a bridge. What is cut there loses packets, and nobody is told.
+
+    python -m runtime.torture.network --socket PATH --replicas N
+
+A process of its own, for it takes everything down when the runner's end of its standard input is
+closed, however the runner ended. Needs root and the command `ip` (of iproute2). Standard library
+only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+#: Where a struck replica asks for it; a Unix socket is reached from every namespace.
+ENV_SOCKET = "DRYDOCK_TORTURE_NETWORK"
+#: Set aside for tests of networks (RFC 2544): nobody's real machines are hidden by it.
+SUBNET = "198.18.{}.{}"
+NOBODY = "02:00:00:00:00:01"  # a hardware address that no machine here has
+MAX_REPLICAS = 250
+ASK_S = 10.0
+
+
+def impossible() -> str:
+    """Why there can be none here; "" if there can."""
+    if os.geteuid() != 0:
+        return "network namespaces are for root"
+    if shutil.which("ip") is None:
+        return "the command ip (of iproute2) is not installed"
+    name = f"ddtry{os.getpid()}"
+    try:
+        _ip("link", "add", name, "type", "bridge")
+        _ip("link", "del", name)
+    except subprocess.CalledProcessError as error:
+        return f"{' '.join(error.cmd)}: {error.stderr.decode().strip()}"
+    return ""
+
+
+class Network:
+    """The runner's handle of the process that keeps it."""
+
+    def __init__(self, socket_path: Path, replicas: int) -> None:
+        """Raises RuntimeError if it does not come up."""
+        if replicas > MAX_REPLICAS:
+            raise RuntimeError(f"a network has room for {MAX_REPLICAS} replicas, not {replicas}")
+        self.socket_path = socket_path
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, "--socket", socket_path, "--replicas", str(replicas)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.name = str(self._process.pid)
+        assert self._process.stdout is not None  # noqa: S101 - it was asked for
+        if self._process.stdout.readline() != b"up\n":
+            self.close()
+            raise RuntimeError("the network of the run could not be made: see above")
+        self.host = SUBNET.format(int(self.name) % 256, 1)  # of the runner and the coordinator
+
+    def within(self, replica: int) -> list[str]:
+        """What stands before a command that is to run on this replica's machine."""
+        return ["ip", "netns", "exec", _machine(self.name, replica)]
+
+    def address(self, replica: int) -> str:
+        """Of this replica's machine."""
+        return SUBNET.format(int(self.name) % 256, replica + 2)
+
+    def close(self) -> None:
+        """Take it down."""
+        assert self._process.stdin is not None  # noqa: S101 - it was asked for
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def ask(path: str, **asked: Any) -> None:
+    """From a struck replica: cut something. Returns once it is cut. Raises OSError."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(ASK_S)
+        connection.connect(path)
+        connection.sendall(json.dumps(asked).encode() + b"\n")
+        if connection.recv(1) != b"\n":
+            raise OSError(f"the run's network did not do {asked}")
+
+
+class Bridge:
+    """All the machines, and what is cut between them now."""
+
+    def __init__(self, name: str, replicas: int) -> None:
+        self.name = name
+        self.replicas = replicas
+        self.number = int(name) % 256
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        bridge, host = f"dd{self.name}", SUBNET.format(self.number, 1)
+        _ip("link", "add", bridge, "type", "bridge")
+        _ip("addr", "add", f"{host}/24", "dev", bridge)
+        _ip("link", "set", bridge, "up")
+        for replica in range(self.replicas):
+            machine, port = _machine(self.name, replica), self._port(replica)
+            _ip("netns", "add", machine)
+            _ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", machine)
+            _ip("link", "set", port, "master", bridge, "up")
+            _ip("-n", machine, "addr", "add", f"{self._address(replica)}/24", "dev", "eth0")
+            _ip("-n", machine, "link", "set", "eth0", "up")
+            _ip("-n", machine, "link", "set", "lo", "up")
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for words in (
+            *(("netns", "del", _machine(self.name, replica)) for replica in range(self.replicas)),
+            ("link", "del", f"dd{self.name}"),
+        ):
+            with contextlib.suppress(subprocess.CalledProcessError):  # it was not made
+                _ip(*words)
+
+    def isolate(self, replica: int, seconds: float) -> None:
+        """Nothing reaches this machine, and nothing of it reaches another, for some seconds."""
+        port = self._port(replica)
+        self._for(seconds, ("link", "set", port, "nomaster"), self._joined(port))
+
+    def part(self, replica: int, other: int, seconds: float) -> None:
+        """Nothing of this machine reaches the other one, so that no connection of theirs lives."""
+        neighbour = (self._address(other), "dev", "eth0")
+        within = ("-n", _machine(self.name, replica), "neigh")
+        lost = (*within, "replace", *neighbour, "lladdr", NOBODY, "nud", "permanent")
+        self._for(seconds, lost, (*within, "del", *neighbour))
+
+    def _for(self, seconds: float, cut: tuple[str, ...], mend: tuple[str, ...]) -> None:
+        with self._lock:
+            _ip(*cut)
+        timer = threading.Timer(seconds, self._mend, (mend,))
+        timer.daemon = True
+        timer.start()
+
+    def _mend(self, words: tuple[str, ...]) -> None:
+        with self._lock, contextlib.suppress(subprocess.CalledProcessError):  # it was mended
+            _ip(*words)
+
+    def _joined(self, port: str) -> tuple[str, ...]:
+        return ("link", "set", port, "master", f"dd{self.name}")
+
+    def _address(self, replica: int) -> str:
+        return SUBNET.format(self.number, replica + 2)
+
+    def _port(self, replica: int) -> str:
+        return f"dd{self.name}p{replica}"
+
+
+def _machine(name: str, replica: int) -> str:
+    return f"dd{name}-{replica}"
+
+
+def _ip(*words: str) -> bytes:
+    return subprocess.run(["ip", *words], check=True, capture_output=True).stdout  # noqa: S607
+
+
+def _sweep() -> None:
+    """What runs left behind that were killed together with their networks."""
+    machines = [one["name"] for one in json.loads(_ip("-json", "netns", "list") or b"[]")]
+    owners = {name[2:].partition("-")[0] for name in machines if name.startswith("dd")}
+    for owner in [pid for pid in owners if pid.isdigit() and not Path(f"/proc/{pid}").exists()]:
+        Bridge(owner, sum(name.startswith(f"dd{owner}-") for name in machines)).__exit__()
+
+
+def _serve(server: socket.socket, bridge: Bridge) -> None:
+    cuts: dict[str, Callable[..., None]] = {"isolate": bridge.isolate, "part": bridge.part}
+    while True:
+        connection, _ = server.accept()
+        with connection, contextlib.suppress(OSError):  # whoever asked is dead
+            asked = json.loads(connection.makefile().readline())
+            cuts[asked.pop("op")](**asked)
+            connection.sendall(b"\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="runtime.torture.network", description=__doc__)
+    parser.add_argument("--socket", type=Path, required=True)
+    parser.add_argument("--replicas", type=int, required=True)
+    given = parser.parse_args()
+    _sweep()
+    with (
+        socket.socket(socket.AF_UNIX) as server,
+        Bridge(str(os.getpid()), given.replicas) as bridge,
+    ):
+        server.bind(str(given.socket))
+        server.listen()
+        threading.Thread(target=_serve, args=(server, bridge), daemon=True).start()
+        sys.stdout.write("up\n")
+        sys.stdout.flush()
+        sys.stdin.read()  # until the runner has ended
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""A job of which no replica can be dropped: saved and put back as a whole, without a ReplicaGroup.
+
+Its ranks divide one model among them in any way (tensor or pipeline parallel), so when one dies the
+launcher ends the others and starts all anew; they go on from the newest checkpoint that all of them
+can read. The script makes its steps itself: this only counts, saves, tells and puts back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from runtime.checkpoint import Checkpointer
+from runtime.checkpoint.resharding import AS_SAVED, replaced
+from runtime.checkpoint.tiers import TierName
+from runtime.client import Directive, Stopped
+from runtime.image import Damaged, Staged
+from runtime.job import Job
+from runtime.ledger import SampleLedger
+from runtime.replica.division import as_part, is_divided, part_of
+from runtime.replica.state import Stateful, own_copy
+from runtime.replica.telling import Teller
+from runtime.snapshot import Copying, digest_of, size_of, state_of
+
+#: Peers' memory is no tier here: nobody of such a job lives on to give it back.
+TIERS: tuple[TierName, ...] = ("local", "shared", "object")
+OURS = "rank_s_part"  # the key under which a rank's part of a divided tensor is saved
+PR_SET_PDEATHSIG = 1
+
+
+class WholeJob:
+    """All ranks of a job that lives and dies as one. Iterate `steps`; each turn is one step.
+
+    `extra`: what else is to be saved, by name (a schedule, a scaler, a sampler), with `state_dict`
+    and `load_state_dict`. What the generators of torch, Python and NumPy will draw is kept too.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        model: torch.nn.Module,
+        optimizer: Stateful | Sequence[Stateful],
+        saver: Checkpointer,
+        *,
+        extra: Mapping[str, Stateful] | None = None,
+    ) -> None:
+        """Raises RuntimeError unless the default process group is that of all ranks of the job."""
+        if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != (
+            job.rank,
+            job.ranks,
+        ):
+            raise RuntimeError(
+                f"this is rank {job.rank} of {job.ranks}, and the default process group is another "
+                "or none: call init_process_group(rank=job.rank, world_size=job.ranks) first"
+            )
+        self.job = job
+        self.model = model
+        self.optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        self.extra = dict(extra or {})
+        self.saver = saver
+        self.committed = -1
+        self.epoch = 1  # which start this is of those that made a checkpoint
+        self._saved = -1  # the step of the newest checkpoint, also if it is still being written
+        self._said = (0.0, 0)  # loss and samples of the step under way
+        self._asked = False  # the control plane wants a checkpoint
+        self._teller = Teller(job, SampleLedger({}), 0)
+        self._group: Any = None
+        self._start = ""
+
+    def __enter__(self) -> Self:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with_launcher()
+        self._group = dist.new_group(backend="gloo")
+        self._start = self._from_first(uuid.uuid4().hex[:8])
+        self._resume()
+        if not self.job.rank:
+            self._teller.members = list(range(self.job.world_replicas))
+            self.job.sender.speaks = True
+        self.job.sender.on_directive = self._on_directive
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.job.trouble("exception", f"{type(error).__name__}: {error}")
+        else:
+            if self._saved < self.committed:
+                self._save([name for name in TIERS if name in self.saver.tiers], last=True)
+            self.saver.finish()
+        if not self.job.rank:
+            reason = "left the loop" if error is None else "exception"
+            told = Stopped(step=self.committed, reason=reason, at=time.time(), clean=error is None)
+            self.job.sender.tell(told)
+        self.job.sender.close(3.0)
+
+    def steps(self, count: int) -> Iterator[int]:
+        """The steps that are left of so many. One is made once the loop asks for the next."""
+        while self.committed + 1 < count:
+            yield self.committed + 1
+            self.committed += 1
+            loss, samples = self._said
+            self._teller.committed(self.committed, self.epoch, loss, 0.0, samples)
+            if self._at_edge():
+                return
+
+    def tell(self, loss: float, samples: int = 0) -> None:
+        """What the job's page is to show of the step under way."""
+        self._said = (loss, samples)
+
+    def digest(self) -> str:
+        """Equal for every run whose rank trained the same, however often it was started anew."""
+        return digest_of({**self._state(), "epoch": 0})
+
+    # --- saving -------------------------------------------------------------------------------
+
+    def _at_edge(self) -> bool:
+        """Between two steps: save what is due, if all ranks can. Whether all are to leave."""
+        here = [name for name in TIERS if name in self.saver.tiers]
+        room = self.saver.prepare(lambda: size_of(self._state()))
+        due = self._due() if not self.job.rank else set()
+        stop, *told = self._most(
+            [self.job.stop.is_set()]
+            + [name in due for name in TIERS]
+            + [not (room and name in here and self.saver.is_free(name)) for name in TIERS]
+        )
+        busy = dict(zip(TIERS, told[len(TIERS) :], strict=True))
+        wanted = [name for name, due in zip(TIERS, told, strict=False) if due and not busy[name]]
+        if wanted:
+            self._save(wanted)
+        return stop
+
+    def _due(self) -> set[TierName]:
+        """The tiers to which it is time to save; an engineer is told of those that are late."""
+        due = {*self.saver.tiers} if self._asked else self.saver.due()
+        self.saver.ready(due.intersection(TIERS))
+        return due.intersection(TIERS)
+
+    def _save(self, tiers: Collection[TierName], *, last: bool = False) -> None:
+        def begin(room: memoryview | None) -> Copying:
+            return Copying(self._state(), self.committed, room)
+
+        name = f"{self._start}x{self.committed}"
+        self.saver.save(begin, name, tiers, epoch=self.epoch, last=last)
+        self._saved, self._asked = self.committed, False
+
+    def _on_directive(self, directive: Directive) -> None:
+        """On the sender's thread."""
+        if directive.verb == "stop":
+            self.job.stop.set()
+        else:
+            self._asked = True
+
+    def _state(self) -> dict[str, Any]:
+        """What this rank holds."""
+        parts = {
+            "model": self.model.state_dict(),
+            "optimizers": [one.state_dict() for one in self.optimizers],
+            "extra": {name: one.state_dict() for name, one in self.extra.items()},
+        }
+        return {
+            AS_SAVED: True,
+            "step": self.committed,
+            "epoch": self.epoch,
+            **replaced(parts, _taken_apart),
+            "random": generators(),
+        }
+
+    # --- putting back -------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint of which every rank's part verifies.
+
+        Raises ValueError if there are some and none can be loaded: nobody begins anew unasked.
+        """
+        sources = self.saver.sources
+        found = self._from_first(None if self.job.rank else sources.saves())
+        for step, name, tier in found:
+            part = self._read(name, tier)
+            if not self._most([part is None])[0]:
+                assert part is not None  # noqa: S101 - all ranks have theirs
+                self._put_back(part)
+                self._saved = step
+                return
+        if found:
+            raise ValueError(
+                f"none of the {len(found)} checkpoints of this job can be loaded (what was told "
+                f"before this says why): mend that, or to begin anew move "
+                f"{self.saver.folders.shared} away"
+            )
+
+    def _read(self, name: str, tier: TierName) -> Staged | None:
+        """Our part of a checkpoint, verified; None if it is not whole, which is told.
+
+        Raises ValueError if it is of another number of ranks.
+        """
+        try:
+            ranks = self.saver.sources.ranks(name, tier)
+            if ranks == self.job.ranks:
+                return self.saver.sources.read(name, tier, self.job.rank)
+        except (Damaged, OSError) as error:
+            self.job.trouble("checkpoint_refused", f"{tier}: {error}")
+            return None
+        raise ValueError(
+            f"the checkpoint is of {ranks} ranks, and this job has {self.job.ranks}: a model that "
+            "is divided otherwise than by fully_shard alone goes on with as many"
+        )
+
+    def _put_back(self, part: Staged) -> None:
+        state = own_copy(state_of(part))
+        mine = self.model.state_dict()
+        self.model.load_state_dict(
+            {name: _joined(one, mine.get(name)) for name, one in state["model"].items()}
+        )
+        for optimizer, given in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(_joined_by_weight(given, optimizer))
+        for name, one in self.extra.items():
+            one.load_state_dict(state["extra"][name])
+        self.committed, self.epoch = int(state["step"]), int(state["epoch"])
+        set_generators(state["random"])
+        if digest_of(self._state()) != part.digest:
+            text = "what was put back is not what was saved: some load_state_dict gives back less"
+            self.job.trouble("checkpoint_not_restored", text)
+        self.epoch += 1
+
+    # --- all ranks ----------------------------------------------------------------------------
+
+    def _most(self, flags: Sequence[bool]) -> list[bool]:
+        """Each of them, if it is true on any rank."""
+        told = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+        return [bool(one) for one in told.tolist()]
+
+    def _from_first(self, value: Any) -> Any:
+        """What the first rank gives, which JSON can say."""
+        words = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        size = torch.tensor(len(words))
+        dist.broadcast(size, src=0, group=self._group)
+        told = words if not self.job.rank else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(told, src=0, group=self._group)
+        return json.loads(bytes(told.tolist()))
+
+
+def end_with_launcher() -> None:
+    """Have this process killed when its launcher dies, in whatever way: torchrun gives each rank a
+    session of its own, so whoever kills torchrun does not reach them, and none may train on beside
+    those that are started anew."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def generators() -> dict[str, Any]:
+    """What the generators of this process will draw next."""
+    version, numbers, gauss = random.getstate()
+    state = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(numbers), gauss]}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [kind, torch.tensor(keys.tolist()), *rest]
+    return state
+
+
+def set_generators(state: Mapping[str, Any]) -> None:
+    """Let them draw what they would have drawn when `generators` was asked."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state and "numpy" in sys.modules:
+        kind, keys, *rest = state["numpy"]
+        sys.modules["numpy"].random.set_state((kind, keys.tolist(), *rest))
+
+
+def _taken_apart(value: Any) -> Any:
+    """Our part of a divided tensor, and what of; anything else as it is."""
+    return {OURS: part_of(value), "of": _described(value)} if is_divided(value) else value
+
+
+def _described(tensor: Any) -> str:
+    """How a tensor is divided, to be compared."""
+    placements = ", ".join(str(placement) for placement in tensor.placements)
+    return f"{tuple(tensor.shape)} as {placements} over {tensor.device_mesh.mesh.tolist()}"
+
+
+def _joined(value: Any, like: Any) -> Any:
+    """The divided tensor of which a state has our part. Raises ValueError if ours is divided
+    otherwise."""
+    if not (isinstance(value, dict) and OURS in value):
+        return value
+    here = _described(like) if is_divided(like) else "not divided"
+    if here != value["of"]:
+        raise ValueError(
+            f"the checkpoint has a tensor of {value['of']}, which is here {here}: start the job "
+            "with the script and the number of ranks that saved it"
+        )
+    return as_part(value[OURS], like)
+
+
+def _joined_by_weight(given: Any, optimizer: Any) -> Any:
+    """An optimizer's state, whose tensors are divided as the weights that they are of."""
+    groups = getattr(optimizer, "param_groups", [])
+    weights = dict(enumerate(weight for group in groups for weight in group["params"]))
+    if not (isinstance(given, dict) and isinstance(given.get("state"), dict)):
+        return given
+    kinds = {
+        index: {name: _joined(one, weights.get(index)) for name, one in of_weight.items()}
+        for index, of_weight in given["state"].items()
+    }
+    return {**given, "state": kinds}
