@@ -51,7 +51,7 @@ def move(request: HttpRequest, job_id: str) -> HttpResponse:
             reason=reason_of(request),
         )
 
-    return _act(request, found, deed)
+    return _act(request, found, deed, "#job-shape")
 
 
 @require_POST
@@ -67,16 +67,18 @@ def checkpoint(request: HttpRequest, job_id: str) -> HttpResponse:
             raise Conflict(f"{found.name} is {state}: nobody is there to save a checkpoint")
         jobs.direct(actor, found.pk, "checkpoint", reason="asked for on the job's page")
 
-    return _act(request, found, deed)
+    return _act(request, found, deed, "#checkpoints-h")
 
 
-def _act(request: HttpRequest, found: Job, deed: Callable[[Actor], None]) -> HttpResponse:
-    """Do what an operator orders on a job's page, and lead back to it."""
+def _act(
+    request: HttpRequest, found: Job, deed: Callable[[Actor], None], part: str
+) -> HttpResponse:
+    """Do what an operator orders on a job's page, and lead back to the part that shows it."""
     return act(
         request,
         found.cluster_id,
         deed,
-        back=reverse("job", args=[found.pk]),
+        back=reverse("job", args=[found.pk]) + part,
         again=lambda status: _page(
             request, selectors.job_for(request.user, found.pk), status=status
         ),

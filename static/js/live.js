@@ -1,5 +1,5 @@
-// Live regions: swaps only those whose content changed, keeps what the reader opened, typed or
-// focused, and says since when the page is stale if the server does not answer.
+// Live regions: swaps only those whose content changed, keeps what the reader opened, typed,
+// chose or focused, and says since when the page is stale if the server does not answer.
 "use strict";
 
 (() => {
@@ -50,6 +50,13 @@
     for (const field of old.querySelectorAll("input[type=text][id], textarea[id]")) {
       const twin = fresh.querySelector(`#${CSS.escape(field.id)}`);
       if (twin) twin.value = field.value;
+    }
+    // A list that the reader has not touched follows the server.
+    for (const list of old.querySelectorAll("select[id]")) {
+      const given = [...list.options].find((one) => one.defaultSelected) ?? list.options[0];
+      const twin = fresh.querySelector(`#${CSS.escape(list.id)}`);
+      const offered = [...(twin?.options ?? [])].some((one) => one.value === list.value);
+      if (offered && list.value !== given?.value) twin.value = list.value;
     }
   }
 

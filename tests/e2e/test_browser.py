@@ -4,47 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 
 from tests.product import REPOSITORY, Product
 
 pytestmark = [pytest.mark.e2e, pytest.mark.browser]
 
-ARGUMENTS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 MENDED_MS = 120_000
-
-
-@pytest.fixture
-def page(chromium: str, product: Product) -> Iterator[Page]:
-    """A logged-in page; whatever it complains of fails the test."""
-    complaints: list[str] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on(
-            "console",
-            lambda message: complaints.append(message.text) if message.type == "error" else None,
-        )
-        page.goto(product.url)
-        page.fill("input[name=username]", "admin")
-        page.fill("input[name=password]", product.password)
-        page.keyboard.press("Enter")
-        page.wait_for_url(lambda url: "login" not in url)
-        yield page
-        browser.close()
-    assert complaints == []
 
 
 def test_a_killed_process_is_mended_before_ones_eyes(page: Page, product: Product) -> None:

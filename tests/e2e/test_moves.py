@@ -1,87 +1,123 @@
-"""A replica of the running job moves to another node, by the API, and nobody misses a sample."""
+"""A replica of the running job moves to another node, by the API and from the job's page, and
+nobody misses a sample."""
 
 from __future__ import annotations
 
-import json
 import re
-import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from playwright.sync_api import Page, expect
 
+from tests.e2e.conftest import Api
 from tests.product import Product
 
 pytestmark = pytest.mark.e2e
 
-TOKEN = """
-from controlplane.accounts import actions
-from controlplane.accounts.models import SYSTEM, User
-_, text = actions.create_token(
-    SYSTEM, User.objects.get(), name="mover", scope="operator", cluster_id=None, ttl_s=3600
-)
-print(text)
-"""
+Eventually = Callable[..., Any]
+
 MOVED_S = 90.0
+MOVED_MS = MOVED_S * 1000
 
 
-@dataclass
-class Api:
-    """The product's API, as an operator's program uses it."""
+def test_a_replica_moves_without_a_loss(api: Api, eventually: Eventually) -> None:
+    before = _trains_whole(api, eventually)
 
-    url: str
-    token: str
-
-    def __call__(self, path: str, **order: Any) -> Any:
-        """What a GET answers, or a POST of `order`."""
-        request = urllib.request.Request(  # noqa: S310 - the product's own address
-            f"{self.url}/api/v1/{path}",
-            json.dumps(order).encode() if order else None,
-            {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
-            return json.load(answer)
-
-
-@pytest.fixture
-def api(product: Product) -> Api:
-    made = product.manage("shell", "--no-imports", "-v0", "-c", TOKEN)
-    return Api(product.url, made.stdout.strip().splitlines()[-1])
-
-
-def test_a_replica_moves_without_a_loss(
-    api: Api, product: Product, eventually: Callable[..., Any]
-) -> None:
-    (listed,) = api("jobs?state=running")["results"]
-    job = f"jobs/{listed['id']}"
-    eventually(lambda: api(job)["active_replicas"] == 4, 60.0, "all replicas train")
-    before = api(job)
-
-    run = api(f"{job}/migrate", replica=1, reason="an end-to-end test")["result"]
+    run = api(f"jobs/{before['id']}/migrate", replica=1, reason="an end-to-end test")["result"]
     ended = eventually(lambda: _succeeded(api(f"runs/{run['id']}")), MOVED_S, "it has moved")
-    after = eventually(lambda: _trained_on(api(job), before), 60.0, "it trains on")
 
+    after = _trains_on(api, before, eventually)
     here, there = (one["replicas"][1] for one in (before, after))
     moved = f"replica 1 moved from {here['node_name']} to {there['node_name']}, pause "
     assert ended["state_reason"].startswith(moved)
     assert float(re.findall(r"pause ([0-9.]+) s", ended["state_reason"])[0]) < 10
-    assert after["epoch"] == before["epoch"] + 1
-    assert [one["state"] for one in after["replicas"]] == ["active"] * 4
-    assert after["recomputed_steps"] == before["recomputed_steps"]
-    assert api(f"nodes/{here['node_id']}")["state"] == "available"
-    assert api(f"nodes/{there['node_id']}")["state"] == "allocated"
-    told = api(f"{job}/ledger?limit=200")["results"]
-    assert [one for one in told if one["lost"] or one["duplicated"] or one["dropped"]] == []
-    assert api(f"incidents?state=open&job={listed['id']}")["results"] == []
+    _assert_only_moved(api, before, after, 1)
+
+
+@pytest.mark.browser
+def test_a_person_moves_a_replica_on_the_jobs_page(
+    page: Page, api: Api, product: Product, eventually: Eventually
+) -> None:
+    before = _trains_whole(api, eventually)
+    here = before["replicas"][2]["node_name"]
+    seat = page.locator('[data-testid="replica"][data-replica="2"]')
+    node, moved = seat.locator(".seat-node"), page.get_by_test_id("job-move").first
+
+    # They ask, choose another node than the one proposed, and read what would be done.
+    page.goto(f"{product.url}/jobs/")
+    page.get_by_role("link", name="gpt-demo").first.click()
+    expect(node).to_contain_text(here)
+    page.get_by_role("link", name="Move replica 2").click()
+    offered = page.get_by_label("To node")
+    other = offered.locator("option:not([selected])").first
+    there, target = other.inner_text().split(",")[0], other.get_attribute("value")
+    offered.select_option(target)
+    page.get_by_role("button", name="Show its dry run").click()
+    title = f"Move replica 2 of gpt-demo to {there}"
+    expect(page.get_by_test_id("move-order")).to_contain_text(f"{title}. It trains on meanwhile.")
+    expect(page.get_by_test_id("plan")).to_contain_text(f"agent of {there}: start_rank")
+    assert api(f"jobs/{before['id']}")["replicas"] == before["replicas"]
+
+    # They order it, and watch it come true; nothing is reloaded from here on.
+    page.get_by_label("Reason").fill("its rack is rewired")
+    page.get_by_role("button", name=title).click()
+    expect(seat.get_by_test_id("moving")).to_contain_text(f"moving to {there}")
+    expect(seat.get_by_test_id("moving")).to_be_in_viewport()
+    expect(node).to_contain_text(here)
+    expect(node).to_contain_text(there, timeout=MOVED_MS)
+    expect(moved).to_contain_text(f"replica 2 moved from {here} to {there}", timeout=MOVED_MS)
+    expect(moved).to_have_attribute("data-state", "succeeded", timeout=MOVED_MS)
+    expect(moved).to_contain_text("admin: its rack is rewired")
+    newest = page.get_by_test_id("interruptions").locator("tbody tr").first
+    expect(newest).to_contain_text(f"replica 2 moved from {here} to {there}")
+    expect(seat).to_have_attribute("data-state", "active")
+    expect(seat.get_by_role("link", name="Move replica 2")).to_be_visible()
+    expect(page.get_by_test_id("job-replicas")).to_have_text("4 of 4")
+
+    after = _trains_on(api, before, eventually)
+    assert after["replicas"][2]["node_id"] == target
+    _assert_only_moved(api, before, after, 2)
+    expect(page.get_by_test_id("ledger")).to_contain_text("whole: every sample trained once")
+
+
+def _trains_whole(api: Api, eventually: Eventually) -> Any:
+    """The running job, once all its replicas train."""
+    (listed,) = api("jobs?state=running")["results"]
+    path = f"jobs/{listed['id']}"
+    eventually(lambda: api(path)["active_replicas"] == 4, 60.0, "all replicas train")
+    return api(path)
 
 
 def _succeeded(run: dict[str, Any]) -> dict[str, Any] | None:
     return run if run["state"] == "succeeded" else None
 
 
-def _trained_on(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any] | None:
+def _trains_on(api: Api, before: dict[str, Any], eventually: Eventually) -> Any:
     """The job, once the ledger of the steps after its move has come."""
-    return (
-        now if now["epoch"] > before["epoch"] and now["ledger_step"] > before["step"] + 5 else None
+
+    def told() -> dict[str, Any] | None:
+        now: dict[str, Any] = api(f"jobs/{before['id']}")
+        moved = now["epoch"] > before["epoch"]
+        return now if moved and now["ledger_step"] > before["step"] + 5 else None
+
+    return eventually(told, 60.0, "it trains on")
+
+
+def _assert_only_moved(api: Api, before: dict[str, Any], after: dict[str, Any], index: int) -> None:
+    """The replica trains on another node, the others never stopped, and no sample was lost."""
+    here, there = (one["replicas"][index] for one in (before, after))
+    stayed, stay = (
+        [*one["replicas"][:index], *one["replicas"][index + 1 :]] for one in (before, after)
     )
+    assert stay == stayed
+    assert there["node_id"] != here["node_id"]
+    assert there["placement_id"] != here["placement_id"]
+    assert there["state"] == "active"
+    assert after["epoch"] == before["epoch"] + 1
+    assert after["recomputed_steps"] == before["recomputed_steps"]
+    assert api(f"nodes/{here['node_id']}")["state"] == "available"
+    assert api(f"nodes/{there['node_id']}")["state"] == "allocated"
+    told = api(f"jobs/{before['id']}/ledger?limit=200")["results"]
+    assert [one for one in told if one["lost"] or one["duplicated"] or one["dropped"]] == []
+    assert api(f"incidents?state=open&job={before['id']}")["results"] == []

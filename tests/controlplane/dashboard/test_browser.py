@@ -1,4 +1,4 @@
-"""The fleet's pages in a real browser: the map by pointer and keyboard, orders, approvals."""
+"""The fleet's pages in a real browser: the map by pointer and keys, orders, moves, approvals."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from pytest_django.live_server_helper import LiveServer
 from controlplane.fleet.models import Cluster, Node
 from controlplane.health.models import NodeSample
 from controlplane.incidents.models import Approval, PlaybookRun
+from controlplane.jobs.models import Job
 from tests.browser import LIVE_MS, operator_page
 from tests.controlplane.dashboard.world import RAW, Fleet, one_fleet, ten_samples
-from tests.factories import ApprovalFactory, PlaybookFactory
+from tests.factories import ApprovalFactory, NodeFactory, PlaybookFactory
 
 pytestmark = [
     pytest.mark.browser,
@@ -153,6 +154,33 @@ def test_readings_are_drawn_and_told_in_numbers(
 
     expect(page.locator('[data-last="temperature_c"]')).to_have_text("59")
     expect(page.locator("#readings-table tbody tr").first).to_contain_text("59")
+
+
+# --- A job's replica moves ------------------------------------------------------------------------
+
+
+def test_a_chosen_node_outlives_what_changes_meanwhile(
+    page: Page, fleet: Fleet, settings: Any
+) -> None:
+    settings.LEASE_S = 60  # no beats come, and the nodes shall stay free
+    Job.objects.filter(pk=fleet.job.pk).update(
+        coordinator_address="127.0.0.1:4000", gpus_per_replica=0
+    )
+    third = NodeFactory(cluster=fleet.cluster, name="alpha-03")
+    page.goto(f"/jobs/{fleet.job.id}?move=0")
+    nodes = page.get_by_label("To node")
+    nodes.select_option("alpha-03")
+    unrolled = nodes.element_handle()
+
+    Node.objects.filter(pk=fleet.node.pk).update(reset_pending="xid-94")
+    _changed(fleet)
+    expect(page.get_by_test_id("plan")).to_contain_text("xid-94", timeout=LIVE_MS)
+    assert unrolled.is_visible()
+
+    NodeFactory(cluster=fleet.cluster, name="alpha-04")
+    _changed(fleet)
+    expect(nodes.locator("option")).to_have_count(3, timeout=LIVE_MS)
+    expect(nodes).to_have_value(third.id)
 
 
 # --- Signing --------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from html import unescape
 from typing import Any
+from urllib.parse import urljoin
 
 import pytest
 from django.db.models import F
@@ -132,6 +134,21 @@ def test_queries_do_not_grow_with_what_is_shown(
 
     assert answer.status_code == 200
     assert len(answer.content) < MAX_BYTES
+
+
+@pytest.mark.parametrize("order", ["job-move", "node-order"])
+def test_below_an_order_that_was_refused_all_links_lead_on(
+    order: str, operator: Client, fleet: Fleet
+) -> None:
+    address = reverse(order, args=[{"job-move": fleet.job, "node-order": fleet.node}[order].pk])
+
+    refused = operator.post(address)
+
+    # The browser now stands at the order's address, which answers nobody who only looks.
+    links = re.findall(r'href="([^"]*\?[^"]*)"', refused.content.decode())
+    answers = [operator.get(urljoin(address, unescape(link))).status_code for link in links]
+    assert refused.status_code == 409
+    assert set(answers) == {200}
 
 
 def _much_more(fleet: Fleet) -> None:

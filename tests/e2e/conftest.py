@@ -1,0 +1,78 @@
+"""The running product as people and programs use it: a page in Chromium, and the API."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, sync_playwright
+
+from tests.product import Product
+
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+TOKEN = """
+from controlplane.accounts import actions
+from controlplane.accounts.models import SYSTEM, User
+_, text = actions.create_token(
+    SYSTEM, User.objects.get(), name="mover", scope="operator", cluster_id=None, ttl_s=3600
+)
+print(text)
+"""
+
+
+@dataclass
+class Api:
+    """The product's API, as an operator's program uses it."""
+
+    url: str
+    token: str
+
+    def __call__(self, path: str, **order: Any) -> Any:
+        """What a GET answers, or a POST of `order`."""
+        request = urllib.request.Request(  # noqa: S310 - the product's own address
+            f"{self.url}/api/v1/{path}",
+            json.dumps(order).encode() if order else None,
+            {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
+            return json.load(answer)
+
+
+@pytest.fixture(scope="module")
+def api(product: Product) -> Api:
+    made = product.manage("shell", "--no-imports", "-v0", "-c", TOKEN)
+    return Api(product.url, made.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture
+def page(chromium: str, product: Product) -> Iterator[Page]:
+    """A logged-in page; whatever it complains of fails the test."""
+    complaints: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on(
+            "console",
+            lambda message: complaints.append(message.text) if message.type == "error" else None,
+        )
+        page.goto(product.url)
+        page.fill("input[name=username]", "admin")
+        page.fill("input[name=password]", product.password)
+        page.keyboard.press("Enter")
+        page.wait_for_url(lambda url: "login" not in url)
+        yield page
+        browser.close()
+    assert complaints == []
