@@ -54,6 +54,7 @@ def rank_environment(config: Config, action: wire.StartRank) -> dict[str, str]:
         "DRYDOCK_LOCAL_DIR": str(config.local_dir or ""),
         "DRYDOCK_HOLDER_DIR": str(config.holder_dir or ""),
         "DRYDOCK_GRACE_S": str(wire.GRACE_S),
+        "DRYDOCK_NOTICE_FILE": str(notice_file(config, action.placement)),
         "DRYDOCK_DOMAIN": "/".join(filter(None, [config.rack, config.name])),
     }
 
@@ -79,6 +80,11 @@ def coordinator_argv(config: Config, placement: Placement) -> list[str]:
 
 def port_file(config: Config, placement: str) -> Path:
     return config.state_dir / "ports" / placement
+
+
+def notice_file(config: Config, placement: str) -> Path:
+    """Where a rank that gets SIGTERM reads in how many seconds SIGKILL follows."""
+    return config.state_dir / "notices" / placement
 
 
 def spawn(

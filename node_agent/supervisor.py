@@ -26,6 +26,7 @@ from node_agent.launch import (
     Placement,
     coordinator_argv,
     coordinator_environment,
+    notice_file,
     port_file,
     rank_environment,
     spawn,
@@ -180,17 +181,21 @@ class Supervisor:
 
     def stop(self, placement: str, grace_s: float) -> bool:
         """SIGTERM, then SIGKILL after the grace. True when nothing of it runs any more."""
+        notice = notice_file(self._config, placement)
         with self._lock:
             self._restarts.pop(placement, None)
             running = self._running.get(placement)
             if running is None:
                 return True
             running.stopping = True
+            _write_notice(notice, grace_s)
             _signal(running, signal.SIGTERM)
-        if running.gone.wait(grace_s):
-            return True
-        self._kill(running)
-        return running.gone.wait(KILL_WAIT_S)
+        if not running.gone.wait(grace_s):
+            self._kill(running)
+        gone = running.gone.wait(KILL_WAIT_S)
+        if gone:
+            notice.unlink(missing_ok=True)
+        return gone
 
     def _kill(self, running: Running) -> None:
         with self._lock:
@@ -381,6 +386,15 @@ def _tell(placement: Placement, code: int | None) -> None:
         tell_coordinator(
             placement.coordinator, placement.token, placement.replica, placement.placement, code
         )
+
+
+def _write_notice(path: Path, grace_s: float) -> None:
+    """In how many seconds SIGKILL follows; whoever cannot read it counts on its usual time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{grace_s:g}\n")
+    except OSError as error:
+        log("notice_not_written", path=str(path), error=str(error))
 
 
 def _signal(running: Running, number: signal.Signals) -> None:

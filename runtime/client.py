@@ -59,6 +59,8 @@ ENV_OBJECT_STORE = "DRYDOCK_OBJECT_STORE"  # URL of a place for checkpoints: s3:
 ENV_HOLDER_DIR = "DRYDOCK_HOLDER_DIR"  # where this node's holder of peers' checkpoints is found
 ENV_DOMAIN = "DRYDOCK_DOMAIN"  # what fails together, down to the node: "hall-1/rack-7/node-12"
 ENV_GRACE_S = "DRYDOCK_GRACE_S"  # seconds from SIGTERM to SIGKILL; 30 if it is not said
+#: A file in which whoever sends SIGTERM may say before in how many seconds SIGKILL follows.
+ENV_NOTICE_FILE = "DRYDOCK_NOTICE_FILE"
 ENV_NETWORK = "DRYDOCK_NETWORK"  # an interface, a network or an address: where peers reach us
 ENV_RATE_CAP = "DRYDOCK_RATE_CAP"  # bytes of state per second for newcomers, as 200M
 

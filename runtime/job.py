@@ -48,11 +48,20 @@ class Job:
     object_store: str = ""  # URL of a place for checkpoints: s3://bucket/prefix
     domain: str = ""  # what fails together with this node, from the largest to it, by slashes
     network: str = ""  # at which peers reach us; "" for that which leads to the coordinator
-    grace_s: float = GRACE_S  # from SIGTERM to SIGKILL
+    grace_s: float = GRACE_S  # from SIGTERM to SIGKILL, unless the notice says otherwise
+    notice_file: Path | None = None
     rate_cap: int | None = None  # bytes per second of state for newcomers
     options: dict[str, Any] = field(default_factory=dict)
     sender: client.Sender
     stop: threading.Event  # set by SIGTERM
+
+    def kill_in_s(self) -> float:
+        """At SIGTERM: seconds until SIGKILL, as its sender says, else as usual."""
+        try:
+            noticed = self.notice_file.read_text().strip() if self.notice_file else ""
+            return seconds_of(noticed) if noticed else self.grace_s
+        except (OSError, ValueError, RuntimeError):  # none was written, or what is there is no time
+            return self.grace_s
 
     def trouble(self, kind: str, text: str, subject: str = "") -> None:
         """Tell an engineer. `subject`: what it is about, of several of a kind."""
@@ -104,6 +113,7 @@ def join(environment: dict[str, str] | None = None) -> Job:
         domain=env.get(client.ENV_DOMAIN) or socket.gethostname(),
         network=env.get(client.ENV_NETWORK, ""),
         grace_s=seconds_of(env.get(client.ENV_GRACE_S, "")),
+        notice_file=Path(env[client.ENV_NOTICE_FILE]) if env.get(client.ENV_NOTICE_FILE) else None,
         rate_cap=bytes_per_second(env.get(client.ENV_RATE_CAP, "")),
         options=json.loads(env.get(client.ENV_OPTIONS) or "{}"),
         sender=sender,

@@ -192,7 +192,7 @@ class ReplicaGroup:
         return self._engine.pending
 
     def _on_term(self) -> None:
-        self._rank.preemption.notice()
+        self._rank.preemption.notice(self.job.kill_in_s())
         self._loop.wish_stop()
 
     def _on_directive(self, directive: Directive) -> None:

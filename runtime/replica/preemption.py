@@ -55,7 +55,7 @@ class Preemption:
     ) -> None:
         """`needs_s`: how long a save takes at most; `save` saves what the last edge left, on a
         thread of its own, unless an edge came before."""
-        self._grace_s = grace_s
+        self.grace_s = grace_s  # from the notice to the kill
         self._needs_s = needs_s
         self._save = save
         self._deadline: float | None = None  # monotonic
@@ -63,10 +63,11 @@ class Preemption:
         self._told, self._tell = os.pipe()  # never closed: a handler may be about to write
         threading.Thread(target=self._run, name="drydock-preempted", daemon=True).start()
 
-    def notice(self) -> None:
-        """The process is killed `grace_s` from now."""
+    def notice(self, grace_s: float | None = None) -> None:
+        """The process is killed `grace_s` from now; as long as usual if it is not said."""
         if self._deadline is None:
-            self._deadline = time.monotonic() + self._grace_s
+            self.grace_s = self.grace_s if grace_s is None else grace_s
+            self._deadline = time.monotonic() + self.grace_s
             os.write(self._tell, b"!")
 
     def edge(self) -> None:

@@ -364,7 +364,7 @@ class Rank:
 
     def _save_takes_s(self) -> float:
         paces = [tier.pace for tier in self.saver.tiers.values()]
-        return longest_s([pace.alone_s for pace in paces], self.job.grace_s)
+        return longest_s([pace.alone_s for pace in paces], self.preemption.grace_s)
 
     def _save(
         self,

@@ -72,6 +72,7 @@ def test_a_rank_gets_its_environment_and_is_reported(agent: Node) -> None:
         f"DRYDOCK_LOCAL_DIR={agent.folder / 'checkpoints'}",
         f"DRYDOCK_HOLDER_DIR={agent.folder / 'memory'}",
         "DRYDOCK_DOMAIN=rack-1/node-a",
+        "DRYDOCK_GRACE_S=10.0",
         "OMP_NUM_THREADS=1",
     }
     assert expected <= set(environment)
@@ -142,6 +143,19 @@ def test_a_rank_stopped_by_order_is_told_to_its_coordinator_at_once(
     assert (line["op"], line["placement"], line["code"]) == ("exit", "p-1", -15)
     event = eventually(lambda: exits(agent.plane))[0]
     assert event.data["requested"] is True
+
+
+def test_a_rank_that_is_to_stop_can_read_how_long_it_has(agent: Node) -> None:
+    pid = agent.started_rank()
+    environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    (notice,) = [Path(one.partition("=")[2]) for one in environment if "NOTICE_FILE" in one]
+    os.kill(pid, signal.SIGSTOP)
+
+    order = agent.plane.send(wire.StopProcess(placement="p-1", grace_s=4))
+
+    assert eventually(lambda: notice.exists() and notice.read_text()) == "4\n"
+    assert agent.plane.result(order).output == {"stopped": True}
+    assert not notice.exists()
 
 
 def test_a_rank_that_hangs_is_killed_by_a_stop_without_grace(

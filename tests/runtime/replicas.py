@@ -153,6 +153,7 @@ class Fleet:
             "DRYDOCK_HOLDER_DIR": str(self.folder / f"memory{replica}") if self.holders else "",
             "DRYDOCK_OBJECT_STORE": self.object_store,
             "DRYDOCK_GRACE_S": str(self.grace_s),
+            "DRYDOCK_NOTICE_FILE": str(self.notice(replica)),
             "DRYDOCK_DOMAIN": f"node-{replica}",
             "DRYDOCK_OPTIONS": json.dumps({"folder": str(self.folder), **self.options, **options}),
         }
@@ -171,6 +172,10 @@ class Fleet:
         self.start_coordinator()
         for replica in range(self.world):
             self.start_rank(replica)
+
+    def notice(self, replica: int) -> Path:
+        """Where this replica reads how long after SIGTERM it is killed."""
+        return self.folder / f"notice{replica}"
 
     def kill(self, *replicas: int) -> None:
         for replica in replicas:

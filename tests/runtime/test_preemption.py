@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 from runtime.checkpoint import store
 from runtime.data import Batches
-from runtime.job import seconds_of
+from runtime.job import Job, join, seconds_of
 from runtime.replica.preemption import Preemption, durable_in, longest_s
 from runtime.replica.state import TrainingState
 from tests.runtime.replicas import PATIENCE_S, Fleet, until
@@ -83,6 +84,33 @@ def test_a_grace_that_is_no_time_is_refused(value: str) -> None:
         seconds_of(value)
 
 
+def test_a_notice_may_leave_less_time_than_usual() -> None:
+    preemption, saved = noticed(600.0, 0.2)
+    preemption.notice(0.4)
+
+    assert saved.wait(PATIENCE_S)
+    assert preemption.left_s() < 1.0
+
+
+@pytest.mark.parametrize(
+    ("written", "left_s"),
+    [("4\n", 4.0), ("0.5", 0.5), ("", 60.0), ("soon", 60.0), ("-1", 60.0), ("nan", 60.0)],
+)
+def test_the_deadline_of_a_notice_is_read_and_rubbish_is_none(
+    tmp_path: Path, written: str, left_s: float
+) -> None:
+    notice = tmp_path / "notice"
+    notice.write_text(written)
+
+    assert job(DRYDOCK_GRACE_S="60", DRYDOCK_NOTICE_FILE=str(notice)).kill_in_s() == left_s
+
+
+def test_without_a_notice_the_usual_time_is_left(tmp_path: Path) -> None:
+    missing = str(tmp_path / "notice")
+
+    assert job(DRYDOCK_GRACE_S="60", DRYDOCK_NOTICE_FILE=missing).kill_in_s() == 60.0
+
+
 def test_a_copy_aside_is_the_edge_s_and_changes_nothing() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -100,10 +128,13 @@ def test_a_copy_aside_is_the_edge_s_and_changes_nothing() -> None:
     assert torch.equal(drawn, torch.get_rng_state())
 
 
-def preempt(fleet: Fleet) -> list[int]:
-    """SIGTERM to all ranks, and SIGKILL once their time is over; how they ended."""
+def preempt(fleet: Fleet, grace_s: float | None = None) -> list[int]:
+    """SIGTERM to all ranks, and SIGKILL once their time is over; how they ended. `grace_s`: a
+    notice says that it is over then."""
     processes = fleet.part_with(0)
-    end = time.monotonic() + fleet.grace_s
+    left_s = fleet.grace_s if grace_s is None else grace_s
+    fleet.notice(0).write_text(f"{left_s:g}\n")
+    end = time.monotonic() + left_s
     for process in processes:
         process.send_signal(signal.SIGTERM)
     for process in processes:
@@ -115,22 +146,38 @@ def preempt(fleet: Fleet) -> list[int]:
     return [process.wait() for process in processes]
 
 
+def job(**environment: str) -> Job:
+    """Of a process that is told nothing but these and what it must know."""
+    needed = {
+        "DRYDOCK_JOB": "j",
+        "DRYDOCK_REPLICA": "0",
+        "DRYDOCK_WORLD_REPLICAS": "1",
+        "DRYDOCK_COORDINATOR": "none",
+        "DRYDOCK_TOKEN": "t",
+        "DRYDOCK_STATE_DIR": "/nowhere",
+    }
+    return join({**needed, **environment})
+
+
 def newest(fleet: Fleet) -> int:
     found = store.newest(fleet.folder / "state" / "checkpoints")
     assert found is not None
     return found[1].step
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("ranks", "usual_s"),
+    [(1, 4.0), (1, 600.0), pytest.param(2, 4.0, marks=pytest.mark.soak)],
+)
 def test_a_job_that_evaluates_when_it_is_to_be_killed_loses_no_step(
-    make_fleet: MakeFleet, ranks: int
+    make_fleet: MakeFleet, ranks: int, usual_s: float
 ) -> None:
     options = {"evaluate_at": 30, "rich": True, "averages": False}
-    fleet = make_fleet(1, divided=ranks, grace_s=4.0, options=options)
+    fleet = make_fleet(1, divided=ranks, grace_s=usual_s, options=options)
     fleet.start()
     until((fleet.folder / "evaluating.0").exists, "it evaluates")
 
-    codes = preempt(fleet)
+    codes = preempt(fleet, grace_s=4.0)
     saved = newest(fleet)
     fleet.start_rank(0)
     fleet.train_on()
