@@ -172,6 +172,8 @@ def export(asked: argparse.Namespace) -> list[Answer]:
     from runtime.checkpoint.interchange import EXPORTS, whole_state
 
     path = store.found_in(asked.path)[0]
+    if path.resolve() in asked.out.resolve().parents:
+        raise Damaged(f"{asked.out} is in the checkpoint itself: give a place outside {path}")
     with closing(Bar(path.name, size_of(path))) as bar:
         state = whole_state(path, bar)
     EXPORTS[asked.to](state, asked.out)

@@ -10,9 +10,11 @@ import ctypes
 import errno
 import fcntl
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from runtime.image import aligned, pages
 
@@ -152,13 +154,27 @@ def read(
         os.close(file)
 
 
-def _open_to_read(name: str, folder: int) -> int:
+def read_small(path: Path) -> bytes:
+    """All of a file. Raises OSError, also if it is none: of what lies in its place nobody waits for
+    a word that may never come."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        return os.open(name, os.O_RDONLY | os.O_DIRECT, dir_fd=folder)
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        with os.fdopen(file, "rb", closefd=False) as opened:
+            return opened.read()
+    finally:
+        os.close(file)
+
+
+def _open_to_read(name: str, folder: int) -> int:
+    flags = os.O_RDONLY | os.O_NONBLOCK  # see `read_small`
+    try:
+        return os.open(name, flags | os.O_DIRECT, dir_fd=folder)
     except OSError as error:
         if error.errno not in _UNKNOWN:
             raise
-    file = os.open(name, os.O_RDONLY, dir_fd=folder)
+    file = os.open(name, flags, dir_fd=folder)
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     return file
 

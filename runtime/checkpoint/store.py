@@ -123,7 +123,7 @@ def numbers_in(name: str) -> tuple[int, int]:
 def manifest_of(path: Path) -> Manifest:
     """What this checkpoint consists of. Raises Damaged, saying what it is instead of one."""
     try:
-        data = (path / MANIFEST).read_bytes()
+        data = disk.read_small(path / MANIFEST)
     except OSError as error:
         raise Damaged(_no_checkpoint(path, error.strerror)) from error
     manifest = Manifest.from_json(data, str(path / MANIFEST))
@@ -136,7 +136,7 @@ def part_of(path: Path, manifest: Manifest, rank: int) -> Part:
     """The description of one rank's image. Raises Damaged."""
     expected = manifest.part(rank)
     try:
-        data = (path / expected.name).read_bytes()
+        data = disk.read_small(path / expected.name)
     except OSError as error:
         raise Damaged(f"{path / expected.name} cannot be read: {error.strerror}") from error
     return checked_part(data, manifest, expected, str(path / expected.name))
@@ -217,7 +217,11 @@ def _no_checkpoint(path: Path, why: str | None = None) -> str:
         )
     if not path.is_dir():
         return f"{path} is no folder; a checkpoint is one, named as step-00000012; {_WHAT_IS_THERE}"
-    if inside := candidates(path):
+    try:
+        inside = candidates(path)
+    except OSError as error:
+        return f"{path} cannot be looked into ({error.strerror}); {_WHAT_IS_THERE}"
+    if inside:
         return f"{path} holds {len(inside)} checkpoints and is none; give one of them: {inside[0]}"
     if why is not None:
         return f"{path} is no checkpoint: its {MANIFEST} cannot be read ({why}); {_WHAT_IS_THERE}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import secrets
 import shutil
 import signal
@@ -204,6 +205,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(words)
     if not options.script.is_file():
         parser.error(f"there is no script {options.script}")
+    for name, least in (("faults", 0), ("steps", 0), ("at_once", 1), ("minutes", 0), ("pace", 0)):
+        if not least <= getattr(options, name) < math.inf:
+            parser.error(
+                f"--{name.replace('_', '-')} is {getattr(options, name)}: give {least} or more"
+            )
+    if not 0 < options.patience < math.inf:
+        parser.error(f"--patience is {options.patience}: give seconds, more than 0")
     if options.disk is not None and (options.disk / STATE).exists():
         parser.error(f"{options.disk / STATE} exists: of what is there nothing is to be damaged")
     why = impossible() if options.network != "shared" else "--network shared"

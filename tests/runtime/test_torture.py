@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.torture.__main__ import parse
 from runtime.torture.faults import Fault, Settings, plan
 from runtime.torture.kinds import ANY, KINDS, MOMENTS, SHARED, WRITING
 from runtime.torture.made import Death, Made
@@ -435,6 +436,25 @@ def test_what_needs_a_network_of_its_own_says_so(tmp_path: Path) -> None:
 
     assert run.returncode == 2
     assert "a network of the run's own cannot be had: --network shared" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--faults", "-1"), "--faults is -1: give 0 or more"),
+        (("--at-once", "0"), "--at-once is 0: give 1 or more"),
+        (("--minutes", "nan"), "--minutes is nan"),
+        (("--pace", "inf"), "--pace is inf"),
+        (("--patience", "0"), "--patience is 0.0: give seconds, more than 0"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused_by_name(
+    words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(words)
+
+    assert told in capsys.readouterr().err
 
 
 def test_a_killed_runner_leaves_no_process_behind(tmp_path: Path) -> None:

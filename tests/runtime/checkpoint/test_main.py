@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,6 +58,52 @@ def test_damage_is_named_and_is_the_exit_status(tmp_path: Path, capsys: Capture)
     for verb in ("ls", "verify"):
         (tmp_path / "step-00000002" / "manifest.json").write_text("{}")
         assert main([verb, str(tmp_path), "--json"]) == 1
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-0.json", "rank-0-0001.bin"])
+def test_nobody_waits_for_what_is_no_file(tmp_path: Path, name: str, capsys: Capture) -> None:
+    write(tmp_path, staged_at(1))
+    in_place = write(tmp_path, staged_at(2)) / name
+    in_place.unlink()
+    os.mkfifo(in_place)  # who opens one waits until somebody writes
+
+    assert main(["verify", str(tmp_path)]) == 1
+
+    told = capsys.readouterr().out
+    assert "DAMAGED" in told.splitlines()[0]
+    assert "step-00000001" in told.splitlines()[-1]
+    assert "well" in told.splitlines()[-1]
+
+
+def test_a_folder_that_cannot_be_looked_into_hides_no_other(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, staged_at(1))
+    shut = write(tmp_path, staged_at(2))
+    listing = Path.iterdir
+
+    def forbidden(path: Path) -> Iterator[Path]:
+        if path == shut:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return listing(path)
+
+    monkeypatch.setattr(Path, "iterdir", forbidden)
+    (shut / "manifest.json").unlink()
+
+    assert main(["verify", str(tmp_path)]) == 1
+
+    told = capsys.readouterr().out
+    assert "cannot be looked into (Permission denied)" in told
+    assert "well" in told.splitlines()[-1]
+
+
+def test_a_checkpoint_is_not_exported_into_itself(tmp_path: Path, capsys: Capture) -> None:
+    path = write(tmp_path, staged_at(1))
+
+    assert main(["export", str(path), str(path / "out"), "--to", "torch"]) == 2
+
+    assert "is in the checkpoint itself: give a place outside" in capsys.readouterr().err
+    assert store.verify(path) == []
 
 
 @pytest.mark.parametrize("verb", ["ls", "inspect", "verify"])
