@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import uuid
 from collections.abc import Collection
 from dataclasses import replace
@@ -23,6 +24,7 @@ from runtime.replica.siblings import NEXT, Incomplete, Siblings
 from runtime.replica.step import NotWhole
 from runtime.replica.telling import Teller
 
+PROVE_STEPS = 10  # after newcomers entered: not while the members still pay for that
 MAX_TRIES = 8  # checkpoints that fail, before a person has to look
 
 
@@ -57,6 +59,7 @@ class Together:
         self._hashed: dict[str, dict[int, tuple[int, str]]] = {"staged": {}, "compared": {}}
         self._compare_every = compare_every
         self._compared = 0  # after so many times as many steps, or given up
+        self._prove_at = math.inf  # the step after which newcomers show that they go on alike
         #: tier and step -> by rank
         self._saved: dict[tuple[str, int], dict[int, CheckpointSaved]] = {}
         rank.saver.delivery.on_saved = functools.partial(self.saved, 0)
@@ -262,6 +265,8 @@ class Together:
         self.epoch_name = f"{grant['epoch']}x{began_ms:x}"  # epochs are counted anew if lost
         self.sharing.regrouped()
         self._compared = self._times(self.committed + 1)  # the same on all, who entered or stayed
+        if grant["joined"] and self._compare_every:
+            self._prove_at = self.committed + PROVE_STEPS
         self._all("enter", grant=grant)
 
     def put_on_trial(self, grant: dict[str, Any]) -> None:
@@ -319,11 +324,13 @@ class Together:
     def ready_to_compare(self) -> bool:
         """Whether the states are to be compared after the step under way, and no checkpoint has to
         wait for the memory of our copy."""
-        return self._times(self.committed + 2) > self._compared and self.rank.saver.rooms.all_free()
+        due = self._times(self.committed + 2) > self._compared
+        due |= self.committed + 1 >= self._prove_at
+        return due and self.rank.saver.rooms.all_free()
 
     def compare(self) -> None:
         """At an edge that all members reached ready for it."""
-        self._compared = self._times(self.committed + 1)
+        self._compared, self._prove_at = self._times(self.committed + 1), math.inf
         self._begin_to_hash("compared")
         self._all("compare")
 

@@ -56,3 +56,18 @@ def test_a_replica_whose_memory_errs_is_named(make_fleet: Callable[..., Fleet], 
     assert {one["kind"] for one in told} == {"diverged"}
     first = min(one["text"] for one in told)
     assert first.startswith("after step 39 replica 1 does not hold what the others hold")
+
+
+def test_a_newcomer_that_goes_on_otherwise_is_named_soon(make_fleet: Callable[..., Fleet]) -> None:
+    door = Door()
+    fleet = make_fleet(3, url=door.url, options={"compare_every": 1_000_000})
+    fleet.start()
+    fleet.wait_for_step(20)
+    fleet.kill(2)
+    fleet.start_rank(2, flips_at=0)  # in its first step as a member
+    until(lambda: door.messages("trouble"), "an engineer is told")
+    fleet.stop()
+    door.close()
+
+    told = [one["text"] for one in door.messages("trouble") if one["kind"] == "diverged"]
+    assert "replica 2 does not hold what the others hold" in told[0]

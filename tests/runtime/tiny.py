@@ -2,10 +2,10 @@
 
 Its options: `steps`, `mode`, `checkpoint_s`, `local_s`, `peer_s` and `object_s`, `pace_s` (what a
 shard takes, as if an accelerator computed it), `dropout`, `compare_every`, `straggler_after_s`,
-`flips_at` (the step at which a bit of its weights turns over), and what a misfit of a replica has
-otherwise: `width`, `samples`, `seed`, `rate`. `rich` trains with all that a loop may have besides,
-with or without `averages`; if it is `calm`, no last bit of a sum decides on anything. At the step
-`evaluate_at` it does something else for a minute. `data` is "ids", "dataset", "loader", "stateful"
+`flips_at` (a bit of its weights turns over in that step, or the first after it that it makes), and
+what a misfit of a replica has otherwise: `width`, `samples`, `seed`, `rate`. `rich` trains with all
+that a loop may have besides, with or without `averages`; if it is `calm`, no last bit of a sum
+decides on anything. At the step `evaluate_at` it does something else for a minute. `data` is "ids", "dataset", "loader", "stateful"
 or "streams": what Batches is given; `workers` load it, `drop_last` ends it. The model is divided
 among the ranks of a replica.
 """
@@ -76,7 +76,7 @@ def main() -> None:
     ) as replica:  # fmt: skip
         for shard in replica:
             time.sleep(options["pace_s"])
-            if replica.pending == options["flips_at"]:
+            if 0 <= options["flips_at"] <= replica.pending:
                 options["flips_at"] = -1
                 flip(next(model.parameters()))
             if replica.pending == options["evaluate_at"] and not evaluating.exists():
