@@ -5,9 +5,9 @@ shard takes, as if an accelerator computed it), `dropout`, `compare_every`, `str
 `flips_at` (a bit of its weights turns over in that step, or the first after it that it makes), and
 what a misfit of a replica has otherwise: `width`, `samples`, `seed`, `rate`. `rich` trains with all
 that a loop may have besides, with or without `averages`; if it is `calm`, no last bit of a sum
-decides on anything. At the step `evaluate_at` it does something else for a minute. `data` is "ids", "dataset", "loader", "stateful"
-or "streams": what Batches is given; `workers` load it, `drop_last` ends it. The model is divided
-among the ranks of a replica.
+decides on anything. At the step `evaluate_at` it does something else for a minute. `data` is "ids",
+"dataset", "loader", "stateful" or "streams": what Batches is given; `workers` load it, `drop_last`
+ends it. The model is divided among the ranks of a replica.
 """
 
 from __future__ import annotations
