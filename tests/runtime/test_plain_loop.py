@@ -1,8 +1,10 @@
 """What a job trains that loses a replica and takes it back is what a plain loop trains, with all
-that a loop may have: accumulated gradients, clipping, a scaler, schedules, two optimizers."""
+that a loop may have: accumulated gradients, clipping, a scaler, schedules, two optimizers, averaged
+weights."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -14,8 +16,9 @@ from tests.runtime.replicas import Fleet
 SEED, SAMPLES, SHARDS, SHARD_SIZE, PIECE = 5, 960, 12, 4, 2  # of tiny.py, where it is rich
 
 
-def plain_loop(steps: int) -> list[tuple[float, float]]:
-    """The loss and the gradients' norm of each step: torch alone, but for the order of samples."""
+def plain_loop(steps: int) -> tuple[list[tuple[float, float]], list[float]]:
+    """The loss and the gradients' norm of each step, and the average of the weights in the end:
+    torch alone, but for the order of samples."""
     torch.manual_seed(3)
     data = torch.randn(SAMPLES, 16)
     model = torch.nn.Sequential(
@@ -30,6 +33,7 @@ def plain_loop(steps: int) -> list[tuple[float, float]]:
         torch.optim.lr_scheduler.StepLR(optimizers[1], 20, 0.9),
     ]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    average = torch.optim.swa_utils.AveragedModel(model)
     order = runtime.Batches(samples=SAMPLES, shards=SHARDS, shard_size=SHARD_SIZE, seed=SEED)
     made = []
     for step in range(steps):
@@ -49,8 +53,9 @@ def plain_loop(steps: int) -> list[tuple[float, float]]:
         scaler.update()
         for schedule in schedules:
             schedule.step()
+        average.update_parameters(model)
         made.append((total, norm.item()))
-    return made
+    return made, torch.nn.utils.parameters_to_vector(average.parameters()).tolist()
 
 
 def test_a_job_trains_what_a_plain_loop_trains(make_fleet: Callable[..., Fleet]) -> None:
@@ -65,6 +70,8 @@ def test_a_job_trains_what_a_plain_loop_trains(make_fleet: Callable[..., Fleet])
     fleet.stop()
 
     found = [(step["loss"], step["grad_norm"]) for step in fleet.steps(0)]
-    plain = plain_loop(len(found))
+    plain, average = plain_loop(len(found))
+    averaged = json.loads((fleet.folder / "average.0").read_text())
     assert [loss for loss, _norm in found] == pytest.approx([one for one, _n in plain], rel=1e-4)
+    assert averaged == pytest.approx(average, rel=1e-3, abs=1e-5)
     assert [norm for _loss, norm in found] == pytest.approx([one for _l, one in plain], rel=1e-3)

@@ -60,7 +60,7 @@ def main() -> None:
         "object": options["object_s"],
     }
     saver = runtime.Checkpointer(job, every_s=intervals)
-    parts = (
+    parts: dict[str, Any] = (
         rich(model, averages=options["averages"], calm=options["calm"])
         if options["rich"]
         else {"optimizer": Momentum(model, options["rate"])}
@@ -89,6 +89,9 @@ def main() -> None:
                 replica.backward(loss, parts=len(pieces))
     (folder / f"digest.{name}").write_text(replica.state.copy().digest)
     (folder / f"weights.{name}").write_text(replica.state.digest())
+    if average := parts.get("ema"):
+        flat = torch.nn.utils.parameters_to_vector(average.parameters())
+        (folder / f"average.{name}").write_text(json.dumps(flat.tolist()))
 
 
 def flip(weights: torch.Tensor) -> None:
