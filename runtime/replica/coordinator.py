@@ -283,7 +283,7 @@ class Coordinator(Epochs):
         peer.leaving = bool(message["leaving"])
         if known and not message["planned"]:
             self.break_epoch()
-        if known and message["silent"]:
+        if known and message.get("silent"):
             self.doubt.open = True
 
     def on_unreached(self, peer: Peer, message: dict[str, Any]) -> None:

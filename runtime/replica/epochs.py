@@ -151,6 +151,8 @@ class Epochs(Roster):
             return
         found = self.doubt.settle({n: peer.step for n, peer in peers.items()})
         self.doubt = Doubt()
+        for peer in peers.values():
+            peer.asked.discard("probe")  # the network may fail anew before the next epoch begins
         for replica in found:
             self.drop(replica, "unreached")
             peers[replica].put_off(self.clock())

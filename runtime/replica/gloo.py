@@ -29,7 +29,6 @@ from torch._C._distributed_c10d import (
     Store,
 )
 
-from runtime.replica.link import keep_alive
 from runtime.replica.membership import Severed, Silent
 from runtime.replica.reach import NO_ANSWER
 
@@ -39,15 +38,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("drydock.gloo")
 
 BUILD_S = 10.0  # a peer that does not come while the group is built is given up after this
-#: Whether all reach each other is looked at if the group does not stand after this; if they do, the
-#: next one is given twice the time.
+#: Whether all reach each other is looked at if the group does not stand after this. After one that
+#: never stood the next is given twice the time, up to `BUILD_S`, which each of its peers has.
 DOUBT_S = 2.0
 REDUCE_S = 3600.0  # the coordinator says when a peer is dead; this is only a last resort
 #: A peer whose machine acknowledges nothing for so long is silent. A process that is stopped or
 #: slow is not: its kernel answers, until what it does not read fills its memory.
 SILENT_MS = 1_500
-#: Looked at also while nothing is sent: after a second, and every second.
-KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2}
 SEVERED_S = 0.2  # how long a collective may take to fail once its sockets are shut
 
 
@@ -123,12 +120,15 @@ class Gloo:
         to end by its timeout.
         """
         former = self._built
+        stood = any(isinstance(one, ProcessGroupGloo) for one in former)
         self._begin("drydock-release", former.clear)  # the last references: it joins their threads
         built: list[ProcessGroupGloo | Exception] = []
         with self._changed:
+            never_stood = self._members > 1 and not stood
             self._epoch, self._members, self._built = epoch, len(addresses), built
             self._peers = set(addresses) - {self.address}
             self._began = time.monotonic()
+            self._doubt_s = min(2 * self._doubt_s, BUILD_S) if never_stood else DOUBT_S
         if len(addresses) == 1:
             return
 
@@ -224,17 +224,16 @@ class Gloo:
     def _connected(self) -> ProcessGroupGloo:
         """The epoch's group, once it stands. Raises Severed."""
         with self._changed:
-            left = self._began + self._doubt_s - time.monotonic()
+            left = max(0.0, self._began + self._doubt_s - time.monotonic())
             stands = self._changed.wait_for(
-                lambda: self._built or self.broken(self._epoch), max(0.0, left)
+                lambda: self._built or self.broken(self._epoch),
+                left if self._doubt_s < BUILD_S else None,
             )
             if self.broken(self._epoch):
                 raise Severed(f"epoch {self._epoch} broke")
             if not stands:
-                self._doubt_s = min(2 * self._doubt_s, BUILD_S)
                 raise Silent(f"epoch {self._epoch} has no group: not all peers came")
             (found,) = self._built
-            self._doubt_s = DOUBT_S
         if isinstance(found, RuntimeError | OSError):
             raise severed(f"epoch {self._epoch} has no group: {found}")
         if isinstance(found, Exception):  # no other epoch would mend it
@@ -255,11 +254,12 @@ class Gloo:
             return self._changed.wait_for(future.done, SEVERED_S)
 
     def _listen_for_silence(self) -> None:
-        """Have the kernel end a connection on which nothing is acknowledged: a collective that
-        waits for it fails then, as it does at a peer's death."""
+        """Have the kernel end a connection on which what is sent is not acknowledged: the
+        collective fails then, as it does at a peer's death. Who only waits for the other side
+        hears of it from the coordinator."""
         for connection in established_sockets(self.address, self._peers):
             with connection, contextlib.suppress(OSError):  # it ended meanwhile
-                keep_alive(connection, KEEPALIVE, SILENT_MS)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
 
     def broken(self, epoch: int) -> bool:
         return self._broken_epoch >= epoch

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -257,13 +257,9 @@ class Link:
         self.inbox.put(message)
 
 
-def keep_alive(
-    connection: socket.socket,
-    keepalive: Mapping[str, int] = KEEPALIVE,
-    unacknowledged_ms: int = UNACKNOWLEDGED_MS,
-) -> None:
+def keep_alive(connection: socket.socket) -> None:
     """Let the kernel find out if the other machine is gone; a process that only sleeps is not."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in keepalive.items():
+    for name, value in KEEPALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unacknowledged_ms)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)

@@ -10,10 +10,13 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
+from runtime.replica.reach import NEWCOMER_TRY_S, TRY_S
+
 log = logging.getLogger("drydock.replica")
 
 #: Whoever hears one of these while it trains has no epoch any more.
 REJOINS = ("evicted", "sync", "load", "refused", "probe")
+MAX_DOUBTS = 3  # without a step between them, and without anybody to blame
 MAX_REFUSALS = 3  # as a newcomer, before a person is told
 
 
@@ -81,8 +84,9 @@ class Trainer(Protocol):
     def release(self, *, log: bool) -> None:
         """Nobody takes the copy any more; with `log`, nobody follows either."""
 
-    def unreached(self, addresses: list[list[str]]) -> list[int]:
-        """The places in this list of those replicas whose machines do not answer ours."""
+    def unreached(self, addresses: list[list[str]], try_s: float) -> list[int]:
+        """The places in this list of those replicas whose machines do not answer ours within twice
+        that time."""
 
     def forget(self) -> None:
         """What was computed of the next step is not wanted."""
@@ -124,6 +128,7 @@ class Member:
         self._order = 0  # number of the last order to get a state
         self._caught_up: int | None = None  # the step of which we said so last
         self._unreached: list[list[str]] = []  # whom we could not reach last
+        self._doubts = (-1, 0)  # after which step, and how many that found nobody
 
     # --- what we say ----------------------------------------------------------------------------
 
@@ -209,12 +214,12 @@ class Member:
         """Take the state that peers hold ready, prove that it is theirs, and follow them."""
         self._stop_following()
         self._order = int(message["order"])
-        if message["refusals"] == MAX_REFUSALS:
-            self._trainer.trouble("cannot_rejoin", f"refused {MAX_REFUSALS} times in a row")
         donors = list(message["donors"])
         if not self._reaches(donors):
             self._say("again", epoch=self.epoch, order=self._order)
             return
+        if message["refusals"] == MAX_REFUSALS:
+            self._trainer.trouble("cannot_rejoin", f"refused {MAX_REFUSALS} times in a row")
         try:
             self._trainer.take(int(message["step"]), str(message["digest"]), donors)
         except CannotFollow as error:
@@ -270,18 +275,32 @@ class Member:
     def _on_probe(self, message: dict[str, Any]) -> None:
         """A member found another silent: all look whom they reach."""
         peers = {int(replica): list(where) for replica, where in message["peers"].items()}
-        missed = self._trainer.unreached(list(peers.values()))
+        missed = self._trainer.unreached(list(peers.values()), TRY_S)
         told = [list(peers)[place] for place in missed]
-        if told:
-            log.warning("unreached epoch=%s replicas=%s", self.epoch, told)
+        log.warning("probed epoch=%s unreached=%s", self.epoch, told)
+        self._note_doubt(told)
         self._say("unreached", epoch=self.epoch, replicas=told)
+
+    def _note_doubt(self, unreached: list[int]) -> None:
+        """Tell an engineer if members fall silent again and again, and yet all answer: no step is
+        made then, and nobody is to blame."""
+        step = self._trainer.committed
+        before = self._doubts[1] if self._doubts[0] == step else 0
+        self._doubts = (step, 0 if unreached else before + 1)
+        if self._doubts[1] == MAX_DOUBTS:
+            self._trainer.trouble(
+                "silent_network",
+                f"after step {step} collectives failed {MAX_DOUBTS} times in a row because nothing "
+                "was acknowledged, and yet all replicas answer each other: look for a limit on the "
+                "size of packets, or a firewall that lets only some ports through",
+            )
 
     def _reaches(self, peers: list[list[str]]) -> bool:
         """Whether all these answer us: whom one member does not reach would break the epoch that
         it enters."""
         before, self._unreached = (
             self._unreached,
-            [peers[place] for place in self._trainer.unreached(peers)],
+            [peers[place] for place in self._trainer.unreached(peers, NEWCOMER_TRY_S)],
         )
         if self._unreached and self._unreached != before:
             where = ", ".join(sorted({a for addresses in self._unreached for a in addresses}))

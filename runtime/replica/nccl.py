@@ -30,7 +30,7 @@ from runtime.replica.gloo import (
 )
 from runtime.replica.gradients import Collectives
 from runtime.replica.link import LinkLost
-from runtime.replica.membership import Severed
+from runtime.replica.membership import Severed, Silent
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -227,7 +227,9 @@ class Nccl:
         if ended.done() and ended.result():  # raises what is wrong with the card
             return
         self.sever(live.epoch)
-        raise Severed(live.why or f"epoch {live.epoch} broke")
+        if live.why:  # a peer may have died, or nothing gets through: that is to be looked at
+            raise Silent(live.why)
+        raise Severed(f"epoch {live.epoch} broke")
 
     def _await(self, live: Live, *futures: Future[Any]) -> None:
         """Until one of them is done, or the epoch is broken."""

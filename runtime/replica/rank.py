@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from runtime.checkpoint import Checkpointer
-from runtime.checkpoint.resharding import resharded
+from runtime.checkpoint.resharding import AS_SAVED, resharded
 from runtime.checkpoint.rooms import Room
 from runtime.checkpoint.tiers import TIERS, TierName
 from runtime.framing import PeerFailed
@@ -165,7 +165,10 @@ class Rank:
                     digest = ""
             else:
                 self._read = resharded(partial(sources.read, name, tier), saved, rank, ranks)
+            if AS_SAVED in self._read:  # it has no ledger either, and is not of weights alone
+                raise Damaged("a runtime.WholeJob saved it, and no ReplicaGroup can go on from it")
         except (Damaged, OSError) as error:
+            self._read = None
             self.job.trouble("checkpoint_refused", f"{tier}: {error}")
             return []
         return [history_of(self._read), digest]
@@ -463,9 +466,9 @@ class Rank:
         self._server.release(log=log)
 
     @order
-    def unreached(self, peers: list[list[str]]) -> list[int]:
+    def unreached(self, peers: list[list[str]], try_s: float) -> list[int]:
         """The places of those whose machines do not answer this rank's."""
-        return unreached(self._ours(peers))
+        return unreached(self._ours(peers), try_s)
 
     @order
     def forget(self) -> None:

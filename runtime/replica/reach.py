@@ -13,7 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 
 TRIES = 2  # one packet may be lost
-TRY_S = 0.2  # a kernel answers within milliseconds, however busy the machine is
+#: A kernel answers within milliseconds, however busy its machine is; members wait for it.
+TRY_S = 0.2
+NEWCOMER_TRY_S = 1.0  # nobody waits for a newcomer
 #: The end of a connection, or of the attempt to open one, that tells that nobody answered.
 NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
@@ -58,25 +60,28 @@ def apart(unreached: Mapping[int, Collection[int]], steps: Mapping[int, int]) ->
     return found
 
 
-def unreached(addresses: Sequence[str]) -> list[int]:
+def unreached(addresses: Sequence[str], try_s: float = TRY_S) -> list[int]:
     """The places of those whose machine does not answer; one that refuses answers."""
     left = dict(enumerate(addresses))
     for _ in range(TRIES):
-        left = {place: left[place] for place in _silent(left)}
+        left = {place: left[place] for place in _silent(left, try_s)}
     return sorted(left)
 
 
-def _silent(addresses: Mapping[int, str]) -> set[int]:
+def _silent(addresses: Mapping[int, str], try_s: float) -> set[int]:
     """Who of these did not answer within one try."""
     silent = set(addresses)
-    until = time.monotonic() + TRY_S
+    until = time.monotonic() + try_s
     with selectors.DefaultSelector() as selector, ExitStack() as stack:
         for place, address in addresses.items():
             host, _, port = address.rpartition(":")
             connection = stack.enter_context(socket.socket())
             connection.setblocking(False)
-            if connection.connect_ex((host, int(port))) in (0, errno.EINPROGRESS):
+            code = connection.connect_ex((host, int(port)))
+            if code == errno.EINPROGRESS:
                 selector.register(connection, selectors.EVENT_WRITE, place)
+            elif code not in NO_ANSWER:  # it answered at once, or the fault is here
+                silent.discard(place)
         while selector.get_map() and (left := until - time.monotonic()) > 0:
             for key, _events in selector.select(left):
                 connection = selector.unregister(key.fileobj).fileobj  # type: ignore[assignment]

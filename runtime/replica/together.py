@@ -255,6 +255,8 @@ class Together:
 
     def connect(self, grant: dict[str, Any]) -> None:
         self.teller.granted(grant, self.committed, self.member.replica)
+        if grant["joined"] and self._compare_every:
+            self._prove_at = int(grant["step"]) + PROVE_STEPS
         steps = self._all("connect", grant=grant, replica=self.member.replica)
         if len(set(steps)) > 1:
             raise Incomplete(f"the ranks of this replica are at the steps {steps}; start it anew")
@@ -265,8 +267,6 @@ class Together:
         self.epoch_name = f"{grant['epoch']}x{began_ms:x}"  # epochs are counted anew if lost
         self.sharing.regrouped()
         self._compared = self._times(self.committed + 1)  # the same on all, who entered or stayed
-        if grant["joined"] and self._compare_every:
-            self._prove_at = self.committed + PROVE_STEPS
         self._all("enter", grant=grant)
 
     def put_on_trial(self, grant: dict[str, Any]) -> None:
@@ -284,8 +284,8 @@ class Together:
     def release(self, *, log: bool) -> None:
         self._all("release", log=log)
 
-    def unreached(self, addresses: list[list[str]]) -> list[int]:
-        by_rank = self._all("unreached", peers=addresses)
+    def unreached(self, addresses: list[list[str]], try_s: float) -> list[int]:
+        by_rank = self._all("unreached", peers=addresses, try_s=try_s)
         return sorted({place for places in by_rank for place in places})
 
     def forget(self) -> None:

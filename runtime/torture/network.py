@@ -1,5 +1,5 @@
 """A network of the run's own, in which each replica is a machine of its own: network namespaces of
-Linux, joined by a bridge. What is cut there loses packets, and nobody is told.
+Linux, joined by a bridge. What is cut there loses packets, and nobody is told of it.
 
     python -m runtime.torture.network --socket PATH --replicas N
 
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -27,24 +29,33 @@ from typing import Any, Self
 ENV_SOCKET = "DRYDOCK_TORTURE_NETWORK"
 #: Set aside for tests of networks (RFC 2544): nobody's real machines are hidden by it.
 SUBNET = "198.18.{}.{}"
+SUBNETS = 256
+#: The name of an interface or a namespace of a run: of whose, and which.
+_OURS = re.compile(r"dd(\d+)(?:[p-](\d+))?$")
 NOBODY = "02:00:00:00:00:01"  # a hardware address that no machine here has
 MAX_REPLICAS = 250
 ASK_S = 10.0
 
 
+@functools.cache
 def impossible() -> str:
     """Why there can be none here; "" if there can."""
     if os.geteuid() != 0:
         return "network namespaces are for root"
     if shutil.which("ip") is None:
         return "the command ip (of iproute2) is not installed"
-    name = f"ddtry{os.getpid()}"
     try:
-        _ip("link", "add", name, "type", "bridge")
-        _ip("link", "del", name)
-    except subprocess.CalledProcessError as error:
+        with Bridge(str(os.getpid()), 1):
+            return ""
+    except (OSError, subprocess.CalledProcessError) as error:
+        return why(error)
+
+
+def why(error: Exception) -> str:
+    """What `ip` says."""
+    if isinstance(error, subprocess.CalledProcessError):
         return f"{' '.join(error.cmd)}: {error.stderr.decode().strip()}"
-    return ""
+    return str(error)
 
 
 class Network:
@@ -63,10 +74,12 @@ class Network:
         )
         self.name = str(self._process.pid)
         assert self._process.stdout is not None  # noqa: S101 - it was asked for
-        if self._process.stdout.readline() != b"up\n":
+        told = self._process.stdout.readline().split()
+        if told[:1] != [b"up"]:
             self.close()
             raise RuntimeError("the network of the run could not be made: see above")
-        self.host = SUBNET.format(int(self.name) % 256, 1)  # of the runner and the coordinator
+        self._number = int(told[1])
+        self.host = SUBNET.format(self._number, 1)  # of the runner and the coordinator
 
     def within(self, replica: int) -> list[str]:
         """What stands before a command that is to run on this replica's machine."""
@@ -74,7 +87,7 @@ class Network:
 
     def address(self, replica: int) -> str:
         """Of this replica's machine."""
-        return SUBNET.format(int(self.name) % 256, replica + 2)
+        return SUBNET.format(self._number, replica + 2)
 
     def close(self) -> None:
         """Take it down."""
@@ -99,22 +112,15 @@ class Bridge:
     def __init__(self, name: str, replicas: int) -> None:
         self.name = name
         self.replicas = replicas
-        self.number = int(name) % 256
+        self.number = -1  # of the subnet, once there is one
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
-        bridge, host = f"dd{self.name}", SUBNET.format(self.number, 1)
-        _ip("link", "add", bridge, "type", "bridge")
-        _ip("addr", "add", f"{host}/24", "dev", bridge)
-        _ip("link", "set", bridge, "up")
-        for replica in range(self.replicas):
-            machine, port = _machine(self.name, replica), self._port(replica)
-            _ip("netns", "add", machine)
-            _ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", machine)
-            _ip("link", "set", port, "master", bridge, "up")
-            _ip("-n", machine, "addr", "add", f"{self._address(replica)}/24", "dev", "eth0")
-            _ip("-n", machine, "link", "set", "eth0", "up")
-            _ip("-n", machine, "link", "set", "lo", "up")
+        try:
+            self._make()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -124,6 +130,21 @@ class Bridge:
         ):
             with contextlib.suppress(subprocess.CalledProcessError):  # it was not made
                 _ip(*words)
+
+    def _make(self) -> None:
+        bridge = f"dd{self.name}"
+        self.number = free_subnet()
+        _ip("link", "add", bridge, "type", "bridge")
+        _ip("addr", "add", f"{SUBNET.format(self.number, 1)}/24", "dev", bridge)
+        _ip("link", "set", bridge, "up")
+        for replica in range(self.replicas):
+            machine, port = _machine(self.name, replica), self._port(replica)
+            _ip("netns", "add", machine)
+            _ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", machine)
+            _ip("link", "set", port, "master", bridge, "up")
+            _ip("-n", machine, "addr", "add", f"{self._address(replica)}/24", "dev", "eth0")
+            _ip("-n", machine, "link", "set", "eth0", "up")
+            _ip("-n", machine, "link", "set", "lo", "up")
 
     def isolate(self, replica: int, seconds: float) -> None:
         """Nothing reaches this machine, and nothing of it reaches another, for some seconds."""
@@ -166,22 +187,38 @@ def _ip(*words: str) -> bytes:
     return subprocess.run(["ip", *words], check=True, capture_output=True).stdout  # noqa: S607
 
 
+def free_subnet() -> int:
+    """The number of one that no interface of this machine is in. Raises OSError."""
+    there = _ip("-o", "-4", "addr", "show").decode()
+    first = os.getpid()
+    numbers = [(first + more) % SUBNETS for more in range(SUBNETS)]
+    free = [number for number in numbers if SUBNET.format(number, 1) + "/" not in there]
+    if not free:
+        raise OSError("all subnets of 198.18.0.0/16 are in use here")
+    return free[0]
+
+
 def _sweep() -> None:
     """What runs left behind that were killed together with their networks."""
-    machines = [one["name"] for one in json.loads(_ip("-json", "netns", "list") or b"[]")]
-    owners = {name[2:].partition("-")[0] for name in machines if name.startswith("dd")}
-    for owner in [pid for pid in owners if pid.isdigit() and not Path(f"/proc/{pid}").exists()]:
-        Bridge(owner, sum(name.startswith(f"dd{owner}-") for name in machines)).__exit__()
+    names = [name for _, name in socket.if_nameindex()]
+    names += [one["name"] for one in json.loads(_ip("-json", "netns", "list") or b"[]")]
+    parts = [found for name in names if (found := _OURS.match(name))]
+    for owner in {found[1] for found in parts if not Path(f"/proc/{found[1]}").exists()}:
+        last = max((int(found[2] or 0) for found in parts if found[1] == owner), default=0)
+        Bridge(owner, last + 1).__exit__()
 
 
 def _serve(server: socket.socket, bridge: Bridge) -> None:
     cuts: dict[str, Callable[..., None]] = {"isolate": bridge.isolate, "part": bridge.part}
     while True:
         connection, _ = server.accept()
-        with connection, contextlib.suppress(OSError):  # whoever asked is dead
-            asked = json.loads(connection.makefile().readline())
-            cuts[asked.pop("op")](**asked)
-            connection.sendall(b"\n")
+        try:
+            with connection:
+                asked = json.loads(connection.makefile().readline())
+                cuts[asked.pop("op")](**asked)
+                connection.sendall(b"\n")
+        except (OSError, ValueError, KeyError, TypeError, subprocess.CalledProcessError) as error:
+            sys.stderr.write(f"a cut was not made: {why(error)}\n")  # who asked may be dead
 
 
 def main() -> None:
@@ -189,17 +226,22 @@ def main() -> None:
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--replicas", type=int, required=True)
     given = parser.parse_args()
+    try:
+        serve_until_alone(given.socket, given.replicas)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"a network of the run's own cannot be made: {why(error)}") from error
+
+
+def serve_until_alone(path: Path, replicas: int) -> None:
+    """Until the runner has ended."""
     _sweep()
-    with (
-        socket.socket(socket.AF_UNIX) as server,
-        Bridge(str(os.getpid()), given.replicas) as bridge,
-    ):
-        server.bind(str(given.socket))
+    with socket.socket(socket.AF_UNIX) as server, Bridge(str(os.getpid()), replicas) as bridge:
+        server.bind(str(path))
         server.listen()
         threading.Thread(target=_serve, args=(server, bridge), daemon=True).start()
-        sys.stdout.write("up\n")
+        sys.stdout.write(f"up {bridge.number}\n")
         sys.stdout.flush()
-        sys.stdin.read()  # until the runner has ended
+        sys.stdin.read()
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def serve(
     """Play a scene with a coordinator that was restarted in epoch 5 of these members."""
     file = RecordFile(folder, "j")
     file.advance(0, Record(job="j", epoch=5, members=members, step=9))
-    coordinator = Coordinator(file, "t", len(members), 1, **settings)
+    coordinator = Coordinator(file, "t", len(members), **{"min_replicas": 1, **settings})
 
     async def play() -> None:
         server = await asyncio.start_server(
@@ -554,6 +554,34 @@ def test_of_two_that_do_not_reach_each_other_one_is_left_out(tmp_path: Path) -> 
 
     told = [m for m in third.heard if m["op"] == "lost"]
     assert [(m["replica"], m["how"]) for m in told] == [(1, "unreached")]
+
+
+def test_a_network_that_fails_twice_before_the_next_epoch_is_looked_at_twice(
+    tmp_path: Path,
+) -> None:
+    members = [Member(n, name, 5) for n, name in enumerate("abc")]
+    again = Member(0, "a", 5)
+    staying = members[2]
+
+    async def scene(_coordinator: Coordinator, port: int) -> None:
+        for member in members:
+            await member.join(port)
+        for member in members:
+            member.say(**{**REPORT, "silent": True})
+        for member, missed in zip(members, ([1], [0], []), strict=True):
+            await member.hear("probe")
+            member.say(op="unreached", epoch=5, replicas=missed)
+        await members[1].hear("evicted")  # and two are not enough
+        await again.join(port)
+        again.say(**{**REPORT, "silent": True})
+        for member in (again, staying):
+            await member.hear("probe")
+            member.say(op="unreached", epoch=5, replicas=[])
+        assert (await ask(port, op="status"))["members"] == [0, 2]
+
+    serve(tmp_path, {0: "a", 1: "b", 2: "c"}, scene, min_replicas=3)
+
+    assert [m["op"] for m in staying.heard].count("probe") == 2
 
 
 def test_whom_all_reach_after_all_stays(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 
-from runtime.replica.gloo import SILENT_MS, Gloo, established_sockets, severed
+from runtime.replica.gloo import DOUBT_S, SILENT_MS, Gloo, established_sockets, severed
 from runtime.replica.link import LinkLost
 from runtime.replica.membership import Severed, Silent
 from tests.runtime.replicas import Board, until
@@ -121,13 +121,22 @@ def test_an_epoch_that_breaks_while_its_group_is_built_ends_the_wait_for_it() ->
 
 def test_a_group_that_does_not_stand_in_time_is_doubted_and_the_next_has_longer() -> None:
     ours = Gloo("127.0.0.1")
-    ours._doubt_s = 0.1
     ours.build(Board(), 1, [ours.address, "127.0.0.1:9"], 0)
 
     with pytest.raises(Silent, match="not all peers came"):
         ours.gather(torch.ones(3), 2)
+    ours.build(Board(), 2, [ours.address, "127.0.0.1:9"], 0)
 
-    assert ours._doubt_s == 0.2
+    assert ours._doubt_s == 2 * DOUBT_S
+
+
+def test_after_a_group_that_stood_the_next_has_no_longer(pair: tuple[Gloo, Gloo]) -> None:
+    ours, _theirs = pair
+    ours._connected()
+
+    ours.build(Board(), 2, [ours.address, "127.0.0.1:9"], 0)
+
+    assert ours._doubt_s == DOUBT_S
 
 
 def test_why_there_is_no_group_is_said_by_its_first_collective() -> None:

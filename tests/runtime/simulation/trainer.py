@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from tests.runtime.simulation.replica import Replica
 
 UNREACHED = "not built: a peer was not reached"
-PROBE_S = 0.4
 BUILD_S = 3.0  # for one value of the rendezvous
 WAITING_CHANCE = 0.3
 KEPT_STEPS = 64  # while somebody follows; two otherwise
@@ -154,14 +153,14 @@ class SimulatedTrainer:
         self.copy = self._offered = None
         self.followed = self.followed and not log
 
-    def unreached(self, addresses: list[list[str]]) -> list[int]:
+    def unreached(self, addresses: list[list[str]], try_s: float) -> list[int]:
         fleet, own = self.replica.fleet, self.replica.name
         found = [
             place
             for place, (name,) in enumerate(addresses)
             if not fleet.network.both_ways(own, name)
         ]
-        self.replica.thread.sleep(PROBE_S if found else fleet.network.delay())
+        self.replica.thread.sleep(2 * try_s if found else fleet.network.delay())
         return found
 
     def forget(self) -> None:
