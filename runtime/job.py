@@ -6,6 +6,7 @@ still being imported.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from runtime.replica.pacing import bytes_per_second
 from runtime.replica.preemption import GRACE_S
 
 STANDBY = ("", "migrate", "spare")
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ class Job:
 
 def join(environment: dict[str, str] | None = None) -> Job:
     """Read DRYDOCK_*, and what torchrun or srun say, and start telling the control plane, if there
-    is one.
+    is one. A rank that torchrun started ends with it from now on.
 
     Raises RuntimeError naming the variable that is missing.
     """
@@ -78,6 +81,8 @@ def join(environment: dict[str, str] | None = None) -> Job:
     stop = threading.Event()
     # A loader's worker runs the script's top again: it is no rank, and tells nobody.
     worker = multiprocessing.parent_process() is not None
+    if by_torchrun(env) and not worker:
+        end_with_launcher()
     if threading.current_thread() is threading.main_thread() and not worker:
         # A rank that is still importing notes the wish; the training loop obeys it at its edge.
         signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
@@ -119,6 +124,22 @@ def join(environment: dict[str, str] | None = None) -> Job:
         sender=sender,
         stop=stop,
     )
+
+
+def by_torchrun(env: Mapping[str, str]) -> bool:
+    """Whether it is torchrun that started this rank, not a launcher that torchrun started."""
+    said = client.ENV_RANK in env and client.ENV_RANKS in env
+    return "TORCHELASTIC_RUN_ID" in env and not said
+
+
+def end_with_launcher() -> None:
+    """Have this process killed when its launcher dies, in whatever way: torchrun gives each rank a
+    session of its own, so whoever kills torchrun does not reach them, and none may train on beside
+    those that are started anew."""
+    launcher = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it died meanwhile, so nothing kills us
+        os._exit(1)
 
 
 def seconds_of(value: str) -> float:

@@ -7,11 +7,9 @@ can read. The script makes its steps itself: this only counts, saves, tells and 
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
+import logging
 import random
-import signal
 import sys
 import time
 import uuid
@@ -25,7 +23,7 @@ import torch.distributed as dist
 from runtime.checkpoint import Checkpointer
 from runtime.checkpoint.resharding import AS_SAVED, replaced
 from runtime.checkpoint.tiers import TierName
-from runtime.client import Directive, Stopped
+from runtime.client import ENV_WORLD_REPLICAS, Directive, Stopped
 from runtime.image import Damaged, Staged
 from runtime.job import Job
 from runtime.ledger import SampleLedger
@@ -34,10 +32,12 @@ from runtime.replica.state import Stateful, own_copy
 from runtime.replica.telling import Teller
 from runtime.snapshot import Copying, digest_of, size_of, state_of
 
+log = logging.getLogger("drydock.whole")
+
 #: Peers' memory is no tier here: nobody of such a job lives on to give it back.
 TIERS: tuple[TierName, ...] = ("local", "shared", "object")
 OURS = "rank_s_part"  # the key under which a rank's part of a divided tensor is saved
-PR_SET_PDEATHSIG = 1
+TOLD = 3  # so many of a rank's refusals, the last ones, are in the error that ends the job
 
 
 class WholeJob:
@@ -56,7 +56,14 @@ class WholeJob:
         *,
         extra: Mapping[str, Stateful] | None = None,
     ) -> None:
-        """Raises RuntimeError unless the default process group is that of all ranks of the job."""
+        """Raises RuntimeError unless the default process group is that of all ranks of the job, and
+        ValueError for a job of several replicas."""
+        if job.world_replicas > 1:
+            raise ValueError(
+                f"this job has {job.world_replicas} replicas ({ENV_WORLD_REPLICAS}), which would "
+                "all save to one folder: a WholeJob is one replica of all its ranks. Start it as "
+                "one, each with a name and a state folder of its own if you want several"
+            )
         if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != (
             job.rank,
             job.ranks,
@@ -72,7 +79,11 @@ class WholeJob:
         self.saver = saver
         self.committed = -1
         self.epoch = 1  # which start this is of those that made a checkpoint
-        self._saved = -1  # the step of the newest checkpoint, also if it is still being written
+        #: of each tier the step that was saved to it last, also if it is still being written
+        self._saved: dict[TierName, int] = {}
+        self._in_step = False  # the loop makes one
+        self._over = False  # all ranks are to leave
+        self._refused: list[str] = []  # why this rank could not load what it tried
         self._said = (0.0, 0)  # loss and samples of the step under way
         self._asked = False  # the control plane wants a checkpoint
         self._teller = Teller(job, SampleLedger({}), 0)
@@ -80,15 +91,11 @@ class WholeJob:
         self._start = ""
 
     def __enter__(self) -> Self:
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            end_with_launcher()
-        self._group = dist.new_group(backend="gloo")
-        self._start = self._from_first(uuid.uuid4().hex[:8])
-        self._resume()
-        if not self.job.rank:
-            self._teller.members = list(range(self.job.world_replicas))
-            self.job.sender.speaks = True
-        self.job.sender.on_directive = self._on_directive
+        try:
+            self._begin()
+        except BaseException as error:
+            self._tell_end(error)
+            raise
         return self
 
     def __exit__(
@@ -97,27 +104,26 @@ class WholeJob:
         error: BaseException | None,
         _trace: TracebackType | None,
     ) -> None:
-        if error is not None:
-            self.job.trouble("exception", f"{type(error).__name__}: {error}")
-        else:
-            if self._saved < self.committed:
-                self._save([name for name in TIERS if name in self.saver.tiers], last=True)
+        if error is None:
+            self._save_last()
             self.saver.finish()
-        if not self.job.rank:
-            reason = "left the loop" if error is None else "exception"
-            told = Stopped(step=self.committed, reason=reason, at=time.time(), clean=error is None)
-            self.job.sender.tell(told)
-        self.job.sender.close(3.0)
+        self._tell_end(error)
 
     def steps(self, count: int) -> Iterator[int]:
-        """The steps that are left of so many. One is made once the loop asks for the next."""
-        while self.committed + 1 < count:
+        """The steps that are left of so many. One is made once the loop asks for the next, so leave
+        it by `job.stop.set()` on any rank, and the end of the step: what a `break` leaves in the
+        middle of a step is not saved. Raises RuntimeError if that was done before."""
+        if self._in_step:
+            raise RuntimeError(self._left_in_a_step())
+        while not self._over and self.committed + 1 < count:
+            self._in_step = True
             yield self.committed + 1
+            self._in_step = False
             self.committed += 1
             loss, samples = self._said
+            self._said = (loss, 0)  # who tells of each tenth step counts its samples once
             self._teller.committed(self.committed, self.epoch, loss, 0.0, samples)
-            if self._at_edge():
-                return
+            self._over = self._at_edge()
 
     def tell(self, loss: float, samples: int = 0) -> None:
         """What the job's page is to show of the step under way."""
@@ -127,10 +133,47 @@ class WholeJob:
         """Equal for every run whose rank trained the same, however often it was started anew."""
         return digest_of({**self._state(), "epoch": 0})
 
+    # --- begin and end ------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._group = dist.new_group(backend="gloo")
+        self._start = self._from(0, uuid.uuid4().hex[:8])
+        self._resume()
+        if not self.job.rank:
+            self._teller.members = list(range(self.job.world_replicas))
+            self.job.sender.speaks = True
+        self.job.sender.on_directive = self._on_directive
+
+    def _save_last(self) -> None:
+        """To each tier that has not the last step yet; none if nobody knows which step that is."""
+        if self._in_step:
+            log.warning("left_in_a_step %s", self._left_in_a_step())
+            self.job.trouble("left_in_a_step", self._left_in_a_step())
+            return
+        here = [name for name in TIERS if name in self.saver.tiers]
+        self._save([n for n in here if self._saved.get(n, -1) < self.committed], last=True)
+
+    def _left_in_a_step(self) -> str:
+        return (
+            f"the loop of step {self.committed + 1} was left in the middle, and whether it had "
+            "changed the model nobody knows: no more is saved, and the job goes on from its newest "
+            "checkpoint when it is started anew. To leave set job.stop and let the step end"
+        )
+
+    def _tell_end(self, error: BaseException | None) -> None:
+        if error is not None:
+            self.job.trouble("exception", f"{type(error).__name__}: {error}")
+        if not self.job.rank:
+            reason = "left the loop" if error is None else "exception"
+            told = Stopped(step=self.committed, reason=reason, at=time.time(), clean=error is None)
+            self.job.sender.tell(told)
+        self.job.sender.close(3.0)
+
     # --- saving -------------------------------------------------------------------------------
 
     def _at_edge(self) -> bool:
-        """Between two steps: save what is due, if all ranks can. Whether all are to leave."""
+        """Between two steps: save what is due, if all ranks can. Whether all are to leave, which
+        is when nothing is saved here: at the end it is, to all tiers."""
         here = [name for name in TIERS if name in self.saver.tiers]
         room = self.saver.prepare(lambda: size_of(self._state()))
         due = self._due() if not self.job.rank else set()
@@ -141,7 +184,7 @@ class WholeJob:
         )
         busy = dict(zip(TIERS, told[len(TIERS) :], strict=True))
         wanted = [name for name, due in zip(TIERS, told, strict=False) if due and not busy[name]]
-        if wanted:
+        if wanted and not stop:
             self._save(wanted)
         return stop
 
@@ -156,8 +199,9 @@ class WholeJob:
             return Copying(self._state(), self.committed, room)
 
         name = f"{self._start}x{self.committed}"
-        self.saver.save(begin, name, tiers, epoch=self.epoch, last=last)
-        self._saved, self._asked = self.committed, False
+        if self.saver.save(begin, name, tiers, epoch=self.epoch, last=last) is not None:
+            self._saved |= dict.fromkeys(tiers, self.committed)
+        self._asked = False
 
     def _on_directive(self, directive: Directive) -> None:
         """On the sender's thread."""
@@ -189,18 +233,18 @@ class WholeJob:
         Raises ValueError if there are some and none can be loaded: nobody begins anew unasked.
         """
         sources = self.saver.sources
-        found = self._from_first(None if self.job.rank else sources.saves())
+        found = self._from(0, None if self.job.rank else sources.saves())
         for step, name, tier in found:
             part = self._read(name, tier)
             if not self._most([part is None])[0]:
                 assert part is not None  # noqa: S101 - all ranks have theirs
                 self._put_back(part)
-                self._saved = step
+                self._saved = {there: step for _, save, there in found if save == name}
                 return
         if found:
             raise ValueError(
-                f"none of the {len(found)} checkpoints of this job can be loaded (what was told "
-                f"before this says why): mend that, or to begin anew move "
+                f"none of the {len(found)} checkpoints of this job can be loaded "
+                f"({self._why()}): mend that, or to begin anew move "
                 f"{self.saver.folders.shared} away"
             )
 
@@ -214,12 +258,19 @@ class WholeJob:
             if ranks == self.job.ranks:
                 return self.saver.sources.read(name, tier, self.job.rank)
         except (Damaged, OSError) as error:
-            self.job.trouble("checkpoint_refused", f"{tier}: {error}")
+            self._refused.append(f"{tier}: {error}")
+            self.job.trouble("checkpoint_refused", self._refused[-1])
             return None
         raise ValueError(
             f"the checkpoint is of {ranks} ranks, and this job has {self.job.ranks}: a model that "
             "is divided otherwise than by fully_shard alone goes on with as many"
         )
+
+    def _why(self) -> str:
+        """What the ranks refused last, of all of them."""
+        ranks = range(self.job.ranks)
+        told = [(rank, self._from(rank, self._refused[-TOLD:])) for rank in ranks]
+        return "; ".join(f"rank {rank}: {text}" for rank, texts in told for text in texts)
 
     def _put_back(self, part: Staged) -> None:
         state = own_copy(state_of(part))
@@ -246,21 +297,14 @@ class WholeJob:
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
         return [bool(one) for one in told.tolist()]
 
-    def _from_first(self, value: Any) -> Any:
-        """What the first rank gives, which JSON can say."""
+    def _from(self, source: int, value: Any) -> Any:
+        """What that rank gives, which JSON can say."""
         words = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         size = torch.tensor(len(words))
-        dist.broadcast(size, src=0, group=self._group)
-        told = words if not self.job.rank else torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(told, src=0, group=self._group)
+        dist.broadcast(size, src=source, group=self._group)
+        told = words if self.job.rank == source else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(told, src=source, group=self._group)
         return json.loads(bytes(told.tolist()))
-
-
-def end_with_launcher() -> None:
-    """Have this process killed when its launcher dies, in whatever way: torchrun gives each rank a
-    session of its own, so whoever kills torchrun does not reach them, and none may train on beside
-    those that are started anew."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def generators() -> dict[str, Any]:

@@ -76,8 +76,10 @@ def test_torchrun_takes_its_ranks_along_however_it_is_ended(agent: Node, tmp_pat
     assert eventually(lambda: not any(rank.is_running() for rank in ranks))
 
 
-def test_a_job_that_is_to_stop_saves_its_last_step(agent: Node, tmp_path: Path) -> None:
-    start(agent, "p-1", tmp_path, steps=10**9)
+def test_a_job_that_is_to_stop_saves_its_last_step_to_every_tier(
+    agent: Node, tmp_path: Path
+) -> None:
+    start(agent, "p-1", tmp_path, steps=10**9, every_s={"local": 0, "shared": 10**9})
     eventually(lambda: (tmp_path / "steps.0").exists() and (tmp_path / "steps.0").read_text())
 
     stopped = agent.plane.result(agent.plane.send(wire.StopProcess(placement="p-1", grace_s=30)))

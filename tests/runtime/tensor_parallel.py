@@ -1,7 +1,8 @@
 """A job whose ranks divide one model by tensor parallelism, as `runtime.WholeJob` runs it.
 
-Its options: `folder` for what it says, `steps`, `dies` (its last rank kills itself in the middle of
-the step KILLED_IN, once) and `as_replica` (it asks for a ReplicaGroup, which refuses it).
+Its options: `folder` for what it says, `steps`, `every_s` (of its Checkpointer; it saves at each
+edge without it), `dies` (its last rank kills itself in the middle of the step KILLED_IN, once) and
+`as_replica` (it asks for a ReplicaGroup, which refuses it).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def main() -> None:
     parallelize_module(model, init_device_mesh("cpu", (job.ranks,)), plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
-    saver = runtime.Checkpointer(job, every_s=0.0)
+    saver = runtime.Checkpointer(job, every_s=job.options.get("every_s", 0.0))
     if job.options.get("as_replica"):
         runtime.ReplicaGroup(job, model, optimizer, runtime.Batches(samples=960), saver)
     steps = (folder / f"steps.{job.rank}").open("a", buffering=1)

@@ -40,7 +40,7 @@ from tests.runtime.told import Told
 TOKEN = "of this test"
 GRANT = {
     "epoch": 1, "members": [{"replica": 0, "placement": "p", "gloo": ["here:1", "here:2"]}],
-    "lost": [], "begins": True,
+    "lost": [], "begins": True, "joined": [], "step": -1,
 }  # fmt: skip
 
 

@@ -5,23 +5,53 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 import runtime
 from runtime.checkpoint import store
 from runtime.checkpoint.__main__ import main
+from runtime.checkpoint.tiers import TierName
+from runtime.job import Job
+from runtime.replica.division import Division
+from runtime.replica.gloo import Gloo
+from runtime.replica.observing import Observer
+from runtime.replica.rank import Rank
+from runtime.replica.state import TrainingState
+from runtime.replica.step import StepEngine
 from runtime.whole import generators, set_generators
-from tests.runtime.replicas import PATIENCE_S, ROOT, TOKEN
+from tests.runtime.replicas import PATIENCE_S, ROOT, TOKEN, until
+from tests.runtime.test_client import Door
 
 SCRIPT = Path(__file__).with_name("tensor_parallel.py")
 STEPS = 30
+NEVER_S = 1e9
+
+
+def told(state: Path, **others: str) -> dict[str, str]:
+    """What a launcher says to every rank of such a job."""
+    return {
+        "DRYDOCK_JOB": "job_t",
+        "DRYDOCK_REPLICA": "0",
+        "DRYDOCK_WORLD_REPLICAS": "1",
+        "DRYDOCK_COORDINATOR": "none",
+        "DRYDOCK_TOKEN": TOKEN,
+        "DRYDOCK_STATE_DIR": str(state),
+        **others,
+    }
 
 
 @dataclass
@@ -39,12 +69,7 @@ class Whole:
     ) -> tuple[int, str]:
         """Until it ends: its exit status, and all that it wrote."""
         environment = {
-            "DRYDOCK_JOB": "job_t",
-            "DRYDOCK_REPLICA": "0",
-            "DRYDOCK_WORLD_REPLICAS": "1",
-            "DRYDOCK_COORDINATOR": "none",
-            "DRYDOCK_TOKEN": TOKEN,
-            "DRYDOCK_STATE_DIR": str(self.folder / "state"),
+            **told(self.folder / "state"),
             "DRYDOCK_LOCAL_DIR": str(self.folder / disk),
             "DRYDOCK_OPTIONS": json.dumps({"folder": str(self.folder), "steps": STEPS, **options}),
             "OMP_NUM_THREADS": "1",
@@ -147,7 +172,7 @@ def test_where_none_can_be_loaded_nobody_begins_anew_unasked(copied: Whole) -> N
     status, said = copied.run()
 
     assert status != 0
-    assert "checkpoints of this job can be loaded" in said
+    assert re.search(r"checkpoints of this job can be loaded \(rank 0: shared: .*rank-0-", said)
     assert not [*copied.folder.glob("digest.*")]
 
 
@@ -169,21 +194,245 @@ def test_its_checkpoints_are_verified_and_not_exported_in_part(
     assert not (copied.folder / "out").exists()
 
 
-def test_ranks_without_their_process_group_are_told_to_make_it(tmp_path: Path) -> None:
-    environment = {
-        "DRYDOCK_JOB": "job_t",
-        "DRYDOCK_REPLICA": "0",
-        "DRYDOCK_WORLD_REPLICAS": "1",
-        "DRYDOCK_COORDINATOR": "none",
-        "DRYDOCK_TOKEN": TOKEN,
-        "DRYDOCK_STATE_DIR": str(tmp_path),
-    }
-    job = runtime.join(environment)
+class Kept:
+    """What a script wants saved besides, and may grow."""
+
+    def __init__(self) -> None:
+        self.held = torch.zeros(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": self.held}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held = state["held"]
+
+
+class Alone:
+    """A job of one rank, in this process, as often as it is started."""
+
+    def __init__(self, folder: Path) -> None:
+        self.door = Door()
+        self.kept = Kept()
+        self._disk = folder / "disk"
+        self._environment = told(
+            folder / "state", DRYDOCK_URL=self.door.url, DRYDOCK_LOCAL_DIR=str(self._disk)
+        )
+
+    def join(self, **others: str) -> Job:
+        return runtime.join({**self._environment, **others})
+
+    def start(self, *, local: float = NEVER_S, shared: float = NEVER_S) -> runtime.WholeJob:
+        """`local`, `shared`: seconds between two saves."""
+        job, (model, optimizer) = self.join(), trainee()
+        saver = runtime.Checkpointer(job, every_s={"local": local, "shared": shared})
+        return runtime.WholeJob(job, model, optimizer, saver, extra={"kept": self.kept})
+
+    def saved(self, whole: runtime.WholeJob, tier: TierName) -> list[int]:
+        """The steps of which there is a checkpoint."""
+        folders = whole.saver.folders.to_read(tier)
+        return [store.number_of(one)[0] for path in folders for one in store.candidates(path)]
+
+    def troubles(self) -> list[str]:
+        return [message["kind"] for message in self.door.messages("trouble")]
+
+
+def trainee() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters())
+    return model, torch.optim.SGD(model.parameters())
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Alone]:
+    handler = signal.getsignal(signal.SIGTERM)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    made = Alone(tmp_path)
+    yield made
+    dist.destroy_process_group()
+    signal.signal(signal.SIGTERM, handler)
+    made.door.close()
+
+
+def test_told_to_stop_it_saves_its_last_step_to_every_tier(alone: Alone) -> None:
+    with alone.start(local=0.0) as whole:
+        steps = whole.steps(10)
+        made = [next(steps), next(steps)]  # at the edge between them it begins to make room
+        until(lambda: whole.saver.is_free("local"), "there is room")
+        whole.job.stop.set()
+        made += [*steps, *whole.steps(20)]
+
+    assert made == [0, 1]
+    assert alone.saved(whole, "local") == alone.saved(whole, "shared") == [1]
+
+
+def test_what_could_not_be_copied_at_the_last_edge_is_saved_at_the_end(alone: Alone) -> None:
+    with alone.start(shared=0.0) as whole:
+        steps = whole.steps(2)
+        made = [next(steps), next(steps)]
+        until(lambda: whole.saver.is_free("shared"), "there is room")
+        alone.kept.held = torch.zeros(4 << 20)  # more than there is room for
+        made += steps
+
+    assert made == [0, 1]
+    assert alone.saved(whole, "local") == alone.saved(whole, "shared") == [1]
+
+
+def test_what_a_tier_has_is_not_saved_to_it_again(alone: Alone) -> None:
+    with alone.start() as first:
+        list(first.steps(2))
+    with alone.start() as again:
+        left = list(again.steps(2))
+
+    assert left == []
+    assert alone.saved(again, "local") == alone.saved(again, "shared") == [1]
+
+
+def test_a_step_that_the_loop_was_left_in_is_not_saved_and_that_is_told(
+    alone: Alone, caplog: pytest.LogCaptureFixture
+) -> None:
+    with alone.start() as first:
+        list(first.steps(2))
+    with alone.start() as left:
+        for _step in left.steps(10):
+            break
+    with alone.start() as again:
+        step = next(again.steps(10))
+
+    assert alone.saved(again, "shared") == [1]
+    assert step == 2
+    assert alone.troubles() == ["left_in_a_step", "left_in_a_step"]
+    assert "set job.stop" in alone.door.messages("trouble")[0]["text"]
+    assert "the loop of step 2 was left in the middle" in caplog.text
+
+
+def test_who_has_left_a_step_in_the_middle_makes_no_other(alone: Alone) -> None:
+    with alone.start() as left:
+        next(left.steps(10))
+        with pytest.raises(RuntimeError, match=r"step 0 was left in the middle"):
+            next(left.steps(10))
+
+    assert alone.saved(left, "shared") == []
+
+
+def test_samples_count_for_the_step_of_which_they_were_told(alone: Alone) -> None:
+    with alone.start() as whole:
+        steps = whole.steps(6)
+        made = [next(steps)]
+        whole.tell(0.5, 8)
+        made += steps
+
+    progress = alone.door.messages("progress")
+    assert sum(one["steps"] for one in progress) == len(made) == 6
+    assert sum(one["samples"] for one in progress) == 8
+    assert {one["loss"] for one in progress} == {0.5}
+
+
+def test_why_it_cannot_start_is_told_before_the_process_goes(alone: Alone) -> None:
+    with alone.start() as whole:
+        list(whole.steps(1))
+    folders = [*whole.saver.folders.to_read("local"), whole.saver.folders.shared]
+    for data in (data for folder in folders for data in folder.glob("step-*/rank-0-*.bin")):
+        data.write_bytes(b"?")
+
+    with pytest.raises(ValueError, match=r"none of the 2 .* \(rank 0: local: .*; rank 0: shared: "):
+        alone.start().__enter__()
+
+    assert alone.troubles() == ["checkpoint_refused", "checkpoint_refused", "exception"]
+    assert not any(one.name == "drydock-sender" for one in threading.enumerate())
+
+
+def test_a_replica_group_does_not_take_its_checkpoint_for_weights_alone(alone: Alone) -> None:
+    with alone.start() as whole:
+        list(whole.steps(1))
+    job, (model, optimizer) = alone.join(), trainee()
+    state = TrainingState(model, [optimizer], runtime.Batches(samples=24, shards=2))
+    gloo, saver = Gloo("127.0.0.1"), runtime.Checkpointer(job)
+    engine = StepEngine(
+        state, gloo, Observer(), Division(model, 0), mode="cover", max_grad_norm=None
+    )
+    rank = Rank(job, state, engine, gloo, saver, Observer(), host="127.0.0.1", on_step=None)
+    (_, name, tier), *_ = rank.checkpoints()
+
+    given = rank.read(name, tier)
+    rank.close()
+    job.sender.close(PATIENCE_S)
+
+    assert given == []
+    assert alone.troubles() == ["checkpoint_refused"]
+    assert "a runtime.WholeJob" in alone.door.messages("trouble")[0]["text"]
+
+
+def test_several_replicas_are_refused(alone: Alone) -> None:
+    job = alone.join(DRYDOCK_WORLD_REPLICAS="2")
+
+    with pytest.raises(ValueError, match=r"2 replicas \(DRYDOCK_WORLD_REPLICAS\)"):
+        runtime.WholeJob(job, *trainee(), runtime.Checkpointer(job))
+
+
+def test_ranks_without_their_process_group_are_told_to_make_it(tmp_path: Path) -> None:
+    job = runtime.join(told(tmp_path))
 
     with pytest.raises(RuntimeError, match=r"rank 0 of 1, .* call init_process_group"):
-        runtime.WholeJob(job, model, optimizer, runtime.Checkpointer(job))
+        runtime.WholeJob(job, *trainee(), runtime.Checkpointer(job))
+
+
+#: A launcher of one rank, and a rank that tells when it has joined, and that its launcher is gone.
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+RANK = """
+import os, threading
+import runtime
+launcher = os.getppid()
+runtime.join()
+print("joined", flush=True)
+while os.getppid() == launcher:
+    threading.Event().wait(0.01)
+print("trains on", flush=True)
+"""
+ORPHAN = """
+import os
+import runtime
+parents = iter([7, 1])
+os.getppid = lambda: next(parents)
+runtime.join()
+print("trains on")
+"""
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "r", "RANK": "0", "WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (TORCHRUN, ""),
+        ({}, "trains on\n"),
+        ({**TORCHRUN, "DRYDOCK_RANK": "0", "DRYDOCK_RANKS": "1"}, "trains on\n"),
+    ],
+)
+def test_from_join_on_a_rank_dies_with_torchrun_and_with_no_other_launcher(
+    environment: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, RANK],
+        env={**os.environ, **told(tmp_path), **environment, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout is not None
+    joined = launcher.stdout.readline()
+
+    launcher.kill()
+    after, _ = launcher.communicate(timeout=PATIENCE_S)  # until the rank has ended too
+
+    assert (joined, after) == ("joined\n", said)
+
+
+def test_a_rank_whose_torchrun_died_while_it_joined_ends(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ORPHAN],
+        env={**os.environ, **told(tmp_path), **TORCHRUN, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        timeout=PATIENCE_S,
+    )
+
+    assert (done.returncode, done.stdout) == (1, b"")
 
 
 def test_generators_draw_again_what_they_drew() -> None:
