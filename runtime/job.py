@@ -14,13 +14,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from runtime import client
-from runtime.launchers import FROM_ENVIRONMENT, need, place_of
+from runtime.launchers import FROM_ENVIRONMENT, by_torchrun, need, place_of
 from runtime.replica.pacing import bytes_per_second
 from runtime.replica.preemption import GRACE_S
 
@@ -124,12 +123,6 @@ def join(environment: dict[str, str] | None = None) -> Job:
         sender=sender,
         stop=stop,
     )
-
-
-def by_torchrun(env: Mapping[str, str]) -> bool:
-    """Whether it is torchrun that started this rank, not a launcher that torchrun started."""
-    said = client.ENV_RANK in env and client.ENV_RANKS in env
-    return "TORCHELASTIC_RUN_ID" in env and not said
 
 
 def end_with_launcher() -> None:

@@ -38,10 +38,9 @@ def place_of(env: Environment) -> Place:
 
     Raises RuntimeError naming the variable that is missing or does not fit.
     """
-    said = client.ENV_RANK in env and client.ENV_RANKS in env
-    by_torchrun = "TORCHELASTIC_RUN_ID" in env and not said
+    torchrun = by_torchrun(env)
     by_srun = "SLURM_STEP_ID" in env and client.ENV_RANK not in env  # a batch script has no step
-    if by_torchrun:
+    if torchrun:
         rank, ranks = _rank(env, "RANK", "WORLD_SIZE")
         tasks = _number(env, "GROUP_WORLD_SIZE", 1)  # each torchrun of a replica is a task
     elif by_srun:
@@ -53,7 +52,7 @@ def place_of(env: Environment) -> Place:
         replica, world = _within_step(env, tasks)
     else:
         replica, world = _number(env, client.ENV_REPLICA), _number(env, client.ENV_WORLD_REPLICAS)
-    meets = by_srun and not by_torchrun and ranks > 1
+    meets = by_srun and not torchrun and ranks > 1
     return Place(
         replica=replica,
         rank=rank,
@@ -61,6 +60,12 @@ def place_of(env: Environment) -> Place:
         world_replicas=world,
         init_method=_meeting_place(env, replica, rank, ranks) if meets else FROM_ENVIRONMENT,
     )
+
+
+def by_torchrun(env: Environment) -> bool:
+    """Whether torchrun itself started this process, and not a launcher that torchrun started."""
+    said = client.ENV_RANK in env and client.ENV_RANKS in env
+    return "TORCHELASTIC_RUN_ID" in env and not said
 
 
 def need(env: Environment, name: str) -> str:
