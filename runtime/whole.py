@@ -28,6 +28,7 @@ from runtime.image import Damaged, Staged
 from runtime.job import Job
 from runtime.ledger import SampleLedger
 from runtime.replica.division import as_part, is_divided, part_of
+from runtime.replica.shape import of_deepspeed
 from runtime.replica.state import Stateful, own_copy
 from runtime.replica.telling import Teller
 from runtime.snapshot import Copying, digest_of, size_of, state_of
@@ -57,13 +58,21 @@ class WholeJob:
         extra: Mapping[str, Stateful] | None = None,
     ) -> None:
         """Raises RuntimeError unless the default process group is that of all ranks of the job, and
-        ValueError for a job of several replicas."""
+        ValueError for a job of several replicas, and for what only DeepSpeed can save."""
         if job.world_replicas > 1:
             raise ValueError(
                 f"this job has {job.world_replicas} replicas ({ENV_WORLD_REPLICAS}), which would "
                 "all save to one folder: a WholeJob is one replica of all its ranks. Start it as "
                 "one, each with a name and a state folder of its own if you want several"
             )
+        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        for where, part in (
+            *(("the model", module) for module in model.modules()),
+            *((f"the parameter {name}", one) for name, one in model.named_parameters()),
+            *(("the optimizer", one) for one in optimizers),
+        ):
+            if error := of_deepspeed(where, part):
+                raise ValueError(error)
         if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != (
             job.rank,
             job.ranks,
@@ -74,7 +83,7 @@ class WholeJob:
             )
         self.job = job
         self.model = model
-        self.optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        self.optimizers = optimizers
         self.extra = dict(extra or {})
         self.saver = saver
         self.committed = -1

@@ -53,7 +53,10 @@ class Coordinator(Epochs):
         """Why whoever says this first line is not listened to; "" if it is."""
         given = str(first.get("token", "")).encode()
         if not hmac.compare_digest(given, self.token.encode()):
-            return "wrong token: give the job's DRYDOCK_TOKEN in the first line"
+            return (
+                "wrong token: this process's is not the job's, which its coordinator was started "
+                "with; give it the job's DRYDOCK_TOKEN"
+            )
         if first.get("op") not in ("join", "exit", "status"):
             return f"unknown op {first.get('op')!r}: begin with join, exit or status"
         if first["op"] == "join":

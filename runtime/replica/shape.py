@@ -20,11 +20,15 @@ _OTHERWISE = (
     "such a job is recovered by a restart from its checkpoint, in a runtime.WholeJob instead of a "
     "ReplicaGroup"
 )
+_BY_DEEPSPEED = (
+    "let DeepSpeed's engine save and load the job (save_checkpoint, load_checkpoint), and have one "
+    "torchrun restart it as a whole"
+)
 _SAME_SCRIPT = "start all replicas with the same script and options"
 #: Kinds of module and optimizer that spread one model over all processes of a job, and where
 #: DeepSpeed has its own of that kind (its kernels' optimizers are as anybody's).
 _WHOLE_JOB = ("FullyShardedDataParallel", "PipelineStage", "ZeroRedundancyOptimizer")
-_WHOLE_JOB_PACKAGE = "deepspeed.runtime."
+_DEEPSPEED = "deepspeed.runtime."
 #: So many groups of an optimizer's parameters are told apart in words.
 _GROUPS_IN_WORDS = 4
 #: By its key in the shape: what it is called, and what to do if it differs.
@@ -103,7 +107,9 @@ def cannot_drop(
                 f"{where} is wrapped in DistributedDataParallel: give ReplicaGroup the bare model, "
                 "it sums the gradients itself"
             )
-        if kind.__name__ in _WHOLE_JOB or kind.__module__.startswith(_WHOLE_JOB_PACKAGE):
+        if error := of_deepspeed(where, part):
+            return error
+        if kind.__name__ in _WHOLE_JOB:
             return f"{where} is a {kind.__name__}, which spans all processes; {_OTHERWISE}"
     if not hasattr(model, "named_modules"):
         return f"the model is a {type(model).__name__}: give ReplicaGroup a torch.nn.Module"
@@ -134,9 +140,19 @@ def cannot_drop(
     return ""
 
 
+def of_deepspeed(where: str, part: Any) -> str:
+    """Why only DeepSpeed itself can save this module, parameter or optimizer; "" if it is none of
+    those. `where`: what it is, in words."""
+    if hasattr(part, "ds_id"):
+        return f"{where} is divided among all processes by DeepSpeed's ZeRO; {_BY_DEEPSPEED}"
+    if type(part).__module__.startswith(_DEEPSPEED):
+        return f"{where} is a {type(part).__name__}, which spans all processes; {_BY_DEEPSPEED}"
+    return ""
+
+
 def _cannot_exchange(what: str, parameter: torch.nn.Parameter, rank: int, ranks: int) -> str:
-    if hasattr(parameter, "ds_id"):
-        return f"{what} is divided among all processes by DeepSpeed's ZeRO; {_OTHERWISE}"
+    if error := of_deepspeed(what, parameter):
+        return error
     placements = _placements(parameter)
     told = ", ".join(str(placement) for placement in placements)
     if len(placements) > 1 or not all(one.is_shard() for one in placements):

@@ -118,4 +118,5 @@ def test_a_kill_of_one_of_ours_loses_nothing_and_nobody_else(tmp_path: Path) -> 
         bench.end()
     assert (kill.died, kill.hung) == (0, 0)
     assert kill.samples.lost == 0
+    assert kill.samples.computed_twice == 0
     assert kill.samples.other_batch == 0

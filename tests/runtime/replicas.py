@@ -131,6 +131,7 @@ class Fleet:
         port: int = 0,
         standby: str = "",
         kill_rank: int = 0,
+        token: str = TOKEN,
         **options: Any,
     ) -> subprocess.Popen[bytes]:
         """Start a replica, all its ranks, with `options` of its own; `kill_at` a phase it kills
@@ -138,6 +139,7 @@ class Fleet:
         `runtime.job.Job`. A standby is not yet one of the ranks."""
         environment = {
             "DRYDOCK_JOB": "job_t",
+            "DRYDOCK_TOKEN": token,
             "DRYDOCK_REPLICA": str(replica),
             "DRYDOCK_RANKS": str(self.divided),
             "MASTER_ADDR": "127.0.0.1",

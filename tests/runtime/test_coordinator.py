@@ -306,8 +306,17 @@ def test_a_stranger_that_says_nothing_is_hung_up_on(
     serve(tmp_path, {0: "a"}, scene)
 
 
-@pytest.mark.parametrize("mine", ["shards", "world", "model"])
-def test_a_misfit_changes_nothing_for_those_that_are_there(tmp_path: Path, mine: str) -> None:
+@pytest.mark.parametrize(
+    ("mine", "sentence"),
+    [
+        ("shards", "1 shards cannot be divided among 2 replicas: give Batches at least as many"),
+        ("world", "12 shards cannot be divided among 20 replicas: give Batches at least as many"),
+        ("model", "this replica's model is another, the job's is not told"),
+    ],
+)
+def test_a_misfit_changes_nothing_for_those_that_are_there(
+    tmp_path: Path, mine: str, sentence: str
+) -> None:
     async def scene(coordinator: Coordinator, port: int) -> None:
         member, stranger = Member(0, "a", 5), Member(1, "x", 0)
         await member.join(port)
@@ -318,7 +327,7 @@ def test_a_misfit_changes_nothing_for_those_that_are_there(tmp_path: Path, mine:
         }
         stranger.standing |= differs[mine]
         await stranger.join(port)
-        await stranger.hear("refused")
+        assert sentence in (await stranger.hear("refused"))["error"]
         again = Member(0, "a", 5)
         await again.join(port)
         assert (await ask(port, op="status"))["peers"] == {"0": "member"}

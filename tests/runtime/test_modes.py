@@ -14,12 +14,12 @@ RICH = {"rich": True}
 STEP_PHASES = ("forward", "backward", "reduce", "apply", "optimizer")
 
 
-def alone(make_fleet: MakeFleet, like: Fleet) -> set[str]:
-    """The digest of one replica that nobody disturbs, after as many steps."""
+def alone(make_fleet: MakeFleet, like: Fleet, world: int = 1) -> set[str]:
+    """The digest of `world` replicas that nobody disturbs, after as many steps."""
     options = {**like.options, "steps": like.newest() + 1, "pace_s": 0}
-    undisturbed = make_fleet(1, divided=like.divided, options=options)
+    undisturbed = make_fleet(world, divided=like.divided, options=options)
     undisturbed.start()
-    assert undisturbed.ranks[0].wait(90) == 0
+    assert [rank.wait(PATIENCE_S) for rank in undisturbed.ranks.values()] == [0] * world
     return undisturbed.weights()
 
 
@@ -44,7 +44,7 @@ def test_a_reproducible_job_of_four_three_four_ends_as_one_that_was_left_alone(
     fleet.stop()
 
     assert covered(fleet.steps(0)) == {(1,) * 12}
-    assert fleet.weights() == alone(make_fleet, fleet)
+    assert fleet.weights() == alone(make_fleet, fleet, world=4) == alone(make_fleet, fleet)
 
 
 @pytest.mark.soak
@@ -154,6 +154,7 @@ def test_deaths_during_the_recovery_from_another_down_to_one(make_fleet: MakeFle
         ({"samples": 480}, "this replica's dataset's length is 480, the job's is 960"),
         ({"seed": 6}, "this replica's data order's seed is 6, the job's is 5"),
         ({"mode": "drop"}, "this replica's mode is drop, the job's is cover"),
+        ({"token": "guessed"}, "wrong token: this process's is not the job's"),
     ],
 )
 def test_a_replica_of_another_job_is_refused_with_a_sentence(

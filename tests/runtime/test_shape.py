@@ -4,6 +4,8 @@ and the sentences that say so."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from runtime.data import Batches
 from runtime.replica.shape import cannot_drop, describe, difference
+from runtime.whole import WholeJob
 
 
 @pytest.fixture(scope="module")
@@ -104,12 +107,31 @@ def test_parameters_elsewhere_are_named() -> None:
     assert "the parameter 0.weight is on meta" in cannot_drop(model().to("meta"))
 
 
-@pytest.mark.parametrize("spanning", [PipelineStage(), DeepSpeedEngine()])
-def test_what_spans_all_processes_says_how_such_a_job_is_recovered(spanning: nn.Module) -> None:
+@pytest.mark.parametrize(
+    ("spanning", "remedy"),
+    [
+        (PipelineStage(), "a restart from its checkpoint, in a runtime.WholeJob"),
+        (DeepSpeedEngine(), "let DeepSpeed's engine save and load the job"),
+    ],
+)
+def test_what_spans_all_processes_says_how_such_a_job_is_recovered(
+    spanning: nn.Module, remedy: str
+) -> None:
     told = cannot_drop(spanning)
 
     assert f"the model is a {type(spanning).__name__}, which spans all processes" in told
-    assert "a restart from its checkpoint" in told
+    assert remedy in told
+
+
+def test_a_job_that_restarts_as_a_whole_leaves_what_deepspeed_divided_to_deepspeed() -> None:
+    job: Any = SimpleNamespace(world_replicas=1)
+    saver: Any = None
+    zero = model()
+    zero.get_parameter("1.weight").ds_id = 3  # type: ignore[attr-defined]
+
+    for given in (DeepSpeedEngine(), zero):
+        with pytest.raises(ValueError, match="let DeepSpeed's engine save and load the job"):
+            WholeJob(job, given, [], saver)
 
 
 def test_parameters_that_deepspeed_divided_are_named() -> None:

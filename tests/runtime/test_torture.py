@@ -409,6 +409,22 @@ def test_on_a_network_of_its_own_silent_and_parted_replicas_are_done_without(
     assert [*tmp_path.iterdir()] == []
 
 
+def test_where_no_network_can_be_made_a_replica_drops_what_reaches_it(tmp_path: Path) -> None:
+    run = torture(
+        tmp_path, "--json", "--seed", "3", "--replicas", "3", "--each", "--network", "shared",
+        "--kinds", "blackhole", "--phases", "reduce",
+    )  # fmt: skip
+
+    told, _ = run.communicate(timeout=300)
+    report = json.loads(told)
+
+    assert report["problems"] == []
+    assert report["digest_equal"] is True
+    assert report["mode"] == "reproducible"
+    assert [f["gap_s"] is not None for f in report["failures"]] == [True]
+    assert run.returncode == 0
+
+
 @pytest.mark.skipif(bool(impossible()), reason=f"no network of its own here: {impossible()}")
 def test_a_network_is_gone_with_its_runner_however_that_ends(tmp_path: Path) -> None:
     made = "import pathlib, sys, runtime.torture.network as n\n"
