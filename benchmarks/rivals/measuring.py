@@ -22,6 +22,9 @@ STEPS = 20  # of a turn in health
 WARMING = 5  # steps before them
 SETTLED = 8  # whole steps in a row by all replicas, before anything is done to them
 AFTER = 5  # commits of each survivor after a kill, before its gap is believed to be over
+#: Commits of a newcomer after which it costs the others nothing more: ours are compared once more
+#: ten steps after it entered.
+REJOINED = 15
 RUN_IN = 200  # steps, before a newcomer is measured
 ALONE = 10  # the same before a newcomer comes
 PATIENCE_S = 30.0
@@ -207,6 +210,10 @@ def _make_whole(job: Job) -> bool:
     return job.wait(lambda: _settled(job, since), PATIENCE_S)
 
 
+def _rejoined(job: Job, newcomer: Member) -> bool:
+    return _settled(job, newcomer.started) and len(newcomer.commits()) >= REJOINED
+
+
 def _settled(job: Job, since: float) -> bool:
     return all(
         sum(e.data["samples"] == GLOBAL_BATCH for e in m.commits(since)) >= SETTLED
@@ -249,9 +256,9 @@ def rejoin(bench: Bench, contender: Contender, state_mb: float) -> Rejoin | None
         if not job.wait(lambda: all(len(s.commits(at)) >= ALONE for s in survivors), PATIENCE_S):
             return None
         newcomer = job.start(victim.replica)
-        if not job.wait(lambda: _settled(job, newcomer.started), PATIENCE_S):
+        if not job.wait(lambda: _rejoined(job, newcomer), PATIENCE_S):
             return None
-        entered, steady = (newcomer.commits()[place].at for place in (0, AFTER - 1))
+        entered, steady = (newcomer.commits()[place].at for place in (0, REJOINED - 1))
         gaps = [gap([e.at for e in s.commits()], newcomer.started, steady) for s in survivors]
         return Rejoin(
             step_s=step_s,
