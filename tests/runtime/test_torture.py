@@ -350,6 +350,16 @@ def torture(folder: Path, *words: str, stderr: int = subprocess.DEVNULL) -> subp
     )
 
 
+def well_ended(run: subprocess.Popen[str]) -> dict[str, Any]:
+    """The report of a run in which every claim held, once it has ended."""
+    told, _ = run.communicate(timeout=300)
+    report: dict[str, Any] = json.loads(told)
+    assert report["problems"] == []
+    assert report["digest_equal"] is True
+    assert run.returncode == 0
+    return report
+
+
 def test_three_replicas_survive_and_end_as_if_nothing_had_happened(tmp_path: Path) -> None:
     run = torture(
         tmp_path, "--json", "--seed", "4", "--replicas", "3", "--faults", "2",
@@ -379,13 +389,9 @@ def test_any_script_is_broken_as_it_is(tmp_path: Path) -> None:
         "--script", str(script), "--options", json.dumps({"folder": str(folder)}),
     )  # fmt: skip
 
-    told, _ = run.communicate(timeout=300)
-    report = json.loads(told)
+    well_ended(run)
 
-    assert report["problems"] == []
-    assert report["digest_equal"] is True
     assert (folder / "digest.0").exists()
-    assert run.returncode == 0
 
 
 @pytest.mark.skipif(bool(impossible()), reason=f"no network of its own here: {impossible()}")
@@ -397,15 +403,11 @@ def test_on_a_network_of_its_own_silent_and_parted_replicas_are_done_without(
         "--kinds", "blackhole,part", "--phases", "reduce",
     )  # fmt: skip
 
-    told, _ = run.communicate(timeout=300)
-    report = json.loads(told)
+    report = well_ended(run)
 
-    assert report["problems"] == []
-    assert report["digest_equal"] is True
     assert report["ledger"] == {"lost": 0, "duplicated": 0, "dropped": 0}
     assert [f["kind"] for f in report["failures"]] == ["blackhole", "part"]
     assert all(f["detect_s"] is not None for f in report["failures"])
-    assert run.returncode == 0
     assert [*tmp_path.iterdir()] == []
 
 
@@ -415,14 +417,10 @@ def test_where_no_network_can_be_made_a_replica_drops_what_reaches_it(tmp_path: 
         "--kinds", "blackhole", "--phases", "reduce",
     )  # fmt: skip
 
-    told, _ = run.communicate(timeout=300)
-    report = json.loads(told)
+    report = well_ended(run)
 
-    assert report["problems"] == []
-    assert report["digest_equal"] is True
     assert report["mode"] == "reproducible"
     assert [f["gap_s"] is not None for f in report["failures"]] == [True]
-    assert run.returncode == 0
 
 
 @pytest.mark.skipif(bool(impossible()), reason=f"no network of its own here: {impossible()}")
