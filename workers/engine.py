@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 import structlog
 from django.conf import settings
 from django.db import transaction
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 from django.utils import timezone
 
 from controlplane import doorbell
@@ -250,17 +250,20 @@ def _apply_guarded(claimed: PlaybookStep, outcome: Outcome) -> None:
         return
     if run.incident_id != claimed.run.incident_id:
         outcome = Wait(text="its incident was merged into another: it looks again", wake_s=0)
-    if outcome.apply is not None:
-        outcome.apply()
     now = timezone.now()
     news_meanwhile = step.wake_at is not None
+    if news_meanwhile and _ends(outcome, run, step):
+        # It may be what the run is there for: nothing is applied before the step has looked again.
+        outcome = Wait(text=outcome.text, wake_s=0)
+    if outcome.apply is not None:
+        outcome.apply()
     run.context = {**run.context, **outcome.context}
     step.lock_token = ""
     step.lock_expires_at = None
     step.outcome = outcome.text
     step.evidence = {**step.evidence, **outcome.evidence}
     if isinstance(outcome, Done | Skip | End):
-        _finish_step(run, step, outcome, now, news_meanwhile)
+        _finish_step(run, step, outcome, now)
     elif isinstance(outcome, Back):
         _go_back(run, step, outcome, now)
     elif isinstance(outcome, Wait):
@@ -275,17 +278,19 @@ def _apply_guarded(claimed: PlaybookStep, outcome: Outcome) -> None:
     touch(run.cluster_id, ("run", run.pk))
 
 
-def _finish_step(
-    run: PlaybookRun, step: PlaybookStep, outcome: Outcome, now: datetime, news_meanwhile: bool
-) -> None:
-    following = PlaybookStep.objects.filter(run=run, position__gt=step.position).exclude(
-        state__in=STEP_FINISHED
-    )
-    ends = isinstance(outcome, End) or not following.exists()
-    if ends and news_meanwhile:
-        # What came while the last step looked may be what the run is there for: look again.
-        _wait(run, step, Wait(text=outcome.text, wake_s=0), now, news_meanwhile)
-        return
+def _following(run: PlaybookRun, step: PlaybookStep) -> QuerySet[PlaybookStep]:
+    later = PlaybookStep.objects.filter(run=run, position__gt=step.position)
+    return later.exclude(state__in=STEP_FINISHED)
+
+
+def _ends(outcome: Outcome, run: PlaybookRun, step: PlaybookStep) -> bool:
+    """Whether the run is over with it."""
+    if isinstance(outcome, End):
+        return True
+    return isinstance(outcome, Done | Skip) and not _following(run, step).exists()
+
+
+def _finish_step(run: PlaybookRun, step: PlaybookStep, outcome: Outcome, now: datetime) -> None:
     step.state = StepState.SKIPPED if isinstance(outcome, Skip | _Moot) else StepState.DONE
     if isinstance(outcome, Fail):
         step.state = StepState.FAILED
@@ -297,7 +302,8 @@ def _finish_step(
         # one crash of a job has as many runs as it lost replicas.
         about = f"node/{run.node_id}" if run.node_id else f"incident/{run.incident_id}"
         doorbell.ring_after_commit(about)
-    if ends:
+    following = _following(run, step)
+    if _ends(outcome, run, step):
         following.update(state=StepState.SKIPPED, wake_at=None)
         run.state = RunState.FAILED if isinstance(outcome, Fail) else RunState.SUCCEEDED
         run.state_reason = outcome.text

@@ -24,6 +24,7 @@ from workers.playbooks.base import (
     Ask,
     Back,
     Done,
+    End,
     Outcome,
     Playbook,
     Skip,
@@ -164,6 +165,25 @@ class TestOneWorker:
         wake_at = run.steps.get(key="one").wake_at
         assert wake_at is not None
         assert wake_at <= timezone.now()
+
+    def test_nothing_is_applied_before_a_last_step_has_seen_the_news(self) -> None:
+        """What it does may not be possible twice: a node that is out for RMA cannot go there."""
+        run = request()
+        applied: list[str] = []
+        script["three"] = [End(text="first look", apply=lambda: applied.append("first look"))]
+        engine.unfold_runs()
+        engine.take_step("test")
+        engine.take_step("test")
+        step = engine.claim("test")
+        assert step is not None
+        outcome = engine._act(step)
+        engine.wake(f"node/{run.node_id}")
+        engine._apply(step, outcome)
+        assert (steps(run)["three"], applied) == (StepState.WAITING, [])
+        script["three"] = [End(text="again", apply=lambda: applied.append("second look"))]
+        drain()
+        run.refresh_from_db()
+        assert (run.state, applied) == (RunState.SUCCEEDED, ["second look"])
 
     def test_a_skipped_step_lets_the_next_begin(self) -> None:
         run = request()
