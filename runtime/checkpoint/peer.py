@@ -31,6 +31,7 @@ log = logging.getLogger("drydock.checkpoint")
 
 START_S = 20.0  # how long a holder may take to start
 AGAIN_S = 1.0  # after one was lost
+LIST_S = 2.0  # how long one may take to say what it holds: its node may be gone
 _STARTING = "starting.lock"
 
 
@@ -184,7 +185,7 @@ class OwnHolder:
 
 def held(address: str, token: str) -> list[dict[str, Any]]:
     """What is held there: `holder.Label` with facts and digest. Raises PeerFailed."""
-    requests = Requests(address, token)
+    requests = Requests(address, token, LIST_S)
     try:
         answer = receive_json(requests.ask(op="list"))
     except OSError as error:

@@ -6,17 +6,24 @@ Imports no torch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import logging
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from runtime.checkpoint import peer, store
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.objects import Found, ObjectStore
 from runtime.checkpoint.suspects import suspects
 from runtime.checkpoint.tiers import TIERS, Folders, Tier, TierName, known_run
+from runtime.framing import PeerFailed
 from runtime.image import Damaged, Staged
 from runtime.job import Job
 
+log = logging.getLogger("drydock.checkpoint")
+
+AT_ONCE = 32  # holders that are asked
 #: If such a tier cannot be read nobody knows whether there is something to go on from.
 OF_ALL_NODES: tuple[TierName, ...] = ("shared", "object")
 #: Epoch, step, minus the place of the tier in TIERS, name, tier.
@@ -31,10 +38,16 @@ class Sources:
         self._tiers = tiers
         self._folders = folders
         self.holder = ""  # the address of this node's own, which keeps what peers save
+        self._holders: dict[str, str] = {}  # name of a save -> the address of who holds it
 
-    def saves(self) -> list[tuple[int, str, TierName]]:
+    def saves(
+        self, elsewhere: Collection[str] = (), after: tuple[int, int] = (0, -1)
+    ) -> list[tuple[int, str, TierName]]:
         """The step, name and tier of each checkpoint that is there, unverified: that of the latest
         training first, of several of one state the one in the quickest tier.
+
+        `elsewhere`: the addresses of other nodes' holders, which are asked too. `after`: the epoch
+        and step of what is in memory; only later training is named.
 
         A tier that cannot be read, or has some and none that could be ours, is told. If there is no
         other checkpoint, or only in the object store, it is raised as ValueError, and as OSError if
@@ -46,7 +59,7 @@ class Sources:
             if name not in self._tiers:
                 continue
             try:
-                ours = self._ours(name)
+                ours = self._held(elsewhere) if name == "peer" else self._ours(name)
             except (OSError, ValueError) as error:
                 if name in OF_ALL_NODES or isinstance(error, ValueError):
                     failed = error
@@ -55,8 +68,8 @@ class Sources:
             found += [(epoch, step, -order, save, name) for epoch, step, save in ours]
         if failed is not None and all(tier == "object" for *_, tier in found):
             raise failed  # what the object store has is old: nobody goes back to it unasked
-        trains = self._without_suspects(found)
-        return [(step, save, name) for _, step, _, save, name in sorted(trains, reverse=True)]
+        trains = sorted(self._without_suspects(found), reverse=True)
+        return [(step, save, name) for *at, step, _, save, name in trains if (*at, step) > after]
 
     def _without_suspects(self, found: list[_Found]) -> list[_Found]:
         """Raises ValueError if nothing is left of what there is."""
@@ -84,7 +97,8 @@ class Sources:
     def read(self, name: str, tier: TierName, rank: int) -> Staged:
         """The part of one rank: where each rank keeps its own, ours. Raises Damaged, OSError."""
         if tier == "peer":
-            return peer.read(self.holder, self._job.token, rank, name)
+            holder = self._holders.get(name, self.holder)
+            return peer.read(holder, self._job.token, rank, name)
         if tier == "object":
             return self._objects.read(name, rank)
         return store.read(self._named(name, tier)[0], 0 if self._tiers[tier].own else rank)
@@ -97,10 +111,8 @@ class Sources:
         raise Damaged(f"the save {name} is gone")
 
     def _ours(self, tier: TierName) -> list[tuple[int, int, str]]:
-        """Those in one tier that could be loaded: in which epoch they were trained, the step and
-        the name. Raises OSError, ValueError."""
-        if tier == "peer":
-            return self._held()
+        """Those on disks that could be loaded: in which epoch they were trained, the step and the
+        name. Raises OSError, ValueError."""
         found = self._stored() if tier == "object" else self._written(tier)
         return [(store.epoch_of(one), one.step, one.save) for one in found]
 
@@ -121,11 +133,39 @@ class Sources:
             )
         return whole
 
-    def _held(self) -> list[tuple[int, int, str]]:
-        """What peers saved to this node's memory, of our rank."""
-        if not self.holder:
+    def _held(self, elsewhere: Collection[str]) -> list[tuple[int, int, str]]:
+        """What peers saved to memory, of our rank: this node's, and others'. Raises PeerFailed,
+        ValueError."""
+        there = peer.held(self.holder, self._job.token) if self.holder else []
+        run = self._known_run(there)
+        self._holders = {}
+        found = []
+        for holder, held in ((self.holder, there), *self._held_at(elsewhere)):
+            for one in held:
+                mine = (run, self._job.rank, self._job.ranks)
+                if (one["run"], one["rank"], one["ranks"]) == mine:
+                    save = str(one["save"])
+                    if self._holders.setdefault(save, holder) == holder:
+                        found.append((int(one["epoch"]), int(one["step"]), save))
+        return found
+
+    def _held_at(self, holders: Collection[str]) -> list[tuple[str, list[dict[str, Any]]]]:
+        """What these hold, as far as they answer: their nodes may be gone."""
+
+        def ask(holder: str) -> list[dict[str, Any]]:
+            try:
+                return peer.held(holder, self._job.token)
+            except PeerFailed as error:
+                log.info("holder_out_of_reach error=%s", error)
+                return []
+
+        if not holders:
             return []
-        there = peer.held(self.holder, self._job.token)
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return [*zip(holders, pool.map(ask, holders), strict=True)]
+
+    def _known_run(self, there: list[dict[str, Any]]) -> str:
+        """Of which run of the job those that are held here must be. Raises ValueError."""
         shared = self._folders.shared
         try:
             run = known_run(shared)
@@ -136,12 +176,7 @@ class Sources:
                 f"the holder at {self.holder} has checkpoints of this job and {shared} has none: "
                 "if it is not mounted, mount it; to begin anew end the holders on all nodes"
             )
-        mine = (run, self._job.rank, self._job.ranks)
-        return [
-            (int(one["epoch"]), int(one["step"]), str(one["save"]))
-            for one in there
-            if (one["run"], one["rank"], one["ranks"]) == mine
-        ]
+        return run
 
     def _written(self, tier: TierName) -> list[Manifest]:
         folders = self._folders.to_read(tier)

@@ -38,6 +38,7 @@ class Peer:
     promoted: bool = False  # it stood by, and was given its number
     step: int = -1
     trained_in: int = 0  # the epoch in which that step was made
+    searched: bool = False  # it was told of the holders on nodes of which nobody came
     digest: str = ""
     report: Report | None = None
     leaving: bool = False  # its report said that all stop at this edge
@@ -77,7 +78,7 @@ class Peer:
         self.phase = "fresh"
         self.orders = 0
         self.report, self.expected = None, None
-        self.leaving = self.caught_up = False
+        self.leaving = self.caught_up = self.searched = False
         self.asked.clear()
 
     def enter(self) -> None:
@@ -85,6 +86,12 @@ class Peer:
         self.begin()
         self.phase = "member"
         self.refusals = 0
+
+    @property
+    def held_at(self) -> list[str]:
+        """The addresses of the holders on its ranks' nodes; none unless each has one."""
+        found = [holder.get("address", "") for holder in self.holders]
+        return found if all(found) else []
 
     def order(self, op: str, phase: str, **message: Any) -> None:
         """Tell a newcomer to get a state, and to say `ready` when it has."""

@@ -53,7 +53,7 @@ class Epochs(Roster):
             self.gathered.setdefault(peer.standby or peer.replica, self.clock())
         for peer in [p for p in there if p.phase == "fresh"]:
             if self.clock() >= peer.not_before:
-                peer.order("load", "loading")
+                peer.order("load", "loading", holders=[])
         # They come one by one, and the last may be the one that holds the newest state.
         waited = self.clock() - max(self.gathered.values())
         if not self.may_train_unseen():
@@ -70,6 +70,10 @@ class Epochs(Roster):
         # A later epoch goes on from what was settled: what an earlier one made beyond that, and
         # somebody still has on a disk, is no part of the training.
         source = max(there, key=lambda p: (p.trained_in, p.step, -p.replica))
+        if (holders := self.unattended(there)) and not source.searched:
+            source.searched = True
+            source.order("load", "loading", holders=holders)
+            return
         equal = [p for p in there if (p.step, p.digest) == (source.step, source.digest)]
         behind = [p for p in peers if p not in equal]
         if behind:
@@ -78,6 +82,11 @@ class Epochs(Roster):
             self.admission.advance(behind, equal, at_edge=True)
         else:
             self.grant({p.replica: p for p in peers})
+
+    def unattended(self, there: list[Peer]) -> list[list[str]]:
+        """The holders on nodes of which nobody came: what one of them keeps may be the newest."""
+        attended = {address for peer in there for address in peer.held_at}
+        return [at for at in self.record.holders.values() if at and not attended & {*at}]
 
     def seat_standbys(self, *, gathered: bool) -> None:
         """Nobody trains: give standbys the places of those who will not come back."""
@@ -269,6 +278,7 @@ class Epochs(Roster):
             step=plan.step,
             grant=message,
             superseded=self.places.superseded,
+            holders=before.holders | {number: p.held_at for number, p in seated.items()},
         )
         self.keep(record)
         self.alive = dict(members)

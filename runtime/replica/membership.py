@@ -53,8 +53,9 @@ class Trainer(Protocol):
     def trained_in(self) -> int:
         """The epoch in which the last step was made; 0 for none."""
 
-    def load(self) -> None:
-        """The job begins: the newest checkpoint, else what is in memory."""
+    def load(self, holders: list[list[str]]) -> None:
+        """The job begins: the newest checkpoint, else what is in memory. `holders`: the addresses
+        of those on nodes of which nobody came, one for each rank; they may have it."""
 
     def take(self, step: int, digest: str, donors: list[list[str]]) -> None:
         """Replace the state by the one that peers hold ready. Raises CannotFollow."""
@@ -207,7 +208,7 @@ class Member:
     def _on_load(self, message: dict[str, Any]) -> None:
         self._stop_following()
         self._order = int(message["order"])
-        self._trainer.load()
+        self._trainer.load(list(message["holders"]))
         self._say_ready(message)
 
     def _on_sync(self, message: dict[str, Any]) -> None:

@@ -144,9 +144,12 @@ class Rank:
     # --- a newcomer -----------------------------------------------------------------------------
 
     @order
-    def checkpoints(self) -> list[list[Any]]:
-        """The steps, names and tiers of the checkpoints that are there; see `Sources.saves`."""
-        return [[*found] for found in self.saver.sources.saves()]
+    def checkpoints(self, holders: list[list[str]]) -> list[list[Any]]:
+        """The steps, names and tiers of the checkpoints that are there, of training later than
+        ours; see `Sources.saves`. `holders`: of other nodes, one for each rank."""
+        ours = (self.state.ledger.epoch, self.state.committed)
+        elsewhere = dict.fromkeys(one[self.job.rank] for one in holders)
+        return [[*found] for found in self.saver.sources.saves(elsewhere, ours)]
 
     @order
     def read(self, name: str, tier: TierName) -> list[str]:

@@ -27,6 +27,8 @@ class Record:
     step: int = -1  # last committed step known when the epoch was granted
     grant: dict[str, Any] = field(default_factory=dict)  # what its members are told, verbatim
     superseded: list[str] = field(default_factory=list)  # placements whose place another has
+    #: replica -> addresses of the holders on its ranks' nodes, when it was a member last
+    holders: dict[int, list[str]] = field(default_factory=dict)
 
 
 class StaleEpoch(RuntimeError):
@@ -85,6 +87,7 @@ class RecordFile:
             step=raw["step"],
             grant=raw["grant"],
             superseded=raw.get("superseded", []),
+            holders={int(replica): at for replica, at in raw.get("holders", {}).items()},
         )
 
     def advance(self, expected_epoch: int, new: Record) -> None:

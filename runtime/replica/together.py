@@ -183,21 +183,19 @@ class Together:
         digests, self._digests = self._digests or self._all("digest"), []
         return NEXT.join(digests)
 
-    def load(self) -> None:
-        """The newest checkpoint of which all ranks have their part. A tier of which one fails comes
-        after the others.
+    def load(self, holders: list[list[str]]) -> None:
+        """The newest checkpoint of which all ranks have their part, if it is of later training than
+        what is in memory. A tier of which one fails comes after the others.
 
         Raises ValueError if there are some and none can be loaded: nobody wants to train anew
         without knowing. (What a disk of ours alone has is not there: others may have it whole.)
         """
         self._digests = []
-        mine, *others = self._all("checkpoints")
+        mine, *others = self._all("checkpoints", holders=holders)
         there = [found for found in mine if all(found in one for one in others)]
         tried = 0
         while there and tried < MAX_TRIES:
             step, name, tier = there.pop(0)
-            if step <= self.committed:
-                continue
             parts = self._all("read", name=name, tier=tier)
             if all(parts) and len({history for history, _digest in parts}) == 1:
                 self._all("load")

@@ -50,7 +50,7 @@ def test_a_site_that_goes_quiet_is_one_incident_and_left_alone(product: Product)
 @pytest.mark.parametrize("name", ["kill-all", "corrupt-checkpoint"])
 def test_a_job_that_is_killed_whole_goes_on_by_itself(product: Product, name: str) -> None:
     result = product.scenario(name)
-    assert result["problems"] == []
+    assert result["problems"] == [], product.membership()
     assert result["samples"] == {"lost": 0, "duplicated": 0}
 
 

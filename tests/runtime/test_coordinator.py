@@ -7,6 +7,7 @@ import functools
 import json
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,12 @@ class Member:
                 self.heard.append(json.loads(line))
                 if self.heard[-1].get("op", "refused") == op:
                     return self.heard[-1]
+
+    async def settled(self) -> None:
+        """Once what we said before was heard."""
+        self.say(op="get", epoch=5, key="k", id=1)
+        self.say(op="set", epoch=5, key="k", value="v")
+        await self.hear("value")
 
     async def hear_the_end(self) -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -462,9 +469,7 @@ def test_nobody_begins_anew_while_the_last_members_may_train_unseen(
         clock.now += GATHER_S + 0.5  # gathered for long enough
         coordinator.peers[2].heard = clock.now
         newcomer.say(op="ready", order=order, step=3, digest="d")
-        newcomer.say(op="get", epoch=5, key="k", id=1)
-        newcomer.say(op="set", epoch=5, key="k", value="v")
-        await newcomer.hear("value")
+        await newcomer.settled()
         assert coordinator.record.epoch == 5
         ways = {
             "the lease runs out": lease_runs_out,
@@ -494,9 +499,7 @@ def test_the_last_of_those_who_come_one_by_one_may_bring_the_newest_state(tmp_pa
             await member.join(port)
             order = (await member.hear("load"))["order"]
             member.say(op="ready", order=order, step=step, digest=f"of {step}")
-            member.say(op="get", epoch=5, key="k", id=1)
-            member.say(op="set", epoch=5, key="k", value="v")
-            await member.hear("value")
+            await member.settled()
 
         for replica, placement in members.items():
             await ask(port, op="exit", replica=replica, placement=placement)
@@ -513,6 +516,34 @@ def test_the_last_of_those_who_come_one_by_one_may_bring_the_newest_state(tmp_pa
         assert coordinator.record.epoch == 5  # the others take its state first
 
     serve(tmp_path, members, scene, clock=clock)
+
+
+def test_who_begins_looks_into_the_memory_of_nodes_of_which_nobody_came(tmp_path: Path) -> None:
+    clock = Clock()
+    came = Member(0, "new-0", 0)
+    came.standing["holders"] = [{"address": "node-0:1", "domain": "node-0"}]
+
+    async def scene(coordinator: Coordinator, port: int) -> None:
+        coordinator.record = replace(
+            coordinator.record, holders={0: ["node-0:1"], 1: ["node-1:1"], 2: []}
+        )
+        for replica, placement in {0: "a", 1: "b", 2: "c"}.items():
+            await ask(port, op="exit", replica=replica, placement=placement)
+        await came.join(port)
+        first = await came.hear("load")
+        came.say(op="ready", order=first["order"], step=20, trained_in=5, digest="of 20")
+        await came.settled()
+        clock.now += GATHER_S + 0.5
+        coordinator.peers[0].heard = clock.now
+        coordinator.tick()
+        second = await came.hear("load")
+        assert (first["holders"], second["holders"]) == ([], [["node-1:1"]])
+        came.say(op="ready", order=second["order"], step=29, trained_in=5, digest="of 29")
+        grant = await came.hear("epoch")
+        assert grant["began"] == {"epoch": 5, "step": 29}
+        assert coordinator.record.holders == {0: ["node-0:1"], 1: ["node-1:1"], 2: []}
+
+    serve(tmp_path, {0: "a", 1: "b", 2: "c"}, scene, clock=clock)
 
 
 def test_a_member_that_answers_no_more_is_lost_after_two_seconds(tmp_path: Path) -> None:

@@ -377,6 +377,29 @@ def test_a_job_killed_whole_goes_on_from_peers_memory(make_fleet: MakeFleet) -> 
     assert len(fleet.digests()) == 1
 
 
+def test_a_job_killed_whole_goes_on_from_the_memory_of_a_node_that_it_left(
+    make_fleet: MakeFleet,
+) -> None:
+    """One replica starts on another node; what the other's node held is lost."""
+    fleet = make_fleet(2, holders=True, options={"peer_s": 0.2})
+    fleet.start()
+    until(lambda: min(newest_held(fleet, r) for r in (0, 1)) > 20, "both nodes hold a state")
+
+    kill_whole(fleet)
+    end_holder(fleet, 0)
+    saved = newest_held(fleet, 1)
+    _address, left = fleet.holder(1)
+    (fleet.folder / "memory1").rename(fleet.folder / "memory-left")
+    before = len(fleet.steps(0))
+    fleet.start()
+    fleet.train_on()
+    fleet.stop()
+    os.kill(left, signal.SIGKILL)
+
+    assert_every_sample_once(fleet.steps(0)[before:], saved + 1)
+    assert len(fleet.digests()) == 1
+
+
 def test_a_state_that_was_damaged_in_memory_is_taken_from_disk(make_fleet: MakeFleet) -> None:
     options = {"peer_s": 0.2, "local_s": 0.5}
     fleet = make_fleet(2, own_disks=True, holders=True, options=options)

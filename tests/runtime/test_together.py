@@ -242,11 +242,11 @@ def test_only_a_checkpoint_whose_parts_are_of_one_run_is_loaded(pair: Pair) -> N
     }
     pair.other.answers["read"] = {"value": ["of another run", "d"]}
     with pytest.raises(ValueError, match=r"none of the 2 checkpoints of this job can be loaded"):
-        pair.together.load()
+        pair.together.load([])
     refused = pair.state.committed
     pair.other.answers["read"] = {"value": [history, "d1"]}
     pair.other.answers["digest"] = {"value": "d1"}
-    pair.together.load()
+    pair.together.load([])
 
     assert (refused, pair.state.committed) == (-1, 8)
     assert [m for m in pair.told.messages if "step 8: a part is damaged" in str(m)]
@@ -264,7 +264,7 @@ def test_a_state_that_is_not_what_was_saved_is_told(pair: Pair) -> None:
     pair.other.answers["read"] = {"value": [rank_module.history_of(state_of(staged)), "saved"]}
     pair.other.answers["digest"] = {"value": "loaded"}
 
-    pair.together.load()
+    pair.together.load([])
 
     (told,) = [m for m in pair.told.messages if isinstance(m, Trouble)]
     assert told.kind == "checkpoint_not_restored"
@@ -278,7 +278,7 @@ def test_a_tier_of_which_a_checkpoint_fails_comes_after_the_others(
     pair.other.answers["checkpoints"] = {"value": [[*found] for found in there]}
     pair.other.answers["read"] = {"value": []}
     tried: list[str] = []
-    monkeypatch.setattr(pair.saver.sources, "saves", lambda: there)
+    monkeypatch.setattr(pair.saver.sources, "saves", lambda _elsewhere, _after: there)
 
     def read(name: str, *_where: object) -> Staged:
         tried.append(name)
@@ -288,7 +288,7 @@ def test_a_tier_of_which_a_checkpoint_fails_comes_after_the_others(
     monkeypatch.setattr(pair.saver.sources, "read", read)
 
     with pytest.raises(ValueError, match="none of the 3 checkpoints of this job can be loaded"):
-        pair.together.load()
+        pair.together.load([])
 
     assert tried == ["c", "a", "b"]
     assert "the next one is shared, step 5" in str(pair.told.messages[1])
@@ -300,10 +300,10 @@ def test_a_bounded_number_of_checkpoints_is_tried_before_a_person_has_to_look(
     there = [(step, f"save{step}", "shared") for step in range(MAX_TRIES + 3, 0, -1)]
     pair.other.answers["checkpoints"] = {"value": [[*found] for found in there]}
     pair.other.answers["read"] = {"value": []}
-    monkeypatch.setattr(pair.saver.sources, "saves", lambda: there)
+    monkeypatch.setattr(pair.saver.sources, "saves", lambda _elsewhere, _after: there)
 
     with pytest.raises(ValueError, match=r"none of the 11 checkpoints of this job can be loaded"):
-        pair.together.load()
+        pair.together.load([])
 
     assert pair.other.heard.count("read") == MAX_TRIES
 

@@ -350,7 +350,7 @@ def test_a_replica_group_does_not_take_its_checkpoint_for_weights_alone(alone: A
         state, gloo, Observer(), Division(model, 0), mode="cover", max_grad_norm=None
     )
     rank = Rank(job, state, engine, gloo, saver, Observer(), host="127.0.0.1", on_step=None)
-    (_, name, tier), *_ = rank.checkpoints()
+    (_, name, tier), *_ = rank.checkpoints([])
 
     given = rank.read(name, tier)
     rank.close()

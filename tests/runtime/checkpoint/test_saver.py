@@ -7,6 +7,7 @@ import os
 import queue
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -254,6 +255,32 @@ def test_two_replicas_that_one_holder_keeps_have_one_name_for_each_state(tmp_pat
     for one in replicas:
         one.saver.finish()
     os.kill(json.loads((tmp_path / "memory/j/holder.json").read_bytes())["pid"], signal.SIGKILL)
+
+
+def test_other_nodes_memory_is_looked_into_as_far_as_it_answers(tmp_path: Path) -> None:
+    ours, theirs = (OneRank(tmp_path / name, holder=True) for name in ("ours", "theirs"))
+    address = theirs.saver.open_holder("127.0.0.1")["address"]
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "checkpoints").symlink_to(tmp_path / "theirs" / "checkpoints")
+    theirs.saver.meet([{"replica": 0, "holders": [{"address": address, "domain": "n"}]}], 0)
+    theirs.save_all(7)
+    sources = ours.saver.sources
+    there = [gone_address(), address]
+
+    assert sources.saves() == [(7, "save7", "shared")]
+    assert sources.saves(there) == [(7, "0-7", "peer"), (7, "save7", "shared")]
+    assert read_from(ours, 7, "peer", "0-7") == staged_at(7).digest
+    assert sources.saves(there, after=(0, 7)) == []
+    assert ours.told.troubles() == []
+    for one in (ours, theirs):
+        one.saver.finish()
+    os.kill(json.loads((tmp_path / "theirs/memory/j/holder.json").read_bytes())["pid"], 9)
+
+
+def gone_address() -> str:
+    """Where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
 
 
 def read_from(trainer: OneRank, step: int, tier: TierName, name: str = "") -> str:

@@ -36,6 +36,7 @@ class Fleet:
         self.disk = Disk("j", self._advanced)
         self.replicas: list[Replica] = []  # all that were ever started
         self.saved: State = BLANK  # the newest checkpoint
+        self.held: dict[str, State] = {}  # by holders, each on a replica's node
         self._starts: dict[int, int] = {}
         self._groups: dict[tuple[object, ...], Group] = {}
         self.coordinator = Keeper(self)

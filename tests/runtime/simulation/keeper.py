@@ -45,8 +45,11 @@ class Disk:
         if not self._text:
             return Record(job=self._job)
         raw = json.loads(self._text)
-        members = {int(replica): name for replica, name in raw.pop("members").items()}
-        return Record(**raw, members=members)
+        by_number: dict[str, Any] = {
+            name: {int(replica): of for replica, of in raw.pop(name).items()}
+            for name in ("members", "holders")
+        }
+        return Record(**raw, **by_number)
 
     def advance(self, expected_epoch: int, new: Record) -> None:
         found = self.read().epoch

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 LEAVE_S = 5.0
 SAVE_CHANCE = 0.05  # that a step's state is saved for all
+HOLD_CHANCE = 0.1  # that it is given to the holder on another's node
 READY_CHANCE = 0.7  # that a member has made room for a copy
 
 
@@ -48,6 +49,11 @@ class Replica(Process):
     @property
     def number(self) -> int:
         return self.member.replica
+
+    @property
+    def holder(self) -> str:
+        """The one on our node; it outlives us."""
+        return f"h{self.number}"
 
     @property
     def ending(self) -> bool:
@@ -148,6 +154,9 @@ class Replica(Process):
             return
         if self.number == min(self.member.members) and self.clock.random.random() < SAVE_CHANCE:
             self.fleet.saved = self.state
+        if self.clock.random.random() < HOLD_CHANCE:
+            others = [one for one in self.member.members if one != self.number]
+            self.fleet.held[f"h{self.clock.random.choice(others or [self.number])}"] = self.state
         if wishes["stage"]:
             self.trainer.stage()
         if wishes["regroup"]:
@@ -228,6 +237,7 @@ class Replica(Process):
             "placement": self.name,
             "addresses": [self.name],
             "gloo": [self.name],
+            "holders": [{"address": self.holder, "domain": self.holder}],
             "shards": self.fleet.shards,
             "shape": {"mode": "drop" if self.fleet.drops else "cover"},
             "world": self.fleet.world,

@@ -58,11 +58,14 @@ class SimulatedTrainer:
 
     # --- a newcomer -----------------------------------------------------------------------------
 
-    def load(self) -> None:
+    def load(self, holders: list[list[str]]) -> None:
         fleet = self.replica.fleet
         self.replica.thread.sleep(fleet.clock.random.uniform(0.0, 1.0))
-        if fleet.saved.step > self.state.step:
-            self._replace(fleet.saved)
+        own = self.replica.holder
+        there = [fleet.saved, *(fleet.held.get(at, BLANK) for (at,) in ([own], *holders))]
+        newest = max(there, key=_age)
+        if _age(newest) > _age(self.state):
+            self._replace(newest)
 
     def take(self, step: int, digest: str, donors: list[list[str]]) -> None:
         for (donor,) in donors:
@@ -220,6 +223,10 @@ class SimulatedTrainer:
             return fleet.network.ask(self.replica.thread, peer, lambda: serve(peer), lasts)
         except Unreachable:
             return None
+
+
+def _age(state: State) -> tuple[int, int]:
+    return (0 if state.made is None else state.made.epoch), state.step
 
 
 class Follower:
