@@ -160,7 +160,7 @@ class Coordinator(Epochs):
             return self.stand_by(message, writer)
         replica, placement = int(message["replica"]), str(message["placement"])
         peer = Peer.of(message, writer, self.clock())
-        if not self.record.epoch:
+        if not (self.record.grant or self.alive):  # else what was granted counts, not who asks
             self.world = max(self.world, int(message["world"]))
         self.supersede(replica, placement)
         previous = self.peers.get(replica)

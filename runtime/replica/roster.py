@@ -45,7 +45,8 @@ class Roster(ABC):
         self.file = record_file
         self.record = record_file.read()
         self.token = token
-        self.world = world  # how many the first epoch waits for; the ranks know it too
+        #: how many a job that begins waits for; the ranks know it too, and so does the record
+        self.world = max(world, self.record.grant.get("world", 0))
         self.min_replicas = min_replicas
         self.lease_s = lease_s
         self.clock = clock

@@ -94,8 +94,10 @@ def serve(
 ) -> None:
     """Play a scene with a coordinator that was restarted in epoch 5 of these members."""
     file = RecordFile(folder, "j")
-    file.advance(0, Record(job="j", epoch=5, members=members, step=9))
-    coordinator = Coordinator(file, "t", len(members), **{"min_replicas": 1, **settings})
+    grant = settings.pop("grant", {})
+    file.advance(0, Record(job="j", epoch=5, members=members, step=9, grant=grant))
+    settings = {"world": len(members), "min_replicas": 1, **settings}
+    coordinator = Coordinator(file, "t", **settings)
 
     async def play() -> None:
         server = await asyncio.start_server(
@@ -516,6 +518,34 @@ def test_the_last_of_those_who_come_one_by_one_may_bring_the_newest_state(tmp_pa
         assert coordinator.record.epoch == 5  # the others take its state first
 
     serve(tmp_path, members, scene, clock=clock)
+
+
+@pytest.mark.parametrize("grant", [{"world": 2}, {}], ids=["killed whole", "ended well"])
+def test_a_coordinator_started_anew_knows_how_many_a_job_waits_for(
+    tmp_path: Path, grant: dict[str, int]
+) -> None:
+    """Whoever starts it need not say: the record does, or those who come."""
+    first, second = Member(0, "new-0", 0), Member(1, "new-1", 0)
+
+    async def scene(coordinator: Coordinator, port: int) -> None:
+        for replica, placement in {0: "a", 1: "b"}.items():
+            await ask(port, op="exit", replica=replica, placement=placement)
+
+        async def come(member: Member) -> None:
+            await member.join(port)
+            order = (await member.hear("load"))["order"]
+            member.say(op="ready", order=order, step=20, trained_in=5, digest="of 20")
+
+        await come(first)
+        await first.settled()
+        coordinator.tick()
+        assert coordinator.record.epoch == 5
+        await come(second)
+        await first.hear("epoch")
+        assert sorted(coordinator.record.members) == [0, 1]
+
+    members = {0: "a", 1: "b"} if grant else {}
+    serve(tmp_path, members, scene, world=1, grant=grant)
 
 
 def test_who_begins_looks_into_the_memory_of_nodes_of_which_nobody_came(tmp_path: Path) -> None:
