@@ -20,6 +20,8 @@ from runtime.image import aligned, pages
 
 #: Bytes of one request. Disks and networks reach their speed with it.
 BLOCK_BYTES = 4 << 20
+#: The same, where what is read goes nowhere: each request under way has memory of its own then.
+LOOKED_AT_BYTES = 2 << 20
 #: What O_DIRECT demands of memory, offset and length.
 SECTOR_BYTES = 4096
 #: Requests under way at once: one alone leaves a disk waiting until whoever made it gets a
@@ -132,6 +134,7 @@ def read(
         if (found := os.fstat(file).st_size) != size:
             raise EOFError(f"it has {found} bytes, {size} expected")
         room = threading.local()
+        longest = LOOKED_AT_BYTES if into is None else BLOCK_BYTES
 
         def one(start: int, end: int) -> None:
             whole = (end - start) % SECTOR_BYTES == 0
@@ -140,7 +143,7 @@ def read(
                 _fill(file, block, start)
             else:
                 if not hasattr(room, "memory"):
-                    room.memory = pages(BLOCK_BYTES)
+                    room.memory = pages(longest)
                 block = room.memory[: end - start]
                 _fill(file, room.memory[: aligned(end - start, SECTOR_BYTES)], start, end)
                 if into is not None:
@@ -148,7 +151,7 @@ def read(
             work(start, block)
 
         with ThreadPoolExecutor(REQUESTS, "drydock-read") as pool:
-            for done in [pool.submit(one, *block) for block in blocks(size)]:
+            for done in [pool.submit(one, *block) for block in blocks(size, longest)]:
                 done.result()
     finally:
         os.close(file)
@@ -194,6 +197,6 @@ def _without_direct(file: int) -> None:
     fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 
-def blocks(size: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, size, BLOCK_BYTES):
-        yield start, min(start + BLOCK_BYTES, size)
+def blocks(size: int, longest: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+    for start in range(0, size, longest):
+        yield start, min(start + longest, size)
