@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from runtime.replica.comparing import most_common, tell_difference
 from runtime.replica.connection import Peer
 
+COPIES = 2
+
 
 @dataclass
 class Staging:
@@ -28,10 +30,15 @@ class Staging:
 
 
 class Admission:
-    """One round of newcomers after another."""
+    """One round of newcomers after another.
+
+    Two of those who could hold a copy do, so that one may die: a copy costs a step some of its time
+    wherever it is made. If the two differ all make one, and what most hold counts.
+    """
 
     def __init__(self) -> None:
         self.staging: Staging | None = None
+        self._vote = False
         #: what members may hold for newcomers: copies, more steps than they need themselves; after
         #: our own restart nobody knows
         self.copies = self.logs = True
@@ -57,7 +64,7 @@ class Admission:
         """
         if self.staging is not None and wanted and not self.staging.taken:
             return
-        self.staging = None
+        self.staging, self._vote = None, False
         logs = self.logs and not wanted and not followed
         if self.copies or logs:
             for peer in holders:
@@ -91,15 +98,23 @@ class Admission:
             self.staging = None
 
     def _ask(self, holders: Sequence[Peer], *, at_edge: bool) -> None:
-        self.staging = Staging({peer.replica for peer in holders}, at_edge)
+        # The same ones in each round of an epoch: who was asked before and did not come to it acts
+        # together with those who are asked now.
+        asked = holders if self._vote else holders[:COPIES]
+        self.staging = Staging({peer.replica for peer in asked}, at_edge)
         self.copies = self.logs = True
-        for peer in holders:
-            peer.tell(op="stage", now=at_edge)
+        for peer in asked:
+            peer.tell(op="stage", now=at_edge, holders=len(asked))
 
     def _send(self, takers: Sequence[Peer], holders: Sequence[Peer]) -> None:
         staging = self.staging
         assert staging is not None  # noqa: S101 - advance() looked
         states = staging.digests
+        if len(set(states.values())) > 1 and len(states) < len(holders) and not self._vote:
+            self._vote = True
+            self._ask(holders, at_edge=staging.at_edge)
+            return
+        self._vote = False
         tell_difference(holders, staging.step, states)
         # No newcomer is to blame for a difference: it takes what most hold.
         digest = most_common(states)

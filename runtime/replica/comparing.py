@@ -16,16 +16,18 @@ log = logging.getLogger("drydock.coordinator")
 
 
 class Comparison:
-    """Digests of the members' state after one step, until all are known."""
+    """Digests of members' state after one step, until all that compare theirs are known."""
 
     def __init__(self) -> None:
         self._of = (0, -1)  # epoch and step: a job that went back makes a step anew
         self._digests: dict[int, str] = {}
+        self.doubt = False  # a few of the members differ: all are to compare theirs
 
     def hear(
         self, replica: int, epoch: int, step: int, digest: str, members: Iterable[int]
     ) -> dict[int, str] | None:
-        """One member's; the digests of all `members` once the last one is there, None before."""
+        """One member's; the digests of all these `members` once the last one is there, None
+        before."""
         if (epoch, step) != self._of:
             self._of, self._digests = (epoch, step), {}
         self._digests[replica] = digest

@@ -301,9 +301,18 @@ class Coordinator(Epochs):
         if peer.phase != "member" or epoch != self.record.epoch:
             return
         digest = str(message["digest"])
-        states = self.comparison.hear(peer.replica, epoch, step, digest, self.alive)
-        if states is not None:
+        few = [one for one in message["among"] if one in self.alive]
+        states = self.comparison.hear(peer.replica, epoch, step, digest, few or self.alive)
+        if states is None:
+            return
+        if not few or len(few) == len(self.alive):
+            self.comparison.doubt = False
             tell_difference(self.members(), step, states)
+        elif len(set(states.values())) > 1:
+            self.comparison.doubt = True
+            log.critical("newcomers_differ step=%s states=%s", step, states)
+            for member in self.members():
+                member.tell(op="compare")
 
     def on_caught_up(self, peer: Peer, message: dict[str, Any]) -> None:
         if peer.phase == "ready":

@@ -292,6 +292,8 @@ class Epochs(Roster):
                 self.seat(peer, number)
             peer.enter()
             peer.tell(**message)
+            if self.comparison.doubt:
+                peer.tell(op="compare")
         for peer in self.newcomers("ready"):
             peer.tell(op="donors", donors=message["donors"])
         log.info("granted epoch=%s members=%s step=%s", record.epoch, sorted(members), plan.step)

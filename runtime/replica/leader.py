@@ -63,6 +63,7 @@ class Leader:
         self._why = ""  # why we stop, once all have agreed to
         self._postponed: deque[dict[str, Any]] = deque()
         self._want_checkpoint = threading.Event()
+        self._to_stage = False  # at the edge that comes, as was agreed
         self._owed: set[TierName] = set()  # ours alone are due there, and there was no room yet
         self._warm = False  # room for checkpoints was asked for
         self._others: list[Sibling] = []
@@ -150,21 +151,19 @@ class Leader:
             regroup=self.member.wants_regroup,
             checkpoint=self._want_checkpoint.is_set(),
             stop=self.job.stop.is_set(),
-            stage=self.member.wants_stage and self.together.ready_to_stage(),
+            stage=self.member.wants_stage > 0 and self.together.ready_to_stage(),
             compare=self.together.ready_to_compare(),
+            prove=self.together.ready_to_prove(),
             **self._due(),
         )
         tail = self.together.reduce()
-        if self._all_stage(tail):  # whoever asks from here on asks for another copy
-            self.member.wants_stage = False
+        self._to_stage = 0 < self.member.wants_stage <= tail.wishes.stage
+        if self._to_stage:  # whoever asks from here on asks for another copy
+            self.member.wants_stage = 0
         self._await_lease()
         self.together.commit()
         self._watch_pace(tail)
         return tail
-
-    def _all_stage(self, tail: Tail) -> bool:
-        """Whether all agreed to copy the state that this step leads to."""
-        return tail.wishes.stage >= len(self.member.members)
 
     def _watch_pace(self, tail: Tail) -> None:
         """Who is slower than its peers, of which one member tells."""
@@ -189,10 +188,12 @@ class Leader:
         self._save(tail.wishes)
         if tail.wishes.checkpoint:
             self._want_checkpoint.clear()
-        if self._all_stage(tail):
+        if self._to_stage:
             self.together.stage()
         if tail.wishes.compare >= len(self.member.members):
             self.together.compare()
+        elif tail.wishes.prove >= len(self.together.provers) > 0:
+            self.together.prove()
         if tail.wishes.regroup:
             self._regroup(planned=True)
 

@@ -121,7 +121,8 @@ class Member:
         self.members: dict[int, str] = {}  # replica -> placement, of the current epoch
         self.lease_s = 0.0  # how long the members may train without a word from the coordinator
         self.wants_regroup = False
-        self.wants_stage = False
+        self.wants_stage = 0  # so many are to copy the state at one edge, we among them; 0: not we
+        self.wants_compare = False
         self.last_report: dict[str, Any] | None = None  # to be said again after a reconnect
         self._say = say
         self._trainer = trainer
@@ -185,7 +186,7 @@ class Member:
         self.replica, self.standby = numbers.get(self.placement, self.replica), ""
         self.lease_s = float(message["lease_s"])
         self.last_report = None
-        self.wants_regroup = self.wants_stage = False
+        self._want_nothing()
         step = int(message["step"])
         try:
             # The group first: whoever is behind replays while the others compute.
@@ -331,8 +332,12 @@ class Member:
         self.newcomer = True
         self.members = {}
         self.last_report = None
-        self.wants_regroup = self.wants_stage = False
+        self._want_nothing()
         self._trainer.forget()
+
+    def _want_nothing(self) -> None:
+        self.wants_regroup = self.wants_compare = False
+        self.wants_stage = 0
 
     def _stop_following(self) -> None:
         if self._following:
@@ -350,9 +355,11 @@ class Member:
         """Note what can wait until the next edge; what is in REJOINS cannot."""
         op = message["op"]
         if op == "stage":
-            self.wants_stage = True
+            self.wants_stage = int(message["holders"])
+        elif op == "compare":
+            self.wants_compare = True
         elif op == "release":
-            self.wants_stage = False
+            self.wants_stage = 0
             self._trainer.release(log=bool(message["log"]))
         elif op == "edge" and int(message["epoch"]) == self.epoch:
             self.wants_regroup = True

@@ -60,6 +60,9 @@ class Together:
         self._compare_every = compare_every
         self._compared = 0  # after so many times as many steps, or given up
         self._prove_at = math.inf  # the step after which newcomers show that they go on alike
+        #: who compare their states then: the newcomers and one that was there before, if we are one
+        self.provers: list[int] = []
+        self._among: list[int] = []  # who compare theirs now; none: all
         #: tier and step -> by rank
         self._saved: dict[tuple[str, int], dict[int, CheckpointSaved]] = {}
         rank.saver.delivery.on_saved = functools.partial(self.saved, 0)
@@ -254,7 +257,7 @@ class Together:
     def connect(self, grant: dict[str, Any]) -> None:
         self.teller.granted(grant, self.committed, self.member.replica)
         if grant["joined"] and self._compare_every:
-            self._prove_at = int(grant["step"]) + PROVE_STEPS
+            self._have_proven(grant)
         steps = self._all("connect", grant=grant, replica=self.member.replica)
         if len(set(steps)) > 1:
             raise Incomplete(f"the ranks of this replica are at the steps {steps}; start it anew")
@@ -311,7 +314,8 @@ class Together:
         parts = [there.get(one, (-1, "")) for one in range(self.siblings.ranks)]
         if {at for at, _digest in parts} == {step}:
             digests = NEXT.join(digest for _at, digest in parts)
-            self.rank.link.say(op, epoch=self._epoch_of[op], step=step, digest=digests)
+            among = {"among": self._among} if op == "compared" else {}
+            self.rank.link.say(op, epoch=self._epoch_of[op], step=step, digest=digests, **among)
 
     def _begin_to_hash(self, op: str) -> None:
         self._epoch_of[op] = self.member.epoch
@@ -322,15 +326,37 @@ class Together:
     def ready_to_compare(self) -> bool:
         """Whether the states are to be compared after the step under way, and no checkpoint has to
         wait for the memory of our copy."""
-        due = self._times(self.committed + 2) > self._compared
-        due |= self.committed + 1 >= self._prove_at
+        due = self._times(self.committed + 2) > self._compared or self.member.wants_compare
         return due and self.rank.saver.rooms.all_free()
+
+    def ready_to_prove(self) -> bool:
+        """The same of newcomers' states and ours: a copy in each replica would cost all of them."""
+        return self.committed + 1 >= self._prove_at and self.rank.saver.rooms.all_free()
 
     def compare(self) -> None:
         """At an edge that all members reached ready for it."""
-        self._compared, self._prove_at = self._times(self.committed + 1), math.inf
+        self._compared = self._times(self.committed + 1)
+        self.member.wants_compare = False
+        self._compare_among([])
+
+    def prove(self) -> None:
+        """At an edge that all provers reached ready for it."""
+        self._compare_among(self.provers)
+
+    def _compare_among(self, replicas: list[int]) -> None:
+        self._among = replicas
+        self.provers, self._prove_at = [], math.inf
         self._begin_to_hash("compared")
         self._all("compare")
+
+    def _have_proven(self, grant: dict[str, Any]) -> None:
+        """Whether those who join go on alike is to be seen in a few steps."""
+        joined = {int(replica) for replica in grant["joined"]}
+        before = {int(member["replica"]) for member in grant["members"]} - joined
+        provers = sorted(joined | {max(before)} if before else joined)
+        ours = self.member.replica in provers
+        self.provers = provers if ours else []
+        self._prove_at = int(grant["step"]) + PROVE_STEPS if ours else math.inf
 
     def _times(self, steps: int) -> int:
         return steps // self._compare_every if self._compare_every else 0

@@ -171,18 +171,48 @@ def test_a_state_with_another_digest_does_not_enter(play: Play) -> None:
 def test_members_that_differ_are_told_and_the_newcomer_takes_what_most_hold(play: Play) -> None:
     scene = play(3)
     newcomer = scene.join(3, "n")
-    for member, digest in zip(scene.replicas, ["odd", "d", "d"], strict=True):
+    for member, digest in zip(scene.replicas[:2], ["odd", "d"], strict=True):
         member.say("staged", step=10, digest=digest)
+    assert not newcomer.heard("sync")
+    for member, digest in zip(scene.replicas, ["odd", "d", "d"], strict=True):
+        member.say("staged", step=12, digest=digest)
 
     (sync,) = newcomer.heard("sync")
+    asked = [[one["holders"] for one in member.heard("stage")] for member in scene.replicas]
 
+    assert asked == [[2, 3], [2, 3], [3]]
     assert (sync["digest"], sync["donors"]) == ("d", [["p1:1"], ["p2:1"]])
     assert scene.replicas[0].heard("diverged")[0]["states"] == {"0": "odd", "1": "d", "2": "d"}
 
 
-def compare(scene: Scene, *digests: str, step: int = 9) -> None:
-    for member, digest in zip(scene.replicas, digests, strict=False):
-        member.say("compared", epoch=scene.epoch, step=step, digest=digest)
+def compare(scene: Scene, *digests: str, step: int = 9, among: tuple[int, ...] = ()) -> None:
+    for number, digest in zip(among or range(scene.world), digests, strict=False):
+        scene.replicas[number].say(
+            "compared", epoch=scene.epoch, step=step, digest=digest, among=among
+        )
+
+
+def test_if_two_of_the_members_differ_all_compare_theirs(play: Play) -> None:
+    scene = play(3)
+
+    compare(scene, "d", "odd", among=(0, 2))
+    asked = [len(member.heard("compare")) for member in scene.replicas]
+    scene.reach_edge(10, planned=False)
+    again = [len(member.heard("compare")) for member in scene.replicas]
+    compare(scene, "d", "d", "odd", step=12)
+    scene.reach_edge(14, planned=False)
+
+    assert (asked, again) == ([1, 1, 1], [2, 2, 2])
+    assert [len(member.heard("compare")) for member in scene.replicas] == again
+    assert [one["odd"] for one in scene.replicas[0].heard("diverged")] == [[2]]
+
+
+def test_a_few_of_the_members_that_hold_the_same_disturb_nobody(play: Play) -> None:
+    scene = play(3)
+
+    compare(scene, "d", "d", among=(0, 2))
+
+    assert not any(m.heard("compare") or m.heard("diverged") for m in scene.replicas)
 
 
 def test_the_odd_one_of_the_members_is_named_to_all(play: Play) -> None:
@@ -218,7 +248,7 @@ def test_a_comparison_waits_for_all_and_never_mixes_steps(play: Play) -> None:
 
     compare(scene, "d", "odd", step=9)
     compare(scene, "e", "e", "e", step=19)
-    scene.replicas[2].say("compared", epoch=scene.epoch, step=9, digest="d")
+    scene.replicas[2].say("compared", epoch=scene.epoch, step=9, digest="d", among=())
 
     assert not any(member.heard("diverged") for member in scene.replicas)
 
@@ -227,7 +257,8 @@ def test_what_was_hashed_in_another_epoch_is_not_compared(play: Play) -> None:
     scene = play(3)
 
     compare(scene, "d", "d")
-    scene.replicas[2].say("compared", epoch=scene.epoch - 1, step=9, digest="odd")
+    old = scene.epoch - 1
+    scene.replicas[2].say("compared", epoch=old, step=9, digest="odd", among=())
 
     assert not any(member.heard("diverged") for member in scene.replicas)
 

@@ -130,7 +130,7 @@ class Replica(Process):
         wishes = {
             "regroup": member.wants_regroup,
             "stop": self.stop,
-            "stage": member.wants_stage and self.clock.random.random() < READY_CHANCE,
+            "stage": member.wants_stage > 0 and self.clock.random.random() < READY_CHANCE,
         }
         if self.broken_epoch >= member.epoch:
             raise Severed("a member is gone")
@@ -140,9 +140,10 @@ class Replica(Process):
         brought = self.group.reduce(self.thread, mine, lambda: self.broken_epoch >= member.epoch)
         parts = sorted((part for parts, _ in brought for part in parts), key=lambda p: p.shard)
         together = {wish: [theirs[wish] for _, theirs in brought] for wish in wishes}
-        agreed = {wish: (all if wish == "stage" else any)(one) for wish, one in together.items()}
+        agreed = {wish: any(one) for wish, one in together.items()}
+        agreed["stage"] = 0 < member.wants_stage <= sum(together["stage"])
         if agreed["stage"]:
-            member.wants_stage = False
+            member.wants_stage = 0
         self._await_lease()
         self.trainer.apply(Made(self.state.step + 1, member.epoch, tuple(parts)), own=True)
         return agreed
