@@ -123,8 +123,9 @@ def cannot_drop(
     divided = [name for name, one in model.named_parameters() if _placements(one)]
     if ranks > 1 and not divided:
         return (
-            f"this is rank {rank} of {ranks} of its replica, and each has the whole model: divide "
-            "it among them by fully_shard, or start each as a replica of its own"
+            f"this is rank {rank} of {ranks} of its replica, and its model is not divided: let "
+            "fully_shard divide it among them, or start each as a replica of its own; a stage of a "
+            f"pipeline is not the whole model: {_OTHERWISE}"
         )
     if divided and not any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__):
         return (

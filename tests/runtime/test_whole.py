@@ -36,7 +36,7 @@ from runtime.whole import generators, set_generators
 from tests.runtime.replicas import PATIENCE_S, ROOT, TOKEN, until
 from tests.runtime.test_client import Door
 
-SCRIPT = Path(__file__).with_name("tensor_parallel.py")
+SCRIPT = Path(__file__).with_name("whole_job.py")
 STEPS = 30
 NEVER_S = 1e9
 
@@ -56,7 +56,7 @@ def told(state: Path, **others: str) -> dict[str, str]:
 
 @dataclass
 class Whole:
-    """A tensor parallel job of one torchrun, and what it left in its folder."""
+    """A job of one torchrun whose ranks divide a model, and what it left in its folder."""
 
     folder: Path
 
@@ -138,6 +138,27 @@ def test_torchrun_starts_it_anew_and_it_ends_as_if_nothing_had_happened(
     assert (tmp_path / "died").exists()
     assert 0 < whole.begins(epoch=2) <= whole.steps(1)[-1][1]
     assert whole.digests() == undisturbed.digests()
+
+
+def test_so_does_a_pipeline(tmp_path: Path) -> None:
+    calm, whole = (Whole(tmp_path / name) for name in ("calm", "killed"))
+    for one in (calm, whole):
+        one.folder.mkdir()
+    ended, words = calm.run(pipeline=True)
+    status, said = whole.run(pipeline=True, dies=True, restarts=1)
+
+    assert (ended, status) == (0, 0), words + said
+    assert (whole.folder / "died").exists()
+    assert whole.begins(epoch=2) > 0
+    assert whole.digests() == calm.digests()
+    assert len({*calm.digests()}) == 2
+
+
+def test_a_stage_of_a_pipeline_is_no_replica(tmp_path: Path) -> None:
+    status, said = Whole(tmp_path).run(pipeline=True, as_replica=True)
+
+    assert status != 0
+    assert "a stage of a pipeline is not the whole model: such a job is recovered by" in said
 
 
 def test_moved_to_another_node_it_goes_on_from_the_shared_folder(
