@@ -116,9 +116,9 @@ def watch_checkpoints(hand: Hand) -> None:
         hand.at(LOAD)
         return inner(*given, **named)
 
-    def load(inner: Callable[..., None], together: Together) -> None:
+    def load(inner: Callable[..., None], together: Together, *given: Any) -> None:
         began = time.monotonic()
-        inner(together)
+        inner(together, *given)
         hand.tell("loaded", step=together.committed, seconds=time.monotonic() - began)
 
     around(Sender, "tell", tell)

@@ -394,6 +394,37 @@ def test_any_script_is_broken_as_it_is(tmp_path: Path) -> None:
     assert (folder / "digest.0").exists()
 
 
+ERRING = """
+import os
+
+from runtime.torture import script
+
+step = script.AdamW.step
+
+def erring(self, *args, **settings):
+    step(self, *args, **settings)
+    self.parameters[0].data.add_(os.getpid() * 1e-9)
+
+script.AdamW.step = erring
+script.main()
+"""
+
+
+def test_a_claim_that_does_not_hold_is_told_and_is_the_exit_status(tmp_path: Path) -> None:
+    """Each process comes to other weights than the others."""
+    (tmp_path / "erring.py").write_text(ERRING)
+    run = torture(
+        tmp_path, "--json", "--seed", "4", "--replicas", "2", "--faults", "1",
+        "--kinds", "kill", "--phases", "forward", "--script", str(tmp_path / "erring.py"),
+    )  # fmt: skip
+
+    told, _ = run.communicate(timeout=300)
+    report = json.loads(told)
+
+    assert (report["ok"], report["digest_equal"], run.returncode) == (False, False, 1)
+    assert any("differ" in problem for problem in report["problems"])
+
+
 @pytest.mark.skipif(bool(impossible()), reason=f"no network of its own here: {impossible()}")
 def test_on_a_network_of_its_own_silent_and_parted_replicas_are_done_without(
     tmp_path: Path,
