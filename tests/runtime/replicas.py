@@ -99,6 +99,8 @@ class Fleet:
     object_store: str = ""  # the URL of one
     holders: bool = False  # each replica's node keeps what another saves
     lease_s: float = 10.0  # how long members may train without a word from the coordinator
+    network: str = ""  # where peers reach the replicas
+    rate_cap: str = ""  # of what each sends to a newcomer
     port: int = 0
     coordinator: subprocess.Popen[bytes] | None = None
     #: the first rank of each replica, and the others by replica and rank
@@ -154,6 +156,8 @@ class Fleet:
             "DRYDOCK_LOCAL_DIR": str(self.folder / f"disk{replica}") if self.own_disks else "",
             "DRYDOCK_HOLDER_DIR": str(self.folder / f"memory{replica}") if self.holders else "",
             "DRYDOCK_OBJECT_STORE": self.object_store,
+            "DRYDOCK_NETWORK": self.network,
+            "DRYDOCK_RATE_CAP": self.rate_cap,
             "DRYDOCK_GRACE_S": str(self.grace_s),
             "DRYDOCK_NOTICE_FILE": str(self.notice(replica)),
             "DRYDOCK_DOMAIN": f"node-{replica}",

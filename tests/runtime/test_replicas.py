@@ -12,6 +12,7 @@ import socket
 import struct
 import subprocess
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ import pytest
 from runtime.checkpoint import peer, store
 from runtime.checkpoint.__main__ import main as checkpoint_tool
 from runtime.checkpoint.draft import Draft
+from runtime.replica.pacing import BURST
+from runtime.replica.record import RecordFile
 from tests.runtime.checkpoint.states import flip_a_bit, flip_held_bits
 from tests.runtime.replicas import PATIENCE_S, TOKEN, Cable, Fleet, until
 
@@ -357,6 +360,31 @@ def shared_out(folder: Path, step: int) -> bool:
     """Whether one of this step or a later one was written by several."""
     found = [path for path in store.candidates(folder) if store.number_of(path)[0] >= step]
     return any((path / "verified").exists() for path in found)
+
+
+def test_a_newcomer_is_served_on_the_network_and_at_the_rate_that_were_named(
+    make_fleet: MakeFleet,
+) -> None:
+    rate, state = 16_000_000, 2 * 4 * 230_000 * 18  # weights and what the optimizer has of them
+    options = {"width": 230_000, "checkpoint_s": 600}
+    fleet = make_fleet(2, network="127.0.0.2", rate_cap="16M", options=options)
+    fleet.start()
+    fleet.wait_for_step(3)
+    fleet.kill(1)
+    fleet.start_rank(1)
+    fleet.wait_for_members([0, 1])
+    fleet.wait_for_epoch(3)
+    members = RecordFile(fleet.folder / "c", "job_t").read().grant["members"]
+    fleet.stop()
+
+    told = (fleet.folder / "coordinator.log").read_text().splitlines()
+    came, entered = [
+        datetime.fromisoformat(line[:23])
+        for line in told
+        if " joined replica=1" in line or " granted epoch=3" in line
+    ][-2:]
+    assert {a.partition(":")[0] for one in members for a in one["gloo"]} == {"127.0.0.2"}
+    assert (entered - came).total_seconds() >= (state - BURST) / rate
 
 
 def test_a_job_killed_whole_goes_on_from_peers_memory(make_fleet: MakeFleet) -> None:
