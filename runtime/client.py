@@ -11,6 +11,7 @@ key, so a batch that is sent twice changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -378,16 +379,14 @@ class Sender:
             if self._url.scheme == "https"
             else http.client.HTTPConnection
         )
-        connection = kind(self._url.netloc, timeout=POST_TIMEOUT_S)
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._token}"}
         try:
-            connection.request("POST", self._url.path, body, headers)
-            response = connection.getresponse()
-            data = response.read()
+            with contextlib.closing(kind(self._url.netloc, timeout=POST_TIMEOUT_S)) as connection:
+                connection.request("POST", self._url.path, body, headers)
+                response = connection.getresponse()
+                data = response.read()
         except http.client.HTTPException as error:
             raise ValueError(f"the control plane's answer is none: {error!r}") from error
-        finally:
-            connection.close()
         if response.status in REFUSALS:
             raise Rejected(f"{response.status}: {data[:500]!r}")
         if response.status != HTTPStatus.OK:

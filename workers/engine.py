@@ -252,7 +252,8 @@ def _apply_guarded(claimed: PlaybookStep, outcome: Outcome) -> None:
         outcome = Wait(text="its incident was merged into another: it looks again", wake_s=0)
     now = timezone.now()
     news_meanwhile = step.wake_at is not None
-    if news_meanwhile and _ends(outcome, run, step):
+    looks_again = news_meanwhile and _ends(outcome, run, step)
+    if looks_again:
         # It may be what the run is there for: nothing is applied before the step has looked again.
         outcome = Wait(text=outcome.text, wake_s=0)
     if outcome.apply is not None:
@@ -267,6 +268,8 @@ def _apply_guarded(claimed: PlaybookStep, outcome: Outcome) -> None:
     elif isinstance(outcome, Back):
         _go_back(run, step, outcome, now)
     elif isinstance(outcome, Wait):
+        if looks_again:  # however long it took to come to this
+            step.started_at = now
         _wait(run, step, outcome, now, news_meanwhile)
     elif isinstance(outcome, _Failed):
         step.state = StepState.READY

@@ -25,13 +25,12 @@ from runtime import client
 from runtime.checkpoint.holder import ADDRESS, LOCK, SILENT_S, Label
 from runtime.framing import PeerFailed, receive_chunk, receive_json, send_chunk, send_json
 from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, chunks_of, hash_of, pages
-from runtime.serving import Requests
+from runtime.serving import TIMEOUT_S, Requests
 
 log = logging.getLogger("drydock.checkpoint")
 
 START_S = 20.0  # how long a holder may take to start
 AGAIN_S = 1.0  # after one was lost
-LIST_S = 2.0  # how long one may take to say what it holds: its node may be gone
 _STARTING = "starting.lock"
 
 
@@ -183,9 +182,9 @@ class OwnHolder:
 # --- states ---------------------------------------------------------------------------------------
 
 
-def held(address: str, token: str) -> list[dict[str, Any]]:
+def held(address: str, token: str, timeout_s: float = TIMEOUT_S) -> list[dict[str, Any]]:
     """What is held there: `holder.Label` with facts and digest. Raises PeerFailed."""
-    requests = Requests(address, token, LIST_S)
+    requests = Requests(address, token, timeout_s)
     try:
         answer = receive_json(requests.ask(op="list"))
     except OSError as error:

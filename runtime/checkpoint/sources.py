@@ -23,7 +23,8 @@ from runtime.job import Job
 
 log = logging.getLogger("drydock.checkpoint")
 
-AT_ONCE = 32  # holders that are asked
+AT_ONCE = 32  # other nodes' holders that are asked
+ELSEWHERE_S = 2.0  # how long one may take to answer: its node may be gone
 #: If such a tier cannot be read nobody knows whether there is something to go on from.
 OF_ALL_NODES: tuple[TierName, ...] = ("shared", "object")
 #: Epoch, step, minus the place of the tier in TIERS, name, tier.
@@ -136,7 +137,13 @@ class Sources:
     def _held(self, elsewhere: Collection[str]) -> list[tuple[int, int, str]]:
         """What peers saved to memory, of our rank: this node's, and others'. Raises PeerFailed,
         ValueError."""
-        there = peer.held(self.holder, self._job.token) if self.holder else []
+        there: list[dict[str, Any]] = []
+        try:
+            there = peer.held(self.holder, self._job.token) if self.holder else []
+        except PeerFailed as error:
+            if not elsewhere:
+                raise
+            self._job.trouble("checkpoints_out_of_reach", f"peer: {error}")
         run = self._known_run(there)
         self._holders = {}
         found = []
@@ -154,7 +161,7 @@ class Sources:
 
         def ask(holder: str) -> list[dict[str, Any]]:
             try:
-                return peer.held(holder, self._job.token)
+                return peer.held(holder, self._job.token, ELSEWHERE_S)
             except PeerFailed as error:
                 log.info("holder_out_of_reach error=%s", error)
                 return []

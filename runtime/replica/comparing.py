@@ -22,12 +22,22 @@ class Comparison:
         self._of = (0, -1)  # epoch and step: a job that went back makes a step anew
         self._digests: dict[int, str] = {}
         self.doubt = False  # a few of the members differ: all are to compare theirs
+        self._unproven = False  # some came in, and have not shown yet that they go on alike
+
+    def begins(self, *, joined: bool) -> bool:
+        """An epoch, with newcomers if any `joined`. Whether all its members are to compare theirs:
+        for what was to be compared in the one before was not."""
+        before = self.doubt or (self._unproven and not joined)
+        self._unproven = self._unproven or joined
+        return before
 
     def hear(
         self, replica: int, epoch: int, step: int, digest: str, members: Iterable[int]
     ) -> dict[int, str] | None:
         """One member's; the digests of all these `members` once the last one is there, None
         before."""
+        if (epoch, step) < self._of:
+            return None  # it comes late: others have gone on
         if (epoch, step) != self._of:
             self._of, self._digests = (epoch, step), {}
         self._digests[replica] = digest
@@ -35,6 +45,7 @@ class Comparison:
         if set(states) != set(members):
             return None
         self._digests = {}
+        self._unproven = False
         return states
 
 

@@ -85,8 +85,8 @@ class Epochs(Roster):
 
     def unattended(self, there: list[Peer]) -> list[list[str]]:
         """The holders on nodes of which nobody came: what one of them keeps may be the newest."""
-        attended = {address for peer in there for address in peer.held_at}
-        return [at for at in self.record.holders.values() if at and not attended & {*at}]
+        attended = [peer.held_at for peer in there]
+        return [at for at in self.record.holders.values() if at and at not in attended]
 
     def seat_standbys(self, *, gathered: bool) -> None:
         """Nobody trains: give standbys the places of those who will not come back."""
@@ -231,6 +231,7 @@ class Epochs(Roster):
                 epoch=before.epoch + 1,
                 step=max(p.step for p in self.members()),
                 superseded=self.places.superseded,
+                holders=before.holders,
             )
         )
         self.alive = {}
@@ -287,12 +288,13 @@ class Epochs(Roster):
         self.gathered = {}
         self.last_contact, self.fenced = self.clock(), False
         self.admission.interrupt()
+        compare = self.comparison.begins(joined=bool(message["joined"]))
         for number, peer in seated.items():
             if peer.standby:
                 self.seat(peer, number)
             peer.enter()
             peer.tell(**message)
-            if self.comparison.doubt:
+            if compare:
                 peer.tell(op="compare")
         for peer in self.newcomers("ready"):
             peer.tell(op="donors", donors=message["donors"])
@@ -310,6 +312,7 @@ class Epochs(Roster):
             members=dict(claim.members),
             step=claim.step,
             superseded=self.places.superseded,
+            holders=self.record.holders,
         )
         log.warning("record_adopted epoch=%s members=%s", claim.epoch, sorted(claim.members))
         self.keep(record)

@@ -192,6 +192,7 @@ class Follower:
         self._tell = tell
         self._stopped = threading.Event()
         self._room = threading.Semaphore(2)  # steps passed on and not yet applied
+        self._missed = -1  # a step that a donor made and keeps no longer
         self._level = False  # with the donor once: from now on it may wait for its next step
         self._error = "no peer was named"
         threading.Thread(target=self._run, name="drydock-follow", daemon=True).start()
@@ -223,19 +224,25 @@ class Follower:
             try:
                 return donor.reduced(self._step, WAIT_S if self._level else 0.0, settled=True)
             except NotYet:
+                if self._missed == self._step:
+                    self._give_up(donor)  # others have made it: this one was left behind
+                    continue
                 self._level = True
                 self._connections.rotate()  # one that was left behind makes no step any more
                 self._tell({"op": "up_to_date", "step": self._step - 1})
             except (PeerFailed, Damaged, KeyError, ValueError) as error:
                 log.warning("donor_failed peer=%s error=%s", donor.address, error)
-                donor.close()
-                self._connections.popleft()
+                self._give_up(donor)
                 self._error = str(error)
-                if isinstance(error, NotKept):
-                    break  # we are too slow: whoever made the step keeps it no longer either
+                if isinstance(error, NotKept):  # those of whom copies were taken keep more
+                    self._missed = self._step
         if not self._stopped.is_set():
             self._tell({"op": "cannot_follow", "error": self._error})
         return None
+
+    def _give_up(self, donor: Connection) -> None:
+        donor.close()
+        self._connections.popleft()
 
 
 def _manifest(donors: Sequence[str], token: str, step: int, digest: str) -> dict[str, Any]:

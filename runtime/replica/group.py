@@ -62,10 +62,10 @@ class ReplicaGroup:
     `extra` what else is to be saved and handed to newcomers, by name. `mode` says what becomes of a
     dead replica's shards: see `step.Mode`. `max_grad_norm` clips by the global norm, None not at
     all. `steps` ends the job after so many; `on_step` is called after each commit. After each
-    `compare_every` steps, and soon after newcomers came in, all replicas' states are compared, and
-    an engineer is told of a difference (`diverged`, and which replica is the odd one); 0 for never.
-    One that takes 30% longer for a shard than its peers do, for `straggler_after_s` seconds in a
-    row, is told of as a `straggler`; 0 for nobody.
+    `compare_every` steps all replicas' states are compared, soon after newcomers came in theirs and
+    another's, and an engineer is told of a difference (`diverged`, and which replica is the odd
+    one); 0 for never. One that takes 30% longer for a shard than its peers do, for
+    `straggler_after_s` seconds in a row, is told of as a `straggler`; 0 for nobody.
 
     A replica may have several ranks, among which `fully_shard` divided the model before; all of
     them run the same script, and each computes its part of each shard.

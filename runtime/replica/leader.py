@@ -63,7 +63,6 @@ class Leader:
         self._why = ""  # why we stop, once all have agreed to
         self._postponed: deque[dict[str, Any]] = deque()
         self._want_checkpoint = threading.Event()
-        self._to_stage = False  # at the edge that comes, as was agreed
         self._owed: set[TierName] = set()  # ours alone are due there, and there was no room yet
         self._warm = False  # room for checkpoints was asked for
         self._others: list[Sibling] = []
@@ -157,9 +156,7 @@ class Leader:
             **self._due(),
         )
         tail = self.together.reduce()
-        self._to_stage = 0 < self.member.wants_stage <= tail.wishes.stage
-        if self._to_stage:  # whoever asks from here on asks for another copy
-            self.member.wants_stage = 0
+        self.member.agree_to_stage(tail.wishes.stage)
         self._await_lease()
         self.together.commit()
         self._watch_pace(tail)
@@ -188,7 +185,7 @@ class Leader:
         self._save(tail.wishes)
         if tail.wishes.checkpoint:
             self._want_checkpoint.clear()
-        if self._to_stage:
+        if self.member.stages:
             self.together.stage()
         if tail.wishes.compare >= len(self.member.members):
             self.together.compare()

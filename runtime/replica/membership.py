@@ -122,6 +122,7 @@ class Member:
         self.lease_s = 0.0  # how long the members may train without a word from the coordinator
         self.wants_regroup = False
         self.wants_stage = 0  # so many are to copy the state at one edge, we among them; 0: not we
+        self.stages = False  # we copy it at the edge that comes
         self.wants_compare = False
         self.last_report: dict[str, Any] | None = None  # to be said again after a reconnect
         self._say = say
@@ -146,6 +147,13 @@ class Member:
             "silent": silent,
         }
         self._say("report", **self.last_report)
+
+    def agree_to_stage(self, ready: int) -> None:
+        """So many of those that were asked are ready to copy the state. Whoever asks from here on
+        asks for another copy."""
+        self.stages = 0 < self.wants_stage <= ready
+        if self.stages:
+            self.wants_stage = 0
 
     def standing(self) -> dict[str, Any]:
         """How we introduce ourselves, at first and after each reconnect."""
@@ -336,7 +344,7 @@ class Member:
         self._trainer.forget()
 
     def _want_nothing(self) -> None:
-        self.wants_regroup = self.wants_compare = False
+        self.wants_regroup = self.wants_compare = self.stages = False
         self.wants_stage = 0
 
     def _stop_following(self) -> None:

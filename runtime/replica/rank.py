@@ -148,7 +148,8 @@ class Rank:
         """The steps, names and tiers of the checkpoints that are there, of training later than
         ours; see `Sources.saves`. `holders`: of other nodes, one for each rank."""
         ours = (self.state.ledger.epoch, self.state.committed)
-        elsewhere = dict.fromkeys(one[self.job.rank] for one in holders)
+        alike = [one for one in holders if len(one) == self.job.ranks]  # others are cut otherwise
+        elsewhere = dict.fromkeys(one[self.job.rank] for one in alike)
         return [[*found] for found in self.saver.sources.saves(elsewhere, ours)]
 
     @order

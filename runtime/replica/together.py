@@ -256,6 +256,7 @@ class Together:
 
     def connect(self, grant: dict[str, Any]) -> None:
         self.teller.granted(grant, self.committed, self.member.replica)
+        self.provers, self._prove_at = [], math.inf
         if grant["joined"] and self._compare_every:
             self._have_proven(grant)
         steps = self._all("connect", grant=grant, replica=self.member.replica)
@@ -327,7 +328,7 @@ class Together:
         """Whether the states are to be compared after the step under way, and no checkpoint has to
         wait for the memory of our copy."""
         due = self._times(self.committed + 2) > self._compared or self.member.wants_compare
-        return due and self.rank.saver.rooms.all_free()
+        return due and self._compare_every > 0 and self.rank.saver.rooms.all_free()
 
     def ready_to_prove(self) -> bool:
         """The same of newcomers' states and ours: a copy in each replica would cost all of them."""
@@ -354,9 +355,8 @@ class Together:
         joined = {int(replica) for replica in grant["joined"]}
         before = {int(member["replica"]) for member in grant["members"]} - joined
         provers = sorted(joined | {max(before)} if before else joined)
-        ours = self.member.replica in provers
-        self.provers = provers if ours else []
-        self._prove_at = int(grant["step"]) + PROVE_STEPS if ours else math.inf
+        if self.member.replica in provers:
+            self.provers, self._prove_at = provers, int(grant["step"]) + PROVE_STEPS
 
     def _times(self, steps: int) -> int:
         return steps // self._compare_every if self._compare_every else 0

@@ -15,6 +15,25 @@ from tests.runtime.test_client import Door
 STATES = st.dictionaries(st.integers(0, 9), st.sampled_from("abc"), min_size=1)
 
 
+def test_a_digest_that_comes_late_disturbs_no_later_step() -> None:
+    comparison = Comparison()
+    comparison.hear(0, 1, 9, "d", (0, 1))
+    comparison.hear(0, 1, 19, "e", (0, 1))
+
+    assert comparison.hear(1, 1, 9, "d", (0, 1)) is None
+    assert comparison.hear(1, 1, 19, "e", (0, 1)) == {0: "e", 1: "e"}
+
+
+def test_newcomers_whose_proof_was_cut_short_are_proven_in_the_next_epoch() -> None:
+    comparison = Comparison()
+
+    joined = [comparison.begins(joined=True), comparison.begins(joined=False)]
+    for replica in (0, 1):
+        comparison.hear(replica, 2, 9, "d", (0, 1))
+
+    assert [*joined, comparison.begins(joined=False)] == [False, True, False]
+
+
 def test_a_step_that_is_made_anew_is_compared_anew() -> None:
     comparison = Comparison()
     for replica in (0, 1):

@@ -330,6 +330,24 @@ def test_once_a_copy_was_offered_more_steps_are_kept(donor: Donor) -> None:
     assert fetch_reduced([donor.address], "right", 8).step == 8
 
 
+def test_a_follower_that_one_donor_cannot_serve_any_more_is_served_by_another(
+    make_donor: Callable[[], Donor],
+) -> None:
+    """Those of whom copies were taken keep more steps than the others."""
+    donors = [make_donor(), make_donor()]
+    heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    donors[1].kept.wanted = True
+    for step in range(8, 16):
+        for donor in donors:
+            donor.kept.add(Reduced(step, 1, torch.zeros(5)))
+    follower = Follower([d.address for d in donors], "right", 8, heard.put)
+
+    made = [heard.get(timeout=PATIENCE_S) for _ in range(2)]
+    follower.stop()
+
+    assert [(one["op"], one["reduced"].step) for one in made] == [("made", 8), ("made", 9)]
+
+
 def test_a_follower_hears_of_each_step_in_order_and_when_it_is_up_to_date(
     make_donor: Callable[[], Donor],
 ) -> None:

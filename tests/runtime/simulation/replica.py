@@ -141,9 +141,7 @@ class Replica(Process):
         parts = sorted((part for parts, _ in brought for part in parts), key=lambda p: p.shard)
         together = {wish: [theirs[wish] for _, theirs in brought] for wish in wishes}
         agreed = {wish: any(one) for wish, one in together.items()}
-        agreed["stage"] = 0 < member.wants_stage <= sum(together["stage"])
-        if agreed["stage"]:
-            member.wants_stage = 0
+        member.agree_to_stage(sum(together["stage"]))
         self._await_lease()
         self.trainer.apply(Made(self.state.step + 1, member.epoch, tuple(parts)), own=True)
         return agreed
@@ -158,7 +156,7 @@ class Replica(Process):
         if self.clock.random.random() < HOLD_CHANCE:
             others = [one for one in self.member.members if one != self.number]
             self.fleet.held[f"h{self.clock.random.choice(others or [self.number])}"] = self.state
-        if wishes["stage"]:
+        if self.member.stages:
             self.trainer.stage()
         if wishes["regroup"]:
             self._regroup(planned=True)
