@@ -108,7 +108,7 @@ class Loading:
         self._reads.clear()
         self._refused.clear()
         began = time.monotonic()
-        self._together.load()
+        self._together.load([])
         ended = time.monotonic()
         (_first, failed), (again, read) = self._reads
         told = self._refused[0]
