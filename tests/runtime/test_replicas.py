@@ -366,7 +366,7 @@ def test_a_newcomer_is_served_on_the_network_and_at_the_rate_that_were_named(
     make_fleet: MakeFleet,
 ) -> None:
     rate, state = 16_000_000, 2 * 4 * 230_000 * 18  # weights and what the optimizer has of them
-    options = {"width": 230_000, "checkpoint_s": 600}
+    options = {"width": 230_000, "checkpoint_s": 600, "pace_s": 0.1}  # steps outlast what is kept
     fleet = make_fleet(2, network="127.0.0.2", rate_cap="16M", options=options)
     fleet.start()
     fleet.wait_for_step(3)

@@ -53,7 +53,7 @@ def test_a_model_divided_among_the_replica_s_ranks_can() -> None:
 
 
 def test_ranks_with_a_whole_model_each_are_no_replica() -> None:
-    assert "this is rank 1 of 2 of its replica, and each has the whole" in cannot_drop(
+    assert "this is rank 1 of 2 of its replica, and its model is not divided" in cannot_drop(
         model(), 1, 2
     )
 
