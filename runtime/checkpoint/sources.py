@@ -145,11 +145,11 @@ class Sources:
                 raise
             self._job.trouble("checkpoints_out_of_reach", f"peer: {error}")
         run = self._known_run(there)
+        mine = (run, self._job.rank, self._job.ranks)
         self._holders = {}
         found = []
         for holder, held in ((self.holder, there), *self._held_at(elsewhere)):
             for one in held:
-                mine = (run, self._job.rank, self._job.ranks)
                 if (one["run"], one["rank"], one["ranks"]) == mine:
                     save = str(one["save"])
                     if self._holders.setdefault(save, holder) == holder:

@@ -290,12 +290,9 @@ def test_a_job_killed_whole_goes_on_from_the_nodes_own_disks(make_fleet: MakeFle
     until(lambda: min(newest_local(fleet, r) for r in (0, 1)) > 20, "both disks hold a checkpoint")
 
     saved = kill_whole(fleet)
-    before = len(fleet.steps(0))
-    fleet.start()
-    fleet.train_on()
-    fleet.stop()
+    went_on = started_anew(fleet)
 
-    assert_every_sample_once(fleet.steps(0)[before:], max(saved) + 1)
+    assert_every_sample_once(went_on, max(saved) + 1)
     assert len(fleet.digests()) == 1
 
 
@@ -310,12 +307,9 @@ def test_what_is_damaged_on_one_tier_is_taken_from_another(make_fleet: MakeFleet
     for path in fleet.folder.glob("disk*/*/*/replica-*/step-*/rank-0-0000.bin"):
         flip_a_bit(path, 1000)
     there = store.number_of(store.candidates(shared)[0])[0]
-    before = len(fleet.steps(0))
-    fleet.start()
-    fleet.train_on()
-    fleet.stop()
+    went_on = started_anew(fleet)
 
-    assert_every_sample_once(fleet.steps(0)[before:], there + 1)
+    assert_every_sample_once(went_on, there + 1)
 
 
 def test_replicas_share_the_checkpoint_out_whoever_dies(make_fleet: MakeFleet) -> None:
@@ -333,12 +327,9 @@ def test_replicas_share_the_checkpoint_out_whoever_dies(make_fleet: MakeFleet) -
     until(lambda: shared_out(shared, back_at + 1), "all three have again")
     kill_whole(fleet)
     newest = store.candidates(shared)[0]
-    before = len(fleet.steps(0))
-    fleet.start()
-    fleet.train_on()
-    fleet.stop()
+    went_on = started_anew(fleet)
 
-    assert_every_sample_once(fleet.steps(0)[before:], store.number_of(newest)[0] + 1)
+    assert_every_sample_once(went_on, store.number_of(newest)[0] + 1)
     assert len(fleet.digests()) == 1
     assert [store.verify(path) for path in store.candidates(shared)[1:]] == [[]] * 2
 
@@ -389,19 +380,14 @@ def test_a_newcomer_is_served_on_the_network_and_at_the_rate_that_were_named(
 
 def test_a_job_killed_whole_goes_on_from_peers_memory(make_fleet: MakeFleet) -> None:
     """Even if a node is lost with what it kept."""
-    fleet = make_fleet(2, holders=True, options={"peer_s": 0.2})
-    fleet.start()
-    until(lambda: min(newest_held(fleet, r) for r in (0, 1)) > 20, "both nodes hold a state")
+    fleet = both_held(make_fleet)
 
     kill_whole(fleet)
     end_holder(fleet, 1)
     saved = newest_held(fleet, 0)
-    before = len(fleet.steps(0))
-    fleet.start()
-    fleet.train_on()
-    fleet.stop()
+    went_on = started_anew(fleet)
 
-    assert_every_sample_once(fleet.steps(0)[before:], saved + 1)
+    assert_every_sample_once(went_on, saved + 1)
     assert len(fleet.digests()) == 1
 
 
@@ -409,41 +395,48 @@ def test_a_job_killed_whole_goes_on_from_the_memory_of_a_node_that_it_left(
     make_fleet: MakeFleet,
 ) -> None:
     """One replica starts on another node; what the other's node held is lost."""
-    fleet = make_fleet(2, holders=True, options={"peer_s": 0.2})
-    fleet.start()
-    until(lambda: min(newest_held(fleet, r) for r in (0, 1)) > 20, "both nodes hold a state")
+    fleet = both_held(make_fleet)
 
     kill_whole(fleet)
     end_holder(fleet, 0)
     saved = newest_held(fleet, 1)
     _address, left = fleet.holder(1)
     (fleet.folder / "memory1").rename(fleet.folder / "memory-left")
-    before = len(fleet.steps(0))
-    fleet.start()
-    fleet.train_on()
-    fleet.stop()
+    went_on = started_anew(fleet)
     os.kill(left, signal.SIGKILL)
 
-    assert_every_sample_once(fleet.steps(0)[before:], saved + 1)
+    assert_every_sample_once(went_on, saved + 1)
     assert len(fleet.digests()) == 1
 
 
 def test_a_state_that_was_damaged_in_memory_is_taken_from_disk(make_fleet: MakeFleet) -> None:
     options = {"peer_s": 0.2, "local_s": 0.5}
-    fleet = make_fleet(2, own_disks=True, holders=True, options=options)
-    fleet.start()
-    until(lambda: min(newest_held(fleet, r) for r in (0, 1)) > 20, "both nodes hold a state")
+    fleet = both_held(make_fleet, own_disks=True, options=options)
     until(lambda: min(newest_local(fleet, r) for r in (0, 1)) > 0, "both disks hold a checkpoint")
 
     on_disk = max(kill_whole(fleet))
     for replica in (0, 1):
         flip_held_bits(fleet.holder(replica)[1])
+    went_on = started_anew(fleet)
+
+    assert_every_sample_once(went_on, on_disk + 1)
+
+
+def both_held(make_fleet: MakeFleet, **settings: Any) -> Fleet:
+    """Two replicas, each of whose nodes keeps a state of the other."""
+    fleet = make_fleet(2, **{"holders": True, "options": {"peer_s": 0.2}, **settings})
+    fleet.start()
+    until(lambda: min(newest_held(fleet, r) for r in (0, 1)) > 20, "both nodes hold a state")
+    return fleet
+
+
+def started_anew(fleet: Fleet, steps: int = 20) -> list[dict[str, Any]]:
+    """The steps that it makes then, so many at least, until it is stopped."""
     before = len(fleet.steps(0))
     fleet.start()
-    fleet.train_on()
+    fleet.train_on(steps)
     fleet.stop()
-
-    assert_every_sample_once(fleet.steps(0)[before:], on_disk + 1)
+    return fleet.steps(0)[before:]
 
 
 def test_a_state_that_leads_to_nan_is_not_loaded_twice(make_fleet: MakeFleet) -> None:
@@ -457,14 +450,10 @@ def test_a_state_that_leads_to_nan_is_not_loaded_twice(make_fleet: MakeFleet) ->
     fleet.start()
     codes = {process.wait(PATIENCE_S) for process in fleet.ranks.values()}
     kill_whole(fleet)
-    before = len(fleet.steps(0))
-    fleet.start()
-    fleet.train_on(40)
-    fleet.stop()
+    went_on = started_anew(fleet, 40)
 
     assert codes == {1}
     assert "was loaded: it is not loaded again" in (fleet.folder / "rank0.log").read_text()
-    went_on = fleet.steps(0)[before:]
     assert went_on[0]["step"] == good + 1
     assert all(math.isfinite(step["loss"]) for step in went_on)
 
