@@ -26,7 +26,9 @@ from runtime.snapshot import Copying, bytes_of
 
 log = logging.getLogger("drydock.peers")
 
-LOG_BYTES = 64 << 20  # of reduced gradients, while somebody follows
+#: Of reduced gradients, while somebody follows; or as much as it takes of a copy, if that is more:
+#: whoever is given steps faster than they are made has then caught up before the first ones are gone.
+LOG_BYTES = 64 << 20
 LOG_STEPS = 8  # so many are kept then, however large
 MAX_WAIT_S = 1.0  # how long a request may wait for a step to be made
 
@@ -44,7 +46,7 @@ class ReducedLog:
     """The last reduced buffers: two, or while a newcomer follows as many as it may need."""
 
     def __init__(self) -> None:
-        self.wanted = False  # a newcomer follows
+        self.copied = 0  # bytes of the state that a newcomer takes before it follows; 0: none does
         self._kept: OrderedDict[int, Reduced] = OrderedDict()
         self._changed = threading.Condition()
 
@@ -53,7 +55,7 @@ class ReducedLog:
             self._kept[reduced.step] = reduced
             self._kept.move_to_end(reduced.step)
             size = reduced.buffer.numel() * reduced.buffer.element_size()
-            limit = max(LOG_STEPS, LOG_BYTES // size) if self.wanted else 2
+            limit = max(LOG_STEPS, max(LOG_BYTES, self.copied) // size) if self.copied else 2
             while len(self._kept) > limit:
                 self._kept.popitem(last=False)
             self._changed.notify_all()
@@ -151,7 +153,7 @@ class PeerServer:
     def offer(self, copying: Copying, gone: Callable[[], None] = lambda: None) -> None:
         """Hold this copy ready; finished and hashed in the background, for training must go on.
         `gone` is called, on any thread, once its memory is not used any more."""
-        self.kept.wanted = True
+        self.kept.copied = copying.table.bytes
         former, self._offer = self._offer, Offer(copying, gone)
         _end(former)
         threading.Thread(target=self._hold, args=(self._offer,), name="drydock-hold").start()
@@ -159,7 +161,8 @@ class PeerServer:
     def release(self, *, log: bool) -> None:
         former, self._offer = self._offer, None
         _end(former)
-        self.kept.wanted = self.kept.wanted and not log
+        if log:
+            self.kept.copied = 0
 
     def close(self) -> None:
         if self._pace is not None:

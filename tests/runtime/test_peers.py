@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from runtime import serving
+from runtime.replica import peers
 from runtime.framing import HEADER, PeerFailed, receive_chunk
 from runtime.image import CHUNK_BYTES, Damaged, Staged
 from runtime.replica.fetching import (
@@ -330,13 +331,24 @@ def test_once_a_copy_was_offered_more_steps_are_kept(donor: Donor) -> None:
     assert fetch_reduced([donor.address], "right", 8).step == 8
 
 
+def test_who_takes_a_large_copy_finds_the_steps_since_however_small_they_are(
+    donor: Donor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "LOG_BYTES", 0)
+    donor.offer(STATE)
+    for step in range(8, 48):
+        donor.kept.add(Reduced(step, 1, torch.zeros(SIZE // 4 // 40)))
+
+    assert fetch_reduced([donor.address], "right", 8).step == 8
+
+
 def test_a_follower_that_one_donor_cannot_serve_any_more_is_served_by_another(
     make_donor: Callable[[], Donor],
 ) -> None:
     """Those of whom copies were taken keep more steps than the others."""
     donors = [make_donor(), make_donor()]
     heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    donors[1].kept.wanted = True
+    donors[1].kept.copied = 1
     for step in range(8, 16):
         for donor in donors:
             donor.kept.add(Reduced(step, 1, torch.zeros(5)))
@@ -354,7 +366,7 @@ def test_a_follower_hears_of_each_step_in_order_and_when_it_is_up_to_date(
     donors = [make_donor(), make_donor()]
     heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     for donor in donors:
-        donor.kept.wanted = True
+        donor.kept.copied = 1
         for step in (8, 9):
             donor.kept.add(Reduced(step, 1, torch.zeros(5)))
     follower = Follower([d.address for d in donors], "right", 8, heard.put)
@@ -369,7 +381,7 @@ def test_a_follower_hears_of_each_step_in_order_and_when_it_is_up_to_date(
     donors[1].kept.add(Reduced(10, 1, torch.zeros(5)))
     follower.applied()
     second = hear("made")["reduced"].step
-    donors[1].kept.wanted = False
+    donors[1].kept.copied = 0
     for step in range(11, 20):
         donors[1].kept.add(Reduced(step, 1, torch.zeros(5)))
     follower.applied()
