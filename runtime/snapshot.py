@@ -7,20 +7,21 @@ The training thread pays one memcpy (`stage`), or less (`Copying`); hashing is f
 from __future__ import annotations
 
 import ctypes
-import itertools
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+from runtime import giving_way
 from runtime.image import CHUNK_BYTES, Buffer, ChunkHashes, Piece, Staged, Table, aligned, pages
 
 #: When a tensor has to be in a copy: it may change any time, with every step, or is not trained and
-#: changes with a step at most if the script does something of its own then.
+#: changes at all only if the script does something of its own.
 When = Literal["now", "soon", "whenever"]
 #: Says of each tensor, by its name, when.
 Due = Callable[[str, torch.Tensor], When]
@@ -104,14 +105,48 @@ class TooSmall(ValueError):
         self.needed = needed
 
 
+#: Elements of a tensor, of which one is looked at.
+MARK_EVERY = 1 << 14
+#: How often torch saw a tensor written, which writes through `.data` escape, and some of its bytes.
+Mark = tuple[int, bytes]
+
+
+def mark_of(tensor: torch.Tensor) -> Mark | None:
+    """Equal as long as nothing changes the tensor, or only a small part of it behind torch's back;
+    None if that cannot be told without effort. One of 400 MB takes about a millisecond."""
+    if tensor.is_cuda or tensor.is_inference() or not tensor.is_contiguous():
+        return None
+    return tensor._version, bytes(bytes_of(tensor.detach().view(-1)[::MARK_EVERY].clone()))
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A tensor that is still to be copied."""
+
+    piece: Piece
+    tensor: torch.Tensor
+    mark: Mark | None = None  # of one that steps do not change
+
+
+class Changed(RuntimeError):
+    """What nobody was to change was changed while it was copied."""
+
+
 class Copying:
     """A copy under way: what may change any time is in it at once, the rest after `finish`."""
 
     def __init__(
-        self, state: Any, step: int, into: memoryview | None = None, due: Due = any_time
+        self,
+        state: Any,
+        step: int,
+        into: memoryview | None = None,
+        due: Due = any_time,
+        steady: Mapping[int, Mark] | None = None,
     ) -> None:
         """`into`: memory that was touched before; a copy into it costs a fifth. `due`: all but what
-        is due now the caller leaves unchanged until it is finished. Raises TooSmall."""
+        is due now the caller leaves unchanged until `wait` has returned. `steady`: by their places
+        in memory, tensors due whenever that steps do not change, as they are now: for these nobody
+        waits. Raises TooSmall."""
         layout = Layout(state, due)
         self.step = step
         self.waited_s = 0.0  # how long the training waited for it after it was begun
@@ -123,8 +158,9 @@ class Copying:
             into = allocate(self.table.bytes, pinned=pinned)
         self._buffer = into[: self.table.bytes]
         self._typed: dict[torch.dtype, torch.Tensor] = {}  # all of it, as numbers of each kind
-        self._rest: deque[tuple[Piece, torch.Tensor]] = deque()
-        self._under_way: dict[int, int] = {}  # thread -> from where of the copy it makes a piece
+        self._rest: deque[Part] = deque()  # that steps change
+        self._steady: deque[Part] = deque()
+        self._under_way: dict[int, Part] = {}  # thread -> the first one of what it copies
         self._changed = threading.Condition()
         self._error: Exception | None = None  # that ended it
         self._stream = stream_beside(layout.tensors)
@@ -136,23 +172,32 @@ class Copying:
                 piece, tensor = layout.table.pieces[place], layout.tensors[place]
                 self._buffer[at : piece.offset] = bytes(piece.offset - at)  # it is hashed too
                 at = piece.offset + piece.bytes
+                mark = (steady or {}).get(tensor.data_ptr()) if piece.bytes else None
                 if layout.due[place] == "now":
                     self._copy(piece, tensor)
+                elif layout.due[place] == "whenever" and mark is not None:
+                    self._steady.append(Part(piece, tensor, mark))
                 else:
-                    self._rest.append((piece, tensor))
+                    self._rest.append(Part(piece, tensor))
         self._buffer[at:] = bytes(self.table.bytes - at)
         if self._stream is not None:  # nothing on the card changes these before they are copied
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
-    def finish(self, copied: Callable[[int], object] | None = None) -> Staged:
+    def finish(
+        self, copied: Callable[[int], object] | None = None, *, give_way: bool = False
+    ) -> Staged:
         """Copy what is left; may be called on another thread, once. `copied` is told now and then
         up to which byte the copy is there, unless the training waits for it: then nobody should
-        begin anything else. Of one that comes from a card it is told at the end. Raises what made
-        the copy fail."""
+        begin anything else. Of one that comes from a card it is told at the end. `give_way`: as
+        soon as nobody waits for what is left, and from then on. Raises what made the copy fail, as
+        Changed."""
         try:
-            while self._copy_next():
-                if copied is not None and self._stream is None and not self._awaited:
-                    copied(self._there())
+            while self._copy_next(self._rest):
+                self._tell_copied(copied)
+            if give_way:
+                giving_way.give_way()
+            while self._copy_next(self._steady):
+                self._tell_copied(copied)
             with self._changed:
                 self._changed.wait_for(lambda: not self._under_way)
             if self._error is not None:
@@ -160,42 +205,59 @@ class Copying:
             if self._stream is not None:
                 self._stream.synchronize()
         finally:
-            self._rest.clear()
+            self._drop_rest()
             self.finished.set()
         if copied is not None:
             copied(self.table.bytes)
         return Staged(self.step, self.table, self._buffer)
 
-    def wait(self) -> None:
-        """Until it is finished: before anything is changed that was not to be copied now. Whoever
-        waits helps."""
+    def wait(self, *, whole: bool = False) -> None:
+        """Until all is copied that a step changes: before one is applied. `whole`: until it is
+        finished, before the state is replaced. Whoever waits helps."""
         began = time.monotonic()
         self._awaited = True
         try:
-            while not self.finished.is_set() and self._stream is None and self._copy_next():
-                pass
+            if self._stream is None:
+                while self._copy_next(self._rest) or (whole and self._copy_next(self._steady)):
+                    pass
         except BaseException as error:  # a signal's handler raised, in the middle of anything
             self._fail(RuntimeError(f"interrupted by {error!r}"))
             raise
-        self.finished.wait()
+        if whole or self._stream is not None:
+            self.finished.wait()
+        else:
+            with self._changed:
+                self._changed.wait_for(self._is_settled)
+        self._awaited = False
         self.waited_s += time.monotonic() - began
 
-    def _copy_next(self) -> bool:
-        """A few pieces more; False if none is left that nobody has begun."""
+    def _is_settled(self) -> bool:
+        """Whether all is copied that a step changes."""
+        left = [*self._rest, *self._under_way.values()]
+        return all(part.mark is not None for part in left)
+
+    def _tell_copied(self, copied: Callable[[int], object] | None) -> None:
+        if copied is not None and self._stream is None and not self._awaited:
+            copied(self._there())
+
+    def _copy_next(self, parts: deque[Part]) -> bool:
+        """A few of them more; False if none is left that nobody has begun."""
         me = threading.get_ident()
         with self._changed:
-            if not self._rest:
+            if not parts:
                 return False
-            self._under_way[me] = self._rest[0][0].offset
-            batch = [self._rest.popleft()]
-            size = batch[0][0].bytes
-            while self._rest and size + self._rest[0][0].bytes <= BATCH_BYTES:
-                batch.append(self._rest.popleft())
-                size += batch[-1][0].bytes
+            self._under_way[me] = parts[0]
+            batch = [parts.popleft()]
+            size = batch[0].piece.bytes
+            while parts and size + parts[0].piece.bytes <= BATCH_BYTES:
+                batch.append(parts.popleft())
+                size += batch[-1].piece.bytes
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
-                for piece, tensor in batch:
-                    self._copy(piece, tensor)
+                for part in batch:
+                    self._copy(part.piece, part.tensor)
+                    if part.mark is not None and part.mark != mark_of(part.tensor):
+                        raise Changed(f"{part.piece.name} was changed while it was copied")
         except Exception as error:  # raised where it is finished: the training goes on
             self._fail(error)
             return False
@@ -208,17 +270,23 @@ class Copying:
         """There will be no copy."""
         with self._changed:
             self._error = error
-            self._rest.clear()
             self._under_way.pop(threading.get_ident(), None)
+        self._drop_rest()
+
+    def _drop_rest(self) -> None:
+        with self._changed:
+            self._rest.clear()
+            self._steady.clear()
             self._changed.notify_all()
 
     def _there(self) -> int:
-        """Up to which byte the copy is there: the pieces are begun in their order."""
+        """Up to which byte the copy is there: of both kinds the parts are begun in their order."""
         with self._changed:
             if self._error is not None:
                 return 0
-            rest = [piece.offset for piece, _tensor in itertools.islice(self._rest, 1)]
-            return min([*self._under_way.values(), *rest], default=self.table.bytes)
+            next_ones = [parts[0] for parts in (self._steady, self._rest) if parts]
+            left = [part.piece.offset for part in (*self._under_way.values(), *next_ones)]
+            return min(left, default=self.table.bytes)
 
     def _copy(self, piece: Piece, tensor: torch.Tensor) -> None:
         """From a card it is only begun."""

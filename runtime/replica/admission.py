@@ -72,9 +72,13 @@ class Admission:
             self.copies, self.logs = False, self.logs and not logs
 
     def staged(self, peer: Peer, step: int, digest: str) -> None:
-        """A copy is held ready; one that was asked for long ago counts no more."""
+        """A copy is held ready; one that was asked for long ago counts no more. Without a digest it
+        could not be made."""
         staging = self.staging
         if staging is None or peer.replica not in staging.asked or step < staging.step:
+            return
+        if not digest:
+            self.staging = None  # ask anew
             return
         if step > staging.step:
             staging.step = step

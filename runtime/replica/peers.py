@@ -26,8 +26,8 @@ from runtime.snapshot import Copying, bytes_of
 
 log = logging.getLogger("drydock.peers")
 
-#: Of reduced gradients, while somebody follows; or as much as it takes of a copy, if that is more:
-#: whoever is given steps faster than they are made has then caught up before the first ones are gone.
+#: Of reduced gradients, while somebody follows, or as many as the copy has that it takes: whoever
+#: is given steps faster than they are made has then caught up before the first ones are gone.
 LOG_BYTES = 64 << 20
 LOG_STEPS = 8  # so many are kept then, however large
 MAX_WAIT_S = 1.0  # how long a request may wait for a step to be made
@@ -90,6 +90,7 @@ class Offer:
 
     def __init__(self, copying: Copying, gone: Callable[[], None]) -> None:
         """`gone` is called once nobody uses it any more, on the thread of whoever was the last."""
+        self.step = copying.step
         self.staged: Staged | None = None  # once it is whole, and hashed
         self._copying: Copying | None = copying
         self._gone = gone
@@ -99,8 +100,7 @@ class Offer:
     def finish(self) -> Staged:
         """Make it whole, and hash it; once. Gives way once the training waits for it no longer."""
         assert self._copying is not None  # noqa: S101 - its finisher has not dropped it
-        staged = self._copying.finish()
-        give_way()
+        staged = self._copying.finish(give_way=True)
         _ = staged.digest
         self.staged = staged
         return staged
@@ -130,7 +130,8 @@ class Offer:
 class PeerServer:
     """Serves from background threads.
 
-    `on_staged` is called on a thread of its own once a copy was hashed, with its step and digest.
+    `on_staged` is called on a thread of its own once a copy was hashed, with its step and digest;
+    with "" if there is no copy after all.
     `pace` holds up what is taken of copies, over all connections together; never the reduced
     gradients, for whoever waits for them falls behind.
     """
@@ -170,11 +171,14 @@ class PeerServer:
         self._server.close()
 
     def _hold(self, offer: Offer) -> None:
+        digest = ""
         try:
-            staged = offer.finish()
-            if self._offer is offer:  # no other was offered meanwhile, and this one is wanted
-                self.on_staged(staged.step, staged.digest)
+            digest = offer.finish().digest
+        except Exception as error:  # members copy anew, for newcomers wait for it
+            log.error("not_staged step=%s error=%r", offer.step, error)
         finally:
+            if self._offer is offer:  # no other was offered meanwhile, and this one is wanted
+                self.on_staged(offer.step, digest)
             offer.drop()
 
     def _serve(self, connection: socket.socket, request: dict[str, Any]) -> None:

@@ -24,7 +24,6 @@ from runtime.checkpoint.resharding import AS_SAVED, resharded
 from runtime.checkpoint.rooms import Room
 from runtime.checkpoint.tiers import TIERS, TierName
 from runtime.framing import PeerFailed
-from runtime.giving_way import give_way
 from runtime.image import Damaged
 from runtime.job import Job
 from runtime.replica.fetching import Follower, fetch_reduced, fetch_state
@@ -183,7 +182,7 @@ class Rank:
         if self._read is None:
             raise RuntimeError("no state was read or taken")
         with self._changing:
-            self.await_copies()
+            self.await_copies(whole=True)
             self.state.restore(self._read)
         self._read = None
         self._kept.clear()
@@ -192,7 +191,7 @@ class Rank:
     @order
     def reload(self) -> None:
         """Begin with what is in memory."""
-        self.await_copies()
+        self.await_copies(whole=True)
         self._read = None
         self.state.statistics.reload()
 
@@ -205,7 +204,7 @@ class Rank:
     def take(self, step: int, digest: str, donors: list[list[str]]) -> None:
         """Fetch our part of the state that peers hold ready. Raises CannotFollow."""
         self.observer.at("sync", self.engine.pending)
-        self.await_copies()
+        self.await_copies(whole=True)
         self._read = None
         try:
             part = digest.split(NEXT)[self.job.rank]
@@ -449,19 +448,19 @@ class Rank:
 
     def _hash(self, copying: Copying, room: Room) -> None:
         try:
-            staged = copying.finish()
-            give_way()
+            staged = copying.finish(give_way=True)
             self.on_compared(staged.step, staged.digest)
         except Exception as error:
             self.job.trouble("not_compared", f"step {copying.step}: {error!r}")
         finally:
             self.saver.rooms.give_back(room)
 
-    def await_copies(self) -> None:
-        """Before the state is changed: wait until what is being copied of it is."""
+    def await_copies(self, *, whole: bool = False) -> None:
+        """Before a step is applied: wait until what it changes is copied. `whole`: until all is,
+        before the state is replaced."""
         for copying in self._copies:
-            copying.wait()
-        self._copies.clear()
+            copying.wait(whole=whole)
+        self._copies = [one for one in self._copies if not one.finished.is_set()]
 
     @order
     def release(self, *, log: bool) -> None:

@@ -5,6 +5,7 @@ The order of calls is the training loop's; nothing here talks to anyone.
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from runtime.image import Staged
 from runtime.ledger import SampleLedger, Summed
 from runtime.replica.division import Division, part_of
 from runtime.replica.statistics import RunningStatistics
-from runtime.snapshot import Copying, Due, When, digest_of, size_of, state_of
+from runtime.snapshot import Copying, Due, Mark, When, digest_of, mark_of, size_of, state_of
 
 MAX_FLAW = 300  # characters of what torch says of a model that does not fit
 
@@ -71,6 +72,7 @@ class TrainingState:
         #: of a divided model, as the last edges had it: in the middle of forward its own
         #: state_dict would take apart what forward has put together
         self._parts_at_edge: tuple[dict[str, Any], Due] | None = None
+        self._steadiness = Steadiness(model, self.committed)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as backward is to see it."""
@@ -133,9 +135,10 @@ class TrainingState:
         return self.begin_copy(into).finish()
 
     def begin_copy(self, into: memoryview | None) -> Copying:
-        """The same, but what only the next commit changes is copied by `Copying.finish`: until then
-        no step may be applied."""
-        return Copying(self._whole(), self.committed, into, self._due())
+        """The same, but what only the next commit changes is copied by `Copying.finish`: before it
+        `Copying.wait` must have returned."""
+        steady = self._steadiness.look(self.committed)
+        return Copying(self._whole(), self.committed, into, self._due(), steady)
 
     def begin_copy_aside(self, into: memoryview | None) -> Copying:
         """The same copy, while another thread computes the next step or anything else but a commit:
@@ -188,6 +191,7 @@ class TrainingState:
         self.committed = int(state["step"])
         self._parts_at_edge = None
         self._note_parts()
+        self._steadiness = Steadiness(self.model, self.committed)
         self.seed(-1)
 
     def _put_back_model(self, weights: dict[str, Any]) -> None:
@@ -273,6 +277,35 @@ class TrainingState:
             "helpers": {name: one for name, one in single.items() if one is not None},
             "extra": self.extra,
         }
+
+
+class Steadiness:
+    """Which of the weights that are not trained stay as they are. Some scripts change such ones
+    themselves with each step, as a teacher's that follow its pupil's."""
+
+    def __init__(self, model: torch.nn.Module, step: int) -> None:
+        """`step`: the last one."""
+        self._model = model
+        #: by their places in memory: how they were first seen, and after which step
+        self._seen: dict[int, tuple[Mark, float]] = {}
+        self.look(step)
+
+    def look(self, step: int) -> dict[int, Mark]:
+        """Those that at least one step has left alone, and none has changed; as they are now."""
+        steady: dict[int, Mark] = {}
+        for weight in self._model.parameters():
+            tensor = part_of(weight)
+            place = tensor.data_ptr()
+            mark = None if weight.requires_grad else mark_of(tensor)
+            if mark is None:
+                self._seen.pop(place, None)
+                continue
+            before, since = self._seen.setdefault(place, (mark, step))
+            if mark != before:
+                self._seen[place] = (mark, math.inf)  # it never counts as steady again
+            elif since < step:
+                steady[place] = mark
+        return steady
 
 
 def own_copy(value: Any) -> Any:

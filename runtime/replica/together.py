@@ -314,7 +314,8 @@ class Together:
         there[rank] = (step, digest)
         parts = [there.get(one, (-1, "")) for one in range(self.siblings.ranks)]
         if {at for at, _digest in parts} == {step}:
-            digests = NEXT.join(digest for _at, digest in parts)
+            whole = all(digest for _at, digest in parts)
+            digests = NEXT.join(digest for _at, digest in parts) if whole else ""
             among = {"among": self._among} if op == "compared" else {}
             self.rank.link.say(op, epoch=self._epoch_of[op], step=step, digest=digests, **among)
 

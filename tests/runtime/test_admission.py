@@ -168,6 +168,21 @@ def test_a_state_with_another_digest_does_not_enter(play: Play) -> None:
     assert (newcomer.peer.phase, newcomer.peer.refusals) == ("fresh", 1)
 
 
+def test_a_copy_that_could_not_be_made_is_asked_for_anew(play: Play) -> None:
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    for member, digest in zip(scene.replicas, ["d", ""], strict=True):
+        member.say("staged", step=10, digest=digest)
+    assert not newcomer.heard("sync")
+
+    for member in scene.replicas:
+        member.say("staged", step=11, digest="d")
+
+    assert [len(member.heard("stage")) for member in scene.replicas] == [2, 2]
+    assert [sync["step"] for sync in newcomer.heard("sync")] == [11]
+    assert not scene.replicas[0].heard("diverged")
+
+
 def test_members_that_differ_are_told_and_the_newcomer_takes_what_most_hold(play: Play) -> None:
     scene = play(3)
     newcomer = scene.join(3, "n")

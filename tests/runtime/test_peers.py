@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from runtime import serving
-from runtime.replica import peers
 from runtime.framing import HEADER, PeerFailed, receive_chunk
 from runtime.image import CHUNK_BYTES, Damaged, Staged
+from runtime.replica import peers
 from runtime.replica.fetching import (
     Connection,
     Download,
@@ -28,7 +28,7 @@ from runtime.replica.fetching import (
 )
 from runtime.replica.pacing import Pace
 from runtime.replica.peers import PeerServer, Reduced, ReducedLog
-from runtime.snapshot import Copying, allocate, stage
+from runtime.snapshot import Changed, Copying, allocate, stage
 
 MEGABYTES = 20
 STATE: dict[str, Any] = {"weight": torch.arange(MEGABYTES << 18, dtype=torch.float32), "count": 3}
@@ -273,9 +273,11 @@ class Gated(Copying):
         super().__init__(state, step)
         self.gate = threading.Event()
 
-    def finish(self, copied: Callable[[int], object] | None = None) -> Staged:
+    def finish(
+        self, copied: Callable[[int], object] | None = None, *, give_way: bool = False
+    ) -> Staged:
         assert self.gate.wait(PATIENCE_S)
-        return super().finish(copied)
+        return super().finish(copied, give_way=give_way)
 
 
 def test_a_copy_that_was_released_while_it_was_copied_is_not_held(donor: Donor) -> None:
@@ -291,6 +293,28 @@ def test_a_copy_that_was_released_while_it_was_copied_is_not_held(donor: Donor) 
     assert donor.staged.empty()
     with pytest.raises(PeerFailed, match="no copy of step 7"):
         manifest_of(donor)
+
+
+class Torn(Copying):
+    """A copy that turns out not to be one."""
+
+    def finish(
+        self, copied: Callable[[int], object] | None = None, *, give_way: bool = False
+    ) -> Staged:
+        super().finish(copied, give_way=give_way)
+        raise Changed("it was changed meanwhile")
+
+
+def test_a_copy_that_fails_is_told_of_and_not_held(donor: Donor) -> None:
+    gone = threading.Event()
+
+    donor.server.offer(Torn(STATE, 7), gone.set)
+
+    assert donor.staged.get(timeout=PATIENCE_S) == (7, "")
+    with pytest.raises(PeerFailed, match="no copy of step 7"):
+        manifest_of(donor)
+    donor.server.release(log=False)
+    assert gone.wait(PATIENCE_S)
 
 
 def test_the_memory_of_a_copy_is_another_s_only_once_nobody_is_sent_of_it(donor: Donor) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from runtime import snapshot
-from runtime.image import Piece
-from runtime.snapshot import Copying, When, stage, state_of
+from runtime.image import Piece, Staged
+from runtime.snapshot import MARK_EVERY, Changed, Copying, Mark, When, mark_of, stage, state_of
 
 PATIENCE_S = 30.0
 STATE = {"model": {f"w{n}": torch.randn(n + 1, 50) for n in range(40)}, "step": 3}
@@ -161,5 +162,86 @@ def test_an_interrupted_copy_is_none() -> None:
         copying.wait()
 
     with pytest.raises(RuntimeError, match="interrupted by KeyboardInterrupt"):
+        copying.finish()
+    assert copying.finished.is_set()
+
+
+FROZEN = {"model": {"frozen": torch.randn(3 * MARK_EVERY), "trained": torch.randn(50)}}
+
+
+def due_by_name(name: str, _tensor: torch.Tensor) -> When:
+    return "whenever" if name == ".model.frozen" else "soon"
+
+
+def marks() -> dict[int, Mark]:
+    """Of the frozen tensor, as it is."""
+    frozen = FROZEN["model"]["frozen"]
+    mark = mark_of(frozen)
+    assert mark is not None
+    return {frozen.data_ptr(): mark}
+
+
+class HeldFrozen(Held):
+    """Of a state most of which no step changes."""
+
+    def __init__(self) -> None:
+        self.names = (".model.frozen",)
+        self.held, self.go_on = threading.Event(), threading.Event()
+        Copying.__init__(self, FROZEN, 7, due=due_by_name, steady=marks())
+
+
+def test_nobody_waits_for_what_no_step_changes() -> None:
+    before = stage(FROZEN, 7)
+    copying = HeldFrozen()
+    copies: list[Staged] = []
+    finishing = threading.Thread(target=lambda: copies.append(copying.finish()))
+    finishing.start()
+    assert copying.held.wait(PATIENCE_S)
+
+    copying.wait()
+    early = copying.finished.is_set()
+    FROZEN["model"]["trained"].add_(1)
+    copying.go_on.set()
+    finishing.join(PATIENCE_S)
+
+    assert not early
+    for name, tensor in state_of(before)["model"].items():
+        assert torch.equal(state_of(copies[0])["model"][name], tensor)
+
+
+def test_who_is_to_replace_the_state_waits_for_all_of_it() -> None:
+    copying = HeldFrozen()
+    finishing = threading.Thread(target=copying.finish)
+    finishing.start()
+    assert copying.held.wait(PATIENCE_S)
+    waiting = threading.Thread(target=copying.wait, kwargs={"whole": True})
+    waiting.start()
+    waiting.join(0.05)
+    waits = waiting.is_alive()
+    copying.go_on.set()
+    waiting.join(PATIENCE_S)
+    finishing.join(PATIENCE_S)
+
+    assert waits
+    assert copying.finished.is_set()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda frozen: frozen[1:2].add_(1),  # a little of it
+        lambda frozen: frozen.data.mul_(0.99),  # all of it, where torch does not count
+    ],
+)
+def test_what_was_changed_although_no_step_had_changed_it_is_no_copy(
+    change: Callable[[torch.Tensor], object],
+) -> None:
+    copying = HeldFrozen()
+    copying.go_on.set()
+
+    change(FROZEN["model"]["frozen"])
+
+    copying.wait()  # nor does it harm the training
+    with pytest.raises(Changed, match=r"\.model\.frozen was changed while it was copied"):
         copying.finish()
     assert copying.finished.is_set()

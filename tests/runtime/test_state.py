@@ -116,12 +116,39 @@ def test_what_a_step_may_change_is_copied_before_it_and_the_rest_at_once() -> No
     at_the_edge = state.copy().digest
 
     copying = state.begin_copy(None)
-    waits = [piece.name for piece, _ in copying._rest]
+    waits = [part.piece.name for part in copying._rest]
     copied = copying.finish()
 
     assert waits == [".model.0.weight", ".model.0.bias", ".model.1.weight", ".model.1.bias"]
     assert copied.digest == at_the_edge
     assert copied.table.frozen == CHUNK_BYTES  # what is not trained has chunks of its own
+
+
+def test_for_what_steps_have_left_alone_the_next_one_need_not_wait() -> None:
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 1) for name in ("base", "teacher", "w")})
+    model["base"].requires_grad_(False)
+    model["teacher"].requires_grad_(False)
+    optimizer = torch.optim.SGD(model["w"].parameters(), lr=0.1)
+    state = TrainingState(model, [optimizer], Batches(samples=96))
+
+    def waited_for() -> set[str]:
+        return {part.piece.name.split(".")[2] for part in state.begin_copy(None)._rest}
+
+    at_first = waited_for()  # nothing has shown yet what steps change
+    for parameter in model["teacher"].parameters():
+        parameter.data.mul_(0.9)
+    state.committed += 1
+    after_a_step = waited_for()
+    state.committed += 1
+    for parameter in model["base"].parameters():
+        parameter.requires_grad_(True)
+    once_trained = waited_for()
+    state.restore(state_of(state.copy()))
+    restored = waited_for()
+
+    assert at_first == {"base", "teacher", "w"}
+    assert after_a_step == {"teacher", "w"}
+    assert once_trained == restored == {"base", "teacher", "w"}
 
 
 @pytest.mark.parametrize(

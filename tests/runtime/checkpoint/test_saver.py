@@ -326,7 +326,7 @@ def test_what_is_copied_later_is_of_the_edge_and_the_wait_is_counted(trainer: On
 
     assert copying is not None
     copying.wait()
-    assert copying.finished.is_set()
+    assert copying.finished.wait(PATIENCE_S)
     assert copying.waited_s >= 0
 
 
