@@ -26,7 +26,10 @@ AFTER = 5  # commits of each survivor after a kill, before its gap is believed t
 #: ten steps after it entered.
 REJOINED = 15
 RUN_IN = 200  # steps, before a newcomer is measured
-ALONE = 10  # the same before a newcomer comes
+#: After which the machine has done with what the dead one held: a virtual one tells its host of
+#: memory that is free two seconds after it became so (PAGE_REPORTING_DELAY, mm/page_reporting.c),
+#: and stands still meanwhile, which would be seen in whatever a newcomer does just then.
+QUIET_S = 4.0
 PATIENCE_S = 30.0
 FALSE_STARTS = 2
 
@@ -57,6 +60,7 @@ class Rejoin:
 
     step_s: float  # with all replicas
     gap_s: float
+    calm_s: float  # the same with all replicas and nothing done to them, in as long a time
     service_s: float  # its start -> its first share of a committed step; torch was imported before
 
 
@@ -250,18 +254,25 @@ def rejoin(bench: Bench, contender: Contender, state_mb: float) -> Rejoin | None
         step_s = _step(job)
         victim = bench.chance.choice(_present(job))
         survivors = [member for member in _present(job) if member is not victim]
+        calm = survivors[0].commits()[-1].at
         at = time.monotonic()
         job.kill(victim)
         job.let(FOR_EVER)
-        if not job.wait(lambda: all(len(s.commits(at)) >= ALONE for s in survivors), PATIENCE_S):
+        quiet = at + QUIET_S
+        if not job.wait(lambda: all(s.commits(quiet) for s in survivors), PATIENCE_S):
             return None
         newcomer = job.start(victim.replica)
         if not job.wait(lambda: _rejoined(job, newcomer), PATIENCE_S):
             return None
         entered, steady = (newcomer.commits()[place].at for place in (0, REJOINED - 1))
-        gaps = [gap([e.at for e in s.commits()], newcomer.started, steady) for s in survivors]
+
+        def longest(since: float, until: float) -> float:
+            gaps = [gap([e.at for e in s.commits()], since, until) for s in survivors]
+            return max(found for found in gaps if found is not None)
+
         return Rejoin(
             step_s=step_s,
-            gap_s=max(found for found in gaps if found is not None),
+            gap_s=longest(newcomer.started, steady),
+            calm_s=longest(calm - (steady - newcomer.started), calm),
             service_s=entered - newcomer.started,
         )

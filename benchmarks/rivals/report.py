@@ -85,7 +85,7 @@ def _rejoin(rows: Sequence[Row]) -> Iterator[str]:
         yield f"A newcomer to {replicas - 1} replicas, {state_mb:.0f} MB of state"
         yield (
             f"{'':<32}{'entered':>8}{'median':>10}{'p99':>9}{'worst':>9}{'of ours':>9}"
-            f"{'in steps':>10}{'worst':>7}{'in service':>12}"
+            f"{'in steps':>10}{'worst':>7}{'calm':>6}{'in service':>12}"
         )
         ours = _median(group, OURS.name, "gaps_s")
         for row in group:
@@ -94,9 +94,11 @@ def _rejoin(rows: Sequence[Row]) -> Iterator[str]:
             if entered:
                 steps = row["gaps_steps"]
                 line += f"{_times(row['gaps_s'], ours)}{statistics.median(steps):>10.1f}"
-                line += f"{max(steps):>7.1f}{statistics.median(row['service_s']):>10.2f} s"
+                calm = statistics.median(row["calm_steps"])
+                line += f"{max(steps):>7.1f}{calm:>6.1f}"
+                line += f"{statistics.median(row['service_s']):>10.2f} s"
             yield line
-    yield f"limit: ours {LIMIT_STEPS} median steps"
+    yield f"limit: ours {LIMIT_STEPS} median steps. Calm: as long a time before, all replicas there"
 
 
 def _times(gaps: Sequence[float], ours: float | None) -> str:

@@ -154,5 +154,6 @@ def _rejoin_row(
         "step_s": statistics.median([one.step_s for one in entered]) if entered else None,
         "gaps_s": [one.gap_s for one in entered],
         "gaps_steps": [one.gap_s / one.step_s for one in entered],
+        "calm_steps": [one.calm_s / one.step_s for one in entered],
         "service_s": [one.service_s for one in entered],
     }
