@@ -36,6 +36,8 @@ BATCH_BYTES = 4 << 20
 #: Where tensors that are one are kept once. Elsewhere loading could take them apart, and a state
 #: that was loaded would not have the digest of the one that was saved.
 TIED = ".model."
+#: Kinds of tensors of which a copy of the elements is a copy.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 #: What may be a key in a state.
 KEYS = (str, int, float, bool, type(None))
 
@@ -105,18 +107,20 @@ class TooSmall(ValueError):
         self.needed = needed
 
 
-#: Elements of a tensor, of which one is looked at.
-MARK_EVERY = 1 << 14
+#: So many elements of a tensor are looked at, all over it.
+MARKED = 64
 #: How often torch saw a tensor written, which writes through `.data` escape, and some of its bytes.
 Mark = tuple[int, bytes]
 
 
 def mark_of(tensor: torch.Tensor) -> Mark | None:
     """Equal as long as nothing changes the tensor, or only a small part of it behind torch's back;
-    None if that cannot be told without effort. One of 400 MB takes about a millisecond."""
-    if tensor.is_cuda or tensor.is_inference() or not tensor.is_contiguous():
+    None if that cannot be told without effort."""
+    plain_one = type(tensor) in PLAIN and tensor.layout == torch.strided and tensor.is_cpu
+    if not plain_one or tensor.is_inference() or not tensor.is_contiguous():
         return None
-    return tensor._version, bytes(bytes_of(tensor.detach().view(-1)[::MARK_EVERY].clone()))
+    every = max(1, tensor.numel() // MARKED)
+    return tensor._version, bytes(bytes_of(tensor.detach().view(-1)[::every].clone()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -389,7 +393,7 @@ def view_of(buffer: Buffer, piece: Piece) -> torch.Tensor:
 def refuse_odd(tensor: torch.Tensor, name: str) -> None:
     """Raise TypeError, with the remedy, for a tensor that is more than its elements."""
     what = None
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) not in PLAIN:
         what = f"a {type(tensor).__name__}"
     elif tensor.is_quantized or tensor.layout != torch.strided:
         what = f"a {'quantized' if tensor.is_quantized else tensor.layout} tensor"

@@ -10,7 +10,7 @@ import torch
 
 from runtime import snapshot
 from runtime.image import Piece, Staged
-from runtime.snapshot import MARK_EVERY, Changed, Copying, Mark, When, mark_of, stage, state_of
+from runtime.snapshot import MARKED, Changed, Copying, Mark, When, mark_of, stage, state_of
 
 PATIENCE_S = 30.0
 STATE = {"model": {f"w{n}": torch.randn(n + 1, 50) for n in range(40)}, "step": 3}
@@ -166,7 +166,7 @@ def test_an_interrupted_copy_is_none() -> None:
     assert copying.finished.is_set()
 
 
-FROZEN = {"model": {"frozen": torch.randn(3 * MARK_EVERY), "trained": torch.randn(50)}}
+FROZEN = {"model": {"frozen": torch.randn(3 * MARKED), "trained": torch.randn(50)}}
 
 
 def due_by_name(name: str, _tensor: torch.Tensor) -> When:
