@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -145,12 +145,12 @@ class Copying:
         step: int,
         into: memoryview | None = None,
         due: Due = any_time,
-        steady: Mapping[int, Mark] | None = None,
+        steady: Collection[int] = (),
     ) -> None:
         """`into`: memory that was touched before; a copy into it costs a fifth. `due`: all but what
-        is due now the caller leaves unchanged until `wait` has returned. `steady`: by their places
-        in memory, tensors due whenever that steps do not change, as they are now: for these nobody
-        waits. Raises TooSmall."""
+        is due now the caller leaves unchanged until `wait` has returned. `steady`: the places
+        in memory of weights due whenever that steps do not change: for these nobody waits, unless
+        the state lies on a card, from where all is copied soon. Raises TooSmall."""
         layout = Layout(state, due)
         self.step = step
         self.waited_s = 0.0  # how long the training waited for it after it was begun
@@ -176,13 +176,12 @@ class Copying:
                 piece, tensor = layout.table.pieces[place], layout.tensors[place]
                 self._buffer[at : piece.offset] = bytes(piece.offset - at)  # it is hashed too
                 at = piece.offset + piece.bytes
-                mark = (steady or {}).get(tensor.data_ptr()) if piece.bytes else None
                 if layout.due[place] == "now":
                     self._copy(piece, tensor)
-                elif layout.due[place] == "whenever" and mark is not None:
-                    self._steady.append(Part(piece, tensor, mark))
-                else:
-                    self._rest.append(Part(piece, tensor))
+                    continue
+                calm = layout.due[place] == "whenever" and tensor.data_ptr() in steady
+                mark = mark_of(tensor) if calm and self._stream is None else None
+                (self._rest if mark is None else self._steady).append(Part(piece, tensor, mark))
         self._buffer[at:] = bytes(self.table.bytes - at)
         if self._stream is not None:  # nothing on the card changes these before they are copied
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
@@ -198,7 +197,7 @@ class Copying:
         try:
             while self._copy_next(self._rest):
                 self._tell_copied(copied)
-            if give_way:
+            if give_way and self._stream is None:
                 giving_way.give_way()
             while self._copy_next(self._steady):
                 self._tell_copied(copied)
@@ -211,6 +210,8 @@ class Copying:
         finally:
             self._drop_rest()
             self.finished.set()
+            if give_way:
+                giving_way.give_way()
         if copied is not None:
             copied(self.table.bytes)
         return Staged(self.step, self.table, self._buffer)

@@ -60,7 +60,7 @@ class Rejoin:
 
     step_s: float  # with all replicas
     gap_s: float
-    calm_s: float  # the same with all replicas and nothing done to them, in as long a time
+    calm_s: float  # the same with all replicas and nothing done to them, in about as long a time
     service_s: float  # its start -> its first share of a committed step; torch was imported before
 
 
@@ -254,7 +254,7 @@ def rejoin(bench: Bench, contender: Contender, state_mb: float) -> Rejoin | None
         step_s = _step(job)
         victim = bench.chance.choice(_present(job))
         survivors = [member for member in _present(job) if member is not victim]
-        calm = survivors[0].commits()[-1].at
+        run_in, calm = (survivors[0].commits()[place].at for place in (RUN_IN // 4, -1))
         at = time.monotonic()
         job.kill(victim)
         job.let(FOR_EVER)
@@ -273,6 +273,6 @@ def rejoin(bench: Bench, contender: Contender, state_mb: float) -> Rejoin | None
         return Rejoin(
             step_s=step_s,
             gap_s=longest(newcomer.started, steady),
-            calm_s=longest(calm - (steady - newcomer.started), calm),
+            calm_s=longest(max(run_in, calm - (steady - newcomer.started)), calm),
             service_s=entered - newcomer.started,
         )

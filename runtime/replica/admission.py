@@ -72,18 +72,21 @@ class Admission:
             self.copies, self.logs = False, self.logs and not logs
 
     def staged(self, peer: Peer, step: int, digest: str) -> None:
-        """A copy is held ready; one that was asked for long ago counts no more. Without a digest it
-        could not be made."""
+        """A copy is held ready; one that was asked for long ago counts no more."""
         staging = self.staging
         if staging is None or peer.replica not in staging.asked or step < staging.step:
-            return
-        if not digest:
-            self.staging = None  # ask anew
             return
         if step > staging.step:
             staging.step = step
             staging.digests.clear()
         staging.digests[peer.replica] = digest
+
+    def not_staged(self, peer: Peer) -> bool:
+        """A copy could not be made; whether one was asked for, which is to be asked for anew."""
+        if self.staging is None or peer.replica not in self.staging.asked:
+            return False
+        self.staging = None
+        return True
 
     def forget(self, replica: int) -> None:
         """It is gone, and its copy with it."""

@@ -294,7 +294,13 @@ class Coordinator(Epochs):
             self.doubt.answer(peer.replica, [int(replica) for replica in message["replicas"]])
 
     def on_staged(self, peer: Peer, message: dict[str, Any]) -> None:
-        self.admission.staged(peer, int(message["step"]), str(message["digest"]))
+        if message["digest"]:
+            self.admission.staged(peer, int(message["step"]), str(message["digest"]))
+        elif self.admission.not_staged(peer):
+            for newcomer in self.newcomers(
+                "fresh"
+            ):  # what fails each time is not to cost each step
+                newcomer.put_off(self.clock())
 
     def on_compared(self, peer: Peer, message: dict[str, Any]) -> None:
         epoch, step = int(message["epoch"]), int(message["step"])

@@ -26,8 +26,9 @@ from runtime.snapshot import Copying, bytes_of
 
 log = logging.getLogger("drydock.peers")
 
-#: Of reduced gradients, while somebody follows, or as many as the copy has that it takes: whoever
-#: is given steps faster than they are made has then caught up before the first ones are gone.
+#: Of reduced gradients, while somebody follows; in the host's memory also as many as the copy has
+#: that it takes: whoever is given steps faster than they are made has then caught up before the
+#: first ones are gone.
 LOG_BYTES = 64 << 20
 LOG_STEPS = 8  # so many are kept then, however large
 MAX_WAIT_S = 1.0  # how long a request may wait for a step to be made
@@ -55,7 +56,9 @@ class ReducedLog:
             self._kept[reduced.step] = reduced
             self._kept.move_to_end(reduced.step)
             size = reduced.buffer.numel() * reduced.buffer.element_size()
-            limit = max(LOG_STEPS, max(LOG_BYTES, self.copied) // size) if self.copied else 2
+            # On a card the training needs the memory more.
+            allowed = LOG_BYTES if reduced.buffer.is_cuda else max(LOG_BYTES, self.copied)
+            limit = max(LOG_STEPS, allowed // size) if self.copied else 2
             while len(self._kept) > limit:
                 self._kept.popitem(last=False)
             self._changed.notify_all()

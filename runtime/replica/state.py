@@ -169,6 +169,7 @@ class TrainingState:
         if "batches" not in state:  # weights alone, that another tool made: the job begins
             self._put_back_model(state["model"])
             self.statistics.reload()
+            self._steadiness = Steadiness(self.model, self.committed)
             return
         self.batches.load_state_dict(state["batches"])
         # What a module's set_extra_state is given it may keep.
@@ -281,7 +282,8 @@ class TrainingState:
 
 class Steadiness:
     """Which of the weights that are not trained stay as they are. Some scripts change such ones
-    themselves with each step, as a teacher's that follow its pupil's."""
+    themselves with each step, as a teacher's that follow its pupil's. Never divided ones, of which
+    torch does not count how often they were written."""
 
     def __init__(self, model: torch.nn.Module, step: int) -> None:
         """`step`: the last one."""
@@ -290,13 +292,12 @@ class Steadiness:
         self._seen: dict[int, tuple[Mark, float]] = {}
         self.look(step)
 
-    def look(self, step: int) -> dict[int, Mark]:
-        """Those that at least one step has left alone, and none has changed; as they are now."""
-        steady: dict[int, Mark] = {}
+    def look(self, step: int) -> set[int]:
+        """The places of those that at least one step has left alone, and none has changed."""
+        steady: set[int] = set()
         for weight in self._model.parameters():
-            tensor = part_of(weight)
-            place = tensor.data_ptr()
-            mark = None if weight.requires_grad else mark_of(tensor)
+            place = part_of(weight).data_ptr()
+            mark = None if weight.requires_grad else mark_of(weight)
             if mark is None:
                 self._seen.pop(place, None)
                 continue
@@ -304,7 +305,7 @@ class Steadiness:
             if mark != before:
                 self._seen[place] = (mark, math.inf)  # it never counts as steady again
             elif since < step:
-                steady[place] = mark
+                steady.add(place)
         return steady
 
 

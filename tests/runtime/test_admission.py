@@ -171,13 +171,16 @@ def test_a_state_with_another_digest_does_not_enter(play: Play) -> None:
 def test_a_copy_that_could_not_be_made_is_asked_for_anew(play: Play) -> None:
     scene = play(2)
     newcomer = scene.join(2, "n")
-    for member, digest in zip(scene.replicas, ["d", ""], strict=True):
-        member.say("staged", step=10, digest=digest)
+    for member in scene.replicas:
+        member.say("staged", step=10, digest="")
     assert not newcomer.heard("sync")
+    at_once = [len(member.heard("stage")) for member in scene.replicas]
 
+    scene.pass_time(1.5, *scene.replicas, newcomer)
     for member in scene.replicas:
         member.say("staged", step=11, digest="d")
 
+    assert at_once == [1, 1]
     assert [len(member.heard("stage")) for member in scene.replicas] == [2, 2]
     assert [sync["step"] for sync in newcomer.heard("sync")] == [11]
     assert not scene.replicas[0].heard("diverged")

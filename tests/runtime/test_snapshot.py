@@ -10,7 +10,7 @@ import torch
 
 from runtime import snapshot
 from runtime.image import Piece, Staged
-from runtime.snapshot import MARKED, Changed, Copying, Mark, When, mark_of, stage, state_of
+from runtime.snapshot import MARKED, Changed, Copying, When, stage, state_of
 
 PATIENCE_S = 30.0
 STATE = {"model": {f"w{n}": torch.randn(n + 1, 50) for n in range(40)}, "step": 3}
@@ -173,21 +173,15 @@ def due_by_name(name: str, _tensor: torch.Tensor) -> When:
     return "whenever" if name == ".model.frozen" else "soon"
 
 
-def marks() -> dict[int, Mark]:
-    """Of the frozen tensor, as it is."""
-    frozen = FROZEN["model"]["frozen"]
-    mark = mark_of(frozen)
-    assert mark is not None
-    return {frozen.data_ptr(): mark}
-
-
 class HeldFrozen(Held):
     """Of a state most of which no step changes."""
 
     def __init__(self) -> None:
         self.names = (".model.frozen",)
         self.held, self.go_on = threading.Event(), threading.Event()
-        Copying.__init__(self, FROZEN, 7, due=due_by_name, steady=marks())
+        Copying.__init__(
+            self, FROZEN, 7, due=due_by_name, steady={FROZEN["model"]["frozen"].data_ptr()}
+        )
 
 
 def test_nobody_waits_for_what_no_step_changes() -> None:

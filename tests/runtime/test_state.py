@@ -143,12 +143,43 @@ def test_for_what_steps_have_left_alone_the_next_one_need_not_wait() -> None:
     for parameter in model["base"].parameters():
         parameter.requires_grad_(True)
     once_trained = waited_for()
+    model["base"].requires_grad_(False)
     state.restore(state_of(state.copy()))
     restored = waited_for()
+    state.committed += 1
+    a_step_later = waited_for()
 
-    assert at_first == {"base", "teacher", "w"}
+    assert at_first == once_trained == restored == {"base", "teacher", "w"}
     assert after_a_step == {"teacher", "w"}
-    assert once_trained == restored == {"base", "teacher", "w"}
+    assert a_step_later == {"w"}  # the teacher too was left alone since
+
+
+def test_what_begins_where_a_frozen_weight_does_is_not_taken_for_it() -> None:
+    frozen = torch.nn.Linear(4, 3).requires_grad_(False)
+    frozen.register_buffer("turned", frozen.weight.t())
+    frozen.register_buffer("first_rows", frozen.weight[:2])
+    model = torch.nn.Sequential(frozen, torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    state = TrainingState(model, [optimizer], Batches(samples=96))
+    state.committed += 1
+
+    copied = state_of(state.copy())["model"]
+
+    assert torch.equal(copied["0.turned"], frozen.weight.t())
+    assert torch.equal(copied["0.first_rows"], frozen.weight[:2])
+
+
+def test_weights_that_another_tool_made_are_waited_for_until_a_step_left_them_alone() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    state = TrainingState(model, [optimizer], Batches(samples=96))
+
+    state.restore({"model": {name: one + 1 for name, one in model.state_dict().items()}})
+    at_first = len(state.begin_copy(None)._rest)
+    state.committed += 1
+
+    assert (at_first, len(state.begin_copy(None)._rest)) == (4, 2)
 
 
 @pytest.mark.parametrize(

@@ -188,8 +188,11 @@ def test_a_copy_is_held_once_every_part_is_of_one_step(pair: Pair) -> None:
     pair.together.hashed("staged", 1, 4, "b")
     pair.together.hashed("staged", 0, 5, "a")
     pair.together.hashed("staged", 1, 5, "c")
+    pair.together.hashed("staged", 0, 6, "a")
+    pair.together.hashed("staged", 1, 6, "")  # it could not be made there
 
-    assert said == [{"op": "staged", "epoch": 0, "step": 5, "digest": "a-c"}]
+    assert [one["op"] for one in said] == ["staged", "staged"]
+    assert [(one["step"], one["digest"]) for one in said] == [(5, "a-c"), (6, "")]
 
 
 def test_a_checkpoint_is_told_of_once_every_part_is_durable(pair: Pair) -> None:
