@@ -297,9 +297,8 @@ class Coordinator(Epochs):
         if message["digest"]:
             self.admission.staged(peer, int(message["step"]), str(message["digest"]))
         elif self.admission.not_staged(peer):
-            for newcomer in self.newcomers(
-                "fresh"
-            ):  # what fails each time is not to cost each step
+            # Not at once: what fails each time would cost each step.
+            for newcomer in self.newcomers("fresh"):
                 newcomer.put_off(self.clock())
 
     def on_compared(self, peer: Peer, message: dict[str, Any]) -> None:

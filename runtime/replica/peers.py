@@ -26,9 +26,8 @@ from runtime.snapshot import Copying, bytes_of
 
 log = logging.getLogger("drydock.peers")
 
-#: Of reduced gradients, while somebody follows; in the host's memory also as many as the copy has
-#: that it takes: whoever is given steps faster than they are made has then caught up before the
-#: first ones are gone.
+#: Of reduced gradients, while somebody follows. In the host's memory it may be as much as the copy
+#: that was taken: whoever is given steps faster than they are made catches up before they are gone.
 LOG_BYTES = 64 << 20
 LOG_STEPS = 8  # so many are kept then, however large
 MAX_WAIT_S = 1.0  # how long a request may wait for a step to be made
@@ -174,14 +173,15 @@ class PeerServer:
         self._server.close()
 
     def _hold(self, offer: Offer) -> None:
-        digest = ""
         try:
-            digest = offer.finish().digest
-        except Exception as error:  # members copy anew, for newcomers wait for it
-            log.error("not_staged step=%s error=%r", offer.step, error)
-        finally:
+            try:
+                digest = offer.finish().digest
+            except Exception as error:  # newcomers wait for it: they have to hear
+                log.error("not_staged step=%s error=%r", offer.step, error)
+                digest = ""
             if self._offer is offer:  # no other was offered meanwhile, and this one is wanted
                 self.on_staged(offer.step, digest)
+        finally:
             offer.drop()
 
     def _serve(self, connection: socket.socket, request: dict[str, Any]) -> None:

@@ -309,7 +309,11 @@ class Together:
         return self.rank.has_room()
 
     def hashed(self, op: str, rank: int, step: int, digest: str) -> None:
-        """A rank hashed its part of a copy; once all have, so have we. On a thread of its own."""
+        """A rank hashed its part of a copy, or could make none (""); once all have said so, we do.
+        On a thread of its own."""
+        if not digest:
+            what = f"rank {rank} could make no copy of step {step} for newcomers; its log says why"
+            self.trouble("not_staged", what)
         there = self._hashed[op]
         there[rank] = (step, digest)
         parts = [there.get(one, (-1, "")) for one in range(self.siblings.ranks)]

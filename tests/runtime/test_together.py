@@ -176,8 +176,12 @@ def test_a_step_that_is_not_whole_on_one_rank_is_computed_anew_on_all(pair: Pair
     assert pair.other.heard == ["reduce", "refuse"]
 
 
-def test_a_copy_is_held_once_every_part_is_of_one_step(pair: Pair) -> None:
+def test_a_copy_is_held_once_every_part_is_of_one_step(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[dict[str, Any]] = []
+    troubles: list[tuple[str, str]] = []
+    monkeypatch.setattr(pair.together, "trouble", lambda *told: troubles.append(told))
 
     def say(op: str, **message: Any) -> bool:
         said.append({"op": op, **message})
@@ -193,6 +197,9 @@ def test_a_copy_is_held_once_every_part_is_of_one_step(pair: Pair) -> None:
 
     assert [one["op"] for one in said] == ["staged", "staged"]
     assert [(one["step"], one["digest"]) for one in said] == [(5, "a-c"), (6, "")]
+    ((kind, what),) = troubles
+    assert kind == "not_staged"
+    assert "rank 1 could make no copy of step 6" in what
 
 
 def test_a_checkpoint_is_told_of_once_every_part_is_durable(pair: Pair) -> None:
