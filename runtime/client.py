@@ -92,6 +92,7 @@ class Progress:
     samples: int  # samples in those steps
     tokens: int
     replicas: list[int]
+    whole: bool = False  # it lives and dies as one: no second process can follow a replica of it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from runtime.checkpoint import Checkpointer
 from runtime.checkpoint.resharding import AS_SAVED, replaced
 from runtime.checkpoint.tiers import TierName
-from runtime.client import ENV_WORLD_REPLICAS, Directive, Stopped
+from runtime.client import ENV_STANDBY, ENV_WORLD_REPLICAS, Directive, Stopped
 from runtime.image import Damaged, Staged
 from runtime.job import Job
 from runtime.ledger import SampleLedger
@@ -58,12 +58,19 @@ class WholeJob:
         extra: Mapping[str, Stateful] | None = None,
     ) -> None:
         """Raises RuntimeError unless the default process group is that of all ranks of the job, and
-        ValueError for a job of several replicas, and for what only DeepSpeed can save."""
+        ValueError for a job of several replicas, for a process that is to stand by for another, and
+        for what only DeepSpeed can save."""
         if job.world_replicas > 1:
             raise ValueError(
                 f"this job has {job.world_replicas} replicas ({ENV_WORLD_REPLICAS}), which would "
                 "all save to one folder: a WholeJob is one replica of all its ranks. Start it as "
                 "one, each with a name and a state folder of its own if you want several"
+            )
+        if job.standby:
+            raise ValueError(
+                f"{ENV_STANDBY} is {job.standby!r}, and nobody can follow a WholeJob from step to "
+                "step: it would train beside it, into the same folder. To move it end it, then "
+                "start it elsewhere: it goes on from its newest checkpoint"
             )
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         for where, part in (
@@ -95,7 +102,7 @@ class WholeJob:
         self._refused: list[str] = []  # why this rank could not load what it tried
         self._said = (0.0, 0)  # loss and samples of the step under way
         self._asked = False  # the control plane wants a checkpoint
-        self._teller = Teller(job, SampleLedger({}), 0)
+        self._teller = Teller(job, SampleLedger({}), 0, whole=True)
         self._group: Any = None
         self._start = ""
 

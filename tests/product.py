@@ -156,7 +156,7 @@ class Product:
         code = (
             "import json; from controlplane.jobs.models import Job\n"
             "print(json.dumps(Job.objects.values('step','state','epoch','ledger_step',"
-            "'recomputed_steps').get()))"
+            "'recomputed_steps').get(name='gpt-demo')))"
         )
         done = self.manage("shell", "--no-imports", "-v0", "-c", code)
         row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])

@@ -57,6 +57,19 @@ def move(request: HttpRequest, job_id: str) -> HttpResponse:
 @require_POST
 @signed_in
 @needs(Access.OPERATOR)
+def start(request: HttpRequest, job_id: str) -> HttpResponse:
+    """Have the agents of free nodes start a job that was registered, for `reason`."""
+    found = selectors.job_for(request.user, job_id)
+
+    def deed(actor: Actor) -> None:
+        incidents.start_registered(actor, found.pk, reason_of(request))
+
+    return _act(request, found, deed, "#job-shape")
+
+
+@require_POST
+@signed_in
+@needs(Access.OPERATOR)
 def checkpoint(request: HttpRequest, job_id: str) -> HttpResponse:
     """Have the job save a checkpoint on each of its tiers, at its next edge."""
     found = selectors.job_for(request.user, job_id)

@@ -31,6 +31,7 @@ urlpatterns = [
     path("nodes/<str:node_id>/maintenance", nodes.maintenance, name="node-maintenance"),
     path("jobs/<str:job_id>", jobs.job, name="job"),
     path("jobs/<str:job_id>/move", jobs.move, name="job-move"),
+    path("jobs/<str:job_id>/start", jobs.start, name="job-start"),
     path("jobs/<str:job_id>/checkpoint", jobs.checkpoint, name="job-checkpoint"),
     path("failures", failures.failures, name="failures"),
     path("failures/lemons", failures.lemon_nodes, name="failures-lemons"),

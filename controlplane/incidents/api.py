@@ -257,12 +257,23 @@ def _plan_of_move(job: Job, order: dict[str, Any]) -> Mapping[str, Any]:
 
 
 class Jobs(jobs.Jobs):
+    @verb(answers=RunSerializer, status=HTTPStatus.ACCEPTED)
+    def start(self, actor: Actor, job: Job, order: dict[str, Any]) -> PlaybookRun:
+        """Have Drydock start a job
+
+        For a job that was registered and that no scheduler starts: the agents of free nodes start
+        its coordinator and its ranks. The answer is the run that does it; it waits for nodes.
+        """
+        return actions.start_registered(actor, job.pk, order["reason"])
+
     @verb(takes=NewMove, answers=RunSerializer, status=HTTPStatus.ACCEPTED, plan=_plan_of_move)
     def migrate(self, actor: Actor, job: Job, order: dict[str, Any]) -> PlaybookRun:
         """Move a replica of a running job to another node
 
         It trains on meanwhile: a second process follows it, and takes its place at a step's edge.
-        No sample is lost. The answer is the run that does it. A dry run shows its plan.
+        No sample is lost. A job that lives as one (`whole`) cannot be followed: it saves, ends, and
+        goes on from there on the other node. The answer is the run that does it. A dry run shows
+        its plan.
         """
         node = order["node"]
         if node is not None:
@@ -405,7 +416,7 @@ class Runs(Resource):
     @verb()
     def cancel(self, actor: Actor, run: PlaybookRun, order: dict[str, Any]) -> None:
         """Stop a run where it stands; what is done stays done"""
-        actions.cancel_run(actor, run.pk, order["reason"])
+        actions.call_off(actor, run.pk, order["reason"])
 
 
 class Steps(Resource):

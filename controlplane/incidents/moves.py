@@ -19,9 +19,14 @@ from controlplane.incidents.plans import Plan, step_of
 from controlplane.jobs.accounting import median_step_s
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import Job, Placement, Replica
+from workers.recovery import expected_start_s
 from workers.spares import Candidate, choose_spare
 
 PLAYBOOK = "move-replica"
+#: The same for a job that lives and dies as one, which stands still while it moves.
+AS_WHOLE = "move-job"
+#: So long it may take to end its step and to save, in seconds; then it is killed.
+SAVE_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,13 @@ class Move:
     why: str
 
     @property
+    def playbook(self) -> str:
+        return AS_WHOLE if self.replica.job.whole else PLAYBOOK
+
+    @property
     def title(self) -> str:
+        if self.replica.job.whole:
+            return f"Move {self.replica.job.name} to {self.target.name}"
         return f"Move replica {self.replica.index} of {self.replica.job.name} to {self.target.name}"
 
 
@@ -75,11 +86,11 @@ def targets_of(job: Job, index: int) -> list[Candidate]:
 def plan_of_move(move: Move) -> Plan:
     """The dry run of a move."""
     job, target, before = move.replica.job, move.target, move.before
-    known = Playbook.objects.filter(pk=PLAYBOOK).first()
-    pause_s = median_step_s(job, timezone.now())
+    known = Playbook.objects.filter(pk=move.playbook).first()
+    pause_s = _absence_s(job) if job.whole else median_step_s(job, timezone.now())
     at_stake = pause_s * job.gpus_per_replica * job.world_replicas
     return Plan(
-        playbook=PLAYBOOK,
+        playbook=move.playbook,
         version=known.version if known else 0,
         title=move.title,
         node={
@@ -102,13 +113,15 @@ def plan_of_move(move: Move) -> Plan:
         money=f"{pricing.money(target.cluster, at_stake):.2f} {target.cluster.currency}",
         objections=[],
         budgets=[],
-        mode=limits.mode_of(job.cluster_id, PLAYBOOK).value,
+        mode=limits.mode_of(job.cluster_id, move.playbook).value,
         notes=_notes(move, pause_s),
     )
 
 
 def _notes(move: Move, pause_s: float) -> list[str]:
     index, there, here = move.replica.index, move.target.name, move.before.node
+    if move.replica.job.whole:
+        return _notes_as_whole(move, pause_s)
     pause = f"about a step, {pause_s:.2g} s" if pause_s else "about a step"
     notes = [
         f"{there} starts a second process of replica {index}: {move.why}",
@@ -117,9 +130,31 @@ def _notes(move: Move, pause_s: float) -> list[str]:
         f"and the job pauses for {pause}",
         f"{here.name} is free once that process has ended",
     ]
-    if here.reset_pending:
-        notes.append(f"{here.name} is idle then, and its cards are reset: {here.reset_pending}")
-    return notes
+    return notes + _reset_of(here)
+
+
+def _notes_as_whole(move: Move, pause_s: float) -> list[str]:
+    name, there, here = move.replica.job.name, move.target.name, move.before.node
+    notes = [
+        f"{name} lives as one: no second process can follow it while it trains",
+        f"{here.name} tells it to save and to end, and kills it after {SAVE_S:g} s",
+        f"then {there} starts it, and it goes on from there: {move.why}",
+        f"it stands still meanwhile, for about {pause_s:.0f} s",
+    ]
+    return notes + _reset_of(here)
+
+
+def _reset_of(here: Node) -> list[str]:
+    if not here.reset_pending:
+        return []
+    return [f"{here.name} is idle then, and its cards are reset: {here.reset_pending}"]
+
+
+def _absence_s(job: Job) -> float:
+    """How long it usually takes from its start to its first step."""
+    earlier = Placement.objects.filter(replica__job=job, joined_at__isnull=False)
+    taken = [(p.joined_at - p.created_at).total_seconds() for p in earlier if p.joined_at]
+    return expected_start_s(taken)
 
 
 def _movable(job: Job, index: int) -> Placement:
@@ -135,9 +170,8 @@ def _movable(job: Job, index: int) -> Placement:
     replica = job.replicas.filter(index=index).first()
     if replica is None:
         raise Conflict(f"{job.name} has no replica {index}; it has {job.world_replicas}")
-    runs = PlaybookRun.objects.filter(
-        subject=f"{PLAYBOOK}/{job.pk}/{index}", state__in=sorted(RUN_UNFINISHED)
-    )
+    subjects = [f"{playbook}/{job.pk}/{index}" for playbook in (PLAYBOOK, AS_WHOLE)]
+    runs = PlaybookRun.objects.filter(subject__in=subjects, state__in=sorted(RUN_UNFINISHED))
     under_way = runs.first()
     if under_way is not None:
         raise Conflict(f"“{under_way.title}” is under way; wait for it, or cancel it")

@@ -17,6 +17,9 @@ from controlplane.jobs.choices import (
     Tier,
 )
 
+#: How the end of a process reads that left of its own will, before the reason that it gave.
+LEFT = "left: "
+
 
 class Job(models.Model):
     """A training job: a number of data-parallel replicas that run one program."""
@@ -30,6 +33,8 @@ class Job(models.Model):
     world_replicas = models.PositiveIntegerField()
     min_replicas = models.PositiveIntegerField(default=1)
     gpus_per_replica = models.PositiveIntegerField(default=8)
+    #: It lives and dies as one, as its processes tell: nothing can follow it while it trains.
+    whole = models.BooleanField(default=False)
     created_at = models.DateTimeField(auto_now_add=True)
     started_at = models.DateTimeField(null=True)
     ended_at = models.DateTimeField(null=True)

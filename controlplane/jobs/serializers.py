@@ -43,6 +43,7 @@ class JobSerializer(RowSerializer):
             "world_replicas",
             "min_replicas",
             "gpus_per_replica",
+            "whole",
             "active_replicas",
             "step",
             "step_at",

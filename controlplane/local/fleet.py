@@ -22,6 +22,15 @@ MAX_NODES = 64
 MAIN_CLUSTER = "harbor"
 SIDE_CLUSTER = "quay"
 
+#: What jobs may run. The second is one whose ranks live as one: torchrun ends them together.
+PROGRAMS = {
+    "train-gpt": ["python", "examples/train_gpt.py"],
+    "train-tensor-parallel": [
+        *("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        "examples/train_tensor_parallel.py",
+    ],
+}
+
 
 class FleetError(Exception):
     """The fleet cannot be made as asked; the message names the remedy."""
@@ -148,5 +157,6 @@ def _agent_settings(node: NodePlan, ingest_url: str, shared: Path) -> str:
     }
     # A JSON string or number is also a TOML one.
     lines = [f"{name} = {json.dumps(value)}" for name, value in values.items()]
-    lines += ["", "[programs]", 'train-gpt = ["python", "examples/train_gpt.py"]', ""]
+    lines += ["", "[programs]"]
+    lines += [f"{name} = {json.dumps(argv)}" for name, argv in PROGRAMS.items()] + [""]
     return "\n".join(lines)

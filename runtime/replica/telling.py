@@ -33,8 +33,11 @@ class Committed:
 class Teller:
     """Speaks for the replica; most things are told by the lowest live one only."""
 
-    def __init__(self, job: Job, ledger: SampleLedger, tokens_per_sample: int) -> None:
+    def __init__(
+        self, job: Job, ledger: SampleLedger, tokens_per_sample: int, *, whole: bool = False
+    ) -> None:
         self.job = job
+        self.whole = whole
         self.replica = job.replica
         self.ledger = ledger
         self.tokens_per_sample = tokens_per_sample
@@ -136,6 +139,7 @@ class Teller:
                 samples=self._samples,
                 tokens=self._samples * self.tokens_per_sample,
                 replicas=list(self.members),
+                whole=self.whole,
             )
             self._steps = self._samples = 0
             self._loss = self._gaps = self._max_gap = 0.0

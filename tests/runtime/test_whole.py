@@ -343,6 +343,7 @@ def test_samples_count_for_the_step_of_which_they_were_told(alone: Alone) -> Non
 
     progress = alone.door.messages("progress")
     assert sum(one["steps"] for one in progress) == len(made) == 6
+    assert {one["whole"] for one in progress} == {True}
     assert sum(one["samples"] for one in progress) == 8
     assert {one["loss"] for one in progress} == {0.5}
 
@@ -386,6 +387,15 @@ def test_several_replicas_are_refused(alone: Alone) -> None:
     job = alone.join(DRYDOCK_WORLD_REPLICAS="2")
 
     with pytest.raises(ValueError, match=r"2 replicas \(DRYDOCK_WORLD_REPLICAS\)"):
+        runtime.WholeJob(job, *trainee(), runtime.Checkpointer(job))
+
+
+def test_a_process_that_is_to_stand_by_is_refused_before_it_trains_beside_the_other(
+    alone: Alone,
+) -> None:
+    job = alone.join(DRYDOCK_STANDBY="migrate")
+
+    with pytest.raises(ValueError, match=r"DRYDOCK_STANDBY is 'migrate', and nobody can follow"):
         runtime.WholeJob(job, *trainee(), runtime.Checkpointer(job))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from workers.playbooks import (
     admit_node,
+    move_job,
     move_replica,
     node_orders,
     repair_node,
@@ -18,6 +19,7 @@ PLAYBOOKS: dict[str, Playbook] = {
     playbook.name: playbook
     for playbook in (
         admit_node.PLAYBOOK,
+        move_job.PLAYBOOK,
         move_replica.PLAYBOOK,
         repair_node.PLAYBOOK,
         replica_lost.PLAYBOOK,

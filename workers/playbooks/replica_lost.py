@@ -270,7 +270,7 @@ def start_replica(ctx: StepContext) -> Outcome:
             context={"lost_placement": placement_id},
         )
     if command.state in COMMAND_FINISHED:
-        return _start_failed(ctx, target, command)
+        return start_failed(ctx, target, command)
     return Wait(text=f"waiting for {target.name} to start it")
 
 
@@ -288,8 +288,9 @@ def _let_standby_have_it(ctx: StepContext, lost: Placement, target: Node) -> Out
     )
 
 
-def _start_failed(ctx: StepContext, target: Node, command: Command) -> Outcome:
-    """Go on to another node, once nothing of this start can be running on the one that failed."""
+def start_failed(ctx: StepContext, target: Node, command: Command) -> Outcome:
+    """Go on to another node, once nothing of this start can be running on the one that failed: from
+    the step that chooses the place, which passes this one over."""
     stop = Command.objects.filter(requester=ctx.requester(), verb="stop_process").first()
     if command.state == CommandState.EXPIRED and stop is None:
 

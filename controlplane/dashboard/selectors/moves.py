@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from controlplane.dashboard.selectors.people import usernames
 from controlplane.errors import Conflict
 from controlplane.incidents.models import PlaybookRun
-from controlplane.incidents.moves import PLAYBOOK, plan_move, plan_of_move, targets_of
+from controlplane.incidents.moves import AS_WHOLE, PLAYBOOK, plan_move, plan_of_move, targets_of
 from controlplane.incidents.plans import Plan
 from controlplane.jobs.models import Job
 from workers.spares import Candidate
@@ -51,6 +51,8 @@ def asked_of(job: Job, index: int, node_id: str) -> Asked:
 
 def moves_of(job: Job) -> list[Ordered]:
     """The newest moves of a job's replicas, newest first."""
-    runs = list(job.runs.filter(playbook=PLAYBOOK).order_by("-created_at")[:LIST_LIMIT])
+    runs = list(
+        job.runs.filter(playbook__in=(PLAYBOOK, AS_WHOLE)).order_by("-created_at")[:LIST_LIMIT]
+    )
     names = usernames({run.requested_by for run in runs})
     return [Ordered(run, names[run.requested_by]) for run in runs]

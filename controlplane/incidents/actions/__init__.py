@@ -35,12 +35,14 @@ from controlplane.incidents.actions.merging import (
 from controlplane.incidents.actions.requests import (
     admit_node,
     bring_back,
+    call_off,
     move_replica,
     order_node,
     repair_node,
     restart_job,
     restore_coordinator,
     start_job,
+    start_registered,
 )
 from controlplane.incidents.actions.rma import (
     close_case,
@@ -63,6 +65,7 @@ __all__ = [
     "admit_node",
     "approve",
     "bring_back",
+    "call_off",
     "cancel_run",
     "close_breaker",
     "close_case",
@@ -98,6 +101,7 @@ __all__ = [
     "set_restored",
     "share_cause",
     "start_job",
+    "start_registered",
     "tell",
     "title_of_loss",
 ]

@@ -11,12 +11,13 @@ from controlplane.accounts.choices import ActorKind
 from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.errors import Conflict
 from controlplane.fleet.changes import change
-from controlplane.fleet.models import Node
+from controlplane.fleet.choices import CommandState
+from controlplane.fleet.models import Command, Node
 from controlplane.health.choices import Action, Urgency
 from controlplane.ids import new_id
 from controlplane.incidents.actions.incidents import resolve
 from controlplane.incidents.actions.merging import open_for_loss, open_for_replica, title_of_loss
-from controlplane.incidents.actions.runs import cancel_run, request_run
+from controlplane.incidents.actions.runs import cancel_run, lock_run, request_run
 from controlplane.incidents.choices import (
     INCIDENT_UNRESOLVED,
     RUN_UNFINISHED,
@@ -27,15 +28,16 @@ from controlplane.incidents.models import (
     PlaybookRun,
     PlaybookStep,
 )
+from controlplane.incidents.moves import AS_WHOLE, Move, plan_move
 from controlplane.incidents.moves import PLAYBOOK as MOVE_PLAYBOOK
-from controlplane.incidents.moves import plan_move
 from controlplane.incidents.plans import NODE_ORDERS, check_order
 from controlplane.jobs import actions as jobs
+from controlplane.jobs.choices import JobState, PlacementState
 from controlplane.jobs.models import Job, Placement
 from workers.triage import ACTIONS
 
 #: Playbooks whose only aim is that the job goes on.
-FOR_THE_JOB = ("replica-lost", MOVE_PLAYBOOK, "start-job", "restore-coordinator")
+FOR_THE_JOB = ("replica-lost", MOVE_PLAYBOOK, AS_WHOLE, "start-job", "restore-coordinator")
 
 
 def admit_node(actor: Actor, node_id: str) -> PlaybookRun:
@@ -85,7 +87,8 @@ def order_node(actor: Actor, node_id: str, verb: str, reason: str) -> PlaybookRu
 def move_replica(
     actor: Actor, job_id: str, index: int, *, node_id: str = "", reason: str, drains: str = ""
 ) -> PlaybookRun:
-    """Have a replica train on another node from a step's edge on, with no loss.
+    """Have a replica train on another node from a step's edge on, with no loss; a job that lives as
+    one saves, ends, and goes on there.
 
     Where to is chosen as for a replica that lost its node, unless `node_id` says so. `drains` is
     the run that empties its node, if one does. Raises Conflict without a reason, or where it
@@ -95,12 +98,9 @@ def move_replica(
         raise Conflict("an order needs a reason, for the record")
     job = Job.objects.select_for_update(no_key=True).get(pk=job_id)
     move = plan_move(job, index, node_id)
-    standby = jobs.stand_by(
-        actor, move.replica.pk, move.target.pk, placement_id=new_id("plc"), reason=reason
-    )
     return request_run(
         actor,
-        MOVE_PLAYBOOK,
+        move.playbook,
         f"{job_id}/{index}",
         cluster_id=job.cluster_id,
         title=move.title,
@@ -109,7 +109,7 @@ def move_replica(
         context={
             "replica": index,
             "from": move.before.pk,
-            "placement": standby.pk,
+            **_way_of(actor, move, reason),
             "spare": move.target.spare,
             "reason": reason,
             "by": actor.id,
@@ -117,6 +117,38 @@ def move_replica(
         },
         requested_by="" if actor.kind == ActorKind.SYSTEM else actor.id,
     )
+
+
+def _way_of(actor: Actor, move: Move, reason: str) -> dict[str, Any]:
+    """Where to the run is to move it. A node that a process stands by on is allocated at once."""
+    if move.replica.job.whole:
+        return {"target": move.target.pk, "passed_over": []}
+    standby = jobs.stand_by(
+        actor, move.replica.pk, move.target.pk, placement_id=new_id("plc"), reason=reason
+    )
+    return {"placement": standby.pk}
+
+
+@change()
+def call_off(actor: Actor, run_id: str, reason: str) -> None:
+    """A person stops a run where it stands, see `cancel_run`. A job that it had ended in order to
+    move is brought back by a run of its own.
+
+    Raises Conflict if it is finished, or while the job is ending.
+    """
+    run = lock_run(run_id)
+    if run.playbook != AS_WHOLE:
+        cancel_run(actor, run_id, reason)
+        return
+    steps = run.steps.values_list("pk", flat=True)
+    told = Command.objects.filter(verb="stop_process", state=CommandState.DELIVERED)
+    if any(told.filter(requester__startswith=f"{step}.").exists() for step in steps):
+        raise Conflict("the job is saving, and ends: wait until it has, then cancel the run")
+    cancel_run(actor, run_id, reason)
+    before = Placement.objects.select_related("replica__job", "node").get(pk=run.context["from"])
+    alive = before.replica.placements.exclude(state=PlacementState.ENDED)
+    if before.replica.job.state == JobState.RUNNING and not alive.exists():
+        bring_back(before, timezone.now(), emptied=True)
 
 
 @change()
@@ -228,6 +260,21 @@ def start_job(actor: Actor, job_id: str, reason: str = "requested") -> PlaybookR
         job_id=job_id,
         context={"reason": reason},
     )
+
+
+@change()
+def start_registered(actor: Actor, job_id: str, reason: str) -> PlaybookRun:
+    """Have Drydock start a job that was registered, by the agents of free nodes.
+
+    Raises Conflict without a reason, or if the job was started before, by anybody.
+    """
+    if not reason.strip():
+        raise Conflict("an order needs a reason, for the record")
+    job = Job.objects.select_for_update(no_key=True).get(pk=job_id)
+    if job.state != JobState.PENDING:
+        state = job.get_state_display().lower()
+        raise Conflict(f"{job.name} is {state}; only a job that was never started can be")
+    return start_job(actor, job_id, reason)
 
 
 @change()

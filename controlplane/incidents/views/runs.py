@@ -55,9 +55,7 @@ def resume(request: HttpRequest, run_id: str) -> HttpResponse:
 @signed_in
 @needs(Access.OPERATOR)
 def cancel(request: HttpRequest, run_id: str) -> HttpResponse:
-    return _act(
-        request, run_id, lambda actor: actions.cancel_run(actor, run_id, reason_of(request))
-    )
+    return _act(request, run_id, lambda actor: actions.call_off(actor, run_id, reason_of(request)))
 
 
 def _act(request: HttpRequest, run_id: str, deed: Callable[[Actor], object]) -> HttpResponse:

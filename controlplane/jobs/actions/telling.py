@@ -18,6 +18,7 @@ from controlplane.jobs.actions.jobs import end_placement, set_job, set_replicas
 from controlplane.jobs.actions.moves import take_place
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState, Tier
 from controlplane.jobs.models import (
+    LEFT,
     Checkpoint,
     Directive,
     Interruption,
@@ -35,6 +36,12 @@ REPLACED = "replaced by "
 #: remembered.
 FLEETING = (Tier.PEER, Tier.LOCAL)
 REMEMBERED = 500
+#: What is known of a job by its processes' word. Its state is not among it: the last one's farewell
+#: ends a job that is stopping.
+TOLD = (
+    *("step", "step_at", "epoch", "loss", "samples_per_s", "whole"),
+    *("ledger_step", "recomputed_steps"),
+)
 #: Clocks may differ by so much.
 MAX_AHEAD = timedelta(minutes=5)
 
@@ -63,7 +70,7 @@ def record_runtime_batch(
             _record_trouble(job, batch, message)
         else:
             _record_stopped(job, batch, message)
-    job.save()
+    job.save(update_fields=TOLD)
     touch(job.cluster_id, ("job", job.pk))
     saves = any(isinstance(message, client.CheckpointSaved) for message in messages)
     directives = Directive.objects.filter(job=job, expires_at__gt=timezone.now())
@@ -116,12 +123,14 @@ def _record_progress(job: Job, batch: client.Batch, message: client.Progress) ->
     job.step_at = at
     job.epoch = message.epoch
     job.loss = message.loss
+    job.whole = message.whole
     job.samples_per_s = (
         message.samples / (message.steps * message.step_s) if message.step_s else None
     )
     if job.state == JobState.STARTING:
         job.state = JobState.RUNNING
         job.started_at = job.started_at or at
+        job.save(update_fields=["state", "started_at"])
         doorbell.ring_after_commit(f"job/{job.pk}")
     _activate(job, message.replicas, at)
 
@@ -261,7 +270,7 @@ def _record_stopped(job: Job, batch: client.Batch, message: client.Stopped) -> N
     if successor != message.reason:
         _moved(job, successor, _moment(message.at))
     if Placement.objects.filter(pk=batch.placement, replica__job=job).exists():
-        end_placement(SYSTEM, batch.placement, f"left: {message.reason}", free_node=True)
+        end_placement(SYSTEM, batch.placement, f"{LEFT}{message.reason}", free_node=True)
 
 
 # --- what its scheduler tells ---------------------------------------------------------------------

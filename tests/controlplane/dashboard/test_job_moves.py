@@ -61,6 +61,20 @@ def test_the_dry_run_comes_first_with_a_choice_of_nodes(operator: Client, job: J
     assert not PlaybookRun.objects.filter(playbook="move-replica").exists()
 
 
+def test_a_job_that_lives_as_one_is_said_to_stand_still(operator: Client, job: Job) -> None:
+    Job.objects.filter(pk=job.pk).update(whole=True)
+
+    shown = page(operator, job, move="0")
+
+    assert "Move pretrain to alpha-02.</strong> It stands still meanwhile." in shown
+    assert "lives as one" in shown
+    assert "restarted as a whole" in shown
+    status, _ = order(operator, job)
+    assert status == 302
+    assert not Placement.objects.filter(standby=True).exists()
+    assert "Move pretrain to alpha-02" in page(operator, job)
+
+
 def test_what_was_shown_is_ordered_with_name_and_reason(operator: Client, job: Job) -> None:
     status, _ = order(operator, job)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from controlplane.accounts.models import SYSTEM
 from controlplane.health.models import Signal
 from controlplane.jobs import actions, selectors
 from controlplane.jobs.actions import telling
@@ -138,6 +139,19 @@ def test_a_rank_that_leaves_by_itself_frees_its_node(placement: Placement) -> No
     placement.node.refresh_from_db()
     assert placement.state == PlacementState.ENDED
     assert placement.node.state == "available"
+
+
+def test_a_job_that_was_told_to_stop_is_over_once_its_last_process_says_that_it_leaves(
+    placement: Placement,
+) -> None:
+    tell(placement, client.Hello(pid=7, at=1.0), progress(9))
+    job = actions.request_stop(SYSTEM, placement.replica.job_id, "done")
+
+    tell(placement, progress(10, at=1001.0), client.Stopped(step=10, reason="asked to", at=1002.0))
+
+    job.refresh_from_db()
+    assert (job.state, job.step) == (JobState.STOPPED, 10)
+    assert job.ended_at is not None
 
 
 def test_a_stranger_cannot_end_a_placement_of_another_job(placement: Placement) -> None:

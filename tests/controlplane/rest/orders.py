@@ -71,6 +71,11 @@ def _migrate(world: World) -> Order:
     return Order(f"{world.path('jobs')}/migrate", WHY | {"replica": replica.index}, 202)
 
 
+def _start(world: World) -> Order:
+    _changed(world, "jobs", state="pending")
+    return Order(f"{world.path('jobs')}/start", status=202)
+
+
 def _exclude(world: World) -> Order:
     node = world.objects["nodes"].pk
     return Order(f"{world.path('jobs')}/exclusions", WHY | {"node": node}, 201)
@@ -119,6 +124,7 @@ ORDERS: dict[str, Callable[[World], Order]] = {
     "jobs/include": _include,
     "jobs/migrate": _migrate,
     "jobs/progress": lambda world: Order(f"{world.path('jobs')}/progress", {"step": 7}),
+    "jobs/start": _start,
     "maintenance/close": _on("maintenance", "close"),
     "maintenance/create": _window,
     "nodes/diagnose": _on("nodes", "diagnose", status=202),

@@ -1,0 +1,304 @@
+"""A job that lives as one is moved: it saves, ends, and is started elsewhere, whatever happens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from controlplane.accounts.models import SYSTEM
+from controlplane.errors import Conflict
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.choices import CommandState, NodeState
+from controlplane.fleet.models import Command
+from controlplane.incidents import actions as incidents
+from controlplane.incidents.choices import RunState
+from controlplane.incidents.models import Incident, PlaybookRun
+from controlplane.incidents.moves import SAVE_S, plan_move, plan_of_move
+from controlplane.jobs.choices import PlacementState, ReplicaState
+from controlplane.jobs.models import Job, Placement, Replica
+from node_agent import wire
+from runtime import client
+from tests.factories import ProgressSampleFactory
+from tests.workers.moving import PERSON, commands, no_spare, state, told_by
+from tests.workers.world import World, answer, drain, run_of
+from workers.playbooks import PLAYBOOKS
+
+pytestmark = pytest.mark.django_db
+
+MOVE = "move-job"
+
+
+@pytest.fixture(autouse=True)
+def training(world: World) -> None:
+    """The job is one replica, whose processes say that they live as one."""
+    other = world.placements.pop()
+    fleet.transition(SYSTEM, other.node_id, NodeState.QUARANTINED, reason="not of this test")
+    Placement.objects.filter(pk=other.pk).delete()
+    Replica.objects.filter(index=1).delete()
+    Job.objects.update(world_replicas=1)
+    ProgressSampleFactory(job=world.job, step=9, epoch=1, replicas=[0])
+    told_by(world.placements[0], committed())
+
+
+def committed(**others: object) -> client.Progress:
+    message = {
+        "step": 10,
+        "steps": 1,
+        "epoch": 1,
+        "at": time.time(),
+        "loss": 1.0,
+        "grad_norm": 0.0,
+        "step_s": 0.1,
+        "max_gap_s": 0.1,
+        "samples": 8,
+        "tokens": 0,
+        "replicas": [0],
+        "whole": True,
+    }
+    return client.Progress(**(message | others))  # type: ignore[arg-type]
+
+
+def order(world: World, node_id: str = "") -> None:
+    incidents.move_replica(PERSON, world.job.pk, 0, node_id=node_id, reason="it is warm there")
+    drain()
+
+
+def saves_and_ends(world: World) -> None:
+    """It obeys: its word, its agent's word of the end, and the answer to the order."""
+    told_by(world.placements[0], client.Stopped(step=12, reason="left the loop", at=time.time()))
+    world.exits(world.placements[0], exit_code=0, requested=True)
+    answer("stop_process", stopped=True)
+    drain()
+
+
+def present() -> Placement:
+    return Placement.objects.get(state__in=[PlacementState.STARTING, PlacementState.RUNNING])
+
+
+def replica() -> Replica:
+    return Replica.objects.get()
+
+
+# --- as it should be ------------------------------------------------------------------------------
+
+
+def test_it_saves_and_ends_before_it_is_started_on_the_other_node(world: World) -> None:
+    order(world)
+
+    (stop,) = commands("stop_process")
+    assert stop == wire.StopProcess(placement=world.placements[0].pk, grace_s=SAVE_S)
+    assert commands("start_rank") == []
+    assert not Placement.objects.filter(standby=True).exists()
+
+    saves_and_ends(world)
+
+    (start,) = commands("start_rank")
+    assert isinstance(start, wire.StartRank)
+    assert (start.standby, start.placement) == ("", present().pk)
+    assert present().node == world.spares[0]
+    assert state(world.placements[0].node) == (NodeState.AVAILABLE, True)
+    assert state(world.spares[0]) == (NodeState.ALLOCATED, False)
+
+
+def test_it_has_moved_once_it_trains_there(world: World) -> None:
+    order(world)
+    saves_and_ends(world)
+    answer("start_rank", pid=7)
+    now = present()
+    told_by(now, client.Hello(pid=7, at=time.time()))
+    drain()
+    assert run_of(MOVE).state == RunState.WAITING
+
+    told_by(now, committed(step=13, epoch=2))
+    drain()
+
+    run = run_of(MOVE)
+    assert run.state == RunState.SUCCEEDED
+    assert run.state_reason.startswith("job-")
+    assert "moved from node-0 to spare-0, and stood still for" in run.state_reason
+    assert replica().state == ReplicaState.ACTIVE
+    assert not Incident.objects.exists()
+
+
+def test_the_dry_run_says_that_it_stands_still(world: World) -> None:
+    incidents.publish_playbooks([one.as_row() for one in PLAYBOOKS.values()])
+    world.job.refresh_from_db()
+
+    plan = plan_of_move(plan_move(world.job, 0))
+
+    assert (plan.playbook, plan.title) == (MOVE, f"Move {world.job.name} to spare-0")
+    assert [step["key"] for step in plan.steps] == [
+        "save-and-end",
+        "choose-place",
+        "start",
+        "await-step",
+    ]
+    assert any("lives as one" in note for note in plan.notes)
+    assert any("stands still meanwhile" in note for note in plan.notes)
+
+
+def test_a_drain_lets_it_save_before_its_node_is_emptied(world: World) -> None:
+    incidents.order_node(PERSON, world.placements[0].node_id, "drain", "new cables")
+    drain()
+
+    (stop,) = commands("stop_process")
+    assert stop == wire.StopProcess(placement=world.placements[0].pk, grace_s=SAVE_S)
+    saves_and_ends(world)
+
+    assert present().node == world.spares[0]
+    world.placements[0].node.refresh_from_db()
+    assert world.placements[0].node.state == NodeState.QUARANTINED
+
+
+def test_the_one_that_trains_is_moved_once_only(world: World) -> None:
+    order(world)
+    with pytest.raises(Conflict, match="is under way"):
+        incidents.move_replica(PERSON, world.job.pk, 0, reason="again")
+
+
+# --- what may go wrong ----------------------------------------------------------------------------
+
+
+def test_an_agent_that_refuses_leaves_it_training_where_it_was(world: World) -> None:
+    order(world)
+    answer("stop_process", "refused")
+    drain()
+
+    assert run_of(MOVE).state == RunState.FAILED
+    assert present() == world.placements[0]
+    assert state(world.spares[0]) == (NodeState.AVAILABLE, True)
+
+
+def test_what_may_still_run_is_started_nowhere_else(world: World) -> None:
+    order(world)
+    answer("stop_process", "failed")
+    drain()
+
+    assert run_of(MOVE).state == RunState.NEEDS_OPERATOR
+    assert commands("start_rank") == []
+
+
+def test_it_goes_on_once_a_person_has_seen_to_the_end(world: World) -> None:
+    order(world)
+    answer("stop_process", "failed")
+    drain()
+    world.exits(world.placements[0], signal=9, requested=True)
+    incidents.retry_run(PERSON, run_of(MOVE).pk, "killed by hand")
+    drain()
+
+    assert present().node == world.spares[0]
+
+
+def test_one_that_was_killed_after_its_grace_is_started_all_the_same(world: World) -> None:
+    order(world)
+    world.exits(world.placements[0], signal=9, requested=True)
+    answer("stop_process", stopped=True)
+    drain()
+
+    assert present().node == world.spares[0]
+    assert not Incident.objects.exists()
+
+
+def test_a_node_that_was_taken_meanwhile_is_passed_over(world: World) -> None:
+    order(world, world.spares[0].pk)
+    fleet.set_hold(PERSON, world.spares[0].pk, "mine")
+    saves_and_ends(world)
+
+    assert present().node == world.spares[1]
+
+
+def test_where_no_other_is_free_it_goes_on_where_it_was(world: World) -> None:
+    order(world)
+    no_spare(world)
+    saves_and_ends(world)
+
+    assert present().node == world.placements[0].node
+
+
+def test_a_node_that_does_not_start_it_is_passed_over(world: World) -> None:
+    order(world)
+    saves_and_ends(world)
+    answer("start_rank", "failed")
+    drain()
+
+    assert present().node == world.spares[1]
+    assert state(world.spares[0]) == (NodeState.AVAILABLE, False)
+
+
+def test_one_that_is_lost_before_it_ends_is_brought_back_by_its_incident(world: World) -> None:
+    order(world)
+    Command.objects.filter(verb="stop_process").update(state=CommandState.DELIVERED)
+    world.silence(world.placements[0].node)
+    drain()
+
+    assert run_of(MOVE).state == RunState.FAILED
+    assert run_of("replica-lost").state not in (RunState.SUCCEEDED, RunState.FAILED)
+
+
+def test_one_that_dies_on_its_new_node_is_brought_back_by_its_incident(world: World) -> None:
+    order(world)
+    saves_and_ends(world)
+    answer("start_rank", pid=7)
+    now = present()
+    told_by(now, client.Hello(pid=7, at=time.time()))
+    world.exits(now, signal=9)
+    drain()
+
+    assert run_of(MOVE).state == RunState.FAILED
+    assert "brought back by a run of its own" in run_of(MOVE).state_reason
+    assert run_of("replica-lost").context["lost_placement"] == now.pk
+
+
+def test_one_that_had_nothing_left_to_do_has_moved(world: World) -> None:
+    order(world)
+    saves_and_ends(world)
+    answer("start_rank", pid=7)
+    now = present()
+    told_by(now, client.Hello(pid=7, at=time.time()))
+    told_by(now, client.Stopped(step=12, reason="left the loop", at=time.time()))
+    drain()
+
+    assert run_of(MOVE).state == RunState.SUCCEEDED
+    assert "nothing left to do" in run_of(MOVE).state_reason
+
+
+# --- called off -----------------------------------------------------------------------------------
+
+
+def test_an_order_that_was_not_carried_yet_is_called_back(world: World) -> None:
+    order(world)
+    incidents.call_off(PERSON, run_of(MOVE).pk, "not today")
+
+    assert present() == world.placements[0]
+    assert run_of(MOVE).state == RunState.CANCELLED
+    assert not PlaybookRun.objects.filter(playbook="replica-lost").exists()
+
+
+def test_one_that_is_ending_cannot_be_called_off(world: World) -> None:
+    order(world)
+    Command.objects.filter(verb="stop_process").update(state=CommandState.DELIVERED)
+
+    with pytest.raises(Conflict, match="wait until it has"):
+        incidents.call_off(PERSON, run_of(MOVE).pk, "not today")
+    assert run_of(MOVE).state == RunState.WAITING
+
+
+def _nowhere_free(world: World) -> None:
+    no_spare(world)
+    fleet.set_hold(PERSON, world.placements[0].node_id, "mine")
+
+
+@pytest.mark.parametrize("meanwhile", [_nowhere_free, lambda _world: None])
+def test_one_that_had_ended_is_brought_back_when_its_move_is_called_off(
+    world: World, meanwhile: Callable[[World], None]
+) -> None:
+    order(world)
+    meanwhile(world)
+    saves_and_ends(world)
+    incidents.call_off(PERSON, run_of(MOVE).pk, "not today")
+    drain()
+
+    assert run_of(MOVE).state == RunState.CANCELLED
+    assert run_of("replica-lost").context["replica"] == 0

@@ -1,0 +1,225 @@
+"""A job that lives as one moves: it saves, ends, and goes on from there on another node.
+
+No second process can follow such a job from step to step, so it stands still meanwhile. Nothing of
+it is started anywhere before nothing of it runs where it was.
+"""
+
+from __future__ import annotations
+
+from django.conf import settings
+
+from controlplane.accounts.models import SYSTEM
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.choices import COMMAND_FINISHED, CommandState
+from controlplane.fleet.models import Command, Node
+from controlplane.health.choices import SignalKind
+from controlplane.health.models import Signal
+from controlplane.incidents.candidates import free_nodes, wanted_by
+from controlplane.incidents.choices import RUN_UNFINISHED, Effect
+from controlplane.incidents.models import PlaybookRun
+from controlplane.incidents.moves import AS_WHOLE, SAVE_S
+from controlplane.jobs import actions as jobs
+from controlplane.jobs.choices import PlacementState
+from controlplane.jobs.models import LEFT, Placement
+from node_agent import wire
+from workers import losses
+from workers.playbooks.base import (
+    Ask,
+    Back,
+    Done,
+    Fail,
+    Outcome,
+    Playbook,
+    StepContext,
+    StepDefinition,
+    Wait,
+)
+from workers.playbooks.node_steps import actor_of
+from workers.playbooks.replica_lost import START_ORDER_S, start_failed, start_rank_command
+from workers.spares import choose_spare
+
+#: An agent that is heard takes the order to end it within this many seconds, or nothing is done.
+STOP_ORDER_S = 30.0
+
+
+def save_and_end(ctx: StepContext) -> Outcome:
+    before = _placement(ctx, "from")
+    where = before.node.name
+    stop = Command.objects.filter(requester=ctx.requester(), verb="stop_process").first()
+    orders = Command.objects.filter(requester__startswith=f"{ctx.step.pk}.")
+    gone = _told_its_end(before)
+    if not orders and (gone or before.state == PlacementState.ENDED):
+        return _not_moved(f"its process on {where} has ended by itself")
+    if stop is None and not gone:
+
+        def order() -> None:
+            verb = wire.StopProcess(placement=before.pk, grace_s=SAVE_S)
+            fleet.queue_command(
+                actor_of(ctx),
+                before.node_id,
+                verb,
+                requester=ctx.requester(),
+                ttl_s=SAVE_S + STOP_ORDER_S,
+            )
+
+        return Wait(text=f"{where} is told to let it save and end", apply=order)
+    if stop is None or stop.state == CommandState.DONE or (stop.state in COMMAND_FINISHED and gone):
+
+        def free() -> None:
+            jobs.end_placement(SYSTEM, before.pk, f"moved: {ctx.run.title}", free_node=True)
+            jobs.vacate(SYSTEM, before)
+            if ctx.values["spare"]:
+                jobs.keep_as_spare(SYSTEM, before.node_id, ctx.run.title)
+
+        return Done(text=f"nothing of it runs on {where} any more", apply=free)
+    if _being_brought_back(ctx):
+        return _not_moved("it was lost meanwhile, and is brought back by a run of its own")
+    if stop.state == CommandState.REFUSED:
+        return _not_moved(f"{where} refused to end it: {stop.error}")
+    if stop.state in COMMAND_FINISHED:
+        why = stop.error or stop.get_state_display().lower()
+        return Ask(text=f"{where} does not say that nothing of it runs: {why}")
+    return Wait(text=f"it saves and ends on {where}")
+
+
+def choose_place(ctx: StepContext) -> Outcome:
+    """The node that it was to move to, or else the one that suits it best by now."""
+    if _being_brought_back(ctx):
+        return _not_moved("it is brought back by a run of its own")
+    before = _placement(ctx, "from")
+    job = before.replica.job
+    free = [
+        one
+        for one in free_nodes(job.cluster_id, job.pk)
+        if one.node_id not in ctx.values["passed_over"]
+    ]
+    wanted = [one for one in free if one.node_id == ctx.values["target"]]
+    others = [one for one in free if one.node_id != before.node_id]
+    choice = choose_spare(
+        wanted or others or free, [], wanted_by(before.node, job.gpus_per_replica)
+    )
+    if choice is None:
+        return Wait(text="no node is free that it fits on; it stands still", wake_s=2.0)
+    text = f"it goes on on {choice.name}"
+    return Done(
+        text=text if wanted else f"{text}, since the node that was chosen is not free any more",
+        context={"target": choice.node_id},
+    )
+
+
+def start(ctx: StepContext) -> Outcome:
+    if _being_brought_back(ctx):
+        return _not_moved("it is brought back by a run of its own")
+    replica = _placement(ctx, "from").replica
+    target = Node.objects.get(pk=ctx.values["target"])
+    placement_id = ctx.placement_id()
+    command = Command.objects.filter(requester=ctx.requester(), verb="start_rank").first()
+    if command is None:
+
+        def apply() -> None:
+            jobs.place(SYSTEM, replica.pk, target.pk, placement_id=placement_id)
+            order = start_rank_command(replica, placement_id)
+            fleet.queue_command(
+                SYSTEM, target.pk, order, requester=ctx.requester(), ttl_s=START_ORDER_S
+            )
+
+        return Wait(
+            text=f"{target.name} is told to start it",
+            context={"placement": placement_id},
+            apply=apply,
+            on_conflict=Back(to="choose-place", text=f"{target.name} was taken meanwhile"),
+        )
+    if command.state == CommandState.DONE:
+        return Done(
+            text=f"process {command.output.get('pid')} runs on {target.name}",
+            evidence={"command": command.pk, "output": command.output},
+        )
+    if command.state in COMMAND_FINISHED:
+        return start_failed(ctx, target, command)
+    return Wait(text=f"waiting for {target.name} to start it")
+
+
+def await_step(ctx: StepContext) -> Outcome:
+    before, now = _placement(ctx, "from"), _placement(ctx, "placement")
+    job, where = now.replica.job, now.node.name
+    if _being_brought_back(ctx):
+        return _not_moved(f"it was lost on {where}, and is brought back by a run of its own")
+    if now.end_reason.startswith(LEFT):
+        return Done(text=f"on {where} it found nothing left to do, and has {now.end_reason}")
+    if now.state == PlacementState.ENDED or losses.told_gone(now):
+        return Wait(text=f"its process on {where} has ended; its loss is being taken up")
+    if now.joined_at is None:
+        state = "loads its newest checkpoint" if now.started_at else "is starting"
+        return Wait(text=f"the process on {where} {state}")
+    text = f"{job.name} moved from {before.node.name} to {where}"
+    if before.ended_at is not None:
+        text += f", and stood still for {(now.joined_at - before.ended_at).total_seconds():.0f} s"
+    return Done(text=text)
+
+
+PLAYBOOK = Playbook(
+    name=AS_WHOLE,
+    version=1,
+    summary="Moves a job that lives as one: it saves and ends, and goes on on another node.",
+    deadline_s=2 * 86_400,
+    steps=(
+        StepDefinition(
+            key="save-and-end",
+            title="Let it save and end",
+            act=save_and_end,
+            effect=Effect.IDEMPOTENT,
+            timeout_s=SAVE_S + 2 * STOP_ORDER_S,
+            prose="Send SIGTERM to its process and wait until it is gone: at the end of its step "
+            f"it saves to all its tiers, and leaves. After {SAVE_S:g} s it is killed, and goes on "
+            "from its newest checkpoint of before.",
+            undo="Start it again where it was.",
+        ),
+        StepDefinition(
+            key="choose-place",
+            title="Choose where it goes on",
+            act=choose_place,
+            effect=Effect.NONE,
+            timeout_s=900,
+            prose="The node that was ordered; where that was taken meanwhile, a spare, or another "
+            "free node, or the one that it came from.",
+        ),
+        StepDefinition(
+            key="start",
+            title="Start it there",
+            act=start,
+            effect=Effect.FENCED,
+            timeout_s=120,
+            prose="Start its program on the chosen node with the job's coordinator and token.",
+            undo="Stop the process on the chosen node.",
+        ),
+        StepDefinition(
+            key="await-step",
+            title="See it train",
+            act=await_step,
+            effect=Effect.NONE,
+            timeout_s=settings.REPLICA_START_DEADLINE_S,
+            prose="It loads its newest checkpoint, and its first step is told.",
+        ),
+    ),
+)
+
+
+def _placement(ctx: StepContext, role: str) -> Placement:
+    found = Placement.objects.select_related("node", "replica__job")
+    return found.get(pk=ctx.values[role])
+
+
+def _not_moved(why: str) -> Fail:
+    return Fail(text=f"not moved: {why}")
+
+
+def _told_its_end(placement: Placement) -> bool:
+    ends = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=placement.pk)
+    return ends.exists()
+
+
+def _being_brought_back(ctx: StepContext) -> bool:
+    """Whether the job was lost while it moved: then that is another run's."""
+    subject = f"replica-lost/{ctx.run.job_id}/{ctx.values['replica']}"
+    runs = PlaybookRun.objects.filter(subject=subject, state__in=sorted(RUN_UNFINISHED))
+    return runs.exists()
