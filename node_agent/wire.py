@@ -313,8 +313,8 @@ class StartRank(Message, frozen=True, omit_defaults=True, tag="start_rank", tag_
     #: Handed to the program as DRYDOCK_OPTIONS (a JSON object).
     options: dict[str, Any] = {}
     #: Handed to the program as DRYDOCK_STANDBY. "migrate": it takes the replica's place from the
-    #: process that has it, once it holds the state.
-    standby: Literal["", "migrate"] = ""
+    #: process that has it, once it holds the state; "spare": that of whichever replica dies.
+    standby: Literal["", "migrate", "spare"] = ""
 
 
 class StopProcess(Message, frozen=True, tag="stop_process", tag_field="verb"):

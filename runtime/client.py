@@ -69,11 +69,14 @@ How = Literal["reset", "agent", "heartbeat", "directive"]
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:
-    """The rank's process is up and about to join. Key: placement."""
+    """The rank's process is up and about to join. One that stands by says once more when it holds
+    its peers' state and follows their steps, and when it has made its first step in a replica's
+    place: of the replica that the batch names. Key: placement and stage."""
 
     type: ClassVar[str] = "hello"
     pid: int
     at: float
+    stage: Literal["up", "follows", "entered"] = "up"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ from controlplane.health.models import Failure, Signal
 from controlplane.incidents import actions as incidents
 from controlplane.incidents import limits
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED, EntryKind, Severity
-from controlplane.incidents.models import Incident
+from controlplane.incidents.models import Incident, PlaybookRun
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState
 from controlplane.jobs.models import Job, Placement
@@ -101,6 +101,8 @@ def _handle(signal: Signal) -> None:
         _node_went_silent(signal)
     elif signal.kind in HARDWARE_SPEAKS:
         _hardware_spoke(signal)
+    elif (spare := _ended_warm_spare(signal)) is not None:
+        jobs.end_warm_spare(SYSTEM, spare.pk, "its process has ended")
     elif signal.kind == SignalKind.PEER_LOST or _is_unasked_end_of_rank(signal):
         _replica_was_lost(signal)
     elif (slow := _straggler(signal)) is not None:
@@ -435,7 +437,7 @@ def _replica_was_lost(signal: Signal) -> None:
     if placement.standby:
         doorbell.ring_after_commit(f"job/{job.pk}")  # its move is given up; the replica trains on
         return
-    if placement.state == PlacementState.ENDED:
+    if placement.state == PlacementState.ENDED and not _is_news_of_a_takeover(placement):
         _ended_one_is_gone(signal, placement)
         return
     if _has_made_way(signal, placement):
@@ -446,6 +448,22 @@ def _replica_was_lost(signal: Signal) -> None:
     incident = _open_for_replica(signal, placement)
     if _is_unasked_end_of_rank(signal):
         incidents.raise_severity(incident.pk, Severity.MAJOR)
+
+
+def _ended_warm_spare(signal: Signal) -> Placement | None:
+    """The warm spare that stood by still when its process ended: no loss to anybody."""
+    spares = Placement.objects.filter(pk=signal.placement_id, standby=True, warm=True)
+    return spares.first() if signal.kind == SignalKind.PROCESS_EXITED else None
+
+
+def _is_news_of_a_takeover(placement: Placement) -> bool:
+    """Whether a warm spare was quicker to say that it has the place than anybody was to say that
+    this process is gone: why it went is still to be found out."""
+    looked_into = PlaybookRun.objects.filter(
+        playbook="replica-lost", context__lost_placement=placement.pk
+    )
+    taken = placement.joined_at is not None and placement.successors.filter(warm=True).exists()
+    return taken and not looked_into.exists()
 
 
 def _ended_one_is_gone(signal: Signal, placement: Placement) -> None:

@@ -114,6 +114,7 @@ def keep(client: redis.Redis, memory: Memory) -> None:
         partial(incidents.pause_overdue_runs, now),
         partial(engine.release_expired, now),
         incidents.readmit_replaced,
+        incidents.keep_warm_spares,
         partial(jobs.expire_reservations, now),
         partial(forget_old_answers, now),
         partial(_chain_audit, memory, now),

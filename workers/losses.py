@@ -87,6 +87,8 @@ def _peers_miss_it(placement: Placement) -> bool:
 
     A rank that was starved for seconds is lost by its heartbeat and comes back by itself.
     """
+    if placement.successors.filter(warm=True, standby=False).exists():
+        return True  # a warm spare has its place
     lost = Signal.objects.filter(kind=SignalKind.PEER_LOST, placement_id=placement.pk)
     newest = lost.order_by("-observed_at").first()
     if newest is None:

@@ -125,6 +125,7 @@ def _page(request: HttpRequest, found: Job, status: int = 200) -> HttpResponse:
             "live_path": reverse("job", args=[found.pk]),
             "job": found,
             "seats": selectors.seats(found),
+            "warm_spares": list(found.held_warm_spares),
             "marks": selectors.marks(found),
             "checkpoint": next(iter(checkpoints), None),
             "tiers": selectors.tiers_of(found, checkpoints, troubles),

@@ -223,7 +223,11 @@ def _notes(node: Node, placements: list[Placement], *, moves: bool) -> list[str]
     coming = node.placements.filter(standby=True).exclude(state=PlacementState.ENDED)
     for placement in coming.select_related("replica__job"):
         replica = placement.replica
-        notes.append(f"the move of replica {replica.index} of {replica.job.name} is given up")
+        notes.append(
+            f"a warm spare of {replica.job.name} ends"
+            if placement.warm
+            else f"the move of replica {replica.index} of {replica.job.name} is given up"
+        )
     return notes
 
 

@@ -38,6 +38,7 @@ from controlplane.jobs.serializers import (
     Progress,
     ReplicaSerializer,
     SpareReservationSerializer,
+    WarmSpares,
 )
 from controlplane.rest.filters import Exact, Flag, Parameter, Reference, Search, Times, Whole
 from controlplane.rest.pagination import DEFAULT_LIMIT, MAX_LIMIT, page_of
@@ -109,6 +110,16 @@ class Jobs(Resource):
         the change of state that it brings.
         """
         actions.record_progress(actor, job.pk, **order)
+
+    @verb(takes=WarmSpares, path="warm-spares")
+    def warm_spares(self, actor: Actor, job: Job, order: dict[str, Any]) -> None:
+        """Say how many warm spares a job is to have
+
+        Each is a process on a node of its own that holds the job's state, and takes the place of
+        whichever replica dies within a step. What is too much is ended, what lacks is started once
+        a node is free.
+        """
+        actions.set_warm_spares(actor, job.pk, order["count"], order["reason"])
 
     @verb(takes=NewDirective, answers=DirectiveSerializer, status=HTTPStatus.CREATED)
     def directives(self, actor: Actor, job: Job, order: dict[str, Any]) -> Directive:

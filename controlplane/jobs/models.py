@@ -19,6 +19,8 @@ from controlplane.jobs.choices import (
 
 #: How the end of a process reads that left of its own will, before the reason that it gave.
 LEFT = "left: "
+#: What a replica has of its own: the process that trains, and one that is to replace it.
+IN_ITS_PLACE = ~Q(standby=True, warm=True)
 
 
 class Job(models.Model):
@@ -33,6 +35,8 @@ class Job(models.Model):
     world_replicas = models.PositiveIntegerField()
     min_replicas = models.PositiveIntegerField(default=1)
     gpus_per_replica = models.PositiveIntegerField(default=8)
+    #: How many processes are to hold its state beside those that train, for whichever replica dies.
+    warm_spares = models.PositiveIntegerField(default=0)
     #: It lives and dies as one, as its processes tell: nothing can follow it while it trains.
     whole = models.BooleanField(default=False)
     created_at = models.DateTimeField(auto_now_add=True)
@@ -69,6 +73,13 @@ class Job(models.Model):
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def held_warm_spares(self) -> models.QuerySet[Placement]:
+        """The processes that hold its state for whichever replica dies, the oldest first."""
+        there = Placement.objects.filter(replica__job=self, standby=True, warm=True)
+        alive = there.exclude(state=PlacementState.ENDED)
+        return alive.select_related("node").order_by("created_at")
+
 
 class Replica(models.Model):
     """One data-parallel group of a job: the unit that drops and rejoins."""
@@ -100,7 +111,8 @@ class Placement(models.Model):
 
     One that stands by holds the replica's state beside the process that trains, and takes its place
     at a step's edge: that is how a replica moves. It never outlives what it stands beside as such:
-    once that has ended it is the replica's own.
+    once that has ended it is the replica's own. A warm spare stands by for whichever replica of its
+    job dies: `replica` is a formality until it has the place of one.
     """
 
     id = models.CharField(primary_key=True, max_length=40, default=partial(new_id, "plc"))
@@ -110,13 +122,17 @@ class Placement(models.Model):
         max_length=16, choices=PlacementState.choices, default=PlacementState.STARTING
     )
     standby = models.BooleanField(default=False)
-    #: The placement that it was started to replace while that trained.
+    #: It was started as a warm spare.
+    warm = models.BooleanField(default=False)
+    #: The placement that it was started to replace while that trained; of a warm spare the one
+    #: whose place it took.
     moved_from = models.ForeignKey(
         "self", null=True, on_delete=models.SET_NULL, related_name="successors"
     )
     pid = models.PositiveIntegerField(null=True)
     created_at = models.DateTimeField(auto_now_add=True)
     started_at = models.DateTimeField(null=True)  # its process said hello
+    follows_since = models.DateTimeField(null=True)  # one that stands by: it holds the state
     joined_at = models.DateTimeField(null=True)  # its first committed step
     ended_at = models.DateTimeField(null=True)
     end_reason = models.TextField(blank=True)
@@ -125,7 +141,7 @@ class Placement(models.Model):
         constraints = [
             models.UniqueConstraint(
                 fields=["replica", "standby"],
-                condition=~Q(state=PlacementState.ENDED),
+                condition=~Q(state=PlacementState.ENDED) & IN_ITS_PLACE,
                 name="placement_one_alive_per_replica",
             ),
             models.UniqueConstraint(

@@ -39,6 +39,7 @@ from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState, Tier
 from controlplane.jobs.models import (
+    IN_ITS_PLACE,
     Checkpoint,
     Interruption,
     Job,
@@ -181,7 +182,7 @@ def seats(job: Job) -> list[Seat]:
     """The job's shape: every replica with its stays on nodes."""
     stays: dict[str, list[Placement]] = {}
     placements = Placement.objects.filter(replica__job=job).select_related("node")
-    for placement in placements.order_by("-created_at"):
+    for placement in placements.filter(IN_ITS_PLACE).order_by("-created_at"):
         stays.setdefault(placement.replica_id, []).append(placement)
     return [_seat(replica, stays.get(replica.id, [])) for replica in job.replicas.all()]
 

@@ -24,6 +24,7 @@ from controlplane.rest.serializers import Body, Number, Reasoned, RowSerializer
 #: Options travel through encoders that recurse.
 MAX_NESTING = 32
 MAX_REPLICAS = 4096
+MAX_WARM_SPARES = 64
 MAX_STEP = 2**53
 
 
@@ -43,6 +44,7 @@ class JobSerializer(RowSerializer):
             "world_replicas",
             "min_replicas",
             "gpus_per_replica",
+            "warm_spares",
             "whole",
             "active_replicas",
             "step",
@@ -91,11 +93,20 @@ class ReplicaSerializer(RowSerializer):
         return seat.pk if seat else None
 
 
+class WarmSpareSerializer(RowSerializer):
+    node_name = serializers.CharField(source="node.name")
+
+    class Meta:
+        model = Placement
+        fields = ("id", "node_id", "node_name", "started_at", "follows_since")
+
+
 class JobDetailSerializer(JobSerializer):
     replicas = ReplicaSerializer(many=True, source="seated_replicas")
+    warm_spares_held = WarmSpareSerializer(many=True, source="held_warm_spares")
 
     class Meta(JobSerializer.Meta):
-        fields = (*JobSerializer.Meta.fields, "options", "replicas")
+        fields = (*JobSerializer.Meta.fields, "options", "replicas", "warm_spares_held")
 
 
 class CheckpointSerializer(RowSerializer):
@@ -190,6 +201,13 @@ class NewJob(Body):
     world_replicas = serializers.IntegerField(min_value=1, max_value=MAX_REPLICAS)
     min_replicas = serializers.IntegerField(min_value=1, max_value=MAX_REPLICAS, default=1)
     gpus_per_replica = serializers.IntegerField(min_value=1, max_value=1024, default=8)
+    warm_spares = serializers.IntegerField(
+        min_value=0,
+        max_value=MAX_WARM_SPARES,
+        default=0,
+        help_text="How many processes hold its state for whichever replica dies; for jobs that "
+        "Drydock starts.",
+    )
     options = serializers.DictField(
         default=dict, help_text="Handed to the program, as its agents allow."
     )
@@ -207,6 +225,10 @@ class NewJob(Body):
                 {"min_replicas": "must not exceed world_replicas"}, code="max_value"
             )
         return attrs
+
+
+class WarmSpares(Reasoned):
+    count = serializers.IntegerField(min_value=0, max_value=MAX_WARM_SPARES)
 
 
 class Progress(Body):

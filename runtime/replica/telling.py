@@ -5,12 +5,13 @@ Called by the training thread, read by the sender's thread; never waits for the 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.client import Ledger, Message, PeerLost, Progress, Regrouped
+from runtime.client import Hello, Ledger, Message, PeerLost, Progress, Regrouped
 from runtime.job import Job
 from runtime.ledger import SampleLedger
 
@@ -42,6 +43,8 @@ class Teller:
         self.ledger = ledger
         self.tokens_per_sample = tokens_per_sample
         self.members: list[int] = []
+        self._stands_by = bool(job.standby)
+        self._told_following = False
         self._lock = threading.Lock()
         self._told_lost: set[tuple[int, int]] = set()
         self._lost_now: set[int] = set()
@@ -55,6 +58,12 @@ class Teller:
 
     def speaks(self) -> bool:
         return bool(self.members) and self.replica == self.members[0]
+
+    def follows(self) -> None:
+        """We hold our peers' state; who stands by says so, once."""
+        if self._stands_by and not self._told_following:
+            self._told_following = True
+            self.job.sender.tell(Hello(pid=os.getpid(), at=time.time(), stage="follows"))
 
     def granted(self, message: dict[str, Any], committed: int, replica: int) -> None:
         """A new epoch was adopted, in which we are this replica."""
@@ -99,6 +108,9 @@ class Teller:
             self._max_gap = max(self._max_gap, gap)
             self._gaps += gap
             self._last = (step, epoch, grad_norm, time.time())
+        if self._stands_by:
+            self._stands_by = False
+            self.job.sender.tell(Hello(pid=os.getpid(), at=time.time(), stage="entered"))
         if self._grant is not None and int(self._grant["epoch"]) == epoch:
             self._tell_regrouped(self._grant, step, gap)
             self._grant = None

@@ -237,6 +237,7 @@ class Together:
 
     def follow(self, donors: list[list[str]]) -> None:
         self._all("follow", donors=donors)
+        self.teller.follows()
 
     def stop_following(self) -> None:
         self._all("stop_following")

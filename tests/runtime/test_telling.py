@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runtime.client import Regrouped
+from runtime.client import Hello, Regrouped
 from runtime.job import Job
 from runtime.ledger import SampleLedger
 from runtime.replica.telling import Teller
@@ -41,14 +41,17 @@ def told() -> Told:
     return Told()
 
 
-@pytest.fixture
-def teller(told: Told, tmp_path: Path) -> Teller:
-    job = Job(
-        name="j", replica=0, rank=0, ranks=1, world_replicas=3, placement="p-0",
-        coordinator="127.0.0.1:1", token="", state_dir=tmp_path, sender=told,
+def join(told: Told, folder: Path, standby: str = "") -> Job:
+    return Job(
+        name="j", replica=0, rank=0, ranks=1, world_replicas=3, placement="p-0", standby=standby,
+        coordinator="127.0.0.1:1", token="", state_dir=folder, sender=told,
         stop=threading.Event(),
     )  # fmt: skip
-    made = Teller(job, SampleLedger({}), 1)
+
+
+@pytest.fixture
+def teller(told: Told, tmp_path: Path) -> Teller:
+    made = Teller(join(told, tmp_path), SampleLedger({}), 1)
     made.granted(grant(1, [0, 1, 2], begins=True), -1, 0)
     made.committed(0, 1, 1.0, 1.0, 24)
     return made
@@ -62,6 +65,37 @@ def test_an_epoch_is_told_at_its_first_commit_and_once(told: Told, teller: Telle
 
     assert unsaid == []
     assert [(one.epoch, one.lost, one.step) for one in regrouped(told)] == [(2, [2], 1)]
+
+
+def stages(told: Told) -> list[str]:
+    return [message.stage for message in told.messages if isinstance(message, Hello)]
+
+
+@pytest.mark.parametrize("standby", ["spare", "migrate"])
+def test_who_stands_by_says_when_it_follows_and_when_it_has_a_place(
+    told: Told, tmp_path: Path, standby: str
+) -> None:
+    teller = Teller(join(told, tmp_path, standby), SampleLedger({}), 1)
+    teller.follows()
+    teller.follows()  # its donors changed
+    before = stages(told)
+    teller.granted(grant(2, [0, 1, 2], lost=[loss(1)], joined=[1]), 4, 1)
+    granted = stages(told)
+    teller.committed(5, 2, 1.0, 1.0, 24)
+    teller.committed(6, 2, 1.0, 1.0, 24)
+
+    assert before == granted == ["follows"]
+    assert stages(told) == ["follows", "entered"]
+    assert told.replica == 1
+
+
+def test_a_newcomer_that_has_a_place_from_the_start_says_neither(
+    told: Told, teller: Teller
+) -> None:
+    teller.follows()
+    teller.committed(1, 1, 1.0, 1.0, 24)
+
+    assert stages(told) == []
 
 
 def test_the_beginning_of_a_job_is_no_regrouping(told: Told, teller: Teller) -> None:

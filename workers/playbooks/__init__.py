@@ -12,6 +12,7 @@ from workers.playbooks import (
     restore_coordinator,
     site_silent,
     start_job,
+    warm_spare,
 )
 from workers.playbooks.base import Playbook
 
@@ -26,6 +27,7 @@ PLAYBOOKS: dict[str, Playbook] = {
         restore_coordinator.PLAYBOOK,
         site_silent.PLAYBOOK,
         start_job.PLAYBOOK,
+        warm_spare.PLAYBOOK,
         *node_orders.PLAYBOOKS,
     )
 }

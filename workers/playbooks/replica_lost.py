@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Literal
 
 from django.conf import settings
+from django.db.models import Q
 from django.utils import timezone
 
 from controlplane import crypto
@@ -141,10 +142,14 @@ def choose_place(ctx: StepContext) -> Outcome:
     )
     job = placement.replica.job
     alive = Placement.objects.filter(replica__job=job).exclude(state=PlacementState.ENDED)
-    successor = alive.filter(moved_from=placement).select_related("node").first()
+    taken = Q(replica=placement.replica, warm=True, standby=False) & ~Q(pk=placement.pk)
+    successor = alive.filter(Q(moved_from=placement) | taken).select_related("node").first()
     if successor is not None:
+        where = successor.node.name
         return Done(
-            text=f"it was being moved to {successor.node.name}: the process there takes its place",
+            text=f"the warm spare on {where} has its place"
+            if successor.warm
+            else f"it was being moved to {where}: the process there takes its place",
             context={"strategy": "standby", "target": successor.node_id},
         )
     others = alive.exclude(replica=placement.replica).filter(standby=False)
@@ -237,7 +242,7 @@ def start_replica(ctx: StepContext) -> Outcome:
     target = Node.objects.select_related("lease").get(pk=ctx.values["target"])
     lost = Placement.objects.get(pk=ctx.values["lost_placement"])
     if ctx.values["strategy"] == "standby":
-        return _let_standby_have_it(ctx, lost, target)
+        return _let_standby_have_it(ctx, replica, lost, target)
     placement_id = ctx.placement_id()
     command = Command.objects.filter(requester=ctx.requester(), verb="start_rank").first()
     if command is None:
@@ -274,12 +279,18 @@ def start_replica(ctx: StepContext) -> Outcome:
     return Wait(text=f"waiting for {target.name} to start it")
 
 
-def _let_standby_have_it(ctx: StepContext, lost: Placement, target: Node) -> Outcome:
+def _let_standby_have_it(
+    ctx: StepContext, replica: Replica, lost: Placement, target: Node
+) -> Outcome:
     """What was started to replace the lost one takes its place: nothing else is started."""
-    successor = lost.successors.filter(node=target).latest("created_at")
+    successor = replica.placements.filter(node=target).latest("created_at")
 
     def apply() -> None:
         jobs.end_placement(SYSTEM, lost.pk, ctx.incident.cause, free_node=True)
+        if successor.warm:
+            # What it leaves free takes the part of the spare that has its place.
+            jobs.vacate(SYSTEM, lost)
+            jobs.keep_as_spare(SYSTEM, lost.node_id, ctx.run.title)
 
     return Done(
         text=f"the process that stood by on {target.name} has its place",
@@ -317,6 +328,9 @@ def start_failed(ctx: StepContext, target: Node, command: Command) -> Outcome:
 
 def await_rejoin(ctx: StepContext) -> Outcome:
     placement = Placement.objects.select_related("node__lease").get(pk=ctx.values["placement"])
+    quicker = _warm_spare_in_place_of(placement)
+    if quicker is not None:
+        return _make_way(ctx, placement, quicker)
     # Lost again comes first: it may have joined and died before anybody looked.
     gone = losses.told_gone(placement)
     if gone or placement.state == PlacementState.ENDED or not placement.node.lease.reachable:
@@ -342,6 +356,29 @@ def await_rejoin(ctx: StepContext) -> Outcome:
         incidents.set_restored(ctx.incident.pk, joined_at, text)
 
     return Done(text=text, apply=apply)
+
+
+def _make_way(ctx: StepContext, late: Placement, quicker: Placement) -> Outcome:
+    """End a process that was started for a place which a warm spare has taken meanwhile."""
+    text = f"the warm spare on {quicker.node.name} has its place"
+    stop = Command.objects.filter(requester=ctx.requester(), verb="stop_process").first()
+    if stop is None:
+
+        def order() -> None:
+            verb = wire.StopProcess(placement=late.pk, grace_s=0)
+            fleet.queue_command(SYSTEM, late.node_id, verb, requester=ctx.requester())
+
+        return Wait(text=f"{text}; {late.node.name} is told to end what it started", apply=order)
+    if stop.state not in COMMAND_FINISHED:
+        return Wait(text=f"{text}; {late.node.name} ends what it started")
+    if stop.state != CommandState.DONE:
+        return Ask(text=f"{text}; {late.node.name} does not say that what it started has ended")
+    return Wait(
+        text=text,
+        context={"placement": quicker.pk},
+        apply=lambda: jobs.vacate(SYSTEM, late),
+        wake_s=0,
+    )
 
 
 PLAYBOOK = Playbook(
@@ -409,7 +446,7 @@ PLAYBOOK = Playbook(
 
 
 def start_rank_command(
-    replica: Replica, placement_id: str, standby: Literal["", "migrate"] = ""
+    replica: Replica, placement_id: str, standby: Literal["", "migrate", "spare"] = ""
 ) -> wire.StartRank:
     """The order to start the one rank of a replica, or one that is to take its place."""
     job = replica.job
@@ -451,6 +488,14 @@ def _known_failure(ctx: StepContext, placement: Placement, verdict: triage.Cause
 
 def _job_name(ctx: StepContext) -> str:
     return ctx.run.job.name if ctx.run.job else ""
+
+
+def _warm_spare_in_place_of(placement: Placement) -> Placement | None:
+    """The warm spare that was quicker than this process, which has ended before it trained."""
+    if placement.state != PlacementState.ENDED or placement.joined_at is not None:
+        return None
+    others = placement.replica.placements.filter(warm=True, standby=False)
+    return others.exclude(state=PlacementState.ENDED).select_related("node").first()
 
 
 def _may_stay(node: Node) -> bool:

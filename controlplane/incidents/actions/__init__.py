@@ -58,6 +58,7 @@ from controlplane.incidents.actions.runs import (
     resume_run,
     retry_run,
 )
+from controlplane.incidents.actions.warm import keep_warm_spares
 
 __all__ = [
     "acknowledge",
@@ -70,6 +71,7 @@ __all__ = [
     "close_breaker",
     "close_case",
     "incident_of_replica",
+    "keep_warm_spares",
     "merge_into",
     "move_replica",
     "open_breaker_on_burst",

@@ -37,7 +37,10 @@ from controlplane.jobs.models import Job, Placement
 from workers.triage import ACTIONS
 
 #: Playbooks whose only aim is that the job goes on.
-FOR_THE_JOB = ("replica-lost", MOVE_PLAYBOOK, AS_WHOLE, "start-job", "restore-coordinator")
+FOR_THE_JOB = (
+    *("replica-lost", MOVE_PLAYBOOK, AS_WHOLE),
+    *("start-job", "restore-coordinator", "warm-spare"),
+)
 
 
 def admit_node(actor: Actor, node_id: str) -> PlaybookRun:

@@ -22,18 +22,21 @@ from controlplane.jobs.actions.spares import (
     reserve_spare,
 )
 from controlplane.jobs.actions.telling import record_progress, record_runtime_batch
+from controlplane.jobs.actions.warm import end_warm_spare, place_warm_spare, set_warm_spares
 
 __all__ = [
     "begin_start",
     "direct",
     "end_job",
     "end_placement",
+    "end_warm_spare",
     "exclude_node",
     "expire_reservations",
     "give_up_move",
     "include_node",
     "keep_as_spare",
     "place",
+    "place_warm_spare",
     "record_progress",
     "record_runtime_batch",
     "register",
@@ -41,6 +44,7 @@ __all__ = [
     "request_stop",
     "reserve_spare",
     "set_coordinator",
+    "set_warm_spares",
     "stand_by",
     "take_place",
     "vacate",

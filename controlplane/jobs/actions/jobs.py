@@ -17,7 +17,14 @@ from controlplane.fleet.changes import change, touch
 from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Node
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState
-from controlplane.jobs.models import Directive, Job, Placement, Replica, SpareReservation
+from controlplane.jobs.models import (
+    IN_ITS_PLACE,
+    Directive,
+    Job,
+    Placement,
+    Replica,
+    SpareReservation,
+)
 
 #: How long a job's ranks may take to hear that they are to stop.
 STOP_TTL_S = 24 * 3600
@@ -33,6 +40,7 @@ def register(
     world_replicas: int,
     min_replicas: int = 1,
     gpus_per_replica: int = 8,
+    warm_spares: int = 0,
     options: dict[str, Any] | None = None,
 ) -> Job:
     """Make a job known, with its replicas pending. Raises Conflict if the name is taken."""
@@ -45,6 +53,7 @@ def register(
         world_replicas=world_replicas,
         min_replicas=min_replicas,
         gpus_per_replica=gpus_per_replica,
+        warm_spares=warm_spares,
         options=options or {},
     )
     now = timezone.now()
@@ -115,13 +124,14 @@ def place(actor: Actor, replica_id: str, node_id: str, *, placement_id: str) -> 
     `placement_id` is the caller's, so that asking again finds what is there. Raises Conflict if the
     replica is placed already or the node is not free.
     """
-    there = Placement.objects.filter(pk=placement_id).first()
-    if there is not None:
-        return there
+    known = Placement.objects.filter(pk=placement_id).first()
+    if known is not None:
+        return known
     replica = (
         Replica.objects.select_for_update(no_key=True).select_related("job").get(pk=replica_id)
     )
-    if replica.placements.exclude(state=PlacementState.ENDED).exists():
+    there = replica.placements.filter(IN_ITS_PLACE).exclude(state=PlacementState.ENDED)
+    if there.exists():
         raise Conflict(f"replica {replica.index} of {replica.job.name} is placed already")
     take_node(actor, node_id, replica)
     placement = Placement.objects.create(pk=placement_id, replica=replica, node_id=node_id)
@@ -273,7 +283,7 @@ def set_job(actor: Actor, job: Job, to: JobState, reason: str, verb: str) -> Non
 
 def _succeeded(replica: Replica) -> ReplicaState:
     """Give the replica to whoever stood by for it; its state without what it had until now."""
-    alive = replica.placements.exclude(state=PlacementState.ENDED)
+    alive = replica.placements.filter(IN_ITS_PLACE).exclude(state=PlacementState.ENDED)
     if not alive.filter(standby=True).update(standby=False):
         return ReplicaState.LOST
     up = alive.filter(state=PlacementState.RUNNING).exists()

@@ -18,7 +18,7 @@ from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Node
 from controlplane.jobs.actions.jobs import end_placement, set_replicas, take_node
 from controlplane.jobs.choices import PlacementState, ReplicaState
-from controlplane.jobs.models import Placement, Replica
+from controlplane.jobs.models import IN_ITS_PLACE, Placement, Replica
 
 
 @change()
@@ -33,7 +33,8 @@ def stand_by(
     replica = (
         Replica.objects.select_for_update(no_key=True).select_related("job").get(pk=replica_id)
     )
-    alive = replica.placements.exclude(state=PlacementState.ENDED).select_related("node")
+    own = replica.placements.filter(IN_ITS_PLACE)
+    alive = own.exclude(state=PlacementState.ENDED).select_related("node")
     there = alive.filter(standby=True).first()
     if there is not None:
         raise Conflict(f"replica {replica.index} is being moved to {there.node.name} already")

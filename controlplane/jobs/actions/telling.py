@@ -16,6 +16,7 @@ from controlplane.health.actions import record_signal
 from controlplane.health.choices import SignalKind
 from controlplane.jobs.actions.jobs import end_placement, set_job, set_replicas
 from controlplane.jobs.actions.moves import take_place
+from controlplane.jobs.actions.warm import enter
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState, Tier
 from controlplane.jobs.models import (
     LEFT,
@@ -89,6 +90,12 @@ def _record_hello(job: Job, batch: client.Batch, message: client.Hello) -> None:
         pk=batch.placement,
         replica__job=job,
     )
+    if message.stage == "follows":
+        standing = Placement.objects.filter(pk=batch.placement, replica__job=job)
+        standing.update(follows_since=_moment(message.at))
+        doorbell.ring_after_commit(f"job/{job.pk}")
+    if message.stage == "entered":
+        _moved(job, batch.placement, batch.replica, _moment(message.at))
     placement = unheard.first()
     if placement is None:
         return
@@ -101,7 +108,7 @@ def _record_hello(job: Job, batch: client.Batch, message: client.Hello) -> None:
 
 def _record_progress(job: Job, batch: client.Batch, message: client.Progress) -> None:
     at = _moment(message.at)
-    _moved(job, batch.placement, at)  # only one that trains tells of commits
+    _moved(job, batch.placement, batch.replica, at)  # only one that trains tells of commits
     ProgressSample.objects.update_or_create(
         job=job,
         step=message.step,
@@ -196,7 +203,8 @@ def _record_peer_lost(job: Job, batch: client.Batch, message: client.PeerLost) -
         placement_id=message.placement,
         data={"how": message.how, "step": message.step, "epoch": message.epoch},
     )
-    _moved(job, message.placement, _moment(message.at))  # only one that trained can be lost
+    # Only one that trained can be lost.
+    _moved(job, message.placement, message.replica, _moment(message.at))
 
 
 def _record_regrouped(job: Job, message: client.Regrouped) -> None:
@@ -204,9 +212,10 @@ def _record_regrouped(job: Job, message: client.Regrouped) -> None:
     for replica in set(message.joined) - set(message.lost):
         if _was_member(job, replica, message.epoch):
             standby = Placement.objects.filter(
-                replica__job=job, replica__index=replica, standby=True
+                replica__job=job, replica__index=replica, standby=True, warm=False
             ).exclude(state=PlacementState.ENDED)
-            _moved(job, standby.values_list("pk", flat=True).first() or "", committed_at)
+            there = standby.values_list("pk", flat=True).first() or ""
+            _moved(job, there, replica, committed_at)
     Interruption.objects.get_or_create(
         job=job,
         epoch=message.epoch,
@@ -268,7 +277,7 @@ def _record_stopped(job: Job, batch: client.Batch, message: client.Stopped) -> N
         return  # its process is about to exit, and that is what an incident begins with
     successor = message.reason.removeprefix(REPLACED)
     if successor != message.reason:
-        _moved(job, successor, _moment(message.at))
+        _moved(job, successor, batch.replica, _moment(message.at))
     if Placement.objects.filter(pk=batch.placement, replica__job=job).exists():
         end_placement(SYSTEM, batch.placement, f"{LEFT}{message.reason}", free_node=True)
 
@@ -334,16 +343,19 @@ def _activate(job: Job, replicas: list[int], at: datetime) -> None:
         doorbell.ring_after_commit(f"job/{job.pk}")
 
 
-def _moved(job: Job, placement_id: str, at: datetime) -> None:
-    """If this process stood by for a replica of the job, it trains in the replica's place now."""
+def _moved(job: Job, placement_id: str, replica: int, at: datetime) -> None:
+    """If this process stood by, it trains in the place of this replica now."""
     standby = (
-        Placement.objects.select_related("node", "replica")
+        Placement.objects.select_related("node", "replica__job")
         .filter(pk=placement_id, replica__job=job, standby=True)
         .first()
     )
     if standby is None:
         return
-    take_place(standby, at)
+    if standby.warm:
+        enter(standby, replica, at)
+    else:
+        take_place(standby, at)
     doorbell.ring_after_commit(f"job/{job.pk}")
     if standby.state == PlacementState.ENDED:
         # It was given up and ended in that very moment; perhaps nobody is left to miss it.

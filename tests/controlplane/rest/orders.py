@@ -125,6 +125,9 @@ ORDERS: dict[str, Callable[[World], Order]] = {
     "jobs/migrate": _migrate,
     "jobs/progress": lambda world: Order(f"{world.path('jobs')}/progress", {"step": 7}),
     "jobs/start": _start,
+    "jobs/warm_spares": lambda world: Order(
+        f"{world.path('jobs')}/warm-spares", WHY | {"count": 2}
+    ),
     "maintenance/close": _on("maintenance", "close"),
     "maintenance/create": _window,
     "nodes/diagnose": _on("nodes", "diagnose", status=202),

@@ -1,0 +1,97 @@
+"""Warm spares: processes that hold a job's state and take the place of whichever replica dies.
+
+Which one takes whose place is decided among the job's processes alone; here it is written down.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from controlplane.accounts.actions import audit
+from controlplane.accounts.models import SYSTEM, Actor
+from controlplane.errors import Conflict
+from controlplane.fleet.changes import change, touch
+from controlplane.jobs.actions.jobs import end_placement, take_node
+from controlplane.jobs.actions.moves import keep_as_spare, take_place
+from controlplane.jobs.choices import PlacementState
+from controlplane.jobs.models import Job, Placement
+
+
+@change()
+def set_warm_spares(actor: Actor, job_id: str, count: int, reason: str) -> Job:
+    """Say how many warm spares a job is to have.
+
+    Raises Conflict if it has ended, or lives as one.
+    """
+    job = Job.objects.select_for_update(no_key=True).get(pk=job_id)
+    if job.ended_at is not None:
+        raise Conflict(f"{job.name} has ended")
+    if job.whole and count:
+        raise Conflict(f"{job.name} lives as one: no process can hold its state beside it")
+    before, job.warm_spares = job.warm_spares, count
+    job.save(update_fields=["warm_spares"])
+    audit(
+        actor,
+        "job.set_warm_spares",
+        "job",
+        job_id,
+        cluster_id=job.cluster_id,
+        before={"warm_spares": before},
+        after={"warm_spares": count},
+        reason=reason,
+    )
+    touch(job.cluster_id, ("job", job_id))
+    return job
+
+
+@change()
+def place_warm_spare(actor: Actor, job_id: str, node_id: str, *, placement_id: str) -> Placement:
+    """Put a warm spare of a job on a node, which becomes allocated.
+
+    `placement_id` is the caller's, so that asking again finds what is there. Raises Conflict if the
+    node is not free.
+    """
+    known = Placement.objects.filter(pk=placement_id).first()
+    if known is not None:
+        return known
+    job = Job.objects.select_for_update(no_key=True).get(pk=job_id)
+    replica = job.replicas.select_related("job").earliest("index")
+    take_node(actor, node_id, replica)
+    placement = Placement.objects.create(
+        pk=placement_id, replica=replica, node_id=node_id, standby=True, warm=True
+    )
+    audit(
+        actor,
+        "job.place_warm_spare",
+        "job",
+        job_id,
+        cluster_id=job.cluster_id,
+        after={"node": node_id, "placement": placement.pk},
+    )
+    touch(job.cluster_id, ("job", job_id))
+    return placement
+
+
+@change()
+def end_warm_spare(actor: Actor, placement_id: str, reason: str) -> bool:
+    """Note that a warm spare's process is gone; its node is a spare again. False if it had ended,
+    or has taken a replica's place meanwhile."""
+    spare = Placement.objects.select_for_update(no_key=True).get(pk=placement_id)
+    if not spare.standby or spare.ended_at is not None:
+        return False
+    end_placement(actor, placement_id, reason, free_node=True)
+    keep_as_spare(actor, spare.node_id, reason)
+    return True
+
+
+def enter(spare: Placement, index: int, at: datetime) -> None:
+    """Note that a warm spare trains in this replica's place since `at`; what had it is gone."""
+    replica = spare.replica.job.replicas.get(index=index)
+    held = replica.placements.filter(standby=False).order_by("created_at")
+    lost = held.exclude(joined_at=None).last()
+    for placement in held.exclude(state=PlacementState.ENDED):
+        reason = f"its place was taken by the warm spare on {spare.node.name}"
+        end_placement(SYSTEM, placement.pk, reason, free_node=False)
+    Placement.objects.filter(pk=spare.pk).update(replica=replica, moved_from=lost)
+    spare.refresh_from_db()
+    take_place(spare, at)

@@ -1,0 +1,78 @@
+"""The running job is given a warm spare, which takes the place of a replica that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import Api
+from tests.product import Product
+
+pytestmark = pytest.mark.e2e
+
+Eventually = Callable[..., Any]
+
+READY_S = 120.0
+
+
+def test_a_warm_spare_takes_the_place_of_a_replica_that_dies(
+    api: Api, product: Product, eventually: Eventually
+) -> None:
+    (listed,) = api("jobs?state=running&name=gpt-demo")["results"]
+    path = f"jobs/{listed['id']}"
+    eventually(lambda: api(path)["active_replicas"] == 4, READY_S, "all replicas train")
+    api(f"{path}/warm-spares", count=1, reason="an end-to-end test")
+    (spare,) = eventually(lambda: _following(api(path)), READY_S, "the spare holds the state")
+    before = api(path)
+    lost = before["replicas"][1]
+
+    os.kill(_process(product, lost["placement_id"]), signal.SIGKILL)
+
+    seat = eventually(lambda: _moved(api(path), lost), READY_S, "the spare has the place")
+    assert (seat["placement_id"], seat["node_name"]) == (spare["id"], spare["node_name"])
+    ended = eventually(lambda: _ended(api, listed["id"]), READY_S, "its incident is over")
+    since = datetime.fromisoformat(ended["occurred_at"])
+    assert (datetime.fromisoformat(ended["restored_at"]) - since).total_seconds() < 5
+    after = api(path)
+    assert after["recomputed_steps"] == before["recomputed_steps"]
+    told = api(f"{path}/ledger?limit=200")["results"]
+    assert [one for one in told if one["lost"] or one["duplicated"] or one["dropped"]] == []
+
+    # The next one is made ready where the lost one was; then none is wanted any more.
+    eventually(lambda: _following(api(path)), READY_S, "the next spare holds the state")
+    api(f"{path}/warm-spares", count=0, reason="the test is over")
+    eventually(lambda: api(path)["warm_spares_held"] == [], READY_S, "the spare has ended")
+    assert api(path)["active_replicas"] == 4
+
+
+def _following(job: dict[str, Any]) -> list[dict[str, Any]]:
+    return [one for one in job["warm_spares_held"] if one["follows_since"]]
+
+
+def _moved(job: dict[str, Any], lost: dict[str, Any]) -> dict[str, Any] | None:
+    """The lost replica's seat, once another process has it."""
+    seat: dict[str, Any] = job["replicas"][lost["index"]]
+    there = seat["placement_id"] not in (None, lost["placement_id"])
+    return seat if there and seat["state"] == "active" else None
+
+
+def _ended(api: Api, job_id: str) -> dict[str, Any] | None:
+    newest = api(f"incidents?job={job_id}&sort=-id&limit=1")["results"]
+    return newest[0] if newest and newest[0]["state"] == "resolved" else None
+
+
+def _process(product: Product, placement: str) -> int:
+    """The rank's own process: its loaders and writers have its environment too."""
+    found = [
+        one
+        for one in product.processes()
+        if one.environ().get("DRYDOCK_PLACEMENT") == placement
+        and "examples/train_gpt.py" in one.cmdline()
+    ]
+    (rank,) = [one for one in found if one.parent() not in found]
+    return int(rank.pid)

@@ -1,0 +1,337 @@
+"""Warm spares: started where they lack, told when they take a replica's place, missed by nobody."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+from django.utils import timezone
+
+from controlplane.accounts.models import SYSTEM
+from controlplane.errors import Conflict
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.choices import NodeState
+from controlplane.fleet.models import Command
+from controlplane.incidents import actions as incidents
+from controlplane.incidents.choices import RunState
+from controlplane.incidents.models import Incident, PlaybookRun
+from controlplane.jobs import actions as jobs
+from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
+from controlplane.jobs.models import Job, Placement, Replica
+from controlplane.jobs.selectors import seats
+from node_agent import wire
+from runtime import client
+from tests.workers.moving import PERSON, commands, no_spare, regrouped, state, told_by, trains
+from tests.workers.world import World, answer, drain, run_of
+
+pytestmark = pytest.mark.django_db
+
+START = "warm-spare"
+
+
+@pytest.fixture(autouse=True)
+def training(world: World) -> None:
+    trains(world)
+    jobs.set_warm_spares(PERSON, world.job.pk, 1, "it is precious")
+
+
+@pytest.fixture
+def spare(world: World) -> Placement:
+    """The job's warm spare, which follows."""
+    return follows(world)
+
+
+def follows(world: World) -> Placement:
+    incidents.keep_warm_spares()
+    drain()
+    answer("start_rank", pid=7)
+    found = list(world.job.held_warm_spares)[-1]
+    holds_the_state(found)
+    drain()
+    found.refresh_from_db()
+    return found
+
+
+def holds_the_state(spare: Placement) -> None:
+    told_by(
+        spare,
+        client.Hello(pid=7, at=time.time()),
+        client.Hello(pid=7, at=time.time(), stage="follows"),
+    )
+
+
+def takes_place(spare: Placement, index: int = 1) -> None:
+    """Its process says that it makes steps in this replica's place."""
+    batch = client.Batch(
+        job=spare.replica.job_id,
+        replica=index,
+        rank=0,
+        placement=spare.pk,
+        sent_at=1.0,
+        messages=[],
+    )
+    hello = client.Hello(pid=7, at=time.time(), stage="entered")
+    jobs.record_runtime_batch(spare.replica.job_id, batch, [hello])
+    spare.refresh_from_db()
+
+
+# --- started and ended ----------------------------------------------------------------------------
+
+
+def test_what_lacks_is_started_on_a_node_of_its_own(world: World, spare: Placement) -> None:
+    (start,) = commands("start_rank")
+    assert isinstance(start, wire.StartRank)
+    assert (start.standby, start.placement) == ("spare", spare.pk)
+    assert (spare.standby, spare.warm, spare.state) == (True, True, PlacementState.RUNNING)
+    assert state(world.spares[0]) == (NodeState.ALLOCATED, False)
+    assert run_of(START).state == RunState.SUCCEEDED
+    assert set(Replica.objects.values_list("state", flat=True)) == {ReplicaState.ACTIVE}
+
+
+def test_nothing_is_started_where_none_lacks(world: World, spare: Placement) -> None:
+    assert incidents.keep_warm_spares() == 0
+    assert PlaybookRun.objects.filter(playbook=START).count() == 1
+
+
+def test_one_is_started_after_the_other(world: World) -> None:
+    jobs.set_warm_spares(PERSON, world.job.pk, 2, "two")
+    incidents.keep_warm_spares()
+    assert incidents.keep_warm_spares() == 0
+    drain()
+    answer("start_rank", pid=7)
+    holds_the_state(next(iter(world.job.held_warm_spares)))
+    drain()
+    assert incidents.keep_warm_spares() == 1
+    assert [one.node for one in list(world.job.held_warm_spares)] == world.spares[:2]
+
+
+def _stops(world: World) -> None:
+    Job.objects.update(state=JobState.STOPPING)
+
+
+def _lives_as_one(world: World) -> None:
+    Job.objects.update(whole=True)
+
+
+def _foreign(world: World) -> None:
+    Job.objects.update(coordinator_address="")
+
+
+def _waits_for_a_node(world: World) -> None:
+    jobs.end_placement(SYSTEM, world.placements[1].pk, "gone", free_node=False)
+
+
+@pytest.mark.parametrize("obstacle", [no_spare, _stops, _lives_as_one, _foreign, _waits_for_a_node])
+def test_none_is_started_where_it_would_be_in_the_way(
+    world: World, obstacle: Callable[[World], None]
+) -> None:
+    obstacle(world)
+    assert incidents.keep_warm_spares() == 0
+    assert list(world.job.held_warm_spares) == []
+
+
+def test_one_that_its_node_does_not_start_is_given_up_and_tried_again_later(world: World) -> None:
+    incidents.keep_warm_spares()
+    drain()
+    answer("start_rank", "refused")
+    drain()
+    answer("stop_process", stopped=True)
+    drain()
+
+    assert run_of(START).state == RunState.FAILED
+    assert state(world.spares[0]) == (NodeState.AVAILABLE, True)
+    assert incidents.keep_warm_spares() == 0
+    PlaybookRun.objects.update(finished_at=timezone.now() - timedelta(minutes=5))
+    assert incidents.keep_warm_spares() == 1
+
+
+def test_what_is_too_much_is_ended_once(world: World, spare: Placement) -> None:
+    jobs.set_warm_spares(PERSON, world.job.pk, 0, "not any more")
+    assert incidents.keep_warm_spares() == 1
+    assert incidents.keep_warm_spares() == 0
+    (stop,) = commands("stop_process")
+    assert stop == wire.StopProcess(placement=spare.pk, grace_s=0)
+
+    world.exits(spare, signal=9, requested=True)
+    drain()
+
+    assert list(world.job.held_warm_spares) == []
+    assert state(spare.node) == (NodeState.AVAILABLE, True)
+    assert not Incident.objects.exists()
+
+
+def test_one_that_dies_is_missed_by_nobody_and_replaced(world: World, spare: Placement) -> None:
+    world.exits(spare, signal=9)
+    drain()
+
+    assert list(world.job.held_warm_spares) == []
+    assert not Incident.objects.exists()
+    assert incidents.keep_warm_spares() == 1
+
+
+def test_they_end_with_their_job(world: World, spare: Placement) -> None:
+    jobs.request_stop(PERSON, world.job.pk, "enough")
+    for placement in world.placements:
+        jobs.end_placement(SYSTEM, placement.pk, "left", free_node=True)
+    incidents.keep_warm_spares()
+    assert Command.objects.filter(verb="stop_process").count() == 1
+
+    world.exits(spare, signal=9, requested=True)
+    drain()
+
+    world.job.refresh_from_db()
+    assert world.job.state == JobState.STOPPED
+
+
+def test_a_job_that_lives_as_one_can_have_none(world: World) -> None:
+    _lives_as_one(world)
+    with pytest.raises(Conflict, match="lives as one"):
+        jobs.set_warm_spares(PERSON, world.job.pk, 1, "x")
+
+
+def test_a_replica_can_be_moved_beside_it(world: World, spare: Placement) -> None:
+    incidents.move_replica(PERSON, world.job.pk, 0, reason="it is warm there")
+
+    (mover,) = Placement.objects.filter(standby=True, warm=False)
+    assert mover.replica.index == 0
+    assert list(world.job.held_warm_spares) == [spare]
+
+
+def test_its_seat_is_nobodys_on_the_page(world: World, spare: Placement) -> None:
+    assert [seat.moving for seat in seats(world.job)] == [None, None]
+    assert [seat.before for seat in seats(world.job)] == [[], []]
+
+
+# --- taking a place -------------------------------------------------------------------------------
+
+
+def _died_first(world: World, spare: Placement) -> None:
+    world.exits(world.placements[1], signal=9)
+    drain()
+    takes_place(spare)
+
+
+def _was_replaced_first(world: World, spare: Placement) -> None:
+    takes_place(spare)
+    drain()
+    world.exits(world.placements[1], signal=9)
+
+
+def _peers_spoke_first(world: World, spare: Placement) -> None:
+    lost = client.PeerLost(
+        epoch=1, replica=1, placement=world.placements[1].pk, step=19, at=time.time(), how="reset"
+    )
+    told_by(world.placements[0], lost)
+    takes_place(spare)
+    world.exits(world.placements[1], signal=9)
+
+
+@pytest.mark.parametrize("order", [_died_first, _was_replaced_first, _peers_spoke_first])
+def test_the_loss_is_looked_into_and_nothing_else_is_started(
+    world: World, spare: Placement, order: Callable[[World, Placement], None]
+) -> None:
+    order(world, spare)
+    told_by(world.placements[0], regrouped(lost=[1]))
+    drain()
+
+    run = run_of("replica-lost")
+    assert run.state == RunState.SUCCEEDED, run.state_reason
+    assert run.context["strategy"] == "standby"
+    assert PlaybookRun.objects.filter(playbook="replica-lost").count() == 1
+    assert len(commands("start_rank")) == 1  # its own
+    incident = Incident.objects.get()
+    assert incident.restored_at == spare.joined_at
+    assert (spare.standby, spare.replica.index) == (False, 1)
+    assert spare.moved_from == world.placements[1]
+    assert Replica.objects.get(index=1).state == ReplicaState.ACTIVE
+    assert state(world.placements[1].node) == (NodeState.AVAILABLE, True)
+
+
+def test_another_is_started_after_it_has_a_place(world: World, spare: Placement) -> None:
+    _died_first(world, spare)
+    drain()
+
+    assert incidents.keep_warm_spares() == 1
+    (following,) = list(world.job.held_warm_spares)
+    assert following.node == world.spares[1]
+
+
+def test_a_process_that_was_started_in_vain_makes_way(world: World, spare: Placement) -> None:
+    world.kill(world.placements[1])
+    drain()
+    answer("start_rank", pid=9)
+    assert Placement.objects.filter(replica__index=1, state=PlacementState.STARTING).exists()
+
+    takes_place(spare)
+    drain()
+    (stop,) = commands("stop_process")
+    assert isinstance(stop, wire.StopProcess)
+    late = Placement.objects.get(pk=stop.placement)
+    world.exits(late, signal=9, requested=True)
+    answer("stop_process", stopped=True)
+    drain()
+
+    run = run_of("replica-lost")
+    assert run.state == RunState.SUCCEEDED, run.state_reason
+    assert state(late.node)[0] == NodeState.AVAILABLE
+    assert Incident.objects.count() == 1
+    alive = Placement.objects.filter(replica__index=1).exclude(state=PlacementState.ENDED)
+    assert alive.get() == spare
+
+
+def test_one_that_takes_a_place_and_dies_is_brought_back(world: World, spare: Placement) -> None:
+    _died_first(world, spare)
+    told_by(world.placements[0], regrouped(lost=[1]))
+    drain()
+    world.exits(spare, signal=9)
+    drain()
+
+    assert PlaybookRun.objects.filter(playbook="replica-lost").count() == 2
+    assert run_of("replica-lost").context["lost_placement"] == spare.pk
+
+
+def test_steps_that_it_tells_of_say_that_it_has_a_place(world: World, spare: Placement) -> None:
+    world.exits(world.placements[0], signal=9)
+    drain()
+    batch = client.Batch(
+        job=world.job.pk, replica=0, rank=0, placement=spare.pk, sent_at=1.0, messages=[]
+    )
+    progress = client.Progress(
+        step=21,
+        steps=1,
+        epoch=2,
+        at=time.time(),
+        loss=1.0,
+        grad_norm=1.0,
+        step_s=0.1,
+        max_gap_s=0.1,
+        samples=48,
+        tokens=48,
+        replicas=[0, 1],
+    )
+    jobs.record_runtime_batch(world.job.pk, batch, [progress])
+
+    spare.refresh_from_db()
+    assert (spare.standby, spare.replica.index) == (False, 0)
+
+
+def test_a_drain_ends_the_one_on_its_node(world: World, spare: Placement) -> None:
+    incidents.order_node(PERSON, spare.node_id, "drain", "new cables")
+    drain()
+    answer("stop_process", stopped=True)
+    world.exits(spare, signal=9, requested=True)
+    drain()
+
+    spare.node.refresh_from_db()
+    assert spare.node.state == NodeState.QUARANTINED
+    assert not Incident.objects.exists()
+    assert incidents.keep_warm_spares() == 1
+    (following,) = list(world.job.held_warm_spares)
+    assert following.node == world.spares[1]
+
+
+def test_a_hold_keeps_it_from_a_node(world: World) -> None:
+    fleet.set_hold(PERSON, world.spares[0].pk, "mine")
+    assert follows(world).node == world.spares[1]

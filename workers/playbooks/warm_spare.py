@@ -1,0 +1,126 @@
+"""A process that holds a job's state is started on a free node, for whichever replica dies.
+
+Whatever becomes of it, the job trains on.
+"""
+
+from __future__ import annotations
+
+from django.conf import settings
+
+from controlplane.accounts.models import SYSTEM
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.choices import COMMAND_FINISHED, CommandState
+from controlplane.fleet.models import Command
+from controlplane.incidents.actions.warm import PLAYBOOK as NAME
+from controlplane.incidents.choices import Effect
+from controlplane.jobs import actions as jobs
+from controlplane.jobs.choices import PlacementState
+from controlplane.jobs.models import Placement
+from node_agent import wire
+from workers.playbooks.base import (
+    Ask,
+    Done,
+    Fail,
+    Outcome,
+    Playbook,
+    StepContext,
+    StepDefinition,
+    Wait,
+)
+from workers.playbooks.replica_lost import START_ORDER_S, start_rank_command
+
+
+def start(ctx: StepContext) -> Outcome:
+    spare = _spare(ctx)
+    where = spare.node
+    if spare.state == PlacementState.ENDED:
+        return _ended(spare)
+    command = Command.objects.filter(requester=ctx.requester(), verb="start_rank").first()
+    if command is None:
+
+        def order() -> None:
+            verb = start_rank_command(spare.replica, spare.pk, standby="spare")
+            fleet.queue_command(
+                SYSTEM, where.pk, verb, requester=ctx.requester(), ttl_s=START_ORDER_S
+            )
+
+        return Wait(text=f"{where.name} is told to start it", apply=order)
+    if command.state == CommandState.DONE:
+        return Done(
+            text=f"process {command.output.get('pid')} runs on {where.name}",
+            evidence={"command": command.pk, "output": command.output},
+        )
+    if command.state in COMMAND_FINISHED:
+        why = command.error or command.get_state_display().lower()
+        return _give_up(ctx, spare, f"{where.name} did not start it: {why}")
+    return Wait(text=f"waiting for {where.name} to start it")
+
+
+def await_state(ctx: StepContext) -> Outcome:
+    spare = _spare(ctx)
+    if not spare.standby:
+        return Done(text=f"it has the place of replica {spare.replica.index} already")
+    if spare.state == PlacementState.ENDED:
+        return _ended(spare)
+    if spare.follows_since is None:
+        state = "takes the state from its peers" if spare.started_at else "is starting"
+        return Wait(text=f"the process on {spare.node.name} {state}")
+    return Done(text=f"the process on {spare.node.name} holds the state, and follows every step")
+
+
+PLAYBOOK = Playbook(
+    name=NAME,
+    version=1,
+    summary="Starts a process that holds a job's state, for whichever replica dies.",
+    deadline_s=86_400,
+    steps=(
+        StepDefinition(
+            key="start",
+            title="Start it",
+            act=start,
+            effect=Effect.FENCED,
+            timeout_s=600,
+            prose="Start the rank on the chosen node with the job's coordinator and token, a "
+            "placement of its own, and DRYDOCK_STANDBY=spare.",
+            undo="Stop that process: the job trains on.",
+        ),
+        StepDefinition(
+            key="await-state",
+            title="See it hold the state",
+            act=await_state,
+            effect=Effect.NONE,
+            timeout_s=settings.REPLICA_START_DEADLINE_S,
+            prose="It takes the state from the members' memory, proves that it is theirs, and "
+            "follows their steps. The job's page shows it.",
+        ),
+    ),
+)
+
+
+def _spare(ctx: StepContext) -> Placement:
+    found = Placement.objects.select_related("node__lease", "replica__job")
+    return found.get(pk=ctx.values["placement"])
+
+
+def _ended(spare: Placement) -> Fail:
+    return Fail(text=f"not started on {spare.node.name}: {spare.end_reason}")
+
+
+def _give_up(ctx: StepContext, spare: Placement, why: str) -> Outcome:
+    """See that nothing of it runs, and free its node."""
+    stop = Command.objects.filter(requester=ctx.requester("stop"), verb="stop_process").first()
+    if stop is None and not spare.node.lease.reachable:
+        # Its own repair takes a silent node out, and what ran there with it.
+        return Wait(text=f"{why}; {spare.node.name} is not heard", wake_s=2.0)
+    if stop is None:
+
+        def order() -> None:
+            verb = wire.StopProcess(placement=spare.pk, grace_s=0)
+            fleet.queue_command(SYSTEM, spare.node_id, verb, requester=ctx.requester("stop"))
+
+        return Wait(text=f"{why}; {spare.node.name} is told to end it", apply=order)
+    if stop.state not in COMMAND_FINISHED:
+        return Wait(text=f"{why}; waiting for {spare.node.name} to say that nothing of it runs")
+    if stop.state != CommandState.DONE:
+        return Ask(text=f"{why}; {spare.node.name} does not say that nothing of it runs")
+    return Fail(text=why, apply=lambda: jobs.end_warm_spare(SYSTEM, spare.pk, why))
