@@ -229,6 +229,12 @@ def _present(job: Job) -> list[Member]:
     return list(job.members.values())
 
 
+def _run_in(member: Member) -> float:
+    """When it had made its first steps, in which a job may still be coming together."""
+    made = member.commits()
+    return made[min(RUN_IN // 4, len(made) - 1)].at
+
+
 def _step(job: Job) -> float:
     """The median of the last steps that were made by all."""
     last = [e.at for e in _present(job)[0].commits()][-SETTLED:]
@@ -254,7 +260,8 @@ def rejoin(bench: Bench, contender: Contender, state_mb: float) -> Rejoin | None
         step_s = _step(job)
         victim = bench.chance.choice(_present(job))
         survivors = [member for member in _present(job) if member is not victim]
-        run_in, calm = (survivors[0].commits()[place].at for place in (RUN_IN // 4, -1))
+        run_in = max(_run_in(member) for member in _present(job))
+        calm = survivors[0].commits()[-1].at
         at = time.monotonic()
         job.kill(victim)
         job.let(FOR_EVER)
