@@ -39,7 +39,7 @@ from controlplane.incidents.choices import INCIDENT_UNRESOLVED, EntryKind, Sever
 from controlplane.incidents.models import Incident, PlaybookRun
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState
-from controlplane.jobs.models import Job, Placement
+from controlplane.jobs.models import IN_ITS_PLACE, Job, Placement
 from workers import triage
 from workers.verdicts import HARDWARE_SPEAKS, deciding_signals, verdict_of
 
@@ -52,6 +52,8 @@ BURST_GAP = timedelta(minutes=3)
 REOPENED_AFTER = timedelta(hours=1)
 #: What a repair of the node can be asked for; the last two only where a card is to blame.
 REPAIRS = triage.NODE_REPAIRS | {"field_diagnostic", "contact_vendor"}
+#: A replica's loss and its end by a warm spare lie no further apart.
+NEAR = timedelta(minutes=1)
 #: So many lines, so long before a loss, are told with it.
 NOTES, NOTED_BEFORE = 10, timedelta(seconds=60)
 
@@ -103,6 +105,8 @@ def _handle(signal: Signal) -> None:
         _hardware_spoke(signal)
     elif (spare := _ended_warm_spare(signal)) is not None:
         jobs.end_warm_spare(SYSTEM, spare.pk, "its process has ended")
+    elif (leaving := _ended_while_stopping(signal)) is not None:
+        jobs.end_placement(SYSTEM, leaving.pk, "its process has ended", free_node=True)
     elif signal.kind == SignalKind.PEER_LOST or _is_unasked_end_of_rank(signal):
         _replica_was_lost(signal)
     elif (slow := _straggler(signal)) is not None:
@@ -406,6 +410,18 @@ def _live_placement(node: Node) -> Placement | None:
     )
 
 
+def _incident_of_the_replaced(node: Node) -> Incident | None:
+    """The open incident of the replica that this node held until a warm spare took its place."""
+    replaced = Placement.objects.filter(node=node, successors__warm=True)
+    last = replaced.select_related("replica").order_by("-ended_at").first()
+    if last is None:
+        return None
+    incident = incidents.incident_of_replica(last.replica.job_id, last.replica.index)
+    if incident is None or last.ended_at is None or incident.occurred_at < last.ended_at - NEAR:
+        return None
+    return incident
+
+
 def _is_unasked_end_of_rank(signal: Signal) -> bool:
     return (
         signal.kind == SignalKind.PROCESS_EXITED
@@ -456,6 +472,16 @@ def _ended_warm_spare(signal: Signal) -> Placement | None:
     return spares.first() if signal.kind == SignalKind.PROCESS_EXITED else None
 
 
+def _ended_while_stopping(signal: Signal) -> Placement | None:
+    """The process, of a job that was told to end, that has ended without a word of its own."""
+    if signal.kind != SignalKind.PROCESS_EXITED:
+        return None
+    stopping = Placement.objects.filter(
+        pk=signal.placement_id, replica__job__state=JobState.STOPPING
+    )
+    return stopping.exclude(state=PlacementState.ENDED).first()
+
+
 def _is_news_of_a_takeover(placement: Placement) -> bool:
     """Whether a warm spare was quicker to say that it has the place than anybody was to say that
     this process is gone: why it went is still to be found out."""
@@ -478,7 +504,8 @@ def _ended_one_is_gone(signal: Signal, placement: Placement) -> None:
     if open_one is not None:
         _tell_signal(open_one, signal)
         return
-    alive = replica.placements.exclude(state=PlacementState.ENDED)
+    own = replica.placements.filter(IN_ITS_PLACE)
+    alive = own.exclude(state=PlacementState.ENDED)
     lost_in_its_place = (
         signal.kind == SignalKind.PEER_LOST
         and placement.moved_from_id is not None
@@ -542,6 +569,10 @@ def _node_went_silent(signal: Signal) -> None:
         return
     if node.state not in IN_SERVICE or node.hold_reason:
         _tell_node_incident(signal)  # it is in somebody's hands already
+        return
+    replaced = _incident_of_the_replaced(node)
+    if replaced is not None:
+        _tell_signal(replaced, signal)  # it is looked into already, for the replica that it held
         return
     incident = incidents.open_or_merge(
         f"node/{node.pk}",

@@ -10,7 +10,7 @@ from django.utils import timezone
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal, heard_since
 from controlplane.jobs.choices import PlacementState
-from controlplane.jobs.models import Interruption, Placement, ProgressSample
+from controlplane.jobs.models import IN_ITS_PLACE, Interruption, Placement, ProgressSample
 from workers import triage
 from workers.verdicts import HARDWARE_SPEAKS, verdict_of
 
@@ -36,6 +36,7 @@ def evidence_of(
     ]
     silent = told.filter(kind=SignalKind.GPU_UNREADABLE).first()
     lease = placement.node.lease
+    own = placement.replica.placements.filter(IN_ITS_PLACE)
     return triage.LossEvidence(
         process_exited=end is not None,
         peers_lost_it=_peers_miss_it(placement),
@@ -47,7 +48,7 @@ def evidence_of(
         silent_s=round((now - lease.last_beat_at).total_seconds(), 2),
         lease_s=settings.LEASE_S,
         stopped_by_order=bool(data.get("requested")),
-        ended=not placement.replica.placements.exclude(state=PlacementState.ENDED).exists(),
+        ended=not own.exclude(state=PlacementState.ENDED).exists(),
         verdicts=triage.gravest(v for v in verdicts if v is not None and triage.may_end_rank(v)),
         card_silent=str(silent.data.get("reason") or "no reason given") if silent else "",
         waited_s=round((now - looked_since).total_seconds(), 2),

@@ -261,7 +261,8 @@ def rejoin(bench: Bench, contender: Contender, state_mb: float) -> Rejoin | None
         victim = bench.chance.choice(_present(job))
         survivors = [member for member in _present(job) if member is not victim]
         run_in = max(_run_in(member) for member in _present(job))
-        calm = survivors[0].commits()[-1].at
+        # The first one's: what follows somebody's last commit is the loss.
+        calm = min(member.commits()[-1].at for member in survivors)
         at = time.monotonic()
         job.kill(victim)
         job.let(FOR_EVER)

@@ -136,6 +136,7 @@ def _page(request: HttpRequest, found: Job, status: int = 200) -> HttpResponse:
             "windows": {word: label for word, (label, _) in WINDOWS.items()},
             "window": window_word(request),
             "may_act": may_act,
+            "may_start": may_act and incidents.may_be_started(found),
             "moves": moves.moves_of(found),
             "asked": moves.asked_of(found, asked, node) if asked is not None else None,
         }

@@ -137,7 +137,9 @@ def _notes_as_whole(move: Move, pause_s: float) -> list[str]:
     name, there, here = move.replica.job.name, move.target.name, move.before.node
     notes = [
         f"{name} lives as one: no second process can follow it while it trains",
-        f"{here.name} tells it to save and to end, and kills it after {SAVE_S:g} s",
+        "it saves a checkpoint first",
+        f"{here.name} tells it to end, which it does at its next edge; if it has not after "
+        f"{SAVE_S:g} s it is killed, and goes on from that checkpoint",
         f"then {there} starts it, and it goes on from there: {move.why}",
         f"it stands still meanwhile, for about {pause_s:.0f} s",
     ]
@@ -152,7 +154,7 @@ def _reset_of(here: Node) -> list[str]:
 
 def _absence_s(job: Job) -> float:
     """How long it usually takes from its start to its first step."""
-    earlier = Placement.objects.filter(replica__job=job, joined_at__isnull=False)
+    earlier = Placement.objects.filter(replica__job=job, joined_at__isnull=False, warm=False)
     taken = [(p.joined_at - p.created_at).total_seconds() for p in earlier if p.joined_at]
     return expected_start_s(taken)
 

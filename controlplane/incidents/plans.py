@@ -208,6 +208,12 @@ def _notes(node: Node, placements: list[Placement], *, moves: bool) -> list[str]
         notes.append(f"{node.name} is not heard: what its agent must do will wait or fail")
     for placement in placements:
         job = placement.replica.job
+        if moves and job.whole:
+            notes.append(
+                f"{job.name} saves, ends, and goes on on another node first; it stands still "
+                "meanwhile, and longer where none is free"
+            )
+            continue
         if moves:
             notes.append(
                 f"replica {placement.replica.index} of {job.name} moves to another node first, "
@@ -234,7 +240,7 @@ def _notes(node: Node, placements: list[Placement], *, moves: bool) -> list[str]
 def _expected_absence_s(placement: Placement) -> float:
     """How long the job's replicas took to train after they were placed, the median."""
     earlier = Placement.objects.filter(
-        replica__job=placement.replica.job, joined_at__isnull=False
+        replica__job=placement.replica.job, joined_at__isnull=False, warm=False
     ).values_list("created_at", "joined_at")
     times = sorted((joined - created).total_seconds() for created, joined in earlier if joined)
     return times[len(times) // 2] if times else TYPICAL_ABSENCE_S

@@ -124,6 +124,8 @@ class Placement(models.Model):
     standby = models.BooleanField(default=False)
     #: It was started as a warm spare.
     warm = models.BooleanField(default=False)
+    #: A warm spare's node was one of its cluster's spares, and is one again when it ends.
+    from_spares = models.BooleanField(default=False)
     #: The placement that it was started to replace while that trained; of a warm spare the one
     #: whose place it took.
     moved_from = models.ForeignKey(

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from runtime.checkpoint import store
 from runtime.checkpoint.manifest import Manifest, OtherVersion, shown
@@ -285,14 +285,26 @@ VERBS: dict[str, Callable[[argparse.Namespace], Sequence[Answer]]] = {
 }  # fmt: skip
 
 
+class _Arguments(argparse.ArgumentParser):
+    """Says what is wrong with the arguments in JSON too, where JSON is asked for."""
+
+    given: Sequence[str] = ()
+
+    def error(self, message: str) -> NoReturn:
+        if "--json" in self.given:
+            print(json.dumps([{"error": message}]))  # noqa: T201
+        super().error(message)
+
+
 def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    _Arguments.given = sys.argv[1:] if arguments is None else arguments
+    parser = _Arguments(
         "python -m runtime.checkpoint",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    one: dict[str, argparse.ArgumentParser] = {}
+    one: dict[str, _Arguments] = {}
     for verb, text in {
         "ls": "list checkpoints, newest first",
         "inspect": "who made the newest one, and every tensor in it",

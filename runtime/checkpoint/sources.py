@@ -6,7 +6,6 @@ Imports no torch.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,8 +19,6 @@ from runtime.checkpoint.tiers import TIERS, Folders, Tier, TierName, known_run
 from runtime.framing import PeerFailed
 from runtime.image import Damaged, Staged
 from runtime.job import Job
-
-log = logging.getLogger("drydock.checkpoint")
 
 AT_ONCE = 32  # other nodes' holders that are asked
 ELSEWHERE_S = 2.0  # how long one may take to answer: its node may be gone
@@ -39,7 +36,8 @@ class Sources:
         self._tiers = tiers
         self._folders = folders
         self.holder = ""  # the address of this node's own, which keeps what peers save
-        self._holders: dict[str, str] = {}  # name of a save -> the address of who holds it
+        #: name of a save -> the addresses of those who hold it, this node's own first
+        self._holders: dict[str, list[str]] = {}
 
     def saves(
         self, elsewhere: Collection[str] = (), after: tuple[int, int] = (0, -1)
@@ -98,11 +96,20 @@ class Sources:
     def read(self, name: str, tier: TierName, rank: int) -> Staged:
         """The part of one rank: where each rank keeps its own, ours. Raises Damaged, OSError."""
         if tier == "peer":
-            holder = self._holders.get(name, self.holder)
-            return peer.read(holder, self._job.token, rank, name)
+            return self._read_held(name, rank)
         if tier == "object":
             return self._objects.read(name, rank)
         return store.read(self._named(name, tier)[0], 0 if self._tiers[tier].own else rank)
+
+    def _read_held(self, name: str, rank: int) -> Staged:
+        """Of several who hold it the first whose copy is whole; which is not is told."""
+        *nearer, last = self._holders.get(name, [self.holder])
+        for holder in nearer:
+            try:
+                return peer.read(holder, self._job.token, rank, name)
+            except (Damaged, OSError) as error:
+                self._job.trouble("checkpoint_refused", f"peer: {error}; trying another's copy")
+        return peer.read(last, self._job.token, rank, name)
 
     def _named(self, name: str, tier: TierName) -> tuple[Path, Manifest]:
         for folder in self._folders.to_read(tier):
@@ -152,18 +159,21 @@ class Sources:
             for one in held:
                 if (one["run"], one["rank"], one["ranks"]) == mine:
                     save = str(one["save"])
-                    if self._holders.setdefault(save, holder) == holder:
+                    if save not in self._holders:
                         found.append((int(one["epoch"]), int(one["step"]), save))
+                    self._holders.setdefault(save, []).append(holder)
         return found
 
     def _held_at(self, holders: Collection[str]) -> list[tuple[str, list[dict[str, Any]]]]:
-        """What these hold, as far as they answer: their nodes may be gone."""
+        """What these hold, as far as they answer: their nodes may be gone, and what only they held
+        with them, which is told."""
 
         def ask(holder: str) -> list[dict[str, Any]]:
             try:
                 return peer.held(holder, self._job.token, ELSEWHERE_S)
             except PeerFailed as error:
-                log.info("holder_out_of_reach error=%s", error)
+                text = f"{error}: what it may hold of this job is not looked at"
+                self._job.trouble("holder_out_of_reach", text, holder)
                 return []
 
         if not holders:

@@ -94,7 +94,12 @@ class Epochs(Roster):
         if not gathered and not {*self.record.members.values()} <= self.ended | there:
             return
         vacant = list(range(self.record.grant.get("world", self.world)))
-        for peer in [p for p in self.newcomers() if p.standby]:
+        standbys = [p for p in self.newcomers() if p.standby]
+        spares = [p for p in standbys if p.standby == "spare"]
+        if not gathered and len(spares) < len(vacant):
+            # Those who died are being started again, and must not find their places taken.
+            standbys = [p for p in standbys if p not in spares]
+        for peer in standbys:
             wanted = [peer.place] if peer.standby == "migrate" else vacant
             for number in [n for n in wanted if n not in self.peers][:1]:
                 self.seat(peer, number)

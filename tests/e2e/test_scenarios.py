@@ -17,6 +17,7 @@ OUT = {"quarantined", "validated", "returned"}
     [
         ("kill-process", MOMENTS),
         ("kill-node", MOMENTS | OUT),
+        ("warm-spare", MOMENTS | OUT),
         ("xid94", MOMENTS | OUT),
         ("ecc-drift", MOMENTS | OUT | {"checkpoint"}),
         ("nvlink-slow", MOMENTS | OUT | {"checkpoint"}),

@@ -399,6 +399,24 @@ def test_a_mover_does_not_take_the_place_of_one_that_was_cut_off_for_a_moment(
     assert back.heard("epoch")[-1]["step"] == 500
 
 
+def test_a_spare_waits_for_those_who_are_started_again_after_all_have_died(play: Play) -> None:
+    scene = play(2)
+    spare = scene.join(0, "spare", standby="spare")
+    scene.bring_level(spare, 10)
+    for number, replica in enumerate(scene.replicas):
+        scene.end(replica, number)
+    scene.pass_time(1.0, spare)
+
+    back = [scene.join(number, f"again{number}") for number in range(2)]
+    scene.pass_time(1.0, spare, *back)
+    for one in (spare, *back):
+        one.say_ready(10)
+    scene.pass_time(3.0, spare, *back)
+
+    assert [one.refused for one in back] == ["", ""]
+    assert scene.members == {0: "again0", 1: "again1"}
+
+
 def test_a_standby_that_leaves_breaks_nothing(play: Play) -> None:
     scene = play(2)
     standby = scene.join(1, "new", standby="migrate")

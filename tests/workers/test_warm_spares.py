@@ -13,10 +13,11 @@ from controlplane.accounts.models import SYSTEM
 from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import NodeState
-from controlplane.fleet.models import Command
+from controlplane.fleet.models import Command, Node
+from controlplane.health.choices import Action, Urgency
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import RunState
-from controlplane.incidents.models import Incident, PlaybookRun
+from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import Job, Placement, Replica
@@ -25,6 +26,7 @@ from node_agent import wire
 from runtime import client
 from tests.workers.moving import PERSON, commands, no_spare, regrouped, state, told_by, trains
 from tests.workers.world import World, answer, drain, run_of
+from workers import losses
 
 pytestmark = pytest.mark.django_db
 
@@ -147,10 +149,10 @@ def test_one_that_its_node_does_not_start_is_given_up_and_tried_again_later(worl
     assert incidents.keep_warm_spares() == 1
 
 
-def test_what_is_too_much_is_ended_once(world: World, spare: Placement) -> None:
+def test_what_is_too_much_is_ended(world: World, spare: Placement) -> None:
     jobs.set_warm_spares(PERSON, world.job.pk, 0, "not any more")
     assert incidents.keep_warm_spares() == 1
-    assert incidents.keep_warm_spares() == 0
+    assert incidents.keep_warm_spares() == 0  # it has been told
     (stop,) = commands("stop_process")
     assert stop == wire.StopProcess(placement=spare.pk, grace_s=0)
 
@@ -160,6 +162,106 @@ def test_what_is_too_much_is_ended_once(world: World, spare: Placement) -> None:
     assert list(world.job.held_warm_spares) == []
     assert state(spare.node) == (NodeState.AVAILABLE, True)
     assert not Incident.objects.exists()
+
+
+def test_one_whose_agent_did_not_hear_is_told_again(world: World, spare: Placement) -> None:
+    jobs.set_warm_spares(PERSON, world.job.pk, 0, "not any more")
+    incidents.keep_warm_spares()
+    answer("stop_process", "failed")
+    assert incidents.keep_warm_spares() == 0
+    Command.objects.update(created_at=timezone.now() - timedelta(minutes=2))
+    assert incidents.keep_warm_spares() == 1
+    answer("stop_process", stopped=True)
+    incidents.keep_warm_spares()
+
+    assert not world.job.held_warm_spares
+    assert state(spare.node) == (NodeState.AVAILABLE, True)
+
+
+def test_one_that_is_about_to_be_started_is_not(world: World) -> None:
+    incidents.keep_warm_spares()
+    jobs.set_warm_spares(PERSON, world.job.pk, 0, "not any more")
+    incidents.keep_warm_spares()
+    drain()
+
+    assert run_of(START).state == RunState.CANCELLED
+    assert commands("start_rank") == []
+    assert state(world.spares[0]) == (NodeState.AVAILABLE, True)
+
+
+def test_none_is_placed_for_a_job_that_has_ended_meanwhile(world: World) -> None:
+    _stops(world)
+    with pytest.raises(Conflict, match="needs no warm spare"):
+        jobs.place_warm_spare(SYSTEM, world.job.pk, world.spares[0].pk, placement_id="plc_x")
+
+
+def test_a_common_node_is_no_spare_afterwards(world: World) -> None:
+    Node.objects.filter(pk__in=[one.pk for one in world.spares]).update(spare=False)
+    spare = follows(world)
+    world.exits(spare, signal=9)
+    drain()
+
+    assert state(spare.node) == (NodeState.AVAILABLE, False)
+
+
+def test_one_that_leaves_with_its_job_leaves_a_spare(world: World, spare: Placement) -> None:
+    told_by(spare, client.Stopped(step=20, reason="dismissed", at=time.time()))
+    assert state(spare.node) == (NodeState.AVAILABLE, True)
+
+
+def test_a_state_that_takes_long_to_arrive_keeps_nobody_from_it(world: World) -> None:
+    incidents.keep_warm_spares()
+    drain()
+    answer("start_rank", pid=7)
+    (found,) = world.job.held_warm_spares
+    told_by(found, client.Hello(pid=7, at=time.time()))
+    long_ago = timezone.now() - timedelta(hours=2)
+    PlaybookStep.objects.filter(key="await-state").update(started_at=long_ago)
+    drain()
+    assert run_of(START).state == RunState.WAITING
+
+    holds_the_state(found)
+    drain()
+    assert run_of(START).state == RunState.SUCCEEDED
+
+
+def test_one_that_never_says_that_it_is_up_is_given_up(world: World) -> None:
+    incidents.keep_warm_spares()
+    drain()
+    answer("start_rank", pid=7)
+    drain()
+    long_ago = timezone.now() - timedelta(hours=2)
+    PlaybookStep.objects.filter(key="await-state").update(started_at=long_ago)
+    drain()
+    answer("stop_process", stopped=True)
+    drain()
+
+    assert run_of(START).state == RunState.FAILED
+    assert state(world.spares[0]) == (NodeState.AVAILABLE, True)
+
+
+def test_a_node_where_one_was_given_up_is_passed_over(world: World) -> None:
+    incidents.keep_warm_spares()
+    drain()
+    answer("start_rank", "refused")
+    drain()
+    answer("stop_process", stopped=True)
+    drain()
+    PlaybookRun.objects.update(finished_at=timezone.now() - timedelta(minutes=5))
+
+    assert follows(world).node == world.spares[1]
+
+
+def test_a_node_that_is_to_be_reset_when_idle_does_not_wait_for_it(
+    world: World, spare: Placement
+) -> None:
+    incidents.repair_node(
+        SYSTEM, spare.node_id, None, "x", action=Action.RESET_GPU, urgency=Urgency.IDLE
+    )
+    drain()
+
+    (stop,) = commands("stop_process")
+    assert stop == wire.StopProcess(placement=spare.pk, grace_s=0)
 
 
 def test_one_that_dies_is_missed_by_nobody_and_replaced(world: World, spare: Placement) -> None:
@@ -275,10 +377,83 @@ def test_a_process_that_was_started_in_vain_makes_way(world: World, spare: Place
 
     run = run_of("replica-lost")
     assert run.state == RunState.SUCCEEDED, run.state_reason
-    assert state(late.node)[0] == NodeState.AVAILABLE
+    assert state(late.node) == (NodeState.AVAILABLE, True)
     assert Incident.objects.count() == 1
     alive = Placement.objects.filter(replica__index=1).exclude(state=PlacementState.ENDED)
     assert alive.get() == spare
+
+
+def test_the_peers_word_of_it_is_no_reason_to_start_another(world: World, spare: Placement) -> None:
+    world.exits(world.placements[1], signal=9)
+    told_by(world.placements[0], regrouped(lost=[1]))
+    drain()
+    assert len(commands("start_rank")) == 1
+    takes_place(spare)
+    drain()
+
+    assert run_of("replica-lost").context["strategy"] == "standby"
+    assert len(commands("start_rank")) == 1
+
+
+def test_a_move_of_the_replica_goes_on_from_the_spare(world: World, spare: Placement) -> None:
+    incidents.move_replica(PERSON, world.job.pk, 1, reason="it is warm there")
+    drain()
+    (mover,) = Placement.objects.filter(standby=True, warm=False)
+    world.exits(world.placements[1], signal=9)
+    drain()
+    takes_place(spare)
+
+    mover.refresh_from_db()
+    assert (mover.standby, mover.moved_from) == (True, spare)
+    jobs.take_place(mover, timezone.now())
+    spare.refresh_from_db()
+    assert spare.state == PlacementState.ENDED
+    assert Replica.objects.get(index=1).state == ReplicaState.ACTIVE
+
+
+def test_old_news_of_a_spare_takes_no_place_from_who_has_it_since(
+    world: World, spare: Placement
+) -> None:
+    Placement.objects.filter(pk=world.placements[1].pk).update(
+        joined_at=timezone.now() + timedelta(seconds=5)
+    )
+    takes_place(spare)
+
+    assert (spare.standby, spare.state) == (True, PlacementState.ENDED)
+    assert (
+        Replica.objects.get(index=1).placements.exclude(state="ended").get()
+        == (world.placements[1])
+    )
+
+
+def test_a_node_that_is_silent_too_is_one_incident(world: World, spare: Placement) -> None:
+    takes_place(spare)
+    told_by(
+        world.placements[0],
+        client.PeerLost(
+            epoch=1,
+            replica=1,
+            placement=world.placements[1].pk,
+            step=19,
+            at=time.time(),
+            how="reset",
+        ),
+    )
+    drain()
+    world.silence(world.placements[1].node)
+    drain()
+
+    incident = Incident.objects.get()
+    assert incident.replica == 1
+
+
+def test_a_replica_whose_formality_it_is_can_be_lost(world: World, spare: Placement) -> None:
+    assert spare.replica.index == 0
+    jobs.end_placement(SYSTEM, world.placements[0].pk, "gone", free_node=False)
+    world.placements[0].refresh_from_db()
+
+    now = timezone.now()
+    assert losses.evidence_of(world.placements[0], now, now).ended
 
 
 def test_one_that_takes_a_place_and_dies_is_brought_back(world: World, spare: Placement) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
+from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM
 from controlplane.errors import Conflict
@@ -22,7 +23,7 @@ from node_agent import wire
 from runtime import client
 from tests.factories import ProgressSampleFactory
 from tests.workers.moving import PERSON, commands, no_spare, state, told_by
-from tests.workers.world import World, answer, drain, run_of
+from tests.workers.world import World, answer, drain, run_of, step_of
 from workers.playbooks import PLAYBOOKS
 
 pytestmark = pytest.mark.django_db
@@ -61,7 +62,26 @@ def committed(**others: object) -> client.Progress:
 
 
 def order(world: World, node_id: str = "") -> None:
+    """The move is ordered, and its job has saved."""
     incidents.move_replica(PERSON, world.job.pk, 0, node_id=node_id, reason="it is warm there")
+    drain()
+    saves(world)
+
+
+def saves(world: World) -> None:
+    told_by(
+        world.placements[0],
+        client.CheckpointSaved(
+            step=11,
+            tier="shared",
+            path="/c",
+            bytes=10,
+            digest="d",
+            stall_s=0.0,
+            seconds=1.0,
+            at=time.time(),
+        ),
+    )
     drain()
 
 
@@ -102,6 +122,28 @@ def test_it_saves_and_ends_before_it_is_started_on_the_other_node(world: World) 
     assert state(world.spares[0]) == (NodeState.ALLOCATED, False)
 
 
+def test_it_saves_before_it_is_told_to_end(world: World) -> None:
+    incidents.move_replica(PERSON, world.job.pk, 0, reason="it is warm there")
+    drain()
+
+    assert world.job.directives.get().verb == "checkpoint"
+    assert commands("stop_process") == []
+    saves(world)
+    assert len(commands("stop_process")) == 1
+
+
+def test_one_that_cannot_save_is_moved_all_the_same(world: World) -> None:
+    incidents.move_replica(PERSON, world.job.pk, 0, reason="it is warm there")
+    drain()
+    long_ago = (timezone.now() - timedelta(seconds=SAVE_S + 1)).isoformat()
+    run = run_of(MOVE)
+    PlaybookRun.objects.filter(pk=run.pk).update(context={**run.context, "asked_at": long_ago})
+    drain()
+
+    assert len(commands("stop_process")) == 1
+    assert "told of no checkpoint" in step_of(MOVE, "save").outcome
+
+
 def test_it_has_moved_once_it_trains_there(world: World) -> None:
     order(world)
     saves_and_ends(world)
@@ -130,7 +172,8 @@ def test_the_dry_run_says_that_it_stands_still(world: World) -> None:
 
     assert (plan.playbook, plan.title) == (MOVE, f"Move {world.job.name} to spare-0")
     assert [step["key"] for step in plan.steps] == [
-        "save-and-end",
+        "save",
+        "end",
         "choose-place",
         "start",
         "await-step",
@@ -142,6 +185,7 @@ def test_the_dry_run_says_that_it_stands_still(world: World) -> None:
 def test_a_drain_lets_it_save_before_its_node_is_emptied(world: World) -> None:
     incidents.order_node(PERSON, world.placements[0].node_id, "drain", "new cables")
     drain()
+    saves(world)
 
     (stop,) = commands("stop_process")
     assert stop == wire.StopProcess(placement=world.placements[0].pk, grace_s=SAVE_S)
@@ -285,17 +329,52 @@ def test_one_that_is_ending_cannot_be_called_off(world: World) -> None:
     assert run_of(MOVE).state == RunState.WAITING
 
 
+def test_one_that_may_have_ended_cannot_be_called_off_before_that_is_known(world: World) -> None:
+    order(world)
+    answer("stop_process", "failed")
+    drain()
+    with pytest.raises(Conflict, match="wait until it has"):
+        incidents.call_off(PERSON, run_of(MOVE).pk, "not today")
+
+    world.exits(world.placements[0], signal=9, requested=True)
+    incidents.call_off(PERSON, run_of(MOVE).pk, "not today")
+
+    assert run_of("replica-lost").context["lost_placement"] == world.placements[0].pk
+    assert not Placement.objects.exclude(state=PlacementState.ENDED).exists()
+
+
+def test_one_that_is_being_started_cannot_be_called_off(world: World) -> None:
+    order(world)
+    saves_and_ends(world)
+    answer("start_rank", pid=7)
+    drain()
+
+    with pytest.raises(Conflict, match="being started on spare-0"):
+        incidents.call_off(PERSON, run_of(MOVE).pk, "not today")
+    assert run_of(MOVE).state == RunState.WAITING
+    assert not PlaybookRun.objects.filter(playbook="replica-lost").exists()
+
+
+def test_one_that_ended_without_a_word_is_brought_back_when_it_is_called_off(
+    world: World,
+) -> None:
+    order(world)
+    incidents.pause_run(PERSON, run_of(MOVE).pk, "a moment")
+    answer("stop_process", stopped=True)
+    incidents.call_off(PERSON, run_of(MOVE).pk, "not today")
+
+    assert run_of("replica-lost").context["replica"] == 0
+    assert state(world.placements[0].node) == (NodeState.AVAILABLE, False)
+
+
 def _nowhere_free(world: World) -> None:
     no_spare(world)
     fleet.set_hold(PERSON, world.placements[0].node_id, "mine")
 
 
-@pytest.mark.parametrize("meanwhile", [_nowhere_free, lambda _world: None])
-def test_one_that_had_ended_is_brought_back_when_its_move_is_called_off(
-    world: World, meanwhile: Callable[[World], None]
-) -> None:
+def test_one_that_had_ended_is_brought_back_when_its_move_is_called_off(world: World) -> None:
     order(world)
-    meanwhile(world)
+    _nowhere_free(world)
     saves_and_ends(world)
     incidents.call_off(PERSON, run_of(MOVE).pk, "not today")
     drain()

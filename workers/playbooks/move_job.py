@@ -6,7 +6,10 @@ it is started anywhere before nothing of it runs where it was.
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
+
 from django.conf import settings
+from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
@@ -19,7 +22,7 @@ from controlplane.incidents.choices import RUN_UNFINISHED, Effect
 from controlplane.incidents.models import PlaybookRun
 from controlplane.incidents.moves import AS_WHOLE, SAVE_S
 from controlplane.jobs import actions as jobs
-from controlplane.jobs.choices import PlacementState
+from controlplane.jobs.choices import PlacementState, Tier
 from controlplane.jobs.models import LEFT, Placement
 from node_agent import wire
 from workers import losses
@@ -42,7 +45,29 @@ from workers.spares import choose_spare
 STOP_ORDER_S = 30.0
 
 
-def save_and_end(ctx: StepContext) -> Outcome:
+def save(ctx: StepContext) -> Outcome:
+    """Have a checkpoint that is sure to be there: whoever started its ranks may not give them the
+    time to save at their end (torchrun kills its own after 30 s)."""
+    before = _placement(ctx, "from")
+    job, asked_at = before.replica.job, ctx.values.get("asked_at")
+    if asked_at is None:
+        return Wait(
+            text="it is asked to save",
+            context={"asked_at": timezone.now().isoformat()},
+            apply=lambda: jobs.direct(actor_of(ctx), job.pk, "checkpoint", reason=ctx.run.title),
+        )
+    since = datetime.fromisoformat(asked_at)
+    saved = job.checkpoints.filter(tier__in=(Tier.SHARED, Tier.OBJECT), at__gte=since).first()
+    if saved is not None:
+        return Done(text=f"step {saved.step} is saved")
+    if before.state == PlacementState.ENDED or _being_brought_back(ctx):
+        return _not_moved(f"its process on {before.node.name} has ended by itself")
+    if timezone.now() - since > timedelta(seconds=SAVE_S):
+        return Done(text=f"it has told of no checkpoint within {SAVE_S:g} s")
+    return Wait(text="it saves")
+
+
+def end(ctx: StepContext) -> Outcome:
     before = _placement(ctx, "from")
     where = before.node.name
     stop = Command.objects.filter(requester=ctx.requester(), verb="stop_process").first()
@@ -160,18 +185,26 @@ def await_step(ctx: StepContext) -> Outcome:
 PLAYBOOK = Playbook(
     name=AS_WHOLE,
     version=1,
-    summary="Moves a job that lives as one: it saves and ends, and goes on on another node.",
+    summary="Moves a job that lives as one: it saves, ends, and goes on on another node.",
     deadline_s=2 * 86_400,
     steps=(
         StepDefinition(
-            key="save-and-end",
-            title="Let it save and end",
-            act=save_and_end,
+            key="save",
+            title="Let it save",
+            act=save,
+            effect=Effect.IDEMPOTENT,
+            timeout_s=2 * SAVE_S,
+            prose="Ask it for a checkpoint, and wait until it tells of one that all nodes reach.",
+        ),
+        StepDefinition(
+            key="end",
+            title="Let it end",
+            act=end,
             effect=Effect.IDEMPOTENT,
             timeout_s=SAVE_S + 2 * STOP_ORDER_S,
             prose="Send SIGTERM to its process and wait until it is gone: at the end of its step "
-            f"it saves to all its tiers, and leaves. After {SAVE_S:g} s it is killed, and goes on "
-            "from its newest checkpoint of before.",
+            f"it saves once more, and leaves. After {SAVE_S:g} s it is killed (its ranks by "
+            "torchrun after 30 s), and goes on from the checkpoint of before.",
             undo="Start it again where it was.",
         ),
         StepDefinition(

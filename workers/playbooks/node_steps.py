@@ -27,7 +27,7 @@ from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import Effect
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, PlacementState
-from controlplane.jobs.models import Placement
+from controlplane.jobs.models import IN_ITS_PLACE, Placement
 from node_agent import wire
 from workers import losses, power, triage
 from workers.playbooks.base import (
@@ -122,7 +122,7 @@ def back_at_work(ctx: StepContext, node: Node) -> str:
     if ctx.values.get("only_if_silent"):
         return f"{node.name} beats again: nothing to repair"
     running = Placement.objects.select_related("node__lease", "replica").filter(
-        node=node, state=PlacementState.RUNNING
+        IN_ITS_PLACE, node=node, state=PlacementState.RUNNING
     )
     lost = running.filter(pk=ctx.values.get("lost_placement", "")).first()
     if running.exclude(pk=lost.pk if lost else "").exists():

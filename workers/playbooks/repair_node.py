@@ -19,7 +19,7 @@ from controlplane.health.models import Failure
 from controlplane.incidents.choices import Effect
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, PlacementState
-from controlplane.jobs.models import Checkpoint, Placement
+from controlplane.jobs.models import IN_ITS_PLACE, Checkpoint, Placement
 from workers import guards, triage
 from workers.playbooks import node_steps
 from workers.playbooks.base import (
@@ -73,7 +73,9 @@ def decide(ctx: StepContext) -> Outcome:
             evidence=evidence,
         )
     words = f"{Rung(choice.rung).label}: {choice.reason}"
-    busy = Placement.objects.filter(node=node).exclude(state=PlacementState.ENDED)
+    # A warm spare keeps nobody from it: its job has another when the node is out.
+    there = Placement.objects.filter(IN_ITS_PLACE, node=node)
+    busy = there.exclude(state=PlacementState.ENDED)
     urgency = ctx.values.get("urgency", Urgency.NOW)
     if urgency == Urgency.IDLE and busy.exists():
         return Wait(text=f"{words}; once {node.name} is idle", wake_s=30.0, evidence=evidence)

@@ -46,6 +46,8 @@ from workers.spares import choose_spare
 
 #: A node that is heard starts a rank within this many seconds, or is passed over.
 START_ORDER_S = 20.0
+#: Of two processes that tell of one moment the second does within this time.
+HEARSAY = timedelta(seconds=3)
 
 
 def find_cause(ctx: StepContext) -> Outcome:
@@ -152,6 +154,8 @@ def choose_place(ctx: StepContext) -> Outcome:
             else f"it was being moved to {where}: the process there takes its place",
             context={"strategy": "standby", "target": successor.node_id},
         )
+    if _awaits_word_of_spare(ctx, placement):
+        return Wait(text="a warm spare has its place; its own word of it is awaited", wake_s=0.2)
     others = alive.exclude(replica=placement.replica).filter(standby=False)
     spare = choose_spare(
         [
@@ -162,7 +166,7 @@ def choose_place(ctx: StepContext) -> Outcome:
         [p.node.rack.name if p.node.rack else "" for p in others.select_related("node__rack")],
         wanted_by(placement.node, job.gpus_per_replica),
     )
-    earlier = Placement.objects.filter(replica__job=job, joined_at__isnull=False)
+    earlier = Placement.objects.filter(replica__job=job, joined_at__isnull=False, warm=False)
     situation = recovery.Situation(
         node_fit=bool(ctx.values["node_fit"])
         and _may_stay(placement.node)
@@ -288,9 +292,7 @@ def _let_standby_have_it(
     def apply() -> None:
         jobs.end_placement(SYSTEM, lost.pk, ctx.incident.cause, free_node=True)
         if successor.warm:
-            # What it leaves free takes the part of the spare that has its place.
-            jobs.vacate(SYSTEM, lost)
-            jobs.keep_as_spare(SYSTEM, lost.node_id, ctx.run.title)
+            _leave_to_the_spares(ctx, lost, successor)
 
     return Done(
         text=f"the process that stood by on {target.name} has its place",
@@ -316,7 +318,9 @@ def start_failed(ctx: StepContext, target: Node, command: Command) -> Outcome:
         return Ask(text=f"{target.name} neither started it nor says that it did not")
 
     def apply() -> None:
-        jobs.end_placement(SYSTEM, ctx.placement_id(), command.error, free_node=True)
+        if not jobs.end_placement(SYSTEM, ctx.placement_id(), command.error, free_node=True):
+            # A warm spare has taken its place meanwhile.
+            jobs.vacate(SYSTEM, Placement.objects.get(pk=ctx.placement_id()))
 
     return Back(
         to="choose-place",
@@ -376,7 +380,7 @@ def _make_way(ctx: StepContext, late: Placement, quicker: Placement) -> Outcome:
     return Wait(
         text=text,
         context={"placement": quicker.pk},
-        apply=lambda: jobs.vacate(SYSTEM, late),
+        apply=lambda: _leave_to_the_spares(ctx, late, quicker),
         wake_s=0,
     )
 
@@ -488,6 +492,25 @@ def _known_failure(ctx: StepContext, placement: Placement, verdict: triage.Cause
 
 def _job_name(ctx: StepContext) -> str:
     return ctx.run.job.name if ctx.run.job else ""
+
+
+def _leave_to_the_spares(ctx: StepContext, left: Placement, spare: Placement) -> None:
+    """Free the node of what a warm spare has replaced: it takes the part of the spare's own."""
+    jobs.vacate(SYSTEM, left)
+    if spare.from_spares:
+        jobs.keep_as_spare(SYSTEM, left.node_id, ctx.run.title)
+
+
+def _awaits_word_of_spare(ctx: StepContext, placement: Placement) -> bool:
+    """Whether the members have told of an epoch which lost the replica and in which it trains: the
+    warm spare that has its place is about to say so itself."""
+    replaced = Interruption.objects.filter(
+        job_id=ctx.run.job_id,
+        lost__contains=placement.replica.index,
+        joined__contains=placement.replica.index,
+        committed_at__gte=ctx.incident.occurred_at,
+    ).last()
+    return replaced is not None and timezone.now() - replaced.committed_at < HEARSAY
 
 
 def _warm_spare_in_place_of(placement: Placement) -> Placement | None:

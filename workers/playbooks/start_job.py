@@ -13,7 +13,7 @@ from controlplane.incidents.candidates import free_nodes
 from controlplane.incidents.choices import Effect
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
-from controlplane.jobs.models import Job, Replica
+from controlplane.jobs.models import IN_ITS_PLACE, Job, Replica
 from node_agent import wire
 from workers.playbooks.base import (
     Ask,
@@ -117,7 +117,8 @@ def start_ranks(ctx: StepContext) -> Outcome:
 
 def _order_rank(ctx: StepContext, replica: Replica, node_id: str) -> None:
     """Place one replica and have its rank started; a retry leaves alone what runs already."""
-    there = replica.placements.exclude(state=PlacementState.ENDED).first()
+    own = replica.placements.filter(IN_ITS_PLACE)
+    there = own.exclude(state=PlacementState.ENDED).first()
     if there is not None and there.state == PlacementState.RUNNING:
         return
     part = str(replica.index)

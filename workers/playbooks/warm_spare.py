@@ -5,7 +5,10 @@ Whatever becomes of it, the job trains on.
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 from django.conf import settings
+from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
@@ -28,6 +31,8 @@ from workers.playbooks.base import (
     Wait,
 )
 from workers.playbooks.replica_lost import START_ORDER_S, start_rank_command
+
+DEADLINE_S = 86_400.0
 
 
 def start(ctx: StepContext) -> Outcome:
@@ -62,6 +67,10 @@ def await_state(ctx: StepContext) -> Outcome:
         return Done(text=f"it has the place of replica {spare.replica.index} already")
     if spare.state == PlacementState.ENDED:
         return _ended(spare)
+    waited = timezone.now() - (ctx.step.started_at or timezone.now())
+    if spare.started_at is None and waited > timedelta(seconds=settings.REPLICA_START_DEADLINE_S):
+        limit = f"{settings.REPLICA_START_DEADLINE_S:g} s"
+        return _give_up(ctx, spare, f"{spare.node.name} has not said within {limit} that it is up")
     if spare.follows_since is None:
         state = "takes the state from its peers" if spare.started_at else "is starting"
         return Wait(text=f"the process on {spare.node.name} {state}")
@@ -72,7 +81,7 @@ PLAYBOOK = Playbook(
     name=NAME,
     version=1,
     summary="Starts a process that holds a job's state, for whichever replica dies.",
-    deadline_s=86_400,
+    deadline_s=DEADLINE_S,
     steps=(
         StepDefinition(
             key="start",
@@ -89,7 +98,7 @@ PLAYBOOK = Playbook(
             title="See it hold the state",
             act=await_state,
             effect=Effect.NONE,
-            timeout_s=settings.REPLICA_START_DEADLINE_S,
+            timeout_s=DEADLINE_S,  # a large state over a slow network takes its time
             prose="It takes the state from the members' memory, proves that it is theirs, and "
             "follows their steps. The job's page shows it.",
         ),
@@ -107,7 +116,9 @@ def _ended(spare: Placement) -> Fail:
 
 
 def _give_up(ctx: StepContext, spare: Placement, why: str) -> Outcome:
-    """See that nothing of it runs, and free its node."""
+    """See that nothing of it runs, and free its node; unless it trains by now."""
+    if not spare.standby:
+        return Done(text=f"it has the place of replica {spare.replica.index} already")
     stop = Command.objects.filter(requester=ctx.requester("stop"), verb="stop_process").first()
     if stop is None and not spare.node.lease.reachable:
         # Its own repair takes a silent node out, and what ran there with it.

@@ -13,7 +13,8 @@ from controlplane.errors import Conflict
 from controlplane.fleet.changes import change
 from controlplane.fleet.choices import CommandState
 from controlplane.fleet.models import Command, Node
-from controlplane.health.choices import Action, Urgency
+from controlplane.health.choices import Action, SignalKind, Urgency
+from controlplane.health.models import Signal
 from controlplane.ids import new_id
 from controlplane.incidents.actions.incidents import resolve
 from controlplane.incidents.actions.merging import open_for_loss, open_for_replica, title_of_loss
@@ -137,21 +138,42 @@ def call_off(actor: Actor, run_id: str, reason: str) -> None:
     """A person stops a run where it stands, see `cancel_run`. A job that it had ended in order to
     move is brought back by a run of its own.
 
-    Raises Conflict if it is finished, or while the job is ending.
+    Raises Conflict if it is finished, or while what it does to a job that lives as one cannot be
+    stopped: nobody keeps two processes of such a job apart.
     """
     run = lock_run(run_id)
     if run.playbook != AS_WHOLE:
         cancel_run(actor, run_id, reason)
         return
-    steps = run.steps.values_list("pk", flat=True)
-    told = Command.objects.filter(verb="stop_process", state=CommandState.DELIVERED)
-    if any(told.filter(requester__startswith=f"{step}.").exists() for step in steps):
-        raise Conflict("the job is saving, and ends: wait until it has, then cancel the run")
-    cancel_run(actor, run_id, reason)
     before = Placement.objects.select_related("replica__job", "node").get(pk=run.context["from"])
-    alive = before.replica.placements.exclude(state=PlacementState.ENDED)
-    if before.replica.job.state == JobState.RUNNING and not alive.exists():
+    ended = _has_ended_for_move(run, before)
+    cancel_run(actor, run_id, reason)
+    if not ended:
+        return
+    jobs.end_placement(actor, before.pk, f"moved: {reason}", free_node=True)
+    jobs.vacate(actor, before)
+    if before.replica.job.state == JobState.RUNNING:
         bring_back(before, timezone.now(), emptied=True)
+
+
+def _has_ended_for_move(run: PlaybookRun, before: Placement) -> bool:
+    """Whether this run has ended the process of a job that is to move. Raises Conflict if it may be
+    ending, or is being started again."""
+    now = Placement.objects.filter(pk=run.context.get("placement", ""))
+    for placement in now.exclude(state=PlacementState.ENDED).select_related("node"):
+        raise Conflict(f"it is being started on {placement.node.name}: wait until it trains there")
+    gone = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=before.pk).exists()
+    steps = [f"{step}." for step in run.steps.values_list("pk", flat=True)]
+    orders = Command.objects.select_for_update(no_key=True).filter(verb="stop_process")
+    stops = [one for one in orders.filter(node=before.node) if one.requester.startswith((*steps,))]
+    for stop in stops:
+        known = gone or stop.state in (CommandState.DONE, CommandState.REFUSED)
+        if not known and stop.state != CommandState.QUEUED:
+            raise Conflict(
+                f"{before.node.name} may be ending it: wait until it has, or see to it there and "
+                "have the step tried again"
+            )
+    return gone or any(stop.state == CommandState.DONE for stop in stops)
 
 
 @change()
@@ -269,15 +291,23 @@ def start_job(actor: Actor, job_id: str, reason: str = "requested") -> PlaybookR
 def start_registered(actor: Actor, job_id: str, reason: str) -> PlaybookRun:
     """Have Drydock start a job that was registered, by the agents of free nodes.
 
-    Raises Conflict without a reason, or if the job was started before, by anybody.
+    Raises Conflict without a reason, or if something of the job runs or is being started.
     """
     if not reason.strip():
         raise Conflict("an order needs a reason, for the record")
     job = Job.objects.select_for_update(no_key=True).get(pk=job_id)
-    if job.state != JobState.PENDING:
+    if not may_be_started(job):
         state = job.get_state_display().lower()
-        raise Conflict(f"{job.name} is {state}; only a job that was never started can be")
+        raise Conflict(f"{job.name} is {state}; only a job of which nothing runs can be started")
     return start_job(actor, job_id, reason)
+
+
+def may_be_started(job: Job) -> bool:
+    """Whether it was never started, or the run that was to is over and nothing of it is left."""
+    starts = PlaybookRun.objects.filter(job=job, playbook="start-job", state__in=RUN_UNFINISHED)
+    alive = Placement.objects.filter(replica__job=job).exclude(state=PlacementState.ENDED)
+    in_vain = job.state == JobState.STARTING and not starts.exists() and not alive.exists()
+    return job.state == JobState.PENDING or in_vain
 
 
 @change()

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from datetime import timedelta
+from functools import partial
 
-from django.db.models import Count, F, Q
+from django.db.models import Q
 from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM
 from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.changes import change
+from controlplane.fleet.choices import COMMAND_FINISHED, CommandState
 from controlplane.fleet.models import Command, Node
 from controlplane.ids import new_id
-from controlplane.incidents.actions.runs import request_run
+from controlplane.incidents.actions.runs import cancel_run, request_run
 from controlplane.incidents.candidates import free_nodes, wanted_by
-from controlplane.incidents.choices import RUN_UNFINISHED
+from controlplane.incidents.choices import RUN_UNFINISHED, RunState
 from controlplane.incidents.models import PlaybookRun
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
@@ -25,32 +28,43 @@ from node_agent import wire
 from workers.spares import choose_spare
 
 PLAYBOOK = "warm-spare"
-#: So long after one did not come to life another is tried.
+#: So long after one did not come to life another is tried, or one that does not end is told again.
 RETRY = timedelta(seconds=60)
+#: A node on which one did not come to life is passed over for so long.
+PASSED_OVER = timedelta(hours=1)
 
 
 def keep_warm_spares() -> int:
-    """Start and end warm spares where jobs have too few or too many. Returns how many orders were
-    given; the keeper calls it."""
-    alive = ~Q(replicas__placements__state=PlacementState.ENDED)
-    warm = Q(replicas__placements__standby=True, replicas__placements__warm=True)
-    held = Count("replicas__placements", filter=alive & warm)
-    ours = Job.objects.exclude(coordinator_address="").annotate(held=held)
-    lacking = ours.filter(state=JobState.RUNNING, whole=False, held__lt=F("warm_spares"))
-    crowded = ours.filter(state=JobState.RUNNING, held__gt=F("warm_spares"))
-    leaving = ours.filter(state=JobState.STOPPING, held__gt=0)
+    """Start and end warm spares where jobs have too few or too many, and end what a job that is to
+    end has no use for. Returns how many orders were given; the keeper calls it."""
+    alive = Placement.objects.exclude(state=PlacementState.ENDED)
+    held = Counter(alive.filter(standby=True, warm=True).values_list("replica__job_id", flat=True))
+    wanting = Job.objects.filter(state=JobState.RUNNING, warm_spares__gt=0, whole=False)
+    lacking = [
+        job for job in wanting.exclude(coordinator_address="") if held[job.pk] < job.warm_spares
+    ]
+    running = Job.objects.filter(pk__in=list(held), state=JobState.RUNNING)
+    # Who has never trained is in no loop that it could leave.
+    idle = Q(joined_at=None) | Q(standby=True)
+    leaving = alive.filter(idle, replica__job__state=JobState.STOPPING)
     return (
         sum(_start_one(job) for job in lacking)
-        + sum(_end(job.held_warm_spares[job.warm_spares :]) for job in crowded)
-        + sum(_end(job.held_warm_spares) for job in leaving)
+        + sum(_end(job.held_warm_spares[job.warm_spares :]) for job in running)
+        + _end(leaving)
     )
 
 
 def _start_one(job: Job) -> bool:
     """Not while a replica waits for a node itself, nor soon after one has failed."""
     runs = PlaybookRun.objects.filter(playbook=PLAYBOOK, job=job)
-    lately = Q(finished_at__gt=timezone.now() - RETRY, state="failed")
-    if runs.filter(Q(state__in=sorted(RUN_UNFINISHED)) | lately).exists():
+    failed = runs.filter(state__in=[RunState.FAILED, RunState.CANCELLED])
+    lately = failed.filter(finished_at__gt=timezone.now() - RETRY)
+    if runs.filter(state__in=sorted(RUN_UNFINISHED)).exists() or lately.exists():
+        return False
+    in_vain = failed.filter(finished_at__gt=timezone.now() - PASSED_OVER)
+    passed_over = set(in_vain.values_list("node_id", flat=True))
+    free = [one for one in free_nodes(job.cluster_id, job.pk) if one.node_id not in passed_over]
+    if not free:
         return False
     own = Placement.objects.filter(replica__job=job, standby=False)
     alive = own.exclude(state=PlacementState.ENDED).select_related("node__rack", "node__cluster")
@@ -58,9 +72,7 @@ def _start_one(job: Job) -> bool:
     if len(trains) < job.world_replicas:
         return False
     racks = [one.node.rack.name if one.node.rack else "" for one in trains]
-    choice = choose_spare(
-        free_nodes(job.cluster_id, job.pk), racks, wanted_by(trains[0].node, job.gpus_per_replica)
-    )
+    choice = choose_spare(free, racks, wanted_by(trains[0].node, job.gpus_per_replica))
     return choice is not None and _place(job, choice.node_id, choice.reason)
 
 
@@ -79,19 +91,36 @@ def _place(job: Job, node_id: str, why: str) -> bool:
         title=f"Start a warm spare of {job.name} on {node.name}",
         job_id=job.pk,
         node_id=node_id,
-        context={"placement": placement.pk, "spare": True, "reason": why},
+        context={"placement": placement.pk, "spare": placement.from_spares, "reason": why},
     )
     return True
 
 
+def _end(placements: Iterable[Placement]) -> int:
+    """Have them killed: what they hold is held elsewhere. Each is told until it has ended."""
+    return sum(_end_one(one) for one in placements)
+
+
 @change()
-def _end(spares: Iterable[Placement]) -> int:
-    """Have them killed: what they hold is held elsewhere. Each is told once."""
-    ended = 0
-    for spare in spares:
-        requester = f"warm/{spare.pk}"
-        if not Command.objects.filter(requester=requester).exists():
-            verb = wire.StopProcess(placement=spare.pk, grace_s=0)
-            fleet.queue_command(SYSTEM, spare.node_id, verb, requester=requester)
-            ended += 1
-    return ended
+def _end_one(placement: Placement) -> bool:
+    why = "it is not wanted any more"
+    start = PlaybookRun.objects.filter(
+        playbook=PLAYBOOK, state__in=sorted(RUN_UNFINISHED), context__placement=placement.pk
+    ).first()
+    if start is not None:  # which may be about to start it
+        cancel_run(SYSTEM, start.pk, why)
+        return True
+    orders = Command.objects.filter(requester__startswith=f"end/{placement.pk}.")
+    last = orders.order_by("created_at").last()
+    if last is not None and last.state == CommandState.DONE:
+        end = jobs.end_warm_spare if placement.warm else partial(jobs.end_placement, free_node=True)
+        end(SYSTEM, placement.pk, why)
+        return False
+    if last is not None and (
+        last.state not in COMMAND_FINISHED or timezone.now() - last.created_at < RETRY
+    ):
+        return False
+    requester = f"end/{placement.pk}.{orders.count()}"
+    verb = wire.StopProcess(placement=placement.pk, grace_s=0)
+    fleet.queue_command(SYSTEM, placement.node_id, verb, requester=requester)
+    return True

@@ -7,13 +7,14 @@ from controlplane.jobs.actions.jobs import (
     direct,
     end_job,
     end_placement,
+    keep_as_spare,
     place,
     register,
     request_stop,
     set_coordinator,
     vacate,
 )
-from controlplane.jobs.actions.moves import give_up_move, keep_as_spare, stand_by, take_place
+from controlplane.jobs.actions.moves import give_up_move, stand_by, take_place
 from controlplane.jobs.actions.spares import (
     exclude_node,
     expire_reservations,

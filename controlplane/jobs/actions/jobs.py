@@ -25,6 +25,7 @@ from controlplane.jobs.models import (
     Replica,
     SpareReservation,
 )
+from node_agent import wire
 
 #: How long a job's ranks may take to hear that they are to stop.
 STOP_TTL_S = 24 * 3600
@@ -148,8 +149,10 @@ def place(actor: Actor, replica_id: str, node_id: str, *, placement_id: str) -> 
     return placement
 
 
-def take_node(actor: Actor, node_id: str, replica: Replica) -> None:
-    """Let a node be allocated to a replica. Raises Conflict if it is not free."""
+def take_node(actor: Actor, node_id: str, replica: Replica) -> bool:
+    """Let a node be allocated to a replica; whether it was a spare. Raises Conflict if it is not
+    free."""
+    was_spare = Node.objects.filter(pk=node_id, spare=True).exists()
     if Placement.objects.filter(node_id=node_id).exclude(state=PlacementState.ENDED).exists():
         raise Conflict("this node holds another replica")
     if _node_state(node_id) != NodeState.ALLOCATED:
@@ -164,6 +167,7 @@ def take_node(actor: Actor, node_id: str, replica: Replica) -> None:
     SpareReservation.objects.filter(node_id=node_id, released_at=None).update(
         released_at=timezone.now()
     )
+    return was_spare
 
 
 @change()
@@ -183,6 +187,8 @@ def end_placement(actor: Actor, placement_id: str, reason: str, *, free_node: bo
         set_replicas(job, [placement.replica.index], _succeeded(placement.replica))
     if free_node:
         vacate(actor, placement)
+        if placement.standby and placement.from_spares:
+            keep_as_spare(actor, placement.node_id, reason)
     audit(
         actor,
         "replica.end",
@@ -209,6 +215,13 @@ def vacate(actor: Actor, placement: Placement) -> None:
     if _node_state(placement.node_id) == NodeState.ALLOCATED and not held.exists():
         fleet.transition(actor, placement.node_id, NodeState.AVAILABLE, reason="its replica left")
         doorbell.ring_after_commit(f"node/{placement.node_id}")
+
+
+@change()
+def keep_as_spare(actor: Actor, node_id: str, reason: str) -> None:
+    """Let a node be a spare that was taken or given back, if it is free."""
+    if _node_state(node_id) == NodeState.AVAILABLE:
+        fleet.set_spare(actor, node_id, True, reason=reason)
 
 
 @change()
@@ -259,6 +272,11 @@ def end_job(actor: Actor, job_id: str, reason: str) -> Job:
     job.ended_at = timezone.now()
     job.save(update_fields=["ended_at"])
     set_job(actor, job, JobState.STOPPED, reason, "job.end")
+    if job.coordinator_node_id and job.coordinator_placement:
+        stop = wire.StopProcess(placement=job.coordinator_placement)
+        fleet.queue_command(
+            actor, job.coordinator_node_id, stop, requester=f"end/{job.pk}", ttl_s=STOP_TTL_S
+        )
     SpareReservation.objects.filter(job=job, released_at=None).update(released_at=job.ended_at)
     return job
 

@@ -12,10 +12,7 @@ from django.db.models.functions import Coalesce
 from controlplane.accounts.actions import audit
 from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.errors import Conflict
-from controlplane.fleet import actions as fleet
 from controlplane.fleet.changes import change, touch
-from controlplane.fleet.choices import NodeState
-from controlplane.fleet.models import Node
 from controlplane.jobs.actions.jobs import end_placement, set_replicas, take_node
 from controlplane.jobs.choices import PlacementState, ReplicaState
 from controlplane.jobs.models import IN_ITS_PLACE, Placement, Replica
@@ -99,10 +96,3 @@ def give_up_move(actor: Actor, placement_id: str, reason: str) -> bool:
     if not standby.standby or standby.ended_at is not None:
         return False
     return end_placement(actor, placement_id, f"not moved: {reason}", free_node=True)
-
-
-@change()
-def keep_as_spare(actor: Actor, node_id: str, reason: str) -> None:
-    """Let a node be the spare that a move took or gave back, if it is free."""
-    if Node.objects.filter(pk=node_id, state=NodeState.AVAILABLE).exists():
-        fleet.set_spare(actor, node_id, True, reason=reason)

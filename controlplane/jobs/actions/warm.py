@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from django.db.models import Q
+
 from controlplane.accounts.actions import audit
 from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.errors import Conflict
 from controlplane.fleet.changes import change, touch
 from controlplane.jobs.actions.jobs import end_placement, take_node
-from controlplane.jobs.actions.moves import keep_as_spare, take_place
-from controlplane.jobs.choices import PlacementState
+from controlplane.jobs.actions.moves import take_place
+from controlplane.jobs.choices import JobState, PlacementState
 from controlplane.jobs.models import Job, Placement
 
 
@@ -49,16 +51,22 @@ def place_warm_spare(actor: Actor, job_id: str, node_id: str, *, placement_id: s
     """Put a warm spare of a job on a node, which becomes allocated.
 
     `placement_id` is the caller's, so that asking again finds what is there. Raises Conflict if the
-    node is not free.
+    node is not free, or if the job does not run.
     """
     known = Placement.objects.filter(pk=placement_id).first()
     if known is not None:
         return known
     job = Job.objects.select_for_update(no_key=True).get(pk=job_id)
+    if job.state != JobState.RUNNING:
+        raise Conflict(f"{job.name} is {job.get_state_display().lower()}; it needs no warm spare")
     replica = job.replicas.select_related("job").earliest("index")
-    take_node(actor, node_id, replica)
     placement = Placement.objects.create(
-        pk=placement_id, replica=replica, node_id=node_id, standby=True, warm=True
+        pk=placement_id,
+        replica=replica,
+        node_id=node_id,
+        standby=True,
+        warm=True,
+        from_spares=take_node(actor, node_id, replica),
     )
     audit(
         actor,
@@ -74,24 +82,32 @@ def place_warm_spare(actor: Actor, job_id: str, node_id: str, *, placement_id: s
 
 @change()
 def end_warm_spare(actor: Actor, placement_id: str, reason: str) -> bool:
-    """Note that a warm spare's process is gone; its node is a spare again. False if it had ended,
-    or has taken a replica's place meanwhile."""
+    """Note that a warm spare's process is gone, and free its node. False if it had ended, or has
+    taken a replica's place meanwhile."""
     spare = Placement.objects.select_for_update(no_key=True).get(pk=placement_id)
     if not spare.standby or spare.ended_at is not None:
         return False
-    end_placement(actor, placement_id, reason, free_node=True)
-    keep_as_spare(actor, spare.node_id, reason)
-    return True
+    return end_placement(actor, placement_id, reason, free_node=True)
 
 
 def enter(spare: Placement, index: int, at: datetime) -> None:
-    """Note that a warm spare trains in this replica's place since `at`; what had it is gone."""
+    """Note that a warm spare trains in this replica's place since `at`; what had it is gone.
+
+    One that was to replace what is gone stands by for the spare now. Where another has trained in
+    the place since, this is old news of a spare that is gone too.
+    """
     replica = spare.replica.job.replicas.get(index=index)
-    held = replica.placements.filter(standby=False).order_by("created_at")
-    lost = held.exclude(joined_at=None).last()
-    for placement in held.exclude(state=PlacementState.ENDED):
+    alive = replica.placements.filter(standby=False).exclude(state=PlacementState.ENDED)
+    if alive.filter(joined_at__gt=at).exists():
+        end_warm_spare(SYSTEM, spare.pk, f"it had the place of replica {index}, and was lost")
+        return
+    lost = replica.placements.filter(standby=False).exclude(joined_at=None)
+    before = lost.order_by("created_at").last()
+    moving = Q(warm=False, joined_at=None, moved_from__isnull=False)
+    for placement in alive.exclude(moving):
         reason = f"its place was taken by the warm spare on {spare.node.name}"
         end_placement(SYSTEM, placement.pk, reason, free_node=False)
-    Placement.objects.filter(pk=spare.pk).update(replica=replica, moved_from=lost)
+    alive.filter(moving).update(standby=True, moved_from=spare)
+    Placement.objects.filter(pk=spare.pk).update(replica=replica, moved_from=before)
     spare.refresh_from_db()
     take_place(spare, at)

@@ -6,11 +6,11 @@ product. It reads rows; it never writes one.
 
 from __future__ import annotations
 
-from controlplane.local.scenarios import hardware, replicas, site, whole
+from controlplane.local.scenarios import hardware, replicas, site, warm, whole
 from controlplane.local.scenarios.base import Result, Say, ScenarioError
 
 WHOLE = ("kill-all", "corrupt-checkpoint")
-NAMES = (*replicas.FAULTS, "second-failure", "site-silent", *WHOLE)
+NAMES = (*replicas.FAULTS, warm.NAME, "second-failure", "site-silent", *WHOLE)
 
 
 def play(name: str, say: Say) -> Result:
@@ -19,6 +19,8 @@ def play(name: str, say: Say) -> Result:
         return hardware.second_failure(say)
     if name == "site-silent":
         return site.silence(say)
+    if name == warm.NAME:
+        return warm.play(say)
     if name in WHOLE:
         return whole.play(name, say)
     return replicas.play(name, say)

@@ -86,7 +86,7 @@ def _kill_rank(victim: Placement) -> dict[str, Any]:
     return {"pid": victim.pid}
 
 
-def _power_off(victim: Placement) -> dict[str, Any]:
+def power_off(victim: Placement) -> dict[str, Any]:
     power.switch(victim.node, "ForceOff")
     return {}
 
@@ -104,7 +104,7 @@ KILLED = ("process-killed", "process-vanished")
 
 FAULTS: dict[str, Fault] = {
     "kill-process": Fault("kill -9", _kill_rank, KILLED, node_out=False),
-    "kill-node": Fault("power off", _power_off, ("node-lost",), node_out=True, boots=1),
+    "kill-node": Fault("power off", power_off, ("node-lost",), node_out=True, boots=1),
     "xid79": Fault("XID 79", _card("xid79"), ("xid-79",), node_out=True, boots=1),
     "xid94": Fault("XID 94", _card("xid94"), ("xid-94",), node_out=True),
     "app-error": Fault("XID 31", _card("xid31"), ("xid-31",), node_out=False),
@@ -139,7 +139,13 @@ FAULTS: dict[str, Fault] = {
 
 def play(name: str, say: Say) -> Result:
     """Break one replica, wait until it is mended, and measure. Raises ScenarioError."""
-    fault = FAULTS[name]
+    return play_out(name, FAULTS[name], say)
+
+
+def play_out(
+    name: str, fault: Fault, say: Say, begun: Callable[[], object] = lambda: None
+) -> Result:
+    """`begun` is called once the fault is made and its incident is there."""
     job = ready_job(fault.node_out)
     victim = _choose_victim(job, fault)
     fit_new_cards(victim.node)
@@ -148,6 +154,7 @@ def play(name: str, say: Say) -> Result:
     facts = fault.break_it(victim)
     incident = await_rows(lambda: _incident(scene), 60, "no incident was opened")
     say(f"incident: {url(incident)}")
+    begun()
     done = await_rows(lambda: resolved(incident.pk), MENDED_S, "the incident is not resolved")
     joined = await_rows(lambda: _rejoin(scene), TOLD_S, "nobody has told that the replica joined")
     lags = f"the sample ledger lags behind step {joined.step}"
@@ -166,7 +173,8 @@ def ready_job(needs_spare: bool) -> Job:
     """The job that trains, with all its replicas, nothing else being mended, a spare at hand."""
 
     def ready() -> Job | None:
-        job = Job.objects.filter(state=JobState.RUNNING).first()
+        running = Job.objects.filter(state=JobState.RUNNING, whole=False)
+        job = running.order_by("created_at").first()
         if job is None or job.replicas.exclude(state=ReplicaState.ACTIVE).exists():
             return None
         if Incident.objects.filter(cluster=job.cluster, state__in=INCIDENT_UNRESOLVED).exists():

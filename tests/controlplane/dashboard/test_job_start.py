@@ -58,7 +58,7 @@ def test_one_that_was_started_is_not_started_again(operator: Client, job: Job) -
     status, shown = start(operator, job)
 
     assert status == 409
-    assert "only a job that was never started can be" in shown
+    assert "only a job of which nothing runs can be started" in shown
 
 
 def test_a_viewer_starts_nothing(viewer: Client, job: Job) -> None:

@@ -74,6 +74,27 @@ def test_what_is_exported_comes_back(path: Path, tmp_path: Path, kind: str) -> N
     assert not [*tmp_path.glob("exchange-*")]
 
 
+def told(capsys: Capture, *arguments: str, status: int = 0) -> dict[str, Any]:
+    """The one object that the command answers with."""
+    assert main([*arguments, "--json"]) == status
+    ((found),) = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_programs_are_told_what_was_exported_and_imported(
+    path: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    out, new = tmp_path / "out.pt", tmp_path / "new"
+
+    exported = told(capsys, "export", str(path), str(out), "--to", "torch")
+    brought = told(capsys, "import", str(out), str(new))
+
+    assert exported == {"path": str(path), "out": str(out), "to": "torch"}
+    (there,) = store.candidates(new / "checkpoints")
+    assert brought == {"source": str(out), "path": str(there), "tensors": len(weights(path))}
+
+
 @pytest.mark.parametrize("kind", ["dcp", "torch"])
 def test_what_has_room_for_it_has_the_optimizer_too(path: Path, tmp_path: Path, kind: str) -> None:
     EXPORTS[kind](whole_state(path), tmp_path / "out")
@@ -355,6 +376,9 @@ def test_every_difference_is_named(tmp_path: Path, capsys: Capture) -> None:
     right.committed = 5
     paths = [write(tmp_path / str(n), one.copy()) for n, one in enumerate((left, right))]
 
+    answer = told(capsys, "diff", *map(str, paths), status=1)
+    assert [one["name"] for one in answer["findings"]] == ["model.1.bias", "step"]
+    assert answer["unchanged"] == ["model.0.weight", "model.1.weight", "model.2.weight"]
     assert main(["diff", *map(str, paths)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines == [

@@ -128,6 +128,27 @@ def test_what_cannot_be_done_is_an_object_too(tmp_path: Path, capsys: Capture) -
     assert told.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["ls"], "required: path"),
+        (["prune", "there", "--keep", "0"], "at least 1 is kept"),
+        (["export", "there", "out", "--to", "onnx"], "invalid choice: 'onnx'"),
+        (["look", "there"], "invalid choice: 'look'"),
+    ],
+)
+def test_what_is_wrong_with_the_arguments_is_an_object_too(
+    arguments: list[str], words: str, capsys: Capture
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--json"])
+
+    told = capsys.readouterr()
+    assert ended.value.code == 2
+    assert words in json.loads(told.out)[0]["error"]
+    assert words in told.err
+
+
 def test_facts_that_anybody_wrote_move_no_cursor_and_are_json(
     tmp_path: Path, capsys: Capture
 ) -> None:

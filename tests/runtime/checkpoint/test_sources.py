@@ -1,0 +1,112 @@
+"""Of several who hold one save the first whose copy is whole is read, and what is not is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime.checkpoint import peer
+from runtime.checkpoint.sources import Sources
+from runtime.checkpoint.tiers import Folders, run_of, tiers_of
+from runtime.client import Trouble
+from runtime.image import Damaged
+from runtime.job import Job
+from tests.runtime.checkpoint.states import flip_held_bits, staged_at
+from tests.runtime.checkpoint.test_holder import TOKEN, label
+from tests.runtime.told import Told
+
+STEP = 7
+SAVE = f"save{STEP}"
+NOBODY = "127.0.0.1:9"
+
+
+class Node:
+    """A node whose memory has a copy of the save."""
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self.address = peer.ensured(folder, "j", TOKEN, "127.0.0.1")
+        self.pid = int(json.loads((folder / "j" / "holder.json").read_bytes())["pid"])
+        keeping, staged = peer.Keeping(self.address, TOKEN), staged_at(STEP)
+        keeping.hold(label(STEP, run=run), staged.table, {}, memoryview(staged.buffer))
+        keeping.close()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(
+        name="j", replica=0, rank=0, ranks=1, world_replicas=3, placement="p-0",
+        coordinator="127.0.0.1:1", token=TOKEN, state_dir=tmp_path, sender=Told(),
+        stop=threading.Event(), holder_dir=tmp_path / "memory",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def nodes(job: Job, tmp_path: Path) -> Iterator[list[Node]]:
+    (tmp_path / "checkpoints").mkdir()
+    run = run_of(tmp_path / "checkpoints")
+    made = [Node(tmp_path / f"node-{number}", run) for number in range(3)]
+    yield made
+    for node in made:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(node.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def sources(job: Job, nodes: list[Node]) -> Sources:
+    sources = Sources(job, tiers_of(job, 1.0, 2, None), Folders(job))
+    sources.holder = nodes[0].address
+    return sources
+
+
+def troubles(job: Job) -> list[Trouble]:
+    assert isinstance(job.sender, Told)
+    return [one for one in job.sender.messages if isinstance(one, Trouble)]
+
+
+def test_a_save_that_several_hold_is_there_once(sources: Sources, nodes: list[Node]) -> None:
+    found = sources.saves([node.address for node in nodes[1:]])
+
+    assert found == [(STEP, SAVE, "peer")]
+
+
+def test_the_nearest_whole_copy_is_read(job: Job, sources: Sources, nodes: list[Node]) -> None:
+    sources.saves([node.address for node in nodes[1:]])
+    for node in nodes[:2]:
+        flip_held_bits(node.pid)
+
+    assert sources.read(SAVE, "peer", 0).digest == staged_at(STEP).digest
+    assert [one.kind for one in troubles(job)] == ["checkpoint_refused"] * 2
+    assert nodes[0].address in troubles(job)[0].text
+
+
+def test_where_none_is_whole_the_last_ones_damage_is_raised(
+    sources: Sources, nodes: list[Node]
+) -> None:
+    sources.saves([node.address for node in nodes[1:]])
+    for node in nodes:
+        flip_held_bits(node.pid)
+
+    with pytest.raises(Damaged, match=nodes[2].address):
+        sources.read(SAVE, "peer", 0)
+
+
+def test_a_holder_that_has_died_since_costs_nothing(sources: Sources, nodes: list[Node]) -> None:
+    sources.saves([node.address for node in nodes[1:]])
+    os.kill(nodes[0].pid, signal.SIGKILL)
+
+    assert sources.read(SAVE, "peer", 0).digest == staged_at(STEP).digest
+
+
+def test_who_does_not_answer_is_named(job: Job, sources: Sources, nodes: list[Node]) -> None:
+    found = sources.saves([NOBODY, nodes[1].address])
+
+    assert found == [(STEP, SAVE, "peer")]
+    (trouble,) = troubles(job)
+    assert (trouble.kind, trouble.subject) == ("holder_out_of_reach", NOBODY)
