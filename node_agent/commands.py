@@ -22,7 +22,7 @@ from node_agent.files import Journal
 from node_agent.identity import Identity
 from node_agent.log import log
 from node_agent.spool import Spool
-from node_agent.supervisor import CannotStart, CardsInUse, Supervisor
+from node_agent.supervisor import CannotStart, CannotStop, CardsInUse, Supervisor
 from node_agent.threads import start_thread
 
 #: A journal entry is kept this long past its command's expiry. After that the id needs no memory:
@@ -31,7 +31,7 @@ KEEP_S = 7 * 86_400.0
 
 Output = dict[str, Any]
 #: What a command may come to grief on: its result is then `failed`, with the reason.
-FAILURES = (CannotStart, CardsInUse, HardwareUnknown, NoVerdict, ResetFailed)
+FAILURES = (CannotStart, CannotStop, CardsInUse, HardwareUnknown, NoVerdict, ResetFailed)
 
 
 class _Refusal(Exception):
@@ -187,7 +187,7 @@ class Commands:
             started = self._supervisor.start_coordinator(action)
             return lambda: self._coordinator_up(started.placement)
         if isinstance(action, wire.StopProcess):
-            return lambda: {"stopped": self._supervisor.stop(action.placement, action.grace_s)}
+            return lambda: self._stop(action.placement, action.grace_s)
         if isinstance(action, wire.ResetGpus):
             # Held from here on, so that a start that comes right behind it cannot overtake it.
             self._supervisor.hold_cards("being reset")
@@ -199,6 +199,11 @@ class Commands:
             )
         self._supervisor.check_cards_free()
         return lambda: self._diagnose(action.level)
+
+    def _stop(self, placement: str, grace_s: float) -> Output:
+        if not self._supervisor.stop(placement, grace_s):
+            raise CannotStop("the kernel has not let go of it since SIGKILL: it may hold its cards")
+        return {"stopped": True}
 
     def _release_after(self, work: Callable[[], Output]) -> Output:
         try:

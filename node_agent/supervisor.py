@@ -51,6 +51,10 @@ class CannotStart(Exception):
     """A process could not be started, or did not come up."""
 
 
+class CannotStop(Exception):
+    """A process was killed, and is still there."""
+
+
 class CardsInUse(Exception):
     """Something uses the cards, so they cannot be held."""
 

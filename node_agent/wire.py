@@ -318,7 +318,8 @@ class StartRank(Message, frozen=True, omit_defaults=True, tag="start_rank", tag_
 
 
 class StopProcess(Message, frozen=True, tag="stop_process", tag_field="verb"):
-    """SIGTERM, then SIGKILL after `grace_s`. Idempotent. Result output: `stopped` (bool)."""
+    """SIGTERM, then SIGKILL after `grace_s`. Idempotent. Done once nothing of it runs, also where
+    nothing did: then the result's output has `stopped` true."""
 
     placement: Id
     grace_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = GRACE_S

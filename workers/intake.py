@@ -35,7 +35,12 @@ from controlplane.health.choices import Action, FaultClass, SignalKind, Urgency
 from controlplane.health.models import Failure, Signal
 from controlplane.incidents import actions as incidents
 from controlplane.incidents import limits
-from controlplane.incidents.choices import INCIDENT_UNRESOLVED, EntryKind, Severity
+from controlplane.incidents.choices import (
+    INCIDENT_UNRESOLVED,
+    RUN_UNFINISHED,
+    EntryKind,
+    Severity,
+)
 from controlplane.incidents.models import Incident, PlaybookRun
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState
@@ -52,8 +57,6 @@ BURST_GAP = timedelta(minutes=3)
 REOPENED_AFTER = timedelta(hours=1)
 #: What a repair of the node can be asked for; the last two only where a card is to blame.
 REPAIRS = triage.NODE_REPAIRS | {"field_diagnostic", "contact_vendor"}
-#: A replica's loss and its end by a warm spare lie no further apart.
-NEAR = timedelta(minutes=1)
 #: So many lines, so long before a loss, are told with it.
 NOTES, NOTED_BEFORE = 10, timedelta(seconds=60)
 
@@ -411,15 +414,17 @@ def _live_placement(node: Node) -> Placement | None:
 
 
 def _incident_of_the_replaced(node: Node) -> Incident | None:
-    """The open incident of the replica that this node held until a warm spare took its place."""
+    """The incident of the replica that this node held until a warm spare took its place, while its
+    cause is being looked for."""
     replaced = Placement.objects.filter(node=node, successors__warm=True)
     last = replaced.select_related("replica").order_by("-ended_at").first()
     if last is None:
         return None
-    incident = incidents.incident_of_replica(last.replica.job_id, last.replica.index)
-    if incident is None or last.ended_at is None or incident.occurred_at < last.ended_at - NEAR:
-        return None
-    return incident
+    looking = PlaybookRun.objects.filter(
+        playbook="replica-lost", context__lost_placement=last.pk, state__in=sorted(RUN_UNFINISHED)
+    ).first()
+    found = looking is not None and "node_fit" in looking.context
+    return looking.incident if looking is not None and not found else None
 
 
 def _is_unasked_end_of_rank(signal: Signal) -> bool:
@@ -476,10 +481,12 @@ def _ended_while_stopping(signal: Signal) -> Placement | None:
     """The process, of a job that was told to end, that has ended without a word of its own."""
     if signal.kind != SignalKind.PROCESS_EXITED:
         return None
-    stopping = Placement.objects.filter(
-        pk=signal.placement_id, replica__job__state=JobState.STOPPING
+    # Those of one job take turns: the last one to leave ends it.
+    stopping = Job.objects.select_for_update(no_key=True).filter(
+        state=JobState.STOPPING, pk=signal.job_id
     )
-    return stopping.exclude(state=PlacementState.ENDED).first()
+    left = Placement.objects.filter(pk=signal.placement_id, replica__job__in=list(stopping))
+    return left.exclude(state=PlacementState.ENDED).first()
 
 
 def _is_news_of_a_takeover(placement: Placement) -> bool:

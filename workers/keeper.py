@@ -115,6 +115,7 @@ def keep(client: redis.Redis, memory: Memory) -> None:
         partial(engine.release_expired, now),
         incidents.readmit_replaced,
         incidents.keep_warm_spares,
+        incidents.finish_endings,
         partial(jobs.expire_reservations, now),
         partial(forget_old_answers, now),
         partial(_chain_audit, memory, now),

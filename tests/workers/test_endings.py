@@ -41,14 +41,46 @@ def test_a_rank_that_never_trained_is_in_no_loop_to_leave(world: World) -> None:
     Placement.objects.update(state=PlacementState.STARTING, joined_at=None)
     end_job(PERSON, world.job.pk, "enough")
 
-    assert incidents.keep_warm_spares() == 2
+    assert incidents.finish_endings() == 2
     assert {one.placement for one in commands("stop_process")} == {  # type: ignore[union-attr]
         one.pk for one in world.placements
     }
-    answer("stop_process", stopped=False)  # nothing had been started
-    incidents.keep_warm_spares()
+    answer("stop_process", stopped=True)  # nothing had been started
+    incidents.finish_endings()
 
     assert job_state() == JobState.STOPPED
+
+
+def test_a_rank_that_had_died_before_has_left(world: World) -> None:
+    world.exits(world.placements[1], signal=9)
+    drain()
+    end_job(PERSON, world.job.pk, "enough")
+    jobs.end_placement(SYSTEM, world.placements[0].pk, "left", free_node=True)
+    assert job_state() == JobState.STOPPING
+
+    incidents.finish_endings()
+    answer("stop_process", stopped=True)
+    incidents.finish_endings()
+
+    assert job_state() == JobState.STOPPED
+
+
+def test_a_job_of_which_nothing_is_left_is_over_whoever_saw_it_first(world: World) -> None:
+    end_job(PERSON, world.job.pk, "enough")
+    Placement.objects.update(state=PlacementState.ENDED)  # two at once, and neither saw both
+
+    incidents.finish_endings()
+
+    assert job_state() == JobState.STOPPED
+
+
+def test_the_coordinator_of_a_start_in_vain_ends(world: World) -> None:
+    jobs.set_coordinator(SYSTEM, world.job.pk, world.spares[0].pk, "127.0.0.1:1", "plc_led")
+    jobs.begin_start(SYSTEM, world.job.pk, "again")
+
+    (stop,) = commands("stop_process")
+    assert isinstance(stop, wire.StopProcess)
+    assert stop.placement == "plc_led"
 
 
 def test_its_coordinator_ends_with_it(world: World) -> None:

@@ -240,6 +240,14 @@ def test_one_that_never_says_that_it_is_up_is_given_up(world: World) -> None:
     assert state(world.spares[0]) == (NodeState.AVAILABLE, True)
 
 
+def test_a_node_whose_start_was_only_called_off_is_not_passed_over(world: World) -> None:
+    test_one_that_is_about_to_be_started_is_not(world)
+    jobs.set_warm_spares(PERSON, world.job.pk, 1, "after all")
+    PlaybookRun.objects.update(finished_at=timezone.now() - timedelta(minutes=5))
+
+    assert follows(world).node == world.spares[0]
+
+
 def test_a_node_where_one_was_given_up_is_passed_over(world: World) -> None:
     incidents.keep_warm_spares()
     drain()
@@ -277,7 +285,7 @@ def test_they_end_with_their_job(world: World, spare: Placement) -> None:
     jobs.request_stop(PERSON, world.job.pk, "enough")
     for placement in world.placements:
         jobs.end_placement(SYSTEM, placement.pk, "left", free_node=True)
-    incidents.keep_warm_spares()
+    incidents.finish_endings()
     assert Command.objects.filter(verb="stop_process").count() == 1
 
     world.exits(spare, signal=9, requested=True)
@@ -417,6 +425,7 @@ def test_old_news_of_a_spare_takes_no_place_from_who_has_it_since(
     Placement.objects.filter(pk=world.placements[1].pk).update(
         joined_at=timezone.now() + timedelta(seconds=5)
     )
+    world.peers_lose(spare)
     takes_place(spare)
 
     assert (spare.standby, spare.state) == (True, PlacementState.ENDED)
@@ -424,6 +433,17 @@ def test_old_news_of_a_spare_takes_no_place_from_who_has_it_since(
         Replica.objects.get(index=1).placements.exclude(state="ended").get()
         == (world.placements[1])
     )
+
+
+def test_a_process_that_is_believed_to_have_joined_is_no_reason_to_write_it_off(
+    world: World, spare: Placement
+) -> None:
+    Placement.objects.filter(pk=world.placements[1].pk).update(
+        joined_at=timezone.now() + timedelta(seconds=5)
+    )
+    takes_place(spare)
+
+    assert (spare.standby, spare.state) == (False, PlacementState.RUNNING)
 
 
 def test_a_node_that_is_silent_too_is_one_incident(world: World, spare: Placement) -> None:

@@ -17,6 +17,7 @@ from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import RunState
 from controlplane.incidents.models import Incident, PlaybookRun
 from controlplane.incidents.moves import SAVE_S, plan_move, plan_of_move
+from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState, ReplicaState
 from controlplane.jobs.models import Job, Placement, Replica
 from node_agent import wire
@@ -173,7 +174,7 @@ def test_the_dry_run_says_that_it_stands_still(world: World) -> None:
     assert (plan.playbook, plan.title) == (MOVE, f"Move {world.job.name} to spare-0")
     assert [step["key"] for step in plan.steps] == [
         "save",
-        "end",
+        "save-and-end",
         "choose-place",
         "start",
         "await-step",
@@ -365,6 +366,19 @@ def test_one_that_ended_without_a_word_is_brought_back_when_it_is_called_off(
 
     assert run_of("replica-lost").context["replica"] == 0
     assert state(world.placements[0].node) == (NodeState.AVAILABLE, False)
+
+
+def test_one_that_trains_again_is_not_brought_back_by_a_stale_run(world: World) -> None:
+    order(world)
+    answer("stop_process", "failed")
+    drain()
+    world.exits(world.placements[0], signal=9, requested=True)
+    jobs.end_placement(SYSTEM, world.placements[0].pk, "x", free_node=True)
+    jobs.place(SYSTEM, replica().pk, world.spares[1].pk, placement_id="plc_back")
+    incidents.call_off(PERSON, run_of(MOVE).pk, "it is back")
+
+    assert run_of(MOVE).state == RunState.CANCELLED
+    assert not PlaybookRun.objects.filter(playbook="replica-lost").exists()
 
 
 def _nowhere_free(world: World) -> None:

@@ -184,7 +184,7 @@ def await_step(ctx: StepContext) -> Outcome:
 
 PLAYBOOK = Playbook(
     name=AS_WHOLE,
-    version=1,
+    version=2,
     summary="Moves a job that lives as one: it saves, ends, and goes on on another node.",
     deadline_s=2 * 86_400,
     steps=(
@@ -197,7 +197,7 @@ PLAYBOOK = Playbook(
             prose="Ask it for a checkpoint, and wait until it tells of one that all nodes reach.",
         ),
         StepDefinition(
-            key="end",
+            key="save-and-end",
             title="Let it end",
             act=end,
             effect=Effect.IDEMPOTENT,

@@ -16,7 +16,7 @@ from controlplane.fleet.models import Command
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import RUN_ACTIVE, Effect
 from controlplane.incidents.models import PlaybookRun
-from controlplane.incidents.moves import plan_move
+from controlplane.incidents.moves import SAVE_S, plan_move
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Placement
 from node_agent import wire
@@ -35,9 +35,11 @@ from workers.playbooks.validation import DIAGNOSTIC_S, run_diagnostic
 from workers.repair import diagnosis_passed
 
 #: A drain that is not done by then has failed, in seconds.
-DRAIN_S = 600.0
+DRAIN_S = 1500.0
 #: A replica that has not moved away by then is stopped, in seconds.
 MOVE_S = 300.0
+#: The same of a job that lives as one, which saves twice, at its leisure, and is told to end.
+MOVE_WHOLE_S = 2 * SAVE_S + 60.0
 
 
 def drain(ctx: StepContext) -> Outcome:
@@ -64,10 +66,11 @@ def move_away(ctx: StepContext) -> Outcome:
     job, index = placement.replica.job, placement.replica.index
     run = PlaybookRun.objects.filter(job=job, context__drains=ctx.run.pk).first()
     waited = timezone.now() - (ctx.step.started_at or timezone.now())
-    if run is not None and run.state in RUN_ACTIVE and waited < timedelta(seconds=MOVE_S):
+    limit_s = MOVE_WHOLE_S if job.whole else MOVE_S
+    if run is not None and run.state in RUN_ACTIVE and waited < timedelta(seconds=limit_s):
         return Wait(text=f"replica {index} of {job.name} moves: {run.title}", wake_s=1.0)
     if run is not None:
-        why = run.state_reason or f"not moved within {MOVE_S:g} s"
+        why = run.state_reason or f"not moved within {limit_s:g} s"
         return Done(text=f"replica {index} of {job.name} is stopped on {node.name}: {why}")
     try:
         plan_move(job, index)
@@ -196,7 +199,7 @@ PLAYBOOKS = (
             title="Let its replica train elsewhere",
             act=move_away,
             effect=Effect.IDEMPOTENT,
-            timeout_s=2 * MOVE_S,
+            timeout_s=2 * MOVE_WHOLE_S,
             prose="Move it from the job's page. One that cannot move is stopped with the node, and "
             "returns on a spare; the others cover it.",
         ),

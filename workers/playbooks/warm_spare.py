@@ -14,7 +14,7 @@ from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import COMMAND_FINISHED, CommandState
 from controlplane.fleet.models import Command
-from controlplane.incidents.actions.warm import PLAYBOOK as NAME
+from controlplane.incidents.actions.requests import WARM_SPARE
 from controlplane.incidents.choices import Effect
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState
@@ -78,7 +78,7 @@ def await_state(ctx: StepContext) -> Outcome:
 
 
 PLAYBOOK = Playbook(
-    name=NAME,
+    name=WARM_SPARE,
     version=1,
     summary="Starts a process that holds a job's state, for whichever replica dies.",
     deadline_s=DEADLINE_S,

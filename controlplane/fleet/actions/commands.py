@@ -89,8 +89,12 @@ def take_commands(node_ids: list[str]) -> dict[str, list[Command]]:
     Command.objects.filter(pk__in=[row.pk for row in rows], state=CommandState.QUEUED).update(
         state=CommandState.DELIVERED, delivered_at=now
     )
+    # One that was called back meanwhile is not handed out.
+    handed_out = Command.objects.filter(
+        pk__in=[row.pk for row in rows], state=CommandState.DELIVERED
+    )
     taken: dict[str, list[Command]] = {}
-    for row in rows:
+    for row in handed_out.order_by("created_at"):
         taken.setdefault(row.node_id, []).append(row)
     return taken
 

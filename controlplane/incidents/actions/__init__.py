@@ -12,6 +12,7 @@ from controlplane.incidents.actions.automation import (
     set_limit,
     set_mode,
 )
+from controlplane.incidents.actions.ending import finish_endings
 from controlplane.incidents.actions.incidents import (
     acknowledge,
     add_note,
@@ -71,6 +72,7 @@ __all__ = [
     "cancel_run",
     "close_breaker",
     "close_case",
+    "finish_endings",
     "incident_of_replica",
     "keep_warm_spares",
     "may_be_started",

@@ -1,16 +1,34 @@
-"""A job is to end: what automation had under way for it ends with it."""
+"""A job is to end: what automation had under way for it ends with it, and all its processes."""
 
 from __future__ import annotations
 
-from controlplane.accounts.models import Actor
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+
+from django.db.models import Exists, OuterRef, Q
+from django.utils import timezone
+
+from controlplane.accounts.models import SYSTEM, Actor
+from controlplane.errors import Conflict
+from controlplane.fleet import actions as fleet
 from controlplane.fleet.changes import change
+from controlplane.fleet.choices import COMMAND_FINISHED, CommandState
+from controlplane.fleet.models import Command
+from controlplane.health.choices import SignalKind
+from controlplane.health.models import Signal
 from controlplane.incidents.actions.incidents import resolve
-from controlplane.incidents.actions.requests import FOR_THE_JOB
+from controlplane.incidents.actions.requests import FOR_THE_JOB, WARM_SPARE
 from controlplane.incidents.actions.runs import cancel_run
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED, RUN_UNFINISHED
 from controlplane.incidents.models import Incident, PlaybookRun
 from controlplane.jobs import actions as jobs
-from controlplane.jobs.models import Job
+from controlplane.jobs.choices import JobState, PlacementState
+from controlplane.jobs.models import Job, Placement
+from node_agent import wire
+
+#: One that does not end is told again after so long.
+AGAIN = timedelta(seconds=60)
 
 
 @change()
@@ -26,3 +44,47 @@ def end_job(actor: Actor, job_id: str, reason: str) -> Job:
     for incident in Incident.objects.filter(job_id=job_id, state__in=INCIDENT_UNRESOLVED):
         resolve(actor, incident.pk, why)
     return job
+
+
+def finish_endings() -> int:
+    """Have killed what a job that is to end has no use for, and note that those are over of which
+    nothing is left. Returns how many orders were given; the keeper calls it."""
+    stopping = Job.objects.filter(state=JobState.STOPPING)
+    alive = Placement.objects.exclude(state=PlacementState.ENDED)
+    exits = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=OuterRef("pk"))
+    # Who has never trained, or is gone, is in no loop that it could leave.
+    idle = Q(joined_at=None) | Q(standby=True) | Exists(exits)
+    told = sum(map(end_process, alive.filter(idle, replica__job__in=stopping)))
+    for job in stopping.exclude(Exists(alive.filter(replica__job=OuterRef("pk")))):
+        with suppress(Conflict):  # it is over by now
+            jobs.end_job(SYSTEM, job.pk, "its last process has left")
+    return told
+
+
+@change()
+def end_process(placement: Placement) -> bool:
+    """Have a process killed that holds nothing of its own, and note it once nothing of it runs. It
+    is told until then; whether it was now."""
+    why = "it is not wanted any more"
+    # The job first, as whoever takes its processes' word does.
+    Job.objects.select_for_update(no_key=True).get(pk=placement.replica.job_id)
+    start = PlaybookRun.objects.filter(
+        playbook=WARM_SPARE, state__in=sorted(RUN_UNFINISHED), context__placement=placement.pk
+    ).first()
+    if start is not None:  # which may be about to start it
+        cancel_run(SYSTEM, start.pk, why)
+        return True
+    orders = Command.objects.filter(requester__startswith=f"end/{placement.pk}.")
+    last = orders.order_by("created_at").last()
+    if last is not None and last.state == CommandState.DONE:
+        end = jobs.end_warm_spare if placement.warm else partial(jobs.end_placement, free_node=True)
+        end(SYSTEM, placement.pk, why)
+        return False
+    if last is not None and (
+        last.state not in COMMAND_FINISHED or timezone.now() - last.created_at < AGAIN
+    ):
+        return False
+    requester = f"end/{placement.pk}.{orders.count()}"
+    verb = wire.StopProcess(placement=placement.pk, grace_s=0)
+    fleet.queue_command(SYSTEM, placement.node_id, verb, requester=requester)
+    return True

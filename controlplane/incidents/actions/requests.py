@@ -34,13 +34,14 @@ from controlplane.incidents.moves import PLAYBOOK as MOVE_PLAYBOOK
 from controlplane.incidents.plans import NODE_ORDERS, check_order
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
-from controlplane.jobs.models import Job, Placement
+from controlplane.jobs.models import IN_ITS_PLACE, Job, Placement
 from workers.triage import ACTIONS
 
+WARM_SPARE = "warm-spare"
 #: Playbooks whose only aim is that the job goes on.
 FOR_THE_JOB = (
     *("replica-lost", MOVE_PLAYBOOK, AS_WHOLE),
-    *("start-job", "restore-coordinator", "warm-spare"),
+    *("start-job", "restore-coordinator", WARM_SPARE),
 )
 
 
@@ -152,7 +153,8 @@ def call_off(actor: Actor, run_id: str, reason: str) -> None:
         return
     jobs.end_placement(actor, before.pk, f"moved: {reason}", free_node=True)
     jobs.vacate(actor, before)
-    if before.replica.job.state == JobState.RUNNING:
+    own = before.replica.placements.filter(IN_ITS_PLACE).exclude(state=PlacementState.ENDED)
+    if before.replica.job.state == JobState.RUNNING and not own.exists():
         bring_back(before, timezone.now(), emptied=True)
 
 
@@ -304,7 +306,7 @@ def start_registered(actor: Actor, job_id: str, reason: str) -> PlaybookRun:
 
 def may_be_started(job: Job) -> bool:
     """Whether it was never started, or the run that was to is over and nothing of it is left."""
-    starts = PlaybookRun.objects.filter(job=job, playbook="start-job", state__in=RUN_UNFINISHED)
+    starts = PlaybookRun.objects.filter(job=job, playbook__in=FOR_THE_JOB, state__in=RUN_UNFINISHED)
     alive = Placement.objects.filter(replica__job=job).exclude(state=PlacementState.ENDED)
     in_vain = job.state == JobState.STARTING and not starts.exists() and not alive.exists()
     return job.state == JobState.PENDING or in_vain

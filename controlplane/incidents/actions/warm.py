@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from datetime import timedelta
-from functools import partial
 
-from django.db.models import Q
 from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM
 from controlplane.errors import Conflict
-from controlplane.fleet import actions as fleet
 from controlplane.fleet.changes import change
-from controlplane.fleet.choices import COMMAND_FINISHED, CommandState
-from controlplane.fleet.models import Command, Node
+from controlplane.fleet.models import Node
 from controlplane.ids import new_id
-from controlplane.incidents.actions.runs import cancel_run, request_run
+from controlplane.incidents.actions.ending import end_process
+from controlplane.incidents.actions.requests import WARM_SPARE
+from controlplane.incidents.actions.runs import request_run
 from controlplane.incidents.candidates import free_nodes, wanted_by
 from controlplane.incidents.choices import RUN_UNFINISHED, RunState
 from controlplane.incidents.models import PlaybookRun
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
 from controlplane.jobs.models import Job, Placement
-from node_agent import wire
 from workers.spares import choose_spare
 
-PLAYBOOK = "warm-spare"
-#: So long after one did not come to life another is tried, or one that does not end is told again.
+#: So long after one did not come to life another is tried.
 RETRY = timedelta(seconds=60)
 #: A node on which one did not come to life is passed over for so long.
 PASSED_OVER = timedelta(hours=1)
 
 
 def keep_warm_spares() -> int:
-    """Start and end warm spares where jobs have too few or too many, and end what a job that is to
-    end has no use for. Returns how many orders were given; the keeper calls it."""
+    """Start and end warm spares where jobs have too few or too many. Returns how many orders were
+    given; the keeper calls it."""
     alive = Placement.objects.exclude(state=PlacementState.ENDED)
     held = Counter(alive.filter(standby=True, warm=True).values_list("replica__job_id", flat=True))
     wanting = Job.objects.filter(state=JobState.RUNNING, warm_spares__gt=0, whole=False)
@@ -44,24 +39,19 @@ def keep_warm_spares() -> int:
         job for job in wanting.exclude(coordinator_address="") if held[job.pk] < job.warm_spares
     ]
     running = Job.objects.filter(pk__in=list(held), state=JobState.RUNNING)
-    # Who has never trained is in no loop that it could leave.
-    idle = Q(joined_at=None) | Q(standby=True)
-    leaving = alive.filter(idle, replica__job__state=JobState.STOPPING)
-    return (
-        sum(_start_one(job) for job in lacking)
-        + sum(_end(job.held_warm_spares[job.warm_spares :]) for job in running)
-        + _end(leaving)
-    )
+    crowded = [one for job in running for one in job.held_warm_spares[job.warm_spares :]]
+    return sum(map(_start_one, lacking)) + sum(map(end_process, crowded))
 
 
 def _start_one(job: Job) -> bool:
     """Not while a replica waits for a node itself, nor soon after one has failed."""
-    runs = PlaybookRun.objects.filter(playbook=PLAYBOOK, job=job)
+    runs = PlaybookRun.objects.filter(playbook=WARM_SPARE, job=job)
     failed = runs.filter(state__in=[RunState.FAILED, RunState.CANCELLED])
     lately = failed.filter(finished_at__gt=timezone.now() - RETRY)
     if runs.filter(state__in=sorted(RUN_UNFINISHED)).exists() or lately.exists():
         return False
-    in_vain = failed.filter(finished_at__gt=timezone.now() - PASSED_OVER)
+    # One that was cancelled says nothing of its node.
+    in_vain = runs.filter(state=RunState.FAILED, finished_at__gt=timezone.now() - PASSED_OVER)
     passed_over = set(in_vain.values_list("node_id", flat=True))
     free = [one for one in free_nodes(job.cluster_id, job.pk) if one.node_id not in passed_over]
     if not free:
@@ -85,7 +75,7 @@ def _place(job: Job, node_id: str, why: str) -> bool:
         return False  # it was taken meanwhile
     request_run(
         SYSTEM,
-        PLAYBOOK,
+        WARM_SPARE,
         job.pk,
         cluster_id=job.cluster_id,
         title=f"Start a warm spare of {job.name} on {node.name}",
@@ -93,34 +83,4 @@ def _place(job: Job, node_id: str, why: str) -> bool:
         node_id=node_id,
         context={"placement": placement.pk, "spare": placement.from_spares, "reason": why},
     )
-    return True
-
-
-def _end(placements: Iterable[Placement]) -> int:
-    """Have them killed: what they hold is held elsewhere. Each is told until it has ended."""
-    return sum(_end_one(one) for one in placements)
-
-
-@change()
-def _end_one(placement: Placement) -> bool:
-    why = "it is not wanted any more"
-    start = PlaybookRun.objects.filter(
-        playbook=PLAYBOOK, state__in=sorted(RUN_UNFINISHED), context__placement=placement.pk
-    ).first()
-    if start is not None:  # which may be about to start it
-        cancel_run(SYSTEM, start.pk, why)
-        return True
-    orders = Command.objects.filter(requester__startswith=f"end/{placement.pk}.")
-    last = orders.order_by("created_at").last()
-    if last is not None and last.state == CommandState.DONE:
-        end = jobs.end_warm_spare if placement.warm else partial(jobs.end_placement, free_node=True)
-        end(SYSTEM, placement.pk, why)
-        return False
-    if last is not None and (
-        last.state not in COMMAND_FINISHED or timezone.now() - last.created_at < RETRY
-    ):
-        return False
-    requester = f"end/{placement.pk}.{orders.count()}"
-    verb = wire.StopProcess(placement=placement.pk, grace_s=0)
-    fleet.queue_command(SYSTEM, placement.node_id, verb, requester=requester)
     return True

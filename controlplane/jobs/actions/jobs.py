@@ -83,6 +83,7 @@ def begin_start(actor: Actor, job_id: str, reason: str) -> Job:
         after={"state": JobState.STARTING},
         reason=reason,
     )
+    _stop_coordinator(actor, job)
     job.state = JobState.STARTING
     job.coordinator_node = None
     job.coordinator_address = ""
@@ -272,13 +273,18 @@ def end_job(actor: Actor, job_id: str, reason: str) -> Job:
     job.ended_at = timezone.now()
     job.save(update_fields=["ended_at"])
     set_job(actor, job, JobState.STOPPED, reason, "job.end")
-    if job.coordinator_node_id and job.coordinator_placement:
-        stop = wire.StopProcess(placement=job.coordinator_placement)
-        fleet.queue_command(
-            actor, job.coordinator_node_id, stop, requester=f"end/{job.pk}", ttl_s=STOP_TTL_S
-        )
+    _stop_coordinator(actor, job)
     SpareReservation.objects.filter(job=job, released_at=None).update(released_at=job.ended_at)
     return job
+
+
+def _stop_coordinator(actor: Actor, job: Job) -> None:
+    if job.coordinator_node_id and job.coordinator_placement:
+        stop = wire.StopProcess(placement=job.coordinator_placement)
+        requester = f"end/{job.coordinator_placement}"
+        fleet.queue_command(
+            actor, job.coordinator_node_id, stop, requester=requester, ttl_s=STOP_TTL_S
+        )
 
 
 def set_job(actor: Actor, job: Job, to: JobState, reason: str, verb: str) -> None:

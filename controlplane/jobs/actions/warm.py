@@ -13,6 +13,8 @@ from controlplane.accounts.actions import audit
 from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.errors import Conflict
 from controlplane.fleet.changes import change, touch
+from controlplane.health.choices import SignalKind
+from controlplane.health.models import Signal
 from controlplane.jobs.actions.jobs import end_placement, take_node
 from controlplane.jobs.actions.moves import take_place
 from controlplane.jobs.choices import JobState, PlacementState
@@ -93,12 +95,15 @@ def end_warm_spare(actor: Actor, placement_id: str, reason: str) -> bool:
 def enter(spare: Placement, index: int, at: datetime) -> None:
     """Note that a warm spare trains in this replica's place since `at`; what had it is gone.
 
-    One that was to replace what is gone stands by for the spare now. Where another has trained in
-    the place since, this is old news of a spare that is gone too.
+    One that was to replace what is gone stands by for the spare now. Where another trains in the
+    place since, and the spare is said to be gone too, this is old news.
     """
     replica = spare.replica.job.replicas.get(index=index)
     alive = replica.placements.filter(standby=False).exclude(state=PlacementState.ENDED)
-    if alive.filter(joined_at__gt=at).exists():
+    gone = Signal.objects.filter(
+        kind__in=(SignalKind.PEER_LOST, SignalKind.PROCESS_EXITED), placement_id=spare.pk
+    )
+    if gone.exists() and alive.filter(joined_at__gt=at).exists():
         end_warm_spare(SYSTEM, spare.pk, f"it had the place of replica {index}, and was lost")
         return
     lost = replica.placements.filter(standby=False).exclude(joined_at=None)
