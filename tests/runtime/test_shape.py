@@ -124,7 +124,7 @@ def test_what_spans_all_processes_says_how_such_a_job_is_recovered(
 
 
 def test_a_job_that_restarts_as_a_whole_leaves_what_deepspeed_divided_to_deepspeed() -> None:
-    job: Any = SimpleNamespace(world_replicas=1)
+    job: Any = SimpleNamespace(world_replicas=1, standby="")
     saver: Any = None
     zero = model()
     zero.get_parameter("1.weight").ds_id = 3  # type: ignore[attr-defined]
