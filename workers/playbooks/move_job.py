@@ -28,7 +28,6 @@ from node_agent import wire
 from workers import losses
 from workers.playbooks.base import (
     Ask,
-    Back,
     Done,
     Fail,
     Outcome,
@@ -38,7 +37,7 @@ from workers.playbooks.base import (
     Wait,
 )
 from workers.playbooks.node_steps import actor_of
-from workers.playbooks.replica_lost import START_ORDER_S, start_failed, start_rank_command
+from workers.playbooks.replica_lost import order_start, runs_on, start_failed
 from workers.spares import choose_spare
 
 #: An agent that is heard takes the order to end it within this many seconds, or nothing is done.
@@ -137,28 +136,11 @@ def start(ctx: StepContext) -> Outcome:
         return _not_moved("it is brought back by a run of its own")
     replica = _placement(ctx, "from").replica
     target = Node.objects.get(pk=ctx.values["target"])
-    placement_id = ctx.placement_id()
     command = Command.objects.filter(requester=ctx.requester(), verb="start_rank").first()
     if command is None:
-
-        def apply() -> None:
-            jobs.place(SYSTEM, replica.pk, target.pk, placement_id=placement_id)
-            order = start_rank_command(replica, placement_id)
-            fleet.queue_command(
-                SYSTEM, target.pk, order, requester=ctx.requester(), ttl_s=START_ORDER_S
-            )
-
-        return Wait(
-            text=f"{target.name} is told to start it",
-            context={"placement": placement_id},
-            apply=apply,
-            on_conflict=Back(to="choose-place", text=f"{target.name} was taken meanwhile"),
-        )
+        return order_start(ctx, replica, target)
     if command.state == CommandState.DONE:
-        return Done(
-            text=f"process {command.output.get('pid')} runs on {target.name}",
-            evidence={"command": command.pk, "output": command.output},
-        )
+        return runs_on(target, command)
     if command.state in COMMAND_FINISHED:
         return start_failed(ctx, target, command)
     return Wait(text=f"waiting for {target.name} to start it")

@@ -38,7 +38,7 @@ from workers.playbooks.base import (
     Wait,
 )
 from workers.playbooks.node_steps import actor_of
-from workers.playbooks.replica_lost import start_rank_command
+from workers.playbooks.replica_lost import runs_on, start_rank_command
 
 #: A node that is heard starts a rank within this many seconds, or the move is given up.
 START_ORDER_S = 20.0
@@ -67,10 +67,7 @@ def start_standby(ctx: StepContext) -> Outcome:
 
         return Wait(text=f"{where.name} is told to start it", apply=order)
     if command.state == CommandState.DONE:
-        return Done(
-            text=f"process {command.output.get('pid')} runs on {where.name}",
-            evidence={"command": command.pk, "output": command.output},
-        )
+        return runs_on(where, command)
     if command.state in COMMAND_FINISHED:
         why = command.error or command.get_state_display().lower()
         return _give_up(ctx, standby, f"{where.name} did not start it: {why}")

@@ -5,6 +5,7 @@ The survivors need nothing from here: they took over its shards on their own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Literal
@@ -247,36 +248,22 @@ def start_replica(ctx: StepContext) -> Outcome:
     lost = Placement.objects.get(pk=ctx.values["lost_placement"])
     if ctx.values["strategy"] == "standby":
         return _let_standby_have_it(ctx, replica, lost, target)
-    placement_id = ctx.placement_id()
     command = Command.objects.filter(requester=ctx.requester(), verb="start_rank").first()
     if command is None:
-
-        def apply() -> None:
-            jobs.end_placement(
-                SYSTEM, lost.pk, ctx.incident.cause, free_node=lost.node_id != target.pk
-            )
-            jobs.place(SYSTEM, replica.pk, target.pk, placement_id=placement_id)
-            order = start_rank_command(replica, placement_id)
-            fleet.queue_command(
-                SYSTEM, target.pk, order, requester=ctx.requester(), ttl_s=START_ORDER_S
-            )
-
-        return Wait(
-            text=f"{target.name} is told to start it",
-            context={"placement": placement_id},
-            apply=apply,
-            on_conflict=Back(to="choose-place", text=f"{target.name} was taken meanwhile"),
+        moves = lost.node_id != target.pk
+        return order_start(
+            ctx,
+            replica,
+            target,
+            lambda: jobs.end_placement(SYSTEM, lost.pk, ctx.incident.cause, free_node=moves),
         )
     if command.state == CommandState.DONE:
-        return Done(
-            text=f"process {command.output.get('pid')} runs on {target.name}",
-            evidence={"command": command.pk, "output": command.output},
-        )
+        return runs_on(target, command)
     if not target.lease.reachable:
         return Back(
             to="find-cause",
             text=f"{target.name} went silent before it started it",
-            context={"lost_placement": placement_id},
+            context={"lost_placement": ctx.placement_id()},
         )
     if command.state in COMMAND_FINISHED:
         return start_failed(ctx, target, command)
@@ -466,6 +453,36 @@ def start_rank_command(
         program=job.program,
         options=job.options,
         standby=standby,
+    )
+
+
+def order_start(
+    ctx: StepContext, replica: Replica, target: Node, first: Callable[[], object] = lambda: None
+) -> Outcome:
+    """Place a replica on a node and order its rank to be started there, having done what comes
+    first: from the step that chooses the place again, if that was taken meanwhile."""
+    placement_id = ctx.placement_id()
+
+    def apply() -> None:
+        first()
+        jobs.place(SYSTEM, replica.pk, target.pk, placement_id=placement_id)
+        order = start_rank_command(replica, placement_id)
+        fleet.queue_command(
+            SYSTEM, target.pk, order, requester=ctx.requester(), ttl_s=START_ORDER_S
+        )
+
+    return Wait(
+        text=f"{target.name} is told to start it",
+        context={"placement": placement_id},
+        apply=apply,
+        on_conflict=Back(to="choose-place", text=f"{target.name} was taken meanwhile"),
+    )
+
+
+def runs_on(node: Node, start: Command) -> Done:
+    return Done(
+        text=f"process {start.output.get('pid')} runs on {node.name}",
+        evidence={"command": start.pk, "output": start.output},
     )
 
 

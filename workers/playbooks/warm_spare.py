@@ -30,7 +30,7 @@ from workers.playbooks.base import (
     StepDefinition,
     Wait,
 )
-from workers.playbooks.replica_lost import START_ORDER_S, start_rank_command
+from workers.playbooks.replica_lost import START_ORDER_S, runs_on, start_rank_command
 
 DEADLINE_S = 86_400.0
 
@@ -51,10 +51,7 @@ def start(ctx: StepContext) -> Outcome:
 
         return Wait(text=f"{where.name} is told to start it", apply=order)
     if command.state == CommandState.DONE:
-        return Done(
-            text=f"process {command.output.get('pid')} runs on {where.name}",
-            evidence={"command": command.pk, "output": command.output},
-        )
+        return runs_on(where, command)
     if command.state in COMMAND_FINISHED:
         why = command.error or command.get_state_display().lower()
         return _give_up(ctx, spare, f"{where.name} did not start it: {why}")
