@@ -101,23 +101,25 @@ def told_by_the_one_that_left(world: World, standby: Placement) -> None:
     told_by(world.placements[1], left(standby))
 
 
-def told_by_itself(world: World, standby: Placement) -> None:
-    told_by(
-        standby,
-        client.Progress(
-            step=21,
-            steps=1,
-            epoch=2,
-            at=time.time(),
-            loss=1.0,
-            grad_norm=1.0,
-            step_s=0.1,
-            max_gap_s=0.1,
-            samples=48,
-            tokens=48,
-            replicas=[0, 1],
-        ),
+def committed(**fields: object) -> client.Progress:
+    message = client.Progress(
+        step=21,
+        steps=1,
+        epoch=2,
+        at=time.time(),
+        loss=1.0,
+        grad_norm=1.0,
+        step_s=0.1,
+        max_gap_s=0.1,
+        samples=48,
+        tokens=48,
+        replicas=[0, 1],
     )
+    return client.Progress(**(message.__dict__ | fields))
+
+
+def told_by_itself(world: World, standby: Placement) -> None:
+    told_by(standby, committed())
 
 
 def left_its_node(world: World, standby: Placement) -> None:

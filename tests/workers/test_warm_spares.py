@@ -24,7 +24,16 @@ from controlplane.jobs.models import Job, Placement, Replica
 from controlplane.jobs.selectors import seats
 from node_agent import wire
 from runtime import client
-from tests.workers.moving import PERSON, commands, no_spare, regrouped, state, told_by, trains
+from tests.workers.moving import (
+    PERSON,
+    commands,
+    committed,
+    no_spare,
+    regrouped,
+    state,
+    told_by,
+    trains,
+)
 from tests.workers.world import World, answer, drain, run_of
 from workers import losses
 
@@ -493,20 +502,7 @@ def test_steps_that_it_tells_of_say_that_it_has_a_place(world: World, spare: Pla
     batch = client.Batch(
         job=world.job.pk, replica=0, rank=0, placement=spare.pk, sent_at=1.0, messages=[]
     )
-    progress = client.Progress(
-        step=21,
-        steps=1,
-        epoch=2,
-        at=time.time(),
-        loss=1.0,
-        grad_norm=1.0,
-        step_s=0.1,
-        max_gap_s=0.1,
-        samples=48,
-        tokens=48,
-        replicas=[0, 1],
-    )
-    jobs.record_runtime_batch(world.job.pk, batch, [progress])
+    jobs.record_runtime_batch(world.job.pk, batch, [committed()])
 
     spare.refresh_from_db()
     assert (spare.standby, spare.replica.index) == (False, 0)

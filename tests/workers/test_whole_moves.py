@@ -23,6 +23,7 @@ from controlplane.jobs.models import Job, Placement, Replica
 from node_agent import wire
 from runtime import client
 from tests.factories import ProgressSampleFactory
+from tests.workers import moving
 from tests.workers.moving import PERSON, commands, no_spare, state, told_by
 from tests.workers.world import World, answer, drain, run_of, step_of
 from workers.playbooks import PLAYBOOKS
@@ -44,22 +45,9 @@ def training(world: World) -> None:
     told_by(world.placements[0], committed())
 
 
-def committed(**others: object) -> client.Progress:
-    message = {
-        "step": 10,
-        "steps": 1,
-        "epoch": 1,
-        "at": time.time(),
-        "loss": 1.0,
-        "grad_norm": 0.0,
-        "step_s": 0.1,
-        "max_gap_s": 0.1,
-        "samples": 8,
-        "tokens": 0,
-        "replicas": [0],
-        "whole": True,
-    }
-    return client.Progress(**(message | others))  # type: ignore[arg-type]
+def committed(step: int = 10, epoch: int = 1) -> client.Progress:
+    """What a job says of its steps that lives as one."""
+    return moving.committed(step=step, epoch=epoch, replicas=[0], whole=True)
 
 
 def order(world: World, node_id: str = "") -> None:

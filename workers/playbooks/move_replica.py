@@ -38,7 +38,7 @@ from workers.playbooks.base import (
     Wait,
 )
 from workers.playbooks.node_steps import actor_of
-from workers.playbooks.replica_lost import runs_on, start_rank_command
+from workers.playbooks.replica_lost import runs_on, see_ended, start_rank_command
 
 #: A node that is heard starts a rank within this many seconds, or the move is given up.
 START_ORDER_S = 20.0
@@ -207,29 +207,13 @@ def _over(ctx: StepContext, standby: Placement) -> Outcome | None:
 
 def _give_up(ctx: StepContext, standby: Placement, why: str) -> Outcome:
     """See that nothing of the second process runs, and free its node."""
-    node = standby.node
-    noted = {"given_up": why}
-    stop = Command.objects.filter(requester=ctx.requester("stop"), verb="stop_process").first()
-    if stop is None and not node.lease.reachable:
-        # Its own repair takes a silent node out, and what ran there with it.
-        return Wait(text=f"{why}; {node.name} is not heard", context=noted, wake_s=2.0)
-    if stop is None:
-
-        def order() -> None:
-            # At once: it holds nothing that is not held elsewhere, and asked politely a rank that
-            # trains would have its whole job stop.
-            verb = wire.StopProcess(placement=standby.pk, grace_s=0)
-            fleet.queue_command(SYSTEM, node.pk, verb, requester=ctx.requester("stop"))
-
-        return Wait(text=f"{why}; {node.name} is told to end it", context=noted, apply=order)
-    if stop.state not in COMMAND_FINISHED:
-        return Wait(text=f"{why}; waiting for {node.name} to say that nothing of it runs")
-    if stop.state != CommandState.DONE:
-        return Ask(text=f"{why}; {node.name} does not say that nothing of it runs")
+    ending = see_ended(ctx, standby, why, {"given_up": why})
+    if ending is not None:
+        return ending
 
     def free() -> None:
         if jobs.give_up_move(SYSTEM, standby.pk, why):
-            _be_spare(ctx, node)
+            _be_spare(ctx, standby.node)
 
     return _failed(standby, why, free)
 

@@ -5,10 +5,10 @@ The survivors need nothing from here: they took over its shards on their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 from django.conf import settings
 from django.db.models import Q
@@ -352,18 +352,9 @@ def await_rejoin(ctx: StepContext) -> Outcome:
 def _make_way(ctx: StepContext, late: Placement, quicker: Placement) -> Outcome:
     """End a process that was started for a place which a warm spare has taken meanwhile."""
     text = f"the warm spare on {quicker.node.name} has its place"
-    stop = Command.objects.filter(requester=ctx.requester(), verb="stop_process").first()
-    if stop is None:
-
-        def order() -> None:
-            verb = wire.StopProcess(placement=late.pk, grace_s=0)
-            fleet.queue_command(SYSTEM, late.node_id, verb, requester=ctx.requester())
-
-        return Wait(text=f"{text}; {late.node.name} is told to end what it started", apply=order)
-    if stop.state not in COMMAND_FINISHED:
-        return Wait(text=f"{text}; {late.node.name} ends what it started")
-    if stop.state != CommandState.DONE:
-        return Ask(text=f"{text}; {late.node.name} does not say that what it started has ended")
+    ending = see_ended(ctx, late, text)
+    if ending is not None:
+        return ending
     return Wait(
         text=text,
         context={"placement": quicker.pk},
@@ -477,6 +468,33 @@ def order_start(
         apply=apply,
         on_conflict=Back(to="choose-place", text=f"{target.name} was taken meanwhile"),
     )
+
+
+def see_ended(
+    ctx: StepContext, placement: Placement, why: str, noted: Mapping[str, Any] | None = None
+) -> Outcome | None:
+    """Have a process killed that trains nothing of its own; None once nothing of it runs.
+
+    At once: what it holds is held elsewhere, and asked politely a rank that trains would have its
+    whole job stop. `noted`: for the run's context, from its order on.
+    """
+    node, context = placement.node, noted or {}
+    stop = Command.objects.filter(requester=ctx.requester("stop"), verb="stop_process").first()
+    if stop is None and not node.lease.reachable:
+        # Its own repair takes a silent node out, and what ran there with it.
+        return Wait(text=f"{why}; {node.name} is not heard", context=context, wake_s=2.0)
+    if stop is None:
+
+        def order() -> None:
+            verb = wire.StopProcess(placement=placement.pk, grace_s=0)
+            fleet.queue_command(SYSTEM, node.pk, verb, requester=ctx.requester("stop"))
+
+        return Wait(text=f"{why}; {node.name} is told to end it", context=context, apply=order)
+    if stop.state not in COMMAND_FINISHED:
+        return Wait(text=f"{why}; waiting for {node.name} to say that nothing of it runs")
+    if stop.state != CommandState.DONE:
+        return Ask(text=f"{why}; {node.name} does not say that nothing of it runs")
+    return None
 
 
 def runs_on(node: Node, start: Command) -> Done:

@@ -19,9 +19,7 @@ from controlplane.incidents.choices import Effect
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Placement
-from node_agent import wire
 from workers.playbooks.base import (
-    Ask,
     Done,
     Fail,
     Outcome,
@@ -30,7 +28,7 @@ from workers.playbooks.base import (
     StepDefinition,
     Wait,
 )
-from workers.playbooks.replica_lost import START_ORDER_S, runs_on, start_rank_command
+from workers.playbooks.replica_lost import START_ORDER_S, runs_on, see_ended, start_rank_command
 
 DEADLINE_S = 86_400.0
 
@@ -116,19 +114,7 @@ def _give_up(ctx: StepContext, spare: Placement, why: str) -> Outcome:
     """See that nothing of it runs, and free its node; unless it trains by now."""
     if not spare.standby:
         return Done(text=f"it has the place of replica {spare.replica.index} already")
-    stop = Command.objects.filter(requester=ctx.requester("stop"), verb="stop_process").first()
-    if stop is None and not spare.node.lease.reachable:
-        # Its own repair takes a silent node out, and what ran there with it.
-        return Wait(text=f"{why}; {spare.node.name} is not heard", wake_s=2.0)
-    if stop is None:
-
-        def order() -> None:
-            verb = wire.StopProcess(placement=spare.pk, grace_s=0)
-            fleet.queue_command(SYSTEM, spare.node_id, verb, requester=ctx.requester("stop"))
-
-        return Wait(text=f"{why}; {spare.node.name} is told to end it", apply=order)
-    if stop.state not in COMMAND_FINISHED:
-        return Wait(text=f"{why}; waiting for {spare.node.name} to say that nothing of it runs")
-    if stop.state != CommandState.DONE:
-        return Ask(text=f"{why}; {spare.node.name} does not say that nothing of it runs")
+    ending = see_ended(ctx, spare, why)
+    if ending is not None:
+        return ending
     return Fail(text=why, apply=lambda: jobs.end_warm_spare(SYSTEM, spare.pk, why))
