@@ -154,6 +154,8 @@ class Regrouped:
     step: int  # that commit's step
     gap_s: float  # between the last commit of the old epoch and the first of the new
     taken_over: list[int] = field(default_factory=list)  # shards of that step taken over
+    #: the placements of those that joined, in their order; "" if unknown
+    entered: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,7 +96,7 @@ def _peers_miss_it(placement: Placement) -> bool:
         return False
     let_in = Interruption.objects.filter(
         job_id=placement.replica.job_id,
-        joined__contains=placement.replica.index,
+        entered__contains=placement.pk,
         committed_at__gt=newest.observed_at,
     )
     return not (let_in.exists() or _commits_after(placement, newest.data.get("epoch")))

@@ -213,6 +213,7 @@ class Interruption(models.Model):
     epoch = models.BigIntegerField()  # the epoch that began
     lost = models.JSONField(default=list)
     joined = models.JSONField(default=list)
+    entered = models.JSONField(default=list)  # the placements of those that joined
     replicas = models.JSONField(default=list)
     taken_over = models.JSONField(default=list)
     started_at = models.DateTimeField()

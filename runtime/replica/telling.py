@@ -43,6 +43,7 @@ class Teller:
         self.ledger = ledger
         self.tokens_per_sample = tokens_per_sample
         self.members: list[int] = []
+        self._placements: dict[int, str] = {}  # of the members
         self._stands_by = bool(job.standby)
         self._told_following = False
         self._lock = threading.Lock()
@@ -73,6 +74,7 @@ class Teller:
             self.lost({"epoch": old_epoch, **entry}, committed)
         with self._lock:
             self.members = [int(m["replica"]) for m in message["members"]]
+            self._placements = {int(m["replica"]): m["placement"] for m in message["members"]}
             self._lost_now = set()
             self._grant = None if message["begins"] else _since_commit(self._grant, message)
         self.job.sender.speaks = self.speaks()
@@ -101,6 +103,13 @@ class Teller:
         now = time.monotonic()
         gap = now - self._last_commit if self._last_commit else 0.0
         self._last_commit = now
+        if self._stands_by:
+            self._stands_by = False
+            self.job.sender.tell(Hello(pid=os.getpid(), at=time.time(), stage="entered"))
+        if self._grant is not None and int(self._grant["epoch"]) == epoch:
+            # Before any word of the steps that it makes: who makes them is known by then.
+            self._tell_regrouped(self._grant, step, gap)
+            self._grant = None
         with self._lock:
             self._steps += 1
             self._loss += loss
@@ -108,12 +117,6 @@ class Teller:
             self._max_gap = max(self._max_gap, gap)
             self._gaps += gap
             self._last = (step, epoch, grad_norm, time.time())
-        if self._stands_by:
-            self._stands_by = False
-            self.job.sender.tell(Hello(pid=os.getpid(), at=time.time(), stage="entered"))
-        if self._grant is not None and int(self._grant["epoch"]) == epoch:
-            self._tell_regrouped(self._grant, step, gap)
-            self._grant = None
 
     def _tell_regrouped(self, grant: dict[str, Any], step: int, gap_s: float) -> None:
         joined = [int(r) for r in grant["joined"]]
@@ -131,6 +134,7 @@ class Teller:
                 step=step,
                 gap_s=gap_s,
                 taken_over=[int(shard) for shard in grant["taken_over"]],
+                entered=[self._placements[replica] for replica in joined],
             )
         )
 

@@ -23,7 +23,7 @@ def grant(epoch: int, members: list[int], **changed: Any) -> dict[str, Any]:
     return {
         "epoch": epoch,
         "begins": False,
-        "members": [{"replica": number} for number in members],
+        "members": [{"replica": number, "placement": f"e{epoch}-{number}"} for number in members],
         "lost": [],
         "joined": [],
         "taken_over": [],
@@ -123,6 +123,20 @@ def test_who_came_in_an_epoch_that_broke_at_once_is_told_with_the_next(
 
     (one,) = regrouped(told)
     assert (one.joined, one.lost) == ([3], [2, 4])  # the other one has gone again
+    assert one.entered == ["e3-3"]
+
+
+def test_who_came_is_told_before_any_step_that_they_made(
+    told: Told, teller: Teller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told.gather()
+    steps_told_by_then = []
+    monkeypatch.setattr(told, "tell", lambda _message: steps_told_by_then.extend(told.gather()))
+    teller.granted(grant(2, [0, 1, 2], joined=[2]), 0, 0)
+    teller.committed(1, 2, 1.0, 1.0, 24)
+
+    assert steps_told_by_then == []
+    assert len(told.gather()) == 1
 
 
 def test_who_came_tells_if_nobody_is_left_of_those_before(told: Told, teller: Teller) -> None:

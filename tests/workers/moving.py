@@ -94,7 +94,7 @@ def commands(verb: str) -> list[wire.Verb]:
 
 
 def told_by_peers(world: World, standby: Placement) -> None:
-    told_by(world.placements[0], regrouped())
+    told_by(world.placements[0], regrouped(entered=[standby.pk]))
 
 
 def told_by_the_one_that_left(world: World, standby: Placement) -> None:

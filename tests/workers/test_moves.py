@@ -224,7 +224,7 @@ def test_the_standby_itself_is_heard_last(world: World) -> None:
     incidents.move_replica(PERSON, world.job.pk, 1, reason="x")
     standby = Placement.objects.get(standby=True)
 
-    told_by(world.placements[0], regrouped())
+    told_by(world.placements[0], regrouped(entered=[standby.pk]))
     told_by(standby, client.Hello(pid=9, at=time.time()))
 
     standby.refresh_from_db()
@@ -263,7 +263,7 @@ def test_one_that_was_dropped_and_came_back_itself_has_not_moved(world: World) -
     standby = move(world)
 
     told_by(world.placements[0], regrouped(epoch=2, replicas=[0], lost=[1], joined=[]))
-    told_by(world.placements[0], regrouped(epoch=3))
+    told_by(world.placements[0], regrouped(epoch=3, entered=[world.placements[1].pk]))
 
     standby.refresh_from_db()
     assert standby.standby
@@ -271,7 +271,7 @@ def test_one_that_was_dropped_and_came_back_itself_has_not_moved(world: World) -
 
 def test_the_old_node_is_free_only_once_its_process_has_ended(world: World) -> None:
     standby = move(world)
-    told_by(world.placements[0], regrouped())
+    told_by(world.placements[0], regrouped(entered=[standby.pk]))
     drain()
     assert state(world.placements[1].node)[0] == NodeState.ALLOCATED
 
@@ -289,11 +289,11 @@ def test_the_old_node_is_free_only_once_its_process_has_ended(world: World) -> N
 
 
 def test_a_node_that_was_taken_out_meanwhile_stays_out(world: World) -> None:
-    move(world)
+    standby = move(world)
     node = world.placements[1].node
     fleet.transition(PERSON, node.pk, NodeState.QUARANTINED, reason="mine")
 
-    told_by(world.placements[0], regrouped())
+    told_by(world.placements[0], regrouped(entered=[standby.pk]))
     drain()
 
     assert state(node) == (NodeState.QUARANTINED, False)

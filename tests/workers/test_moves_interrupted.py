@@ -133,7 +133,7 @@ def test_the_standby_takes_the_place_of_one_that_dies_and_no_other_is_started(
     standby.refresh_from_db()
     assert not standby.standby
 
-    told_by(world.placements[0], regrouped(epoch=3))
+    told_by(world.placements[0], regrouped(epoch=3, lost=[1], entered=[standby.pk]))
     told_by_itself(world, standby)
     drain()
 
@@ -233,7 +233,7 @@ def test_a_drain_lets_the_replica_move_first(world: World) -> None:
     answer("start_rank", pid=7)
     standby = Placement.objects.get(standby=True)
     told_by(standby, client.Hello(pid=7, at=time.time()))
-    told_by(world.placements[0], regrouped())
+    told_by(world.placements[0], regrouped(entered=[standby.pk]))
     drain()
 
     assert state(node)[0] == NodeState.QUARANTINED

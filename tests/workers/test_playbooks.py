@@ -118,6 +118,7 @@ def test_a_starved_rank_that_came_back_by_itself_is_left_alone(world: World) -> 
         committed_at=now + 1,
         step=9,
         gap_s=0.1,
+        entered=[placement.pk],
     )
     jobs.record_runtime_batch(world.job.pk, batch, [back])
     drain()

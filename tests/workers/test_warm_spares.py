@@ -352,7 +352,7 @@ def test_the_loss_is_looked_into_and_nothing_else_is_started(
     world: World, spare: Placement, order: Callable[[World, Placement], None]
 ) -> None:
     order(world, spare)
-    told_by(world.placements[0], regrouped(lost=[1]))
+    told_by(world.placements[0], regrouped(lost=[1], entered=[spare.pk]))
     drain()
 
     run = run_of("replica-lost")
@@ -400,16 +400,33 @@ def test_a_process_that_was_started_in_vain_makes_way(world: World, spare: Place
     assert alive.get() == spare
 
 
-def test_the_peers_word_of_it_is_no_reason_to_start_another(world: World, spare: Placement) -> None:
+def test_the_peers_word_of_it_is_enough(world: World, spare: Placement) -> None:
     world.exits(world.placements[1], signal=9)
-    told_by(world.placements[0], regrouped(lost=[1]))
-    drain()
-    assert len(commands("start_rank")) == 1
-    takes_place(spare)
+    told_by(world.placements[0], regrouped(lost=[1], entered=[spare.pk]))
     drain()
 
     assert run_of("replica-lost").context["strategy"] == "standby"
     assert len(commands("start_rank")) == 1
+    spare.refresh_from_db()
+    assert (spare.standby, spare.replica.index) == (False, 1)
+
+
+def test_who_has_a_place_is_not_taken_for_the_one_that_was_lost(
+    world: World, spare: Placement
+) -> None:
+    """The peers tell of both before the spare or the lost one's agent says a word."""
+    lost = world.placements[1]
+    gone = client.PeerLost(
+        epoch=1, replica=1, placement=lost.pk, step=19, at=time.time(), how="reset"
+    )
+    told_by(world.placements[0], gone, regrouped(lost=[1], entered=[spare.pk]), committed())
+    drain()
+    assert run_of("replica-lost").state == RunState.WAITING
+    assert losses.told_gone(lost)
+
+    world.silence(lost.node)
+    drain()
+    assert Incident.objects.get().code == "node-lost"
 
 
 def test_a_move_of_the_replica_goes_on_from_the_spare(world: World, spare: Placement) -> None:
@@ -487,7 +504,7 @@ def test_a_replica_whose_formality_it_is_can_be_lost(world: World, spare: Placem
 
 def test_one_that_takes_a_place_and_dies_is_brought_back(world: World, spare: Placement) -> None:
     _died_first(world, spare)
-    told_by(world.placements[0], regrouped(lost=[1]))
+    told_by(world.placements[0], regrouped(lost=[1], entered=[spare.pk]))
     drain()
     world.exits(spare, signal=9)
     drain()

@@ -47,8 +47,6 @@ from workers.spares import choose_spare
 
 #: A node that is heard starts a rank within this many seconds, or is passed over.
 START_ORDER_S = 20.0
-#: Of two processes that tell of one moment the second does within this time.
-HEARSAY = timedelta(seconds=3)
 
 
 def find_cause(ctx: StepContext) -> Outcome:
@@ -155,8 +153,6 @@ def choose_place(ctx: StepContext) -> Outcome:
             else f"it was being moved to {where}: the process there takes its place",
             context={"strategy": "standby", "target": successor.node_id},
         )
-    if _awaits_word_of_spare(ctx, placement):
-        return Wait(text="a warm spare has its place; its own word of it is awaited", wake_s=0.2)
     others = alive.exclude(replica=placement.replica).filter(standby=False)
     spare = choose_spare(
         [
@@ -534,18 +530,6 @@ def _leave_to_the_spares(ctx: StepContext, left: Placement, spare: Placement) ->
     jobs.vacate(SYSTEM, left)
     if spare.from_spares:
         jobs.keep_as_spare(SYSTEM, left.node_id, ctx.run.title)
-
-
-def _awaits_word_of_spare(ctx: StepContext, placement: Placement) -> bool:
-    """Whether the members have told of an epoch which lost the replica and in which it trains: the
-    warm spare that has its place is about to say so itself."""
-    replaced = Interruption.objects.filter(
-        job_id=ctx.run.job_id,
-        lost__contains=placement.replica.index,
-        joined__contains=placement.replica.index,
-        committed_at__gte=ctx.incident.occurred_at,
-    ).last()
-    return replaced is not None and timezone.now() - replaced.committed_at < HEARSAY
 
 
 def _warm_spare_in_place_of(placement: Placement) -> Placement | None:

@@ -209,19 +209,15 @@ def _record_peer_lost(job: Job, batch: client.Batch, message: client.PeerLost) -
 
 def _record_regrouped(job: Job, message: client.Regrouped) -> None:
     committed_at = _moment(message.committed_at)
-    for replica in set(message.joined) - set(message.lost):
-        if _was_member(job, replica, message.epoch):
-            standby = Placement.objects.filter(
-                replica__job=job, replica__index=replica, standby=True, warm=False
-            ).exclude(state=PlacementState.ENDED)
-            there = standby.values_list("pk", flat=True).first() or ""
-            _moved(job, there, replica, committed_at)
+    for replica, placement in zip(message.joined, message.entered, strict=False):
+        _moved(job, placement, replica, committed_at)
     Interruption.objects.get_or_create(
         job=job,
         epoch=message.epoch,
         defaults={
             "lost": message.lost,
             "joined": message.joined,
+            "entered": message.entered,
             "replicas": message.replicas,
             "taken_over": message.taken_over,
             "started_at": _moment(message.started_at),
@@ -369,19 +365,6 @@ def _moved(job: Job, placement_id: str, replica: int, at: datetime) -> None:
             placement_id=standby.pk,
             data={"how": "agent", "step": job.step},
         )
-
-
-def _was_member(job: Job, replica: int, epoch: int) -> bool:
-    """Whether this replica trained in the epoch before, as far as was told.
-
-    If it did, and joins without being lost, another process has its place; else it may have come
-    back itself.
-    """
-    before = Interruption.objects.filter(job=job, epoch=epoch - 1).first()
-    if before is None:
-        told = ProgressSample.objects.filter(job=job, epoch__lt=epoch).order_by("-step").first()
-        return told is not None and replica in told.replicas
-    return replica in before.replicas
 
 
 def _moment(unix_time: float) -> datetime:
