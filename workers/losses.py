@@ -5,8 +5,10 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 from django.conf import settings
+from django.db.models import Exists, OuterRef
 from django.utils import timezone
 
+from controlplane.fleet.models import Node
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal, heard_since
 from controlplane.jobs.choices import PlacementState
@@ -58,8 +60,22 @@ def evidence_of(
 
 def told_gone(placement: Placement) -> bool:
     """Whether its agent or its peers said that this process is gone."""
-    exits = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=placement.pk)
-    return exits.exists() or _peers_miss_it(placement)
+    return seen_to_end(placement) or _peers_miss_it(placement)
+
+
+def seen_to_end(placement: Placement) -> bool:
+    """Whether its agent said that this process ended."""
+    ends = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=placement.pk)
+    return ends.exists()
+
+
+def may_run_on(node: Node) -> list[Placement]:
+    """Whose processes may be there: also those that a warm spare replaced and nobody saw end."""
+    there = Placement.objects.filter(node=node)
+    ends = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=OuterRef("pk"))
+    replaced = there.filter(successors__warm=True, successors__standby=False)
+    unseen = replaced.filter(~Exists(ends), state=PlacementState.ENDED).distinct()
+    return [*there.exclude(state=PlacementState.ENDED), *unseen]
 
 
 def trains(placement: Placement) -> bool:

@@ -16,7 +16,7 @@ from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Command, Node
 from controlplane.health.choices import Action, Urgency
 from controlplane.incidents import actions as incidents
-from controlplane.incidents.choices import RunState
+from controlplane.incidents.choices import RunState, StepState
 from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
@@ -26,6 +26,7 @@ from node_agent import wire
 from runtime import client
 from tests.workers.moving import (
     PERSON,
+    XID_79,
     commands,
     committed,
     no_spare,
@@ -40,6 +41,7 @@ from workers import losses
 pytestmark = pytest.mark.django_db
 
 START = "warm-spare"
+XID_31 = "NVRM: Xid (PCI:0000:1b:00): 31, pid=7, name=python3, Ch 0000000d, intr 0. MMU Fault"
 
 
 @pytest.fixture(autouse=True)
@@ -427,6 +429,46 @@ def test_who_has_a_place_is_not_taken_for_the_one_that_was_lost(
     world.silence(lost.node)
     drain()
     assert Incident.objects.get().code == "node-lost"
+
+
+def _is_replaced_while_it_hangs(world: World, spare: Placement) -> Placement:
+    """Its peers lost it; its agent says nothing of its process."""
+    hung = world.placements[1]
+    gone = client.PeerLost(
+        epoch=1, replica=1, placement=hung.pk, step=19, at=time.time(), how="heartbeat"
+    )
+    told_by(world.placements[0], gone, regrouped(lost=[1], entered=[spare.pk]))
+    return hung
+
+
+def test_what_hangs_on_a_node_that_stays_is_killed_before_that_is_a_spare(
+    world: World, spare: Placement
+) -> None:
+    hung = _is_replaced_while_it_hangs(world, spare)
+    world.kernel_says(hung.node, XID_31)
+    drain()
+    assert commands("stop_process") == [wire.StopProcess(placement=hung.pk, grace_s=0)]
+    assert state(hung.node) == (NodeState.ALLOCATED, False)
+
+    answer("stop_process", stopped=True)
+    drain()
+    assert run_of("replica-lost").state == RunState.SUCCEEDED
+    assert state(hung.node) == (NodeState.AVAILABLE, True)
+
+
+def test_what_hangs_on_a_node_that_is_taken_out_is_killed(world: World, spare: Placement) -> None:
+    hung = _is_replaced_while_it_hangs(world, spare)
+    world.kernel_says(hung.node, XID_79)
+    drain()
+    assert commands("stop_process") == [wire.StopProcess(placement=hung.pk, grace_s=0)]
+    assert state(hung.node)[0] != NodeState.QUARANTINED
+
+    world.exits(hung, signal=9, requested=True)
+    answer("stop_process", stopped=True)
+    drain()
+    step = PlaybookStep.objects.get(run__playbook="repair-node", key="quarantine")
+    assert step.state == StepState.DONE
+    assert "was killed" in step.outcome
 
 
 def test_a_move_of_the_replica_goes_on_from_the_spare(world: World, spare: Placement) -> None:

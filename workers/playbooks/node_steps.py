@@ -74,27 +74,26 @@ def quarantine(ctx: StepContext) -> Outcome:
     being_emptied = {NodeState.DRAINING, NodeState.DRAIN_FAILED}
     if node.state in TAKEN_OUT - being_emptied or node.state == NodeState.RMA:
         return Done(text=f"{node.name} is out already: {node.get_state_display().lower()}")
-    live = list(Placement.objects.filter(node=node).exclude(state=PlacementState.ENDED))
+    live = losses.may_run_on(node)
     if not node.lease.reachable:
         return _cut_power(ctx, node, "its agent is not heard")
-    if not live:
+    ours = Command.objects.filter(requester__startswith=f"{ctx.requester()}.", verb="stop_process")
+    orders = list(ours.order_by("created_at"))
+    if not orders and not live:
         return Done(text=f"{node.name} holds no work; quarantined", apply=_take_out(ctx, node))
-    orders = [
-        Command.objects.filter(requester=ctx.requester(str(i)), verb="stop_process").first()
-        for i in range(len(live))
-    ]
-    if orders[0] is None:
+    if not orders:
         return Wait(
             text=f"{node.name} is told to kill what runs there",
             wake_s=KILL_S,
             apply=lambda: _order_kill(ctx, node, live),
         )
-    if any(order is None or order.state not in COMMAND_FINISHED for order in orders):
+    unasked = len(live) > len(orders)  # it came since
+    if unasked or any(order.state not in COMMAND_FINISHED for order in orders):
         asked = timezone.now() - orders[0].created_at
         if asked < timedelta(seconds=KILL_S):
             return Wait(text="waiting for its agent to say that nothing runs", wake_s=1.0)
         return _cut_power(ctx, node, f"its agent did not answer within {KILL_S:g} s")
-    if all(order is not None and order.state == CommandState.DONE for order in orders):
+    if all(order.state == CommandState.DONE for order in orders):
         return Done(
             text=f"what ran on {node.name} was killed; quarantined", apply=_take_out(ctx, node)
         )

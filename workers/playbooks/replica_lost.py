@@ -241,10 +241,12 @@ def take_node_out(ctx: StepContext) -> Outcome:
 def start_replica(ctx: StepContext) -> Outcome:
     replica = _replica(ctx)
     target = Node.objects.select_related("lease").get(pk=ctx.values["target"])
-    lost = Placement.objects.get(pk=ctx.values["lost_placement"])
+    lost = Placement.objects.select_related("node__lease").get(pk=ctx.values["lost_placement"])
+    command = Command.objects.filter(requester=ctx.requester(), verb="start_rank").first()
+    if command is None and (ending := _ending_of_what_hangs(ctx, lost)) is not None:
+        return ending
     if ctx.values["strategy"] == "standby":
         return _let_standby_have_it(ctx, replica, lost, target)
-    command = Command.objects.filter(requester=ctx.requester(), verb="start_rank").first()
     if command is None:
         moves = lost.node_id != target.pk
         return order_start(
@@ -264,6 +266,15 @@ def start_replica(ctx: StepContext) -> Outcome:
     if command.state in COMMAND_FINISHED:
         return start_failed(ctx, target, command)
     return Wait(text=f"waiting for {target.name} to start it")
+
+
+def _ending_of_what_hangs(ctx: StepContext, lost: Placement) -> Outcome | None:
+    """Have killed what its peers lost and nobody saw end: it may hold its cards for ever. Of a node
+    that is taken out nothing is left."""
+    stays = lost.node.state in (NodeState.ALLOCATED, NodeState.AVAILABLE)
+    if not stays or losses.seen_to_end(lost):
+        return None
+    return see_ended(ctx, lost, f"nobody saw its process on {lost.node.name} end")
 
 
 def _let_standby_have_it(
