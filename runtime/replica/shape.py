@@ -7,7 +7,9 @@ out by sums that do not fit. Standard library only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,11 @@ _SAME_SCRIPT = "start all replicas with the same script and options"
 #: DeepSpeed has its own of that kind (its kernels' optimizers are as anybody's).
 _WHOLE_JOB = ("FullyShardedDataParallel", "PipelineStage", "ZeroRedundancyOptimizer")
 _DEEPSPEED = "deepspeed.runtime."
+#: Of these helpers the settings are compared too; of others only what they are.
+_COMPARED = ("schedule", "scaler")
+_COUNTED = ("_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step")
+#: Where something lies, as it says of itself if its class gave it no other words.
+_IN_MEMORY = re.compile(r" at 0x[0-9a-f]+")
 #: So many groups of an optimizer's parameters are told apart in words.
 _GROUPS_IN_WORDS = 4
 #: By its key in the shape: what it is called, and what to do if it differs.
@@ -43,6 +50,7 @@ _WORDS = {
     "drop_last": ("drop_last", "start all replicas with the same Batches"),
     "seed": ("data order's seed", "give all replicas the same seed"),
     "model": ("model", _SAME_SCRIPT),
+    "modules": ("set of modules", _SAME_SCRIPT),
     "optimizer": ("optimizer", _SAME_SCRIPT),
     "clipping": ("largest gradient norm", _SAME_SCRIPT),
     "helpers": ("set of schedules, scaler, average and extras", _SAME_SCRIPT),
@@ -78,10 +86,13 @@ def describe(
         "data": batches.data,
         "model": f"{type(model).__name__} of {len(tensors)} tensors and {count:,} parameters "
         f"({digest})",
+        "modules": _modules(model),
         "optimizer": ", ".join(_settings(optimizer) for optimizer in optimizers),
         "clipping": "none" if max_grad_norm is None else f"{max_grad_norm:g}",
         "helpers": ", ".join(
-            f"{what} {type(one).__name__}" for what, ones in helpers.items() for one in ones
+            f"{what} {type(one).__name__}{_told(one) if what in _COMPARED else ''}"
+            for what, ones in helpers.items()
+            for one in ones
         )
         or "none",
         "numerics": numerics,
@@ -232,6 +243,30 @@ def difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
     return ""
 
 
+def _modules(model: torch.nn.Module) -> str:
+    """How many of each kind, and a hash of what they say of themselves: a dropout's probability."""
+    kinds = Counter(type(module).__name__ for module in model.modules())
+    digest = hashlib.sha256(_IN_MEMORY.sub("", repr(model)).encode()).hexdigest()[:8]
+    return f"{', '.join(f'{kinds[kind]} {kind}' for kind in sorted(kinds))} ({digest})"
+
+
+def _told(helper: Any) -> str:
+    """What it is set to: all plain values of its state, in words."""
+    words = _in_words(dict(_values(helper.state_dict())))
+    return f"({words})" if words else ""
+
+
+def _values(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """What is no container, by the way to it; without what a schedule counts for itself."""
+    if not isinstance(state, Mapping | list | tuple):
+        yield name, state
+        return
+    inner = state.items() if isinstance(state, Mapping) else enumerate(state)
+    for key, value in inner:
+        if key not in _COUNTED:
+            yield from _values(value, f"{name}.{key}" if name else str(key))
+
+
 def _settings(optimizer: Any) -> str:
     """An optimizer's kind, the settings that it was made with, and in which groups of parameters
     they are others."""
@@ -253,6 +288,7 @@ def _settings(optimizer: Any) -> str:
 
 def _in_words(settings: Mapping[str, Any], usual: Mapping[str, Any] = MappingProxyType({})) -> str:
     """Those that are not as usual."""
-    plain = {k: v for k, v in settings.items() if isinstance(v, bool | int | float | tuple)}
+    told = {k: v.item() if getattr(v, "ndim", None) == 0 else v for k, v in settings.items()}
+    plain = {k: v for k, v in told.items() if isinstance(v, bool | int | float | str | tuple)}
     plain = {k: v for k, v in plain.items() if k not in usual or repr(v) != repr(usual[k])}
     return " ".join(f"{key}={value}" for key, value in sorted(plain.items()))

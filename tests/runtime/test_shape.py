@@ -199,6 +199,70 @@ def test_datasets_of_equal_length_are_told_apart_by_their_kind_and_fingerprint()
     assert difference(shape(Rows("a1")), shape(Rows("a1"))) == ""
 
 
+def test_models_of_equal_tensors_are_told_apart_by_their_modules() -> None:
+    def shape(*between: nn.Module) -> dict[str, str]:
+        made = nn.Sequential(nn.Linear(4, 4), *between, nn.Linear(4, 2))
+        return describe(made, [], Batches(samples=96, shards=12), "cover", 1.0, "torch")
+
+    kind = difference(shape(nn.GELU()), shape(nn.ReLU()))
+    setting = difference(shape(nn.Dropout(0.1)), shape(nn.Dropout(0.5)))
+
+    assert kind.startswith("this replica's set of modules is 1 GELU, 2 Linear, 1 Sequential (")
+    assert "the job's is 2 Linear, 1 ReLU, 1 Sequential (" in kind
+    assert "set of modules is 1 Dropout, 2 Linear, 1 Sequential (" in setting
+    assert difference(shape(nn.Dropout(0.5)), shape(nn.Dropout(0.5))) == ""
+
+
+class Told(nn.Module):
+    """Tells of itself where it lies in memory, as what has no words of its own does."""
+
+    def extra_repr(self) -> str:
+        return f"norm={object()!r}"
+
+
+def test_where_a_module_lies_in_memory_tells_nobody_apart() -> None:
+    def shape() -> dict[str, str]:
+        return describe(Told(), [], Batches(samples=96, shards=12), "cover", 1.0, "torch")
+
+    assert difference(shape(), shape()) == ""
+
+
+def test_a_rate_that_is_a_tensor_tells_optimizers_apart() -> None:
+    def shape(rate: float) -> dict[str, str]:
+        made = model()
+        optimizer = torch.optim.AdamW(made.parameters(), lr=torch.tensor(rate))
+        return describe(made, [optimizer], Batches(samples=96, shards=12), "cover", 1.0, "torch")
+
+    assert "lr=0.25 maximize" in difference(shape(0.25), shape(0.5))
+    assert difference(shape(0.5), shape(0.5)) == ""
+
+
+def test_another_schedule_s_or_scaler_s_settings_tell_scripts_apart() -> None:
+    def schedule(after: int) -> object:
+        optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+        halved = torch.optim.lr_scheduler.StepLR(optimizer, after, 0.5)
+        same = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, [same, halved], [10])
+
+    def scaler(scale: float) -> object:
+        return torch.amp.GradScaler("cpu", init_scale=scale)
+
+    told = difference(
+        shape_of([0.1], schedule=[schedule(20)]), shape_of([0.1], schedule=[schedule(30)])
+    )
+    scale = difference(shape_of([0.1], scaler=[scaler(2.0)]), shape_of([0.1], scaler=[scaler(4.0)]))
+    same = difference(
+        shape_of([0.1], schedule=[schedule(20)]), shape_of([0.1], schedule=[schedule(20)])
+    )
+
+    assert "schedule SequentialLR(" in told
+    assert "_schedulers.1.step_size=20" in told
+    assert "_schedulers.1.step_size=30" in told
+    assert "scaler GradScaler(" in scale
+    assert "scale=2.0" in scale
+    assert same == ""
+
+
 def test_another_schedule_tells_scripts_apart() -> None:
     told = difference(shape_of([0.1], schedule=[nn.Identity()]), shape_of([0.1]))
 
