@@ -28,7 +28,10 @@ class Peer:
     shards: int
     shape: dict[str, str]  # what must be alike on all replicas
     writer: asyncio.StreamWriter
-    heard: float  # by the coordinator's clock
+    heard: float  # by the coordinator's clock; ahead of it while its word is on its way
+    excused: bool = field(
+        default=False, kw_only=True
+    )  # it was given that time, and not heard since
     #: claiming (of an epoch that we do not know), fresh (told nothing yet), loading, syncing, ready
     #: (holds a state), member
     phase: str = "fresh"

@@ -87,6 +87,7 @@ class Coordinator(Epochs):
         follows a dead one: somebody started the job, or the replica, twice. If it was cut off or
         stopped, it makes way within the time that its silence takes.
         """
+        self.note_word()
         if refusal := self.refusal(first):
             return refusal
         replica, placement = int(first["replica"]), str(first["placement"])
@@ -125,7 +126,7 @@ class Coordinator(Epochs):
         }
         if self.peers.get(peer.replica) is not peer:
             return False
-        peer.heard = self.clock()
+        self.note_word(peer)
         if peer.phase == "member":
             self.last_contact = peer.heard
         verbs[message["op"]](peer, message)
@@ -156,6 +157,7 @@ class Coordinator(Epochs):
     # --- what replicas say ----------------------------------------------------------------------
 
     def join(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> Peer:
+        self.note_word()
         if message["standby"]:
             return self.stand_by(message, writer)
         replica, placement = int(message["replica"]), str(message["placement"])
@@ -346,23 +348,27 @@ class Coordinator(Epochs):
     # --- what they do not say -------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Find what died silently. Time in which we ourselves did not run counts for nobody."""
+        """Find what died silently. Time in which we did not run, or heard of nobody at all, counts
+        for nobody."""
         now = self.clock()
         late = now - self.last_tick - TICK_S
         self.last_tick = now
         if late > FROZEN_S:
             self.woke = self.started = now
+        cut_off = self.is_cut_off()
         for peer in list(self.peers.values()):
             if late > TICK_S:
                 peer.heard += late
             followed = peer.phase in ("member", "ready")
-            if now - peer.heard > (PEER_SILENT_S if followed else NEWCOMER_SILENT_S):
+            silent_s = PEER_SILENT_S if followed else NEWCOMER_SILENT_S
+            if now - peer.heard > silent_s and not cut_off:
                 self.gone(peer, "heartbeat")
         if now - self.last_ping >= PING_S:
             self.last_ping = now
             for peer in self.peers.values():
                 peer.ping()
-        if now - self.started > (ABSENT_BROKEN_S if self.broken_at else ABSENT_S):
+        there_for = now - max(self.started, self.woke)
+        if there_for > (ABSENT_BROKEN_S if self.broken_at else ABSENT_S) and not cut_off:
             for replica in [r for r in self.alive if r not in self.peers]:
                 self.lose(replica, "heartbeat")
         for text in self.claims.overdue(now, UNDECIDED_S):

@@ -22,8 +22,8 @@ log = logging.getLogger("drydock.coordinator")
 #: A whole job that starts again: how long to wait for one replica more, which may hold the newest
 #: state. As torch's elastic rendezvous waits for a last call.
 GATHER_S = 30.0
-ABSENT_BROKEN_S = 1.0  # how long one has to connect again while others wait for the next epoch
 LEASE_MARGIN_S = 1.0  # for clocks that do not run alike
+ABSENT_BROKEN_S = 1.0  # how long one has to connect again while others wait for the next epoch
 
 
 class Epochs(Roster):
@@ -59,8 +59,9 @@ class Epochs(Roster):
         if not self.may_train_unseen():
             self.seat_standbys(gathered=waited > GATHER_S)
         peers = [p for p in there if not p.standby]
+        patience_s = ABSENT_BROKEN_S if any(map(self.was_member, there)) else GATHER_S
         enough = len(peers) >= self.world or (
-            self.record.epoch > 0 and waited > GATHER_S and len(peers) >= self.min_replicas
+            self.record.epoch > 0 and waited > patience_s and len(peers) >= self.min_replicas
         )
         if waited > GATHER_S:  # for a standby no longer
             there = [p for p in there if not p.standby or p.phase == "ready"]
@@ -82,6 +83,12 @@ class Epochs(Roster):
             self.admission.advance(behind, equal, at_edge=True)
         else:
             self.grant({p.replica: p for p in peers})
+
+    def was_member(self, peer: Peer) -> bool:
+        """Whether it holds what it had as a member of the last epoch: at most the step that was
+        made when that broke is newer, and nobody who was started anew has more."""
+        member = self.record.members.get(peer.replica) == peer.placement
+        return member and peer.phase == "ready" and peer.step >= self.record.step
 
     def unattended(self, there: list[Peer]) -> list[list[str]]:
         """The holders on nodes of which nobody came: what one of them keeps may be the newest."""

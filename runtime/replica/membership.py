@@ -130,6 +130,7 @@ class Member:
         self._following = False
         self._order = 0  # number of the last order to get a state
         self._caught_up: int | None = None  # the step of which we said so last
+        self._not_handed: int | None = None  # after which step we were not given the next one
         self._unreached: list[list[str]] = []  # whom we could not reach last
         self._doubts = (-1, 0)  # after which step, and how many that found nobody
 
@@ -205,13 +206,14 @@ class Member:
             self.report(planned=False, silent=isinstance(error, Silent))
             return False
         except CannotFollow as error:
-            self._start_over(error)
+            self._could_not_follow(error)
             return False
         if self._trainer.committed > step:
             self._start_over(CannotFollow(f"{self._trainer.committed} is beyond step {step}"))
             return False
         self._trainer.enter(message)
         self.newcomer = False
+        self._not_handed = None
         return True
 
     def _on_load(self, message: dict[str, Any]) -> None:
@@ -327,6 +329,18 @@ class Member:
         else:
             self.overhear(message)
 
+    def _could_not_follow(self, error: CannotFollow) -> None:
+        """No peer of the epoch that began hands over what we lack. If who made it has just died,
+        the next epoch begins without that step, and what we computed of it counts. If that is not
+        so, we begin anew."""
+        step = self._trainer.committed
+        if self._not_handed == step:
+            self._start_over(error)
+            return
+        self._not_handed = step
+        log.warning("not_handed epoch=%s step=%s error=%s", self.epoch, step + 1, error)
+        self.report(planned=False)
+
     def _start_over(self, error: CannotFollow) -> None:
         """We hold an old state and cannot come by the newer one step by step."""
         log.warning("cannot_follow error=%s", error)
@@ -339,7 +353,7 @@ class Member:
         self.epoch = 0
         self.newcomer = True
         self.members = {}
-        self.last_report = None
+        self.last_report = self._not_handed = None
         self._want_nothing()
         self._trainer.forget()
 

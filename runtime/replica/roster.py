@@ -25,6 +25,9 @@ from runtime.replica.rendezvous import Rendezvous
 log = logging.getLogger("drydock.coordinator")
 
 FROZEN_S = 1.0  # who did not run for so long may have lost connections that are there again
+#: All are asked for a sign of life twice in that time. If none of them gives one it is rather our
+#: own network that fails than all of them.
+CUT_OFF_S = 1.0
 
 
 class Roster(ABC):
@@ -66,7 +69,9 @@ class Roster(ABC):
         #: while nobody trains: when each replica, and each kind of standby, came first
         self.gathered: dict[int | str, float] = {}
         self.last_tick = self.last_ping = now
-        self.woke = 0.0  # when we ran again after we had not for long
+        self.last_word = now  # when anybody was last heard of
+        self.excused = False  # those who are away were given time, and no peer was heard since
+        self.woke = 0.0  # when we ran, or heard of anybody, again after we had not for long
         #: when a member of the current epoch was last heard of; and whether one of them surely
         #: trains in it no more, so that the others cannot either
         self.last_contact = now
@@ -100,17 +105,40 @@ class Roster(ABC):
         self.admission.forget(peer.replica)
         self.claims.forget(peer.replica)
         if peer.phase == "member" and self.alive.get(peer.replica) == peer.placement:
-            if how == "reset" and self.was_frozen():
+            if how == "reset" and (self.was_frozen() or self.is_cut_off()):
                 log.warning("may_return replica=%s", peer.replica)  # tick() loses who does not
             else:
                 self.lose(peer.replica, how)
         log.info("gone replica=%s placement=%s how=%s", peer.replica, peer.placement, how)
 
     def was_frozen(self) -> bool:
-        """Whether we did not run for long until just now: members may have connected anew, and the
-        ends of their old connections say nothing."""
+        """Whether we did not run, or were cut off, for long until just now: members may have
+        connected anew, and the ends of their old connections say nothing."""
         now = self.clock()
         return now - self.last_tick > FROZEN_S or now - self.woke < FROZEN_S
+
+    def is_cut_off(self) -> bool:
+        """Whether nobody was heard for long: then nobody's silence says anything, and nobody waits
+        for a place that another holds."""
+        return self.clock() - self.last_word > CUT_OFF_S
+
+    def note_word(self, peer: Peer | None = None) -> None:
+        """Somebody was heard: a peer, or one that is none yet.
+
+        After a time in which nobody was, the others' words are on their way: a kernel sends them
+        again after pauses that are as long as that time. But each is excused once, until it is
+        heard itself, and for no longer than a member may train unheard.
+        """
+        now = self.clock()
+        if (gap := now - self.last_word) > CUT_OFF_S:
+            if not self.excused:
+                self.woke, self.excused = now, True
+            pause = max(0.0, min(gap, self.last_contact + self.lease_s - now))
+            for other in [p for p in self.peers.values() if not p.excused]:
+                other.heard, other.excused = now + pause, True
+        self.last_word = now
+        if peer is not None:
+            peer.heard, peer.excused, self.excused = now, False, False
 
     def lose(self, replica: int, how: str) -> None:
         """A member is gone, and its connection with it."""

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from runtime.replica.connection import Peer
-from runtime.replica.coordinator import Coordinator
+from runtime.replica.coordinator import PEER_SILENT_S, Coordinator
 from runtime.replica.epochs import GATHER_S
+from runtime.replica.listening import LEASE_S
 from runtime.replica.record import RecordFile
 
 
@@ -126,6 +127,95 @@ Play = Callable[[int], Scene]
 @pytest.fixture
 def play(tmp_path: Path) -> Play:
     return lambda world: Scene(tmp_path, world)
+
+
+# --- the coordinator is cut off ---------------------------------------------------------------
+
+
+def test_who_is_not_heard_because_nobody_is_stays_a_member(play: Play) -> None:
+    """Members train on without the coordinator, for as long as their lease lasts, and hold then."""
+    scene = play(3)
+    scene.pass_time(2 * LEASE_S)
+    assert scene.coordinator.alive == scene.members
+
+    scene.replicas[0].say("pong", n=0, step=30)
+    scene.pass_time(0.1)
+    assert scene.coordinator.alive == scene.members  # the others' words are on their way
+
+
+def test_who_was_lost_meanwhile_is_found_soon(play: Play) -> None:
+    scene = play(3)
+    scene.pass_time(3.0)
+    scene.pass_time(3.5 + PEER_SILENT_S, *scene.replicas[:2])
+
+    assert sorted(scene.coordinator.alive) == [0, 1]
+    assert scene.replicas[0].heard("lost")[-1]["replica"] == 2
+
+
+def test_one_that_hangs_alone_makes_way_for_its_next_start(play: Play) -> None:
+    scene = play(1)
+    first = {"token": "t", "op": "join", "job": "j", "replica": 0, "placement": "n", "standby": ""}
+    first |= {"epoch": 0, "world": 1, "shards": 12}
+    waiting = scene.coordinator.place_of(first, None)
+    for _ in range(50):
+        scene.pass_time(0.1)
+        waiting = scene.coordinator.place_of(first, None)
+
+    assert waiting == ""
+
+
+def test_a_connection_that_ends_meanwhile_is_no_member_s_end(play: Play) -> None:
+    scene = play(3)
+    scene.pass_time(3.0)
+    scene.replicas[1].hang_up()
+    assert scene.coordinator.alive == scene.members
+
+    back = scene.join(1, "p1", epoch=1, step=30)
+    assert back.peer is not None
+    assert back.peer.phase == "member"
+
+
+def test_members_that_are_not_heard_are_gone_once_somebody_else_is(play: Play) -> None:
+    scene = play(3)
+    scene.pass_time(LEASE_S)
+    newcomer = scene.join(3, "p3")
+    scene.pass_time(0.5 + PEER_SILENT_S, newcomer)
+
+    assert scene.coordinator.alive == {}
+
+
+def test_members_that_lost_their_epoch_wait_for_no_other_than_themselves(play: Play) -> None:
+    """They hold the newest state there is: nobody who was started anew has a newer one."""
+    scene = play(3)
+    scene.replicas[2].hang_up()
+    for survivor in scene.replicas[:2]:
+        survivor.say("again", epoch=1, order=0)
+    assert scene.coordinator.alive == {}
+    scene.pass_time(2.0, *scene.replicas[:2])
+    for survivor in scene.replicas[:2]:
+        survivor.say_ready(11)
+    scene.pass_time(2.0, *scene.replicas[:2])
+
+    assert scene.epoch == 2
+    assert sorted(scene.members) == [0, 1]
+
+
+def test_who_was_started_anew_waits_for_one_that_may_have_a_newer_state(play: Play) -> None:
+    scene = play(3)
+    for replica in scene.replicas:
+        replica.hang_up()
+    started = [scene.join(number, f"n{number}") for number in (0, 1)]
+    scene.pass_time(2.0, *started)
+    for replica in started:
+        replica.say_ready(11)
+    scene.pass_time(LEASE_S + 5.0, *started)
+    assert scene.epoch == 1
+
+    scene.pass_time(GATHER_S, *started)
+    assert scene.epoch == 2
+
+
+# --- newcomers --------------------------------------------------------------------------------
 
 
 def test_what_members_hold_for_newcomers_is_freed_when_the_last_has_entered(play: Play) -> None:

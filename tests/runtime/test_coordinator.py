@@ -137,7 +137,7 @@ def test_the_newest_start_of_a_replica_keeps_its_place(tmp_path: Path) -> None:
         await new.join(port)
         await old.hear("ping")  # and it does not answer
         clock.now += PEER_SILENT_S + 0.1
-        coordinator.peers[0].heard = clock.now
+        coordinator.peers[0].heard = coordinator.last_word = clock.now
         coordinator.last_tick = clock.now
         coordinator.tick()
         await survivor.hear("lost")

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any, cast
 
 import pytest
 
+from runtime.replica.membership import CannotFollow, Member, Trainer
 from tests.runtime.simulation.schedule import run, steps_while_two_are_parted
 
 SEEDS = 100  # in one test
@@ -39,11 +41,65 @@ def test_two_that_do_not_reach_each_other_do_not_hold_up_a_third(seed: int) -> N
     assert healed == {0, 1, 2}
 
 
-@pytest.mark.parametrize("fault", ["kill_coordinator", "freeze_coordinator"])
+@pytest.mark.parametrize("fault", ["kill_coordinator", "freeze_coordinator", "isolate_coordinator"])
 def test_the_coordinators_absence_costs_no_member(fault: str) -> None:
     outcomes = [run(seed, only=[fault]) for seed in range(SEEDS)]
 
     assert {outcome.epochs for outcome in outcomes} == {1}
+
+
+class Behind:
+    """A trainer that lacks a step which no peer hands over."""
+
+    trained_in = 1
+
+    def __init__(self) -> None:
+        self.committed = 11
+        self.held = {3, 4}
+
+    def connect(self, grant: dict[str, Any]) -> None: ...
+
+    def replay(self, step: int, donors: list[list[str]]) -> None:
+        raise CannotFollow(f"{donors} do not answer")
+
+    def forget(self) -> None:
+        self.held = set()
+
+
+def behind() -> tuple[Member, Behind, list[tuple[str, dict[str, Any]]]]:
+    said: list[tuple[str, dict[str, Any]]] = []
+    trainer = Behind()
+    member = Member(1, lambda op, **told: said.append((op, told)), cast(Trainer, trainer))
+    return member, trainer, said
+
+
+def epoch(number: int) -> dict[str, Any]:
+    members = [{"replica": one, "placement": f"p{one}"} for one in (0, 1, 2)]
+    return {
+        "op": "epoch", "epoch": number, "members": members, "lease_s": 10.0, "step": 12,
+        "donors": [["a:1"]],
+    }  # fmt: skip
+
+
+def test_who_is_not_handed_a_step_keeps_what_it_computed_for_the_next_epoch() -> None:
+    """The one that made the step has just died: the others go on without it, and it is no step."""
+    member, trainer, said = behind()
+
+    assert not member.hear(epoch(2))
+    report = {"epoch": 2, "step": 11, "held": [3, 4], "planned": False}
+    assert said[-1][0] == "report"
+    assert report.items() <= said[-1][1].items()
+    assert trainer.held == {3, 4}
+
+
+def test_who_is_not_handed_a_step_again_begins_anew() -> None:
+    """Whoever made it lives, and has it in memory no more."""
+    member, trainer, said = behind()
+
+    member.hear(epoch(2))
+    member.hear(epoch(3))
+    assert said[-1][0] == "again"
+    assert (member.newcomer, trainer.held) == (True, set())
 
 
 def test_a_seed_is_the_same_schedule_each_time() -> None:

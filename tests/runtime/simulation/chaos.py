@@ -27,6 +27,7 @@ class Chaos:
         self.lost_record = False
         self.stopping = False  # one was told to stop, and so all
         self._undo: list[Callable[[], None]] = []
+        self._isolates_from = 0.0  # when the coordinator may be cut off again
 
     def rage(self, only: Sequence[str]) -> None:
         """A few faults, some at the same moment; of these kinds, if any is named."""
@@ -35,6 +36,7 @@ class Chaos:
             *(self.isolate, self.isolate, self.slow_down, self.part_peers, self.break_group),
             *(self.tear, self.tear, self.grow, self.grow, self.stand_by, self.stop),
             *(self.kill_coordinator, self.kill_coordinator, self.freeze_coordinator),
+            self.isolate_coordinator,
             *(self.fill_disk, self.die_writing),
         ]
         moments = [self.draw.uniform(0.0, FAULTS_S) for _ in range(self.draw.randint(1, 4))]
@@ -142,6 +144,18 @@ class Chaos:
         keeper = self.fleet.coordinator
         keeper.freeze()
         self._later(self.draw.choice((0.5, 1.5, 4.0, 9.0, 15.0)), keeper.thaw)
+
+    def isolate_coordinator(self) -> None:
+        """From all, in both directions; time enough between two such for all to come back."""
+        if self.clock.now < self._isolates_from:
+            return
+        lasts = self.draw.choice((0.5, 1.5, 4.0, 9.0, 15.0))
+        self._isolates_from = self.clock.now + lasts + 5.0
+        self.clock.note("the coordinator is cut off for %s s", lasts)
+        for replica in self.fleet.living():
+            for way in ((replica.name, "coordinator"), ("coordinator", replica.name)):
+                self.fleet.network.block(*way)
+                self._later(lasts, self.fleet.network.heal, *way)
 
     def fill_disk(self) -> None:
         self.fleet.disk.full = True
