@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from runtime.forking import keep_from_children
 from runtime.framing import PeerFailed, send_json
 
 log = logging.getLogger("drydock.peers")
@@ -44,6 +45,7 @@ class RequestServer:
             disable_nagle_algorithm = True
 
             def handle(self) -> None:
+                keep_from_children(self.connection)
                 stranger = threading.Timer(FIRST_LINE_S, self._hang_up)
                 stranger.start()
                 try:
@@ -76,6 +78,7 @@ class RequestServer:
                 log.debug("request_failed", exc_info=True)
 
         self._server = Server((host, port), Handler)
+        keep_from_children(self._server.socket)
         self.address = f"{host}:{self._server.server_address[1]}"
         threading.Thread(
             target=self._server.serve_forever, name="drydock-peers", daemon=True

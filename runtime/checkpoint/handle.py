@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint.writer import PACKET_BYTES
+from runtime.forking import keep_from_children
 
 log = logging.getLogger("drydock.checkpoint")
 
@@ -105,6 +106,7 @@ class WriterHandle:
         if self._socket is not None:
             return self._socket
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        keep_from_children(ours)  # its end is ours, as the writer sees it
         with theirs:
             module = os.environ.get(WRITER_MODULE, "runtime.checkpoint.writer")
             try:

@@ -1,8 +1,8 @@
 """Gloo groups that can be cut: build one for an epoch, reduce, sever it from another thread.
 
 Gloo has no abort. What unblocks its collectives is shutdown(2) on the group's established sockets,
-never on the listening one, which would end the process. Never fork once a group exists: a child
-would hold the sockets open and a dead rank would look alive.
+never on the listening one, which would end the process. A child that is forked closes its copies:
+else a dead rank would look alive.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import (
     Store,
 )
 
+from runtime.forking import in_children
 from runtime.replica.membership import Severed, Silent
 from runtime.replica.reach import NO_ANSWER
 
@@ -99,6 +100,7 @@ class Gloo:
             )
         self.port = ports.pop()
         self.address = f"{host}:{self.port}"
+        in_children(self._close_copies)
         self._changed = threading.Condition()
         self._members = 1
         self._began = 0.0  # to build the group, monotonic
@@ -275,6 +277,13 @@ class Gloo:
                 with connection, contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
+    def _close_copies(self) -> None:
+        """In a forked child."""
+        for number, connection in own_sockets().items():
+            with connection:
+                if is_at(connection, self.address) or leads_to(connection, self._peers):
+                    os.close(number)
+
 
 def severed(why: str) -> Severed:
     """What a failed collective is: the peer may have died, or nothing of its machine answers."""
@@ -297,9 +306,9 @@ def keep_for_ever(*things: object) -> None:
 def listening_sockets() -> list[int]:
     """Ports on which this process listens."""
     found = []
-    for connection in own_sockets():
+    for connection in own_sockets().values():
         with connection:
-            if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            if listens(connection):
                 found.append(connection.getsockname()[1])
     return found
 
@@ -307,21 +316,34 @@ def listening_sockets() -> list[int]:
 def established_sockets(own: str, peers: set[str]) -> list[socket.socket]:
     """Duplicates of this process's sockets that lead from or to a gloo listener of the group."""
     found = []
-    for connection in own_sockets():
-        keep = False
-        with contextlib.suppress(OSError):  # not connected: not one of the group's
-            remote, local = connection.getpeername(), connection.getsockname()
-            keep = "{}:{}".format(*local) == own or "{}:{}".format(*remote) in peers
-        if keep:
+    for connection in own_sockets().values():
+        ours = is_at(connection, own) or leads_to(connection, peers)
+        if ours and not listens(connection):
             found.append(connection)
         else:
             connection.close()
     return found
 
 
-def own_sockets() -> list[socket.socket]:
-    """Duplicates of all TCP sockets of this process, so that no number can be reused under us."""
-    found = []
+def listens(connection: socket.socket) -> bool:
+    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def is_at(connection: socket.socket, address: str) -> bool:
+    return "{}:{}".format(*connection.getsockname()) == address
+
+
+def leads_to(connection: socket.socket, peers: set[str]) -> bool:
+    try:
+        return "{}:{}".format(*connection.getpeername()) in peers
+    except OSError:  # it is not connected
+        return False
+
+
+def own_sockets() -> dict[int, socket.socket]:
+    """All TCP sockets of this process by their numbers: duplicates, so that no number can be reused
+    under us."""
+    found = {}
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - Path would stat each entry
         try:
             if not str(Path(f"/proc/self/fd/{name}").readlink()).startswith("socket:"):
@@ -330,7 +352,7 @@ def own_sockets() -> list[socket.socket]:
         except OSError:
             continue  # closed meanwhile
         if connection.family in (socket.AF_INET, socket.AF_INET6):
-            found.append(connection)
+            found[int(name)] = connection
         else:
             connection.close()
     return found

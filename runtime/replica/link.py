@@ -19,6 +19,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from runtime.forking import keep_from_children
+
 log = logging.getLogger("drydock.link")
 
 CONNECT_S = 2.0
@@ -195,6 +197,7 @@ class Link:
             self._closing.wait(RETRY_S * _jitter.random())
 
     def _talk(self, connection: socket.socket) -> None:
+        keep_from_children(connection)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._silent_s is None:
             keep_alive(connection)

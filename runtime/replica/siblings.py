@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from runtime.forking import keep_from_children
 from runtime.replica.link import Link, keep_alive
 
 log = logging.getLogger("drydock.replica")
@@ -81,6 +82,7 @@ class Siblings:
         self._pinged = 0  # number of our last one
         if ranks > 1:
             self._server = socket.create_server((host, 0), backlog=ranks)
+            keep_from_children(self._server)
             self.address = f"{host}:{self._server.getsockname()[1]}"
             threading.Thread(target=self._accept, name="drydock-siblings", daemon=True).start()
             link.on_ping = self._ping
@@ -130,6 +132,7 @@ class Siblings:
     def _accept(self) -> None:
         while True:
             connection, _address = self._server.accept()
+            keep_from_children(connection)
             threading.Thread(
                 target=self._serve, args=(connection,), name="drydock-sibling", daemon=True
             ).start()

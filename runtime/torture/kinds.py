@@ -170,7 +170,7 @@ def _filter(option: int, value: bytes | int) -> None:
 def _sockets() -> list[socket.socket]:
     from runtime.replica.gloo import own_sockets  # imports torch, which a victim has already
 
-    return own_sockets()
+    return list(own_sockets().values())
 
 
 def _damaging(name: str, damage: Damage) -> Kind:

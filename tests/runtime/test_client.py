@@ -177,6 +177,21 @@ def test_the_ledger_is_told_from_where_the_control_plane_stands(door: Door) -> N
     assert set(asked) == {(41, 7)}
 
 
+def test_a_forked_child_keeps_no_dead_replica_alive(
+    door: Door, make_fleet: Callable[..., Fleet]
+) -> None:
+    """As a loader's worker that was forked beside the training."""
+    fleet = make_fleet(3, url=door.url, options={"forks_at": 5})
+    fleet.start()
+    fleet.wait_for_step(10)
+    fleet.kill(1)
+    until(lambda: door.messages("regrouped"), "the survivors tell that they went on")
+    fleet.stop()
+
+    (lost,) = door.messages("peer_lost")
+    assert (lost["replica"], lost["how"]) == (1, "reset")
+
+
 def test_a_job_tells_its_life(door: Door, make_fleet: Callable[..., Fleet]) -> None:
     fleet = make_fleet(2, url=door.url, options={"checkpoint_s": 0.2})
     fleet.start()

@@ -5,14 +5,17 @@ shard takes, as if an accelerator computed it), `dropout`, `compare_every`, `str
 `flips_at` (a bit of its weights turns over in that step, or the first after it that it makes), and
 what a misfit of a replica has otherwise: `width`, `samples`, `seed`, `rate`. `rich` trains with all
 that a loop may have besides, with or without `averages`; if it is `calm`, no last bit of a sum
-decides on anything. At the step `evaluate_at` it does something else for a minute. `data` is "ids",
-"dataset", "loader", "stateful" or "streams": what Batches is given; `workers` load it, `drop_last`
-ends it. The model is divided among the ranks of a replica.
+decides on anything. At the step `evaluate_at` it does something else for a minute, at `forks_at`
+it forks a child that does nothing. `data` is "ids", "dataset", "loader", "stateful" or "streams":
+what Batches is given; `workers` load it, `drop_last` ends it. The model is divided among the ranks
+of a replica.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +36,7 @@ def main() -> None:
         "width": 32, "samples": 960, "seed": 5, "rate": 1e-3, "rich": False, "averages": True,
         "evaluate_at": -1, "pace_s": 0.003, "data": "ids", "workers": 0, "drop_last": False,
         "dropout": 0.5, "compare_every": 1000, "flips_at": -1, "straggler_after_s": 600,
-        "calm": False,
+        "calm": False, "forks_at": -1,
         **job.options,
     }  # fmt: skip
     folder = Path(options["folder"])
@@ -79,6 +82,9 @@ def main() -> None:
             if 0 <= options["flips_at"] <= replica.pending:
                 options["flips_at"] = -1
                 flip(next(model.parameters()))
+            if replica.pending == options["forks_at"]:
+                options["forks_at"] = -1
+                fork()
             if replica.pending == options["evaluate_at"] and not evaluating.exists():
                 evaluating.touch()
                 time.sleep(60)  # as an evaluation takes long, and no step is made
@@ -92,6 +98,13 @@ def main() -> None:
     if average := parts.get("ema"):
         flat = torch.nn.utils.parameters_to_vector(average.parameters())
         (folder / f"average.{name}").write_text(json.dumps(flat.tolist()))
+
+
+def fork() -> None:
+    """Leave a child behind that outlives us, as a forked worker of a loader may for a while."""
+    if os.fork() == 0:
+        signal.alarm(60)
+        signal.pause()
 
 
 def flip(weights: torch.Tensor) -> None:

@@ -1,0 +1,39 @@
+"""Children that a script forks beside the training keep none of its connections.
+
+A forked worker of a loader has a copy of every socket of its parent. If the parent is killed, its
+connections are reset only once no copy is left, and a dead replica would look alive. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import weakref
+from collections.abc import Callable
+
+_kept: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_closers: list[Callable[[], None]] = []
+
+
+def keep_from_children(connection: socket.socket) -> None:
+    """Have every child that is forked from now on close its copy of this socket."""
+    _kept.add(connection)
+
+
+def in_children(close: Callable[[], None]) -> None:
+    """Call this in every child that is forked from now on. Other threads are not there: it may wait
+    for none, and takes no lock."""
+    _closers.append(close)
+
+
+def _after_fork() -> None:
+    for connection in list(_kept):
+        with contextlib.suppress(OSError):  # it was closed before
+            os.close(connection.detach())
+    for close in _closers:
+        close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
