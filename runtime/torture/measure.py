@@ -36,6 +36,7 @@ class Figures:
     load_s: float | None  # a whole job that was killed: its slowest load
     back_s: float | None  # blow -> its first commit
     again: int | None  # steps that it made a second time
+    given_up: list[int]  # replicas lost by a fault that must cost nobody
     alarms: dict[str, int]  # told to engineers until all was well, by kind and tier: how often
     recovered: bool
 
@@ -49,7 +50,8 @@ def measure(
     """
     fault = made.fault
     first = min(made.struck, default=float("inf"))  # without a blow there is nothing to measure
-    harmed = made.hurt.union(*(other.hurt for other in overlapping))
+    beside = [*overlapping]
+    harmed = made.hurt.union(*(other.hurt for other in beside))
     others = [p for p in watch.events if p not in harmed and _was_member(p, watch, first)]
     until = made.back_at or float("inf")
     lost = [
@@ -73,11 +75,22 @@ def measure(
         detect_s=_since(first, min(lost, default=None)),
         regroup_s=_since(first, regrouped),
         gap_s=longest_gap(watch, others, first, eased),
+        given_up=_given_up(made, beside, _of(watch, "lost", others, first), until),
         alarms=_alarms(watch, first, until),
         recovered=made.back_at > 0,
         **_resumed(made.restart, watch, first, until),
         **_rejoin(made, watch, started, others, until),
     )
+
+
+def _given_up(made: Made, beside: Iterable[Made], lost: Iterable[Event], until: float) -> list[int]:
+    """Whom survivors lost though nothing ended or cut them off."""
+    kind = KINDS[made.fault.kind]
+    if kind.breaks or kind.drops:
+        return []
+    ended = made.gone.union(*(other.gone | other.hurt for other in beside))
+    found = [e for e in lost if e.at < until and e.data["whose"] not in ended]
+    return sorted({int(event.data["replica"]) for event in found})
 
 
 def longest_gap(

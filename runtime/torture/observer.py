@@ -72,7 +72,8 @@ class Torturer(Observer):
         self._tell("granted", epoch=message["epoch"], members=members)
 
     def lost(self, message: dict[str, Any]) -> None:
-        self._tell("lost", replica=message["replica"], how=message["how"])
+        whose, how = message["placement"], message["how"]
+        self._tell("lost", replica=message["replica"], whose=whose, how=how)
 
     def ended(self, state: TrainingState) -> None:
         if self.hand.rank:

@@ -71,6 +71,12 @@ def judge(
         for f in figures
         if not f.recovered
     ]
+    problems += [
+        f"fault {f.fault} ({f.kind} in {f.phase}): replicas {f.given_up} were given up, and "
+        "nothing had ended them"
+        for f in figures
+        if f.given_up
+    ]
     problems += [broken for one in disturbed.restarts for broken in broken_claims(one)]
     problems += [
         f"fault {f.fault} ({f.kind}, {f.phase}): {broken}" for f in figures for broken in _disk(f)

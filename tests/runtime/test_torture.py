@@ -32,7 +32,7 @@ STEPS = 6
 FIGURES = Figures(
     fault=1, kind="kill", phase="reduce", ending="replaced", hasty=False, replicas=[1], step=2,
     detect_s=0.03, regroup_s=0.1, gap_s=0.15, rejoin_s=4.0, rejoin_gap_s=0.1, load_s=None,
-    back_s=None, again=None, alarms={}, recovered=True,
+    back_s=None, again=None, given_up=[], alarms={}, recovered=True,
 )  # fmt: skip
 
 made_up_settings = st.builds(
@@ -141,7 +141,7 @@ def test_a_fault_is_timed_by_what_its_survivors_wrote(tmp_path: Path) -> None:
         "plc_0": [
             commit(0, at=9.9),
             commit(1, at=10.0),
-            event("lost", at=10.06, replica=1, how="reset"),
+            event("lost", at=10.06, replica=1, whose="plc_1", how="reset"),
             event("granted", at=10.1, epoch=2, members={"0": "plc_0"}),
             commit(2, at=10.2),
             commit(3, at=10.3),
@@ -172,6 +172,31 @@ def test_a_fault_is_timed_by_what_its_survivors_wrote(tmp_path: Path) -> None:
     assert figures.gap_s == pytest.approx(0.2)
     assert figures.rejoin_s == pytest.approx(4.6)
     assert figures.rejoin_gap_s == pytest.approx(4.3)
+    assert figures.given_up == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase", "gone", "expected"),
+    [
+        ("slow", "forward", set(), [1]),
+        ("frozen", "any", set(), [1]),
+        ("slow", "regroup", {"plc_1"}, []),  # it was killed, so that there was a recovery
+        ("part", "any", set(), []),  # one of the two is to go
+    ],
+)
+def test_who_is_lost_by_what_must_cost_nobody_was_given_up(
+    tmp_path: Path, kind: str, phase: str, gone: set[str], expected: list[int]
+) -> None:
+    watch = Watch(tmp_path)
+    lost = event("lost", at=12.1, replica=1, whose="plc_1", how="heartbeat")
+    watch.events = {"plc_0": [commit(0, at=9.9), lost, commit(1, at=12.2)]}
+    fault = Fault(
+        number=1, kind=kind, phase=phase, first=None, targets=(1,), ending="stays",
+        delay_s=0.0, seconds=3.0, calm_steps=4, hasty=False,
+    )  # fmt: skip
+    made = Made(fault, step=1, struck=[10.0], hurt={"plc_1"}, gone=gone, back_at=15.0)
+
+    assert measure(made, watch, {}).given_up == expected
 
 
 # --- the judgement --------------------------------------------------------------------------------
@@ -237,6 +262,13 @@ def test_a_run_in_which_all_held_is_ok() -> None:
     assert [(f["kind"], f["phase"], f["gap_s"]) for f in report.failures] == [
         ("kill", "reduce", 0.15)
     ]
+
+
+def test_a_replica_that_was_given_up_without_need_is_a_problem() -> None:
+    report = judged(good(), kind="slow", given_up=[1])
+
+    assert not report.ok
+    assert "replicas [1] were given up" in report.problems[0]
 
 
 def test_a_lost_shard_is_counted_in_samples() -> None:
