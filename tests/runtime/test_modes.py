@@ -104,8 +104,7 @@ def test_dropped_shards_are_listed_and_come_back_with_their_replica(make_fleet: 
     assert len(fleet.digests()) == 1
 
 
-def test_a_death_in_any_phase_of_a_step_changes_nothing(make_fleet: MakeFleet) -> None:
-    fleet = make_fleet(3, options={"mode": "reproducible"})
+def die_in_each_phase(fleet: Fleet) -> None:
     fleet.start()
     fleet.wait_for_step(5)
     fleet.kill(1)
@@ -119,8 +118,30 @@ def test_a_death_in_any_phase_of_a_step_changes_nothing(make_fleet: MakeFleet) -
     fleet.train_on()
     fleet.stop()
 
+
+def test_a_death_in_any_phase_of_a_step_changes_nothing(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(3, options={"mode": "reproducible"})
+    die_in_each_phase(fleet)
+
     assert covered(fleet.steps(0)) == {(1,) * 12}
     assert fleet.weights() == alone(make_fleet, fleet)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("mode", "left_out"),
+    [("cover", set()), ("drop", {(1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1)})],
+)
+def test_a_death_in_any_phase_loses_no_more_than_its_mode_gives_up(
+    make_fleet: MakeFleet, mode: str, left_out: set[tuple[int, ...]]
+) -> None:
+    fleet = make_fleet(3, options={"mode": mode, **RICH})
+    die_in_each_phase(fleet)
+
+    steps = fleet.steps(0)
+    assert [step["step"] for step in steps] == [*range(len(steps))]
+    assert covered(steps) == {(1,) * 12, *left_out}
+    assert len(fleet.digests()) == 1
 
 
 def test_deaths_during_the_recovery_from_another_down_to_one(make_fleet: MakeFleet) -> None:

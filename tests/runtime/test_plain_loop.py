@@ -16,9 +16,10 @@ from tests.runtime.replicas import Fleet
 SEED, SAMPLES, SHARDS, SHARD_SIZE, PIECE = 5, 960, 12, 4, 2  # of tiny.py, where it is rich
 
 
-def plain_loop(steps: int) -> tuple[list[tuple[float, float]], list[float]]:
+def plain_loop(coverage: list[list[int]]) -> tuple[list[tuple[float, float]], list[float]]:
     """The loss and the gradients' norm of each step, and the average of the weights in the end:
-    torch alone, but for the order of samples."""
+    torch alone, but for the order of samples. `coverage`: of each step, 0 for each shard that is
+    left out."""
     torch.manual_seed(3)
     data = torch.randn(SAMPLES, 16)
     model = torch.nn.Sequential(
@@ -36,8 +37,9 @@ def plain_loop(steps: int) -> tuple[list[tuple[float, float]], list[float]]:
     average = torch.optim.swa_utils.AveragedModel(model)
     order = runtime.Batches(samples=SAMPLES, shards=SHARDS, shard_size=SHARD_SIZE, seed=SEED)
     made = []
-    for step in range(steps):
-        rows = data[order.ids(step, step + 1).flatten()]
+    for step, there in enumerate(coverage):
+        shards = order.ids(step, step + 1).view(SHARDS, SHARD_SIZE)
+        rows = data[shards[torch.tensor(there).bool()].flatten()]
         total = 0.0
         for piece in torch.split(rows, PIECE):
             loss = (model(piece).squeeze(1) - piece.sum(1)).square().mean()
@@ -58,8 +60,10 @@ def plain_loop(steps: int) -> tuple[list[tuple[float, float]], list[float]]:
     return made, torch.nn.utils.parameters_to_vector(average.parameters()).tolist()
 
 
-def test_a_job_trains_what_a_plain_loop_trains(make_fleet: Callable[..., Fleet]) -> None:
-    fleet = make_fleet(3, options={"rich": True, "calm": True, "dropout": 0.0})
+@pytest.mark.parametrize("mode", ["cover", "drop"])
+def test_a_job_trains_what_a_plain_loop_trains(make_fleet: Callable[..., Fleet], mode: str) -> None:
+    """In the mode `drop` without the shards of who was away, and with the mean of what was left."""
+    fleet = make_fleet(3, options={"mode": mode, "rich": True, "calm": True, "dropout": 0.0})
     fleet.start()
     fleet.wait_for_step(20)
     fleet.kill(1)
@@ -69,8 +73,10 @@ def test_a_job_trains_what_a_plain_loop_trains(make_fleet: Callable[..., Fleet])
     fleet.train_on()
     fleet.stop()
 
+    coverage = [step["coverage"] for step in fleet.steps(0)]
     found = [(step["loss"], step["grad_norm"]) for step in fleet.steps(0)]
-    plain, average = plain_loop(len(found))
+    plain, average = plain_loop(coverage)
+    assert ([0] in [sorted({*there})[:1] for there in coverage]) == (mode == "drop")
     averaged = json.loads((fleet.folder / "average.0").read_text())
     assert [loss for loss, _norm in found] == pytest.approx([one for one, _n in plain], rel=1e-4)
     assert averaged == pytest.approx(average, rel=1e-3, abs=1e-5)
