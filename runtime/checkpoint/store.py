@@ -47,7 +47,7 @@ _WHAT_IS_THERE = "to see what a job has: python -m runtime.checkpoint ls STATE_D
 Progress = Callable[[int], object]
 
 
-def _unseen(_bytes: int) -> None:
+def unseen(_bytes: int) -> None:
     """Nobody looks on."""
 
 
@@ -178,7 +178,7 @@ def checked_part(data: bytes, manifest: Manifest, expected: PartHash, what: str)
     return part
 
 
-def read(path: Path, rank: int = 0, progress: Progress = _unseen) -> Staged:
+def read(path: Path, rank: int = 0, progress: Progress = unseen) -> Staged:
     """One rank's image, each chunk compared. `progress` is told of each file's bytes. Raises
     Damaged, naming tensors and file."""
     part = part_of(path, manifest_of(path), rank)
@@ -212,7 +212,7 @@ def newest(folder: Path, rank: int = 0) -> tuple[Path, Staged] | None:
     return None
 
 
-def verify(path: Path, progress: Progress = _unseen) -> list[Finding]:
+def verify(path: Path, progress: Progress = unseen) -> list[Finding]:
     """All that is wrong with a checkpoint, reading every byte of it. `progress`: see `read`."""
     try:
         manifest = manifest_of(path)
@@ -269,7 +269,7 @@ def listed(folder: Path) -> Iterator[tuple[Path, Manifest | Damaged]]:
             yield path, error
 
 
-def verify_part(part: Part, handle: int, progress: Progress = _unseen) -> list[Finding]:
+def verify_part(part: Part, handle: int, progress: Progress = unseen) -> list[Finding]:
     """Read the files of a part again, from the disk; what is wrong with them."""
     findings = []
     for file in part.files:
