@@ -134,12 +134,16 @@ def verify(asked: argparse.Namespace) -> list[Answer]:
     """Read every byte of each."""
     answers = []
     for path in store.found_in(asked.path):
-        with closing(Bar(path.name, size_of(path))) as bar:
-            findings = [str(finding) for finding in store.verify(path, bar)]
+        findings = [str(finding) for finding in _verified(asked, path)]
         lines = [f"{path.name:<16} {'DAMAGED' if findings else 'well'}"]
         lines += [f"  {finding}" for finding in findings]
         answers.append(({"path": str(path), "findings": findings}, lines))
     return answers
+
+
+def _verified(asked: argparse.Namespace, path: Path) -> list[store.Finding]:
+    with _bar(asked, path.name, size_of(path)) as bar:
+        return store.verify(path, bar)
 
 
 def diff(asked: argparse.Namespace) -> list[Answer]:
@@ -150,7 +154,7 @@ def diff(asked: argparse.Namespace) -> list[Answer]:
     paths = [store.found_in(asked.left)[0], store.found_in(asked.right)[0]]
     states = []
     for path in paths:
-        with closing(Bar(path.name, size_of(path))) as bar:
+        with _bar(asked, path.name, size_of(path)) as bar:
             states.append(whole_state(path, bar))
     found = list(differences(*states))
     same = unchanged(*states)
@@ -169,24 +173,27 @@ def diff(asked: argparse.Namespace) -> list[Answer]:
 
 def export(asked: argparse.Namespace) -> list[Answer]:
     """Write the newest one as another tool reads it."""
-    from runtime.checkpoint.interchange import EXPORTS, whole_state
+    from runtime.checkpoint.interchange import EXPORTS, size_as, whole_state
 
     path = store.found_in(asked.path)[0]
     if path.resolve() in asked.out.resolve().parents:
         raise Damaged(f"{asked.out} is in the checkpoint itself: give a place outside {path}")
-    with closing(Bar(path.name, size_of(path))) as bar:
+    with _bar(asked, path.name, size_of(path)) as bar:
         state = whole_state(path, bar)
-    EXPORTS[asked.to](state, asked.out)
+    with _bar(asked, asked.out.name, size_as(asked.to, state)) as bar:
+        EXPORTS[asked.to](state, asked.out, bar)
     answer = {"path": str(path), "out": str(asked.out), "to": asked.to}
     return [(answer, [f"{path.name} is in {asked.out} ({asked.to})"])]
 
 
 def import_(asked: argparse.Namespace) -> list[Answer]:
     """Make what another tool wrote the beginning of a new job."""
-    from runtime.checkpoint.interchange import foreign_state, import_into
+    from runtime.checkpoint import interchange
 
-    state = foreign_state(asked.source)
-    path = import_into(asked.state_dir, state, asked.source, asked.strip)
+    state = interchange.foreign_state(asked.source)
+    size = 2 * interchange.size_of(state["model"])  # it is written, and read back
+    with _bar(asked, asked.source.name, size) as bar:
+        path = interchange.import_into(asked.state_dir, state, asked.source, asked.strip, bar)
     names = len(state["model"])
     text = f"{names} tensors are in {path}: a job with this state folder begins from them at step 0"
     return [({"source": str(asked.source), "path": str(path), "tensors": names}, [text])]
@@ -199,7 +206,7 @@ def prune(asked: argparse.Namespace) -> list[Answer]:
     paths = store.found_in(asked.path)
     known = suspects(paths[0].parent)
     good = [path for path in paths if _state_of(path) not in {None, *known}]
-    safe = next((path for path in good if not store.verify(path)), None)
+    safe = next((path for path in good if not _verified(asked, path)), None)
     if safe is None:
         raise Damaged(f"none of the {len(paths)} checkpoints in {asked.path} verifies: all stay")
     spared = {safe, *good[: asked.keep]}
@@ -241,6 +248,11 @@ def _is_of_another_version(path: Path) -> bool:
 
 
 # --- helpers --------------------------------------------------------------------------------------
+
+
+def _bar(asked: argparse.Namespace, what: str, size: int) -> closing[Bar]:
+    """For whoever wants to read the answer, and waits for it."""
+    return closing(Bar(what, size, shown=not asked.json))
 
 
 def at(manifest: Manifest) -> str:

@@ -96,12 +96,14 @@ class Draft:
         *,
         share: int = 0,
         ready: Callable[[int], object] = disk.all_there,
+        progress: store.Progress = store.unseen,
     ) -> Written:
         """Write our share of one rank's image, durably.
 
         Files that hold what those of the part `before` hold are shared with it. `ready` is called
         with the end of what is read of the image next, on any thread, and returns once it is
-        there; what it raises is raised. Raises OSError, Damaged.
+        there; what it raises is raised. `progress` is told of the bytes of each file that is
+        written. Raises OSError, Damaged.
         """
         name = _share_name(rank, share) if self.shares > 1 else part_name(rank)
         self._lock(name)
@@ -127,6 +129,7 @@ class Draft:
                 data = image[start : start + file.bytes]
                 disk.write(file.name, data, self.handle, partial(_shifted, ready, start))
                 written += file.bytes
+                progress(file.bytes)
             for hashed in hashing:
                 hashed.result()
         ours = Part(
@@ -268,15 +271,21 @@ class Draft:
 
 
 def write(
-    folder: Path, staged: Staged, keep: int = store.KEEP, facts: dict[str, Any] | None = None
+    folder: Path,
+    staged: Staged,
+    keep: int = store.KEEP,
+    facts: dict[str, Any] | None = None,
+    progress: store.Progress = store.unseen,
 ) -> Path:
-    """A checkpoint of one part, here and now; where it is. Raises OSError, or Damaged if what was
+    """A checkpoint of one part, here and now; where it is. `progress` is told of each file's bytes
+    when they are written, and again when they are read back. Raises OSError, or Damaged if what was
     written cannot be read back."""
     draft = Draft(folder, staged.step, uuid.uuid4().hex[:12], 1, facts or {})
     try:
-        written = draft.write(0, staged.table, memoryview(staged.buffer))
+        image = memoryview(staged.buffer)
+        written = draft.write(0, staged.table, image, progress=progress)
         draft.publish()
-        if findings := store.verify_part(written.part, draft.handle):
+        if findings := store.verify_part(written.part, draft.handle, progress):
             raise Damaged("; ".join(map(str, findings)))
     except BaseException:
         if (visible := draft.where()) is not None:

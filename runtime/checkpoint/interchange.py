@@ -21,6 +21,7 @@ import torch
 
 from runtime.checkpoint import draft, store
 from runtime.checkpoint.manifest import refuse_odd_name, shown
+from runtime.checkpoint.progress import watched
 from runtime.checkpoint.resharding import resharded
 from runtime.image import Damaged, Staged
 from runtime.snapshot import stage
@@ -39,7 +40,7 @@ class Odd(ValueError):
     """It is not what it should be; the message says what was expected, and found."""
 
 
-def whole_state(path: Path, progress: store.Progress = lambda _bytes: None) -> State:
+def whole_state(path: Path, progress: store.Progress = store.unseen) -> State:
     """All of a checkpoint as one nested state, in plain tensors. Raises Damaged."""
     manifest = store.manifest_of(path)
 
@@ -56,20 +57,21 @@ def whole_state(path: Path, progress: store.Progress = lambda _bytes: None) -> S
 
 
 # --- out ------------------------------------------------------------------------------------------
+# What `progress` is told of are the bytes that were written.
 
 
-def to_torch(state: State, out: Path) -> None:
+def to_torch(state: State, out: Path, progress: store.Progress = store.unseen) -> None:
     """One file, with all that the checkpoint has; `torch.load(…, weights_only=True)` reads it."""
-    with _made_whole(out) as new, new.open("xb") as file:
+    with _made_whole(out, progress) as new, new.open("xb") as file:
         torch.save(state, file)
 
 
-def to_dcp(state: State, out: Path) -> None:
+def to_dcp(state: State, out: Path, progress: store.Progress = store.unseen) -> None:
     """A folder, with all that the checkpoint has, as `torch.distributed.checkpoint` writes it."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    with _made_whole(out) as new:
+    with _made_whole(out, progress) as new:
         try:
             save(state, checkpoint_id=new, no_dist=True)
         except CheckpointException as error:  # no Exception, and of many lines
@@ -77,20 +79,27 @@ def to_dcp(state: State, out: Path) -> None:
             raise Odd(f"{out} cannot be written: {'; '.join(causes)}") from error
 
 
-def to_safetensors(state: State, out: Path, shard_bytes: int = SHARD_BYTES) -> None:
+def to_safetensors(
+    state: State,
+    out: Path,
+    progress: store.Progress = store.unseen,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
     """A folder with the model's weights in files of so many bytes at most, and their index; tied
     weights are in it under each of their names. Raises Odd without the package safetensors."""
     library = _safetensors()
     if "model" not in state:
         raise Odd(f"the checkpoint has no model, only {store.shortened(tuple(map(str, state)))}")
-    if odd := [name for name, one in state["model"].items() if _holds_tensors(one)]:
+    model = state["model"]  # of tensors, and of values that hold none
+    if odd := [name for name, one in model.items() if one is not next(_tensors_in(one), one)]:
         raise Odd(
             f"{odd[0]} of the model holds tensors that have no name of their own, and safetensors "
             "keeps none of those: export --to torch or dcp"
         )
-    shards = _shards(state["model"], shard_bytes)
+    shards = _shards(model, shard_bytes)
     names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
-    with _made_whole(out) as new:
+    with _made_whole(out, progress) as new:
         new.mkdir()
         for name, shard in zip(names, shards, strict=True):
             described = {  # not by its function for torch, which needs NumPy
@@ -107,9 +116,14 @@ def to_safetensors(state: State, out: Path, shard_bytes: int = SHARD_BYTES) -> N
         (new / INDEX).write_text(json.dumps(index, indent=2))
 
 
-EXPORTS: dict[str, Callable[[State, Path], None]] = {
+EXPORTS: dict[str, Callable[..., None]] = {
     "dcp": to_dcp, "safetensors": to_safetensors, "torch": to_torch,
 }  # fmt: skip
+
+
+def size_as(kind: str, state: State) -> int:
+    """Bytes of the tensors that an export of this kind writes."""
+    return size_of(state.get("model") if kind == "safetensors" else state)
 
 
 # --- in -------------------------------------------------------------------------------------------
@@ -137,11 +151,18 @@ def foreign_state(source: Path) -> State:
     )
 
 
-def import_into(folder: Path, state: State, source: Path, strip: str = "") -> Path:
+def import_into(
+    folder: Path,
+    state: State,
+    source: Path,
+    strip: str = "",
+    progress: store.Progress = store.unseen,
+) -> Path:
     """A checkpoint from which a new job of this state folder begins at step 0; where it is.
 
-    It has the weights, by their names without the prefix `strip`, and nothing else. Raises Odd if
-    there are checkpoints already, or no name has that prefix; OSError, Damaged.
+    It has the weights, by their names without the prefix `strip`, and nothing else. `progress`: see
+    `draft.write`. Raises Odd if there are checkpoints already, or no name has that prefix; OSError,
+    Damaged.
     """
     checkpoints = folder / "checkpoints"
     if there := store.candidates(checkpoints):
@@ -164,7 +185,7 @@ def import_into(folder: Path, state: State, source: Path, strip: str = "") -> Pa
         staged = stage({"model": model}, 0)
     except (TypeError, RuntimeError) as error:
         raise Odd(f"{source} cannot be kept: {_in_a_line(error)}") from error
-    return draft.write(checkpoints, staged, facts=facts)
+    return draft.write(checkpoints, staged, facts=facts, progress=progress)
 
 
 def _unpickled(path: Path) -> State:
@@ -252,12 +273,17 @@ def _in_a_line(error: BaseException) -> str:
     return text if len(text) <= LINE else f"{text[:LINE]}…"
 
 
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(isinstance(one, torch.Tensor) or _holds_tensors(one) for one in value.values())
-    if isinstance(value, list | tuple):
-        return any(isinstance(one, torch.Tensor) or _holds_tensors(one) for one in value)
-    return False
+def size_of(value: Any) -> int:
+    """Bytes of the tensors in a nested value."""
+    return sum(one.numel() * one.element_size() for one in _tensors_in(value))
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(one)
 
 
 def _safetensors() -> Any:
@@ -284,13 +310,14 @@ def _shards(model: Mapping[str, torch.Tensor], most: int) -> list[dict[str, torc
 
 
 @contextlib.contextmanager
-def _made_whole(out: Path) -> Iterator[Path]:
+def _made_whole(out: Path, progress: store.Progress) -> Iterator[Path]:
     """A name to write to; the real one once all is there. Raises Odd if there is something."""
     if os.path.lexists(out):
         raise Odd(f"{out} exists: give another name, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
     with _beside(out.parent) as new:
-        yield new
+        with watched(new, progress):
+            yield new
         new.rename(out)
 
 

@@ -285,6 +285,7 @@ def layout_of(table: Table, rank: int, shares: int = 1) -> tuple[DataFile, ...]:
     return tuple(files)
 
 
+_LIKE = f'an object with the format "{FORMAT}" and its version'
 _SEAL = ', "self": "{}"}}'
 _SEAL_BYTES = len(_SEAL.format("0" * 32))
 
@@ -299,9 +300,17 @@ def opened(data: bytes, what: str) -> dict[str, Any]:
     """The reverse. Raises Damaged for anything else."""
     try:
         found = json.loads(data)
-        kind, version = found["format"], found["version"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Damaged(f"{what} is no checkpoint's JSON: {shown(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise Damaged(
+            f"{what} is no checkpoint's JSON: {_LIKE} expected, found {len(data)} bytes that break "
+            f"off or are something else ({error})"
+        ) from error
+    if not isinstance(found, dict):
+        raise Damaged(f"{what} is no checkpoint's JSON: {_LIKE} expected, found {shown(data)}")
+    if not {"format", "version"} <= found.keys():
+        keys = f"an object with the keys {shown([*found])}"
+        raise Damaged(f"{what} is no checkpoint's JSON: {_LIKE} expected, found {keys}")
+    kind, version = found["format"], found["version"]
     if kind != FORMAT:
         raise Damaged(f"{what} has the format {shown(kind)}, not {FORMAT!r}")
     if version != VERSION:
@@ -310,6 +319,10 @@ def opened(data: bytes, what: str) -> dict[str, Any]:
             "with the Drydock that wrote it, or a later one (pip install --upgrade drydock-fleet)"
         )
     body, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
-    if seal != _SEAL.format(xxhash.xxh3_128_hexdigest(body)).encode():
-        raise Damaged(f"{what} was changed after it was written")
-    return dict(found)
+    expected = _SEAL.format(xxhash.xxh3_128_hexdigest(body))
+    if seal != expected.encode():
+        raise Damaged(
+            f"{what} was changed after it was written: {shown(expected)} expected at its end, "
+            f"found {shown(seal.decode(errors='replace'))}"
+        )
+    return found

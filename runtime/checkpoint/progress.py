@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TextIO
 
 WIDTH = 30
 REDRAW_S = 0.1
+WATCH_S = 0.2  # between two looks at what others write
 
 
 class Bar:
     """How much of so many bytes is done."""
 
-    def __init__(self, what: str, total: int, out: TextIO | None = None) -> None:
+    def __init__(
+        self, what: str, total: int, out: TextIO | None = None, *, shown: bool = True
+    ) -> None:
+        """`shown`: on a terminal, which sees nothing otherwise."""
         self._what = what
         self._total = max(total, 1)
         self._out = out or sys.stderr
-        self._shown = self._out.isatty()
+        self._shown = shown and self._out.isatty()
         self._done = 0
         self._began = time.monotonic()
         self._drawn = 0.0
@@ -44,3 +52,39 @@ class Bar:
         bar = "#" * filled + "." * (WIDTH - filled)
         rate = self._done / max(seconds, 1e-9) / 1e6
         return f"{self._what} [{bar}] {share:4.0%}  {rate:,.0f} MB/s"
+
+
+@contextlib.contextmanager
+def watched(path: Path, progress: Callable[[int], object]) -> Iterator[None]:
+    """Tell of the bytes that come to lie in a file or folder, while others write it that say
+    nothing themselves."""
+    over = threading.Event()
+    seen = 0
+
+    def look() -> None:
+        nonlocal seen
+        new = _bytes_in(path) - seen
+        seen += new
+        progress(new)
+
+    def look_on() -> None:
+        while not over.wait(WATCH_S):
+            look()
+
+    looking = threading.Thread(target=look_on, name="drydock-progress", daemon=True)
+    looking.start()
+    try:
+        yield
+    finally:
+        over.set()
+        looking.join()
+    look()
+
+
+def _bytes_in(path: Path) -> int:
+    """As far as can be seen: what is written may get another name meanwhile."""
+    size = 0
+    for one in [path, *path.rglob("*")]:
+        with contextlib.suppress(FileNotFoundError):
+            size += one.stat().st_size if one.is_file() else 0
+    return size

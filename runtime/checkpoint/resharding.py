@@ -79,7 +79,8 @@ def resharded(read: Callable[[int], Staged], saved: int, rank: int, ranks: int) 
     if isinstance(state, dict) and AS_SAVED in state and saved > 1:
         raise Damaged(
             f"its {saved} ranks divided the model as only their script knows; nothing but a "
-            f"runtime.WholeJob of {saved} ranks can read it"
+            f"runtime.WholeJob of {saved} ranks can read it; to see what each has: python -m "
+            "runtime.checkpoint inspect STATE_DIR"
         )
     cuts = [_Cut(one[MARK], one["part"], rank, ranks) for one in _divided(state)]
     for source in range(saved):

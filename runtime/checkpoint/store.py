@@ -40,12 +40,14 @@ GONE = ".gone-"  # given up or to be removed
 
 #: Commands that help, before a path.
 _ALL_THAT_IS_WRONG = "to see all that is wrong: python -m runtime.checkpoint verify"
+_WHICH_ARE_WHOLE = "to see which ones are whole: python -m runtime.checkpoint verify"
+_WHO_MADE_IT = "to see who made it: python -m runtime.checkpoint inspect"
 _WHAT_IS_THERE = "to see what a job has: python -m runtime.checkpoint ls STATE_DIR"
 
 Progress = Callable[[int], object]
 
 
-def _unseen(_bytes: int) -> None:
+def unseen(_bytes: int) -> None:
     """Nobody looks on."""
 
 
@@ -121,25 +123,47 @@ def numbers_in(name: str) -> tuple[int, int]:
 
 
 def manifest_of(path: Path) -> Manifest:
-    """What this checkpoint consists of. Raises Damaged, saying what it is instead of one."""
+    """What this checkpoint consists of. Raises Damaged, saying what it is instead of one, and which
+    command helps."""
     try:
         data = disk.read_small(path / MANIFEST)
     except OSError as error:
         raise Damaged(_no_checkpoint(path, error.strerror)) from error
-    manifest = Manifest.from_json(data, str(path / MANIFEST))
-    if is_named(path) and number_of(path)[0] != manifest.step:
-        raise Damaged(f"{path} holds step {manifest.step}: it was renamed")
+    with _pointing_to(f"{_WHICH_ARE_WHOLE} {path.parent}"):
+        manifest = Manifest.from_json(data, str(path / MANIFEST))
+        if is_named(path) and number_of(path)[0] != manifest.step:
+            raise Damaged(f"{path} holds step {manifest.step}: it was renamed")
     return manifest
 
 
 def part_of(path: Path, manifest: Manifest, rank: int) -> Part:
-    """The description of one rank's image. Raises Damaged."""
-    expected = manifest.part(rank)
+    """The description of one rank's image. Raises Damaged, saying which command helps."""
+    with _pointing_to(f"{_WHO_MADE_IT} {path}"):
+        expected = manifest.part(rank)
+    with _pointing_to(f"{_ALL_THAT_IS_WRONG} {path}"):
+        return _part(path, manifest, expected)
+
+
+def _part(path: Path, manifest: Manifest, expected: PartHash) -> Part:
     try:
         data = disk.read_small(path / expected.name)
     except OSError as error:
-        raise Damaged(f"{path / expected.name} cannot be read: {error.strerror}") from error
+        raise Damaged(
+            f"{path / expected.name} cannot be read: the tensors of rank {expected.rank} are "
+            f"expected there, found: {error.strerror}"
+        ) from error
     return checked_part(data, manifest, expected, str(path / expected.name))
+
+
+@contextlib.contextmanager
+def _pointing_to(command: str) -> Iterator[None]:
+    """What is raised ends with the command that helps. Raises Damaged."""
+    try:
+        yield
+    except OtherVersion:  # which says what to do itself
+        raise
+    except Damaged as error:
+        raise Damaged(f"{error}; {command}") from error
 
 
 def checked_part(data: bytes, manifest: Manifest, expected: PartHash, what: str) -> Part:
@@ -154,7 +178,7 @@ def checked_part(data: bytes, manifest: Manifest, expected: PartHash, what: str)
     return part
 
 
-def read(path: Path, rank: int = 0, progress: Progress = _unseen) -> Staged:
+def read(path: Path, rank: int = 0, progress: Progress = unseen) -> Staged:
     """One rank's image, each chunk compared. `progress` is told of each file's bytes. Raises
     Damaged, naming tensors and file."""
     part = part_of(path, manifest_of(path), rank)
@@ -188,7 +212,7 @@ def newest(folder: Path, rank: int = 0) -> tuple[Path, Staged] | None:
     return None
 
 
-def verify(path: Path, progress: Progress = _unseen) -> list[Finding]:
+def verify(path: Path, progress: Progress = unseen) -> list[Finding]:
     """All that is wrong with a checkpoint, reading every byte of it. `progress`: see `read`."""
     try:
         manifest = manifest_of(path)
@@ -199,7 +223,7 @@ def verify(path: Path, progress: Progress = _unseen) -> list[Finding]:
     try:
         for expected in manifest.parts:
             try:
-                part = part_of(path, manifest, expected.rank)
+                part = _part(path, manifest, expected)
             except Damaged as error:
                 findings.append(Finding(expected.name, expected.rank, (), str(error)))
             else:
@@ -245,7 +269,7 @@ def listed(folder: Path) -> Iterator[tuple[Path, Manifest | Damaged]]:
             yield path, error
 
 
-def verify_part(part: Part, handle: int, progress: Progress = _unseen) -> list[Finding]:
+def verify_part(part: Part, handle: int, progress: Progress = unseen) -> list[Finding]:
     """Read the files of a part again, from the disk; what is wrong with them."""
     findings = []
     for file in part.files:

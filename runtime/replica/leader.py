@@ -239,8 +239,9 @@ class Leader:
             self.together.save(ready)
 
     def _save_last(self) -> None:
-        """Before we go: also where the shared folder cannot be written."""
-        if tiers := self._ours():
+        """Before we go: also where the shared folder cannot be written. Not before the first step:
+        nothing was trained, and no job goes on from that."""
+        if self.together.committed >= 0 and (tiers := self._ours()):
             self.together.save(tiers, last=True)
 
     def _ours(self) -> set[TierName]:

@@ -17,10 +17,15 @@ from runtime.data import Batches
 from runtime.image import Staged
 from runtime.ledger import SampleLedger, Summed
 from runtime.replica.division import Division, part_of
+from runtime.replica.optimizers import in_words, other_kind
 from runtime.replica.statistics import RunningStatistics
 from runtime.snapshot import Copying, Due, Mark, When, digest_of, mark_of, size_of, state_of
 
 MAX_FLAW = 300  # characters of what torch says of a model that does not fit
+_GO_ON = (
+    "resume with the script that saved it, whose tensors `python -m runtime.checkpoint inspect "
+    "STATE_DIR` shows, or start a new job"
+)
 
 
 class Stateful(Protocol):
@@ -159,12 +164,13 @@ class TrainingState:
         return digest_of(self._whole() if ledger else self._trained(), self._due())
 
     def load(self, staged: Staged) -> None:
-        """Put a copy back. Raises ValueError if it belongs to other data or another model."""
+        """Put a copy back. Raises ValueError if it belongs to other data, or to another model or
+        optimizer."""
         self.restore(state_of(staged))
 
     def restore(self, given: Any) -> None:
         """Put back what was copied, as a nested state. What is whole there and divided here is cut.
-        Raises ValueError if it belongs to other data or another model."""
+        Raises ValueError if it belongs to other data, or to another model or optimizer."""
         state = self._cut(self.division.put_together(given))
         if "batches" not in state:  # weights alone, that another tool made: the job begins
             self._put_back_model(state["model"])
@@ -184,10 +190,13 @@ class TrainingState:
             if set(given) != set(parts):
                 raise ValueError(
                     f"the state has the {name} {sorted(given)}, this script {sorted(parts)}; "
-                    "resume with the same, or start a new job"
+                    f"{_GO_ON}"
                 )
             for key, part in parts.items():
-                part.load_state_dict(own_copy(given[key]))
+                if name == "optimizers":
+                    _put_back_optimizer(key, part, given[key])
+                else:
+                    part.load_state_dict(own_copy(given[key]))
         self.ledger.load_state_dict(state["ledger"])
         self.committed = int(state["step"])
         self._parts_at_edge = None
@@ -205,8 +214,7 @@ class TrainingState:
             flaws = [line.strip() for line in str(error).splitlines()[1:]] or [""]
             raise ValueError(
                 f"the state is of another model than this script's {type(self.model).__name__} "
-                f"({flaws[0][:MAX_FLAW]}); resume with the script that saved it, whose tensors "
-                "`python -m runtime.checkpoint inspect STATE_DIR` shows, or start a new job"
+                f"({flaws[0][:MAX_FLAW]}); {_GO_ON}"
             ) from error
 
     def _cut(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -278,6 +286,22 @@ class TrainingState:
             "helpers": {name: one for name, one in single.items() if one is not None},
             "extra": self.extra,
         }
+
+
+def _put_back_optimizer(key: str, optimizer: Stateful, given: Any) -> None:
+    """Raises ValueError if it is another optimizer's."""
+    theirs = given.get("param_groups") if isinstance(given, dict) else None
+    ours = getattr(optimizer, "param_groups", None)
+    differ = (
+        f"the state's optimizer {key} is {in_words(theirs)}, "
+        f"this script's is {in_words(ours, type(optimizer).__name__)}"
+    )
+    if other_kind(theirs, ours):
+        raise ValueError(f"{differ}; {_GO_ON}")
+    try:
+        optimizer.load_state_dict(own_copy(given))
+    except (LookupError, ValueError) as error:
+        raise ValueError(f"{differ} ({str(error)[:MAX_FLAW]}); {_GO_ON}") from error
 
 
 class Steadiness:

@@ -188,6 +188,23 @@ def test_a_job_that_evaluates_when_it_is_to_be_killed_loses_no_step(
     assert [step["step"] for step in fleet.steps(0)] == [*range(fleet.newest() + 1)]
 
 
+def test_a_preemption_before_the_first_step_ends_cleanly_and_leaves_nothing(
+    make_fleet: MakeFleet,
+) -> None:
+    fleet = make_fleet(2, own_disks=True, holders=True)
+    fleet.start_coordinator()
+    codes = []
+    for _ in range(2):
+        fleet.start_rank(0)
+        until(lambda: fleet.ask(op="status")["peers"], "it waits for the other replica")
+        codes += preempt(fleet)
+
+    left = [*fleet.folder.glob("disk0/**/*"), *fleet.folder.glob("state/**/*")]
+    assert codes == [0, 0]
+    assert left == []
+    assert "checkpoint_failed" not in (fleet.folder / "rank0.log").read_text()
+
+
 def come_to_a_step(fleet: Fleet, moments: random.Random) -> int:
     """Start the job, and let it train for a while; how it ends when it is preempted then."""
     last = fleet.last(0)["step"]

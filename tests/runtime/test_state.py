@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from runtime.data import Batches
 from runtime.image import CHUNK_BYTES, Staged
 from runtime.ledger import Summed
+from runtime.replica.optimizers import torchs_own
 from runtime.replica.state import TrainingState
 from runtime.snapshot import TooSmall, digest_of, size_of, stage, state_of, touched
 
@@ -74,6 +77,128 @@ def test_a_state_of_another_model_is_refused_in_one_line_that_says_what_to_do() 
     assert "\n" not in said
     assert "this script's Linear (size mismatch for weight: copying a param with shape" in said
     assert "python -m runtime.checkpoint inspect STATE_DIR" in said
+
+
+Optimizer = Callable[[list[torch.Tensor]], Any]
+OF_DENSE = {*torchs_own()} - {torch.optim.SparseAdam}
+
+
+def stepped(optimizer: Optimizer) -> TrainingState:
+    """After a step, with a schedule, which leaves settings of its own in the groups."""
+    model = torch.nn.Linear(3, 2, bias=False)
+    made = optimizer([*model.parameters()])
+    schedule = torch.optim.lr_scheduler.StepLR(made, 20)
+    state = TrainingState(model, [made], Batches(samples=48), schedules=[schedule])
+    model(torch.randn(4, 3)).square().mean().backward()
+    made.step(lambda: torch.ones(()))
+    return state
+
+
+@pytest.mark.parametrize(
+    ("saved", "script"),
+    [
+        (torch.optim.AdamW, torch.optim.SGD),
+        (torch.optim.SGD, torch.optim.AdamW),
+        (torch.optim.Adamax, torch.optim.Adam),  # which has all settings of the other
+        (torch.optim.Adam, torch.optim.NAdam),
+        (torch.optim.Adam, torch.optim.AdamW),  # of which only one setting's value differs
+        (torch.optim.AdamW, torch.optim.Adam),
+    ],
+)
+def test_an_optimizer_does_not_go_on_from_another_kind_s_state(
+    saved: type[torch.optim.Optimizer], script: type[torch.optim.Optimizer]
+) -> None:
+    with pytest.raises(ValueError, match="the state's optimizer 0 is") as error:
+        stepped(script).load(stepped(saved).copy())
+
+    said = str(error.value)
+    assert f"0 is {saved.__name__} with groups of [1] tensors, " in said
+    assert f"this script's is {script.__name__} with groups of [1] tensors; resume with" in said
+    assert "python -m runtime.checkpoint inspect STATE_DIR" in said
+
+
+@pytest.mark.parametrize(
+    ("saved", "script"),
+    [
+        *((kind, kind) for kind in sorted(OF_DENSE, key=str)),
+        (partial(torch.optim.Adam, decoupled_weight_decay=True), torch.optim.AdamW),
+        (partial(torch.optim.SGD, momentum=0.9), torch.optim.SGD),
+        (partial(torch.optim.RAdam, decoupled_weight_decay=True), torch.optim.RAdam),
+    ],
+)
+def test_an_optimizer_goes_on_from_its_own_kind_s_state(
+    saved: Optimizer, script: Optimizer
+) -> None:
+    first, second = stepped(saved), stepped(script)
+
+    second.load(first.copy())
+
+    assert second.digest() == first.digest()
+
+
+def test_what_a_torch_of_before_did_not_have_is_no_other_kind() -> None:
+    saved = state_of(stepped(torch.optim.AdamW).copy())
+    (group,) = saved["optimizers"]["0"]["param_groups"]
+    del group["decoupled_weight_decay"], group["fused"], group["initial_lr"]
+    script = stepped(torch.optim.AdamW)
+
+    script.restore(saved)
+
+    assert script.optimizers[0].state_dict()["param_groups"][0]["fused"] is None
+
+
+class Signs:
+    """The script's own, which knows no groups."""
+
+    def step(self, _closure: object = None) -> None:
+        """Nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"signs": torch.ones(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["signs"] is not None
+
+
+@pytest.mark.parametrize(
+    ("saved", "script", "words"),
+    [
+        (
+            lambda model: torch.optim.SGD(model.parameters()),
+            lambda model: torch.optim.SGD([{"params": [one]} for one in model.parameters()]),
+            r"is SGD with groups of \[2\] tensors, this script's is SGD with groups of \[1, 1\] "
+            r"tensors \(loaded state dict has a different number of parameter groups\)",
+        ),
+        (
+            lambda model: torch.optim.AdamW([model.weight]),
+            lambda model: torch.optim.AdamW(model.parameters()),
+            r"AdamW with groups of \[1\] tensors, this script's is AdamW with groups of \[2\] ",
+        ),
+        (
+            lambda model: torch.optim.SGD(model.parameters()),
+            lambda _model: Signs(),
+            r"is SGD with groups of \[2\] tensors, this script's is Signs \('signs'\)",
+        ),
+        (
+            lambda _model: Signs(),
+            lambda model: torch.optim.SGD(model.parameters()),
+            r"is none that this torch has, this script's is SGD with groups of \[2\] tensors \(",
+        ),
+    ],
+)
+def test_an_optimizer_that_does_not_fit_is_refused_with_both_sides_and_what_to_do(
+    saved: Callable[[Any], Any], script: Callable[[Any], Any], words: str
+) -> None:
+    models = [torch.nn.Linear(3, 2) for _ in range(2)]
+    first, second = (
+        TrainingState(model, [make(model)], Batches(samples=48))
+        for model, make in zip(models, (saved, script), strict=True)
+    )
+
+    with pytest.raises(ValueError, match=words) as error:
+        second.load(first.copy())
+
+    assert "python -m runtime.checkpoint inspect STATE_DIR" in str(error.value)
 
 
 def test_a_copy_into_memory_that_is_there_is_the_same_copy() -> None:

@@ -106,6 +106,24 @@ def test_a_checkpoint_is_not_exported_into_itself(tmp_path: Path, capsys: Captur
     assert store.verify(path) == []
 
 
+def test_a_part_that_is_missing_is_said_in_one_line_with_the_command_that_helps(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    path = write(tmp_path / "job", staged_at(1))
+    (path / "rank-0.json").unlink()
+
+    exported = main(["export", str(path), str(tmp_path / "out"), "--to", "torch"])
+    inspected = main(["inspect", str(path)])
+
+    told = capsys.readouterr()
+    assert (exported, inspected) == (2, 1)
+    assert told.err == told.out
+    assert told.err.endswith(
+        "the tensors of rank 0 are expected there, found: No such file or directory; to see all "
+        f"that is wrong: python -m runtime.checkpoint verify {path}\n"
+    )
+
+
 @pytest.mark.parametrize("verb", ["ls", "inspect", "verify"])
 def test_where_nothing_is_that_is_said(tmp_path: Path, verb: str, capsys: Capture) -> None:
     (tmp_path / "file").write_text("")

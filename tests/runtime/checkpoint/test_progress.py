@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from io import StringIO
+from pathlib import Path
 
+import pytest
+
+from runtime.checkpoint import progress
+from runtime.checkpoint.__main__ import main
+from runtime.checkpoint.draft import write
+from runtime.checkpoint.interchange import EXPORTS, whole_state
 from runtime.checkpoint.progress import Bar
+from tests.runtime.checkpoint.states import staged_at
+
+FULL = re.compile(r"\r\x1b\[K(\S+) \[#{30}\] 100%")
+#: What is asked, and of what a bar is drawn until it is full.
+ASKED = [
+    (["verify", "job"], ["step-00000002", "step-00000001"]),
+    (["diff", "job/step-00000001", "job/step-00000002"], ["step-00000001", "step-00000002"]),
+    *(
+        (["export", "job", f"new.{kind}", "--to", kind], ["step-00000002", f"new.{kind}"])
+        for kind in sorted(EXPORTS)
+    ),
+    (["import", "theirs.pt", "new"], ["theirs.pt"]),
+    (["prune", "job", "--keep", "1"], ["step-00000002"]),
+]
 
 
 class Terminal(StringIO):
@@ -36,3 +59,40 @@ def test_more_than_was_announced_is_all_of_it() -> None:
     bar = Bar("x", 0)
     bar(5)
     assert "100%" in bar.text(1.0)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two checkpoints, and what another tool made; every byte that is told of is drawn."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(progress, "REDRAW_S", 0.0)
+    for step in (1, 2):
+        write(Path("job"), staged_at(step))
+    EXPORTS["torch"](whole_state(Path("job/step-00000001")), Path("theirs.pt"))
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(("asked", "bars"), ASKED, ids=lambda one: "-".join(one))
+def test_whoever_waits_at_a_terminal_sees_a_bar(
+    asked: list[str], bars: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = Terminal()
+    monkeypatch.setattr(sys, "stderr", out)
+
+    main(asked)
+
+    assert [*dict.fromkeys(FULL.findall(out.getvalue()))] == bars
+    assert out.getvalue().endswith("\r\033[K")
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(("out", "more"), [(Terminal(), ["--json"]), (StringIO(), [])])
+@pytest.mark.parametrize("asked", [asked for asked, _bars in ASKED], ids="-".join)
+def test_a_program_sees_none(
+    asked: list[str], out: StringIO, more: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", out)
+
+    main([*asked, *more])
+
+    assert out.getvalue() == ""

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -175,8 +176,66 @@ def test_a_file_that_is_missing_is_said_with_its_size_and_what_to_do(tmp_path: P
 def test_a_rank_that_it_does_not_have_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, staged_at(2))
 
-    with pytest.raises(Damaged, match="of replicas of 1 ranks and has no rank 3"):
+    with pytest.raises(Damaged, match="of replicas of 1 ranks and has no rank 3") as error:
         store.read(path, 3)
+
+    assert str(error.value).endswith(f": python -m runtime.checkpoint inspect {path}")
+
+
+def unlinked(path: Path) -> None:
+    path.unlink()
+
+
+def cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def changed(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"step": 3'))
+
+
+def another_s(path: Path) -> None:
+    path.write_text('{"loss": 0.5}')
+
+
+@pytest.mark.parametrize(
+    ("name", "break_it", "words"),
+    [
+        (
+            "manifest.json",
+            cut_in_half,
+            r"is no checkpoint's JSON: .* expected, found \d+ bytes",
+        ),
+        ("manifest.json", another_s, r"expected, found an object with the keys \['loss'\]"),
+        ("manifest.json", changed, "was changed after .*: .* expected at its end, found "),
+        ("rank-0.json", unlinked, "the tensors of rank 0 are expected there, found: No such file"),
+        ("rank-0.json", cut_in_half, r"is no checkpoint's JSON: .* expected, found \d+ bytes"),
+        ("rank-0.json", changed, "was changed after .*: .* expected at its end, found "),
+    ],
+)
+def test_what_is_not_as_it_was_written_is_said_with_what_to_do(
+    tmp_path: Path, name: str, break_it: Callable[[Path], None], words: str
+) -> None:
+    path = write(tmp_path, staged_at(2))
+    break_it(path / name)
+    looked_into = {"manifest.json": tmp_path, "rank-0.json": path}[name]
+
+    with pytest.raises(Damaged, match=words) as error:
+        store.read(path)
+
+    said = str(error.value)
+    assert said.startswith(f"{path / name} ")
+    assert said.endswith(f": python -m runtime.checkpoint verify {looked_into}")
+    assert said.count("python -m") == 1
+
+
+def test_whoever_verifies_is_not_told_to_verify(tmp_path: Path) -> None:
+    path = write(tmp_path, staged_at(2))
+    unlinked(path / "rank-0.json")
+
+    (finding,) = store.verify(path)
+
+    assert "python -m" not in str(finding)
 
 
 def test_what_cannot_be_read_is_not_counted_among_those_kept(tmp_path: Path) -> None:
