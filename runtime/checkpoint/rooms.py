@@ -29,12 +29,23 @@ SLICE_BYTES = 4 << 20
 RESTING = (1.0, 3.0)
 
 
+def unpinned(_memory: memoryview) -> None:
+    """No card copies into it."""
+
+
 class Room:
     """One of them."""
 
-    def __init__(self, number: int, size: int, rest: Callable[[float], object]) -> None:
+    def __init__(
+        self,
+        number: int,
+        size: int,
+        rest: Callable[[float], object],
+        pin: Callable[[memoryview], object],
+    ) -> None:
         """Touches all of it, a slice at a time; after each it may `rest` for so many seconds, so
-        that the training goes on meanwhile. Raises OSError, MemoryError."""
+        that the training goes on meanwhile. Then `pin` has all of it. Raises OSError, MemoryError.
+        """
         resting = RESTING[min(number, 1)]
         self.number = number
         self.fd = os.memfd_create(f"drydock-room-{number}")
@@ -49,6 +60,7 @@ class Room:
                     # Not MAP_POPULATE, for which the interpreter's lock would be held.
                     ctypes.memset(ctypes.byref(ctypes.c_char.from_buffer(part)), 0, len(part))
                 rest(resting * (time.monotonic() - began))
+            pin(self.memory)
         except BaseException:
             os.close(self.fd)
             raise
@@ -61,9 +73,15 @@ class Room:
 class Rooms:
     """Rooms of one size, and which of them are free. Safe for several threads."""
 
-    def __init__(self, on_failure: Callable[[str], None], rooms: int = ROOMS) -> None:
-        """`on_failure` is told why so many cannot be had."""
+    def __init__(
+        self,
+        on_failure: Callable[[str], None],
+        rooms: int = ROOMS,
+        pin: Callable[[memoryview], object] = unpinned,
+    ) -> None:
+        """`on_failure` is told why so many cannot be had; `pin` is given each that was made."""
         self._on_failure = on_failure
+        self._pin = pin
         self._rooms = rooms
         self._changed = threading.Condition()
         self._free: list[Room] = []
@@ -147,7 +165,7 @@ class Rooms:
             with self._changed:  # never more of them: a writer may still read a former one
                 self._changed.wait_for(lambda: not self._used)
             for number in range(self._rooms):
-                made = Room(number, self._size, self._wanted.wait)
+                made = Room(number, self._size, self._wanted.wait, self._pin)
                 with self._changed:
                     self._wanted.clear()
                     self._free.append(made)

@@ -16,7 +16,7 @@ from runtime.checkpoint.rooms import ROOMS, Rooms
 from runtime.checkpoint.sources import Sources
 from runtime.checkpoint.tiers import TIERS, Folders, Interval, TierName, tiers_of
 from runtime.job import Job
-from runtime.snapshot import Copying, TooSmall
+from runtime.snapshot import Copying, TooSmall, pin
 
 FINISH_S = 30.0  # how long the end of a job waits for its last checkpoint
 
@@ -48,6 +48,7 @@ class Checkpointer:
         self.rooms = Rooms(
             lambda why: job.trouble("no_room_for_checkpoints", why),
             ROOMS + ("object" in self.tiers),
+            pin,
         )
         #: to the writers, and what they say
         self.delivery = Delivery(job, self.tiers, self.folders, self.rooms)

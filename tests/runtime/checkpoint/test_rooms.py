@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from runtime.checkpoint import rooms
+from runtime.checkpoint.large_pages import mapped
 from runtime.checkpoint.rooms import Rooms
+from runtime.snapshot import pin
 from tests.runtime.replicas import until
 
 GIB = 1 << 30
@@ -17,7 +23,13 @@ OWN_BYTES = 64e6  # that may be kept beside two copies
 class Untouched:
     """A room of which no memory is taken."""
 
-    def __init__(self, number: int, size: int, _rest: Callable[[float], object]) -> None:
+    def __init__(
+        self,
+        number: int,
+        size: int,
+        _rest: Callable[[float], object],
+        _pin: Callable[[memoryview], object],
+    ) -> None:
         self.number, self.fd, self.memory = number, -1, range(size)
 
 
@@ -36,3 +48,56 @@ def test_two_rooms_are_two_states_and_little_more(
     assert len(sizes) == 2
     assert sum(sizes) > 2 * (size + rooms.SLACK_BYTES)
     assert sum(sizes) <= 2 * size + OWN_BYTES / 2
+
+
+class CudaRuntime:
+    """What torch offers of it; refuses what is larger than `most`."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, _flags: int) -> int:  # noqa: N802
+        self.pinned |= {address: size} if size <= self.most else {}
+        return 0 if size <= self.most else 2
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.pinned[address]
+        return 0
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> CudaRuntime:
+    runtime = CudaRuntime(most=1 << 24)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    return runtime
+
+
+def test_rooms_are_pinned_where_a_card_is_in_use_for_as_long_as_they_are_mapped(
+    card: CudaRuntime,
+) -> None:
+    made = Rooms(pytest.fail, pin=pin)
+    made.prepare(1 << 20)
+    until(made.all_free, "both are made")
+    room = made.take()
+    assert room is not None
+    assert card.pinned[ctypes.addressof(ctypes.c_char.from_buffer(room.memory))] >= 1 << 20
+    assert len(card.pinned) == rooms.ROOMS
+
+    del room
+    made.close()
+    gc.collect()
+    assert card.pinned == {}
+
+
+def test_what_the_driver_does_not_pin_is_used_all_the_same(card: CudaRuntime) -> None:
+    made = Rooms(pytest.fail, pin=pin)
+    made.prepare(1 << 25)
+    until(made.all_free, "both are made")
+
+    assert card.pinned == {}
+
+
+def test_nothing_is_pinned_where_no_card_is_in_use() -> None:
+    assert not pin(mapped(os.memfd_create("none"), 1 << 12, writable=True))
