@@ -294,7 +294,8 @@ def check(part: Part, file: DataFile, handle: int, into: memoryview | None = Non
         what = str(error)
         if isinstance(error, FileNotFoundError):
             what = f"it is missing, {file.bytes} bytes expected"
-        return [Finding(file.name, part.rank, names_in(part, file.first), what)]
+        chunks = range(file.first, file.first + file.chunks)
+        return [Finding(file.name, part.rank, names_in(part, *chunks), what)]
     if not wrong:
         return []
     what = f"{len(wrong)} of {file.chunks} chunks are not what was saved"

@@ -98,6 +98,7 @@ class Fleet:
     grace_s: float = 30.0  # from SIGTERM to SIGKILL
     object_store: str = ""  # the URL of one
     holders: bool = False  # each replica's node keeps what another saves
+    writer: str = "runtime.checkpoint.writer"  # the module that writes its checkpoints
     lease_s: float = 10.0  # how long members may train without a word from the coordinator
     network: str = ""  # where peers reach the replicas
     rate_cap: str = ""  # of what each sends to a newcomer
@@ -156,6 +157,7 @@ class Fleet:
             "DRYDOCK_LOCAL_DIR": str(self.folder / f"disk{replica}") if self.own_disks else "",
             "DRYDOCK_HOLDER_DIR": str(self.folder / f"memory{replica}") if self.holders else "",
             "DRYDOCK_OBJECT_STORE": self.object_store,
+            "DRYDOCK_CHECKPOINT_WRITER": self.writer,
             "DRYDOCK_NETWORK": self.network,
             "DRYDOCK_RATE_CAP": self.rate_cap,
             "DRYDOCK_GRACE_S": str(self.grace_s),

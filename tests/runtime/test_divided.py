@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from runtime.checkpoint import store
+from runtime.checkpoint.difference import differences
+from runtime.checkpoint.interchange import whole_state
 from tests.runtime.replicas import PATIENCE_S, until
 from tests.runtime.test_modes import alone, covered
 from tests.runtime.test_replicas import MakeFleet, assert_every_sample_once
@@ -93,16 +95,23 @@ def test_a_divided_replica_trains_as_a_whole_one(make_fleet: MakeFleet) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "rich"), [([2, 4, 2], True), pytest.param([2, 1, 2], False, marks=pytest.mark.soak)]
+    ("shapes", "kind"),
+    [
+        ([2, 4, 2], {"rich": True}),
+        pytest.param([2, 1, 2], {}, marks=pytest.mark.soak),
+        # Without running statistics, of which each rank has its own.
+        pytest.param([4, 2, 1, 4], {"rich": True, "calm": True}, marks=pytest.mark.soak),
+    ],
 )
 def test_a_job_resumes_with_other_ranks(
-    make_fleet: MakeFleet, shapes: list[int], rich: bool
+    make_fleet: MakeFleet, shapes: list[int], kind: dict[str, bool]
 ) -> None:
-    """There and back without a step: what is saved at last is what was saved at first. Then on."""
-    options = {"steps": 30, "rich": rich, "averages": False, "pace_s": 0}
+    """Of other numbers of ranks without a step, and all save what was saved at first. Then on, as
+    one that was left alone."""
+    options = {"steps": 30, "averages": False, "pace_s": 0, "dropout": 0.0, **kind}
     fleet = make_fleet(1, divided=shapes[0], options=options)
     fleet.start_coordinator()
-    images = []
+    images, states = [], []
     for ranks in shapes:
         fleet.divided = ranks
         fleet.start_rank(0)
@@ -112,12 +121,20 @@ def test_a_job_resumes_with_other_ranks(
             store.remove(path)
         assert len(store.manifest_of(newest).parts) == ranks
         images.append([store.read(newest, rank).digest for rank in range(ranks)])
+        states.append(whole_state(newest))
     fleet.options["steps"] = 40
     fleet.start_rank(0)
     assert [process.wait(PATIENCE_S) for process in fleet.part_with(0)] == [0] * shapes[-1]
 
+    left_alone = make_fleet(1, divided=shapes[0], options={**options, "steps": 40})
+    left_alone.start()
+    assert left_alone.ranks[0].wait(PATIENCE_S) == 0
+
     assert images[0] == images[-1]
+    assert [[*differences(states[0], other)] for other in states[1:]] == [[]] * len(states[1:])
     assert [step["step"] for step in fleet.steps(0)] == [*range(40)]
+    losses = [step["loss"] for step in left_alone.steps(0)]
+    assert [step["loss"] for step in fleet.steps(0)] == losses
 
 
 def test_a_job_resumes_from_the_newest_checkpoint_of_which_every_part_is_there(

@@ -1,8 +1,9 @@
-"""Of a thousand random corruptions each is found, and named by its file."""
+"""Of a thousand random corruptions each is found, and named by its file, rank and tensors."""
 
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from runtime.checkpoint import store
 from runtime.checkpoint.draft import Draft
-from runtime.image import Damaged
+from runtime.image import CHUNK_BYTES, Damaged
 from tests.runtime.checkpoint.states import staged_at
 
 Corrupt = Callable[[bytearray, bytearray, random.Random], bytearray | None]
@@ -60,9 +61,31 @@ def save(folder: Path, step: int) -> Path:
     return draft.path
 
 
+def harmed(path: Path, before: bytes, after: bytes) -> set[str]:
+    """Whose bytes of this file are not what they were."""
+    _, rank, number = path.stem.split("-")
+    part = store.part_of(path.parent, store.manifest_of(path.parent), int(rank))
+    start = part.files[int(number)].first * CHUNK_BYTES
+    longest = before.ljust(len(after), b"\0"), after.ljust(len(before), b"\0")
+    changed = [start + at for at, (a, b) in enumerate(zip(*longest, strict=True)) if a != b]
+    ends = sorted({*changed[:1], *changed[-1:]})
+    return {
+        piece.name
+        for piece in part.table.pieces
+        if any(piece.offset <= at < piece.offset + piece.bytes for at in ends)
+    }
+
+
+def is_named(found: store.Finding, path: Path, tensors: set[str]) -> bool:
+    """Whether it says of whom this file is, and who in it is harmed."""
+    whose = re.search(r"rank-(\d)", path.name)
+    rank = int(whose[1]) if whose else None
+    return found.file == path.name and found.rank == rank and tensors <= {*found.tensors}
+
+
 @pytest.mark.parametrize("times", [20, pytest.param(170, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_corruption_is_found_and_its_file_named(
+def test_every_corruption_is_found_and_its_file_rank_and_tensors_named(
     tmp_path: Path, kind: Corrupt, times: int
 ) -> None:
     chance = random.Random(kind.__name__)  # noqa: S311 - which bytes, not secrecy
@@ -76,11 +99,13 @@ def test_every_corruption_is_found_and_its_file_named(
         other = chance.choice([older / path.name, newer / path.name.replace("0", "1", 1)])
         other = other if other.exists() and other != path else older / path.name
         corrupted = kind(bytearray(whole[path]), bytearray(other.read_bytes()), chance)
+        after = corrupted or b""
+        tensors = harmed(path, bytes(whole[path]), bytes(after)) if path.suffix == ".bin" else set()
         path.unlink()
         if corrupted is not None:
             path.write_bytes(corrupted)
         findings = store.verify(newer)
-        named = [f for f in findings if path.name in str(f)]
+        named = [f for f in findings if is_named(f, path, tensors)]
         refused = [rank for rank in (0, 1) if store.verified(newer, rank) is None]
         missed += [] if named and refused else [(path.name, findings)]
         path.unlink(missing_ok=True)
