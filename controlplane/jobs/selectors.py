@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from itertools import pairwise
+from itertools import groupby, pairwise
 from statistics import median
 from typing import Any, Protocol
 
@@ -283,6 +283,23 @@ def troubles_of(job: Job) -> list[Signal]:
     return list(
         told.annotate(running=Exists(there)).order_by("-observed_at", "-recorded_at")[:TROUBLES]
     )
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one or several replicas told alike, one after the other."""
+
+    newest: Signal
+    replicas: list[int]
+
+
+def told_alike(troubles: list[Signal]) -> list[Told]:
+    """The same, newest first, with one entry for what many say at once, as of a shared folder."""
+    found = []
+    for _, group in groupby(troubles, lambda one: (one.data["kind"], one.data.get("subject"))):
+        alike = list(group)
+        found.append(Told(alike[0], sorted({one.replica or 0 for one in alike})))
+    return found
 
 
 def failing_tiers(troubles: list[Signal]) -> dict[str, dict[int, str]]:

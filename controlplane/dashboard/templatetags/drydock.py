@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Container, Mapping
 from datetime import UTC, datetime
+from itertools import groupby
 from typing import Any
 
 from django import template
@@ -182,8 +183,12 @@ def money(value: float | None, currency: str) -> str | SafeString:
 
 @register.filter
 def ranks(values: list[int]) -> str:
-    """[0, 2, 3] as “0, 2, 3”."""
-    return ", ".join(str(value) for value in values)
+    """[0, 2, 3] as “0, 2, 3”, and what is a run of three or more, as “0, 2 to 9”."""
+    told = []
+    for _, run in groupby(enumerate(sorted(values)), lambda pair: pair[1] - pair[0]):
+        numbers = [str(value) for _, value in run]
+        told += [f"{numbers[0]} to {numbers[-1]}"] if len(numbers) > 2 else numbers
+    return ", ".join(told)
 
 
 @register.filter

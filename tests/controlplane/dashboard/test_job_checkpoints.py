@@ -72,7 +72,34 @@ def test_a_tier_that_fails_on_a_replica_is_shown_until_it_is_well(
     assert "failing on replica 11" in row
     assert "No space left on device" in row
     assert "failing" not in well.split('data-tier="local"')[1].split("</tr>")[0]
-    assert "checkpoint_recovered (local), replica 11" in well.split('data-testid="troubles"')[1]
+    assert "checkpoint_recovered (local), replica 10, 11" in well.split('data-testid="troubles"')[1]
+
+
+def test_what_many_replicas_say_alike_is_one_line(operator: Client, job: Job) -> None:
+    """As of a shared folder that has gone: each of a thousand says so."""
+    for index in (10, 11, 12, 14):
+        placement = PlacementFactory(replica=ReplicaFactory(job=job, index=index))
+        told(job, "checkpoint_failed", index, ago_s=30 - index, placement=placement)
+    told(job, "checkpoint_recovered", 10, ago_s=3, placement=placement)
+    told(job, "checkpoint_failed", 10, ago_s=2, placement=placement)
+
+    shown = page(operator, job).split('data-testid="troubles"')[1].split("</section>")[0]
+
+    lines = [line.split("</span>")[0] for line in shown.split('<span class="told"><span>')[1:]]
+    assert lines == [
+        "checkpoint_failed (local), replica 10",
+        "checkpoint_recovered (local), replica 10",
+        "checkpoint_failed (local), replica 10 to 12, 14",
+    ]
+
+
+def test_the_expected_share_of_time_is_shown_with_the_interval(operator: Client, job: Job) -> None:
+    CheckpointFactory(job=job, tier="local", every_s=42.0, ettr=0.98765)
+
+    row = page(operator, job).split('data-tier="local"')[1].split("</tr>")[0]
+
+    assert "42.0 s" in row
+    assert "0.9877" in row
 
 
 def test_what_a_process_that_is_gone_said_of_a_tier_counts_no_more(
