@@ -21,7 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rivals import plot, report
 from benchmarks.rivals.results import PARTS, Plan, measure
+from benchmarks.rivals.task import State
 
+STATES = (State(10.0), State(100.0), State(400.0))
 QUICK = {"rounds": 4, "kills": 8, "rival_kills": 4, "default_kills": 0, "rejoins": 1}
 
 
@@ -38,6 +40,7 @@ def main() -> None:
             rival_kills=options.rival_kills,
             default_kills=options.default_kills,
             rejoins=options.rejoins,
+            states=options.states,
         )
 
         def say(what: str) -> None:
@@ -71,6 +74,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rival-kills", type=int, default=20)
     parser.add_argument("--default-kills", type=int, default=4, help="of rivals as they come")
     parser.add_argument("--rejoins", type=int, default=5, help="of each, for each size of state")
+    parser.add_argument(
+        "--states", type=states, default=STATES, metavar="MB,...",
+        help="that newcomers are given: MB, as good as none of it trained; 100t: all of it",
+    )  # fmt: skip
     options = parser.parse_args()
     if options.quick:
         vars(options).update(QUICK)
@@ -83,6 +90,10 @@ def parts(text: str) -> tuple[str, ...]:
         if part not in PARTS:
             raise argparse.ArgumentTypeError(f"no part {part!r}; use some of {', '.join(PARTS)}")
     return wanted
+
+
+def states(text: str) -> tuple[State, ...]:
+    return tuple(State(float(one.removesuffix("t")), one.endswith("t")) for one in text.split(","))
 
 
 if __name__ == "__main__":

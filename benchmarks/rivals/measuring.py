@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.rivals.contenders import Contender
 from benchmarks.rivals.figures import Samples, account, gap, median_step
 from benchmarks.rivals.fleet import Job, Member, Nursery
-from benchmarks.rivals.task import FOR_EVER, GLOBAL_BATCH, SHARD_SIZE, TRAFFIC, Model
+from benchmarks.rivals.task import FOR_EVER, GLOBAL_BATCH, SHARD_SIZE, TRAFFIC, Model, State
 
 STEPS = 20  # of a turn in health
 WARMING = 5  # steps before them
@@ -246,14 +246,15 @@ def _step(job: Job) -> float:
 # --- a newcomer -----------------------------------------------------------------------------------
 
 
-def rejoin(bench: Bench, contender: Contender, state_mb: float) -> Rejoin | None:
+def rejoin(bench: Bench, contender: Contender, state: State) -> Rejoin | None:
     """One newcomer to a job that lost a replica; None if it never got in.
 
     The loss is at an edge, while nobody is in a collective, so that it says nothing of the gap. It
     comes to a job that has been training for a while: what a contender does once, when a job
     begins, is no part of it.
     """
-    model = replace(TRAFFIC["light"], frozen_mb=state_mb)
+    trained = state.mb if state.trained else 0.0
+    model = replace(TRAFFIC["light"], trained_mb=trained, frozen_mb=state.mb - trained)
     with bench.job(contender, model, until=RUN_IN) as job:
         if not job.wait(lambda: _connected(job) and _reached(job, RUN_IN), 2 * PATIENCE_S):
             return None

@@ -90,7 +90,7 @@ def _kill(rows: Sequence[dict[str, Any]]) -> Panel:
 
 def _rejoin(rows: Sequence[dict[str, Any]]) -> Panel:
     strips: list[Strip] = []
-    for heading, row in _under_headings(rows, lambda r: f"{r['state_mb']:.0f} MB of state"):
+    for heading, row in _under_headings(rows, lambda r: r["state"]):
         strips += [Strip(heading, [], heading=True)] if heading else []
         failed = f"{row['failed']} never entered" if row["failed"] else ""
         service = row["service_s"]

@@ -80,9 +80,9 @@ def _samples(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _rejoin(rows: Sequence[Row]) -> Iterator[str]:
-    for (state_mb, replicas), group in _by(rows, "state_mb", "replicas"):
+    for (state, replicas), group in _by(rows, "state", "replicas"):
         yield ""
-        yield f"A newcomer to {replicas - 1} replicas, {state_mb:.0f} MB of state"
+        yield f"A newcomer to {replicas - 1} replicas, {state}"
         yield (
             f"{'':<32}{'entered':>8}{'median':>10}{'p99':>9}{'worst':>9}{'of ours':>9}"
             f"{'in steps':>10}{'worst':>7}{'calm':>6}{'in service':>12}"

@@ -16,7 +16,7 @@ from benchmarks.rivals import contenders as who
 from benchmarks.rivals.contenders import Contender
 from benchmarks.rivals.figures import together
 from benchmarks.rivals.measuring import Bench, Kill, Rejoin, healthy, kills, rejoin
-from benchmarks.rivals.task import GLOBAL_BATCH, TRAFFIC
+from benchmarks.rivals.task import GLOBAL_BATCH, TRAFFIC, State
 
 PARTS = ("healthy", "kill", "rejoin")
 BLOCKS = 4  # into which a contender's kills are divided
@@ -32,7 +32,7 @@ class Plan:
     rival_kills: int
     default_kills: int  # of a rival as it comes, which takes five times as long
     rejoins: int
-    states_mb: tuple[float, ...] = (10.0, 100.0, 400.0)
+    states: tuple[State, ...]
 
 
 def measure(plan: Plan, part: str, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
@@ -131,24 +131,24 @@ def _kill_row(those: Sequence[Kill]) -> dict[str, Any]:
 
 def _rejoin(bench: Bench, plan: Plan, say: Callable[[str], None]) -> list[dict[str, Any]]:
     rows = []
-    for state_mb in plan.states_mb:
+    for state in plan.states:
         found: dict[str, list[Rejoin | None]] = {}
         for number in range(plan.rejoins):
             for contender in (who.OURS, who.TORCHFT_PATIENT, who.NIGHTLY_PATIENT):
-                say(f"newcomer {number + 1}, {state_mb:.0f} MB: {contender.name}")
-                one = rejoin(bench, contender, state_mb)
+                say(f"newcomer {number + 1}, {state}: {contender.name}")
+                one = rejoin(bench, contender, state)
                 found.setdefault(contender.name, []).append(one)
-        rows += [_rejoin_row(name, state_mb, those, plan) for name, those in found.items()]
+        rows += [_rejoin_row(name, state, those, plan) for name, those in found.items()]
     return rows
 
 
 def _rejoin_row(
-    name: str, state_mb: float, those: Sequence[Rejoin | None], plan: Plan
+    name: str, state: State, those: Sequence[Rejoin | None], plan: Plan
 ) -> dict[str, Any]:
     entered = [one for one in those if one is not None]
     return {
         "name": name,
-        "state_mb": state_mb,
+        "state": str(state),
         "replicas": plan.replicas,
         "failed": len(those) - len(entered),
         "step_s": statistics.median([one.step_s for one in entered]) if entered else None,

@@ -22,6 +22,7 @@ class Model:
     blocks: int
     tokens: int  # in each sample; more of them is more computing, and no more to sum
     frozen_mb: float = 0.0  # weights that are part of the state and are not trained
+    trained_mb: float = 0.0  # weights more, with all that AdamW keeps of them
 
 
 #: A short all-reduce after a long backward; and one that takes two fifths of the step.
@@ -29,6 +30,17 @@ TRAFFIC = {
     "light": Model(width=128, hidden=512, blocks=3, tokens=48),
     "heavy": Model(width=512, hidden=2560, blocks=1, tokens=1),
 }
+
+
+@dataclass(frozen=True)
+class State:
+    """What a newcomer is to be given."""
+
+    mb: float
+    trained: bool = False  # all of it; else as good as none
+
+    def __str__(self) -> str:
+        return f"{self.mb:.0f} MB of state{', all of it trained' if self.trained else ''}"
 
 
 @dataclass(frozen=True)

@@ -38,10 +38,15 @@ class Network(nn.Module):
         if size.frozen_mb:
             frozen = torch.rand(int(size.frozen_mb * 1e6 / 4))
             self.frozen = nn.Parameter(frozen, requires_grad=False)
+        # A third of it is weights, the rest two moments of each.
+        more = torch.zeros(int(size.trained_mb * 1e6 / 12))
+        self.more = nn.Parameter(more) if size.trained_mb else None
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """The mean loss over rows of tokens, each to be told from the one before it."""
         x = self.words(rows[:, :-1])
+        if self.more is not None:
+            x = x + 0.0 * self.more.sum()  # no computing to speak of, and all the gradients
         for block in self.blocks:
             x = x + block(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), rows[:, 1:].flatten())

@@ -88,7 +88,8 @@ def rows() -> dict[str, Any]:
         ],
         "rejoin": [
             {
-                "name": "ours", "state_mb": 10.0, "replicas": 4, "failed": 1, "step_s": 0.05,
+                "name": "ours", "state": "10 MB of state", "replicas": 4, "failed": 1,
+                "step_s": 0.05,
                 "gaps_s": [0.1], "gaps_steps": [2.0], "calm_steps": [1.5], "service_s": [0.5],
             }
         ],
