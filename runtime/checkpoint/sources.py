@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,10 +16,20 @@ from runtime.checkpoint import peer, store
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.objects import Found, ObjectStore
 from runtime.checkpoint.suspects import suspects
-from runtime.checkpoint.tiers import TIERS, Folders, Tier, TierName, known_run
+from runtime.checkpoint.tiers import (
+    TIERS,
+    Folders,
+    Tier,
+    TierName,
+    epochs_taken,
+    known_run,
+    next_epoch,
+)
 from runtime.framing import PeerFailed
 from runtime.image import Damaged, Staged
 from runtime.job import Job
+
+log = logging.getLogger("drydock.checkpoint")
 
 AT_ONCE = 32  # other nodes' holders that are asked
 ELSEWHERE_S = 2.0  # how long one may take to answer: its node may be gone
@@ -36,6 +47,8 @@ class Sources:
         self._tiers = tiers
         self._folders = folders
         self.holder = ""  # the address of this node's own, which keeps what peers save
+        #: the latest that was seen: of starts, and of checkpoints, also those that are not ours
+        self.latest_epoch = 0
         #: name of a save -> the addresses of those who hold it, this node's own first
         self._holders: dict[str, list[str]] = {}
 
@@ -87,6 +100,15 @@ class Sources:
             )
         return left
 
+    def next_epoch(self, above: int) -> int:
+        """The number of this start of the job, which is above that one; see `tiers.next_epoch`.
+        Where the shared folder cannot count it is the next one, and another start may have it."""
+        try:
+            return next_epoch(self._folders.shared, above)
+        except OSError as error:  # whoever lists what is there, or saves, tells an engineer
+            log.warning("start_not_counted epoch=%s error=%s", above + 1, error)
+            return above + 1
+
     def ranks(self, name: str, tier: TierName) -> int:
         """How many ranks have saved this checkpoint. Raises Damaged if it is gone."""
         if tier == "object":
@@ -122,6 +144,10 @@ class Sources:
         """Those on disks that could be loaded: in which epoch they were trained, the step and the
         name. Raises OSError, ValueError."""
         found = self._stored() if tier == "object" else self._written(tier)
+        started = epochs_taken(self._folders.shared) if tier == "shared" else []
+        self.latest_epoch = max([self.latest_epoch, *started, *map(store.epoch_of, found)])
+        if self._tiers[tier].own:
+            found = [one for one in found if one.facts.get("ranks") == self._job.ranks]
         return [(store.epoch_of(one), one.step, one.save) for one in found]
 
     @functools.cached_property
@@ -201,9 +227,7 @@ class Sources:
         for damaged in (one for one in found if isinstance(one, Damaged)):
             self._job.trouble("checkpoint_refused", f"{tier}: {damaged}")
         whole = [one for one in found if isinstance(one, Manifest)]
-        if self._tiers[tier].own:
-            return [one for one in whole if one.facts.get("ranks") == self._job.ranks]
-        if found and not whole:
+        if found and not whole and not self._tiers[tier].own:
             raise ValueError(
                 f"none of the {len(found)} checkpoints in {folders[0]} can be read: mend that, or "
                 "to begin anew move that folder away"

@@ -8,6 +8,7 @@ of its save in all. Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from runtime.checkpoint import store
+from runtime.checkpoint.draft import sync_folder
 from runtime.checkpoint.interval import FAILURES_PER_NODE_DAY, Pace, nodes_of
 from runtime.checkpoint.objects import ObjectStore
 from runtime.job import Job
@@ -27,6 +29,7 @@ Interval = float | Literal["auto"]
 TIERS: tuple[TierName, ...] = ("peer", "local", "shared", "object")
 KEEP_LOCAL = 2
 _RUN = "run"
+_EPOCH = "epoch-"  # and the number of the last start that was counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,3 +168,36 @@ def run_of(folder: Path) -> str:
     finally:
         draft.unlink(missing_ok=True)
     return known_run(folder)
+
+
+def next_epoch(folder: Path, above: int) -> int:
+    """The number of a start of the job whose checkpoints are in this folder: above that one, and
+    above those of all starts before it, also of those that left nothing here. No other start has
+    it, however many there are at once. Durable. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    while True:
+        above = max([above, *epochs_taken(folder)]) + 1
+        try:
+            (folder / f"{_EPOCH}{above}").touch(exist_ok=False)
+        except FileExistsError:  # another start was quicker
+            continue
+        taken = epochs_taken(folder)
+        if max(taken, default=0) <= above:
+            break
+        # What we saw at first was old: ours may have been another's, and removed since.
+    sync_folder(folder)
+    for number in taken:
+        if number < above:
+            with contextlib.suppress(OSError):
+                (folder / f"{_EPOCH}{number}").unlink()
+    return above
+
+
+def epochs_taken(folder: Path) -> list[int]:
+    """The last number that a start took there, and some before it. Raises OSError."""
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except FileNotFoundError:
+        return []
+    numbers = [name.removeprefix(_EPOCH) for name in names if name.startswith(_EPOCH)]
+    return [int(number) for number in numbers if number.isdecimal()]
