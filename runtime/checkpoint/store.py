@@ -42,10 +42,10 @@ GONE = ".gone-"  # given up or to be removed
 _ALL_THAT_IS_WRONG = "to see all that is wrong: python -m runtime.checkpoint verify"
 _WHAT_IS_THERE = "to see what a job has: python -m runtime.checkpoint ls STATE_DIR"
 
-Progress = Callable[[int], object]
+Progress = Callable[[int], object]  # is told of so many bytes more
 
 
-def _unseen(_bytes: int) -> None:
+def unseen(_bytes: int) -> None:
     """Nobody looks on."""
 
 
@@ -154,18 +154,18 @@ def checked_part(data: bytes, manifest: Manifest, expected: PartHash, what: str)
     return part
 
 
-def read(path: Path, rank: int = 0, progress: Progress = _unseen) -> Staged:
-    """One rank's image, each chunk compared. `progress` is told of each file's bytes. Raises
-    Damaged, naming tensors and file."""
+def read(path: Path, rank: int = 0, progress: Progress = unseen) -> Staged:
+    """One rank's image, each chunk compared. `progress` is told of each block, on any thread.
+    Raises Damaged, naming tensors and file."""
     part = part_of(path, manifest_of(path), rank)
     buffer = pages(part.table.bytes)
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for file in part.files:
             start = file.first * CHUNK_BYTES
-            for finding in check(part, file, handle, buffer[start : start + file.bytes]):
+            into = buffer[start : start + file.bytes]
+            for finding in check(part, file, handle, into, progress):
                 raise Damaged(f"{path}: {finding}; {_ALL_THAT_IS_WRONG} {path}")
-            progress(file.bytes)
     finally:
         os.close(handle)
     return Staged(part.step, part.table, buffer, part.hashes)
@@ -188,7 +188,7 @@ def newest(folder: Path, rank: int = 0) -> tuple[Path, Staged] | None:
     return None
 
 
-def verify(path: Path, progress: Progress = _unseen) -> list[Finding]:
+def verify(path: Path, progress: Progress = unseen) -> list[Finding]:
     """All that is wrong with a checkpoint, reading every byte of it. `progress`: see `read`."""
     try:
         manifest = manifest_of(path)
@@ -245,17 +245,23 @@ def listed(folder: Path) -> Iterator[tuple[Path, Manifest | Damaged]]:
             yield path, error
 
 
-def verify_part(part: Part, handle: int, progress: Progress = _unseen) -> list[Finding]:
+def verify_part(part: Part, handle: int, progress: Progress = unseen) -> list[Finding]:
     """Read the files of a part again, from the disk; what is wrong with them."""
     findings = []
     for file in part.files:
-        findings += check(part, file, handle)
-        progress(file.bytes)
+        findings += check(part, file, handle, progress=progress)
     return findings
 
 
-def check(part: Part, file: DataFile, handle: int, into: memoryview | None = None) -> list[Finding]:
-    """Read one file and compare its chunks; what is wrong with it. `into`: see `disk.read`."""
+def check(
+    part: Part,
+    file: DataFile,
+    handle: int,
+    into: memoryview | None = None,
+    progress: Progress = unseen,
+) -> list[Finding]:
+    """Read one file and compare its chunks; what is wrong with it. `into`: see `disk.read`;
+    `progress`: see `read`."""
     wrong: list[int] = []
 
     def compare(offset: int, block: memoryview) -> None:
@@ -263,6 +269,7 @@ def check(part: Part, file: DataFile, handle: int, into: memoryview | None = Non
         for chunk, data in enumerate(chunks_of(block), first):
             if hash_of(data) != part.hashes[chunk]:
                 wrong.append(chunk)
+        progress(len(block))
 
     try:
         disk.read(file.name, file.bytes, handle, compare, into)

@@ -33,6 +33,7 @@ from runtime.replica.rank import Rank
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
 from runtime.whole import generators, set_generators
+from tests.runtime.checkpoint.states import hanging
 from tests.runtime.replicas import PATIENCE_S, ROOT, TOKEN, until
 from tests.runtime.test_client import Door
 
@@ -353,6 +354,17 @@ def test_a_start_is_later_than_all_that_is_there_though_it_cannot_be_loaded(alon
         number.unlink()
 
     assert alone.trained(1) == (3, 1)
+
+
+def test_while_the_shared_folder_hangs_it_goes_on_from_its_own_disk(alone: Alone) -> None:
+    alone.trained(1)
+    _, lost_from = alone.lost()
+
+    with hanging(alone._folder / "state" / "checkpoints" / "run"), alone.start() as whole:
+        step = next(whole.steps(NEVER))
+
+    assert (whole.epoch, step > lost_from) == (3, True)
+    assert alone.troubles().count("checkpoints_out_of_reach") == 1
 
 
 def test_where_starts_cannot_be_counted_the_checkpoints_tell_which_it_is(alone: Alone) -> None:
