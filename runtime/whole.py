@@ -94,7 +94,7 @@ class WholeJob:
         self.extra = dict(extra or {})
         self.saver = saver
         self.committed = -1
-        self.epoch = 1  # which start this is of those that made a checkpoint
+        self.epoch = 0  # which start this is
         #: of each tier the step that was saved to it last, also if it is still being written
         self._saved: dict[TierName, int] = {}
         self._in_step = False  # the loop makes one
@@ -244,12 +244,21 @@ class WholeJob:
     # --- putting back -------------------------------------------------------------------------
 
     def _resume(self) -> None:
-        """Go on from the newest checkpoint of which every rank's part verifies.
+        """Go on from the newest checkpoint of which every rank's part verifies, in an epoch after
+        all that were: what is out of reach now, or cannot be loaded, must never be taken for newer
+        than what is made from here on.
 
-        Raises ValueError if there are some and none can be loaded: nobody begins anew unasked.
+        Raises ValueError if there are some and none can be loaded: nobody begins anew unasked; and
+        what `Sources.saves` raises.
         """
         sources = self.saver.sources
-        found = self._from(0, None if self.job.rank else sources.saves())
+        found = self._from(0, sources.saves())
+        self._load(found)
+        latest = self._highest(sources.latest_epoch)
+        self.epoch = self._from(0, None if self.job.rank else sources.next_epoch(latest))
+
+    def _load(self, found: Sequence[tuple[int, str, TierName]]) -> None:
+        """The first of which all ranks can. Raises ValueError."""
         for step, name, tier in found:
             part = self._read(name, tier)
             if not self._most([part is None])[0]:
@@ -303,7 +312,6 @@ class WholeJob:
         if digest_of(self._state()) != part.digest:
             text = "what was put back is not what was saved: some load_state_dict gives back less"
             self.job.trouble("checkpoint_not_restored", text)
-        self.epoch += 1
 
     # --- all ranks ----------------------------------------------------------------------------
 
@@ -312,6 +320,12 @@ class WholeJob:
         told = torch.tensor(flags, dtype=torch.uint8)
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
         return [bool(one) for one in told.tolist()]
+
+    def _highest(self, number: int) -> int:
+        """Of what the ranks give."""
+        told = torch.tensor(number)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+        return int(told)
 
     def _from(self, source: int, value: Any) -> Any:
         """What that rank gives, which JSON can say."""

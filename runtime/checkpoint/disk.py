@@ -13,9 +13,9 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from runtime.checkpoint.asking import at_once
 from runtime.image import aligned, pages
 
 #: Bytes of one request. Disks and networks reach their speed with it.
@@ -73,27 +73,13 @@ def _write_blocks(
     file: int, data: memoryview, ready: Callable[[int], object], requests: int
 ) -> None:
     """In their order, so many at once. After one that fails no other is begun."""
-    left = blocks(len(data))
-    taking = threading.Lock()
-    failed = threading.Event()
 
-    def take() -> tuple[int, int] | None:
-        with taking:
-            return None if failed.is_set() else next(left, None)
+    def one(block: tuple[int, int]) -> None:
+        start, end = block
+        ready(end)
+        _put(file, data[start:end], start)
 
-    def work() -> None:
-        try:
-            while (block := take()) is not None:
-                start, end = block
-                ready(end)
-                _put(file, data[start:end], start)
-        except BaseException:
-            failed.set()
-            raise
-
-    with ThreadPoolExecutor(requests, "drydock-write") as pool:
-        for done in [pool.submit(work) for _ in range(requests)]:
-            done.result()
+    at_once(one, blocks(len(data)), requests, "drydock-write")
 
 
 def _put(file: int, data: memoryview, offset: int) -> None:
@@ -136,7 +122,8 @@ def read(
         room = threading.local()
         longest = LOOKED_AT_BYTES if into is None else BLOCK_BYTES
 
-        def one(start: int, end: int) -> None:
+        def one(limits: tuple[int, int]) -> None:
+            start, end = limits
             whole = (end - start) % SECTOR_BYTES == 0
             if into is not None and whole:
                 block = into[start:end]
@@ -150,9 +137,7 @@ def read(
                     into[start:end] = block
             work(start, block)
 
-        with ThreadPoolExecutor(REQUESTS, "drydock-read") as pool:
-            for done in [pool.submit(one, *block) for block in blocks(size, longest)]:
-                done.result()
+        at_once(one, blocks(size, longest), REQUESTS, "drydock-read")
     finally:
         os.close(file)
 

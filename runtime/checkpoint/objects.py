@@ -10,7 +10,6 @@ import contextlib
 import posixpath
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import xxhash
 
 from runtime.checkpoint import store
+from runtime.checkpoint.asking import at_once
 from runtime.checkpoint.manifest import (
     MANIFEST,
     DataFile,
@@ -89,30 +89,30 @@ class ObjectStore:
 
     # --- what there is --------------------------------------------------------------------------
 
-    def found(self) -> list[Found | Damaged]:
+    def found(self, progress: store.Progress = store.unseen) -> list[Found | Damaged]:
         """All complete ones, or why one that has a manifest cannot be read; the newest first.
-        Raises OSError."""
-        manifests = self._manifests()
+        `progress`: see `store.read`. Raises OSError."""
+        manifests = self._manifests(progress)
         damaged = [one for one in manifests.values() if isinstance(one, Damaged)]
         return [*_newest_first(manifests), *damaged]
 
-    def named(self, save: str) -> Found:
-        """Raises Damaged if it is gone, OSError."""
-        for one in self.found():
+    def named(self, save: str, progress: store.Progress = store.unseen) -> Found:
+        """`progress`: see `store.read`. Raises Damaged if it is gone, OSError."""
+        for one in self.found(progress):
             if isinstance(one, Found) and one.manifest.save == save:
                 return one
         raise Damaged(f"the save {save} is gone")
 
-    def read(self, save: str, rank: int) -> Staged:
-        """One rank's image, each chunk compared. Raises Damaged, naming tensors and object;
-        OSError."""
-        found = self.named(save)
+    def read(self, save: str, rank: int, progress: store.Progress = store.unseen) -> Staged:
+        """One rank's image, each chunk compared. `progress`: see `store.read`. Raises Damaged,
+        naming tensors and object; OSError."""
+        found = self.named(save, progress)
         expected = found.manifest.part(rank)
         path = posixpath.join(found.path, expected.name)
         with _missing_is_damage(path):
             part = store.checked_part(self._small(path), found.manifest, expected, path)
         buffer = pages(part.table.bytes)
-        self._compare(found.path, part, buffer)
+        self._compare(found.path, part, buffer, progress)
         return Staged(part.step, part.table, buffer, part.hashes)
 
     # --- writing --------------------------------------------------------------------------------
@@ -213,13 +213,17 @@ class ObjectStore:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def _manifests(self) -> dict[str, Manifest | Damaged | None]:
+    def _manifests(
+        self, progress: store.Progress = store.unseen
+    ) -> dict[str, Manifest | Damaged | None]:
         """By the folder: what it holds, why that cannot be read, or None if it has no manifest."""
         found: dict[str, Manifest | Damaged | None] = {}
         for folder in self._folders():
             path = posixpath.join(folder, MANIFEST)
             try:
-                found[folder] = Manifest.from_json(self._small(path), path)
+                data = self._small(path)
+                progress(len(data))
+                found[folder] = Manifest.from_json(data, path)
             except FileNotFoundError:
                 found[folder] = None
             except Damaged as error:
@@ -283,7 +287,13 @@ class ObjectStore:
         with contextlib.suppress(FileNotFoundError), self._asking(folder):
             self._files.rm(folder, recursive=True)
 
-    def _compare(self, folder: str, part: Part, into: memoryview | None = None) -> None:
+    def _compare(
+        self,
+        folder: str,
+        part: Part,
+        into: memoryview | None = None,
+        progress: store.Progress = store.unseen,
+    ) -> None:
         """Read the objects of a part, each chunk compared. Raises Damaged, OSError."""
         wrong: list[int] = []
 
@@ -291,6 +301,7 @@ class ObjectStore:
             end = min(start + BLOCK_BYTES, file.bytes)
             with _missing_is_damage(path), self._asking(path):
                 block = memoryview(self._files.cat_file(path, start=start, end=end))
+            progress(len(block))
             if len(block) != end - start:
                 raise Damaged(f"{path} ends after {start + len(block)} of {file.bytes} bytes")
             for chunk, data in enumerate(chunks_of(block), file.first + start // CHUNK_BYTES):
@@ -341,8 +352,6 @@ def _do_all(tasks: Sequence[Callable[[threading.Event], None]]) -> None:
     stopped = threading.Event()
 
     def do(task: Callable[[threading.Event], None]) -> None:
-        if stopped.is_set():
-            return
         try:
             task(stopped)
         except _GivenUp:
@@ -351,9 +360,7 @@ def _do_all(tasks: Sequence[Callable[[threading.Event], None]]) -> None:
             stopped.set()
             raise
 
-    with ThreadPoolExecutor(STREAMS, "drydock-objects") as pool:
-        for done in [pool.submit(do, task) for task in tasks]:
-            done.result()
+    at_once(do, tasks, STREAMS, "drydock-objects")
 
 
 @contextlib.contextmanager

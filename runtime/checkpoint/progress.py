@@ -29,15 +29,17 @@ class Bar:
         self._done = 0
         self._began = time.monotonic()
         self._drawn = 0.0
+        self._drawing = threading.Lock()
 
     def __call__(self, count: int) -> None:
-        """So many more."""
-        self._done += count
-        now = time.monotonic()
-        if self._shown and now - self._drawn >= REDRAW_S:
-            self._drawn = now
-            self._out.write(f"\r\033[K{self.text(now - self._began)}")
-            self._out.flush()
+        """So many more; on any thread."""
+        with self._drawing:
+            self._done += count
+            now = time.monotonic()
+            if self._shown and now - self._drawn >= REDRAW_S:
+                self._drawn = now
+                self._out.write(f"\r\033[K{self.text(now - self._began)}")
+                self._out.flush()
 
     def close(self) -> None:
         """What comes next takes its line."""

@@ -6,19 +6,31 @@ Imports no torch.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint import peer, store
+from runtime.checkpoint.asking import Asking
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.objects import Found, ObjectStore
-from runtime.checkpoint.suspects import suspects
-from runtime.checkpoint.tiers import TIERS, Folders, Tier, TierName, known_run
+from runtime.checkpoint.suspects import State, suspects
+from runtime.checkpoint.tiers import (
+    TIERS,
+    Folders,
+    Tier,
+    TierName,
+    epochs_taken,
+    next_epoch,
+)
 from runtime.framing import PeerFailed
 from runtime.image import Damaged, Staged
 from runtime.job import Job
+
+log = logging.getLogger("drydock.checkpoint")
 
 AT_ONCE = 32  # other nodes' holders that are asked
 ELSEWHERE_S = 2.0  # how long one may take to answer: its node may be gone
@@ -35,7 +47,10 @@ class Sources:
         self._job = job
         self._tiers = tiers
         self._folders = folders
+        self._asking = {**folders.asking, "object": Asking(job.object_store)}
         self.holder = ""  # the address of this node's own, which keeps what peers save
+        #: the latest that was seen: of starts, and of checkpoints, also those that are not ours
+        self.latest_epoch = 0
         #: name of a save -> the addresses of those who hold it, this node's own first
         self._holders: dict[str, list[str]] = {}
 
@@ -48,12 +63,13 @@ class Sources:
         `elsewhere`: the addresses of other nodes' holders, which are asked too. `after`: the epoch
         and step of what is in memory; only later training is named.
 
-        A tier that cannot be read, or has some and none that could be ours, is told. If there is no
-        other checkpoint, or only in the object store, it is raised as ValueError, and as OSError if
-        it is a tier of all nodes.
+        A tier that cannot be read or does not answer in time, or has some and none that could be
+        ours, is told. If there is no other checkpoint, or only in the object store, it is raised as
+        ValueError, and as OSError if it is a tier of all nodes.
         """
         found: list[_Found] = []
         failed: OSError | ValueError | None = None
+        out_of_reach: set[str] = set()
         for order, name in enumerate(TIERS):
             if name not in self._tiers:
                 continue
@@ -62,23 +78,27 @@ class Sources:
             except (OSError, ValueError) as error:
                 if name in OF_ALL_NODES or isinstance(error, ValueError):
                     failed = error
+                out_of_reach.add(name)
                 self._job.trouble("checkpoints_out_of_reach", f"{name}: {error}")
                 continue
             found += [(epoch, step, -order, save, name) for epoch, step, save in ours]
         if failed is not None and all(tier == "object" for *_, tier in found):
             raise failed  # what the object store has is old: nobody goes back to it unasked
-        trains = sorted(self._without_suspects(found), reverse=True)
+        known = self._suspects(told="shared" in out_of_reach)
+        trains = sorted(self._without(known, found), reverse=True)
         return [(step, save, name) for *at, step, _, save, name in trains if (*at, step) > after]
 
-    def _without_suspects(self, found: list[_Found]) -> list[_Found]:
-        """Raises ValueError if nothing is left of what there is."""
+    def _suspects(self, *, told: bool) -> set[State]:
+        """`told`: that the shared folder cannot be read an engineer knows."""
         try:
-            known = suspects(self._folders.shared)
-        except OSError:  # which the shared tier has told
-            return found
-        except ValueError as error:
-            self._job.trouble("checkpoints_out_of_reach", str(error))
-            return found
+            return self._asking["shared"].ask(partial(suspects, self._folders.shared))
+        except (OSError, ValueError) as error:
+            if not told:
+                self._job.trouble("checkpoints_out_of_reach", str(error))
+            return set()
+
+    def _without(self, known: set[State], found: list[_Found]) -> list[_Found]:
+        """Raises ValueError if nothing is left of what there is."""
         left = [one for one in found if (one[0], one[1]) not in known]
         if found and not left:
             raise ValueError(
@@ -87,19 +107,33 @@ class Sources:
             )
         return left
 
+    def next_epoch(self, above: int) -> int:
+        """The number of this start of the job, which is above that one; see `tiers.next_epoch`.
+        Where the shared folder cannot count it is the next one, and another start may have it."""
+        try:
+            return self._asking["shared"].ask(partial(next_epoch, self._folders.shared, above))
+        except OSError as error:  # whoever lists what is there, or saves, tells an engineer
+            log.warning("start_not_counted epoch=%s error=%s", above + 1, error)
+            return above + 1
+
     def ranks(self, name: str, tier: TierName) -> int:
-        """How many ranks have saved this checkpoint. Raises Damaged if it is gone."""
+        """How many ranks have saved this checkpoint. Raises Damaged if it is gone, OSError."""
         if tier == "object":
-            return len(self._objects.named(name).manifest.parts)
+            asking = self._asking[tier]
+            found = asking.ask(partial(self._objects.named, name, asking.heard))
+            return len(found.manifest.parts)
         return self._job.ranks if self._tiers[tier].own else len(self._named(name, tier)[1].parts)
 
     def read(self, name: str, tier: TierName, rank: int) -> Staged:
         """The part of one rank: where each rank keeps its own, ours. Raises Damaged, OSError."""
         if tier == "peer":
             return self._read_held(name, rank)
+        asking = self._asking[tier]
         if tier == "object":
-            return self._objects.read(name, rank)
-        return store.read(self._named(name, tier)[0], 0 if self._tiers[tier].own else rank)
+            return asking.ask(partial(self._objects.read, name, rank, asking.heard))
+        path, _manifest = self._named(name, tier)
+        part = 0 if self._tiers[tier].own else rank
+        return asking.ask(partial(store.read, path, part, asking.heard))
 
     def _read_held(self, name: str, rank: int) -> Staged:
         """Of several who hold it the first whose copy is whole; which is not is told."""
@@ -112,16 +146,21 @@ class Sources:
         return peer.read(last, self._job.token, rank, name)
 
     def _named(self, name: str, tier: TierName) -> tuple[Path, Manifest]:
-        for folder in self._folders.to_read(tier):
-            for path, found in store.listed(folder):
-                if isinstance(found, Manifest) and found.save == name:
-                    return path, found
+        for path, found in self._folders.listed(tier):
+            if isinstance(found, Manifest) and found.save == name:
+                return path, found
         raise Damaged(f"the save {name} is gone")
 
     def _ours(self, tier: TierName) -> list[tuple[int, int, str]]:
         """Those on disks that could be loaded: in which epoch they were trained, the step and the
         name. Raises OSError, ValueError."""
         found = self._stored() if tier == "object" else self._written(tier)
+        started: list[int] = []
+        if tier == "shared":
+            started = self._asking[tier].ask(partial(epochs_taken, self._folders.shared))
+        self.latest_epoch = max([self.latest_epoch, *started, *map(store.epoch_of, found)])
+        if self._tiers[tier].own:
+            found = [one for one in found if one.facts.get("ranks") == self._job.ranks]
         return [(store.epoch_of(one), one.step, one.save) for one in found]
 
     @functools.cached_property
@@ -130,7 +169,8 @@ class Sources:
 
     def _stored(self) -> list[Manifest]:
         """What is in the object store."""
-        found = self._objects.found()
+        asking = self._asking["object"]
+        found = asking.ask(partial(self._objects.found, asking.heard))
         for damaged in (one for one in found if isinstance(one, Damaged)):
             self._job.trouble("checkpoint_refused", f"object: {damaged}")
         whole = [one.manifest for one in found if isinstance(one, Found)]
@@ -185,7 +225,7 @@ class Sources:
         """Of which run of the job those that are held here must be. Raises ValueError."""
         shared = self._folders.shared
         try:
-            run = known_run(shared)
+            run = self._folders.known_run()
         except OSError:  # then what was kept here last is believed to be of ours
             run = str(there[0]["run"]) if there else ""
         if there and not run:
@@ -196,16 +236,13 @@ class Sources:
         return run
 
     def _written(self, tier: TierName) -> list[Manifest]:
-        folders = self._folders.to_read(tier)
-        found = [one for folder in folders for _path, one in store.listed(folder)]
+        found = [one for _path, one in self._folders.listed(tier)]
         for damaged in (one for one in found if isinstance(one, Damaged)):
             self._job.trouble("checkpoint_refused", f"{tier}: {damaged}")
         whole = [one for one in found if isinstance(one, Manifest)]
-        if self._tiers[tier].own:
-            return [one for one in whole if one.facts.get("ranks") == self._job.ranks]
-        if found and not whole:
+        if found and not whole and not self._tiers[tier].own:
             raise ValueError(
-                f"none of the {len(found)} checkpoints in {folders[0]} can be read: mend that, or "
-                "to begin anew move that folder away"
+                f"none of the {len(found)} checkpoints in {self._folders.shared} can be read: mend "
+                "that, or to begin anew move that folder away"
             )
         return whole

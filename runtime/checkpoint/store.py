@@ -44,7 +44,7 @@ _WHICH_ARE_WHOLE = "to see which ones are whole: python -m runtime.checkpoint ve
 _WHO_MADE_IT = "to see who made it: python -m runtime.checkpoint inspect"
 _WHAT_IS_THERE = "to see what a job has: python -m runtime.checkpoint ls STATE_DIR"
 
-Progress = Callable[[int], object]
+Progress = Callable[[int], object]  # is told of so many bytes more
 
 
 def unseen(_bytes: int) -> None:
@@ -179,17 +179,17 @@ def checked_part(data: bytes, manifest: Manifest, expected: PartHash, what: str)
 
 
 def read(path: Path, rank: int = 0, progress: Progress = unseen) -> Staged:
-    """One rank's image, each chunk compared. `progress` is told of each file's bytes. Raises
-    Damaged, naming tensors and file."""
+    """One rank's image, each chunk compared. `progress` is told of each block, on any thread.
+    Raises Damaged, naming tensors and file."""
     part = part_of(path, manifest_of(path), rank)
     buffer = pages(part.table.bytes)
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for file in part.files:
             start = file.first * CHUNK_BYTES
-            for finding in check(part, file, handle, buffer[start : start + file.bytes]):
+            into = buffer[start : start + file.bytes]
+            for finding in check(part, file, handle, into, progress):
                 raise Damaged(f"{path}: {finding}; {_ALL_THAT_IS_WRONG} {path}")
-            progress(file.bytes)
     finally:
         os.close(handle)
     return Staged(part.step, part.table, buffer, part.hashes)
@@ -273,13 +273,19 @@ def verify_part(part: Part, handle: int, progress: Progress = unseen) -> list[Fi
     """Read the files of a part again, from the disk; what is wrong with them."""
     findings = []
     for file in part.files:
-        findings += check(part, file, handle)
-        progress(file.bytes)
+        findings += check(part, file, handle, progress=progress)
     return findings
 
 
-def check(part: Part, file: DataFile, handle: int, into: memoryview | None = None) -> list[Finding]:
-    """Read one file and compare its chunks; what is wrong with it. `into`: see `disk.read`."""
+def check(
+    part: Part,
+    file: DataFile,
+    handle: int,
+    into: memoryview | None = None,
+    progress: Progress = unseen,
+) -> list[Finding]:
+    """Read one file and compare its chunks; what is wrong with it. `into`: see `disk.read`;
+    `progress`: see `read`."""
     wrong: list[int] = []
 
     def compare(offset: int, block: memoryview) -> None:
@@ -287,6 +293,7 @@ def check(part: Part, file: DataFile, handle: int, into: memoryview | None = Non
         for chunk, data in enumerate(chunks_of(block), first):
             if hash_of(data) != part.hashes[chunk]:
                 wrong.append(chunk)
+        progress(len(block))
 
     try:
         disk.read(file.name, file.bytes, handle, compare, into)

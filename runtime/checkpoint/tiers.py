@@ -8,16 +8,23 @@ of its save in all. Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from runtime.checkpoint import store
+from runtime.checkpoint.asking import Asking
+from runtime.checkpoint.draft import sync_folder
 from runtime.checkpoint.interval import FAILURES_PER_NODE_DAY, Pace, nodes_of
+from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.objects import ObjectStore
+from runtime.image import Damaged
 from runtime.job import Job
 
 TierName = Literal["peer", "local", "shared", "object"]
@@ -27,6 +34,7 @@ Interval = float | Literal["auto"]
 TIERS: tuple[TierName, ...] = ("peer", "local", "shared", "object")
 KEEP_LOCAL = 2
 _RUN = "run"
+_EPOCH = "epoch-"  # and the number of the last start that was counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +94,13 @@ def tiers_of(
 
 
 class Folders:
-    """The folders of this rank's tiers."""
+    """The folders of this rank's tiers. Each may hang: who reads there asks through `asking`."""
 
     def __init__(self, job: Job) -> None:
         self.shared = Path(job.state_dir).absolute() / "checkpoints"
         self._local = None if job.local_dir is None else Path(job.local_dir).absolute() / job.name
         self._rank = job.rank
+        self.asking = {"shared": Asking(str(self.shared)), "local": Asking(str(self._local))}
 
     def to_write(self, tier: Tier, replica: int) -> dict[str, str]:
         """Where we keep ours, as the writer is told: on a disk of ours "within" a folder of the
@@ -113,23 +122,52 @@ class Folders:
         """
         if name == "shared":
             return [self.shared]
-        if self._local is None or not self._local.exists():
+        if self._local is None:
             return []
-        there = [path for path in self._local.iterdir() if path.is_dir()]
+        asking = self.asking["local"]
+        runs = asking.ask(partial(_runs_in, self._local))
+        if not runs:
+            return []
         try:
-            run = known_run(self.shared)
+            run = self.known_run()
         except OSError:  # then the last one that was used here
-            newest = max(there, key=lambda path: path.stat().st_mtime, default=None)
-            run = "" if newest is None else newest.name
-        else:
-            if not run and any(store.candidates(path) for one in there for path in one.iterdir()):
-                raise ValueError(
-                    f"{self._local} has checkpoints of this job and {self.shared} has none: if it "
-                    f"is not mounted, mount it; to begin anew remove {self._local} on all nodes"
-                )
+            run = runs[0].name
+        if not run and asking.ask(partial(_any_saved_in, runs)):
+            raise ValueError(
+                f"{self._local} has checkpoints of this job and {self.shared} has none: if it "
+                f"is not mounted, mount it; to begin anew remove {self._local} on all nodes"
+            )
         if not run:
             return []
-        return sorted((self._local / run).glob(f"replica-*-rank-{self._rank}"))
+        ours = (self._local / run).glob(f"replica-*-rank-{self._rank}")
+        return asking.ask(partial(sorted, ours))
+
+    def listed(self, name: str) -> list[tuple[Path, Manifest | Damaged]]:
+        """What there is in those; see `store.listed`. Raises ValueError and OSError as they do."""
+        folders, asking = self.to_read(name), self.asking[name]
+
+        def look() -> list[tuple[Path, Manifest | Damaged]]:
+            found = []
+            for one in itertools.chain.from_iterable(map(store.listed, folders)):
+                asking.heard()
+                found.append(one)
+            return found
+
+        return asking.ask(look)
+
+    def known_run(self) -> str:
+        """See `known_run`, of the shared folder. Raises OSError."""
+        return self.asking["shared"].ask(partial(known_run, self.shared))
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """What this disk has of runs of the job, the one that was used last first."""
+    there = [path for path in folder.iterdir() if path.is_dir()] if folder.exists() else []
+    return sorted(there, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def _any_saved_in(runs: list[Path]) -> bool:
+    return any(store.candidates(path) for run in runs for path in run.iterdir())
 
 
 def known_run(folder: Path) -> str:
@@ -165,3 +203,36 @@ def run_of(folder: Path) -> str:
     finally:
         draft.unlink(missing_ok=True)
     return known_run(folder)
+
+
+def next_epoch(folder: Path, above: int) -> int:
+    """The number of a start of the job whose checkpoints are in this folder: above that one, and
+    above those of all starts before it, also of those that left nothing here. No other start has
+    it, however many there are at once. Durable. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    while True:
+        above = max([above, *epochs_taken(folder)]) + 1
+        try:
+            (folder / f"{_EPOCH}{above}").touch(exist_ok=False)
+        except FileExistsError:  # another start was quicker
+            continue
+        taken = epochs_taken(folder)
+        if max(taken, default=0) <= above:
+            break
+        # What we saw at first was old: ours may have been another's, and removed since.
+    sync_folder(folder)
+    for number in taken:
+        if number < above:
+            with contextlib.suppress(OSError):
+                (folder / f"{_EPOCH}{number}").unlink()
+    return above
+
+
+def epochs_taken(folder: Path) -> list[int]:
+    """The last number that a start took there, and some before it. Raises OSError."""
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except FileNotFoundError:
+        return []
+    numbers = [name.removeprefix(_EPOCH) for name in names if name.startswith(_EPOCH)]
+    return [int(number) for number in numbers if number.isdecimal()]

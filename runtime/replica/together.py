@@ -162,8 +162,10 @@ class Together:
         try:
             self._trial.note(loss)
         except DoesNotTrain:
+            folders = self.rank.saver.folders
             with contextlib.suppress(OSError):  # another replica, or a person, has to
-                suspect(self.rank.saver.folders.shared, self._trial.state)
+                said = functools.partial(suspect, folders.shared, self._trial.state)
+                folders.asking["shared"].ask(said)
             raise
         if self._trial.over:
             self._trial = None

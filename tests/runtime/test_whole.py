@@ -33,12 +33,14 @@ from runtime.replica.rank import Rank
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
 from runtime.whole import generators, set_generators
+from tests.runtime.checkpoint.states import hanging
 from tests.runtime.replicas import PATIENCE_S, ROOT, TOKEN, until
 from tests.runtime.test_client import Door
 
 SCRIPT = Path(__file__).with_name("whole_job.py")
 STEPS = 30
 NEVER_S = 1e9
+NEVER = 1 << 40  # steps
 
 
 def told(state: Path, **others: str) -> dict[str, str]:
@@ -234,19 +236,42 @@ class Alone:
     def __init__(self, folder: Path) -> None:
         self.door = Door()
         self.kept = Kept()
-        self._disk = folder / "disk"
+        self._folder = folder
         self._environment = told(
-            folder / "state", DRYDOCK_URL=self.door.url, DRYDOCK_LOCAL_DIR=str(self._disk)
+            folder / "state",
+            DRYDOCK_URL=self.door.url,
+            DRYDOCK_LOCAL_DIR=str(folder / "disk"),
         )
 
     def join(self, **others: str) -> Job:
         return runtime.join({**self._environment, **others})
 
-    def start(self, *, local: float = NEVER_S, shared: float = NEVER_S) -> runtime.WholeJob:
-        """`local`, `shared`: seconds between two saves."""
-        job, (model, optimizer) = self.join(), trainee()
+    def start(
+        self, *, local: float = NEVER_S, shared: float = NEVER_S, disk: str = "disk"
+    ) -> runtime.WholeJob:
+        """`local`, `shared`: seconds between two saves. `disk`: of which node it is."""
+        job = self.join(DRYDOCK_LOCAL_DIR=str(self._folder / disk))
+        model, optimizer = trainee()
         saver = runtime.Checkpointer(job, every_s={"local": local, "shared": shared})
         return runtime.WholeJob(job, model, optimizer, saver, extra={"kept": self.kept})
+
+    def trained(self, steps: int, *, disk: str = "disk") -> tuple[int, int]:
+        """So many, and at their end a save to all tiers; the epoch and the first of the steps."""
+        with self.start(disk=disk) as whole:
+            begins = whole.committed + 1
+            list(whole.steps(begins + steps))
+        return whole.epoch, begins
+
+    def lost(self, *, disk: str = "disk") -> tuple[int, int]:
+        """The same, with saves to the own disk alone, until it is left in the middle of a step."""
+        with self.start(local=0.0, disk=disk) as whole:
+            begins = whole.committed + 1
+            steps = whole.steps(NEVER)
+            until(
+                lambda: next(steps) >= 0 and max(self.saved(whole, "local"), default=-1) >= begins,
+                "its disk has a step of this start",
+            )
+        return whole.epoch, begins
 
     def saved(self, whole: runtime.WholeJob, tier: TierName) -> list[int]:
         """The steps of which there is a checkpoint."""
@@ -305,6 +330,54 @@ def test_what_a_tier_has_is_not_saved_to_it_again(alone: Alone) -> None:
 
     assert left == []
     assert alone.saved(again, "local") == alone.saved(again, "shared") == [1]
+
+
+def test_what_a_start_made_that_was_lost_is_no_later_than_what_was_made_since(
+    alone: Alone,
+) -> None:
+    """Its node was down meanwhile, and nobody else has seen of its later starts."""
+    first, *others = (alone.trained(2, disk="a"), alone.lost(disk="a"), alone.lost(disk="a"))
+    elsewhere, begins = alone.trained(3, disk="b")
+    again = alone.trained(1, disk="a")
+
+    assert [epoch for epoch, _ in (first, *others)] == [1, 2, 3]
+    assert (elsewhere, begins) == (4, 2)
+    assert again == (5, 5)
+
+
+def test_a_start_is_later_than_all_that_is_there_though_it_cannot_be_loaded(alone: Alone) -> None:
+    alone.trained(1)
+    alone.lost()
+    for data in (alone._folder / "disk").glob("**/step-*/rank-0-*.bin"):
+        data.write_bytes(b"?")
+    for number in (alone._folder / "state" / "checkpoints").glob("epoch-*"):
+        number.unlink()
+
+    assert alone.trained(1) == (3, 1)
+
+
+def test_while_the_shared_folder_hangs_it_goes_on_from_its_own_disk(alone: Alone) -> None:
+    alone.trained(1)
+    _, lost_from = alone.lost()
+
+    with hanging(alone._folder / "state" / "checkpoints" / "run"), alone.start() as whole:
+        step = next(whole.steps(NEVER))
+
+    assert (whole.epoch, step > lost_from) == (3, True)
+    assert alone.troubles().count("checkpoints_out_of_reach") == 1
+
+
+def test_where_starts_cannot_be_counted_the_checkpoints_tell_which_it_is(alone: Alone) -> None:
+    alone.trained(1)
+    alone.lost()
+    shared = alone._folder / "state" / "checkpoints"
+    shared.rename(shared.with_name("away"))
+    shared.write_text("in the way")
+
+    with alone.start() as whole:
+        epoch = whole.epoch
+
+    assert epoch == 3
 
 
 def test_a_step_that_the_loop_was_left_in_is_not_saved_and_that_is_told(

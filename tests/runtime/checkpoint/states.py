@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
+from runtime.checkpoint import asking
 from runtime.image import Staged
 from runtime.snapshot import Copying, When
+
+SOON_S = 1.5  # in a trial so long is waited for a store that hangs
 
 
 def due(name: str, _tensor: torch.Tensor) -> When:
@@ -52,3 +59,16 @@ def flip_held_bits(pid: int) -> None:
             (byte,) = opened.read(1)
             opened.seek(1000)
             opened.write(bytes([byte ^ 1]))
+
+
+@contextlib.contextmanager
+def hanging(path: Path) -> Iterator[None]:
+    """Whoever reads it meanwhile waits; a store that hangs is not waited for as long as else."""
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asking, "ANSWER_S", SOON_S)
+        try:
+            yield
+        finally:
+            os.close(os.open(path, os.O_RDWR))  # lets go of those who wait

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from runtime.checkpoint import asking
 from runtime.checkpoint.manifest import MANIFEST
 from runtime.checkpoint.objects import Found, ObjectStore
 from runtime.image import Damaged
-from tests.runtime.checkpoint.states import staged_at
+from tests.runtime.checkpoint.states import SOON_S, staged_at
 from tests.runtime.checkpoint.test_saver import OneRank
 from tests.runtime.replicas import Fleet, until
 
@@ -293,6 +295,23 @@ def test_a_store_out_of_reach_costs_the_other_tiers_nothing(
     assert one.told.saved() == [1, 2]
     assert one.told.troubles() == ["checkpoint_failed"]
     assert [tier for _step, _save, tier in one.saver.sources.saves()] == ["shared", "shared"]
+
+
+def test_a_store_that_hangs_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch, folder: str, tmp_path: Path
+) -> None:
+    one = OneRank(tmp_path, object_store=folder)
+    one.save_all(1)
+    one.saver.finish()
+    back = threading.Event()
+    monkeypatch.setattr(asking, "ANSWER_S", SOON_S)
+    monkeypatch.setattr(ObjectStore, "found", lambda _store, _heard: [] * back.wait())
+
+    found = one.saver.sources.saves()
+    back.set()
+
+    assert found == [(1, "save1", "shared")]
+    assert one.told.troubles() == ["checkpoints_out_of_reach"]
 
 
 def test_nobody_begins_anew_because_the_store_is_out_of_reach(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import socket
@@ -19,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.checkpoint import Checkpointer, store
+from runtime.checkpoint import Checkpointer, asking, disk, store
 from runtime.checkpoint.delivery import UNSEEN
 from runtime.checkpoint.rooms import ROOMS
 from runtime.checkpoint.tiers import TierName, tiers_of
@@ -27,7 +29,14 @@ from runtime.client import CheckpointSaved, Sender, Trouble
 from runtime.image import Damaged, Piece
 from runtime.job import Job
 from runtime.snapshot import Copying, state_of
-from tests.runtime.checkpoint.states import copy_of_step, due, staged_at, state_of_step
+from tests.runtime.checkpoint.states import (
+    SOON_S,
+    copy_of_step,
+    due,
+    hanging,
+    staged_at,
+    state_of_step,
+)
 
 PATIENCE_S = 90.0
 SIZE = staged_at(0).table.bytes
@@ -207,6 +216,105 @@ def test_without_the_shared_folder_a_job_goes_on_from_its_own_disk(
 
     assert restarted.saver.sources.saves() == [(1, "save1", "local")]
     assert restarted.told.troubles() == ["checkpoints_out_of_reach"]
+
+
+def test_a_shared_folder_that_hangs_keeps_no_job_from_its_own_disk(
+    on_two_tiers: OneRank, tmp_path: Path
+) -> None:
+    on_two_tiers.save_all(1)
+    restarted = OneRank(tmp_path, own_disk=True)
+
+    with hanging(tmp_path / "checkpoints" / "run"):
+        found = [restarted.saver.sources.saves() for _ in range(2)]
+        digest = read_from(restarted, 1, "local")
+        epoch = restarted.saver.sources.next_epoch(4)
+
+    assert found == [[(1, "save1", "local")]] * 2
+    assert digest == staged_at(1).digest
+    assert epoch == 5
+    assert restarted.told.troubles() == ["checkpoints_out_of_reach"] * 2  # each time it was asked
+    (text, _again) = [message.text for message in restarted.told.messages]
+    assert re.search(r"^shared: .*/checkpoints (hangs|has not answered)", text)
+
+
+def test_a_shared_folder_that_hangs_keeps_no_job_from_peers_memory(tmp_path: Path) -> None:
+    one = OneRank(tmp_path, holder=True)
+    place = one.saver.open_holder("127.0.0.1")
+    one.saver.meet([{"replica": 0, "holders": [place]}], 0)
+    one.save_all(7)
+
+    with hanging(tmp_path / "checkpoints" / "run"):
+        found = one.saver.sources.saves()
+
+    assert found == [(7, "0-7", "peer")]
+    assert one.told.troubles() == ["checkpoint_not_apart", "checkpoints_out_of_reach"]
+    one.saver.finish()
+    os.kill(json.loads((tmp_path / "memory/j/holder.json").read_bytes())["pid"], signal.SIGKILL)
+
+
+def test_where_nothing_else_is_a_store_that_hangs_is_not_taken_for_an_empty_one(
+    trainer: OneRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back = threading.Event()
+    monkeypatch.setattr(asking, "ANSWER_S", SOON_S)
+    monkeypatch.setattr(store, "candidates", lambda _folder: [] * back.wait())
+
+    with pytest.raises(TimeoutError, match=r"checkpoints has not answered for 1\.5 s"):
+        trainer.saver.sources.saves()
+
+    back.set()
+
+
+def test_of_suspects_that_hang_nobody_waits_for_ever(on_two_tiers: OneRank, tmp_path: Path) -> None:
+    on_two_tiers.save_all(1)
+    restarted = OneRank(tmp_path, own_disk=True)
+    (tmp_path / "checkpoints" / "suspects.json").touch()
+
+    with hanging(tmp_path / "checkpoints" / "suspects.json"):
+        found = restarted.saver.sources.saves()
+
+    assert found == [(1, "save1", "local"), (1, "save1", "shared")]
+    assert restarted.told.troubles() == ["checkpoints_out_of_reach"]
+
+
+def test_a_disk_of_ours_that_hangs_keeps_no_job_from_the_shared_folder(
+    on_two_tiers: OneRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_two_tiers.save_all(1)
+    back, iterdir, ours = threading.Event(), Path.iterdir, tmp_path / "disk" / "j"
+    monkeypatch.setattr(asking, "ANSWER_S", SOON_S)
+    monkeypatch.setattr(
+        Path, "iterdir", lambda path: (path == ours and back.wait(), iterdir(path))[1]
+    )
+    restarted = OneRank(tmp_path, own_disk=True)
+
+    found = restarted.saver.sources.saves()
+    back.set()
+
+    assert found == [(1, "save1", "shared")]
+    assert restarted.told.troubles() == ["checkpoints_out_of_reach"]
+
+
+def test_a_checkpoint_is_read_as_long_as_its_store_gives_something_of_it(
+    on_two_tiers: OneRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_two_tiers.save_all(1)
+    back, fill, pauses = threading.Event(), disk._fill, itertools.repeat(1.0)
+    monkeypatch.setattr(asking, "ANSWER_S", SOON_S)
+
+    def hesitating(*given: Any) -> None:
+        back.wait(next(pauses))
+        fill(*given)
+
+    monkeypatch.setattr(disk, "_fill", hesitating)
+    digest = read_from(on_two_tiers, 1, "shared")
+    pauses = itertools.repeat(PATIENCE_S)
+
+    with pytest.raises(TimeoutError, match=r"checkpoints has not answered for 1\.5 s"):
+        read_from(on_two_tiers, 1, "shared")
+    back.set()
+
+    assert digest == staged_at(1).digest
 
 
 def test_a_store_that_hangs_holds_up_no_other(on_two_tiers: OneRank) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import pytest
 
 from runtime.checkpoint import peer
 from runtime.checkpoint.sources import Sources
-from runtime.checkpoint.tiers import Folders, run_of, tiers_of
+from runtime.checkpoint.tiers import Folders, next_epoch, run_of, tiers_of
 from runtime.client import Trouble
 from runtime.image import Damaged
 from runtime.job import Job
@@ -60,7 +61,7 @@ def nodes(job: Job, tmp_path: Path) -> Iterator[list[Node]]:
 
 @pytest.fixture
 def sources(job: Job, nodes: list[Node]) -> Sources:
-    sources = Sources(job, tiers_of(job, 1.0, 2, None), Folders(job))
+    sources = sources_of(job)
     sources.holder = nodes[0].address
     return sources
 
@@ -110,3 +111,22 @@ def test_who_does_not_answer_is_named(job: Job, sources: Sources, nodes: list[No
     assert found == [(STEP, SAVE, "peer")]
     (trouble,) = troubles(job)
     assert (trouble.kind, trouble.subject) == ("holder_out_of_reach", NOBODY)
+
+
+def sources_of(job: Job) -> Sources:
+    return Sources(job, tiers_of(job, 1.0, 2, None), Folders(job))
+
+
+def refused(path: Path, *, exist_ok: bool) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+
+def test_a_start_that_cannot_be_counted_is_later_than_those_that_were(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    next_epoch(tmp_path / "checkpoints", 6)
+    monkeypatch.setattr(Path, "touch", refused)
+    sources = sources_of(job)
+
+    assert sources.saves() == []
+    assert sources.next_epoch(sources.latest_epoch) == 8

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.checkpoint import draft, store
+from runtime.checkpoint import draft, store, tiers
 from runtime.checkpoint.interval import FAILURES_PER_NODE_DAY as RATE
-from runtime.checkpoint.tiers import Folders, run_of, tiers_of
+from runtime.checkpoint.tiers import Folders, epochs_taken, next_epoch, run_of, tiers_of
 from runtime.client import Sender
 from runtime.job import Job
 from tests.runtime.checkpoint.states import staged_at
@@ -123,3 +123,35 @@ def test_all_ranks_find_the_same_run(tmp_path: Path) -> None:
 
     assert len(set(found)) == 1
     assert [path.name for path in (tmp_path / "shared").iterdir()] == ["run"]
+
+
+def test_each_start_has_a_number_of_its_own(tmp_path: Path) -> None:
+    found: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(next_epoch(tmp_path / "shared", 0)))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert len(set(found)) == 8
+    assert max(epochs_taken(tmp_path / "shared")) == max(found)
+
+
+def test_it_is_above_those_of_all_checkpoints(tmp_path: Path) -> None:
+    assert [next_epoch(tmp_path, above) for above in (0, 5, 3)] == [1, 6, 7]
+
+
+def test_who_sees_the_folder_as_it_was_takes_no_number_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    views: list[list[int]] = [[1]]  # before others took 2, 3 and 4
+    monkeypatch.setattr(
+        tiers, "epochs_taken", lambda folder: (views or [epochs_taken(folder)]).pop()
+    )
+    (tmp_path / "epoch-4").touch()
+
+    assert next_epoch(tmp_path, 0) == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch-5"]

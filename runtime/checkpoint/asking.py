@@ -1,0 +1,97 @@
+"""Stores that may hang: whoever touches one waits for a word from it, and not for ever.
+
+A network file system whose server is gone holds a process in whatever call it made, out of reach of
+signals. So the calls are made on threads that are left behind if they do not come back. They are
+daemons, for the process may end before they do. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
+
+#: So long a store may give no sign of life. An NFS server that was started again lets its clients
+#: wait for 90 s, and has lost nothing: who passes it over sooner may go back to an older state. And
+#: with each second more all cards of the job wait for what may never come.
+ANSWER_S = 120.0
+
+_T = TypeVar("_T")
+
+
+class Asking:
+    """How one store is asked. One that did not answer is not asked again while it hangs."""
+
+    def __init__(self, what: str) -> None:
+        """`what`: it, as it is told to a person."""
+        self._what = what
+        self._heard = 0.0  # when it gave the last sign of life
+        self._hung: Future[Any] | None = None
+
+    def ask(self, call: Callable[[], _T]) -> _T:
+        """What the call returns, on another thread. Raises what it raises, and TimeoutError, which
+        is an OSError, if the store gives no sign of life for ANSWER_S: by then the call is left to
+        itself."""
+        if self._hung is not None and not self._hung.done():
+            raise TimeoutError(f"{self._what} hangs")
+        answer: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(call())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        self.heard()
+        threading.Thread(target=run, name="drydock-store", daemon=True).start()
+        while not answer.done():
+            left_s = self._heard + ANSWER_S - time.monotonic()
+            if left_s <= 0:
+                self._hung = answer
+                raise TimeoutError(f"{self._what} has not answered for {ANSWER_S:g} s")
+            wait([answer], left_s)
+        return answer.result()
+
+    def heard(self, _bytes: int = 0) -> None:
+        """A sign of life of the store while it is asked for much; on any thread."""
+        self._heard = time.monotonic()
+
+
+def at_once(work: Callable[[_T], object], items: Iterable[_T], threads: int, name: str) -> None:
+    """`work` on each item, in their order, by so many threads of that name, until all is done.
+
+    After one that fails no other is begun; what it raised is raised once those under way are done.
+    """
+    left = iter(items)
+    taking = threading.Lock()
+    failed: list[BaseException] = []
+
+    def take() -> _T | None:
+        with taking:
+            return None if failed else next(left, None)
+
+    def run() -> None:
+        try:
+            while (item := take()) is not None:
+                work(item)
+        except BaseException as error:
+            failed.append(error)
+
+    # No pool of concurrent.futures: the end of the process waits for its threads.
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(threads):
+            thread = threading.Thread(target=run, name=name, daemon=True)
+            thread.start()
+            started.append(thread)
+        for thread in started:
+            thread.join()
+    except BaseException as error:  # what they use is not to be closed before they are done
+        failed.append(error)
+        for thread in started:
+            thread.join()
+        raise
+    if failed:
+        raise failed.pop(0)

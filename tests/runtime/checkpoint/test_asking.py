@@ -1,0 +1,112 @@
+"""A store that hangs is waited for so long, and costs nobody more than that."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runtime.checkpoint import asking
+from runtime.checkpoint.asking import Asking, at_once
+from tests.runtime.replicas import PATIENCE_S, ROOT, until
+
+LEFT_BEHIND = """
+import sys
+from pathlib import Path
+from runtime.checkpoint import asking
+asking.ANSWER_S = 0.1
+def read(path):
+    asking.at_once(Path.read_text, [path], 1, "reads")
+try:
+    asking.Asking("the store").ask(lambda: read(Path(sys.argv[1])))
+except TimeoutError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Asking:
+    monkeypatch.setattr(asking, "ANSWER_S", 1.0)
+    return Asking("the store")
+
+
+def test_its_answer_is_passed_on_whatever_it_is(store: Asking) -> None:
+    assert store.ask(lambda: 7) == 7
+    with pytest.raises(PermissionError, match="not you"):
+        store.ask(raising(PermissionError("not you")))
+
+
+def raising(error: Exception) -> Callable[[], None]:
+    def call() -> None:
+        raise error
+
+    return call
+
+
+def test_while_it_hangs_it_is_asked_once(store: Asking) -> None:
+    back, asked = threading.Event(), list[int]()
+
+    with pytest.raises(TimeoutError, match=r"the store has not answered for 1 s"):
+        store.ask(back.wait)
+    began = time.monotonic()
+    with pytest.raises(OSError, match="the store hangs"):
+        store.ask(lambda: asked.append(1))
+    took_s = time.monotonic() - began
+    back.set()
+    until(lambda: store._hung is not None and store._hung.done(), "it is back")
+    store.ask(lambda: asked.append(2))
+
+    assert took_s < asking.ANSWER_S
+    assert asked == [2]
+
+
+def test_as_long_as_it_gives_signs_of_life_it_is_waited_for(store: Asking) -> None:
+    pause = threading.Event()
+
+    def slow() -> str:
+        for _ in range(4):
+            pause.wait(0.4)
+            store.heard()
+        return "all of it"
+
+    assert store.ask(slow) == "all of it"
+
+
+def test_it_keeps_no_process_from_its_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "hangs")  # who reads it waits for ever
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_BEHIND, str(tmp_path / "hangs")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+
+    assert (done.returncode, done.stdout) == (0, "the store has not answered for 0.1 s\n")
+
+
+def test_all_of_many_are_worked_on() -> None:
+    done: list[int] = []
+
+    at_once(done.append, range(100), 4, "works")
+
+    assert sorted(done) == [*range(100)]
+
+
+def test_after_one_that_fails_no_other_is_begun() -> None:
+    begun: list[int] = []
+
+    def work(number: int) -> None:
+        begun.append(number)
+        [None, None, None][number]
+
+    with pytest.raises(IndexError):
+        at_once(work, range(100), 1, "works")
+
+    assert begun == [0, 1, 2, 3]
