@@ -14,6 +14,7 @@ import sys
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,7 +30,7 @@ from runtime.job import Job
 from runtime.ledger import SampleLedger
 from runtime.replica.division import as_part, is_divided, part_of
 from runtime.replica.shape import of_deepspeed
-from runtime.replica.state import Stateful, own_copy
+from runtime.replica.state import GO_ON, Stateful, other_model, own_copy, put_back_optimizer
 from runtime.replica.telling import Teller
 from runtime.snapshot import Copying, digest_of, size_of, state_of
 
@@ -300,11 +301,20 @@ class WholeJob:
     def _put_back(self, part: Staged) -> None:
         state = own_copy(state_of(part))
         mine = self.model.state_dict()
-        self.model.load_state_dict(
-            {name: _joined(one, mine.get(name)) for name, one in state["model"].items()}
-        )
-        for optimizer, given in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(_joined_by_weight(given, optimizer))
+        theirs = {name: _joined(one, mine.get(name)) for name, one in state["model"].items()}
+        try:
+            self.model.load_state_dict(theirs)
+        except RuntimeError as error:
+            raise other_model(self.model, error) from error
+        has = (len(state["optimizers"]), sorted(state["extra"]))
+        if has != (len(self.optimizers), sorted(self.extra)):
+            raise ValueError(
+                f"the state has {has[0]} optimizers and the extras {has[1]}, this script "
+                f"{len(self.optimizers)} and {sorted(self.extra)}; {GO_ON}"
+            )
+        for index, optimizer in enumerate(self.optimizers):
+            joined = partial(_joined_by_weight, optimizer=optimizer)
+            put_back_optimizer(str(index), optimizer, state["optimizers"][index], joined)
         for name, one in self.extra.items():
             one.load_state_dict(state["extra"][name])
         self.committed, self.epoch = int(state["step"]), int(state["epoch"])

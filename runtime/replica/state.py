@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +22,7 @@ from runtime.replica.statistics import RunningStatistics
 from runtime.snapshot import Copying, Due, Mark, When, digest_of, mark_of, size_of, state_of
 
 MAX_FLAW = 300  # characters of what torch says of a model that does not fit
-_GO_ON = (
+GO_ON = (
     "resume with the script that saved it, whose tensors `python -m runtime.checkpoint inspect "
     "STATE_DIR` shows, or start a new job"
 )
@@ -190,11 +190,11 @@ class TrainingState:
             if set(given) != set(parts):
                 raise ValueError(
                     f"the state has the {name} {sorted(given)}, this script {sorted(parts)}; "
-                    f"{_GO_ON}"
+                    f"{GO_ON}"
                 )
             for key, part in parts.items():
                 if name == "optimizers":
-                    _put_back_optimizer(key, part, given[key])
+                    put_back_optimizer(key, part, given[key])
                 else:
                     part.load_state_dict(own_copy(given[key]))
         self.ledger.load_state_dict(state["ledger"])
@@ -211,11 +211,7 @@ class TrainingState:
         except RuntimeError as error:  # many lines, of which the first names the model
             if not str(error).startswith("Error(s) in loading state_dict"):
                 raise
-            flaws = [line.strip() for line in str(error).splitlines()[1:]] or [""]
-            raise ValueError(
-                f"the state is of another model than this script's {type(self.model).__name__} "
-                f"({flaws[0][:MAX_FLAW]}); {_GO_ON}"
-            ) from error
+            raise other_model(self.model, error) from error
 
     def _cut(self, state: dict[str, Any]) -> dict[str, Any]:
         """As this model is divided, where a state is of one that was not."""
@@ -288,8 +284,20 @@ class TrainingState:
         }
 
 
-def _put_back_optimizer(key: str, optimizer: Stateful, given: Any) -> None:
-    """Raises ValueError if it is another optimizer's."""
+def other_model(model: torch.nn.Module, error: RuntimeError) -> ValueError:
+    """What to raise where torch cannot put a state into this model."""
+    flaws = [line.strip() for line in str(error).splitlines()[1:]] or [""]
+    return ValueError(
+        f"the state is of another model than this script's {type(model).__name__} "
+        f"({flaws[0][:MAX_FLAW]}); {GO_ON}"
+    )
+
+
+def put_back_optimizer(
+    key: str, optimizer: Stateful, given: Any, prepared: Callable[[Any], Any] | None = None
+) -> None:
+    """`prepared`: makes of the state what the optimizer is given; else it is a copy. Raises
+    ValueError if it is another optimizer's."""
     theirs = given.get("param_groups") if isinstance(given, dict) else None
     ours = getattr(optimizer, "param_groups", None)
     differ = (
@@ -297,11 +305,11 @@ def _put_back_optimizer(key: str, optimizer: Stateful, given: Any) -> None:
         f"this script's is {in_words(ours, type(optimizer).__name__)}"
     )
     if other_kind(theirs, ours):
-        raise ValueError(f"{differ}; {_GO_ON}")
+        raise ValueError(f"{differ}; {GO_ON}")
     try:
-        optimizer.load_state_dict(own_copy(given))
+        optimizer.load_state_dict((prepared or own_copy)(given))
     except (LookupError, ValueError) as error:
-        raise ValueError(f"{differ} ({str(error)[:MAX_FLAW]}); {_GO_ON}") from error
+        raise ValueError(f"{differ} ({str(error)[:MAX_FLAW]}); {GO_ON}") from error
 
 
 class Steadiness:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -433,6 +433,32 @@ def test_why_it_cannot_start_is_told_before_the_process_goes(alone: Alone) -> No
 
     assert alone.troubles() == ["checkpoint_refused", "checkpoint_refused", "exception"]
     assert not any(one.name == "drydock-sender" for one in threading.enumerate())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda whole: setattr(whole, "model", torch.nn.Linear(2, 3)), "of another model than"),
+        (lambda whole: whole.optimizers.clear(), "the state has 1 optimizers and the extras"),
+        (lambda whole: whole.extra.clear(), "extras ['kept'], this script 1 and []"),
+        (
+            lambda whole: whole.optimizers.__setitem__(
+                0, torch.optim.AdamW(whole.model.parameters())
+            ),
+            "the state's optimizer 0 is SGD with groups of [2] tensors, this script's is AdamW",
+        ),
+    ],
+)
+def test_what_is_no_state_of_this_script_is_refused_in_a_sentence(
+    alone: Alone, change: Callable[[runtime.WholeJob], None], words: str
+) -> None:
+    with alone.start() as whole:
+        list(whole.steps(1))
+    other = alone.start()
+    change(other)
+
+    with pytest.raises(ValueError, match=f"{re.escape(words)}.*or start a new job"):
+        other.__enter__()
 
 
 def test_a_replica_group_does_not_take_its_checkpoint_for_weights_alone(alone: Alone) -> None:
