@@ -23,12 +23,14 @@ from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import ReplicaState
 from controlplane.jobs.models import Job, Placement, ProgressSample
+from node_agent import wire
 from runtime import client
 from tests.factories import (
     NodeFactory,
     PlacementFactory,
     ProgressSampleFactory,
 )
+from tests.workers.moving import commands
 from tests.workers.world import World, answer, drain, mend, run_of, step_of
 from workers import guards
 
@@ -350,6 +352,18 @@ def test_cancelling_a_start_leaves_no_node_allocated(world: World) -> None:
     assert Command.objects.get(verb="start_rank").state == CommandState.EXPIRED
 
 
+def test_cancelling_leaves_no_coordinator_that_its_job_does_not_know(world: World) -> None:
+    """Its node has taken the order, and will start it."""
+    coordinator_goes(world, world.spares[1])
+    (start,) = commands("start_coordinator")
+    assert isinstance(start, wire.StartCoordinator)
+
+    incidents.cancel_run(PERSON, run_of("restore-coordinator").pk, "by hand")
+
+    assert commands("stop_process") == [wire.StopProcess(placement=start.placement)]
+    assert Command.objects.get(verb="stop_process").node == world.spares[1]
+
+
 def test_a_rank_that_died_of_an_exception_is_mended(world: World) -> None:
     lost = world.placements[1]
     batch = client.Batch(
@@ -362,8 +376,8 @@ def test_a_rank_that_died_of_an_exception_is_mended(world: World) -> None:
     assert Incident.objects.get().state == IncidentState.RESOLVED
 
 
-def test_a_coordinator_that_went_with_its_node_is_started_where_it_was(world: World) -> None:
-    node = world.spares[1]
+def coordinator_goes(world: World, node: Node) -> None:
+    """With this node, which comes back, and is told to start it anew."""
     Job.objects.filter(pk=world.job.pk).update(
         coordinator_node=node, coordinator_placement="plc_coordinator"
     )
@@ -387,6 +401,11 @@ def test_a_coordinator_that_went_with_its_node_is_started_where_it_was(world: Wo
         started_at=timezone.now() - timedelta(hours=1), timeout_s=1e6
     )
     drain()
+
+
+def test_a_coordinator_that_went_with_its_node_is_started_where_it_was(world: World) -> None:
+    node = world.spares[1]
+    coordinator_goes(world, node)
     order = Command.objects.get(verb="start_coordinator")
     assert (order.node, '"port":4000' in order.payload) == (node, True)
     answer("start_coordinator", address="127.0.0.1:4000", pid=5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from typing import Any
 
+import msgspec
 from django.db.models import Q
 from django.utils import timezone
 
@@ -14,6 +15,7 @@ from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.changes import change, touch
+from controlplane.fleet.models import Command
 from controlplane.incidents.actions.incidents import tell
 from controlplane.incidents.choices import (
     RUN_ACTIVE,
@@ -166,6 +168,7 @@ def cancel_run(actor: Actor, run_id: str, reason: str) -> None:
     for step_id in run.steps.values_list("pk", flat=True):
         fleet.call_back_commands(step_id)
     _stop_standby(actor, run, reason)
+    _stop_coordinators(actor, run)
     stillborn = Placement.objects.filter(
         pk=run.context.get("placement", ""), state=PlacementState.STARTING
     )
@@ -179,6 +182,20 @@ def cancel_run(actor: Actor, run_id: str, reason: str) -> None:
         state=ApprovalState.VOID, decided_at=timezone.now()
     )
     _set_run(actor, run, RunState.CANCELLED, reason or "cancelled", "run.cancel")
+
+
+def _stop_coordinators(actor: Actor, run: PlaybookRun) -> None:
+    """One that this run had started, or is having started, and that its job does not know."""
+    known = run.job.coordinator_placement if run.job else ""
+    for step_id in run.steps.values_list("pk", flat=True):
+        for start in Command.objects.filter(
+            verb="start_coordinator", requester__startswith=f"{step_id}."
+        ):
+            action = msgspec.json.decode(start.payload, type=wire.Command).action
+            if isinstance(action, wire.StartCoordinator) and action.placement != known:
+                stop = wire.StopProcess(placement=action.placement)
+                requester = f"end/{action.placement}"
+                fleet.queue_command(actor, start.node_id, stop, requester=requester)
 
 
 def _stop_standby(actor: Actor, run: PlaybookRun, reason: str) -> None:
