@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 
 _kept: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-_closers: list[Callable[[], None]] = []
+_closers: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
 def keep_from_children(connection: socket.socket) -> None:
@@ -23,17 +23,18 @@ def keep_from_children(connection: socket.socket) -> None:
 
 
 def in_children(close: Callable[[], None]) -> None:
-    """Call this in every child that is forked from now on. Other threads are not there: it may wait
-    for none, and takes no lock."""
-    _closers.append(close)
+    """Call this method in every child that is forked while its object is there. Other threads are
+    not: it may wait for none, and takes no lock."""
+    _closers.append(weakref.WeakMethod(close))
 
 
 def _after_fork() -> None:
     for connection in list(_kept):
         with contextlib.suppress(OSError):  # it was closed before
             os.close(connection.detach())
-    for close in _closers:
-        close()
+    for reference in _closers:
+        if (close := reference()) is not None:
+            close()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -11,7 +11,6 @@ import logging
 import math
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -23,6 +22,8 @@ from runtime import giving_way
 from runtime.image import CHUNK_BYTES, Buffer, ChunkHashes, Piece, Staged, Table, aligned, pages
 
 log = logging.getLogger("drydock.checkpoint")
+
+_FOR_ALL_CARDS = 1  # cudaHostRegisterPortable
 
 #: When a tensor has to be in a copy: it may change any time, with every step, or is not trained and
 #: changes at all only if the script does something of its own.
@@ -352,7 +353,7 @@ def touched(size: int) -> memoryview:
 
 
 def pin(memory: memoryview) -> bool:
-    """Have a card copy into mapped memory by itself, beside its kernels, until that is unmapped.
+    """Have a card copy into `mapped` memory by itself, beside its kernels, until that is unmapped.
 
     False where no card is in use, or its driver does not pin that much: it is copied into all the
     same, at half the speed, and whoever asks for the copy waits for it.
@@ -361,11 +362,22 @@ def pin(memory: memoryview) -> bool:
         return False
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    if int(runtime.cudaHostRegister(address, len(memory), 0)):
-        log.warning("not_pinned bytes=%s", len(memory))
+    # A thread of ours has the first card until it says otherwise, and would begin to use that.
+    used: Callable[[int], bool] = getattr(torch._C, "_cuda_hasPrimaryContext", bool)
+    cards = range(torch.cuda.device_count())
+    card = next((one for one in cards if used(one)), 0)
+    with torch.cuda.device(card):
+        failed = int(runtime.cudaHostRegister(address, len(memory), _FOR_ALL_CARDS))
+    if failed:
+        log.warning("not_pinned bytes=%s error=%s", len(memory), failed)
         return False
-    unmapped = weakref.finalize(memory.obj, runtime.cudaHostUnregister, address)
-    unmapped.atexit = False  # the card may still be copying
+
+    def unpin() -> None:
+        with torch.cuda.device(card):
+            runtime.cudaHostUnregister(address)
+
+    area: Any = memory.obj
+    area.before_unmapping = unpin
     return True
 
 

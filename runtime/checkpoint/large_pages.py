@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Callable
 
 LARGE_BYTES = 2 << 20  # on x86-64, and on ARM with pages of 4 KiB
 #: linux/mman.h; Python does not name them.
@@ -25,6 +26,15 @@ _libc.mmap.argtypes = [
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
+class Area(mmap.mmap):
+    """Memory of which somebody has to be told before it is unmapped."""
+
+    before_unmapping: Callable[[], object] = staticmethod(lambda: None)
+
+    def __del__(self) -> None:
+        self.before_unmapping()
+
+
 def mapped(fd: int, size: int, *, writable: bool) -> memoryview:
     """The first `size` bytes of a file, where large pages can be mapped; until nobody uses it.
 
@@ -32,7 +42,7 @@ def mapped(fd: int, size: int, *, writable: bool) -> memoryview:
     """
     # More than is needed, of which the file takes the place: so it is unmapped with the rest.
     unused = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    area = mmap.mmap(-1, size + LARGE_BYTES, flags=unused)
+    area = Area(-1, size + LARGE_BYTES, flags=unused)
     first = _address(area)
     start = -first % LARGE_BYTES
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)

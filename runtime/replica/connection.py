@@ -29,6 +29,7 @@ class Peer:
     shape: dict[str, str]  # what must be alike on all replicas
     writer: asyncio.StreamWriter
     heard: float  # by the coordinator's clock; ahead of it while its word is on its way
+    spoke: float = field(default=0.0, kw_only=True)  # when it was heard itself
     excused: bool = field(
         default=False, kw_only=True
     )  # it was given that time, and not heard since
@@ -67,6 +68,7 @@ class Peer:
             shape=dict(join.get("shape", {})),
             writer=writer,
             heard=now,
+            spoke=now,
             step=int(join["step"]),
         )
 

@@ -38,10 +38,12 @@ UNDECIDED_S = 10.0  # how long members that we do not know wait before a person 
 
 @dataclass(frozen=True)
 class Asked:
-    """Who has a place that another wants: None if it is away; and the number of a ping to it."""
+    """Who has a place that another wants: None if it is away; and the number of a ping to it, and
+    when that was sent."""
 
     holder: Peer | None
     ping: int
+    since: float
 
 
 class Coordinator(Epochs):
@@ -97,13 +99,18 @@ class Coordinator(Epochs):
         if holder is None:
             # It may connect again: to us, who were started anew or did not run for long.
             absent = self.alive.get(replica, placement) != placement
-            return Asked(None, 0) if absent else ""
+            return Asked(None, 0, self.clock()) if absent else ""
         if holder.placement == placement:
             return ""
         if asked is None or asked.holder is not holder:
-            return Asked(holder, holder.ping())
+            return Asked(holder, holder.ping(), self.clock())
         if holder.answered < asked.ping:
-            return asked
+            now = self.clock()
+            asked_long_ago = now - max(asked.since, self.woke) > PEER_SILENT_S
+            if not (asked_long_ago and now - holder.spoke > silence_of(holder)):
+                return asked
+            self.gone(holder, "heartbeat")
+            return self.place_of(first, None)
         return (
             f"replica {replica} of {self.record.job} lives, as {holder.placement}: give each job "
             "an id of its own (DRYDOCK_JOB), or end that process first"
@@ -359,9 +366,7 @@ class Coordinator(Epochs):
         for peer in list(self.peers.values()):
             if late > TICK_S:
                 peer.heard += late
-            followed = peer.phase in ("member", "ready")
-            silent_s = PEER_SILENT_S if followed else NEWCOMER_SILENT_S
-            if now - peer.heard > silent_s and not cut_off:
+            if now - peer.heard > silence_of(peer) and not cut_off:
                 self.gone(peer, "heartbeat")
         if now - self.last_ping >= PING_S:
             self.last_ping = now
@@ -376,6 +381,11 @@ class Coordinator(Epochs):
             for peer in [p for p in self.peers.values() if p.phase == "claiming"]:
                 peer.tell(op="undecided", text=text)
         self.settle()
+
+
+def silence_of(peer: Peer) -> float:
+    """For how long it may be silent."""
+    return PEER_SILENT_S if peer.phase in ("member", "ready") else NEWCOMER_SILENT_S
 
 
 def main() -> None:

@@ -165,6 +165,7 @@ class Gloo:
         end = time.monotonic() + 2 * BUILD_S
         for thread in self._in_gloo:
             thread.join(max(0.0, end - time.monotonic()))
+        self._peers = set()  # their addresses may be others' soon
 
     def all_reduce(self, buffer: torch.Tensor) -> None:
         """Sum the buffer over the group, in place. Raises Severed."""

@@ -70,7 +70,7 @@ class Roster(ABC):
         self.gathered: dict[int | str, float] = {}
         self.last_tick = self.last_ping = now
         self.last_word = now  # when anybody was last heard of
-        self.excused = False  # those who are away were given time, and no peer was heard since
+        self.excused = False  # members that are away were given time, and are not back
         self.woke = 0.0  # when we ran, or heard of anybody, again after we had not for long
         #: when a member of the current epoch was last heard of; and whether one of them surely
         #: trains in it no more, so that the others cannot either
@@ -131,14 +131,15 @@ class Roster(ABC):
         """
         now = self.clock()
         if (gap := now - self.last_word) > CUT_OFF_S:
-            if not self.excused:
+            if self.alive and not self.excused:
                 self.woke, self.excused = now, True
             pause = max(0.0, min(gap, self.last_contact + self.lease_s - now))
             for other in [p for p in self.peers.values() if not p.excused]:
                 other.heard, other.excused = now + pause, True
         self.last_word = now
         if peer is not None:
-            peer.heard, peer.excused, self.excused = now, False, False
+            peer.heard, peer.spoke, peer.excused = now, now, False
+            self.excused = self.excused and not self.alive.keys() <= self.peers.keys()
 
     def lose(self, replica: int, how: str) -> None:
         """A member is gone, and its connection with it."""

@@ -33,9 +33,10 @@ _WHOLE_JOB = ("FullyShardedDataParallel", "PipelineStage", "ZeroRedundancyOptimi
 _DEEPSPEED = "deepspeed.runtime."
 #: Of these helpers the settings are compared too; of others only what they are.
 _COMPARED = ("schedule", "scaler")
-_COUNTED = ("_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step")
-#: Where something lies, as it says of itself if its class gave it no other words.
-_IN_MEMORY = re.compile(r" at 0x[0-9a-f]+")
+_COUNTED = ("_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step", "lr_lambdas")
+_LONG = 300  # characters of settings; of more a hash is told
+#: Where something lies, in memory or on which card.
+_PLACE = re.compile(r" at 0x[0-9a-f]+|\bcuda(:\d+)?|\bGPU \d+")
 #: So many groups of an optimizer's parameters are told apart in words.
 _GROUPS_IN_WORDS = 4
 #: By its key in the shape: what it is called, and what to do if it differs.
@@ -78,7 +79,7 @@ def describe(
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     ]
     count = sum(parameter.numel() for parameter in model.parameters())
-    digest = hashlib.sha256("\n".join(tensors).encode()).hexdigest()[:8]
+    digest = _hash_of("\n".join(tensors))
     return {
         "mode": mode,
         "ranks": str(ranks),
@@ -246,14 +247,16 @@ def difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
 def _modules(model: torch.nn.Module) -> str:
     """How many of each kind, and a hash of what they say of themselves: a dropout's probability."""
     kinds = Counter(type(module).__name__ for module in model.modules())
-    digest = hashlib.sha256(_IN_MEMORY.sub("", repr(model)).encode()).hexdigest()[:8]
+    digest = _hash_of(_PLACE.sub("", repr(model)))
     return f"{', '.join(f'{kinds[kind]} {kind}' for kind in sorted(kinds))} ({digest})"
 
 
 def _told(helper: Any) -> str:
-    """What it is set to: all plain values of its state, in words."""
-    words = _in_words(dict(_values(helper.state_dict())))
-    return f"({words})" if words else ""
+    """What one of torch's own is set to: all plain values of its state. Others may keep in theirs
+    what is not the same everywhere."""
+    own = type(helper).__module__.startswith("torch.")
+    words = _in_words(dict(_values(helper.state_dict()))) if own else ""
+    return f"({words if len(words) <= _LONG else _hash_of(words)})" if words else ""
 
 
 def _values(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -265,6 +268,10 @@ def _values(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in inner:
         if key not in _COUNTED:
             yield from _values(value, f"{name}.{key}" if name else str(key))
+
+
+def _hash_of(words: str) -> str:
+    return hashlib.sha256(words.encode()).hexdigest()[:8]
 
 
 def _settings(optimizer: Any) -> str:
@@ -281,8 +288,7 @@ def _settings(optimizer: Any) -> str:
         if (others := _in_words({k: v for k, v in group.items() if k in defaults}, defaults))
     ]
     if len(groups) > _GROUPS_IN_WORDS:
-        digest = hashlib.sha256("".join(groups).encode()).hexdigest()[:8]
-        groups = [f"; others in {len(groups)} groups ({digest})"]
+        groups = [f"; others in {len(groups)} groups ({_hash_of(''.join(groups))})"]
     return f"{name}({told}{''.join(groups)})"
 
 

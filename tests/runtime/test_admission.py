@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runtime.replica.connection import Peer
-from runtime.replica.coordinator import PEER_SILENT_S, Coordinator
+from runtime.replica.coordinator import PEER_SILENT_S, Asked, Coordinator
 from runtime.replica.epochs import GATHER_S
 from runtime.replica.listening import LEASE_S
 from runtime.replica.record import RecordFile
@@ -152,16 +152,33 @@ def test_who_was_lost_meanwhile_is_found_soon(play: Play) -> None:
     assert scene.replicas[0].heard("lost")[-1]["replica"] == 2
 
 
-def test_one_that_hangs_alone_makes_way_for_its_next_start(play: Play) -> None:
-    scene = play(1)
+@pytest.mark.parametrize("silent_s", [0.0, 3.0, 8.0, 60.0])
+def test_one_that_is_gone_makes_way_for_its_next_start_as_soon(play: Play, silent_s: float) -> None:
+    """However long nobody was heard before that came."""
+    scene = play(2)
+    scene.pass_time(silent_s)
     first = {"token": "t", "op": "join", "job": "j", "replica": 0, "placement": "n", "standby": ""}
-    first |= {"epoch": 0, "world": 1, "shards": 12}
+    first |= {"epoch": 0, "world": 2, "shards": 12}
     waiting = scene.coordinator.place_of(first, None)
-    for _ in range(50):
+    for _ in range(round(PEER_SILENT_S * 10) + 3):
+        assert isinstance(waiting, Asked)
         scene.pass_time(0.1)
-        waiting = scene.coordinator.place_of(first, None)
+        waiting = scene.coordinator.place_of(first, waiting) or Asked(None, 0, 0.0)
 
-    assert waiting == ""
+    assert waiting == Asked(None, 0, 0.0)
+
+
+def test_a_dead_member_is_lost_though_the_last_one_answers_slowly(play: Play) -> None:
+    scene = play(2)
+    for _ in range(4):
+        scene.pass_time(1.4)
+        scene.replicas[0].say("pong", n=0, step=12)
+    scene.replicas[1].hang_up()
+    for _ in range(4):
+        scene.pass_time(1.4)
+        scene.replicas[0].say("pong", n=0, step=12)
+
+    assert sorted(scene.coordinator.alive) == [0]
 
 
 def test_a_connection_that_ends_meanwhile_is_no_member_s_end(play: Play) -> None:

@@ -216,15 +216,47 @@ def test_models_of_equal_tensors_are_told_apart_by_their_modules() -> None:
 class Told(nn.Module):
     """Tells of itself where it lies in memory, as what has no words of its own does."""
 
+    def __init__(self, card: int = 0) -> None:
+        super().__init__()
+        self.card = card
+
     def extra_repr(self) -> str:
-        return f"norm={object()!r}"
+        """And on which card, as torch's own ParameterList does."""
+        return f"norm={object()!r} (cuda:{self.card}) (GPU {self.card})"
 
 
-def test_where_a_module_lies_in_memory_tells_nobody_apart() -> None:
-    def shape() -> dict[str, str]:
-        return describe(Told(), [], Batches(samples=96, shards=12), "cover", 1.0, "torch")
+def test_where_a_module_lies_tells_nobody_apart() -> None:
+    def shape(card: int) -> dict[str, str]:
+        return describe(Told(card), [], Batches(samples=96, shards=12), "cover", 1.0, "torch")
 
-    assert difference(shape(), shape()) == ""
+    assert difference(shape(0), shape(1)) == ""
+
+
+class OfTheScript:
+    """A schedule that keeps what is not the same everywhere."""
+
+    def __init__(self, began: float) -> None:
+        self.began = began
+
+    def state_dict(self) -> dict[str, object]:
+        return {"began": self.began, "device": f"cuda:{self.began}"}
+
+
+def test_of_what_a_schedule_of_the_script_s_own_keeps_nothing_is_compared() -> None:
+    one, other = (shape_of([0.1], schedule=[OfTheScript(began)]) for began in (1.0, 2.0))
+
+    assert difference(one, other) == ""
+
+
+def test_a_schedule_of_many_numbers_is_told_by_their_hash() -> None:
+    def schedule(last: int) -> object:
+        optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, [*range(5000), last])
+
+    shape = shape_of([0.1], schedule=[schedule(6000)])
+
+    assert len(shape["helpers"]) < 100
+    assert "schedule MultiStepLR(" in difference(shape, shape_of([0.1], schedule=[schedule(7000)]))
 
 
 def test_a_rate_that_is_a_tensor_tells_optimizers_apart() -> None:

@@ -79,7 +79,7 @@ def quarantine(ctx: StepContext) -> Outcome:
         return _cut_power(ctx, node, "its agent is not heard")
     ours = Command.objects.filter(requester__startswith=f"{ctx.requester()}.", verb="stop_process")
     orders = list(ours.order_by("created_at"))
-    if not orders and not live:
+    if not live:
         return Done(text=f"{node.name} holds no work; quarantined", apply=_take_out(ctx, node))
     if not orders:
         return Wait(

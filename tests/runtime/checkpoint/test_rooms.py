@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +58,7 @@ class CudaRuntime:
     def __init__(self, most: int) -> None:
         self.most = most
         self.pinned: dict[int, int] = {}
+        self.still_mapped: list[bool] = []  # at each end of it
 
     def cudaHostRegister(self, address: int, size: int, _flags: int) -> int:  # noqa: N802
         self.pinned |= {address: size} if size <= self.most else {}
@@ -63,7 +66,14 @@ class CudaRuntime:
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
         del self.pinned[address]
+        self.still_mapped.append(is_mapped(address))
         return 0
+
+
+def is_mapped(address: int) -> bool:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    limits = [line.split()[0].split("-") for line in lines]
+    return any(int(start, 16) <= address < int(end, 16) for start, end in limits)
 
 
 @pytest.fixture
@@ -71,6 +81,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> CudaRuntime:
     runtime = CudaRuntime(most=1 << 24)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda card: card == 1, raising=False)
     return runtime
 
 
@@ -89,6 +102,7 @@ def test_rooms_are_pinned_where_a_card_is_in_use_for_as_long_as_they_are_mapped(
     made.close()
     gc.collect()
     assert card.pinned == {}
+    assert card.still_mapped == [True] * rooms.ROOMS
 
 
 def test_what_the_driver_does_not_pin_is_used_all_the_same(card: CudaRuntime) -> None:
