@@ -270,11 +270,24 @@ def start_replica(ctx: StepContext) -> Outcome:
 
 def _ending_of_what_hangs(ctx: StepContext, lost: Placement) -> Outcome | None:
     """Have killed what its peers lost and nobody saw end: it may hold its cards for ever. Of a node
-    that is taken out nothing is left."""
-    stays = lost.node.state in (NodeState.ALLOCATED, NodeState.AVAILABLE)
+    that is taken out nothing is left; one that cannot end it is."""
+    node = lost.node
+    stays = node.state in (NodeState.ALLOCATED, NodeState.AVAILABLE)
     if not stays or losses.seen_to_end(lost):
         return None
-    return see_ended(ctx, lost, f"nobody saw its process on {lost.node.name} end")
+    if not node.lease.reachable:
+        # Where the spare has its place it is the node's own incident.
+        gone = lost.state == PlacementState.ENDED
+        text = f"{node.name} went silent before its process was seen to end"
+        return None if gone else Back(to="find-cause", text=text)
+    stop = Command.objects.filter(requester=ctx.requester("stop"), verb="stop_process").first()
+    if stop is not None and stop.state in COMMAND_FINISHED and stop.state != CommandState.DONE:
+        return Back(
+            to="take-node-out",
+            text=f"{node.name} does not end its process ({stop.error or stop.state}): it is unfit",
+            context={"node_fit": False, "action": Action.POWER_CYCLE},
+        )
+    return see_ended(ctx, lost, f"nobody saw its process on {node.name} end")
 
 
 def _let_standby_have_it(
