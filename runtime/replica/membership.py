@@ -130,7 +130,8 @@ class Member:
         self._following = False
         self._order = 0  # number of the last order to get a state
         self._caught_up: int | None = None  # the step of which we said so last
-        self._not_handed: int | None = None  # after which step we were not given the next one
+        #: after which step we were not given the next one, and by whom
+        self._not_handed: tuple[int, list[list[str]]] | None = None
         self._unreached: list[list[str]] = []  # whom we could not reach last
         self._doubts = (-1, 0)  # after which step, and how many that found nobody
 
@@ -197,6 +198,9 @@ class Member:
         self.last_report = None
         self._want_nothing()
         step = int(message["step"])
+        if self._trainer.committed < step and self._is_not_handed(message["donors"]):
+            self._start_over(CannotFollow(f"nobody hands over step {step}"))
+            return False
         try:
             # The group first: whoever is behind replays while the others compute.
             self._trainer.connect(message)
@@ -206,7 +210,7 @@ class Member:
             self.report(planned=False, silent=isinstance(error, Silent))
             return False
         except CannotFollow as error:
-            self._could_not_follow(error)
+            self._could_not_follow(error, message["donors"])
             return False
         if self._trainer.committed > step:
             self._start_over(CannotFollow(f"{self._trainer.committed} is beyond step {step}"))
@@ -329,17 +333,20 @@ class Member:
         else:
             self.overhear(message)
 
-    def _could_not_follow(self, error: CannotFollow) -> None:
+    def _could_not_follow(self, error: CannotFollow, donors: list[list[str]]) -> None:
         """No peer of the epoch that began hands over what we lack. If who made it has just died,
         the next epoch begins without that step, and what we computed of it counts. If that is not
         so, we begin anew."""
-        step = self._trainer.committed
-        if self._not_handed == step:
-            self._start_over(error)
-            return
-        self._not_handed = step
-        log.warning("not_handed epoch=%s step=%s error=%s", self.epoch, step + 1, error)
+        self._not_handed = (self._trainer.committed, donors)
+        log.warning("not_handed epoch=%s error=%s", self.epoch, error)
         self.report(planned=False)
+
+    def _is_not_handed(self, donors: list[list[str]]) -> bool:
+        """Whether one of these did not hand over the next step in the epoch before, and lives."""
+        if self._not_handed is None:
+            return False
+        step, before = self._not_handed
+        return step == self._trainer.committed and any(donor in before for donor in donors)
 
     def _start_over(self, error: CannotFollow) -> None:
         """We hold an old state and cannot come by the newer one step by step."""
