@@ -128,15 +128,15 @@ def test_members_out_of_the_coordinators_reach_hold_before_others_begin(
     fleet.wait_for_step(20)
 
     cable.unplug()
-    until(lambda: fleet.ask(op="status")["members"] == [], "both are taken for dead")
     behind = fleet.last(0)["step"]
-    fleet.start_rank(2)
+    fleet.start_rank(2)  # once it is heard, their silence says something
+    until(lambda: fleet.ask(op="status")["members"] == [], "both are taken for dead")
     until(lambda: fleet.last(2)["step"] >= 20, "another replica begins")
     held = [fleet.steps(0)[-1], fleet.steps(1)[-1]]
 
     assert [process.poll() for process in cut_off] == [None, None]
     assert max(entry["at"] for entry in held) < fleet.steps(2)[0]["at"]
-    assert held[0]["step"] >= behind  # the lease ran for longer than it took to be given up
+    assert held[0]["step"] > behind  # they trained on for as long as their lease lasted
 
 
 def test_a_coordinator_that_is_stopped_for_longer_than_the_lease_loses_nobody(
