@@ -30,9 +30,8 @@ class Peer:
     writer: asyncio.StreamWriter
     heard: float  # by the coordinator's clock; ahead of it while its word is on its way
     spoke: float = field(default=0.0, kw_only=True)  # when it was heard itself
-    excused: bool = field(
-        default=False, kw_only=True
-    )  # it was given that time, and not heard since
+    #: it was given time for its word to arrive, and has not been heard since
+    excused: bool = field(default=False, kw_only=True)
     #: claiming (of an epoch that we do not know), fresh (told nothing yet), loading, syncing, ready
     #: (holds a state), member
     phase: str = "fresh"

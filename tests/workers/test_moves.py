@@ -32,6 +32,7 @@ from tests.workers.moving import (
     PERSON,
     TELLINGS,
     commands,
+    committed,
     move,
     no_spare,
     regrouped,
@@ -243,20 +244,7 @@ def test_a_hello_and_the_others_progress_say_nothing_of_the_replica(world: World
 
 
 def _told_by_peers_progress(world: World) -> None:
-    progress = client.Progress(
-        step=30,
-        steps=1,
-        epoch=1,
-        at=time.time() + 1,
-        loss=1.0,
-        grad_norm=1.0,
-        step_s=0.1,
-        max_gap_s=0.1,
-        samples=48,
-        tokens=48,
-        replicas=[0, 1],
-    )
-    told_by(world.placements[0], progress)
+    told_by(world.placements[0], committed(step=30, epoch=1, at=time.time() + 1))
 
 
 def test_one_that_was_dropped_and_came_back_itself_has_not_moved(world: World) -> None:
