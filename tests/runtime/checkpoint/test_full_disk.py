@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from runtime.checkpoint import store
+from tests.runtime.checkpoint.one_rank import OneRank
 from tests.runtime.checkpoint.states import staged_at
-from tests.runtime.checkpoint.test_saver import OneRank
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
 

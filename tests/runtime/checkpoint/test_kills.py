@@ -16,8 +16,8 @@ import pytest
 
 from runtime.checkpoint import store
 from runtime.checkpoint.draft import sweep
+from tests.runtime.checkpoint.one_rank import OneRank
 from tests.runtime.checkpoint.states import staged_at
-from tests.runtime.checkpoint.test_saver import OneRank
 from tests.runtime.replicas import Fleet, until
 
 
@@ -71,7 +71,7 @@ def seconds_of_a_save_by_a_new_writer(trainer: OneRank) -> float:
 def test_a_trainer_killed_after_the_copy_is_saved_all_the_same(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys; from pathlib import Path;"
-        "from tests.runtime.checkpoint.test_saver import OneRank;"
+        "from tests.runtime.checkpoint.one_rank import OneRank;"
         f"one = OneRank(Path({str(tmp_path)!r})); one.save_all(1);"
         "os.kill(one.writer(), signal.SIGSTOP); one.save(2);"
         "one.told.until(lambda: ('shared', 'save2') in one.saver.delivery._asked);"

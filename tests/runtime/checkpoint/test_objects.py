@@ -16,8 +16,8 @@ from runtime.checkpoint import asking
 from runtime.checkpoint.manifest import MANIFEST
 from runtime.checkpoint.objects import Found, ObjectStore
 from runtime.image import Damaged
+from tests.runtime.checkpoint.one_rank import OneRank
 from tests.runtime.checkpoint.states import SOON_S, staged_at
-from tests.runtime.checkpoint.test_saver import OneRank
 from tests.runtime.replicas import Fleet, until
 
 Break = Callable[[Any, str], None]

@@ -2,135 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import queue
-import re
 import shutil
 import signal
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from runtime.checkpoint import Checkpointer, asking, disk, store
+from runtime.checkpoint import store
 from runtime.checkpoint.delivery import UNSEEN
-from runtime.checkpoint.rooms import ROOMS
 from runtime.checkpoint.tiers import TierName, tiers_of
-from runtime.client import CheckpointSaved, Sender, Trouble
+from runtime.client import CheckpointSaved, Trouble
 from runtime.image import Damaged, Piece
-from runtime.job import Job
 from runtime.snapshot import Copying, state_of
+from tests.runtime.checkpoint.one_rank import PATIENCE_S, SIZE, OneRank, read_from, unasked
 from tests.runtime.checkpoint.states import (
-    SOON_S,
     copy_of_step,
     due,
-    hanging,
     staged_at,
     state_of_step,
 )
-
-PATIENCE_S = 90.0
-SIZE = staged_at(0).table.bytes
-
-
-@dataclass
-class Told:
-    """What an engineer and the control plane hear."""
-
-    messages: list[Any] = field(default_factory=list)
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-    def __call__(self, message: Any) -> None:
-        with self.changed:
-            self.messages.append(message)
-            self.changed.notify_all()
-
-    def saved(self) -> list[int]:
-        return [m.step for m in self.messages if isinstance(m, CheckpointSaved)]
-
-    def troubles(self) -> list[str]:
-        return [m.kind for m in self.messages if isinstance(m, Trouble)]
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        """What is no message shows within a moment too."""
-        end = time.monotonic() + PATIENCE_S
-        with self.changed:
-            while not condition():
-                assert time.monotonic() < end, self.messages
-                self.changed.wait(0.02)
-
-
-class OneRank:
-    """A trainer's side: a checkpointer whose room is made."""
-
-    def __init__(
-        self,
-        folder: Path,
-        rank: int = 0,
-        ranks: int = 1,
-        *,
-        own_disk: bool = False,
-        holder: bool = False,
-        object_store: str = "",
-    ) -> None:
-        self.told = Told()
-        sender = Sender("", "t", job="j", replica=0, rank=rank, placement="p")
-        sender.tell = self.told  # type: ignore[method-assign]
-        self.saver = Checkpointer(
-            Job(
-                name="j", replica=0, rank=rank, ranks=ranks, world_replicas=1, placement="p",
-                coordinator="", token="t", state_dir=folder, sender=sender,
-                local_dir=folder / "disk" if own_disk else None,
-                holder_dir=folder / "memory" if holder else None, domain="here",
-                object_store=object_store,
-                stop=threading.Event(),
-            ),
-            every_s=0.0,
-        )  # fmt: skip
-
-    def save(
-        self,
-        step: int,
-        name: str = "",
-        *,
-        share: tuple[int, int] = (0, 1),
-        last: bool = True,
-        begin: Callable[[int, memoryview | None], Copying] = copy_of_step,
-    ) -> Copying | None:
-        """Waits for room: with `last` the saver does."""
-        self.saver.prepare(lambda: SIZE)
-        return self.saver.save(
-            lambda into: begin(step, into), name or f"save{step}", share=share, last=last
-        )
-
-    def save_all(self, *steps: int) -> None:
-        for step in steps:
-            assert self.save(step) is not None
-            self.told.until(lambda step=step: step in self.told.saved())  # type: ignore[misc]
-            self.told.until(lambda: not self.saver.delivery._asked)
-        rooms = ROOMS + ("object" in self.saver.tiers)
-        self.told.until(lambda: len(self.saver.rooms.descriptors()[1]) == rooms)
-
-    def writer(self, tier: TierName = "shared") -> int:
-        pid = self.saver.delivery._writers[tier].pid
-        assert pid is not None
-        return pid
-
-
-@pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[OneRank]:
-    one = OneRank(tmp_path)
-    yield one
-    one.saver.finish()
 
 
 def test_a_copy_becomes_a_verified_checkpoint(trainer: OneRank, tmp_path: Path) -> None:
@@ -144,13 +40,6 @@ def test_a_copy_becomes_a_verified_checkpoint(trainer: OneRank, tmp_path: Path) 
     facts = store.manifest_of(Path(saved.path)).facts
     assert (facts["job"], facts["replicas"], facts["ranks"]) == ("j", 1, 1)
     assert facts["torch"].startswith("2.")
-
-
-@pytest.fixture
-def on_two_tiers(tmp_path: Path) -> Iterator[OneRank]:
-    one = OneRank(tmp_path, own_disk=True)
-    yield one
-    one.saver.finish()
 
 
 def test_one_copy_is_written_to_each_tier(on_two_tiers: OneRank) -> None:
@@ -218,128 +107,6 @@ def test_without_the_shared_folder_a_job_goes_on_from_its_own_disk(
     assert restarted.told.troubles() == ["checkpoints_out_of_reach"]
 
 
-def test_a_shared_folder_that_hangs_keeps_no_job_from_its_own_disk(
-    on_two_tiers: OneRank, tmp_path: Path
-) -> None:
-    on_two_tiers.save_all(1)
-    restarted = OneRank(tmp_path, own_disk=True)
-
-    with hanging(tmp_path / "checkpoints" / "run"):
-        found = [restarted.saver.sources.saves() for _ in range(2)]
-        digest = read_from(restarted, 1, "local")
-        epoch = restarted.saver.sources.next_epoch(4)
-
-    assert found == [[(1, "save1", "local")]] * 2
-    assert digest == staged_at(1).digest
-    assert epoch == 5
-    assert restarted.told.troubles() == ["checkpoints_out_of_reach"] * 2  # each time it was asked
-    (text, _again) = [message.text for message in restarted.told.messages]
-    assert re.search(r"^shared: .*/checkpoints (hangs|has not answered)", text)
-
-
-def test_a_shared_folder_that_hangs_keeps_no_job_from_peers_memory(tmp_path: Path) -> None:
-    one = OneRank(tmp_path, holder=True)
-    place = one.saver.open_holder("127.0.0.1")
-    one.saver.meet([{"replica": 0, "holders": [place]}], 0)
-    one.save_all(7)
-
-    with hanging(tmp_path / "checkpoints" / "run"):
-        found = one.saver.sources.saves()
-
-    assert found == [(7, "0-7", "peer")]
-    assert one.told.troubles() == ["checkpoint_not_apart", "checkpoints_out_of_reach"]
-    one.saver.finish()
-    os.kill(json.loads((tmp_path / "memory/j/holder.json").read_bytes())["pid"], signal.SIGKILL)
-
-
-def test_where_nothing_else_is_a_store_that_hangs_is_not_taken_for_an_empty_one(
-    trainer: OneRank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    back = threading.Event()
-    monkeypatch.setattr(asking, "ANSWER_S", SOON_S)
-    monkeypatch.setattr(store, "candidates", lambda _folder: [] * back.wait())
-
-    with pytest.raises(TimeoutError, match=r"checkpoints has not answered for 1\.5 s"):
-        trainer.saver.sources.saves()
-
-    back.set()
-
-
-def test_of_suspects_that_hang_nobody_waits_for_ever(on_two_tiers: OneRank, tmp_path: Path) -> None:
-    on_two_tiers.save_all(1)
-    restarted = OneRank(tmp_path, own_disk=True)
-    (tmp_path / "checkpoints" / "suspects.json").touch()
-
-    with hanging(tmp_path / "checkpoints" / "suspects.json"):
-        found = restarted.saver.sources.saves()
-
-    assert found == [(1, "save1", "local"), (1, "save1", "shared")]
-    assert restarted.told.troubles() == ["checkpoints_out_of_reach"]
-
-
-def test_a_disk_of_ours_that_hangs_keeps_no_job_from_the_shared_folder(
-    on_two_tiers: OneRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_two_tiers.save_all(1)
-    back, iterdir, ours = threading.Event(), Path.iterdir, tmp_path / "disk" / "j"
-    monkeypatch.setattr(asking, "ANSWER_S", SOON_S)
-    monkeypatch.setattr(
-        Path, "iterdir", lambda path: (path == ours and back.wait(), iterdir(path))[1]
-    )
-    restarted = OneRank(tmp_path, own_disk=True)
-
-    found = restarted.saver.sources.saves()
-    back.set()
-
-    assert found == [(1, "save1", "shared")]
-    assert restarted.told.troubles() == ["checkpoints_out_of_reach"]
-
-
-def test_a_checkpoint_is_read_as_long_as_its_store_gives_something_of_it(
-    on_two_tiers: OneRank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_two_tiers.save_all(1)
-    back, fill, pauses = threading.Event(), disk._fill, itertools.repeat(1.0)
-    monkeypatch.setattr(asking, "ANSWER_S", SOON_S)
-
-    def hesitating(*given: Any) -> None:
-        back.wait(next(pauses))
-        fill(*given)
-
-    monkeypatch.setattr(disk, "_fill", hesitating)
-    digest = read_from(on_two_tiers, 1, "shared")
-    pauses = itertools.repeat(PATIENCE_S)
-
-    with pytest.raises(TimeoutError, match=r"checkpoints has not answered for 1\.5 s"):
-        read_from(on_two_tiers, 1, "shared")
-    back.set()
-
-    assert digest == staged_at(1).digest
-
-
-def test_a_store_that_hangs_holds_up_no_other(on_two_tiers: OneRank) -> None:
-    on_two_tiers.save_all(1)
-    saver = on_two_tiers.saver
-    os.kill(on_two_tiers.writer("shared"), signal.SIGSTOP)
-    on_two_tiers.save(2, last=False)
-    on_two_tiers.told.until(lambda: on_two_tiers.told.saved() == [1, 1, 2])
-    on_two_tiers.told.until(lambda: ("local", "save2") not in saver.delivery._asked)
-
-    ready = [saver.ready(["local", "shared"]) for _ in range(3)]
-    for step in (3, 4, 5):
-        assert saver.prepare(unasked)
-        begun = saver.save(partial(copy_of_step, step), f"save{step}", ["local"])
-        assert begun is not None
-        on_two_tiers.told.until(lambda step=step: step in on_two_tiers.told.saved())  # type: ignore[misc]
-        on_two_tiers.told.until(saver.rooms.any_free)
-    os.kill(on_two_tiers.writer("shared"), signal.SIGCONT)
-    on_two_tiers.told.until(lambda: on_two_tiers.told.saved().count(2) == 2)
-    on_two_tiers.told.until(lambda: saver.ready(["shared"]) == {"shared"})
-
-    assert ready == [{"local"}] * 3
-    assert on_two_tiers.told.troubles() == ["checkpoint_late"]
-
-
 def test_a_disk_that_cannot_be_used_keeps_no_job_from_beginning(tmp_path: Path) -> None:
     (tmp_path / "disk").write_text("in the way")
     new = OneRank(tmp_path, own_disk=True)
@@ -389,10 +156,6 @@ def gone_address() -> str:
     """Where nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"127.0.0.1:{server.getsockname()[1]}"
-
-
-def read_from(trainer: OneRank, step: int, tier: TierName, name: str = "") -> str:
-    return trainer.saver.sources.read(name or f"save{step}", tier, 0).digest
 
 
 def test_only_what_changed_is_written_and_only_the_newest_kept(trainer: OneRank) -> None:
@@ -501,11 +264,6 @@ def test_a_state_that_grows_gets_other_rooms(trainer: OneRank) -> None:
 
     assert (first, due, again and again.step) == (None, {"shared"}, 2)
     assert trainer.told.troubles() == []
-
-
-def unasked() -> int:
-    """The size of a state for which there is room."""
-    raise AssertionError("it is not asked for while there are rooms")
 
 
 def test_bytes_that_do_not_change_are_an_alarm(trainer: OneRank) -> None:
@@ -735,20 +493,6 @@ def test_a_writer_that_died_is_started_to_look(tmp_path: Path) -> None:
 
     assert one.saver.delivery.sees_others
     assert one.told.troubles() == []
-
-
-def test_a_shared_folder_that_hangs_holds_no_copy_up(tmp_path: Path) -> None:
-    """Also not the first to a disk of our own, which needs the name of the job's run."""
-    one = OneRank(tmp_path, own_disk=True)
-    (tmp_path / "checkpoints").mkdir()
-    os.mkfifo(tmp_path / "checkpoints" / "run")  # who reads it waits for ever
-    copies = [one.save(3), one.save(4)]
-    finished = [copying.finished.wait(PATIENCE_S) for copying in copies if copying is not None]
-    for tier in ("local", "shared"):
-        os.kill(one.writer(tier), signal.SIGKILL)
-    one.saver.finish()
-
-    assert finished == [True, True]
 
 
 class Interrupted(Copying):

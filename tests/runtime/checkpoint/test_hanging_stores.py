@@ -1,0 +1,160 @@
+"""A store that gives no sign of life keeps no job from going on, nor from saving to others."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import signal
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.checkpoint import asking, disk, store
+from tests.runtime.checkpoint.one_rank import PATIENCE_S, OneRank, read_from, unasked
+from tests.runtime.checkpoint.states import (
+    SOON_S,
+    copy_of_step,
+    hanging,
+    staged_at,
+)
+
+
+def test_a_shared_folder_that_hangs_keeps_no_job_from_its_own_disk(
+    on_two_tiers: OneRank, tmp_path: Path
+) -> None:
+    on_two_tiers.save_all(1)
+    restarted = OneRank(tmp_path, own_disk=True)
+
+    with hanging(tmp_path / "checkpoints" / "run"):
+        found = [restarted.saver.sources.saves() for _ in range(2)]
+        digest = read_from(restarted, 1, "local")
+        epoch = restarted.saver.sources.next_epoch(4)
+
+    assert found == [[(1, "save1", "local")]] * 2
+    assert digest == staged_at(1).digest
+    assert epoch == 5
+    assert restarted.told.troubles() == ["checkpoints_out_of_reach"] * 2  # each time it was asked
+    (text, _again) = [message.text for message in restarted.told.messages]
+    assert re.search(r"^shared: .*/checkpoints (hangs|has not answered)", text)
+
+
+def test_a_shared_folder_that_hangs_keeps_no_job_from_peers_memory(tmp_path: Path) -> None:
+    one = OneRank(tmp_path, holder=True)
+    place = one.saver.open_holder("127.0.0.1")
+    one.saver.meet([{"replica": 0, "holders": [place]}], 0)
+    one.save_all(7)
+
+    with hanging(tmp_path / "checkpoints" / "run"):
+        found = one.saver.sources.saves()
+
+    assert found == [(7, "0-7", "peer")]
+    assert one.told.troubles() == ["checkpoint_not_apart", "checkpoints_out_of_reach"]
+    one.saver.finish()
+    os.kill(json.loads((tmp_path / "memory/j/holder.json").read_bytes())["pid"], signal.SIGKILL)
+
+
+def test_where_nothing_else_is_a_store_that_hangs_is_not_taken_for_an_empty_one(
+    trainer: OneRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back = threading.Event()
+    monkeypatch.setattr(asking, "ANSWER_S", SOON_S)
+    monkeypatch.setattr(store, "candidates", lambda _folder: [] * back.wait())
+
+    with pytest.raises(TimeoutError, match=r"checkpoints has not answered for 1\.5 s"):
+        trainer.saver.sources.saves()
+
+    back.set()
+
+
+def test_of_suspects_that_hang_nobody_waits_for_ever(on_two_tiers: OneRank, tmp_path: Path) -> None:
+    on_two_tiers.save_all(1)
+    restarted = OneRank(tmp_path, own_disk=True)
+    (tmp_path / "checkpoints" / "suspects.json").touch()
+
+    with hanging(tmp_path / "checkpoints" / "suspects.json"):
+        found = restarted.saver.sources.saves()
+
+    assert found == [(1, "save1", "local"), (1, "save1", "shared")]
+    assert restarted.told.troubles() == ["checkpoints_out_of_reach"]
+
+
+def test_a_disk_of_ours_that_hangs_keeps_no_job_from_the_shared_folder(
+    on_two_tiers: OneRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_two_tiers.save_all(1)
+    back, iterdir, ours = threading.Event(), Path.iterdir, tmp_path / "disk" / "j"
+    monkeypatch.setattr(asking, "ANSWER_S", SOON_S)
+    monkeypatch.setattr(
+        Path, "iterdir", lambda path: (path == ours and back.wait(), iterdir(path))[1]
+    )
+    restarted = OneRank(tmp_path, own_disk=True)
+
+    found = restarted.saver.sources.saves()
+    back.set()
+
+    assert found == [(1, "save1", "shared")]
+    assert restarted.told.troubles() == ["checkpoints_out_of_reach"]
+
+
+def test_a_checkpoint_is_read_as_long_as_its_store_gives_something_of_it(
+    on_two_tiers: OneRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_two_tiers.save_all(1)
+    back, fill, pauses = threading.Event(), disk._fill, itertools.repeat(1.0)
+    monkeypatch.setattr(asking, "ANSWER_S", SOON_S)
+
+    def hesitating(*given: Any) -> None:
+        back.wait(next(pauses))
+        fill(*given)
+
+    monkeypatch.setattr(disk, "_fill", hesitating)
+    digest = read_from(on_two_tiers, 1, "shared")
+    pauses = itertools.repeat(PATIENCE_S)
+
+    with pytest.raises(TimeoutError, match=r"checkpoints has not answered for 1\.5 s"):
+        read_from(on_two_tiers, 1, "shared")
+    back.set()
+
+    assert digest == staged_at(1).digest
+
+
+def test_a_store_that_hangs_holds_up_no_other(on_two_tiers: OneRank) -> None:
+    on_two_tiers.save_all(1)
+    saver = on_two_tiers.saver
+    os.kill(on_two_tiers.writer("shared"), signal.SIGSTOP)
+    on_two_tiers.save(2, last=False)
+    on_two_tiers.told.until(lambda: on_two_tiers.told.saved() == [1, 1, 2])
+    on_two_tiers.told.until(lambda: ("local", "save2") not in saver.delivery._asked)
+
+    ready = [saver.ready(["local", "shared"]) for _ in range(3)]
+    for step in (3, 4, 5):
+        assert saver.prepare(unasked)
+        begun = saver.save(partial(copy_of_step, step), f"save{step}", ["local"])
+        assert begun is not None
+        on_two_tiers.told.until(lambda step=step: step in on_two_tiers.told.saved())  # type: ignore[misc]
+        on_two_tiers.told.until(saver.rooms.any_free)
+    os.kill(on_two_tiers.writer("shared"), signal.SIGCONT)
+    on_two_tiers.told.until(lambda: on_two_tiers.told.saved().count(2) == 2)
+    on_two_tiers.told.until(lambda: saver.ready(["shared"]) == {"shared"})
+
+    assert ready == [{"local"}] * 3
+    assert on_two_tiers.told.troubles() == ["checkpoint_late"]
+
+
+def test_a_shared_folder_that_hangs_holds_no_copy_up(tmp_path: Path) -> None:
+    """Also not the first to a disk of our own, which needs the name of the job's run."""
+    one = OneRank(tmp_path, own_disk=True)
+    (tmp_path / "checkpoints").mkdir()
+    os.mkfifo(tmp_path / "checkpoints" / "run")  # who reads it waits for ever
+    copies = [one.save(3), one.save(4)]
+    finished = [copying.finished.wait(PATIENCE_S) for copying in copies if copying is not None]
+    for tier in ("local", "shared"):
+        os.kill(one.writer(tier), signal.SIGKILL)
+    one.saver.finish()
+
+    assert finished == [True, True]
