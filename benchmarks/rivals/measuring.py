@@ -22,9 +22,7 @@ STEPS = 20  # of a turn in health
 WARMING = 5  # steps before them
 SETTLED = 8  # whole steps in a row by all replicas, before anything is done to them
 AFTER = 5  # commits of each survivor after a kill, before its gap is believed to be over
-#: Commits of a newcomer after which it costs the others nothing more: ours are compared once more
-#: ten steps after it entered.
-REJOINED = 15
+REJOINED = 5  # commits of a newcomer after which it costs the others nothing more
 RUN_IN = 200  # steps, before a newcomer is measured
 #: After which the machine has done with what the dead one held: a virtual one tells its host of
 #: memory that is free two seconds after it became so (PAGE_REPORTING_DELAY, mm/page_reporting.c),

@@ -9,8 +9,10 @@ receives the next one beside it. Imports no torch.
 Requests, each behind the job's token (see `runtime.serving`):
     {"op": "list"}  answered by {"held": [...]}, what is held of all ranks, without their tables
     {"op": "hold", "run", "rank", "ranks", "step", "save", "epoch", "bytes"}  answered by
-        {"held": digest} if that step of that epoch is held already, else by {"go": true}; the
-        state's table and facts follow, then its chunks, and the answer to these is {"held": digest}
+        {"held": digest} if that step of that epoch is held already, else by {"newest": save}, the
+        last one held of that rank, or ""; the state's table and facts follow, and "same", how many
+        of its first chunks are those of that save, answered by {"copied": so many}; then the
+        other chunks, and the answer to these is {"held": digest}
     {"op": "read", "rank", "save"}  answered by the state's description and its chunks
 """
 
@@ -32,7 +34,7 @@ from typing import Any
 
 from runtime import client
 from runtime.framing import PeerFailed, receive_chunk, receive_json, send_chunk, send_json
-from runtime.image import CHUNK_BYTES, Damaged, Table, chunks_of
+from runtime.image import CHUNK_BYTES, Damaged, Table, chunks_of, hash_of
 from runtime.serving import RequestServer
 
 log = logging.getLogger("drydock.holder")
@@ -150,6 +152,10 @@ class Memory:
             self._receiving.discard(label.rank)
             self._changed.notify_all()
 
+    def newest(self, rank: int) -> Held | None:
+        with self._changed:
+            return next(iter(self._held.get(rank, [])), None)
+
     def take(self, rank: int, save: str) -> Held:
         """Which stays as it is until it is given back. Raises PeerFailed."""
         with self._changed:
@@ -220,14 +226,16 @@ class Holder:
         if isinstance(found, Held):
             send_json(connection, {"held": found.digest})
             return
+        before = self.memory.newest(label.rank)  # which stays until this one is there
         try:
-            send_json(connection, {"go": True})
+            send_json(connection, {"newest": "" if before is None else before.label.save})
             described = receive_json(connection)
             table = Table.restore(described["table"])
             if table.bytes != label.bytes:
                 raise PeerFailed(f"a table of {table.bytes} bytes for {label.bytes}")
-            hashes = []
-            for start in range(0, label.bytes, CHUNK_BYTES):
+            hashes = _copied(before, table, int(described["same"]), found)
+            send_json(connection, {"copied": len(hashes)})
+            for start in range(len(hashes) * CHUNK_BYTES, label.bytes, CHUNK_BYTES):
                 part = found.memory[start : start + CHUNK_BYTES]
                 hashes.append(receive_chunk(connection, part))
             facts = dict(described["facts"])
@@ -238,6 +246,24 @@ class Holder:
         self.memory.finish(held)
         log.info("held step=%s rank=%s save=%s", label.step, label.rank, label.save)
         send_json(connection, {"held": held.digest})
+
+
+def _copied(before: Held | None, table: Table, chunks: int, into: Buffer) -> list[str]:
+    """The hashes of so many first chunks of a state, which are there as in the one before, for they
+    are of frozen weights. Raises PeerFailed if they cannot be, Damaged if they are no longer what
+    was received."""
+    frozen = 0 if before is None else min(before.table.frozen, table.frozen)
+    if before is None or not 0 < chunks <= frozen // CHUNK_BYTES:
+        if chunks:
+            raise PeerFailed(f"{chunks} chunks are not frozen in what is held")
+        return []
+    size = chunks * CHUNK_BYTES
+    for number, chunk in enumerate(chunks_of(before.buffer.memory[:size])):
+        if hash_of(chunk) != before.hashes[number]:
+            names = ", ".join(before.table.names_in(number))
+            raise Damaged(f"what is held of tensors {names} is not what was received")
+    into.memory[:size] = before.buffer.memory[:size]
+    return list(before.hashes[:chunks])
 
 
 def hold_alone(folder: Path) -> int:

@@ -82,6 +82,8 @@ class ObjectStore:
         self._bucket = root.strip("/").partition("/")[0] if protocol in _WITH_BUCKETS else ""
         self._job = job
         self._root = posixpath.join(root, job, "checkpoints")
+        #: by rank, what was last written of it, and where
+        self._before: dict[int, tuple[str, Part]] = {}
 
     def url_of(self, found: Found) -> str:
         """Where it is, for a person."""
@@ -107,10 +109,7 @@ class ObjectStore:
         """One rank's image, each chunk compared. `progress`: see `store.read`. Raises Damaged,
         naming tensors and object; OSError."""
         found = self.named(save, progress)
-        expected = found.manifest.part(rank)
-        path = posixpath.join(found.path, expected.name)
-        with _missing_is_damage(path):
-            part = store.checked_part(self._small(path), found.manifest, expected, path)
+        part = self._part(found, rank)
         buffer = pages(part.table.bytes)
         self._compare(found.path, part, buffer, progress)
         return Staged(part.step, part.table, buffer, part.hashes)
@@ -126,18 +125,20 @@ class ObjectStore:
         step: int,
         save: str,
         ready: Callable[[int], object],
-    ) -> Part:
-        """Put one rank's image there and read it back. `ready` is called, on any thread, with the
-        end of what is read of the image next, and returns once it is there; what it raises is
-        raised.
+    ) -> int:
+        """Put one rank's image there and read it back; how many bytes were put. Objects of frozen
+        weights that hold what those of the rank's last checkpoint hold are copied by the store.
+        `ready` is called, on any thread, with the end of what is read of the image next, and
+        returns once it is there; what it raises is raised.
 
         Raises OSError, Damaged. What was put of ours by then is removed, but not once all of it was
         there: another rank may have made it a checkpoint.
         """
         folder = self._folder(step, save)
         files = layout_of(table, rank, STREAMS)
+        before = self._before.get(rank) or self._last_part(rank)
         try:
-            hashes = self._put(folder, files, image, table.chunks, ready)
+            hashes, written = self._put(folder, files, image, table, ready, before)
             part = Part(step=step, save=save, rank=rank, table=table, hashes=hashes, files=files)
             self._compare(folder, part)
         except BaseException:
@@ -146,35 +147,75 @@ class ObjectStore:
                     self._remove_one(posixpath.join(folder, file.name))
             raise
         self._put_small(posixpath.join(folder, part.name), part.to_json())
-        return part
+        self._before[rank] = (folder, part)
+        return written
 
     def _put(
         self,
         folder: str,
         files: tuple[DataFile, ...],
         image: memoryview,
-        chunks: int,
+        table: Table,
         ready: Callable[[int], object],
-    ) -> tuple[str, ...]:
-        """Several at once; the hashes of the chunks."""
-        hashes = [""] * chunks
+        before: tuple[str, Part] | None,
+    ) -> tuple[tuple[str, ...], int]:
+        """Several at once; the hashes of the chunks, and how many bytes were put."""
+        hashes = [""] * table.chunks
+        copied: list[int] = []
+
+        def hash_block(first: int, end: int) -> None:
+            ready(end)
+            for chunk, data in enumerate(chunks_of(image[first:end]), first // CHUNK_BYTES):
+                hashes[chunk] = hash_of(data)
 
         def put(file: DataFile, stopped: threading.Event) -> None:
             start = file.first * CHUNK_BYTES
             path = posixpath.join(folder, file.name)
+            if before is not None and start + file.bytes <= table.frozen:
+                hash_block(start, start + file.bytes)
+                if self._copy(file, hashes, before, path):
+                    copied.append(file.bytes)
+                    return
             with self._opened(path) as out:
                 for first in range(start, start + file.bytes, BLOCK_BYTES):
                     if stopped.is_set():
                         raise _GivenUp
                     end = min(first + BLOCK_BYTES, start + file.bytes)
-                    ready(end)
-                    for chunk, data in enumerate(chunks_of(image[first:end]), first // CHUNK_BYTES):
-                        hashes[chunk] = hash_of(data)
+                    hash_block(first, end)
                     with self._asking(path):
                         out.write(image[first:end])
 
         _do_all([partial(put, file) for file in files])
-        return tuple(hashes)
+        return tuple(hashes), len(image) - sum(copied)
+
+    def _copy(self, file: DataFile, hashes: list[str], before: tuple[str, Part], path: str) -> bool:
+        """Whether the store made this object one like that of an earlier checkpoint, for it is to
+        hold the same."""
+        folder, part = before
+        chunks = slice(file.first, file.first + file.chunks)
+        if file not in part.files or tuple(hashes[chunks]) != part.hashes[chunks]:
+            return False
+        try:
+            with self._asking(path):
+                self._files.cp_file(posixpath.join(folder, file.name), path)
+        except OSError:  # that checkpoint is gone, or the store copies nothing
+            return False
+        return True
+
+    def _last_part(self, rank: int) -> tuple[str, Part] | None:
+        """This rank's of the newest checkpoint that is there, and where; None if none can be read:
+        then all is put anew."""
+        with contextlib.suppress(OSError, Damaged):
+            for found in self.found():
+                if isinstance(found, Found):
+                    return found.path, self._part(found, rank)
+        return None
+
+    def _part(self, found: Found, rank: int) -> Part:
+        expected = found.manifest.part(rank)
+        path = posixpath.join(found.path, expected.name)
+        with _missing_is_damage(path):
+            return store.checked_part(self._small(path), found.manifest, expected, path)
 
     def publish(self, step: int, save: str, ranks: int, facts: dict[str, Any]) -> Found | None:
         """Make it a checkpoint if the parts of all ranks are there, by whoever sees that first; it,

@@ -200,10 +200,14 @@ class Keeping:
     def __init__(self, address: str, token: str) -> None:
         self.address = address
         self._requests = Requests(address, token, SILENT_S)
+        self._before: tuple[str, list[str]] = ("", [])  # the last save, and its chunks' hashes
 
-    def hold(self, label: Label, table: Table, facts: dict[str, Any], image: memoryview) -> str:
-        """Have a state kept; its digest, once it is there whole. Raises PeerFailed, OSError, and
-        Damaged if what is there is not what was sent."""
+    def hold(
+        self, label: Label, table: Table, facts: dict[str, Any], image: memoryview
+    ) -> tuple[str, int]:
+        """Have a state kept; its digest, once it is there whole, and how many bytes were sent: what
+        the last save held already of weights that are frozen is not. Raises PeerFailed, OSError,
+        and Damaged if what is there is not what was sent."""
         try:
             return self._hold(label, table, facts, image)
         except (OSError, Damaged):
@@ -212,23 +216,37 @@ class Keeping:
 
     def close(self) -> None:
         self._requests.close()
+        self._before = ("", [])  # what made us close may have been that it is another there
 
-    def _hold(self, label: Label, table: Table, facts: dict[str, Any], image: memoryview) -> str:
+    def _hold(
+        self, label: Label, table: Table, facts: dict[str, Any], image: memoryview
+    ) -> tuple[str, int]:
         connection = self._requests.ask(op="hold", **vars(label))
         hashes: list[str] = []
+        sent = 0
         answer = receive_json(connection)
         if "held" in answer:  # another replica was quicker: the same state, for all have the same
             hashes.extend(hash_of(chunk) for chunk in chunks_of(image))
         else:
-            send_json(connection, {"table": table.describe(), "facts": facts})
-            for chunk in chunks_of(image):
+            save, known = self._before
+            frozen = image[: table.frozen if answer["newest"] == save else 0]
+            for chunk, before in zip(chunks_of(frozen), known, strict=False):
+                if hash_of(chunk) != before:
+                    break
+                hashes.append(before)
+            described = {"table": table.describe(), "facts": facts, "same": len(hashes)}
+            send_json(connection, described)
+            receive_json(connection)  # it has those
+            for chunk in chunks_of(image[len(hashes) * CHUNK_BYTES :]):
                 hashes.append(hash_of(chunk))
                 send_chunk(connection, chunk, hashes[-1])
+                sent += len(chunk)
             answer = receive_json(connection)
         digest = table.digest(hashes)
         if answer["held"] != digest:
             raise Damaged(f"holder {self.address} has {answer['held']}, ours is {digest}")
-        return digest
+        self._before = (label.save, hashes)
+        return digest, sent
 
 
 def read(address: str, token: str, rank: int, save: str) -> Staged:

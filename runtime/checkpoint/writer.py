@@ -211,8 +211,8 @@ class Writer:
             keeping = self._keeping = Keeping(str(asked["holder"]), str(asked["token"]))
         self._await_copy(len(image))
         label = Label(**asked["label"], run=self._run(asked))
-        digest = keeping.hold(label, table, asked["facts"], image)
-        self._say("durable", written=len(image))
+        digest, sent = keeping.hold(label, table, asked["facts"], image)
+        self._say("durable", written=sent)
         whole = {"path": keeping.address, "bytes": len(image), "digest": digest}
         self._say("verified", whole=whole)
 
@@ -222,11 +222,11 @@ class Writer:
         if self._objects is None:
             self._objects = ObjectStore(str(asked["objects"]), str(asked["job"]))
         objects, step = self._objects, int(asked["step"])
-        objects.write(
+        written = objects.write(
             int(asked["rank"]), table, image, step=step, save=self._name, ready=self._await_copy
         )
         found = objects.publish(step, self._name, int(asked["ranks"]), asked["facts"])
-        self._say("durable", written=len(image))
+        self._say("durable", written=written)
         if found is None:
             self._say("verified", whole=None)
             return

@@ -21,15 +21,7 @@ class Comparison:
     def __init__(self) -> None:
         self._of = (0, -1)  # epoch and step: a job that went back makes a step anew
         self._digests: dict[int, str] = {}
-        self.doubt = False  # a few of the members differ: all are to compare theirs
-        self._unproven = False  # some came in, and have not shown yet that they go on alike
-
-    def begins(self, *, joined: bool) -> bool:
-        """An epoch, with newcomers if any `joined`. Whether all its members are to compare theirs:
-        for what was to be compared in the one before was not."""
-        before = self.doubt or (self._unproven and not joined)
-        self._unproven = self._unproven or joined
-        return before
+        self.doubt = False  # a newcomer differs from one member: all are to compare theirs
 
     def hear(
         self, replica: int, epoch: int, step: int, digest: str, members: Iterable[int]
@@ -45,7 +37,6 @@ class Comparison:
         if set(states) != set(members):
             return None
         self._digests = {}
-        self._unproven = False
         return states
 
 

@@ -47,6 +47,9 @@ class Peer:
     leaving: bool = False  # its report said that all stop at this edge
     expected: tuple[int, str] | None = None  # step and digest of the state that it was sent for
     caught_up: bool = False  # follows the members, no step behind
+    #: after which marked steps it held what, as it said
+    proofs: dict[int, str] = field(default_factory=dict)
+    proven: bool = False  # that was what the members held
     pinged: int = 0  # number of the last ping
     answered: int = 0  # number of the last ping that it answered
     orders: int = 0  # number of the last order; what it says of an older one counts no more
@@ -81,9 +84,13 @@ class Peer:
         """A newcomer that was told nothing yet."""
         self.phase = "fresh"
         self.orders = 0
-        self.report, self.expected = None, None
-        self.leaving = self.caught_up = self.searched = False
+        self.report, self.expected, self.proofs = None, None, {}
+        self.leaving = self.caught_up = self.proven = self.searched = False
         self.asked.clear()
+
+    def took(self, step: int) -> bool:
+        """Whether what it holds is the copy that it took, of this step."""
+        return self.step == step and self.expected is not None and self.expected[0] == step
 
     def enter(self) -> None:
         """A member of an epoch that begins."""

@@ -4,8 +4,8 @@ Standard library only. Members propose, this process decides, durably, before it
 must never stand on the path of a healthy step: its death costs no step.
 
 One TCP connection per member, JSON lines. The first line carries the job's token. The verbs are
-`join`, `ready`, `report`, `unreached`, `staged`, `caught_up`, `set`, `get`, `pong`, `again`,
-`goodbye` from replicas, and `exit` and `status` from a node agent or a person.
+`join`, `ready`, `report`, `unreached`, `staged`, `compared`, `proved`, `caught_up`, `set`, `get`,
+`pong`, `again`, `goodbye` from replicas, and `exit` and `status` from a node agent or a person.
 """
 
 from __future__ import annotations
@@ -125,6 +125,7 @@ class Coordinator(Epochs):
             "unreached": self.on_unreached,
             "staged": self.on_staged,
             "compared": self.on_compared,
+            "proved": self.on_proved,
             "caught_up": self.on_caught_up,
             "again": self.on_again,
             "set": self.on_set,
@@ -177,6 +178,7 @@ class Coordinator(Epochs):
             del self.peers[replica]  # the same process on a new connection: nobody is lost
             previous.writer.close()
             self.admission.interrupt()
+            self.proofs.interrupt()
         elif previous is not None:
             self.part_with(previous, "reset")
         told_epoch = int(message["epoch"])
@@ -206,6 +208,7 @@ class Coordinator(Epochs):
             del self.peers[other.replica]  # the same process on a new connection
             other.writer.close()
             self.admission.interrupt()
+            self.proofs.interrupt()
         for number in [n for n, name in self.alive.items() if name == peer.placement]:
             if self.returns(peer, 0):
                 peer.replica, peer.standby = number, ""
@@ -315,18 +318,33 @@ class Coordinator(Epochs):
         if peer.phase != "member" or epoch != self.record.epoch:
             return
         digest = str(message["digest"])
-        few = [one for one in message["among"] if one in self.alive]
-        states = self.comparison.hear(peer.replica, epoch, step, digest, few or self.alive)
-        if states is None:
-            return
-        if not few or len(few) == len(self.alive):
+        states = self.comparison.hear(peer.replica, epoch, step, digest, self.alive)
+        if states is not None:
             self.comparison.doubt = False
             tell_difference(self.members(), step, states)
-        elif len(set(states.values())) > 1:
-            self.comparison.doubt = True
-            log.critical("newcomers_differ step=%s states=%s", step, states)
-            for member in self.members():
-                member.tell(op="compare")
+
+    def on_proved(self, peer: Peer, message: dict[str, Any]) -> None:
+        """What a member, or one that follows, held after a step whose mark asked for it."""
+        step, digest = int(message["step"]), str(message["digest"])
+        if peer.phase == "ready":
+            peer.proofs[step] = digest
+        elif peer.phase == "member" and int(message["epoch"]) == self.record.epoch:
+            self.proofs.witnessed(peer.replica, step, digest)
+        for newcomer in [p for p in self.newcomers("ready") if not p.proven]:
+            if differs := self.proofs.judge(newcomer):
+                self.turn_away(newcomer, *differs)
+            elif peer.phase == "member" and not digest:
+                newcomer.put_off(self.clock())  # not at once: what fails would cost each step
+
+    def turn_away(self, peer: Peer, step: int, states: dict[int, str]) -> None:
+        """A newcomer makes something else of the members' steps, or the witness errs: that it is
+        not the witness, only the members together can say."""
+        log.critical("newcomer_differs step=%s states=%s", step, states)
+        peer.tell(op="differs", step=step, states=states)
+        peer.put_off(self.clock())
+        self.comparison.doubt = True
+        for member in self.members():
+            member.tell(op="compare")
 
     def on_caught_up(self, peer: Peer, message: dict[str, Any]) -> None:
         if peer.phase == "ready":

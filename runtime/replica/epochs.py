@@ -126,11 +126,13 @@ class Epochs(Roster):
         if not members:
             return
         self.measure(members[0])
-        entering = self.seats([p for p in self.newcomers("ready") if p.caught_up])
+        level = [p for p in self.newcomers("ready") if p.caught_up]
+        entering = self.seats([p for p in level if p.proven])
         if any(member.report is None for member in members):
             if not self.broken_at:  # else the next epoch comes first
                 if len(members) == len(self.alive):  # all must agree on when to copy
                     self.bring_near(members, at_edge=False)
+                    self.proofs.seek(self.newcomers("ready"), members)
                 for member in members if entering else []:
                     member.tell_once("edge", epoch=self.record.epoch)
             return
@@ -144,11 +146,15 @@ class Epochs(Roster):
         if all(member.leaving for member in members) and len({m.step for m in members}) == 1:
             self.dismiss()
             return
+        top = max(member.step for member in members)
         seated = {m.replica: m for m in members} | entering
+        if len(seated) < self.min_replicas:
+            # No step is made that would prove anything: a copy of where they stand is the proof.
+            entering = self.seats([p for p in level if p.proven or p.took(top)])
+            seated |= entering
         if len(seated) < self.min_replicas:
             self.bring_near(members, at_edge=True)
             return
-        top = max(member.step for member in members)
         if set(entering) >= {m.replica for m in members} and top > min(
             peer.step for peer in entering.values()
         ):
@@ -188,15 +194,16 @@ class Epochs(Roster):
 
     def bring_near(self, members: list[Peer], *, at_edge: bool) -> None:
         """Bring newcomers one message nearer to the members' state."""
+        top = max(member.step for member in members)
         for peer in self.newcomers("ready"):
-            if peer.expected is None:
-                peer.begin()  # it loaded for a beginning that was none
+            # It loaded for a beginning that was none, or follows where no step is made any more.
+            if peer.expected is None or (at_edge and not (peer.proven or peer.took(top))):
+                peer.begin()
         now = self.clock()
         taking = self.newcomers("syncing", "loading")
         if not taking:
             wanted, followed = bool(self.newcomers("fresh")), bool(self.newcomers("ready"))
             self.admission.release(members, wanted=wanted, followed=followed)
-            top = max(member.step for member in members)
             holders = [m for m in members if m.step == top] if at_edge else members
             fresh = [p for p in self.newcomers("fresh") if now >= p.not_before]
             self.admission.advance(fresh, holders, at_edge=at_edge)
@@ -300,13 +307,13 @@ class Epochs(Roster):
         self.gathered = {}
         self.last_contact, self.fenced = self.clock(), False
         self.admission.interrupt()
-        compare = self.comparison.begins(joined=bool(message["joined"]))
+        self.proofs.begin()
         for number, peer in seated.items():
             if peer.standby:
                 self.seat(peer, number)
             peer.enter()
             peer.tell(**message)
-            if compare:
+            if self.comparison.doubt:
                 peer.tell(op="compare")
         for peer in self.newcomers("ready"):
             peer.tell(op="donors", donors=message["donors"])
@@ -337,6 +344,7 @@ class Epochs(Roster):
         self.lost, self.broken_at = [], 0.0
         self.rendezvous, self.doubt = Rendezvous(), Doubt()
         self.admission.interrupt()
+        self.proofs.begin()
         for peer in [p for p in self.peers.values() if p.phase in ("claiming", "member")]:
             if peer.replica in members:
                 peer.phase = "member"

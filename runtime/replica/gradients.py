@@ -41,7 +41,7 @@ class Wishes:
     stop: bool = False
     stage: int = 0  # how many are ready to copy the state for newcomers
     compare: int = 0  # and how many to copy it so that the members' states are compared
-    prove: int = 0  # or those of newcomers and one that was there before
+    prove: int = 0  # how many hash theirs, as all who follow do, so that these may enter
     #: a checkpoint is due, in these tiers
     peer: bool = False
     local: bool = False

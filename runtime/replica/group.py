@@ -62,9 +62,9 @@ class ReplicaGroup:
     `extra` what else is to be saved and handed to newcomers, by name. `mode` says what becomes of a
     dead replica's shards: see `step.Mode`. `max_grad_norm` clips by the global norm, None not at
     all. `steps` ends the job after so many; `on_step` is called after each commit. After each
-    `compare_every` steps all replicas' states are compared, soon after newcomers came in theirs and
-    another's, and an engineer is told of a difference (`diverged`, and which replica is the odd
-    one); 0 for never. One that takes 30% longer for a shard than its peers do, for
+    `compare_every` steps all replicas' states are compared, and when a newcomer made something else
+    of a step than another; an engineer is told of a difference (`diverged`, and which replica is
+    the odd one); 0 for never. One that takes 30% longer for a shard than its peers do, for
     `straggler_after_s` seconds in a row, is told of as a `straggler`; 0 for nobody.
 
     A replica may have several ranks, among which `fully_shard` divided the model before; all of

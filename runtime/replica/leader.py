@@ -26,7 +26,7 @@ from runtime.replica.siblings import Sibling, Siblings
 from runtime.replica.step import NotWhole
 from runtime.replica.stragglers import Stragglers
 from runtime.replica.telling import Committed, Teller
-from runtime.replica.together import Together
+from runtime.replica.together import COPIES, Together
 
 log = logging.getLogger("drydock.replica")
 
@@ -189,7 +189,7 @@ class Leader:
             self.together.stage()
         if tail.wishes.compare >= len(self.member.members):
             self.together.compare()
-        elif tail.wishes.prove >= len(self.together.provers) > 0:
+        if self.rank.wishes.prove:
             self.together.prove()
         if tail.wishes.regroup:
             self._regroup(planned=True)
@@ -328,9 +328,9 @@ class Leader:
 
     def _on_sibling(self, rank: int, message: dict[str, Any]) -> None:
         """On a thread of its own: what another rank of this replica says."""
-        if message["op"] in ("staged", "compared"):
+        if message["op"] in COPIES:
             digest = str(message["digest"])
-            self.together.hashed(message["op"], rank, int(message["step"]), digest)
+            self.together.hashed(message["op"], int(message["step"]), digest, rank=rank)
         elif message["op"] == "saved":
             del message["op"]
             self.together.saved(rank, CheckpointSaved(**message))

@@ -67,7 +67,8 @@ class Trainer(Protocol):
         """Hear of no more steps."""
 
     def make(self, reduced: Any) -> None:
-        """Commit a step that peers committed, from its reduced gradient. Raises CannotFollow."""
+        """Commit a step that peers committed, from its reduced gradient, and if it is marked show
+        what is held after it. Raises CannotFollow."""
 
     def replay(self, step: int, donors: list[list[str]]) -> None:
         """Commit what peers committed, up to this step. Raises CannotFollow, and Severed if our
@@ -124,6 +125,7 @@ class Member:
         self.wants_stage = 0  # so many are to copy the state at one edge, we among them; 0: not we
         self.stages = False  # we copy it at the edge that comes
         self.wants_compare = False
+        self.wants_proof = False  # we are to mark a step, and to hash what we hold after it
         self.last_report: dict[str, Any] | None = None  # to be said again after a reconnect
         self._say = say
         self._trainer = trainer
@@ -181,6 +183,7 @@ class Member:
             "made": self._on_made,
             "up_to_date": self._on_up_to_date,
             "cannot_follow": self._on_cannot_follow,
+            "differs": self._on_differs,
             "evicted": self._on_evicted,
             "probe": self._on_probe,
             "stage": self._on_stage,
@@ -281,6 +284,16 @@ class Member:
         if self._following:
             self._start_over(CannotFollow(message["error"]))
 
+    def _on_differs(self, message: dict[str, Any]) -> None:
+        """We made something else of a step than the members did: we are not let in."""
+        self._trainer.trouble(
+            "diverged",
+            f"after step {message['step']}, which it made as the members did, replica "
+            f"{self.replica} does not hold what they hold ({in_words(message['states'])}): its "
+            "card or memory erred in silence, or its optimizer or schedule does something of its "
+            "own; it is not let in, and begins anew with the members' state",
+        )
+
     def _on_evicted(self, message: dict[str, Any]) -> None:
         """Others went on without us: we are a newcomer, our gradients are theirs by now."""
         if self.epoch:
@@ -365,7 +378,7 @@ class Member:
         self._trainer.forget()
 
     def _want_nothing(self) -> None:
-        self.wants_regroup = self.wants_compare = self.stages = False
+        self.wants_regroup = self.wants_compare = self.wants_proof = self.stages = False
         self.wants_stage = 0
 
     def _stop_following(self) -> None:
@@ -387,6 +400,8 @@ class Member:
             self.wants_stage = int(message["holders"])
         elif op == "compare":
             self.wants_compare = True
+        elif op == "prove":
+            self.wants_proof = True
         elif op == "release":
             self.wants_stage = 0
             self._trainer.release(log=bool(message["log"]))
@@ -402,7 +417,7 @@ class Member:
 
 def difference_in(message: dict[str, Any]) -> str:
     """Of the members' states, in words."""
-    states = ", ".join(f"{r}: {brief(digest)}" for r, digest in message["states"].items())
+    states = in_words(message["states"])
     odd = ", ".join(map(str, message.get("odd", [])))
     if not odd:
         return (
@@ -414,6 +429,11 @@ def difference_in(message: dict[str, Any]) -> str:
         f"({states}): its card or memory erred in silence, or its script does something of its "
         "own; take its node out, and it comes back with the others' state"
     )
+
+
+def in_words(states: dict[str, str]) -> str:
+    """Who holds what."""
+    return ", ".join(f"{who}: {brief(digest)}" for who, digest in states.items())
 
 
 def brief(digest: str) -> str:

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 from runtime.checkpoint import Checkpointer
 from runtime.checkpoint.resharding import AS_SAVED, resharded
-from runtime.checkpoint.rooms import Room
 from runtime.checkpoint.tiers import TIERS, TierName
 from runtime.framing import PeerFailed
 from runtime.image import Damaged
@@ -97,15 +96,14 @@ class Rank:
         self._members: list[int] = []
         self._reduced: Reduced | None = None  # summed or fetched, and not yet applied
         self._kept = ReducedLog()
-        #: called on a thread of its own once our part of a copy was hashed
-        self.on_staged: Callable[[int, str], None] = partial(self._say_hashed, "staged")
-        #: the same, of a copy that is only compared
-        self.on_compared: Callable[[int, str], None] = partial(self._say_hashed, "compared")
+        #: called on a thread of its own once our part of a copy was hashed, with what it is for,
+        #: its step and digest; "" if there is no copy after all
+        self.on_hashed: Callable[[str, int, str], None] = self._say_hashed
         self._server = PeerServer(
             host,
             job.token,
             self._kept,
-            lambda step, digest: self.on_staged(step, digest),
+            lambda step, digest: self.on_hashed("staged", step, digest),
             pace_of(job.rate_cap),
         )
         self._read: dict[str, Any] | None = None  # a state
@@ -215,6 +213,7 @@ class Rank:
     @order
     def follow(self, donors: list[list[str]]) -> None:
         """Begin to hear of the steps that peers commit."""
+        self.make_room()  # for the copy that proves what we make of them
         self.stop_following()
         shuffled = self._ours(donors)
         random.Random(os.getpid()).shuffle(shuffled)  # noqa: S311 - spreads the load
@@ -416,6 +415,19 @@ class Rank:
     @order
     def stage(self) -> None:
         """At an edge: hold a copy of our part ready for newcomers, and say so."""
+        self._server.offer(*self._begin_copy())
+
+    @order
+    def prove(self) -> None:
+        """At an edge: hash a copy of our part, which others have to hold too, and say so."""
+        copying, gone = self._begin_copy()
+        threading.Thread(
+            target=self._hash, args=("proved", copying, gone), name="drydock-prove", daemon=True
+        ).start()
+
+    def _begin_copy(self) -> tuple[Copying, Callable[[], None]]:
+        """In a room that is free, or other memory; and what to call once it is not used any
+        more."""
         room = self.saver.rooms.take()
         memory, gone = self._spare(), _nothing
         if room is not None:
@@ -426,7 +438,7 @@ class Rank:
             gone()
             gone, copying = _nothing, self.state.begin_copy(None)
         self._copies.append(copying)
-        self._server.offer(copying, gone)
+        return copying, gone
 
     @order
     def compare(self) -> None:
@@ -442,18 +454,23 @@ class Rank:
                 self.job.trouble("not_compared", f"no copy could be made: {error!r}")
             return
         self._copies.append(copying)
+        gone = partial(self.saver.rooms.give_back, room)
         threading.Thread(
-            target=self._hash, args=(copying, room), name="drydock-compare", daemon=True
+            target=self._hash,
+            args=("compared", copying, gone),
+            name="drydock-compare",
+            daemon=True,
         ).start()
 
-    def _hash(self, copying: Copying, room: Room) -> None:
+    def _hash(self, op: str, copying: Copying, gone: Callable[[], None]) -> None:
         try:
-            staged = copying.finish(give_way=True)
-            self.on_compared(staged.step, staged.digest)
+            digest = copying.finish(give_way=True).digest
         except Exception as error:
             self.job.trouble("not_compared", f"step {copying.step}: {error!r}")
+            digest = ""
         finally:
-            self.saver.rooms.give_back(room)
+            gone()
+        self.on_hashed(op, copying.step, digest)
 
     def await_copies(self, *, whole: bool = False) -> None:
         """Before a step is applied: wait until what it changes is copied. `whole`: until all is,

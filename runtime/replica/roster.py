@@ -18,6 +18,7 @@ from runtime.replica.comparing import Comparison
 from runtime.replica.connection import Peer
 from runtime.replica.listening import LEASE_S
 from runtime.replica.places import Places
+from runtime.replica.proving import Proofs
 from runtime.replica.reach import Doubt
 from runtime.replica.record import Record, RecordFile, StaleEpoch
 from runtime.replica.rendezvous import Rendezvous
@@ -59,6 +60,7 @@ class Roster(ABC):
         self.places = Places(self.record)
         self.claims = Claims(any_claim=any_claim)
         self.admission = Admission()
+        self.proofs = Proofs()
         self.comparison = Comparison()
         self.lost: list[dict[str, Any]] = []  # since the epoch was granted
         self.broken_at = 0.0  # Unix time when the current epoch was found broken; 0: it is whole

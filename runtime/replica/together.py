@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
+import threading
 import uuid
 from collections.abc import Collection
 from dataclasses import replace
@@ -24,7 +24,7 @@ from runtime.replica.siblings import NEXT, Incomplete, Siblings
 from runtime.replica.step import NotWhole
 from runtime.replica.telling import Teller
 
-PROVE_STEPS = 10  # after newcomers entered: not while the members still pay for that
+COPIES = ("staged", "compared", "proved")  # of the state, for others; what is said of them
 MAX_TRIES = 8  # checkpoints that fail, before a person has to look
 
 
@@ -54,21 +54,18 @@ class Together:
         self.epoch_name = ""  # the same on all members, and never used again
         self._trial: Trial | None = None  # of the state that the job began from
         self._digests: list[str] = []  # of what was loaded just now, by rank
-        self._epoch_of = {"staged": 0, "compared": 0}  # in which the last copies were begun
-        #: what for -> rank -> step and digest of its copy
-        self._hashed: dict[str, dict[int, tuple[int, str]]] = {"staged": {}, "compared": {}}
+        #: what for -> the epoch in which the last copies were begun
+        self._epoch_of = dict.fromkeys(COPIES, 0)
+        #: what for -> step -> by rank the digest of its copy
+        self._hashed: dict[str, dict[int, dict[int, str]]] = {what: {} for what in COPIES}
+        self._hearing = threading.Lock()
         self._compare_every = compare_every
         self._compared = 0  # after so many times as many steps, or given up
-        self._prove_at = math.inf  # the step after which newcomers show that they go on alike
-        #: who compare their states then: the newcomers and one that was there before, if we are one
-        self.provers: list[int] = []
-        self._among: list[int] = []  # who compare theirs now; none: all
         #: tier and step -> by rank
         self._saved: dict[tuple[str, int], dict[int, CheckpointSaved]] = {}
         rank.saver.delivery.on_saved = functools.partial(self.saved, 0)
         rank.saver.delivery.on_shared_failed = self.shared_failed
-        rank.on_staged = functools.partial(self.hashed, "staged", 0)
-        rank.on_compared = functools.partial(self.hashed, "compared", 0)
+        rank.on_hashed = functools.partial(self.hashed, rank=0)
 
     def _all(self, op: str, **order: Any) -> list[Any]:
         """Have all ranks do the same; what each returns. Raises Severed or CannotFollow if one
@@ -249,6 +246,8 @@ class Together:
         if reduced.step == self.committed + 1:
             self._all("await_followed")
             self.commit()
+            if self.rank.tail is not None and self.rank.tail.wishes.prove:
+                self.prove()
 
     def replay(self, step: int, donors: list[list[str]]) -> None:
         while self.committed < step:
@@ -259,9 +258,6 @@ class Together:
 
     def connect(self, grant: dict[str, Any]) -> None:
         self.teller.granted(grant, self.committed, self.member.replica)
-        self.provers, self._prove_at = [], math.inf
-        if grant["joined"] and self._compare_every:
-            self._have_proven(grant)
         steps = self._all("connect", grant=grant, replica=self.member.replica)
         if len(set(steps)) > 1:
             raise Incomplete(f"the ranks of this replica are at the steps {steps}; start it anew")
@@ -311,20 +307,23 @@ class Together:
             self._all("make_room")
         return self.rank.has_room()
 
-    def hashed(self, op: str, rank: int, step: int, digest: str) -> None:
+    def hashed(self, op: str, step: int, digest: str, *, rank: int) -> None:
         """A rank hashed its part of a copy, or could make none (""); once all have said so, we do.
         On a thread of its own."""
-        if not digest:
+        if not digest and op == "staged":
             what = f"rank {rank} could make no copy of step {step} for newcomers; its log says why"
             self.trouble("not_staged", what)
-        there = self._hashed[op]
-        there[rank] = (step, digest)
-        parts = [there.get(one, (-1, "")) for one in range(self.siblings.ranks)]
-        if {at for at, _digest in parts} == {step}:
-            whole = all(digest for _at, digest in parts)
-            digests = NEXT.join(digest for _at, digest in parts) if whole else ""
-            among = {"among": self._among} if op == "compared" else {}
-            self.rank.link.say(op, epoch=self._epoch_of[op], step=step, digest=digests, **among)
+        with self._hearing:
+            parts = self._hashed[op].setdefault(step, {})
+            parts[rank] = digest
+            all_said = len(parts) == self.siblings.ranks
+            if all_said:
+                del self._hashed[op][step]
+        if all_said:
+            whole = all(parts.values())
+            digests = NEXT.join(parts[one] for one in sorted(parts)) if whole else ""
+            if whole or op != "compared":  # for which nobody waits
+                self.rank.link.say(op, epoch=self._epoch_of[op], step=step, digest=digests)
 
     def _begin_to_hash(self, op: str) -> None:
         self._epoch_of[op] = self.member.epoch
@@ -339,32 +338,21 @@ class Together:
         return due and self._compare_every > 0 and self.rank.saver.rooms.all_free()
 
     def ready_to_prove(self) -> bool:
-        """The same of newcomers' states and ours: a copy in each replica would cost all of them."""
-        return self.committed + 1 >= self._prove_at and self.rank.saver.rooms.all_free()
+        """Whether newcomers are to be compared with us after the step under way."""
+        return self.member.wants_proof and not self.member.wants_stage and self.ready_to_stage()
 
     def compare(self) -> None:
         """At an edge that all members reached ready for it."""
         self._compared = self._times(self.committed + 1)
         self.member.wants_compare = False
-        self._compare_among([])
-
-    def prove(self) -> None:
-        """At an edge that all provers reached ready for it."""
-        self._compare_among(self.provers)
-
-    def _compare_among(self, replicas: list[int]) -> None:
-        self._among = replicas
-        self.provers, self._prove_at = [], math.inf
         self._begin_to_hash("compared")
         self._all("compare")
 
-    def _have_proven(self, grant: dict[str, Any]) -> None:
-        """Whether those who join go on alike is to be seen in a few steps."""
-        joined = {int(replica) for replica in grant["joined"]}
-        before = {int(member["replica"]) for member in grant["members"]} - joined
-        provers = sorted(joined | {max(before)} if before else joined)
-        if self.member.replica in provers:
-            self.provers, self._prove_at = provers, int(grant["step"]) + PROVE_STEPS
+    def prove(self) -> None:
+        """At the edge after a marked step: the witness and all who follow hash what they hold."""
+        self.member.wants_proof = False
+        self._epoch_of["proved"] = self.member.epoch  # one before may still be hashed
+        self._all("prove")
 
     def _times(self, steps: int) -> int:
         return steps // self._compare_every if self._compare_every else 0

@@ -96,11 +96,21 @@ class Scene:
         return self.coordinator.record.members
 
     def bring_level(self, newcomer: Replica, step: int) -> None:
-        """The members copy at this step, the newcomer takes it and follows."""
+        """The members copy before this step, the newcomer takes it, follows and makes it too."""
+        self.hand_over(newcomer, step - 1)
+        self.witness(step)
+        newcomer.say("proved", epoch=0, step=step, digest="d")
+        newcomer.say("caught_up", step=step)
+
+    def hand_over(self, newcomer: Replica, step: int) -> None:
         for member in self.replicas:
             member.say("staged", step=step, digest="d")
         newcomer.say_ready(step)
-        newcomer.say("caught_up", step=step)
+
+    def witness(self, step: int, digest: str = "d", *, by: int = 0, epoch: int = 0) -> None:
+        """The member that was asked for it shows what it held after this step."""
+        assert self.replicas[by].heard("prove")
+        self.replicas[by].say("proved", epoch=epoch or self.epoch, step=step, digest=digest)
 
     def reach_edge(self, step: int, *, planned: bool = True, leaving: bool = False) -> None:
         for member in self.replicas:
@@ -310,34 +320,180 @@ def test_members_that_differ_are_told_and_the_newcomer_takes_what_most_hold(play
     assert scene.replicas[0].heard("diverged")[0]["states"] == {"0": "odd", "1": "d", "2": "d"}
 
 
-def compare(scene: Scene, *digests: str, step: int = 9, among: tuple[int, ...] = ()) -> None:
-    for number, digest in zip(among or range(scene.world), digests, strict=False):
-        scene.replicas[number].say(
-            "compared", epoch=scene.epoch, step=step, digest=digest, among=among
-        )
+# --- proven before they enter ---------------------------------------------------------------------
 
 
-def test_if_two_of_the_members_differ_all_compare_theirs(play: Play) -> None:
-    scene = play(3)
+def phase_of(replica: Replica) -> tuple[str, int]:
+    assert replica.peer is not None
+    return replica.peer.phase, replica.peer.refusals
 
-    compare(scene, "d", "odd", among=(0, 2))
+
+def test_who_is_level_enters_once_it_has_made_a_step_as_the_members_did(play: Play) -> None:
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    scene.hand_over(newcomer, 10)
+    newcomer.say("caught_up", step=12)
+    scene.witness(13)
+    scene.reach_edge(13)
+    assert sorted(scene.members) == [0, 1]
+
+    newcomer.say("caught_up", step=14)
+    scene.witness(15)
+    before = [member.heard("edge") for member in scene.replicas]
+    newcomer.say("proved", epoch=0, step=15, digest="d")
+    scene.reach_edge(16)
+
+    assert before == [[], []]
+    assert scene.members == {0: "p0", 1: "p1", 2: "n"}
+
+
+def test_it_does_not_matter_who_of_the_two_says_first_what_it_held(play: Play) -> None:
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    scene.hand_over(newcomer, 10)
+    newcomer.say("proved", epoch=0, step=12, digest="d")
+    newcomer.say("caught_up", step=12)
+    early = scene.replicas[1].heard("edge")
+
+    scene.witness(12)
+
+    assert early == []
+    assert scene.replicas[1].heard("edge")
+
+
+def test_what_it_held_earlier_may_be_said_later(play: Play) -> None:
+    """What is hashed beside the training comes in any order."""
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    scene.hand_over(newcomer, 10)
+    for step in (16, 12):
+        newcomer.say("proved", epoch=0, step=step, digest="d")
+    newcomer.say("caught_up", step=16)
+    scene.witness(16)
+
+    assert scene.replicas[1].heard("edge")
+
+
+def test_what_it_held_before_it_took_another_copy_proves_nothing(play: Play) -> None:
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    scene.hand_over(newcomer, 10)
+    scene.witness(12)
+    newcomer.say("again", epoch=0, order=newcomer.heard("sync")[-1]["order"])
+    scene.pass_time(1.5, *scene.replicas, newcomer)
+    scene.hand_over(newcomer, 20)
+    newcomer.say("proved", epoch=0, step=12, digest="d")
+    newcomer.say("caught_up", step=20)
+
+    assert not scene.replicas[1].heard("edge")
+    assert len(scene.replicas[0].heard("prove")) == 2
+
+
+def test_one_witness_is_enough_for_all_who_come_to_its_step(play: Play) -> None:
+    scene = play(2)
+    newcomers = [scene.join(2, "n"), scene.join(3, "m")]
+    for member in scene.replicas:
+        member.say("staged", step=10, digest="d")
+    for newcomer in newcomers:
+        newcomer.say_ready(10)
+    scene.witness(14)
+    for newcomer in newcomers:
+        newcomer.say("proved", epoch=0, step=14, digest="d")
+        newcomer.say("caught_up", step=14)
+    scene.reach_edge(16)
+
+    assert sorted(scene.members) == [0, 1, 2, 3]
+    assert [len(member.heard("prove")) for member in scene.replicas] == [1, 0]
+
+
+def test_who_makes_something_else_of_a_step_is_not_let_in_and_all_are_compared(play: Play) -> None:
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    scene.hand_over(newcomer, 10)
+    scene.witness(14)
+    newcomer.say("proved", epoch=0, step=14, digest="odd")
+    newcomer.say("caught_up", step=14)
     asked = [len(member.heard("compare")) for member in scene.replicas]
-    scene.reach_edge(10, planned=False)
+    scene.reach_edge(16, planned=False)
     again = [len(member.heard("compare")) for member in scene.replicas]
-    compare(scene, "d", "d", "odd", step=12)
-    scene.reach_edge(14, planned=False)
+    compare(scene, "d", "d", step=20)
+    scene.reach_edge(22, planned=False)
 
-    assert (asked, again) == ([1, 1, 1], [2, 2, 2])
+    (told,) = newcomer.heard("differs")
+    assert (told["step"], told["states"]) == (14, {"0": "d", "2": "odd"})
+    assert phase_of(newcomer) == ("fresh", 1)
+    assert sorted(scene.members) == [0, 1]
+    assert (asked, again) == ([1, 1], [2, 2])
     assert [len(member.heard("compare")) for member in scene.replicas] == again
-    assert [one["odd"] for one in scene.replicas[0].heard("diverged")] == [[2]]
+    assert not scene.replicas[0].heard("diverged")
 
 
-def test_a_few_of_the_members_that_hold_the_same_disturb_nobody(play: Play) -> None:
+def test_another_member_bears_witness_once_a_state_differed(play: Play) -> None:
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    scene.hand_over(newcomer, 10)
+    scene.witness(14)
+    newcomer.say("proved", epoch=0, step=14, digest="odd")
+    scene.pass_time(1.5, *scene.replicas, newcomer)
+    scene.hand_over(newcomer, 20)
+    scene.witness(24, "e", by=1)
+    newcomer.say("proved", epoch=0, step=24, digest="e")
+    newcomer.say("caught_up", step=24)
+    scene.reach_edge(26)
+
+    assert sorted(scene.members) == [0, 1, 2]
+
+
+def test_a_witness_that_cannot_say_what_it_held_is_not_asked_again_at_once(play: Play) -> None:
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    scene.hand_over(newcomer, 10)
+    scene.witness(14, "")
+
+    assert phase_of(newcomer) == ("fresh", 1)
+    assert len(scene.replicas[0].heard("prove")) == 1
+
+
+def test_a_witness_of_another_epoch_proves_nothing(play: Play) -> None:
+    """Its step may have been made anew."""
     scene = play(3)
+    newcomer = scene.join(3, "n")
+    scene.hand_over(newcomer, 10)
+    scene.replicas.pop().hang_up()
+    scene.reach_edge(11, planned=False)
+    asked = len(scene.replicas[0].heard("prove"))
+    scene.pass_time(0.1, *scene.replicas, newcomer)
+    scene.witness(12, epoch=scene.epoch - 1)
+    newcomer.say("proved", epoch=0, step=12, digest="odd")
+    newcomer.say("caught_up", step=12)
 
-    compare(scene, "d", "d", among=(0, 2))
+    assert not newcomer.heard("differs")
+    assert not scene.replicas[0].heard("edge")
+    assert [asked, len(scene.replicas[0].heard("prove"))] == [1, 2]
 
-    assert not any(m.heard("compare") or m.heard("diverged") for m in scene.replicas)
+
+def test_where_nobody_trains_a_copy_of_where_they_stand_is_the_proof(play: Play) -> None:
+    scene = play(2)
+    scene.coordinator.min_replicas = 2
+    newcomer = scene.join(2, "n")
+    scene.hand_over(newcomer, 10)
+    scene.replicas.pop().hang_up()
+    scene.reach_edge(11, planned=False)
+    newcomer.say("caught_up", step=10)
+    unproven = sorted(scene.members)
+    scene.hand_over(newcomer, 11)
+    newcomer.say("caught_up", step=11)
+
+    assert unproven == [0, 1]
+    assert scene.members == {0: "p0", 2: "n"}
+
+
+# --- members that differ --------------------------------------------------------------------------
+
+
+def compare(scene: Scene, *digests: str, step: int = 9) -> None:
+    for replica, digest in zip(scene.replicas, digests, strict=False):
+        replica.say("compared", epoch=scene.epoch, step=step, digest=digest)
 
 
 def test_the_odd_one_of_the_members_is_named_to_all(play: Play) -> None:
@@ -373,7 +529,7 @@ def test_a_comparison_waits_for_all_and_never_mixes_steps(play: Play) -> None:
 
     compare(scene, "d", "odd", step=9)
     compare(scene, "e", "e", "e", step=19)
-    scene.replicas[2].say("compared", epoch=scene.epoch, step=9, digest="d", among=())
+    scene.replicas[2].say("compared", epoch=scene.epoch, step=9, digest="d")
 
     assert not any(member.heard("diverged") for member in scene.replicas)
 
@@ -383,7 +539,7 @@ def test_what_was_hashed_in_another_epoch_is_not_compared(play: Play) -> None:
 
     compare(scene, "d", "d")
     old = scene.epoch - 1
-    scene.replicas[2].say("compared", epoch=old, step=9, digest="odd", among=())
+    scene.replicas[2].say("compared", epoch=old, step=9, digest="odd")
 
     assert not any(member.heard("diverged") for member in scene.replicas)
 

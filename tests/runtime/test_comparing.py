@@ -24,16 +24,6 @@ def test_a_digest_that_comes_late_disturbs_no_later_step() -> None:
     assert comparison.hear(1, 1, 19, "e", (0, 1)) == {0: "e", 1: "e"}
 
 
-def test_newcomers_whose_proof_was_cut_short_are_proven_in_the_next_epoch() -> None:
-    comparison = Comparison()
-
-    joined = [comparison.begins(joined=True), comparison.begins(joined=False)]
-    for replica in (0, 1):
-        comparison.hear(replica, 2, 9, "d", (0, 1))
-
-    assert [*joined, comparison.begins(joined=False)] == [False, True, False]
-
-
 def test_a_step_that_is_made_anew_is_compared_anew() -> None:
     comparison = Comparison()
     for replica in (0, 1):
@@ -77,16 +67,22 @@ def test_a_replica_whose_memory_errs_is_named(make_fleet: Callable[..., Fleet], 
     assert first.startswith("after step 39 replica 1 does not hold what the others hold")
 
 
-def test_a_newcomer_that_goes_on_otherwise_is_named_soon(make_fleet: Callable[..., Fleet]) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_newcomer_that_makes_something_else_of_a_step_is_not_let_in(
+    make_fleet: Callable[..., Fleet], ranks: int
+) -> None:
     door = Door()
-    fleet = make_fleet(3, url=door.url, options={"compare_every": 1_000_000})
+    fleet = make_fleet(3, url=door.url, divided=ranks)
     fleet.start()
     fleet.wait_for_step(20)
     fleet.kill(2)
-    fleet.start_rank(2, flips_at=0)  # in its first step as a member
-    until(lambda: door.messages("trouble"), "an engineer is told")
+    fleet.wait_for_members([0, 1])
+    fleet.start_rank(2, flips_at=0)
+    fleet.wait_for_members([0, 1, 2])
     fleet.stop()
     door.close()
 
-    told = [one["text"] for one in door.messages("trouble") if one["kind"] == "diverged"]
-    assert "replica 2 does not hold what the others hold" in told[0]
+    (told,) = [one["text"] for one in door.messages("trouble") if one["kind"] == "diverged"]
+    assert "replica 2 does not hold what they hold (0: " in told
+    assert "it is not let in, and begins anew" in told
+    assert len(fleet.digests()) == 1

@@ -189,17 +189,31 @@ def test_a_copy_is_held_once_every_part_is_of_one_step(
 
     pair.rank.link.say = say  # type: ignore[method-assign]
 
-    pair.together.hashed("staged", 1, 4, "b")
-    pair.together.hashed("staged", 0, 5, "a")
-    pair.together.hashed("staged", 1, 5, "c")
-    pair.together.hashed("staged", 0, 6, "a")
-    pair.together.hashed("staged", 1, 6, "")  # it could not be made there
+    pair.together.hashed("staged", 4, "b", rank=1)
+    pair.together.hashed("staged", 5, "a", rank=0)
+    pair.together.hashed("staged", 5, "c", rank=1)
+    pair.together.hashed("staged", 6, "a", rank=0)
+    pair.together.hashed("staged", 6, "", rank=1)  # it could not be made there
 
     assert [one["op"] for one in said] == ["staged", "staged"]
     assert [(one["step"], one["digest"]) for one in said] == [(5, "a-c"), (6, "")]
     ((kind, what),) = troubles
     assert kind == "not_staged"
     assert "rank 1 could make no copy of step 6" in what
+
+
+def test_what_the_ranks_held_after_two_steps_is_told_in_any_order(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[tuple[int, str]] = []
+    monkeypatch.setattr(
+        pair.rank.link, "say", lambda _op, **told: said.append((told["step"], told["digest"]))
+    )
+
+    for rank, step, digest in [(0, 4, "a"), (0, 9, "c"), (1, 9, "d"), (1, 4, "b")]:
+        pair.together.hashed("proved", step, digest, rank=rank)
+
+    assert said == [(9, "c-d"), (4, "a-b")]
 
 
 def test_a_checkpoint_is_told_of_once_every_part_is_durable(pair: Pair) -> None:

@@ -2,10 +2,10 @@
 
 Its options: `steps`, `mode`, `checkpoint_s`, `local_s`, `peer_s` and `object_s`, `pace_s` (what a
 shard takes, as if an accelerator computed it), `dropout`, `compare_every`, `straggler_after_s`,
-`flips_at` (a bit of its weights turns over in that step, or the first after it that it makes), and
-what a misfit of a replica has otherwise: `width`, `samples`, `seed`, `rate`. `rich` trains with all
-that a loop may have besides, with or without `averages`; if it is `calm`, no last bit of a sum
-decides on anything. At the step `evaluate_at` it does something else for a minute, at `forks_at`
+`flips_at` (with so many steps applied, a bit of its weights turns over in the next), and what a
+misfit of a replica has otherwise: `width`, `samples`, `seed`, `rate`. `rich` trains with all that a
+loop may have besides, with or without `averages`; if it is `calm`, no last bit of a sum decides on
+anything. At the step `evaluate_at` it does something else for a minute, at `forks_at`
 it forks a child that does nothing. `data` is "ids", "dataset", "loader", "stateful" or "streams":
 what Batches is given; `workers` load it, `drop_last` ends it. The model is divided among the ranks
 of a replica.
@@ -66,7 +66,7 @@ def main() -> None:
     parts: dict[str, Any] = (
         rich(model, averages=options["averages"], calm=options["calm"])
         if options["rich"]
-        else {"optimizer": Momentum(model, options["rate"])}
+        else {"optimizer": Momentum(model, options["rate"], options["flips_at"])}
     )
 
     def report(step: Any) -> None:
@@ -79,9 +79,6 @@ def main() -> None:
     ) as replica:  # fmt: skip
         for shard in replica:
             time.sleep(options["pace_s"])
-            if 0 <= options["flips_at"] <= replica.pending:
-                options["flips_at"] = -1
-                flip(next(model.parameters()))
             if replica.pending == options["forks_at"]:
                 options["forks_at"] = -1
                 fork()
@@ -183,7 +180,8 @@ class Rows(Dataset[torch.Tensor]):
 class Momentum:
     """Plain stochastic gradient descent with momentum."""
 
-    def __init__(self, model: torch.nn.Module, rate: float) -> None:
+    def __init__(self, model: torch.nn.Module, rate: float, flips_at: int) -> None:
+        self._flips_in = flips_at
         self.parameters = [*model.parameters()]
         self.momentum = [torch.zeros_like(p) for p in self.parameters]
         self.defaults = {"rate": rate}
@@ -194,6 +192,9 @@ class Momentum:
             assert parameter.grad is not None
             momentum.mul_(0.9).add_(parameter.grad)
             parameter.sub_(momentum, alpha=self.defaults["rate"])
+        if self._flips_in == 0:
+            flip(self.parameters[0])
+        self._flips_in -= 1
 
     def state_dict(self) -> dict[str, Any]:
         return {"momentum": self.momentum}

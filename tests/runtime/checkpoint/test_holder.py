@@ -21,7 +21,7 @@ from runtime.checkpoint import peer
 from runtime.checkpoint.holder import Holder, Label
 from runtime.checkpoint.peer import Keeping, Place, holder_for
 from runtime.framing import PeerFailed, receive_json, send_chunk, send_json
-from runtime.image import Damaged, Staged, chunks_of
+from runtime.image import CHUNK_BYTES, Damaged, Staged, chunks_of
 from runtime.serving import Requests, RequestServer
 from tests.runtime.checkpoint.states import flip_held_bits, staged_at
 from tests.runtime.replicas import until
@@ -42,13 +42,19 @@ def label(step: int, **more: Any) -> Label:
     return Label(**{**plain, "step": step, "bytes": staged_at(step).table.bytes, **more})
 
 
+def hold(keeping: Keeping, staged: Staged, **more: Any) -> tuple[str, int]:
+    """Its digest, and how many bytes were sent."""
+    image = memoryview(staged.buffer)
+    return keeping.hold(label(staged.step, **more), staged.table, {"job": "j"}, image)
+
+
 def keep(address: str, step: int, *, token: str = TOKEN, **more: Any) -> str:
     """Have the state of this step kept there; its digest."""
     staged = staged_at(step)
     keeping = Keeping(address, token)
     try:
-        image = memoryview(staged.buffer)
-        return keeping.hold(label(step, **more), staged.table, {"job": "j"}, image)
+        digest, _sent = hold(keeping, staged, **more)
+        return digest
     finally:
         keeping.close()
 
@@ -91,11 +97,59 @@ def test_of_a_state_of_several_parts_the_one_before_is_kept_too(address: str) ->
     assert read(address, 6, rank=1).digest == read(address, 6).digest
 
 
+def test_frozen_weights_are_sent_once(address: str) -> None:
+    keeping = Keeping(address, TOKEN)
+    sent = [hold(keeping, staged_at(step))[1] for step in (5, 6, 7)]
+    keeping.close()
+
+    whole, frozen = staged_at(7).table.bytes, staged_at(7).table.frozen
+    assert 0 < frozen < whole
+    assert sent == [whole, whole - frozen, whole - frozen]
+    assert bytes(read(address, 7).buffer) == bytes(staged_at(7).buffer)
+
+
+def test_frozen_weights_that_did_change_are_sent(address: str) -> None:
+    keeping = Keeping(address, TOKEN)
+    hold(keeping, staged_at(5))
+    changed = staged_at(6)
+    memoryview(changed.buffer)[CHUNK_BYTES] ^= 1
+    _digest, sent = hold(keeping, changed)
+    keeping.close()
+
+    assert sent == changed.table.bytes - CHUNK_BYTES
+    assert bytes(read(address, 6).buffer) == bytes(changed.buffer)
+
+
+def test_frozen_weights_that_another_gave_meanwhile_are_not_taken_for_ours(address: str) -> None:
+    keeping = Keeping(address, TOKEN)
+    hold(keeping, staged_at(5))
+    other = staged_at(6)
+    memoryview(other.buffer)[0] ^= 1
+    hold(Keeping(address, TOKEN), other, save="another")
+    _digest, sent = hold(keeping, staged_at(7))
+    keeping.close()
+
+    assert sent == staged_at(7).table.bytes
+    assert bytes(read(address, 7).buffer) == bytes(staged_at(7).buffer)
+
+
+@pytest.mark.parametrize("same", [-1, 3, 1000])
+def test_no_other_chunks_than_frozen_ones_are_taken_from_before(address: str, same: int) -> None:
+    keep(address, 5)
+    connection = Requests(address, TOKEN).ask(op="hold", **vars(label(6)))
+    receive_json(connection)
+    send_json(connection, {"table": staged_at(6).table.describe(), "facts": {}, "same": same})
+
+    with pytest.raises(PeerFailed, match="chunks are not frozen in what is held"):
+        receive_json(connection)
+    assert kept(address) == [(0, 5)]
+
+
 def test_what_breaks_off_leaves_the_one_before(address: str) -> None:
     keep(address, 5)
     requests = Requests(address, TOKEN)
     connection = requests.ask(op="hold", **vars(label(6)))
-    assert receive_json(connection) == {"go": True}
+    assert receive_json(connection) == {"newest": "save5"}
     requests.close()
 
     keep(address, 7)  # which waits for the broken one
@@ -121,8 +175,9 @@ def test_what_comes_without_its_facts_holds_up_nobody(address: str) -> None:
     staged = staged_at(7)
     requests = Requests(address, TOKEN)
     connection = requests.ask(op="hold", **vars(label(7)))
-    assert receive_json(connection) == {"go": True}
-    send_json(connection, {"table": staged.table.describe()})
+    assert receive_json(connection) == {"newest": ""}
+    send_json(connection, {"table": staged.table.describe(), "same": 0})
+    assert receive_json(connection) == {"copied": 0}
     for chunk in chunks_of(staged.buffer):
         send_chunk(connection, chunk)
     with pytest.raises(PeerFailed, match="facts"):
@@ -193,6 +248,21 @@ def test_memory_that_went_wrong_is_named_by_tensor(folder: Path) -> None:
 
     with pytest.raises(Damaged, match=r"rank 0, tensors \.base.*were changed"):
         read(address, 7)
+
+
+def test_memory_that_went_wrong_is_not_handed_on(folder: Path) -> None:
+    address = peer.ensured(folder, "j", TOKEN, "127.0.0.1")
+    keeping = Keeping(address, TOKEN)
+    hold(keeping, staged_at(5))
+    flip_held_bits(pid_of(folder / "j" / "holder.json"))
+
+    with pytest.raises(PeerFailed, match=r"held of tensors \.base.*is not what was received"):
+        hold(keeping, staged_at(6))
+    _digest, sent = hold(keeping, staged_at(7))
+    keeping.close()
+
+    assert sent == staged_at(7).table.bytes
+    assert bytes(read(address, 7).buffer) == bytes(staged_at(7).buffer)
 
 
 def test_ranks_that_start_together_find_one_holder(folder: Path) -> None:

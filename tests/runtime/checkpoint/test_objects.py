@@ -62,10 +62,11 @@ def trainer(url: str, tmp_path: Path) -> Iterator[OneRank]:
     one.saver.finish()
 
 
-def put(objects: ObjectStore, step: int, *, rank: int = 0, save: str = "") -> None:
+def put(objects: ObjectStore, step: int, *, rank: int = 0, save: str = "") -> int:
+    """How many bytes went there."""
     staged = staged_at(step)
     image = memoryview(staged.buffer)
-    objects.write(
+    return objects.write(
         rank, staged.table, image, step=step, save=save or f"save{step}", ready=lambda _end: None
     )
 
@@ -91,6 +92,37 @@ def test_a_copy_becomes_a_verified_checkpoint_there(trainer: OneRank, url: str) 
     assert sources.saves() == [(7, "save7", "shared"), (7, "save7", "object")]
     assert sources.read("save7", "object", 0).digest == saved.digest
     assert sources.ranks("save7", "object") == 1
+
+
+def test_frozen_weights_are_put_there_once(url: str) -> None:
+    """Also by a writer that was started since: the store copies its own objects."""
+    objects = ObjectStore(url, "j")
+    first = put(objects, 5)
+    objects.publish(5, "save5", 1, {})
+    second = put(objects, 6)
+    objects.publish(6, "save6", 1, {})
+    later = ObjectStore(url, "j")
+    third = put(later, 7)
+    newest = later.publish(7, "save7", 1, {})
+    assert newest is not None
+    later.prune(1, newest)
+
+    whole, frozen = staged_at(7).table.bytes, staged_at(7).table.frozen
+    assert [first, second, third] == [whole, whole - frozen, whole - frozen]
+    assert there(later) == [(7, "save7")]
+    assert bytes(later.read("save7", 0).buffer) == bytes(staged_at(7).buffer)
+
+
+def test_frozen_weights_of_a_checkpoint_that_is_gone_are_put_anew(url: str) -> None:
+    objects = ObjectStore(url, "j")
+    put(objects, 5)
+    gone = objects.publish(5, "save5", 1, {})
+    assert gone is not None
+    objects._remove(gone.path)
+
+    assert put(objects, 6) == staged_at(6).table.bytes
+    objects.publish(6, "save6", 1, {})
+    assert bytes(objects.read("save6", 0).buffer) == bytes(staged_at(6).buffer)
 
 
 def test_it_is_a_checkpoint_once_the_parts_of_all_ranks_are_there(url: str) -> None:

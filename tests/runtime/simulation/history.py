@@ -34,6 +34,7 @@ class Made:
     step: int
     epoch: int
     parts: tuple[Gradient, ...]
+    marked: bool = False  # whoever follows is to show what it holds after it
 
 
 @dataclass(frozen=True, eq=False)

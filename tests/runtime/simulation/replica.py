@@ -131,6 +131,7 @@ class Replica(Process):
             "regroup": member.wants_regroup,
             "stop": self.stop,
             "stage": member.wants_stage > 0 and self.clock.random.random() < READY_CHANCE,
+            "prove": member.wants_proof and self.clock.random.random() < READY_CHANCE,
         }
         if self.broken_epoch >= member.epoch:
             raise Severed("a member is gone")
@@ -143,8 +144,9 @@ class Replica(Process):
         agreed = {wish: any(one) for wish, one in together.items()}
         member.agree_to_stage(sum(together["stage"]))
         self._await_lease()
-        self.trainer.apply(Made(self.state.step + 1, member.epoch, tuple(parts)), own=True)
-        return agreed
+        made = Made(self.state.step + 1, member.epoch, tuple(parts), agreed["prove"])
+        self.trainer.apply(made, own=True)
+        return agreed | {"ours": wishes["prove"]}
 
     def _edge(self, wishes: dict[str, bool]) -> None:
         self._pump()
@@ -158,6 +160,8 @@ class Replica(Process):
             self.fleet.held[f"h{self.clock.random.choice(others or [self.number])}"] = self.state
         if self.member.stages:
             self.trainer.stage()
+        if wishes["ours"]:
+            self.trainer.prove()
         if wishes["regroup"]:
             self._regroup(planned=True)
 

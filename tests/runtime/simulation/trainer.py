@@ -88,6 +88,8 @@ class SimulatedTrainer:
         if reduced.step == self.committed + 1 and self._follower is not None:
             self.apply(reduced, own=False)
             self._follower.room += 1
+            if reduced.marked:
+                self.prove()
 
     def replay(self, step: int, donors: list[list[str]]) -> None:
         while self.committed < step:
@@ -152,6 +154,12 @@ class SimulatedTrainer:
         delay = self.replica.clock.random.uniform(0.0, 0.5)
         self.replica.after(delay, self, self._hashed, self.state)
 
+    def prove(self) -> None:
+        """After a marked step: hash what we hold, and say so."""
+        self.replica.member.wants_proof = False
+        delay = self.replica.clock.random.uniform(0.0, 0.5)
+        self.replica.after(delay, self, self._say_proved, self.replica.member.epoch, self.state)
+
     def release(self, *, log: bool) -> None:
         self.copy = self._offered = None
         self.followed = self.followed and not log
@@ -200,6 +208,9 @@ class SimulatedTrainer:
         if self._offered is state:
             self.copy = state
             self.replica.link.say("staged", step=state.step, digest=state.digest)
+
+    def _say_proved(self, epoch: int, state: State) -> None:
+        self.replica.link.say("proved", epoch=epoch, step=state.step, digest=state.digest)
 
     def _replace(self, state: State) -> None:
         self.state = state
