@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,6 +26,7 @@ from runtime.checkpoint.tiers import (
     TierName,
     epochs_taken,
     next_epoch,
+    note_epoch,
 )
 from runtime.framing import PeerFailed
 from runtime.image import Damaged, Staged
@@ -49,7 +51,7 @@ class Sources:
         self._folders = folders
         self._asking = {**folders.asking, "object": Asking(job.object_store)}
         self.holder = ""  # the address of this node's own, which keeps what peers save
-        #: the latest that was seen: of starts, and of checkpoints, also those that are not ours
+        #: the latest that was seen: of starts, of epochs, and of checkpoints, also if not ours
         self.latest_epoch = 0
         #: name of a save -> the addresses of those who hold it, this node's own first
         self._holders: dict[str, list[str]] = {}
@@ -82,6 +84,7 @@ class Sources:
                 self._job.trouble("checkpoints_out_of_reach", f"{name}: {error}")
                 continue
             found += [(epoch, step, -order, save, name) for epoch, step, save in ours]
+            self.latest_epoch = max([self.latest_epoch, *(epoch for epoch, *_ in ours)])
         if failed is not None and all(tier == "object" for *_, tier in found):
             raise failed  # what the object store has is old: nobody goes back to it unasked
         known = self._suspects(told="shared" in out_of_reach)
@@ -115,6 +118,18 @@ class Sources:
         except OSError as error:  # whoever lists what is there, or saves, tells an engineer
             log.warning("start_not_counted epoch=%s error=%s", above + 1, error)
             return above + 1
+
+    def note_epoch(self, epoch: int) -> None:
+        """That we train in this epoch, for whoever begins when all that knew of it is lost. Waits
+        for nothing: a store that does not answer says so where it is saved to."""
+
+        def note() -> None:
+            try:
+                self._asking["shared"].ask(partial(note_epoch, self._folders.shared, epoch))
+            except OSError as error:
+                log.warning("epoch_not_noted epoch=%s error=%s", epoch, error)
+
+        threading.Thread(target=note, name="drydock-epoch", daemon=True).start()
 
     def ranks(self, name: str, tier: TierName) -> int:
         """How many ranks have saved this checkpoint. Raises Damaged if it is gone, OSError."""

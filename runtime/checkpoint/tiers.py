@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ Interval = float | Literal["auto"]
 TIERS: tuple[TierName, ...] = ("peer", "local", "shared", "object")
 KEEP_LOCAL = 2
 _RUN = "run"
-_EPOCH = "epoch-"  # and the number of the last start that was counted
+_EPOCH = "epoch-"  # and the number of the last start, or of the members' epoch, that was counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,15 +221,27 @@ def next_epoch(folder: Path, above: int) -> int:
             break
         # What we saw at first was old: ours may have been another's, and removed since.
     sync_folder(folder)
-    for number in taken:
-        if number < above:
-            with contextlib.suppress(OSError):
-                (folder / f"{_EPOCH}{number}").unlink()
+    _forget_before(folder, above, taken)
     return above
 
 
+def note_epoch(folder: Path, epoch: int) -> None:
+    """That the members of this epoch train, so that none later has its number or a lower one.
+    Durable. Raises OSError, also if there is no such folder: then no checkpoint is there either."""
+    (folder / f"{_EPOCH}{epoch}").touch()
+    sync_folder(folder)
+    _forget_before(folder, epoch, epochs_taken(folder))
+
+
+def _forget_before(folder: Path, epoch: int, taken: Iterable[int]) -> None:
+    for number in taken:
+        if number < epoch:
+            with contextlib.suppress(OSError):
+                (folder / f"{_EPOCH}{number}").unlink()
+
+
 def epochs_taken(folder: Path) -> list[int]:
-    """The last number that a start took there, and some before it. Raises OSError."""
+    """The last number that a start or an epoch took there, and some before it. Raises OSError."""
     try:
         names = [path.name for path in folder.iterdir()]
     except FileNotFoundError:

@@ -269,6 +269,7 @@ class Coordinator(Epochs):
         peer.phase = "ready"
         peer.step, peer.digest = int(message["step"]), str(message["digest"])
         peer.trained_in = int(message.get("trained_in", 0))
+        peer.seen_epoch = int(message.get("seen", 0))
         peer.asked.clear()
         if self.record.members.get(peer.replica) == peer.placement:
             self.fenced = True

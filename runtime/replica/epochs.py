@@ -272,8 +272,10 @@ class Epochs(Roster):
         drops = any(p.shape.get("mode") == "drop" for p in peers)
         plan = take_over(reports, shards, fixed_shares(shards, world) if drops else None)
         members = {number: seated[number].placement for number in sorted(seated)}
-        # A record that was lost must not make later training look older than what it goes on from.
-        epoch = max(before.epoch, *(peer.trained_in for peer in peers)) + 1
+        # A record that was lost must not make later training look older than what it goes on from,
+        # or than what nobody could go on from and is there again one day.
+        seen = [max(peer.trained_in, peer.seen_epoch) for peer in peers]
+        epoch = max(before.epoch, *seen) + 1
         # The state that the members begin from, if they do.
         epoch_before = max((p.trained_in for p in peers if p.step == plan.step), default=0)
         message = {

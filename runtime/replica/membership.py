@@ -53,6 +53,11 @@ class Trainer(Protocol):
     def trained_in(self) -> int:
         """The epoch in which the last step was made; 0 for none."""
 
+    @property
+    def seen_epoch(self) -> int:
+        """The latest of which a checkpoint was there when one was looked for, or anything else
+        told; 0 for none."""
+
     def load(self, holders: list[list[str]]) -> None:
         """The job begins: the newest checkpoint, else what is in memory. `holders`: the addresses
         of those on nodes of which nobody came, one for each rank; they may have it."""
@@ -388,8 +393,14 @@ class Member:
 
     def _say_ready(self, ordered: dict[str, Any]) -> None:
         step, digest = self._trainer.committed, self._trainer.digest()
-        trained_in = self._trainer.trained_in
-        self._say("ready", order=ordered["order"], step=step, trained_in=trained_in, digest=digest)
+        self._say(
+            "ready",
+            order=ordered["order"],
+            step=step,
+            trained_in=self._trainer.trained_in,
+            seen=self._trainer.seen_epoch,
+            digest=digest,
+        )
 
     # --- what we hear while we train ------------------------------------------------------------
 

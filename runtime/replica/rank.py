@@ -150,6 +150,11 @@ class Rank:
         return [[*found] for found in self.saver.sources.saves(elsewhere, ours)]
 
     @order
+    def seen_epoch(self) -> int:
+        """The latest of which a checkpoint is there, or anything else tells."""
+        return self.saver.sources.latest_epoch
+
+    @order
     def read(self, name: str, tier: TierName) -> list[str]:
         """Read and verify our part of a checkpoint: what was trained up to it, and its digest;
         nothing if it fails. No digest if no part is ours as it is: other ranks saved it, or

@@ -50,6 +50,7 @@ class Together:
             standby=rank.job.standby,
         )
         self.sharing = Sharing()
+        self.seen_epoch = 0
         self._can_share = False  # our ranks, when the last step was summed
         self.epoch_name = ""  # the same on all members, and never used again
         self._trial: Trial | None = None  # of the state that the job began from
@@ -194,6 +195,7 @@ class Together:
         """
         self._digests = []
         mine, *others = self._all("checkpoints", holders=holders)
+        self.seen_epoch = max(self._all("seen_epoch"))
         there = [found for found in mine if all(found in one for one in others)]
         tried = 0
         while there and tried < MAX_TRIES:
@@ -268,6 +270,8 @@ class Together:
         self.epoch_name = f"{grant['epoch']}x{began_ms:x}"  # epochs are counted anew if lost
         self.sharing.regrouped()
         self._compared = self._times(self.committed + 1)  # the same on all, who entered or stayed
+        if self.teller.speaks():
+            self.rank.saver.sources.note_epoch(int(grant["epoch"]))
         self._all("enter", grant=grant)
 
     def put_on_trial(self, grant: dict[str, Any]) -> None:

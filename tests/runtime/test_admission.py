@@ -320,6 +320,20 @@ def test_members_that_differ_are_told_and_the_newcomer_takes_what_most_hold(play
     assert scene.replicas[0].heard("diverged")[0]["states"] == {"0": "odd", "1": "d", "2": "d"}
 
 
+def test_no_epoch_has_the_number_of_one_of_which_only_a_disk_knows(play: Play) -> None:
+    """The record was lost, and with it which epochs there were."""
+    scene = play(2)
+    for number, replica in enumerate(scene.replicas):
+        scene.end(replica, number)
+    back = [scene.join(number, f"again{number}") for number in range(2)]
+    for replica, seen in zip(back, [4, 9], strict=True):
+        order = replica.heard("load")[-1]["order"]
+        replica.say("ready", order=order, step=20, trained_in=4, seen=seen, digest="d")
+    scene.pass_time(1.0, *back)
+
+    assert scene.epoch == 10
+
+
 # --- proven before they enter ---------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -294,6 +295,33 @@ def test_a_job_killed_whole_goes_on_from_the_nodes_own_disks(make_fleet: MakeFle
 
     assert_every_sample_once(went_on, max(saved) + 1)
     assert len(fleet.digests()) == 1
+
+
+def test_what_a_disk_kept_is_older_than_what_was_trained_without_it(make_fleet: MakeFleet) -> None:
+    """Also if the coordinator's record was lost meanwhile, so that it knows of no epoch."""
+    fleet = make_fleet(2, own_disks=True, options={"local_s": 0.2})
+    fleet.start()
+    until(lambda: min(newest_local(fleet, r) for r in (0, 1)) > 0, "both disks hold a checkpoint")
+    fleet.kill(1)
+    fleet.start_rank(1)
+    fleet.wait_for_members([0, 1])
+    came_at = fleet.last(0)["step"]
+    until(lambda: min(newest_local(fleet, r) for r in (0, 1)) > came_at + 100, "and later ones")
+    kill_whole(fleet)
+    disks = [fleet.folder / f"disk{replica}" for replica in (0, 1)]
+    for disk in disks:
+        disk.rename(disk.with_suffix(".away"))
+    shutil.rmtree(fleet.folder / "c")
+
+    began_anew = started_anew(fleet)
+    kill_whole(fleet)
+    for disk in disks:
+        shutil.rmtree(disk)
+        disk.with_suffix(".away").rename(disk)
+    went_on = started_anew(fleet)
+
+    assert began_anew[0]["step"] == 0
+    assert_every_sample_once(went_on, began_anew[-1]["step"] + 1)
 
 
 def test_what_is_damaged_on_one_tier_is_taken_from_another(make_fleet: MakeFleet) -> None:

@@ -10,7 +10,14 @@ import pytest
 
 from runtime.checkpoint import draft, store, tiers
 from runtime.checkpoint.interval import FAILURES_PER_NODE_DAY as RATE
-from runtime.checkpoint.tiers import Folders, epochs_taken, next_epoch, run_of, tiers_of
+from runtime.checkpoint.tiers import (
+    Folders,
+    epochs_taken,
+    next_epoch,
+    note_epoch,
+    run_of,
+    tiers_of,
+)
 from runtime.client import Sender
 from runtime.job import Job
 from tests.runtime.checkpoint.states import staged_at
@@ -142,6 +149,22 @@ def test_each_start_has_a_number_of_its_own(tmp_path: Path) -> None:
 
 def test_it_is_above_those_of_all_checkpoints(tmp_path: Path) -> None:
     assert [next_epoch(tmp_path, above) for above in (0, 5, 3)] == [1, 6, 7]
+
+
+def test_the_last_epoch_that_was_noted_stays(tmp_path: Path) -> None:
+    for epoch in (3, 8, 5):  # the last one's word came late
+        note_epoch(tmp_path, epoch)
+
+    assert max(epochs_taken(tmp_path)) == 8
+    assert next_epoch(tmp_path, 0) == 9
+
+
+def test_no_folder_is_made_for_an_epoch(tmp_path: Path) -> None:
+    """It may be the place of a disk that is not there."""
+    with pytest.raises(FileNotFoundError):
+        note_epoch(tmp_path / "checkpoints", 3)
+
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_who_sees_the_folder_as_it_was_takes_no_number_again(

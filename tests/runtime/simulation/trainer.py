@@ -50,6 +50,10 @@ class SimulatedTrainer:
         return 0 if self.state.made is None else self.state.made.epoch
 
     @property
+    def seen_epoch(self) -> int:
+        return 0
+
+    @property
     def held(self) -> Collection[int]:
         return self.gradients.keys()
 
