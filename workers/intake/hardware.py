@@ -1,0 +1,56 @@
+"""What hardware says of itself, and what a job's peers say of a slow node: each is judged here.
+
+What calls for nothing is a note in a timeline; the rest is taken up as a failure of its node.
+"""
+
+from __future__ import annotations
+
+import re
+
+from controlplane.fleet.models import Node
+from controlplane.health.actions import card_at
+from controlplane.health.choices import SignalKind
+from controlplane.health.models import Signal
+from controlplane.jobs.choices import PlacementState
+from controlplane.jobs.models import Placement
+from workers import triage
+from workers.intake.failures import only_repeats, take_up
+from workers.intake.timeline import tell_node_incident
+from workers.verdicts import verdict_of
+
+
+def hardware_spoke(signal: Signal) -> None:
+    """A line of a node's kernel log, or a card's readings: nothing, a note, or a failure that
+    somebody must act on."""
+    node: Node | None = signal.node
+    verdict = verdict_of(signal)
+    if node is None or verdict is None or triage.is_note(verdict):
+        tell_node_incident(signal)
+        return
+    if signal.repeated_at is not None and only_repeats(signal, node):
+        return
+    card = signal.gpu or card_at(node.pk, verdict.pci)
+    if card is not None and signal.gpu_id is None:
+        Signal.objects.filter(pk=signal.pk).update(gpu=card)
+    take_up(signal, node, card, verdict)
+
+
+def job_found_a_straggler(signal: Signal, index: int) -> None:
+    """Its peers say that a replica is slow: something holds its node back that nothing else shows.
+    The failure is its node's, whoever told it."""
+    placement = (
+        Placement.objects.select_related("node__lease", "node__cluster", "node__rack")
+        .filter(replica__job=signal.job_id, replica__index=index, standby=False)
+        .exclude(state=PlacementState.ENDED)
+        .first()
+    )
+    if placement is not None:
+        verdict = triage.judge_straggler(str(signal.data.get("text", "")))
+        take_up(signal, placement.node, None, verdict)
+
+
+def straggler(signal: Signal) -> int | None:
+    """Which replica a job says to be slow, as its runtime puts it; None if it does not."""
+    found = re.fullmatch(r"replica (\d{1,6})", str(signal.data.get("subject", "")))
+    told = signal.kind == SignalKind.JOB_TROUBLE and signal.data.get("kind") == "straggler"
+    return int(found[1]) if told and found else None
