@@ -22,7 +22,7 @@ STEPS = 20  # of a turn in health
 WARMING = 5  # steps before them
 SETTLED = 8  # whole steps in a row by all replicas, before anything is done to them
 AFTER = 5  # commits of each survivor after a kill, before its gap is believed to be over
-REJOINED = 5  # commits of a newcomer after which it costs the others nothing more
+REJOINED = 15  # commits of a newcomer after which it costs the others nothing more
 RUN_IN = 200  # steps, before a newcomer is measured
 #: After which the machine has done with what the dead one held: a virtual one tells its host of
 #: memory that is free two seconds after it became so (PAGE_REPORTING_DELAY, mm/page_reporting.c),

@@ -11,8 +11,8 @@ Requests, each behind the job's token (see `runtime.serving`):
     {"op": "hold", "run", "rank", "ranks", "step", "save", "epoch", "bytes"}  answered by
         {"held": digest} if that step of that epoch is held already, else by {"newest": save}, the
         last one held of that rank, or ""; the state's table and facts follow, and "same", how many
-        of its first chunks are those of that save, answered by {"copied": so many}; then the
-        other chunks, and the answer to these is {"held": digest}
+        of its first chunks are those of that save, answered by {"copied": so many} now and
+        then, at last with "all"; then the other chunks, and the answer to these is {"held": digest}
     {"op": "read", "rank", "save"}  answered by the state's description and its chunks
 """
 
@@ -28,6 +28,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from runtime.serving import RequestServer
 log = logging.getLogger("drydock.holder")
 
 IDLE_S = 1800.0  # a job that starts anew later than that begins from its disks
+SIGN_CHUNKS = 256  # after so many that are copied here the one that waits hears of it
 SILENT_S = 60.0  # a connection on which nothing comes in the middle of a state
 MEMORY = "drydock-held"  # what is held, by its name in /proc
 LOCK, ADDRESS = "holder.lock", "holder.json"
@@ -233,8 +235,12 @@ class Holder:
             table = Table.restore(described["table"])
             if table.bytes != label.bytes:
                 raise PeerFailed(f"a table of {table.bytes} bytes for {label.bytes}")
-            hashes = _copied(before, table, int(described["same"]), found)
-            send_json(connection, {"copied": len(hashes)})
+            hashes: list[str] = []
+            for chunk_hash in _copied(before, table, int(described["same"]), found):
+                hashes.append(chunk_hash)
+                if len(hashes) % SIGN_CHUNKS == 0:  # it takes a while
+                    send_json(connection, {"copied": len(hashes)})
+            send_json(connection, {"copied": len(hashes), "all": True})
             for start in range(len(hashes) * CHUNK_BYTES, label.bytes, CHUNK_BYTES):
                 part = found.memory[start : start + CHUNK_BYTES]
                 hashes.append(receive_chunk(connection, part))
@@ -248,22 +254,21 @@ class Holder:
         send_json(connection, {"held": held.digest})
 
 
-def _copied(before: Held | None, table: Table, chunks: int, into: Buffer) -> list[str]:
-    """The hashes of so many first chunks of a state, which are there as in the one before, for they
-    are of frozen weights. Raises PeerFailed if they cannot be, Damaged if they are no longer what
-    was received."""
+def _copied(before: Held | None, table: Table, chunks: int, into: Buffer) -> Iterator[str]:
+    """The hashes of a state's first chunks, each once it is there as in the one before: they are of
+    frozen weights. Raises PeerFailed if they cannot be, Damaged if they are no longer what was
+    received."""
     frozen = 0 if before is None else min(before.table.frozen, table.frozen)
-    if before is None or not 0 < chunks <= frozen // CHUNK_BYTES:
-        if chunks:
-            raise PeerFailed(f"{chunks} chunks are not frozen in what is held")
-        return []
-    size = chunks * CHUNK_BYTES
-    for number, chunk in enumerate(chunks_of(before.buffer.memory[:size])):
-        if hash_of(chunk) != before.hashes[number]:
+    if not 0 <= chunks <= frozen // CHUNK_BYTES:
+        raise PeerFailed(f"{chunks} chunks are not frozen in what is held")
+    for number in range(chunks if before is not None else 0):
+        assert before is not None  # noqa: S101 - there are none then
+        place = slice(number * CHUNK_BYTES, (number + 1) * CHUNK_BYTES)
+        into.memory[place] = before.buffer.memory[place]
+        if hash_of(into.memory[place]) != before.hashes[number]:
             names = ", ".join(before.table.names_in(number))
             raise Damaged(f"what is held of tensors {names} is not what was received")
-    into.memory[:size] = before.buffer.memory[:size]
-    return list(before.hashes[:chunks])
+        yield before.hashes[number]
 
 
 def hold_alone(folder: Path) -> int:

@@ -140,7 +140,14 @@ class ObjectStore:
         try:
             hashes, written = self._put(folder, files, image, table, ready, before)
             part = Part(step=step, save=save, rank=rank, table=table, hashes=hashes, files=files)
-            self._compare(folder, part)
+            try:
+                self._compare(folder, part)
+            except Damaged:
+                if written == len(image):
+                    raise
+                # What the store copied was damaged where it was.
+                _, written = self._put(folder, files, image, table, ready, None)
+                self._compare(folder, part)
         except BaseException:
             for file in files:
                 with contextlib.suppress(OSError):

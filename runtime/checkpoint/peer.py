@@ -228,6 +228,8 @@ class Keeping:
         if "held" in answer:  # another replica was quicker: the same state, for all have the same
             hashes.extend(hash_of(chunk) for chunk in chunks_of(image))
         else:
+            if "newest" not in answer:
+                raise PeerFailed(f"holder {self.address} is of another version: end it")
             save, known = self._before
             frozen = image[: table.frozen if answer["newest"] == save else 0]
             for chunk, before in zip(chunks_of(frozen), known, strict=False):
@@ -236,7 +238,8 @@ class Keeping:
                 hashes.append(before)
             described = {"table": table.describe(), "facts": facts, "same": len(hashes)}
             send_json(connection, described)
-            receive_json(connection)  # it has those
+            while not receive_json(connection).get("all"):
+                pass  # it copies those
             for chunk in chunks_of(image[len(hashes) * CHUNK_BYTES :]):
                 hashes.append(hash_of(chunk))
                 send_chunk(connection, chunk, hashes[-1])

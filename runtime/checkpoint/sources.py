@@ -53,6 +53,7 @@ class Sources:
         self.holder = ""  # the address of this node's own, which keeps what peers save
         #: the latest that was seen: of starts, of epochs, and of checkpoints, also if not ours
         self.latest_epoch = 0
+        self._noted = 0  # the epoch of which we have left word
         #: name of a save -> the addresses of those who hold it, this node's own first
         self._holders: dict[str, list[str]] = {}
 
@@ -120,14 +121,18 @@ class Sources:
             return above + 1
 
     def note_epoch(self, epoch: int) -> None:
-        """That we train in this epoch, for whoever begins when all that knew of it is lost. Waits
-        for nothing: a store that does not answer says so where it is saved to."""
+        """That we train in this epoch, for whoever begins when all that knew of it is lost; once.
+        Waits for nothing: a store that does not answer says so where it is saved to."""
+        if epoch == self._noted:
+            return
 
         def note() -> None:
             try:
                 self._asking["shared"].ask(partial(note_epoch, self._folders.shared, epoch))
             except OSError as error:
                 log.warning("epoch_not_noted epoch=%s error=%s", epoch, error)
+            else:
+                self._noted = epoch
 
         threading.Thread(target=note, name="drydock-epoch", daemon=True).start()
 

@@ -50,7 +50,8 @@ class Peer:
     caught_up: bool = False  # follows the members, no step behind
     #: after which marked steps it held what, as it said
     proofs: dict[int, str] = field(default_factory=dict)
-    proven: bool = False  # that was what the members held
+    proven_after: int = -1  # the last step after which that was what a member held, and when that
+    proven_at: float = 0.0  # was seen, by the coordinator's clock
     pinged: int = 0  # number of the last ping
     answered: int = 0  # number of the last ping that it answered
     orders: int = 0  # number of the last order; what it says of an older one counts no more
@@ -86,8 +87,14 @@ class Peer:
         self.phase = "fresh"
         self.orders = 0
         self.report, self.expected, self.proofs = None, None, {}
-        self.leaving = self.caught_up = self.proven = self.searched = False
+        self.leaving = self.caught_up = self.searched = False
+        self.proven_after = -1
         self.asked.clear()
+
+    @property
+    def proven(self) -> bool:
+        """Whether it showed that it makes of the members' steps what they make of them."""
+        return self.proven_after >= 0
 
     def took(self, step: int) -> bool:
         """Whether what it holds is the copy that it took, of this step."""

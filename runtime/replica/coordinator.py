@@ -22,6 +22,7 @@ from runtime.replica.connection import Peer
 from runtime.replica.epochs import ABSENT_BROKEN_S, Epochs
 from runtime.replica.listening import TICK_S, options, run
 from runtime.replica.plan import Report
+from runtime.replica.proving import Difference
 from runtime.replica.record import RecordFile, StaleEpoch, hold_alone
 from runtime.replica.roster import FROZEN_S
 from runtime.replica.shape import misfit
@@ -325,23 +326,28 @@ class Coordinator(Epochs):
             tell_difference(self.members(), step, states)
 
     def on_proved(self, peer: Peer, message: dict[str, Any]) -> None:
-        """What a member, or one that follows, held after a step whose mark asked for it."""
+        """What a member, or one that follows, held after a step whose mark asked for it; "" if it
+        could make no copy of it."""
         step, digest = int(message["step"]), str(message["digest"])
-        if peer.phase == "ready":
+        if peer.phase == "ready" and int(message["order"]) == peer.orders:
+            if not digest:
+                peer.put_off(self.clock())
+                return
             peer.proofs[step] = digest
         elif peer.phase == "member" and int(message["epoch"]) == self.record.epoch:
             self.proofs.witnessed(peer.replica, step, digest)
-        for newcomer in [p for p in self.newcomers("ready") if not p.proven]:
-            if differs := self.proofs.judge(newcomer):
-                self.turn_away(newcomer, *differs)
-            elif peer.phase == "member" and not digest:
-                newcomer.put_off(self.clock())  # not at once: what fails would cost each step
+            # Not asked again at once: what fails each time would cost each step.
+            for newcomer in [p for p in self.newcomers("ready") if not (digest or p.proven)]:
+                newcomer.put_off(self.clock())
+        for newcomer in self.newcomers("ready"):
+            if found := self.proofs.judge(newcomer, self.clock()):
+                self.turn_away(newcomer, found)
 
-    def turn_away(self, peer: Peer, step: int, states: dict[int, str]) -> None:
+    def turn_away(self, peer: Peer, found: Difference) -> None:
         """A newcomer makes something else of the members' steps, or the witness errs: that it is
         not the witness, only the members together can say."""
-        log.critical("newcomer_differs step=%s states=%s", step, states)
-        peer.tell(op="differs", step=step, states=states)
+        log.critical("newcomer_differs placement=%s %s", peer.placement, found)
+        peer.tell(op="differs", **vars(found))
         peer.put_off(self.clock())
         self.comparison.doubt = True
         for member in self.members():

@@ -132,7 +132,7 @@ class Epochs(Roster):
             if not self.broken_at:  # else the next epoch comes first
                 if len(members) == len(self.alive):  # all must agree on when to copy
                     self.bring_near(members, at_edge=False)
-                    self.proofs.seek(self.newcomers("ready"), members)
+                    self.proofs.seek(self.newcomers("ready"), members, self.clock())
                 for member in members if entering else []:
                     member.tell_once("edge", epoch=self.record.epoch)
             return
@@ -274,7 +274,7 @@ class Epochs(Roster):
         members = {number: seated[number].placement for number in sorted(seated)}
         # A record that was lost must not make later training look older than what it goes on from,
         # or than what nobody could go on from and is there again one day.
-        seen = [max(peer.trained_in, peer.seen_epoch) for peer in peers]
+        seen = [max(peer.trained_in, peer.seen_epoch) for peer in self.peers.values()]
         epoch = max(before.epoch, *seen) + 1
         # The state that the members begin from, if they do.
         epoch_before = max((p.trained_in for p in peers if p.step == plan.step), default=0)

@@ -135,7 +135,7 @@ class Member:
         self._say = say
         self._trainer = trainer
         self._following = False
-        self._order = 0  # number of the last order to get a state
+        self.order = 0  # number of the last order to get a state
         self._caught_up: int | None = None  # the step of which we said so last
         #: after which step we were not given the next one, and by whom
         self._not_handed: tuple[int, list[list[str]]] | None = None
@@ -230,17 +230,17 @@ class Member:
 
     def _on_load(self, message: dict[str, Any]) -> None:
         self._stop_following()
-        self._order = int(message["order"])
+        self.order = int(message["order"])
         self._trainer.load(list(message["holders"]))
         self._say_ready(message)
 
     def _on_sync(self, message: dict[str, Any]) -> None:
         """Take the state that peers hold ready, prove that it is theirs, and follow them."""
         self._stop_following()
-        self._order = int(message["order"])
+        self.order = int(message["order"])
         donors = list(message["donors"])
         if not self._reaches(donors):
-            self._say("again", epoch=self.epoch, order=self._order)
+            self._say("again", epoch=self.epoch, order=self.order)
             return
         if message["refusals"] == MAX_REFUSALS:
             self._trainer.trouble("cannot_rejoin", f"refused {MAX_REFUSALS} times in a row")
@@ -248,7 +248,7 @@ class Member:
             self._trainer.take(int(message["step"]), str(message["digest"]), donors)
         except CannotFollow as error:
             log.warning("cannot_take_over error=%s", error)
-            self._say("again", epoch=self.epoch, order=self._order)
+            self._say("again", epoch=self.epoch, order=self.order)
             return
         self._say_ready(message)
         self._following = True
@@ -293,10 +293,11 @@ class Member:
         """We made something else of a step than the members did: we are not let in."""
         self._trainer.trouble(
             "diverged",
-            f"after step {message['step']}, which it made as the members did, replica "
-            f"{self.replica} does not hold what they hold ({in_words(message['states'])}): its "
-            "card or memory erred in silence, or its optimizer or schedule does something of its "
-            "own; it is not let in, and begins anew with the members' state",
+            f"after step {message['step']}, which it was given by the members, {self.placement} "
+            f"holds {brief(message['said'])} and replica {message['witness']} "
+            f"{brief(message['held'])}: a card or memory erred in silence, or an optimizer or "
+            "schedule does something of its own; it is not let in, and begins anew with the "
+            "members' state",
         )
 
     def _on_evicted(self, message: dict[str, Any]) -> None:
@@ -372,7 +373,7 @@ class Member:
         self._stop_following()
         epoch = self.epoch
         self._leave_epoch()
-        self._say("again", epoch=epoch, order=self._order)
+        self._say("again", epoch=epoch, order=self.order)
 
     def _leave_epoch(self) -> None:
         self.epoch = 0
@@ -428,7 +429,7 @@ class Member:
 
 def difference_in(message: dict[str, Any]) -> str:
     """Of the members' states, in words."""
-    states = in_words(message["states"])
+    states = ", ".join(f"{r}: {brief(digest)}" for r, digest in message["states"].items())
     odd = ", ".join(map(str, message.get("odd", [])))
     if not odd:
         return (
@@ -440,11 +441,6 @@ def difference_in(message: dict[str, Any]) -> str:
         f"({states}): its card or memory erred in silence, or its script does something of its "
         "own; take its node out, and it comes back with the others' state"
     )
-
-
-def in_words(states: dict[str, str]) -> str:
-    """Who holds what."""
-    return ", ".join(f"{who}: {brief(digest)}" for who, digest in states.items())
 
 
 def brief(digest: str) -> str:

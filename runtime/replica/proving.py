@@ -8,8 +8,24 @@ which: one member that asked for it, the witness, and all who follow hash what t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from runtime.replica.connection import Peer
+
+#: Who stands by for long shows again after so many seconds what it holds: as long as a comparison
+#: of all members is apart where a step takes half a second.
+AGAIN_S = 600.0
+MAX_KEPT = 8  # of what one said that no witness has spoken of
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A newcomer and a witness do not hold the same."""
+
+    step: int
+    witness: int  # the number of the replica
+    held: str  # by the witness
+    said: str  # by the newcomer
 
 
 class Proofs:
@@ -17,18 +33,18 @@ class Proofs:
 
     def __init__(self) -> None:
         self._asked = False
-        self._turn = 0  # whose it is to be the witness: another's each time that a state differed
+        self._turn = 0  # whose it is to be the witness: another's once one is in doubt
+        self._doubted: set[tuple[int, int]] = set()  # witnesses that were, and the step
         #: after which step who held what
         self._held: dict[int, tuple[int, str]] = {}
 
-    def seek(self, newcomers: Sequence[Peer], members: Sequence[Peer]) -> None:
-        """Have a member bear witness if one of these that follow has no proof, and comes to none.
-
-        To be called while the members train."""
-        unproven = [peer for peer in newcomers if not peer.proven]
-        if not unproven:
+    def seek(self, newcomers: Sequence[Peer], members: Sequence[Peer], now: float) -> None:
+        """Have a member bear witness if one of these that follow has no proof, or an old one, and
+        comes to none. To be called while the members train."""
+        wanting = [p for p in newcomers if not p.proven or now - p.proven_at > AGAIN_S]
+        if not wanting:
             self._held.clear()
-        elif not self._asked and any(map(self._comes_to_none, unproven)):
+        elif not self._asked and any(map(self._comes_to_none, wanting)):
             self._asked = True
             members[self._turn % len(members)].tell(op="prove")
 
@@ -37,17 +53,24 @@ class Proofs:
         self._asked = False
         if digest:
             self._held[step] = (replica, digest)
+        else:
+            self._turn += 1
 
-    def judge(self, peer: Peer) -> tuple[int, dict[int, str]] | None:
-        """Compare what a newcomer said that it held, which is its proof if it is the same. If it is
-        not: after which step, and what both held."""
-        taken, _digest = peer.expected or (-1, "")
-        for step in [one for one in peer.proofs if one in self._held and one > taken]:
+    def judge(self, peer: Peer, now: float) -> Difference | None:
+        """Compare what one that follows said that it held, which is its proof if it is the
+        same."""
+        for step in sorted(peer.proofs.keys() & self._held.keys()):
+            said = peer.proofs.pop(step)
             witness, held = self._held[step]
-            peer.proven = peer.proofs[step] == held
-            if not peer.proven:
-                self._turn += 1
-                return step, {witness: held, peer.replica: peer.proofs[step]}
+            if said != held:
+                peer.proven_after = -1
+                if (witness, step) not in self._doubted:
+                    self._doubted.add((witness, step))
+                    self._turn += 1
+                return Difference(step, witness, held, said)
+            peer.proven_after, peer.proven_at = step, now
+        for step in sorted(peer.proofs)[:-MAX_KEPT]:
+            del peer.proofs[step]
         return None
 
     def interrupt(self) -> None:
@@ -58,8 +81,10 @@ class Proofs:
         """An epoch: what was hashed in the one before may be of a step that was made anew."""
         self.interrupt()
         self._held.clear()
+        self._doubted.clear()
 
     def _comes_to_none(self, peer: Peer) -> bool:
-        """Whether a witness is lacking for the steps that it follows from where its copy ended."""
+        """Whether a witness is lacking for the steps that it follows from where its copy ended, or
+        its last proof."""
         taken, _digest = peer.expected or (-1, "")
-        return not any(step > taken for step in self._held)
+        return not any(step > max(taken, peer.proven_after) for step in self._held)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -218,7 +219,7 @@ class Rank:
     @order
     def follow(self, donors: list[list[str]]) -> None:
         """Begin to hear of the steps that peers commit."""
-        self.make_room()  # for the copy that proves what we make of them
+        self._make_spare_room()  # for the copy that proves what we make of them
         self.stop_following()
         shuffled = self._ours(donors)
         random.Random(os.getpid()).shuffle(shuffled)  # noqa: S311 - spreads the load
@@ -259,7 +260,9 @@ class Rank:
             self._followed.put(message)
 
     def _hold(self, reduced: Reduced) -> None:
-        self._reduced, self.tail = reduced, self.engine.gradients.read(reduced.buffer)
+        gradients = self.engine.gradients
+        self.tail = gradients.read(reduced.buffer)
+        self._reduced = replace(reduced, buffer=reduced.buffer.to(gradients.device))
 
     @order
     def fetch(self, donors: list[list[str]]) -> None:
@@ -406,6 +409,11 @@ class Rank:
             return
         if not rooms.made() and rooms.prepare(self.state.size()):
             return
+        self._make_spare_room()
+
+    def _make_spare_room(self) -> None:
+        if self.has_room() or self._spare_room is not None:
+            return
         self._spare_room = Future()
         threading.Thread(
             target=self._touch, args=(self._spare_room, self.state.size()), name="drydock-room",
@@ -425,23 +433,31 @@ class Rank:
     @order
     def prove(self) -> None:
         """At an edge: hash a copy of our part, which others have to hold too, and say so."""
-        copying, gone = self._begin_copy()
+        try:
+            copying, gone = self._begin_copy(extra=False)
+        except Exception as error:  # no proof is worth the training
+            self.job.trouble("not_compared", f"no copy could be made: {error!r}")
+            self.on_hashed("proved", self.state.committed, "")
+            return
         threading.Thread(
             target=self._hash, args=("proved", copying, gone), name="drydock-prove", daemon=True
         ).start()
 
-    def _begin_copy(self) -> tuple[Copying, Callable[[], None]]:
-        """In a room that is free, or other memory; and what to call once it is not used any
-        more."""
+    def _begin_copy(self, *, extra: bool = True) -> tuple[Copying, Callable[[], None]]:
+        """In a room that is free, or other memory; and what to call once it is not used any more.
+        Without the `extra` of the script: what its loop changes there who follows cannot."""
         room = self.saver.rooms.take()
         memory, gone = self._spare(), _nothing
         if room is not None:
             memory, gone = room.memory, partial(self.saver.rooms.give_back, room)
         try:
-            copying = self.state.begin_copy(memory)
+            copying = self.state.begin_copy(memory, extra=extra)
         except TooSmall:  # an optimizer made its state since
             gone()
-            gone, copying = _nothing, self.state.begin_copy(None)
+            gone, copying = _nothing, self.state.begin_copy(None, extra=extra)
+        except BaseException:
+            gone()
+            raise
         self._copies.append(copying)
         return copying, gone
 

@@ -105,6 +105,7 @@ class Roster(ABC):
         del self.peers[peer.replica]
         peer.writer.close()
         self.admission.forget(peer.replica)
+        self.proofs.interrupt()
         self.claims.forget(peer.replica)
         if peer.phase == "member" and self.alive.get(peer.replica) == peer.placement:
             if how == "reset" and (self.was_frozen() or self.is_cut_off()):

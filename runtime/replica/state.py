@@ -139,11 +139,14 @@ class TrainingState:
         """A copy of the state at the last edge. `into`: see `snapshot.Copying`."""
         return self.begin_copy(into).finish()
 
-    def begin_copy(self, into: memoryview | None) -> Copying:
+    def begin_copy(self, into: memoryview | None, *, extra: bool = True) -> Copying:
         """The same, but what only the next commit changes is copied by `Copying.finish`: before it
-        `Copying.wait` must have returned."""
+        `Copying.wait` must have returned. `extra`: with what else the script wants kept."""
         steady = self._steadiness.look(self.committed)
-        return Copying(self._whole(), self.committed, into, self._due(), steady)
+        whole = self._whole()
+        if not extra:
+            del whole["extra"]
+        return Copying(whole, self.committed, into, self._due(), steady)
 
     def begin_copy_aside(self, into: memoryview | None) -> Copying:
         """The same copy, while another thread computes the next step or anything else but a commit:

@@ -7,7 +7,7 @@ import functools
 import threading
 import uuid
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from runtime.checkpoint.manifest import digest_of_all
@@ -26,6 +26,15 @@ from runtime.replica.telling import Teller
 
 COPIES = ("staged", "compared", "proved")  # of the state, for others; what is said of them
 MAX_TRIES = 8  # checkpoints that fail, before a person has to look
+
+
+@dataclass(frozen=True)
+class Hashed:
+    """A copy of one step's state, and what is known of its digest."""
+
+    epoch: int  # in which it was begun
+    order: int  # the last that we had from the coordinator then, to get a state
+    parts: dict[int, str] = field(default_factory=dict)  # by rank
 
 
 class Together:
@@ -55,10 +64,7 @@ class Together:
         self.epoch_name = ""  # the same on all members, and never used again
         self._trial: Trial | None = None  # of the state that the job began from
         self._digests: list[str] = []  # of what was loaded just now, by rank
-        #: what for -> the epoch in which the last copies were begun
-        self._epoch_of = dict.fromkeys(COPIES, 0)
-        #: what for -> step -> by rank the digest of its copy
-        self._hashed: dict[str, dict[int, dict[int, str]]] = {what: {} for what in COPIES}
+        self._hashed: dict[str, dict[int, Hashed]] = {what: {} for what in COPIES}  # by the step
         self._hearing = threading.Lock()
         self._compare_every = compare_every
         self._compared = 0  # after so many times as many steps, or given up
@@ -113,8 +119,13 @@ class Together:
         name = uuid.uuid4().hex[:12] if last else f"{self.epoch_name}x{self.committed}"
         self._all("save", name=name, tiers=sorted(tiers), share=share or (0, 1), last=last)
 
+    def _note_epoch(self) -> None:
+        if self.teller.speaks():
+            self.rank.saver.sources.note_epoch(self.member.epoch)
+
     def saved(self, rank: int, part: CheckpointSaved) -> None:
         """A rank's part is durable; once all are, so is the whole. On a thread of its own."""
+        self._note_epoch()  # before the first there was no folder to note it in
         if part.tier in OF_ALL_NODES:  # is told of as a whole
             if part.tier == "shared":
                 self.sharing.hear("whole")
@@ -270,8 +281,7 @@ class Together:
         self.epoch_name = f"{grant['epoch']}x{began_ms:x}"  # epochs are counted anew if lost
         self.sharing.regrouped()
         self._compared = self._times(self.committed + 1)  # the same on all, who entered or stayed
-        if self.teller.speaks():
-            self.rank.saver.sources.note_epoch(int(grant["epoch"]))
+        self._note_epoch()
         self._all("enter", grant=grant)
 
     def put_on_trial(self, grant: dict[str, Any]) -> None:
@@ -318,20 +328,27 @@ class Together:
             what = f"rank {rank} could make no copy of step {step} for newcomers; its log says why"
             self.trouble("not_staged", what)
         with self._hearing:
-            parts = self._hashed[op].setdefault(step, {})
-            parts[rank] = digest
-            all_said = len(parts) == self.siblings.ranks
-            if all_said:
-                del self._hashed[op][step]
-        if all_said:
-            whole = all(parts.values())
-            digests = NEXT.join(parts[one] for one in sorted(parts)) if whole else ""
-            if whole or op != "compared":  # for which nobody waits
-                self.rank.link.say(op, epoch=self._epoch_of[op], step=step, digest=digests)
+            found = self._hashed[op].get(step)
+            if found is None:
+                return  # another copy took its place
+            found.parts[rank] = digest
+            if len(found.parts) < self.siblings.ranks:
+                return
+            del self._hashed[op][step]
+        whole = all(found.parts.values())
+        digests = NEXT.join(found.parts[one] for one in sorted(found.parts)) if whole else ""
+        if whole or op != "compared":  # for which nobody waits
+            told = {"epoch": found.epoch, "order": found.order, "step": step, "digest": digests}
+            self.rank.link.say(op, **told)
 
     def _begin_to_hash(self, op: str) -> None:
-        self._epoch_of[op] = self.member.epoch
-        self._hashed[op].clear()
+        """A copy of the state at this edge. Of those before it nobody wants to know any more, but
+        of those that are a proof."""
+        with self._hearing:
+            if op != "proved":
+                self._hashed[op].clear()
+            begun = Hashed(epoch=self.member.epoch, order=self.member.order)
+            self._hashed[op][self.committed] = begun
 
     # --- comparing ------------------------------------------------------------------------------
 
@@ -355,7 +372,7 @@ class Together:
     def prove(self) -> None:
         """At the edge after a marked step: the witness and all who follow hash what they hold."""
         self.member.wants_proof = False
-        self._epoch_of["proved"] = self.member.epoch  # one before may still be hashed
+        self._begin_to_hash("proved")
         self._all("prove")
 
     def _times(self, steps: int) -> int:

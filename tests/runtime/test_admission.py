@@ -13,6 +13,7 @@ from runtime.replica.connection import Peer
 from runtime.replica.coordinator import PEER_SILENT_S, Asked, Coordinator
 from runtime.replica.epochs import GATHER_S
 from runtime.replica.listening import LEASE_S
+from runtime.replica.proving import AGAIN_S
 from runtime.replica.record import RecordFile
 
 
@@ -62,6 +63,11 @@ class Replica:
         order = [m["order"] for m in self.wire.said if m["op"] in ("load", "sync")][-1]
         self.say("ready", order=order, step=step, digest=digest)
 
+    def say_proved(self, step: int, digest: str = "d", *, order: int = 0) -> None:
+        """What it held after this step; of the last copy that it was sent for, if of no other."""
+        last = [m["order"] for m in self.wire.said if m["op"] in ("load", "sync")][-1]
+        self.say("proved", epoch=0, order=order or last, step=step, digest=digest)
+
     def hang_up(self) -> None:
         assert self.peer is not None
         self.scene.coordinator.gone(self.peer, "reset")
@@ -99,7 +105,7 @@ class Scene:
         """The members copy before this step, the newcomer takes it, follows and makes it too."""
         self.hand_over(newcomer, step - 1)
         self.witness(step)
-        newcomer.say("proved", epoch=0, step=step, digest="d")
+        newcomer.say_proved(step)
         newcomer.say("caught_up", step=step)
 
     def hand_over(self, newcomer: Replica, step: int) -> None:
@@ -110,7 +116,8 @@ class Scene:
     def witness(self, step: int, digest: str = "d", *, by: int = 0, epoch: int = 0) -> None:
         """The member that was asked for it shows what it held after this step."""
         assert self.replicas[by].heard("prove")
-        self.replicas[by].say("proved", epoch=epoch or self.epoch, step=step, digest=digest)
+        told = {"epoch": epoch or self.epoch, "order": 0, "step": step, "digest": digest}
+        self.replicas[by].say("proved", **told)
 
     def reach_edge(self, step: int, *, planned: bool = True, leaving: bool = False) -> None:
         for member in self.replicas:
@@ -354,7 +361,7 @@ def test_who_is_level_enters_once_it_has_made_a_step_as_the_members_did(play: Pl
     newcomer.say("caught_up", step=14)
     scene.witness(15)
     before = [member.heard("edge") for member in scene.replicas]
-    newcomer.say("proved", epoch=0, step=15, digest="d")
+    newcomer.say_proved(15)
     scene.reach_edge(16)
 
     assert before == [[], []]
@@ -365,7 +372,7 @@ def test_it_does_not_matter_who_of_the_two_says_first_what_it_held(play: Play) -
     scene = play(2)
     newcomer = scene.join(2, "n")
     scene.hand_over(newcomer, 10)
-    newcomer.say("proved", epoch=0, step=12, digest="d")
+    newcomer.say_proved(12)
     newcomer.say("caught_up", step=12)
     early = scene.replicas[1].heard("edge")
 
@@ -381,7 +388,7 @@ def test_what_it_held_earlier_may_be_said_later(play: Play) -> None:
     newcomer = scene.join(2, "n")
     scene.hand_over(newcomer, 10)
     for step in (16, 12):
-        newcomer.say("proved", epoch=0, step=step, digest="d")
+        newcomer.say_proved(step)
     newcomer.say("caught_up", step=16)
     scene.witness(16)
 
@@ -389,18 +396,24 @@ def test_what_it_held_earlier_may_be_said_later(play: Play) -> None:
 
 
 def test_what_it_held_before_it_took_another_copy_proves_nothing(play: Play) -> None:
+    """Though another that follows keeps the witness's word alive."""
     scene = play(2)
-    newcomer = scene.join(2, "n")
-    scene.hand_over(newcomer, 10)
-    scene.witness(12)
-    newcomer.say("again", epoch=0, order=newcomer.heard("sync")[-1]["order"])
-    scene.pass_time(1.5, *scene.replicas, newcomer)
+    newcomer, other = scene.join(2, "n"), scene.join(3, "m")
+    for member in scene.replicas:
+        member.say("staged", step=10, digest="d")
+    for one in (newcomer, other):
+        one.say_ready(10)
+    (first,) = newcomer.heard("sync")
+    scene.witness(22)
+    newcomer.say("again", epoch=0, order=first["order"])
+    scene.pass_time(1.5, *scene.replicas, newcomer, other)
     scene.hand_over(newcomer, 20)
-    newcomer.say("proved", epoch=0, step=12, digest="d")
+    newcomer.say_proved(22, "odd", order=first["order"])
     newcomer.say("caught_up", step=20)
 
+    assert not newcomer.heard("differs")
+    assert phase_of(newcomer) == ("ready", 1)
     assert not scene.replicas[1].heard("edge")
-    assert len(scene.replicas[0].heard("prove")) == 2
 
 
 def test_one_witness_is_enough_for_all_who_come_to_its_step(play: Play) -> None:
@@ -412,7 +425,7 @@ def test_one_witness_is_enough_for_all_who_come_to_its_step(play: Play) -> None:
         newcomer.say_ready(10)
     scene.witness(14)
     for newcomer in newcomers:
-        newcomer.say("proved", epoch=0, step=14, digest="d")
+        newcomer.say_proved(14)
         newcomer.say("caught_up", step=14)
     scene.reach_edge(16)
 
@@ -425,7 +438,7 @@ def test_who_makes_something_else_of_a_step_is_not_let_in_and_all_are_compared(p
     newcomer = scene.join(2, "n")
     scene.hand_over(newcomer, 10)
     scene.witness(14)
-    newcomer.say("proved", epoch=0, step=14, digest="odd")
+    newcomer.say_proved(14, "odd")
     newcomer.say("caught_up", step=14)
     asked = [len(member.heard("compare")) for member in scene.replicas]
     scene.reach_edge(16, planned=False)
@@ -434,7 +447,8 @@ def test_who_makes_something_else_of_a_step_is_not_let_in_and_all_are_compared(p
     scene.reach_edge(22, planned=False)
 
     (told,) = newcomer.heard("differs")
-    assert (told["step"], told["states"]) == (14, {"0": "d", "2": "odd"})
+    assert (told["step"], told["witness"]) == (14, 0)
+    assert (told["held"], told["said"]) == ("d", "odd")
     assert phase_of(newcomer) == ("fresh", 1)
     assert sorted(scene.members) == [0, 1]
     assert (asked, again) == ([1, 1], [2, 2])
@@ -447,15 +461,74 @@ def test_another_member_bears_witness_once_a_state_differed(play: Play) -> None:
     newcomer = scene.join(2, "n")
     scene.hand_over(newcomer, 10)
     scene.witness(14)
-    newcomer.say("proved", epoch=0, step=14, digest="odd")
+    newcomer.say_proved(14, "odd")
     scene.pass_time(1.5, *scene.replicas, newcomer)
     scene.hand_over(newcomer, 20)
     scene.witness(24, "e", by=1)
-    newcomer.say("proved", epoch=0, step=24, digest="e")
+    newcomer.say_proved(24, "e")
     newcomer.say("caught_up", step=24)
     scene.reach_edge(26)
 
     assert sorted(scene.members) == [0, 1, 2]
+
+
+def test_two_that_differ_from_one_witness_are_both_compared_with_another(play: Play) -> None:
+    scene = play(2)
+    newcomers = [scene.join(2, "n"), scene.join(3, "m")]
+    for step, by in ((10, 0), (20, 1)):
+        for member in scene.replicas:
+            member.say("staged", step=step, digest="d")
+        for newcomer in newcomers:
+            newcomer.say_ready(step)
+        scene.witness(step + 4, by=by)
+        for newcomer in newcomers:
+            newcomer.say_proved(step + 4, "odd")
+        scene.pass_time(1.5, *scene.replicas, *newcomers)
+
+    assert [len(member.heard("prove")) for member in scene.replicas] == [1, 1]
+
+
+def test_a_witness_that_was_cut_off_is_asked_anew(play: Play) -> None:
+    """Its word was lost with its connection."""
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    scene.hand_over(newcomer, 10)
+    assert scene.replicas[0].heard("prove")
+    scene.now += 3.0  # the coordinator did not run
+    scene.replicas[0].hang_up()
+    scene.replicas[0] = scene.join(0, "p0", epoch=1, step=11)
+    scene.pass_time(0.1, *scene.replicas, newcomer)
+
+    assert scene.replicas[0].heard("prove")
+
+
+def test_who_stands_by_for_long_is_asked_again_and_found_to_differ(play: Play) -> None:
+    scene = play(2)
+    spare = scene.join(0, "spare", standby="spare")
+    scene.bring_level(spare, 10)
+    scene.pass_time(AGAIN_S - 1.0, *scene.replicas, spare)
+    early = len(scene.replicas[0].heard("prove"))
+    scene.pass_time(2.0, *scene.replicas, spare)
+    spare.say_proved(2000, "odd")
+    scene.witness(2000)
+    scene.replicas.pop().hang_up()
+    scene.reach_edge(2001, planned=False)
+
+    assert [early, len(scene.replicas[0].heard("prove"))] == [1, 2]
+    assert spare.heard("differs")
+    assert scene.members == {0: "p0"}
+
+
+def test_a_newcomer_that_can_make_no_copy_of_what_it_holds_is_not_blamed(play: Play) -> None:
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    scene.hand_over(newcomer, 10)
+    newcomer.say_proved(14, "")
+    scene.witness(14)
+
+    assert phase_of(newcomer) == ("fresh", 1)
+    assert not newcomer.heard("differs")
+    assert not scene.replicas[0].heard("compare")
 
 
 def test_a_witness_that_cannot_say_what_it_held_is_not_asked_again_at_once(play: Play) -> None:
@@ -478,7 +551,7 @@ def test_a_witness_of_another_epoch_proves_nothing(play: Play) -> None:
     asked = len(scene.replicas[0].heard("prove"))
     scene.pass_time(0.1, *scene.replicas, newcomer)
     scene.witness(12, epoch=scene.epoch - 1)
-    newcomer.say("proved", epoch=0, step=12, digest="odd")
+    newcomer.say_proved(12, "odd")
     newcomer.say("caught_up", step=12)
 
     assert not newcomer.heard("differs")

@@ -4,6 +4,7 @@ other whose answers are given here."""
 from __future__ import annotations
 
 import json
+import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -24,10 +25,11 @@ from runtime.job import Job
 from runtime.replica import rank as rank_module
 from runtime.replica.division import Division
 from runtime.replica.gloo import Gloo
+from runtime.replica.gradients import Wishes
 from runtime.replica.link import Link
 from runtime.replica.membership import CannotFollow, Severed
 from runtime.replica.observing import Observer
-from runtime.replica.peers import PeerServer, ReducedLog
+from runtime.replica.peers import PeerServer, Reduced, ReducedLog
 from runtime.replica.rank import Rank
 from runtime.replica.siblings import Incomplete, Siblings
 from runtime.replica.state import TrainingState
@@ -48,7 +50,7 @@ class Other:
     """The other rank: does nothing, and answers what it is told to."""
 
     def __init__(self, address: str) -> None:
-        self.answers: dict[str, Any] = {}
+        self.answers: dict[str, Any] = {"seen_epoch": {"value": 0}}
         self.heard: list[str] = []
         host, _, port = address.rpartition(":")
         self.connection = socket.create_connection((host, int(port)))
@@ -65,6 +67,19 @@ class Other:
 
     def _say(self, message: dict[str, Any]) -> None:
         self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+class Counted:
+    """Of the script's own."""
+
+    def __init__(self, seen: int) -> None:
+        self.seen = seen
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
 
 
 class Pair:
@@ -176,6 +191,12 @@ def test_a_step_that_is_not_whole_on_one_rank_is_computed_anew_on_all(pair: Pair
     assert pair.other.heard == ["reduce", "refuse"]
 
 
+def begin(pair: Pair, op: str, step: int) -> None:
+    """A copy of this step's state, for that."""
+    pair.state.committed = step
+    pair.together._begin_to_hash(op)
+
+
 def test_a_copy_is_held_once_every_part_is_of_one_step(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,9 +210,13 @@ def test_a_copy_is_held_once_every_part_is_of_one_step(
 
     pair.rank.link.say = say  # type: ignore[method-assign]
 
+    begin(pair, "staged", 4)
     pair.together.hashed("staged", 4, "b", rank=1)
+    begin(pair, "staged", 5)
     pair.together.hashed("staged", 5, "a", rank=0)
     pair.together.hashed("staged", 5, "c", rank=1)
+    begin(pair, "staged", 6)
+    pair.together.hashed("staged", 4, "b", rank=0)  # another took its place
     pair.together.hashed("staged", 6, "a", rank=0)
     pair.together.hashed("staged", 6, "", rank=1)  # it could not be made there
 
@@ -210,10 +235,57 @@ def test_what_the_ranks_held_after_two_steps_is_told_in_any_order(
         pair.rank.link, "say", lambda _op, **told: said.append((told["step"], told["digest"]))
     )
 
+    for step in (4, 9):
+        begin(pair, "proved", step)
     for rank, step, digest in [(0, 4, "a"), (0, 9, "c"), (1, 9, "d"), (1, 4, "b")]:
         pair.together.hashed("proved", step, digest, rank=rank)
 
     assert said == [(9, "c-d"), (4, "a-b")]
+
+
+def test_a_step_that_a_peer_hands_over_is_moved_to_where_the_gradients_are(pair: Pair) -> None:
+    gradients = pair.rank.engine.gradients
+    tail = gradients.tail(Wishes(prove=1))
+    buffer = torch.cat([torch.zeros(gradients.size), tail])
+    gradients.device = torch.device("meta")
+
+    pair.rank.hold(Reduced(pair.rank.engine.pending, 1, buffer))
+
+    held = pair.rank._reduced
+    assert held is not None
+    assert held.buffer.is_meta
+    assert pair.rank.tail is not None
+    assert pair.rank.tail.wishes.prove == 1
+
+
+def test_a_proof_leaves_out_what_only_the_loop_changes(pair: Pair) -> None:
+    pair.state.extra = {"seen": Counted(3)}
+    hashed: queue.Queue[tuple[str, int, str]] = queue.Queue()
+    pair.rank.on_hashed = lambda *told: hashed.put(told)
+    pair.rank.prove()
+    before = hashed.get(timeout=30)
+    pair.state.extra = {"seen": Counted(4)}
+    whole = pair.state.copy().digest
+    pair.rank.prove()
+
+    assert hashed.get(timeout=30) == before
+    assert before[:2] == ("proved", pair.state.committed)
+    assert before[2] not in ("", whole)
+
+
+def test_no_proof_is_worth_the_training(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_given: object, **_more: object) -> None:
+        raise MemoryError("nothing is left")
+
+    hashed: list[tuple[str, int, str]] = []
+    pair.rank.on_hashed = lambda *told: hashed.append(told)
+    monkeypatch.setattr(pair.state, "begin_copy", fails)
+
+    pair.rank.prove()
+
+    assert hashed == [("proved", pair.state.committed, "")]
+    told = [one.kind for one in pair.told.messages if isinstance(one, Trouble)]
+    assert told == ["not_compared"]
 
 
 def test_a_checkpoint_is_told_of_once_every_part_is_durable(pair: Pair) -> None:

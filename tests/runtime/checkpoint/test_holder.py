@@ -177,7 +177,7 @@ def test_what_comes_without_its_facts_holds_up_nobody(address: str) -> None:
     connection = requests.ask(op="hold", **vars(label(7)))
     assert receive_json(connection) == {"newest": ""}
     send_json(connection, {"table": staged.table.describe(), "same": 0})
-    assert receive_json(connection) == {"copied": 0}
+    assert receive_json(connection) == {"copied": 0, "all": True}
     for chunk in chunks_of(staged.buffer):
         send_chunk(connection, chunk)
     with pytest.raises(PeerFailed, match="facts"):

@@ -113,6 +113,22 @@ def test_frozen_weights_are_put_there_once(url: str) -> None:
     assert bytes(later.read("save7", 0).buffer) == bytes(staged_at(7).buffer)
 
 
+def test_frozen_weights_that_were_damaged_where_they_are_are_put_anew(url: str) -> None:
+    objects = ObjectStore(url, "j")
+    put(objects, 5)
+    found = objects.publish(5, "save5", 1, {})
+    assert found is not None
+    path = f"{found.path}/rank-0-0000.bin"
+    data = bytearray(objects._files.cat_file(path))
+    data[1000] ^= 1
+    objects._files.pipe_file(path, bytes(data))
+
+    assert put(objects, 6) == staged_at(6).table.bytes
+    objects.publish(6, "save6", 1, {})
+    assert put(ObjectStore(url, "j"), 7) < staged_at(7).table.bytes
+    assert bytes(objects.read("save6", 0).buffer) == bytes(staged_at(6).buffer)
+
+
 def test_frozen_weights_of_a_checkpoint_that_is_gone_are_put_anew(url: str) -> None:
     objects = ObjectStore(url, "j")
     put(objects, 5)

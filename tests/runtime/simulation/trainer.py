@@ -162,7 +162,8 @@ class SimulatedTrainer:
         """After a marked step: hash what we hold, and say so."""
         self.replica.member.wants_proof = False
         delay = self.replica.clock.random.uniform(0.0, 0.5)
-        self.replica.after(delay, self, self._say_proved, self.replica.member.epoch, self.state)
+        member = self.replica.member
+        self.replica.after(delay, self, self._say_proved, member.epoch, member.order, self.state)
 
     def release(self, *, log: bool) -> None:
         self.copy = self._offered = None
@@ -213,8 +214,9 @@ class SimulatedTrainer:
             self.copy = state
             self.replica.link.say("staged", step=state.step, digest=state.digest)
 
-    def _say_proved(self, epoch: int, state: State) -> None:
-        self.replica.link.say("proved", epoch=epoch, step=state.step, digest=state.digest)
+    def _say_proved(self, epoch: int, order: int, state: State) -> None:
+        told = {"epoch": epoch, "order": order, "step": state.step, "digest": state.digest}
+        self.replica.link.say("proved", **told)
 
     def _replace(self, state: State) -> None:
         self.state = state
