@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 UNREACHED = "not built: a peer was not reached"
 BUILD_S = 3.0  # for one value of the rendezvous
 WAITING_CHANCE = 0.3
+NO_COPY_CHANCE = 0.03  # that what is held after a marked step cannot be hashed
 KEPT_STEPS = 64  # while somebody follows; two otherwise
 
 
@@ -215,7 +216,9 @@ class SimulatedTrainer:
             self.replica.link.say("staged", step=state.step, digest=state.digest)
 
     def _say_proved(self, epoch: int, order: int, state: State) -> None:
-        told = {"epoch": epoch, "order": order, "step": state.step, "digest": state.digest}
+        failed = self.replica.clock.random.random() < NO_COPY_CHANCE
+        digest = "" if failed else state.digest
+        told = {"epoch": epoch, "order": order, "step": state.step, "digest": digest}
         self.replica.link.say("proved", **told)
 
     def _replace(self, state: State) -> None:
