@@ -77,6 +77,12 @@ def judge(
         for f in figures
         if f.given_up
     ]
+    problems += [
+        f"fault {f.fault} ({f.kind} in {f.phase}): replicas that hold different states were told "
+        f"of {f.alarms['diverged']} times; their logs say which"
+        for f in figures
+        if "diverged" in f.alarms
+    ]
     problems += [broken for one in disturbed.restarts for broken in broken_claims(one)]
     problems += [
         f"fault {f.fault} ({f.kind}, {f.phase}): {broken}" for f in figures for broken in _disk(f)
