@@ -33,7 +33,7 @@ from controlplane.local.scenarios.replicas import ready_job
 from runtime.checkpoint import peer, store
 from runtime.checkpoint.holder import ADDRESS, MEMORY
 from runtime.client import ENV_PLACEMENT
-from runtime.replica.record import RecordFile
+from runtime.replica.record import Record, RecordFile
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ def play(name: str, say: Say) -> Result:
     await_rows(lambda: not _unheard(job), MENDED_S, "a rank has not told its process id")
     at = datetime.now(UTC)
     killed = _kill(job)
+    ended = _record(job.pk).epoch
     await_rows(lambda: not _living(killed), 30, "the writers did not finish")
     tiers = _tiers(job)
     there = {tier: max(one.step for one in found) for tier, found in tiers.items()}
@@ -78,7 +79,7 @@ def play(name: str, say: Say) -> Result:
         facts |= {"damaged": len(newer), "damaged_tier": expected}
         expected = following
     began = await_rows(lambda: begun_again(job.pk, killed), MENDED_S, "the job did not begin again")
-    first = await_rows(lambda: _first_steps(job, began, at), MENDED_S, "the job did not go on")
+    first = await_rows(lambda: first_steps(job, ended), MENDED_S, "the job did not go on")
     await_rows(lambda: _whole(job), MENDED_S, "the job is not whole again")
     incidents = await_rows(lambda: _mended(job, at), MENDED_S, "an incident is not resolved")
     facts |= {"went_on_at": began.step + 1, "tier": expected, "incidents": len(incidents)}
@@ -183,18 +184,22 @@ def _flip(path: Path) -> None:
 def begun_again(job_id: str, killed: set[str]) -> Beginning | None:
     """From what those began who were started after these, once they have. By the coordinator's
     record: what the control plane was told of the killed may end a while before they did."""
-    record = RecordFile(runfile.home() / "shared" / job_id / "coordinator", job_id).read()
+    record = _record(job_id)
     if not record.members or killed & {*record.members.values()}:
         return None
     began = record.grant["began"]
     return Beginning(int(began["epoch"]), int(began["step"]), sorted(record.members))
 
 
-def _first_steps(job: Job, began: Beginning, since: datetime) -> LedgerRange | None:
-    """The first steps that they made, as they were told."""
-    told = LedgerRange.objects.filter(job=job, recorded_at__gte=since)
-    later = told.filter(epoch__gt=began.epoch, step_to__gt=began.step)
-    return later.order_by("step_from").first()
+def first_steps(job: Job, ended: int) -> LedgerRange | None:
+    """The first steps that were made after this epoch, in which all were killed, as they were told:
+    its own last ones may be told later than that."""
+    return LedgerRange.objects.filter(job=job, epoch__gt=ended).order_by("step_from").first()
+
+
+def _record(job_id: str) -> Record:
+    """What the job's coordinator knows of its epochs."""
+    return RecordFile(runfile.home() / "shared" / job_id / "coordinator", job_id).read()
 
 
 def _whole(job: Job) -> bool:

@@ -10,11 +10,12 @@ from controlplane.fleet.choices import NodeState
 from controlplane.incidents.choices import RunState, StepState
 from controlplane.jobs.choices import JobState, ReplicaState
 from controlplane.local.scenarios.base import ScenarioError, await_rows
-from controlplane.local.scenarios.whole import Beginning, begun_again
+from controlplane.local.scenarios.whole import Beginning, begun_again, first_steps
 from runtime.replica.record import Record, RecordFile
 from tests.factories import (
     IncidentFactory,
     JobFactory,
+    LedgerRangeFactory,
     NodeFactory,
     PlaybookRunFactory,
     PlaybookStepFactory,
@@ -54,6 +55,16 @@ def test_what_is_unfinished_is_named() -> None:
     assert "has no run: nobody is at it" in text
     assert "replica 2 of llama is lost; node-9 is repair_failed" in text
     assert "Repair it" not in text
+
+
+def test_what_the_killed_made_last_and_is_told_later_is_no_step_of_a_job_that_goes_on() -> None:
+    job = JobFactory()
+    LedgerRangeFactory(job=job, step_from=900, step_to=903, epoch=3)  # it goes back to these
+    LedgerRangeFactory(job=job, step_from=904, step_to=949, epoch=5)
+    assert first_steps(job, 5) is None
+
+    first = LedgerRangeFactory(job=job, step_from=950, step_to=951, epoch=6)
+    assert first_steps(job, 5) == first
 
 
 def test_a_killed_job_has_begun_again_once_none_of_the_killed_is_a_member(
