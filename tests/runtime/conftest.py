@@ -11,6 +11,7 @@ import pytest
 
 from runtime.replica.gloo import Gloo
 from tests.runtime.replicas import Board, Fleet
+from tests.runtime.scene import Play, Scene
 
 
 @pytest.fixture
@@ -44,3 +45,9 @@ def collectives() -> Callable[[int], list[Gloo]]:
         return made
 
     return connect
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    """A coordinator and a job of so many replicas, for which the test speaks."""
+    return lambda world: Scene(tmp_path, world)
