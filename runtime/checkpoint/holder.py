@@ -261,8 +261,8 @@ def _copied(before: Held | None, table: Table, chunks: int, into: Buffer) -> Ite
     frozen = 0 if before is None else min(before.table.frozen, table.frozen)
     if not 0 <= chunks <= frozen // CHUNK_BYTES:
         raise PeerFailed(f"{chunks} chunks are not frozen in what is held")
-    for number in range(chunks if before is not None else 0):
-        assert before is not None  # noqa: S101 - there are none then
+    for number in range(chunks):
+        assert before is not None  # noqa: S101 - else nothing is frozen, and there are none
         place = slice(number * CHUNK_BYTES, (number + 1) * CHUNK_BYTES)
         into.memory[place] = before.buffer.memory[place]
         if hash_of(into.memory[place]) != before.hashes[number]:

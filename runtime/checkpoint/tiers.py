@@ -227,7 +227,7 @@ def next_epoch(folder: Path, above: int) -> int:
 
 def note_epoch(folder: Path, epoch: int) -> None:
     """That the members of this epoch train, so that none later has its number or a lower one.
-    Durable. Raises OSError, also if there is no such folder: then no checkpoint is there either."""
+    Durable. Raises OSError, also if there is no such folder, which is made with the first save."""
     (folder / f"{_EPOCH}{epoch}").touch()
     sync_folder(folder)
     _forget_before(folder, epoch, epochs_taken(folder))

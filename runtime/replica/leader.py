@@ -26,7 +26,7 @@ from runtime.replica.siblings import Sibling, Siblings
 from runtime.replica.step import NotWhole
 from runtime.replica.stragglers import Stragglers
 from runtime.replica.telling import Committed, Teller
-from runtime.replica.together import COPIES, Together
+from runtime.replica.together import HASHED_FOR, Together
 
 log = logging.getLogger("drydock.replica")
 
@@ -328,7 +328,7 @@ class Leader:
 
     def _on_sibling(self, rank: int, message: dict[str, Any]) -> None:
         """On a thread of its own: what another rank of this replica says."""
-        if message["op"] in COPIES:
+        if message["op"] in HASHED_FOR:
             digest = str(message["digest"])
             self.together.hashed(message["op"], int(message["step"]), digest, rank=rank)
         elif message["op"] == "saved":

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from runtime.replica.connection import Peer
 
-#: Who stands by for long shows again after so many seconds what it holds: as long as a comparison
-#: of all members is apart where a step takes half a second.
+#: Who stands by for long shows again after so many seconds what it holds: about as often as all
+#: members are compared, by default, where a step takes half a second.
 AGAIN_S = 600.0
 MAX_KEPT = 8  # of what one said that no witness has spoken of
 

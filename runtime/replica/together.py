@@ -24,7 +24,8 @@ from runtime.replica.siblings import NEXT, Incomplete, Siblings
 from runtime.replica.step import NotWhole
 from runtime.replica.telling import Teller
 
-COPIES = ("staged", "compared", "proved")  # of the state, for others; what is said of them
+#: What a copy of the state is hashed for, in the words in which others are told of it.
+HASHED_FOR = ("staged", "compared", "proved")
 MAX_TRIES = 8  # checkpoints that fail, before a person has to look
 
 
@@ -64,7 +65,9 @@ class Together:
         self.epoch_name = ""  # the same on all members, and never used again
         self._trial: Trial | None = None  # of the state that the job began from
         self._digests: list[str] = []  # of what was loaded just now, by rank
-        self._hashed: dict[str, dict[int, Hashed]] = {what: {} for what in COPIES}  # by the step
+        self._hashed: dict[str, dict[int, Hashed]] = {
+            what: {} for what in HASHED_FOR
+        }  # by the step
         self._hearing = threading.Lock()
         self._compare_every = compare_every
         self._compared = 0  # after so many times as many steps, or given up
