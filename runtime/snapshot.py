@@ -112,7 +112,7 @@ class TooSmall(ValueError):
         self.needed = needed
 
 
-#: So many elements of a tensor are looked at, all over it.
+#: So many elements of a tensor, or up to twice as many, are looked at, all over it.
 MARKED = 64
 #: How often torch saw a tensor written, which writes through `.data` escape, and some of its bytes.
 Mark = tuple[int, bytes]
@@ -124,8 +124,13 @@ def mark_of(tensor: torch.Tensor) -> Mark | None:
     plain_one = type(tensor) in PLAIN and tensor.layout == torch.strided and tensor.is_cpu
     if not plain_one or tensor.is_inference() or not tensor.is_contiguous():
         return None
+    return tensor._version, bytes(bytes_of(sample_of(tensor)))
+
+
+def sample_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A few of its elements, all over it; a small tensor whole. A copy."""
     every = max(1, tensor.numel() // MARKED)
-    return tensor._version, bytes(bytes_of(tensor.detach().view(-1)[::every].clone()))
+    return tensor.detach().reshape(-1)[::every].clone()
 
 
 @dataclass(frozen=True, eq=False)

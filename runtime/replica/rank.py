@@ -219,8 +219,8 @@ class Rank:
     @order
     def follow(self, donors: list[list[str]]) -> None:
         """Begin to hear of the steps that peers commit."""
-        self._make_spare_room()  # for the copy that proves what we make of them
         self.stop_following()
+        self._make_spare_room(self.state.proof_size())
         shuffled = self._ours(donors)
         random.Random(os.getpid()).shuffle(shuffled)  # noqa: S311 - spreads the load
         self._followed, self._reduced = queue.SimpleQueue(), None
@@ -232,6 +232,7 @@ class Rank:
         if self._follower is not None:
             self._follower.stop()
             self._follower = None
+            self._spare_room = None  # it is too small for anything else
 
     @order
     def await_followed(self) -> None:
@@ -409,14 +410,14 @@ class Rank:
             return
         if not rooms.made() and rooms.prepare(self.state.size()):
             return
-        self._make_spare_room()
+        self._make_spare_room(self.state.size())
 
-    def _make_spare_room(self) -> None:
+    def _make_spare_room(self, size: int) -> None:
         if self.has_room() or self._spare_room is not None:
             return
         self._spare_room = Future()
         threading.Thread(
-            target=self._touch, args=(self._spare_room, self.state.size()), name="drydock-room",
+            target=self._touch, args=(self._spare_room, size), name="drydock-room",
             daemon=True,
         ).start()  # fmt: skip
 
@@ -428,13 +429,13 @@ class Rank:
     @order
     def stage(self) -> None:
         """At an edge: hold a copy of our part ready for newcomers, and say so."""
-        self._server.offer(*self._begin_copy())
+        self._server.offer(*self._begin_copy(self.state.begin_copy))
 
     @order
     def prove(self) -> None:
-        """At an edge: hash a copy of our part, which others have to hold too, and say so."""
+        """At an edge: hash what of our part others have to hold too, and say so."""
         try:
-            copying, gone = self._begin_copy(extra=False)
+            copying, gone = self._begin_copy(self.state.begin_proof)
         except Exception as error:  # no proof is worth the training
             self.job.trouble("not_compared", f"no copy could be made: {error!r}")
             self.on_hashed("proved", self.state.committed, "")
@@ -443,18 +444,19 @@ class Rank:
             target=self._hash, args=("proved", copying, gone), name="drydock-prove", daemon=True
         ).start()
 
-    def _begin_copy(self, *, extra: bool = True) -> tuple[Copying, Callable[[], None]]:
-        """In a room that is free, or other memory; and what to call once it is not used any more.
-        Without the `extra` of the script: what its loop changes there who follows cannot."""
+    def _begin_copy(
+        self, begin: Callable[[memoryview | None], Copying]
+    ) -> tuple[Copying, Callable[[], None]]:
+        """In a room that is free, or other memory; and what to call once that is not used."""
         room = self.saver.rooms.take()
         memory, gone = self._spare(), _nothing
         if room is not None:
             memory, gone = room.memory, partial(self.saver.rooms.give_back, room)
         try:
-            copying = self.state.begin_copy(memory, extra=extra)
+            copying = begin(memory)
         except TooSmall:  # an optimizer made its state since
             gone()
-            gone, copying = _nothing, self.state.begin_copy(None, extra=extra)
+            gone, copying = _nothing, begin(None)
         except BaseException:
             gone()
             raise

@@ -13,13 +13,24 @@ from typing import Any, Protocol
 
 import torch
 
+from runtime.checkpoint.resharding import replaced
 from runtime.data import Batches
 from runtime.image import Staged
 from runtime.ledger import SampleLedger, Summed
 from runtime.replica.division import Division, part_of
 from runtime.replica.optimizers import in_words, other_kind
 from runtime.replica.statistics import RunningStatistics
-from runtime.snapshot import Copying, Due, Mark, When, digest_of, mark_of, size_of, state_of
+from runtime.snapshot import (
+    Copying,
+    Due,
+    Mark,
+    When,
+    digest_of,
+    mark_of,
+    sample_of,
+    size_of,
+    state_of,
+)
 
 MAX_FLAW = 300  # characters of what torch says of a model that does not fit
 GO_ON = (
@@ -139,14 +150,17 @@ class TrainingState:
         """A copy of the state at the last edge. `into`: see `snapshot.Copying`."""
         return self.begin_copy(into).finish()
 
-    def begin_copy(self, into: memoryview | None, *, extra: bool = True) -> Copying:
+    def begin_copy(self, into: memoryview | None) -> Copying:
         """The same, but what only the next commit changes is copied by `Copying.finish`: before it
-        `Copying.wait` must have returned. `extra`: with what else the script wants kept."""
+        `Copying.wait` must have returned."""
         steady = self._steadiness.look(self.committed)
-        whole = self._whole()
-        if not extra:
-            del whole["extra"]
-        return Copying(whole, self.committed, into, self._due(), steady)
+        return Copying(self._whole(), self.committed, into, self._due(), steady)
+
+    def begin_proof(self, into: memoryview | None) -> Copying:
+        """The same of what is alike on all who made the same of the same steps, whether they ran
+        the script's loop or not: without `extra`, and of weights that are not trained a sample,
+        which tells whether the loop changes them."""
+        return Copying(self._proof(), self.committed, into, self._due())
 
     def begin_copy_aside(self, into: memoryview | None) -> Copying:
         """The same copy, while another thread computes the next step or anything else but a commit:
@@ -160,6 +174,10 @@ class TrainingState:
         """Bytes that a copy takes. May be asked in the middle of a step."""
         gathered = {**self._gathered(), "ledger": self.ledger.state_dict()}
         return size_of(gathered, self._due())
+
+    def proof_size(self) -> int:
+        """Bytes that `begin_proof` takes."""
+        return size_of(self._proof(), self._due())
 
     def digest(self, *, ledger: bool = False) -> str:
         """Equal for every run that trained the same; with the `ledger`, whose epochs tell of
@@ -241,9 +259,7 @@ class TrainingState:
 
     def _due(self) -> Due:
         """Until when each tensor stays as it is."""
-        named = [(part_of(p).data_ptr(), p.requires_grad) for p in self.model.parameters()]
-        trained = {place for place, changes in named if changes}
-        frozen = {place for place, changes in named if not changes} - trained
+        trained, frozen = self._places(trained=True), self._frozen()
 
         def due(name: str, tensor: torch.Tensor) -> When:
             if name.startswith(".model.") and tensor.data_ptr() in frozen:
@@ -253,8 +269,26 @@ class TrainingState:
 
         return due
 
+    def _frozen(self) -> set[int]:
+        """Where in memory the weights are that are not trained."""
+        return self._places(trained=False) - self._places(trained=True)
+
+    def _places(self, *, trained: bool) -> set[int]:
+        weights = self.model.parameters()
+        return {part_of(one).data_ptr() for one in weights if one.requires_grad == trained}
+
     def _whole(self) -> dict[str, Any]:
         return {**self._trained(), "ledger": self.ledger.state_dict()}
+
+    def _proof(self) -> dict[str, Any]:
+        whole, frozen = self._whole(), self._frozen()
+        del whole["extra"]
+
+        def shortened(one: Any) -> Any:
+            is_frozen = isinstance(one, torch.Tensor) and one.data_ptr() in frozen
+            return sample_of(one) if is_frozen else one
+
+        return {**whole, "model": replaced(whole["model"], shortened)}
 
     def _trained(self) -> dict[str, Any]:
         """What is alike on all members at an edge; forgets what was computed since the last."""

@@ -279,6 +279,35 @@ def test_for_what_steps_have_left_alone_the_next_one_need_not_wait() -> None:
     assert a_step_later == {"w"}  # the teacher too was left alone since
 
 
+def test_a_proof_has_a_sample_of_what_is_not_trained_and_all_of_what_steps_change() -> None:
+    model = torch.nn.ModuleDict({"base": torch.nn.Linear(2000, 10), "w": torch.nn.Linear(40, 9)})
+    model["base"].requires_grad_(False)
+    optimizer = torch.optim.SGD(model["w"].parameters(), lr=0.1)
+    state = TrainingState(model, [optimizer], Batches(samples=96), extra={"kept": torch.nn.ReLU()})
+
+    proof = state.begin_proof(touched(state.proof_size())).finish()
+    proven = state_of(proof)
+
+    assert torch.equal(proven["model"]["w.weight"], model["w"].weight)
+    assert proven["model"]["base.weight"].tolist() == model["base"].weight.view(-1)[::312].tolist()
+    assert "extra" not in proven
+    assert sum(piece.bytes for piece in proof.table.pieces) < 8000
+
+
+@pytest.mark.parametrize("where", ["base", "w"])
+def test_a_proof_tells_weights_that_the_loop_changed_from_those_that_it_did_not(where: str) -> None:
+    model = torch.nn.ModuleDict({"base": torch.nn.Linear(2000, 10), "w": torch.nn.Linear(40, 9)})
+    model["base"].requires_grad_(False)
+    state = TrainingState(model, [torch.optim.SGD(model["w"].parameters())], Batches(samples=96))
+    before = state.begin_proof(None).finish().digest
+
+    again = state.begin_proof(None).finish().digest
+    model[where].weight.data.mul_(0.9)
+
+    assert again == before
+    assert state.begin_proof(None).finish().digest != before
+
+
 def test_what_begins_where_a_frozen_weight_does_is_not_taken_for_it() -> None:
     frozen = torch.nn.Linear(4, 3).requires_grad_(False)
     frozen.register_buffer("turned", frozen.weight.t())

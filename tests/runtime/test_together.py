@@ -274,12 +274,12 @@ def test_a_proof_leaves_out_what_only_the_loop_changes(pair: Pair) -> None:
 
 
 def test_no_proof_is_worth_the_training(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_given: object, **_more: object) -> None:
+    def fails(_into: object) -> None:
         raise MemoryError("nothing is left")
 
     hashed: list[tuple[str, int, str]] = []
     pair.rank.on_hashed = lambda *told: hashed.append(told)
-    monkeypatch.setattr(pair.state, "begin_copy", fails)
+    monkeypatch.setattr(pair.state, "begin_proof", fails)
 
     pair.rank.prove()
 
