@@ -270,7 +270,12 @@ class Epochs(Roster):
         # What was granted counts, not who once asked: else shards of nobody would be dropped.
         world = max(before.grant.get("world", self.world), 1 + max(seated))
         drops = any(p.shape.get("mode") == "drop" for p in peers)
-        plan = take_over(reports, shards, fixed_shares(shards, world) if drops else None)
+        plan = take_over(
+            reports,
+            shards,
+            fixed_shares(shards, world) if drops else None,
+            added=[number for number in seated if self.alive and number not in self.alive],
+        )
         members = {number: seated[number].placement for number in sorted(seated)}
         # A record that was lost must not make later training look older than what it goes on from,
         # or than what nobody could go on from and is there again one day.

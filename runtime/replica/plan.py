@@ -66,14 +66,20 @@ def fixed_shares(shards: int, replicas: int) -> dict[int, list[int]]:
 
 
 def take_over(
-    reports: Sequence[Report], shards: int, shares: Mapping[int, Collection[int]] | None = None
+    reports: Sequence[Report],
+    shards: int,
+    shares: Mapping[int, Collection[int]] | None = None,
+    *,
+    added: Collection[int] = (),
 ) -> Takeover:
     """Plan the rest of the interrupted step so that no shard is summed twice.
 
     Every shard is summed exactly once, or, where fixed `shares` are given, dropped if its owner is
     gone. A member one commit behind keeps nothing of the next step; it is handed the reduced
     gradient. If two members claim the same shard, the later one must discard all it holds, because
-    a gradient cannot be taken out of a sum.
+    a gradient cannot be taken out of a sum. Of those that were `added`, for whom nobody left, who
+    still lacks steps computes nothing of the first: the others make it as they made the last, and
+    need not wait until it is level.
     """
     step = max(report.step for report in reports)
     held: dict[int, list[int]] = {report.replica: [] for report in reports}
@@ -91,11 +97,13 @@ def take_over(
         return Takeover(
             step=step, behind=behind, held=held, assign=own, taken_over=(), dropped=given_up
         )
-    load = {replica: len(kept) for replica, kept in held.items()}
+    level = sorted(held.keys() - (set(added) & set(behind)))
+    assign: dict[int, list[int]] = {replica: [] for replica in held}
+    assign |= divide(missing, level, {replica: len(kept) for replica, kept in held.items()})
     return Takeover(
         step=step,
         behind=behind,
         held=held,
-        assign=divide(missing, sorted(held), load),
+        assign=assign,
         taken_over=tuple(missing) if claimed else (),
     )

@@ -49,6 +49,22 @@ def test_after_a_takeover_every_shard_is_held_or_assigned_exactly_once(
     assert all(not plan.held[replica] for replica in plan.behind)
 
 
+@given(reports(), st.data())
+def test_who_was_added_and_lacks_steps_computes_nothing_of_the_first(
+    survivors: list[Report], data: st.DataObject
+) -> None:
+    added = data.draw(st.sets(st.sampled_from([r.replica for r in survivors])))
+
+    plan = take_over(survivors, 12, added=added)
+
+    shards = [s for replica in plan.held for s in (*plan.held[replica], *plan.assign[replica])]
+    assert sorted(shards) == list(range(12))
+    assert all(not plan.assign[replica] for replica in added & set(plan.behind))
+    level = set(plan.assign) - (added & set(plan.behind))
+    loads = [len(plan.held[m]) + len(plan.assign[m]) for m in level if plan.assign[m]]
+    assert max(loads, default=0) - min(loads, default=0) <= 1
+
+
 def test_of_two_who_claim_a_shard_the_later_discards_all_it_holds() -> None:
     plan = take_over(
         [Report(replica=0, step=3, held=(1,)), Report(replica=4, step=3, held=(1, 2))], 4
