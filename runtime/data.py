@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
+from runtime.content import content_of, fingerprint_of
 from runtime.loading import Loader, Source, source_of
 from runtime.streams import Factory, Streams
 
@@ -143,10 +144,15 @@ class Batches:
         Tells datasets of equal length apart."""
         if self.source is None:
             return "ids alone" if self._factory is None else "streams"
-        dataset = self.source.dataset
-        kind, fingerprint = type(dataset).__name__, getattr(dataset, "fingerprint", "")
-        told = isinstance(fingerprint, str) and fingerprint
-        return f"{kind} {fingerprint}" if told else kind
+        kind, said = type(self.source.dataset).__name__, fingerprint_of(self.source.dataset)
+        return f"{kind} {said}" if said else kind
+
+    @property
+    def content(self) -> str:
+        """What a dataset without a `fingerprint` holds in memory: tells those of one kind apart."""
+        if self.source is None or fingerprint_of(self.source.dataset):
+            return "not looked at"
+        return content_of(self.source.dataset) or "not in memory"
 
     def shard(self, step: int, index: int) -> Shard:
         """One shard, or our part of it; the same on every replica and after every restart."""

@@ -48,6 +48,11 @@ _WORDS = {
     "shard_size": ("shard size", "start all replicas with the same Batches"),
     "samples": ("dataset's length", "give all replicas the same data"),
     "data": ("dataset", "give all replicas the same data"),
+    "content": (
+        "dataset's content",
+        "give all replicas the same data, or, if it is the same but for what no sample hangs on, "
+        "say which it is by a text in the dataset's attribute fingerprint",
+    ),
     "drop_last": ("drop_last", "start all replicas with the same Batches"),
     "seed": ("data order's seed", "give all replicas the same seed"),
     "model": ("model", _SAME_SCRIPT),
@@ -85,6 +90,7 @@ def describe(
         "ranks": str(ranks),
         **{key: str(value) for key, value in batches.state_dict().items()},
         "data": batches.data,
+        "content": batches.content,
         "model": f"{type(model).__name__} of {len(tensors)} tensors and {count:,} parameters "
         f"({digest})",
         "modules": _modules(model),

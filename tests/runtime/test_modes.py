@@ -173,6 +173,7 @@ def test_deaths_during_the_recovery_from_another_down_to_one(make_fleet: MakeFle
         ({"width": 64}, "this replica's model is Sequential of 4 tensors and 1,153 parameters"),
         ({"rate": 0.5}, "this replica's optimizer is Momentum(rate=0.5), the job's is"),
         ({"samples": 480}, "this replica's dataset's length is 480, the job's is 960"),
+        ({"content": 4}, "this replica's dataset's content is 61,440 bytes ("),
         ({"seed": 6}, "this replica's data order's seed is 6, the job's is 5"),
         ({"mode": "drop"}, "this replica's mode is drop, the job's is cover"),
         ({"token": "guessed"}, "wrong token: this process's is not the job's"),
@@ -190,7 +191,7 @@ def test_a_replica_of_another_job_is_refused_with_a_sentence(
 
 @pytest.fixture(scope="module")
 def one_trains(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    fleet = Fleet(tmp_path_factory.mktemp("one"), 1)
+    fleet = Fleet(tmp_path_factory.mktemp("one"), 1, options={"data": "dataset"})
     fleet.start()
     fleet.wait_for_step(5)
     until(lambda: fleet.last(0)["members"] == [0], "it trains alone")

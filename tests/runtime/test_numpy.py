@@ -1,12 +1,16 @@
-"""NumPy's generator, where a script has it: drawn anew after a resume as after no death."""
+"""NumPy, where a script has it: its generator is drawn anew after a resume as after no death, and
+what its arrays hold tells datasets apart."""
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from runtime.content import content_of
 from runtime.data import Batches
 from runtime.loading import random_numbers
 from runtime.replica.state import TrainingState
@@ -48,3 +52,39 @@ def test_a_loader_s_numbers_leave_no_trace() -> None:
     with random_numbers(11):
         assert numpy.random.random() == one
     assert numpy.random.random(3).tolist() == expected
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+
+def test_what_an_array_holds_tells_datasets_apart(tmp_path: Path) -> None:
+    def told(changed: int, kind: str) -> list[str]:
+        made = numpy.arange(96).astype(kind).reshape(24, 4)
+        made[changed, 2] = made[changed, 3]
+        path = tmp_path / f"{kind}{changed}"
+        made.tofile(path)
+        mapped = numpy.memmap(path, kind, "r", shape=(24, 4))
+        lying = [made, numpy.asfortranarray(made), mapped, mapped[::1], made.view(numpy.recarray)]
+        return [content_of(Rows(data)) for data in lying]
+
+    for kind in ("int16", "float64", "datetime64[s]", "complex64"):
+        one, other = told(3, kind), told(20, kind)
+        assert len({*one}) == len({*other}) == 1
+        assert one != other
+
+
+def test_arrays_of_objects_and_single_numbers_tell_nobody_apart() -> None:
+    for data in (numpy.array(["a", 1], object), numpy.int64(3), numpy.array(3)):
+        assert content_of(Rows(data)) == ""
+
+
+def test_terabytes_of_a_memmap_are_not_read(tmp_path: Path) -> None:
+    tokens = numpy.memmap(tmp_path / "tokens", "uint16", "w+", shape=(1 << 39,))
+    began = time.process_time()
+
+    told = content_of(Rows(tokens))
+
+    assert time.process_time() - began < 5.0  # the whole takes minutes
+    assert told.startswith(f"{1 << 40:,} bytes (")

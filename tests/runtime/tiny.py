@@ -3,12 +3,12 @@
 Its options: `steps`, `mode`, `checkpoint_s`, `local_s`, `peer_s` and `object_s`, `pace_s` (what a
 shard takes, as if an accelerator computed it), `dropout`, `compare_every`, `straggler_after_s`,
 `flips_at` (with so many steps applied, a bit of its weights turns over in the next), and what a
-misfit of a replica has otherwise: `width`, `samples`, `seed`, `rate`. `rich` trains with all that a
-loop may have besides, with or without `averages`; if it is `calm`, no last bit of a sum decides on
-anything. At the step `evaluate_at` it does something else for a minute, at `forks_at`
-it forks a child that does nothing. `data` is "ids", "dataset", "loader", "stateful" or "streams":
-what Batches is given; `workers` load it, `drop_last` ends it. The model is divided among the ranks
-of a replica.
+misfit of a replica has otherwise: `width`, `samples`, `content` (of which its data is drawn),
+`seed`, `rate`. `rich` trains with all that a loop may have besides, with or without `averages`; if
+it is `calm`, no last bit of a sum decides on anything. At the step `evaluate_at` it does something
+else for a minute, at `forks_at` it forks a child that does nothing. `data` is "ids", "dataset",
+"loader", "stateful" or "streams": what Batches is given; `workers` load it, `drop_last` ends it.
+The model is divided among the ranks of a replica.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def main() -> None:
     options = {
         "steps": None, "mode": "cover", "checkpoint_s": 3600, "local_s": 3600, "peer_s": 3600,
         "object_s": 3600,
-        "width": 32, "samples": 960, "seed": 5, "rate": 1e-3, "rich": False, "averages": True,
-        "evaluate_at": -1, "pace_s": 0.003, "data": "ids", "workers": 0, "drop_last": False,
-        "dropout": 0.5, "compare_every": 1000, "flips_at": -1, "straggler_after_s": 600,
-        "calm": False, "forks_at": -1,
+        "width": 32, "samples": 960, "content": 3, "seed": 5, "rate": 1e-3, "rich": False,
+        "averages": True, "evaluate_at": -1, "pace_s": 0.003, "data": "ids", "workers": 0,
+        "drop_last": False, "dropout": 0.5, "compare_every": 1000, "flips_at": -1,
+        "straggler_after_s": 600, "calm": False, "forks_at": -1,
         **job.options,
     }  # fmt: skip
     folder = Path(options["folder"])
@@ -44,7 +44,7 @@ def main() -> None:
     steps_log = (folder / f"steps.{name}").open("a", buffering=1)
     evaluating = folder / f"evaluating.{name}"
     torch.set_num_threads(1)
-    torch.manual_seed(3)
+    torch.manual_seed(options["content"])
     data = torch.randn(options["samples"], 16)
     width = options["width"]
     model = torch.nn.Sequential(
