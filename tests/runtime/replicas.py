@@ -131,6 +131,7 @@ class Fleet:
         self,
         replica: int,
         kill_at: str = "",
+        part_at: str = "",
         port: int = 0,
         standby: str = "",
         kill_rank: int = 0,
@@ -138,8 +139,9 @@ class Fleet:
         **options: Any,
     ) -> subprocess.Popen[bytes]:
         """Start a replica, all its ranks, with `options` of its own; `kill_at` a phase it kills
-        itself; `port` where it finds the coordinator if not where that listens; `standby` see
-        `runtime.job.Job`. A standby is not yet one of the ranks."""
+        itself; `part_at` see `tests.runtime.parting`; `port` where it finds the coordinator if not
+        where that listens; `standby` see `runtime.job.Job`. A standby is not yet one of the
+        ranks."""
         environment = {
             "DRYDOCK_JOB": "job_t",
             "DRYDOCK_TOKEN": token,
@@ -166,8 +168,9 @@ class Fleet:
             "DRYDOCK_OPTIONS": json.dumps({"folder": str(self.folder), **self.options, **options}),
         }
         fatal = {"DRYDOCK_OBSERVER": "tests.runtime.killer:make", "KILL_AT": kill_at}
+        parting = {"DRYDOCK_OBSERVER": "tests.runtime.parting:make", "PART_AT": part_at}
         ranks = [{**environment, "DRYDOCK_RANK": str(rank)} for rank in range(self.divided)]
-        ranks[kill_rank].update(fatal if kill_at else {})
+        ranks[kill_rank].update(fatal if kill_at else parting if part_at else {})
         script = str(Path(__file__).with_name("tiny.py"))
         names = [f"rank{replica}", *(f"rank{replica}.{k}" for k in range(1, self.divided))]
         first, *others = [self._run(n, [script], e) for n, e in zip(names, ranks, strict=True)]
