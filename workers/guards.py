@@ -66,7 +66,7 @@ def judge(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Verdict:
             return signature
         context = signature
     code = code_of(run)
-    job_id = _job_on(node) or run.job_id
+    job_id = _job_on(node) or _job_that_lost(run) or run.job_id
     objections = limits.objections(node, code=code, job_id=job_id, run=run)
     if any(objection.startswith("the breaker is open") for objection in objections):
         # Closing the breaker does not replay what it stopped: by then it is stale.
@@ -138,3 +138,10 @@ def _job_on(node: Node) -> str | None:
         .values_list("replica__job_id", flat=True)
     )
     return placement.first()
+
+
+def _job_that_lost(run: PlaybookRun) -> str | None:
+    """The job whose replica was lost with the node, also if another process has its place by now:
+    its node is out for that job all the same."""
+    lost = Placement.objects.filter(pk=run.context.get("lost_placement", ""))
+    return lost.values_list("replica__job_id", flat=True).first()

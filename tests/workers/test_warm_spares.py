@@ -17,7 +17,7 @@ from controlplane.fleet.models import Command, Node
 from controlplane.health.choices import Action, Urgency
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import RunState, StepState
-from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
+from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep, Reservation
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import Job, Placement, Replica
@@ -562,6 +562,19 @@ def test_a_node_that_is_silent_too_is_one_incident(world: World, spare: Placemen
 
     incident = Incident.objects.get()
     assert incident.replica == 1
+
+
+def test_a_node_lost_with_a_place_that_was_taken_counts_against_its_job(
+    world: World, spare: Placement
+) -> None:
+    node = world.placements[1].node
+    _peers_spoke_first(world, spare)
+    told_by(world.placements[0], regrouped(lost=[1], entered=[spare.pk]))
+    world.silence(node)
+    drain()
+
+    assert run_of("replica-lost").context["code"] == "node-lost"
+    assert Reservation.objects.get(node=node).job == world.job
 
 
 def test_a_replica_whose_formality_it_is_can_be_lost(world: World, spare: Placement) -> None:
