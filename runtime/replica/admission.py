@@ -39,8 +39,8 @@ class Admission:
     def __init__(self) -> None:
         self.staging: Staging | None = None
         self._vote = False
-        #: what members may hold for newcomers: copies, more steps than they need themselves; after
-        #: our own restart nobody knows
+        #: what members may hold for newcomers: copies, more steps than they need themselves, and
+        #: wishes to make one; after our own restart nobody knows
         self.copies = self.logs = True
 
     def advance(self, takers: Sequence[Peer], holders: Sequence[Peer], *, at_edge: bool) -> None:
@@ -98,6 +98,11 @@ class Admission:
             self.staging.digests.pop(replica, None)
             if not self.staging.asked:
                 self.staging = None
+
+    def returned(self) -> None:
+        """A member is back on a new connection: what it was told last, to free what it holds for
+        newcomers, may have been lost with the old one."""
+        self.copies = self.logs = True
 
     def interrupt(self) -> None:
         """Whoever was asked may not have heard it, or may never come to do it: ask anew."""

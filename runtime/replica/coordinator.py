@@ -229,6 +229,7 @@ class Coordinator(Epochs):
             return False
         peer.phase = "member"
         self.last_contact = self.clock()
+        self.admission.returned()
         if told_epoch != self.record.epoch:
             # We died between making the epoch durable and telling this member.
             peer.tell(**self.record.grant)

@@ -140,6 +140,20 @@ def test_what_members_hold_is_freed_when_the_newcomer_has_died(play: Play) -> No
     assert scene.coordinator.admission.staging is None
 
 
+def test_who_connects_again_hears_anew_that_nobody_takes_its_copy(play: Play) -> None:
+    """What it was told last may have been lost with its connection."""
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    newcomer.hang_up()
+    scene.pass_time(1.0, *scene.replicas)
+    assert scene.replicas[1].heard("release")
+
+    back = scene.join(1, "p1", epoch=1, step=10)
+    scene.pass_time(1.0, scene.replicas[0], back)
+
+    assert [one["log"] for one in back.heard("release")] == [True]
+
+
 def test_a_state_with_another_digest_does_not_enter(play: Play) -> None:
     scene = play(2)
     newcomer = scene.join(2, "n")
