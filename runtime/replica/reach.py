@@ -60,31 +60,42 @@ def apart(unreached: Mapping[int, Collection[int]], steps: Mapping[int, int]) ->
     return found
 
 
+def waited_s(try_s: float) -> float:
+    """For how long after the first try an answer to it counts."""
+    return TRIES * try_s
+
+
 def unreached(addresses: Sequence[str], try_s: float = TRY_S) -> list[int]:
-    """The places of those whose machine does not answer; one that refuses answers."""
-    left = dict(enumerate(addresses))
-    for _ in range(TRIES):
-        left = {place: left[place] for place in _silent(left, try_s)}
-    return sorted(left)
+    """The places of those whose machine does not answer; one that refuses answers.
 
-
-def _silent(addresses: Mapping[int, str], try_s: float) -> set[int]:
-    """Who of these did not answer within one try."""
-    silent = set(addresses)
-    until = time.monotonic() + try_s
+    The first try is waited for beside the next: what was lost is sent again soon, and an answer
+    that comes from far away still counts.
+    """
+    silent = dict(enumerate(addresses))
     with selectors.DefaultSelector() as selector, ExitStack() as stack:
-        for place, address in addresses.items():
-            host, _, port = address.rpartition(":")
-            connection = stack.enter_context(socket.socket())
-            connection.setblocking(False)
-            code = connection.connect_ex((host, int(port)))
-            if code == errno.EINPROGRESS:
-                selector.register(connection, selectors.EVENT_WRITE, place)
-            elif code not in NO_ANSWER:  # it answered at once, or the fault is here
-                silent.discard(place)
-        while selector.get_map() and (left := until - time.monotonic()) > 0:
-            for key, _events in selector.select(left):
-                connection = selector.unregister(key.fileobj).fileobj  # type: ignore[assignment]
-                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) not in NO_ANSWER:
-                    silent.discard(key.data)
-    return silent
+        for _ in range(TRIES):
+            until = time.monotonic() + try_s
+            for place, address in [*silent.items()]:
+                connection = stack.enter_context(socket.socket())
+                connection.setblocking(False)
+                host, _, port = address.rpartition(":")
+                code = connection.connect_ex((host, int(port)))
+                if code == errno.EINPROGRESS:
+                    selector.register(connection, selectors.EVENT_WRITE, place)
+                elif code not in NO_ANSWER:  # it answered at once, or the fault is here
+                    del silent[place]
+            while silent and selector.get_map() and (left := until - time.monotonic()) > 0:
+                for place in _answers(selector, left):
+                    silent.pop(place, None)
+    return sorted(silent)
+
+
+def _answers(selector: selectors.BaseSelector, limit_s: float) -> list[int]:
+    """Who answered, once anybody has or no answer will come to one of the tries."""
+    found = []
+    for key, _events in selector.select(limit_s):
+        selector.unregister(key.fileobj)
+        connection: socket.socket = key.fileobj  # type: ignore[assignment]
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) not in NO_ANSWER:
+            found.append(key.data)
+    return found

@@ -14,7 +14,11 @@ from typing import Any, cast
 import pytest
 
 from runtime.replica.membership import CannotFollow, Member, Trainer
-from tests.runtime.simulation.schedule import run, steps_while_two_are_parted
+from tests.runtime.simulation.schedule import (
+    epochs_of_a_doubt,
+    run,
+    steps_while_two_are_parted,
+)
 
 SEEDS = 100  # in one test
 SCHEDULES = 3000
@@ -39,6 +43,16 @@ def test_two_that_do_not_reach_each_other_do_not_hold_up_a_third(seed: int) -> N
 
     assert parted > 10
     assert healed == {0, 1, 2}
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_doubt_costs_no_member_where_answers_come_from_the_other_end_of_the_world(
+    seed: int,
+) -> None:
+    epochs = epochs_of_a_doubt(seed, round_trip_s=0.25)
+
+    assert epochs
+    assert {frozenset(members) for members in epochs} == {frozenset({0, 1, 2})}
 
 
 @pytest.mark.parametrize("fault", ["kill_coordinator", "freeze_coordinator", "isolate_coordinator"])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.replica import reach
 from runtime.replica.reach import apart, unreached
 from tests.ports import free_port
 
@@ -38,6 +42,57 @@ def test_only_who_answers_nothing_is_out_of_reach(silent: str) -> None:
         ended = f"127.0.0.1:{free_port()}"  # its machine answers that nobody listens
 
         assert unreached([listening, silent, ended]) == [1]
+
+
+class Far:
+    """A connection to a machine so far away that the first try is answered during the second."""
+
+    tries: list[Far] = []
+
+    def __init__(self) -> None:
+        self._ours, self._theirs = socket.socketpair()
+        self._ours.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._ours.send(bytes(1 << 16))
+        self.tries.append(self)
+
+    def connect_ex(self, _address: object) -> int:
+        if len(self.tries) == 2:
+            self.tries[0].answer()
+        return errno.EINPROGRESS
+
+    def answer(self) -> None:
+        """From now on it can be written to, as one that stands."""
+        self._theirs.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._theirs.recv(1 << 20)
+
+    def getsockopt(self, *_which: int) -> int:
+        return 0
+
+    def setblocking(self, _blocks: bool) -> None:
+        """It never does."""
+
+    def fileno(self) -> int:
+        return self._ours.fileno()
+
+    def __enter__(self) -> Far:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._ours.close()
+        self._theirs.close()
+
+
+def test_an_answer_from_far_away_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Far, "tries", [])
+    sockets = SimpleNamespace(socket=Far, SOL_SOCKET=socket.SOL_SOCKET, SO_ERROR=socket.SO_ERROR)
+    monkeypatch.setattr(reach, "socket", sockets)
+
+    assert unreached(["10.0.0.1:1"], try_s=0.1) == []
+    assert len(Far.tries) == 2
 
 
 @pytest.mark.parametrize(

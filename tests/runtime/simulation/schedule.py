@@ -96,6 +96,32 @@ def steps_while_two_are_parted(seed: int) -> tuple[int, set[int]]:
                 process.end()
 
 
+def epochs_of_a_doubt(seed: int, round_trip_s: float) -> list[set[int]]:
+    """Three train in a network in which an answer takes so long, and two of them do not hear each
+    other for as long as makes a doubt: the members of all epochs until they train again."""
+    clock = Clock(seed, tracing=False)
+    with _simulated(clock):
+        fleet = Fleet(clock, world=3)
+        try:
+            for number in range(fleet.world):
+                fleet.start(number)
+            clock.run(clock.now + PARTED_S, fleet.trains_together)
+            one, other = (replica.name for replica in clock.random.sample(fleet.living(), 2))
+            distance_s = round_trip_s / 4  # from each to the middle of the network
+            fleet.network.lags |= dict.fromkeys([r.name for r in fleet.living()], distance_s)
+            before = fleet.history.newest.epoch
+            fleet.network.block(one, other)
+            clock.run(clock.now + PARTED_S, lambda: fleet.coordinator.coordinator.doubt.open)
+            fleet.network.heal(one, other)
+            clock.run(clock.now + PARTED_S, lambda: fleet.history.newest.epoch > before)
+            clock.run(clock.now + PARTED_S, fleet.trains_together)
+            grants = fleet.history.grants.items()
+            return [set(record.members) for epoch, record in grants if epoch > before]
+        finally:
+            for process in (*fleet.replicas, fleet.coordinator):
+                process.end()
+
+
 def _recover(fleet: Fleet, chaos: Chaos) -> float:
     """After the last fault. Returns how long the job took to recover; Violation if too long."""
     chaos.mend()

@@ -6,11 +6,13 @@ Mirrors rank.py, lead.py, peers.py, fetching.py and step.py as far as they bear 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from runtime.replica.membership import CannotFollow, Severed, Silent
 from runtime.replica.plan import divide, fixed_shares
+from runtime.replica.reach import waited_s
 from tests.runtime.simulation.clock import Thread
 from tests.runtime.simulation.group import Group
 from tests.runtime.simulation.history import BLANK, Gradient, Made, State
@@ -171,14 +173,15 @@ class SimulatedTrainer:
         self.followed = self.followed and not log
 
     def unreached(self, addresses: list[list[str]], try_s: float) -> list[int]:
-        fleet, own = self.replica.fleet, self.replica.name
-        found = [
-            place
-            for place, (name,) in enumerate(addresses)
-            if not fleet.network.both_ways(own, name)
+        network, own = self.replica.fleet.network, self.replica.name
+        answers_s = [  # how long each takes to answer
+            network.delay(own, name) + network.delay(name, own)
+            if network.both_ways(own, name)
+            else math.inf
+            for (name,) in addresses
         ]
-        self.replica.thread.sleep(2 * try_s if found else fleet.network.delay())
-        return found
+        self.replica.thread.sleep(min(waited_s(try_s), max(answers_s, default=0.0)))
+        return [place for place, took_s in enumerate(answers_s) if took_s > waited_s(try_s)]
 
     def forget(self) -> None:
         self.gradients.clear()
