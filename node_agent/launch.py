@@ -40,6 +40,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 def rank_environment(config: Config, action: wire.StartRank) -> dict[str, str]:
     """The variables of `runtime.client`'s ENV_*, by name: this package must not import runtime."""
     return {
+        **together(action.together),
         "DRYDOCK_JOB": action.job,
         "DRYDOCK_REPLICA": str(action.replica),
         "DRYDOCK_RANK": str(action.rank),
@@ -56,6 +57,24 @@ def rank_environment(config: Config, action: wire.StartRank) -> dict[str, str]:
         "DRYDOCK_GRACE_S": str(wire.GRACE_S),
         "DRYDOCK_NOTICE_FILE": str(notice_file(config, action.placement)),
         "DRYDOCK_DOMAIN": "/".join(filter(None, [config.rack, config.name])),
+    }
+
+
+def together(start: wire.Together | None) -> dict[str, str]:
+    """Where the launcher of each node finds the others: torchrun reads PET_* in place of options,
+    others know the usual names."""
+    if start is None:
+        return {}
+    return {
+        "DRYDOCK_NODES": str(start.nodes),
+        "DRYDOCK_NODE_RANK": str(start.node_rank),
+        "MASTER_ADDR": start.address,
+        "MASTER_PORT": str(start.port),
+        "PET_NNODES": str(start.nodes),
+        "PET_NODE_RANK": str(start.node_rank),
+        "PET_MASTER_ADDR": start.address,
+        "PET_MASTER_PORT": str(start.port),
+        "PET_RDZV_ID": start.start,
     }
 
 

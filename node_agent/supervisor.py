@@ -136,6 +136,12 @@ class Supervisor:
     def start_rank(self, action: wire.StartRank) -> Placement:
         """Start a rank; one that already runs is returned as it is. Raises CannotStart."""
         argv = self._config.argv(action.program)
+        if action.together is not None and "--standalone" in argv:
+            raise CannotStart(
+                f"the program {action.program!r} has --standalone, and is to run on "
+                f"{action.together.nodes} nodes: take it out of the agent's `programs`, for "
+                "torchrun finds the other nodes by its environment"
+            )
         environment = rank_environment(self._config, action)
         placement = Placement(
             kind="rank",

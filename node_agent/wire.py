@@ -294,8 +294,22 @@ class StartCoordinator(Message, frozen=True, tag="start_coordinator", tag_field=
     port: Port = 0
 
 
+class Together(Message, frozen=True):
+    """A start of a replica's program on several nodes at once, whose processes find each other."""
+
+    nodes: Annotated[int, msgspec.Meta(ge=2)]
+    #: Which of them this one is; the first is 0.
+    node_rank: Count
+    #: Of the first node, where the others find it.
+    address: Short
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    #: Names this start: what is left of an earlier one never meets it.
+    start: Id
+
+
 class StartRank(Message, frozen=True, omit_defaults=True, tag="start_rank", tag_field="verb"):
-    """Start one rank of a replica. Result output: `pid`, `started_at`.
+    """Start one rank of a replica, or the launcher of all that it has on this node. Result output:
+    `pid`, `started_at`.
 
     What is at its default is not sent: an agent that does not know a field refuses it.
     """
@@ -315,6 +329,8 @@ class StartRank(Message, frozen=True, omit_defaults=True, tag="start_rank", tag_
     #: Handed to the program as DRYDOCK_STANDBY. "migrate": it takes the replica's place from the
     #: process that has it, once it holds the state; "spare": that of whichever replica dies.
     standby: Literal["", "migrate", "spare"] = ""
+    #: Where the replica is on several nodes.
+    together: Together | None = None
 
 
 class StopProcess(Message, frozen=True, tag="stop_process", tag_field="verb"):

@@ -48,6 +48,7 @@ ENV_RANK = "DRYDOCK_RANK"
 ENV_RANKS = "DRYDOCK_RANKS"  # how many ranks the replica has; 1 if it is not said
 ENV_WORLD_REPLICAS = "DRYDOCK_WORLD_REPLICAS"  # how many replicas the job starts with
 ENV_PLACEMENT = "DRYDOCK_PLACEMENT"  # names this start of this rank
+ENV_NODES = "DRYDOCK_NODES"  # on how many nodes the replica is; 1 if it is not said
 ENV_STANDBY = "DRYDOCK_STANDBY"  # "migrate" or "spare": it trains later, in a member's place
 ENV_COORDINATOR = "DRYDOCK_COORDINATOR"  # host:port
 ENV_TOKEN = "DRYDOCK_TOKEN"  # noqa: S105 - the variable's name

@@ -97,7 +97,7 @@ def join(environment: dict[str, str] | None = None) -> Job:
         placement=placement,
     )
     sender.start()
-    if not place.rank:  # which speaks for its replica
+    if place.speaks:
         sender.tell(client.Hello(pid=os.getpid(), at=time.time()))
     return Job(
         name=sender.job,

@@ -26,6 +26,7 @@ class Place:
     replica: int
     rank: int  # within the replica
     ranks: int  # of the replica
+    speaks: bool  # of the replica's ranks on this node it is the first
     world_replicas: int  # with which the job starts
     init_method: str  # where `init_process_group` finds the ranks of this replica
 
@@ -39,6 +40,7 @@ def place_of(env: Environment) -> Place:
     Raises RuntimeError naming the variable that is missing or does not fit.
     """
     torchrun = by_torchrun(env)
+    _check_nodes(env, torchrun)
     by_srun = "SLURM_STEP_ID" in env and client.ENV_RANK not in env  # a batch script has no step
     if torchrun:
         rank, ranks = _rank(env, "RANK", "WORLD_SIZE")
@@ -57,6 +59,7 @@ def place_of(env: Environment) -> Place:
         replica=replica,
         rank=rank,
         ranks=ranks,
+        speaks=_number(env, "LOCAL_RANK", rank) == 0 if torchrun else rank == 0,
         world_replicas=world,
         init_method=_meeting_place(env, replica, rank, ranks) if meets else FROM_ENVIRONMENT,
     )
@@ -85,6 +88,17 @@ def _rank(env: Environment, name: str, of: str) -> tuple[int, int]:
             f"{name} is {rank} and {of} is {ranks}: ranks count from 0 within a replica"
         )
     return rank, ranks
+
+
+def _check_nodes(env: Environment, torchrun: bool) -> None:
+    """That the torchruns of a replica's nodes have found each other: each alone would be a job."""
+    nodes, found = _number(env, client.ENV_NODES, 1), _number(env, "GROUP_WORLD_SIZE", 1)
+    if torchrun and nodes > 1 and found != nodes:
+        raise RuntimeError(
+            f"this replica is on {nodes} nodes ({client.ENV_NODES}), and its torchrun counts "
+            f"{found}: leave out --standalone, --nnodes and --rdzv-endpoint, which it takes from "
+            "the environment"
+        )
 
 
 def _within_step(env: Environment, tasks: int) -> tuple[int, int]:

@@ -36,6 +36,8 @@ from runtime.snapshot import Copying, digest_of, size_of, state_of
 
 log = logging.getLogger("drydock.whole")
 
+#: Step, name and tier of a checkpoint.
+Found = tuple[int, str, TierName]
 #: Peers' memory is no tier here: nobody of such a job lives on to give it back.
 TIERS: tuple[TierName, ...] = ("local", "shared", "object")
 OURS = "rank_s_part"  # the key under which a rank's part of a divided tensor is saved
@@ -253,14 +255,20 @@ class WholeJob:
         what `Sources.saves` raises.
         """
         sources = self.saver.sources
-        found = self._from(0, sources.saves())
-        self._load(found)
+        here = sources.saves()
+        self._load([(step, name, tier) for step, name, tier in self._from(0, here)], here)
         latest = self._highest(sources.latest_epoch)
         self.epoch = self._from(0, None if self.job.rank else sources.next_epoch(latest))
 
-    def _load(self, found: Sequence[tuple[int, str, TierName]]) -> None:
-        """The first of which all ranks can. Raises ValueError."""
-        for step, name, tier in found:
+    def _load(self, found: Sequence[Found], here: Collection[Found]) -> None:
+        """The first of these, which the first rank sees, of which all ranks can: what some node's
+        own disk has not is passed over, for that node came to the job since. Raises ValueError."""
+        own = {name for name, tier in self.saver.tiers.items() if tier.own}
+        absent = [one[2] in own and one not in here for one in found]
+        for (step, name, tier), passed_over in zip(found, self._most(absent), strict=True):
+            if passed_over:
+                self._refused.append(f"{tier}: step {step} is not on the disk of every node")
+                continue
             part = self._read(name, tier)
             if not self._most([part is None])[0]:
                 assert part is not None  # noqa: S101 - all ranks have theirs

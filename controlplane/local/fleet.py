@@ -26,7 +26,7 @@ SIDE_CLUSTER = "quay"
 PROGRAMS = {
     "train-gpt": ["python", "examples/train_gpt.py"],
     "train-tensor-parallel": [
-        *("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        *("python", "-m", "torch.distributed.run", "--nproc-per-node=2"),
         "examples/train_tensor_parallel.py",
     ],
 }

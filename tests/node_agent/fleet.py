@@ -339,6 +339,7 @@ class Node:
             program=program,
             options=more.pop("options", {"steps": 3}),
             standby=more.pop("standby", ""),
+            together=more.pop("together", None),
         )
 
     def started_rank(self, placement: str = "p-1", **more: Any) -> int:

@@ -86,6 +86,31 @@ def test_a_rank_that_is_to_take_anothers_place_is_told_so(agent: Node) -> None:
     assert "DRYDOCK_STANDBY=migrate" in Path(f"/proc/{pid}/environ").read_text().split("\0")
 
 
+def test_a_rank_on_one_of_several_nodes_is_told_where_the_others_are(agent: Node) -> None:
+    meets = wire.Together(nodes=2, node_rank=1, address="node-b", port=20_007, start="p-0")
+    pid = agent.started_rank(together=meets)
+
+    assert {
+        "DRYDOCK_NODES=2",
+        "DRYDOCK_NODE_RANK=1",
+        "MASTER_ADDR=node-b",
+        "MASTER_PORT=20007",
+        "PET_NNODES=2",
+        "PET_NODE_RANK=1",
+        "PET_MASTER_ADDR=node-b",
+        "PET_MASTER_PORT=20007",
+        "PET_RDZV_ID=p-0",
+    } <= set(Path(f"/proc/{pid}/environ").read_text().split("\0"))
+
+
+def test_a_program_for_one_node_is_not_started_on_several(agent: Node) -> None:
+    meets = wire.Together(nodes=2, node_rank=0, address="node-a", port=20_007, start="p-1")
+    result = agent.plane.result(agent.plane.send(agent.rank(program="whole", together=meets)))
+
+    assert result.state == "failed"
+    assert "'whole' has --standalone, and is to run on 2 nodes: take it out of" in result.error
+
+
 def test_what_is_at_its_default_is_not_sent_for_older_agents_to_refuse() -> None:
     plain = wire.StartRank(
         job="job-1",
@@ -99,7 +124,7 @@ def test_what_is_at_its_default_is_not_sent_for_older_agents_to_refuse() -> None
         program="train",
     )
 
-    assert "standby" not in msgspec.to_builtins(plain)
+    assert {"standby", "together"}.isdisjoint(msgspec.to_builtins(plain))
     assert msgspec.convert(msgspec.to_builtins(plain), wire.StartRank) == plain
 
 

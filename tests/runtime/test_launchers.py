@@ -23,7 +23,9 @@ TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "r", "RANK": "1", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1",
     "MASTER_ADDR": "there", "MASTER_PORT": "29500",
 }  # fmt: skip
-TWO_NODES = {**TORCHRUN, "RANK": "3", "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}
+TWO_NODES = {
+    **TORCHRUN, "RANK": "3", "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "LOCAL_RANK": "1"
+}  # fmt: skip
 BATCH = {"SLURM_JOB_ID": "812", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_GTIDS": "0"}
 #: The fifth of eight tasks, four on each node.
 SRUN = {
@@ -68,6 +70,21 @@ def test_a_process_s_place_in_its_job(
     assert (found.replica, found.rank, found.ranks, found.world_replicas) == place
 
 
+@pytest.mark.parametrize(
+    ("environment", "speaks"),
+    [
+        (OURS, True),
+        (with_(OURS, RANK="1", RANKS="4"), False),
+        (with_(OURS, TWO_NODES, NODES="2"), False),
+        (with_(OURS, TWO_NODES, {"RANK": "2", "LOCAL_RANK": "0"}, NODES="2"), True),
+    ],
+)
+def test_the_first_rank_on_each_node_says_that_it_is_there(
+    environment: dict[str, str], speaks: bool
+) -> None:
+    assert place_of(environment).speaks is speaks
+
+
 def meeting_place(procid: int, **said: str) -> str:
     return place_of(with_(SRUN, {"SLURM_PROCID": str(procid)}, **said)).init_method
 
@@ -103,6 +120,7 @@ def test_where_the_launcher_says_where_ranks_meet_torch_reads_it(
         ({}, "DRYDOCK_REPLICA is not set; the launcher must give it"),
         ({"DRYDOCK_REPLICA": "1"}, "DRYDOCK_WORLD_REPLICAS is not set"),
         ({"DRYDOCK_REPLICA": "one"}, "DRYDOCK_REPLICA is 'one'; .* a whole number"),
+        (with_(OURS, TORCHRUN, NODES="2"), "is on 2 nodes .* counts 1: leave out --standalone"),
         (TORCHRUN, "DRYDOCK_REPLICA is not set; .* start each replica by a torchrun of its own"),
         (with_(OURS, RANK="2", RANKS="2"), "DRYDOCK_RANK is 2 and DRYDOCK_RANKS is 2"),
         (with_(OURS, RANK="-1", RANKS="2"), "DRYDOCK_RANK is -1 and"),
@@ -120,7 +138,7 @@ def test_what_does_not_fit_is_refused_with_the_remedy(
 
 def test_what_is_said_is_all_there_is_to_a_place() -> None:
     assert place_of(OURS) == Place(
-        replica=1, rank=0, ranks=1, world_replicas=4, init_method="env://"
+        replica=1, rank=0, ranks=1, speaks=True, world_replicas=4, init_method="env://"
     )
 
 

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import runtime
+from node_agent import wire
+from node_agent.launch import together
 from runtime.checkpoint import store
 from runtime.checkpoint.__main__ import main
 from runtime.checkpoint.tiers import TierName
@@ -33,6 +35,7 @@ from runtime.replica.rank import Rank
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
 from runtime.whole import generators, set_generators
+from tests.ports import free_port
 from tests.runtime.checkpoint.states import hanging
 from tests.runtime.replicas import PATIENCE_S, ROOT, TOKEN, until
 from tests.runtime.test_client import Door
@@ -70,28 +73,50 @@ class Whole:
         self, *, ranks: int = 2, restarts: int = 0, disk: str = "disk", **options: object
     ) -> tuple[int, str]:
         """Until it ends: its exit status, and all that it wrote."""
+        # Else ranks that torchrun starts anew may read where those before them listened.
+        alone = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        arguments = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+        process = self.start(arguments, disk, alone, **options)
+        said, _ = process.communicate(timeout=PATIENCE_S)
+        return process.returncode, said
+
+    def run_on_two_nodes(self, *disks: str, **options: object) -> tuple[list[int], str]:
+        """A rank on each, with the environment that the nodes' agents give: both exit statuses."""
+        meet = {"address": "127.0.0.1", "port": free_port(), "start": "plc_1"}
+        processes = [
+            self.start(
+                ["--nproc-per-node=1"],
+                disk,
+                together(wire.Together(nodes=2, node_rank=node, **meet)),  # type: ignore[arg-type]
+                **options,
+            )
+            for node, disk in enumerate(disks)
+        ]
+        said = [one.communicate(timeout=PATIENCE_S)[0] for one in processes]
+        return [one.returncode for one in processes], "\n".join(said)
+
+    def start(
+        self, arguments: list[str], disk: str, also: dict[str, str], **options: object
+    ) -> subprocess.Popen[str]:
+        """One torchrun."""
         environment = {
             **told(self.folder / "state"),
             "DRYDOCK_LOCAL_DIR": str(self.folder / disk),
             "DRYDOCK_OPTIONS": json.dumps({"folder": str(self.folder), "steps": STEPS, **options}),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
-            # Else ranks that torchrun starts anew may read where those before them listened.
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            **also,
         }
-        done = subprocess.run(
+        return subprocess.Popen(
             [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *(f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"),
-                *("--monitor-interval=0.1", str(SCRIPT)),
+                *(sys.executable, "-m", "torch.distributed.run", "--monitor-interval=0.1"),
+                *(*arguments, str(SCRIPT)),
             ],
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=PATIENCE_S,
         )
-        return done.returncode, done.stdout
 
     def digests(self) -> list[str]:
         return [(self.folder / f"digest.{rank}").read_text() for rank in range(2)]
@@ -174,6 +199,28 @@ def test_moved_to_another_node_it_goes_on_from_the_shared_folder(
     assert ended == 0, said
     assert whole.begins(epoch=2) > 0
     assert whole.digests() == undisturbed.digests()
+
+
+def test_over_two_nodes_all_go_on_from_what_all_have(undisturbed: Whole, tmp_path: Path) -> None:
+    whole = Whole(tmp_path)
+    died, _ = whole.run_on_two_nodes("disk-of-0", "disk-of-1", dies=True)
+    ended, said = whole.run_on_two_nodes("disk-of-0", "disk-of-another", dies=True)
+
+    assert 0 not in died
+    assert ended == [0, 0], said
+    assert whole.begins(epoch=2) > 0
+    assert "is gone" not in said
+    assert whole.digests() == undisturbed.digests()
+
+
+def test_torchruns_that_do_not_find_each_other_are_told_why(tmp_path: Path) -> None:
+    start = wire.Together(nodes=2, node_rank=1, address="127.0.0.1", port=1, start="plc_1")
+    alone = ["--standalone", "--nnodes=1"]
+    process = Whole(tmp_path).start(alone, "disk", together(start))
+    said, _ = process.communicate(timeout=PATIENCE_S)
+
+    assert process.returncode != 0
+    assert "leave out --standalone, --nnodes and --rdzv-endpoint" in said
 
 
 def test_of_a_checkpoint_that_is_damaged_on_one_rank_all_take_the_one_before(
