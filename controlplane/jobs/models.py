@@ -35,6 +35,8 @@ class Job(models.Model):
     world_replicas = models.PositiveIntegerField()
     min_replicas = models.PositiveIntegerField(default=1)
     gpus_per_replica = models.PositiveIntegerField(default=8)
+    #: One that is on several starts on all of them together, and lives and dies as one.
+    nodes_per_replica = models.PositiveIntegerField(default=1)
     #: How many processes are to hold its state beside those that train, for whichever replica dies.
     warm_spares = models.PositiveIntegerField(default=0)
     #: It lives and dies as one, as its processes tell: nothing can follow it while it trains.
@@ -68,10 +70,19 @@ class Job(models.Model):
                 condition=Q(min_replicas__gte=1) & Q(min_replicas__lte=F("world_replicas")),
                 name="job_min_replicas_fit",
             ),
+            models.CheckConstraint(
+                condition=Q(nodes_per_replica=1) | Q(nodes_per_replica__gt=1, world_replicas=1),
+                name="job_nodes_fit",
+            ),
         ]
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def gpus_per_node(self) -> int:
+        """The cards that a replica needs on each of its nodes."""
+        return -(-self.gpus_per_replica // self.nodes_per_replica)
 
     @property
     def held_warm_spares(self) -> models.QuerySet[Placement]:
@@ -105,9 +116,17 @@ class Replica(models.Model):
     def colour(self) -> str:
         return REPLICA_COLOURS[self.state]
 
+    @property
+    def alive(self) -> models.QuerySet[Placement]:
+        """What it has of its own and has not ended, by node."""
+        own = self.placements.filter(IN_ITS_PLACE).exclude(state=PlacementState.ENDED)
+        return own.select_related("node__lease").order_by("node_rank", "created_at")
+
 
 class Placement(models.Model):
-    """One stay of a replica on a node: one start of its process.
+    """One stay of a replica on a node: one start of its process there.
+
+    A replica that is on several nodes has one on each, by `node_rank`; they start and end together.
 
     One that stands by holds the replica's state beside the process that trains, and takes its place
     at a step's edge: that is how a replica moves. It never outlives what it stands beside as such:
@@ -118,6 +137,8 @@ class Placement(models.Model):
     id = models.CharField(primary_key=True, max_length=40, default=partial(new_id, "plc"))
     replica = models.ForeignKey(Replica, on_delete=models.CASCADE, related_name="placements")
     node = models.ForeignKey(Node, on_delete=models.PROTECT, related_name="placements")
+    #: Which of its replica's nodes this is.
+    node_rank = models.PositiveIntegerField(default=0)
     state = models.CharField(
         max_length=16, choices=PlacementState.choices, default=PlacementState.STARTING
     )
@@ -142,9 +163,9 @@ class Placement(models.Model):
     class Meta:
         constraints = [
             models.UniqueConstraint(
-                fields=["replica", "standby"],
+                fields=["replica", "node_rank", "standby"],
                 condition=~Q(state=PlacementState.ENDED) & IN_ITS_PLACE,
-                name="placement_one_alive_per_replica",
+                name="placement_one_alive_per_place",
             ),
             models.UniqueConstraint(
                 fields=["node"],

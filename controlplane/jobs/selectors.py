@@ -129,9 +129,11 @@ def nodes_with(gpu_model: str) -> QuerySet[Gpu, Any]:
 
 @dataclass(frozen=True)
 class Seat:
-    """A replica, where it sits now, where it moves to, and where it sat before (newest first)."""
+    """A replica, or one of the places of a replica on several nodes: where it sits now, where it
+    moves to, and where it sat before (newest first)."""
 
     replica: Replica
+    node_rank: int
     now: Placement | None
     moving: Placement | None
     before: list[Placement]
@@ -180,19 +182,23 @@ class SampleLedger:
 
 def seats(job: Job) -> list[Seat]:
     """The job's shape: every replica with its stays on nodes."""
-    stays: dict[str, list[Placement]] = {}
+    stays: dict[tuple[str, int], list[Placement]] = {}
     placements = Placement.objects.filter(replica__job=job).select_related("node")
     for placement in placements.filter(IN_ITS_PLACE).order_by("-created_at"):
-        stays.setdefault(placement.replica_id, []).append(placement)
-    return [_seat(replica, stays.get(replica.id, [])) for replica in job.replicas.all()]
+        stays.setdefault((placement.replica_id, placement.node_rank), []).append(placement)
+    return [
+        _seat(replica, node_rank, stays.get((replica.id, node_rank), []))
+        for replica in job.replicas.all()
+        for node_rank in range(job.nodes_per_replica)
+    ]
 
 
-def _seat(replica: Replica, stays: list[Placement]) -> Seat:
+def _seat(replica: Replica, node_rank: int, stays: list[Placement]) -> Seat:
     alive = [stay for stay in stays if stay.state != PlacementState.ENDED]
     ended = [stay for stay in stays if stay.state == PlacementState.ENDED]
     now = next((stay for stay in alive if not stay.standby), None)
     moving = next((stay for stay in alive if stay.standby), None)
-    return Seat(replica, now, moving, ended[:20])
+    return Seat(replica, node_rank, now, moving, ended[:20])
 
 
 def marks(job: Job, *, limit: int = 100) -> list[Mark]:
@@ -489,4 +495,5 @@ def seated(jobs: QuerySet[Job]) -> QuerySet[Job]:
 
 def _present_stays() -> Prefetch[Any, Any, Any]:
     alive = Placement.objects.filter(standby=False).exclude(state=PlacementState.ENDED)
-    return Prefetch("placements", alive.select_related("node"), to_attr="present")
+    by_rank = alive.select_related("node").order_by("node_rank")
+    return Prefetch("placements", by_rank, to_attr="present")

@@ -24,6 +24,8 @@ from controlplane.rest.serializers import Body, Number, Reasoned, RowSerializer
 #: Options travel through encoders that recurse.
 MAX_NESTING = 32
 MAX_REPLICAS = 4096
+MAX_NODES = 512  # of a replica
+MAX_GPUS = 8 * MAX_NODES
 MAX_WARM_SPARES = 64
 MAX_STEP = 2**53
 
@@ -44,6 +46,7 @@ class JobSerializer(RowSerializer):
             "world_replicas",
             "min_replicas",
             "gpus_per_replica",
+            "nodes_per_replica",
             "warm_spares",
             "whole",
             "active_replicas",
@@ -60,8 +63,17 @@ class JobSerializer(RowSerializer):
         )
 
 
+class PlacementSerializer(RowSerializer):
+    node_name = serializers.CharField(source="node.name")
+
+    class Meta:
+        model = Placement
+        fields = ("id", "node_rank", "node_id", "node_name", "state", "joined_at")
+
+
 class ReplicaSerializer(RowSerializer):
     job_name = serializers.CharField(source="job.name")
+    placements = PlacementSerializer(many=True, source="present")
     node_id = serializers.SerializerMethodField()
     node_name = serializers.SerializerMethodField()
     placement_id = serializers.SerializerMethodField()
@@ -78,6 +90,7 @@ class ReplicaSerializer(RowSerializer):
             "node_id",
             "node_name",
             "placement_id",
+            "placements",
         )
 
     def get_node_id(self, replica: Replica) -> str | None:
@@ -200,7 +213,19 @@ class NewJob(Body):
     )
     world_replicas = serializers.IntegerField(min_value=1, max_value=MAX_REPLICAS)
     min_replicas = serializers.IntegerField(min_value=1, max_value=MAX_REPLICAS, default=1)
-    gpus_per_replica = serializers.IntegerField(min_value=1, max_value=1024, default=8)
+    gpus_per_replica = serializers.IntegerField(
+        min_value=1,
+        max_value=MAX_GPUS,
+        default=None,
+        allow_null=True,
+        help_text="On all of its nodes together; eight on each if left out.",
+    )
+    nodes_per_replica = serializers.IntegerField(
+        min_value=1,
+        max_value=MAX_NODES,
+        default=1,
+        help_text="One that is on several nodes lives and dies as one, on all of them.",
+    )
     warm_spares = serializers.IntegerField(
         min_value=0,
         max_value=MAX_WARM_SPARES,
@@ -224,7 +249,28 @@ class NewJob(Body):
             raise serializers.ValidationError(
                 {"min_replicas": "must not exceed world_replicas"}, code="max_value"
             )
+        if attrs["nodes_per_replica"] > 1:
+            _check_several_nodes(attrs)
         return attrs
+
+
+def _check_several_nodes(attrs: dict[str, Any]) -> None:
+    nodes, gpus = attrs["nodes_per_replica"], attrs["gpus_per_replica"]
+    errors = {}
+    if attrs["world_replicas"] > 1:
+        errors["nodes_per_replica"] = (
+            "only a job of one replica can have it on several nodes: set world_replicas to 1"
+        )
+    if attrs["warm_spares"]:
+        errors["warm_spares"] = (
+            "no process can hold the state of a replica on several nodes: leave it at 0"
+        )
+    if gpus is not None and gpus % nodes:
+        errors["gpus_per_replica"] = (
+            f"must be shared out evenly to {nodes} nodes: give a multiple of {nodes}"
+        )
+    if errors:
+        raise serializers.ValidationError(errors, code="invalid")
 
 
 class WarmSpares(Reasoned):

@@ -29,6 +29,8 @@ from node_agent import wire
 
 #: How long a job's ranks may take to hear that they are to stop.
 STOP_TTL_S = 24 * 3600
+#: What most nodes have.
+GPUS_PER_NODE = 8
 
 
 @change()
@@ -40,11 +42,15 @@ def register(
     program: str,
     world_replicas: int,
     min_replicas: int = 1,
-    gpus_per_replica: int = 8,
+    gpus_per_replica: int | None = None,
+    nodes_per_replica: int = 1,
     warm_spares: int = 0,
     options: dict[str, Any] | None = None,
 ) -> Job:
-    """Make a job known, with its replicas pending. Raises Conflict if the name is taken."""
+    """Make a job known, with its replicas pending; eight cards on each node unless it says so.
+
+    Raises Conflict if the name is taken.
+    """
     if Job.objects.filter(cluster_id=cluster_id, name=name).exists():
         raise Conflict(f"the cluster has a job {name!r} already; choose another name")
     job = Job.objects.create(
@@ -53,7 +59,9 @@ def register(
         program=program,
         world_replicas=world_replicas,
         min_replicas=min_replicas,
-        gpus_per_replica=gpus_per_replica,
+        gpus_per_replica=gpus_per_replica or GPUS_PER_NODE * nodes_per_replica,
+        nodes_per_replica=nodes_per_replica,
+        whole=nodes_per_replica > 1,
         warm_spares=warm_spares,
         options=options or {},
     )
@@ -120,11 +128,14 @@ def set_coordinator(actor: Actor, job_id: str, node_id: str, address: str, place
 
 
 @change()
-def place(actor: Actor, replica_id: str, node_id: str, *, placement_id: str) -> Placement:
+def place(
+    actor: Actor, replica_id: str, node_id: str, *, placement_id: str, node_rank: int = 0
+) -> Placement:
     """Put a replica on a node: the node becomes allocated, the replica starting.
 
-    `placement_id` is the caller's, so that asking again finds what is there. Raises Conflict if the
-    replica is placed already or the node is not free.
+    `placement_id` is the caller's, so that asking again finds what is there. `node_rank`: which of
+    the replica's nodes it is to be. Raises Conflict if that is placed already or the node is not
+    free.
     """
     known = Placement.objects.filter(pk=placement_id).first()
     if known is not None:
@@ -132,11 +143,12 @@ def place(actor: Actor, replica_id: str, node_id: str, *, placement_id: str) -> 
     replica = (
         Replica.objects.select_for_update(no_key=True).select_related("job").get(pk=replica_id)
     )
-    there = replica.placements.filter(IN_ITS_PLACE).exclude(state=PlacementState.ENDED)
-    if there.exists():
+    if replica.alive.filter(node_rank=node_rank).exists():
         raise Conflict(f"replica {replica.index} of {replica.job.name} is placed already")
     take_node(actor, node_id, replica)
-    placement = Placement.objects.create(pk=placement_id, replica=replica, node_id=node_id)
+    placement = Placement.objects.create(
+        pk=placement_id, replica=replica, node_id=node_id, node_rank=node_rank
+    )
     set_replicas(replica.job, [replica.index], ReplicaState.STARTING)
     audit(
         actor,

@@ -130,7 +130,7 @@ def _record_progress(job: Job, batch: client.Batch, message: client.Progress) ->
     job.step_at = at
     job.epoch = message.epoch
     job.loss = message.loss
-    job.whole = message.whole
+    job.whole = message.whole or job.nodes_per_replica > 1
     job.samples_per_s = (
         message.samples / (message.steps * message.step_s) if message.step_s else None
     )
@@ -264,7 +264,12 @@ def _record_trouble(job: Job, batch: client.Batch, message: client.Trouble) -> N
         job_id=job.pk,
         replica=batch.replica,
         placement_id=batch.placement,
-        data={"kind": message.kind, "text": message.text, "subject": message.subject},
+        data={
+            "kind": message.kind,
+            "text": message.text,
+            "subject": message.subject,
+            "rank": batch.rank,
+        },
     )
 
 
@@ -274,8 +279,13 @@ def _record_stopped(job: Job, batch: client.Batch, message: client.Stopped) -> N
     successor = message.reason.removeprefix(REPLACED)
     if successor != message.reason:
         _moved(job, successor, batch.replica, _moment(message.at))
-    if Placement.objects.filter(pk=batch.placement, replica__job=job).exists():
-        end_placement(SYSTEM, batch.placement, f"{LEFT}{message.reason}", free_node=True)
+    told = Placement.objects.filter(pk=batch.placement, replica__job=job).first()
+    if told is None:
+        return
+    end_placement(SYSTEM, told.pk, f"{LEFT}{message.reason}", free_node=True)
+    if job.nodes_per_replica > 1 and not told.standby:
+        for other in told.replica.alive:  # its first rank speaks for all: they left together
+            end_placement(SYSTEM, other.pk, f"{LEFT}{message.reason}", free_node=True)
 
 
 # --- what its scheduler tells ---------------------------------------------------------------------

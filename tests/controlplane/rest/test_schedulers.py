@@ -267,6 +267,36 @@ def test_a_job_from_registration_to_its_end(yard: World, scheduler: Caller) -> N
     assert scheduler.order(f"{path}/end", {"reason": "again"}).status_code == 409
 
 
+def test_a_replica_may_be_on_several_nodes(yard: World, scheduler: Caller) -> None:
+    body = {"cluster": yard.cluster.name, "name": "wide", "program": "train", "world_replicas": 1}
+    job = scheduler.order("/api/v1/jobs", {**body, "nodes_per_replica": 2}).json()["result"]
+
+    shape = (job["nodes_per_replica"], job["gpus_per_replica"], job["whole"])
+    assert shape == (2, 16, True)
+    assert job["replicas"][0]["placements"] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "told"),
+    [
+        ({"world_replicas": 2}, "nodes_per_replica", "set world_replicas to 1"),
+        ({"warm_spares": 1}, "warm_spares", "leave it at 0"),
+        ({"gpus_per_replica": 9}, "gpus_per_replica", "give a multiple of 2"),
+        ({"nodes_per_replica": 0}, "nodes_per_replica", "greater than or equal to 1"),
+    ],
+)
+def test_what_several_nodes_do_not_allow_is_refused_with_the_remedy(
+    yard: World, scheduler: Caller, fields: dict[str, int], field: str, told: str
+) -> None:
+    body = {"cluster": yard.cluster.name, "name": "wide", "program": "train", "world_replicas": 1}
+    answer = scheduler.order("/api/v1/jobs", {**body, "nodes_per_replica": 2, **fields})
+
+    assert answer.status_code == 400
+    (error,) = answer.json()["errors"]
+    assert error["field"] == field
+    assert told in error["detail"]
+
+
 def test_two_reservations_never_hold_the_same_spare(yard: World, scheduler: Caller) -> None:
     spares = {node(yard, spare=True).pk for _ in range(2)}
     body = {"cluster": yard.cluster.pk, "holder": "slurm", "ttl_s": 60, "reason": "x"}
