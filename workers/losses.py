@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 from django.conf import settings
@@ -12,7 +15,7 @@ from controlplane.fleet.models import Node
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal, heard_since
 from controlplane.jobs.choices import PlacementState
-from controlplane.jobs.models import IN_ITS_PLACE, Interruption, Placement, ProgressSample
+from controlplane.jobs.models import Interruption, Placement, ProgressSample
 from workers import triage
 from workers.verdicts import HARDWARE_SPEAKS, verdict_of
 
@@ -38,7 +41,7 @@ def evidence_of(
     ]
     silent = told.filter(kind=SignalKind.GPU_UNREADABLE).first()
     lease = placement.node.lease
-    own = placement.replica.placements.filter(IN_ITS_PLACE)
+    own = placement.replica.alive.filter(node_rank=placement.node_rank)
     return triage.LossEvidence(
         process_exited=end is not None,
         peers_lost_it=_peers_miss_it(placement),
@@ -50,12 +53,37 @@ def evidence_of(
         silent_s=round((now - lease.last_beat_at).total_seconds(), 2),
         lease_s=settings.LEASE_S,
         stopped_by_order=bool(data.get("requested")),
-        ended=not own.exclude(state=PlacementState.ENDED).exists(),
+        ended=not own.exists(),
         verdicts=triage.gravest(v for v in verdicts if v is not None and triage.may_end_rank(v)),
         card_silent=str(silent.data.get("reason") or "no reason given") if silent else "",
         waited_s=round((now - looked_since).total_seconds(), 2),
         patience_s=settings.LEASE_S + settings.CAUSE_WAIT_S,
     )
+
+
+def first_of(
+    placements: Sequence[Placement], occurred_at: datetime, looked_since: datetime
+) -> tuple[Placement, triage.LossEvidence] | triage.NotYet:
+    """Of a replica's processes on its nodes the one that took the others along, and what is known
+    of it."""
+    known = [evidence_of(one, occurred_at, looked_since) for one in placements]
+    if any(one.process_exited or one.ended for one in known):
+        # Without that one it commits nothing more, whatever it told before.
+        known = [replace(one, still_commits=False) for one in known]
+    words = map(_words_of, placements)
+    places = [triage.PlaceEvidence(one, *said) for one, said in zip(known, words, strict=True)]
+    first = triage.first_to_go(places)
+    return first if isinstance(first, triage.NotYet) else (placements[first], known[first])
+
+
+def _words_of(placement: Placement) -> tuple[int, float]:
+    """How many of its ranks said why they ended, and when the first word of its end came."""
+    told = Signal.objects.filter(placement_id=placement.pk)
+    why = told.filter(kind=SignalKind.JOB_TROUBLE, data__kind="exception")
+    ends = told.filter(kind=SignalKind.PROCESS_EXITED)
+    first = (why | ends).order_by("observed_at").first()
+    said = why.values("data__rank").distinct().count()
+    return said, first.observed_at.timestamp() if first else math.inf
 
 
 def told_gone(placement: Placement) -> bool:
@@ -86,14 +114,14 @@ def trains(placement: Placement) -> bool:
 
 def _still_commits(placement: Placement, last_beat_at: datetime) -> bool:
     """Whether the replica stands in what the job told of its newest steps, after its node's last
-    beat. Where the job's coordinator went silent with the node, only if that is not long ago:
-    without it the others can neither make another step nor say whom they lost."""
+    beat. Where the job's coordinator went silent with the node, or it has no other replica, only if
+    that is not long ago: then nobody makes another step, or says whom they lost."""
     job = placement.replica.job
     newest = ProgressSample.objects.filter(job=job).order_by("-at").first()
     if newest is None or placement.replica.index not in newest.replicas:
         return False
     since = last_beat_at
-    if job.coordinator_node_id == placement.node_id:
+    if job.coordinator_node_id == placement.node_id or job.world_replicas == 1:
         usual_s = STEPS_MISSED * max(newest.step_s, newest.max_gap_s)
         since = max(since, timezone.now() - timedelta(seconds=settings.LEASE_S + usual_s))
     return newest.at > since

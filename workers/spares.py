@@ -91,6 +91,18 @@ def choose_nodes(candidates: Sequence[Candidate], count: int) -> list[Candidate]
     return (common + _spread([c for c in candidates if c.spare]))[:count]
 
 
+def choose_near(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+    """Nodes for one replica on `count` of them, in as few racks as possible: each step goes over
+    all of them, and any one that fails takes the others along.
+
+    A spare is taken only where the common nodes do not suffice. Fewer than `count` if there are
+    not enough.
+    """
+    crowd = Counter(c.rack for c in candidates if not c.spare)
+    near = sorted(candidates, key=lambda c: (c.spare, -crowd[c.rack], c.rack, c.name))
+    return near[:count]
+
+
 def choose_coordinator_node(
     candidates: Sequence[Candidate], ranks: Sequence[Candidate]
 ) -> Candidate:

@@ -31,7 +31,8 @@ MAX_REPLICA = 4096
 @signed_in
 @needs(Access.VIEWER)
 def job(request: HttpRequest, job_id: str) -> HttpResponse:
-    """One job; `move` shows the dry run of moving this replica, to `node` if that is named."""
+    """One job; `move` shows the dry run of moving this replica, to `node` if that is named, off
+    `leaving` where it is on several."""
     return _page(request, selectors.job_for(request.user, job_id))
 
 
@@ -39,7 +40,8 @@ def job(request: HttpRequest, job_id: str) -> HttpResponse:
 @signed_in
 @needs(Access.OPERATOR)
 def move(request: HttpRequest, job_id: str) -> HttpResponse:
-    """Have `replica` move to `node`, or to the one that suits it best, for `reason`."""
+    """Have `replica` move to `node`, or to the one that suits it best, for `reason`; off `leaving`
+    where it is on several."""
     found = selectors.job_for(request.user, job_id)
 
     def deed(actor: Actor) -> None:
@@ -48,6 +50,7 @@ def move(request: HttpRequest, job_id: str) -> HttpResponse:
             found.pk,
             _replica(request.POST.get("replica", "")),
             node_id=_node(request, found, request.POST.get("node", "")),
+            leaving=_node(request, found, request.POST.get("leaving", "")),
             reason=reason_of(request),
         )
 
@@ -118,7 +121,7 @@ def _page(request: HttpRequest, found: Job, status: int = 200) -> HttpResponse:
     def context() -> dict[str, Any]:
         may_act = may(request.user, Role.OPERATOR, found.cluster_id)
         asked = whole(request.GET.get("move", ""), MAX_REPLICA) if may_act else None
-        node = request.GET.get("node", "")
+        node, leaving = request.GET.get("node", ""), request.GET.get("leaving", "")
         checkpoints = selectors.last_checkpoints(found)
         troubles = selectors.troubles_of(found)
         return {
@@ -138,7 +141,7 @@ def _page(request: HttpRequest, found: Job, status: int = 200) -> HttpResponse:
             "may_act": may_act,
             "may_start": may_act and incidents.may_be_started(found),
             "moves": moves.moves_of(found),
-            "asked": moves.asked_of(found, asked, node) if asked is not None else None,
+            "asked": moves.asked_of(found, asked, node, leaving) if asked is not None else None,
         }
 
     return live_page(request, "jobs/job", [found.cluster], context, status=status)

@@ -253,7 +253,8 @@ class Nodes(fleet.Nodes):
 
 
 def _plan_of_move(job: Job, order: dict[str, Any]) -> Mapping[str, Any]:
-    return plan_of_move(plan_move(job, order["replica"], order["node"] or "")).as_dict()
+    move = plan_move(job, order["replica"], order["node"] or "", leaving=order["leaving"] or "")
+    return plan_of_move(move).as_dict()
 
 
 class Jobs(jobs.Jobs):
@@ -275,11 +276,16 @@ class Jobs(jobs.Jobs):
         goes on from there on the other node. The answer is the run that does it. A dry run shows
         its plan.
         """
-        node = order["node"]
-        if node is not None:
-            self.referred(nodes_for(self.request.user), node, "node")
+        for field in ("node", "leaving"):
+            if order[field] is not None:
+                self.referred(nodes_for(self.request.user), order[field], field)
         return actions.move_replica(
-            actor, job.pk, order["replica"], node_id=node or "", reason=order["reason"]
+            actor,
+            job.pk,
+            order["replica"],
+            node_id=order["node"] or "",
+            leaving=order["leaving"] or "",
+            reason=order["reason"],
         )
 
     @verb()

@@ -45,17 +45,21 @@ class Move:
 
     @property
     def title(self) -> str:
+        if self.replica.job.nodes_per_replica > 1:
+            where = f"{self.before.node.name} to {self.target.name}"
+            return f"Move {self.replica.job.name} from {where}"
         if self.replica.job.whole:
             return f"Move {self.replica.job.name} to {self.target.name}"
         return f"Move replica {self.replica.index} of {self.replica.job.name} to {self.target.name}"
 
 
-def plan_move(job: Job, index: int, node_id: str = "") -> Move:
+def plan_move(job: Job, index: int, node_id: str = "", *, leaving: str = "") -> Move:
     """How this replica would move now, to this node or else to the one that suits it best.
 
-    Raises Conflict if it cannot be moved, or not there.
+    `leaving`: of a replica on several nodes the one that it is to leave. Raises Conflict if it
+    cannot be moved, or not there.
     """
-    before = _movable(job, index)
+    before = _movable(job, index, leaving)
     candidates = _candidates(job, before)
     if node_id:
         target = Node.objects.select_related("lease", "rack").get(pk=node_id)
@@ -65,9 +69,9 @@ def plan_move(job: Job, index: int, node_id: str = "") -> Move:
     racks = Placement.objects.filter(replica__job=job, standby=False).exclude(
         state=PlacementState.ENDED
     )
-    others = racks.exclude(pk=before.pk).values_list("node__rack__name", flat=True)
+    others = racks.exclude(replica=before.replica).values_list("node__rack__name", flat=True)
     choice = choose_spare(
-        candidates, [rack or "" for rack in others], wanted_by(before.node, job.gpus_per_replica)
+        candidates, [rack or "" for rack in others], wanted_by(before.node, job.gpus_per_node)
     )
     if choice is None:
         raise Conflict(
@@ -78,9 +82,9 @@ def plan_move(job: Job, index: int, node_id: str = "") -> Move:
     return Move(before.replica, before, target, choice.reason)
 
 
-def targets_of(job: Job, index: int) -> list[Candidate]:
+def targets_of(job: Job, index: int, *, leaving: str = "") -> list[Candidate]:
     """The nodes that this replica could be moved to, by name. Raises Conflict if it cannot be."""
-    return sorted(_candidates(job, _movable(job, index)), key=lambda one: one.name)
+    return sorted(_candidates(job, _movable(job, index, leaving)), key=lambda one: one.name)
 
 
 def plan_of_move(move: Move) -> Plan:
@@ -135,12 +139,15 @@ def _notes(move: Move, pause_s: float) -> list[str]:
 
 def _notes_as_whole(move: Move, pause_s: float) -> list[str]:
     name, there, here = move.replica.job.name, move.target.name, move.before.node
+    others = [one.node.name for one in move.replica.alive if one.pk != move.before.pk]
+    end, begin = ", ".join([here.name, *others]), ", ".join([there, *others])
+    s = "" if others else "s"
     notes = [
         f"{name} lives as one: no second process can follow it while it trains",
         "it saves a checkpoint first",
-        f"{here.name} tells it to end, which it does at its next edge; if it has not after "
+        f"{end} tell{s} it to end, which it does at its next edge; if it has not after "
         f"{SAVE_S:g} s it is killed, and goes on from that checkpoint",
-        f"then {there} starts it, and it goes on from there: {move.why}",
+        f"then {begin} start{s} it, and it goes on from there: {move.why}",
         f"it stands still meanwhile, for about {pause_s:.0f} s",
     ]
     return notes + _reset_of(here)
@@ -159,8 +166,9 @@ def _absence_s(job: Job) -> float:
     return expected_start_s(taken)
 
 
-def _movable(job: Job, index: int) -> Placement:
-    """The process of this replica that trains. Raises Conflict if it cannot be moved."""
+def _movable(job: Job, index: int, leaving: str) -> Placement:
+    """The process of this replica that trains, on the node that it leaves. Raises Conflict if it
+    cannot be moved."""
     if job.state != JobState.RUNNING:
         state = job.get_state_display().lower()
         raise Conflict(f"{job.name} is {state}; only a replica of a running job can be moved")
@@ -178,7 +186,16 @@ def _movable(job: Job, index: int) -> Placement:
     if under_way is not None:
         raise Conflict(f"“{under_way.title}” is under way; wait for it, or cancel it")
     alive = replica.placements.select_related("node__rack", "node__cluster", "replica__job")
-    before = alive.filter(state=PlacementState.RUNNING, standby=False).first()
+    trains = alive.filter(state=PlacementState.RUNNING, standby=False).order_by("node_rank")
+    names = ", ".join(f"{one.node.name} ({one.node_id})" for one in trains)
+    if job.nodes_per_replica > 1 and not leaving:
+        raise Conflict(
+            f"replica {index} of {job.name} is on several nodes; say in `leaving` which it is to "
+            f"leave: {names}"
+        )
+    before = (trains.filter(node_id=leaving) if leaving else trains).first()
+    if before is None and leaving and trains:
+        raise Conflict(f"replica {index} of {job.name} is not on that node; it is on {names}")
     if before is None or replica.state != ReplicaState.ACTIVE:
         raise Conflict(
             f"replica {index} of {job.name} is {replica.get_state_display().lower()}; "
@@ -189,7 +206,7 @@ def _movable(job: Job, index: int) -> Placement:
 
 def _candidates(job: Job, before: Placement) -> list[Candidate]:
     """The free nodes with enough cards; where a report has not come, none are known to lack."""
-    wanted = wanted_by(before.node, job.gpus_per_replica)
+    wanted = wanted_by(before.node, job.gpus_per_node)
     return [
         one for one in free_nodes(job.cluster_id, job.pk) if not one.gpus or one.gpus >= wanted.gpus
     ]
@@ -197,7 +214,7 @@ def _candidates(job: Job, before: Placement) -> list[Candidate]:
 
 def _why_not(node: Node, before: Placement) -> str:
     job = before.replica.job
-    if node.pk == before.node_id:
+    if before.replica.alive.filter(node=node).exists():
         return "it runs there already"
     if node.cluster_id != job.cluster_id:
         return f"it is not in the cluster of {job.name}"
@@ -215,6 +232,6 @@ def _why_not(node: Node, before: Placement) -> str:
     if limits.maintenance_of(node).exists():
         return "it is in maintenance"
     cards = Gpu.objects.filter(node=node).count()
-    if cards and cards < job.gpus_per_replica:
-        return f"it has {cards} cards, and the replica needs {job.gpus_per_replica}"
+    if cards and cards < job.gpus_per_node:
+        return f"it has {cards} cards, and the replica needs {job.gpus_per_node}"
     return "it is reserved, or about to be taken out"

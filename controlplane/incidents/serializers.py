@@ -360,6 +360,12 @@ class NewMove(Reasoned):
         allow_null=True,
         help_text="The id of the node it moves to; the one that suits it best if left out.",
     )
+    leaving = serializers.CharField(
+        max_length=64,
+        default=None,
+        allow_null=True,
+        help_text="The id of the node it leaves, where the replica is on several.",
+    )
 
 
 class NewMode(Reasoned):

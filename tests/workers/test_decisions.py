@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -72,6 +73,38 @@ def test_the_cause_follows_from_the_evidence(
     cause = triage.cause_of_loss(evidence(**known))
     assert isinstance(cause, triage.Cause)
     assert (cause.code, cause.node_fit) == (code, fit)
+
+
+HERE: dict[str, object] = {}
+GONE: dict[str, object] = {"process_exited": True, "exit_code": 1}
+SILENT: dict[str, object] = {"node_reachable": False, "silent_s": 31.0}
+HIT: dict[str, object] = {"verdicts": (judged(XID_79),)}
+
+
+@pytest.mark.parametrize(
+    ("places", "first"),
+    [
+        ([(HERE, 0, 9.0), (GONE, 0, 2.0)], 1),  # killed: it said nothing
+        ([(GONE, 2, 1.0), (GONE, 1, 1.5)], 1),  # one of its ranks was killed
+        ([(GONE, 2, 1.5), (GONE, 2, 1.0)], 1),  # the one that spoke first
+        ([(GONE, 2, 1.0), (SILENT, 0, math.inf)], 1),
+        ([(GONE, 2, 1.0), (HIT, 0, math.inf)], 1),
+        ([(SILENT, 0, math.inf), (GONE | HIT, 0, 1.0)], 1),  # what is known outranks silence
+        ([({"ended": True}, 0, math.inf), (GONE, 2, 1.0)], 0),  # emptied off its node
+        ([(GONE | {"waited_s": 99.0}, 2, 1.0), (HERE, 0, math.inf)], 0),  # the other only hangs
+        ([(HERE, 0, math.inf), (HERE, 0, math.inf)], 0),
+    ],
+)
+def test_of_several_nodes_the_one_with_evidence_took_the_others_along(
+    places: list[tuple[dict[str, object], int, float]], first: int
+) -> None:
+    known = [triage.PlaceEvidence(evidence(**loss), said, at) for loss, said, at in places]
+    assert triage.first_to_go(known) == first
+
+
+def test_one_whose_ranks_lost_a_peer_is_not_the_first_while_another_may_be() -> None:
+    places = [triage.PlaceEvidence(evidence(**GONE), 2, 1.0), triage.PlaceEvidence(evidence())]
+    assert isinstance(triage.first_to_go(places), triage.NotYet)
 
 
 def test_without_a_word_from_agent_or_lease_there_is_no_cause_yet() -> None:
@@ -190,6 +223,16 @@ def test_a_starting_job_gets_distinct_nodes_and_spares_last(
     common = [c for c in candidates if not c.spare]
     assert len({c.node_id for c in chosen}) == len(chosen) == min(count, len(candidates))
     assert sum(c.spare for c in chosen) == max(0, len(chosen) - len(common))
+
+
+def test_the_nodes_of_one_replica_are_in_as_few_racks_as_possible() -> None:
+    def free(name: str, rack: str, *, spare: bool = False) -> spares.Candidate:
+        return spares.Candidate(f"nod_{name}", name, rack, spare)
+
+    nodes = [free("a", "r1"), free("b", "r2"), free("c", "r2"), free("d", "r1", spare=True)]
+
+    assert [c.name for c in spares.choose_near(nodes, 3)] == ["b", "c", "a"]
+    assert [c.name for c in spares.choose_near(nodes, 9)] == ["b", "c", "a", "d"]
 
 
 def situation(**changes: object) -> recovery.Situation:

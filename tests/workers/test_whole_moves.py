@@ -19,7 +19,7 @@ from controlplane.incidents.models import Incident, PlaybookRun
 from controlplane.incidents.moves import SAVE_S, plan_move, plan_of_move
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState, ReplicaState
-from controlplane.jobs.models import Job, Placement, Replica
+from controlplane.jobs.models import Job, Placement, ProgressSample, Replica
 from node_agent import wire
 from runtime import client
 from tests.factories import ProgressSampleFactory
@@ -383,3 +383,18 @@ def test_one_that_had_ended_is_brought_back_when_its_move_is_called_off(world: W
 
     assert run_of(MOVE).state == RunState.CANCELLED
     assert run_of("replica-lost").context["replica"] == 0
+
+
+# --- lost with its node ---------------------------------------------------------------------------
+
+
+def test_one_that_told_of_a_step_after_its_nodes_last_beat_is_lost_with_it_all_the_same(
+    world: World,
+) -> None:
+    long_ago = timezone.now() - timedelta(seconds=50)
+    ProgressSampleFactory(job=world.job, step=19, epoch=1, replicas=[0], at=long_ago)
+    ProgressSample.objects.exclude(step=19).delete()
+    world.silence(world.placements[0].node)
+    drain()
+
+    assert Incident.objects.get(job=world.job).code == "node-lost"

@@ -38,6 +38,15 @@ from workers.playbooks.base import (
 )
 from workers.playbooks.node_steps import actor_of
 from workers.playbooks.replica_lost import order_start, runs_on, start_failed
+from workers.playbooks.together import (
+    gone_of,
+    left_of,
+    names_of,
+    order_ends,
+    placements_of,
+    refused,
+    start_all,
+)
 from workers.spares import choose_spare
 
 #: An agent that is heard takes the order to end it within this many seconds, or nothing is done.
@@ -67,6 +76,8 @@ def save(ctx: StepContext) -> Outcome:
 
 
 def end(ctx: StepContext) -> Outcome:
+    if len(_there(ctx)) > 1:
+        return _end_all(ctx)
     before = _placement(ctx, "from")
     where = before.node.name
     stop = Command.objects.filter(requester=ctx.requester(), verb="stop_process").first()
@@ -106,10 +117,44 @@ def end(ctx: StepContext) -> Outcome:
     return Wait(text=f"it saves and ends on {where}")
 
 
+def _end_all(ctx: StepContext) -> Outcome:
+    """The same on several nodes, which end it together: none waits for another that trains on."""
+    there = _there(ctx)
+    left = left_of(ctx, there)
+    orders = Command.objects.filter(requester__startswith=f"{ctx.step.pk}.")
+    if not orders and (gone := gone_of(there)):
+        return _not_moved(f"its process on {gone.node.name} has ended by itself")
+    if any(stop is None for _, stop in left):
+        return Wait(
+            text=f"{names_of(there)} are told to let it save and end",
+            apply=lambda: order_ends(
+                ctx, left, grace_s=SAVE_S, ttl_s=SAVE_S + STOP_ORDER_S, actor=actor_of(ctx)
+            ),
+        )
+    if not left:
+
+        def free() -> None:
+            for one in there:
+                jobs.end_placement(SYSTEM, one.pk, f"moved: {ctx.run.title}", free_node=True)
+                jobs.vacate(SYSTEM, one)
+            if ctx.values["spare"]:
+                jobs.keep_as_spare(SYSTEM, _placement(ctx, "from").node_id, ctx.run.title)
+
+        return Done(text=f"nothing of it runs on {names_of(there)} any more", apply=free)
+    if _being_brought_back(ctx):
+        return _not_moved("it was lost meanwhile, and is brought back by a run of its own")
+    bad = refused(left)
+    if bad is not None:
+        return Ask(text=f"{bad[0].node.name} does not say that nothing of it runs")
+    return Wait(text=f"it saves and ends on {names_of([one for one, _ in left])}")
+
+
 def choose_place(ctx: StepContext) -> Outcome:
     """The node that it was to move to, or else the one that suits it best by now."""
     if _being_brought_back(ctx):
         return _not_moved("it is brought back by a run of its own")
+    if len(_there(ctx)) > 1:
+        return _choose_places(ctx)
     before = _placement(ctx, "from")
     job = before.replica.job
     free = [
@@ -131,10 +176,41 @@ def choose_place(ctx: StepContext) -> Outcome:
     )
 
 
+def _choose_places(ctx: StepContext) -> Outcome:
+    """The same for a replica on several nodes: those that it stays on, where they are to be had."""
+    moved = _placement(ctx, "from")
+    there, job = _there(ctx), moved.replica.job
+    free = {
+        one.node_id: one
+        for one in free_nodes(job.cluster_id, job.pk)
+        if one.node_id not in ctx.values["passed_over"]
+    }
+    wanted = {one.node_rank: one.node_id for one in there}
+    wanted[moved.node_rank] = ctx.values["target"]
+    chosen = {rank: free[node_id] for rank, node_id in wanted.items() if node_id in free}
+    for one in there:
+        if one.node_rank in chosen:
+            continue
+        taken = {node.node_id for node in chosen.values()}
+        rest = [node for node in free.values() if node.node_id not in taken]
+        others = [node for node in rest if node.node_id != moved.node_id]
+        choice = choose_spare(others or rest, [], wanted_by(one.node, job.gpus_per_node))
+        if choice is None:
+            return Wait(text=f"{len(chosen)} of {len(there)} nodes are free", wake_s=2.0)
+        chosen[one.node_rank] = free[choice.node_id]
+    nodes = [chosen[rank] for rank in range(len(there))]
+    return Done(
+        text=f"it goes on on {', '.join(node.name for node in nodes)}",
+        context={"targets": [node.node_id for node in nodes]},
+    )
+
+
 def start(ctx: StepContext) -> Outcome:
     if _being_brought_back(ctx):
         return _not_moved("it is brought back by a run of its own")
     replica = _placement(ctx, "from").replica
+    if len(_there(ctx)) > 1:
+        return start_all(ctx, replica, ctx.values["targets"], again="choose-place")
     target = Node.objects.get(pk=ctx.values["target"])
     command = Command.objects.filter(requester=ctx.requester(), verb="start_rank").first()
     if command is None:
@@ -147,14 +223,19 @@ def start(ctx: StepContext) -> Outcome:
 
 
 def await_step(ctx: StepContext) -> Outcome:
-    before, now = _placement(ctx, "from"), _placement(ctx, "placement")
+    before = _placement(ctx, "from")
+    nows = placements_of(ctx) or [_placement(ctx, "placement")]
+    now = nows[before.node_rank if len(nows) > 1 else 0]
     job, where = now.replica.job, now.node.name
     if _being_brought_back(ctx):
         return _not_moved(f"it was lost on {where}, and is brought back by a run of its own")
     if now.end_reason.startswith(LEFT):
         return Done(text=f"on {where} it found nothing left to do, and has {now.end_reason}")
-    if now.state == PlacementState.ENDED or losses.told_gone(now):
-        return Wait(text=f"its process on {where} has ended; its loss is being taken up")
+    gone = next(
+        (one for one in nows if one.state == PlacementState.ENDED or losses.told_gone(one)), None
+    )
+    if gone is not None:
+        return Wait(text=f"its process on {gone.node.name} has ended; its loss is being taken up")
     if now.joined_at is None:
         state = "loads its newest checkpoint" if now.started_at else "is starting"
         return Wait(text=f"the process on {where} {state}")
@@ -166,7 +247,7 @@ def await_step(ctx: StepContext) -> Outcome:
 
 PLAYBOOK = Playbook(
     name=AS_WHOLE,
-    version=2,
+    version=3,
     summary="Moves a job that lives as one: it saves, ends, and goes on on another node.",
     deadline_s=2 * 86_400,
     steps=(
@@ -196,7 +277,7 @@ PLAYBOOK = Playbook(
             effect=Effect.NONE,
             timeout_s=900,
             prose="The node that was ordered; where that was taken meanwhile, a spare, or another "
-            "free node, or the one that it came from.",
+            "free node, or the one that it came from. Its other nodes, if it has several, stay.",
         ),
         StepDefinition(
             key="start",
@@ -204,7 +285,8 @@ PLAYBOOK = Playbook(
             act=start,
             effect=Effect.FENCED,
             timeout_s=120,
-            prose="Start its program on the chosen node with the job's coordinator and token.",
+            prose="Start its program on the chosen node with the job's coordinator and token, and "
+            "on its other nodes.",
             undo="Stop the process on the chosen node.",
         ),
         StepDefinition(
@@ -222,6 +304,12 @@ PLAYBOOK = Playbook(
 def _placement(ctx: StepContext, role: str) -> Placement:
     found = Placement.objects.select_related("node", "replica__job")
     return found.get(pk=ctx.values[role])
+
+
+def _there(ctx: StepContext) -> list[Placement]:
+    """What it had when the move was ordered, on each of its nodes."""
+    found = Placement.objects.filter(pk__in=ctx.values.get("there", [ctx.values["from"]]))
+    return list(found.select_related("node__lease", "replica__job").order_by("node_rank"))
 
 
 def _not_moved(why: str) -> Fail:

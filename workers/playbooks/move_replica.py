@@ -38,7 +38,8 @@ from workers.playbooks.base import (
     Wait,
 )
 from workers.playbooks.node_steps import actor_of
-from workers.playbooks.replica_lost import runs_on, see_ended, start_rank_command
+from workers.playbooks.orders import start_rank_command
+from workers.playbooks.replica_lost import runs_on, see_ended
 
 #: A node that is heard starts a rank within this many seconds, or the move is given up.
 START_ORDER_S = 20.0

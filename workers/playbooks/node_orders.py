@@ -73,7 +73,7 @@ def move_away(ctx: StepContext) -> Outcome:
         why = run.state_reason or f"not moved within {limit_s:g} s"
         return Done(text=f"replica {index} of {job.name} is stopped on {node.name}: {why}")
     try:
-        plan_move(job, index)
+        plan_move(job, index, leaving=node.pk)
     except Conflict as conflict:
         words = f"replica {index} of {job.name} is stopped on {node.name}: {conflict.detail}"
         return Done(text=words)
@@ -83,6 +83,7 @@ def move_away(ctx: StepContext) -> Outcome:
             node_steps.actor_of(ctx),
             job.pk,
             index,
+            leaving=node.pk,
             reason=f"{ctx.run.title}: {ctx.values.get('reason', '')}",
             drains=ctx.run.pk,
         )

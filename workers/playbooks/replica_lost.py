@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 from django.conf import settings
 from django.db.models import Q
 from django.utils import timezone
 
-from controlplane import crypto
 from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import COMMAND_FINISHED, CommandState, NodeState
@@ -43,19 +42,34 @@ from workers.playbooks.base import (
     StepDefinition,
     Wait,
 )
-from workers.spares import choose_spare
+from workers.playbooks.orders import START_ORDER_S, start_rank_command
+from workers.playbooks.together import (
+    gone_of,
+    left_of,
+    names_of,
+    order_ends,
+    placements_of,
+    refused,
+    start_all,
+)
+from workers.spares import Candidate, choose_spare
 
-#: A node that is heard starts a rank within this many seconds, or is passed over.
-START_ORDER_S = 20.0
+#: A node that was told to kill a process answers within this many seconds.
+KILL_ORDER_S = 30.0
 
 
 def find_cause(ctx: StepContext) -> Outcome:
-    placement = Placement.objects.select_related("node__lease", "replica").get(
+    placement = Placement.objects.select_related("node__lease", "replica__job").get(
         pk=ctx.values["lost_placement"]
     )
-    evidence = losses.evidence_of(
-        placement, ctx.incident.occurred_at, ctx.step.started_at or timezone.now()
-    )
+    since = ctx.step.started_at or timezone.now()
+    evidence = losses.evidence_of(placement, ctx.incident.occurred_at, since)
+    together = [one for one in placement.replica.alive if one.pk != placement.pk]
+    if placement.replica.job.nodes_per_replica > 1:
+        first = losses.first_of([placement, *together], ctx.incident.occurred_at, since)
+        if isinstance(first, triage.NotYet):
+            return Wait(text=first.reason, wake_s=first.wait_s)
+        placement, evidence = first
     shown = {k: v for k, v in asdict(evidence).items() if v not in (None, "", (), False)}
     shown |= {"verdicts": [f"{v.code}: {v.action}" for v in evidence.verdicts]}
     verdict = triage.cause_of_loss(evidence)
@@ -87,7 +101,7 @@ def find_cause(ctx: StepContext) -> Outcome:
         title = f"{_job_name(ctx)} lost replica {ctx.values['replica']} on {where}: {verdict.code}"
         if ctx.incident.replica is None:
             title = incidents.title_of_loss(ctx.incident, verdict.code)
-        incidents.set_cause(ctx.incident.pk, title, sentence, failure)
+        incidents.set_cause(ctx.incident.pk, title, sentence, failure, node_id=placement.node_id)
         if not verdict.node_fit:
             incidents.open_breaker_on_burst(ctx.run.cluster_id, verdict.code)
 
@@ -95,6 +109,7 @@ def find_cause(ctx: StepContext) -> Outcome:
         text=f"{verdict.code} on {where}: {verdict.summary}",
         evidence={**shown, "rule": verdict.rule},
         context={
+            "lost_placement": placement.pk,
             "node_fit": verdict.node_fit,
             "passed_over": [],
             "code": verdict.code,
@@ -137,11 +152,53 @@ def confirm_takeover(ctx: StepContext) -> Outcome:
     )
 
 
+def end_what_is_left(ctx: StepContext) -> Outcome:
+    """Have ended what a replica still has on any of its nodes: without the one that was lost it
+    trains nothing, and what is started anew must not meet it."""
+    replica = _replica(ctx)
+    there = list(replica.alive)
+    if replica.job.nodes_per_replica == 1:
+        return Skip(text="it is on one node")
+    left = left_of(ctx, there)
+    if not left:
+        return Done(text=f"nothing of it runs on any of its {replica.job.nodes_per_replica} nodes")
+    silent = next((one for one, _ in left if not one.node.lease.reachable), None)
+    if silent is not None:
+        return Back(
+            to="find-cause",
+            text=f"{silent.node.name} went silent before its process was seen to end",
+            context={"lost_placement": silent.pk},
+        )
+    bad = refused(left)
+    if bad is not None:
+        placement, stop = bad
+        return Back(
+            to="take-node-out",
+            text=f"{placement.node.name} does not end its process ({stop.error or stop.state}): it "
+            "is unfit",
+            context={
+                "lost_placement": placement.pk,
+                "node_fit": False,
+                "action": Action.POWER_CYCLE,
+                "gpu": "",
+            },
+        )
+    names = names_of([one for one, _ in left])
+    if any(stop is None for _, stop in left):
+        return Wait(
+            text=f"{names} are told to end what is left of it",
+            apply=lambda: order_ends(ctx, left, grace_s=0, ttl_s=KILL_ORDER_S),
+        )
+    return Wait(text=f"waiting for {names} to say that nothing of it runs")
+
+
 def choose_place(ctx: StepContext) -> Outcome:
     placement = Placement.objects.select_related("replica__job", "node__rack").get(
         pk=ctx.values["lost_placement"]
     )
     job = placement.replica.job
+    if job.nodes_per_replica > 1:
+        return _choose_places(ctx, placement.replica)
     alive = Placement.objects.filter(replica__job=job).exclude(state=PlacementState.ENDED)
     taken = Q(replica=placement.replica, warm=True, standby=False) & ~Q(pk=placement.pk)
     successor = alive.filter(Q(moved_from=placement) | taken).select_related("node").first()
@@ -198,6 +255,52 @@ def choose_place(ctx: StepContext) -> Outcome:
     )
 
 
+def _choose_places(ctx: StepContext, replica: Replica) -> Outcome:
+    """A node for each place of a replica on several: the one that it had, unless that is unfit or
+    not to be had any more."""
+    job = replica.job
+    free = {
+        one.node_id: one
+        for one in free_nodes(job.cluster_id, job.pk)
+        if one.node_id not in ctx.values["passed_over"]
+    }
+    last = [_last_at(replica, node_rank) for node_rank in range(job.nodes_per_replica)]
+    stay = [one for one in last if _stays(ctx, one, free)]
+    chosen = {one.node_rank: one.node for one in stay}
+    reasons = []
+    for one in last:
+        if one in stay:
+            continue
+        taken = {node.pk for node in chosen.values()}
+        choice = choose_spare(
+            [c for c in free.values() if c.node_id not in (one.node_id, *taken)],
+            [],  # near the others, not spread as replicas are: each step goes over all of them
+            wanted_by(one.node, job.gpus_per_node),
+        )
+        if choice is None:
+            return Wait(text=f"no node is free for the place of {one.node.name}", wake_s=2.0)
+        chosen[one.node_rank] = Node.objects.select_related("rack").get(pk=choice.node_id)
+        reasons.append(f"{choice.name} for {one.node.name}: {choice.reason}")
+    return Done(
+        text="; ".join(reasons) or "it returns on the nodes that it had",
+        context={"targets": [chosen[rank].pk for rank in range(job.nodes_per_replica)]},
+    )
+
+
+def _last_at(replica: Replica, node_rank: int) -> Placement:
+    stays = replica.placements.filter(node_rank=node_rank)
+    return stays.select_related("node__rack", "node__lease").latest("created_at")
+
+
+def _stays(ctx: StepContext, last: Placement, free: Mapping[str, Candidate]) -> bool:
+    """Whether a place may be on the node that it was on last."""
+    if last.node_id in ctx.values["passed_over"] or not last.node.lease.reachable:
+        return False
+    lost_to_it = last.pk == ctx.values["lost_placement"] and not ctx.values["node_fit"]
+    holds_it = last.state != PlacementState.ENDED and _may_stay(last.node)
+    return not lost_to_it and (holds_it or last.node_id in free)
+
+
 def take_node_out(ctx: StepContext) -> Outcome:
     placement = Placement.objects.select_related("node").get(pk=ctx.values["lost_placement"])
     node = placement.node
@@ -240,6 +343,8 @@ def take_node_out(ctx: StepContext) -> Outcome:
 
 def start_replica(ctx: StepContext) -> Outcome:
     replica = _replica(ctx)
+    if replica.job.nodes_per_replica > 1:
+        return _start_together(ctx, replica)
     target = Node.objects.select_related("lease").get(pk=ctx.values["target"])
     lost = Placement.objects.select_related("node__lease").get(pk=ctx.values["lost_placement"])
     command = Command.objects.filter(requester=ctx.requester(), verb="start_rank").first()
@@ -266,6 +371,25 @@ def start_replica(ctx: StepContext) -> Outcome:
     if command.state in COMMAND_FINISHED:
         return start_failed(ctx, target, command)
     return Wait(text=f"waiting for {target.name} to start it")
+
+
+def _start_together(ctx: StepContext, replica: Replica) -> Outcome:
+    begun = placements_of(ctx)
+    silent = next((one for one in begun if not one.node.lease.reachable), None)
+    if silent is not None and silent.state != PlacementState.ENDED:
+        return Back(
+            to="find-cause",
+            text=f"{silent.node.name} went silent before all had started it",
+            context={"lost_placement": silent.pk},
+        )
+    targets = ctx.values["targets"]
+
+    def end() -> None:
+        for one in replica.alive:
+            moves = one.node_id not in targets
+            jobs.end_placement(SYSTEM, one.pk, ctx.incident.cause, free_node=moves)
+
+    return start_all(ctx, replica, targets, again="choose-place", first=end)
 
 
 def _ending_of_what_hangs(ctx: StepContext, lost: Placement) -> Outcome | None:
@@ -338,6 +462,8 @@ def start_failed(ctx: StepContext, target: Node, command: Command) -> Outcome:
 
 
 def await_rejoin(ctx: StepContext) -> Outcome:
+    if _replica(ctx).job.nodes_per_replica > 1:
+        return _await_all(ctx)
     placement = Placement.objects.select_related("node__lease").get(pk=ctx.values["placement"])
     quicker = _warm_spare_in_place_of(placement)
     if quicker is not None:
@@ -369,6 +495,28 @@ def await_rejoin(ctx: StepContext) -> Outcome:
     return Done(text=text, apply=apply)
 
 
+def _await_all(ctx: StepContext) -> Outcome:
+    placements = placements_of(ctx)
+    gone = gone_of(placements)
+    if gone is not None:
+        return Back(
+            to="find-cause",
+            text=f"it was lost again on {gone.node.name}",
+            context={"lost_placement": gone.pk},
+        )
+    joined = [one.joined_at for one in placements if one.joined_at is not None]
+    if len(joined) < len(placements):
+        up = sum(one.started_at is not None for one in placements)
+        return Wait(text=f"{up} of its {len(placements)} nodes' processes are up")
+    text = f"replica {ctx.values['replica']} trains again on {names_of(placements)}"
+    restored_at = max(joined)
+
+    def apply() -> None:
+        incidents.set_restored(ctx.incident.pk, restored_at, text)
+
+    return Done(text=text, apply=apply)
+
+
 def _make_way(ctx: StepContext, late: Placement, quicker: Placement) -> Outcome:
     """End a process that was started for a place which a warm spare has taken meanwhile."""
     text = f"the warm spare on {quicker.node.name} has its place"
@@ -385,7 +533,7 @@ def _make_way(ctx: StepContext, late: Placement, quicker: Placement) -> Outcome:
 
 PLAYBOOK = Playbook(
     name="replica-lost",
-    version=5,
+    version=6,
     summary="Finds out why a replica was lost and lets it train again, in place or on a spare.",
     deadline_s=7 * 86_400,
     steps=(
@@ -417,13 +565,22 @@ PLAYBOOK = Playbook(
             undo="Return the node after its validation.",
         ),
         StepDefinition(
+            key="end-what-is-left",
+            title="End what is left of it",
+            act=end_what_is_left,
+            effect=Effect.IDEMPOTENT,
+            prose="Of a replica on several nodes: kill its process on each of the others, which "
+            "train nothing without the one that was lost, and see that nothing of it runs.",
+        ),
+        StepDefinition(
             key="choose-place",
             title="Choose where it returns",
             act=choose_place,
             effect=Effect.NONE,
             timeout_s=900,
             prose="In place if the node is fit. Otherwise a spare of the same cluster, in the rack "
-            "that holds the fewest of the job's other replicas.",
+            "that holds the fewest of the job's other replicas. Of a replica on several nodes only "
+            "what was on the unfit one goes elsewhere.",
         ),
         StepDefinition(
             key="start-replica",
@@ -431,7 +588,8 @@ PLAYBOOK = Playbook(
             act=start_replica,
             effect=Effect.FENCED,
             timeout_s=120,
-            prose="Start the rank on the chosen node with the job's coordinator and token.",
+            prose="Start the rank on the chosen node with the job's coordinator and token; of a "
+            "replica on several nodes all, on each of them.",
             undo="Stop the process on the chosen node.",
         ),
         StepDefinition(
@@ -445,26 +603,6 @@ PLAYBOOK = Playbook(
         ),
     ),
 )
-
-
-def start_rank_command(
-    replica: Replica, placement_id: str, standby: Literal["", "migrate", "spare"] = ""
-) -> wire.StartRank:
-    """The order to start the one rank of a replica, or one that is to take its place."""
-    job = replica.job
-    return wire.StartRank(
-        job=job.pk,
-        placement=placement_id,
-        replica=replica.index,
-        rank=0,
-        world_replicas=job.world_replicas,
-        coordinator=job.coordinator_address,
-        token=crypto.job_token(job.pk),
-        ingest_url=settings.INGEST_URL,
-        program=job.program,
-        options=job.options,
-        standby=standby,
-    )
 
 
 def order_start(

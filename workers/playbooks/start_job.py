@@ -10,7 +10,8 @@ from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import COMMAND_FINISHED, CommandState
 from controlplane.fleet.models import Command, Node
 from controlplane.incidents.candidates import free_nodes
-from controlplane.incidents.choices import Effect
+from controlplane.incidents.choices import RUN_UNFINISHED, Effect
+from controlplane.incidents.models import PlaybookRun
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
 from controlplane.jobs.models import IN_ITS_PLACE, Job, Replica
@@ -25,16 +26,20 @@ from workers.playbooks.base import (
     StepDefinition,
     Wait,
 )
-from workers.playbooks.replica_lost import start_rank_command
-from workers.spares import choose_coordinator_node, choose_nodes
+from workers.playbooks.orders import start_rank_command
+from workers.playbooks.together import start_all, starts_of
+from workers.spares import choose_coordinator_node, choose_near, choose_nodes
 
 
 def choose(ctx: StepContext) -> Outcome:
     job = _job(ctx)
-    candidates = free_nodes(job.cluster_id, job.pk)
-    chosen = choose_nodes(candidates, job.world_replicas)
-    if len(chosen) < job.world_replicas:
-        return Wait(text=f"{len(chosen)} of {job.world_replicas} nodes are free")
+    passed_over = ctx.values.get("passed_over", [])
+    free = free_nodes(job.cluster_id, job.pk)
+    candidates = [one for one in free if one.node_id not in passed_over]
+    count = job.world_replicas * job.nodes_per_replica
+    chosen = (choose_near if job.nodes_per_replica > 1 else choose_nodes)(candidates, count)
+    if len(chosen) < count:
+        return Wait(text=f"{len(chosen)} of {count} nodes are free")
     coordinator = choose_coordinator_node(candidates, chosen)
     names = ", ".join(node.name for node in chosen)
     return Done(
@@ -91,6 +96,8 @@ def start_coordinator(ctx: StepContext) -> Outcome:
 
 def start_ranks(ctx: StepContext) -> Outcome:
     job = _job(ctx)
+    if job.nodes_per_replica > 1:
+        return _start_together(ctx, job)
     commands = Command.objects.filter(requester__startswith=f"{ctx.requester()}.")
     if not commands:
 
@@ -115,6 +122,20 @@ def start_ranks(ctx: StepContext) -> Outcome:
     return Done(text=f"{running} ranks run")
 
 
+def _start_together(ctx: StepContext, job: Job) -> Outcome:
+    replica = job.replicas.select_related("job").get()
+    brought_back = PlaybookRun.objects.filter(playbook="replica-lost", job=job)
+    if brought_back.filter(state__in=sorted(RUN_UNFINISHED)).exists() and starts_of(ctx):
+        return Done(text="one of its nodes was lost, and it is brought back by a run of its own")
+    return start_all(
+        ctx,
+        replica,
+        ctx.values["nodes"],
+        again="choose-nodes",
+        give_up=lambda: jobs.begin_start(SYSTEM, job.pk, "one of its nodes did not start it"),
+    )
+
+
 def _order_rank(ctx: StepContext, replica: Replica, node_id: str) -> None:
     """Place one replica and have its rank started; a retry leaves alone what runs already."""
     own = replica.placements.filter(IN_ITS_PLACE)
@@ -137,7 +158,7 @@ def await_first_step(ctx: StepContext) -> Outcome:
 
 PLAYBOOK = Playbook(
     name="start-job",
-    version=1,
+    version=2,
     summary="Starts a job's coordinator and ranks, from its newest checkpoint if it has one.",
     deadline_s=3600,
     steps=(
@@ -147,8 +168,9 @@ PLAYBOOK = Playbook(
             act=choose,
             effect=Effect.NONE,
             timeout_s=1800,
-            prose="One free node for each replica, spread over racks, spares left alone; another "
-            "for the coordinator if there is one.",
+            prose="One free node for each replica, spread over racks, spares left alone; for one "
+            "that is on several, nodes of as few racks as possible. Another for the coordinator if "
+            "there is one.",
         ),
         StepDefinition(
             key="start-coordinator",
@@ -163,7 +185,8 @@ PLAYBOOK = Playbook(
             title="Start the ranks",
             act=start_ranks,
             effect=Effect.FENCED,
-            prose="Start the program on each chosen node, with the coordinator's address.",
+            prose="Start the program on each chosen node, with the coordinator's address. Of a "
+            "replica on several nodes, if one does not start it: end all, and choose anew.",
             undo="Stop the processes.",
         ),
         StepDefinition(

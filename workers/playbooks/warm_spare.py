@@ -28,7 +28,8 @@ from workers.playbooks.base import (
     StepDefinition,
     Wait,
 )
-from workers.playbooks.replica_lost import START_ORDER_S, runs_on, see_ended, start_rank_command
+from workers.playbooks.orders import START_ORDER_S, start_rank_command
+from workers.playbooks.replica_lost import runs_on, see_ended
 
 DEADLINE_S = 86_400.0
 

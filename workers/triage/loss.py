@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from workers.triage.verdicts import Fault, LineVerdict, condemns_node
@@ -69,6 +71,18 @@ class NotYet:
 
     wait_s: float
     reason: str
+
+
+@dataclass(frozen=True)
+class PlaceEvidence:
+    """The same of a replica's process on one of its nodes, and what its ranks said."""
+
+    loss: LossEvidence
+    #: How many of its ranks said why they ended: those whose peers died do, one that was killed
+    #: does not.
+    said: int = 0
+    #: When the first of them did, or its end was seen, as a Unix time.
+    at: float = math.inf
 
 
 _STOPPED_BY_ORDER = Cause(
@@ -138,6 +152,31 @@ def cause_of_loss(evidence: LossEvidence) -> Cause | NotYet | NothingLost:
         "silence",
         "power_cycle",
     )
+
+
+def first_to_go(places: Sequence[PlaceEvidence]) -> int | NotYet:
+    """Which of a replica's processes on several nodes took the others along.
+
+    One whose node is unfit, by its hardware or by its silence. Else, of those that are gone, the
+    one of which the fewest ranks said why, and that went first: for the end of the others is told
+    by ranks that lost a peer. While all that are gone said why, and others are not gone, one of
+    those may be it yet.
+    """
+    unfit = [n for n, place in enumerate(places) if _is_unfit(place.loss)]
+    if unfit:
+        return min(unfit, key=lambda n: (not places[n].loss.verdicts, places[n].at, n))
+    gone = [n for n, place in enumerate(places) if place.loss.process_exited or place.loss.ended]
+    if not gone:
+        return 0
+    others = len(gone) < len(places) and places[0].loss.waited_s < places[0].loss.patience_s
+    if others and all(places[n].said for n in gone):
+        return NotYet(0.5, "its ranks lost a peer on another node, of which nothing is told")
+    return min(gone, key=lambda n: (places[n].said, places[n].at, n))
+
+
+def _is_unfit(loss: LossEvidence) -> bool:
+    silent = not loss.node_reachable and not loss.still_commits
+    return silent or bool(loss.card_silent) or any(map(condemns_node, loss.verdicts))
 
 
 def _line_cause(line: LineVerdict, node_fit: bool) -> Cause:

@@ -21,6 +21,7 @@ class Asked:
 
     replica: int
     node_id: str
+    leaving: str  # of a replica on several nodes the one that it is to leave
     plan: Plan | None = None
     targets: list[Candidate] = field(default_factory=list)
     #: Why it cannot be done as asked.
@@ -35,18 +36,19 @@ class Ordered:
     by: str
 
 
-def asked_of(job: Job, index: int, node_id: str) -> Asked:
-    """The dry run of moving a replica, to this node or else to the one that suits it best."""
+def asked_of(job: Job, index: int, node_id: str, leaving: str) -> Asked:
+    """The dry run of moving a replica, to this node or else to the one that suits it best; of one
+    on several nodes off the one that it is `leaving`."""
     try:
-        targets = targets_of(job, index)
+        targets = targets_of(job, index, leaving=leaving)
     except Conflict as conflict:
-        return Asked(index, node_id, refusal=conflict.detail)
+        return Asked(index, node_id, leaving, refusal=conflict.detail)
     known = node_id if node_id in [one.node_id for one in targets] else ""
     try:
-        move = plan_move(job, index, known)
+        move = plan_move(job, index, known, leaving=leaving)
     except Conflict as conflict:
-        return Asked(index, "", targets=targets, refusal=conflict.detail)
-    return Asked(index, move.target.pk, plan_of_move(move), targets)
+        return Asked(index, "", leaving, targets=targets, refusal=conflict.detail)
+    return Asked(index, move.target.pk, leaving, plan_of_move(move), targets)
 
 
 def moves_of(job: Job) -> list[Ordered]:

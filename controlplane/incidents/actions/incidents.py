@@ -102,8 +102,11 @@ def tell(
 
 
 @change()
-def set_cause(incident_id: str, title: str, cause: str, failure: Failure) -> None:
-    """Write what was found to be the cause, in a sentence, with the failure behind it.
+def set_cause(
+    incident_id: str, title: str, cause: str, failure: Failure, *, node_id: str = ""
+) -> None:
+    """Write what was found to be the cause, in a sentence, with the failure behind it. `node_id`:
+    the node that it is about, which may be another than the one that was heard of first.
 
     Of several failures of one incident the gravest is the cause: one that calls for less than what
     is known, and no sooner, joins it and changes no word.
@@ -117,7 +120,7 @@ def set_cause(incident_id: str, title: str, cause: str, failure: Failure) -> Non
         title=title[:200],
         cause=cause,
         code=failure.code,
-        node_id=incident.node_id or failure.node_id,
+        node_id=node_id or incident.node_id or failure.node_id,
     )
     _move(SYSTEM, incident, IncidentState.MITIGATING, frm={IncidentState.OPEN}, reason=cause)
 

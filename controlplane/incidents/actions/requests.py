@@ -34,7 +34,7 @@ from controlplane.incidents.moves import PLAYBOOK as MOVE_PLAYBOOK
 from controlplane.incidents.plans import NODE_ORDERS, check_order
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
-from controlplane.jobs.models import IN_ITS_PLACE, Job, Placement
+from controlplane.jobs.models import Job, Placement
 from workers.triage import ACTIONS
 
 WARM_SPARE = "warm-spare"
@@ -90,19 +90,26 @@ def order_node(actor: Actor, node_id: str, verb: str, reason: str) -> PlaybookRu
 
 @change()
 def move_replica(
-    actor: Actor, job_id: str, index: int, *, node_id: str = "", reason: str, drains: str = ""
+    actor: Actor,
+    job_id: str,
+    index: int,
+    *,
+    node_id: str = "",
+    leaving: str = "",
+    reason: str,
+    drains: str = "",
 ) -> PlaybookRun:
     """Have a replica train on another node from a step's edge on, with no loss; a job that lives as
     one saves, ends, and goes on there.
 
-    Where to is chosen as for a replica that lost its node, unless `node_id` says so. `drains` is
-    the run that empties its node, if one does. Raises Conflict without a reason, or where it
-    cannot be moved, or not there.
+    Where to is chosen as for a replica that lost its node, unless `node_id` says so. `leaving` is
+    the node that it leaves, of several. `drains` is the run that empties its node, if one does.
+    Raises Conflict without a reason, or where it cannot be moved, or not there.
     """
     if not reason.strip():
         raise Conflict("an order needs a reason, for the record")
     job = Job.objects.select_for_update(no_key=True).get(pk=job_id)
-    move = plan_move(job, index, node_id)
+    move = plan_move(job, index, node_id, leaving=leaving)
     return request_run(
         actor,
         move.playbook,
@@ -127,7 +134,8 @@ def move_replica(
 def _way_of(actor: Actor, move: Move, reason: str) -> dict[str, Any]:
     """Where to the run is to move it. A node that a process stands by on is allocated at once."""
     if move.replica.job.whole:
-        return {"target": move.target.pk, "passed_over": []}
+        there = [one.pk for one in move.replica.alive]
+        return {"target": move.target.pk, "passed_over": [], "there": there}
     standby = jobs.stand_by(
         actor, move.replica.pk, move.target.pk, placement_id=new_id("plc"), reason=reason
     )
@@ -146,24 +154,32 @@ def call_off(actor: Actor, run_id: str, reason: str) -> None:
     if run.playbook != AS_WHOLE:
         cancel_run(actor, run_id, reason)
         return
-    before = Placement.objects.select_related("replica__job", "node").get(pk=run.context["from"])
-    ended = _has_ended_for_move(run, before)
+    before = _ended_for_move(run)
     cancel_run(actor, run_id, reason)
-    if not ended:
+    if before is None:
         return
+    # Of one on several nodes others may run still: bringing it back ends them first.
     jobs.end_placement(actor, before.pk, f"moved: {reason}", free_node=True)
     jobs.vacate(actor, before)
-    own = before.replica.placements.filter(IN_ITS_PLACE).exclude(state=PlacementState.ENDED)
-    if before.replica.job.state == JobState.RUNNING and not own.exists():
+    again = before.replica.alive.exclude(pk__in=run.context.get("there", []))
+    if before.replica.job.state == JobState.RUNNING and not again.exists():
         bring_back(before, timezone.now(), emptied=True)
 
 
-def _has_ended_for_move(run: PlaybookRun, before: Placement) -> bool:
-    """Whether this run has ended the process of a job that is to move. Raises Conflict if it may be
-    ending, or is being started again."""
-    now = Placement.objects.filter(pk=run.context.get("placement", ""))
-    for placement in now.exclude(state=PlacementState.ENDED).select_related("node"):
+def _ended_for_move(run: PlaybookRun) -> Placement | None:
+    """The process of a job that is to move that this run has ended, the one that it moves before
+    others. Raises Conflict if one may be ending, or is being started again."""
+    begun = [run.context.get("placement", ""), *run.context.get("placements", [])]
+    now = Placement.objects.filter(pk__in=begun).exclude(state=PlacementState.ENDED)
+    for placement in now.select_related("node"):
         raise Conflict(f"it is being started on {placement.node.name}: wait until it trains there")
+    moved = run.context["from"]
+    there = Placement.objects.filter(pk__in=run.context.get("there", [moved]))
+    ended = [one for one in there.select_related("replica__job", "node") if _has_ended(run, one)]
+    return min(ended, key=lambda one: one.pk != moved, default=None)
+
+
+def _has_ended(run: PlaybookRun, before: Placement) -> bool:
     gone = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=before.pk).exists()
     steps = [f"{step}." for step in run.steps.values_list("pk", flat=True)]
     orders = Command.objects.select_for_update(no_key=True).filter(verb="stop_process")

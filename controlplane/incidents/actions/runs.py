@@ -170,7 +170,8 @@ def cancel_run(actor: Actor, run_id: str, reason: str) -> None:
     _stop_standby(actor, run, reason)
     _stop_coordinators(actor, run)
     stillborn = Placement.objects.filter(
-        pk=run.context.get("placement", ""), state=PlacementState.STARTING
+        pk__in=[run.context.get("placement", ""), *run.context.get("placements", [])],
+        state=PlacementState.STARTING,
     )
     for placement in stillborn:
         jobs.end_placement(actor, placement.pk, f"cancelled: {reason}", free_node=True)

@@ -15,7 +15,7 @@ from controlplane.incidents.models import PlaybookRun
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.models import Job, Placement
 from tests.controlplane.dashboard.world import Fleet
-from tests.factories import IncidentFactory, InterruptionFactory, NodeFactory
+from tests.factories import IncidentFactory, InterruptionFactory, NodeFactory, PlacementFactory
 
 
 @pytest.fixture
@@ -133,3 +133,42 @@ def test_a_move_that_is_over_says_how_it_ended(operator: Client, job: Job) -> No
     incidents.cancel_run(SYSTEM, run.pk, "the cables can wait")
 
     assert "the cables can wait" in page(operator, job)
+
+
+@pytest.fixture
+def wide(job: Job) -> Job:
+    """The job is one replica on two nodes."""
+    replica = job.replicas.get(index=0)
+    job.replicas.exclude(pk=replica.pk).delete()
+    Job.objects.filter(pk=job.pk).update(world_replicas=1, nodes_per_replica=2, whole=True)
+    other = NodeFactory(cluster=job.cluster, name="alpha-09", state="allocated")
+    PlacementFactory(replica=replica, node=other, node_rank=1)
+    job.refresh_from_db()
+    return job
+
+
+def test_of_a_replica_on_several_nodes_each_is_shown_and_can_be_left(
+    operator: Client, wide: Job
+) -> None:
+    html = page(operator, wide)
+
+    assert "on 2 nodes" in html
+    assert html.count('data-testid="ask-move"') == 2
+    assert "Replica 0, node 1" in html
+    other = Placement.objects.get(node_rank=1)
+    asked = page(operator, wide, move="0", leaving=other.node_id)
+    assert f"Move {wide.name} from alpha-09 to alpha-02" in asked
+    assert f'<input type="hidden" name="leaving" value="{other.node_id}">' in asked
+
+
+def test_the_move_off_one_of_several_nodes_is_ordered_on_the_page(
+    operator: Client, wide: Job
+) -> None:
+    other = Placement.objects.get(node_rank=1)
+
+    refused, why = order(operator, wide)
+    status, _ = order(operator, wide, leaving=other.node_id)
+
+    assert (refused, status) == (409, 302)
+    assert "say in `leaving` which it is to leave" in why
+    assert PlaybookRun.objects.get(playbook="move-job").context["from"] == other.pk

@@ -1,0 +1,475 @@
+"""A replica on several nodes: it starts, is lost, comes back and moves as one."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+from django.db import IntegrityError, transaction
+from django.utils import timezone
+
+from controlplane.accounts.models import SYSTEM
+from controlplane.errors import Conflict
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.choices import NodeState
+from controlplane.fleet.models import Command, Node
+from controlplane.health.actions import record_signal
+from controlplane.health.choices import SignalKind
+from controlplane.ids import new_id
+from controlplane.incidents import actions as incidents
+from controlplane.incidents.choices import RunState
+from controlplane.incidents.models import Incident, PlaybookRun
+from controlplane.incidents.moves import SAVE_S
+from controlplane.jobs import actions as jobs
+from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
+from controlplane.jobs.models import Job, Placement, Replica
+from node_agent import wire
+from runtime import client
+from tests.factories import CheckpointFactory, PlacementFactory, ProgressSampleFactory
+from tests.workers.moving import PERSON, committed, no_spare, state, told_by
+from tests.workers.world import XID_79, World, answer, drain, quarantine, run_of, step_of
+
+pytestmark = pytest.mark.django_db
+
+LOSS, MOVE, START = "replica-lost", "move-job", "start-job"
+
+
+@pytest.fixture(autouse=True)
+def training(world: World) -> None:
+    """The job is one replica on two nodes."""
+    first, second = world.placements
+    gone = second.replica
+    second.replica, second.node_rank = first.replica, 1
+    second.save()
+    gone.delete()
+    Job.objects.update(world_replicas=1, nodes_per_replica=2, gpus_per_replica=2, whole=True)
+    world.job.refresh_from_db()
+    ProgressSampleFactory(job=world.job, step=9, epoch=1, replicas=[0])
+    world.placements = list(Replica.objects.get().alive)
+
+
+def lost_a_peer(placement: Placement, *ranks: int) -> None:
+    """These of its ranks say that they end, for a peer of theirs is gone."""
+    for rank in ranks:
+        record_signal(
+            new_id("sig"),
+            SignalKind.JOB_TROUBLE,
+            source="replica 0",
+            observed_at=timezone.now(),
+            job_id=placement.replica.job_id,
+            replica=0,
+            placement_id=placement.pk,
+            data={"kind": "exception", "text": "RuntimeError: closed", "rank": rank},
+        )
+
+
+def ended_by(world: World, placement: Placement) -> None:
+    """Of the two ranks on this node one is killed; all others end for it, and so do both agents'
+    programs."""
+    other = next(one for one in world.placements if one != placement)
+    lost_a_peer(placement, 2)
+    lost_a_peer(other, 0, 1)
+    world.exits(other, exit_code=1)
+    world.exits(placement, exit_code=1)
+    drain()
+
+
+def present() -> list[Placement]:
+    return list(Replica.objects.get().alive)
+
+
+def names() -> list[str]:
+    return [one.node.name for one in present()]
+
+
+def orders(verb: str) -> list[tuple[str, wire.Verb]]:
+    """To which node each order of this verb went, the oldest first."""
+    found = Command.objects.filter(verb=verb).order_by("created_at", "requester")
+    return [(one.node.name, _action(one)) for one in found.select_related("node")]
+
+
+def unfinished(verb: str) -> list[str]:
+    found = Command.objects.filter(verb=verb, state__in=["queued", "delivered"])
+    return sorted(found.values_list("node__name", flat=True))
+
+
+def _action(command: Command) -> wire.Verb:
+    return msgspec.json.decode(command.payload, type=wire.Command).action
+
+
+def all_train(world: World) -> None:
+    """All that were told to start have started, and the job trains."""
+    answer("start_rank", pid=7)
+    for one in present():
+        told_by(one, client.Hello(pid=7, at=time.time()))
+    told_by(present()[0], committed(step=30, epoch=2, replicas=[0], whole=True))
+    drain()
+
+
+# --- it starts ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registered(world: World) -> Job:
+    """One that nothing runs of yet; the other's nodes are free."""
+    for one in world.placements:
+        jobs.end_placement(SYSTEM, one.pk, "not of this test", free_node=True)
+    return jobs.register(
+        SYSTEM,
+        cluster_id=world.cluster.pk,
+        name="wide",
+        program="train",
+        world_replicas=1,
+        nodes_per_replica=2,
+    )
+
+
+def begin(job: Job) -> None:
+    incidents.start_job(SYSTEM, job.pk)
+    drain()
+    answer("start_coordinator", address="127.0.0.1:4001")
+    drain()
+
+
+def test_it_is_started_on_all_of_its_nodes_at_once(world: World, registered: Job) -> None:
+    begin(registered)
+
+    (first, one), (second, other) = orders("start_rank")
+    assert isinstance(one, wire.StartRank)
+    assert isinstance(other, wire.StartRank)
+    assert (first, second) == ("node-0", "node-1")
+    assert one.together is not None
+    assert other.together is not None
+    assert (one.together.node_rank, other.together.node_rank) == (0, 1)
+    assert one.together.start == other.together.start == one.placement
+    assert one.together.port == other.together.port
+    assert other.together.address == Node.objects.get(name="node-0").address
+    assert registered.gpus_per_replica == 16
+
+
+def test_it_has_started_once_it_trains(world: World, registered: Job) -> None:
+    begin(registered)
+    replica = registered.replicas.get()
+    answer("start_rank", pid=7)
+    for one in replica.alive:
+        told_by(one, client.Hello(pid=7, at=time.time()))
+    told_by(replica.alive[0], committed(step=0, epoch=1, replicas=[0], whole=True))
+    drain()
+
+    assert run_of(START).state == RunState.SUCCEEDED
+    assert [one.joined_at is not None for one in replica.alive] == [True, True]
+    registered.refresh_from_db()
+    assert registered.state == JobState.RUNNING
+
+
+def test_where_one_node_does_not_start_it_all_are_ended_and_chosen_anew(
+    world: World, registered: Job
+) -> None:
+    begin(registered)
+    fails, starts = Command.objects.filter(verb="start_rank").order_by("node__name")
+    for command, word in ((fails, "failed"), (starts, "done")):
+        result = wire.CommandResult(id=command.pk, state=word, at=time.time())  # type: ignore[arg-type]
+        fleet.record_command_result(command.node_id, result)
+    drain()
+    assert unfinished("stop_process") == ["node-0", "node-1"]
+
+    answer("stop_process", stopped=True)
+    drain()
+    answer("stop_process", stopped=True)  # the coordinator's
+    answer("start_coordinator", address="127.0.0.1:4002")
+    drain()
+
+    assert unfinished("start_rank") == ["node-1", "spare-0"]
+
+
+def test_two_processes_of_one_place_are_never_written_down(world: World) -> None:
+    with pytest.raises(Conflict, match="is placed already"):
+        jobs.place(
+            SYSTEM, Replica.objects.get().pk, world.spares[0].pk, placement_id="plc_x", node_rank=1
+        )
+    with pytest.raises(IntegrityError), transaction.atomic():
+        PlacementFactory(replica=Replica.objects.get(), node=world.spares[0], node_rank=1)
+
+
+# --- it is lost -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_a_killed_rank_is_one_incident_of_its_node(world: World, node_rank: int) -> None:
+    ended_by(world, world.placements[node_rank])
+
+    incident = Incident.objects.get()
+    assert incident.title == f"{world.job.name} lost replica 0 on node-{node_rank}: process-exited"
+    assert incident.node == world.placements[node_rank].node
+    assert PlaybookRun.objects.filter(playbook=LOSS).count() == 1
+
+
+def test_all_are_started_anew_where_they_were(world: World) -> None:
+    ended_by(world, world.placements[1])
+    before = world.placements
+
+    assert names() == ["node-0", "node-1"]
+    assert {one.pk for one in present()}.isdisjoint(one.pk for one in before)
+    first, second = [order for _, order in orders("start_rank")]
+    assert isinstance(first, wire.StartRank)
+    assert isinstance(second, wire.StartRank)
+    assert first.together is not None
+    assert second.together is not None
+    assert first.together.start == second.together.start
+
+    all_train(world)
+
+    assert run_of(LOSS).state == RunState.SUCCEEDED
+    assert Replica.objects.get().state == ReplicaState.ACTIVE
+    assert Incident.objects.get().restored_at is not None
+
+
+def test_what_is_left_of_it_is_ended_before_anything_is_started(world: World) -> None:
+    world.exits(world.placements[1], signal=9)
+    drain()
+
+    assert orders("start_rank") == []
+    ((name, stop),) = orders("stop_process")
+    assert name == "node-0"
+    assert stop == wire.StopProcess(placement=world.placements[0].pk, grace_s=0)
+
+    answer("stop_process", stopped=True)
+    drain()
+
+    assert unfinished("start_rank") == ["node-0", "node-1"]
+
+
+def test_one_that_only_lost_a_peer_is_not_blamed_before_the_other_is_heard_of(
+    world: World,
+) -> None:
+    lost_a_peer(world.placements[0], 0)
+    world.exits(world.placements[0], exit_code=1)
+    drain()
+    assert run_of(LOSS).state == RunState.WAITING
+    assert "lost a peer on another node" in step_of(LOSS, "find-cause").outcome
+
+    world.silence(world.placements[1].node)
+    drain()
+
+    assert Incident.objects.get().code == "node-lost"
+    assert run_of(LOSS).context["lost_placement"] == world.placements[1].pk
+
+
+def test_a_lost_node_is_taken_out_and_only_its_place_goes_to_a_spare(world: World) -> None:
+    out = world.placements[1].node
+    world.silence(out)
+    drain()
+    answer("stop_process", stopped=True)
+    drain()
+
+    out.refresh_from_db()
+    assert out.state in (NodeState.QUARANTINED, NodeState.REPAIRING)
+    assert not world.bmcs[out.pk].on or world.bmcs[out.pk].boots > 1
+    assert names() == ["node-0", "spare-0"]
+    all_train(world)
+    assert Incident.objects.count() == 1
+    assert run_of(LOSS).state == RunState.SUCCEEDED
+
+
+def test_a_node_that_was_lost_just_after_its_job_told_of_a_step_is_found_out(world: World) -> None:
+    world.silence(world.placements[1].node)
+    ProgressSampleFactory(job=world.job, step=19, epoch=1, replicas=[0], at=timezone.now())
+    lost_a_peer(world.placements[0], 0, 1)
+    world.exits(world.placements[0], exit_code=1)
+    drain()
+
+    assert names() == ["node-0", "spare-0"]
+    assert Incident.objects.get(job=world.job).code == "node-lost"
+
+
+def test_the_first_node_s_place_goes_to_a_spare_too_and_all_meet_there(world: World) -> None:
+    world.silence(world.placements[0].node)
+    drain()
+    answer("stop_process", stopped=True)
+    drain()
+
+    assert names() == ["spare-0", "node-1"]
+    addresses = {
+        order.together.address
+        for _, order in orders("start_rank")
+        if isinstance(order, wire.StartRank) and order.together is not None
+    }
+    assert addresses == {world.spares[0].address}
+
+
+def test_a_card_that_fell_off_the_bus_takes_its_node_out_and_no_other(world: World) -> None:
+    out = world.placements[1].node
+    world.kernel_says(out, XID_79)
+    quarantine(world, out)
+    answer("stop_process", stopped=True)
+    drain()
+
+    assert out.state != NodeState.ALLOCATED
+    assert names() == ["node-0", "spare-0"]
+    assert Incident.objects.filter(job=world.job).count() == 1
+
+
+def test_two_nodes_that_are_lost_one_after_the_other_are_both_replaced(world: World) -> None:
+    world.silence(world.placements[1].node)
+    drain()
+    world.silence(world.placements[0].node)
+    drain(8)
+
+    assert names() == ["spare-0", "spare-1"]
+    assert Incident.objects.filter(job=world.job).count() == 1
+
+
+def test_it_waits_where_no_node_is_free_for_the_lost_one(world: World) -> None:
+    no_spare(world)
+    world.silence(world.placements[1].node)
+    drain()
+    answer("stop_process", stopped=True)
+    drain()
+
+    assert orders("start_rank") == []
+    assert "no node is free for the place of node-1" in step_of(LOSS, "choose-place").outcome
+
+
+def test_a_node_that_does_not_start_it_is_passed_over_once_all_are_ended(world: World) -> None:
+    ended_by(world, world.placements[1])
+    fails, starts = Command.objects.filter(verb="start_rank").order_by("node__name")
+    for command, word in ((fails, "failed"), (starts, "done")):
+        result = wire.CommandResult(id=command.pk, state=word, at=time.time())  # type: ignore[arg-type]
+        fleet.record_command_result(command.node_id, result)
+    drain()
+    answer("stop_process", stopped=True)
+    drain()
+
+    assert names() == ["spare-0", "node-1"]
+    assert state(world.placements[0].node) == (NodeState.AVAILABLE, False)
+
+
+def test_one_that_is_lost_again_while_it_starts_is_brought_back_by_the_same_run(
+    world: World,
+) -> None:
+    ended_by(world, world.placements[1])
+    answer("start_rank", pid=7)
+    world.exits(present()[0], signal=9)
+    drain()
+    answer("stop_process", stopped=True)
+    drain()
+
+    assert unfinished("start_rank") == ["node-0", "node-1"]
+    assert PlaybookRun.objects.filter(playbook=LOSS).count() == 1
+    all_train(world)
+    assert run_of(LOSS).state == RunState.SUCCEEDED
+
+
+def test_where_an_agent_cannot_end_it_its_node_is_unfit(world: World) -> None:
+    world.exits(world.placements[1], signal=9)
+    drain()
+    answer("stop_process", "failed")
+    drain()
+
+    repair = run_of("repair-node")
+    assert repair.node == world.placements[0].node
+    assert orders("start_rank") == []
+
+
+# --- it moves -------------------------------------------------------------------------------------
+
+
+def order(world: World, node_rank: int = 1) -> None:
+    """The move of one of its nodes is ordered, and the job has saved."""
+    leaving = world.placements[node_rank].node_id
+    incidents.move_replica(PERSON, world.job.pk, 0, leaving=leaving, reason="it is warm there")
+    drain()
+    CheckpointFactory(job=world.job, tier="shared", at=timezone.now())
+    drain()
+
+
+def saves_and_ends(world: World) -> None:
+    told_by(world.placements[0], client.Stopped(step=12, reason="left the loop", at=time.time()))
+    for one in world.placements:
+        world.exits(one, exit_code=0, requested=True)
+    answer("stop_process", stopped=True)
+    drain()
+
+
+@pytest.mark.parametrize(
+    ("node_rank", "there"), [(0, ["spare-0", "node-1"]), (1, ["node-0", "spare-0"])]
+)
+def test_it_ends_everywhere_and_goes_on_with_another_node_in_that_place(
+    world: World, node_rank: int, there: list[str]
+) -> None:
+    order(world, node_rank)
+    stops = orders("stop_process")
+    assert [name for name, _ in stops] == ["node-0", "node-1"]
+    assert {one.grace_s for _, one in stops if isinstance(one, wire.StopProcess)} == {SAVE_S}
+    assert orders("start_rank") == []
+
+    saves_and_ends(world)
+    assert names() == there
+    all_train(world)
+
+    run = run_of(MOVE)
+    assert run.state == RunState.SUCCEEDED
+    assert f"moved from node-{node_rank} to spare-0" in run.state_reason
+    assert state(world.placements[node_rank].node) == (NodeState.AVAILABLE, True)
+    assert not Incident.objects.exists()
+
+
+def test_nothing_is_started_while_one_node_has_not_ended_it(world: World) -> None:
+    order(world)
+    told_by(world.placements[0], client.Stopped(step=12, reason="left the loop", at=time.time()))
+    world.exits(world.placements[0], exit_code=0, requested=True)
+    drain()
+
+    assert orders("start_rank") == []
+
+
+def test_which_node_it_is_to_leave_must_be_said(world: World) -> None:
+    with pytest.raises(Conflict, match=r"say in `leaving` which it is to leave: node-0 \(nod_"):
+        incidents.move_replica(PERSON, world.job.pk, 0, reason="it is warm there")
+    with pytest.raises(Conflict, match="is not on that node; it is on node-0"):
+        incidents.move_replica(
+            PERSON, world.job.pk, 0, leaving=world.spares[0].pk, reason="it is warm there"
+        )
+
+
+def test_a_drain_of_one_of_its_nodes_moves_it_first(world: World) -> None:
+    incidents.order_node(PERSON, world.placements[1].node_id, "drain", "new cables")
+    drain()
+    CheckpointFactory(job=world.job, tier="shared", at=timezone.now())
+    drain()
+    saves_and_ends(world)
+
+    assert names() == ["node-0", "spare-0"]
+    all_train(world)
+    drain()
+    world.placements[1].node.refresh_from_db()
+    assert world.placements[1].node.state == NodeState.QUARANTINED
+    assert not Incident.objects.exists()
+
+
+def test_a_move_that_is_called_off_after_the_end_brings_all_back(world: World) -> None:
+    order(world)
+    no_spare(world)
+    Node.objects.filter(pk=world.placements[0].node_id).update(hold_reason="mine")
+    saves_and_ends(world)
+    Node.objects.filter(pk=world.placements[0].node_id).update(hold_reason="")
+    incidents.call_off(PERSON, run_of(MOVE).pk, "not today")
+    drain()
+
+    assert run_of(LOSS).context["replica"] == 0
+    assert names() == ["node-0", "node-1"]
+
+
+# --- it ends --------------------------------------------------------------------------------------
+
+
+def test_it_is_over_on_all_nodes_once_its_first_rank_says_so(world: World) -> None:
+    jobs.request_stop(PERSON, world.job.pk, "converged")
+    told_by(world.placements[0], client.Stopped(step=12, reason="left the loop", at=time.time()))
+
+    assert present() == []
+    world.job.refresh_from_db()
+    assert world.job.state == JobState.STOPPED
+    ends = Placement.objects.values_list("end_reason", "state")
+    assert set(ends) == {("left: left the loop", PlacementState.ENDED)}
