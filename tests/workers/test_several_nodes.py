@@ -473,3 +473,23 @@ def test_it_is_over_on_all_nodes_once_its_first_rank_says_so(world: World) -> No
     assert world.job.state == JobState.STOPPED
     ends = Placement.objects.values_list("end_reason", "state")
     assert set(ends) == {("left: left the loop", PlacementState.ENDED)}
+
+
+def test_each_of_its_nodes_is_free_once_its_own_process_has_ended(world: World) -> None:
+    told_by(world.placements[0], client.Stopped(step=12, reason="left the loop", at=time.time()))
+    busy = state(world.placements[1].node)
+    world.exits(world.placements[1], exit_code=0)
+    drain()
+
+    assert busy == (NodeState.ALLOCATED, False)
+    assert [state(one.node) for one in world.placements] == [(NodeState.AVAILABLE, False)] * 2
+    assert not Incident.objects.exists()
+
+
+def test_a_node_whose_process_ended_before_that_was_said_is_free_too(world: World) -> None:
+    jobs.request_stop(PERSON, world.job.pk, "converged")
+    world.exits(world.placements[1], exit_code=0)
+    told_by(world.placements[0], client.Stopped(step=12, reason="left the loop", at=time.time()))
+    drain()
+
+    assert state(world.placements[1].node) == (NodeState.AVAILABLE, False)

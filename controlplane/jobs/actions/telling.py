@@ -14,6 +14,7 @@ from controlplane.errors import Conflict
 from controlplane.fleet.changes import change, touch
 from controlplane.health.actions import record_signal
 from controlplane.health.choices import SignalKind
+from controlplane.health.models import Signal
 from controlplane.jobs.actions.jobs import end_placement, set_job, set_replicas
 from controlplane.jobs.actions.moves import take_place
 from controlplane.jobs.actions.warm import enter
@@ -282,10 +283,13 @@ def _record_stopped(job: Job, batch: client.Batch, message: client.Stopped) -> N
     told = Placement.objects.filter(pk=batch.placement, replica__job=job).first()
     if told is None:
         return
+    # The first rank speaks for all nodes, which left together; each is free once its own is seen
+    # to end.
+    others = list(told.replica.alive.exclude(pk=told.pk)) if job.nodes_per_replica > 1 else []
     end_placement(SYSTEM, told.pk, f"{LEFT}{message.reason}", free_node=True)
-    if job.nodes_per_replica > 1 and not told.standby:
-        for other in told.replica.alive:  # its first rank speaks for all: they left together
-            end_placement(SYSTEM, other.pk, f"{LEFT}{message.reason}", free_node=True)
+    for other in others:
+        gone = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=other.pk).exists()
+        end_placement(SYSTEM, other.pk, f"{LEFT}{message.reason}", free_node=gone)
 
 
 # --- what its scheduler tells ---------------------------------------------------------------------
