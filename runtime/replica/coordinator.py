@@ -135,9 +135,10 @@ class Coordinator(Epochs):
         }
         if self.peers.get(peer.replica) is not peer:
             return False
-        self.note_word(peer)
+        # A member must answer: one that still sends but hears nothing is as dead as a silent one.
+        self.note_word(peer, alive=peer.phase != "member" or message["op"] == "pong")
         if peer.phase == "member":
-            self.last_contact = peer.heard
+            self.last_contact = peer.spoke
         verbs[message["op"]](peer, message)
         self.settle()
         return True

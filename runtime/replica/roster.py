@@ -125,8 +125,9 @@ class Roster(ABC):
         for a place that another holds."""
         return self.clock() - self.last_word > CUT_OFF_S
 
-    def note_word(self, peer: Peer | None = None) -> None:
-        """Somebody was heard: a peer, or one that is none yet.
+    def note_word(self, peer: Peer | None = None, *, alive: bool = True) -> None:
+        """Somebody was heard: a peer, or one that is none yet. `alive`: what a peer said is a sign
+        of life.
 
         After a time in which nobody was, the others' words are on their way: a kernel sends them
         again after pauses that are as long as that time. But each is excused once, until it is
@@ -141,7 +142,9 @@ class Roster(ABC):
                 other.heard, other.excused = now + pause, True
         self.last_word = now
         if peer is not None:
-            peer.heard, peer.spoke, peer.excused = now, now, False
+            peer.spoke = now
+            if alive:
+                peer.heard, peer.excused = now, False
             self.excused = self.excused and not self.alive.keys() <= self.peers.keys()
 
     def lose(self, replica: int, how: str) -> None:

@@ -32,6 +32,19 @@ def test_who_was_lost_meanwhile_is_found_soon(play: Play) -> None:
     assert scene.replicas[0].heard("lost")[-1]["replica"] == 2
 
 
+def test_a_member_that_speaks_but_answers_nothing_is_lost_as_soon_as_a_silent_one(
+    play: Play,
+) -> None:
+    """It hears nobody, so that its collective fails, which it still can tell."""
+    scene = play(3)
+    scene.pass_time(1.5, *scene.replicas[:2])
+    told = {"epoch": 1, "step": 9, "held": [], "planned": False, "leaving": False, "silent": True}
+    scene.replicas[2].say("report", **told)
+    scene.pass_time(PEER_SILENT_S - 1.0, *scene.replicas[:2])
+
+    assert sorted(scene.coordinator.alive) == [0, 1]
+
+
 @pytest.mark.parametrize("silent_s", [0.0, 3.0, 8.0, 60.0])
 def test_one_that_is_gone_makes_way_for_its_next_start_as_soon(play: Play, silent_s: float) -> None:
     """However long nobody was heard before that came."""
