@@ -1,10 +1,12 @@
-"""Our replicas beside torchft's and plain DDP: a healthy step, a SIGKILL of a peer, a newcomer.
+"""Our replicas beside torchft's and plain DDP: a healthy step, a SIGKILL of a peer, a
+silent one, a newcomer.
 
-    python benchmarks/replica.py [--quick] [--parts healthy,kill,rejoin] [--json FILE] [--plot FILE]
+    python benchmarks/replica.py [--quick] [--parts healthy,kill,silent,rejoin]
+                                 [--json FILE] [--plot FILE]
 
 All train the same model on the same torch, in turns in one run. torchft 0.2.0 and its nightly of
 2026-10-26 are installed on first use, each in an environment of its own outside the repository.
-docs/replica-benchmark.md says what each column means. A full run takes about half an hour.
+docs/replica-benchmark.md says what each column means. A full run takes 33 to 40 minutes.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from benchmarks.rivals.results import PARTS, Plan, measure
 from benchmarks.rivals.task import State
 
 STATES = (State(10.0), State(100.0), State(400.0))
-QUICK = {"rounds": 4, "kills": 8, "rival_kills": 4, "default_kills": 0, "rejoins": 1}
+QUICK = {
+    "rounds": 4, "turns": 20, "kills": 8, "rival_kills": 4, "default_kills": 0,
+    "stops": 2, "rival_stops": 1, "default_stops": 0, "rejoins": 1,
+}  # fmt: skip
 
 
 def main() -> None:
@@ -36,9 +41,13 @@ def main() -> None:
         plan = Plan(
             replicas=options.replicas,
             rounds=options.rounds,
+            turns=options.turns,
             our_kills=options.kills,
             rival_kills=options.rival_kills,
             default_kills=options.default_kills,
+            our_stops=options.stops,
+            rival_stops=options.rival_stops,
+            default_stops=options.default_stops,
             rejoins=options.rejoins,
             states=options.states,
         )
@@ -69,11 +78,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="kept there, part by part")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="an SVG of all parts")
     parser.add_argument("--replicas", type=int, default=4, choices=[2, 3, 4, 6, 12])
-    parser.add_argument("--rounds", type=int, default=24, help="turns of each in health")
+    parser.add_argument("--rounds", type=int, default=12, help="turns of each in health")
+    parser.add_argument(
+        "--turns", type=int, default=120, help="of ours and plain DDP in the same processes"
+    )
     parser.add_argument("--kills", type=int, default=100, help="of ours, for each traffic")
     parser.add_argument("--rival-kills", type=int, default=20)
-    parser.add_argument("--default-kills", type=int, default=4, help="of rivals as they come")
-    parser.add_argument("--rejoins", type=int, default=5, help="of each, for each size of state")
+    parser.add_argument("--default-kills", type=int, default=3, help="of rivals as they come")
+    parser.add_argument("--stops", type=int, default=10, help="of ours, and as many black holes")
+    parser.add_argument("--rival-stops", type=int, default=3)
+    parser.add_argument("--default-stops", type=int, default=2, help="of rivals as they come")
+    parser.add_argument("--rejoins", type=int, default=4, help="of each, for each size of state")
     parser.add_argument(
         "--states", type=states, default=STATES, metavar="MB,...",
         help="that newcomers are given: MB, as good as none of it trained; 100t: all of it",

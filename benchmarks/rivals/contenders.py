@@ -48,6 +48,8 @@ STABLE, NIGHTLY = "torchft==0.2.0", "torchft-nightly==2026.10.26"
 DDP = Contender("plain DDP", "train_ddp")
 DDP_AGAIN = Contender("plain DDP again (A/A)", "train_ddp")
 OURS = Contender("ours", "train_ours")
+#: In the same processes; see train_both.py.
+BOTH = Contender("ours and plain DDP in turns", "train_both")
 OURS_REPRODUCIBLE = Contender("ours, reproducible", "train_ours", mode="reproducible")
 TORCHFT = Contender("torchft 0.2.0", "train_torchft", STABLE, QUICK)
 TORCHFT_PATIENT = replace(TORCHFT, settings=PATIENT)
@@ -78,7 +80,7 @@ class Helpers:
 
 def start_helpers(contender: Contender, folder: Path, replicas: int) -> Helpers:
     """Start them and wait until they answer. Raises RuntimeError if they do not."""
-    if contender.worker == "train_ours":
+    if contender.worker in ("train_ours", "train_both"):
         return _coordinator(contender, folder, replicas)
     if contender.worker == "train_torchft":
         return _lighthouse(contender, folder)

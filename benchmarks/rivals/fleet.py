@@ -1,4 +1,4 @@
-"""One contender's job on this machine: its replicas started, listened to, killed.
+"""One contender's job on this machine: its replicas started, listened to, struck.
 
 One thread reads what all replicas tell; it judges nothing.
 """
@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import selectors
-import signal
 import socket
 import struct
 import time
@@ -21,7 +20,7 @@ from typing import Self
 
 from benchmarks.rivals.contenders import Contender, spawn, start_helpers
 from benchmarks.rivals.figures import Event
-from benchmarks.rivals.task import FOR_EVER, Model, Task
+from benchmarks.rivals.task import FOR_EVER, KILL, Fault, Model, Task
 
 PEER = struct.Struct("3i")  # of a connection: process, user, group
 
@@ -112,7 +111,7 @@ class Job:
         _trace: TracebackType | None,
     ) -> None:
         for member in self._all:
-            self.kill(member)
+            self.strike(member, KILL)
         self._helpers.end()
         self._listening.close()
         self._selector.close()
@@ -134,12 +133,12 @@ class Job:
         self._all.append(member)
         return member
 
-    def kill(self, member: Member) -> None:
-        """SIGKILL; what it told before is still heard."""
-        member.killed = True
+    def strike(self, member: Member, fault: Fault) -> None:
+        """What it told before is still heard."""
+        member.killed = fault is KILL
         if not member.ended:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(member.pid, signal.SIGKILL)
+                os.kill(member.pid, fault.signal)
 
     def let(self, until: int) -> None:
         """Let all replicas train the steps before this one."""

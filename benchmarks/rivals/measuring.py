@@ -1,4 +1,4 @@
-"""The three measurements: a step in health, a SIGKILL of a peer, a newcomer.
+"""The measurements: a step in health, a fault of a peer, a newcomer.
 
 Contenders take turns in short blocks, so that all meet the same machine.
 """
@@ -10,18 +10,29 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 
-from benchmarks.rivals.contenders import Contender
-from benchmarks.rivals.figures import Samples, account, gap, median_step
+from benchmarks.rivals.contenders import DDP_AGAIN, OURS, Contender
+from benchmarks.rivals.figures import Event, Samples, account, against, gap, median_step
 from benchmarks.rivals.fleet import Job, Member, Nursery
-from benchmarks.rivals.task import FOR_EVER, GLOBAL_BATCH, SHARD_SIZE, TRAFFIC, Model, State
+from benchmarks.rivals.task import (
+    FOR_EVER,
+    GLOBAL_BATCH,
+    KILL,
+    SHARD_SIZE,
+    TRAFFIC,
+    TURN,
+    Fault,
+    Model,
+    State,
+)
 
-STEPS = 20  # of a turn in health
-WARMING = 5  # steps before them
+WARM_UP = 2  # turns in health that are not counted
+WARMING = 5  # steps before each turn that are not either
 SETTLED = 8  # whole steps in a row by all replicas, before anything is done to them
-AFTER = 5  # commits of each survivor after a kill, before its gap is believed to be over
+AFTER = 5  # commits of each survivor after a fault, before its gap is believed to be over
 REJOINED = 15  # commits of a newcomer after which it costs the others nothing more
 RUN_IN = 200  # steps, before a newcomer is measured
 #: After which the machine has done with what the dead one held: a virtual one tells its host of
@@ -41,14 +52,14 @@ class Turns:
 
 
 @dataclass(frozen=True)
-class Kill:
-    """What one SIGKILL did to the others."""
+class Loss:
+    """What one replica's fault did to the others."""
 
     step_s: float  # before it
     gap_s: float | None  # the survivors' longest time between commits; None: nobody went on
     died: int  # survivors
     hung: int  # survivors that lived and committed nothing more
-    samples: Samples  # from the kill until the replica was back
+    samples: Samples  # from the fault until the replica was back
     words: str  # of a survivor that died
 
 
@@ -94,12 +105,11 @@ def healthy(
     bench: Bench, reference: Contender, others: Sequence[Contender], rounds: int, model: Model
 ) -> tuple[list[float], dict[str, Turns]]:
     """Seconds of each step of the reference, and the turns of the others between its own."""
-    warm_up = 2  # turns
     with ExitStack() as stack:
         first = stack.enter_context(bench.job(reference, model, until=0))
         jobs = [stack.enter_context(bench.job(other, model, until=0)) for other in others]
         for job in [first, *jobs]:
-            for _ in range(warm_up):
+            for _ in range(WARM_UP):
                 _turn(job)
         before = _turn(first)
         references = [before]
@@ -117,7 +127,7 @@ def healthy(
 
 
 def _turn(job: Job) -> float:
-    """Seconds a step, over STEPS steps.
+    """Seconds a step, over TURN steps.
 
     Not counted are the first few: a job that stood still for a while finds its caches cold, and
     the reference stands still for shorter times than the others.
@@ -125,10 +135,10 @@ def _turn(job: Job) -> float:
     if job.until == 0 and not job.wait(lambda: _connected(job), PATIENCE_S):
         raise RuntimeError(f"{job.contender.name} does not start; see {job.nursery.log}")
     warm = job.until + WARMING
-    job.let(warm + STEPS)
-    if not job.wait(lambda: _reached(job, warm + STEPS), PATIENCE_S):
+    job.let(warm + TURN)
+    if not job.wait(lambda: _reached(job, warm + TURN), PATIENCE_S):
         raise RuntimeError(f"{job.contender.name} stands still; see {job.nursery.log}")
-    return (_reached_at(job, warm + STEPS) - _reached_at(job, warm)) / STEPS
+    return (_reached_at(job, warm + TURN) - _reached_at(job, warm)) / TURN
 
 
 def _reached_at(job: Job, steps: int) -> float:
@@ -147,42 +157,68 @@ def _connected(job: Job) -> bool:
     return all(member.connection is not None for member in _present(job))
 
 
-# --- death ----------------------------------------------------------------------------------------
+def healthy_together(
+    bench: Bench, both: Contender, rounds: int, model: Model
+) -> tuple[list[float], dict[str, Turns]]:
+    """As `healthy`, of ours and plain DDP in the same processes."""
+    with bench.job(both, model, until=(WARM_UP + rounds) * TURN) as job:
+        for turn in range(1, WARM_UP + rounds + 2):  # the last one of DDP ends it
+            if not job.wait(partial(_took, job, turn), PATIENCE_S):
+                raise RuntimeError(f"{both.name} do not go on; see {job.nursery.log}")
+        told = _told_turns(job)[WARM_UP:]
+    ddp = [turn.data["ddp"] for turn in told]
+    ours = [turn.data["ours"] for turn in told[1:]]
+    again = Turns(ddp[1:-1], against(ddp[1:-1], ddp[:-2], ddp[2:]))
+    return ddp, {DDP_AGAIN.name: again, OURS.name: Turns(ours, against(ours, ddp[:-1], ddp[1:]))}
 
 
-def kills(bench: Bench, contender: Contender, model: Model, wanted: int) -> list[Kill]:
-    """So many SIGKILLs, each of one replica at a random moment; each is replaced after its kill.
+def _took(job: Job, turns: int) -> bool:
+    return len(_told_turns(job)) >= turns
+
+
+def _told_turns(job: Job) -> list[Event]:
+    return [event for event in job.members[0].events if event.what == "turns"]
+
+
+# --- loss -----------------------------------------------------------------------------------------
+
+
+def losses(
+    bench: Bench, contender: Contender, model: Model, fault: Fault, wanted: int
+) -> list[Loss]:
+    """So many faults, each of one replica at a random moment; each is replaced after its own.
 
     A job that does not come back whole is started anew. Fewer than wanted, if too many jobs do not
     even come to train together when they start.
     """
-    found: list[Kill] = []
+    found: list[Loss] = []
     false_starts = 0
     while len(found) < wanted and false_starts < FALSE_STARTS:
         with bench.job(contender, model) as job:
             whole = job.wait(lambda: _settled(job, 0.0), PATIENCE_S)
             false_starts += not whole
             while whole and len(found) < wanted:
-                kill, whole = _kill(bench, job)
-                found.append(kill)
+                loss, whole = _lose(bench, job, fault)
+                found.append(loss)
     return found
 
 
-def _kill(bench: Bench, job: Job) -> tuple[Kill, bool]:
-    """One kill, and whether the job was whole again afterwards."""
+def _lose(bench: Bench, job: Job, fault: Fault) -> tuple[Loss, bool]:
+    """One fault, and whether the job was whole again afterwards."""
     step_s = _step(job)
     job.wait(lambda: False, bench.chance.uniform(0, 1.5 * step_s))
     victim = bench.chance.choice(_present(job))
     survivors = [member for member in _present(job) if member is not victim]
     at = time.monotonic()
-    job.kill(victim)
+    job.strike(victim, fault)
     job.wait(lambda: all(_went_on(s, at) for s in survivors), PATIENCE_S)
+    job.strike(victim, KILL)
     alive = [s for s in survivors if not s.ended]
     lived = [s for s in alive if _went_on(s, at)]
     gaps = [g for s in lived if (g := gap([e.at for e in s.commits()], at, _over(s, at)))]
     whole = bool(lived) and len(lived) == len(alive) and _make_whole(job)
     told = [[e for e in s.events if e.at > at] for s in lived]
-    kill = Kill(
+    loss = Loss(
         step_s=step_s,
         gap_s=max(gaps, default=None),
         died=len(survivors) - len(alive),
@@ -190,7 +226,7 @@ def _kill(bench: Bench, job: Job) -> tuple[Kill, bool]:
         samples=account(told, GLOBAL_BATCH, SHARD_SIZE),
         words=next((s.last_words for s in survivors if s.ended), ""),
     )
-    return kill, whole
+    return loss, whole
 
 
 def _went_on(survivor: Member, at: float) -> bool:
@@ -263,7 +299,7 @@ def rejoin(bench: Bench, contender: Contender, state: State) -> Rejoin | None:
         # The first one's: what follows somebody's last commit is the loss.
         calm = min(member.commits()[-1].at for member in survivors)
         at = time.monotonic()
-        job.kill(victim)
+        job.strike(victim, KILL)
         job.let(FOR_EVER)
         quiet = at + QUIET_S
         if not job.wait(lambda: all(s.commits(quiet) for s in survivors), PATIENCE_S):

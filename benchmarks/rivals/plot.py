@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from benchmarks.rivals.report import LIMIT_KILL_S, LIMIT_SILENT_S, LIMIT_STEPS
+
 WIDTH, LEFT, RIGHT = 860, 250, 190
 ROW, HEAD, FOOT = 20, 46, 34
 COLOURS = {"ours": "#0b7a75", "torchft": "#c2571a", "plain": "#5b6472"}
@@ -49,7 +51,7 @@ class Panel:
 
 def svg(results: dict[str, Any]) -> str:
     """The picture of what was measured."""
-    makers = {"kill": _kill, "rejoin": _rejoin, "healthy": _healthy}
+    makers = {"kill": _kill, "silent": _silent, "rejoin": _rejoin, "healthy": _healthy}
     return draw([make(results[part]) for part, make in makers.items() if part in results])
 
 
@@ -76,16 +78,27 @@ def draw(panels: Sequence[Panel]) -> str:
 
 
 def _kill(rows: Sequence[dict[str, Any]]) -> Panel:
+    title = "SIGKILL of a replica: the survivors' longest time between two commits"
+    strips = _losses(rows, lambda row: f"{row['replicas']} replicas, {row['traffic']}")
+    return Panel(title, (0.03, 0.1, 0.3, 1, 3, 10), "s", strips, LIMIT_KILL_S)
+
+
+def _silent(rows: Sequence[dict[str, Any]]) -> Panel:
+    title = "A replica falls silent: the survivors' longest time between two commits"
+    strips = _losses(rows, lambda row: str(row["fault"]))
+    return Panel(title, (1, 2, 3, 5, 10, 20), "s", strips, LIMIT_SILENT_S)
+
+
+def _losses(
+    rows: Sequence[dict[str, Any]], heading_of: Callable[[dict[str, Any]], str]
+) -> list[Strip]:
     strips: list[Strip] = []
-    for heading, row in _under_headings(
-        rows, lambda r: f"{r['replicas']} replicas, {r['traffic']}"
-    ):
+    for heading, row in _under_headings(rows, heading_of):
         strips += [Strip(heading, [], heading=True)] if heading else []
         notes = [f"median {statistics.median(row['gaps_s']):.2f} s"] if row["gaps_s"] else []
-        notes += [f"{row['deadly']} of {row['kills']} deadly"] if row["deadly"] else []
+        notes += [f"{row['deadly']} of {row['made']} deadly"] if row["deadly"] else []
         strips.append(Strip(row["name"], row["gaps_s"], ", ".join(notes)))
-    title = "SIGKILL of a replica: the survivors' longest time between two commits"
-    return Panel(title, (0.03, 0.1, 0.3, 1, 3, 10), "s", strips, limit=0.3)
+    return strips
 
 
 def _rejoin(rows: Sequence[dict[str, Any]]) -> Panel:
@@ -97,13 +110,13 @@ def _rejoin(rows: Sequence[dict[str, Any]]) -> Panel:
         note = failed or f"in service after {statistics.median(service):.1f} s"
         strips.append(Strip(row["name"], row["gaps_steps"], note))
     title = "A newcomer: the others' longest time between two commits, in median steps"
-    return Panel(title, (1, 2, 5, 10, 20, 50, 100), "", strips, limit=2)
+    return Panel(title, (1, 2, 5, 10, 20, 50, 100), "", strips, LIMIT_STEPS)
 
 
 def _healthy(rows: Sequence[dict[str, Any]]) -> Panel:
     strips: list[Strip] = []
     compared = [row for row in rows if "over_ddp" in row]
-    for heading, row in _under_headings(compared, lambda r: str(r["traffic"])):
+    for heading, row in _under_headings(compared, lambda r: str(r["how"])):
         strips += [Strip(heading, [], heading=True)] if heading else []
         percent = [(row[key] - 1) * 100 for key in ("low", "over_ddp", "high")]
         note = f"{percent[1]:+.1f}%  ({percent[0]:+.1f} to {percent[2]:+.1f})"

@@ -11,15 +11,23 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.healthy_step import interval
 from benchmarks.rivals import contenders as who
 from benchmarks.rivals.contenders import Contender
-from benchmarks.rivals.figures import together
-from benchmarks.rivals.measuring import Bench, Kill, Rejoin, healthy, kills, rejoin
-from benchmarks.rivals.task import GLOBAL_BATCH, TRAFFIC, State
+from benchmarks.rivals.figures import interval, together
+from benchmarks.rivals.measuring import (
+    Bench,
+    Loss,
+    Rejoin,
+    Turns,
+    healthy,
+    healthy_together,
+    losses,
+    rejoin,
+)
+from benchmarks.rivals.task import BLACK_HOLE, GLOBAL_BATCH, KILL, STOP, TRAFFIC, Fault, State
 
-PARTS = ("healthy", "kill", "rejoin")
-BLOCKS = 4  # into which a contender's kills are divided
+PARTS = ("healthy", "kill", "silent", "rejoin")
+BLOCKS = 4  # into which a contender's faults are divided
 
 
 @dataclass(frozen=True)
@@ -27,10 +35,14 @@ class Plan:
     """How often what is done."""
 
     replicas: int
-    rounds: int
+    rounds: int  # of jobs of their own
+    turns: int  # of ours and plain DDP in the same processes
     our_kills: int
     rival_kills: int
     default_kills: int  # of a rival as it comes, which takes five times as long
+    our_stops: int  # and as many black holes
+    rival_stops: int
+    default_stops: int
     rejoins: int
     states: tuple[State, ...]
 
@@ -39,7 +51,7 @@ def measure(plan: Plan, part: str, folder: Path, say: Callable[[str], None]) -> 
     """The rows of one of the parts, and the machine they were measured on."""
     who.install_rivals()
     bench = Bench(folder, plan.replicas, seed=1)
-    run = {"healthy": _healthy, "kill": _kill, "rejoin": _rejoin}
+    run = {"healthy": _healthy, "kill": _kill, "silent": _silent, "rejoin": _rejoin}
     try:
         return {"machine": _machine(), part: run[part](bench, plan, say)}
     finally:
@@ -65,21 +77,32 @@ def _healthy(bench: Bench, plan: Plan, say: Callable[[str], None]) -> list[dict[
     for traffic, rounds in (("light", plan.rounds), ("heavy", plan.rounds // 2)):
         say(f"a healthy step, {traffic}: {rounds} rounds")
         references, found = healthy(bench, who.DDP, others, rounds, TRAFFIC[traffic])
-        common = {"traffic": traffic, "replicas": plan.replicas}
-        rows.append({**common, "name": who.DDP.name, "step_s": statistics.median(references)})
-        for name, turns in found.items():
-            low, high = interval(turns.over_ddp)
-            rows.append(
-                {
-                    **common,
-                    "name": name,
-                    "step_s": statistics.median(turns.seconds),
-                    "over_ddp": statistics.median(turns.over_ddp),
-                    "low": low,
-                    "high": high,
-                    "turns": len(turns.seconds),
-                }
-            )
+        rows += _healthy_rows(f"{traffic}, jobs of their own", references, found, plan)
+    for traffic, turns in (("light", plan.turns), ("heavy", plan.turns // 3)):
+        say(f"a healthy step, {traffic}: {turns} turns of ours and plain DDP")
+        references, found = healthy_together(bench, who.BOTH, turns, TRAFFIC[traffic])
+        rows += _healthy_rows(f"{traffic}, the same processes", references, found, plan)
+    return rows
+
+
+def _healthy_rows(
+    how: str, references: Sequence[float], found: dict[str, Turns], plan: Plan
+) -> list[dict[str, Any]]:
+    common = {"how": how, "replicas": plan.replicas}
+    rows = [{**common, "name": who.DDP.name, "step_s": statistics.median(references)}]
+    for name, turns in found.items():
+        low, high = interval(turns.over_ddp)
+        rows.append(
+            {
+                **common,
+                "name": name,
+                "step_s": statistics.median(turns.seconds),
+                "over_ddp": statistics.median(turns.over_ddp),
+                "low": low,
+                "high": high,
+                "turns": len(turns.seconds),
+            }
+        )
     return rows
 
 
@@ -101,31 +124,58 @@ def _kill(bench: Bench, plan: Plan, say: Callable[[str], None]) -> list[dict[str
             **dict.fromkeys(theirs, plan.rival_kills),
             **dict.fromkeys(others, plan.default_kills),
         }
-        found: dict[Contender, list[Kill]] = {contender: [] for contender in wanted}
-        for block, contender in product(range(BLOCKS), wanted):
-            times = wanted[contender]
-            here = times * (block + 1) // BLOCKS - times * block // BLOCKS
-            if here:
-                say(f"SIGKILL, {traffic}, {replicas} replicas: {here} of {contender.name}")
-                found[contender] += kills(bench, contender, TRAFFIC[traffic], here)
-        for contender, those in found.items():
-            common = {"traffic": traffic, "replicas": replicas, "name": contender.name}
-            rows.append({**common, "wanted": wanted[contender], **_kill_row(those)})
+        rows += _losses(bench, KILL, traffic, wanted, say)
     bench.replicas = plan.replicas
-    return [row for row in rows if row["wanted"]]
+    return rows
 
 
-def _kill_row(those: Sequence[Kill]) -> dict[str, Any]:
+def _silent(bench: Bench, plan: Plan, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Plain DDP has no part in it: unless told otherwise it waits half an hour."""
+    wanted = {
+        who.OURS: plan.our_stops,
+        **dict.fromkeys([who.TORCHFT, who.TORCHFT_NIGHTLY], plan.rival_stops),
+        **dict.fromkeys([who.TORCHFT_DEFAULT, who.NIGHTLY_DEFAULT], plan.default_stops),
+    }
+    return [
+        row for fault in (STOP, BLACK_HOLE) for row in _losses(bench, fault, "light", wanted, say)
+    ]
+
+
+def _losses(
+    bench: Bench,
+    fault: Fault,
+    traffic: str,
+    wanted: dict[Contender, int],
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """So many faults of each contender, in turns; a row for each that has any."""
+    found: dict[Contender, list[Loss]] = {
+        contender: [] for contender in wanted if wanted[contender]
+    }
+    for block, contender in product(range(BLOCKS), found):
+        times = wanted[contender]
+        here = times * (block + 1) // BLOCKS - times * block // BLOCKS
+        if here:
+            say(f"{fault.name}, {traffic}, {bench.replicas} replicas: {here} of {contender.name}")
+            found[contender] += losses(bench, contender, TRAFFIC[traffic], fault, here)
+    common = {"fault": fault.name, "traffic": traffic, "replicas": bench.replicas}
+    return [
+        {**common, "name": contender.name, "wanted": wanted[contender], **_loss_row(those)}
+        for contender, those in found.items()
+    ]
+
+
+def _loss_row(those: Sequence[Loss]) -> dict[str, Any]:
     return {
-        "kills": len(those),
-        "step_s": statistics.median([kill.step_s for kill in those]) if those else None,
-        "gaps_s": [kill.gap_s for kill in those if kill.gap_s is not None],
-        "died": sum(kill.died for kill in those),
-        "deadly": sum(kill.died > 0 for kill in those),
-        "hung": sum(kill.hung for kill in those),
+        "made": len(those),
+        "step_s": statistics.median([loss.step_s for loss in those]) if those else None,
+        "gaps_s": [loss.gap_s for loss in those if loss.gap_s is not None],
+        "died": sum(loss.died for loss in those),
+        "deadly": sum(loss.died > 0 for loss in those),
+        "hung": sum(loss.hung for loss in those),
         "batch": GLOBAL_BATCH,
-        "samples": asdict(together([kill.samples for kill in those])),
-        "words": next((kill.words for kill in those if kill.words), ""),
+        "samples": asdict(together([loss.samples for loss in those])),
+        "words": next((loss.words for loss in those if loss.words), ""),
     }
 
 

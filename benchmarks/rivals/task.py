@@ -1,16 +1,19 @@
 """What a contender's replica is told to train: plain values, passed as JSON between processes.
 
-Imports nothing: the driver, which has no torch, and the rivals' environments both read it.
+Needs the standard library alone: the driver, which has no torch, and the rivals' environments both
+read it.
 """
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 
 SHARDS, SHARD_SIZE = 12, 2
 GLOBAL_BATCH = SHARDS * SHARD_SIZE
 SAMPLES = 960
 FOR_EVER = 1 << 60
+TURN = 20  # steps of a turn in health
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,20 @@ class State:
 
     def __str__(self) -> str:
         return f"{self.mb:.0f} MB of state{', all of it trained' if self.trained else ''}"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is done to one replica: a signal."""
+
+    name: str
+    signal: signal.Signals
+
+
+KILL = Fault("SIGKILL", signal.SIGKILL)
+STOP = Fault("SIGSTOP", signal.SIGSTOP)
+#: The replica itself has its sockets swallow what they are sent.
+BLACK_HOLE = Fault("Black hole", signal.SIGUSR1)
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import runtime
 from benchmarks.rivals.task import SAMPLES, SHARD_SIZE, SHARDS, Task
-from benchmarks.rivals.training import Driver, prepare
+from benchmarks.rivals.training import prepare
 from runtime.replica.telling import Committed
 
 
-def train(task: Task, driver: Driver) -> None:
+class Line(Protocol):
+    """What ours needs of a driver."""
+
+    def tell(self, what: str, **data: Any) -> None: ...
+
+    def wait_for(self, step: int) -> None: ...
+
+
+def train(task: Task, driver: Line) -> None:
     """Train until killed."""
     job = runtime.join()
     network, optimizer, rows = prepare(task.model)

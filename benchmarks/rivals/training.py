@@ -6,7 +6,10 @@ Must not know which contender it serves.
 from __future__ import annotations
 
 import json
+import math
+import signal
 import socket
+import threading
 import time
 from typing import Any
 
@@ -14,7 +17,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
-from benchmarks.rivals.task import SAMPLES, SHARD_SIZE, SHARDS, Model, Task
+import runtime.replica.gloo  # noqa: F401 - here, and not while a replica is struck
+from benchmarks.rivals.task import BLACK_HOLE, SAMPLES, SHARD_SIZE, SHARDS, Model, Task
+from runtime.torture.kinds import swallow
 
 WORDS = 64
 
@@ -89,6 +94,10 @@ class Driver:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(task.events)
         self._words = self._socket.makefile()
+        # Of a thread of its own, for the training one may be in a collective for ever. No other
+        # thread of this process gets the signal: those that begin from now on inherit the mask.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {BLACK_HOLE.signal})
+        threading.Thread(target=self._swallow, daemon=True).start()
 
     def tell(self, what: str, **data: Any) -> None:
         line = json.dumps({"what": what, "at": time.monotonic(), "data": data})
@@ -98,3 +107,7 @@ class Driver:
         """Hold the step back until the driver lets it begin."""
         while step >= self._until:
             self._until = int(self._words.readline())
+
+    def _swallow(self) -> None:
+        signal.sigwait({BLACK_HOLE.signal})
+        swallow(math.inf)

@@ -132,7 +132,7 @@ def blackhole(order: Order) -> None:
     if path := os.environ.get(ENV_SOCKET):
         ask(path, op="isolate", replica=order.replica, seconds=order.seconds)
         return
-    threading.Thread(target=_swallow, args=(order.seconds,), daemon=True).start()
+    threading.Thread(target=swallow, args=(order.seconds,), daemon=True).start()
 
 
 def part(order: Order) -> None:
@@ -150,7 +150,8 @@ def nothing(_order: Order) -> None:
     """The runner does it, from outside."""
 
 
-def _swallow(seconds: float) -> None:
+def swallow(seconds: float) -> None:
+    """Drop what arrives at any TCP socket of this process, for so long."""
     # One instruction of classic BPF: accept no byte.
     program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
     dropping = struct.pack("HP", 1, ctypes.addressof(program))

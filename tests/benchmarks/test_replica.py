@@ -1,7 +1,8 @@
-"""The arithmetic and the tables of benchmarks/replica.py, and one kill of ours by its own hands."""
+"""The arithmetic and the tables of benchmarks/replica.py, and ours alone by its own hands."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -9,11 +10,22 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.rivals import plot, report
-from benchmarks.rivals.contenders import OURS
-from benchmarks.rivals.figures import Event, Samples, account, gap, median_step, share, together
-from benchmarks.rivals.measuring import Bench, kills
-from benchmarks.rivals.task import Model
+from benchmarks.rivals.contenders import BOTH, OURS
+from benchmarks.rivals.figures import (
+    Event,
+    Samples,
+    account,
+    against,
+    gap,
+    interval,
+    median_step,
+    share,
+    together,
+)
+from benchmarks.rivals.measuring import Bench, healthy_together, losses
+from benchmarks.rivals.task import BLACK_HOLE, KILL, STOP, Fault, Model
 
+TINY = Model(width=16, hidden=16, blocks=1, tokens=4)
 COMMITS = [0.0, 1.0, 2.0, 5.0, 6.0, 9.0]
 
 
@@ -31,6 +43,15 @@ def test_the_median_step_needs_two_commits() -> None:
 @pytest.mark.parametrize(("count", "found"), [(1, 1), (20, 20), (100, 99), (200, 198)])
 def test_the_99th_percentile_is_exceeded_by_one_in_a_hundred(count: int, found: int) -> None:
     assert share(range(count, 0, -1), 0.99) == found
+
+
+def test_a_turn_is_compared_with_the_mean_of_those_around_it() -> None:
+    assert against([3.0, 6.0], [1.0, 2.0], [2.0, 4.0]) == [2.0, 2.0]
+
+
+def test_the_interval_lies_around_the_median() -> None:
+    low, high = interval([1.0, 1.1, 1.2, 1.3, 1.4])
+    assert 1.0 <= low < 1.2 < high <= 1.4
 
 
 def commit(step: int, samples: int, *shards: int) -> Event:
@@ -65,14 +86,16 @@ def test_stretches_add_up() -> None:
 def rows() -> dict[str, Any]:
     common = {"replicas": 4, "traffic": "light"}
     samples = {"steps": 9, "other_batch": 2, "smallest": 18, "lost": 12, "computed_twice": 0}
-    kill = {**common, "kills": 2, "wanted": 2, "step_s": 0.05, "batch": 24, "hung": 0, "words": ""}
+    health = {"replicas": 4, "how": "light, the same processes", "step_s": 0.05}
+    loss = {**common, "made": 2, "wanted": 2, "step_s": 0.05, "batch": 24, "hung": 0, "words": ""}
+    kill = {**loss, "fault": "SIGKILL"}
     nothing = {**samples, "steps": 0}
     return {
         "machine": {"processor": "a < b", "cores": 2, "python": "3.11", "torch": "2.13.0"},
         "healthy": [
-            {**common, "name": "plain DDP", "step_s": 0.05},
+            {**health, "name": "plain DDP"},
             {
-                **common, "name": "ours", "step_s": 0.05,
+                **health, "name": "ours",
                 "over_ddp": 1.01, "low": 0.99, "high": 1.02, "turns": 9,
             },
         ],
@@ -84,6 +107,12 @@ def rows() -> dict[str, Any]:
             {
                 **kill, "name": "a rival", "gaps_s": [],
                 "died": 6, "deadly": 2, "samples": nothing,
+            },
+        ],
+        "silent": [
+            {
+                **loss, "fault": "SIGSTOP", "name": "ours", "gaps_s": [1.9, 2.1],
+                "died": 0, "deadly": 0, "samples": samples,
             },
         ],
         "rejoin": [
@@ -99,6 +128,8 @@ def rows() -> dict[str, Any]:
 def test_the_tables_name_everybody_also_who_did_not_survive() -> None:
     text = "\n".join(report.lines(rows()))
     assert "+1.0%        -1.0% to +2.0%" in text
+    assert "A healthy step of 4 replicas, light, the same processes" in text
+    assert "SIGSTOP of one of 4 replicas, light" in text
     assert "a rival" in text
     assert "none: nobody went on" in text
     assert "1 / 2" in text
@@ -108,16 +139,35 @@ def test_the_plot_is_a_picture_of_all_parts() -> None:
     root = ElementTree.fromstring(plot.svg(rows()))  # noqa: S314 - our own
     words = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "2 of 2 deadly" in words
-    assert len(list(root.iter("{http://www.w3.org/2000/svg}circle"))) == 4
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}circle"))) == 6
 
 
-def test_a_kill_of_one_of_ours_loses_nothing_and_nobody_else(tmp_path: Path) -> None:
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path, replicas=3, seed=1)
-    try:
-        (kill,) = kills(bench, OURS, Model(width=16, hidden=16, blocks=1, tokens=4), wanted=1)
-    finally:
-        bench.end()
-    assert (kill.died, kill.hung) == (0, 0)
-    assert kill.samples.lost == 0
-    assert kill.samples.computed_twice == 0
-    assert kill.samples.other_batch == 0
+    yield bench
+    bench.end()
+
+
+@pytest.mark.parametrize(
+    ("fault", "unnoticed_s"),
+    [(KILL, 0.0), (STOP, 1.0), (BLACK_HOLE, 1.0)],  # it is silence alone that tells of the latter
+    ids=["kill", "stop", "black hole"],
+)
+def test_what_befalls_one_of_ours_loses_nothing_and_nobody_else(
+    bench: Bench, fault: Fault, unnoticed_s: float
+) -> None:
+    (loss,) = losses(bench, OURS, TINY, fault, wanted=1)
+    assert (loss.died, loss.hung) == (0, 0)
+    assert loss.gap_s is not None
+    assert loss.gap_s > unnoticed_s
+    assert loss.samples.lost == 0
+    assert loss.samples.computed_twice == 0
+    assert loss.samples.other_batch == 0
+
+
+def test_ours_and_ddp_take_turns_in_the_same_processes(bench: Bench) -> None:
+    ddp, found = healthy_together(bench, BOTH, 2, TINY)
+    counts = {name: len(turns.over_ddp) for name, turns in found.items()}
+    assert len(ddp) == 3
+    assert counts == {"ours": 2, "plain DDP again (A/A)": 1}
