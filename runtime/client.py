@@ -174,6 +174,7 @@ class CheckpointSaved:
     at: float
     every_s: float | None = None  # the interval of this tier by now
     ettr: float | None = None  # the share of time that is kept, as expected with it
+    stored: int | None = None  # bytes that it takes there, some of it packed perhaps
 
 
 @dataclass(frozen=True, kw_only=True)

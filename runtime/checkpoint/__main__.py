@@ -97,14 +97,12 @@ def _listed(path: Path) -> Answer:
         manifest = store.manifest_of(path)
     except Damaged as error:
         return {"path": str(path), "findings": [str(error)]}, [f"{path.name:<16} {error}"]
-    size = sum(part.bytes for part in manifest.parts)
     answer = {
-        "path": str(path), "step": manifest.step, "bytes": size, "ranks": len(manifest.parts),
+        "path": str(path), "step": manifest.step, **_sizes(manifest), "ranks": len(manifest.parts),
         "digest": manifest.digest, "facts": manifest.facts, "findings": [],
     }  # fmt: skip
-    made = at(manifest)
-    line = f"{path.name:<16} {made}  {size:>15,} bytes  {len(manifest.parts)} ranks"
-    return answer, [f"{line}  {manifest.digest}"]
+    line = f"{path.name:<16} {at(manifest)}  {manifest.size:>15,} bytes{_packed(manifest)}"
+    return answer, [f"{line}  {len(manifest.parts)} ranks  {manifest.digest}"]
 
 
 def inspect(asked: argparse.Namespace) -> list[Answer]:
@@ -117,10 +115,11 @@ def inspect(asked: argparse.Namespace) -> list[Answer]:
         return [({"path": str(path), "findings": [str(error)]}, [str(error)])]
     tensors = [{"rank": part.rank, **vars(piece)} for part in parts for piece in part.table.pieces]
     answer = {
-        "path": str(path), "step": manifest.step, "digest": manifest.digest,
+        "path": str(path), "step": manifest.step, **_sizes(manifest), "digest": manifest.digest,
         "facts": manifest.facts, "tensors": tensors, "findings": [],
     }  # fmt: skip
     lines = [f"step {manifest.step}, saved {at(manifest)}, digest {manifest.digest}"]
+    lines += [f"{manifest.size:,} bytes{_packed(manifest)}"]
     lines += [f"{name}: {value}" for name, value in manifest.facts.items()]
     lines += [
         f"rank {one['rank']}  {one['bytes']:>13,} bytes  {one['dtype']:<9} "
@@ -128,6 +127,23 @@ def inspect(asked: argparse.Namespace) -> list[Answer]:
         for one in tensors
     ]
     return [(answer, lines)]
+
+
+def _sizes(manifest: Manifest) -> dict[str, Any]:
+    """Bytes of the state, those in its files, and how many of these for one of those."""
+    return {
+        "bytes": manifest.size,
+        "stored": manifest.stored,
+        "ratio": round(manifest.stored / manifest.size, 4) if manifest.size else 1.0,
+    }
+
+
+def _packed(manifest: Manifest) -> str:
+    """For a person, if it is."""
+    sizes = _sizes(manifest)
+    if sizes["stored"] == sizes["bytes"]:
+        return ""
+    return f", packed to {sizes['stored']:,} ({sizes['ratio']:.0%})"
 
 
 def verify(asked: argparse.Namespace) -> list[Answer]:
@@ -266,7 +282,7 @@ def at(manifest: Manifest) -> str:
 def size_of(path: Path) -> int:
     """Bytes of tensors; 0 if that cannot be told."""
     try:
-        return sum(part.bytes for part in store.manifest_of(path).parts)
+        return store.manifest_of(path).size
     except Damaged:
         return 0
 

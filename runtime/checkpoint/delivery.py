@@ -279,7 +279,8 @@ class Delivery:
             with self._lock:
                 self._asked[tier.name, save.name] = write
 
-        self._writers[tier.name].send({**asked, **place}, self._rooms.descriptors(), stamp)
+        asked = {**asked, **place, "pack": tier.pack}
+        self._writers[tier.name].send(asked, self._rooms.descriptors(), stamp)
 
     def _to_folder(self, tier: Tier, save: Save) -> dict[str, Any]:
         return {
@@ -373,6 +374,7 @@ class Delivery:
                 tier=write.tier.name,
                 path=whole["path"],
                 bytes=whole["bytes"],
+                stored=whole["stored"],
                 digest=whole["digest"],
                 stall_s=write.save.stall_s,
                 seconds=write.durable_s,

@@ -12,16 +12,20 @@ import fcntl
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from runtime.checkpoint.asking import at_once
-from runtime.image import aligned, pages
+from runtime.checkpoint.manifest import Run
+from runtime.checkpoint.meter import Meter
+from runtime.image import Buffer, aligned, pages
 
 #: Bytes of one request. Disks and networks reach their speed with it.
 BLOCK_BYTES = 4 << 20
 #: The same, where what is read goes nowhere: each request under way has memory of its own then.
 LOOKED_AT_BYTES = 2 << 20
+#: And of what is packed, where as much again goes to packing and unpacking it.
+PACKED_BYTES = 1 << 20
 #: What O_DIRECT demands of memory, offset and length.
 SECTOR_BYTES = 4096
 #: Requests under way at once: one alone leaves a disk waiting until whoever made it gets a
@@ -39,47 +43,101 @@ def all_there(_end: int) -> None:
 
 
 def write(
-    name: str, data: memoryview, folder: int, ready: Callable[[int], object] = all_there
+    name: str,
+    data: memoryview,
+    folder: int,
+    ready: Callable[[int], object] = all_there,
+    meter: Meter | None = None,
 ) -> None:
     """Create a file in an open folder, and return once it is durable. Raises OSError.
 
     `data` begins at a page. `ready` is called with the end of each block of it before that is
-    written, on any thread, and returns once it may be; what it raises is raised.
+    written, on any thread, and returns once it may be; what it raises is raised. `meter` measures
+    how long the disk takes.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    try:
-        file = os.open(name, flags | os.O_DIRECT, 0o644, dir_fd=folder)
-        direct = True
-    except OSError as error:
-        if error.errno not in _UNKNOWN:
-            raise
-        file = os.open(name, flags, 0o644, dir_fd=folder)
-        direct = False
+    meter = meter or Meter()
+    file, direct = _create(name, folder)
     try:
         whole = len(data) - len(data) % SECTOR_BYTES if direct else len(data)
         # A file system lets one request at a time make a file longer, but several fill it.
         several = _allocate(file, len(data)) and direct
-        _write_blocks(file, data[:whole], ready, REQUESTS if several else 1)
+
+        def one(block: tuple[int, int]) -> None:
+            start, end = block
+            ready(end)
+            with meter.request(end - start):
+                _put(file, data[start:end], start)
+
+        at_once(one, blocks(whole), REQUESTS if several else 1, "drydock-write")
         if whole < len(data):
             ready(len(data))
             _without_direct(file)
             _put(file, data[whole:], whole)
-        os.fsync(file)
+        with meter.request():
+            os.fsync(file)
     finally:
         os.close(file)
 
 
-def _write_blocks(
-    file: int, data: memoryview, ready: Callable[[int], object], requests: int
-) -> None:
-    """In their order, so many at once. After one that fails no other is begun."""
+def write_pieces(
+    name: str, pieces: Iterable[Buffer | bytes], most: int, folder: int, meter: Meter | None = None
+) -> int:
+    """The same of bytes that come one after another, `most` at most; how many they were. The next
+    piece is taken on any thread, by one at a time; what that raises is raised."""
+    meter = meter or Meter()
+    file, direct = _create(name, folder)
+    rooms = [pages(PACKED_BYTES) for _ in range(REQUESTS)]
+    size = 0
+    rest: list[tuple[int, bytes]] = []  # where the file ends, what is no whole sector
 
-    def one(block: tuple[int, int]) -> None:
-        start, end = block
-        ready(end)
-        _put(file, data[start:end], start)
+    def filled() -> Iterator[tuple[int, int, memoryview]]:
+        """There is a room for each thread that writes, and whoever takes the next does not."""
+        nonlocal size
+        room, full = rooms.pop(), 0
+        for piece in pieces:
+            left = memoryview(piece)
+            while left:
+                part = left[: len(room) - full]
+                room[full : full + len(part)] = part
+                left, full, size = left[len(part) :], full + len(part), size + len(part)
+                if full == len(room):
+                    yield size - full, full, room
+                    room, full = rooms.pop(), 0
+        yield size - full, full, room
 
-    at_once(one, blocks(len(data)), requests, "drydock-write")
+    def one(block: tuple[int, int, memoryview]) -> None:
+        start, length, room = block
+        whole = length - length % SECTOR_BYTES if direct else length
+        with meter.request(whole):
+            _put(file, room[:whole], start)
+        if whole < length:
+            rest.append((start + whole, bytes(room[whole:length])))
+        rooms.append(room)
+
+    try:
+        several = direct and _may_allocate(file, most)
+        at_once(one, filled(), REQUESTS if several else 1, "drydock-write")
+        if rest:
+            _without_direct(file)
+        for start, data in rest:
+            _put(file, memoryview(data), start)
+        os.ftruncate(file, size)
+        with meter.request():
+            os.fsync(file)
+    finally:
+        os.close(file)
+    return size
+
+
+def _create(name: str, folder: int) -> tuple[int, bool]:
+    """A file to be written, and whether that is past the page cache."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    try:
+        return os.open(name, flags | os.O_DIRECT, 0o644, dir_fd=folder), True
+    except OSError as error:
+        if error.errno not in _UNKNOWN:
+            raise
+    return os.open(name, flags, 0o644, dir_fd=folder), False
 
 
 def _put(file: int, data: memoryview, offset: int) -> None:
@@ -102,6 +160,14 @@ def _allocate(file: int, size: int) -> bool:
     return True
 
 
+def _may_allocate(file: int, most: int) -> bool:
+    """The same of what may become shorter: that there is no room for all of it is no error."""
+    try:
+        return _allocate(file, most)
+    except OSError:
+        return False
+
+
 def read(
     name: str,
     size: int,
@@ -117,8 +183,7 @@ def read(
     """
     file = _open_to_read(name, folder)
     try:
-        if (found := os.fstat(file).st_size) != size:
-            raise EOFError(f"it has {found} bytes, {size} expected")
+        _demand_size(file, size)
         room = threading.local()
         longest = LOOKED_AT_BYTES if into is None else BLOCK_BYTES
 
@@ -140,6 +205,39 @@ def read(
         at_once(one, blocks(size, longest), REQUESTS, "drydock-read")
     finally:
         os.close(file)
+
+
+def read_runs(
+    name: str,
+    size: int,
+    folder: int,
+    runs: Iterable[Run],
+    work: Callable[[Run, memoryview], None],
+) -> None:
+    """The same, in runs of its chunks, none longer than PACKED_BYTES; the bytes go nowhere
+    else. Raises as `read` does."""
+    file = _open_to_read(name, folder)
+    try:
+        _demand_size(file, size)
+        room = threading.local()
+
+        def one(run: Run) -> None:
+            if not hasattr(room, "memory"):
+                room.memory = pages(PACKED_BYTES + 2 * SECTOR_BYTES)
+            before = run.start % SECTOR_BYTES
+            needed = aligned(before + run.end - run.start, SECTOR_BYTES)
+            _fill(file, room.memory[:needed], run.start - before, run.end)
+            work(run, room.memory[before : before + run.end - run.start])
+
+        at_once(one, runs, REQUESTS, "drydock-read")
+    finally:
+        os.close(file)
+
+
+def _demand_size(file: int, size: int) -> None:
+    """Raises EOFError."""
+    if (found := os.fstat(file).st_size) != size:
+        raise EOFError(f"it has {found} bytes, {size} expected")
 
 
 def read_small(path: Path) -> bytes:

@@ -12,27 +12,33 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint import disk, store
+from runtime.checkpoint import coding, disk, store
+from runtime.checkpoint.coding import Stored
 from runtime.checkpoint.manifest import (
-    FORMATTED,
     MANIFEST,
     DataFile,
     Manifest,
+    Packed,
     Part,
+    chunks_in,
+    formatted,
     hash_of_part,
     layout_of,
     naming_flaws,
     opened,
+    packings,
     part_name,
     sealed,
 )
+from runtime.checkpoint.meter import Meter
+from runtime.checkpoint.packing import Packer
 from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, hash_of
 
 #: Locks are seen here alone on some file systems; a container that shares the folder is another
@@ -97,26 +103,36 @@ class Draft:
         share: int = 0,
         ready: Callable[[int], object] = disk.all_there,
         progress: store.Progress = store.unseen,
+        packer: Packer | None = None,
     ) -> Written:
         """Write our share of one rank's image, durably.
 
         Files that hold what those of the part `before` hold are shared with it. `ready` is called
         with the end of what is read of the image next, on any thread, and returns once it is
         there; what it raises is raised. `progress` is told of the bytes of each file that is
-        written. Raises OSError, Damaged.
+        written. `packer` says what is packed, and learns how quick the folder is. Raises OSError,
+        Damaged.
         """
         name = _share_name(rank, share) if self.shares > 1 else part_name(rank)
         self._lock(name)
         layout = layout_of(table, rank, self.shares)
         files = layout[share :: self.shares]
         hashes = [""] * table.chunks
+        packed: list[Packed | None] = [None] * table.chunks
+        meter = Meter()
         written = 0
 
         def hash_file(file: DataFile) -> None:
-            for chunk in range(file.first, file.first + file.chunks):
+            for chunk in chunks_in(file):
                 start, end = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, len(image))
                 ready(end)
                 hashes[chunk] = hash_of(image[start:end])
+
+        def pieces(file: DataFile, packer: Packer) -> Generator[Stored]:
+            found = packer.chunks(image, table, file, ready)
+            for chunk, (data, how) in zip(chunks_in(file), found, strict=True):
+                packed[chunk] = how
+                yield data
 
         with ThreadPoolExecutor(1, "drydock-hash") as pool:
             hashing = [pool.submit(hash_file, file) for file in files]
@@ -125,27 +141,42 @@ class Draft:
                 if before is not None and file.first + file.chunks <= table.frozen // CHUNK_BYTES:
                     hashed.result()
                     if self._share(file, hashes, before):
+                        for chunk in chunks_in(file):
+                            packed[chunk] = before.packing_of(chunk)
                         continue
-                data = image[start : start + file.bytes]
-                disk.write(file.name, data, self.handle, partial(_shifted, ready, start))
-                written += file.bytes
+                if packer is not None and packer.may_pay():
+                    found = pieces(file, packer)
+                    with contextlib.closing(found):
+                        written += disk.write_pieces(
+                            file.name, found, file.bytes, self.handle, meter
+                        )
+                else:
+                    data, there = image[start : start + file.bytes], partial(_shifted, ready, start)
+                    disk.write(file.name, data, self.handle, there, meter)
+                    written += file.bytes
                 progress(file.bytes)
             for hashed in hashing:
                 hashed.result()
         ours = Part(
             step=self.step, save=self.save, rank=rank, table=table, hashes=tuple(hashes),
-            files=files,
+            files=files, packed=tuple(packed) if any(packed) else (),
         )  # fmt: skip
+        if packer is not None:
+            packer.note(meter)
         if self.shares == 1:
             write_small(name, ours.to_json(), self.handle)
             return Written(ours, ours, written)
-        said = {**FORMATTED, "table": table.digest(()), "hashes": ours.hashes}
+        said = {
+            **formatted(packs=bool(ours.packed)), "table": table.digest(()), "hashes": ours.hashes,
+            "packed": ours.packed_in_json,
+        }  # fmt: skip
         write_small(name, sealed(said), self.handle)
         return Written(ours, self._whole(ours, layout), written)
 
     def _whole(self, ours: Part, layout: tuple[DataFile, ...]) -> Part | None:
         """The part, once all who share it out have said what they wrote; several may see that."""
         hashes = list(ours.hashes)
+        packed = [ours.packing_of(chunk) for chunk in range(len(hashes))]
         for share in range(self.shares):
             name = _share_name(ours.rank, share)
             try:
@@ -154,10 +185,13 @@ class Draft:
                 return None
             with naming_flaws(name):
                 table, theirs = found["table"], [str(one) for one in found["hashes"]]
+                how = packings(found["packed"]) or [None] * len(hashes)
             if table != ours.table.digest(()):
                 raise Damaged(f"{name} is of another state than ours: the replicas differ")
             hashes = [mine or other for mine, other in zip(hashes, theirs, strict=True)]
-        part = replace(ours, hashes=tuple(hashes), files=layout)
+            packed = [mine or other for mine, other in zip(packed, how, strict=True)]
+        known = tuple(packed) if any(packed) else ()
+        part = replace(ours, hashes=tuple(hashes), files=layout, packed=known)
         write_small(part.name, part.to_json(), self.handle)
         return part
 
@@ -262,6 +296,8 @@ class Draft:
         same = tuple(hashes[file.first : end]) == before.hashes[file.first : end]
         if file not in before.files or not same:
             return False
+        if before.packs(file) and not coding.is_installed():
+            return False  # it could not be read back
         for path, found in store.listed(self.folder):
             if isinstance(found, Manifest) and found.save == before.save:
                 with contextlib.suppress(OSError):

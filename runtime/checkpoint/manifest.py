@@ -21,8 +21,9 @@ import xxhash
 from runtime.image import CHUNK_BYTES, Damaged, Table, aligned
 
 FORMAT = "drydock-checkpoint"
-VERSION = 3
-FORMATTED = {"format": FORMAT, "version": VERSION}
+#: Of what has packed chunks; older readers refuse it, and read all else.
+VERSION = 4
+PLAIN_VERSION = 3
 MANIFEST = "manifest.json"
 #: Bytes of one file of tensors at most.
 FILE_BYTES = 1 << 30
@@ -34,6 +35,7 @@ ITEM_BYTES = {
     "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1,
     "bool": 1, "complex128": 16, "complex64": 8, "complex32": 4,
 }  # fmt: skip
+LARGEST_ITEM = max(ITEM_BYTES.values())
 #: Of what is found in a file, in a message.
 SHOWN = 80
 
@@ -52,6 +54,23 @@ class DataFile:
     bytes: int
 
 
+@dataclass(frozen=True)
+class Packed:
+    """How a chunk is stored smaller than it is: see `coding`."""
+
+    size: int  # of the elements by which its bytes are sorted
+    bytes: int  # that are stored
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive chunks as they lie in a file, from `start` to `end`."""
+
+    chunks: range
+    start: int
+    end: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """One rank's image."""
@@ -62,6 +81,8 @@ class Part:
     table: Table
     hashes: tuple[str, ...]
     files: tuple[DataFile, ...]
+    #: of each chunk, None for one that is stored as it is; empty if all are
+    packed: tuple[Packed | None, ...] = ()
 
     @property
     def name(self) -> str:
@@ -74,10 +95,59 @@ class Part:
     def file_of(self, chunk: int) -> str:
         return next(f.name for f in self.files if f.first <= chunk < f.first + f.chunks)
 
+    @property
+    def stored(self) -> int:
+        """Bytes in its files."""
+        return sum(map(self.stored_of, self.files))
+
+    def stored_of(self, file: DataFile) -> int:
+        """How long it is."""
+        return sum(map(self._stored_in, chunks_in(file))) if self.packed else file.bytes
+
+    def packs(self, file: DataFile) -> bool:
+        """Whether any chunk of it is packed."""
+        return any(self.packing_of(chunk) for chunk in chunks_in(file))
+
+    def packing_of(self, chunk: int) -> Packed | None:
+        return self.packed[chunk] if self.packed else None
+
+    def length_of(self, chunk: int) -> int:
+        """Of the chunk itself, in bytes."""
+        return min(CHUNK_BYTES, self.table.bytes - chunk * CHUNK_BYTES)
+
+    def _stored_in(self, chunk: int) -> int:
+        how = self.packing_of(chunk)
+        return self.length_of(chunk) if how is None else how.bytes
+
+    def runs_of(self, file: DataFile, longest: int) -> Iterator[Run]:
+        """How a file is read: in runs of so many bytes at most, or of one chunk."""
+        first, start, end = file.first, 0, 0
+        for chunk in chunks_in(file):
+            stored = self._stored_in(chunk)
+            if chunk > first and end + stored - start > longest:
+                yield Run(range(first, chunk), start, end)
+                first, start = chunk, end
+            end += stored
+        if file.chunks:
+            yield Run(range(first, file.first + file.chunks), start, end)
+
+    def cut(self, run: Run, block: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """Each chunk of a run, and what is stored of it."""
+        start = 0
+        for chunk in run.chunks:
+            end = start + self._stored_in(chunk)
+            yield chunk, block[start:end]
+            start = end
+
+    @property
+    def packed_in_json(self) -> list[list[int] | None]:
+        return [None if one is None else [one.size, one.bytes] for one in self.packed]
+
     def to_json(self) -> bytes:
+        packed = self.packed_in_json
         return sealed(
             {
-                **FORMATTED,
+                **formatted(packs=bool(packed)),
                 "step": self.step,
                 "save": self.save,
                 "rank": self.rank,
@@ -85,6 +155,7 @@ class Part:
                 **self.table.describe(),
                 "chunks": list(self.hashes),
                 "files": [asdict(file) for file in self.files],
+                **({"packed": packed} if packed else {}),
             }
         )
 
@@ -100,6 +171,7 @@ class Part:
                 table=Table.restore(found),
                 hashes=tuple(found["chunks"]),
                 files=tuple(DataFile(**file) for file in found["files"]),
+                packed=packings(found.get("packed", ())),
             )
             chunk_bytes = found["chunk_bytes"]
         if chunk_bytes != CHUNK_BYTES:
@@ -109,6 +181,7 @@ class Part:
         with naming_flaws(what):
             _refuse_odd_tensors(part.table, what)
             _refuse_odd_files(part, what)
+            _refuse_odd_packing(part, what)
         return part
 
 
@@ -138,6 +211,22 @@ def _refuse_odd_files(part: Part, what: str) -> None:
         chunk += file.chunks
     if (chunk, len(part.hashes)) != (table.chunks, table.chunks):
         raise Damaged(f"{what}: its files do not hold each of {table.chunks} chunks once")
+
+
+def _refuse_odd_packing(part: Part, what: str) -> None:
+    """Raises Damaged, or TypeError for what is no number."""
+    if part.packed and len(part.packed) != part.table.chunks:
+        raise Damaged(
+            f"{what}: it says of {len(part.packed)} chunks how they are packed, {part.table.chunks}"
+            " expected"
+        )
+    for chunk, how in enumerate(part.packed):
+        if how is None:
+            continue
+        if not 1 <= _count(how.size) <= LARGEST_ITEM:
+            raise Damaged(f"{what}: chunk {chunk} is sorted by {shown(how.size)} bytes")
+        if not 1 <= _count(how.bytes) < part.length_of(chunk):
+            raise Damaged(f"{what}: chunk {chunk} is packed to {shown(how.bytes)} bytes")
 
 
 def refuse_odd_name(name: object, what: str) -> None:
@@ -170,6 +259,11 @@ class PartHash:
     bytes: int  # of its image
     hash: str  # xxh3-128 of its JSON file
     digest: str  # of its image
+    stored: int | None = None  # bytes in its files, where some are packed
+
+    def describe(self) -> dict[str, Any]:
+        """As JSON."""
+        return {key: value for key, value in vars(self).items() if value is not None}
 
 
 def hash_of_part(part: Part, data: bytes) -> PartHash:
@@ -180,6 +274,7 @@ def hash_of_part(part: Part, data: bytes) -> PartHash:
         bytes=part.table.bytes,
         hash=xxhash.xxh3_128_hexdigest(data),
         digest=part.digest,
+        stored=part.stored if part.packed else None,
     )
 
 
@@ -197,6 +292,16 @@ class Manifest:
     def digest(self) -> str:
         return digest_of_all([part.digest for part in self.parts])
 
+    @property
+    def size(self) -> int:
+        """Bytes of the state."""
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def stored(self) -> int:
+        """Bytes in its files."""
+        return sum(part.bytes if part.stored is None else part.stored for part in self.parts)
+
     def part(self, rank: int) -> PartHash:
         """Raises Damaged if there is none of this rank."""
         for part in self.parts:
@@ -207,13 +312,14 @@ class Manifest:
         )
 
     def to_json(self) -> bytes:
+        packs = any(part.stored is not None for part in self.parts)
         return sealed(
             {
-                **FORMATTED,
+                **formatted(packs=packs),
                 "step": self.step,
                 "save": self.save,
                 "digest": self.digest,
-                "parts": [asdict(part) for part in self.parts],
+                "parts": [part.describe() for part in self.parts],
                 "facts": self.facts,
             }
         )
@@ -230,6 +336,7 @@ class Manifest:
                 facts=dict(found["facts"]),
             )
             sizes = [_count(part.bytes) for part in manifest.parts]
+            _count(manifest.stored)
         if not sizes:
             raise Damaged(f"{what}: it has no parts, one for each rank expected")
         for part in manifest.parts:
@@ -251,6 +358,20 @@ def naming_flaws(what: str) -> Iterator[None]:
         raise Damaged(f"{what}: {error} is missing or wrong") from error
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise Damaged(f"{what}: {str(error)[:SHOWN]} is missing or wrong") from error
+
+
+def formatted(*, packs: bool) -> dict[str, Any]:
+    """How each JSON file begins."""
+    return {"format": FORMAT, "version": VERSION if packs else PLAIN_VERSION}
+
+
+def packings(found: Sequence[Any]) -> tuple[Packed | None, ...]:
+    """As JSON has them. Raises TypeError, ValueError."""
+    return tuple(None if one is None else Packed(*one) for one in found)
+
+
+def chunks_in(file: DataFile) -> range:
+    return range(file.first, file.first + file.chunks)
 
 
 def part_name(rank: int) -> str:
@@ -313,10 +434,11 @@ def opened(data: bytes, what: str) -> dict[str, Any]:
     kind, version = found["format"], found["version"]
     if kind != FORMAT:
         raise Damaged(f"{what} has the format {shown(kind)}, not {FORMAT!r}")
-    if version != VERSION:
+    if version not in (PLAIN_VERSION, VERSION):
         raise OtherVersion(
-            f"{what} is of format version {shown(version)}, this Drydock reads {VERSION}: read it "
-            "with the Drydock that wrote it, or a later one (pip install --upgrade drydock-fleet)"
+            f"{what} is of format version {shown(version)}, this Drydock reads {PLAIN_VERSION} and "
+            f"{VERSION}: read it with the Drydock that wrote it, or a later one (pip install "
+            "--upgrade drydock-fleet)"
         )
     body, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     expected = _SEAL.format(xxhash.xxh3_128_hexdigest(body))

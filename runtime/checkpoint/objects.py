@@ -9,25 +9,31 @@ from __future__ import annotations
 import contextlib
 import posixpath
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import xxhash
 
-from runtime.checkpoint import store
+from runtime.checkpoint import coding, store
 from runtime.checkpoint.asking import at_once
+from runtime.checkpoint.coding import Stored
 from runtime.checkpoint.manifest import (
     MANIFEST,
     DataFile,
     Manifest,
+    Packed,
     Part,
+    Run,
+    chunks_in,
     hash_of_part,
     layout_of,
     part_name,
 )
-from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, chunks_of, hash_of, pages
+from runtime.checkpoint.meter import Meter
+from runtime.checkpoint.packing import Packer
+from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, hash_of, pages
 
 #: Objects that are written or read at once: one connection alone is far from what a store can do.
 STREAMS = 4
@@ -125,11 +131,13 @@ class ObjectStore:
         step: int,
         save: str,
         ready: Callable[[int], object],
+        packer: Packer | None = None,
     ) -> int:
         """Put one rank's image there and read it back; how many bytes were put. Objects of frozen
         weights that hold what those of the rank's last checkpoint hold are copied by the store.
         `ready` is called, on any thread, with the end of what is read of the image next, and
-        returns once it is there; what it raises is raised.
+        returns once it is there; what it raises is raised. `packer` says what is packed, and learns
+        how quick the store is.
 
         Raises OSError, Damaged. What was put of ours by then is removed, but not once all of it was
         there: another rank may have made it a checkpoint.
@@ -137,16 +145,19 @@ class ObjectStore:
         folder = self._folder(step, save)
         files = layout_of(table, rank, STREAMS)
         before = self._before.get(rank) or self._last_part(rank)
+        putting = _Putting(table, image, files, ready, packer)
         try:
-            hashes, written = self._put(folder, files, image, table, ready, before)
-            part = Part(step=step, save=save, rank=rank, table=table, hashes=hashes, files=files)
+            self._put(folder, putting, before)
+            part = putting.part(step, save, rank)
             try:
                 self._compare(folder, part)
             except Damaged:
-                if written == len(image):
+                if not putting.copied:
                     raise
                 # What the store copied was damaged where it was.
-                _, written = self._put(folder, files, image, table, ready, None)
+                putting = _Putting(table, image, files, ready, packer)
+                self._put(folder, putting, None)
+                part = putting.part(step, save, rank)
                 self._compare(folder, part)
         except BaseException:
             for file in files:
@@ -155,45 +166,31 @@ class ObjectStore:
             raise
         self._put_small(posixpath.join(folder, part.name), part.to_json())
         self._before[rank] = (folder, part)
-        return written
+        if packer is not None:
+            packer.note(putting.meter)
+        return putting.meter.bytes
 
-    def _put(
-        self,
-        folder: str,
-        files: tuple[DataFile, ...],
-        image: memoryview,
-        table: Table,
-        ready: Callable[[int], object],
-        before: tuple[str, Part] | None,
-    ) -> tuple[tuple[str, ...], int]:
-        """Several at once; the hashes of the chunks, and how many bytes were put."""
-        hashes = [""] * table.chunks
-        copied: list[int] = []
-
-        def hash_block(first: int, end: int) -> None:
-            ready(end)
-            for chunk, data in enumerate(chunks_of(image[first:end]), first // CHUNK_BYTES):
-                hashes[chunk] = hash_of(data)
+    def _put(self, folder: str, putting: _Putting, before: tuple[str, Part] | None) -> None:
+        """Several at once."""
 
         def put(file: DataFile, stopped: threading.Event) -> None:
-            start = file.first * CHUNK_BYTES
             path = posixpath.join(folder, file.name)
-            if before is not None and start + file.bytes <= table.frozen:
-                hash_block(start, start + file.bytes)
-                if self._copy(file, hashes, before, path):
-                    copied.append(file.bytes)
+            if before is not None and file.first * CHUNK_BYTES + file.bytes <= putting.table.frozen:
+                putting.hash(chunks_in(file))
+                if self._copy(file, putting.hashes, before, path):
+                    putting.copied.append(file)
+                    for chunk in chunks_in(file):
+                        putting.packed[chunk] = before[1].packing_of(chunk)
                     return
-            with self._opened(path) as out:
-                for first in range(start, start + file.bytes, BLOCK_BYTES):
+            stored = putting.stored(file)
+            with self._opened(path, putting.meter) as out, contextlib.closing(stored):
+                for data in stored:
                     if stopped.is_set():
                         raise _GivenUp
-                    end = min(first + BLOCK_BYTES, start + file.bytes)
-                    hash_block(first, end)
-                    with self._asking(path):
-                        out.write(image[first:end])
+                    with self._asking(path), putting.meter.request(len(data)):
+                        out.write(data)
 
-        _do_all([partial(put, file) for file in files])
-        return tuple(hashes), len(image) - sum(copied)
+        _do_all([partial(put, file) for file in putting.files])
 
     def _copy(self, file: DataFile, hashes: list[str], before: tuple[str, Part], path: str) -> bool:
         """Whether the store made this object one like that of an earlier checkpoint, for it is to
@@ -202,6 +199,8 @@ class ObjectStore:
         chunks = slice(file.first, file.first + file.chunks)
         if file not in part.files or tuple(hashes[chunks]) != part.hashes[chunks]:
             return False
+        if part.packs(file) and not coding.is_installed():
+            return False  # it could not be read back
         try:
             with self._asking(path):
                 self._files.cp_file(posixpath.join(folder, file.name), path)
@@ -303,13 +302,13 @@ class ObjectStore:
             raise OSError(f"{self.url}: there is no bucket {self._bucket!r}, or it cannot be seen")
 
     @contextlib.contextmanager
-    def _opened(self, path: str) -> Iterator[Any]:
+    def _opened(self, path: str, meter: Meter) -> Iterator[Any]:
         """To be written; not there at all if anything fails."""
-        with self._asking(path):
+        with self._asking(path), meter.request():
             out = self._files.open(path, "wb", block_size=BLOCK_BYTES)
         try:
             yield out
-            with self._asking(path):
+            with self._asking(path), meter.request():
                 out.close()
         except BaseException:
             with contextlib.suppress(Exception):  # some kinds know no such thing
@@ -344,26 +343,29 @@ class ObjectStore:
     ) -> None:
         """Read the objects of a part, each chunk compared. Raises Damaged, OSError."""
         wrong: list[int] = []
+        if part.packed:
+            coding.demand(posixpath.join(folder, part.name))
 
-        def get(path: str, file: DataFile, start: int, _stopped: threading.Event) -> None:
-            end = min(start + BLOCK_BYTES, file.bytes)
+        def get(path: str, file: DataFile, run: Run, _stopped: threading.Event) -> None:
             with _missing_is_damage(path), self._asking(path):
-                block = memoryview(self._files.cat_file(path, start=start, end=end))
+                block = memoryview(self._files.cat_file(path, start=run.start, end=run.end))
             progress(len(block))
-            if len(block) != end - start:
-                raise Damaged(f"{path} ends after {start + len(block)} of {file.bytes} bytes")
-            for chunk, data in enumerate(chunks_of(block), file.first + start // CHUNK_BYTES):
-                if hash_of(data) != part.hashes[chunk]:
+            if len(block) != run.end - run.start:
+                stored = part.stored_of(file)
+                raise Damaged(f"{path} ends after {run.start + len(block)} of {stored} bytes")
+            for chunk, stored_of_it in part.cut(run, block):
+                data = coding.chunk_in(part, chunk, stored_of_it)
+                if data is None:
                     wrong.append(chunk)
-            if into is not None:
-                at = file.first * CHUNK_BYTES
-                into[at + start : at + end] = block
+                elif into is not None:
+                    start = chunk * CHUNK_BYTES
+                    into[start : start + len(data)] = data
 
         _do_all(
             [
-                partial(get, posixpath.join(folder, file.name), file, start)
+                partial(get, posixpath.join(folder, file.name), file, run)
                 for file in part.files
-                for start in range(0, file.bytes, BLOCK_BYTES)
+                for run in part.runs_of(file, BLOCK_BYTES)
             ]
         )
         if wrong:
@@ -388,6 +390,56 @@ class ObjectStore:
 def _newest_first(manifests: dict[str, Manifest | Damaged | None]) -> list[Found]:
     there = [Found(path, one) for path, one in manifests.items() if isinstance(one, Manifest)]
     return sorted(there, key=lambda one: one.age, reverse=True)
+
+
+class _Putting:
+    """One rank's image while it is put there: what becomes known of its chunks."""
+
+    def __init__(
+        self,
+        table: Table,
+        image: memoryview,
+        files: tuple[DataFile, ...],
+        ready: Callable[[int], object],
+        packer: Packer | None,
+    ) -> None:
+        self.table = table
+        self.files = files
+        self.hashes = [""] * table.chunks
+        self.packed: list[Packed | None] = [None] * table.chunks
+        self.copied: list[DataFile] = []  # by the store, from an earlier checkpoint
+        self.meter = Meter()
+        self._image = image
+        self._ready = ready
+        self._packer = packer
+
+    def part(self, step: int, save: str, rank: int) -> Part:
+        """What is there, once all is."""
+        return Part(
+            step=step, save=save, rank=rank, table=self.table, hashes=tuple(self.hashes),
+            files=self.files, packed=tuple(self.packed) if any(self.packed) else (),
+        )  # fmt: skip
+
+    def hash(self, chunks: range) -> None:
+        for chunk in chunks:
+            self._ready(min((chunk + 1) * CHUNK_BYTES, len(self._image)))
+            self.hashes[chunk] = hash_of(self._chunk(chunk))
+
+    def stored(self, file: DataFile) -> Generator[Stored]:
+        """What is to be put of each of its chunks, which are hashed on the way."""
+        if self._packer is None or not self._packer.may_pay():
+            for chunk in chunks_in(file):
+                self.hash(range(chunk, chunk + 1))
+                yield self._chunk(chunk)
+            return
+        found = self._packer.chunks(self._image, self.table, file, self._ready)
+        for chunk, (data, how) in zip(chunks_in(file), found, strict=True):
+            self.packed[chunk] = how
+            self.hash(range(chunk, chunk + 1))
+            yield data
+
+    def _chunk(self, chunk: int) -> memoryview:
+        return self._image[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
 
 
 class _GivenUp(Exception):

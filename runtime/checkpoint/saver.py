@@ -14,7 +14,7 @@ from runtime.checkpoint.delivery import Delivery, Save
 from runtime.checkpoint.peer import Place
 from runtime.checkpoint.rooms import ROOMS, Rooms
 from runtime.checkpoint.sources import Sources
-from runtime.checkpoint.tiers import TIERS, Folders, Interval, TierName, tiers_of
+from runtime.checkpoint.tiers import TIERS, Folders, Interval, Packing, TierName, tiers_of
 from runtime.job import Job
 from runtime.snapshot import Copying, TooSmall, pin
 
@@ -31,14 +31,16 @@ class Checkpointer:
         every_s: Interval | Mapping[str, Interval] = "auto",
         keep: int = store.KEEP,
         failures_per_node_day: float | None = None,
+        pack: Packing = "auto",
     ) -> None:
         """`every_s`: seconds between two saves, of all tiers or of each by its name ("peer",
         "local", "shared", "object"); "auto" takes what is best by what saves cost and by
         `failures_per_node_day`: None for what the control plane has seen, or was published.
-        `keep`: so many are kept in the shared folder and in the object store. Raises
+        `keep`: so many are kept in the shared folder and in the object store. `pack`: what goes to
+        these two is compressed where that is measured to pay ("auto"), or never (False). Raises
         ValueError."""
         self.job = job
-        self.tiers = tiers_of(job, every_s, keep, failures_per_node_day)
+        self.tiers = tiers_of(job, every_s, keep, failures_per_node_day, pack)
         self.folders = Folders(job)
         self.sources = Sources(job, self.tiers, self.folders)
         self._last = dict.fromkeys(self.tiers, time.monotonic())

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import xxhash
 
-from runtime.checkpoint import disk
+from runtime.checkpoint import coding, disk
 from runtime.checkpoint.manifest import (
     MANIFEST,
     DataFile,
@@ -27,6 +27,8 @@ from runtime.checkpoint.manifest import (
     OtherVersion,
     Part,
     PartHash,
+    Run,
+    chunks_in,
 )
 from runtime.image import CHUNK_BYTES, Damaged, Staged, chunks_of, hash_of, pages
 
@@ -285,7 +287,7 @@ def check(
     progress: Progress = unseen,
 ) -> list[Finding]:
     """Read one file and compare its chunks; what is wrong with it. `into`: see `disk.read`;
-    `progress`: see `read`."""
+    `progress`: see `read`. Raises NotInstalled if it is packed, and nothing here unpacks it."""
     wrong: list[int] = []
 
     def compare(offset: int, block: memoryview) -> None:
@@ -295,14 +297,29 @@ def check(
                 wrong.append(chunk)
         progress(len(block))
 
+    def unpack(run: Run, block: memoryview) -> None:
+        for chunk, stored in part.cut(run, block):
+            length = part.length_of(chunk)
+            data = coding.chunk_in(part, chunk, stored)
+            if data is None:
+                wrong.append(chunk)
+            elif into is not None:
+                start = (chunk - file.first) * CHUNK_BYTES
+                into[start : start + length] = data
+            progress(length)
+
     try:
-        disk.read(file.name, file.bytes, handle, compare, into)
+        if part.packs(file):
+            coding.demand(f"{file.name} (rank {part.rank})")
+            runs = part.runs_of(file, disk.PACKED_BYTES)
+            disk.read_runs(file.name, part.stored_of(file), handle, runs, unpack)
+        else:
+            disk.read(file.name, file.bytes, handle, compare, into)
     except (OSError, EOFError) as error:
         what = str(error)
         if isinstance(error, FileNotFoundError):
-            what = f"it is missing, {file.bytes} bytes expected"
-        chunks = range(file.first, file.first + file.chunks)
-        return [Finding(file.name, part.rank, names_in(part, *chunks), what)]
+            what = f"it is missing, {part.stored_of(file)} bytes expected"
+        return [Finding(file.name, part.rank, names_in(part, *chunks_in(file)), what)]
     if not wrong:
         return []
     what = f"{len(wrong)} of {file.chunks} chunks are not what was saved"

@@ -30,6 +30,8 @@ from runtime.job import Job
 TierName = Literal["peer", "local", "shared", "object"]
 #: Seconds between two saves, or as many as are best.
 Interval = float | Literal["auto"]
+#: Whether chunks are packed where that is measured to pay, or never.
+Packing = Literal["auto", False]
 #: The quickest first: of two checkpoints of one state it is loaded.
 TIERS: tuple[TierName, ...] = ("peer", "local", "shared", "object")
 KEEP_LOCAL = 2
@@ -47,6 +49,8 @@ class Tier:
     #: Each rank of each replica keeps its part in a folder of its own; else all ranks of a replica
     #: write into one folder.
     own: bool
+    #: Chunks may be packed: it may be slow, and outlives the nodes.
+    pack: bool = False
 
     @property
     def shared_out(self) -> bool:
@@ -59,12 +63,16 @@ def tiers_of(
     every_s: Interval | Mapping[str, Interval],
     keep: int,
     failures_per_node_day: float | None,
+    pack: Packing = "auto",
 ) -> dict[TierName, Tier]:
     """Those that this job has. `every_s`: seconds between two saves, or "auto", of all or by tier.
 
-    Raises ValueError for a tier that is none, for an interval that is none, and for an object store
-    that cannot be used.
+    Raises ValueError for a tier that is none, for an interval that is none, for a `pack` that is
+    none, and for an object store that cannot be used.
     """
+    if pack not in ("auto", False):
+        raise ValueError(f"pack is {pack!r}; give 'auto' or False")
+    packs = pack == "auto"
     if isinstance(every_s, Mapping) and (odd := set(every_s) - set(TIERS)):
         raise ValueError(f"every_s names {sorted(odd)}; the tiers are {', '.join(TIERS)}")
     nodes = nodes_of(job.world_replicas, job.ranks)
@@ -79,7 +87,7 @@ def tiers_of(
         seconds = None if asked == "auto" else float(asked)
         return Pace(seconds, nodes, rate)
 
-    shared = Tier(name="shared", pace=pace_of("shared"), keep=keep, own=False)
+    shared = Tier(name="shared", pace=pace_of("shared"), keep=keep, own=False, pack=packs)
     tiers: dict[TierName, Tier] = {"shared": shared}
     if job.local_dir is not None:
         tiers["local"] = Tier(
@@ -89,7 +97,8 @@ def tiers_of(
         tiers["peer"] = Tier(name="peer", pace=pace_of("peer"), keep=1, own=True)
     if job.object_store:
         ObjectStore(job.object_store, job.name)  # refused now, not at the first save
-        tiers["object"] = Tier(name="object", pace=pace_of("object"), keep=keep, own=False)
+        pace = pace_of("object")
+        tiers["object"] = Tier(name="object", pace=pace, keep=keep, own=False, pack=packs)
     return tiers
 
 

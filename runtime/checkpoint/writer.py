@@ -13,13 +13,14 @@ It is told, as JSON in single packets:
      "folder", "rank", "ranks", "share", "shares" and "keep" say where which share of it is to be
      written (in a folder of the job's run, "within" that, if the folder is not "shared"), or
      "holder", "token" and "label" which peer's memory keeps it, or "objects", "job", "rank",
-     "ranks" and "keep" which object store
+     "ranks" and "keep" which object store; "pack" whether chunks may be packed
     {"op": "look", "folder", "save"}  whether one whose name begins so is there: "looked", "seen"
     {"op": "copied", "save", "bytes"}  so much of the state is there by now
     {"op": "not_copied", "save", "error"}  it never will be
 and says of each save, by its name: {"op": "alarm" | "durable" | "verified" | "failed" | "given_up",
 "save", ...}, and at last {"op": "done", "save"}: it needs the room no more. "verified" has "whole",
-with "path", "bytes" and "digest" of the checkpoint, where all shares of all ranks are by now.
+with "path", "bytes", "stored" and "digest" of the checkpoint, where all shares of all ranks are by
+now.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from runtime.checkpoint.holder import Label
 from runtime.checkpoint.large_pages import mapped
 from runtime.checkpoint.manifest import Manifest, Part
 from runtime.checkpoint.objects import ObjectStore
+from runtime.checkpoint.packing import Packer, packed_again
 from runtime.checkpoint.peer import Keeping
 from runtime.checkpoint.staleness import Staleness
 from runtime.checkpoint.tiers import run_of
@@ -72,6 +74,7 @@ class Writer:
         self._objects: ObjectStore | None = None
         self._before: dict[str, Part] = {}  # folder -> the last part that was written there
         self._staleness = Staleness()
+        self._packer = Packer()
         self._name = ""  # of the save under way
         self._known_run = ""
         self._copied = 0  # bytes of its state that are there
@@ -160,7 +163,10 @@ class Writer:
         share, shares = int(asked["share"]), int(asked["shares"])
         draft = Draft(folder, step, self._name, int(asked["ranks"]), asked["facts"], shares)
         try:
-            written = draft.write(rank, table, image, before, share=share, ready=self._await_copy)
+            written = draft.write(
+                rank, table, image, before,
+                share=share, ready=self._await_copy, packer=self._packer_for(asked),
+            )  # fmt: skip
             part = written.part
             draft.publish()
             self._say("durable", written=written.bytes)
@@ -186,9 +192,7 @@ class Writer:
         if whole is None:
             self._say("verified", whole=None)
             return
-        size = sum(one.bytes for one in whole.parts)
-        said = {"path": str(path), "bytes": size, "digest": whole.digest}
-        self._say("verified", whole=said)
+        self._say("verified", whole=as_told(whole, str(path)))
         self._clean(folder, int(asked["keep"]), path)
 
     def _folder(self, asked: dict[str, Any]) -> Path:
@@ -213,7 +217,8 @@ class Writer:
         label = Label(**asked["label"], run=self._run(asked))
         digest, sent = keeping.hold(label, table, asked["facts"], image)
         self._say("durable", written=sent)
-        whole = {"path": keeping.address, "bytes": len(image), "digest": digest}
+        size = len(image)
+        whole = {"path": keeping.address, "bytes": size, "stored": size, "digest": digest}
         self._say("verified", whole=whole)
 
     def _put(self, asked: dict[str, Any]) -> None:
@@ -223,21 +228,22 @@ class Writer:
             self._objects = ObjectStore(str(asked["objects"]), str(asked["job"]))
         objects, step = self._objects, int(asked["step"])
         written = objects.write(
-            int(asked["rank"]), table, image, step=step, save=self._name, ready=self._await_copy
-        )
+            int(asked["rank"]), table, image,
+            step=step, save=self._name, ready=self._await_copy, packer=self._packer_for(asked),
+        )  # fmt: skip
         found = objects.publish(step, self._name, int(asked["ranks"]), asked["facts"])
         self._say("durable", written=written)
         if found is None:
             self._say("verified", whole=None)
             return
-        manifest = found.manifest
-        size = sum(one.bytes for one in manifest.parts)
-        said = {"path": objects.url_of(found), "bytes": size, "digest": manifest.digest}
-        self._say("verified", whole=said)
+        self._say("verified", whole=as_told(found.manifest, objects.url_of(found)))
         try:
             objects.prune(int(asked["keep"]), found)
         except OSError as error:
             self._say("alarm", kind="checkpoint_not_pruned", text=str(error))
+
+    def _packer_for(self, asked: dict[str, Any]) -> Packer | None:
+        return self._packer if asked["pack"] else None
 
     def _copy(self, asked: dict[str, Any]) -> tuple[memoryview, Table]:
         """What is asked to be written. Raises Damaged if something else is in that room."""
@@ -273,7 +279,11 @@ class Writer:
                 start = file.first * CHUNK_BYTES
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(file.name, dir_fd=draft.handle)  # it may be shared with earlier ones
-                disk.write(file.name, image[start : start + file.bytes], draft.handle)
+                if part.packs(file):
+                    pieces = packed_again(part, file, image)
+                    disk.write_pieces(file.name, pieces, part.stored_of(file), draft.handle)
+                else:
+                    disk.write(file.name, image[start : start + file.bytes], draft.handle)
         os.fsync(draft.handle)
         if findings := store.verify_part(part, draft.handle):
             raise Damaged(in_short(findings))
@@ -284,6 +294,11 @@ class Writer:
         ):  # the trainer is gone; what it asked is done all the same
             said = {"op": op, "save": self._name, **message}
             self._trainer.send(json.dumps(said).encode())
+
+
+def as_told(whole: Manifest, path: str) -> dict[str, Any]:
+    """A checkpoint, as the trainer is told."""
+    return {"path": path, "bytes": whole.size, "stored": whole.stored, "digest": whole.digest}
 
 
 def in_short(findings: list[store.Finding]) -> str:

@@ -144,7 +144,8 @@ class Together:
             }
             size = sum(one.bytes for one in parts.values())
             digest = digest_of_all([parts[one].digest for one in sorted(parts)])
-            self.rank.job.sender.tell(replace(parts[0], bytes=size, digest=digest, at=part.at))
+            whole = replace(parts[0], bytes=size, stored=size, digest=digest, at=part.at)
+            self.rank.job.sender.tell(whole)
 
     def can_share(self) -> bool:
         """Whether all our ranks can write their share to the folder of all at the next edge, as far

@@ -73,7 +73,20 @@ def break_disk(folder: Path) -> None:
             time.sleep(fault.seconds)
         inner(name, data, into, *more)
 
+    def write_pieces(
+        inner: Callable[..., int], name: str, pieces: Any, most: int, into: int, *more: Any
+    ) -> int:
+        """Of what is packed, that is: its first half is not known before the second."""
+        fault = present_fault(folder)
+        where = Path(f"/proc/self/fd/{into}").readlink()
+        if fault is not None and where.is_relative_to(fault.under):
+            if fault.kind == "full":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+            time.sleep(fault.seconds)
+        return inner(name, pieces, most, into, *more)
+
     around(disk, "write", write)
+    around(disk, "write_pieces", write_pieces)
 
 
 def present_fault(folder: Path) -> DiskFault | None:

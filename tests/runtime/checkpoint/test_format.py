@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
+import zstandard
 
-from runtime.checkpoint.draft import write
+from runtime.checkpoint import store
+from runtime.checkpoint.draft import Draft, write
+from runtime.checkpoint.packing import Packer
+from runtime.image import Staged
 from tests.runtime.checkpoint.states import flip_a_bit, staged_at, state_of_step
 
+KNOWN = [("drydock-checkpoint", 3), ("drydock-checkpoint", 4)]
 STRUCT = {"float32": "f", "int64": "q"}  # of those dtypes that struct knows
 
 
@@ -31,16 +38,16 @@ def read(checkpoints: Path) -> dict[str, Any]:
     """The whole state of a job of one rank: each tensor as its dtype, shape and bytes."""
     folder = max(checkpoints.glob("step-*"))
     manifest = unsealed((folder / "manifest.json").read_bytes())
-    assert (manifest["format"], manifest["version"]) == ("drydock-checkpoint", 3)
+    assert (manifest["format"], manifest["version"]) in KNOWN
     assert int(folder.name.removeprefix("step-")) == manifest["step"]
     (one,) = manifest["parts"]
     data = (folder / one["name"]).read_bytes()
     assert hash_of(data) == one["hash"]
     part = unsealed(data)
     assert part["save"] == manifest["save"]
-    image = b"".join((folder / file["name"]).read_bytes() for file in part["files"])
-    size = part["chunk_bytes"]
-    chunks = [image[at : at + size] for at in range(0, len(image), size)]
+    stored = b"".join((folder / file["name"]).read_bytes() for file in part["files"])
+    chunks = list(unpacked(part, stored))
+    image = b"".join(chunks)
     assert [hash_of(chunk) for chunk in chunks] == part["chunks"]
     digest = json.dumps([part["skeleton"], part["pieces"], part["chunks"]], sort_keys=True)
     assert hash_of(digest.encode()) == one["digest"] == manifest["digest"]
@@ -50,6 +57,22 @@ def read(checkpoints: Path) -> dict[str, Any]:
     ]
     state: dict[str, Any] = whole(part["skeleton"], tensors)
     return state
+
+
+def unpacked(part: dict[str, Any], stored: bytes) -> Iterator[bytes]:
+    """Each chunk, of files that follow each other without a gap."""
+    for number, packed in enumerate(part.get("packed") or [None] * len(part["chunks"])):
+        left = part["bytes"] - number * part["chunk_bytes"]
+        length = min(part["chunk_bytes"], left)
+        size, taken = packed or (1, length)
+        data = stored[:taken] if packed is None else zstandard.decompress(stored[:taken])
+        stored = stored[taken:]
+        assert len(data) == length
+        columns = [data[first * (length // size) :][: length // size] for first in range(size)]
+        yield (
+            bytes(chain.from_iterable(zip(*columns, strict=True))) + data[length - length % size :]
+        )
+    assert stored == b""
 
 
 def whole(skeleton: Any, tensors: list[tuple[str, list[int], bytes]]) -> Any:
@@ -68,9 +91,20 @@ def numbers(tensor: tuple[str, list[int], bytes]) -> list[float]:
     return [number for (number,) in struct.iter_unpack(f"<{STRUCT[dtype]}", data)]
 
 
-def test_every_tensor_and_value_is_found_again(tmp_path: Path) -> None:
-    write(tmp_path, staged_at(6))
-    write(tmp_path, staged_at(7))
+def write_packed(folder: Path, staged: Staged) -> None:
+    draft = Draft(folder, staged.step, f"save{staged.step}", 1, {})
+    draft.write(0, staged.table, memoryview(staged.buffer), packer=Packer(1e6))
+    draft.publish()
+    draft.close()
+    assert store.manifest_of(draft.path).stored < staged.table.bytes
+
+
+@pytest.mark.parametrize("write_it", [write, write_packed])
+def test_every_tensor_and_value_is_found_again(
+    tmp_path: Path, write_it: Callable[[Path, Staged], object]
+) -> None:
+    write_it(tmp_path, staged_at(6))
+    write_it(tmp_path, staged_at(7))
 
     found, saved = read(tmp_path), state_of_step(7)
 

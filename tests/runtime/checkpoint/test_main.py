@@ -220,7 +220,7 @@ def test_what_another_version_wrote_stays_and_what_is_damaged_is_not_counted(
     for step in (1, 2, 3, 4):
         write(tmp_path, staged_at(step), keep=4)
     newer = tmp_path / "step-00000004" / "manifest.json"
-    newer.write_bytes(sealed({**json.loads(newer.read_bytes()), "version": 4}))
+    newer.write_bytes(sealed({**json.loads(newer.read_bytes()), "version": 5}))
     for step in (1, 3):
         (tmp_path / f"step-0000000{step}" / "manifest.json").write_text("{}")
 

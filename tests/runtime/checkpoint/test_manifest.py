@@ -57,7 +57,7 @@ def test_rubbish_is_refused(data: bytes) -> None:
     ("changed", "said"),
     [
         ({"format": "other"}, "has the format 'other'"),
-        ({"version": 2}, "is of format version 2, this Drydock reads 3"),
+        ({"version": 2}, "is of format version 2, this Drydock reads 3 and 4"),
         ({"chunk_bytes": 4096}, "chunks of 4096 bytes"),
         ({"files": []}, "its files do not hold each of 3 chunks once"),
         ({"chunks": ["00"]}, "its files do not hold each of 3 chunks once"),
@@ -89,7 +89,7 @@ def test_a_part_with_a_flaw_is_refused_for_it(changed: dict[str, Any], said: str
         ({"parts": []}, "it has no parts"),
         ({"parts": [{**WELL, "name": "../rank-0.json"}]}, "the part of rank 0 is '../rank-0.json'"),
         ({"parts": [{**WELL, "bytes": None}]}, "None, a whole number expected, is missing"),
-        ({"version": "3"}, "format version '3', this Drydock reads 3"),
+        ({"version": "3"}, "format version '3', this Drydock reads 3 and 4"),
     ],
 )
 def test_a_manifest_with_a_flaw_is_refused_for_it(changed: dict[str, Any], said: str) -> None:

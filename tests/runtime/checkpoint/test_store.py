@@ -156,7 +156,9 @@ def test_a_newer_format_is_refused_with_what_to_do(tmp_path: Path) -> None:
     newer = {**json.loads(path.read_bytes()), "version": 99}
     path.write_bytes(sealed(newer))
 
-    with pytest.raises(Damaged, match="version 99, this Drydock reads 3: read it with the Drydock"):
+    with pytest.raises(
+        Damaged, match="version 99, this Drydock reads 3 and 4: read it with the Drydock"
+    ):
         store.read(path.parent)
 
 
