@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.checkpoints.saving import Kept, Saving, now
 from benchmarks.checkpoints.states import State
 from runtime.checkpoint import Checkpointer, store
+from runtime.checkpoint.tiers import Packing
 from runtime.client import CheckpointSaved, Sender, Trouble
 from runtime.job import Job
 from runtime.snapshot import Copying, When, size_of, state_of
@@ -19,7 +20,7 @@ class Overlapped:
 
     in_place = False
 
-    def __init__(self, state: State, folder: Path) -> None:
+    def __init__(self, state: State, folder: Path, pack: Packing = "auto") -> None:
         self._state = state
         self._under_way: dict[int, Saving] = {}
         sender = Sender("", "t", job="benchmark", replica=0, rank=0, placement="p")
@@ -28,7 +29,7 @@ class Overlapped:
             name="benchmark", replica=0, world_replicas=1, rank=0, placement="p", coordinator="",
             token="t", state_dir=folder, sender=sender, stop=threading.Event(),  # noqa: S106
         )  # fmt: skip
-        self._saver = Checkpointer(job, every_s=0.0, keep=1)
+        self._saver = Checkpointer(job, every_s=0.0, keep=1, pack=pack)
         self._paths: dict[int, Path] = {}
 
     def prepare(self) -> None:
