@@ -21,7 +21,7 @@ from runtime.image import aligned
 ROOMS = 2
 RETRY_S = 30.0  # after memory could not be had
 #: Beside the image lies its description, and both may grow: so much more than is needed at first is
-#: made room for, and a 64th of the image up to four times as much.
+#: made room for, and a 64th of the image up to twice as much.
 SLACK_BYTES = 2 << 20
 SLICE_BYTES = 4 << 20
 #: Times as long as it takes to touch a slice, while nobody waits for the room: of the first, which
@@ -106,7 +106,7 @@ class Rooms:
                 return True
             if time.monotonic() < self._not_before:
                 return False
-            slack = SLACK_BYTES + min(size // 64, 4 * SLACK_BYTES)
+            slack = SLACK_BYTES + min(size // 64, 2 * SLACK_BYTES)
             self._making, self._size = True, aligned(size + slack, LARGE_BYTES)
             self._close(self._free)
         threading.Thread(target=self._make, name="drydock-rooms", daemon=True).start()
