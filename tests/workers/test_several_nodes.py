@@ -493,3 +493,11 @@ def test_a_node_whose_process_ended_before_that_was_said_is_free_too(world: Worl
     drain()
 
     assert state(world.placements[1].node) == (NodeState.AVAILABLE, False)
+
+
+def test_that_it_left_is_no_word_of_what_was_started_since(world: World) -> None:
+    ended_by(world, world.placements[1])
+    all_train(world)
+    told_by(world.placements[0], client.Stopped(step=12, reason="left the loop", at=time.time()))
+
+    assert names() == ["node-0", "node-1"]

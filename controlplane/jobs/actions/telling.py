@@ -286,7 +286,8 @@ def _record_stopped(job: Job, batch: client.Batch, message: client.Stopped) -> N
     # The first rank speaks for all nodes, which left together; each is free once its own is seen
     # to end.
     others = list(told.replica.alive.exclude(pk=told.pk)) if job.nodes_per_replica > 1 else []
-    end_placement(SYSTEM, told.pk, f"{LEFT}{message.reason}", free_node=True)
+    if not end_placement(SYSTEM, told.pk, f"{LEFT}{message.reason}", free_node=True):
+        return  # told again, or late: what is there by now is of another start
     for other in others:
         gone = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=other.pk).exists()
         end_placement(SYSTEM, other.pk, f"{LEFT}{message.reason}", free_node=gone)
