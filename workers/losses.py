@@ -68,8 +68,9 @@ def first_of(
     of it."""
     known = [evidence_of(one, occurred_at, looked_since) for one in placements]
     if any(one.process_exited or one.ended for one in known):
-        # Without that one it commits nothing more, whatever it told before.
+        # Without that one it commits nothing more, whatever it told before, and all is lost.
         known = [replace(one, still_commits=False) for one in known]
+        known = [one if one.process_exited else replace(one, peers_lost_it=True) for one in known]
     words = map(_words_of, placements)
     places = [triage.PlaceEvidence(one, *said) for one, said in zip(known, words, strict=True)]
     first = triage.first_to_go(places)

@@ -19,7 +19,7 @@ from controlplane.health.choices import SignalKind
 from controlplane.ids import new_id
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import RunState
-from controlplane.incidents.models import Incident, PlaybookRun
+from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
 from controlplane.incidents.moves import SAVE_S
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
@@ -370,6 +370,52 @@ def test_where_an_agent_cannot_end_it_its_node_is_unfit(world: World) -> None:
     repair = run_of("repair-node")
     assert repair.node == world.placements[0].node
     assert orders("start_rank") == []
+
+
+def test_an_agent_that_cannot_end_it_is_no_silent_one_that_is_back(world: World) -> None:
+    world.silence(world.placements[1].node)
+    drain()
+    answer("stop_process", "failed")
+    drain()
+
+    assert PlaybookRun.objects.filter(playbook="repair-node").count() == 2
+    assert run_of("repair-node").node == world.placements[0].node
+    assert run_of(LOSS).state == RunState.WAITING
+
+
+def test_one_that_hangs_on_a_silent_card_took_the_others_along(world: World) -> None:
+    record_signal(
+        new_id("sig"),
+        SignalKind.GPU_UNREADABLE,
+        source="agent",
+        observed_at=timezone.now(),
+        node=world.placements[1].node,
+        data={"reason": "no answer"},
+    )
+    lost_a_peer(world.placements[0], 0, 1)
+    world.exits(world.placements[0], exit_code=1)
+    drain()
+
+    assert Incident.objects.get(job=world.job).code == "gpu-unreadable"
+    assert run_of("repair-node").node == world.placements[1].node
+
+
+def test_one_that_is_heard_again_is_not_all_of_it(world: World) -> None:
+    world.silence(world.placements[1].node)
+    drain()
+    back = world.placements[0]
+    run = run_of(LOSS)
+    find, end = step_of(LOSS, "find-cause"), step_of(LOSS, "end-what-is-left")
+    run.context |= {"lost_placement": back.pk, "round": 1}
+    run.save()
+    PlaybookStep.objects.filter(pk=end.pk).update(state="blocked", started_at=None)
+    PlaybookStep.objects.filter(pk=find.pk).update(state="ready", wake_at=timezone.now())
+    drain()
+    answer("stop_process", stopped=True)
+    drain()
+
+    assert names() == ["node-0", "spare-0"]
+    assert unfinished("start_rank") == ["node-0", "spare-0"]
 
 
 # --- it moves -------------------------------------------------------------------------------------

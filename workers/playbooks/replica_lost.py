@@ -73,6 +73,12 @@ def find_cause(ctx: StepContext) -> Outcome:
     shown = {k: v for k, v in asdict(evidence).items() if v not in (None, "", (), False)}
     shown |= {"verdicts": [f"{v.code}: {v.action}" for v in evidence.verdicts]}
     verdict = triage.cause_of_loss(evidence)
+    if isinstance(verdict, triage.NothingLost) and _lacks_a_place(ctx, placement.replica):
+        return Done(
+            text=f"{placement.node.name} is heard again, but not all of it is there",
+            evidence=shown,
+            context={"lost_placement": placement.pk, "node_fit": True, "passed_over": []},
+        )
     if isinstance(verdict, triage.NothingLost):
         return End(text=verdict.summary, evidence=shown)
     if isinstance(verdict, triage.NotYet):
@@ -179,6 +185,7 @@ def end_what_is_left(ctx: StepContext) -> Outcome:
             context={
                 "lost_placement": placement.pk,
                 "node_fit": False,
+                "code": "",  # that of the node that was lost first is not this one's
                 "action": Action.POWER_CYCLE,
                 "gpu": "",
             },
@@ -375,8 +382,9 @@ def start_replica(ctx: StepContext) -> Outcome:
 
 def _start_together(ctx: StepContext, replica: Replica) -> Outcome:
     begun = placements_of(ctx)
-    silent = next((one for one in begun if not one.node.lease.reachable), None)
-    if silent is not None and silent.state != PlacementState.ENDED:
+    there = [one for one in begun if one.state != PlacementState.ENDED]
+    silent = next((one for one in there if not one.node.lease.reachable), None)
+    if silent is not None:
         return Back(
             to="find-cause",
             text=f"{silent.node.name} went silent before all had started it",
@@ -669,6 +677,15 @@ def _replica(ctx: StepContext) -> Replica:
     return Replica.objects.select_related("job").get(
         job_id=ctx.run.job_id, index=ctx.values["replica"]
     )
+
+
+def _lacks_a_place(ctx: StepContext, replica: Replica) -> bool:
+    """Whether a replica on several nodes is there in part only, or was begun by this run and is not
+    up: what there is of it trains nothing, however well its nodes are heard."""
+    begun, nodes = replica.alive, replica.job.nodes_per_replica
+    starting = begun.filter(state=PlacementState.STARTING).exists()
+    half = begun.count() < nodes or ("placements" in ctx.values and starting)
+    return nodes > 1 and half
 
 
 def _known_failure(ctx: StepContext, placement: Placement, verdict: triage.Cause) -> Failure | None:
