@@ -494,6 +494,19 @@ def test_a_drain_of_one_of_its_nodes_moves_it_first(world: World) -> None:
     assert not Incident.objects.exists()
 
 
+def test_nodes_are_free_also_where_it_left_and_the_move_was_called_off(world: World) -> None:
+    order(world)
+    told_by(world.placements[0], client.Stopped(step=12, reason="left the loop", at=time.time()))
+    incidents.restart_job(PERSON, world.job.pk, "anew")
+    for one in world.placements:
+        world.exits(one, exit_code=0, requested=True)
+    drain(1)
+
+    assert NodeState.ALLOCATED not in {
+        Node.objects.get(pk=one.node_id).state for one in world.placements
+    }
+
+
 def test_a_move_that_is_called_off_after_the_end_brings_all_back(world: World) -> None:
     order(world)
     no_spare(world)

@@ -24,6 +24,7 @@ from workers.intake.lost_replicas import (
     ended_warm_spare,
     ended_while_stopping,
     is_unasked_end_of_rank,
+    left_before_its_end,
     replica_was_lost,
 )
 from workers.intake.silence import node_went_silent
@@ -85,6 +86,8 @@ def _handle(signal: Signal) -> None:
         jobs.end_placement(SYSTEM, leaving.pk, "its process has ended", free_node=True)
     elif signal.kind == SignalKind.PEER_LOST or is_unasked_end_of_rank(signal):
         replica_was_lost(signal)
+    elif (left := left_before_its_end(signal)) is not None:
+        jobs.vacate(SYSTEM, left)
     elif (slow := straggler(signal)) is not None:
         job_found_a_straggler(signal, slow)
     elif signal.node is not None and is_coordinator_gone(signal):

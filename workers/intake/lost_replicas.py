@@ -17,7 +17,7 @@ from controlplane.incidents.choices import Severity
 from controlplane.incidents.models import Incident, PlaybookRun
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
-from controlplane.jobs.models import IN_ITS_PLACE, Job, Placement
+from controlplane.jobs.models import IN_ITS_PLACE, LEFT, Job, Placement
 from workers.intake.timeline import tell_signal, tell_what_went_before
 
 log = structlog.get_logger(__name__)
@@ -75,6 +75,16 @@ def ended_while_stopping(signal: Signal) -> Placement | None:
     )
     left = Placement.objects.filter(pk=signal.placement_id, replica__job__in=list(stopping))
     return left.exclude(state=PlacementState.ENDED).first()
+
+
+def left_before_its_end(signal: Signal) -> Placement | None:
+    """The process, of a job on several nodes, that was known to leave before its end, which was
+    asked for, was seen: its node waits for that."""
+    if signal.kind != SignalKind.PROCESS_EXITED or not signal.data.get("requested"):
+        return None
+    wide = Placement.objects.filter(replica__job__nodes_per_replica__gt=1)
+    left = wide.filter(pk=signal.placement_id, state=PlacementState.ENDED)
+    return left.filter(end_reason__startswith=LEFT).first()
 
 
 def live_placement(node: Node) -> Placement | None:
