@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 import msgspec
 import pytest
@@ -520,6 +521,16 @@ def test_a_move_that_is_called_off_after_the_end_brings_all_back(world: World) -
     assert names() == ["node-0", "node-1"]
 
 
+def test_what_waits_for_the_others_is_ended_when_its_start_is_cancelled(
+    world: World, registered: Job
+) -> None:
+    begin(registered)
+    answer("start_rank", pid=7)
+    incidents.cancel_run(PERSON, run_of(START).pk, "not today")
+
+    assert {"node-0", "node-1"} <= set(unfinished("stop_process"))
+
+
 # --- it ends --------------------------------------------------------------------------------------
 
 
@@ -552,6 +563,21 @@ def test_a_node_whose_process_ended_before_that_was_said_is_free_too(world: Worl
     drain()
 
     assert state(world.placements[1].node) == (NodeState.AVAILABLE, False)
+
+
+def test_what_waits_for_a_lost_node_is_ended_with_its_job(world: World) -> None:
+    begun = timezone.now() - timedelta(seconds=3 * SAVE_S)
+    Placement.objects.update(created_at=begun, joined_at=begun)
+    jobs.request_stop(PERSON, world.job.pk, "converged")
+    world.exits(world.placements[1], exit_code=0)
+    drain()
+    assert incidents.finish_endings() == 0
+
+    Placement.objects.filter(pk=world.placements[1].pk).update(
+        ended_at=timezone.now() - timedelta(seconds=2 * SAVE_S)
+    )
+    assert incidents.finish_endings() == 1
+    assert unfinished("stop_process") == ["node-0"]
 
 
 def test_that_it_left_is_no_word_of_what_was_started_since(world: World) -> None:

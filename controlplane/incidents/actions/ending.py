@@ -22,6 +22,7 @@ from controlplane.incidents.actions.requests import FOR_THE_JOB, WARM_SPARE
 from controlplane.incidents.actions.runs import cancel_run
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED, RUN_UNFINISHED
 from controlplane.incidents.models import Incident, PlaybookRun
+from controlplane.incidents.moves import SAVE_S
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
 from controlplane.jobs.models import Job, Placement
@@ -53,7 +54,14 @@ def finish_endings() -> int:
     alive = Placement.objects.exclude(state=PlacementState.ENDED)
     exits = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=OuterRef("pk"))
     # Who has never trained, or is gone, is in no loop that it could leave.
-    idle = Q(joined_at=None) | Q(standby=True) | Exists(exits)
+    idle = Q(joined_at=None) | Q(standby=True) | Q(Exists(exits))
+    # Nor is one that waits for others of its start, which ended and had the time to be waited for.
+    others = Placement.objects.filter(
+        replica=OuterRef("replica"),
+        ended_at__gt=OuterRef("created_at"),
+        ended_at__lt=timezone.now() - timedelta(seconds=SAVE_S),
+    )
+    idle |= Q(Exists(others), replica__job__nodes_per_replica__gt=1)
     told = sum(map(end_process, alive.filter(idle, replica__job__in=stopping)))
     for job in stopping.exclude(Exists(alive.filter(replica__job=OuterRef("pk")))):
         with suppress(Conflict):  # it is over by now

@@ -174,6 +174,7 @@ def cancel_run(actor: Actor, run_id: str, reason: str) -> None:
         state=PlacementState.STARTING,
     )
     for placement in stillborn:
+        _stop_waiting(actor, run, placement)
         jobs.end_placement(actor, placement.pk, f"cancelled: {reason}", free_node=True)
     PlaybookStep.objects.filter(run=run).exclude(
         state__in=[StepState.DONE, StepState.SKIPPED, StepState.FAILED]
@@ -197,6 +198,15 @@ def _stop_coordinators(actor: Actor, run: PlaybookRun) -> None:
                 stop = wire.StopProcess(placement=action.placement)
                 requester = f"end/{action.placement}"
                 fleet.queue_command(actor, start.node_id, stop, requester=requester)
+
+
+def _stop_waiting(actor: Actor, run: PlaybookRun, placement: Placement) -> None:
+    """What a node has of a replica on several says nothing before all have found each other, and
+    may wait for them long after its node took the order to start it."""
+    if placement.pk in run.context.get("placements", []):
+        order = wire.StopProcess(placement=placement.pk, grace_s=0)
+        requester = f"{run.pk}.cancel.{placement.node_rank}"
+        fleet.queue_command(actor, placement.node_id, order, requester=requester)
 
 
 def _stop_standby(actor: Actor, run: PlaybookRun, reason: str) -> None:
