@@ -495,6 +495,26 @@ def test_a_drain_of_one_of_its_nodes_moves_it_first(world: World) -> None:
     assert not Incident.objects.exists()
 
 
+def test_a_drain_of_another_of_its_nodes_waits_for_that_move(world: World) -> None:
+    for one in world.placements:
+        incidents.order_node(PERSON, one.node_id, "drain", "new cables")
+    drain()
+    CheckpointFactory(job=world.job, tier="shared", at=timezone.now())
+    drain()
+    stops = [one for _, one in orders("stop_process") if isinstance(one, wire.StopProcess)]
+    assert [one.grace_s for one in stops] == [SAVE_S, SAVE_S]
+
+    saves_and_ends(world)
+    all_train(world)
+    drain()
+
+    assert names() == ["spare-0", "spare-1"]
+    assert {Node.objects.get(pk=one.node_id).state for one in world.placements} == {
+        NodeState.QUARANTINED
+    }
+    assert not Incident.objects.exists()
+
+
 def test_nodes_are_free_also_where_it_left_and_the_move_was_called_off(world: World) -> None:
     order(world)
     told_by(world.placements[0], client.Stopped(step=12, reason="left the loop", at=time.time()))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from django.db.models import QuerySet
 from django.utils import timezone
 
 from controlplane.errors import Conflict
@@ -16,7 +17,7 @@ from controlplane.fleet.models import Command
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import RUN_ACTIVE, Effect
 from controlplane.incidents.models import PlaybookRun
-from controlplane.incidents.moves import SAVE_S, plan_move
+from controlplane.incidents.moves import AS_WHOLE, SAVE_S, plan_move
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Placement
 from node_agent import wire
@@ -64,7 +65,8 @@ def move_away(ctx: StepContext) -> Outcome:
     if placement is None:
         return Done(text=f"nothing trains on {node.name}")
     job, index = placement.replica.job, placement.replica.index
-    run = PlaybookRun.objects.filter(job=job, context__drains=ctx.run.pk).first()
+    moves = PlaybookRun.objects.filter(job=job)
+    run = moves.filter(context__drains=ctx.run.pk).first() or _move_of_all(moves)
     waited = timezone.now() - (ctx.step.started_at or timezone.now())
     limit_s = MOVE_WHOLE_S if job.whole else MOVE_S
     if run is not None and run.state in RUN_ACTIVE and waited < timedelta(seconds=limit_s):
@@ -89,6 +91,12 @@ def move_away(ctx: StepContext) -> Outcome:
         )
 
     return Wait(text=f"replica {index} of {job.name} is to train elsewhere", apply=order)
+
+
+def _move_of_all(moves: QuerySet[PlaybookRun]) -> PlaybookRun | None:
+    """The move of a job on several nodes off another of them: it takes none that is drained."""
+    wide = moves.filter(playbook=AS_WHOLE, job__nodes_per_replica__gt=1)
+    return wide.filter(state__in=sorted(RUN_ACTIVE)).first()
 
 
 def end_quarantined(ctx: StepContext) -> Outcome:
