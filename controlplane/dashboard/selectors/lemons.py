@@ -18,7 +18,7 @@ from controlplane.fleet.models import Cluster, Node
 from controlplane.health.choices import FaultClass
 from controlplane.health.models import Failure
 from controlplane.incidents.models import Incident, PlaybookRun, RmaCase
-from controlplane.jobs.models import NodeExclusion, Placement
+from controlplane.jobs.models import Job, NodeExclusion, Placement
 from workers.lemons import DAYS, History, Score, score
 
 #: So many are listed, the worst first.
@@ -79,13 +79,14 @@ def histories(clusters: Iterable[Cluster]) -> dict[str, dict[str, History]]:
     lost = Incident.objects.filter(
         cluster__in=ids, occurred_at__gte=since, failures__in=failures, job__isnull=False
     )
+    on_one = Job.objects.filter(cluster__in=ids, world_replicas=1, nodes_per_replica=1)
     alone = Placement.objects.filter(
-        node__cluster__in=ids, created_at__gte=since, replica__job__world_replicas=1
+        node__cluster__in=ids, created_at__gte=since, replica__job__in=on_one
     )
     excluded = NodeExclusion.objects.filter(node__cluster__in=ids, created_at__gte=since)
     xids, tickets, ran = _by_node(failures), _by_node(repairs) + _by_node(cases), _by_node(alone)
-    multi = _by_node(lost.filter(job__world_replicas__gt=1), "failures__node")
-    single = _by_node(lost.filter(job__world_replicas=1), "failures__node")
+    multi = _by_node(lost.exclude(job__in=on_one), "failures__node")
+    single = _by_node(lost.filter(job__in=on_one), "failures__node")
     outs = _audited(ids, since, ["node.transition"], after__state=NodeState.QUARANTINED)
     held = _audited(ids, since, ["node.hold", "node.drain"], actor_kind=ActorKind.USER)
     shunned = _by_node(excluded) + held

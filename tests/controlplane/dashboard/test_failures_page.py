@@ -223,10 +223,14 @@ def test_a_card_is_as_old_as_it_was_when_it_failed(viewer: Client, fleet: Fleet)
 # --- lemons ---------------------------------------------------------------------------------------
 
 
-def test_the_record_of_a_node_is_counted_from_the_rows(fleet: Fleet) -> None:
+@pytest.mark.parametrize(
+    "wide", [{"world_replicas": 4}, {"world_replicas": 1, "nodes_per_replica": 4}]
+)
+def test_the_record_of_a_node_is_counted_from_the_rows(fleet: Fleet, wide: dict[str, int]) -> None:
     node = fleet.other
     before = lemons.histories([fleet.cluster])[fleet.cluster.pk][node.pk]
-    job = JobFactory(cluster=fleet.cluster, world_replicas=4)
+    job = JobFactory(cluster=fleet.cluster, **wide)
+    PlacementFactory(replica=ReplicaFactory(job=job), node=node, state="ended")
     alone = JobFactory(cluster=fleet.cluster, world_replicas=1)
     for _ in range(2):
         PlacementFactory(replica=ReplicaFactory(job=alone), node=node, state="ended")
