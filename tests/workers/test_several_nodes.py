@@ -184,6 +184,23 @@ def test_where_one_node_does_not_start_it_all_are_ended_and_chosen_anew(
     assert unfinished("start_rank") == ["node-1", "spare-0"]
 
 
+def test_a_person_s_word_has_nodes_tried_again_that_did_not_start_it(
+    world: World, registered: Job
+) -> None:
+    begin(registered)
+    answer("start_rank", "failed")
+    drain()
+    answer("stop_process", stopped=True)
+    drain()
+    run = run_of(START)
+    assert run.context["passed_over"]
+    PlaybookRun.objects.update(state=RunState.NEEDS_OPERATOR)
+
+    incidents.resume_run(PERSON, run.pk, "the program is mended")
+
+    assert run_of(START).context["passed_over"] == []
+
+
 def test_two_processes_of_one_place_are_never_written_down(world: World) -> None:
     with pytest.raises(Conflict, match="is placed already"):
         jobs.place(
