@@ -220,6 +220,12 @@ def _notes(node: Node, placements: list[Placement], *, moves: bool) -> list[str]
                 "with no loss; where none is free it is stopped, and returns when one is"
             )
             continue
+        if job.whole:
+            notes.append(
+                f"{job.name} stands still, and goes on from its newest checkpoint once a node is "
+                f"free in place of {node.name}"
+            )
+            continue
         notes.append(
             f"{job.name} loses replica {placement.replica.index}; its survivors take over, and it "
             "returns on a spare if one is free"

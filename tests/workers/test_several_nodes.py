@@ -22,6 +22,7 @@ from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import RunState
 from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
 from controlplane.incidents.moves import SAVE_S
+from controlplane.incidents.plans import plan_of_order
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import Job, Placement, Replica
@@ -434,6 +435,13 @@ def test_one_that_is_heard_again_is_not_all_of_it(world: World) -> None:
 
     assert names() == ["node-0", "spare-0"]
     assert unfinished("start_rank") == ["node-0", "spare-0"]
+
+
+def test_the_plan_of_taking_one_of_its_nodes_out_says_that_it_stands_still(world: World) -> None:
+    plan = plan_of_order(world.placements[1].node, "quarantine")
+
+    assert any("stands still, and goes on from its newest" in note for note in plan.notes)
+    assert not any("survivors" in note for note in plan.notes)
 
 
 # --- it moves -------------------------------------------------------------------------------------
