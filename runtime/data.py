@@ -213,10 +213,11 @@ class Batches:
                 self._factory, self._collate, self.seed, self.shard_size, self._part
             )
 
-    def expect(self, step: int, shards: Collection[int]) -> None:
-        """From this step on these shards are ours, until told otherwise: load them beforehand."""
+    def expect(self, step: int, shards: Collection[int], now: Collection[int] = ()) -> None:
+        """From this step on these shards are ours, until told otherwise: load them beforehand.
+        `now`: those that are ours in this step, if they are others."""
         if self._loader is not None:
-            self._loader.expect(step, shards)
+            self._loader.expect(step, shards, now)
 
     def close(self) -> None:
         """Stop the workers."""

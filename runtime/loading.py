@@ -123,7 +123,7 @@ class Loader:
             forkserver.set_forkserver_preload([__name__])
             forkserver.ensure_running()
 
-    def expect(self, step: int, shards: Collection[int]) -> None:
+    def expect(self, step: int, shards: Collection[int], _now: Collection[int] = ()) -> None:
         """From this step on these shards will be asked for. Starts the workers."""
         if not shards:
             return  # what was expected before may be again

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sized
 from typing import Any
@@ -41,13 +42,21 @@ class Streams:
         self._shard_size = shard_size
         self._part = part
         self._streams: dict[int, _Stream] = {}
+        #: which are ours, once a step later than this one is asked for
+        self._ours: Collection[int] = ()
+        self._step = math.inf
 
-    def expect(self, _step: int, shards: Collection[int]) -> None:
-        """From now on these shards are ours: let go of other streams, with what they hold."""
-        self._streams = {k: one for k, one in self._streams.items() if k in shards}
+    def expect(self, step: int, shards: Collection[int], now: Collection[int] = ()) -> None:
+        """From this step on these shards are ours, and in it those of `now`: let go of other
+        streams, with what they hold."""
+        self._step, self._ours = step, shards
+        self._keep({*shards, *now})
 
     def fetch(self, step: int, index: int, _ids: tuple[int, ...]) -> Any:
         """Our part of a shard, collated."""
+        if step > self._step:
+            self._step = math.inf
+            self._keep(self._ours)
         if index not in self._streams:
             self._streams[index] = _Stream(self._factory, index, self._seed, self._shard_size)
         samples = self._streams[index].samples(step)[self._part]
@@ -56,6 +65,9 @@ class Streams:
 
     def close(self) -> None:
         self._streams.clear()
+
+    def _keep(self, shards: Collection[int]) -> None:
+        self._streams = {k: one for k, one in self._streams.items() if k in shards}
 
 
 class _Stream:

@@ -103,7 +103,7 @@ class StepEngine:
             self.forget()
         self.gradients.interrupt()
         self.shares = {m: sorted([*kept[m], *grant["assign"][str(m)]]) for m in members}
-        self.batches.expect(self.pending, self._usual[me])
+        self.batches.expect(self.pending, self._usual[me], self.shares[me])
 
     def shards(self) -> Iterator[Shard]:
         """What is left for us to compute of the pending step. Raises Severed."""

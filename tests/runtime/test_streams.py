@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from runtime.data import Batches, of_order
 from runtime.ledger.check import check, shards_of
 from runtime.ledger.record import SampleLedger, Summed
+from runtime.replica.division import Division
+from runtime.replica.gloo import Gloo
+from runtime.replica.observing import Observer
+from runtime.replica.plan import Report, take_over
 from runtime.replica.shape import difference
+from runtime.replica.state import TrainingState
+from runtime.replica.step import StepEngine
 from tests.runtime.datasets import as_list
 
 SHARDS, SIZE = 3, 4
@@ -179,6 +185,32 @@ def test_a_stream_that_is_ours_no_more_is_let_go() -> None:
     assert closed == [0, 2]
     batches.close()
     assert closed == [0, 2, 1]
+
+
+def test_a_step_that_is_still_made_without_a_newcomer_reads_no_stream_again() -> None:
+    """It lacks steps: the member makes the first step alone, and gives it a shard with the next."""
+    factory = Plain()
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TrainingState(model, [optimizer], opened(factory))
+    engine = StepEngine(
+        state, Gloo("127.0.0.1"), Observer(), Division(model, 0), mode="cover", max_grad_norm=None
+    )
+    for shard in range(SHARDS):
+        _ = state.batches.shard(0, shard).data
+    state.committed = 0
+    reports = [Report(replica=0, step=0), Report(replica=1, step=-1)]
+    plan = take_over(reports, SHARDS, added=[1])
+    grant = {"held": {"0": [], "1": []}, "assign": {str(m): s for m, s in plan.assign.items()}}
+
+    engine.enter(2, 0, [0, 1], grant)
+    first = [state.batches.shard(1, shard).data for shard in engine.shares[0]]
+    then = [state.batches.shard(2, shard).data for shard in (0, 1)]
+
+    assert first == [expected(shard, 1) for shard in range(SHARDS)]
+    assert then == [expected(shard, 2) for shard in (0, 1)]
+    assert factory.read == SIZE * (3 + 3 + 2)
+    engine.gloo.close()
 
 
 def test_a_sample_that_cannot_be_read_is_no_end() -> None:
