@@ -73,6 +73,9 @@ class Writer:
         self._keeping: Keeping | None = None  # the peer that keeps what we save
         self._objects: ObjectStore | None = None
         self._before: dict[str, Part] = {}  # folder -> the last part that was written there
+        #: folders in which what was written could not be read back: what an earlier checkpoint has
+        #: there may be why, and is not shared once more
+        self._doubted: set[str] = set()
         self._staleness = Staleness()
         self._packer = Packer()
         self._name = ""  # of the save under way
@@ -161,10 +164,11 @@ class Writer:
         folder, rank, step = self._folder(asked), int(asked["rank"]), int(asked["step"])
         before = self._before.get(str(folder)) or last_part(folder, rank)
         share, shares = int(asked["share"]), int(asked["shares"])
+        shared = None if str(folder) in self._doubted else before
         draft = Draft(folder, step, self._name, int(asked["ranks"]), asked["facts"], shares)
         try:
             written = draft.write(
-                rank, table, image, before,
+                rank, table, image, shared,
                 share=share, ready=self._await_copy, packer=self._packer_for(asked),
             )  # fmt: skip
             part = written.part
@@ -172,7 +176,9 @@ class Writer:
             self._say("durable", written=written.bytes)
             if written.whole and (stale := self._staleness.news(written.whole, before)):
                 self._say("alarm", kind="checkpoint_stale", text=str(stale))
+            self._doubted.add(str(folder))
             self._verify(draft, part, image)
+            self._doubted.discard(str(folder))
             whole = draft.note_verified(rank, share)
             path = draft.path if whole is None else draft.where() or draft.path
         except BaseException as error:

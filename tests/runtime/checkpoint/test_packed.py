@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import random
 import re
@@ -26,7 +27,7 @@ from runtime.checkpoint.objects import Found, ObjectStore
 from runtime.checkpoint.packing import Packer
 from runtime.checkpoint.writer import PACKET_BYTES, Writer
 from runtime.client import CheckpointSaved
-from runtime.image import CHUNK_BYTES, Damaged, Staged
+from runtime.image import CHUNK_BYTES, Damaged, Staged, aligned, pages
 from runtime.snapshot import Copying, stage
 from tests.runtime.checkpoint.one_rank import OneRank
 from tests.runtime.checkpoint.states import due, flip_a_bit
@@ -509,6 +510,45 @@ def test_what_is_not_on_the_disk_as_it_was_packed_is_written_again_and_told(tmp_
     assert "written again" in said["text"]
     assert store.verify(draft.path) == []
     draft.close()
+
+
+def test_what_nobody_packs_to_the_same_again_is_shared_once_and_then_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another zstandard packed what is frozen, and the disk has damaged it since."""
+    trainer, writers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    writer = Writer(writers)
+    writer._packer = Packer(SLOW)
+
+    def said_of(step: int) -> list[str]:
+        staged = staged_at(step)
+        size, start = len(staged.buffer), aligned(len(staged.buffer), mmap.PAGESIZE)
+        described = json.dumps({"step": step, "save": f"save{step}", **staged.table.describe()})
+        writer._rooms[0] = pages(start + len(described))
+        writer._rooms[0][:size] = staged.buffer
+        writer._rooms[0][start:] = described.encode()
+        trainer.send(json.dumps({"op": "copied", "save": f"save{step}", "bytes": size}).encode())
+        writer._save(
+            {
+                "room": 0, "image": size, "described": len(described), "step": step,
+                "save": f"save{step}", "facts": {}, "folder": str(tmp_path), "rank": 0, "ranks": 1,
+                "share": 0, "shares": 1, "keep": 9, "pack": True,
+            }
+        )  # fmt: skip
+        heard: list[str] = []
+        while not heard or heard[-1] != "done":
+            heard.append(json.loads(trainer.recv(PACKET_BYTES))["op"])
+        return heard
+
+    with trainer, writers:
+        first = said_of(1)
+        flip_a_bit(tmp_path / "step-00000001" / "rank-0-0000.bin", 5000)
+        monkeypatch.setattr(coding, "LEVEL", 19)
+        failed, again = said_of(2), said_of(3)
+
+    assert first == again == ["durable", "verified", "done"]
+    assert "failed" in failed
+    assert store.verify(tmp_path / "step-00000003") == []
 
 
 def test_it_can_be_forbidden(tmp_path: Path) -> None:
