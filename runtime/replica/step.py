@@ -103,7 +103,9 @@ class StepEngine:
             self.forget()
         self.gradients.interrupt()
         self.shares = {m: sorted([*kept[m], *grant["assign"][str(m)]]) for m in members}
-        self.batches.expect(self.pending, self._usual[me], self.shares[me])
+        # Whoever computes nothing of this step has its time to load for the next.
+        first = self.pending + (not self.shares[me])
+        self.batches.expect(first, self._usual[me], self.shares[me])
 
     def shards(self) -> Iterator[Shard]:
         """What is left for us to compute of the pending step. Raises Severed."""

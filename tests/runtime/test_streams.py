@@ -18,7 +18,6 @@ from runtime.ledger.record import SampleLedger, Summed
 from runtime.replica.division import Division
 from runtime.replica.gloo import Gloo
 from runtime.replica.observing import Observer
-from runtime.replica.plan import Report, take_over
 from runtime.replica.shape import difference
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
@@ -187,30 +186,49 @@ def test_a_stream_that_is_ours_no_more_is_let_go() -> None:
     assert closed == [0, 2, 1]
 
 
-def test_a_step_that_is_still_made_without_a_newcomer_reads_no_stream_again() -> None:
-    """It lacks steps: the member makes the first step alone, and gives it a shard with the next."""
-    factory = Plain()
+#: A newcomer, 1, lacks steps: the member makes step 1 alone, and gives it a shard with the next.
+GRANT = {"held": {"0": [], "1": []}, "assign": {"0": [0, 1, 2], "1": []}}
+
+
+@pytest.fixture
+def engine() -> Iterator[StepEngine]:
+    """After step 0."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = TrainingState(model, [optimizer], opened(factory))
-    engine = StepEngine(
-        state, Gloo("127.0.0.1"), Observer(), Division(model, 0), mode="cover", max_grad_norm=None
-    )
-    for shard in range(SHARDS):
-        _ = state.batches.shard(0, shard).data
+    state = TrainingState(model, [optimizer], opened(Plain()))
     state.committed = 0
-    reports = [Report(replica=0, step=0), Report(replica=1, step=-1)]
-    plan = take_over(reports, SHARDS, added=[1])
-    grant = {"held": {"0": [], "1": []}, "assign": {str(m): s for m, s in plan.assign.items()}}
+    gloo = Gloo("127.0.0.1")
+    yield StepEngine(state, gloo, Observer(), Division(model, 0), mode="cover", max_grad_norm=None)
+    gloo.close()
 
-    engine.enter(2, 0, [0, 1], grant)
-    first = [state.batches.shard(1, shard).data for shard in engine.shares[0]]
-    then = [state.batches.shard(2, shard).data for shard in (0, 1)]
+
+def test_a_step_that_is_still_made_without_a_newcomer_reads_no_stream_again(
+    engine: StepEngine,
+) -> None:
+    factory = Plain()
+    batches = engine.batches = opened(factory)
+    for shard in range(SHARDS):
+        _ = batches.shard(0, shard).data
+
+    engine.enter(2, 0, [0, 1], GRANT)
+    first = [batches.shard(1, shard).data for shard in engine.shares[0]]
+    then = [batches.shard(2, shard).data for shard in (0, 1)]
 
     assert first == [expected(shard, 1) for shard in range(SHARDS)]
     assert then == [expected(shard, 2) for shard in (0, 1)]
     assert factory.read == SIZE * (3 + 3 + 2)
-    engine.gloo.close()
+
+
+@pytest.mark.parametrize(("replica", "expects"), [(0, (1, [0, 1], [0, 1, 2])), (1, (2, [2], []))])
+def test_a_newcomer_that_computes_nothing_of_a_step_loads_for_the_next(
+    engine: StepEngine, monkeypatch: pytest.MonkeyPatch, replica: int, expects: tuple[Any, ...]
+) -> None:
+    told: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(engine.batches, "expect", lambda *given: told.append(given))
+
+    engine.enter(2, replica, [0, 1], GRANT)
+
+    assert told == [expects]
 
 
 def test_a_sample_that_cannot_be_read_is_no_end() -> None:
