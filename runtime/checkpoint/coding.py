@@ -37,8 +37,11 @@ def demand(what: str) -> None:
 @functools.cache
 def is_installed() -> bool:
     try:
-        import zstandard  # noqa: F401 - few need it
-    except ImportError:
+        import zstandard  # few need it
+
+        empty = zstandard.ZstdCompressor().compress(b"")
+        zstandard.ZstdDecompressor().decompress(empty, allow_extra_data=False)
+    except (ImportError, TypeError):  # versions before 0.19 do not know that
         log.info("zstandard_not_installed remedy=%s", INSTALL)
         return False
     return True

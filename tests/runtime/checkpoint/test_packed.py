@@ -8,6 +8,7 @@ import os
 import random
 import re
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import zstandard
 
 from runtime.checkpoint import Checkpointer, coding, store
 from runtime.checkpoint.__main__ import main
@@ -305,6 +307,26 @@ def test_where_nothing_unpacks_it_what_to_install_is_said(
     assert "pip install 'drydock-fleet[zstd]'" in capsys.readouterr().err
     assert main(["ls", str(path)]) == 0
     assert store.verify(before) == []
+
+
+class Old:
+    """An installed version that packs, and cannot be asked to refuse what lies behind a frame."""
+
+    ZstdCompressor = zstandard.ZstdCompressor
+
+    class ZstdDecompressor:
+        def decompress(self, data: bytes, max_output_size: int = 0) -> bytes:
+            return zstandard.decompress(data, max_output_size)
+
+
+def test_what_is_too_old_to_unpack_packs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", Old)
+    coding.is_installed.cache_clear()
+
+    packs = Packer(SLOW).may_pay()
+
+    coding.is_installed.cache_clear()
+    assert not packs
 
 
 @pytest.mark.usefixtures("_not_installed")
