@@ -11,6 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -102,8 +103,15 @@ def _values(entries: dict[Any, Any]) -> list[Any]:
     take long."""
     if len(entries) > MAX_ENTRIES:
         return []
-    order = sorted(entries, key=lambda name: name if isinstance(name, str) else "")
-    return [entries[name] for name in order]
+    return [entries[name] for name in sorted(entries, key=_place)]
+
+
+def _place(name: Any) -> tuple[str, Any]:
+    """Where a key is sorted; what is of no such kind stays as it lies, behind one another."""
+    kind = type(name)
+    if kind in (int, float):
+        return "0", name
+    return ("1", str(name)) if kind is str or issubclass(kind, PurePath) else ("2", 0)
 
 
 def _of_indices(indices: Any) -> _Numbers:

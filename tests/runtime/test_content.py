@@ -126,6 +126,14 @@ def test_what_may_differ_between_nodes_tells_nobody_apart() -> None:
     assert told(0) == told(1)
 
 
+@pytest.mark.parametrize("kind", [int, float, str, Path])
+def test_in_which_order_a_folder_s_files_were_found_tells_nobody_apart(kind: Any) -> None:
+    files = {kind(str(number)): rows(number) for number in (3, 10, 2)}
+    elsewhere = {name: files[name] for name in reversed(files)}
+
+    assert content_of(Rows(data=files)) == content_of(Rows(data=elsewhere))
+
+
 def test_a_dataset_without_arrays_has_no_content() -> None:
     assert content_of(Rows(root="/mnt/data", length=96)) == ""
     assert content_of(list(range(96))) == ""
