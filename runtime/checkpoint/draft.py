@@ -185,7 +185,7 @@ class Draft:
                 return None
             with naming_flaws(name):
                 table, theirs = found["table"], [str(one) for one in found["hashes"]]
-                how = packings(found["packed"]) or [None] * len(hashes)
+                how = packings(found.get("packed", ())) or [None] * len(hashes)
             if table != ours.table.digest(()):
                 raise Damaged(f"{name} is of another state than ours: the replicas differ")
             hashes = [mine or other for mine, other in zip(hashes, theirs, strict=True)]

@@ -20,11 +20,11 @@ import zstandard
 
 from runtime.checkpoint import Checkpointer, coding, store
 from runtime.checkpoint.__main__ import main
-from runtime.checkpoint.draft import Draft
+from runtime.checkpoint.draft import Draft, read_small, write_small
 from runtime.checkpoint.draft import write as write_plain
 from runtime.checkpoint.handle import WRITER_MODULE
 from runtime.checkpoint.interchange import foreign_state, whole_state
-from runtime.checkpoint.manifest import Manifest, Packed, Part
+from runtime.checkpoint.manifest import Manifest, Packed, Part, opened, sealed
 from runtime.checkpoint.objects import Found, ObjectStore
 from runtime.checkpoint.packing import Packer
 from runtime.checkpoint.writer import PACKET_BYTES, Writer
@@ -125,6 +125,23 @@ def test_several_write_it_together(tmp_path: Path, shares: int) -> None:
     for rank in (0, 1):
         assert bytes(store.read(path, rank).buffer) == bytes(staged_at(7, rank).buffer)
     assert part.stored < 0.85 * part.table.bytes
+
+
+def test_an_older_drydock_that_packs_nothing_writes_its_share(tmp_path: Path) -> None:
+    """As while the replicas of a job are started anew, one after another, with a later one."""
+    ours, theirs = (Draft(tmp_path, 7, "save7", 1, {"epoch": 1}, 2) for _ in range(2))
+    staged = staged_at(7)
+    theirs.write(0, staged.table, memoryview(staged.buffer), share=0)
+    said = opened(read_small("rank-0-share-0.json", theirs.handle), "it")
+    del said["packed"], said["self"]
+    write_small("rank-0-share-0.json", sealed(said), theirs.handle)
+
+    ours.write(0, staged.table, memoryview(staged.buffer), share=1, packer=Packer(SLOW))
+    ours.publish()
+
+    assert store.read(ours.path).digest == staged.digest
+    ours.close()
+    theirs.close()
 
 
 def test_what_is_frozen_is_written_once(tmp_path: Path) -> None:
@@ -270,7 +287,7 @@ def test_a_chunk_that_would_unpack_to_more_is_a_finding(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_said_of_chunks_that_cannot_be_is_refused(changed: list[Any], said: str) -> None:
-    from runtime.checkpoint.manifest import layout_of, sealed
+    from runtime.checkpoint.manifest import layout_of
 
     staged = staged_at(1)
     assert staged.table.chunks == CHUNKS + 1
