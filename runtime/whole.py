@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.checkpoint import Checkpointer
+from runtime.checkpoint.coding import NotInstalled
 from runtime.checkpoint.resharding import AS_SAVED, replaced
 from runtime.checkpoint.tiers import TierName
 from runtime.client import ENV_STANDBY, ENV_WORLD_REPLICAS, Directive, Stopped
@@ -251,8 +252,9 @@ class WholeJob:
         all that were: what is out of reach now, or cannot be loaded, must never be taken for newer
         than what is made from here on.
 
-        Raises ValueError if there are some and none can be loaded: nobody begins anew unasked; and
-        what `Sources.saves` raises.
+        Where all that there is lies on the disks of some nodes alone it begins anew, and that is
+        told. Raises ValueError if any other cannot be loaded: nobody begins anew unasked; and what
+        `Sources.saves` raises.
         """
         sources = self.saver.sources
         here = sources.saves()
@@ -262,35 +264,47 @@ class WholeJob:
 
     def _load(self, found: Sequence[Found], here: Collection[Found]) -> None:
         """The first of these, which the first rank sees, of which all ranks can: what some node's
-        own disk has not is passed over, for that node came to the job since. Raises ValueError."""
+        own disk has not is passed over, for that node came to the job since. Raises ValueError if
+        one was tried and none can be loaded."""
         own = {name for name, tier in self.saver.tiers.items() if tier.own}
         absent = [one[2] in own and one not in here for one in found]
+        tried = False
         for (step, name, tier), passed_over in zip(found, self._most(absent), strict=True):
             if passed_over:
                 self._refused.append(f"{tier}: step {step} is not on the disk of every node")
                 continue
+            tried = True
             part = self._read(name, tier)
             if not self._most([part is None])[0]:
                 assert part is not None  # noqa: S101 - all ranks have theirs
                 self._put_back(part)
                 self._saved = {there: step for _, save, there in found if save == name}
                 return
-        if found:
+        if tried:
             raise ValueError(
                 f"none of the {len(found)} checkpoints of this job can be loaded "
                 f"({self._why()}): mend that, or to begin anew move "
                 f"{self.saver.folders.shared} away"
             )
+        if self._most([bool(here)])[0] and not self.job.rank:
+            self.job.trouble(
+                "begins_anew",
+                "there are checkpoints on the disks of some of its nodes alone, and the others "
+                "came to the job since: it begins with step 0. Save to "
+                f"{self.saver.folders.shared} more often (every_s)",
+            )
 
     def _read(self, name: str, tier: TierName) -> Staged | None:
         """Our part of a checkpoint, verified; None if it is not whole, which is told.
 
-        Raises ValueError if it is of another number of ranks.
+        Raises ValueError if it is of another number of ranks, and NotInstalled.
         """
         try:
             ranks = self.saver.sources.ranks(name, tier)
             if ranks == self.job.ranks:
                 return self.saver.sources.read(name, tier, self.job.rank)
+        except NotInstalled:
+            raise  # nothing is wrong with it, and what is older must not take its place
         except (Damaged, OSError) as error:
             self._refused.append(f"{tier}: {error}")
             self.job.trouble("checkpoint_refused", self._refused[-1])

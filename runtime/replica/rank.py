@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from runtime.checkpoint import Checkpointer
+from runtime.checkpoint.coding import NotInstalled
 from runtime.checkpoint.resharding import AS_SAVED, resharded
 from runtime.checkpoint.tiers import TIERS, TierName
 from runtime.framing import PeerFailed
@@ -159,7 +160,7 @@ class Rank:
     def read(self, name: str, tier: TierName) -> list[str]:
         """Read and verify our part of a checkpoint: what was trained up to it, and its digest;
         nothing if it fails. No digest if no part is ours as it is: other ranks saved it, or
-        another tool."""
+        another tool. Raises NotInstalled."""
         self._read = None
         sources, rank, ranks = self.saver.sources, self.job.rank, self.job.ranks
         digest = ""
@@ -174,6 +175,8 @@ class Rank:
                 self._read = resharded(partial(sources.read, name, tier), saved, rank, ranks)
             if AS_SAVED in self._read:  # it has no ledger either, and is not of weights alone
                 raise Damaged("a runtime.WholeJob saved it, and no ReplicaGroup can go on from it")
+        except NotInstalled:
+            raise  # nothing is wrong with it, and what is older must not take its place
         except (Damaged, OSError) as error:
             self._read = None
             self.job.trouble("checkpoint_refused", f"{tier}: {error}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -75,6 +75,9 @@ class TrainingState:
         extra: Mapping[str, Stateful] | None = None,
     ) -> None:
         self.model = model
+        #: whose gradients are summed: by what they are now, whatever a loop freezes later
+        self._trained_weights = [one for one in model.parameters() if one.requires_grad]
+        self._frozen_weights = [one for one in model.parameters() if not one.requires_grad]
         self.division = division or Division(model, 0)
         self.statistics = RunningStatistics(model)
         self.optimizers = list(optimizers)
@@ -259,7 +262,7 @@ class TrainingState:
 
     def _due(self) -> Due:
         """Until when each tensor stays as it is."""
-        trained, frozen = self._places(trained=True), self._frozen()
+        trained, frozen = places_of(self._trained_weights), self._frozen()
 
         def due(name: str, tensor: torch.Tensor) -> When:
             if name.startswith(".model.") and tensor.data_ptr() in frozen:
@@ -271,11 +274,7 @@ class TrainingState:
 
     def _frozen(self) -> set[int]:
         """Where in memory the weights are that are not trained."""
-        return self._places(trained=False) - self._places(trained=True)
-
-    def _places(self, *, trained: bool) -> set[int]:
-        weights = self.model.parameters()
-        return {part_of(one).data_ptr() for one in weights if one.requires_grad == trained}
+        return places_of(self._frozen_weights) - places_of(self._trained_weights)
 
     def _whole(self) -> dict[str, Any]:
         return {**self._trained(), "ledger": self.ledger.state_dict()}
@@ -319,6 +318,11 @@ class TrainingState:
             "helpers": {name: one for name, one in single.items() if one is not None},
             "extra": self.extra,
         }
+
+
+def places_of(weights: Iterable[torch.Tensor]) -> set[int]:
+    """Where in memory they begin."""
+    return {part_of(one).data_ptr() for one in weights}
 
 
 def other_model(model: torch.nn.Module, error: RuntimeError) -> ValueError:

@@ -308,6 +308,24 @@ def test_a_proof_tells_weights_that_the_loop_changed_from_those_that_it_did_not(
     assert state.begin_proof(None).finish().digest != before
 
 
+def test_what_the_loop_freezes_later_is_laid_out_as_before() -> None:
+    """A newcomer's script has not come to that, and must have the same digests."""
+    members, newcomers = (
+        torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)) for _ in range(2)
+    )
+    member, newcomer = (
+        TrainingState(model, [torch.optim.SGD(model.parameters(), lr=0.1)], Batches(samples=48))
+        for model in (members, newcomers)
+    )
+    members[0].requires_grad_(False)
+
+    copied = member.copy()
+    newcomer.load(copied)
+
+    assert newcomer.digest(ledger=True) == copied.digest
+    assert newcomer.begin_proof(None).finish().digest == member.begin_proof(None).finish().digest
+
+
 def test_what_begins_where_a_frozen_weight_does_is_not_taken_for_it() -> None:
     frozen = torch.nn.Linear(4, 3).requires_grad_(False)
     frozen.register_buffer("turned", frozen.weight.t())

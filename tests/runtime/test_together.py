@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from runtime.checkpoint import Checkpointer
+from runtime.checkpoint.coding import NotInstalled
 from runtime.checkpoint.draft import Draft
 from runtime.checkpoint.manifest import digest_of_all
 from runtime.checkpoint.suspects import TRIAL_STEPS
@@ -271,6 +272,19 @@ def test_a_proof_leaves_out_what_only_the_loop_changes(pair: Pair) -> None:
     assert hashed.get(timeout=30) == before
     assert before[:2] == ("proved", pair.state.committed)
     assert before[2] not in ("", whole)
+
+
+def test_what_nothing_here_unpacks_is_not_passed_over_for_what_is_older(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_given: object) -> None:
+        raise NotInstalled("it is packed with zstd")
+
+    monkeypatch.setattr(pair.saver.sources, "ranks", fails)
+
+    with pytest.raises(NotInstalled):
+        pair.rank.obey("read", {"name": "step-00000009", "tier": "shared"})
+    assert not pair.told.messages
 
 
 def test_no_proof_is_worth_the_training(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,6 +213,22 @@ def test_over_two_nodes_all_go_on_from_what_all_have(undisturbed: Whole, tmp_pat
     assert whole.digests() == undisturbed.digests()
 
 
+@pytest.mark.parametrize(
+    "disks", [("disk-of-another", "disk-of-1"), ("disk-of-0", "disk-of-another")]
+)
+def test_what_the_disks_of_some_nodes_have_alone_is_no_start_for_all(
+    disks: tuple[str, str], tmp_path: Path
+) -> None:
+    whole = Whole(tmp_path)
+    whole.run_on_two_nodes("disk-of-0", "disk-of-1")
+    for step in whole.checkpoints.glob("step-*"):
+        shutil.rmtree(step)
+    ended, said = whole.run_on_two_nodes(*disks)
+
+    assert ended == [0, 0], said
+    assert whole.begins(epoch=2) == 0
+
+
 def test_torchruns_that_do_not_find_each_other_are_told_why(tmp_path: Path) -> None:
     start = wire.Together(nodes=2, node_rank=1, address="127.0.0.1", port=1, start="plc_1")
     alone = ["--standalone", "--nnodes=1"]
