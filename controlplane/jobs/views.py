@@ -39,6 +39,7 @@ COLUMNS: tuple[Column[Job], ...] = (
     Column("active_replicas", lambda job: job.active_replicas),  # type: ignore[attr-defined]
     Column("min_replicas", lambda job: job.min_replicas),
     Column("gpus_per_replica", lambda job: job.gpus_per_replica),
+    Column("nodes_per_replica", lambda job: job.nodes_per_replica),
     Column("step", lambda job: job.step if job.step >= 0 else None),
     Column("step_at", lambda job: job.step_at),
     Column("epoch", lambda job: job.epoch),

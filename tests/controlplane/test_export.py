@@ -163,6 +163,12 @@ def test_an_unknown_format_is_refused_by_name(
     assert response.content.decode() == "export: there is no 'xml'. Use one of: csv, json.\n"
 
 
+def test_the_file_of_jobs_says_how_many_nodes_one_is_on(root: Client, fleet: Fleet) -> None:
+    make.JobFactory(cluster=fleet.cluster, name="wide", world_replicas=1, nodes_per_replica=4)
+    jobs = _objects(root.get(_address(fleet, "jobs", "", "json")))
+    assert {job["nodes_per_replica"] for job in jobs if job["name"] == "wide"} == {4}
+
+
 def test_a_page_of_several_lists_must_be_told_which(root: Client) -> None:
     response = root.get("/repairs?export=csv&list=everything")
     assert response.status_code == 400
