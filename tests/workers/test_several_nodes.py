@@ -496,6 +496,32 @@ def test_nothing_is_started_while_one_node_has_not_ended_it(world: World) -> Non
     assert orders("start_rank") == []
 
 
+def test_agents_that_refuse_leave_it_training_where_it_was(world: World) -> None:
+    order(world)
+    answer("stop_process", "refused")
+    drain()
+
+    assert run_of(MOVE).state == RunState.FAILED
+    assert "not moved: node-0, node-1 refused to end it: no" in run_of(MOVE).state_reason
+    assert present() == world.placements
+    assert state(world.spares[0]) == (NodeState.AVAILABLE, True)
+
+
+def test_what_one_agent_refuses_to_end_leaves_with_the_other(world: World) -> None:
+    order(world)
+    refuses = Command.objects.get(verb="stop_process", node=world.placements[1].node)
+    no = wire.CommandResult(id=refuses.pk, state="refused", at=time.time(), error="no")
+    fleet.record_command_result(refuses.node_id, no)
+    drain()
+    answer("stop_process", stopped=True)
+    drain()
+    assert run_of(MOVE).state == RunState.WAITING
+    assert orders("start_rank") == []
+
+    saves_and_ends(world)
+    assert names() == ["node-0", "spare-0"]
+
+
 def test_which_node_it_is_to_leave_must_be_said(world: World) -> None:
     with pytest.raises(Conflict, match=r"say in `leaving` which it is to leave: node-0 \(nod_"):
         incidents.move_replica(PERSON, world.job.pk, 0, reason="it is warm there")

@@ -143,7 +143,12 @@ def _end_all(ctx: StepContext) -> Outcome:
         return Done(text=f"nothing of it runs on {names_of(there)} any more", apply=free)
     if _being_brought_back(ctx):
         return _not_moved("it was lost meanwhile, and is brought back by a run of its own")
-    bad = refused(left)
+    told = [(one, stop) for one, stop in left if stop is not None]
+    taken = [(one, stop) for one, stop in told if stop.state != CommandState.REFUSED]
+    if len(told) == len(there) and not taken:
+        return _not_moved(f"{names_of(there)} refused to end it: {told[0][1].error}")
+    # Where any has taken the order, those that refused it leave with that one.
+    bad = refused(taken)
     if bad is not None:
         return Ask(text=f"{bad[0].node.name} does not say that nothing of it runs")
     return Wait(text=f"it saves and ends on {names_of([one for one, _ in left])}")
