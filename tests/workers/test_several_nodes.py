@@ -651,6 +651,43 @@ def test_what_waits_for_a_lost_node_is_ended_with_its_job(world: World) -> None:
     assert unfinished("stop_process") == ["node-0"]
 
 
+def leaves_and_hangs(world: World) -> None:
+    """It has left; of the process on its second node nobody saw the end, for a long time."""
+    told_by(world.placements[0], client.Stopped(step=12, reason="left the loop", at=time.time()))
+    assert incidents.finish_endings() == 0
+    Placement.objects.update(ended_at=timezone.now() - timedelta(seconds=2 * SAVE_S))
+
+
+def test_what_hangs_after_it_left_is_killed_once_and_its_exit_frees_the_node(world: World) -> None:
+    leaves_and_hangs(world)
+
+    assert incidents.finish_endings() == 1
+    assert incidents.finish_endings() == 0
+    ((name, stop),) = orders("stop_process")
+    assert name == "node-1"
+    assert stop == wire.StopProcess(placement=world.placements[1].pk, grace_s=0)
+    world.exits(world.placements[1], signal=9, requested=True)
+    drain()
+    assert state(world.placements[1].node) == (NodeState.AVAILABLE, False)
+
+
+def test_a_node_is_free_too_where_nothing_hangs_and_the_exit_was_never_told(world: World) -> None:
+    leaves_and_hangs(world)
+    incidents.finish_endings()
+    answer("stop_process", stopped=True)
+    incidents.finish_endings()
+
+    assert state(world.placements[1].node) == (NodeState.AVAILABLE, False)
+    assert incidents.finish_endings() == 0
+
+
+def test_what_a_node_holds_since_is_none_that_hangs(world: World) -> None:
+    leaves_and_hangs(world)
+    PlacementFactory(node=world.placements[1].node)
+
+    assert incidents.finish_endings() == 0
+
+
 def test_that_it_left_is_no_word_of_what_was_started_since(world: World) -> None:
     ended_by(world, world.placements[1])
     all_train(world)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 
-from django.db.models import Exists, OuterRef, Q
+from django.db.models import Exists, OuterRef, Q, QuerySet
 from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.changes import change
-from controlplane.fleet.choices import COMMAND_FINISHED, CommandState
+from controlplane.fleet.choices import COMMAND_FINISHED, CommandState, NodeState
 from controlplane.fleet.models import Command
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
@@ -25,7 +24,7 @@ from controlplane.incidents.models import Incident, PlaybookRun
 from controlplane.incidents.moves import SAVE_S
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
-from controlplane.jobs.models import Job, Placement
+from controlplane.jobs.models import LEFT, Job, Placement
 from node_agent import wire
 
 #: One that does not end is told again after so long.
@@ -48,8 +47,9 @@ def end_job(actor: Actor, job_id: str, reason: str) -> Job:
 
 
 def finish_endings() -> int:
-    """Have killed what a job that is to end has no use for, and note that those are over of which
-    nothing is left. Returns how many orders were given; the keeper calls it."""
+    """Have killed what a job that is to end has no use for, and what left its job and hangs; note
+    that those jobs are over of which nothing is left. Returns how many orders were given; the
+    keeper calls it."""
     stopping = Job.objects.filter(state=JobState.STOPPING)
     alive = Placement.objects.exclude(state=PlacementState.ENDED)
     exits = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=OuterRef("pk"))
@@ -62,7 +62,8 @@ def finish_endings() -> int:
         ended_at__lt=timezone.now() - timedelta(seconds=SAVE_S),
     )
     idle |= Q(Exists(others), replica__job__nodes_per_replica__gt=1)
-    told = sum(map(end_process, alive.filter(idle, replica__job__in=stopping)))
+    wanted_by_none = [*alive.filter(idle, replica__job__in=stopping), *_hang_after_their_end()]
+    told = sum(map(end_process, wanted_by_none))
     for job in stopping.exclude(Exists(alive.filter(replica__job=OuterRef("pk")))):
         with suppress(Conflict):  # it is over by now
             jobs.end_job(SYSTEM, job.pk, "its last process has left")
@@ -85,8 +86,12 @@ def end_process(placement: Placement) -> bool:
     orders = Command.objects.filter(requester__startswith=f"end/{placement.pk}.")
     last = orders.order_by("created_at").last()
     if last is not None and last.state == CommandState.DONE:
-        end = jobs.end_warm_spare if placement.warm else partial(jobs.end_placement, free_node=True)
-        end(SYSTEM, placement.pk, why)
+        if placement.state == PlacementState.ENDED:
+            jobs.vacate(SYSTEM, placement)
+        elif placement.warm:
+            jobs.end_warm_spare(SYSTEM, placement.pk, why)
+        else:
+            jobs.end_placement(SYSTEM, placement.pk, why, free_node=True)
         return False
     if last is not None and (
         last.state not in COMMAND_FINISHED or timezone.now() - last.created_at < AGAIN
@@ -96,3 +101,18 @@ def end_process(placement: Placement) -> bool:
     verb = wire.StopProcess(placement=placement.pk, grace_s=0)
     fleet.queue_command(SYSTEM, placement.node_id, verb, requester=requester)
     return True
+
+
+def _hang_after_their_end() -> QuerySet[Placement]:
+    """What was known to leave a job on several nodes, and was not seen to end since, though its
+    node waits for that: it holds the node's cards. What the node holds by now is of later."""
+    exits = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=OuterRef("pk"))
+    later = Placement.objects.filter(node=OuterRef("node"), created_at__gt=OuterRef("created_at"))
+    return Placement.objects.filter(
+        ~Exists(exits),
+        ~Exists(later),
+        replica__job__nodes_per_replica__gt=1,
+        node__state=NodeState.ALLOCATED,
+        end_reason__startswith=LEFT,
+        ended_at__lt=timezone.now() - timedelta(seconds=SAVE_S),
+    )
