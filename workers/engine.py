@@ -52,7 +52,7 @@ log = structlog.get_logger(__name__)
 
 #: A step that failed this often, by errors or dead workers, asks for a person.
 MAX_ATTEMPTS = 5
-#: A run that went back this often asks for a person.
+#: A run that went back this often asks for a person; the first time for each node is apart.
 MAX_ROUNDS = 5
 #: A step that the guards refused is asked about again after this long, in seconds.
 GUARD_RETRY_S = 5.0
@@ -346,7 +346,11 @@ def _was_examined(failure: Failure) -> bool:
 def _go_back(run: PlaybookRun, step: PlaybookStep, outcome: Back, now: datetime) -> None:
     rounds = int(run.context.get("round", 0)) + 1
     run.context = {**run.context, "round": rounds}
-    if rounds > MAX_ROUNDS:
+    went_for = list(run.context.get("went_for", []))
+    if outcome.node_id and outcome.node_id not in went_for:
+        went_for.append(outcome.node_id)
+        run.context["went_for"] = went_for
+    if rounds - len(went_for) > MAX_ROUNDS:
         _ask(run, step, f"went back {MAX_ROUNDS} times already; now: {outcome.text}")
         return
     target = PlaybookStep.objects.get(run=run, key=outcome.to)

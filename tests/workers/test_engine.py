@@ -206,6 +206,32 @@ class TestOneWorker:
         run.refresh_from_db()
         assert run.state == RunState.NEEDS_OPERATOR
 
+    def test_going_back_for_each_of_many_nodes_is_not_for_ever(self) -> None:
+        run = request()
+        script["three"] = [Back(to="one", node_id=f"nod_{n}", text="silent") for n in range(9)]
+        drain()
+        run.refresh_from_db()
+        assert run.state == RunState.SUCCEEDED
+        assert run.context["round"] == 9  # what each round orders is told apart
+
+    def test_going_back_for_the_same_node_for_ever_asks_for_a_person(self) -> None:
+        run = request()
+        script["three"] = [Back(to="one", node_id="nod_1", text="silent")] * 20
+        drain()
+        run.refresh_from_db()
+        assert run.state == RunState.NEEDS_OPERATOR
+        assert acted.count("three") == engine.MAX_ROUNDS + 2
+
+    def test_the_rounds_count_from_a_person_s_word_whatever_nodes_there_were(self) -> None:
+        run = request()
+        nodes = [Back(to="one", node_id=f"nod_{n}", text="silent") for n in range(3)]
+        script["three"] = [*nodes, *[Back(to="one", text="again")] * 20]
+        drain()
+        acted.clear()
+        incidents.retry_run(PERSON, run.pk, "try again")
+        drain()
+        assert acted.count("three") == engine.MAX_ROUNDS + 1
+
     def test_a_step_that_raises_is_tried_again_and_then_asks(self) -> None:
         run = request()
         script["one"] = [RuntimeError("boom")] * 20

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 
 import msgspec
 import pytest
 from django.db import IntegrityError, transaction
 from django.utils import timezone
+from pytest_django import Settings
 
 from controlplane.accounts.models import SYSTEM
 from controlplane.errors import Conflict
@@ -31,6 +33,7 @@ from runtime import client
 from tests.factories import CheckpointFactory, PlacementFactory, ProgressSampleFactory
 from tests.workers.moving import PERSON, committed, no_spare, state, told_by
 from tests.workers.world import XID_79, World, answer, drain, quarantine, run_of, step_of
+from workers import engine
 
 pytestmark = pytest.mark.django_db
 
@@ -75,6 +78,15 @@ def ended_by(world: World, placement: Placement) -> None:
     world.exits(other, exit_code=1)
     world.exits(placement, exit_code=1)
     drain()
+
+
+def widen(world: World, stack: ExitStack, nodes: int) -> None:
+    """It is on so many nodes."""
+    Job.objects.update(nodes_per_replica=nodes, gpus_per_replica=nodes)
+    replica = Replica.objects.get()
+    for node_rank in range(2, nodes):
+        node = world.add_node(stack, f"node-{node_rank}", state=NodeState.ALLOCATED)
+        PlacementFactory(replica=replica, node=node, node_rank=node_rank)
 
 
 def present() -> list[Placement]:
@@ -389,6 +401,24 @@ def test_where_an_agent_cannot_end_it_its_node_is_unfit(world: World) -> None:
     repair = run_of("repair-node")
     assert repair.node == world.placements[0].node
     assert orders("start_rank") == []
+
+
+def test_however_many_nodes_are_unfit_all_are_taken_out_one_by_one(
+    world: World, settings: Settings
+) -> None:
+    for scope in ("CLUSTER", "RACK", "JOB", "CODE"):
+        setattr(settings, f"BUDGET_NODES_PER_{scope}", 100)
+    unfit = engine.MAX_ROUNDS + 1
+    with ExitStack() as stack:
+        widen(world, stack, unfit + 1)
+        world.exits(present()[-1], signal=9)
+        drain()
+        for _ in range(2 * unfit):  # its own order, and that of its repair
+            answer("stop_process", "failed")
+            drain()
+
+        assert PlaybookRun.objects.filter(playbook="repair-node").count() == unfit
+        assert step_of(LOSS, "choose-place").outcome.startswith("no node is free for the place of")
 
 
 def test_an_agent_that_cannot_end_it_is_no_silent_one_that_is_back(world: World) -> None:

@@ -49,16 +49,16 @@ class World:
         self.job.save()
         self.bmcs: dict[str, Bmc] = {}
         self.placements = [self._placement(stack, index) for index in range(2)]
-        self.spares = [self._node(stack, f"spare-{n}", spare=True) for n in range(spares)]
+        self.spares = [self.add_node(stack, f"spare-{n}", spare=True) for n in range(spares)]
 
-    def _node(self, stack: ExitStack, name: str, **fields: Any) -> Node:
+    def add_node(self, stack: ExitStack, name: str, **fields: Any) -> Node:
         node = NodeFactory(cluster=self.cluster, name=name, boot_id="boot-1", **fields)
         self.bmcs[node.pk] = stack.enter_context(bmc_of(node))
         GpuFactory(node=node, index=0, pci_address="00000000:1B:00.0")
         return node
 
     def _placement(self, stack: ExitStack, index: int) -> Placement:
-        node = self._node(stack, f"node-{index}", state=NodeState.ALLOCATED)
+        node = self.add_node(stack, f"node-{index}", state=NodeState.ALLOCATED)
         replica = ReplicaFactory(job=self.job, index=index)
         return PlacementFactory(replica=replica, node=node)
 

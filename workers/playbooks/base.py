@@ -50,6 +50,9 @@ class Back(Outcome):
     """The world changed: go on from an earlier step."""
 
     to: str
+    #: The node for whose sake: a run asks for a person once it went back too often, but the first
+    #: time for each node does not count.
+    node_id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -172,6 +172,7 @@ def end_what_is_left(ctx: StepContext) -> Outcome:
     if silent is not None:
         return Back(
             to="find-cause",
+            node_id=silent.node_id,
             text=f"{silent.node.name} went silent before its process was seen to end",
             context={"lost_placement": silent.pk},
         )
@@ -180,6 +181,7 @@ def end_what_is_left(ctx: StepContext) -> Outcome:
         placement, stop = bad
         return Back(
             to="take-node-out",
+            node_id=placement.node_id,
             text=f"{placement.node.name} does not end its process ({stop.error or stop.state}): it "
             "is unfit",
             context={

@@ -115,6 +115,7 @@ def retry_run(actor: Actor, run_id: str, reason: str) -> None:
     # Another turn: what was refused before is asked for anew, and the rounds count from here.
     turn = {**run.context, "retry": int(run.context.get("retry", 0)) + 1, "round": 0}
     turn.pop("signed", None)
+    turn.pop("went_for", None)
     if "passed_over" in turn:  # nodes that did not start it, perhaps for what has been mended
         turn["passed_over"] = []
     Approval.objects.filter(
