@@ -381,13 +381,14 @@ def ledger_of(job: Job) -> QuerySet[LedgerRange]:
 # --- The curves -----------------------------------------------------------------------------------
 
 
-def series(job: Job, *, after_step: int | None, window_s: float | None) -> dict[str, Any] | None:
+def series(job: Job, *, after: float | None, window_s: float | None) -> dict[str, Any] | None:
     """Loss and throughput over time as columns, at most `MAX_POINTS` long; None: nothing new.
 
-    Whole, `window_s` seconds back from the newest point, or only what came after `after_step`.
+    Whole, `window_s` seconds back from the newest point, or only what came `after` a point's time:
+    steps come again where a job went back to a checkpoint.
     """
-    points = _points(job, after_step, window_s)
-    if not points and after_step is not None:
+    points = _points(job, after, window_s)
+    if not points and after is not None:
         return None
     return {
         "step": [point[0] for point in points],
@@ -395,8 +396,8 @@ def series(job: Job, *, after_step: int | None, window_s: float | None) -> dict[
         "loss": [_rounded(point[2], 6) for point in points],
         "throughput": [_rounded(point[3], 2) for point in points],
         "gap_s": [_rounded(point[4], 4) for point in points],
-        "marks": _chart_marks(job, 5 if after_step is not None else 100),
-        "checkpoints": _chart_checkpoints(job, 5 if after_step is not None else 200),
+        "marks": _chart_marks(job, 5 if after is not None else 100),
+        "checkpoints": _chart_checkpoints(job, 5 if after is not None else 200),
         "now": timezone.now().timestamp(),
     }
 
@@ -410,7 +411,7 @@ def _rounded(value: float | None, digits: int) -> float | None:
 _POINTS_SQL = """
 WITH rows AS (
     SELECT *, extract(epoch FROM at)::float8 AS t FROM jobs_progresssample
-    WHERE job_id = %(job)s AND step > %(after)s
+    WHERE job_id = %(job)s AND at > to_timestamp(%(after)s)
       AND at >= (SELECT max(at) FROM jobs_progresssample WHERE job_id = %(job)s)
                 - make_interval(secs => %(window)s)
 ), span AS (
@@ -425,15 +426,16 @@ GROUP BY floor((t - start) / width)
 ORDER BY max(t) -- a job that went back to a checkpoint makes its steps again
 """
 _EVER_S = 10 * 365 * 86400.0
+AS_TOLD_S = 0.0005  # by so much the time of a point may be rounded
 
 
-def _points(job: Job, after_step: int | None, window_s: float | None) -> list[tuple[Any, ...]]:
+def _points(job: Job, after: float | None, window_s: float | None) -> list[tuple[Any, ...]]:
     with connection.cursor() as cursor:
         cursor.execute(
             _POINTS_SQL,
             {
                 "job": job.id,
-                "after": -1 if after_step is None else after_step,
+                "after": 0.0 if after is None else after + AS_TOLD_S,
                 "window": window_s or _EVER_S,
                 "buckets": MAX_POINTS - 1,
             },

@@ -26,6 +26,7 @@ WINDOWS: dict[str, tuple[str, float | None]] = {
 }
 
 
+MAX_TIME = 253_402_300_800.0  # the year 10000, in Unix time: later than any that a database knows
 #: Ids sort by the time of their making.
 SORTS = {"-registered": "pk", "name": "name", "state": "state", "-step": "step"}
 COLUMNS: tuple[Column[Job], ...] = (
@@ -76,11 +77,11 @@ def jobs(request: HttpRequest) -> HttpResponseBase:
 @signed_in
 @needs(Access.VIEWER)
 def series(request: HttpRequest, job_id: str) -> HttpResponse:
-    """The curves as JSON columns; 204 when there is nothing after `after_step`."""
+    """The curves as JSON columns; 204 when there is nothing after the time `after`."""
     found = selectors.job_for(request.user, job_id)
-    after_step = _whole_number(request.GET.get("after_step"))
+    after = _time(request.GET.get("after"))
     _, window_s = WINDOWS[window_word(request)]
-    columns = selectors.series(found, after_step=after_step, window_s=window_s)
+    columns = selectors.series(found, after=after, window_s=window_s)
     if columns is None:
         return HttpResponse(status=204)
     response = JsonResponse(columns)
@@ -94,10 +95,14 @@ def window_word(request: HttpRequest) -> str:
     return word if word in WINDOWS else "30m"
 
 
-def _whole_number(text: str | None) -> int | None:
+def _time(text: str | None) -> float | None:
+    """Unix time, in seconds."""
     if text is None:
         return None
     try:
-        return int(text)
+        time = float(text)
     except ValueError:
-        raise Http404("after_step must be a whole number") from None
+        time = -1.0
+    if not 0 <= time < MAX_TIME:
+        raise Http404("after must be a time: seconds since 1970")
+    return time

@@ -33,7 +33,7 @@ async function poll() {
 async function update() {
   if (series.step.length > 2500) for (const name of COLUMNS) series[name].length = 0;
   const query = new URLSearchParams({ window: box.dataset.window });
-  if (series.step.length) query.set("after_step", series.step.at(-1));
+  if (series.at.length) query.set("after", series.at.at(-1));
   const answer = await fetch(`${box.dataset.url}?${query}`, { credentials: "same-origin" }).catch(() => null);
   if (!answer || answer.status !== 200 || answer.redirected) return;
   const news = await answer.json();

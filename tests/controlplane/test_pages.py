@@ -299,7 +299,10 @@ def test_later_curves_bring_only_what_is_new(viewer: Client, job: Job) -> None:
     for step in (9, 19, 29):
         ProgressSampleFactory(job=job, step=step)
 
-    curves = viewer.get(reverse("job-series", args=[job.id]), {"after_step": 19}).json()
+    address = reverse("job-series", args=[job.id])
+    seen = viewer.get(address).json()["at"][1]
+
+    curves = viewer.get(address, {"after": seen}).json()
 
     assert curves["step"] == [29]
 
@@ -307,9 +310,19 @@ def test_later_curves_bring_only_what_is_new(viewer: Client, job: Job) -> None:
 def test_curves_without_anything_new_are_204(viewer: Client, job: Job) -> None:
     ProgressSampleFactory(job=job, step=9)
 
-    answer = viewer.get(reverse("job-series", args=[job.id]), {"after_step": 9})
+    address = reverse("job-series", args=[job.id])
+    (seen,) = viewer.get(address).json()["at"]
+
+    answer = viewer.get(address, {"after": seen})
 
     assert answer.status_code == 204
+
+
+@pytest.mark.parametrize("after", ["soon", "nan", "-1", "1e300"])
+def test_curves_after_no_time_are_not_found(after: str, viewer: Client, job: Job) -> None:
+    answer = viewer.get(reverse("job-series", args=[job.id]), {"after": after})
+
+    assert answer.status_code == 404
 
 
 def test_a_long_job_is_drawn_with_a_bounded_number_of_points(viewer: Client, job: Job) -> None:

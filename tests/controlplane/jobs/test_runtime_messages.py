@@ -192,11 +192,23 @@ def test_the_curve_of_a_job_that_went_back_runs_forward_in_time(placement: Place
     tell(placement, *(progress(step, at=1000.0 + step) for step in (10, 20, 30)))
     tell(placement, *(progress(step, at=1030.0 + step, epoch=2) for step in (15, 25, 35)))
 
-    shown = selectors.series(placement.replica.job, after_step=None, window_s=None)
+    shown = selectors.series(placement.replica.job, after=None, window_s=None)
 
     assert shown is not None
     assert shown["at"] == sorted(shown["at"])
     assert shown["step"][-1] == 35
+
+
+def test_what_comes_after_a_point_is_nothing_that_was_made_before_the_job_went_back(
+    placement: Placement,
+) -> None:
+    tell(placement, *(progress(step, at=1000.0 + step) for step in (10, 20, 30)))
+    tell(placement, *(progress(step, at=1030.0 + step, epoch=2) for step in (15, 25)))
+
+    news = selectors.series(placement.replica.job, after=1045.0, window_s=None)
+
+    assert news is not None
+    assert (news["step"], news["at"]) == ([25], [1055.0])
 
 
 def saved_to(tier: TierName, step: int, at: float) -> client.CheckpointSaved:
