@@ -7,7 +7,8 @@
 
 A PATH is a checkpoint, a folder of them, or a job's state folder; of several the newest is meant,
 where one is. Exit status: 0 if all is well, 1 if something is damaged or differs, 2 if it cannot be
-done at all, 130 if it was interrupted. What looks and removes needs no torch.
+done, or one of several could not be checked here, 130 if it was interrupted. What looks and removes
+needs no torch.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from runtime.checkpoint import store
+from runtime.checkpoint.coding import NotInstalled
 from runtime.checkpoint.manifest import Manifest, OtherVersion, shown
 from runtime.checkpoint.progress import Bar
 from runtime.checkpoint.suspects import suspects
@@ -58,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         lines = [_printable(line) for _answer, lines in answers for line in lines]
         print("\n".join(lines))  # noqa: T201
-    return NOT_WELL if any(answer.get("findings") for answer, _lines in answers) else 0
+    if any(answer.get("findings") for answer, _lines in answers):
+        return NOT_WELL
+    return CANNOT if any(answer.get("not_checked") for answer, _lines in answers) else 0
 
 
 def _cannot(asked: argparse.Namespace, why: str, status: int = CANNOT) -> int:
@@ -147,14 +151,20 @@ def _packed(manifest: Manifest) -> str:
 
 
 def verify(asked: argparse.Namespace) -> list[Answer]:
-    """Read every byte of each."""
-    answers = []
-    for path in store.found_in(asked.path):
+    """Read every byte of each. What is packed, and nothing here unpacks, hides no other."""
+    return [_looked_into(asked, path) for path in store.found_in(asked.path)]
+
+
+def _looked_into(asked: argparse.Namespace, path: Path) -> Answer:
+    findings, not_checked = [], ""
+    try:
         findings = [str(finding) for finding in _verified(asked, path)]
-        lines = [f"{path.name:<16} {'DAMAGED' if findings else 'well'}"]
-        lines += [f"  {finding}" for finding in findings]
-        answers.append(({"path": str(path), "findings": findings}, lines))
-    return answers
+    except NotInstalled as error:
+        not_checked = str(error)
+    word = "DAMAGED" if findings else "NOT CHECKED" if not_checked else "well"
+    why = [f"  {one}" for one in findings or [not_checked] if one]
+    answer = {"path": str(path), "findings": findings, "not_checked": not_checked}
+    return answer, [f"{path.name:<16} {word}", *why]
 
 
 def _verified(asked: argparse.Namespace, path: Path) -> list[store.Finding]:
@@ -218,11 +228,14 @@ def import_(asked: argparse.Namespace) -> list[Answer]:
 def prune(asked: argparse.Namespace) -> list[Answer]:
     """Remove what is old; never the newest that verifies and is known to train. What cannot be read
     is not counted among those kept, and goes once it is older than they; of another version it
-    stays."""
+    stays. If nothing here unpacks the newest all stay."""
     paths = store.found_in(asked.path)
     known = suspects(paths[0].parent)
     good = [path for path in paths if _state_of(path) not in {None, *known}]
-    safe = next((path for path in good if not _verified(asked, path)), None)
+    try:
+        safe = next((path for path in good if not _verified(asked, path)), None)
+    except NotInstalled as error:
+        raise NotInstalled(f"{error}; until it was checked, nothing is removed") from error
     if safe is None:
         raise Damaged(f"none of the {len(paths)} checkpoints in {asked.path} verifies: all stay")
     spared = {safe, *good[: asked.keep]}

@@ -20,6 +20,7 @@ from pathlib import Path
 import xxhash
 
 from runtime.checkpoint import coding, disk
+from runtime.checkpoint.coding import NotInstalled
 from runtime.checkpoint.manifest import (
     MANIFEST,
     DataFile,
@@ -182,8 +183,11 @@ def checked_part(data: bytes, manifest: Manifest, expected: PartHash, what: str)
 
 def read(path: Path, rank: int = 0, progress: Progress = unseen) -> Staged:
     """One rank's image, each chunk compared. `progress` is told of each block, on any thread.
-    Raises Damaged, naming tensors and file."""
+    Raises Damaged, naming tensors and file; NotInstalled if it is packed, and nothing here unpacks
+    it."""
     part = part_of(path, manifest_of(path), rank)
+    if any(part.packed):
+        coding.demand(str(path))
     buffer = pages(part.table.bytes)
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -198,16 +202,19 @@ def read(path: Path, rank: int = 0, progress: Progress = unseen) -> Staged:
 
 
 def verified(path: Path, rank: int = 0) -> Staged | None:
-    """One rank's image, or None if it fails: it is left in place, and named."""
+    """One rank's image, or None if it fails: it is left in place, and named. Raises
+    NotInstalled."""
     try:
         return read(path, rank)
+    except NotInstalled:
+        raise  # nothing is wrong with it, and what is older must not take its place
     except Damaged as error:
         log.warning("checkpoint_refused path=%s error=%s", path, error)
         return None
 
 
 def newest(folder: Path, rank: int = 0) -> tuple[Path, Staged] | None:
-    """The newest checkpoint of which this rank's image verifies, or None."""
+    """The newest checkpoint of which this rank's image verifies, or None. Raises NotInstalled."""
     for path in candidates(folder):
         if (staged := verified(path, rank)) is not None:
             return path, staged
@@ -215,12 +222,13 @@ def newest(folder: Path, rank: int = 0) -> tuple[Path, Staged] | None:
 
 
 def verify(path: Path, progress: Progress = unseen) -> list[Finding]:
-    """All that is wrong with a checkpoint, reading every byte of it. `progress`: see `read`."""
+    """All that is wrong with a checkpoint, reading every byte of it. `progress`: see `read`. Raises
+    NotInstalled if some of it is packed, nothing here unpacks it, and nothing else is wrong."""
     try:
         manifest = manifest_of(path)
     except Damaged as error:
         return [Finding(MANIFEST, None, (), str(error))]
-    findings = []
+    findings, packed = [], False
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for expected in manifest.parts:
@@ -228,10 +236,16 @@ def verify(path: Path, progress: Progress = unseen) -> list[Finding]:
                 part = _part(path, manifest, expected)
             except Damaged as error:
                 findings.append(Finding(expected.name, expected.rank, (), str(error)))
-            else:
-                findings += verify_part(part, handle, progress)
+                continue
+            for file in part.files:
+                try:
+                    findings += check(part, file, handle, progress=progress)
+                except NotInstalled:
+                    packed = True
     finally:
         os.close(handle)
+    if packed and not findings:
+        coding.demand(str(path))
     return findings
 
 
@@ -310,9 +324,10 @@ def check(
 
     try:
         if part.packs(file):
-            coding.demand(f"{file.name} (rank {part.rank})")
-            runs = part.runs_of(file, disk.PACKED_BYTES)
+            # That it is missing or cut short shows all the same.
+            runs = part.runs_of(file, disk.PACKED_BYTES) if coding.is_installed() else ()
             disk.read_runs(file.name, part.stored_of(file), handle, runs, unpack)
+            coding.demand(f"{file.name} (rank {part.rank})")
         else:
             disk.read(file.name, file.bytes, handle, compare, into)
     except (OSError, EOFError) as error:

@@ -305,25 +305,112 @@ def test_what_is_said_of_chunks_that_cannot_be_is_refused(changed: list[Any], sa
 # --- without zstandard ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+INSTALL = "pip install 'drydock-fleet[zstd]'"
+
+
+def without_zstandard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coding, "is_installed", lambda: False)
 
 
+@pytest.mark.parametrize("verb", ["diff", "export", "prune"])
 def test_where_nothing_unpacks_it_what_to_install_is_said(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    folder = tmp_path / "checkpoints"
+    before, path = plain(folder, 6), save(folder, 7)[0]
+    without_zstandard(monkeypatch)
+    asked = {
+        "diff": [str(before), str(path)],
+        "export": [str(folder), str(tmp_path / "out"), "--to", "torch"],
+        "prune": [str(folder), "--keep", "1"],
+    }
+
+    assert main([verb, *asked[verb]]) == 2
+
+    assert f"{path} is packed with zstd, which is not installed here: {INSTALL}" in (
+        capsys.readouterr().err
+    )
+    assert store.candidates(folder) == [path, before]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("verb", ["ls", "inspect"])
+def test_what_needs_nothing_unpacked_is_told_without(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    save(tmp_path, 7)
+    without_zstandard(monkeypatch)
+
+    assert main([verb, str(tmp_path)]) == 0
+
+    assert "packed to" in capsys.readouterr().out
+
+
+def test_what_cannot_be_checked_is_said_and_the_others_are(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, _part = save(tmp_path, 7)
-    before = plain(tmp_path, 6)
-    monkeypatch.setattr(coding, "is_installed", lambda: False)
+    plain(tmp_path, 5)
+    path, _part = save(tmp_path, 6)
+    plain(tmp_path, 7)
+    without_zstandard(monkeypatch)
 
-    with pytest.raises(Damaged, match=re.escape("pip install 'drydock-fleet[zstd]'")):
-        store.read(path)
-    assert main(["verify", str(path)]) == 2
-    assert main(["prune", str(tmp_path), "--keep", "1"]) == 2
-    assert "pip install 'drydock-fleet[zstd]'" in capsys.readouterr().err
-    assert main(["ls", str(path)]) == 0
-    assert store.verify(before) == []
+    assert main(["verify", str(tmp_path)]) == 2
+
+    newest, packed, why, oldest = capsys.readouterr().out.splitlines()
+    assert (newest.split()[1:], oldest.split()[1:]) == (["well"], ["well"])
+    assert packed.split() == ["step-00000006", "NOT", "CHECKED"]
+    assert why.strip() == f"{path} is packed with zstd, which is not installed here: {INSTALL}"
+    assert main(["verify", str(tmp_path), "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)
+    assert [one["not_checked"] for one in told] == ["", why.strip(), ""]
+    assert [one["findings"] for one in told] == [[], [], []]
+
+
+def test_what_is_damaged_counts_beside_what_cannot_be_checked(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip_a_bit(plain(tmp_path, 6) / "rank-0-0001.bin", 5000)
+    save(tmp_path, 7)
+    without_zstandard(monkeypatch)
+
+    assert main(["verify", str(tmp_path)]) == 1
+
+    told = capsys.readouterr().out
+    assert "step-00000007    NOT CHECKED" in told
+    assert "step-00000006    DAMAGED" in told
+
+
+def gone(path: Path) -> None:
+    path.unlink()
+
+
+def shorter(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+@pytest.mark.parametrize("name", ["rank-0.json", "rank-0-0001.bin"])
+@pytest.mark.parametrize("damage", [gone, shorter])
+def test_what_shows_without_unpacking_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], name: str
+) -> None:
+    path, _part = save(tmp_path, 7, ranks=2)
+    damage(path / name)
+    without_zstandard(monkeypatch)
+
+    (finding,) = store.verify(path)
+
+    assert (finding.file, finding.rank) == (name, 0)
+
+
+def test_nothing_older_is_taken_for_the_newest_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain(tmp_path, 6)
+    path, _part = save(tmp_path, 7)
+    without_zstandard(monkeypatch)
+
+    with pytest.raises(coding.NotInstalled, match=re.escape(f"{path} is packed with zstd")):
+        store.newest(tmp_path)
 
 
 class Old:
@@ -346,8 +433,10 @@ def test_what_is_too_old_to_unpack_packs_nothing(monkeypatch: pytest.MonkeyPatch
     assert not packs
 
 
-@pytest.mark.usefixtures("_not_installed")
-def test_where_nothing_packs_it_is_saved_as_it_is(tmp_path: Path) -> None:
+def test_where_nothing_packs_it_is_saved_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_zstandard(monkeypatch)
     path, part = save(tmp_path, 7)
 
     assert part.packed == ()
@@ -358,7 +447,7 @@ def test_what_could_not_be_read_back_is_not_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _path, before = save(tmp_path, 1)
-    monkeypatch.setattr(coding, "is_installed", lambda: False)
+    without_zstandard(monkeypatch)
     path, part = save(tmp_path, 2, before=before)
 
     assert part.packed == ()
@@ -481,9 +570,9 @@ def test_where_nothing_unpacks_objects_what_to_install_is_said(
     objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(objects, 7, Packer(SLOW))
-    monkeypatch.setattr(coding, "is_installed", lambda: False)
+    without_zstandard(monkeypatch)
 
-    with pytest.raises(Damaged, match=re.escape("pip install 'drydock-fleet[zstd]'")):
+    with pytest.raises(Damaged, match=re.escape(INSTALL)):
         objects.read("save7", 0)
 
 
