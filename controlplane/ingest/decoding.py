@@ -99,7 +99,7 @@ _BY_NAME: dict[str, Any] = {
     "steps": Annotated[int, Meta(ge=1, le=2**31 - 1)],
     # JSON has no word but null for what is not a number; that a loss is none is worth keeping.
     **dict.fromkeys(("loss", "grad_norm", "every_s", "ettr"), _Real | None),
-    "stored": _Whole | None,
+    "stored": Annotated[int, Meta(ge=0, le=2**63 - 1)] | None,
     "job": wire.Id,
     "placement": Annotated[str, Meta(max_length=40)],
     "kind": wire.Short,

@@ -256,6 +256,8 @@ class Checkpoint(models.Model):
     tier = models.CharField(max_length=16, choices=Tier.choices)
     path = models.TextField()
     bytes = models.PositiveBigIntegerField()
+    #: of these, what its tier holds, where chunks are packed; None if that was not said
+    stored = models.PositiveBigIntegerField(null=True)
     digest = models.CharField(max_length=128)
     stall_s = models.FloatField()
     seconds = models.FloatField()
@@ -268,6 +270,13 @@ class Checkpoint(models.Model):
         constraints = [
             models.UniqueConstraint(fields=["job", "step", "tier"], name="checkpoint_once_per_tier")
         ]
+
+    @property
+    def packed_to(self) -> float | None:
+        """The share of its bytes that its tier holds, 0 to 1; None if that is all, or unknown."""
+        if self.stored is None or self.stored >= self.bytes:
+            return None
+        return self.stored / self.bytes
 
 
 class Directive(models.Model):

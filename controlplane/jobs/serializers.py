@@ -135,6 +135,7 @@ class CheckpointSerializer(RowSerializer):
             "tier",
             "path",
             "bytes",
+            "stored",
             "digest",
             "stall_s",
             "seconds",

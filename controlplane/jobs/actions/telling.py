@@ -237,6 +237,7 @@ def _record_checkpoint(job: Job, message: client.CheckpointSaved) -> None:
     said = {
         "path": message.path,
         "bytes": message.bytes,
+        "stored": message.stored,
         "digest": message.digest,
         "stall_s": message.stall_s,
         "seconds": message.seconds,

@@ -102,6 +102,29 @@ def test_the_expected_share_of_time_is_shown_with_the_interval(operator: Client,
     assert "0.9877" in row
 
 
+def test_what_is_stored_packed_is_shown_beside_its_size(operator: Client, job: Job) -> None:
+    CheckpointFactory(job=job, tier="shared", bytes=64 * 2**20, stored=40 * 2**20)
+
+    shown = page(operator, job)
+
+    tiers, saves = shown.split('data-testid="tiers"')[1].split('data-testid="checkpoints"')
+    assert 'title="0.63 of 64.0 MiB">stored 40.0 MiB<' in tiers
+    assert "64.0 MiB</td>" in saves
+    assert "stored 40.0 MiB (0.63)" in saves
+
+
+@pytest.mark.parametrize("stored", [64 * 2**20, None])
+def test_of_what_is_stored_as_it_is_or_not_known_the_size_alone_is_shown(
+    operator: Client, job: Job, stored: int | None
+) -> None:
+    CheckpointFactory(job=job, tier="shared", bytes=64 * 2**20, stored=stored)
+
+    shown = page(operator, job)
+
+    assert shown.count("64.0 MiB") == 1
+    assert "stored" not in shown
+
+
 def test_what_a_process_that_is_gone_said_of_a_tier_counts_no_more(
     operator: Client, job: Job
 ) -> None:

@@ -16,7 +16,7 @@ from controlplane.fleet import actions as fleet
 from controlplane.fleet.models import Cluster, JoinToken, Node
 from controlplane.health.models import Signal
 from controlplane.jobs import actions as jobs
-from controlplane.jobs.models import Job, ProgressSample
+from controlplane.jobs.models import Checkpoint, Job, ProgressSample
 from node_agent import wire
 
 from .door import Answer, Door, NodeClient, enrolment, wait_until
@@ -322,6 +322,11 @@ def ledger(**changes: Any) -> dict[str, Any]:
     return {"type": "ledger", "step_from": 0, "step_to": 1, "epoch": 1, "samples": 128, **changes}
 
 
+def saved(**changes: Any) -> dict[str, Any]:
+    said = {"step": 1, "tier": "shared", "path": "p", "bytes": 9, "digest": "d"}
+    return {"type": "checkpoint", **said, "stall_s": 0.1, "seconds": 0.2, "at": 1.0, **changes}
+
+
 def tell(door: Door, job_id: str, *messages: dict[str, Any], token: str = "") -> Answer:
     batch = {
         "job": job_id,
@@ -345,6 +350,11 @@ def test_runtime_batch_is_stored_once_and_answered(door: Door, job: Job) -> None
 def test_a_loss_that_is_not_a_number_is_told_as_null(door: Door, job: Job) -> None:
     assert tell(door, job.pk, progress(loss=None)).status == 200
     assert ProgressSample.objects.get().loss is None
+
+
+def test_what_an_older_job_does_not_say_of_a_checkpoint_is_not_known(door: Door, job: Job) -> None:
+    assert tell(door, job.pk, saved(step=1), saved(step=2, stored=6)).status == 200
+    assert [*Checkpoint.objects.order_by("step").values_list("stored", flat=True)] == [None, 6]
 
 
 def test_runtime_without_a_token(door: Door, job: Job) -> None:
@@ -379,6 +389,8 @@ def test_a_job_that_is_gone(door: Door, cluster: Cluster) -> None:
         (ledger(proof="p" * 33), "messages[0].proof"),
         (ledger(order={"samples": "many"}), "messages[0].order[...]"),
         (ledger(order={"samples": -1}), "messages[0].order[...]"),
+        (saved(stored=-1), "messages[0].stored"),
+        (saved(stored="all"), "messages[0].stored"),
     ],
 )
 def test_a_runtime_message_at_fault(

@@ -211,11 +211,23 @@ def test_what_comes_after_a_point_is_nothing_that_was_made_before_the_job_went_b
     assert (news["step"], news["at"]) == ([25], [1055.0])
 
 
-def saved_to(tier: TierName, step: int, at: float) -> client.CheckpointSaved:
+def saved_to(
+    tier: TierName, step: int, at: float, stored: int | None = None
+) -> client.CheckpointSaved:
     return client.CheckpointSaved(
-        step=step, tier=tier, path="p", bytes=1, digest="d", stall_s=0.1, seconds=0.2,
-        every_s=2.0, ettr=0.9, at=at,
+        step=step, tier=tier, path="p", bytes=9, digest="d", stall_s=0.1, seconds=0.2,
+        every_s=2.0, ettr=0.9, at=at, stored=stored,
     )  # fmt: skip
+
+
+def test_how_much_of_a_checkpoint_is_stored_is_kept_with_it(placement: Placement) -> None:
+    """A job of an older version does not say it; one that went back may have packed it since."""
+    tell(placement, saved_to("shared", 1, at=1000.0), saved_to("shared", 2, 1002.0, stored=9))
+    tell(placement, saved_to("shared", 3, 1004.0, stored=9))
+    tell(placement, saved_to("shared", 3, 1008.0, stored=6))
+
+    found = Checkpoint.objects.order_by("step").values_list("bytes", "stored")
+    assert [*found] == [(9, None), (9, 9), (9, 6)]
 
 
 def test_of_what_is_saved_every_few_seconds_the_last_are_remembered(

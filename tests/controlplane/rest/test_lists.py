@@ -10,7 +10,7 @@ import pytest
 from controlplane.api import RESOURCES
 from controlplane.rest.filters import Parameter
 from tests.controlplane.rest.world import ROWS, Caller, World
-from tests.factories import NodeFactory
+from tests.factories import CheckpointFactory, NodeFactory
 
 every_list = pytest.mark.parametrize("name", sorted(RESOURCES))
 EVERY_SORT = [
@@ -219,3 +219,14 @@ def test_a_zone_written_plainly_is_understood(world: World, viewer: Caller) -> N
     path = "/api/v1/nodes?state_since__gte=2026-01-01T00:00:00+01:00"
 
     assert viewer.get(path).status_code == 200
+
+
+@pytest.mark.parametrize("stored", [6, None])
+def test_a_checkpoint_says_what_its_tier_holds_of_it(
+    stored: int | None, world: World, viewer: Caller
+) -> None:
+    one = CheckpointFactory(job__cluster=world.cluster, bytes=9, stored=stored)
+
+    shown = viewer.get(f"/api/v1/checkpoints/{one.pk}").json()
+
+    assert (shown["bytes"], shown["stored"]) == (9, stored)
