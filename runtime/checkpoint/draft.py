@@ -331,7 +331,7 @@ def write(
         raise
     finally:
         draft.close()
-    store.prune(folder, keep, draft.path)
+    store.prune(folder, draft.path, keep)
     sweep(folder)
     return draft.path
 

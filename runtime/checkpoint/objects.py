@@ -59,9 +59,10 @@ class Found:
     manifest: Manifest
 
     @property
-    def age(self) -> tuple[int, int]:
+    def age(self) -> tuple[int, int, float]:
         """Later is larger."""
-        return store.epoch_of(self.manifest), self.manifest.step
+        manifest = self.manifest
+        return store.epoch_of(manifest), manifest.step, store.saved_at(manifest)
 
 
 class ObjectStore:
@@ -242,21 +243,27 @@ class ObjectStore:
         self._put_small(path, manifest.to_json())
         return Found(folder, manifest)
 
-    def prune(self, keep: int, newest: Found) -> None:
-        """Remove all but the newest `keep`, `newest` among them, and what died before that and was
+    def prune(self, newest: Found, keep: int) -> None:
+        """Remove all but those that stay (see `store.stays`), and what died before `newest` and was
         never complete: each rank saves one after another. What cannot be read is not counted, and
         goes once it is older than all that are kept. Raises OSError."""
         manifests = self._manifests()
-        others = [one for one in _newest_first(manifests) if one.path != newest.path]
-        kept = [newest, *others[: keep - 1]]
-        oldest = min(one.manifest.step for one in kept)
-        for path, one in manifests.items():
+        manifests[newest.path] = newest.manifest
+        kept = {
+            one.path: one.manifest.step
+            for place, one in enumerate(_newest_first(manifests))
+            if store.stays(place, one.manifest, newest.manifest, keep)
+        }
+        for path, found in manifests.items():
             step = store.numbers_in(posixpath.basename(path))[0]
-            died = one is None and step < newest.manifest.step
-            if died or (isinstance(one, Damaged) and len(kept) == keep and step < oldest):
+            if isinstance(found, Manifest):
+                goes = path not in kept
+            elif found is None:
+                goes = step < newest.manifest.step
+            else:
+                goes = len(kept) >= keep and step < min(kept.values())
+            if goes:
                 self._remove(path)
-        for old in others[keep - 1 :]:
-            self._remove(old.path)
 
     # --- requests -------------------------------------------------------------------------------
 

@@ -352,34 +352,53 @@ def epoch_of(manifest: Manifest) -> int:
     return epoch if isinstance(epoch, int) else 0
 
 
+def saved_at(manifest: Manifest) -> float:
+    """Unix time; 0 if it does not say."""
+    at = manifest.facts.get("at")
+    return at if isinstance(at, int | float) else 0.0
+
+
+def stays(place: int, found: Manifest, newest: Manifest, keep: int) -> bool:
+    """Whether a complete checkpoint is not to be removed now that `newest` was verified: it is
+    that one, or one of the `keep` of the latest training (`place`: how many are later)."""
+    return place < keep or found.save == newest.save
+
+
 def set_aside(path: Path) -> None:
     """Never choose this checkpoint, but leave it for a person to look at."""
     with contextlib.suppress(OSError):
         path.rename(path.with_name(f"{_ASIDE}{path.name}-{time.time_ns()}"))
 
 
-def prune(folder: Path, keep: int = KEEP, spare: Path | None = None) -> None:
-    """Remove all complete checkpoints but the newest `keep`, `spare` among them. What cannot be
-    read is not counted, and goes once it is older than all that are kept.
+def prune(folder: Path, newest: Path, keep: int = KEEP) -> None:
+    """Remove all complete checkpoints but those that stay (see `stays`). What cannot be read is not
+    counted, and goes once it is older than all that are kept.
 
-    What has a later step than `spare` and an earlier epoch is set aside: the job did not go on from
-    there, or could not. What has a later one of both was saved while `spare` took long.
+    What has a later step than `newest` and an earlier epoch is set aside: the job did not go on
+    from there, or could not. What has a later one of both was saved while `newest` took long.
     """
-    kept = 0 if spare is None else 1
-    epoch = 0 if spare is None else epoch_of(manifest_of(spare))
+    ours = manifest_of(newest)
+    whole = {newest: ours}
+    damaged = []
     for path, found in listed(folder):
-        if path == spare:
-            continue
-        if isinstance(found, OtherVersion):
-            continue  # whoever can read it decides
-        later = spare is not None and number_of(path) > number_of(spare)
-        if later and (isinstance(found, Damaged) or epoch_of(found) < epoch):
+        if path == newest or isinstance(found, OtherVersion):
+            continue  # of another version: whoever can read it decides
+        later = number_of(path) > number_of(newest)
+        if later and (isinstance(found, Damaged) or epoch_of(found) < epoch_of(ours)):
             set_aside(path)
-            continue
-        if kept >= keep:
+        elif isinstance(found, Damaged):
+            damaged.append(path)
+        else:
+            whole[path] = found
+    latest = sorted(whole, key=lambda path: (epoch_of(whole[path]), number_of(path)), reverse=True)
+    kept = [p for n, p in enumerate(latest) if stays(n, whole[p], ours, keep)]
+    oldest = min(map(number_of, kept))
+    for path in latest:
+        if path not in kept:
             remove(path)
-        elif isinstance(found, Manifest):
-            kept += 1
+    for path in damaged:
+        if len(kept) >= keep and number_of(path) < oldest:
+            remove(path)
     for path in sorted(folder.glob(f"{_ASIDE}*"))[:-1]:  # one is enough to look at
         remove(path)
 

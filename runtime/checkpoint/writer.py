@@ -199,7 +199,7 @@ class Writer:
             self._say("verified", whole=None)
             return
         self._say("verified", whole=as_told(whole, str(path)))
-        self._clean(folder, int(asked["keep"]), path)
+        self._clean(folder, path, int(asked["keep"]))
 
     def _folder(self, asked: dict[str, Any]) -> Path:
         """Where to write. Raises OSError if that needs the job's run, and it cannot be told."""
@@ -244,7 +244,7 @@ class Writer:
             return
         self._say("verified", whole=as_told(found.manifest, objects.url_of(found)))
         try:
-            objects.prune(int(asked["keep"]), found)
+            objects.prune(found, int(asked["keep"]))
         except OSError as error:
             self._say("alarm", kind="checkpoint_not_pruned", text=str(error))
 
@@ -260,10 +260,10 @@ class Writer:
             raise Damaged(f"its room holds step {described['step']}, save {described['save']}")
         return room[:size], Table.restore(described)
 
-    def _clean(self, folder: Path, keep: int, newest: Path) -> None:
+    def _clean(self, folder: Path, newest: Path, keep: int) -> None:
         """Remove what is not needed any more. The checkpoint is safe, whatever fails here."""
         try:
-            store.prune(folder, keep, newest)
+            store.prune(folder, newest, keep)
             sweep(folder)
         except (OSError, Damaged) as error:
             self._say("alarm", kind="checkpoint_not_pruned", text=str(error))

@@ -107,7 +107,7 @@ def test_frozen_weights_are_put_there_once(url: str) -> None:
     third = put(later, 7)
     newest = later.publish(7, "save7", 1, {})
     assert newest is not None
-    later.prune(1, newest)
+    later.prune(newest, 1)
 
     whole, frozen = staged_at(7).table.bytes, staged_at(7).table.frozen
     assert [first, second, third] == [whole, whole - frozen, whole - frozen]
@@ -206,7 +206,7 @@ def test_the_newest_are_kept_and_what_was_never_complete_goes(url: str) -> None:
     put(objects, 5, save="under-way")
     assert newest is not None
 
-    objects.prune(2, newest)
+    objects.prune(newest, 2)
 
     assert there(objects) == [(4, "save4"), (3, "save3")]
     steps = sorted(path.rpartition("step-")[2].partition(".")[0] for path in objects._folders())
@@ -223,13 +223,13 @@ def test_what_cannot_be_read_is_kept_until_it_is_older_than_all_that_are(url: st
     put(objects, 3)
     alone = objects.publish(3, "save3", 1, {})
     assert alone is not None
-    objects.prune(2, alone)
+    objects.prune(alone, 2)
     kept = len(objects.found())
     put(objects, 4)
     newest = objects.publish(4, "save4", 1, {})
     assert newest is not None
 
-    objects.prune(2, newest)
+    objects.prune(newest, 2)
 
     assert kept == 3
     assert len(objects.found()) == 2
