@@ -267,7 +267,6 @@ class Delivery:
             place = {
                 "objects": self._job.object_store,
                 "job": self._job.name,
-                "keep": tier.keep,
                 "rank": self._job.rank,
                 "ranks": self._job.ranks,
             }
@@ -279,13 +278,13 @@ class Delivery:
             with self._lock:
                 self._asked[tier.name, save.name] = write
 
-        asked = {**asked, **place, "pack": tier.pack}
+        kept = {"keep": tier.keep, "keep_for_s": tier.keep_for_s}
+        asked = {**asked, **place, **kept, "pack": tier.pack}
         self._writers[tier.name].send(asked, self._rooms.descriptors(), stamp)
 
     def _to_folder(self, tier: Tier, save: Save) -> dict[str, Any]:
         return {
             **self._folders.to_write(tier, save.replica),
-            "keep": tier.keep,
             "rank": 0 if tier.own else self._job.rank,
             "ranks": 1 if tier.own else self._job.ranks,
             "share": 0 if tier.own else save.share[0],

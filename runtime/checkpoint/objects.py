@@ -243,7 +243,7 @@ class ObjectStore:
         self._put_small(path, manifest.to_json())
         return Found(folder, manifest)
 
-    def prune(self, newest: Found, keep: int) -> None:
+    def prune(self, newest: Found, keep: int, keep_for_s: float = 0.0) -> None:
         """Remove all but those that stay (see `store.stays`), and what died before `newest` and was
         never complete: each rank saves one after another. What cannot be read is not counted, and
         goes once it is older than all that are kept. Raises OSError."""
@@ -252,7 +252,7 @@ class ObjectStore:
         kept = {
             one.path: one.manifest.step
             for place, one in enumerate(_newest_first(manifests))
-            if store.stays(place, one.manifest, newest.manifest, keep)
+            if store.stays(place, one.manifest, newest.manifest, keep, keep_for_s)
         }
         for path, found in manifests.items():
             step = store.numbers_in(posixpath.basename(path))[0]

@@ -32,15 +32,17 @@ class Checkpointer:
         keep: int = store.KEEP,
         failures_per_node_day: float | None = None,
         pack: Packing = "auto",
+        keep_for_s: float = 0.0,
     ) -> None:
         """`every_s`: seconds between two saves, of all tiers or of each by its name ("peer",
         "local", "shared", "object"); "auto" takes what is best by what saves cost and by
         `failures_per_node_day`: None for what the control plane has seen, or was published.
         `keep`: so many are kept in the shared folder and in the object store. `pack`: what goes to
-        these two is compressed where that is measured to pay ("auto"), or never (False). Raises
-        ValueError."""
+        these two is compressed where that is measured to pay ("auto"), or never (False).
+        `keep_for_s`: in these two whatever was saved within so many seconds before the newest is
+        kept too. Raises ValueError."""
         self.job = job
-        self.tiers = tiers_of(job, every_s, keep, failures_per_node_day, pack)
+        self.tiers = tiers_of(job, every_s, keep, failures_per_node_day, pack, keep_for_s)
         self.folders = Folders(job)
         self.sources = Sources(job, self.tiers, self.folders)
         self._last = dict.fromkeys(self.tiers, time.monotonic())

@@ -358,10 +358,13 @@ def saved_at(manifest: Manifest) -> float:
     return at if isinstance(at, int | float) else 0.0
 
 
-def stays(place: int, found: Manifest, newest: Manifest, keep: int) -> bool:
+def stays(place: int, found: Manifest, newest: Manifest, keep: int, keep_for_s: float) -> bool:
     """Whether a complete checkpoint is not to be removed now that `newest` was verified: it is
-    that one, or one of the `keep` of the latest training (`place`: how many are later)."""
-    return place < keep or found.save == newest.save
+    that one, or one of the `keep` of the latest training (`place`: how many are later), or was
+    saved within `keep_for_s` seconds before that one. Age only ever adds to what the number keeps.
+    """
+    recent = keep_for_s > 0 and saved_at(found) >= saved_at(newest) - keep_for_s
+    return place < keep or recent or found.save == newest.save
 
 
 def set_aside(path: Path) -> None:
@@ -370,7 +373,7 @@ def set_aside(path: Path) -> None:
         path.rename(path.with_name(f"{_ASIDE}{path.name}-{time.time_ns()}"))
 
 
-def prune(folder: Path, newest: Path, keep: int = KEEP) -> None:
+def prune(folder: Path, newest: Path, keep: int = KEEP, keep_for_s: float = 0.0) -> None:
     """Remove all complete checkpoints but those that stay (see `stays`). What cannot be read is not
     counted, and goes once it is older than all that are kept.
 
@@ -391,7 +394,7 @@ def prune(folder: Path, newest: Path, keep: int = KEEP) -> None:
         else:
             whole[path] = found
     latest = sorted(whole, key=lambda path: (epoch_of(whole[path]), number_of(path)), reverse=True)
-    kept = [p for n, p in enumerate(latest) if stays(n, whole[p], ours, keep)]
+    kept = [p for n, p in enumerate(latest) if stays(n, whole[p], ours, keep, keep_for_s)]
     oldest = min(map(number_of, kept))
     for path in latest:
         if path not in kept:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -51,6 +52,8 @@ class Tier:
     own: bool
     #: Chunks may be packed: it may be slow, and outlives the nodes.
     pack: bool = False
+    #: Kept beside the newest `keep` is what was saved so many seconds before the newest.
+    keep_for_s: float = 0.0
 
     @property
     def shared_out(self) -> bool:
@@ -64,12 +67,18 @@ def tiers_of(
     keep: int,
     failures_per_node_day: float | None,
     pack: Packing = "auto",
+    keep_for_s: float = 0.0,
 ) -> dict[TierName, Tier]:
     """Those that this job has. `every_s`: seconds between two saves, or "auto", of all or by tier.
 
-    Raises ValueError for a tier that is none, for an interval that is none, for a `pack` that is
-    none, and for an object store that cannot be used.
+    Raises ValueError for a tier that is none, for an interval, a `keep`, a `keep_for_s` or a `pack`
+    that is none, and for an object store that cannot be used.
     """
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise ValueError(f"keep is {keep!r}; give a whole number, 1 or more")
+    odd_kind = isinstance(keep_for_s, bool) or not isinstance(keep_for_s, int | float)
+    if odd_kind or not 0 <= keep_for_s < math.inf:
+        raise ValueError(f"keep_for_s is {keep_for_s!r}; give a number of seconds, 0 or more")
     if pack not in ("auto", False):
         raise ValueError(f"pack is {pack!r}; give 'auto' or False")
     packs = pack == "auto"
@@ -87,7 +96,10 @@ def tiers_of(
         seconds = None if asked == "auto" else float(asked)
         return Pace(seconds, nodes, rate)
 
-    shared = Tier(name="shared", pace=pace_of("shared"), keep=keep, own=False, pack=packs)
+    shared = Tier(
+        name="shared", pace=pace_of("shared"), keep=keep, own=False, pack=packs,
+        keep_for_s=keep_for_s,
+    )  # fmt: skip
     tiers: dict[TierName, Tier] = {"shared": shared}
     if job.local_dir is not None:
         tiers["local"] = Tier(
@@ -97,8 +109,7 @@ def tiers_of(
         tiers["peer"] = Tier(name="peer", pace=pace_of("peer"), keep=1, own=True)
     if job.object_store:
         ObjectStore(job.object_store, job.name)  # refused now, not at the first save
-        pace = pace_of("object")
-        tiers["object"] = Tier(name="object", pace=pace, keep=keep, own=False, pack=packs)
+        tiers["object"] = replace(shared, name="object", pace=pace_of("object"))
     return tiers
 
 

@@ -10,10 +10,11 @@ It is told, as JSON in single packets:
     {"op": "rooms", "numbers"}  with the rooms' descriptors
     {"op": "save", "room", "image", "described", "step", "save", "facts", ...}  `image` bytes from
      the room's start will be the state, `described` from the next page on are its table. Either
-     "folder", "rank", "ranks", "share", "shares" and "keep" say where which share of it is to be
-     written (in a folder of the job's run, "within" that, if the folder is not "shared"), or
-     "holder", "token" and "label" which peer's memory keeps it, or "objects", "job", "rank",
-     "ranks" and "keep" which object store; "pack" whether chunks may be packed
+     "folder", "rank", "ranks", "share" and "shares" say where which share of it is to be written
+     (in a folder of the job's run, "within" that, if the folder is not "shared"), or "holder",
+     "token" and "label" which peer's memory keeps it, or "objects", "job", "rank" and "ranks" which
+     object store; "keep" and "keep_for_s" which others stay there (see `store.stays`), "pack"
+     whether chunks may be packed
     {"op": "look", "folder", "save"}  whether one whose name begins so is there: "looked", "seen"
     {"op": "copied", "save", "bytes"}  so much of the state is there by now
     {"op": "not_copied", "save", "error"}  it never will be
@@ -199,7 +200,7 @@ class Writer:
             self._say("verified", whole=None)
             return
         self._say("verified", whole=as_told(whole, str(path)))
-        self._clean(folder, path, int(asked["keep"]))
+        self._clean(folder, path, asked)
 
     def _folder(self, asked: dict[str, Any]) -> Path:
         """Where to write. Raises OSError if that needs the job's run, and it cannot be told."""
@@ -244,7 +245,7 @@ class Writer:
             return
         self._say("verified", whole=as_told(found.manifest, objects.url_of(found)))
         try:
-            objects.prune(found, int(asked["keep"]))
+            objects.prune(found, int(asked["keep"]), float(asked["keep_for_s"]))
         except OSError as error:
             self._say("alarm", kind="checkpoint_not_pruned", text=str(error))
 
@@ -260,10 +261,10 @@ class Writer:
             raise Damaged(f"its room holds step {described['step']}, save {described['save']}")
         return room[:size], Table.restore(described)
 
-    def _clean(self, folder: Path, newest: Path, keep: int) -> None:
+    def _clean(self, folder: Path, newest: Path, asked: dict[str, Any]) -> None:
         """Remove what is not needed any more. The checkpoint is safe, whatever fails here."""
         try:
-            store.prune(folder, newest, keep)
+            store.prune(folder, newest, int(asked["keep"]), float(asked["keep_for_s"]))
             sweep(folder)
         except (OSError, Damaged) as error:
             self._say("alarm", kind="checkpoint_not_pruned", text=str(error))

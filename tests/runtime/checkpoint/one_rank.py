@@ -63,6 +63,7 @@ class OneRank:
         own_disk: bool = False,
         holder: bool = False,
         object_store: str = "",
+        **options: Any,
     ) -> None:
         self.told = Told()
         sender = Sender("", "t", job="j", replica=0, rank=rank, placement="p")
@@ -77,6 +78,7 @@ class OneRank:
                 stop=threading.Event(),
             ),
             every_s=0.0,
+            **options,
         )  # fmt: skip
 
     def save(

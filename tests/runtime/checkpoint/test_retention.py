@@ -1,8 +1,10 @@
-"""Of complete checkpoints the newest stay, and nothing goes before them."""
+"""Of complete checkpoints the newest stay, by number and by age, and none goes before them."""
 
 from __future__ import annotations
 
+import math
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.checkpoint import store
+from runtime.checkpoint import Checkpointer, store
+from runtime.checkpoint.draft import write
 from runtime.checkpoint.manifest import Manifest, PartHash
 from runtime.checkpoint.objects import Found, ObjectStore
+from tests.runtime.checkpoint.one_rank import OneRank
 from tests.runtime.checkpoint.states import staged_at
+
+DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, order=True)
@@ -22,6 +28,7 @@ class Saved:
 
     epoch: int
     step: int
+    at: int
 
     @property
     def name(self) -> str:
@@ -32,22 +39,23 @@ def laid_out(folder: Path, saves: list[Saved]) -> None:
     """As far as retention looks into them."""
     for one in saves:
         part = PartHash(name="rank-0.json", rank=0, bytes=1, hash="", digest="")
-        manifest = Manifest(step=one.step, save=one.name, parts=(part,), facts={"epoch": one.epoch})
+        facts = {"epoch": one.epoch, "at": one.at}
+        manifest = Manifest(step=one.step, save=one.name, parts=(part,), facts=facts)
         (folder / one.name).mkdir()
         (folder / one.name / "manifest.json").write_bytes(manifest.to_json())
 
 
-def left_of(saves: list[Saved], newest: Saved, keep: int) -> set[Saved]:
+def left_of(saves: list[Saved], newest: Saved, keep: int, keep_for_s: float) -> set[Saved]:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         laid_out(folder, saves)
-        store.prune(folder, folder / newest.name, keep)
+        store.prune(folder, folder / newest.name, keep, keep_for_s)
         names = {path.name for path in store.candidates(folder)}
     return {one for one in saves if one.name in names}
 
 
 SAVES = st.lists(
-    st.builds(Saved, st.integers(1, 3), st.integers(0, 20)),
+    st.builds(Saved, st.integers(1, 3), st.integers(0, 20), st.integers(0, 100)),
     min_size=1,
     max_size=8,
     unique_by=lambda one: one.step,
@@ -55,17 +63,24 @@ SAVES = st.lists(
 
 
 @settings(max_examples=300, deadline=None)
-@given(SAVES, st.integers(0, 7), st.integers(1, 4))
-def test_the_newest_stay_whoever_was_verified_last(
-    saves: list[Saved], place: int, keep: int
+@given(SAVES, st.integers(0, 7), st.integers(1, 4), st.sampled_from([0.0, 10.0, 50.0]))
+def test_what_stays_is_the_newest_and_what_is_young_whoever_was_verified_last(
+    saves: list[Saved], place: int, keep: int, keep_for_s: float
 ) -> None:
     """`newest` is mostly the latest; a writer may also be late, or the job have gone back."""
     newest = saves[place % len(saves)]
     ours = [one for one in saves if one.step <= newest.step or one.epoch >= newest.epoch]
 
-    left = left_of(saves, newest, keep)
+    left = left_of(saves, newest, keep, keep_for_s)
 
-    assert left == {newest, *sorted(ours)[-keep:]}
+    assert {newest, max(ours)} <= left <= set(ours)
+    assert {*sorted(ours)[-keep:]} <= left
+    young = [one for one in ours if keep_for_s and one.at >= newest.at - keep_for_s]
+    assert {*young} <= left
+    assert left_of(saves, newest, keep, 0.0) <= left
+    for gone in {*ours} - left:
+        assert gone.at < newest.at - keep_for_s or not keep_for_s
+        assert sum(one > gone for one in left) >= keep
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -83,3 +98,96 @@ def test_a_writer_that_is_late_removes_no_later_training_from_an_object_store(
     objects.prune(late, keep)
 
     assert [one.manifest.step for one in objects.found() if isinstance(one, Found)] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_for_s", "left"),
+    [(1, 0, [4]), (3, 0, [4, 3, 2]), (1, 100, [4, 3]), (1, 250, [4, 3, 2]), (3, 100, [4, 3, 2])],
+)
+def test_the_larger_of_number_and_age_counts_in_a_folder_and_in_an_object_store(
+    tmp_path: Path, keep: int, keep_for_s: float, left: list[int]
+) -> None:
+    objects = ObjectStore(f"file://{tmp_path / 'objects'}", "j")
+    for step in (1, 2, 3, 4):
+        staged, facts = staged_at(step), {"at": 1000 + 100 * step}
+        path = write(tmp_path / "folder", staged, keep=9, facts=facts)
+        image = memoryview(staged.buffer)
+        objects.write(
+            0, staged.table, image, step=step, save=f"save{step}", ready=lambda _end: None
+        )
+        found = objects.publish(step, f"save{step}", 1, facts)
+    assert found is not None
+
+    store.prune(tmp_path / "folder", path, keep, keep_for_s)
+    objects.prune(found, keep, keep_for_s)
+
+    there = [one.manifest.step for one in objects.found() if isinstance(one, Found)]
+    assert [store.number_of(one)[0] for one in store.candidates(tmp_path / "folder")] == left
+    assert there == left
+    # What they share with those that went is theirs too.
+    assert [store.verify(one) for one in store.candidates(tmp_path / "folder")] == [[]] * len(left)
+    assert [objects.read(f"save{step}", 0).digest for step in left] == [
+        staged_at(step).digest for step in left
+    ]
+
+
+def test_what_does_not_say_when_it_was_saved_is_kept_by_number_alone(tmp_path: Path) -> None:
+    write(tmp_path, staged_at(1), keep=9)
+    write(tmp_path, staged_at(2), keep=9, facts={"at": "noon"})
+    path = write(tmp_path, staged_at(3), keep=9, facts={"at": 1e9})
+
+    store.prune(tmp_path, path, 1, DAY_S)
+
+    assert store.candidates(tmp_path) == [path]
+
+
+def test_what_cannot_be_read_goes_once_it_is_older_than_all_that_are_young(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 5):
+        path = write(tmp_path, staged_at(step), keep=9, facts={"at": 1000 + 100 * step})
+    for step in (2, 4):
+        (tmp_path / f"step-0000000{step}" / "manifest.json").write_text("{}")
+
+    store.prune(tmp_path, path, 1, 250)
+
+    assert [store.number_of(one)[0] for one in store.candidates(tmp_path)] == [5, 4, 3]
+
+
+@pytest.fixture
+def saver(tmp_path: Path) -> Iterator[OneRank]:
+    objects = f"file://{tmp_path / 'objects'}"
+    one = OneRank(tmp_path, own_disk=True, object_store=objects, keep=1, keep_for_s=DAY_S)
+    yield one
+    one.saver.finish()
+
+
+def test_the_slow_tiers_keep_what_is_young_and_a_disk_of_the_node_does_not(
+    saver: OneRank,
+) -> None:
+    saver.save_all(1, 2, 3)
+
+    found = [(step, tier) for step, _save, tier in saver.saver.sources.saves()]
+    assert sorted(found) == [
+        (1, "object"), (1, "shared"), (2, "object"), (2, "shared"),
+        (3, "local"), (3, "object"), (3, "shared"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"keep_for_s": -1}, "keep_for_s is -1; give a number of seconds, 0 or more"),
+        ({"keep_for_s": math.nan}, "keep_for_s is nan; give a number of seconds"),
+        ({"keep_for_s": math.inf}, "keep_for_s is inf; give a number of seconds"),
+        ({"keep_for_s": "1d"}, "keep_for_s is '1d'; give a number of seconds"),
+        ({"keep_for_s": True}, "keep_for_s is True; give a number of seconds"),
+        ({"keep_for_s": None}, "keep_for_s is None; give a number of seconds"),
+        ({"keep": 0}, "keep is 0; give a whole number, 1 or more"),
+        ({"keep": 2.5}, "keep is 2.5; give a whole number"),
+        ({"keep": True}, "keep is True; give a whole number"),
+    ],
+)
+def test_what_is_no_retention_is_refused(tmp_path: Path, options: object, said: str) -> None:
+    job = OneRank(tmp_path).saver.job
+
+    with pytest.raises(ValueError, match=said):
+        Checkpointer(job, **options)  # type: ignore[arg-type]
