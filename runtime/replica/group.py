@@ -29,6 +29,7 @@ from runtime.replica.shape import cannot_drop, describe
 from runtime.replica.state import Averages, Stateful, Steps, TrainingState
 from runtime.replica.step import MODES, Mode, StepEngine
 from runtime.replica.telling import Committed, Teller
+from runtime.replica.trained import stranger
 
 log = logging.getLogger("drydock.replica")
 
@@ -70,8 +71,9 @@ class ReplicaGroup:
     A replica may have several ranks, among which `fully_shard` divided the model before; all of
     them run the same script, and each computes its part of each shard.
 
-    Raises ValueError for an unknown mode, and for a model of a shape whose replicas cannot be
-    dropped (tensor or pipeline parallel, ...), with what to do instead.
+    Raises ValueError for an unknown mode, for a model of a shape whose replicas cannot be dropped
+    (tensor or pipeline parallel, ...), and for an optimizer that trains what is not the model's,
+    with what to do instead.
     """
 
     def __init__(
@@ -94,7 +96,8 @@ class ReplicaGroup:
         on_step: Callable[[Committed], None] | None = None,
     ) -> None:
         optimizers, schedules = several(optimizer), several(schedule)
-        if error := cannot_drop(model, job.rank, job.ranks, optimizers):
+        error = cannot_drop(model, job.rank, job.ranks, optimizers) or stranger(model, optimizers)
+        if error:
             raise ValueError(error)
         if compare_every < 0:
             raise ValueError(f"compare_every={compare_every}: give a number of steps, 0 for never")

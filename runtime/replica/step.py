@@ -22,6 +22,7 @@ from runtime.replica.observing import Observer
 from runtime.replica.peers import Reduced
 from runtime.replica.plan import divide, fixed_shares
 from runtime.replica.state import TrainingState
+from runtime.replica.trained import Trained
 
 #: cover: survivors take over the shards of the dead; equal up to the order of summation.
 #: drop: the shards of the dead are given up, and listed; the step takes no longer.
@@ -66,7 +67,9 @@ class StepEngine:
         self.max_grad_norm = max_grad_norm
         kind = TreeGradients if mode == "reproducible" else Gradients
         self.statistics = state.statistics
+        state.model.zero_grad()  # frozen ones would keep theirs, to be applied with each step
         self.gradients = kind(state.model.parameters(), self.batches.shards, self.statistics.size)
+        self.trained = Trained(state.model, state.optimizers)
         self.epoch = 0
         self.me = 0
         #: which member sums which shards: of the step under way, and of one nothing happens to
@@ -150,7 +153,10 @@ class StepEngine:
         self.observer.at("backward", self.pending)
 
     def reduce(self, wishes: Wishes) -> tuple[Reduced, Tail]:
-        """The step's sum over all members. Raises Severed."""
+        """The step's sum over all members. Raises Severed, and RuntimeError if it would lack what
+        the script trains."""
+        if flaw := self.trained.flaw():
+            raise RuntimeError(flaw)
         if self.gloo.broken(self.epoch):
             raise Severed("a member is gone")
         buffer = self.gradients.reduce(self.gloo, self.shares, self.me, wishes)

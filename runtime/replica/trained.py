@@ -1,0 +1,111 @@
+"""Whether all that the script trains is summed. What is not, each replica would train alone: they
+would drift apart, and nothing would show it.
+
+What is summed is settled as the group is made, for all members must agree on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+_DRIFT = (
+    "only what required grad as ReplicaGroup was made is summed, and the replicas would drift apart"
+)
+_UNFROZEN = (
+    "was frozen as ReplicaGroup was made, and is trained now",
+    "Let it require grad before, in a group of the optimizer's parameters whose learning rate is 0 "
+    "until a schedule raises it; or end the job, and start it anew with it unfrozen",
+)
+_ANOTHER = (
+    "came to the model after ReplicaGroup was made, or is another object than it was then",
+    "Give the model all its parameters before, and change their values in place (copy_, or "
+    "load_state_dict without assign)",
+)
+
+
+class Trained:
+    """The weights that are summed, the model's others, and the optimizers' groups."""
+
+    def __init__(self, model: torch.nn.Module, optimizers: Sequence[Any]) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._groups = [*map(_sizes_of, optimizers)]
+        self._at_first = [*model.parameters()]  # kept, so that nothing else ever has their ids
+        self._summed = {id(one) for one in self._at_first if one.requires_grad}
+        self._note()
+
+    def flaw(self) -> str:
+        """What is trained and not summed, with the remedy; "" if all is well. For each step: it
+        takes some microseconds."""
+        if self._is_as_noted():
+            return ""
+        named = self._model.named_parameters()
+        stray = [(name, one) for name, one in named if self._strays(one)]
+        if stray:
+            (name, first), more = stray[0], len(stray) - 1
+            was_there = any(first is one for one in self._at_first)
+            what, remedy = _UNFROZEN if was_there else _ANOTHER
+            others = f" (like {more} more)" if more else ""
+            return f"the parameter {name}{others} {what}: {_DRIFT}. {remedy}"
+        for place, before in enumerate(self._groups):
+            now = _sizes_of(self._optimizers[place])
+            if now != before:
+                return (
+                    f"optimizer {place} has groups of {now} tensors, and had {before} as "
+                    "ReplicaGroup was made: no newcomer and no later start of the job could take "
+                    "its state. Give it all groups before, with a learning rate of 0 for what a "
+                    "schedule is to raise later"
+                )
+        self._note()  # what came trains nothing
+        return ""
+
+    def _strays(self, weight: torch.Tensor) -> bool:
+        """Also one that does not require grad any more, but has one that would be applied."""
+        return id(weight) not in self._summed and (weight.requires_grad or weight.grad is not None)
+
+    def _note(self) -> None:
+        self._modules = [*self._model.modules()]
+        weights = [*self._model.parameters()]
+        self._known = {id(one) for one in (None, *self._modules, *weights)}
+        self._frozen = [one for one in weights if id(one) not in self._summed]
+
+    def _is_as_noted(self) -> bool:
+        known = self._known
+        return (
+            not any(one.requires_grad or one.grad is not None for one in self._frozen)
+            and all(
+                id(part) in known
+                for module in self._modules
+                for part in chain(module._parameters.values(), module._modules.values())
+            )
+            and [*map(_sizes_of, self._optimizers)] == self._groups
+        )
+
+
+def stranger(model: torch.nn.Module, optimizers: Sequence[Any]) -> str:
+    """What an optimizer trains that is not the model's, with the remedy; "" if there is nothing."""
+    ours = {id(one) for one in model.parameters()}
+    for place, optimizer in enumerate(optimizers):
+        for weight in chain.from_iterable(_groups_of(optimizer)):
+            if weight.requires_grad and id(weight) not in ours:
+                return (
+                    f"optimizer {place}, {type(optimizer).__name__}, trains a tensor of shape "
+                    f"{tuple(weight.shape)} that is no parameter of the model: it would be neither "
+                    "summed over the replicas nor saved. Give ReplicaGroup one module with all "
+                    "that is trained, as torch.nn.ModuleList([model, loss]), and make the "
+                    "optimizer from its parameters, after fully_shard"
+                )
+    return ""
+
+
+def _groups_of(optimizer: Any) -> list[list[torch.Tensor]]:
+    """None of one that is not made as torch's are."""
+    return [group["params"] for group in getattr(optimizer, "param_groups", [])]
+
+
+def _sizes_of(optimizer: Any) -> list[int]:
+    return [len(weights) for weights in _groups_of(optimizer)]

@@ -1,0 +1,152 @@
+"""What a script trains and the replicas do not sum is told before any step is made with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from runtime.data import Batches
+from runtime.replica.division import Division
+from runtime.replica.gloo import Gloo
+from runtime.replica.gradients import Wishes
+from runtime.replica.observing import Observer
+from runtime.replica.state import TrainingState
+from runtime.replica.step import StepEngine
+from runtime.replica.trained import Trained
+
+Change = Callable[[nn.Sequential], object]
+WAS_FROZEN = "was frozen as ReplicaGroup was made, and is trained now: only what required grad"
+CAME = "came to the model after ReplicaGroup was made, or is another object than it was then: only"
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    """Its first layer is frozen."""
+    layers = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 1))
+    layers[0].requires_grad_(False)
+    return layers
+
+
+@pytest.fixture
+def optimizer(model: nn.Sequential) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.fixture
+def trained(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> Trained:
+    return Trained(model, [optimizer])
+
+
+def train_for_a_moment(model: nn.Sequential) -> None:
+    model[0].requires_grad_(True)
+    model(torch.ones(1, 3)).sum().backward()
+    model[0].requires_grad_(False)
+
+
+def replace_a_weight(model: nn.Sequential) -> None:
+    model[2].weight = nn.Parameter(torch.zeros(2, 2))
+
+
+def assign(model: nn.Sequential) -> None:
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+
+
+def insert_adapters(model: nn.Sequential) -> None:
+    model[2].lora = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 2))
+
+
+def replace_a_layer(model: nn.Sequential) -> None:
+    model[2] = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda model: model[0].bias.requires_grad_(True), f"parameter 0.bias {WAS_FROZEN}"),
+        (lambda model: model.requires_grad_(True), f"0.weight (like 1 more) {WAS_FROZEN}"),
+        (train_for_a_moment, f"0.weight (like 1 more) {WAS_FROZEN}"),
+        (replace_a_weight, f"2.weight {CAME}"),
+        (assign, f"2.weight (like 3 more) {CAME}"),
+        (insert_adapters, f"2.lora.0.weight (like 3 more) {CAME}"),
+        (replace_a_layer, f"2.weight (like 1 more) {CAME}"),
+    ],
+)
+def test_what_is_trained_and_not_summed_is_named(
+    model: nn.Sequential, trained: Trained, change: Change, words: str
+) -> None:
+    assert trained.flaw() == ""
+
+    change(model)
+
+    assert words in trained.flaw()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model[2].requires_grad_(False),
+        lambda model: model.append(nn.Linear(1, 1).requires_grad_(False)),
+        lambda model: setattr(model, "1", nn.Dropout()),
+        lambda model: model.register_parameter("none", None),
+        lambda model: model.load_state_dict(model.state_dict()),
+    ],
+)
+def test_what_trains_nothing_may_come_and_go(
+    model: nn.Sequential, trained: Trained, change: Change
+) -> None:
+    change(model)
+    allowed = trained.flaw()
+    model[-1].late = nn.Parameter(torch.ones(1))
+
+    assert allowed == ""
+    assert f".late {CAME}" in trained.flaw()
+
+
+def test_what_came_frozen_is_looked_at_as_what_was_there(
+    model: nn.Sequential, trained: Trained
+) -> None:
+    model.append(nn.Linear(1, 1).requires_grad_(False))
+    assert trained.flaw() == ""
+
+    model[-1].bias.requires_grad_(True)
+
+    assert f"4.bias {CAME}" in trained.flaw()
+
+
+def test_an_optimizer_s_groups_stay_as_they_were(
+    model: nn.Sequential, optimizer: torch.optim.Optimizer, trained: Trained
+) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert trained.flaw() == ""
+
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+    assert "optimizer 0 has groups of [6, 1] tensors, and had [6] as Rep" in trained.flaw()
+
+
+@pytest.fixture
+def engine(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> Iterator[StepEngine]:
+    model[0].weight.grad = torch.ones(2, 3)  # of something that the script did before
+    state = TrainingState(model, [optimizer], Batches(samples=24, shards=2))
+    gloo, division = Gloo("127.0.0.1"), Division(model, 0)
+    yield StepEngine(state, gloo, Observer(), division, mode="cover", max_grad_norm=None)
+    gloo.close()
+
+
+def test_a_step_with_what_is_not_summed_is_not_made(
+    model: nn.Sequential, engine: StepEngine
+) -> None:
+    model[0].requires_grad_(True)
+
+    with pytest.raises(RuntimeError, match=r"0\.weight .* learning rate is 0"):
+        engine.reduce(Wishes())
+
+
+def test_what_frozen_weights_had_for_a_gradient_before_is_never_applied(
+    model: nn.Sequential, engine: StepEngine
+) -> None:
+    assert engine.trained.flaw() == ""
+    assert model[0].weight.grad is None
