@@ -122,13 +122,16 @@ class Sources:
 
     def note_epoch(self, epoch: int) -> None:
         """That we train in this epoch, for whoever begins when all that knew of it is lost; once.
-        Waits for nothing: a store that does not answer says so where it is saved to."""
+        Not before the first save, which makes the folder: nobody has anything to begin from. Waits
+        for nothing: a store that does not answer says so where it is saved to."""
         if epoch == self._noted:
             return
 
         def note() -> None:
             try:
                 self._asking["shared"].ask(partial(note_epoch, self._folders.shared, epoch))
+            except FileNotFoundError:
+                pass  # to be asked for again with each save
             except OSError as error:
                 log.warning("epoch_not_noted epoch=%s error=%s", epoch, error)
             else:

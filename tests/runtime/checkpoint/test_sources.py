@@ -15,7 +15,7 @@ import pytest
 
 from runtime.checkpoint import peer
 from runtime.checkpoint.sources import Sources
-from runtime.checkpoint.tiers import Folders, next_epoch, run_of, tiers_of
+from runtime.checkpoint.tiers import Folders, epochs_taken, next_epoch, run_of, tiers_of
 from runtime.client import Trouble
 from runtime.image import Damaged
 from runtime.job import Job
@@ -130,3 +130,35 @@ def test_a_start_that_cannot_be_counted_is_later_than_those_that_were(
 
     assert sources.saves() == []
     assert sources.next_epoch(sources.latest_epoch) == 8
+
+
+def note_epoch(sources: Sources, epoch: int) -> None:
+    """On the thread of its own that it has."""
+    sources.note_epoch(epoch)
+    for thread in [one for one in threading.enumerate() if one.name == "drydock-epoch"]:
+        thread.join()
+
+
+def test_before_the_first_save_there_is_no_folder_to_note_an_epoch_in_and_nothing_to_warn_of(
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sources = sources_of(job)
+
+    note_epoch(sources, 3)
+    assert not (tmp_path / "checkpoints").exists()
+    (tmp_path / "checkpoints").mkdir()
+    note_epoch(sources, 3)
+
+    assert epochs_taken(tmp_path / "checkpoints") == [3]
+    assert caplog.messages == []
+
+
+def test_an_epoch_that_cannot_be_noted_is_warned_of(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr(Path, "touch", lambda path: refused(path, exist_ok=True))
+
+    note_epoch(sources_of(job), 3)
+
+    assert "epoch_not_noted epoch=3" in caplog.text
