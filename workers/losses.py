@@ -98,6 +98,12 @@ def seen_to_end(placement: Placement) -> bool:
     return ends.exists()
 
 
+def was_silent(node_id: str, since: datetime) -> bool:
+    """Whether the node fell silent since then: what it left unanswered says nothing of it."""
+    lost = Signal.objects.filter(kind=SignalKind.LEASE_LOST, node_id=node_id)
+    return lost.filter(observed_at__gte=since).exists()
+
+
 def may_run_on(node: Node) -> list[Placement]:
     """Whose processes may be there: also those that a warm spare replaced and nobody saw end."""
     there = Placement.objects.filter(node=node)

@@ -32,7 +32,16 @@ from node_agent import wire
 from runtime import client
 from tests.factories import CheckpointFactory, PlacementFactory, ProgressSampleFactory
 from tests.workers.moving import PERSON, committed, no_spare, state, told_by
-from tests.workers.world import XID_79, World, answer, drain, quarantine, run_of, step_of
+from tests.workers.world import (
+    XID_79,
+    World,
+    answer,
+    drain,
+    quarantine,
+    run_of,
+    step_of,
+    unanswered,
+)
 from workers import engine
 
 pytestmark = pytest.mark.django_db
@@ -212,6 +221,41 @@ def test_a_person_s_word_has_nodes_tried_again_that_did_not_start_it(
     incidents.resume_run(PERSON, run.pk, "the program is mended")
 
     assert run_of(START).context["passed_over"] == []
+
+
+def test_nodes_that_fall_silent_together_are_awaited_and_started_on_again(
+    world: World, registered: Job
+) -> None:
+    begin(registered)
+    nodes = [one.node for one in registered.replicas.get().alive]
+    world.silence_together(*nodes)
+    unanswered()  # to start it
+    unanswered()  # to end it
+    run = run_of(START)
+    silent = (run.state, unfinished("stop_process"), run.context.get("passed_over"))
+
+    for node in nodes:
+        world.hear(node)
+    answer("stop_process", stopped=True)
+    drain()
+    answer("stop_process", stopped=True)  # the coordinator's
+    answer("start_coordinator", address="127.0.0.1:4002")
+    drain()
+
+    assert silent == (RunState.WAITING, ["node-0", "node-1"], None)
+    assert unfinished("start_rank") == ["node-0", "node-1"]
+    assert not PlaybookRun.objects.filter(playbook=LOSS).exists()
+
+
+def test_a_node_that_is_heard_and_does_not_answer_is_for_a_person(
+    world: World, registered: Job
+) -> None:
+    begin(registered)
+    unanswered()
+    unanswered()
+
+    assert run_of(START).state == RunState.NEEDS_OPERATOR
+    assert "does not say that nothing of it runs there" in run_of(START).state_reason
 
 
 def test_two_processes_of_one_place_are_never_written_down(world: World) -> None:

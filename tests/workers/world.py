@@ -176,6 +176,14 @@ class World:
         )
         self.lease_lost(node)
 
+    def silence_together(self, *nodes: Node) -> None:
+        """The leases of all of them have run out before the keeper says so of the first."""
+        Lease.objects.filter(pk__in=[node.pk for node in nodes]).update(
+            reachable=False, last_beat_at=timezone.now() - timedelta(seconds=60)
+        )
+        for node in nodes:
+            self.lease_lost(node)
+
     def lease_lost(self, node: Node) -> None:
         """The keeper says so."""
         record_signal(
@@ -226,6 +234,12 @@ def answer(verb: str, state: str = "done", **output: Any) -> None:
             error="" if state == "done" else "no",
         )
         fleet.record_command_result(command.node_id, result)
+
+
+def unanswered() -> None:
+    """No node answers any order in time, and the playbooks go on."""
+    fleet.expire_commands(timezone.now() + timedelta(hours=1))
+    drain()
 
 
 def run_of(playbook: str) -> PlaybookRun:

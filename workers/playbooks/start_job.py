@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from django.conf import settings
 
 from controlplane import crypto
@@ -14,7 +16,7 @@ from controlplane.incidents.choices import RUN_UNFINISHED, Effect
 from controlplane.incidents.models import PlaybookRun
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
-from controlplane.jobs.models import IN_ITS_PLACE, Job, Replica
+from controlplane.jobs.models import IN_ITS_PLACE, Job, Placement, Replica
 from node_agent import wire
 from workers.playbooks.base import (
     Ask,
@@ -27,7 +29,7 @@ from workers.playbooks.base import (
     Wait,
 )
 from workers.playbooks.orders import start_rank_command
-from workers.playbooks.together import start_all, starts_of
+from workers.playbooks.together import start_all, starts_of, went_unheard
 from workers.spares import choose_coordinator_node, choose_near, choose_nodes
 
 
@@ -111,15 +113,29 @@ def start_ranks(ctx: StepContext) -> Outcome:
             apply=apply,
             on_conflict=Back(to="choose-nodes", text="one of the nodes was taken meanwhile"),
         )
-    refused = [c for c in commands if c.state in COMMAND_FINISHED and c.state != CommandState.DONE]
-    if refused:
-        node = Node.objects.get(pk=refused[0].node_id)
-        why = refused[0].error or refused[0].state
-        return Ask(text=f"{node.name} did not start its rank: {why}")
-    running = sum(c.state == CommandState.DONE for c in commands)
-    if running < len(commands):
-        return Wait(text=f"{running} of {len(commands)} ranks run")
+    # What was lost meanwhile a run of its own brings back, on whichever node.
+    there = Placement.objects.filter(replica__job=job).exclude(state=PlacementState.ENDED)
+    ours = commands.filter(node__in=there.values("node"))
+    failed = [c for c in ours if c.state in COMMAND_FINISHED and c.state != CommandState.DONE]
+    if failed:
+        return _not_started(ctx, failed)
+    running = sum(c.state == CommandState.DONE for c in ours)
+    if running < len(ours):
+        return Wait(text=f"{running} of {len(ours)} ranks run")
     return Done(text=f"{running} ranks run")
+
+
+def _not_started(ctx: StepContext, failed: Sequence[Command]) -> Outcome:
+    """Where nodes were silent they are told again once all are heard; else a person decides."""
+    nodes = Node.objects.select_related("lease").in_bulk([one.node_id for one in failed])
+    bad = next((one for one in failed if not went_unheard(ctx, one)), None)
+    if bad is not None:
+        why = bad.error or bad.state
+        return Ask(text=f"{nodes[bad.node_id].name} did not start its rank: {why}")
+    names = ", ".join(sorted(one.name for one in nodes.values()))
+    if not all(one.lease.reachable for one in nodes.values()):
+        return Wait(text=f"{names} went silent before they started their ranks, and are awaited")
+    return Back(to="start-ranks", node_id=failed[0].node_id, text=f"{names} are heard again")
 
 
 def _start_together(ctx: StepContext, job: Job) -> Outcome:
@@ -137,10 +153,11 @@ def _start_together(ctx: StepContext, job: Job) -> Outcome:
 
 
 def _order_rank(ctx: StepContext, replica: Replica, node_id: str) -> None:
-    """Place one replica and have its rank started; a retry leaves alone what runs already."""
+    """Place one replica and have its rank started; a retry leaves alone what runs already, and what
+    another run has placed elsewhere."""
     own = replica.placements.filter(IN_ITS_PLACE)
     there = own.exclude(state=PlacementState.ENDED).first()
-    if there is not None and there.state == PlacementState.RUNNING:
+    if there is not None and (there.state == PlacementState.RUNNING or there.node_id != node_id):
         return
     part = str(replica.index)
     placement_id = there.pk if there else ctx.placement_id(part)
@@ -185,8 +202,10 @@ PLAYBOOK = Playbook(
             title="Start the ranks",
             act=start_ranks,
             effect=Effect.FENCED,
+            timeout_s=1800,
             prose="Start the program on each chosen node, with the coordinator's address. Of a "
-            "replica on several nodes, if one does not start it: end all, and choose anew.",
+            "replica on several nodes, if one does not start it: end all, and choose anew. Nodes "
+            "that went silent are awaited.",
             undo="Stop the processes.",
         ),
         StepDefinition(

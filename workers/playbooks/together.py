@@ -87,6 +87,13 @@ def order_starts(ctx: StepContext, replica: Replica, node_ids: Sequence[str]) ->
         fleet.queue_command(SYSTEM, node_id, order, requester=requester, ttl_s=START_ORDER_S)
 
 
+def went_unheard(ctx: StepContext, command: Command) -> bool:
+    """Whether an order of this step came to nothing since its node was silent: it is no fault of
+    the node's, and is given once more."""
+    since = ctx.step.started_at or command.created_at
+    return command.state == CommandState.EXPIRED and losses.was_silent(command.node_id, since)
+
+
 def left_of(ctx: StepContext, placements: Sequence[Placement]) -> list[Left]:
     """Those of which nobody has said that nothing runs: neither their agent of itself, nor in
     answer to this turn's order to end them."""
@@ -106,7 +113,7 @@ def order_ends(
     for placement, stop in left:
         if stop is None:
             order = wire.StopProcess(placement=placement.pk, grace_s=grace_s)
-            requester = _asker(ctx, placement)
+            requester = f"{_asker(ctx, placement)}.{_stops_of(ctx, placement).count()}"
             fleet.queue_command(actor, placement.node_id, order, requester=requester, ttl_s=ttl_s)
 
 
@@ -129,7 +136,10 @@ def _start_failed(
 ) -> Outcome:
     nodes = Node.objects.in_bulk([one.node_id for one in failed])
     name, why = nodes[failed[0].node_id].name, failed[0].error or failed[0].state
-    left = left_of(ctx, list(replica.alive))
+    left = [
+        (one, None if stop is not None and went_unheard(ctx, stop) else stop)
+        for one, stop in left_of(ctx, list(replica.alive))
+    ]
     bad = refused(left)
     if bad is not None:
         return Ask(text=f"{bad[0].node.name} does not say that nothing of it runs there")
@@ -148,7 +158,8 @@ def _start_failed(
             jobs.end_placement(SYSTEM, placement.pk, f"{name} did not start it", free_node=True)
         give_up()
 
-    passed_over = [*ctx.values.get("passed_over", []), *nodes]
+    at_fault = [one.node_id for one in failed if not went_unheard(ctx, one)]
+    passed_over = [*ctx.values.get("passed_over", []), *at_fault]
     return Back(
         to=again,
         text=f"{name} did not start it: {why}",
@@ -158,8 +169,12 @@ def _start_failed(
 
 
 def _stop_of(ctx: StepContext, placement: Placement) -> Command | None:
-    asker = _asker(ctx, placement)
-    return Command.objects.filter(requester=asker, verb="stop_process").first()
+    return _stops_of(ctx, placement).order_by("created_at").last()
+
+
+def _stops_of(ctx: StepContext, placement: Placement) -> QuerySet[Command]:
+    asker = f"{_asker(ctx, placement)}."
+    return Command.objects.filter(requester__startswith=asker, verb="stop_process")
 
 
 def _asker(ctx: StepContext, placement: Placement) -> str:

@@ -1,0 +1,96 @@
+"""A job is started by the nodes' agents; a replica on several nodes: `test_several_nodes`."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from controlplane.accounts.models import SYSTEM
+from controlplane.fleet import actions as fleet
+from controlplane.fleet.models import Command, Node
+from controlplane.incidents import actions as incidents
+from controlplane.incidents.choices import RunState
+from controlplane.jobs import actions as jobs
+from controlplane.jobs.models import Job, Placement
+from node_agent import wire
+from tests.workers.world import World, answer, drain, quarantine, run_of, step_of, unanswered
+
+pytestmark = pytest.mark.django_db
+
+START = "start-job"
+
+
+@pytest.fixture
+def starting(world: World) -> Job:
+    """A job of two replicas whose nodes were told to start them."""
+    for one in world.placements:
+        jobs.end_placement(SYSTEM, one.pk, "not of this test", free_node=True)
+    job = jobs.register(
+        SYSTEM, cluster_id=world.cluster.pk, name="wide", program="train", world_replicas=2
+    )
+    incidents.start_job(SYSTEM, job.pk)
+    drain()
+    answer("start_coordinator", address="127.0.0.1:4001")
+    drain()
+    world.job = job
+    return job
+
+
+def nodes_of(job: Job) -> list[Node]:
+    """Where its replicas are."""
+    return [one.alive.get().node for one in job.replicas.order_by("index")]
+
+
+def unfinished(verb: str) -> list[str]:
+    found = Command.objects.filter(verb=verb, state__in=["queued", "delivered"])
+    return sorted(found.values_list("node__name", flat=True))
+
+
+def test_nodes_that_fall_silent_together_are_awaited_and_told_again(
+    world: World, starting: Job
+) -> None:
+    nodes = nodes_of(starting)
+    world.silence_together(*nodes)
+    unanswered()
+    silent, words = run_of(START).state, step_of(START, "start-ranks").outcome
+    world.hear(nodes[0])
+    drain()
+    half = (run_of(START).state, unfinished("start_rank"))
+    world.hear(nodes[1])
+    drain()
+
+    assert silent == RunState.WAITING
+    assert words == "node-0, node-1 went silent before they started their ranks, and are awaited"
+    assert half == (RunState.WAITING, [])
+    assert unfinished("start_rank") == ["node-0", "node-1"]
+    answer("start_rank", pid=7)
+    drain()
+    assert step_of(START, "start-ranks").outcome == "2 ranks run"
+
+
+def test_what_a_node_that_falls_silent_alone_was_to_start_a_run_of_its_own_brings_back(
+    world: World, starting: Job
+) -> None:
+    first, second = nodes_of(starting)
+    command = Command.objects.get(verb="start_rank", node=first)
+    up = wire.CommandResult(id=command.pk, state="done", at=time.time())
+    fleet.record_command_result(first.pk, up)
+    lost = Placement.objects.get(replica__job=starting, node=second)
+    world.silence(second)
+    unanswered()
+    world.survivors_commit(lost)
+    quarantine(world, second)
+
+    assert run_of("replica-lost").context["lost_placement"] == lost.pk
+    assert step_of(START, "start-ranks").outcome == "1 ranks run"
+    assert run_of(START).state == RunState.WAITING
+
+
+@pytest.mark.parametrize("how", ["failed", "refused"])
+def test_a_node_that_does_not_start_its_rank_is_for_a_person(starting: Job, how: str) -> None:
+    answer("start_rank", how)
+    drain()
+
+    assert run_of(START).state == RunState.NEEDS_OPERATOR
+    assert run_of(START).state_reason == "node-0 did not start its rank: no"
