@@ -105,11 +105,15 @@ class ReplicaGroup:
             raise ValueError(
                 f"straggler_after_s={straggler_after_s}: give a number of seconds, 0 for never"
             )
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm={max_grad_norm}: give one above 0, None not to clip")
+        if steps is not None and steps < 0:
+            raise ValueError(f"steps={steps}: give a number of steps, None for no end")
         mode = known_mode(os.environ.get(ENV_MODE) or mode)
         self.job = job
         self._batches = batches
         self._observer = observing.from_environment()
-        self._left = False
+        self._begun = self._iterated = self._left = False
         if not any(parameter.is_cuda for parameter in model.parameters()):
             keep_freed_memory()
         batches.open(job.trouble, job.rank, job.ranks)
@@ -157,6 +161,7 @@ class ReplicaGroup:
             division.agree(self._loop.address)
 
     def __enter__(self) -> Self:
+        self._begun = True
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda _number, _frame: self._on_term())
         self.job.sender.on_directive = self._on_directive
@@ -178,7 +183,20 @@ class ReplicaGroup:
             self._loop.leave("exception", goodbye=False)
 
     def __iter__(self) -> Iterator[Shard]:
-        """Shards to compute, for as long as the job lives."""
+        """Shards to compute, for as long as the job lives; once. Raises RuntimeError if that was
+        begun before, or outside of the `with` block."""
+        if not self._begun:
+            raise RuntimeError(
+                "this replica has not joined its job: loop over its shards within "
+                "`with ReplicaGroup(...) as replica:`"
+            )
+        if self._iterated:
+            raise RuntimeError(
+                "the loop over this replica's shards was left before, in the middle of a step: "
+                "leave the `with` block, and end this process. One loop goes through all steps and "
+                "epochs"
+            )
+        self._iterated = True
         return self._loop.shards()
 
     def backward(self, loss: torch.Tensor, *, parts: int = 1) -> None:

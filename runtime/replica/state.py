@@ -92,6 +92,20 @@ class TrainingState:
         #: state_dict would take apart what forward has put together
         self._parts_at_edge: tuple[dict[str, Any], Due] | None = None
         self._steadiness = Steadiness(model, self.committed)
+        self._left_at = self._paces()
+
+    def flaw(self) -> str:
+        """What the script has done since the last edge that is left to the step, with the remedy;
+        "" if nothing. For schedules as torch's: they count."""
+        if self._paces() == self._left_at:
+            return ""
+        return (
+            "the script has stepped a schedule: leave that to ReplicaGroup, which steps each once "
+            "after the optimizer, or do not give it that schedule"
+        )
+
+    def _paces(self) -> list[Any]:
+        return [getattr(one, "last_epoch", None) for one in self.schedules]
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as backward is to see it."""
@@ -126,6 +140,7 @@ class TrainingState:
             self.scaler.update()
         for schedule in self.schedules:
             schedule.step()
+        self._left_at = self._paces()
         if self.ema is not None:
             self.ema.update_parameters(self.model)
         self.committed += 1
@@ -221,6 +236,7 @@ class TrainingState:
                     put_back_optimizer(key, part, given[key])
                 else:
                     part.load_state_dict(own_copy(given[key]))
+        self._left_at = self._paces()
         self.ledger.load_state_dict(state["ledger"])
         self.committed = int(state["step"])
         self._parts_at_edge = None

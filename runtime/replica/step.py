@@ -76,7 +76,8 @@ class StepEngine:
         self.shares: dict[int, list[int]] = {}
         self._usual: dict[int, list[int]] = {}
         self._current: Shard | None = None
-        self._parts = 0  # of the present shard that backward has seen
+        self._parts, self._of = 0, 1  # of the present shard that backward has seen, of how many
+        self._failed = False  # a backward did, and some of the gradients may have it in part
         self._refused = 0
         #: called with each shard before it is computed
         self.announce: Callable[[int], None] = lambda _shard: None
@@ -129,16 +130,30 @@ class StepEngine:
         self.observer.at("forward", self.pending)
         yield self._current
         if self._current is not None:
-            raise RuntimeError(f"shard {index} was not given to backward")
+            given = f" but for {self._parts} of its {self._of} parts" if self._parts else ""
+            raise RuntimeError(
+                f"shard {index} was not given to backward{given}: a step is the sum of all its "
+                "shards. Where the loop gave it up for an error, let that end this process: the "
+                "other replicas take over its shards"
+            )
 
     def backward(self, loss: torch.Tensor, parts: int) -> None:
-        """Add the gradient of the present shard, or of one of its `parts` equal parts."""
+        """Add the gradient of the present shard, or of one of its `parts` equal parts. Raises what
+        says how it is to be called."""
         shard = self._current
         if shard is None:
-            raise RuntimeError("call backward once for each shard that the loop gave you")
+            raise RuntimeError(
+                "call backward once for each shard that the loop gave you, or say in how many "
+                "parts: backward(loss, parts=2)"
+            )
+        self._demand(shard.index, loss, parts)
         loss.register_hook(self._in_backward)  # type: ignore[no-untyped-call]
         scaled = self.state.scale(loss / (self.batches.shards * parts))
-        scaled.backward()  # type: ignore[no-untyped-call]
+        try:
+            scaled.backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._failed = True
+            raise
         self.gradients.take()
         self._parts += 1
         self.gradients.note(shard.index, loss, len(shard.ids), parts)
@@ -149,13 +164,44 @@ class StepEngine:
             self.gradients.add(shard.index, checksum, len(shard.ids), self.me)
             self._current = None
 
+    def _demand(self, index: int, loss: torch.Tensor, parts: int) -> None:
+        """See `backward`."""
+        if self._failed:
+            raise RuntimeError(
+                f"backward of shard {index} failed, and what it had added by then cannot be taken "
+                "out of the sum: let that error end this process; the other replicas take over its "
+                "shards. Smaller parts from the first on: backward(loss, parts=2)"
+            )
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise TypeError(
+                f"backward was given {what}: give it the mean loss over the shard's samples, a "
+                "tensor of one number"
+            )
+        if not loss.requires_grad:
+            raise RuntimeError(
+                f"the loss of shard {index} depends on nothing that is trained: it was detached, "
+                "or computed without gradients (torch.no_grad), or from frozen weights alone"
+            )
+        if parts < 1 or (self._parts and parts != self._of):
+            begun = f", and the shard was begun with {self._of}" if self._parts else ""
+            raise ValueError(f"parts={parts}{begun}: give all parts of a shard one number above 0")
+        self._of = parts
+        if name := self.trained.has_gradient():
+            raise RuntimeError(
+                self.trained.flaw()
+                or f"the parameter {name} has a gradient that backward did not give it: give it "
+                "the sum of all losses of the shard; for anything else there is "
+                "torch.autograd.grad, or zero_grad() afterwards"
+            )
+
     def _in_backward(self, _gradient: torch.Tensor) -> None:
         self.observer.at("backward", self.pending)
 
     def reduce(self, wishes: Wishes) -> tuple[Reduced, Tail]:
         """The step's sum over all members. Raises Severed, and RuntimeError if it would lack what
-        the script trains."""
-        if flaw := self.trained.flaw():
+        the script trains, or the script has done what is left to the step."""
+        if flaw := self.trained.flaw() or self.state.flaw():
             raise RuntimeError(flaw)
         if self.gloo.broken(self.epoch):
             raise Severed("a member is gone")

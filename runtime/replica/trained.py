@@ -63,6 +63,12 @@ class Trained:
         self._note()  # what came trains nothing
         return ""
 
+    def has_gradient(self) -> str:
+        """The name of a parameter that has one, as none has before backward; "" if none has."""
+        if all(one.grad is None for one in self._at_first):
+            return ""
+        return next((n for n, one in self._model.named_parameters() if one.grad is not None), "")
+
     def _strays(self, weight: torch.Tensor) -> bool:
         """Also one that does not require grad any more, but has one that would be applied."""
         return id(weight) not in self._summed and (weight.requires_grad or weight.grad is not None)

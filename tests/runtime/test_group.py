@@ -41,8 +41,35 @@ def make(tmp_path: Path) -> Iterator[Make]:
     signal.signal(signal.SIGTERM, handler)
 
 
-def test_an_optimizer_of_what_is_not_the_model_s_is_refused(make: Make) -> None:
-    words = r"optimizer 0, SGD, trains a tensor of shape \(5, 1\) that is no parameter of the mod"
-
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"max_grad_norm": -1.0}, r"max_grad_norm=-1.0: give one above 0, None not to clip"),
+        ({"max_grad_norm": 0}, "max_grad_norm=0: give one above 0"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm=nan: give one above 0"),
+        ({"steps": -1}, "steps=-1: give a number of steps, None for no end"),
+        ({"compare_every": -1}, "compare_every=-1: give a number of steps"),
+        ({"mode": "covers"}, "there is no mode 'covers'; use one of: cover"),
+        (
+            {"trained": nn.Linear(1, 5)},
+            r"optimizer 0, SGD, trains a tensor of shape \(5, 1\) that is no parameter of the mod",
+        ),
+    ],
+)
+def test_what_would_train_something_else_is_refused(
+    make: Make, given: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
-        make(trained=nn.Linear(1, 5))
+        make(**given)
+
+
+def test_shards_are_given_within_the_with_block(make: Make) -> None:
+    with pytest.raises(RuntimeError, match="has not joined its job: loop over its shards within"):
+        iter(make())
+
+
+def test_a_loop_that_was_left_is_not_begun_again(make: Make) -> None:
+    with make() as replica:
+        iter(replica)
+        with pytest.raises(RuntimeError, match="shards was left before, in the middle of a step"):
+            iter(replica)

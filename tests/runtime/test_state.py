@@ -39,6 +39,23 @@ def train(state: TrainingState, steps: int) -> None:
         state.advance(1, SUMMED)
 
 
+def test_a_schedule_is_stepped_by_the_group_alone() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    state = TrainingState(model, [optimizer], Batches(samples=48), schedules=[schedule])
+    at_first = state.copy()
+
+    train(state, 2)
+    trained = state.flaw()
+    state.load(at_first)
+    loaded = state.flaw()
+    schedule.step()
+
+    assert trained == loaded == ""
+    assert "has stepped a schedule: leave that to ReplicaGroup" in state.flaw()
+
+
 def test_a_copy_put_back_is_the_same_to_the_bit() -> None:
     first, second = training(), training()
     train(first, 3)

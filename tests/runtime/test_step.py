@@ -1,0 +1,190 @@
+"""How a script may compute a shard, and what it is told where it does so otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from runtime.data import Batches
+from runtime.replica.division import Division
+from runtime.replica.gloo import Gloo
+from runtime.replica.observing import Observer
+from runtime.replica.state import TrainingState
+from runtime.replica.step import StepEngine
+
+SHARDS = 2
+
+
+class Failing(torch.autograd.Function):
+    """Runs out of memory on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("of this test")
+
+
+def fails(loss: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = Failing.apply(loss)  # type: ignore[no-untyped-call]
+    return found
+
+
+class Bench:
+    """A replica of its own, with a shard that its script is to compute."""
+
+    def __init__(self, gloo: Gloo) -> None:
+        self.first, self.last = nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False)
+        self.model = nn.Sequential(self.first, self.last)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        state = TrainingState(self.model, [optimizer], Batches(samples=24, shards=SHARDS))
+        division = Division(self.model, 0)
+        self.engine = StepEngine(state, gloo, Observer(), division, mode="cover", max_grad_norm=1)
+        self.shards = self.engine.compute(0)
+        next(self.shards)
+
+    def loss(self, of: float = 1.0) -> torch.Tensor:
+        found: torch.Tensor = self.model(torch.full((4, 3), of)).mean()
+        return found
+
+    def gradient(self, of: float = 1.0) -> torch.Tensor:
+        """Of the first layer, as it is to be summed."""
+        (found,) = torch.autograd.grad(self.loss(of) / SHARDS, [self.first.weight])
+        return found.flatten()
+
+    def summed(self) -> torch.Tensor:
+        parts = [one for one in self.engine.gradients._taken if one is not None]
+        return torch.cat([part.flatten() for part in parts])
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    gloo = Gloo("127.0.0.1")
+    yield Bench(gloo)
+    gloo.close()
+
+
+def test_a_shard_in_parts_is_what_it_is_as_a_whole(bench: Bench) -> None:
+    whole = bench.gradient(1.5)
+
+    bench.engine.backward(bench.loss(1.0), parts=2)
+    bench.engine.backward(bench.loss(2.0), parts=2)
+
+    assert torch.allclose(bench.summed()[:6], whole)
+    assert next(bench.shards, None) is None
+
+
+@pytest.mark.parametrize("between", [nn.Module.zero_grad, lambda model: model.zero_grad(False)])
+def test_zero_grad_between_parts_changes_nothing(
+    bench: Bench, between: Callable[[nn.Module], None]
+) -> None:
+    bench.engine.backward(bench.loss(), parts=2)
+    before = bench.summed().clone()
+
+    between(bench.model)
+    bench.engine.backward(bench.loss(), parts=2)
+
+    assert torch.allclose(bench.summed(), 2 * before)
+
+
+def test_an_evaluation_between_shards_changes_nothing(bench: Bench) -> None:
+    with torch.no_grad():
+        bench.loss()
+    bench.engine.backward(bench.loss(), 1)
+
+    summed = bench.summed()[:6]
+    assert torch.allclose(summed, bench.gradient())
+
+
+def test_a_hook_changes_what_is_summed(bench: Bench) -> None:
+    plain = bench.gradient()
+    bench.first.weight.register_hook(lambda given: 3 * given)  # type: ignore[no-untyped-call]
+
+    bench.engine.backward(bench.loss(), 1)
+
+    assert torch.allclose(bench.summed()[:6], 3 * plain)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (lambda bench: bench.loss().detach(), "shard 0 depends on nothing that is trained"),
+        (lambda bench: bench.model(torch.ones(4, 3)), r"was given \(4, 1\): give it the mean loss"),
+        (lambda bench: bench.loss().item(), "was given float: give it the mean loss"),
+        (lambda _bench: None, "was given NoneType: give it the mean loss"),
+    ],
+)
+def test_what_is_no_loss_is_refused(
+    bench: Bench, given: Callable[[Bench], Any], words: str
+) -> None:
+    with pytest.raises((TypeError, RuntimeError), match=words):
+        bench.engine.backward(given(bench), 1)
+
+
+def test_a_loss_under_no_grad_is_refused(bench: Bench) -> None:
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"gradients \(torch.no_grad\)"):
+        bench.engine.backward(bench.loss(), 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (1, 1, "call backward once for each shard that the loop gave you"),
+        (2, 3, "parts=3, and the shard was begun with 2: give all parts"),
+        (2, 1, "parts=1, and the shard was begun with 2: give all parts"),
+        (2, 0, "parts=0, and the shard was begun with 2: give all parts"),
+    ],
+)
+def test_the_parts_of_a_shard_are_alike(bench: Bench, first: int, second: int, words: str) -> None:
+    bench.engine.backward(bench.loss(), first)
+
+    with pytest.raises((RuntimeError, ValueError), match=words):
+        bench.engine.backward(bench.loss(), second)
+
+
+@pytest.mark.parametrize("parts", [0, -2])
+def test_a_shard_has_one_part_at_least(bench: Bench, parts: int) -> None:
+    with pytest.raises(ValueError, match=f"parts={parts}: give all parts of a shard one number"):
+        bench.engine.backward(bench.loss(), parts)
+
+
+def test_another_gradient_than_backward_gives_is_refused(bench: Bench) -> None:
+    bench.loss().backward()  # type: ignore[no-untyped-call]
+
+    with pytest.raises(RuntimeError, match=r"0\.weight has a gradient that backward did not give"):
+        bench.engine.backward(bench.loss(), 1)
+    bench.model.zero_grad()
+    bench.engine.backward(bench.loss(), 1)
+
+    assert next(bench.shards, None) is None
+
+
+def test_a_shard_that_is_passed_over_ends_the_replica(bench: Bench) -> None:
+    bench.engine.backward(bench.loss(), 3)
+
+    with pytest.raises(RuntimeError, match="not given to backward but for 1 of its 3 parts: a"):
+        next(bench.shards)
+
+
+def test_what_a_backward_that_failed_has_added_is_never_summed(bench: Bench) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        bench.engine.backward(fails(bench.loss()), 1)
+
+    with pytest.raises(RuntimeError, match="backward of shard 0 failed, and what it had added"):
+        bench.engine.backward(bench.loss(), 2)
+    with pytest.raises(RuntimeError, match="shard 0 was not given to backward: a step is the sum"):
+        next(bench.shards)
+
+
+def test_what_is_not_summed_is_named_before_a_gradient_that_it_has(bench: Bench) -> None:
+    bench.last.late = nn.Parameter(torch.ones(1))
+    bench.first.weight.grad = torch.ones(2, 3)
+
+    with pytest.raises(RuntimeError, match=r"1\.late came to the model after"):
+        bench.engine.backward(bench.loss(), 1)
