@@ -92,6 +92,9 @@ class Batches:
         collate: Callable[[list[Any]], Any] | None = None,
         start: str | None = None,
     ) -> None:
+        for name, number in (("shards", shards), ("shard_size", shard_size)):
+            if number is not None and number < 1:
+                raise ValueError(f"{name}={number}: give a number of at least 1")
         self.source: Source | None = None
         self._factory, self._collate = factory, collate or default_collate
         if factory is not None:

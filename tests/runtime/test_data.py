@@ -164,6 +164,14 @@ def test_too_few_samples_and_a_seed_out_of_bounds_are_refused() -> None:
         Batches()
 
 
+@pytest.mark.parametrize("number", [0, -2])
+def test_a_batch_of_nothing_is_refused(number: int) -> None:
+    with pytest.raises(ValueError, match=f"shards={number}: give a number of at least 1"):
+        Batches(samples=24, shards=number)
+    with pytest.raises(ValueError, match=f"shard_size={number}: give a number of at least 1"):
+        Batches(samples=24, shard_size=number)
+
+
 def test_the_ranks_of_a_replica_divide_each_shard() -> None:
     whole, *parts = (Batches(samples=96, shards=4, shard_size=6) for _ in range(4))
     for rank, one in enumerate(parts):
