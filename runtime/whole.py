@@ -145,9 +145,10 @@ class WholeJob:
             self._teller.committed(self.committed, self.epoch, loss, 0.0, samples)
             self._over = self._at_edge()
 
-    def tell(self, loss: float, samples: int = 0) -> None:
+    def tell(self, loss: float | torch.Tensor, samples: int = 0) -> None:
         """What the job's page is to show of the step under way."""
-        self._said = (loss, samples)
+        value = loss.detach() if isinstance(loss, torch.Tensor) else loss
+        self._said = (float(value), samples)
 
     def digest(self) -> str:
         """Equal for every run whose rank trained the same, however often it was started anew."""

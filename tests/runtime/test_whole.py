@@ -470,6 +470,16 @@ def test_who_has_left_a_step_in_the_middle_makes_no_other(alone: Alone) -> None:
     assert alone.saved(left, "shared") == []
 
 
+def test_a_loss_may_be_told_as_the_tensor_that_it_is(alone: Alone) -> None:
+    weight = torch.ones(1, requires_grad=True)
+
+    with alone.start() as whole:
+        for _step in whole.steps(2):
+            whole.tell(2 * weight.mean(), 8)
+
+    assert {one["loss"] for one in alone.door.messages("progress")} == {2.0}
+
+
 def test_samples_count_for_the_step_of_which_they_were_told(alone: Alone) -> None:
     with alone.start() as whole:
         steps = whole.steps(6)
