@@ -110,8 +110,14 @@ def _described(value: Any) -> Any:
     return {MARK: of, "part": part_of(value)}
 
 
+#: What is surely not divided. Asked for first, for this is asked of each parameter in each step.
+_WHOLE = (torch.Tensor, torch.nn.Parameter)
+
+
 def is_divided(tensor: object) -> TypeGuard[DTensor]:
     """Whether this is a tensor of which each rank holds a part."""
+    if type(tensor) in _WHOLE:
+        return False
     module = sys.modules.get("torch.distributed.tensor")  # who never imported it has none
     return module is not None and isinstance(tensor, module.DTensor)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +55,9 @@ class Wishes:
     alone_failed: bool = False
 
 
+WISHES = fields(Wishes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tail(Summed):
     """What all members learn from one step."""
@@ -93,12 +96,13 @@ class Gradients:
         self.statistics = torch.zeros(statistics, device=self.device)
         self.spares = Spares(self.device)
         self.held: set[int] = set()  # shards whose gradient is summed here
-        self.coverage = torch.zeros(shards)
-        self.checksums = torch.zeros(shards)
-        self.who = torch.zeros(shards)  # 1 + the number of the replica that summed it
-        self.seconds = torch.zeros(shards)  # how long we took for each
+        # Of each shard, as plain numbers: a tensor's take ten times as long to change one by one.
+        self.coverage = [0.0] * shards
+        self.checksums = [0.0] * shards
+        self.who = [0.0] * shards  # 1 + the number of the replica that summed it
+        self.seconds = [0.0] * shards  # how long we took for each
         self._began: float | None = None  # monotonic; None: what we hold was not computed in one go
-        self.losses = torch.zeros(shards)  # sums over the samples, but for those in `_noted`
+        self.losses = [0.0] * shards  # sums over the samples, but for those in `_noted`
         #: shard, mean loss, samples, parts: read at the step's end, for a card is waited for then
         self._noted: list[tuple[int, torch.Tensor, int, int]] = []
         self.samples = 0
@@ -106,17 +110,21 @@ class Gradients:
         self._taken: list[torch.Tensor | None] = []
         self._drop()
 
+    def lend(self) -> None:
+        """Give each parameter what was taken of it before, right before backward, which adds to
+        that while what it adds is still in the processor's cache."""
+        for parameter, taken in zip(self.parameters, self._taken, strict=True):
+            parameter.grad = taken
+
     def take(self) -> None:
-        """Take what backward has just given each parameter, and add it to what was taken before."""
+        """Take each parameter's gradient away again, right after backward."""
         seen: set[int] = set()
         for place, parameter in enumerate(self.parameters):
-            if (given := parameter.grad) is None:
-                continue
+            given = parameter.grad
             parameter.grad = None
-            before = self._taken[place]
-            if before is not None:
-                part_of(before).add_(part_of(given))
-            elif given.is_sparse:
+            if given is None or given is self._taken[place]:
+                continue
+            if given.is_sparse:
                 self._taken[place] = given.to_dense()
             else:
                 # autograd may hand the same memory to two parameters of which a sum was made
@@ -148,12 +156,9 @@ class Gradients:
     def clear(self) -> None:
         self._drop()
         self.held.clear()
-        self.coverage.zero_()
-        self.checksums.zero_()
-        self.who.zero_()
-        self.seconds.zero_()
+        for numbers in (self.coverage, self.checksums, self.who, self.seconds, self.losses):
+            numbers[:] = [0.0] * self.shards
         self._began = None
-        self.losses.zero_()
         self._noted.clear()
         self.samples = 0
 
@@ -218,12 +223,13 @@ class Gradients:
         self._noted.clear()
         if self._began is not None and self.held:  # the losses were read: a card has computed all
             took = (time.monotonic() - self._began) / len(self.held)
-            self.seconds[sorted(self.held)] = took
-        agreed = torch.tensor([self.samples, *astuple(wishes)], dtype=torch.float32)
-        tail = torch.cat(
-            [self.coverage, self.checksums, self.who, self.losses, self.seconds, agreed]
-        )
-        return tail.to(self.device)
+            for index in self.held:
+                self.seconds[index] = took
+        agreed = [self.samples, *(getattr(wishes, one.name) for one in WISHES)]
+        tail = [
+            *self.coverage, *self.checksums, *self.who, *self.losses, *self.seconds, *agreed
+        ]  # fmt: skip
+        return torch.tensor(tail, dtype=torch.float32).to(self.device)
 
     def read(self, reduced: torch.Tensor) -> Tail:
         tail: list[float] = reduced[self.size :].tolist()
@@ -231,7 +237,7 @@ class Gradients:
         samples, *summed = tail[5 * n :]
         wishes: dict[str, Any] = {
             one.name: round(value) if one.type == "int" else value > 0
-            for one, value in zip(fields(Wishes), summed, strict=True)
+            for one, value in zip(WISHES, summed, strict=True)
         }
         return Tail(
             coverage=[round(v) for v in tail[:n]],

@@ -81,8 +81,12 @@ class RunningStatistics:
             return torch.zeros(0)
         return torch.cat([tensor.detach().flatten().float() for tensor in self._tensors])
 
-    @torch.no_grad()
     def _write(self, flat: torch.Tensor) -> None:
+        if self._tensors:
+            self._put(flat)
+
+    @torch.no_grad()
+    def _put(self, flat: torch.Tensor) -> None:
         start = 0
         for tensor in self._tensors:
             end = start + tensor.numel()

@@ -149,6 +149,7 @@ class StepEngine:
         self._demand(shard.index, loss, parts)
         loss.register_hook(self._in_backward)  # type: ignore[no-untyped-call]
         scaled = self.state.scale(loss / (self.batches.shards * parts))
+        self.gradients.lend()
         try:
             scaled.backward()  # type: ignore[no-untyped-call]
         except BaseException:

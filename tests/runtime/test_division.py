@@ -83,6 +83,7 @@ def test_what_each_rank_holds_of_a_gradient_is_summed_and_put_back() -> None:
     model = divided()
     gradients = Gradients(model.parameters(), shards=2)
     for shard in range(2):
+        gradients.lend()
         model(torch.ones(2, 4)).sum().backward()
         gradients.take()
         gradients.add(shard, 1, 2, 0)

@@ -25,6 +25,7 @@ def model() -> torch.nn.Module:
 
 def compute(gradients: Gradients, model: torch.nn.Module, shard: int, times: float = 1.0) -> None:
     """A shard's backward, and the group's note of it."""
+    gradients.lend()
     (times * model(torch.ones(1, 3)).sum()).backward()
     gradients.take()
     gradients.add(shard, 5, 1, replica=3)
@@ -71,6 +72,7 @@ def test_gradients_of_any_layout_are_summed_and_put_back(shards: int) -> None:
     gradients = Gradients([*table.parameters(), *picture.parameters()], shards=shards)
     seen = torch.ones(1, 2, 3, 3).contiguous(memory_format=torch.channels_last)
     for shard in range(shards):
+        gradients.lend()
         (table(torch.tensor([1, 1])).sum() + picture(seen).sum()).backward()
         gradients.take()
         gradients.add(shard, 5, 1, replica=0)
@@ -91,6 +93,7 @@ def test_parameters_of_which_autograd_makes_one_gradient_have_each_their_own(
     first, second = (torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(2))
     gradients = kind([first, second], shards=2)
     for shard in range(2):
+        gradients.lend()
         torch.autograd.backward((first.view(-1) + second.view(-1)).sum())
         gradients.take()
         gradients.add(shard, 5, 1, replica=0)
@@ -113,6 +116,7 @@ def test_zero_grad_changes_nothing_wherever_it_stands(
         gradients = kind(model.parameters(), shards=2)
         for shard in range(2):
             zero_grad()
+            gradients.lend()
             model(torch.ones(1, 3)).sum().backward()
             gradients.take()  # of a part
             zero_grad()
