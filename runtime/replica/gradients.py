@@ -1,15 +1,16 @@
 """A step's gradients, summed in one flat float32 buffer, behind them the proof and the agreement.
 
 What rides behind the gradients is summed with them, so all members see the same after each step:
-which shards were summed how often and by whom, which samples those were, their losses, and who
-wants to regroup, save or stop. That is why the healthy path needs no vote.
+which shards were summed how often and by whom, which samples those were, their losses, which
+parameters have a gradient, and who wants to regroup, save or stop. That is why the healthy path
+needs no vote.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -65,6 +66,7 @@ class Tail(Summed):
     loss: float  # mean over the samples
     samples: int
     wishes: Wishes  # those of all members together
+    touched: list[bool]  # by which parameters backward came, of any shard, on any member
     seconds: list[float]  # how long each shard took whoever computed it; 0 if that is not known
 
 
@@ -108,6 +110,7 @@ class Gradients:
         self.samples = 0
         #: of each parameter what was taken; None where backward did not come by
         self._taken: list[torch.Tensor | None] = []
+        self.touched = [0.0] * len(self.parameters)  # 1 where it did, of any shard
         self._drop()
 
     def lend(self) -> None:
@@ -124,6 +127,7 @@ class Gradients:
             parameter.grad = None
             if given is None or given is self._taken[place]:
                 continue
+            self.touched[place] = 1.0
             if given.is_sparse:
                 self._taken[place] = given.to_dense()
             else:
@@ -158,6 +162,7 @@ class Gradients:
         self.held.clear()
         for numbers in (self.coverage, self.checksums, self.who, self.seconds, self.losses):
             numbers[:] = [0.0] * self.shards
+        self.touched = [0.0] * len(self.parameters)
         self._began = None
         self._noted.clear()
         self.samples = 0
@@ -185,12 +190,18 @@ class Gradients:
             found = float(get_total_norm([piece.double() for piece in pieces]))
         return found
 
-    def put(self, reduced: torch.Tensor, times: float, clipped: float) -> None:
+    def put(
+        self, reduced: torch.Tensor, touched: Sequence[bool], times: float, clipped: float
+    ) -> None:
         """Let the parameters' gradients be their parts of this sum, so many times as long and once
         more by how they are clipped; the statistics are not clipped. Copies, for peers may ask for
-        the sum."""
+        the sum. One by which backward came nowhere has none, as in a plain loop: an optimizer would
+        move it by its decay and momentum also with one of zeros."""
         parts = torch.split(reduced[: self.gradient_size], self._sizes)
         for place, (parameter, part) in enumerate(zip(self.parameters, parts, strict=True)):
+            if not touched[place]:
+                parameter.grad = None
+                continue
             given = self._taken[place]
             if given is None:
                 given = as_part(torch.empty_like(part_of(parameter)), parameter)
@@ -227,14 +238,15 @@ class Gradients:
                 self.seconds[index] = took
         agreed = [self.samples, *(getattr(wishes, one.name) for one in WISHES)]
         tail = [
-            *self.coverage, *self.checksums, *self.who, *self.losses, *self.seconds, *agreed
+            *self.coverage, *self.checksums, *self.who, *self.losses, *self.seconds,
+            *self.touched, *agreed,
         ]  # fmt: skip
         return torch.tensor(tail, dtype=torch.float32).to(self.device)
 
     def read(self, reduced: torch.Tensor) -> Tail:
         tail: list[float] = reduced[self.size :].tolist()
-        n = self.shards
-        samples, *summed = tail[5 * n :]
+        n, end = self.shards, 5 * self.shards + len(self.parameters)
+        samples, *summed = tail[end:]
         wishes: dict[str, Any] = {
             one.name: round(value) if one.type == "int" else value > 0
             for one, value in zip(WISHES, summed, strict=True)
@@ -247,6 +259,7 @@ class Gradients:
             samples=round(samples),
             wishes=Wishes(**wishes),
             seconds=tail[4 * n : 5 * n],
+            touched=[value > 0 for value in tail[5 * n : end]],
         )
 
 

@@ -1,4 +1,4 @@
-"""Of which kind an optimizer's state is.
+"""Of which kind an optimizer's state is, and what it trains.
 
 torch loads the state of any kind into any other, whose next step then fails, or trains with other
 numbers.
@@ -65,3 +65,8 @@ def _are_groups(given: Any) -> bool:
     if not isinstance(given, Sequence) or not given:
         return False
     return all(isinstance(one, dict) and isinstance(one.get("params"), list) for one in given)
+
+
+def groups_of(optimizer: Any) -> list[list[torch.Tensor]]:
+    """The parameters that it trains, by group; none of one that is not made as torch's are."""
+    return [group["params"] for group in getattr(optimizer, "param_groups", [])]

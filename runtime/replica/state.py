@@ -18,7 +18,7 @@ from runtime.data import Batches
 from runtime.image import Staged
 from runtime.ledger import SampleLedger, Summed
 from runtime.replica.division import Division, part_of
-from runtime.replica.optimizers import in_words, other_kind
+from runtime.replica.optimizers import groups_of, in_words, other_kind
 from runtime.replica.statistics import RunningStatistics
 from runtime.snapshot import (
     Copying,
@@ -123,7 +123,7 @@ class TrainingState:
             # It makes its scale when it first scales; a newcomer applies steps before that.
             device = part_of(next(self.model.parameters())).device
             self.scaler.scale(torch.zeros((), device=device))
-            for optimizer in self.optimizers:
+            for optimizer in self._with_gradients():
                 self.scaler.unscale_(optimizer)  # type: ignore[arg-type]  # typed as torch's own
 
     def advance(self, epoch: int, summed: Summed, *, drops: bool = False) -> None:
@@ -131,12 +131,12 @@ class TrainingState:
 
         `drops`: shards that nobody summed were given up by policy.
         """
-        for optimizer in self.optimizers:
-            if self.scaler is None:
+        if self.scaler is None:
+            for optimizer in self.optimizers:
                 optimizer.step()
-            else:
+        elif scaled := self._with_gradients():
+            for optimizer in scaled:
                 self.scaler.step(optimizer)  # type: ignore[arg-type]
-        if self.scaler is not None:
             self.scaler.update()
         for schedule in self.schedules:
             schedule.step()
@@ -147,6 +147,14 @@ class TrainingState:
         self._note_parts()
         self.ledger.record(self.committed, epoch, summed, self.batches.shard_size, drops=drops)
         self.seed(-1)
+
+    def _with_gradients(self) -> list[Steps]:
+        """The optimizers that have something to do: a scaler refuses the others."""
+        return [
+            one
+            for one in self.optimizers
+            if any(weight.grad is not None for group in groups_of(one) for weight in group)
+        ]
 
     def seed(self, shard: int) -> None:
         """Make random numbers depend on the step and the shard, never on who draws them, nor on

@@ -224,7 +224,7 @@ class StepEngine:
         clipped = 1.0
         if self.max_grad_norm is not None and norm > self.max_grad_norm:
             clipped = self.max_grad_norm / (norm + 1e-6)
-        self.gradients.put(reduced.buffer, times, clipped)
+        self.gradients.put(reduced.buffer, tail.touched, times, clipped)
         self.state.unscale()
         self.statistics.apply(self.gradients.statistics)
         self.observer.at("optimizer", reduced.step)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from runtime.replica.optimizers import groups_of
+
 _DRIFT = (
     "only what required grad as ReplicaGroup was made is summed, and the replicas would drift apart"
 )
@@ -96,7 +98,7 @@ def stranger(model: torch.nn.Module, optimizers: Sequence[Any]) -> str:
     """What an optimizer trains that is not the model's, with the remedy; "" if there is nothing."""
     ours = {id(one) for one in model.parameters()}
     for place, optimizer in enumerate(optimizers):
-        for weight in chain.from_iterable(_groups_of(optimizer)):
+        for weight in chain.from_iterable(groups_of(optimizer)):
             if weight.requires_grad and id(weight) not in ours:
                 return (
                     f"optimizer {place}, {type(optimizer).__name__}, trains a tensor of shape "
@@ -108,10 +110,5 @@ def stranger(model: torch.nn.Module, optimizers: Sequence[Any]) -> str:
     return ""
 
 
-def _groups_of(optimizer: Any) -> list[list[torch.Tensor]]:
-    """None of one that is not made as torch's are."""
-    return [group["params"] for group in getattr(optimizer, "param_groups", [])]
-
-
 def _sizes_of(optimizer: Any) -> list[int]:
-    return [len(weights) for weights in _groups_of(optimizer)]
+    return [len(weights) for weights in groups_of(optimizer)]

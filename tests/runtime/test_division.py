@@ -89,7 +89,12 @@ def test_what_each_rank_holds_of_a_gradient_is_summed_and_put_back() -> None:
         gradients.add(shard, 1, 2, 0)
     reduced = gradients.reduce(Alone(), {0: [0, 1]}, 0, Wishes())
 
-    gradients.put(torch.arange(1.0, gradients.size + 1), times=1.0, clipped=1.0)
+    gradients.put(
+        torch.arange(1.0, gradients.size + 1),
+        [True] * len(gradients.parameters),
+        times=1.0,
+        clipped=1.0,
+    )
 
     assert reduced[gradients.size - 1] == 4.0  # the last bias
     parts = [part_of(p.grad).flatten() for p in model.parameters() if p.grad is not None]

@@ -55,7 +55,7 @@ def test_what_was_reduced_is_each_parameter_s_gradient_and_stays_as_it_was(
     gradients = Gradients(model.parameters(), shards=2, statistics=1)
     reduced = torch.arange(1.0, gradients.size + 1)
 
-    gradients.put(reduced, times=2.0, clipped=0.25)
+    gradients.put(reduced, [True] * 4, times=2.0, clipped=0.25)
 
     flat = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     assert torch.equal(flat, reduced[:-1] / 2)
@@ -79,7 +79,7 @@ def test_gradients_of_any_layout_are_summed_and_put_back(shards: int) -> None:
 
     reduced = gradients.reduce(Alone(), {0: [0]}, 0, Wishes())
     given = torch.arange(1.0, gradients.size + 1)
-    gradients.put(given, times=3.0, clipped=1.0)
+    gradients.put(given, [True] * 3, times=3.0, clipped=1.0)
 
     assert reduced[:6].tolist() == [0.0, 0.0, 2.0 * shards, 2.0 * shards, 0.0, 0.0]
     found = [p.grad.flatten() for p in gradients.parameters if p.grad is not None]
@@ -99,7 +99,7 @@ def test_parameters_of_which_autograd_makes_one_gradient_have_each_their_own(
         gradients.add(shard, 5, 1, replica=0)
 
     reduced = gradients.reduce(Alone(), {0: [0, 1]}, 0, Wishes())
-    gradients.put(torch.arange(8.0), times=1.0, clipped=1.0)
+    gradients.put(torch.arange(8.0), [True] * 2, times=1.0, clipped=1.0)
 
     assert reduced[:8].tolist() == [2.0] * 8
     assert first.grad is not None
@@ -126,6 +126,28 @@ def test_zero_grad_changes_nothing_wherever_it_stands(
 
     assert torch.equal(*sums)
     assert sums[0][-1] == 4.0
+
+
+@pytest.mark.parametrize("kind", [Gradients, TreeGradients])
+def test_what_backward_came_by_in_no_shard_has_no_gradient(
+    model: torch.nn.Module, kind: type[Gradients]
+) -> None:
+    gradients = kind(model.parameters(), shards=2)
+    compute(gradients, model, 0)
+    model[0].requires_grad_(requires_grad=False)  # type: ignore[index]
+    compute(gradients, model, 1)
+    both = gradients.read(gradients.reduce(Alone(), {3: [0, 1]}, 3, Wishes()))
+    gradients.clear()
+    for shard in range(2):
+        compute(gradients, model, shard)
+    reduced = gradients.reduce(Alone(), {3: [0, 1]}, 3, Wishes())
+    later = gradients.read(reduced)
+
+    gradients.put(reduced, later.touched, times=1.0, clipped=1.0)
+
+    assert both.touched == [True] * 4  # of one shard is enough
+    assert later.touched == [False, False, True, True]
+    assert [p.grad is None for p in model.parameters()] == [True, True, False, False]
 
 
 def test_squares_that_are_too_large_have_a_norm(model: torch.nn.Module) -> None:

@@ -16,7 +16,9 @@ from tests.runtime.replicas import Fleet
 SEED, SAMPLES, SHARDS, SHARD_SIZE, PIECE = 5, 960, 12, 4, 2  # of tiny.py, where it is rich
 
 
-def plain_loop(coverage: list[list[int]]) -> tuple[list[tuple[float, float]], list[float]]:
+def plain_loop(
+    coverage: list[list[int]], freezes_at: int
+) -> tuple[list[tuple[float, float]], list[float]]:
     """The loss and the gradients' norm of each step, and the average of the weights in the end:
     torch alone, but for the order of samples. `coverage`: of each step, 0 for each shard that is
     left out."""
@@ -41,17 +43,19 @@ def plain_loop(coverage: list[list[int]]) -> tuple[list[tuple[float, float]], li
         shards = order.ids(step, step + 1).view(SHARDS, SHARD_SIZE)
         rows = data[shards[torch.tensor(there).bool()].flatten()]
         total = 0.0
+        model[0].requires_grad_(step < freezes_at)
+        trained = optimizers if step < freezes_at else optimizers[1:]  # a scaler refuses the other
         for piece in torch.split(rows, PIECE):
             loss = (model(piece).squeeze(1) - piece.sum(1)).square().mean()
             share = loss * PIECE / len(rows)
             scaler.scale(share).backward()
             total += share.item()
-        for optimizer in optimizers:
+        for optimizer in trained:
             scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        for optimizer in optimizers:
+        for optimizer in trained:
             scaler.step(optimizer)
-            optimizer.zero_grad()
+        model.zero_grad()
         scaler.update()
         for schedule in schedules:
             schedule.step()
@@ -60,10 +64,16 @@ def plain_loop(coverage: list[list[int]]) -> tuple[list[tuple[float, float]], li
     return made, torch.nn.utils.parameters_to_vector(average.parameters()).tolist()
 
 
-@pytest.mark.parametrize("mode", ["cover", "drop"])
-def test_a_job_trains_what_a_plain_loop_trains(make_fleet: Callable[..., Fleet], mode: str) -> None:
-    """In the mode `drop` without the shards of who was away, and with the mean of what was left."""
-    fleet = make_fleet(3, options={"mode": mode, "rich": True, "calm": True, "dropout": 0.0})
+@pytest.mark.parametrize(
+    ("mode", "freezes_at"), [("cover", 1 << 60), ("drop", 1 << 60), ("cover", 10), ("cover", 0)]
+)
+def test_a_job_trains_what_a_plain_loop_trains(
+    make_fleet: Callable[..., Fleet], mode: str, freezes_at: int
+) -> None:
+    """In the mode `drop` without the shards of who was away, and with the mean of what was left.
+    What the loop freezes is trained no more, neither by decay nor by momentum."""
+    same = {"rich": True, "calm": True, "dropout": 0.0}
+    fleet = make_fleet(3, options={"mode": mode, "freezes_at": freezes_at, **same})
     fleet.start()
     fleet.wait_for_step(20)
     fleet.kill(1)
@@ -75,7 +85,7 @@ def test_a_job_trains_what_a_plain_loop_trains(make_fleet: Callable[..., Fleet],
 
     coverage = [step["coverage"] for step in fleet.steps(0)]
     found = [(step["loss"], step["grad_norm"]) for step in fleet.steps(0)]
-    plain, average = plain_loop(coverage)
+    plain, average = plain_loop(coverage, freezes_at)
     assert ([0] in [sorted({*there})[:1] for there in coverage]) == (mode == "drop")
     averaged = json.loads((fleet.folder / "average.0").read_text())
     assert [loss for loss, _norm in found] == pytest.approx([one for one, _n in plain], rel=1e-4)

@@ -6,7 +6,8 @@ shard takes, as if an accelerator computed it), `dropout`, `compare_every`, `str
 misfit of a replica has otherwise: `width`, `samples`, `content` (of which its data is drawn),
 `seed`, `rate`. `rich` trains with all that a loop may have besides, with or without `averages`; if
 it is `calm`, no last bit of a sum decides on anything. At the step `evaluate_at` it does something
-else for a minute, at `forks_at` it forks a child that does nothing. `data` is "ids", "dataset",
+else for a minute, at `forks_at` it forks a child that does nothing, from `freezes_at` on its first
+layer is trained no more. `data` is "ids", "dataset",
 "loader", "stateful" or "streams": what Batches is given; `workers` load it, `drop_last` ends it.
 The model is divided among the ranks of a replica.
 """
@@ -36,7 +37,7 @@ def main() -> None:
         "width": 32, "samples": 960, "content": 3, "seed": 5, "rate": 1e-3, "rich": False,
         "averages": True, "evaluate_at": -1, "pace_s": 0.003, "data": "ids", "workers": 0,
         "drop_last": False, "dropout": 0.5, "compare_every": 1000, "flips_at": -1,
-        "straggler_after_s": 600, "calm": False, "forks_at": -1,
+        "straggler_after_s": 600, "calm": False, "forks_at": -1, "freezes_at": 1 << 60,
         **job.options,
     }  # fmt: skip
     folder = Path(options["folder"])
@@ -79,6 +80,7 @@ def main() -> None:
     ) as replica:  # fmt: skip
         for shard in replica:
             time.sleep(options["pace_s"])
+            model[0].requires_grad_(shard.step < options["freezes_at"])
             if replica.pending == options["forks_at"]:
                 options["forks_at"] = -1
                 fork()
