@@ -342,8 +342,11 @@ class Coordinator(Epochs):
             for newcomer in [p for p in self.newcomers("ready") if not (digest or p.proven)]:
                 newcomer.put_off(self.clock())
         for newcomer in self.newcomers("ready"):
+            before = newcomer.proven
             if found := self.proofs.judge(newcomer, self.clock()):
                 self.turn_away(newcomer, found)
+            elif newcomer.proven and not before:
+                newcomer.tell(op="proven")
 
     def turn_away(self, peer: Peer, found: Difference) -> None:
         """A newcomer makes something else of the members' steps, or the witness errs: that it is

@@ -71,6 +71,9 @@ class Trainer(Protocol):
     def stop_following(self) -> None:
         """Hear of no more steps."""
 
+    def proven(self) -> None:
+        """What is held is what the members hold: there could be a place for us at any time."""
+
     def make(self, reduced: Any) -> None:
         """Commit a step that peers committed, from its reduced gradient, and if it is marked show
         what is held after it. Raises CannotFollow."""
@@ -189,6 +192,7 @@ class Member:
             "up_to_date": self._on_up_to_date,
             "cannot_follow": self._on_cannot_follow,
             "differs": self._on_differs,
+            "proven": self._on_proven,
             "evicted": self._on_evicted,
             "probe": self._on_probe,
             "stage": self._on_stage,
@@ -288,6 +292,11 @@ class Member:
     def _on_cannot_follow(self, message: dict[str, Any]) -> None:
         if self._following:
             self._start_over(CannotFollow(message["error"]))
+
+    def _on_proven(self, _message: dict[str, Any]) -> None:
+        """We made of a step what the members made of it: whoever stands by is ready."""
+        if self._following:
+            self._trainer.proven()
 
     def _on_differs(self, message: dict[str, Any]) -> None:
         """We made something else of a step than the members did: we are not let in."""

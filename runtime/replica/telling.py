@@ -61,7 +61,7 @@ class Teller:
         return bool(self.members) and self.replica == self.members[0]
 
     def follows(self) -> None:
-        """We hold our peers' state; who stands by says so, once."""
+        """We hold our peers' state, as was proven; who stands by says so, once."""
         if self._stands_by and not self._told_following:
             self._told_following = True
             self.job.sender.tell(Hello(pid=os.getpid(), at=time.time(), stage="follows"))

@@ -253,6 +253,8 @@ class Together:
 
     def follow(self, donors: list[list[str]]) -> None:
         self._all("follow", donors=donors)
+
+    def proven(self) -> None:
         self.teller.follows()
 
     def stop_following(self) -> None:

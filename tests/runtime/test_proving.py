@@ -39,6 +39,21 @@ def test_it_does_not_matter_who_of_the_two_says_first_what_it_held(play: Play) -
     assert scene.replicas[1].heard("edge")
 
 
+def test_who_is_proven_hears_of_it_once(play: Play) -> None:
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    scene.hand_over(newcomer, 10)
+    newcomer.say("caught_up", step=12)
+    before = newcomer.heard("proven")
+
+    for step in (12, 14):
+        scene.witness(step)
+        newcomer.say_proved(step)
+
+    assert before == []
+    assert len(newcomer.heard("proven")) == 1
+
+
 def test_what_it_held_earlier_may_be_said_later(play: Play) -> None:
     """What is hashed beside the training comes in any order."""
     scene = play(2)

@@ -77,7 +77,7 @@ def test_who_stands_by_says_when_it_follows_and_when_it_has_a_place(
 ) -> None:
     teller = Teller(join(told, tmp_path, standby), SampleLedger({}), 1)
     teller.follows()
-    teller.follows()  # its donors changed
+    teller.follows()  # it began anew
     before = stages(told)
     teller.granted(grant(2, [0, 1, 2], lost=[loss(1)], joined=[1]), 4, 1)
     granted = stages(told)

@@ -86,6 +86,9 @@ class SimulatedTrainer:
         self.stop_following()
         self._follower = Follower(self.replica, donors, self.committed + 1)
 
+    def proven(self) -> None:
+        """Nobody is told here."""
+
     def stop_following(self) -> None:
         if self._follower is not None:
             self._follower.stopped = True
