@@ -115,9 +115,10 @@ class Gradients:
 
     def lend(self) -> None:
         """Give each parameter what was taken of it before, right before backward, which adds to
-        that while what it adds is still in the processor's cache."""
+        that while what it adds is still in the processor's cache. Not where a hook is to see what
+        backward gives: what it changed would be changed again with each shard."""
         for parameter, taken in zip(self.parameters, self._taken, strict=True):
-            parameter.grad = taken
+            parameter.grad = None if _is_watched(parameter) else taken
 
     def take(self) -> None:
         """Take each parameter's gradient away again, right after backward."""
@@ -125,10 +126,13 @@ class Gradients:
         for place, parameter in enumerate(self.parameters):
             given = parameter.grad
             parameter.grad = None
-            if given is None or given is self._taken[place]:
+            before = self._taken[place]
+            if given is None or given is before:
                 continue
             self.touched[place] = 1.0
-            if given.is_sparse:
+            if before is not None and _is_watched(parameter):
+                part_of(before).add_(part_of(given))
+            elif given.is_sparse:
                 self._taken[place] = given.to_dense()
             else:
                 # autograd may hand the same memory to two parameters of which a sum was made
@@ -261,6 +265,11 @@ class Gradients:
             seconds=tail[4 * n : 5 * n],
             touched=[value > 0 for value in tail[5 * n : end]],
         )
+
+
+def _is_watched(parameter: torch.nn.Parameter) -> bool:
+    """Whether something is called with each gradient once that is added to what was there."""
+    return bool(parameter._post_accumulate_grad_hooks)
 
 
 class TreeGradients(Gradients):

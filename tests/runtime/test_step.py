@@ -111,6 +111,29 @@ def test_a_hook_changes_what_is_summed(bench: Bench) -> None:
     assert torch.allclose(bench.summed()[:6], 3 * plain)
 
 
+def in_place(weight: torch.Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad.mul_(3.0)
+
+
+def by_another(weight: torch.Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad = 3.0 * weight.grad
+
+
+@pytest.mark.parametrize("hook", [in_place, by_another])
+def test_a_hook_behind_backward_sees_each_gradient_alone(
+    bench: Bench, hook: Callable[[torch.Tensor], None]
+) -> None:
+    plain = bench.gradient()
+    bench.first.weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    bench.engine.backward(bench.loss(), 2)
+    bench.engine.backward(bench.loss(), 2)
+
+    assert torch.allclose(bench.summed()[:6], 3 * plain)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
