@@ -7,6 +7,7 @@ is one part.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -16,6 +17,7 @@ from runtime.checkpoint.resharding import MARK, replaced, span
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
 _ADDRESS_BYTES = 64
@@ -28,6 +30,8 @@ class Division:
         self.rank = rank
         meshes = [p.device_mesh for p in model.parameters() if is_divided(p)]
         self._mesh: DeviceMesh | None = meshes[0] if meshes else None
+        #: those that put their weights together for forward
+        self._modules = [*_putting_together(model)] if meshes else []
 
     @property
     def divided(self) -> bool:
@@ -52,6 +56,13 @@ class Division:
         told[: len(words)] = words
         dist.broadcast(told, group=self._mesh.get_group(), group_src=0)
         return bytes(told.tolist()).decode().strip(" \0")
+
+    def take_apart(self) -> None:
+        """Let the model be of our parts again: forward alone, as of an evaluation, leaves some of
+        it together, and whoever looks at it then sees other weights than those that are trained,
+        as they were before the step."""
+        for module in self._modules:
+            module.reshard()
 
     def taken_apart(self, state: Any) -> Any:
         """A nested state with our part in place of each divided tensor, and what of."""
@@ -99,6 +110,12 @@ class Division:
             shape=torch.Size(of["shape"]),
             stride=tuple(of["stride"]),
         )
+
+
+def _putting_together(model: torch.nn.Module) -> Iterator[FSDPModule]:
+    from torch.distributed.fsdp import FSDPModule  # slow to import, and few need it
+
+    return (one for one in model.modules() if isinstance(one, FSDPModule))
 
 
 def _described(value: Any) -> Any:

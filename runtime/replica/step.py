@@ -202,6 +202,7 @@ class StepEngine:
     def reduce(self, wishes: Wishes) -> tuple[Reduced, Tail]:
         """The step's sum over all members. Raises Severed, and RuntimeError if it would lack what
         the script trains, or the script has done what is left to the step."""
+        self.division.take_apart()
         if flaw := self.trained.flaw() or self.state.flaw():
             raise RuntimeError(flaw)
         if self.gloo.broken(self.epoch):
@@ -214,6 +215,7 @@ class StepEngine:
     def apply(self, reduced: Reduced, tail: Tail) -> Applied:
         """Commit one reduced gradient: our own, or one handed over by a peer."""
         self.observer.at("apply", reduced.step)
+        self.division.take_apart()
         summed = sum(count > 0 for count in tail.coverage)
         times = len(tail.coverage) / summed  # if shards were dropped, the mean of what is there
         length = self.gradients.norm(reduced.buffer) * times / self.state.loss_scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 import torch
@@ -16,7 +17,10 @@ from runtime import snapshot
 from runtime.data import Batches
 from runtime.replica.division import Division, is_divided, part_of
 from runtime.replica.gradients import Gradients, Wishes
+from runtime.replica.nccl import EpochGroup
+from runtime.replica.observing import Observer
 from runtime.replica.state import TrainingState
+from runtime.replica.step import StepEngine
 from tests.runtime.fake_groups import Alone
 
 
@@ -100,6 +104,39 @@ def test_what_each_rank_holds_of_a_gradient_is_summed_and_put_back() -> None:
     parts = [part_of(p.grad).flatten() for p in model.parameters() if p.grad is not None]
     assert torch.equal(torch.cat(parts), torch.arange(1.0, gradients.size + 1))
     assert all(is_divided(parameter.grad) for parameter in model.parameters())
+
+
+class Lone(Alone):
+    """The group of a replica without peers, in an epoch that lasts."""
+
+    address = ""
+
+    def broken(self, _epoch: int) -> bool:
+        return False
+
+
+def evaluated(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.ones(2, 4))
+    return found
+
+
+def test_an_evaluation_right_before_the_sum_neither_ends_the_job_nor_hides_the_step() -> None:
+    state, other = state_of(divided()), state_of(divided())
+    group = cast(EpochGroup, Lone())
+    engine = StepEngine(state, group, Observer(), state.division, mode="cover", max_grad_norm=None)
+    next(engine.compute(0))
+    engine.backward(state.model(torch.ones(2, 4)).mean(), 1)
+
+    before = evaluated(state.model)
+    reduced, tail = engine.reduce(Wishes())
+    evaluated(state.model)
+    engine.apply(reduced, tail)
+    after = evaluated(state.model)
+
+    other.load(state.copy())
+    assert not torch.equal(before, after)
+    assert torch.equal(evaluated(other.model), after)
 
 
 def test_ranks_hear_the_first_one_s_address_and_each_other_s_numbers() -> None:
