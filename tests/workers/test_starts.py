@@ -14,6 +14,7 @@ from controlplane.incidents.choices import RunState
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.models import Job, Placement
 from node_agent import wire
+from tests.factories import PlaybookRunFactory
 from tests.workers.world import World, answer, drain, quarantine, run_of, step_of, unanswered
 
 pytestmark = pytest.mark.django_db
@@ -85,6 +86,50 @@ def test_what_a_node_that_falls_silent_alone_was_to_start_a_run_of_its_own_bring
     assert run_of("replica-lost").context["lost_placement"] == lost.pk
     assert step_of(START, "start-ranks").outcome == "1 ranks run"
     assert run_of(START).state == RunState.WAITING
+
+
+def test_what_another_run_brings_back_is_not_started_once_the_others_are_heard(
+    world: World, starting: Job
+) -> None:
+    first, second = nodes_of(starting)
+    lost = Placement.objects.get(replica__job=starting, node=second)
+    world.silence_together(first, second)
+    unanswered()
+    jobs.end_placement(SYSTEM, lost.pk, "lost", free_node=True)
+    PlaybookRunFactory(job=starting, subject=f"replica-lost/{starting.pk}/1")
+    world.hear(first)
+    world.hear(second)
+    drain()
+
+    assert unfinished("start_rank") == [first.name]
+    assert run_of(START).state == RunState.WAITING
+
+
+@pytest.mark.parametrize("nodes_per_replica", [1, 2])
+def test_no_node_is_told_that_went_silent_after_it_was_chosen(
+    world: World, nodes_per_replica: int
+) -> None:
+    for one in world.placements:
+        jobs.end_placement(SYSTEM, one.pk, "not of this test", free_node=True)
+    job = jobs.register(
+        SYSTEM,
+        cluster_id=world.cluster.pk,
+        name="wide",
+        program="train",
+        world_replicas=2 // nodes_per_replica,
+        nodes_per_replica=nodes_per_replica,
+    )
+    incidents.start_job(SYSTEM, job.pk)
+    drain()
+    world.silence_together(*Node.objects.filter(name__in=["node-0", "node-1"]))
+    answer("start_coordinator", address="127.0.0.1:4001")
+    drain()
+    stops = unfinished("stop_process")
+    answer("start_coordinator", address="127.0.0.1:4002")
+    drain()
+
+    assert len(stops) == 1  # of the first coordinator
+    assert unfinished("start_rank") == ["spare-0", "spare-1"]
 
 
 @pytest.mark.parametrize("how", ["failed", "refused"])

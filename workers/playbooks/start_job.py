@@ -98,6 +98,15 @@ def start_coordinator(ctx: StepContext) -> Outcome:
 
 def start_ranks(ctx: StepContext) -> Outcome:
     job = _job(ctx)
+    placed = Placement.objects.filter(replica__job=job, created_at__gte=ctx.run.created_at)
+    silent = Node.objects.filter(pk__in=ctx.values["nodes"], lease__reachable=False).first()
+    if silent is not None and not placed.exists():
+        text = f"{silent.name} went silent before it was told"
+
+        def give_up() -> None:
+            jobs.begin_start(SYSTEM, job.pk, text)
+
+        return Back(to="choose-nodes", node_id=silent.pk, text=text, apply=give_up)
     if job.nodes_per_replica > 1:
         return _start_together(ctx, job)
     commands = Command.objects.filter(requester__startswith=f"{ctx.requester()}.")
@@ -154,16 +163,26 @@ def _start_together(ctx: StepContext, job: Job) -> Outcome:
 
 def _order_rank(ctx: StepContext, replica: Replica, node_id: str) -> None:
     """Place one replica and have its rank started; a retry leaves alone what runs already, and what
-    another run has placed elsewhere."""
+    another run has placed elsewhere, or is about to."""
     own = replica.placements.filter(IN_ITS_PLACE)
     there = own.exclude(state=PlacementState.ENDED).first()
     if there is not None and (there.state == PlacementState.RUNNING or there.node_id != node_id):
+        return
+    if there is None and _is_brought_back(ctx, replica):
         return
     part = str(replica.index)
     placement_id = there.pk if there else ctx.placement_id(part)
     jobs.place(SYSTEM, replica.pk, node_id, placement_id=placement_id)
     order = start_rank_command(replica, placement_id)
     fleet.queue_command(SYSTEM, node_id, order, requester=ctx.requester(part))
+
+
+def _is_brought_back(ctx: StepContext, replica: Replica) -> bool:
+    """Whether what this run had placed was lost, and a run of its own chooses where it goes on."""
+    placed = replica.placements.filter(IN_ITS_PLACE, created_at__gte=ctx.run.created_at)
+    subject = f"replica-lost/{replica.job_id}/{replica.index}"
+    runs = PlaybookRun.objects.filter(subject=subject, state__in=sorted(RUN_UNFINISHED))
+    return placed.exists() and runs.exists()
 
 
 def await_first_step(ctx: StepContext) -> Outcome:
