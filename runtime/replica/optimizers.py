@@ -69,4 +69,5 @@ def _are_groups(given: Any) -> bool:
 
 def groups_of(optimizer: Any) -> list[list[torch.Tensor]]:
     """The parameters that it trains, by group; none of one that is not made as torch's are."""
-    return [group["params"] for group in getattr(optimizer, "param_groups", [])]
+    groups = getattr(optimizer, "param_groups", ())
+    return [group["params"] for group in groups] if _are_groups(groups) else []

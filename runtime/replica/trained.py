@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from runtime.replica.division import part_of
 from runtime.replica.optimizers import groups_of
 
 _DRIFT = (
@@ -66,10 +67,12 @@ class Trained:
         return ""
 
     def has_gradient(self) -> str:
-        """The name of a parameter that has one, as none has before backward; "" if none has."""
+        """The name of a parameter that has one, as none has before backward; "" if none has, or
+        only zeros, as zero_grad may leave them."""
         if all(one.grad is None for one in self._at_first):
             return ""
-        return next((n for n, one in self._model.named_parameters() if one.grad is not None), "")
+        named = self._model.named_parameters()
+        return next((n for n, one in named if one.grad is not None and _is_any(one.grad)), "")
 
     def _strays(self, weight: torch.Tensor) -> bool:
         """Also one that does not require grad any more, but has one that would be applied."""
@@ -108,6 +111,10 @@ def stranger(model: torch.nn.Module, optimizers: Sequence[Any]) -> str:
                     "optimizer from its parameters, after fully_shard"
                 )
     return ""
+
+
+def _is_any(gradient: torch.Tensor) -> bool:
+    return gradient.is_sparse or bool(part_of(gradient).any())
 
 
 def _sizes_of(optimizer: Any) -> list[int]:

@@ -188,6 +188,16 @@ def test_another_gradient_than_backward_gives_is_refused(bench: Bench) -> None:
     assert next(bench.shards, None) is None
 
 
+def test_a_gradient_of_zeros_is_none(bench: Bench) -> None:
+    bench.loss().backward()  # type: ignore[no-untyped-call]  # as of what an input's is taken from
+    bench.model.zero_grad(set_to_none=False)
+    plain = bench.gradient()
+
+    bench.engine.backward(bench.loss(), 1)
+
+    assert torch.allclose(bench.summed()[:6], plain)
+
+
 def test_a_shard_that_is_passed_over_ends_the_replica(bench: Bench) -> None:
     bench.engine.backward(bench.loss(), 3)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from runtime.replica.gradients import Wishes
 from runtime.replica.observing import Observer
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
-from runtime.replica.trained import Trained
+from runtime.replica.trained import Trained, stranger
 
 Change = Callable[[nn.Sequential], object]
 WAS_FROZEN = "was frozen as ReplicaGroup was made, and is trained now: only what required grad"
@@ -125,6 +126,14 @@ def test_an_optimizer_s_groups_stay_as_they_were(
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
     assert "optimizer 0 has groups of [6, 1] tensors, and had [6] as Rep" in trained.flaw()
+
+
+def test_an_optimizer_whose_groups_are_not_as_torch_s_is_taken_as_it_is(
+    model: nn.Sequential,
+) -> None:
+    other = SimpleNamespace(param_groups=[{"weights": [*model.parameters()]}])
+
+    assert stranger(model, [other]) == Trained(model, [other]).flaw() == ""
 
 
 @pytest.fixture
