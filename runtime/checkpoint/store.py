@@ -360,11 +360,13 @@ def saved_at(manifest: Manifest) -> float:
 
 def stays(place: int, found: Manifest, newest: Manifest, keep: int, keep_for_s: float) -> bool:
     """Whether a complete checkpoint is not to be removed now that `newest` was verified: it is
-    that one, or one of the `keep` of the latest training (`place`: how many are later), or was
-    saved within `keep_for_s` seconds before that one. Age only ever adds to what the number keeps.
+    that one or of later training, of which its own writer decides; or one of the `keep` of the
+    latest training (`place`: how many are later), or was saved within `keep_for_s` seconds before
+    that one. Age only ever adds to what the number keeps.
     """
+    later = (epoch_of(found), found.step) > (epoch_of(newest), newest.step)
     recent = keep_for_s > 0 and saved_at(found) >= saved_at(newest) - keep_for_s
-    return place < keep or recent or found.save == newest.save
+    return place < keep or recent or later or found.save == newest.save
 
 
 def set_aside(path: Path) -> None:
