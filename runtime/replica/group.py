@@ -191,10 +191,14 @@ class ReplicaGroup:
                 "`with ReplicaGroup(...) as replica:`"
             )
         if self._iterated:
+            happened = (
+                "this replica has left its job: end"
+                if self._left
+                else "the loop over this replica's shards was left before, in the middle of a "
+                "step: leave the `with` block, and end"
+            )
             raise RuntimeError(
-                "the loop over this replica's shards was left before, in the middle of a step: "
-                "leave the `with` block, and end this process. One loop goes through all steps and "
-                "epochs"
+                f"{happened} this process. One loop goes through all steps and epochs"
             )
         self._iterated = True
         return self._loop.shards()

@@ -73,3 +73,11 @@ def test_a_loop_that_was_left_is_not_begun_again(make: Make) -> None:
         iter(replica)
         with pytest.raises(RuntimeError, match="shards was left before, in the middle of a step"):
             iter(replica)
+
+
+def test_a_loop_after_the_last_one_is_told_that_there_is_no_more(make: Make) -> None:
+    with make(steps=0) as replica:
+        iter(replica)
+        replica._leave("all steps done", goodbye=False)
+        with pytest.raises(RuntimeError, match=r"has left its job: end this process\. One"):
+            iter(replica)
