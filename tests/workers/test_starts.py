@@ -10,7 +10,7 @@ from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.models import Command, Node
 from controlplane.incidents import actions as incidents
-from controlplane.incidents.choices import RunState
+from controlplane.incidents.choices import RunState, StepState
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.models import Job, Placement
 from node_agent import wire
@@ -86,6 +86,22 @@ def test_what_a_node_that_falls_silent_alone_was_to_start_a_run_of_its_own_bring
     assert run_of("replica-lost").context["lost_placement"] == lost.pk
     assert step_of(START, "start-ranks").outcome == "1 ranks run"
     assert run_of(START).state == RunState.WAITING
+
+
+def test_ranks_that_run_though_nobody_could_say_so_are_not_told_again(
+    world: World, starting: Job
+) -> None:
+    nodes = nodes_of(starting)
+    world.silence_together(*nodes)
+    unanswered()
+    for one in Placement.objects.filter(replica__job=starting, node__in=nodes):
+        world.join(one)
+    for node in nodes:
+        world.hear(node)
+    drain()
+
+    assert unfinished("start_rank") == []
+    assert step_of(START, "start-ranks").state == StepState.DONE
 
 
 def test_what_another_run_brings_back_is_not_started_once_the_others_are_heard(

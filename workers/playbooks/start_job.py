@@ -111,14 +111,19 @@ def start_ranks(ctx: StepContext) -> Outcome:
         return _start_together(ctx, job)
     commands = Command.objects.filter(requester__startswith=f"{ctx.requester()}.")
     if not commands:
+        replicas = job.replicas.select_related("job")
+        places = [*zip(replicas, ctx.values["nodes"], strict=True)]
+        due = sum(_is_due(ctx, replica, node_id) for replica, node_id in places)
+        if not due:
+            return Done(text="all ranks run, or are brought back by runs of their own")
 
         def apply() -> None:
-            replicas = job.replicas.select_related("job")
-            for replica, node_id in zip(replicas, ctx.values["nodes"], strict=True):
-                _order_rank(ctx, replica, node_id)
+            for replica, node_id in places:
+                if _is_due(ctx, replica, node_id):  # still
+                    _order_rank(ctx, replica, node_id)
 
         return Wait(
-            text=f"{job.world_replicas} nodes are told to start their ranks",
+            text=f"{due} nodes are told to start their ranks",
             apply=apply,
             on_conflict=Back(to="choose-nodes", text="one of the nodes was taken meanwhile"),
         )
@@ -161,20 +166,26 @@ def _start_together(ctx: StepContext, job: Job) -> Outcome:
     )
 
 
+def _is_due(ctx: StepContext, replica: Replica, node_id: str) -> bool:
+    """A retry leaves alone what runs already, and what another run has placed elsewhere, or is
+    about to."""
+    there = _there(replica)
+    if there is None:
+        return not _is_brought_back(ctx, replica)
+    return there.state != PlacementState.RUNNING and there.node_id == node_id
+
+
 def _order_rank(ctx: StepContext, replica: Replica, node_id: str) -> None:
-    """Place one replica and have its rank started; a retry leaves alone what runs already, and what
-    another run has placed elsewhere, or is about to."""
-    own = replica.placements.filter(IN_ITS_PLACE)
-    there = own.exclude(state=PlacementState.ENDED).first()
-    if there is not None and (there.state == PlacementState.RUNNING or there.node_id != node_id):
-        return
-    if there is None and _is_brought_back(ctx, replica):
-        return
-    part = str(replica.index)
+    """Place one replica and have its rank started."""
+    part, there = str(replica.index), _there(replica)
     placement_id = there.pk if there else ctx.placement_id(part)
     jobs.place(SYSTEM, replica.pk, node_id, placement_id=placement_id)
     order = start_rank_command(replica, placement_id)
     fleet.queue_command(SYSTEM, node_id, order, requester=ctx.requester(part))
+
+
+def _there(replica: Replica) -> Placement | None:
+    return replica.placements.filter(IN_ITS_PLACE).exclude(state=PlacementState.ENDED).first()
 
 
 def _is_brought_back(ctx: StepContext, replica: Replica) -> bool:
