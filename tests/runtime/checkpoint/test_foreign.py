@@ -77,6 +77,7 @@ def test_torch_loads_what_is_exported_for_it(tmp_path: Path) -> None:
 
     model = gpt()
     state = TrainingState(model, [torch.optim.AdamW(model.parameters())], Batches(samples=24))
+    state.committed = 0  # what no step has trained nobody saves
     path = write(tmp_path / "job" / "checkpoints", state.copy())
     to_dcp(whole_state(path), tmp_path / "dcp")
     into = {"model": {name: torch.zeros_like(one) for name, one in weights(model).items()}}
