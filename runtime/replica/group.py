@@ -96,19 +96,13 @@ class ReplicaGroup:
         on_step: Callable[[Committed], None] | None = None,
     ) -> None:
         optimizers, schedules = several(optimizer), several(schedule)
-        error = cannot_drop(model, job.rank, job.ranks, optimizers) or stranger(model, optimizers)
+        error = (
+            cannot_drop(model, job.rank, job.ranks, optimizers)
+            or stranger(model, optimizers)
+            or wrong_number(max_grad_norm, steps, compare_every, straggler_after_s)
+        )
         if error:
             raise ValueError(error)
-        if compare_every < 0:
-            raise ValueError(f"compare_every={compare_every}: give a number of steps, 0 for never")
-        if straggler_after_s < 0:
-            raise ValueError(
-                f"straggler_after_s={straggler_after_s}: give a number of seconds, 0 for never"
-            )
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm={max_grad_norm}: give one above 0, None not to clip")
-        if steps is not None and steps < 0:
-            raise ValueError(f"steps={steps}: give a number of steps, None for no end")
         mode = known_mode(os.environ.get(ENV_MODE) or mode)
         self.job = job
         self._batches = batches
@@ -253,6 +247,22 @@ class ReplicaGroup:
             self._rank.link.close(goodbye=False)  # the others go on at once
         self.job.sender.close(LAST_WORDS_S)
         os._exit(ABANDONED)
+
+
+def wrong_number(
+    max_grad_norm: float | None, steps: int | None, compare_every: int, straggler_after_s: float
+) -> str:
+    """Which setting of a ReplicaGroup is no number that it can use, and what to give; "" if all
+    are."""
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        return f"max_grad_norm={max_grad_norm}: give one above 0, None not to clip"
+    if steps is not None and steps < 0:
+        return f"steps={steps}: give a number of steps, None for no end"
+    if compare_every < 0:
+        return f"compare_every={compare_every}: give a number of steps, 0 for never"
+    if straggler_after_s < 0:
+        return f"straggler_after_s={straggler_after_s}: give a number of seconds, 0 for never"
+    return ""
 
 
 def several(given: Steps | Sequence[Steps]) -> list[Steps]:
