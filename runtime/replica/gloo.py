@@ -2,7 +2,8 @@
 
 Gloo has no abort. What unblocks its collectives is shutdown(2) on the group's established sockets,
 never on the listening one, which would end the process. A child that is forked closes its copies:
-else a dead rank would look alive.
+else a dead rank would look alive. Where a connection ends within a message, gloo closes its socket
+and tells nobody who waits for that message, so its sockets are looked at.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ REDUCE_S = 3600.0  # the coordinator says when a peer is dead; this is only a la
 #: slow is not: its kernel answers, until what it does not read fills its memory.
 SILENT_MS = 1_500
 SEVERED_S = 0.2  # how long a collective may take to fail once its sockets are shut
+LOOK_S = 0.25  # how often it is looked at whether all of them are there, while one waits
 
 
 class Rendezvous(Protocol):
@@ -111,6 +113,9 @@ class Gloo:
         self._broken_epoch = -1  # the highest epoch known to be broken
         self._epoch = 0
         self._peers: set[str] = set()  # where they listen
+        #: the inode of each of this epoch's sockets, and of former ones, by its number
+        self._sockets: dict[int, int] = {}
+        self._former: dict[int, int] = {}
         #: called when a step's first collective has begun, before it is waited for
         self.begun: Callable[[], None] = lambda: None
 
@@ -128,6 +133,8 @@ class Gloo:
         with self._changed:
             never_stood = self._members > 1 and not stood
             self._epoch, self._members, self._built = epoch, len(addresses), built
+            self._former = _open_still(self._former | self._sockets)
+            self._sockets = {}
             self._peers = set(addresses) - {self.address}
             self._began = time.monotonic()
             self._doubt_s = min(2 * self._doubt_s, BUILD_S) if never_stood else DOUBT_S
@@ -142,10 +149,12 @@ class Gloo:
             try:
                 store = LinkStore(link, epoch, self.lane)
                 result = ProcessGroupGloo(store, rank, len(addresses), options)
-                self._listen_for_silence()
+                sockets = self._listen_for_silence()
             except Exception as error:  # raised again where the group is waited for
                 result = error
             with self._changed:
+                if self._built is built and not isinstance(result, Exception):
+                    self._sockets = sockets
                 built.append(result)
                 self._changed.notify_all()
 
@@ -209,7 +218,8 @@ class Gloo:
         """Start a collective and see it end.
 
         The sockets alone are not trusted to end it: a collective that starts just as its group is
-        severed may wait for ever. It is left behind then, with all that it may still touch.
+        severed may wait for ever, and so may one of which a message is lost in its middle. It is
+        left behind then, with all that it may still touch.
         """
         group = self._connected()
         try:
@@ -222,6 +232,10 @@ class Gloo:
             raise severed(str(error)) from error
         keep_for_ever(group, work, touched)
         log.warning("abandoned epoch=%s", self._epoch)
+        if not self.broken(self._epoch):
+            raise Silent(
+                f"a connection of epoch {self._epoch} ended, and nobody is known to be gone"
+            )
         raise Severed(f"epoch {self._epoch} broke and its collective did not end")
 
     def _connected(self) -> ProcessGroupGloo:
@@ -244,7 +258,8 @@ class Gloo:
         return found
 
     def _ends(self, work: Work) -> bool:
-        """Wait for the end of a collective, or of its epoch; False if it outlives its epoch."""
+        """Wait for the end of a collective, of its epoch, or of one of its connections; False if it
+        outlives that."""
 
         def wake(_future: object) -> None:
             with self._changed:
@@ -253,16 +268,31 @@ class Gloo:
         future = work.get_future()
         future.add_done_callback(wake)  # on gloo's own thread: no thread of ours sits in wait()
         with self._changed:
-            self._changed.wait_for(lambda: future.done() or self.broken(self._epoch))
+            while not self._changed.wait_for(
+                lambda: future.done() or self.broken(self._epoch), LOOK_S
+            ):
+                if not self._are_all_connected():
+                    break
             return self._changed.wait_for(future.done, SEVERED_S)
 
-    def _listen_for_silence(self) -> None:
+    def _are_all_connected(self) -> bool:
+        """Whether gloo has a socket to each of the group's other members still: it closes one once
+        it has seen that the connection has ended."""
+        needed = min(self._members - 1, len(self._sockets))
+        return len(_open_still(self._sockets)) >= needed
+
+    def _listen_for_silence(self) -> dict[int, int]:
         """Have the kernel end a connection on which what is sent is not acknowledged: the
         collective fails then, as it does at a peer's death. Who only waits for the other side
-        hears of it from the coordinator."""
-        for connection in established_sockets(self.address, self._peers):
+        hears of it from the coordinator. Returns the sockets' inodes, by their numbers."""
+        found = {}
+        for number, connection in group_sockets(self.address, self._peers).items():
             with connection, contextlib.suppress(OSError):  # it ended meanwhile
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
+                inode = os.fstat(connection.fileno()).st_ino
+                if self._former.get(number) != inode:
+                    found[number] = inode
+        return found
 
     def broken(self, epoch: int) -> bool:
         return self._broken_epoch >= epoch
@@ -274,7 +304,7 @@ class Gloo:
             self._changed.notify_all()
             if epoch < self._epoch:
                 return
-            for connection in established_sockets(self.address, self._peers):
+            for connection in group_sockets(self.address, self._peers).values():
                 with connection, contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
@@ -314,15 +344,26 @@ def listening_sockets() -> list[int]:
     return found
 
 
-def established_sockets(own: str, peers: set[str]) -> list[socket.socket]:
-    """Duplicates of this process's sockets that lead from or to a gloo listener of the group."""
-    found = []
-    for connection in own_sockets().values():
+def group_sockets(own: str, peers: set[str]) -> dict[int, socket.socket]:
+    """Duplicates of this process's sockets that lead from or to a gloo listener of the group, by
+    the numbers of those."""
+    found = {}
+    for number, connection in own_sockets().items():
         ours = is_at(connection, own) or leads_to(connection, peers)
         if ours and not listens(connection):
-            found.append(connection)
+            found[number] = connection
         else:
             connection.close()
+    return found
+
+
+def _open_still(sockets: dict[int, int]) -> dict[int, int]:
+    """Those of these inodes that are open, under the same numbers."""
+    found = {}
+    for number, inode in sockets.items():
+        with contextlib.suppress(OSError):  # nothing is open under this number
+            if os.fstat(number).st_ino == inode:
+                found[number] = inode
     return found
 
 

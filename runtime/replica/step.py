@@ -124,6 +124,7 @@ class StepEngine:
     def compute(self, index: int) -> Iterator[Shard]:
         """One shard of the pending step, which comes back as gradients through `backward`."""
         self.gradients.begin()
+        self.trained.begin()
         self.state.seed(index)
         self.statistics.begin()
         self._current, self._parts = self.batches.shard(self.pending, index), 0
@@ -242,6 +243,7 @@ class StepEngine:
     def forget(self) -> None:
         """Drop what we hold of the pending step."""
         self.gradients.clear()
+        self.trained.end()
         self._current = None
 
     def flaw(self, tail: Tail) -> str:

@@ -23,6 +23,12 @@ _UNFROZEN = (
     "Let it require grad before, in a group of the optimizer's parameters whose learning rate is 0 "
     "until a schedule raises it; or end the job, and start it anew with it unfrozen",
 )
+_CHANGED = (
+    "was changed while a step's shards were computed, as by an optimizer that steps in a hook of "
+    "backward, by Embedding(max_norm=...), or by an average made in forward: each replica changes "
+    "its own, by its own shards, and they would drift apart. Leave the step to ReplicaGroup, and "
+    "change weights in on_step, between two of them"
+)
 _ANOTHER = (
     "came to the model after ReplicaGroup was made, or is another object than it was then",
     "Give the model all its parameters before, and change their values in place (copy_, or "
@@ -39,11 +45,30 @@ class Trained:
         self._groups = [*map(_sizes_of, optimizers)]
         self._at_first = [*model.parameters()]  # kept, so that nothing else ever has their ids
         self._summed = {id(one) for one in self._at_first if one.requires_grad}
+        self._counted = [one for one in self._at_first if not one.is_inference()]
+        self._before: list[int] | None = None
         self._note()
+
+    def begin(self) -> None:
+        """A shard is about to be computed: from a step's first one on all weights stay as they
+        are."""
+        if self._before is None:
+            self._before = self._changes()
+
+    def end(self) -> None:
+        """The step was made, or given up."""
+        self._before = None
 
     def flaw(self) -> str:
         """What is trained and not summed, with the remedy; "" if all is well. For each step: it
         takes some microseconds."""
+        if self._before is not None and (now := self._changes()) != self._before:
+            were = zip(self._counted, self._before, now, strict=True)
+            changed = {id(one) for one, before, after in were if before != after}
+            named = self._model.named_parameters()
+            name = next((n for n, one in named if id(one) in changed), "of another object")
+            others = f" (like {len(changed) - 1} more)" if len(changed) > 1 else ""
+            return f"the parameter {name}{others} {_CHANGED}"
         if self._is_as_noted():
             return ""
         named = self._model.named_parameters()
@@ -77,6 +102,10 @@ class Trained:
     def _strays(self, weight: torch.Tensor) -> bool:
         """Also one that does not require grad any more, but has one that would be applied."""
         return id(weight) not in self._summed and (weight.requires_grad or weight.grad is not None)
+
+    def _changes(self) -> list[int]:
+        """How often each weight was changed in place."""
+        return [part_of(one)._version for one in self._counted]
 
     def _note(self) -> None:
         self._modules = [*self._model.modules()]

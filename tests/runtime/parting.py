@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from runtime.replica.gloo import Gloo, established_sockets
+from runtime.replica.gloo import Gloo, group_sockets
 from runtime.replica.membership import Severed
 from runtime.replica.observing import Observer, Phase
 from runtime.torture.hand import around
@@ -62,7 +62,7 @@ def hear_nothing_of(replica: int, group: Gloo) -> None:
     program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # accept no byte
     dropping = struct.pack("HP", 1, ctypes.addressof(program))
     ends = {(one.laddr, one.raddr): one.pid for one in psutil.net_connections("tcp")}
-    for connection in established_sockets(group.address, group._peers):
+    for connection in group_sockets(group.address, group._peers).values():
         with connection:
             pid = ends[connection.getpeername(), connection.getsockname()]
             if psutil.Process(pid).environ()["DRYDOCK_REPLICA"] == str(replica):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import termios
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +14,7 @@ from functools import partial
 import pytest
 import torch
 
-from runtime.replica.gloo import DOUBT_S, SILENT_MS, Gloo, established_sockets, severed
+from runtime.replica.gloo import DOUBT_S, SILENT_MS, Gloo, group_sockets, severed
 from runtime.replica.link import LinkLost
 from runtime.replica.membership import Severed, Silent
 from tests.runtime.replicas import Board, until
@@ -69,13 +71,50 @@ def test_the_kernel_is_told_to_end_connections_on_which_nothing_is_acknowledged(
     for member in (ours, theirs):
         member._connected()
 
-    connections = established_sockets(ours.address, ours._peers)
+    connections = [*group_sockets(ours.address, ours._peers).values()]
     limits = [c.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for c in connections]
     for connection in connections:
         connection.close()
 
     assert limits
     assert set(limits) == {SILENT_MS}
+
+
+def test_a_connection_that_ends_within_a_message_ends_its_collective(
+    pair: tuple[Gloo, Gloo],
+) -> None:
+    """Gloo tells those who wait of everything but a message of which a part has come or gone."""
+    for member in pair:
+        member._connected()
+    ends = [group_sockets(member.address, member._peers) for member in pair]
+    connections = [*ends[0].values(), *ends[1].values()]
+    for connection in connections:  # so that it takes long
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    numbers = torch.ones(1 << 22)
+    half = len(numbers) // 2
+    begun = [threading.Event() for _ in pair]
+    for member, event in zip(pair, begun, strict=True):
+        member.begun = event.set
+    waiting = [
+        in_thread(partial(member.exchange, [numbers[:half], numbers[half:]], [half, half]))
+        for member in pair
+    ]
+    until(lambda: all(event.is_set() for event in begun), "both exchange")
+    until(lambda: any(map(holds_something, connections)), "some of it has come")
+
+    for connection in connections:
+        connection.shutdown(socket.SHUT_RDWR)
+        connection.close()
+
+    for job in waiting:
+        with pytest.raises(Severed):
+            job.result(30)
+
+
+def holds_something(connection: socket.socket) -> bool:
+    """Whether bytes have arrived, or wait to be sent, that gloo has not read."""
+    waiting = fcntl.ioctl(connection, termios.TIOCOUTQ, b"\0" * 4)
+    return waiting != b"\0" * 4
 
 
 @pytest.mark.parametrize(

@@ -159,3 +159,68 @@ def test_what_frozen_weights_had_for_a_gradient_before_is_never_applied(
 ) -> None:
     assert engine.trained.flaw() == ""
     assert model[0].weight.grad is None
+
+
+def step_in_backward(model: nn.Sequential) -> None:
+    """As torch's tutorial on optimizers fused into backward has it."""
+    for weight in (*model[2].parameters(), *model[3].parameters()):
+        own = torch.optim.SGD([weight], lr=0.1)
+        weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            lambda _weight, own=own: own.step()
+        )
+
+
+def keep_small_in_forward(model: nn.Sequential) -> None:
+    def clamp(layer: nn.Linear, _inputs: object) -> None:
+        with torch.no_grad():
+            layer.weight.clamp_(-1, 1)
+
+    model[3].register_forward_pre_hook(clamp)
+
+
+def average_in_forward(model: nn.Sequential) -> None:
+    def follow(layer: nn.Linear, _inputs: object) -> None:
+        with torch.no_grad():
+            layer.weight.lerp_(torch.ones(2, 3), 0.1)
+
+    model[0].register_forward_pre_hook(follow)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (step_in_backward, "2.weight (like 3 more) was changed while a step's shards"),
+        (keep_small_in_forward, "3.weight was changed while a step's shards"),
+        (average_in_forward, "0.weight was changed while a step's shards"),
+    ],
+)
+def test_weights_that_change_while_shards_are_computed_are_named(
+    model: nn.Sequential, engine: StepEngine, change: Change, words: str
+) -> None:
+    engine.shares = {0: [0, 1]}
+    change(model)
+    for _shard in engine.shards():
+        engine.backward(model(torch.ones(1, 3)).sum(), 1)
+
+    assert words in engine.trained.flaw()
+
+
+def test_words_that_are_kept_short_are_named() -> None:
+    words = nn.Embedding(4, 2, max_norm=0.1)
+    trained = Trained(words, [])
+    trained.begin()
+    words(torch.tensor([1]))
+
+    assert "parameter weight was changed while a step's shards" in trained.flaw()
+
+
+def test_weights_may_change_between_steps(model: nn.Sequential, trained: Trained) -> None:
+    trained.begin()
+    model(torch.ones(1, 3)).sum().backward()
+    computed = trained.flaw()
+    trained.end()
+    model.load_state_dict(model.state_dict())
+    trained.begin()
+
+    assert computed == ""
+    assert trained.flaw() == ""
