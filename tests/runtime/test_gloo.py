@@ -26,7 +26,7 @@ def pair(collectives: Callable[[int], list[Gloo]]) -> tuple[Gloo, Gloo]:
     return first, second
 
 
-def in_thread(work: Callable[[], None]) -> Future[None]:
+def in_thread(work: Callable[[], object]) -> Future[object]:
     pool = ThreadPoolExecutor(1)
     future = pool.submit(work)
     pool.shutdown(wait=False)
