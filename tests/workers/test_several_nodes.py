@@ -570,6 +570,21 @@ def test_nothing_is_started_while_one_node_has_not_ended_it(world: World) -> Non
     assert orders("start_rank") == []
 
 
+def test_nodes_that_fall_silent_together_are_told_again_to_end_it(world: World) -> None:
+    order(world)
+    nodes = [one.node for one in world.placements]
+    world.silence_together(*nodes)
+    unanswered()
+    for node in nodes:
+        world.hear(node)
+    drain()
+
+    assert run_of(MOVE).state == RunState.WAITING
+    assert orders("start_rank") == []
+    saves_and_ends(world)
+    assert names() == ["node-0", "spare-0"]
+
+
 def test_agents_that_refuse_leave_it_training_where_it_was(world: World) -> None:
     order(world)
     answer("stop_process", "refused")

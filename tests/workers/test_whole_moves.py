@@ -25,7 +25,7 @@ from runtime import client
 from tests.factories import ProgressSampleFactory
 from tests.workers import moving
 from tests.workers.moving import PERSON, commands, no_spare, state, told_by
-from tests.workers.world import World, answer, drain, run_of, step_of
+from tests.workers.world import World, answer, drain, run_of, step_of, unanswered
 from workers.playbooks import PLAYBOOKS
 
 pytestmark = pytest.mark.django_db
@@ -219,6 +219,36 @@ def test_it_goes_on_once_a_person_has_seen_to_the_end(world: World) -> None:
     drain()
     world.exits(world.placements[0], signal=9, requested=True)
     incidents.retry_run(PERSON, run_of(MOVE).pk, "killed by hand")
+    drain()
+
+    assert present().node == world.spares[0]
+
+
+def test_a_node_that_falls_silent_with_others_is_awaited_and_told_again(world: World) -> None:
+    order(world)
+    node = world.placements[0].node
+    world.silence_together(node, world.spares[0])
+    unanswered()
+    silent, words = run_of(MOVE).state, step_of(MOVE, "save-and-end").outcome
+    world.hear(node)
+    world.hear(world.spares[0])
+    drain()
+
+    assert silent == RunState.WAITING
+    assert words == "node-0 went silent before it said that nothing of it runs, and is awaited"
+    assert commands("start_rank") == []
+    saves_and_ends(world)
+    assert present().node == world.spares[0]
+
+
+def test_one_that_ended_while_its_node_was_silent_goes_on(world: World) -> None:
+    order(world)
+    node = world.placements[0].node
+    world.silence_together(node, world.spares[0])
+    unanswered()
+    world.hear(node)
+    world.hear(world.spares[0])
+    world.exits(world.placements[0], exit_code=0, requested=True)
     drain()
 
     assert present().node == world.spares[0]

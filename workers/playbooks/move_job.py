@@ -28,6 +28,7 @@ from node_agent import wire
 from workers import losses
 from workers.playbooks.base import (
     Ask,
+    Back,
     Done,
     Fail,
     Outcome,
@@ -46,11 +47,13 @@ from workers.playbooks.together import (
     placements_of,
     refused,
     start_all,
+    went_unheard,
 )
 from workers.spares import choose_spare
 
 #: An agent that is heard takes the order to end it within this many seconds, or nothing is done.
 STOP_ORDER_S = 30.0
+END = "save-and-end"
 
 
 def save(ctx: StepContext) -> Outcome:
@@ -111,6 +114,11 @@ def end(ctx: StepContext) -> Outcome:
         return _not_moved("it was lost meanwhile, and is brought back by a run of its own")
     if stop.state == CommandState.REFUSED:
         return _not_moved(f"{where} refused to end it: {stop.error}")
+    if went_unheard(ctx, stop):
+        if not before.node.lease.reachable:
+            text = f"{where} went silent before it said that nothing of it runs, and is awaited"
+            return Wait(text=text)
+        return Back(to=END, node_id=before.node_id, text=f"{where} is heard again")
     if stop.state in COMMAND_FINISHED:
         why = stop.error or stop.get_state_display().lower()
         return Ask(text=f"{where} does not say that nothing of it runs: {why}")
@@ -120,7 +128,10 @@ def end(ctx: StepContext) -> Outcome:
 def _end_all(ctx: StepContext) -> Outcome:
     """The same on several nodes, which end it together: none waits for another that trains on."""
     there = _there(ctx)
-    left = left_of(ctx, there)
+    left = [
+        (one, None if stop is not None and went_unheard(ctx, stop) else stop)
+        for one, stop in left_of(ctx, there)
+    ]
     orders = Command.objects.filter(requester__startswith=f"{ctx.step.pk}.")
     if not orders and (gone := gone_of(there)):
         return _not_moved(f"its process on {gone.node.name} has ended by itself")
@@ -252,7 +263,7 @@ def await_step(ctx: StepContext) -> Outcome:
 
 PLAYBOOK = Playbook(
     name=AS_WHOLE,
-    version=3,
+    version=4,
     summary="Moves a job that lives as one: it saves, ends, and goes on on another node.",
     deadline_s=2 * 86_400,
     steps=(
@@ -265,14 +276,15 @@ PLAYBOOK = Playbook(
             prose="Ask it for a checkpoint, and wait until it tells of one that all nodes reach.",
         ),
         StepDefinition(
-            key="save-and-end",
+            key=END,
             title="Let it end",
             act=end,
             effect=Effect.IDEMPOTENT,
-            timeout_s=SAVE_S + 2 * STOP_ORDER_S,
+            timeout_s=SAVE_S + 2 * STOP_ORDER_S + 1800,
             prose="Send SIGTERM to its process and wait until it is gone: at the end of its step "
             f"it saves once more, and leaves. After {SAVE_S:g} s it is killed (its ranks by "
-            "torchrun after 30 s), and goes on from the checkpoint of before.",
+            "torchrun after 30 s), and goes on from the checkpoint of before. Nodes that went "
+            "silent are awaited, and told again.",
             undo="Start it again where it was.",
         ),
         StepDefinition(
