@@ -37,6 +37,8 @@ from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, hash_of, pages
 
 #: Objects that are written or read at once: one connection alone is far from what a store can do.
 STREAMS = 4
+#: Manifests that are read at once: what takes long of each is the answer's way.
+SMALL_STREAMS = 8
 #: Bytes of one request, a multiple of a chunk. S3 wants at least 5 MiB, and 10,000 at most.
 BLOCK_BYTES = 16 << 20
 #: Seconds, and tries. By its defaults botocore, and s3fs around it, would hold a job's start up for
@@ -271,17 +273,21 @@ class ObjectStore:
         self, progress: store.Progress = store.unseen
     ) -> dict[str, Manifest | Damaged | None]:
         """By the folder: what it holds, why that cannot be read, or None if it has no manifest."""
-        found: dict[str, Manifest | Damaged | None] = {}
-        for folder in self._folders():
+        folders = self._folders()
+        found: dict[str, Manifest | Damaged | None] = dict.fromkeys(folders)
+
+        def read(folder: str) -> None:
             path = posixpath.join(folder, MANIFEST)
             try:
                 data = self._small(path)
                 progress(len(data))
                 found[folder] = Manifest.from_json(data, path)
             except FileNotFoundError:
-                found[folder] = None
+                return
             except Damaged as error:
                 found[folder] = error
+
+        at_once(read, folders, min(SMALL_STREAMS, len(folders)), "drydock-manifests")
         return found
 
     def _folder(self, step: int, save: str) -> str:

@@ -96,6 +96,24 @@ def test_a_copy_becomes_a_verified_checkpoint_there(trainer: OneRank, url: str) 
     assert sources.ranks("save7", "object") == 1
 
 
+def test_manifests_are_read_at_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store far away answers each request late."""
+    objects = ObjectStore(url, "j")
+    for step in (5, 6, 7):
+        put(objects, step)
+        objects.publish(step, f"save{step}", 1, {})
+    meeting = threading.Barrier(3, timeout=30)
+    read = objects._files.cat_file
+
+    def late(*given: Any, **named: Any) -> Any:
+        meeting.wait()
+        return read(*given, **named)
+
+    monkeypatch.setattr(objects._files, "cat_file", late)
+
+    assert there(objects) == [(7, "save7"), (6, "save6"), (5, "save5")]
+
+
 def test_frozen_weights_are_put_there_once(url: str) -> None:
     """Also by a writer that was started since: the store copies its own objects."""
     objects = ObjectStore(url, "j")
