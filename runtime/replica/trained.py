@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from runtime.replica.division import part_of
+from runtime.replica.division import is_divided, part_of
 from runtime.replica.optimizers import groups_of
 
 _DRIFT = (
@@ -46,6 +46,7 @@ class Trained:
         self._at_first = [*model.parameters()]  # kept, so that nothing else ever has their ids
         self._summed = {id(one) for one in self._at_first if one.requires_grad}
         self._counted = [one for one in self._at_first if not one.is_inference()]
+        self._divided = any(map(is_divided, self._counted))
         self._before: list[int] | None = None
         self._note()
 
@@ -105,7 +106,8 @@ class Trained:
 
     def _changes(self) -> list[int]:
         """How often each weight was changed in place."""
-        return [part_of(one)._version for one in self._counted]
+        parts = map(part_of, self._counted) if self._divided else self._counted
+        return [one._version for one in parts]
 
     def _note(self) -> None:
         self._modules = [*self._model.modules()]
