@@ -48,7 +48,7 @@ REDUCE_S = 3600.0  # the coordinator says when a peer is dead; this is only a la
 #: slow is not: its kernel answers, until what it does not read fills its memory.
 SILENT_MS = 1_500
 SEVERED_S = 0.2  # how long a collective may take to fail once its sockets are shut
-LOOK_S = 0.25  # how often it is looked at whether all of them are there, while one waits
+LOOK_S = 0.1  # how often it is looked at whether all of them are there, while one waits
 
 
 class Rendezvous(Protocol):
