@@ -103,7 +103,8 @@ class Turn:
 
     def play(self, rows: dict[tuple[float, str], dict[str, Any]], *, look_at_memory: bool) -> None:
         """A first save, later ones, cold loads; what they took is added to the row. In one turn one
-        more save, untimed, for looking at the memory costs time."""
+        more save, untimed, for looking at the memory costs time; before the loads, for of what
+        these took much stays with the process."""
         size = self._heard()["bytes"]
         row = rows.setdefault(
             (self._gib, self._contender.name),
@@ -125,15 +126,15 @@ class Turn:
         for _ in range(LATER):
             row["later"].append(self._save(last))
             last = row["later"][-1]["path"]
+        if look_at_memory:
+            with peak_of(self._process.pid) as looked:
+                self._ask("look")
+            row["memory_bytes"] = max(looked) - before
         for _ in range(LOADS):
             loaded = self._ask("load")
             if not loaded["equal"]:
                 raise RuntimeError("what it loaded is not what it saved")
             row["load_s"].append(loaded["seconds"])
-        if look_at_memory:
-            with peak_of(self._process.pid) as looked:
-                self._ask("look")
-            row["memory_bytes"] = max(looked) - before
 
     def _save(self, former: str | None) -> dict[str, Any]:
         """One that was there before is removed, so that the disk does not fill."""
