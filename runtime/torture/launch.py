@@ -29,7 +29,7 @@ from runtime.replica.observing import ENV_OBSERVER
 from runtime.torture.hand import ENV_FOLDER
 from runtime.torture.network import ENV_SOCKET, Network
 from runtime.torture.observer import ENV_PACE, ENV_SAVES, end_file
-from runtime.torture.writer import all_ended, end_fault
+from runtime.torture.writer import MODULE, all_ended, end_fault
 
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -233,7 +233,7 @@ class Fleet:
             ENV_FOLDER: str(self.folder),
             ENV_PACE: str(self.pace_s),
             ENV_SAVES: str(self.saves_s),
-            WRITER_MODULE: "runtime.torture.writer",
+            WRITER_MODULE: MODULE,
             **(self._node_of(replica) if self.saves_s else {}),
         }
         words = [str(self.script.path), *self.script.arguments]

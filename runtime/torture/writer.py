@@ -7,7 +7,6 @@ Named to the rank through DRYDOCK_CHECKPOINT_WRITER. Imports no torch.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import time
@@ -17,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint import disk, peer, store, writer
-from runtime.checkpoint.draft import Draft, is_locked
+from runtime.checkpoint.draft import Draft
 from runtime.torture import hand
 from runtime.torture.hand import Hand, around
 
+MODULE = "runtime.torture.writer"  # under whatever name it was imported
 #: Where each phase of a save begins.
 BEGINNINGS: dict[str, tuple[Any, str]] = {
     "write": (disk, "write"),
@@ -42,8 +42,6 @@ class DiskFault:
 
 def main() -> None:
     ours = hand.from_environment()
-    alive = os.open(alive_file(ours.folder), os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(alive, fcntl.LOCK_SH)  # until we end, however that is
     break_disk(ours.folder)
     for phase, (owner, name) in BEGINNINGS.items():
         come_to(ours, phase, owner, name)
@@ -107,18 +105,26 @@ def end_fault(folder: Path) -> None:
 
 
 def all_ended(folder: Path) -> bool:
-    """Whether no writer is left."""
-    alive = alive_file(folder)
-    return not (alive.exists() and is_locked(alive))
+    """Whether no writer of this run is left: also none that was only just started, which finishes
+    what it was given before it could read it."""
+    run = f"{hand.ENV_FOLDER}={folder}"
+    return not any(_is_writer(one, run) for one in Path("/proc").iterdir() if one.name.isdigit())
+
+
+def _is_writer(process: Path, run: str) -> bool:
+    try:
+        words = (process / "cmdline").read_bytes().split(b"\0")
+        return MODULE.encode() in words and run.encode() in _environment_of(process)
+    except OSError:  # it has ended
+        return False
+
+
+def _environment_of(process: Path) -> list[bytes]:
+    return (process / "environ").read_bytes().split(b"\0")
 
 
 def fault_file(folder: Path) -> Path:
     return folder / "disk"
-
-
-def alive_file(folder: Path) -> Path:
-    """Locked by each writer that lives."""
-    return folder / "writers"
 
 
 if __name__ == "__main__":

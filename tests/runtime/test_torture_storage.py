@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,13 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from runtime.checkpoint import disk, store
 from runtime.checkpoint.draft import write
+from runtime.client import ENV_PLACEMENT, ENV_RANK
 from runtime.image import pages
 from runtime.torture.damage import DAMAGES
-from runtime.torture.hand import Hand, around, events_file, order_file
+from runtime.torture.hand import ENV_FOLDER, Hand, around, events_file, order_file
 from runtime.torture.kinds import LOCAL, SHARED
 from runtime.torture.ledger import audit, counted
 from runtime.torture.made import Restart
@@ -28,6 +31,7 @@ from runtime.torture.storage import broken_claims, broken_promises
 from runtime.torture.watch import Event, Watch
 from runtime.torture.writer import (
     BEGINNINGS,
+    MODULE,
     DiskFault,
     all_ended,
     break_disk,
@@ -35,7 +39,7 @@ from runtime.torture.writer import (
     set_fault,
 )
 from tests.runtime.checkpoint.states import staged_at
-from tests.runtime.replicas import ROOT
+from tests.runtime.replicas import ROOT, until
 from tests.runtime.test_soak import assert_every_claim_held
 from tests.runtime.test_torture import FIGURES, STEPS, commit, ended, judged
 
@@ -156,23 +160,29 @@ def test_what_is_put_around_a_function_is_given_it() -> None:
     assert Owner().double(4) == 9
 
 
-def test_a_writer_counts_as_alive_until_it_ends(tmp_path: Path) -> None:
-    hold = (
-        "import fcntl, os, sys; from pathlib import Path;"
-        "from runtime.torture.writer import alive_file;"
-        f"file = os.open(alive_file(Path({str(tmp_path)!r})), os.O_RDWR | os.O_CREAT);"
-        "fcntl.flock(file, fcntl.LOCK_SH); print('alive', flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", hold], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        meanwhile = all_ended(tmp_path)
-        process.kill()
-        process.wait()
+def test_a_writer_counts_as_alive_from_its_start_until_it_ends(tmp_path: Path) -> None:
+    """It does what it was given though its trainer dies before it has come to itself."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    named = {ENV_FOLDER: str(tmp_path), ENV_PLACEMENT: "plc_0", ENV_RANK: "0"}
+    with (
+        ours,
+        subprocess.Popen(
+            [sys.executable, "-m", MODULE, str(theirs.fileno())],
+            cwd=ROOT,
+            env=os.environ | named,
+            pass_fds=[theirs.fileno()],
+        ) as process,
+    ):
+        process.send_signal(signal.SIGSTOP)  # before it can have done anything
+        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "it stands")
+        theirs.close()
+        at_once = all_ended(tmp_path)
+        another_run = all_ended(tmp_path / "other")
+        process.send_signal(signal.SIGCONT)
+        ours.close()
+        ended = process.wait()
 
-    assert not meanwhile
+    assert (at_once, another_run, ended) == (False, True, 0)
     assert all_ended(tmp_path)
 
 
