@@ -114,13 +114,10 @@ def all_ended(folder: Path) -> bool:
 def _is_writer(process: Path, run: str) -> bool:
     try:
         words = (process / "cmdline").read_bytes().split(b"\0")
-        return MODULE.encode() in words and run.encode() in _environment_of(process)
+        variables = (process / "environ").read_bytes().split(b"\0")
     except OSError:  # it has ended
         return False
-
-
-def _environment_of(process: Path) -> list[bytes]:
-    return (process / "environ").read_bytes().split(b"\0")
+    return MODULE.encode() in words and run.encode() in variables
 
 
 def fault_file(folder: Path) -> Path:

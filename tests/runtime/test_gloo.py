@@ -100,7 +100,7 @@ def test_a_connection_that_ends_within_a_message_ends_its_collective(
         for member in pair
     ]
     until(lambda: all(event.is_set() for event in begun), "both exchange")
-    until(lambda: any(map(holds_something, connections)), "some of it has come")
+    until(lambda: any(map(has_bytes_under_way, connections)), "a message is under way")
 
     for connection in connections:
         connection.shutdown(socket.SHUT_RDWR)
@@ -111,8 +111,8 @@ def test_a_connection_that_ends_within_a_message_ends_its_collective(
             job.result(30)
 
 
-def holds_something(connection: socket.socket) -> bool:
-    """Whether bytes have arrived, or wait to be sent, that gloo has not read."""
+def has_bytes_under_way(connection: socket.socket) -> bool:
+    """Whether some wait to be sent, or for the other end's acknowledgement."""
     waiting = fcntl.ioctl(connection, termios.TIOCOUTQ, b"\0" * 4)
     return waiting != b"\0" * 4
 
