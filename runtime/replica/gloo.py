@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import ctypes
 import datetime
 import logging
 import os
@@ -47,7 +46,7 @@ REDUCE_S = 3600.0  # the coordinator says when a peer is dead; this is only a la
 #: A peer whose machine acknowledges nothing for so long is silent. A process that is stopped or
 #: slow is not: its kernel answers, until what it does not read fills its memory.
 SILENT_MS = 1_500
-SEVERED_S = 0.2  # how long a collective may take to fail once its sockets are shut
+SEVERED_S = 0.05  # how long a collective may take to fail once its sockets are shut
 LOOK_S = 0.1  # how often it is looked at whether all of them are there, while one waits
 
 
@@ -161,9 +160,10 @@ class Gloo:
         self._begin("drydock-connect", connect)
 
     def _begin(self, name: str, work: Callable[[], None]) -> None:
-        self._in_gloo = [thread for thread in self._in_gloo if thread.is_alive()]
-        self._in_gloo.append(threading.Thread(target=work, name=name, daemon=True))
-        self._in_gloo[-1].start()
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        with self._changed:
+            self._in_gloo = [*filter(threading.Thread.is_alive, self._in_gloo), thread]
+            thread.start()
 
     def close(self) -> None:
         """Nothing more is summed. A thread that is in gloo when its process ends crashes it, also
@@ -230,13 +230,22 @@ class Gloo:
                 return
         except RuntimeError as error:
             raise severed(str(error)) from error
-        keep_for_ever(group, work, touched)
+        self._leave_behind(work, [group, touched])
         log.warning("abandoned epoch=%s", self._epoch)
         if not self.broken(self._epoch):
             raise Silent(
                 f"a connection of epoch {self._epoch} ended, and nobody is known to be gone"
             )
         raise Severed(f"epoch {self._epoch} broke and its collective did not end")
+
+    def _leave_behind(self, work: Work, used: list[object]) -> None:
+        """Free what a collective uses once it has ended, by its timeout at the latest: gloo's
+        threads use it until then, and to free a group waits for those."""
+
+        def ended(_future: object) -> None:  # on one of them
+            self._begin("drydock-release", used.clear)
+
+        work.get_future().add_done_callback(ended)
 
     def _connected(self) -> ProcessGroupGloo:
         """The epoch's group, once it stands. Raises Severed."""
@@ -326,12 +335,6 @@ def with_timeout(options: Any) -> Any:
     """The same options; the coordinator ends what hangs, the timeout is only a last resort."""
     options.timeout = datetime.timedelta(seconds=REDUCE_S)
     return options
-
-
-def keep_for_ever(*things: object) -> None:
-    """Never destroy these: gloo's threads still use them, and a destructor would wait for those."""
-    for thing in things:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def listening_sockets() -> list[int]:

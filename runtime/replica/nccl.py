@@ -7,6 +7,7 @@ can be left behind. No group of ours has torch's watchdog, which would end a sur
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import logging
 import os
@@ -20,14 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, Store
 
-from runtime.replica.gloo import (
-    REDUCE_S,
-    SEVERED_S,
-    Gloo,
-    LinkStore,
-    Rendezvous,
-    keep_for_ever,
-)
+from runtime.replica.gloo import REDUCE_S, Gloo, LinkStore, Rendezvous
 from runtime.replica.gradients import Collectives
 from runtime.replica.link import LinkLost
 from runtime.replica.membership import Severed, Silent
@@ -39,6 +33,7 @@ log = logging.getLogger("drydock.nccl")
 
 POLL_S = 0.0005  # NCCL tells nobody that a collective has ended: it must be asked
 ABORT_S = 180.0  # how long an abort may take before what it was to free is left behind
+ENDED_S = 0.2  # how long a collective may take to end once its group is aborted
 CONNECT_S = 60  # how long a communicator may wait for its peers
 #: The same for torch, which keeps it locked meanwhile: not even an abort gets at it any sooner.
 PATIENCE = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
@@ -306,7 +301,7 @@ class Nccl:
         ended = live.aborted.wait(ABORT_S)
         if ended and work is not None:
             with self._changed:
-                ended = self._changed.wait_for(work.is_completed, SEVERED_S)
+                ended = self._changed.wait_for(work.is_completed, ENDED_S)
         if not ended:
             keep_for_ever(live.group, work, touched)
             log.warning("abandoned epoch=%s aborted=%s", live.epoch, live.aborted.is_set())
@@ -368,6 +363,12 @@ class Hands:
         while (task := self._tasks.get()) is not None:
             task()
             del task  # and what it holds
+
+
+def keep_for_ever(*things: object) -> None:
+    """Never destroy these: NCCL still uses them, and a destructor would wait for that."""
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def make_group(store: Store, rank: int, members: int) -> Any:

@@ -7,6 +7,7 @@ import os
 import socket
 import termios
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -62,6 +63,35 @@ def test_a_broken_epoch_ends_a_collective_that_the_sockets_would_not_end(
         waiting.result(30)
     with pytest.raises(Severed, match="epoch 1 broke"):
         ours.all_reduce(torch.ones(5))
+
+
+def test_what_a_collective_that_is_left_behind_uses_is_freed_once_it_ends(
+    pair: tuple[Gloo, Gloo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, _theirs = pair
+    monkeypatch.setattr("runtime.replica.gloo.REDUCE_S", 2.0)
+    ours._peers, ours.address = set(), ""  # sever finds no socket to shut
+    begun = threading.Event()
+    ours.begun = begun.set
+    buffer = torch.ones(5)
+    watched = weakref.ref(buffer)
+    waiting = in_thread(partial(left_behind, ours, buffer))
+    del buffer
+    until(begun.is_set, "it waits for a peer that never comes")
+
+    ours.sever(1)
+
+    waiting.result(30)
+    assert watched() is not None  # gloo may still write to it
+    until(lambda: watched() is None, "it is freed")
+    group = weakref.ref(ours._built[0])
+    ours.build(Board(), 2, [ours.address], 0)
+    until(lambda: group() is None, "its group is freed with it")
+
+
+def left_behind(member: Gloo, buffer: torch.Tensor) -> None:
+    with pytest.raises(Severed, match="did not end"):
+        member.all_reduce(buffer)
 
 
 def test_the_kernel_is_told_to_end_connections_on_which_nothing_is_acknowledged(
