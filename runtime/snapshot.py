@@ -19,7 +19,17 @@ from typing import Any, Literal
 import torch
 
 from runtime import giving_way
-from runtime.image import CHUNK_BYTES, Buffer, ChunkHashes, Piece, Staged, Table, aligned, pages
+from runtime.image import (
+    CHUNK_BYTES,
+    Buffer,
+    ChunkHashes,
+    Damaged,
+    Piece,
+    Staged,
+    Table,
+    aligned,
+    pages,
+)
 
 log = logging.getLogger("drydock.checkpoint")
 
@@ -343,9 +353,12 @@ def size_in_bytes(tensor: torch.Tensor) -> int:
 
 
 def state_of(staged: Staged) -> Any:
-    """The state that was copied; its tensors share memory with the copy."""
+    """The state that was copied; its tensors share memory with the copy. Raises Damaged."""
     tensors = [view_of(staged.buffer, piece) for piece in staged.table.pieces]
-    return decode(staged.table.skeleton, tensors)
+    try:
+        return decode(staged.table.skeleton, tensors)
+    except (LookupError, TypeError, ValueError) as error:
+        raise Damaged(f"what was saved does not make a state: {error!r}") from error
 
 
 def touched(size: int) -> memoryview:
@@ -473,7 +486,7 @@ def encode(state: Any, names: list[str], tensors: list[torch.Tensor]) -> Any:
             pairs = [[key, encoded(item, f"{name}.{key}")] for key, item in value.items()]
             return {"$dict": pairs}
         if isinstance(value, float) and not math.isfinite(value):
-            return {"$float": repr(value)}
+            return {"$float": repr(float(value))}  # NumPy's own says more than the number
         if isinstance(value, list | tuple):
             kind = "$tuple" if isinstance(value, tuple) else "$list"
             return {kind: [encoded(item, f"{name}.{i}") for i, item in enumerate(value)]}

@@ -50,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         answers = list(VERBS[asked.verb](asked))
     except (Damaged, OSError, ValueError) as error:
         return _cannot(asked, str(error))
+    except ImportError as error:
+        return _cannot(asked, f"{asked.verb} needs a package that is missing here: {error}")
     except KeyboardInterrupt:
         return _cannot(asked, "interrupted", INTERRUPTED)
     except MALFORMED as error:

@@ -102,14 +102,17 @@ def to_safetensors(
     with _made_whole(out, progress) as new:
         new.mkdir()
         for name, shard in zip(names, shards, strict=True):
-            described = {  # not by its function for torch, which needs NumPy
-                key: library.TensorSpec(
-                    dtype=str(one.dtype).removeprefix("torch."), shape=[*one.shape],
-                    data_ptr=one.data_ptr(), data_len=one.nbytes,
-                )
-                for key, one in shard.items()
-            }  # fmt: skip
-            library.serialize_file(described, new / name, {"format": "pt"})
+            try:
+                described = {  # not by its function for torch, which needs NumPy
+                    key: library.TensorSpec(
+                        dtype=str(one.dtype).removeprefix("torch."), shape=[*one.shape],
+                        data_ptr=one.data_ptr(), data_len=one.nbytes,
+                    )
+                    for key, one in shard.items()
+                }  # fmt: skip
+                library.serialize_file(described, new / name, {"format": "pt"})
+            except library.SafetensorError as error:
+                raise Odd(f"{out} cannot be written: {error}") from error
         where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
         size = sum(one.nbytes for shard in shards for one in shard.values())
         index = {"metadata": {"total_size": size}, "weight_map": where}

@@ -50,8 +50,8 @@ class Pace:
         failures per node and day as it is known by then. Raises ValueError."""
         if every_s is not None and not every_s >= 0:
             raise ValueError(f"every_s is {every_s}; give seconds, or 'auto'")
-        if not rate() > 0:
-            raise ValueError(f"failures_per_node_day is {rate()}; it must be above 0")
+        if not 0 < rate() < math.inf:
+            raise ValueError(f"failures_per_node_day is {rate()}; give a number above 0")
         self._nodes = nodes
         self._rate = rate
         self._fixed_s = every_s

@@ -11,6 +11,7 @@ import posixpath
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,9 @@ STREAMS = 4
 SMALL_STREAMS = 8
 #: Bytes of one request, a multiple of a chunk. S3 wants at least 5 MiB, and 10,000 at most.
 BLOCK_BYTES = 16 << 20
+#: Where nothing was put for so many seconds no writer is at work: longer than a store takes for the
+#: largest object, which it shows once it is whole.
+IDLE_S = 6 * 3600.0
 #: Seconds, and tries. By its defaults botocore, and s3fs around it, would hold a job's start up for
 #: a quarter of an hour for each request to a store that hangs.
 _PATIENCE = {"connect_timeout": 5, "read_timeout": 20, "retries": {"max_attempts": 1}}
@@ -231,7 +235,8 @@ class ObjectStore:
         once it is one. Raises OSError, Damaged."""
         folder = self._folder(step, save)
         path = posixpath.join(folder, MANIFEST)
-        with contextlib.suppress(FileNotFoundError):
+        # It is damaged where a store shows what is half written: then it is written anew.
+        with contextlib.suppress(FileNotFoundError, Damaged):
             return Found(folder, Manifest.from_json(self._small(path), path))
         parts = []
         for rank in range(ranks):
@@ -246,9 +251,9 @@ class ObjectStore:
         return Found(folder, manifest)
 
     def prune(self, newest: Found, keep: int, keep_for_s: float = 0.0) -> None:
-        """Remove all but those that stay (see `store.stays`), and what died before `newest` and was
-        never complete: each rank saves one after another. What cannot be read is not counted, and
-        goes once it is older than all that are kept. Raises OSError."""
+        """Remove all but those that stay (see `store.stays`), and what is of an earlier step than
+        `newest` and will not be completed any more. What cannot be read is not counted, and goes
+        once it is older than all that are kept. Raises OSError."""
         manifests = self._manifests()
         manifests[newest.path] = newest.manifest
         kept = {
@@ -261,11 +266,21 @@ class ObjectStore:
             if isinstance(found, Manifest):
                 goes = path not in kept
             elif found is None:
-                goes = step < newest.manifest.step
+                goes = step < newest.manifest.step and self._is_abandoned(path, newest)
             else:
                 goes = len(kept) >= keep and step < min(kept.values())
             if goes:
                 self._remove(path)
+
+    def _is_abandoned(self, folder: str, newest: Found) -> bool:
+        """Whether nobody puts anything there any more, by the store's own clock: a job that went
+        back writes steps that came before those of the writers that outlived it. So where the
+        store does not say when, nobody knows. Raises OSError."""
+        try:
+            now = self._changed(posixpath.join(newest.path, MANIFEST))
+            return max(map(self._changed, self._ls(folder))) < now - timedelta(seconds=IDLE_S)
+        except (FileNotFoundError, NotImplementedError):
+            return False
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -297,13 +312,20 @@ class ObjectStore:
 
     def _folders(self) -> list[str]:
         try:
-            with self._asking(self._root):
-                listed = self._files.ls(self._root, detail=False)
+            listed = self._ls(self._root)
         except FileNotFoundError:
             self._demand_bucket()
             return []
-        named = (str(path).rstrip("/") for path in listed)
-        return [path for path in named if store.is_name(posixpath.basename(path))]
+        return [path for path in listed if store.is_name(posixpath.basename(path))]
+
+    def _ls(self, folder: str) -> list[str]:
+        with self._asking(folder):
+            return [str(path).rstrip("/") for path in self._files.ls(folder, detail=False)]
+
+    def _changed(self, path: str) -> datetime:
+        with self._asking(path):
+            found: datetime = self._files.modified(path)
+        return found
 
     def _demand_bucket(self) -> None:
         """Nothing is there: is that so because the bucket is not? Raises OSError."""
@@ -394,7 +416,7 @@ class ObjectStore:
         """Each kind of store has errors of its own: they become OSError."""
         try:
             yield
-        except (OSError, Damaged):
+        except (OSError, Damaged, NotImplementedError):
             raise
         except Exception as error:
             raise OSError(f"{self.url}, {path}: {error}") from error

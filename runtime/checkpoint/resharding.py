@@ -20,6 +20,16 @@ MARK = "part_of"  # the key under which a saved part says what it is a part of
 AS_SAVED = "as_saved"
 
 
+def is_part(value: Any) -> bool:
+    """Whether this is a saved part of a divided tensor: a dict of it, and of what it is a part."""
+    return (
+        isinstance(value, dict)
+        and value.keys() == {MARK, "part"}
+        and isinstance(value[MARK], dict)
+        and isinstance(value["part"], torch.Tensor)
+    )
+
+
 def replaced(value: Any, by: Callable[[Any], Any]) -> Any:
     """A nested value in which each part was replaced that `by` gives another for."""
     other = by(value)
@@ -92,17 +102,13 @@ def resharded(read: Callable[[int], Staged], saved: int, rank: int, ranks: int) 
             cut.add(one[MARK], one["part"])
     left = iter(cuts)
     return replaced(
-        state, lambda value: next(left).whole(marked=ranks > 1) if _is_divided(value) else value
+        state, lambda value: next(left).whole(marked=ranks > 1) if is_part(value) else value
     )
-
-
-def _is_divided(value: Any) -> bool:
-    return isinstance(value, dict) and MARK in value
 
 
 def _divided(state: Any) -> Iterator[dict[str, Any]]:
     """What is a part of something, in its order."""
-    if _is_divided(state):
+    if is_part(state):
         yield state
     elif isinstance(state, dict):
         for item in state.values():

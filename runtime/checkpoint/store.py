@@ -13,7 +13,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -383,6 +383,7 @@ def prune(folder: Path, newest: Path, keep: int = KEEP, keep_for_s: float = 0.0)
     from there, or could not. What has a later one of both was saved while `newest` took long.
     """
     ours = manifest_of(newest)
+    newest = folder / newest.name  # it may have been found by another way
     whole = {newest: ours}
     damaged = []
     for path, found in listed(folder):
@@ -404,8 +405,22 @@ def prune(folder: Path, newest: Path, keep: int = KEEP, keep_for_s: float = 0.0)
     for path in damaged:
         if len(kept) >= keep and number_of(path) < oldest:
             remove(path)
-    for path in sorted(folder.glob(f"{_ASIDE}*"))[:-1]:  # one is enough to look at
+    aside = sorted(folder.glob(f"{_ASIDE}*"), key=lambda path: path.name.rpartition("-")[2])
+    for path in aside[:-1]:  # the last one is enough to look at
         remove(path)
+
+
+def prune_others(folder: Path, others: Iterable[Path], keep: int) -> None:
+    """Once `keep` are in this folder, remove from other folders on its disk what is of earlier
+    training than they: a process that had another replica's number left it there."""
+    kept = [found for _path, found in listed(folder) if isinstance(found, Manifest)]
+    if len(kept) < keep:
+        return
+    oldest = min((epoch_of(found), found.step) for found in kept)
+    for other in others:
+        for path, found in listed(other):
+            if isinstance(found, Manifest) and (epoch_of(found), found.step) < oldest:
+                remove(path)
 
 
 def remove(path: Path) -> Path | None:

@@ -102,8 +102,10 @@ def tiers_of(
     )  # fmt: skip
     tiers: dict[TierName, Tier] = {"shared": shared}
     if job.local_dir is not None:
+        # Of one alone some ranks may have the next already, and others not yet, as a node dies.
+        least = KEEP_LOCAL if job.ranks > 1 else keep
         tiers["local"] = Tier(
-            name="local", pace=pace_of("local"), keep=min(keep, KEEP_LOCAL), own=True
+            name="local", pace=pace_of("local"), keep=min(least, KEEP_LOCAL), own=True
         )
     if job.holder_dir is not None:
         tiers["peer"] = Tier(name="peer", pace=pace_of("peer"), keep=1, own=True)

@@ -264,8 +264,14 @@ class Writer:
     def _clean(self, folder: Path, newest: Path, asked: dict[str, Any]) -> None:
         """Remove what is not needed any more. The checkpoint is safe, whatever fails here."""
         try:
-            store.prune(folder, newest, int(asked["keep"]), float(asked["keep_for_s"]))
+            keep = int(asked["keep"])
+            store.prune(folder, newest, keep, float(asked["keep_for_s"]))
             sweep(folder)
+            if "within" in asked:
+                others = {*folder.parent.glob(f"replica-*-rank-{asked['rank']}")} - {folder}
+                store.prune_others(folder, others, keep)
+                for other in others:
+                    sweep(other)
         except (OSError, Damaged) as error:
             self._say("alarm", kind="checkpoint_not_pruned", text=str(error))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 
-from runtime.checkpoint.resharding import MARK, replaced, span
+from runtime.checkpoint.resharding import MARK, is_part, replaced, span
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -92,7 +92,7 @@ class Division:
         return as_part(whole.narrow(dim, low, high - low).contiguous(), like)
 
     def _whole(self, value: Any) -> Any:
-        if not (isinstance(value, dict) and MARK in value):
+        if not is_part(value):
             return value
         from torch.distributed.tensor import DTensor, Shard
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from torch import nn
 
@@ -336,6 +337,22 @@ def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path, capsys: Captur
 
     assert main(["import", str(folder), str(tmp_path / "new")]) == 2
     assert "names '../elsewhere.bin', which is no file in its folder" in capsys.readouterr().err
+
+
+def test_what_safetensors_cannot_write_is_said_in_a_line(
+    path: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_given: object) -> None:
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors, "serialize_file", full)
+
+    assert main(["export", str(path), str(tmp_path / "out"), "--to", "safetensors"]) == 2
+
+    told = capsys.readouterr().err
+    assert "out cannot be written: I/O error: No space left" in told
+    assert told.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_tensors_without_a_name_of_their_own_are_not_left_out(tmp_path: Path) -> None:

@@ -190,6 +190,20 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
+def test_what_needs_torch_says_so_where_it_is_missing(tmp_path: Path) -> None:
+    path = write(tmp_path, staged_at(1))
+    program = (
+        "import sys; sys.modules['torch'] = None; from runtime.checkpoint.__main__ import main; "
+        f"sys.exit(main(['diff', {str(path)!r}, {str(path)!r}, '--json']))"
+    )
+
+    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True)
+
+    assert ended.returncode == 2
+    assert "diff needs a package that is missing" in json.loads(ended.stdout)[0]["error"]
+    assert ended.stderr.count(b"\n") == 1
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name.startswith("step-"))
 

@@ -215,7 +215,10 @@ def test_a_manifest_that_was_changed_is_no_checkpoint(url: str) -> None:
     assert isinstance(damaged, Damaged)
 
 
-def test_the_newest_are_kept_and_what_was_never_complete_goes(url: str) -> None:
+def test_the_newest_are_kept_and_what_was_never_complete_goes(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.checkpoint.objects.IDLE_S", -SOON_S)  # as if it were long ago
     objects = ObjectStore(url, "j")
     put(objects, 1, save="died")  # its writer, before it was a checkpoint
     for step in (2, 3, 4):
@@ -229,6 +232,36 @@ def test_the_newest_are_kept_and_what_was_never_complete_goes(url: str) -> None:
     assert there(objects) == [(4, "save4"), (3, "save3")]
     steps = sorted(path.rpartition("step-")[2].partition(".")[0] for path in objects._folders())
     assert steps == ["00000003", "00000004", "00000005"]
+
+
+def test_a_writer_of_before_leaves_alone_what_its_job_writes_since_it_went_back(url: str) -> None:
+    """Its trainer was killed, the job went on from an earlier step, and the writer still writes."""
+    before, since = ObjectStore(url, "j"), ObjectStore(url, "j")
+    put(since, 960)
+    put(before, 1000)
+    late = before.publish(1000, "save1000", 1, {"epoch": 1})
+    assert late is not None
+
+    before.prune(late, 3)
+
+    assert since.publish(960, "save960", 1, {"epoch": 2}) is not None
+    assert read_in(since, "save960") == staged_at(960).digest
+
+
+def read_in(objects: ObjectStore, save: str) -> str:
+    return objects.read(save, 0).digest
+
+
+def test_a_manifest_of_which_a_store_shows_half_is_put_anew(folder: str) -> None:
+    objects = ObjectStore(folder, "j")
+    put(objects, 1)
+    found = objects.publish(1, "save1", 1, {})
+    assert found is not None
+    Path(found.path, MANIFEST).write_bytes(b"")
+
+    assert objects.publish(1, "save1", 1, {}) is not None
+
+    assert there(objects) == [(1, "save1")]
 
 
 def test_what_cannot_be_read_is_kept_until_it_is_older_than_all_that_are(url: str) -> None:

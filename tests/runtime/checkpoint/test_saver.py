@@ -170,6 +170,40 @@ def test_only_what_changed_is_written_and_only_the_newest_kept(trainer: OneRank)
     assert (newest / "rank-0-0000.bin").stat().st_nlink == 3
 
 
+def test_by_whatever_way_the_folder_is_reached_as_many_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    trainer = OneRank(tmp_path / "link")
+
+    trainer.save_all(1, 2, 3, 4)
+
+    assert [step for step, *_ in trainer.saver.sources.saves()] == [4, 3, 2]
+    trainer.saver.finish()
+
+
+def test_what_another_replica_s_process_left_on_this_disk_goes_once_ours_is_later(
+    on_two_tiers: OneRank, tmp_path: Path
+) -> None:
+    """A spare has the number of whomever it serves for, one after another."""
+    saver = on_two_tiers.saver
+    saver.prepare(lambda: SIZE)
+
+    def left_after(step: int, replica: int) -> set[str]:
+        begin = partial(copy_of_step, step)
+        assert saver.save(begin, f"save{step}", ["local"], replica=replica, last=True)
+        on_two_tiers.told.until(lambda: step in on_two_tiers.told.saved())
+        on_two_tiers.told.until(lambda: not saver.delivery._asked)
+        there = (tmp_path / "disk").glob("*/*/replica-*/step-*")
+        return {f"{path.parent.name[8]}: {path.name[-1]}" for path in there}
+
+    asked = [(1, 0), (2, 0), (3, 1), (4, 1), (5, 2)]
+    left = [left_after(step, replica) for step, replica in asked]
+
+    assert left[2] == {"0: 1", "0: 2", "1: 3"}
+    assert left[3] == {"1: 3", "1: 4"}
+    assert left[4] == {"1: 3", "1: 4", "2: 5"}
+
+
 def test_what_is_not_on_the_disk_as_it_was_written_is_written_again_and_told(
     trainer: OneRank,
 ) -> None:

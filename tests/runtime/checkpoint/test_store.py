@@ -276,6 +276,18 @@ def test_what_is_newer_than_a_new_checkpoint_is_set_aside(tmp_path: Path) -> Non
     assert names(tmp_path) == ["step-00000140", "step-00000120"]
 
 
+def test_of_those_set_aside_the_last_one_stays_to_be_looked_at(tmp_path: Path) -> None:
+    write(tmp_path, staged_at(1))
+    for step in (300, 200):
+        write(tmp_path, staged_at(step), keep=9)
+        store.set_aside(tmp_path / f"step-{step:08d}")
+
+    store.prune(tmp_path, tmp_path / "step-00000001")
+
+    (left,) = tmp_path.glob(".damaged-*")
+    assert "step-00000200" in left.name
+
+
 def test_a_writer_that_was_late_takes_nothing_from_what_came_since(tmp_path: Path) -> None:
     for step in (200, 300, 100):
         write(tmp_path, staged_at(step), keep=3, facts={"epoch": 2})

@@ -42,6 +42,16 @@ def test_each_tier_has_an_interval_of_its_own(tmp_path: Path) -> None:
     assert [tiers[name].pace.every_s for name in ("local", "shared")] == [5.0, 60.0]
 
 
+def test_of_several_ranks_each_keeps_two_on_its_disk_whatever_is_asked(tmp_path: Path) -> None:
+    """Else one may have the newest alone, and another only the one before, as a node dies."""
+    assert tiers_of(job_at(tmp_path), 5.0, 1, RATE)["local"].keep == 2
+
+
+def test_a_rate_of_failures_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="failures_per_node_day is inf"):
+        tiers_of(job_at(tmp_path), 5.0, 3, float("inf"))
+
+
 def test_an_interval_of_no_tier_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"every_s names \['disk'\]; the tiers are peer, local, shared"
