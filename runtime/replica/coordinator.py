@@ -34,6 +34,8 @@ PEER_SILENT_S = 2.0  # a member that answered nothing for so long is dead
 NEWCOMER_SILENT_S = 20.0  # a newcomer may be busy importing or loading
 ABSENT_S = 2.0  # after our own restart: how long a member of the record has to come back
 HANDOVER_S = 15.0  # how long a predecessor that was told to end may take
+#: What changes nothing that is to be decided: as a group is built its members say it all the time.
+ASIDE = frozenset({"pong", "set", "get"})
 UNDECIDED_S = 10.0  # how long members that we do not know wait before a person is told
 
 
@@ -140,7 +142,10 @@ class Coordinator(Epochs):
         if peer.phase == "member":
             self.last_contact = peer.spoke
         verbs[message["op"]](peer, message)
-        self.settle()
+        if message["op"] in ASIDE:
+            self.stirred.set()
+        else:
+            self.settle()
         return True
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -222,7 +222,8 @@ class Epochs(Roster):
                 found[peer.place] = peer
                 staying.discard(peer.place)
         numbers = range(self.record.grant.get("world", self.world))
-        vacant = [n for n in numbers if n not in {*self.peers, *self.alive, *found}]
+        taken = {*self.peers, *self.alive, *found}
+        vacant = [n for n in numbers if n not in taken]
         spares = [p for p in waiting if p.standby == "spare"]
         return found | dict(zip(vacant, spares, strict=False))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,7 @@ def fetch_state(donors: Sequence[str], token: str, step: int, digest: str) -> St
     return download.whole()
 
 
-def fetch_reduced(donors: Sequence[str], token: str, step: int) -> Reduced:
+def fetch_reduced(donors: Iterable[str], token: str, step: int) -> Reduced:
     """One committed step, from the first donor that has it. Raises PeerFailed with all answers."""
     answers = []
     for donor in donors:
@@ -230,7 +230,7 @@ class Follower:
                 self._level = True
                 self._connections.rotate()  # one that was left behind makes no step any more
                 self._tell({"op": "up_to_date", "step": self._step - 1})
-            except (PeerFailed, Damaged, KeyError, ValueError) as error:
+            except (PeerFailed, Damaged, KeyError, ValueError, MemoryError, RuntimeError) as error:
                 log.warning("donor_failed peer=%s error=%s", donor.address, error)
                 self._give_up(donor)
                 self._error = str(error)

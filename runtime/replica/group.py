@@ -62,7 +62,9 @@ class ReplicaGroup:
     `scaler` a torch.amp.GradScaler; `ema` a moving average of the weights, updated after each step;
     `extra` what else is to be saved and handed to newcomers, by name. `mode` says what becomes of a
     dead replica's shards: see `step.Mode`. `max_grad_norm` clips by the global norm, None not at
-    all. `steps` ends the job after so many; `on_step` is called after each commit. After each
+    all. `steps` ends the job after so many; `on_step` is called after each commit. `after_step` may
+    change weights after each step, beside the optimizers: it is called on every replica, also for
+    steps that others made and it makes up for, and so may hang on the state alone. After each
     `compare_every` steps all replicas' states are compared, and when a newcomer made something else
     of a step than another; an engineer is told of a difference (`diverged`, and which replica is
     the odd one); 0 for never. One that takes 30% longer for a shard than its peers do, for
@@ -94,6 +96,7 @@ class ReplicaGroup:
         compare_every: int = 1000,
         straggler_after_s: float = 600.0,
         on_step: Callable[[Committed], None] | None = None,
+        after_step: Callable[[], object] | None = None,
     ) -> None:
         optimizers, schedules = several(optimizer), several(schedule)
         error = (
@@ -121,6 +124,7 @@ class ReplicaGroup:
             scaler=scaler,
             ema=ema,
             extra=extra,
+            after_step=after_step,
         )
         self.state.size()  # refuses now what no copy could be made of
         host = own_address(job.coordinator, job.network)

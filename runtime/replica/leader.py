@@ -116,7 +116,7 @@ class Leader:
                     severed,
                 )
                 self.rank.observer.at("regroup", self.engine.pending)
-                self._regroup(planned=False, silent=silent)
+                self._regroup(planned=False, silent=silent, why=severed)
 
     def leave(self, reason: str, *, goodbye: bool) -> None:
         """The other ranks leave too; without a goodbye they end as soon as we have."""
@@ -252,9 +252,9 @@ class Leader:
 
     # --- epochs ---------------------------------------------------------------------------------
 
-    def _regroup(self, *, planned: bool, silent: bool = False) -> None:
+    def _regroup(self, *, planned: bool, silent: bool = False, why: str = "") -> None:
         """Tell the coordinator how far we are and wait for the next epoch."""
-        self.member.report(planned=planned, silent=silent)
+        self.member.report(planned=planned, silent=silent, why=why)
         self._await_epoch()
 
     def _await_epoch(self) -> None:

@@ -64,7 +64,10 @@ class Led:
         self._leave_job(reason, goodbye=goodbye)
 
     def close(self, *, goodbye: bool) -> None:
-        """The first rank hears of what we still write."""
+        """The first rank hears of what we still write; without a goodbye it goes on at once, and so
+        do all other replicas."""
+        if not goodbye:
+            self.link.close(goodbye=False)
         self.rank.saver.finish()
         self.link.close(goodbye=goodbye)
 

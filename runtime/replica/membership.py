@@ -144,12 +144,19 @@ class Member:
         self._not_handed: tuple[int, list[list[str]]] | None = None
         self._unreached: list[list[str]] = []  # whom we could not reach last
         self._doubts = (-1, 0)  # after which step, and how many that found nobody
+        #: after which step of which members epochs broke, and how many in a row
+        self._broke_at: tuple[int, dict[int, str]] = (-1, {})
+        self._breaks = 0
 
     # --- what we say ----------------------------------------------------------------------------
 
-    def report(self, *, planned: bool, leaving: bool = False, silent: bool = False) -> None:
+    def report(
+        self, *, planned: bool, leaving: bool = False, silent: bool = False, why: str = ""
+    ) -> None:
         """How far we are, once our epoch broke or its edge was reached. `silent`: it broke here,
-        for a peer that answers nothing."""
+        for a peer that answers nothing; `why`, as far as is known here."""
+        if not (planned or silent):
+            self._note_break(why)
         self.last_report = {
             "epoch": self.epoch,
             "step": self._trainer.committed,
@@ -219,7 +226,7 @@ class Member:
             self._trainer.replay(step, message["donors"])
         except Severed as error:
             log.info("severed epoch=%s error=%s", self.epoch, error)
-            self.report(planned=False, silent=isinstance(error, Silent))
+            self.report(planned=False, silent=isinstance(error, Silent), why=str(error))
             return False
         except CannotFollow as error:
             self._could_not_follow(error, message["donors"])
@@ -339,6 +346,19 @@ class Member:
                 "size of packets, or a firewall that lets only some ports through",
             )
 
+    def _note_break(self, why: str) -> None:
+        """Tell an engineer if epochs of the same members break again and again: no step is made
+        then, and the next one will break too."""
+        here = (self._trainer.committed, dict(self.members))
+        self._breaks = self._breaks + 1 if here == self._broke_at else 1
+        self._broke_at = here
+        if self._breaks == MAX_DOUBTS:
+            self._trainer.trouble(
+                "epochs_break",
+                f"after step {here[0]} the epoch of replicas {sorted(self.members)} broke "
+                f"{MAX_DOUBTS} times in a row, and none of them is gone: {why}",
+            )
+
     def _reaches(self, peers: list[list[str]]) -> bool:
         """Whether all these answer us: whom one member does not reach would break the epoch that
         it enters."""
@@ -448,7 +468,8 @@ def difference_in(message: dict[str, Any]) -> str:
     return (
         f"after step {message['step']} replica {odd} does not hold what the others hold "
         f"({states}): its card or memory erred in silence, or its script does something of its "
-        "own; take its node out, and it comes back with the others' state"
+        "own, such as to change extra outside of after_step; else take its node out, and it comes "
+        "back with the others' state"
     )
 
 

@@ -14,6 +14,7 @@ import queue
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -89,6 +90,7 @@ class Rank:
         self.holder = saver.open_holder(host)  # of this node, as peers are told of it
         self.link: Link  # to the coordinator, or to the first rank: given by the loop
         self.observer = observer
+        engine.warn = partial(job.trouble, "weights_written")
         self.on_step = on_step
         self.replica = job.replica
         self.tail: Tail | None = None  # of the last step that was summed or fetched
@@ -191,6 +193,7 @@ class Rank:
         with self._changing:
             self.await_copies(whole=True)
             self.state.restore(self._read)
+        self.engine.trained.at_edge()
         self._read = None
         self._kept.clear()
         self.link.step = self.state.committed
@@ -271,8 +274,10 @@ class Rank:
     @order
     def fetch(self, donors: list[list[str]]) -> None:
         """Hold the next step, which peers made. Raises CannotFollow."""
+        ours = deque(self._ours(donors))
+        ours.rotate(-self.replica)  # others who are behind ask other donors first
         try:
-            self._hold(fetch_reduced(self._ours(donors), self.job.token, self.engine.pending))
+            self._hold(fetch_reduced(ours, self.job.token, self.engine.pending))
         except PeerFailed as error:
             raise CannotFollow(str(error)) from error
 
@@ -411,9 +416,12 @@ class Rank:
         rooms = self.saver.rooms
         if self.has_room() or self._spare_room is not None:
             return
-        if not rooms.made() and rooms.prepare(self.state.size()):
-            return
-        self._make_spare_room(self.state.size())
+        try:
+            size = self.state.size()
+        except Exception:  # so does the copy, which tells why
+            size = 0
+        if rooms.made() or not rooms.prepare(size):
+            self._make_spare_room(size)
 
     def _make_spare_room(self, size: int) -> None:
         if self.has_room() or self._spare_room is not None:
@@ -432,7 +440,13 @@ class Rank:
     @order
     def stage(self) -> None:
         """At an edge: hold a copy of our part ready for newcomers, and say so."""
-        self._server.offer(*self._begin_copy(self.state.begin_copy))
+        try:
+            copying, gone = self._begin_copy(self.state.begin_copy)
+        except Exception:  # no newcomer is worth the training
+            log.exception("not_staged step=%s", self.state.committed)
+            self.on_hashed("staged", self.state.committed, "")
+            return
+        self._server.offer(copying, gone)
 
     @order
     def prove(self) -> None:
@@ -473,7 +487,7 @@ class Rank:
         if (room := self.saver.rooms.take()) is None:
             return
         try:
-            copying = self.state.begin_copy(room.memory)
+            copying = self.state.begin_comparison(room.memory)
         except Exception as error:  # no comparison is worth the training
             self.saver.rooms.give_back(room)
             if not isinstance(error, TooSmall):  # else an optimizer made its state since
@@ -534,8 +548,9 @@ class Rank:
     def _touch(self, room: Future[memoryview | None], size: int) -> None:
         try:
             room.set_result(touched(size))
-        except MemoryError:
-            self.job.trouble("no_room_for_newcomers", f"{size} bytes for a copy cannot be had")
+        except (MemoryError, OSError, RuntimeError) as error:  # by whoever was asked for it
+            what = f"{size} bytes for a copy cannot be had: {error!r}"
+            self.job.trouble("no_room_for_newcomers", what)
             room.set_result(None)
 
     def _say_hashed(self, op: str, step: int, digest: str) -> None:

@@ -73,7 +73,9 @@ class TrainingState:
         scaler: torch.amp.GradScaler | None = None,
         ema: Averages | None = None,
         extra: Mapping[str, Stateful] | None = None,
+        after_step: Callable[[], object] | None = None,
     ) -> None:
+        """`after_step`: see `ReplicaGroup`."""
         self.model = model
         #: whose gradients are summed: by what they are now, whatever a loop freezes later
         self._trained_weights = [one for one in model.parameters() if one.requires_grad]
@@ -86,23 +88,45 @@ class TrainingState:
         self.scaler = scaler
         self.ema = ema
         self.extra = dict(extra or {})
+        self.after_step = after_step
         self.ledger = SampleLedger(batches.state_dict())
         self.committed = -1
         #: of a divided model, as the last edges had it: in the middle of forward its own
         #: state_dict would take apart what forward has put together
         self._parts_at_edge: tuple[dict[str, Any], Due] | None = None
         self._steadiness = Steadiness(model, self.committed)
-        self._left_at = self._paces()
+        self._left_at, self._left_set = self._paces(), self._settings()
 
     def flaw(self) -> str:
         """What the script has done since the last edge that is left to the step, with the remedy;
-        "" if nothing. For schedules as torch's: they count."""
-        if self._paces() == self._left_at:
-            return ""
-        return (
-            "the script has stepped a schedule: leave that to ReplicaGroup, which steps each once "
-            "after the optimizer, or do not give it that schedule"
-        )
+        "" if nothing. For schedules as torch's: they count. Optimizers may be set before the first
+        step."""
+        if self._paces() != self._left_at:
+            return (
+                "the script has stepped a schedule: leave that to ReplicaGroup, which steps each "
+                "once after the optimizer, or do not give it that schedule"
+            )
+        if self.committed >= 0 and (now := self._settings()) != self._left_set:
+            pairs = zip(now, self._left_set, strict=False)
+            name = next((one[:2] for one, before in pairs if one != before), (0, "groups"))
+            return (
+                f"the script has changed {name[1]} of optimizer {name[0]}: replicas that make up "
+                "for steps of others do not run its loop, and would step with another. Give "
+                "ReplicaGroup a schedule, such as torch.optim.lr_scheduler.LambdaLR, or set it in "
+                "after_step"
+            )
+        return ""
+
+    def _settings(self) -> list[tuple[int, str, Any]]:
+        """Of each optimizer's groups; of numbers in tensors, which may be on a card, whether they
+        were written."""
+        return [
+            (place, key, (id(one), one._version) if isinstance(one, torch.Tensor) else one)
+            for place, optimizer in enumerate(self.optimizers)
+            for group in getattr(optimizer, "param_groups", ())
+            for key, one in group.items()
+            if key != "params"
+        ]
 
     def _paces(self) -> list[Any]:
         return [getattr(one, "last_epoch", None) for one in self.schedules]
@@ -140,10 +164,15 @@ class TrainingState:
             self.scaler.update()
         for schedule in self.schedules:
             schedule.step()
-        self._left_at = self._paces()
         if self.ema is not None:
             self.ema.update_parameters(self.model)
         self.committed += 1
+        if self.after_step is not None:
+            self.seed(-1)
+            with torch.no_grad():
+                self.after_step()
+            self.statistics.changed_at_edge()
+        self._left_at, self._left_set = self._paces(), self._settings()
         self._note_parts()
         self.ledger.record(self.committed, epoch, summed, self.batches.shard_size, drops=drops)
         self.seed(-1)
@@ -181,6 +210,14 @@ class TrainingState:
         `Copying.wait` must have returned."""
         steady = self._steadiness.look(self.committed)
         return Copying(self._whole(), self.committed, into, self._due(), steady)
+
+    def begin_comparison(self, into: memoryview | None) -> Copying:
+        """The same without `extra`, of which a newcomer lacks what the loop changed there while it
+        made up for steps."""
+        steady = self._steadiness.look(self.committed)
+        whole = self._whole()
+        del whole["extra"]
+        return Copying(whole, self.committed, into, self._due(), steady)
 
     def begin_proof(self, into: memoryview | None) -> Copying:
         """The same of what is alike on all who made the same of the same steps, whether they ran
@@ -244,7 +281,7 @@ class TrainingState:
                     put_back_optimizer(key, part, given[key])
                 else:
                     part.load_state_dict(own_copy(given[key]))
-        self._left_at = self._paces()
+        self._left_at, self._left_set = self._paces(), self._settings()
         self.ledger.load_state_dict(state["ledger"])
         self.committed = int(state["step"])
         self._parts_at_edge = None

@@ -25,9 +25,11 @@ class RunningStatistics:
         self.size = sum(tensor.numel() for tensor in self._tensors)
         self._edge = self._read()
         self._others: dict[str, torch.Tensor] | None = None  # as they were after the first step
+        self._begun = self._looked = False
 
     def begin(self) -> None:
         """A shard begins: from what the last edge left."""
+        self._begun = True
         self._write(self._edge)
 
     def change(self) -> torch.Tensor:
@@ -35,11 +37,23 @@ class RunningStatistics:
         return self._read() - self._edge
 
     def apply(self, mean_change: torch.Tensor) -> None:
-        """The step is committed: all members change alike."""
+        """The step is committed: all members change alike.
+
+        Raises RuntimeError, once two steps were computed, as `restore` does.
+        """
         self._write(self._edge + mean_change.to(self._edge.device))
         self._edge = self._read()  # as it is stored, so that a newcomer begins from the same
         if self._others is None:
-            self._others = {name: one.clone() for name, one in self._untracked().items()}
+            self._note_others()
+        elif self._begun and not self._looked:
+            self._demand_others()
+            self._looked = True
+        self._begun = False
+
+    def changed_at_edge(self) -> None:
+        """All members changed buffers alike, by what the script does after each step."""
+        self._edge = self._read()
+        self._note_others()
 
     def reload(self) -> None:
         """The model was loaded: what is there is the edge."""
@@ -64,17 +78,30 @@ class RunningStatistics:
         Raises RuntimeError if forward changes a buffer of another kind of layer.
         """
         self._write(self._edge)
+        self._demand_others()
+
+    def _note_others(self) -> None:
+        self._others = {name: one.clone() for name, one in self._untracked().items()}
+
+    def _demand_others(self) -> None:
         for name, now in self._untracked().items():
             before = (self._others or {}).get(name, now)
             if before is not now and not _same_bytes(before, now):
                 raise RuntimeError(
                     f"forward changes the buffer {name!r}, which would make the replicas differ: "
-                    "keep it in a normalisation layer, or out of the model"
+                    "keep it in a normalisation layer, out of the model, or, if it is made anew "
+                    "from nothing, register it with persistent=False"
                 )
 
     def _untracked(self) -> dict[str, torch.Tensor]:
-        buffers = self._model.named_buffers()
-        return {name: buffer for name, buffer in buffers if name not in self._tracked}
+        """But those that no state has."""
+        return {
+            f"{prefix}.{name}".lstrip("."): buffer
+            for prefix, module in self._model.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+            and f"{prefix}.{name}".lstrip(".") not in self._tracked
+        }
 
     def _read(self) -> torch.Tensor:
         if not self._tensors:

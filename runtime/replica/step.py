@@ -79,6 +79,8 @@ class StepEngine:
         self._parts, self._of = 0, 1  # of the present shard that backward has seen, of how many
         self._failed = False  # a backward did, and some of the gradients may have it in part
         self._refused = 0
+        #: called with what the script does that not all replicas do
+        self.warn: Callable[[str], None] = lambda _text: None
         #: called with each shard before it is computed
         self.announce: Callable[[int], None] = lambda _shard: None
         gloo.begun = lambda: observer.at("reduce", self.pending)
@@ -124,7 +126,8 @@ class StepEngine:
     def compute(self, index: int) -> Iterator[Shard]:
         """One shard of the pending step, which comes back as gradients through `backward`."""
         self.gradients.begin()
-        self.trained.begin()
+        if written := self.trained.begin():
+            self.warn(written)
         self.state.seed(index)
         self.statistics.begin()
         self._current, self._parts = self.batches.shard(self.pending, index), 0
@@ -233,6 +236,7 @@ class StepEngine:
         self.observer.at("optimizer", reduced.step)
         self.state.advance(reduced.epoch, tail, drops=self.mode == "drop")
         self.forget()
+        self.trained.at_edge()
         self._refused = 0
         self.shares = self._usual
         samples = round(sum(samples_of))

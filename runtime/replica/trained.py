@@ -27,7 +27,13 @@ _CHANGED = (
     "was changed while a step's shards were computed, as by an optimizer that steps in a hook of "
     "backward, by Embedding(max_norm=...), or by an average made in forward: each replica changes "
     "its own, by its own shards, and they would drift apart. Leave the step to ReplicaGroup, and "
-    "change weights in on_step, between two of them"
+    "change weights in its after_step, between two of them"
+)
+_WRITTEN = (
+    "was written between two steps. If it is not as it was before, no replica that makes up for "
+    "steps of others, as each newcomer and spare does, holds the same: it does not run the loop, "
+    "nor on_step. Change weights in after_step, an argument of ReplicaGroup, which all call after "
+    "each step"
 )
 _ANOTHER = (
     "came to the model after ReplicaGroup was made, or is another object than it was then",
@@ -48,13 +54,26 @@ class Trained:
         self._counted = [one for one in self._at_first if not one.is_inference()]
         self._divided = any(map(is_divided, self._counted))
         self._before: list[int] | None = None
+        self._at_edge: list[int] | None = None
+        self._told = False
         self._note()
 
-    def begin(self) -> None:
-        """A shard is about to be computed: from a step's first one on all weights stay as they
+    def at_edge(self) -> None:
+        """A step was applied, or a state put back: until the next begins all weights stay as they
         are."""
-        if self._before is None:
-            self._before = self._changes()
+        self._at_edge = None if self._told else self._changes()
+
+    def begin(self) -> str:
+        """A shard is about to be computed: from a step's first one on all weights stay as they
+        are. What was written since the last edge, with the remedy, once; "" if nothing was."""
+        if self._before is not None:
+            return ""
+        self._before = self._changes()
+        before, self._at_edge = self._at_edge, None
+        if before is None or before == self._before:
+            return ""
+        self._told = True
+        return f"the parameter {self._named(before, self._before)} {_WRITTEN}"
 
     def end(self) -> None:
         """The step was made, or given up."""
@@ -64,12 +83,7 @@ class Trained:
         """What is trained and not summed, with the remedy; "" if all is well. For each step: it
         takes some microseconds."""
         if self._before is not None and (now := self._changes()) != self._before:
-            were = zip(self._counted, self._before, now, strict=True)
-            changed = {id(one) for one, before, after in were if before != after}
-            named = self._model.named_parameters()
-            name = next((n for n, one in named if id(one) in changed), "of another object")
-            others = f" (like {len(changed) - 1} more)" if len(changed) > 1 else ""
-            return f"the parameter {name}{others} {_CHANGED}"
+            return f"the parameter {self._named(self._before, now)} {_CHANGED}"
         if self._is_as_noted():
             return ""
         named = self._model.named_parameters()
@@ -103,6 +117,14 @@ class Trained:
     def _strays(self, weight: torch.Tensor) -> bool:
         """Also one that does not require grad any more, but has one that would be applied."""
         return id(weight) not in self._summed and (weight.requires_grad or weight.grad is not None)
+
+    def _named(self, before: list[int], now: list[int]) -> str:
+        """Those that were written between these two."""
+        were = zip(self._counted, before, now, strict=True)
+        changed = {id(one) for one, first, last in were if first != last}
+        named = self._model.named_parameters()
+        name = next((n for n, one in named if id(one) in changed), "of another object")
+        return f"{name} (like {len(changed) - 1} more)" if len(changed) > 1 else name
 
     def _changes(self) -> list[int]:
         """How often each weight was changed in place."""

@@ -23,6 +23,23 @@ def test_who_is_not_heard_because_nobody_is_stays_a_member(play: Play) -> None:
     assert scene.coordinator.alive == scene.members  # the others' words are on their way
 
 
+def test_what_is_said_while_a_group_is_built_decides_nothing(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many members say it so often that each word must cost next to nothing."""
+    scene = play(3)
+    settled: list[int] = []
+    monkeypatch.setattr(scene.coordinator, "settle", lambda: settled.append(1))
+
+    for replica in scene.replicas:
+        replica.say("set", epoch=1, key=f"0:{replica.placement}", value="here")
+        replica.say("get", epoch=1, key="0:p0", id=1)
+        replica.say("pong", n=0, step=0)
+
+    assert [len(replica.heard("value")) for replica in scene.replicas] == [1, 1, 1]
+    assert not settled
+
+
 def test_who_was_lost_meanwhile_is_found_soon(play: Play) -> None:
     scene = play(3)
     scene.pass_time(3.0)

@@ -68,6 +68,28 @@ def test_a_replica_whose_memory_errs_is_named(make_fleet: Callable[..., Fleet], 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+def test_a_newcomer_does_after_each_step_what_the_others_do(
+    make_fleet: Callable[..., Fleet], ranks: int
+) -> None:
+    door = Door()
+    options = {"clamps": True, "compare_every": 10}
+    fleet = make_fleet(3, url=door.url, divided=ranks, options=options)
+    fleet.start()
+    fleet.wait_for_step(20)
+    fleet.kill(2)
+    fleet.wait_for_members([0, 1])
+    fleet.start_rank(2)
+    fleet.wait_for_members([0, 1, 2])
+    fleet.train_on()
+    fleet.stop()
+    door.close()
+
+    told = {one["kind"] for one in door.messages("trouble")}
+    assert told <= {"exception"}  # of the other rank of the one that was killed
+    assert len(fleet.digests()) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_newcomer_that_makes_something_else_of_a_step_is_not_let_in(
     make_fleet: Callable[..., Fleet], ranks: int
 ) -> None:

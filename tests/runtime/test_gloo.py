@@ -15,7 +15,7 @@ from functools import partial
 import pytest
 import torch
 
-from runtime.replica.gloo import DOUBT_S, SILENT_MS, Gloo, group_sockets, severed
+from runtime.replica.gloo import DOUBT_S, SILENT_MS, Gloo, LinkStore, group_sockets, severed
 from runtime.replica.link import LinkLost
 from runtime.replica.membership import Severed, Silent
 from tests.runtime.replicas import Board, until
@@ -87,6 +87,24 @@ def test_what_a_collective_that_is_left_behind_uses_is_freed_once_it_ends(
     group = weakref.ref(ours._built[0])
     ours.build(Board(), 2, [ours.address], 0)
     until(lambda: group() is None, "its group is freed with it")
+
+
+def test_what_was_waited_for_is_not_asked_for_again() -> None:
+    asked: list[str] = []
+
+    class Link(Board):
+        def get(self, epoch: int, key: str, timeout_s: float) -> str:
+            asked.append(key)
+            return super().get(epoch, key, timeout_s)
+
+    store = LinkStore(Link(), 1, 0)
+    store.set("a", b"1")
+    store.wait(["a"])
+
+    assert store.get("a") == b"1"
+    assert len(asked) == 1
+    assert store.get("a") == b"1"
+    assert len(asked) == 2
 
 
 def left_behind(member: Gloo, buffer: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from runtime.replica.membership import CannotFollow, Member, Trainer
+from runtime.replica.membership import CannotFollow, Member, Severed, Trainer
 from tests.runtime.simulation.schedule import (
     epochs_of_a_doubt,
     run,
@@ -114,6 +114,33 @@ def test_who_is_not_handed_a_step_again_begins_anew() -> None:
     member.hear(epoch(3))
     assert said[-1][0] == "again"
     assert (member.newcomer, trainer.held) == (True, set())
+
+
+class Breaking(Behind):
+    """A trainer none of whose groups ever stands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.troubles: list[tuple[str, str]] = []
+
+    def replay(self, step: int, donors: list[list[str]]) -> None:
+        raise Severed("epoch 2 has no group: Too many open files")
+
+    def trouble(self, kind: str, text: str) -> None:
+        self.troubles.append((kind, text))
+
+
+def test_epochs_of_the_same_members_that_break_again_and_again_are_told_once() -> None:
+    trainer = Breaking()
+    member = Member(1, lambda _op, **_told: None, cast(Trainer, trainer))
+
+    for number in range(2, 8):
+        member.hear(epoch(number))
+
+    ((kind, text),) = trainer.troubles
+    assert kind == "epochs_break"
+    assert "after step 11 the epoch of replicas [0, 1, 2] broke 3 times in a row" in text
+    assert text.endswith("Too many open files")
 
 
 def test_a_seed_is_the_same_schedule_each_time() -> None:

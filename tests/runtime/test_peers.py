@@ -384,6 +384,24 @@ def test_a_follower_that_one_donor_cannot_serve_any_more_is_served_by_another(
     assert [(one["op"], one["reduced"].step) for one in made] == [("made", 8), ("made", 9)]
 
 
+def test_a_follower_without_memory_says_that_it_cannot_follow(
+    donor: Donor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(_size: int) -> torch.Tensor:
+        raise RuntimeError("not enough memory: you tried to allocate 20 bytes")
+
+    donor.kept.add(Reduced(8, 1, torch.zeros(5)))
+    donor.kept.add(Reduced(9, 1, torch.zeros(5)))
+    monkeypatch.setattr("runtime.replica.fetching.torch.empty", none_left)
+    heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+
+    Follower([donor.address], "right", 8, heard.put)
+
+    message = heard.get(timeout=PATIENCE_S)
+    assert message["op"] == "cannot_follow"
+    assert "not enough memory" in message["error"]
+
+
 def test_a_follower_hears_of_each_step_in_order_and_when_it_is_up_to_date(
     make_donor: Callable[[], Donor],
 ) -> None:

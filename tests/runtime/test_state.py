@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,13 +15,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.data import Batches
-from runtime.image import CHUNK_BYTES, Staged
+from runtime.image import CHUNK_BYTES, Damaged, Staged
 from runtime.ledger import Summed
 from runtime.replica.optimizers import torchs_own
 from runtime.replica.state import TrainingState
 from runtime.snapshot import TooSmall, digest_of, size_of, stage, state_of, touched
 
 SUMMED = Summed(coverage=[1] * 12, checksums=[5] * 12, who=[1] * 12)
+
+
+class OtherFloat(float):
+    """As NumPy's shows itself."""
+
+    def __repr__(self) -> str:
+        return f"np.float64({float(self)})"
+
+
+class Kept:
+    """What a script gives to be kept beside its model."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
 
 
 class Odd(torch.Tensor):
@@ -426,6 +447,73 @@ def test_odd_values_come_back_as_they_were(value: Any) -> None:
     back = state_of(Staged.restore(described, copied.buffer))["v"]
 
     assert digest_of({"v": value}) == copied.digest == digest_of({"v": back})
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_number_of_another_library_comes_back_as_a_plain_one(value: float) -> None:
+    back = state_of(stage({"v": OtherFloat(value)}, 0))["v"]
+
+    assert repr(back) == repr(value)
+
+
+def test_what_describes_no_state_is_damage() -> None:
+    staged = stage({"v": math.inf}, 0)
+    table = replace(staged.table, skeleton={"$float": "many"})
+
+    with pytest.raises(Damaged, match="does not make a state"):
+        state_of(replace(staged, table=table))
+
+
+@pytest.mark.parametrize("kept", [{"part_of": 3}, {"part_of": {"dim": 1}, "part": "first"}])
+def test_what_a_script_keeps_is_not_taken_for_a_part_of_the_model(kept: dict[str, Any]) -> None:
+    copied = training(extra={"data": Kept(kept)}).copy()
+    other = Kept({})
+
+    training(extra={"data": other}).load(copied)
+
+    assert other.state == kept
+
+
+def test_what_is_done_after_each_step_is_done_by_those_who_make_up_for_it() -> None:
+    """With the same random numbers, whatever was drawn while shards were computed."""
+    states = []
+    for drawn in (0, 5):
+        torch.manual_seed(3)
+        state = training()
+        weight = state.model.get_parameter("weight")
+        state.after_step = lambda one=weight: one.add_(torch.rand(one.shape)).clamp_(0, 1)
+        for _ in range(3):
+            state.model(torch.ones(4, 3)).square().mean().backward()
+            torch.rand(drawn)
+            state.advance(1, SUMMED)
+        states.append(state)
+
+    assert states[0].digest() == states[1].digest()
+    assert float(states[0].model.get_parameter("weight").detach().min()) >= 0
+
+
+def test_a_learning_rate_that_the_loop_sets_is_refused() -> None:
+    state = training()
+    groups: Any = state.optimizers[0].param_groups  # type: ignore[attr-defined]
+    groups[0]["lr"] = 0.2  # before the first step it may be
+    before = state.flaw()
+    train(state, 1)
+    after = state.flaw()
+    groups[0]["lr"] = 0.3
+
+    assert (before, after) == ("", "")
+    assert "changed lr of optimizer 0" in state.flaw()
+
+
+def test_a_learning_rate_may_be_set_after_each_step() -> None:
+    state = training()
+    groups: Any = state.optimizers[0].param_groups  # type: ignore[attr-defined]
+    state.after_step = lambda: groups[0].update(lr=0.5 / (2 + state.committed))
+
+    train(state, 2)
+
+    assert state.flaw() == ""
+    assert groups[0]["lr"] == 0.5 / 3
 
 
 def test_a_copy_that_is_finished_later_is_of_the_edge_at_which_it_began() -> None:

@@ -54,23 +54,63 @@ def test_a_model_without_any_costs_nothing() -> None:
 
 
 class Counting(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, persistent: bool = True) -> None:
         super().__init__()
-        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("seen", torch.zeros(1), persistent=persistent)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         self.get_buffer("seen").add_(len(rows))
         return rows
 
 
-def test_another_buffer_that_forward_changes_is_refused_by_its_name() -> None:
-    subject = Counting()
+def counted(subject: torch.nn.Module) -> RunningStatistics:
+    """After a step that was computed."""
     statistics = RunningStatistics(subject)
     statistics.begin()
     subject(SHARDS[0])
     statistics.apply(statistics.change())
+    return statistics
+
+
+def test_another_buffer_that_forward_changes_is_refused_by_its_name() -> None:
+    subject = Counting()
+    statistics = counted(subject)
     statistics.restore()
     subject(SHARDS[0])
 
     with pytest.raises(RuntimeError, match="forward changes the buffer 'seen'"):
         statistics.restore()
+
+
+def test_it_is_refused_with_the_second_step_that_is_computed() -> None:
+    subject = Counting()
+    statistics = counted(subject)
+    statistics.apply(statistics.change())  # one that others computed
+    statistics.begin()
+    subject(SHARDS[0])
+
+    with pytest.raises(RuntimeError, match="forward changes the buffer 'seen'"):
+        statistics.apply(statistics.change())
+
+
+def test_a_buffer_that_no_state_has_may_change() -> None:
+    subject = torch.nn.Sequential(Counting(persistent=False))
+    statistics = counted(subject)
+    subject(SHARDS[0])
+
+    statistics.restore()
+
+    assert int(subject.get_buffer("0.seen")) == 2 * len(SHARDS[0])
+
+
+def test_what_all_change_after_a_step_is_the_edge() -> None:
+    subject = torch.nn.Sequential(torch.nn.BatchNorm1d(3), Counting())
+    statistics = RunningStatistics(subject)
+    statistics.apply(statistics.change())
+    for buffer in subject.buffers():
+        buffer.fill_(3)
+
+    statistics.changed_at_edge()
+    statistics.restore()
+
+    assert {float(one) for buffer in subject.buffers() for one in buffer.flatten()} == {3.0}

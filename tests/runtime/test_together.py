@@ -38,6 +38,7 @@ from runtime.replica.step import NotWhole, StepEngine
 from runtime.replica.telling import Teller
 from runtime.replica.together import MAX_TRIES, Together
 from runtime.snapshot import state_of
+from tests.runtime.replicas import until
 from tests.runtime.told import Told
 
 TOKEN = "of this test"
@@ -73,13 +74,13 @@ class Other:
 class Counted:
     """Of the script's own."""
 
-    def __init__(self, seen: int) -> None:
+    def __init__(self, seen: Any) -> None:
         self.seen = seen
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         return {"seen": self.seen}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seen = state["seen"]
 
 
@@ -285,6 +286,71 @@ def test_what_nothing_here_unpacks_is_not_passed_over_for_what_is_older(
     with pytest.raises(NotInstalled):
         pair.rank.obey("read", {"name": "step-00000009", "tier": "shared"})
     assert not pair.told.messages
+
+
+def test_no_newcomer_is_worth_the_training(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the script wants kept became something of which no copy can be made."""
+    hashed: list[tuple[str, int, str]] = []
+    pair.rank.on_hashed = lambda *told: hashed.append(told)
+    monkeypatch.setattr(pair.state, "extra", {"odd": Counted({1})})
+
+    pair.rank.make_room()
+    until(pair.rank.has_room, "it is tried")
+    pair.rank.stage()
+
+    assert hashed == [("staged", pair.state.committed, "")]
+
+
+def test_room_that_cannot_be_had_is_told_and_asked_for_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def fails(size: int) -> memoryview:
+        asked.append(size)
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(rank_module, "touched", fails)
+    monkeypatch.setattr(pair.saver.rooms, "made", lambda: True)
+    for _ in range(2):
+        pair.rank.make_room()
+        until(pair.rank.has_room, "it was tried")
+        assert pair.rank._spare() is None
+
+    assert len(asked) == 2
+    told = [one.kind for one in pair.told.messages if isinstance(one, Trouble)]
+    assert told == ["no_room_for_newcomers"] * 2
+
+
+@pytest.mark.parametrize(("replica", "first"), [(0, "a"), (1, "b"), (2, "c"), (4, "b")])
+def test_those_who_are_behind_ask_different_donors_first(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, replica: int, first: str
+) -> None:
+    asked: list[str] = []
+
+    def fetch(donors: Any, _token: str, step: int) -> Reduced:
+        asked.extend(donors)
+        gradients = pair.rank.engine.gradients
+        summed = torch.cat([torch.zeros(gradients.size), gradients.tail(Wishes())])
+        return Reduced(step, 1, summed)
+
+    monkeypatch.setattr(rank_module, "fetch_reduced", fetch)
+    pair.rank.replica = replica
+
+    pair.rank.fetch([["a"], ["b"], ["c"]])
+
+    assert sorted(asked) == ["a", "b", "c"]
+    assert asked[0] == first
+
+
+def test_what_the_loop_changes_of_extra_makes_no_two_states_differ() -> None:
+    digests = set()
+    for seen in (3, 4):
+        state = new_state()
+        state.extra = {"loop": Counted(seen)}
+        digests.add(state.begin_comparison(None).finish().digest)
+
+    assert len(digests) == 1
 
 
 def test_no_proof_is_worth_the_training(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

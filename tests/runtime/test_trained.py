@@ -214,6 +214,22 @@ def test_words_that_are_kept_short_are_named() -> None:
     assert "parameter weight was changed while a step's shards" in trained.flaw()
 
 
+def test_what_is_written_between_two_steps_is_told_once(
+    model: nn.Sequential, trained: Trained
+) -> None:
+    told = []
+    for _ in range(3):
+        trained.at_edge()
+        with torch.no_grad():
+            model.get_parameter("0.weight").clamp_(-0.1, 0.1)
+        told.append(trained.begin())
+        trained.end()
+
+    assert "parameter 0.weight was written between two steps" in told[0]
+    assert "after_step" in told[0]
+    assert told[1:] == ["", ""]
+
+
 def test_weights_may_change_between_steps(model: nn.Sequential, trained: Trained) -> None:
     trained.begin()
     model(torch.ones(1, 3)).sum().backward()

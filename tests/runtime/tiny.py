@@ -4,12 +4,12 @@ Its options: `steps`, `mode`, `checkpoint_s`, `local_s`, `peer_s` and `object_s`
 shard takes, as if an accelerator computed it), `dropout`, `compare_every`, `straggler_after_s`,
 `flips_at` (with so many steps applied, a bit of its weights turns over in the next), and what a
 misfit of a replica has otherwise: `width`, `samples`, `content` (of which its data is drawn),
-`seed`, `rate`. `rich` trains with all that a loop may have besides, with or without `averages`; if
-it is `calm`, no last bit of a sum decides on anything. At the step `evaluate_at` it does something
-else for a minute, at `forks_at` it forks a child that does nothing, from `freezes_at` on its first
-layer is trained no more. `data` is "ids", "dataset",
-"loader", "stateful" or "streams": what Batches is given; `workers` load it, `drop_last` ends it.
-The model is divided among the ranks of a replica.
+`seed`, `rate`. It `clamps` its weights after each step, and counts these. `rich` trains with all
+that a loop may have besides, with or without `averages`; if it is `calm`, no last bit of a sum
+decides on anything. At the step `evaluate_at` it does something else for a minute, at `forks_at` it
+forks a child that does nothing, from `freezes_at` on its first layer is trained no more. `data` is
+"ids", "dataset", "loader", "stateful" or "streams": what Batches is given; `workers` load it,
+`drop_last` ends it. The model is divided among the ranks of a replica.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def main() -> None:
         "width": 32, "samples": 960, "content": 3, "seed": 5, "rate": 1e-3, "rich": False,
         "averages": True, "evaluate_at": -1, "pace_s": 0.003, "data": "ids", "workers": 0,
         "drop_last": False, "dropout": 0.5, "compare_every": 1000, "flips_at": -1,
-        "straggler_after_s": 600, "calm": False, "forks_at": -1, "freezes_at": 1 << 60,
+        "straggler_after_s": 600, "calm": False, "clamps": False, "forks_at": -1,
+        "freezes_at": 1 << 60,
         **job.options,
     }  # fmt: skip
     folder = Path(options["folder"])
@@ -70,6 +71,10 @@ def main() -> None:
         else {"optimizer": Momentum(model, options["rate"], options["flips_at"])}
     )
 
+    if options["clamps"]:
+        kept = Kept(model)
+        parts |= {"extra": {"steps": kept}, "after_step": kept.clamp}
+
     def report(step: Any) -> None:
         steps_log.write(json.dumps(vars(step)) + "\n")
 
@@ -97,6 +102,25 @@ def main() -> None:
     if average := parts.get("ema"):
         flat = torch.nn.utils.parameters_to_vector(average.parameters())
         (folder / f"average.{name}").write_text(json.dumps(flat.tolist()))
+
+
+class Kept:
+    """What a script keeps beside its model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.steps = 0
+
+    def clamp(self) -> None:
+        self.steps += 1
+        for weight in self.model.parameters():
+            weight.clamp_(-0.2, 0.2)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
 
 
 def fork() -> None:
