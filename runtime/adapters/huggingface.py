@@ -38,8 +38,8 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
     """A Trainer whose `train` is one replica of a group. A shard is what one device would take:
     `per_device_train_batch_size` samples; the global batch is `shards` times that.
 
-    All but the keywords below is the Trainer's own. `mode`, `saver`, `ema`, `extra`, `on_step`: see
-    `ReplicaGroup`; `tokens_per_sample` is only told to the control plane.
+    All but the keywords below is the Trainer's own. `mode`, `saver`, `ema`, `extra`, `on_step`,
+    `after_step`: see `ReplicaGroup`; `tokens_per_sample` is only told to the control plane.
 
     Every replica evaluates; only the lowest that lives logs, prints and writes. `train` returns
     once the job is done, or was told to stop: then `state.global_step` is below `state.max_steps`.
@@ -57,6 +57,7 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
         ema: Averages | None = None,
         extra: Mapping[str, Stateful] | None = None,
         on_step: Callable[[Committed], None] | None = None,
+        after_step: Callable[[], object] | None = None,
         tokens_per_sample: int = 1,
         **settings: Any,
     ) -> None:
@@ -70,6 +71,7 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
             "ema": ema,
             "extra": extra,
             "on_step": self._committed,
+            "after_step": after_step,
         }
         self._on_step = on_step
         self._begun = self._computing = False

@@ -38,9 +38,9 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
     """A Trainer whose `fit` is one replica of a group. What Lightning calls a batch is a step: of
     `shards` shards, each as large as the DataLoader's batch size.
 
-    All but the keywords below is the Trainer's own. `mode`, `saver`, `ema`, `extra`, `on_step`: see
-    `ReplicaGroup`; `seed` puts the samples in order; `tokens_per_sample` is only told to the
-    control plane.
+    All but the keywords below is the Trainer's own. `mode`, `saver`, `ema`, `extra`, `on_step`,
+    `after_step`: see `ReplicaGroup`; `seed` puts the samples in order; `tokens_per_sample` is only
+    told to the control plane.
 
     Every replica validates; only the lowest that lives logs and writes. `fit` returns once the job
     is done, or was told to stop.
@@ -61,13 +61,20 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
         ema: Averages | None = None,
         extra: Mapping[str, Stateful] | None = None,
         on_step: Callable[[Committed], None] | None = None,
+        after_step: Callable[[], object] | None = None,
         tokens_per_sample: int = 1,
         **settings: Any,
     ) -> None:
         refuse("ReplicaTrainer", unmet_of_settings(job, settings))
         self.job = job
         given = {"shards": shards, "seed": seed, "tokens_per_sample": tokens_per_sample}
-        group = {"saver": saver or Checkpointer(job), "mode": mode, "ema": ema, "extra": extra}
+        group = {
+            "saver": saver or Checkpointer(job),
+            "mode": mode,
+            "ema": ema,
+            "extra": extra,
+            "after_step": after_step,
+        }
         _speak(job)
         one_process = {"accelerator": "cpu", "devices": 1, "strategy": _OneReplica(job)}
         super().__init__(**{**settings, **one_process})

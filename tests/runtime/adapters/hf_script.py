@@ -6,6 +6,7 @@ It runs to the end of its schedule, or `steps_made` steps of it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -33,6 +34,7 @@ OPTIONS: dict[str, Any] = {
     "workers": 0,
     "even": True,
     "dropout": 0.1,
+    "clamp": math.inf,
     "arguments": {},
     **job.options,
 }
@@ -80,8 +82,14 @@ def main() -> None:
         if OPTIONS["steps_made"] is not None and step.step >= OPTIONS["steps_made"] - 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
+    model = tiny_model(OPTIONS["dropout"])
+
+    def clamp() -> None:
+        for weight in model.parameters():
+            weight.clamp_(-OPTIONS["clamp"], OPTIONS["clamp"])
+
     trainer = ReplicaTrainer(
-        tiny_model(OPTIONS["dropout"]),
+        model,
         arguments(FOLDER, dataloader_num_workers=OPTIONS["workers"], **OPTIONS["arguments"]),
         train_dataset=Text(OPTIONS["samples"], even=OPTIONS["even"]),
         eval_dataset=Text(8, even=True),
@@ -90,6 +98,7 @@ def main() -> None:
         mode=OPTIONS["mode"],
         saver=runtime.Checkpointer(job, every_s=OPTIONS["checkpoint_s"]),
         on_step=report,
+        after_step=clamp,
     )
     trainer.train()
     trainer.save_model()

@@ -6,6 +6,7 @@ It runs to the end of its epochs, or `steps_made` steps of them.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -33,6 +34,7 @@ OPTIONS: dict[str, Any] = {
     "stop_at": None,
     "samples": 130,
     "dropout": 0.3,
+    "clamp": math.inf,
     "interval": "step",
     "arguments": {},
     **job.options,
@@ -81,6 +83,12 @@ def main() -> None:
         if OPTIONS["steps_made"] is not None and step.step >= OPTIONS["steps_made"] - 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
+    module = Sums(OPTIONS["dropout"], OPTIONS["interval"])
+
+    def clamp() -> None:
+        for weight in module.parameters():
+            weight.clamp_(-OPTIONS["clamp"], OPTIONS["clamp"])
+
     usual = {
         "max_epochs": 1000,
         "gradient_clip_val": 1.0,
@@ -92,11 +100,11 @@ def main() -> None:
         mode=OPTIONS["mode"],
         saver=runtime.Checkpointer(job, every_s=OPTIONS["checkpoint_s"]),
         on_step=report,
+        after_step=clamp,
         logger=CSVLogger(str(FOLDER), name="csv", version=job.replica),
         callbacks=[Heard(), ModelCheckpoint(FOLDER / "saved", save_last=True)],
         **{**usual, **OPTIONS["arguments"]},
     )
-    module = Sums(OPTIONS["dropout"], OPTIONS["interval"])
     trainer.fit(module, loader(OPTIONS["samples"]), loader(8, shuffle=False))
     torch.save(module.state_dict(), FOLDER / f"module.{job.replica}.pt")
     assert trainer.replica is not None

@@ -42,7 +42,7 @@ def heard(fleet: ScriptFleet, replica: int, what: str) -> list[dict[str, Any]]:
 def test_deaths_of_any_replica_leave_weights_losses_and_samples_as_if_there_were_none(
     make_fleet: MakeFleet, tmp_path: Path, capsys: Capture
 ) -> None:
-    fleet = make_fleet(SCRIPT, 3, mode="reproducible")
+    fleet = make_fleet(SCRIPT, 3, mode="reproducible", clamp=0.05)
     killed_and_back(fleet)
 
     trained_as(fleet, alone(tmp_path / "alone", fleet))
