@@ -105,10 +105,10 @@ def was_silent(node_id: str, since: datetime) -> bool:
 
 
 def may_run_on(node: Node) -> list[Placement]:
-    """Whose processes may be there: also those that a warm spare replaced and nobody saw end."""
+    """Whose processes may be there: also those that another replaced and nobody saw end."""
     there = Placement.objects.filter(node=node)
     ends = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=OuterRef("pk"))
-    replaced = there.filter(successors__warm=True, successors__standby=False)
+    replaced = there.filter(successors__isnull=False, successors__standby=False)
     unseen = replaced.filter(~Exists(ends), state=PlacementState.ENDED).distinct()
     return [*there.exclude(state=PlacementState.ENDED), *unseen]
 

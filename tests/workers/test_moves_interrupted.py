@@ -226,14 +226,21 @@ def test_a_job_that_is_started_anew_takes_its_moves_along(world: World) -> None:
     assert set(Replica.objects.values_list("state", flat=True)) == {ReplicaState.PENDING}
 
 
-def test_a_drain_lets_the_replica_move_first(world: World) -> None:
-    node = world.placements[1].node
-    incidents.order_node(PERSON, node.pk, "drain", "new cables")
+def moves_off(world: World, placement: Placement) -> Placement:
+    """Its node is drained, and another process takes its place. Returns that."""
+    incidents.order_node(PERSON, placement.node_id, "drain", "new cables")
     drain()
     answer("start_rank", pid=7)
     standby = Placement.objects.get(standby=True)
     told_by(standby, client.Hello(pid=7, at=time.time()))
     told_by(world.placements[0], regrouped(entered=[standby.pk]))
+    return standby
+
+
+def test_a_drain_lets_the_replica_move_first(world: World) -> None:
+    node = world.placements[1].node
+    standby = moves_off(world, world.placements[1])
+    world.exits(world.placements[1], requested=True)
     drain()
 
     assert state(node)[0] == NodeState.QUARANTINED
@@ -241,6 +248,20 @@ def test_a_drain_lets_the_replica_move_first(world: World) -> None:
     assert not commands("stop_process")
     assert not Incident.objects.exists()
     assert {run.requested_by for run in PlaybookRun.objects.all()} == {"1"}
+
+
+def test_a_drained_node_is_not_empty_before_the_old_process_was_seen_to_end(world: World) -> None:
+    old = world.placements[1]
+    standby = moves_off(world, old)
+    drain()
+    before = (state(old.node)[0], commands("stop_process"))
+    answer("stop_process", stopped=True)
+    drain()
+
+    assert before == (NodeState.DRAINING, [wire.StopProcess(placement=old.pk, grace_s=0)])
+    assert state(old.node)[0] == NodeState.QUARANTINED
+    assert world.placement_of(1) == standby
+    assert not Incident.objects.exists()
 
 
 def test_a_drain_without_a_free_node_stops_the_replica(world: World) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
+from django.utils import timezone
 
 from controlplane.accounts.choices import ActorKind
 from controlplane.accounts.models import Actor, AuditEvent
@@ -12,10 +15,17 @@ from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Command, Node
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import IncidentState, RunState
-from controlplane.incidents.models import Incident, PlaybookRun
+from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
 from controlplane.incidents.plans import NODE_ORDERS, plan_of_order
+from controlplane.jobs.choices import PlacementState
+from controlplane.jobs.models import Placement
+from node_agent import wire
+from tests.workers.moving import commands
 from tests.workers.world import HEALTHY, World, answer, drain, run_of
+from workers import engine
 from workers.playbooks import PLAYBOOKS
+from workers.playbooks.base import StepContext
+from workers.playbooks.node_steps import quarantine
 
 pytestmark = pytest.mark.django_db
 PERSON = Actor(ActorKind.USER, "1")
@@ -164,3 +174,55 @@ def test_what_a_person_ordered_carries_their_name(world: World) -> None:
     event = AuditEvent.objects.filter(verb="node.transition").latest("id")
     assert (event.actor_kind, event.actor_id, event.reason) == (ActorKind.USER, "1", "because")
     assert not Command.objects.exists()
+
+
+# --- what is started there while it is being emptied ----------------------------------------------
+
+
+def test_what_is_started_after_the_order_to_kill_is_killed_too(world: World) -> None:
+    """What was killed is brought back in place before the node says that it did so."""
+    killed = world.placements[1]
+    incidents.order_node(PERSON, killed.node_id, "quarantine", "because")
+    engine.drain("", owner="test")
+    world.kill(killed, requested=True)
+    world.peers_lose(killed)
+    only_advances("replica-lost")
+    back = world.placement_of(1)
+    answer("start_rank", pid=2)
+    answer("stop_process", stopped=True)
+    drain()
+
+    asked = (state_of(killed.node), commands("stop_process")[1:])
+    back.refresh_from_db()
+    alive = back.state
+    answer("stop_process", stopped=True)
+    drain()
+    back.refresh_from_db()
+
+    assert back.node == killed.node
+    assert asked == (NodeState.ALLOCATED, [wire.StopProcess(placement=back.pk, grace_s=0)])
+    assert alive == PlacementState.STARTING
+    assert state_of(killed.node) == NodeState.QUARANTINED
+    assert back.state == PlacementState.ENDED
+    assert not world.bmcs[killed.node_id].orders
+
+
+def test_a_node_that_is_given_work_in_that_very_moment_is_not_taken_out_yet(world: World) -> None:
+    node = world.spares[0]
+    run = incidents.order_node(PERSON, node.pk, "quarantine", "because")
+    engine.unfold_runs()
+    outcome = quarantine(StepContext(run.steps.get(key="quarantine")))
+    Placement.objects.filter(pk=world.placements[1].pk).update(node=node)
+
+    assert outcome.apply is not None
+    with pytest.raises(Conflict, match="was given work meanwhile"):
+        outcome.apply()
+
+
+def only_advances(playbook: str) -> None:
+    """Its runs go on, timers included, while every other step sleeps."""
+    for _ in range(4):
+        steps = PlaybookStep.objects.filter(state__in=["ready", "waiting"])
+        steps.update(wake_at=timezone.now() + timedelta(hours=1))
+        steps.filter(run__playbook=playbook).update(wake_at=timezone.now())
+        engine.drain("", owner="test")

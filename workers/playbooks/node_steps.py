@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 from django.conf import settings
 from django.utils import timezone
 
 from controlplane.accounts.choices import ActorKind
 from controlplane.accounts.models import SYSTEM, Actor
+from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.actions.nodes import OUR_DRAIN
 from controlplane.fleet.choices import (
@@ -79,23 +81,26 @@ def quarantine(ctx: StepContext) -> Outcome:
         return _cut_power(ctx, node, "its agent is not heard")
     ours = Command.objects.filter(requester__startswith=f"{ctx.requester()}.", verb="stop_process")
     orders = list(ours.order_by("created_at"))
+    told = {_whom(order) for order in orders}
     if not live:
-        return Done(text=f"{node.name} holds no work; quarantined", apply=_take_out(ctx, node))
-    if not orders:
+        text = f"{node.name} holds no work; quarantined"
+        return Done(text=text, apply=_take_out(ctx, node, told))
+    unasked = [placement for placement in live if placement.pk not in told]
+    if unasked:
         return Wait(
             text=f"{node.name} is told to kill what runs there",
             wake_s=KILL_S,
-            apply=lambda: _order_kill(ctx, node, live),
+            apply=lambda: _order_kill(ctx, node, unasked, len(orders)),
         )
-    unasked = len(live) > len(orders)  # it came since
-    if unasked or any(order.state not in COMMAND_FINISHED for order in orders):
-        asked = timezone.now() - orders[0].created_at
+    if any(order.state not in COMMAND_FINISHED for order in orders):
+        asked = timezone.now() - orders[-1].created_at
         if asked < timedelta(seconds=KILL_S):
             return Wait(text="waiting for its agent to say that nothing runs", wake_s=1.0)
         return _cut_power(ctx, node, f"its agent did not answer within {KILL_S:g} s")
     if all(order.state == CommandState.DONE for order in orders):
         return Done(
-            text=f"what ran on {node.name} was killed; quarantined", apply=_take_out(ctx, node)
+            text=f"what ran on {node.name} was killed; quarantined",
+            apply=_take_out(ctx, node, told),
         )
     return _cut_power(ctx, node, "its agent could not kill what runs there")
 
@@ -135,8 +140,15 @@ def no_longer_wanted(ctx: StepContext) -> str:
     return back_at_work(ctx, node_of(ctx))
 
 
-def _order_kill(ctx: StepContext, node: Node, live: list[Placement]) -> None:
-    for position, placement in enumerate(live):
+def _whom(order: Command) -> str:
+    """The placement that this is about."""
+    action = msgspec.json.decode(order.payload, type=wire.Command).action
+    return action.placement if isinstance(action, wire.StopProcess) else ""
+
+
+def _order_kill(ctx: StepContext, node: Node, live: list[Placement], first: int) -> None:
+    """`first`: how many orders of this step there are already."""
+    for position, placement in enumerate(live, first):
         order = wire.StopProcess(placement=placement.pk, grace_s=0)
         fleet.queue_command(
             actor_of(ctx), node.pk, order, requester=ctx.requester(str(position)), ttl_s=30
@@ -156,12 +168,17 @@ def _cut_power(ctx: StepContext, node: Node, why: str) -> Outcome:
     )
 
 
-def _take_out(ctx: StepContext, node: Node) -> Any:
+def _take_out(ctx: StepContext, node: Node, killed: Collection[str] | None = None) -> Any:
+    """`killed`: the placements whose processes are gone; None if the node has no power. Conflict
+    if another was started there since."""
     reason = str(ctx.values.get("reason", "")) or ctx.run.title
 
     def apply() -> None:
         there = Placement.objects.select_related("replica__job", "node").filter(node=node)
-        for placement in there.exclude(state=PlacementState.ENDED):
+        live = there.exclude(state=PlacementState.ENDED)
+        if killed is not None and any(placement.pk not in killed for placement in live):
+            raise Conflict(f"{node.name} was given work meanwhile, which is to be killed too")
+        for placement in live:
             jobs.end_placement(
                 actor_of(ctx), placement.pk, f"{node.name} was taken out", free_node=False
             )
