@@ -352,6 +352,20 @@ def test_cancelling_a_start_leaves_no_node_allocated(world: World) -> None:
     assert Command.objects.get(verb="start_rank").state == CommandState.EXPIRED
 
 
+def test_cancelling_ends_a_process_that_has_not_come_to_life(world: World) -> None:
+    """Its node has started it, and it imports what it needs."""
+    world.kill(world.placements[1])
+    drain()
+    answer("start_rank", pid=2)
+    drain()
+    back = world.placement_of(1)
+
+    incidents.cancel_run(PERSON, run_of("replica-lost").pk, "by hand")
+
+    assert commands("stop_process") == [wire.StopProcess(placement=back.pk, grace_s=0)]
+    assert Command.objects.get(verb="stop_process").node == back.node
+
+
 def test_cancelling_leaves_no_coordinator_that_its_job_does_not_know(world: World) -> None:
     """Its node has taken the order, and will start it."""
     coordinator_goes(world, world.spares[1])
@@ -376,13 +390,14 @@ def test_a_rank_that_died_of_an_exception_is_mended(world: World) -> None:
     assert Incident.objects.get().state == IncidentState.RESOLVED
 
 
-def coordinator_goes(world: World, node: Node) -> None:
-    """With this node, which comes back, and is told to start it anew."""
+def coordinator_runs(world: World, node: Node) -> None:
     Job.objects.filter(pk=world.job.pk).update(
         coordinator_node=node, coordinator_placement="plc_coordinator"
     )
-    world.silence(node)
-    drain()
+
+
+def coordinator_exits(world: World, node: Node, **how: object) -> None:
+    """Its node's agent says so."""
     record_signal(
         new_id("sig"),
         SignalKind.PROCESS_EXITED,
@@ -391,8 +406,16 @@ def coordinator_goes(world: World, node: Node) -> None:
         node=node,
         job_id=world.job.pk,
         placement_id="plc_coordinator",
-        data={"kind": "coordinator", "reason": "reboot"},
+        data={"kind": "coordinator", **how},
     )
+
+
+def coordinator_goes(world: World, node: Node) -> None:
+    """With this node, which comes back, and is told to start it anew."""
+    coordinator_runs(world, node)
+    world.silence(node)
+    drain()
+    coordinator_exits(world, node, reason="reboot")
     world.boot(node)
     drain()
     answer("diagnose", tests=[{"name": "cards", "outcome": "passed"}])
@@ -411,6 +434,24 @@ def test_a_coordinator_that_went_with_its_node_is_started_where_it_was(world: Wo
     answer("start_coordinator", address="127.0.0.1:4000", pid=5)
     drain()
     assert not Incident.objects.exclude(state=IncidentState.RESOLVED).exists()
+
+
+def test_a_coordinator_that_its_agent_had_started_again_is_not_started_once_more(
+    world: World, settings: Settings
+) -> None:
+    """It was killed long before its node fell silent, which says nothing of it now."""
+    settings.BUDGET_NODES_PER_CLUSTER = 0
+    node = world.spares[1]
+    coordinator_runs(world, node)
+    coordinator_exits(world, node, signal=9)
+    world.silence(node)
+    drain()
+    world.hear(node)
+    drain()
+
+    assert run_of("restore-coordinator").state == RunState.SUCCEEDED
+    assert run_of("restore-coordinator").state_reason.endswith("the coordinator never went")
+    assert commands("start_coordinator") == []
 
 
 def test_a_job_of_one_replica_that_no_other_covers_is_started_anew_as_a_whole(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
+import msgspec
 import pytest
 
 from controlplane.accounts.models import SYSTEM
@@ -15,6 +17,7 @@ from controlplane.jobs import actions as jobs
 from controlplane.jobs.models import Job, Placement
 from node_agent import wire
 from tests.factories import PlaybookRunFactory
+from tests.workers.moving import commands
 from tests.workers.world import World, answer, drain, quarantine, run_of, step_of, unanswered
 
 pytestmark = pytest.mark.django_db
@@ -22,15 +25,30 @@ pytestmark = pytest.mark.django_db
 START = "start-job"
 
 
+def begin(world: World, name: str, **fields: Any) -> Job:
+    """A job of two replicas, or another with these fields, is to start."""
+    job = jobs.register(
+        SYSTEM,
+        cluster_id=world.cluster.pk,
+        name=name,
+        program="train",
+        **{"world_replicas": 2, **fields},
+    )
+    incidents.start_job(SYSTEM, job.pk)
+    return job
+
+
+def all_free(world: World) -> None:
+    """Nothing runs on any node."""
+    for one in world.placements:
+        jobs.end_placement(SYSTEM, one.pk, "not of this test", free_node=True)
+
+
 @pytest.fixture
 def starting(world: World) -> Job:
     """A job of two replicas whose nodes were told to start them."""
-    for one in world.placements:
-        jobs.end_placement(SYSTEM, one.pk, "not of this test", free_node=True)
-    job = jobs.register(
-        SYSTEM, cluster_id=world.cluster.pk, name="wide", program="train", world_replicas=2
-    )
-    incidents.start_job(SYSTEM, job.pk)
+    all_free(world)
+    job = begin(world, "wide")
     drain()
     answer("start_coordinator", address="127.0.0.1:4001")
     drain()
@@ -125,17 +143,9 @@ def test_what_another_run_brings_back_is_not_started_once_the_others_are_heard(
 def test_no_node_is_told_that_went_silent_after_it_was_chosen(
     world: World, nodes_per_replica: int
 ) -> None:
-    for one in world.placements:
-        jobs.end_placement(SYSTEM, one.pk, "not of this test", free_node=True)
-    job = jobs.register(
-        SYSTEM,
-        cluster_id=world.cluster.pk,
-        name="wide",
-        program="train",
-        world_replicas=2 // nodes_per_replica,
-        nodes_per_replica=nodes_per_replica,
-    )
-    incidents.start_job(SYSTEM, job.pk)
+    all_free(world)
+    replicas = 2 // nodes_per_replica
+    begin(world, "wide", world_replicas=replicas, nodes_per_replica=nodes_per_replica)
     drain()
     world.silence_together(*Node.objects.filter(name__in=["node-0", "node-1"]))
     answer("start_coordinator", address="127.0.0.1:4001")
@@ -155,3 +165,88 @@ def test_a_node_that_does_not_start_its_rank_is_for_a_person(starting: Job, how:
 
     assert run_of(START).state == RunState.NEEDS_OPERATOR
     assert run_of(START).state_reason == "node-0 did not start its rank: no"
+
+
+def test_a_start_that_a_node_refused_leaves_nothing_once_it_is_cancelled(starting: Job) -> None:
+    first, second = nodes_of(starting)
+    refused = Command.objects.get(verb="start_rank", node=first)
+    no = wire.CommandResult(id=refused.pk, state="refused", at=time.time(), error="no")
+    fleet.record_command_result(first.pk, no)
+    answer("start_rank", pid=7)
+    drain()
+    incidents.cancel_run(SYSTEM, run_of(START).pk, "not today")
+
+    assert places_of(starting) == []
+    assert unfinished("stop_process") == [first.name, second.name]
+    starting.refresh_from_db()
+    assert incidents.may_be_started(starting)
+
+
+def test_what_trains_already_stays_when_its_start_is_cancelled(world: World, starting: Job) -> None:
+    first, second = places_of(starting)
+    answer("start_rank", pid=7)
+    world.join(first)
+    incidents.cancel_run(SYSTEM, run_of(START).pk, "not today")
+
+    assert places_of(starting) == [first]
+    assert unfinished("stop_process") == [second.node.name]
+
+
+@pytest.mark.parametrize("nodes_per_replica", [1, 2])
+def test_a_start_whose_nodes_another_took_leaves_no_coordinator(
+    world: World, nodes_per_replica: int
+) -> None:
+    all_free(world)
+    shape: dict[str, Any] = {
+        "world_replicas": 2 // nodes_per_replica,
+        "nodes_per_replica": nodes_per_replica,
+    }
+    first, second = begin(world, "first", **shape), begin(world, "second", **shape)
+    drain()
+    answer("start_coordinator", address="127.0.0.1:4001")
+    began = {one.job: one.placement for one in coordinators()}
+    drain()
+    stops = commands("stop_process")
+    answer("start_coordinator", address="127.0.0.1:4002")
+    drain()
+
+    names = [{one.node.name for one in places_of(job)} for job in (first, second)]
+    assert sorted(map(sorted, names)) == [["node-0", "node-1"], ["spare-0", "spare-1"]]
+    late = Placement.objects.filter(node__name="spare-0").latest("created_at").replica.job
+    assert stops == [wire.StopProcess(placement=began[late.pk])]
+    late.refresh_from_db()
+    assert late.coordinator_placement == coordinators()[-1].placement
+
+
+def test_a_coordinator_of_which_nobody_knows_whether_it_started_is_ended(world: World) -> None:
+    all_free(world)
+    begin(world, "wide")
+    drain()
+    unanswered()
+
+    first, second = coordinators()
+    assert commands("stop_process") == [wire.StopProcess(placement=first.placement)]
+    assert first.placement != second.placement
+
+
+def test_a_coordinator_that_failed_to_start_is_ended(world: World) -> None:
+    """It may have come up after its agent gave up on it."""
+    all_free(world)
+    begin(world, "wide")
+    drain()
+    answer("start_coordinator", "failed")
+    drain()
+
+    assert commands("stop_process") == [wire.StopProcess(placement=coordinators()[0].placement)]
+
+
+def coordinators() -> list[wire.StartCoordinator]:
+    """Those that nodes were told to start, in turn."""
+    payloads = Command.objects.filter(verb="start_coordinator").order_by("created_at")
+    decode = msgspec.json.Decoder(wire.Command).decode
+    orders = [decode(one).action for one in payloads.values_list("payload", flat=True)]
+    return [one for one in orders if isinstance(one, wire.StartCoordinator)]
+
+
+def places_of(job: Job) -> list[Placement]:
+    return [one for replica in job.replicas.all() for one in replica.alive]

@@ -34,8 +34,11 @@ def await_node(ctx: StepContext) -> Outcome:
     job = Job.objects.get(pk=ctx.run.job_id)
     if node.state not in (NodeState.AVAILABLE, NodeState.ALLOCATED) or not node.lease.reachable:
         return Wait(text=f"{node.name} is {node.get_state_display().lower()}", wake_s=2.0)
+    # After any other end its agent started it again by itself.
     ended = Signal.objects.filter(
-        kind=SignalKind.PROCESS_EXITED, placement_id=job.coordinator_placement
+        kind=SignalKind.PROCESS_EXITED,
+        placement_id=job.coordinator_placement,
+        data__reason="reboot",
     )
     if not ended.exists():
         return End(text=f"{node.name} is heard again, and the coordinator never went")

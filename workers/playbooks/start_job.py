@@ -81,7 +81,11 @@ def start_coordinator(ctx: StepContext) -> Outcome:
     if command.state not in COMMAND_FINISHED:
         return Wait(text="it is starting")
     if command.state != CommandState.DONE:
-        return Back(to="choose-nodes", text=f"it did not start: {command.error or command.state}")
+        return Back(
+            to="choose-nodes",
+            text=f"it did not start: {command.error or command.state}",
+            apply=lambda: _stop_unknown(ctx),
+        )
     address = str(command.output["address"])
 
     def apply() -> None:
@@ -113,7 +117,7 @@ def start_ranks(ctx: StepContext) -> Outcome:
     if not commands:
         replicas = job.replicas.select_related("job")
         places = [*zip(replicas, ctx.values["nodes"], strict=True)]
-        due = sum(_is_due(ctx, replica, node_id) for replica, node_id in places)
+        due = [replica for replica, node_id in places if _is_due(ctx, replica, node_id)]
         if not due:
             return Done(text="all ranks run, or are brought back by runs of their own")
 
@@ -123,9 +127,10 @@ def start_ranks(ctx: StepContext) -> Outcome:
                     _order_rank(ctx, replica, node_id)
 
         return Wait(
-            text=f"{due} nodes are told to start their ranks",
+            text=f"{len(due)} nodes are told to start their ranks",
+            context={"placements": [_placement_id(ctx, replica) for replica in due]},
             apply=apply,
-            on_conflict=Back(to="choose-nodes", text="one of the nodes was taken meanwhile"),
+            on_conflict=_taken(job),
         )
     # What was lost meanwhile a run of its own brings back, on whichever node.
     there = Placement.objects.filter(replica__job=job).exclude(state=PlacementState.ENDED)
@@ -137,6 +142,30 @@ def start_ranks(ctx: StepContext) -> Outcome:
     if running < len(ours):
         return Wait(text=f"{running} of {len(ours)} ranks run")
     return Done(text=f"{running} ranks run")
+
+
+def _stop_unknown(ctx: StepContext) -> None:
+    """A coordinator that may have started after all, and that its job will not know."""
+    placement = ctx.values["coordinator_placement"]
+    fleet.queue_command(
+        SYSTEM,
+        ctx.values["coordinator_node"],
+        wire.StopProcess(placement=placement),
+        requester=f"end/{placement}",
+    )
+
+
+def _taken(job: Job) -> Back:
+    """Another run placed a rank on a node that was chosen. The coordinator that was started for
+    these nodes ends, unless ranks of this job know it."""
+    text = "one of the nodes was taken meanwhile"
+
+    def begin_anew() -> None:
+        theirs = Placement.objects.filter(replica__job=job)
+        if not theirs.exclude(state=PlacementState.ENDED).exists():
+            jobs.begin_start(SYSTEM, job.pk, text)
+
+    return Back(to="choose-nodes", text=text, apply=begin_anew)
 
 
 def _not_started(ctx: StepContext, failed: Sequence[Command]) -> Outcome:
@@ -177,11 +206,16 @@ def _is_due(ctx: StepContext, replica: Replica, node_id: str) -> bool:
 
 def _order_rank(ctx: StepContext, replica: Replica, node_id: str) -> None:
     """Place one replica and have its rank started."""
-    part, there = str(replica.index), _there(replica)
-    placement_id = there.pk if there else ctx.placement_id(part)
+    placement_id = _placement_id(ctx, replica)
     jobs.place(SYSTEM, replica.pk, node_id, placement_id=placement_id)
     order = start_rank_command(replica, placement_id)
-    fleet.queue_command(SYSTEM, node_id, order, requester=ctx.requester(part))
+    fleet.queue_command(SYSTEM, node_id, order, requester=ctx.requester(str(replica.index)))
+
+
+def _placement_id(ctx: StepContext, replica: Replica) -> str:
+    """Of the place that it has, or is to have."""
+    there = _there(replica)
+    return there.pk if there else ctx.placement_id(str(replica.index))
 
 
 def _there(replica: Replica) -> Placement | None:

@@ -55,7 +55,7 @@ def start_all(
             text=f"{', '.join(names)} are told to start it together",
             context={"placements": [ctx.placement_id(str(n)) for n in range(len(node_ids))]},
             apply=order,
-            on_conflict=Back(to=again, text="one of the nodes was taken meanwhile"),
+            on_conflict=Back(to=again, text="one of the nodes was taken meanwhile", apply=give_up),
         )
     failed = [c for c in commands if c.state in COMMAND_FINISHED and c.state != CommandState.DONE]
     if failed:

@@ -176,7 +176,7 @@ def cancel_run(actor: Actor, run_id: str, reason: str) -> None:
         pk__in=[run.context.get("placement", ""), *run.context.get("placements", [])],
         state=PlacementState.STARTING,
     )
-    for placement in stillborn:
+    for placement in stillborn.select_related("replica"):
         _stop_waiting(actor, run, placement)
         jobs.end_placement(actor, placement.pk, f"cancelled: {reason}", free_node=True)
     PlaybookStep.objects.filter(run=run).exclude(
@@ -204,12 +204,11 @@ def _stop_coordinators(actor: Actor, run: PlaybookRun) -> None:
 
 
 def _stop_waiting(actor: Actor, run: PlaybookRun, placement: Placement) -> None:
-    """What a node has of a replica on several says nothing before all have found each other, and
-    may wait for them long after its node took the order to start it."""
-    if placement.pk in run.context.get("placements", []):
-        order = wire.StopProcess(placement=placement.pk, grace_s=0)
-        requester = f"{run.pk}.cancel.{placement.node_rank}"
-        fleet.queue_command(actor, placement.node_id, order, requester=requester)
+    """Its node may have taken the order to start it, and a process says nothing before it has
+    imported what it needs, or of a replica on several nodes before all have found each other."""
+    order = wire.StopProcess(placement=placement.pk, grace_s=0)
+    requester = f"{run.pk}.cancel.{placement.replica.index}.{placement.node_rank}"
+    fleet.queue_command(actor, placement.node_id, order, requester=requester)
 
 
 def _stop_standby(actor: Actor, run: PlaybookRun, reason: str) -> None:
