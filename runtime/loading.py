@@ -15,8 +15,9 @@ import random
 import signal
 import sys
 import threading
+import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sized
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from typing import Any
@@ -136,6 +137,8 @@ class Loader:
         self._loaded = {key: data for key, data in self._loaded.items() if key[0] >= step}
         if self._crew is not None and self._crew.ready():
             self._receive(self._crew, (step, index))
+        elif self._crew is not None and not self._crew.alive():
+            self._bury(self._crew, RuntimeError("a worker died as it began"))
         if (step, index) in self._loaded:
             return self._loaded.pop((step, index))
         return load(self._source, self._seed, step, index, ids)
@@ -155,22 +158,22 @@ class Loader:
             key = crew.asked[0]
             try:
                 data = crew.take()
-            except Exception as error:
-                if not crew.alive():
-                    self._bury(crew)
-                    return
-                # The sample's own fault is raised where it is used, if it is: loaded once more.
-                log.debug("not_loaded step=%s shard=%s error=%r", *key, error)
+            except Exception as error:  # torch would wait for ever for an answer that was lost
+                self._bury(crew, error)
+                return
+            if isinstance(data, _Fault):
+                # It is raised where the shard is used, if it is: it is loaded once more.
+                log.debug("not_loaded step=%s shard=%s error=%s", *key, data.error)
                 continue
             if key[0] >= wanted[0]:
                 self._loaded[key] = data
 
-    def _bury(self, crew: _Crew) -> None:
+    def _bury(self, crew: _Crew, error: Exception) -> None:
         self._deaths += 1
         crew.close()
         again = self._deaths < MAX_DEATHS
         then = "started anew" if again else "not started again: the rank itself loads from now on"
-        self._trouble("loader_worker_died", f"a loader's worker died; they are {then}")
+        self._trouble("loader_worker_died", f"{error}; a loader's workers are {then}")
         self._crew = _Crew(self._source, self._seed, self._upcoming) if again else None
 
 
@@ -249,7 +252,8 @@ class _Crew:
         return all(worker.is_alive() for worker in self._workers())
 
     def take(self) -> Any:
-        """The next answer. Raises RuntimeError if a worker died, or whatever a sample raised."""
+        """The next answer, a `_Fault` if a sample raised. Raises RuntimeError if a worker died, and
+        whatever happens to an answer on its way."""
         if not self.alive():
             raise RuntimeError("a worker died")
         try:
@@ -294,7 +298,17 @@ class _Shards(Dataset[Any]):
         self._seed = seed
 
     def __getitem__(self, asked: Asked) -> Any:
-        return load(self._source, self._seed, *asked)
+        try:
+            return load(self._source, self._seed, *asked)
+        except Exception as error:
+            return _Fault(repr(error))
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """What a sample raised in a worker."""
+
+    error: str
 
 
 class _Wake:
@@ -308,8 +322,12 @@ class _Wake:
         # Scripts that join a job at their top have taken the signal for themselves.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         threading.Thread(target=_die_with_the_rank, daemon=True).start()
-        if self._init is not None:
-            self._init(worker)
+        try:
+            if self._init is not None:
+                self._init(worker)
+        except BaseException:  # torch would have it live on, and answer nothing
+            traceback.print_exc()
+            os._exit(1)
         self._woken.release()
 
 
@@ -355,6 +373,8 @@ def _of_loader(loader: Any, start: str | None) -> Source:
     own = getattr(loader, "sampler", None)
     if isinstance(loader.dataset, IterableDataset):
         _demand_map(loader.dataset)
+    if isinstance(own, Sized) and len(own) != len(loader.dataset):
+        kind = f"{kind} over {len(own)} of {len(loader.dataset)} samples"
     if kind not in _PLAIN_SAMPLERS or getattr(own, "replacement", False):
         raise ValueError(
             f"the DataLoader has a {kind} of its own, but order and position are kept by Batches: "

@@ -12,6 +12,7 @@ import logging
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sized
+from contextlib import AbstractContextManager
 from typing import Any
 
 from runtime.loading import random_numbers
@@ -110,10 +111,12 @@ class _Stream:
         """Where passes begin, up to this position, as far as their streams tell their length."""
         while self._begins[-1] <= position:
             epoch = len(self._begins) - 1
-            stream = self._factory(self._shard, epoch)
-            if not isinstance(stream, Sized):
-                return
-            self._note_length(epoch, len(stream))
+            with self._drawing(epoch, self._begins[epoch]):
+                stream = self._factory(self._shard, epoch)
+                if not isinstance(stream, Sized):
+                    return
+                length = len(stream)
+            self._note_length(epoch, length)
 
     def _begin(self, epoch: int, start: int = 0) -> None:
         """Make a pass's stream at the next read, from its sample `start` on."""
@@ -140,8 +143,7 @@ class _Stream:
 
     def _read_within(self, count: int) -> list[Any]:
         """The next samples of this pass; fewer at its end."""
-        drawn = (self._seed, self._shard, self._epoch, self._next // self._size, 2)
-        with random_numbers(hash(drawn)):
+        with self._drawing(self._epoch, self._next):
             try:
                 if self._iterator is None:
                     self._iterator = iter(self._made())
@@ -151,6 +153,11 @@ class _Stream:
                 raise
         self._next += len(samples)
         return samples
+
+    def _drawing(self, epoch: int, position: int) -> AbstractContextManager[None]:
+        """As whoever reads this pass from this position draws."""
+        drawn = (self._seed, self._shard, epoch, position // self._size, 2)
+        return random_numbers(hash(drawn))
 
     def _made(self) -> Iterable[Any]:
         if self._start:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -51,6 +52,37 @@ class Endless(IterableDataset[int]):
 def say_hello(worker: int) -> None:
     """A worker_init_fn."""
     os.environ["HELLO"] = str(worker)
+
+
+class Broken:
+    """A worker makes it, and nobody can receive it."""
+
+    def __reduce__(self) -> Any:
+        return _receive, (os.getpid(),)
+
+
+def _receive(made_by: int) -> Broken:
+    if os.getpid() != made_by:
+        raise OSError("received 0 items of ancdata")
+    return Broken()
+
+
+def broken_elsewhere(samples: list[tuple[torch.Tensor, int]]) -> Any:
+    """A collate function: what workers make of it is lost on its way."""
+    values, pids = zip(*samples, strict=True)
+    ids = torch.tensor([int(value) for value in values])
+    here = multiprocessing.parent_process() is None
+    return ids, torch.tensor(pids), (None if here else Broken())
+
+
+def die(_worker: int) -> None:
+    """A worker_init_fn."""
+    os._exit(3)
+
+
+def fail(_worker: int) -> None:
+    """Another one."""
+    raise OSError("no such file")
 
 
 class Greeted(Noisy):

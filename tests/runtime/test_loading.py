@@ -15,12 +15,29 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from runtime.data import Batches
 from runtime.loading import MAX_DEATHS
-from tests.runtime.datasets import Endless, Faulty, Fetching, Greeted, Noisy, as_list, say_hello
+from tests.runtime.datasets import (
+    Endless,
+    Faulty,
+    Fetching,
+    Greeted,
+    Noisy,
+    as_list,
+    broken_elsewhere,
+    die,
+    fail,
+    say_hello,
+)
 from tests.runtime.replicas import ROOT, until
 
 Open = Callable[..., Batches]
@@ -116,6 +133,11 @@ def refused() -> dict[str, tuple[type[Exception], str, Callable[[], Any]]]:
             "has a WeightedRandomSampler of its own, .*: leave sampler and batch_sampler out",
             lambda: Batches(DataLoader(data, sampler=weighted)),
         ),
+        "sampler of a part": (
+            ValueError,
+            "has a RandomSampler over 4 of 8 samples of its own",
+            lambda: Batches(DataLoader(data, sampler=RandomSampler(data, num_samples=4))),
+        ),
         "batch sampler": (
             ValueError,
             "give it batch_size=",
@@ -207,7 +229,9 @@ def test_a_dead_worker_is_survived_told_and_replaced(opened: Open, troubles: lis
     replaced = first_step_of_workers(batches, step + 20)
 
     assert victim not in loaders_of(batches, replaced + 1)
-    assert troubles == ["loader_worker_died: a loader's worker died; they are started anew"]
+    (told,) = troubles
+    assert told.startswith("loader_worker_died: ")
+    assert told.endswith("; a loader's workers are started anew")
 
 
 def test_after_so_many_deaths_the_rank_loads_by_itself(opened: Open, troubles: list[str]) -> None:
@@ -236,6 +260,39 @@ def test_a_sample_that_cannot_be_read_is_told_where_it_is_used(opened: Open) -> 
     assert fetched
     with pytest.raises(OSError, match=f"sample {fault} cannot be read"):
         _ = batches.shard(60, 1).data
+
+
+def test_what_is_lost_between_a_worker_and_the_rank_is_loaded_anew(
+    opened: Open, troubles: list[str]
+) -> None:
+    """torch would wait for it for ever, and all replicas for this one."""
+    batches = opened(Noisy(), workers=1, collate=broken_elsewhere)
+    steps = iter(range(100_000))
+
+    def given_up() -> bool:
+        step = next(steps)
+        shard = batches.shard(step, 0)
+        assert shard.data[0].tolist() == list(shard.ids)
+        return len(troubles) == MAX_DEATHS
+
+    until(given_up, "the rank loads by itself")
+    assert "received 0 items of ancdata; a loader's workers are started anew" in troubles[0]
+    assert "not started again" in troubles[-1]
+
+
+@pytest.mark.parametrize("begins", [die, fail])
+def test_workers_that_cannot_begin_are_told_of(
+    opened: Open, troubles: list[str], begins: Callable[[int], None]
+) -> None:
+    batches = opened(DataLoader(Noisy(), batch_size=2, num_workers=1, worker_init_fn=begins))
+    steps = iter(range(100_000))
+
+    def given_up() -> bool:
+        loaders_of(batches, next(steps))
+        return len(troubles) == MAX_DEATHS
+
+    until(given_up, "the rank loads by itself")
+    assert "a worker died as it began" in troubles[0]
 
 
 @LOADERS

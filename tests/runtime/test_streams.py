@@ -152,8 +152,16 @@ def shuffled_with_noise(shard: int, epoch: int) -> Iterator[tuple[int, float, fl
         yield number, random.gauss(), float(torch.rand(()))
 
 
-def test_random_numbers_are_the_same_whoever_reads_and_leave_ours_alone() -> None:
-    first, later = (opened(shuffled_with_noise) for _ in range(2))
+def shuffled_at_once(shard: int, epoch: int) -> list[tuple[int, float, float]]:
+    """The same, and as the stream is made."""
+    return [*shuffled_with_noise(shard, epoch)]
+
+
+@pytest.mark.parametrize("factory", [shuffled_with_noise, shuffled_at_once])
+def test_random_numbers_are_the_same_whoever_reads_and_leave_ours_alone(
+    factory: Callable[[int, int], Any],
+) -> None:
+    first, later = (opened(factory) for _ in range(2))
     before = torch.get_rng_state(), random.getstate()
 
     all_along = [first.shard(step, 1).data for step in range(31)]
