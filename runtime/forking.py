@@ -1,4 +1,4 @@
-"""Children that a script forks beside the training keep none of its connections.
+"""Children that a script forks beside the training keep none of its connections and signals.
 
 A forked worker of a loader has a copy of every socket of its parent. If the parent is killed, its
 connections are reset only once no copy is left, and a dead replica would look alive. Standard
@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import weakref
 from collections.abc import Callable
+from types import FrameType
 
 _kept: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_taken: dict[int, Callable[[int, FrameType | None], object]] = {}
 _closers: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
@@ -28,7 +31,17 @@ def in_children(close: Callable[[], None]) -> None:
     _closers.append(weakref.WeakMethod(close))
 
 
+def take_signal(number: int, handler: Callable[[int, FrameType | None], object]) -> None:
+    """Handle this signal here, and leave it alone in every child that is forked: one that is told
+    to end by it would live on."""
+    signal.signal(number, handler)
+    _taken[number] = handler
+
+
 def _after_fork() -> None:
+    for number, handler in _taken.items():
+        if signal.getsignal(number) is handler:
+            signal.signal(number, signal.SIG_DFL)
     for connection in list(_kept):
         with contextlib.suppress(OSError):  # it was closed before
             os.close(connection.detach())

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime import client
+from runtime.forking import take_signal
 from runtime.launchers import FROM_ENVIRONMENT, by_torchrun, need, place_of
 from runtime.replica.pacing import bytes_per_second
 from runtime.replica.preemption import GRACE_S
@@ -84,7 +85,7 @@ def join(environment: dict[str, str] | None = None) -> Job:
         end_with_launcher()
     if threading.current_thread() is threading.main_thread() and not worker:
         # A rank that is still importing notes the wish; the training loop obeys it at its edge.
-        signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
+        take_signal(signal.SIGTERM, lambda _number, _frame: stop.set())
     placement = env.get(client.ENV_PLACEMENT) or f"pid-{os.getpid()}-{time.time_ns()}"
     token = need(env, client.ENV_TOKEN)
     place = place_of(env)

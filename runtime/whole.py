@@ -106,6 +106,7 @@ class WholeJob:
         self._refused: list[str] = []  # why this rank could not load what it tried
         self._said = (0.0, 0)  # loss and samples of the step under way
         self._asked = False  # the control plane wants a checkpoint
+        self._owed: set[TierName] = set()  # and had none yet in these tiers
         self._teller = Teller(job, SampleLedger({}), 0, whole=True)
         self._group: Any = None
         self._start = ""
@@ -211,7 +212,9 @@ class WholeJob:
 
     def _due(self) -> set[TierName]:
         """The tiers to which it is time to save; an engineer is told of those that are late."""
-        due = {*self.saver.tiers} if self._asked else self.saver.due()
+        if self._asked:
+            self._asked, self._owed = False, {*self.saver.tiers}
+        due = self._owed | self.saver.due()
         self.saver.ready(due.intersection(TIERS))
         return due.intersection(TIERS)
 
@@ -222,7 +225,7 @@ class WholeJob:
         name = f"{self._start}x{self.committed}"
         if self.saver.save(begin, name, tiers, epoch=self.epoch, last=last) is not None:
             self._saved |= dict.fromkeys(tiers, self.committed)
-        self._asked = False
+            self._owed -= {*tiers}
 
     def _on_directive(self, directive: Directive) -> None:
         """On the sender's thread."""

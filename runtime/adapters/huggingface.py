@@ -96,6 +96,7 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
         refuse(
             "train", unmet_of_call(resume_from_checkpoint, trial, again=self.replica is not None)
         )
+        refuse("ReplicaTrainer", unmet_of_settings(self))  # callbacks may have been added since
         return super().train(ignore_keys_for_eval=ignore_keys_for_eval)
 
     def is_world_process_zero(self) -> bool:

@@ -14,7 +14,9 @@ from transformers.training_args import ParallelMode
 from runtime.adapters.refusals import overridden
 
 #: Methods of a Trainer whose work the group does.
-_REPLACED = ("training_step", "get_batch_samples", "_get_train_sampler")
+_REPLACED = (
+    "training_step", "get_batch_samples", "_get_train_sampler", "get_train_dataloader",
+)  # fmt: skip
 #: Events of the optimizer's step, which a newcomer makes before its callbacks hear of anything.
 _NEVER_TOLD = ("on_pre_optimizer_step", "on_optimizer_step")
 #: Optimizers that step inside backward, or whose weights are others while they are evaluated.

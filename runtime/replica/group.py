@@ -16,6 +16,7 @@ import torch
 from runtime.checkpoint import Checkpointer
 from runtime.client import Directive, Stopped
 from runtime.data import Batches, Shard
+from runtime.forking import take_signal
 from runtime.job import Job
 from runtime.replica import observing
 from runtime.replica.division import Division
@@ -161,7 +162,7 @@ class ReplicaGroup:
     def __enter__(self) -> Self:
         self._begun = True
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda _number, _frame: self._on_term())
+            take_signal(signal.SIGTERM, lambda _number, _frame: self._on_term())
         self.job.sender.on_directive = self._on_directive
         self._loop.start()
         return self

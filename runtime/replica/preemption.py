@@ -84,7 +84,8 @@ class Preemption:
         os.write(self._tell, b"!")
 
     def _run(self) -> None:
-        os.read(self._told, 1)
+        while self._deadline is None and not self._reached.is_set():
+            os.read(self._told, 1)  # a child that was forked has this pipe too
         if self._reached.is_set() or self._reached.wait(max(0.0, self.left_s() - self._needs_s())):
             return
         log.warning("preempted left_s=%.1f", self.left_s())

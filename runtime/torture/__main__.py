@@ -139,7 +139,8 @@ def give_up(run: Run, error: Hung) -> None:
 def figures_of(run: Run, place: int) -> Figures:
     started = {rank.placement: rank.started for rank in run.fleet.started}
     made = run.made[place]
-    overlapping = [other for other in run.made if other.back_at == made.back_at]
+    others = [other for other in run.made if other is not made]
+    overlapping = [other for other in others if other.back_at == made.back_at]
     return measure(made, run.watch, started, overlapping)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -47,6 +49,45 @@ def noticed(grace_s: float, needs_s: float) -> tuple[Preemption, threading.Event
 
 def test_no_edge_in_time_saves_without_one() -> None:
     preemption, saved = noticed(0.5, 0.4)
+    preemption.notice()
+    assert saved.wait(PATIENCE_S)
+
+
+#: A script that forks a helper, and tells it to end.
+FORKS = """
+import os, signal, threading
+from runtime.forking import take_signal
+from runtime.replica.preemption import Preemption
+
+saved = threading.Event()
+preemption = Preemption(0.5, lambda: 0.4, saved.set)
+take_signal(signal.SIGTERM, lambda _number, _frame: preemption.notice())
+there, begun = os.pipe()
+child = os.fork()
+if not child:
+    os.write(begun, b"!")
+    signal.pause()
+    os._exit(0)
+os.read(there, 1)
+os.kill(child, signal.SIGTERM)
+_, status = os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(status), saved.wait(1.0))
+preemption.notice()
+print(saved.wait(30.0))
+"""
+
+
+def test_a_child_that_is_told_to_end_ends_and_saves_nothing() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert told.stdout.split() == ["-15", "False", "True"]
+
+
+def test_a_word_from_elsewhere_is_no_notice() -> None:
+    preemption, saved = noticed(0.5, 0.4)
+    os.write(preemption._tell, b"!")  # as a child would that has the same pipe
+    assert not saved.wait(0.3)
     preemption.notice()
     assert saved.wait(PATIENCE_S)
 

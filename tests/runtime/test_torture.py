@@ -11,20 +11,22 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.torture.__main__ import parse
+from runtime.torture.__main__ import figures_of, parse
 from runtime.torture.faults import Fault, Settings, plan
 from runtime.torture.kinds import ANY, KINDS, MOMENTS, SHARED, WRITING
 from runtime.torture.made import Death, Made
 from runtime.torture.measure import Figures, measure
 from runtime.torture.network import impossible
 from runtime.torture.report import Report, Seen, judge
+from runtime.torture.run import Run
 from runtime.torture.watch import Event, Watch
 from tests.runtime.replicas import ROOT, until
 
@@ -197,6 +199,19 @@ def test_who_is_lost_by_what_must_cost_nobody_was_given_up(
     made = Made(fault, step=1, struck=[10.0], hurt={"plc_1"}, gone=gone, back_at=15.0)
 
     assert measure(made, watch, {}).given_up == expected
+
+
+def test_who_a_fault_struck_itself_is_not_excused_by_it(tmp_path: Path) -> None:
+    run = SimpleNamespace(watch=Watch(tmp_path), fleet=SimpleNamespace(started=[]))
+    lost = event("lost", at=12.1, replica=1, whose="plc_1", how="heartbeat")
+    run.watch.events = {"plc_0": [commit(0, at=9.9), lost, commit(1, at=12.2)]}
+    fault = Fault(
+        number=1, kind="slow", phase="forward", first=None, targets=(1,), ending="stays",
+        delay_s=0.0, seconds=3.0, calm_steps=4, hasty=False,
+    )  # fmt: skip
+    run.made = [Made(fault, step=1, struck=[10.0], hurt={"plc_1"}, back_at=15.0)]
+
+    assert figures_of(cast(Run, run), 0).given_up == [1]
 
 
 # --- the judgement --------------------------------------------------------------------------------

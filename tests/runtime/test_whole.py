@@ -27,6 +27,7 @@ from node_agent.launch import together
 from runtime.checkpoint import store
 from runtime.checkpoint.__main__ import main
 from runtime.checkpoint.tiers import TierName
+from runtime.client import Directive
 from runtime.job import Job
 from runtime.replica.division import Division
 from runtime.replica.gloo import Gloo
@@ -371,6 +372,23 @@ def test_told_to_stop_it_saves_its_last_step_to_every_tier(alone: Alone) -> None
 
     assert made == [0, 1]
     assert alone.saved(whole, "local") == alone.saved(whole, "shared") == [1]
+
+
+def test_a_checkpoint_that_is_asked_for_is_made_in_a_busy_tier_too(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with alone.start() as whole:
+        steps = whole.steps(NEVER)
+        until(lambda: next(steps) >= 0 and whole.saver.is_free("local"), "there is room")
+        free = whole.saver.is_free
+        monkeypatch.setattr(whole.saver, "is_free", lambda tier: tier != "shared" and free(tier))
+        whole._on_directive(Directive(id="dir_1", verb="checkpoint"))
+        until(lambda: next(steps) >= 0 and alone.saved(whole, "local"), "one tier is free")
+        busy = alone.saved(whole, "shared")
+        monkeypatch.undo()
+        until(lambda: next(steps) >= 0 and alone.saved(whole, "shared"), "the other one is")
+
+    assert busy == []
 
 
 def test_what_could_not_be_copied_at_the_last_edge_is_saved_at_the_end(alone: Alone) -> None:

@@ -68,6 +68,10 @@ class OwnStep(huggingface.ReplicaTrainer):
     def training_step(self, *_: Any, **__: Any) -> None: ...
 
 
+class OwnData(huggingface.ReplicaTrainer):
+    def get_train_dataloader(self) -> Any: ...
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
@@ -85,6 +89,7 @@ class OwnStep(huggingface.ReplicaTrainer):
             "load_best_model_at_end=True: load state.best_model_checkpoint after train",
         ),
         ({"callbacks": [Clips()]}, "Clips.on_pre_optimizer_step: the group steps the optimizer"),
+        ({"kind": OwnData}, "get_train_dataloader of OwnData: the group takes the backward"),
         ({"kind": OwnStep}, "training_step of OwnStep: the group takes the backward"),
     ],
 )
@@ -95,6 +100,14 @@ def test_a_hugging_face_trainer_is_refused(
         hugging_face(job, tmp_path, **settings)
 
     assert sentence in str(refused.value)
+
+
+def test_a_callback_that_is_added_later_is_refused_too(job: Job, tmp_path: Path) -> None:
+    trainer = hugging_face(job, tmp_path)
+    trainer.add_callback(Clips())
+
+    with pytest.raises(ValueError, match=r"Clips\.on_pre_optimizer_step: the group steps"):
+        trainer.train()
 
 
 def test_a_hugging_face_trainer_neither_resumes_nor_steps_by_a_metric(
