@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 from runtime.torture.kinds import AWAY, KINDS
@@ -51,6 +52,10 @@ class Report:
     folder: str | None = None  # where the logs are, if they were kept
 
 
+def _tells_difference(event: Event) -> bool:
+    return event.what == "trouble" and event.data["kind"] == "diverged"
+
+
 def judge(
     disturbed: Seen,
     undisturbed: Seen | None,
@@ -77,12 +82,13 @@ def judge(
         for f in figures
         if f.given_up
     ]
-    problems += [
-        f"fault {f.fault} ({f.kind} in {f.phase}): replicas that hold different states were told "
-        f"of {f.alarms['diverged']} times; their logs say which"
-        for f in figures
-        if "diverged" in f.alarms
-    ]
+    # Whenever it is told, for the one that errs may be replaced before the end.
+    differences = sum(map(_tells_difference, chain.from_iterable(disturbed.events.values())))
+    if differences:
+        problems.append(
+            f"replicas that hold different states were told of {differences} times; their logs say "
+            "which"
+        )
     problems += [broken for one in disturbed.restarts for broken in broken_claims(one)]
     problems += [
         f"fault {f.fault} ({f.kind}, {f.phase}): {broken}" for f in figures for broken in _disk(f)

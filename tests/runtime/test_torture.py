@@ -337,6 +337,8 @@ def broken() -> dict[str, tuple[Report, str]]:
     other_end = with_events(lambda own: [*own[:-1], ended("plc_1", "d2")], "plc_1")
     part = event("part", 1.0, "plc_1", rank=1, digest="of the other rank")
     other_part = with_events(lambda own: [*own, part], "plc_1")
+    late = event("trouble", 99.0, "plc_1", kind="diverged", subject="", text="of its card")
+    differed = with_events(lambda own: [*own, late], "plc_1")
     other_ledger = with_events(lambda own: [*own[:-1], ended("plc_1", ledger=[])], "plc_1")
     other_run = {p: [*own[:-1], ended(p, "d3")] for p, own in good().events.items()}
     return {
@@ -347,6 +349,7 @@ def broken() -> dict[str, tuple[Report, str]]:
         "one did not end": (judged(with_events(lambda own: own[:-1], "plc_1")), "not come to"),
         "sums differ": (judged(other_sum), "plc_1 has loss 9.0"),
         "states differ": (judged(other_end), "end with different states"),
+        "states differed": (judged(differed), "hold different states were told of 1 times"),
         "parts differ": (judged(other_part), "end with different states"),
         "ledgers differ": (judged(other_ledger), "differs from the others'"),
         "another trajectory": (judged(good(), good(events=other_run)), "not that of the undist"),
