@@ -84,7 +84,8 @@ class Draft:
         self.facts = facts
         self.shares = shares
         self.path = folder / f"{_PREFIX}{step:08d}-{save}"
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
+        self.path.mkdir(exist_ok=True)
         # By its handle it is found also after another writer made it visible.
         self.handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         self._locks: list[int] = []
@@ -398,6 +399,14 @@ def read_small(name: str, folder: int) -> bytes:
     file = os.open(name, os.O_RDONLY, dir_fd=folder)
     with os.fdopen(file, "rb") as opened:
         return opened.read()
+
+
+def make_folder(path: Path) -> None:
+    """And all that leads to it; what is new of these survives a loss of power. Raises OSError."""
+    new = [one for one in (path, *path.parents) if not one.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for one in new:
+        sync_folder(one.parent)
 
 
 def sync_folder(path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Literal
 
 from runtime.checkpoint import store
 from runtime.checkpoint.asking import Asking
-from runtime.checkpoint.draft import sync_folder
+from runtime.checkpoint.draft import make_folder, sync_folder
 from runtime.checkpoint.interval import FAILURES_PER_NODE_DAY, Pace, nodes_of
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.objects import ObjectStore
@@ -209,7 +209,7 @@ def run_of(folder: Path) -> str:
     path = folder / _RUN
     if found := known_run(folder):
         return found
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     draft = folder / f".{_RUN}-{uuid.uuid4().hex}"
     with draft.open("x") as file:
         file.write(uuid.uuid4().hex[:12])
@@ -224,6 +224,7 @@ def run_of(folder: Path) -> str:
             draft.rename(path)
     finally:
         draft.unlink(missing_ok=True)
+    sync_folder(folder)
     return known_run(folder)
 
 
@@ -231,7 +232,7 @@ def next_epoch(folder: Path, above: int) -> int:
     """The number of a start of the job whose checkpoints are in this folder: above that one, and
     above those of all starts before it, also of those that left nothing here. No other start has
     it, however many there are at once. Durable. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     while True:
         above = max([above, *epochs_taken(folder)]) + 1
         try:

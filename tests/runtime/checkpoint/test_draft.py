@@ -35,6 +35,18 @@ def write(
     return draft.write(rank, staged.table, image, before, share=share)
 
 
+def test_the_folders_that_lead_to_it_survive_a_loss_of_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    durable: list[Path] = []
+    monkeypatch.setattr("runtime.checkpoint.draft.sync_folder", durable.append)
+
+    with draft_at(tmp_path / "job" / "run", 1):
+        pass
+
+    assert durable == [tmp_path / "job", tmp_path]
+
+
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
 def test_it_is_visible_once_its_last_part_is_there(tmp_path: Path, order: tuple[int, ...]) -> None:
     images = [staged_at(10 + rank) for rank in range(3)]
