@@ -371,14 +371,14 @@ def _of_loader(loader: Any, start: str | None) -> Source:
         )
     kind = type(getattr(loader, "sampler", None)).__name__
     own = getattr(loader, "sampler", None)
-    if isinstance(loader.dataset, IterableDataset):
-        _demand_map(loader.dataset)
-    if isinstance(own, Sized) and len(own) != len(loader.dataset):
-        kind = f"{kind} over {len(own)} of {len(loader.dataset)} samples"
-    if kind not in _PLAIN_SAMPLERS or getattr(own, "replacement", False):
+    _demand_map(loader.dataset)
+    samples = len(loader.dataset)
+    drawn = len(own) if isinstance(own, Sized) else samples
+    if kind not in _PLAIN_SAMPLERS or getattr(own, "replacement", False) or drawn != samples:
         raise ValueError(
-            f"the DataLoader has a {kind} of its own, but order and position are kept by Batches: "
-            "leave sampler and batch_sampler out; a subset or weights belong into the dataset"
+            f"the DataLoader has a {kind} of its own ({drawn} of {samples} samples), but order and "
+            "position are kept by Batches: leave sampler and batch_sampler out; a subset or "
+            "weights belong into the dataset"
         )
     context = getattr(loader, "multiprocessing_context", None)
     method = context.get_start_method() if context is not None else START_METHODS[0]

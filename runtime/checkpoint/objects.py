@@ -42,8 +42,8 @@ STREAMS = 4
 SMALL_STREAMS = 8
 #: Bytes of one request, a multiple of a chunk. S3 wants at least 5 MiB, and 10,000 at most.
 BLOCK_BYTES = 16 << 20
-#: Where nothing was put for so many seconds no writer is at work: longer than a store takes for the
-#: largest object, which it shows once it is whole.
+#: Where nothing was put for so many seconds no writer is at work. A store shows an object only once
+#: it is whole, so this is longer than the largest takes.
 IDLE_S = 6 * 3600.0
 #: Seconds, and tries. By its defaults botocore, and s3fs around it, would hold a job's start up for
 #: a quarter of an hour for each request to a store that hangs.
@@ -274,13 +274,14 @@ class ObjectStore:
 
     def _is_abandoned(self, folder: str, newest: Found) -> bool:
         """Whether nobody puts anything there any more, by the store's own clock: a job that went
-        back writes steps that came before those of the writers that outlived it. So where the
-        store does not say when, nobody knows. Raises OSError."""
+        back writes steps that came before those of the writers that outlived it. Where the store
+        does not say when, nobody knows."""
         try:
             now = self._changed(posixpath.join(newest.path, MANIFEST))
-            return max(map(self._changed, self._ls(folder))) < now - timedelta(seconds=IDLE_S)
-        except (FileNotFoundError, NotImplementedError):
+            put = [*map(self._changed, self._ls(folder))]
+        except OSError:
             return False
+        return all(one < now - timedelta(seconds=IDLE_S) for one in put)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -416,7 +417,7 @@ class ObjectStore:
         """Each kind of store has errors of its own: they become OSError."""
         try:
             yield
-        except (OSError, Damaged, NotImplementedError):
+        except (OSError, Damaged):
             raise
         except Exception as error:
             raise OSError(f"{self.url}, {path}: {error}") from error

@@ -165,10 +165,7 @@ class Gloo:
         self._begin("drydock-connect", connect)
 
     def _begin(self, name: str, work: Callable[[], None]) -> None:
-        thread = threading.Thread(target=work, name=name, daemon=True)
-        with self._changed:
-            self._in_gloo = [*filter(threading.Thread.is_alive, self._in_gloo), thread]
-            thread.start()
+        _begin(self._in_gloo, self._changed, name, work)
 
     def close(self) -> None:
         """Nothing more is summed. A thread that is in gloo when its process ends crashes it, also
@@ -247,8 +244,10 @@ class Gloo:
         """Free what a collective uses once it has ended, by its timeout at the latest: gloo's
         threads use it until then, and to free a group waits for those."""
 
-        def ended(_future: object) -> None:  # on one of them
-            self._begin("drydock-release", used.clear)
+        running, changed = self._in_gloo, self._changed
+
+        def ended(_future: object) -> None:  # on one of them, which must not be the last to know us
+            _begin(running, changed, "drydock-release", used.clear)
 
         work.get_future().add_done_callback(ended)
 
@@ -275,9 +274,11 @@ class Gloo:
         """Wait for the end of a collective, of its epoch, or of one of its connections; False if it
         outlives that."""
 
+        changed = self._changed
+
         def wake(_future: object) -> None:
-            with self._changed:
-                self._changed.notify_all()
+            with changed:
+                changed.notify_all()
 
         future = work.get_future()
         future.add_done_callback(wake)  # on gloo's own thread: no thread of ours sits in wait()
@@ -328,6 +329,19 @@ class Gloo:
             with connection:
                 if is_at(connection, self.address) or leads_to(connection, self._peers):
                     os.close(number)
+
+
+def _begin(
+    running: list[threading.Thread],
+    changed: threading.Condition,
+    name: str,
+    work: Callable[[], None],
+) -> None:
+    """Do this on a thread of its own, which is one of those that are in gloo."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    with changed:
+        running[:] = [*filter(threading.Thread.is_alive, running), thread]
+        thread.start()
 
 
 def severed(why: str) -> Severed:

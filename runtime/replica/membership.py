@@ -338,6 +338,7 @@ class Member:
         step = self._trainer.committed
         before = self._doubts[1] if self._doubts[0] == step else 0
         self._doubts = (step, 0 if unreached else before + 1)
+        self._breaks = 0  # that is why it broke, also for those who saw nothing of it
         if self._doubts[1] == MAX_DOUBTS:
             self._trainer.trouble(
                 "silent_network",
@@ -356,7 +357,7 @@ class Member:
             self._trainer.trouble(
                 "epochs_break",
                 f"after step {here[0]} the epoch of replicas {sorted(self.members)} broke "
-                f"{MAX_DOUBTS} times in a row, and none of them is gone: {why}",
+                f"{MAX_DOUBTS} times in a row, and all of them came back: {why}",
             )
 
     def _reaches(self, peers: list[list[str]]) -> bool:
@@ -387,7 +388,7 @@ class Member:
         so, we begin anew."""
         self._not_handed = (self._trainer.committed, donors)
         log.warning("not_handed epoch=%s error=%s", self.epoch, error)
-        self.report(planned=False)
+        self.report(planned=False, why=str(error))
 
     def _is_not_handed(self, donors: list[list[str]]) -> bool:
         """Whether one of these did not hand over the next step in the epoch before, and lives."""

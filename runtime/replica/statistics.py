@@ -20,7 +20,9 @@ class RunningStatistics:
         found = [b for layer in layers for b in layer.buffers(recurse=False)]
         self._tensors = [b for b in found if b is not None]
         self._tracked = {
-            name for name, b in model.named_buffers() if any(b is one for one in self._tensors)
+            name
+            for name, b in model.named_buffers(remove_duplicate=False)
+            if any(b is one for one in self._tensors)
         }
         self.size = sum(tensor.numel() for tensor in self._tensors)
         self._edge = self._read()
@@ -88,20 +90,21 @@ class RunningStatistics:
             before = (self._others or {}).get(name, now)
             if before is not now and not _same_bytes(before, now):
                 raise RuntimeError(
-                    f"forward changes the buffer {name!r}, which would make the replicas differ: "
-                    "keep it in a normalisation layer, out of the model, or, if it is made anew "
-                    "from nothing, register it with persistent=False"
+                    f"forward changes the buffer {name!r}, or the loop does, which would make the "
+                    "replicas differ: change it in after_step, keep it in a normalisation layer or "
+                    "out of the model, or, if it is made anew from nothing, register it with "
+                    "persistent=False"
                 )
 
     def _untracked(self) -> dict[str, torch.Tensor]:
         """But those that no state has."""
-        return {
-            f"{prefix}.{name}".lstrip("."): buffer
+        left_out = {
+            f"{prefix}.{name}".lstrip(".")
             for prefix, module in self._model.named_modules()
-            for name, buffer in module.named_buffers(recurse=False)
-            if name not in module._non_persistent_buffers_set
-            and f"{prefix}.{name}".lstrip(".") not in self._tracked
+            for name in module._non_persistent_buffers_set
         }
+        known = self._tracked | left_out
+        return {name: one for name, one in self._model.named_buffers() if name not in known}
 
     def _read(self) -> torch.Tensor:
         if not self._tensors:

@@ -85,7 +85,7 @@ def test_a_newcomer_does_after_each_step_what_the_others_do(
     door.close()
 
     told = {one["kind"] for one in door.messages("trouble")}
-    assert told <= {"exception"}  # of the other rank of the one that was killed
+    assert told.isdisjoint({"diverged", "weights_written"})
     assert len(fleet.digests()) == 1
 
 

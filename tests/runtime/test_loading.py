@@ -130,12 +130,12 @@ def refused() -> dict[str, tuple[type[Exception], str, Callable[[], Any]]]:
     return {
         "sampler": (
             ValueError,
-            "has a WeightedRandomSampler of its own, .*: leave sampler and batch_sampler out",
+            "has a WeightedRandomSampler of its own .*: leave sampler and batch_sampler out",
             lambda: Batches(DataLoader(data, sampler=weighted)),
         ),
         "sampler of a part": (
             ValueError,
-            "has a RandomSampler over 4 of 8 samples of its own",
+            r"has a RandomSampler of its own \(4 of 8 samples\)",
             lambda: Batches(DataLoader(data, sampler=RandomSampler(data, num_samples=4))),
         ),
         "batch sampler": (

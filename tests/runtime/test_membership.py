@@ -126,6 +126,9 @@ class Breaking(Behind):
     def replay(self, step: int, donors: list[list[str]]) -> None:
         raise Severed("epoch 2 has no group: Too many open files")
 
+    def unreached(self, addresses: list[list[str]], try_s: float) -> list[int]:
+        return []
+
     def trouble(self, kind: str, text: str) -> None:
         self.troubles.append((kind, text))
 
@@ -141,6 +144,17 @@ def test_epochs_of_the_same_members_that_break_again_and_again_are_told_once() -
     assert kind == "epochs_break"
     assert "after step 11 the epoch of replicas [0, 1, 2] broke 3 times in a row" in text
     assert text.endswith("Too many open files")
+
+
+def test_what_a_silent_network_broke_is_not_told_twice() -> None:
+    trainer = Breaking()
+    member = Member(1, lambda _op, **_told: None, cast(Trainer, trainer))
+
+    for number in range(2, 8):
+        member.hear(epoch(number))
+        member.hear({"op": "probe", "epoch": number, "peers": {}})
+
+    assert [kind for kind, _text in trainer.troubles] == ["silent_network"]
 
 
 def test_a_seed_is_the_same_schedule_each_time() -> None:

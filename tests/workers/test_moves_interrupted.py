@@ -133,7 +133,7 @@ def test_the_standby_takes_the_place_of_one_that_dies_and_no_other_is_started(
     standby.refresh_from_db()
     assert not standby.standby
 
-    told_by(world.placements[0], regrouped(epoch=3, lost=[1], entered=[standby.pk]))
+    told_by(world.placements[0], regrouped(epoch=10_000, lost=[1], entered=[standby.pk]))
     told_by_itself(world, standby)
     drain()
 

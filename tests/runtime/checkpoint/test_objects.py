@@ -234,6 +234,33 @@ def test_the_newest_are_kept_and_what_was_never_complete_goes(
     assert steps == ["00000003", "00000004", "00000005"]
 
 
+def test_a_folder_of_which_nothing_is_known_keeps_no_other_from_being_pruned(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write that failed left it empty; and of another the store does not say when."""
+    objects = ObjectStore(folder, "j")
+    for step in (2, 3, 4):
+        put(objects, step)
+        newest = objects.publish(step, f"save{step}", 1, {})
+    assert newest is not None
+    empty, odd = (Path(newest.path).with_name(f"step-0000000{step}.7") for step in (0, 1))
+    empty.mkdir()
+    put(objects, 1, save="odd")
+    objects.prune(newest, 2)
+    emptied, kept = empty.exists(), there(objects)
+
+    def unknown(_path: str) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(objects._files, "modified", unknown)
+    objects.prune(newest, 1)
+
+    assert not emptied
+    assert kept == [(4, "save4"), (3, "save3")]
+    assert there(objects) == [(4, "save4")]
+    assert not odd.exists()
+
+
 def test_a_writer_of_before_leaves_alone_what_its_job_writes_since_it_went_back(url: str) -> None:
     """Its trainer was killed, the job went on from an earlier step, and the writer still writes."""
     before, since = ObjectStore(url, "j"), ObjectStore(url, "j")
