@@ -7,8 +7,10 @@ The training thread pays one memcpy (`stage`), or less (`Copying`); hashing is f
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import math
+import mmap
 import threading
 import time
 from collections import deque
@@ -341,6 +343,12 @@ def stream_beside(tensors: list[torch.Tensor]) -> torch.cuda.Stream | None:
 def size_of(state: Any, due: Due = any_time) -> int:
     """Bytes that a copy of this state takes."""
     return Layout(state, due).table.bytes
+
+
+def room_for(state: Any, due: Due = any_time) -> int:
+    """Bytes of memory for such a copy and, from the next page on, for what describes it."""
+    table = Layout(state, due).table
+    return aligned(table.bytes, mmap.PAGESIZE) + len(json.dumps(table.describe()))
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

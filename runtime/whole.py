@@ -33,7 +33,7 @@ from runtime.replica.division import as_part, is_divided, part_of
 from runtime.replica.shape import of_deepspeed
 from runtime.replica.state import GO_ON, Stateful, other_model, own_copy, put_back_optimizer
 from runtime.replica.telling import Teller
-from runtime.snapshot import Copying, digest_of, size_of, state_of
+from runtime.snapshot import Copying, digest_of, room_for, state_of
 
 log = logging.getLogger("drydock.whole")
 
@@ -197,7 +197,7 @@ class WholeJob:
         """Between two steps: save what is due, if all ranks can. Whether all are to leave, which
         is when nothing is saved here: at the end it is, to all tiers."""
         here = [name for name in TIERS if name in self.saver.tiers]
-        room = self.saver.prepare(lambda: size_of(self._state()))
+        room = self.saver.prepare(lambda: room_for(self._state()))
         due = self._due() if not self.job.rank else set()
         stop, *told = self._most(
             [self.job.stop.is_set()]

@@ -54,6 +54,7 @@ class Sources:
         #: the latest that was seen: of starts, of epochs, and of checkpoints, also if not ours
         self.latest_epoch = 0
         self._noted = 0  # the epoch of which we have left word
+        self._noting = threading.Lock()  # held while we leave it
         #: name of a save -> the addresses of those who hold it, this node's own first
         self._holders: dict[str, list[str]] = {}
 
@@ -124,8 +125,8 @@ class Sources:
         """That we train in this epoch, for whoever begins when all that knew of it is lost; once.
         Not before the first save, which makes the folder: nobody has anything to begin from. Waits
         for nothing: a store that does not answer says so where it is saved to."""
-        if epoch == self._noted:
-            return
+        if epoch == self._noted or not self._noting.acquire(blocking=False):
+            return  # a store that hangs is asked by one thread, whoever saves meanwhile
 
         def note() -> None:
             try:
@@ -136,6 +137,8 @@ class Sources:
                 log.warning("epoch_not_noted epoch=%s error=%s", epoch, error)
             else:
                 self._noted = epoch
+            finally:
+                self._noting.release()
 
         threading.Thread(target=note, name="drydock-epoch", daemon=True).start()
 

@@ -27,6 +27,7 @@ from runtime.snapshot import (
     When,
     digest_of,
     mark_of,
+    room_for,
     sample_of,
     size_of,
     state_of,
@@ -234,9 +235,9 @@ class TrainingState:
         return Copying(state, self.committed, into, due)
 
     def size(self) -> int:
-        """Bytes that a copy takes. May be asked in the middle of a step."""
+        """Bytes of memory for a copy. May be asked in the middle of a step."""
         gathered = {**self._gathered(), "ledger": self.ledger.state_dict()}
-        return size_of(gathered, self._due())
+        return room_for(gathered, self._due())
 
     def proof_size(self) -> int:
         """Bytes that `begin_proof` takes."""

@@ -19,7 +19,7 @@ from runtime.image import CHUNK_BYTES, Damaged, Staged
 from runtime.ledger import Summed
 from runtime.replica.optimizers import torchs_own
 from runtime.replica.state import TrainingState
-from runtime.snapshot import TooSmall, digest_of, size_of, stage, state_of, touched
+from runtime.snapshot import TooSmall, digest_of, room_for, size_of, stage, state_of, touched
 
 SUMMED = Summed(coverage=[1] * 12, checksums=[5] * 12, who=[1] * 12)
 
@@ -454,6 +454,14 @@ def test_a_number_of_another_library_comes_back_as_a_plain_one(value: float) -> 
     back = state_of(stage({"v": OtherFloat(value)}, 0))["v"]
 
     assert repr(back) == repr(value)
+
+
+def test_of_many_small_tensors_the_description_has_room_too() -> None:
+    state = {f"expert {n}": torch.ones(1) for n in range(30_000)}
+    staged = stage(state, 0)
+
+    described = len(json.dumps(staged.table.describe()).encode())
+    assert room_for(state) >= staged.table.bytes + described
 
 
 def test_what_describes_no_state_is_damage() -> None:

@@ -21,6 +21,7 @@ from runtime.image import Damaged
 from runtime.job import Job
 from tests.runtime.checkpoint.states import flip_held_bits, staged_at
 from tests.runtime.checkpoint.test_holder import TOKEN, label
+from tests.runtime.replicas import until
 from tests.runtime.told import Told
 
 STEP = 7
@@ -162,3 +163,25 @@ def test_an_epoch_that_cannot_be_noted_is_warned_of(
     note_epoch(sources_of(job), 3)
 
     assert "epoch_not_noted epoch=3" in caplog.text
+
+
+def test_a_folder_that_hangs_is_asked_by_one_thread_to_note_an_epoch(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    answer = threading.Event()
+
+    def hang(_folder: Path, epoch: int) -> None:
+        asked.append(epoch)
+        answer.wait(30)
+
+    monkeypatch.setattr("runtime.checkpoint.sources.note_epoch", hang)
+    sources = sources_of(job)
+    for _ in range(20):
+        sources.note_epoch(3)
+    until(lambda: asked, "it is asked")
+    answer.set()
+    until(lambda: sources._noted == 3, "it is noted")
+    until(lambda: sources.note_epoch(4) or sources._noted == 4, "so is the next one")  # type: ignore[func-returns-value]
+
+    assert asked == [3, 4]
