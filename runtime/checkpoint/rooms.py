@@ -88,6 +88,7 @@ class Rooms:
         self._used: list[Room] = []
         self._size = 0  # for which there are rooms, or will be
         self._making = False
+        self._grows = False  # all are to be made anew
         self._wanted = threading.Event()  # somebody waits for the room that is being made
         self._not_before = 0.0
         self._generation = 0  # how often there was another room
@@ -96,6 +97,20 @@ class Rooms:
         """Whether there are any, free or not."""
         with self._changed:
             return bool(self._free or self._used)
+
+    def lacks(self) -> bool:
+        """Whether some could not be had, and it is time to try again."""
+        with self._changed:
+            there = len(self._free) + len(self._used)
+            late = time.monotonic() >= self._not_before
+            return 0 < there < self._rooms and late and not self._making
+
+    def complete(self) -> None:
+        """Begin to make those that could not be had."""
+        with self._changed:
+            if not self._making:
+                self._making = True
+                threading.Thread(target=self._make, name="drydock-rooms", daemon=True).start()
 
     def prepare(self, size: int) -> bool:
         """Begin to make rooms for images of this size, unless there are such or they are being
@@ -109,6 +124,7 @@ class Rooms:
             slack = SLACK_BYTES + min(size // 64, 2 * SLACK_BYTES)
             self._making, self._size = True, aligned(size + slack, LARGE_BYTES)
             self._close(self._free)
+            self._grows = True
         threading.Thread(target=self._make, name="drydock-rooms", daemon=True).start()
         return True
 
@@ -162,18 +178,25 @@ class Rooms:
     def _make(self) -> None:
         """On a thread of its own. Each is there for use as soon as it is made."""
         try:
-            with self._changed:  # never more of them: a writer may still read a former one
-                self._changed.wait_for(lambda: not self._used)
-            for number in range(self._rooms):
+            with self._changed:
+                if self._grows:  # never more of them: a writer may still read a former one
+                    self._changed.wait_for(lambda: not self._used)
+                self._grows = False
+                there = {one.number for one in [*self._free, *self._used]}
+            for number in sorted({*range(self._rooms)} - there):
                 made = Room(number, self._size, self._wanted.wait, self._pin)
                 with self._changed:
                     self._wanted.clear()
                     self._free.append(made)
                     self._generation += 1
                     self._changed.notify_all()
+            self._not_before = 0.0
         except (OSError, MemoryError) as error:
+            first = not self._not_before  # of an engineer's concern once
             self._not_before = time.monotonic() + RETRY_S
             size = self._size
+            if not first:
+                return
             self._on_failure(
                 f"{self._rooms} times {size} bytes for checkpoints cannot be had: {error}"
             )

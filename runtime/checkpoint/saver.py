@@ -125,6 +125,8 @@ class Checkpointer:
         if not self.rooms.made():
             self.rooms.prepare(size())
             return False
+        if self.rooms.lacks():
+            self.rooms.complete()
         if self.rooms.any_free():
             return True
         self._tell_late(set(wanted))

@@ -8,6 +8,7 @@ import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,3 +116,37 @@ def test_what_the_driver_does_not_pin_is_used_all_the_same(card: CudaRuntime) ->
 
 def test_nothing_is_pinned_where_no_card_is_in_use() -> None:
     assert not pin(mapped(os.memfd_create("none"), 1 << 12, writable=True))
+
+
+def test_a_room_that_could_not_be_had_is_made_later_and_told_of_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    short = [3]  # so many times there is no memory
+    room = rooms.Room
+
+    def scarce(number: int, *given: Any) -> Any:
+        if number and short[0]:
+            short[0] -= 1
+            raise OSError(12, "Cannot allocate memory")
+        return room(number, *given)
+
+    monkeypatch.setattr(rooms, "Room", scarce)
+    monkeypatch.setattr(rooms, "RETRY_S", 0.0)
+    told: list[str] = []
+    made = Rooms(told.append)
+    made.prepare(1 << 20)
+    taken = made.take(30)
+    assert taken is not None
+    until(made.lacks, "one is lacking")
+
+    def asked() -> bool:
+        made.complete()
+        return len(made.descriptors()[1]) == rooms.ROOMS
+
+    until(asked, "it is there")
+    made.give_back(taken)
+
+    assert made.all_free()
+    assert not made.lacks()
+    assert len(told) == 1
+    made.close()
