@@ -84,10 +84,10 @@ def test_what_a_collective_that_is_left_behind_uses_is_freed_once_it_ends(
     ours.sever(1)
 
     waiting.result(30)
-    until(lambda: watched() is None, "it is freed")
+    assert until(lambda: watched() is None, "it is freed")
     group = weakref.ref(ours._built[0])
     ours.build(Board(), 2, [ours.address], 0)
-    until(lambda: group() is None, "its group is freed with it")
+    assert until(lambda: group() is None, "its group is freed with it")
 
 
 def test_a_collective_that_is_left_behind_does_not_keep_its_member(
@@ -108,7 +108,11 @@ def test_a_collective_that_is_left_behind_does_not_keep_its_member(
 
     del made[0]
 
-    until(lambda: gc.collect() >= 0 and watched() is None, "it goes before its collective ends")
+    def gone() -> bool:
+        gc.collect()
+        return watched() is None
+
+    assert until(gone, "it goes before its collective ends")
 
 
 def test_what_was_waited_for_is_not_asked_for_again() -> None:
