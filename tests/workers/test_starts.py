@@ -159,12 +159,12 @@ def test_no_node_is_told_that_went_silent_after_it_was_chosen(
 
 
 @pytest.mark.parametrize("how", ["failed", "refused"])
-def test_a_node_that_does_not_start_its_rank_is_for_a_person(starting: Job, how: str) -> None:
+def test_nodes_that_do_not_start_their_ranks_are_named_to_a_person(starting: Job, how: str) -> None:
     answer("start_rank", how)
     drain()
 
     assert run_of(START).state == RunState.NEEDS_OPERATOR
-    assert run_of(START).state_reason == "node-0 did not start its rank: no"
+    assert run_of(START).state_reason == "did not start their ranks: node-0 (no), node-1 (no)"
 
 
 def test_a_start_that_a_node_refused_leaves_nothing_once_it_is_cancelled(starting: Job) -> None:

@@ -171,10 +171,10 @@ def _taken(job: Job) -> Back:
 def _not_started(ctx: StepContext, failed: Sequence[Command]) -> Outcome:
     """Where nodes were silent they are told again once all are heard; else a person decides."""
     nodes = Node.objects.select_related("lease").in_bulk([one.node_id for one in failed])
-    bad = next((one for one in failed if not went_unheard(ctx, one)), None)
-    if bad is not None:
-        why = bad.error or bad.state
-        return Ask(text=f"{nodes[bad.node_id].name} did not start its rank: {why}")
+    bad = [one for one in failed if not went_unheard(ctx, one)]
+    if bad:
+        said = (f"{nodes[one.node_id].name} ({one.error or one.state})" for one in bad)
+        return Ask(text=f"did not start their ranks: {', '.join(sorted(said))}")
     names = ", ".join(sorted(one.name for one in nodes.values()))
     if not all(one.lease.reachable for one in nodes.values()):
         return Wait(text=f"{names} went silent before they started their ranks, and are awaited")
