@@ -30,10 +30,10 @@ class Asking:
         self._heard = 0.0  # when it gave the last sign of life
         self._hung: Future[Any] | None = None
 
-    def ask(self, call: Callable[[], _T]) -> _T:
+    def ask(self, call: Callable[[], _T], patience_s: float | None = None) -> _T:
         """What the call returns, on another thread. Raises what it raises, and TimeoutError, which
-        is an OSError, if the store gives no sign of life for ANSWER_S: by then the call is left to
-        itself."""
+        is an OSError, if the store gives no sign of life for `patience_s`, else ANSWER_S: by then
+        the call is left to itself."""
         if self._hung is not None and not self._hung.done():
             raise TimeoutError(f"{self._what} hangs")
         answer: Future[_T] = Future()
@@ -44,13 +44,13 @@ class Asking:
             except BaseException as error:
                 answer.set_exception(error)
 
-        self.heard()
+        began, limit_s = time.monotonic(), ANSWER_S if patience_s is None else patience_s
         threading.Thread(target=run, name="drydock-store", daemon=True).start()
         while not answer.done():
-            left_s = self._heard + ANSWER_S - time.monotonic()
+            left_s = max(began, self._heard) + limit_s - time.monotonic()
             if left_s <= 0:
                 self._hung = answer
-                raise TimeoutError(f"{self._what} has not answered for {ANSWER_S:g} s")
+                raise TimeoutError(f"{self._what} has not answered for {limit_s:g} s")
             wait([answer], left_s)
         return answer.result()
 

@@ -307,6 +307,7 @@ class Delivery:
             "token": self._job.token,
             "label": label,
             "shared": str(self._folders.shared),
+            "run": self._folders.run,
         }
 
     def _hear(self, tier: TierName, message: dict[str, Any]) -> None:

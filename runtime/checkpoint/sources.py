@@ -249,14 +249,12 @@ class Sources:
 
     def _known_run(self, there: list[dict[str, Any]]) -> str:
         """Of which run of the job those that are held here must be. Raises ValueError."""
-        shared = self._folders.shared
-        try:
-            run = self._folders.known_run()
-        except OSError:  # then what was kept here last is believed to be of ours
-            run = str(there[0]["run"]) if there else ""
+        kept_last = str(there[0]["run"]) if there else ""
+        run = self._folders.known_run(believed=kept_last)
         if there and not run:
             raise ValueError(
-                f"the holder at {self.holder} has checkpoints of this job and {shared} has none: "
+                f"the holder at {self.holder} has checkpoints of this job and "
+                f"{self._folders.shared} has none: "
                 "if it is not mounted, mount it; to begin anew end the holders on all nodes"
             )
         return run

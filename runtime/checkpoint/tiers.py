@@ -123,17 +123,23 @@ class Folders:
         self._local = None if job.local_dir is None else Path(job.local_dir).absolute() / job.name
         self._rank = job.rank
         self.asking = {"shared": Asking(str(self.shared)), "local": Asking(str(self._local))}
+        #: the name of the job's run, as the shared folder told it, or as long as that cannot as it
+        #: is believed to be; "" before it was asked
+        self.run = ""
 
     def to_write(self, tier: Tier, replica: int) -> dict[str, str]:
         """Where we keep ours, as the writer is told: on a disk of ours "within" a folder of the
-        job's run, of which the shared folder has the name; that one may hang. Raises OSError."""
+        job's run, of which the shared folder has the name; that one may hang, and then it is "run",
+        if that is known. Raises OSError."""
         shared = str(self.shared)
         if not tier.own:
             return {"folder": shared}
         if self._local is None:
             raise FileNotFoundError("this job has no folder on its nodes' disks")
         within = f"replica-{replica}-rank-{self._rank}"
-        return {"folder": str(self._local), "within": within, "shared": shared}
+        return {
+            "folder": str(self._local), "within": within, "shared": shared, "run": self.run,
+        }  # fmt: skip
 
     def to_read(self, name: str) -> list[Path]:
         """Where there may be some that we can load: the state is the same in all replicas, so also
@@ -150,10 +156,7 @@ class Folders:
         runs = asking.ask(partial(_runs_in, self._local))
         if not runs:
             return []
-        try:
-            run = self.known_run()
-        except OSError:  # then the last one that was used here
-            run = runs[0].name
+        run = self.known_run(believed=runs[0].name)  # the last one that was used here
         if not run and asking.ask(partial(_any_saved_in, runs)):
             raise ValueError(
                 f"{self._local} has checkpoints of this job and {self.shared} has none: if it "
@@ -177,9 +180,15 @@ class Folders:
 
         return asking.ask(look)
 
-    def known_run(self) -> str:
-        """See `known_run`, of the shared folder. Raises OSError."""
-        return self.asking["shared"].ask(partial(known_run, self.shared))
+    def known_run(self, believed: str) -> str:
+        """See `known_run`, of the shared folder; as long as that cannot tell, what it told before,
+        or else what is `believed`."""
+        try:
+            run = self.asking["shared"].ask(partial(known_run, self.shared))
+        except OSError:
+            run = self.run or believed
+        self.run = run or self.run
+        return run
 
 
 def _runs_in(folder: Path) -> list[Path]:

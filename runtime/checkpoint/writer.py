@@ -12,7 +12,8 @@ It is told, as JSON in single packets:
      the room's start will be the state, `described` from the next page on are its table. Either
      "folder", "rank", "ranks", "share" and "shares" say where which share of it is to be written
      (in a folder of the job's run, "within" that, if the folder is not "shared"), or "holder",
-     "token" and "label" which peer's memory keeps it, or "objects", "job", "rank" and "ranks" which
+     "token" and "label" which peer's memory keeps it ("run" is that run as far as the trainer
+     knows it, or ""), or "objects", "job", "rank" and "ranks" which
      object store; "keep" and "keep_for_s" which others stay there (see `store.stays`), "pack"
      whether chunks may be packed
     {"op": "look", "folder", "save"}  whether one whose name begins so is there: "looked", "seen"
@@ -40,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint import disk, store
+from runtime.checkpoint.asking import Asking
 from runtime.checkpoint.draft import Draft, sweep
 from runtime.checkpoint.holder import Label
 from runtime.checkpoint.large_pages import mapped
@@ -55,6 +57,8 @@ log = logging.getLogger("drydock.checkpoint")
 
 PACKET_BYTES = 1 << 16
 MAX_ROOMS = 8
+#: So long the shared folder is asked for the job's run where the trainer has a name for it.
+RUN_S = 5.0
 
 
 class NotCopied(Exception):
@@ -81,6 +85,7 @@ class Writer:
         self._packer = Packer()
         self._name = ""  # of the save under way
         self._known_run = ""
+        self._asking: Asking | None = None  # the shared folder for it
         self._copied = 0  # bytes of its state that are there
         self._flaw = ""  # why there will be no more
         self._hearing = threading.Lock()  # both who writes and who hashes may wait for more of it
@@ -208,9 +213,22 @@ class Writer:
         return folder / self._run(asked) / asked["within"] if "within" in asked else folder
 
     def _run(self, asked: dict[str, Any]) -> str:
-        """Which run of the job this is, as the shared folder says, once. Raises OSError."""
-        self._known_run = self._known_run or run_of(Path(asked["shared"]))
-        return self._known_run
+        """Which run of the job this is, as the shared folder says, once; as long as that cannot,
+        as the trainer says. Raises OSError."""
+        if self._known_run:
+            return self._known_run
+        shared, believed = Path(asked["shared"]), str(asked["run"])
+        self._asking = self._asking or Asking(str(shared))
+
+        def look() -> None:  # it may come back after it was given up
+            self._known_run = run_of(shared)
+
+        try:
+            self._asking.ask(look, RUN_S if believed else None)
+        except OSError:
+            if not believed:
+                raise
+        return self._known_run or believed
 
     def _replicate(self, asked: dict[str, Any]) -> None:
         """Have a peer's holder keep it: durable and verified once it has it whole."""

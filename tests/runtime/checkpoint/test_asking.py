@@ -78,6 +78,24 @@ def test_as_long_as_it_gives_signs_of_life_it_is_waited_for(store: Asking) -> No
     assert store.ask(slow) == "all of it"
 
 
+def test_who_asks_it_later_makes_nobody_wait_longer(store: Asking) -> None:
+    back, given_up = threading.Event(), threading.Event()
+
+    def ask() -> None:
+        with pytest.raises(TimeoutError):
+            store.ask(back.wait)
+        given_up.set()
+
+    first = threading.Thread(target=ask)
+    first.start()
+    given_up.wait(0.5)
+    found = store.ask(lambda: given_up.wait(PATIENCE_S))
+    back.set()
+    first.join()
+
+    assert found
+
+
 def test_it_keeps_no_process_from_its_end(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "hangs")  # who reads it waits for ever
     done = subprocess.run(

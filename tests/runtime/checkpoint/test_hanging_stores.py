@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from runtime.checkpoint import asking, disk, store
+from runtime.client import CheckpointSaved
 from tests.runtime.checkpoint.one_rank import PATIENCE_S, OneRank, read_from, unasked
 from tests.runtime.checkpoint.states import (
     SOON_S,
@@ -41,6 +42,29 @@ def test_a_shared_folder_that_hangs_keeps_no_job_from_its_own_disk(
     assert restarted.told.troubles() == ["checkpoints_out_of_reach"] * 2  # each time it was asked
     (text, _again) = [message.text for message in restarted.told.messages]
     assert re.search(r"^shared: .*/checkpoints (hangs|has not answered)", text)
+
+
+def test_who_starts_while_the_shared_folder_hangs_saves_where_it_did_before(tmp_path: Path) -> None:
+    saved = OneRank(tmp_path, own_disk=True, holder=True)
+    saved.save_all(1)  # no epoch has been granted, so it has no peer
+    restarted = OneRank(tmp_path, own_disk=True, holder=True)
+    place = restarted.saver.open_holder("127.0.0.1")
+    restarted.saver.meet([{"replica": 0, "holders": [place]}], 0)
+
+    with hanging(tmp_path / "checkpoints" / "run"):
+        found = restarted.saver.sources.saves()
+        restarted.save(2)
+        restarted.told.until(lambda: {"local", "peer"} <= saved_to(restarted))
+    for one in (saved, restarted):
+        one.saver.finish()
+    os.kill(json.loads((tmp_path / "memory/j/holder.json").read_bytes())["pid"], signal.SIGKILL)
+
+    assert found == [(1, "save1", "local")]
+    assert read_from(restarted, 2, "local") == staged_at(2).digest
+
+
+def saved_to(one: OneRank) -> set[str]:
+    return {said.tier for said in one.told.messages if isinstance(said, CheckpointSaved)}
 
 
 def test_a_shared_folder_that_hangs_keeps_no_job_from_peers_memory(tmp_path: Path) -> None:
