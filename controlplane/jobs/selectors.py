@@ -308,15 +308,26 @@ def told_alike(troubles: list[Signal]) -> list[Told]:
     return found
 
 
-def failing_tiers(troubles: list[Signal]) -> dict[str, dict[int, str]]:
-    """By tier and replica, why its saves fail: of the processes that run now."""
-    found: dict[str, dict[int, str]] = {}
+def failing_tiers(
+    checkpoints: list[Checkpoint], troubles: list[Signal]
+) -> dict[str, dict[int, str]]:
+    """By tier and replica, why its saves fail: of the processes that run now, each rank by itself.
+
+    To the object store one replica writes for all: what came whole later, whoever wrote it, shows
+    that it is well.
+    """
+    failing: dict[tuple[str, str, int], Signal] = {}
     for signal in reversed(troubles):
-        replicas = found.setdefault(signal.data.get("subject", ""), {})
+        told = signal.data.get("subject", ""), signal.placement_id, signal.data.get("rank", 0)
         if signal.data["kind"] == "checkpoint_failed" and signal.running:  # type: ignore[attr-defined]
-            replicas[signal.replica or 0] = signal.data["text"]
+            failing[told] = signal
         elif signal.data["kind"] == "checkpoint_recovered":
-            replicas.pop(signal.replica or 0, None)
+            failing.pop(told, None)
+    whole = [one.at for one in checkpoints if one.tier == Tier.OBJECT]
+    found: dict[str, dict[int, str]] = {}
+    for (tier, _placement, _rank), signal in failing.items():
+        if tier != Tier.OBJECT or all(at < signal.observed_at for at in whole):
+            found.setdefault(tier, {})[signal.replica or 0] = signal.data["text"]
     return found
 
 
@@ -324,7 +335,7 @@ def tiers_of(job: Job, checkpoints: list[Checkpoint], troubles: list[Signal]) ->
     """One entry for each tier that holds any of a job's last checkpoints, or should, in the order
     in which they are loaded from."""
     found = []
-    failing = failing_tiers(troubles)
+    failing = failing_tiers(checkpoints, troubles)
     for tier in Tier.values:
         last = [one for one in checkpoints if one.tier == tier]
         why = failing.get(tier, {})

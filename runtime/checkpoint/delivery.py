@@ -158,6 +158,8 @@ class Delivery:
         self._looking = False
         self.sees_others |= seen
         self._unseen = 0 if seen else self._unseen + 1
+        if seen and not self._share_flaw:
+            self._is_well("shared")  # another writes there now, and has told so
         if self._unseen == UNSEEN:
             self._job.trouble(
                 "checkpoints_not_shared",

@@ -42,14 +42,28 @@ def test_each_tier_is_shown_with_its_age_and_whether_it_is_late(operator: Client
     assert "verified" in shared.split("</tr>")[0]
 
 
-def told(job: Job, kind: str, replica: int, *, ago_s: float, placement: Placement) -> None:
+def told(
+    job: Job,
+    kind: str,
+    replica: int,
+    *,
+    ago_s: float,
+    placement: Placement,
+    rank: int = 0,
+    tier: str = "local",
+) -> None:
     SignalFactory(
         kind=SignalKind.JOB_TROUBLE,
         job_id=job.pk,
         replica=replica,
         placement_id=placement.pk,
         observed_at=timezone.now() - timedelta(seconds=ago_s),
-        data={"kind": kind, "text": "No space left on device", "subject": "local"},
+        data={
+            "kind": kind,
+            "text": f"No space left on the device of rank {rank}",
+            "subject": tier,
+            "rank": rank,
+        },
     )
 
 
@@ -70,9 +84,35 @@ def test_a_tier_that_fails_on_a_replica_is_shown_until_it_is_well(
 
     row = failing.split('data-tier="local"')[1].split("</tr>")[0]
     assert "failing on replica 11" in row
-    assert "No space left on device" in row
+    assert "No space left on the device" in row
     assert "failing" not in well.split('data-tier="local"')[1].split("</tr>")[0]
     assert "checkpoint_recovered (local), replica 10, 11" in well.split('data-testid="troubles"')[1]
+
+
+def test_a_rank_that_is_well_hides_no_other_of_its_replica(operator: Client, job: Job) -> None:
+    CheckpointFactory(job=job, tier="local")
+    placement = PlacementFactory(replica=ReplicaFactory(job=job, index=10))
+    for rank in (0, 1):
+        told(job, "checkpoint_failed", 10, ago_s=30 - rank, placement=placement, rank=rank)
+    told(job, "checkpoint_recovered", 10, ago_s=10, placement=placement, rank=1)
+
+    row = page(operator, job).split('data-tier="local"')[1].split("</tr>")[0]
+
+    assert "failing on replica 10" in row
+    assert "No space left on the device of rank 0" in row
+
+
+@pytest.mark.parametrize(("whole_ago_s", "failing"), [(10, False), (40, True)])
+def test_the_object_store_is_well_once_any_replica_wrote_there(
+    operator: Client, job: Job, whole_ago_s: float, failing: bool
+) -> None:
+    placement = PlacementFactory(replica=ReplicaFactory(job=job, index=10))
+    told(job, "checkpoint_failed", 10, ago_s=30, placement=placement, tier="object")
+    CheckpointFactory(job=job, tier="object", at=timezone.now() - timedelta(seconds=whole_ago_s))
+
+    row = page(operator, job).split('data-tier="object"')[1].split("</tr>")[0]
+
+    assert ("failing on replica 10" in row) == failing
 
 
 def test_what_many_replicas_say_alike_is_one_line(operator: Client, job: Job) -> None:

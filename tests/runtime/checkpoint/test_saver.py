@@ -514,6 +514,53 @@ def test_who_sees_what_another_wrote_can_share(tmp_path: Path) -> None:
     assert (looks.told.troubles(), apart.told.troubles()) == ([], ["checkpoints_not_shared"])
 
 
+def failing_in_the_folder_of_all(trainer: OneRank, step: int) -> Path:
+    """One that has just told that it could not write there; what is in its way."""
+    folder = trainer.saver.folders.shared
+    in_the_way = folder / f".writing-{step:08d}-save{step}"
+    in_the_way.write_text("no folder")
+    trainer.save(step)
+    trainer.told.until(lambda: "checkpoint_failed" in trainer.told.troubles())
+    return in_the_way
+
+
+def test_who_could_not_write_and_sees_what_another_wrote_is_well_again(tmp_path: Path) -> None:
+    """Another writes alone from then on, as one that came back with a lower number does."""
+    fails, writes = OneRank(tmp_path), OneRank(tmp_path)
+    fails.save_all(3)
+    in_the_way = failing_in_the_folder_of_all(fails, 4)
+    in_the_way.unlink()
+    writes.save_all(5)
+
+    fails.saver.delivery.look("save5")
+    fails.told.until(lambda: fails.saver.delivery.sees_others)
+    again = failing_in_the_folder_of_all(fails, 6)
+    fails.told.until(lambda: len(fails.told.troubles()) == 3)
+    for one in (fails, writes):
+        one.saver.finish()
+
+    assert again.exists()
+    assert fails.told.troubles() == [
+        "checkpoint_failed",
+        "checkpoint_recovered",
+        "checkpoint_failed",
+    ]
+
+
+def test_who_sees_what_another_wrote_in_its_stead_is_not_well_for_that(tmp_path: Path) -> None:
+    one, writes = without_room_for_a_share(tmp_path), OneRank(tmp_path)
+    writes.save_all(8)
+
+    for _ in range(2):
+        one.saver.delivery.look("save8")
+        one.told.until(lambda: not one.saver.delivery._looking)
+    one.told.until(lambda: one.saver.delivery.sees_others)
+    for each in (one, writes):
+        each.saver.finish()
+
+    assert one.told.troubles() == ["checkpoint_failed"]
+
+
 def test_a_writer_that_died_is_started_to_look(tmp_path: Path) -> None:
     one = OneRank(tmp_path)
     one.save_all(3)
