@@ -18,7 +18,7 @@ from controlplane.incidents.choices import IncidentState, RunState
 from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
 from controlplane.incidents.plans import NODE_ORDERS, plan_of_order
 from controlplane.jobs.choices import PlacementState
-from controlplane.jobs.models import Placement
+from controlplane.jobs.models import Job, Placement
 from node_agent import wire
 from tests.workers.moving import commands
 from tests.workers.world import HEALTHY, World, answer, drain, run_of
@@ -219,9 +219,98 @@ def test_a_node_that_is_given_work_in_that_very_moment_is_not_taken_out_yet(worl
         outcome.apply()
 
 
-def only_advances(playbook: str) -> None:
+# --- called off when what runs there has been killed ----------------------------------------------
+
+
+def kill_ordered(placement: Placement, verb: str = "quarantine") -> PlaybookRun:
+    """A run that has told its node to kill what it holds."""
+    run = incidents.order_node(PERSON, placement.node_id, verb, "because")
+    drain()
+    assert commands("stop_process") == [wire.StopProcess(placement=placement.pk, grace_s=0)]
+    return run
+
+
+@pytest.fixture
+def only_one(world: World) -> Placement:
+    """The process of a job with one replica: no peer would miss it."""
+    world.placements[1].replica.delete()
+    Job.objects.filter(pk=world.job.pk).update(world_replicas=1)
+    return Placement.objects.get(pk=world.placements[0].pk)
+
+
+@pytest.mark.parametrize("verb", ["quarantine", "reboot", "reset"])
+def test_what_a_run_killed_that_is_called_off_is_brought_back(
+    world: World, only_one: Placement, verb: str
+) -> None:
+    run = kill_ordered(only_one, verb)
+    world.exits(only_one, signal=9, requested=True)
+    drain()
+    before = Incident.objects.exists()
+
+    incidents.call_off(PERSON, run.pk, "another time")
+    drain()
+
+    assert not before
+    assert Incident.objects.get().replica == 0
+    assert run_of("replica-lost").context["lost_placement"] == only_one.pk
+    assert world.placement_of(0).state == PlacementState.STARTING
+
+
+def test_what_is_seen_to_be_killed_after_its_run_was_called_off_is_brought_back(
+    world: World, only_one: Placement
+) -> None:
+    run = kill_ordered(only_one)
+    fleet.take_commands([only_one.node_id])
+    incidents.call_off(PERSON, run.pk, "another time")
+    drain()
+    before = Incident.objects.exists()
+
+    world.exits(only_one, signal=9, requested=True)
+    drain()
+
+    assert not before
+    assert Incident.objects.get().replica == 0
+    assert world.placement_of(0).state == PlacementState.STARTING
+
+
+def test_what_nobody_killed_before_its_run_was_called_off_trains_on(
+    world: World, only_one: Placement
+) -> None:
+    run = kill_ordered(only_one)
+
+    incidents.call_off(PERSON, run.pk, "another time")
+    drain()
+
+    assert not Incident.objects.exists()
+    assert world.placement_of(0).state == PlacementState.RUNNING
+
+
+@pytest.mark.parametrize("order_of_ends", [(0, 1), (1, 0)])
+def test_what_a_person_keeps_from_being_brought_back_is_not(
+    world: World, order_of_ends: tuple[int, int]
+) -> None:
+    """Its incident is open: who called off the run that was to bring it back knows of it."""
+    killed = world.placements[1]
+    run = kill_ordered(killed)
+    ends = [
+        lambda: world.exits(killed, signal=9, requested=True),
+        lambda: incidents.call_off(PERSON, run.pk, "another time"),
+    ]
+    world.peers_lose(killed)
+    only_advances("replica-lost", times=1)
+    incidents.call_off(PERSON, run_of("replica-lost").pk, "not now")
+
+    for end in order_of_ends:
+        ends[end]()
+        drain()
+
+    assert run_of("replica-lost").state == RunState.CANCELLED
+    assert Incident.objects.get().state == IncidentState.OPEN
+
+
+def only_advances(playbook: str, times: int = 4) -> None:
     """Its runs go on, timers included, while every other step sleeps."""
-    for _ in range(4):
+    for _ in range(times):
         steps = PlaybookStep.objects.filter(state__in=["ready", "waiting"])
         steps.update(wake_at=timezone.now() + timedelta(hours=1))
         steps.filter(run__playbook=playbook).update(wake_at=timezone.now())

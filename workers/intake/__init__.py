@@ -26,6 +26,8 @@ from workers.intake.lost_replicas import (
     is_unasked_end_of_rank,
     left_before_its_end,
     replica_was_lost,
+    replica_was_stopped,
+    stopped_by_order,
 )
 from workers.intake.silence import node_went_silent
 from workers.intake.timeline import tell_node_incident
@@ -86,6 +88,8 @@ def _handle(signal: Signal) -> None:
         jobs.end_placement(SYSTEM, leaving.pk, "its process has ended", free_node=True)
     elif signal.kind == SignalKind.PEER_LOST or is_unasked_end_of_rank(signal):
         replica_was_lost(signal)
+    elif (stopped := stopped_by_order(signal)) is not None:
+        replica_was_stopped(signal, stopped)
     elif (left := left_before_its_end(signal)) is not None:
         jobs.vacate(SYSTEM, left)
     elif (slow := straggler(signal)) is not None:

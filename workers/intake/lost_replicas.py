@@ -16,9 +16,9 @@ from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import Severity
 from controlplane.incidents.models import Incident, PlaybookRun
 from controlplane.jobs import actions as jobs
-from controlplane.jobs.choices import JobState, PlacementState
+from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState
 from controlplane.jobs.models import IN_ITS_PLACE, LEFT, Job, Placement
-from workers.intake.timeline import tell_signal, tell_what_went_before
+from workers.intake.timeline import tell_node_incident, tell_signal, tell_what_went_before
 
 log = structlog.get_logger(__name__)
 
@@ -75,6 +75,26 @@ def ended_while_stopping(signal: Signal) -> Placement | None:
     )
     left = Placement.objects.filter(pk=signal.placement_id, replica__job__in=list(stopping))
     return left.exclude(state=PlacementState.ENDED).first()
+
+
+def stopped_by_order(signal: Signal) -> Placement | None:
+    """What trained, or was about to, and ended as somebody had ordered."""
+    if signal.kind != SignalKind.PROCESS_EXITED or not signal.data.get("requested"):
+        return None
+    there = Placement.objects.filter(
+        pk=signal.placement_id, standby=False, replica__job__state__in=JOB_ACTIVE
+    )
+    alive = there.exclude(state=PlacementState.ENDED)
+    return alive.select_related("replica__job", "node").first()
+
+
+def replica_was_stopped(signal: Signal, placement: Placement) -> None:
+    """Who ordered it sees to its replica, unless that run was called off."""
+    incident = incidents.bring_back_stopped(placement, signal.observed_at)
+    if incident is None:
+        tell_node_incident(signal)
+    else:
+        tell_signal(incident, signal)
 
 
 def left_before_its_end(signal: Signal) -> Placement | None:

@@ -36,6 +36,7 @@ from controlplane.incidents.actions.merging import (
 from controlplane.incidents.actions.requests import (
     admit_node,
     bring_back,
+    bring_back_stopped,
     call_off,
     may_be_started,
     move_replica,
@@ -68,6 +69,7 @@ __all__ = [
     "admit_node",
     "approve",
     "bring_back",
+    "bring_back_stopped",
     "call_off",
     "cancel_run",
     "close_breaker",

@@ -17,7 +17,12 @@ from controlplane.health.choices import Action, SignalKind, Urgency
 from controlplane.health.models import Signal
 from controlplane.ids import new_id
 from controlplane.incidents.actions.incidents import resolve
-from controlplane.incidents.actions.merging import open_for_loss, open_for_replica, title_of_loss
+from controlplane.incidents.actions.merging import (
+    incident_of_replica,
+    open_for_loss,
+    open_for_replica,
+    title_of_loss,
+)
 from controlplane.incidents.actions.runs import cancel_run, lock_run, request_run
 from controlplane.incidents.choices import (
     INCIDENT_UNRESOLVED,
@@ -33,7 +38,7 @@ from controlplane.incidents.moves import AS_WHOLE, Move, plan_move
 from controlplane.incidents.moves import PLAYBOOK as MOVE_PLAYBOOK
 from controlplane.incidents.plans import NODE_ORDERS, check_order
 from controlplane.jobs import actions as jobs
-from controlplane.jobs.choices import JobState, PlacementState
+from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState
 from controlplane.jobs.models import Job, Placement
 from workers.triage import ACTIONS
 
@@ -144,8 +149,8 @@ def _way_of(actor: Actor, move: Move, reason: str) -> dict[str, Any]:
 
 @change()
 def call_off(actor: Actor, run_id: str, reason: str) -> None:
-    """A person stops a run where it stands, see `cancel_run`. A job that it had ended in order to
-    move is brought back by a run of its own.
+    """A person stops a run where it stands, see `cancel_run`. What it had killed in order to empty
+    its node, or ended in order to move it, is brought back by a run of its own.
 
     Raises Conflict if it is finished, or while what it does to a job that lives as one cannot be
     stopped: nobody keeps two processes of such a job apart.
@@ -153,6 +158,8 @@ def call_off(actor: Actor, run_id: str, reason: str) -> None:
     run = lock_run(run_id)
     if run.playbook != AS_WHOLE:
         cancel_run(actor, run_id, reason)
+        for placement in _stopped_on(run.node_id):
+            bring_back_stopped(placement, timezone.now())
         return
     before = _ended_for_move(run)
     cancel_run(actor, run_id, reason)
@@ -164,6 +171,16 @@ def call_off(actor: Actor, run_id: str, reason: str) -> None:
     again = before.replica.alive.exclude(pk__in=run.context.get("there", []))
     if before.replica.job.state == JobState.RUNNING and not again.exists():
         bring_back(before, timezone.now(), emptied=True)
+
+
+def _stopped_on(node_id: str | None) -> list[Placement]:
+    """What the node held and was seen to end as ordered, and nobody has seen to."""
+    ends = Signal.objects.filter(
+        kind=SignalKind.PROCESS_EXITED, node=node_id, data__requested=True
+    ).values("placement_id")
+    held = Placement.objects.filter(node=node_id, standby=False, replica__job__state__in=JOB_ACTIVE)
+    left = held.exclude(state=PlacementState.ENDED).filter(pk__in=ends)
+    return list(left.select_related("replica__job", "node"))
 
 
 def _ended_for_move(run: PlaybookRun) -> Placement | None:
@@ -370,3 +387,23 @@ def bring_back(placement: Placement, occurred_at: datetime, *, emptied: bool = F
         title = title_of_loss(incident, incident.code)
         Incident.objects.filter(pk=incident.pk).update(title=title[:200])
     return incident
+
+
+@change()
+def bring_back_stopped(placement: Placement, occurred_at: datetime) -> Incident | None:
+    """Have a process brought back that ended as ordered. Returns the incident that tells of it, the
+    open one of its replica if there is one: that is in somebody's hands.
+
+    None if the run that gave the order is there to see to it; one that was called off is not, and
+    the only replica of a job has no peer that would miss it.
+    """
+    orders = Command.objects.filter(
+        node=placement.node_id, verb="stop_process", payload__contains=f'"{placement.pk}"'
+    )
+    steps = {order.requester.partition(".")[0] for order in orders}
+    runs = PlaybookStep.objects.filter(pk__in=steps).values_list("run", flat=True).distinct()
+    # Locked: who calls one off either sees that the process has ended, or is seen here.
+    if any(lock_run(run_id).state in RUN_UNFINISHED for run_id in list(runs)):
+        return None
+    there = incident_of_replica(placement.replica.job_id, placement.replica.index)
+    return there or bring_back(placement, occurred_at, emptied=True)
