@@ -8,14 +8,14 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from django.conf import settings
-from django.db.models import Exists, OuterRef
+from django.db.models import Exists, OuterRef, Q
 from django.utils import timezone
 
 from controlplane.fleet.models import Node
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal, heard_since
 from controlplane.jobs.choices import PlacementState
-from controlplane.jobs.models import Interruption, Placement, ProgressSample
+from controlplane.jobs.models import LEFT, Interruption, Placement, ProgressSample
 from workers import triage
 from workers.verdicts import HARDWARE_SPEAKS, verdict_of
 
@@ -105,11 +105,14 @@ def was_silent(node_id: str, since: datetime) -> bool:
 
 
 def may_run_on(node: Node) -> list[Placement]:
-    """Whose processes may be there: also those that another replaced and nobody saw end."""
+    """Whose processes may be there: also those that another replaced, or that were known to leave
+    last, and nobody saw end."""
     there = Placement.objects.filter(node=node)
     ends = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=OuterRef("pk"))
-    replaced = there.filter(successors__isnull=False, successors__standby=False)
-    unseen = replaced.filter(~Exists(ends), state=PlacementState.ENDED).distinct()
+    later = there.filter(created_at__gt=OuterRef("created_at"))
+    replaced = Q(successors__isnull=False, successors__standby=False)
+    left = Q(~Exists(later), end_reason__startswith=LEFT)
+    unseen = there.filter(replaced | left, ~Exists(ends), state=PlacementState.ENDED).distinct()
     return [*there.exclude(state=PlacementState.ENDED), *unseen]
 
 

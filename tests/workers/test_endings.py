@@ -3,19 +3,27 @@ where its start came to nothing."""
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+
 import pytest
+from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM
 from controlplane.errors import Conflict
 from controlplane.fleet.choices import NodeState
+from controlplane.fleet.models import Command
+from controlplane.health.models import Signal
 from controlplane.incidents import actions as incidents
-from controlplane.incidents.actions.ending import end_job
+from controlplane.incidents.actions.ending import AGAIN, end_job
 from controlplane.incidents.models import Incident
+from controlplane.incidents.moves import SAVE_S
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
 from controlplane.jobs.models import Job, Placement
 from node_agent import wire
-from tests.workers.moving import PERSON, commands, state
+from runtime import client
+from tests.workers.moving import PERSON, commands, state, told_by
 from tests.workers.world import World, answer, drain, run_of
 
 pytestmark = pytest.mark.django_db
@@ -109,3 +117,92 @@ def test_a_start_that_came_to_nothing_may_be_made_again(world: World) -> None:
 
     assert run_of("start-job").context["reason"] == "again"
     assert job_state() == JobState.STARTING
+
+
+# --- a process that leaves holds its cards until it has ended -------------------------------------
+
+
+def leaves(world: World) -> Placement:
+    """One of its processes has said farewell, and runs still."""
+    told_by(world.placements[0], client.Stopped(step=12, reason="left the loop", at=time.time()))
+    return Placement.objects.get(pk=world.placements[0].pk)
+
+
+def long_since() -> None:
+    Placement.objects.update(ended_at=timezone.now() - timedelta(seconds=2 * SAVE_S))
+
+
+@pytest.mark.parametrize("requested", [True, False])
+def test_its_node_is_free_once_its_agent_says_that_it_has_ended(
+    world: World, requested: bool
+) -> None:
+    left = leaves(world)
+    drain()
+    leaving = state(left.node)
+    world.exits(left, exit_code=0, requested=requested)
+    drain()
+
+    assert leaving == (NodeState.ALLOCATED, False)
+    assert state(left.node) == (NodeState.AVAILABLE, False)
+    assert not Incident.objects.exists()
+
+
+def test_its_node_is_free_though_its_farewell_and_its_end_came_at_once(world: World) -> None:
+    left = leaves(world)
+    world.exits(left, exit_code=0)
+    Signal.objects.update(triaged_at=timezone.now())  # by a worker that saw no farewell
+
+    incidents.finish_endings()
+
+    assert state(left.node) == (NodeState.AVAILABLE, False)
+
+
+def test_what_hangs_after_its_farewell_is_killed(world: World) -> None:
+    left = leaves(world)
+    assert incidents.finish_endings() == 0
+    long_since()
+
+    assert incidents.finish_endings() == 1
+    assert commands("stop_process") == [wire.StopProcess(placement=left.pk, grace_s=0)]
+    answer("stop_process", stopped=True)  # as an agent says that knows of no such process
+    incidents.finish_endings()
+    assert state(left.node) == (NodeState.AVAILABLE, False)
+
+
+def test_a_silent_node_is_told_to_kill_it_once_it_is_heard(world: World) -> None:
+    left = leaves(world)
+    world.silence(left.node)
+    long_since()
+    assert incidents.finish_endings() == 0
+
+    world.hear(left.node)
+    assert incidents.finish_endings() == 1
+
+
+def test_a_node_that_cannot_kill_it_is_repaired(world: World) -> None:
+    left = leaves(world)
+    long_since()
+    for _ in range(2):
+        incidents.finish_endings()
+        assert not Incident.objects.exists()
+        answer("stop_process", "failed")
+        Command.objects.update(created_at=timezone.now() - 2 * AGAIN)
+
+    incidents.finish_endings()
+
+    title = f"{left.node.name} cannot end a process of {world.job.name}"
+    assert Incident.objects.get().title == title
+    assert run_of("repair-node").node == left.node
+
+
+def test_a_node_that_is_emptied_while_it_leaves_is_told_to_kill_it(world: World) -> None:
+    left = leaves(world)
+    incidents.order_node(PERSON, left.node_id, "quarantine", "because")
+    drain()
+    waiting = state(left.node)
+    answer("stop_process", stopped=True)
+    drain()
+
+    assert commands("stop_process") == [wire.StopProcess(placement=left.pk, grace_s=0)]
+    assert waiting == (NodeState.ALLOCATED, False)
+    assert state(left.node) == (NodeState.QUARANTINED, False)

@@ -707,11 +707,12 @@ def test_it_is_over_on_all_nodes_once_its_first_rank_says_so(world: World) -> No
 
 def test_each_of_its_nodes_is_free_once_its_own_process_has_ended(world: World) -> None:
     told_by(world.placements[0], client.Stopped(step=12, reason="left the loop", at=time.time()))
-    busy = state(world.placements[1].node)
-    world.exits(world.placements[1], exit_code=0)
+    busy = [state(one.node) for one in world.placements]
+    for one in world.placements:
+        world.exits(one, exit_code=0)
     drain()
 
-    assert busy == (NodeState.ALLOCATED, False)
+    assert busy == [(NodeState.ALLOCATED, False)] * 2
     assert [state(one.node) for one in world.placements] == [(NodeState.AVAILABLE, False)] * 2
     assert not Incident.objects.exists()
 
@@ -743,6 +744,8 @@ def test_what_waits_for_a_lost_node_is_ended_with_its_job(world: World) -> None:
 def leaves_and_hangs(world: World) -> None:
     """It has left; of the process on its second node nobody saw the end, for a long time."""
     told_by(world.placements[0], client.Stopped(step=12, reason="left the loop", at=time.time()))
+    world.exits(world.placements[0], exit_code=0)
+    drain()
     assert incidents.finish_endings() == 0
     Placement.objects.update(ended_at=timezone.now() - timedelta(seconds=2 * SAVE_S))
 

@@ -217,6 +217,11 @@ def test_a_common_node_is_no_spare_afterwards(world: World) -> None:
 
 def test_one_that_leaves_with_its_job_leaves_a_spare(world: World, spare: Placement) -> None:
     told_by(spare, client.Stopped(step=20, reason="dismissed", at=time.time()))
+    leaving = state(spare.node)
+    world.exits(spare, exit_code=0)
+    drain()
+
+    assert leaving == (NodeState.ALLOCATED, False)
     assert state(spare.node) == (NodeState.AVAILABLE, True)
 
 

@@ -23,8 +23,8 @@ from workers.intake.hardware import hardware_spoke, job_found_a_straggler, strag
 from workers.intake.lost_replicas import (
     ended_warm_spare,
     ended_while_stopping,
+    free_what_it_left,
     is_unasked_end_of_rank,
-    left_before_its_end,
     replica_was_lost,
     replica_was_stopped,
     stopped_by_order,
@@ -78,6 +78,8 @@ def _handle_alone(signal: Signal) -> bool:
 
 
 def _handle(signal: Signal) -> None:
+    if signal.kind == SignalKind.PROCESS_EXITED:
+        free_what_it_left(signal)
     if signal.kind == SignalKind.LEASE_LOST:
         node_went_silent(signal)
     elif signal.kind in HARDWARE_SPEAKS:
@@ -90,8 +92,6 @@ def _handle(signal: Signal) -> None:
         replica_was_lost(signal)
     elif (stopped := stopped_by_order(signal)) is not None:
         replica_was_stopped(signal, stopped)
-    elif (left := left_before_its_end(signal)) is not None:
-        jobs.vacate(SYSTEM, left)
     elif (slow := straggler(signal)) is not None:
         job_found_a_straggler(signal, slow)
     elif signal.node is not None and is_coordinator_gone(signal):

@@ -17,7 +17,7 @@ from controlplane.incidents.choices import Severity
 from controlplane.incidents.models import Incident, PlaybookRun
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState
-from controlplane.jobs.models import IN_ITS_PLACE, LEFT, Job, Placement
+from controlplane.jobs.models import IN_ITS_PLACE, Job, Placement
 from workers.intake.timeline import tell_node_incident, tell_signal, tell_what_went_before
 
 log = structlog.get_logger(__name__)
@@ -97,14 +97,10 @@ def replica_was_stopped(signal: Signal, placement: Placement) -> None:
         tell_signal(incident, signal)
 
 
-def left_before_its_end(signal: Signal) -> Placement | None:
-    """The process, of a job on several nodes, that was known to leave before its end, which was
-    asked for, was seen: its node waits for that."""
-    if signal.kind != SignalKind.PROCESS_EXITED or not signal.data.get("requested"):
-        return None
-    wide = Placement.objects.filter(replica__job__nodes_per_replica__gt=1)
-    left = wide.filter(pk=signal.placement_id, state=PlacementState.ENDED)
-    return left.filter(end_reason__startswith=LEFT).first()
+def free_what_it_left(signal: Signal) -> None:
+    """A process that was known to be gone is seen to have ended: its node waited for that."""
+    for left in Placement.objects.filter(pk=signal.placement_id, state=PlacementState.ENDED):
+        jobs.vacate(SYSTEM, left)
 
 
 def live_placement(node: Node) -> Placement | None:
@@ -140,8 +136,6 @@ def _ended_one_is_gone(signal: Signal, placement: Placement) -> None:
 
     But for one: what took its replica's place, and was lost, while its move was being given up.
     """
-    if signal.kind == SignalKind.PROCESS_EXITED:
-        jobs.vacate(SYSTEM, placement)
     replica = placement.replica
     open_one = incidents.incident_of_replica(replica.job_id, replica.index)
     if open_one is not None:

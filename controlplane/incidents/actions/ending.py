@@ -16,10 +16,10 @@ from controlplane.fleet.choices import COMMAND_FINISHED, CommandState, NodeState
 from controlplane.fleet.models import Command
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
-from controlplane.incidents.actions.incidents import resolve
-from controlplane.incidents.actions.requests import FOR_THE_JOB, WARM_SPARE
+from controlplane.incidents.actions.incidents import open_or_merge, resolve
+from controlplane.incidents.actions.requests import FOR_THE_JOB, WARM_SPARE, repair_node
 from controlplane.incidents.actions.runs import cancel_run
-from controlplane.incidents.choices import INCIDENT_UNRESOLVED, RUN_UNFINISHED
+from controlplane.incidents.choices import INCIDENT_UNRESOLVED, RUN_UNFINISHED, Severity
 from controlplane.incidents.models import Incident, PlaybookRun
 from controlplane.incidents.moves import SAVE_S
 from controlplane.jobs import actions as jobs
@@ -50,6 +50,7 @@ def finish_endings() -> int:
     """Have killed what a job that is to end has no use for, and what left its job and hangs; note
     that those jobs are over of which nothing is left. Returns how many orders were given; the
     keeper calls it."""
+    long_ago = timezone.now() - timedelta(seconds=SAVE_S)
     stopping = Job.objects.filter(state=JobState.STOPPING)
     alive = Placement.objects.exclude(state=PlacementState.ENDED)
     exits = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=OuterRef("pk"))
@@ -59,11 +60,14 @@ def finish_endings() -> int:
     others = Placement.objects.filter(
         replica=OuterRef("replica"),
         ended_at__gt=OuterRef("created_at"),
-        ended_at__lt=timezone.now() - timedelta(seconds=SAVE_S),
+        ended_at__lt=long_ago,
     )
     idle |= Q(Exists(others), replica__job__nodes_per_replica__gt=1)
-    wanted_by_none = [*alive.filter(idle, replica__job__in=stopping), *_hang_after_their_end()]
+    hang = _left().filter(~Exists(exits), ended_at__lt=long_ago, node__lease__reachable=True)
+    wanted_by_none = [*alive.filter(idle, replica__job__in=stopping), *hang]
     told = sum(map(end_process, wanted_by_none))
+    for one in _left().filter(Exists(exits)):  # in that very moment, and neither saw the other
+        jobs.vacate(SYSTEM, one)
     for job in stopping.exclude(Exists(alive.filter(replica__job=OuterRef("pk")))):
         with suppress(Conflict):  # it is over by now
             jobs.end_job(SYSTEM, job.pk, "its last process has left")
@@ -97,22 +101,37 @@ def end_process(placement: Placement) -> bool:
         last.state not in COMMAND_FINISHED or timezone.now() - last.created_at < AGAIN
     ):
         return False
+    # Once its agent may only have been restarted meanwhile.
+    if last is not None and orders.filter(state=CommandState.FAILED).count() > 1:
+        _cannot_be_ended(placement, last.error)
     requester = f"end/{placement.pk}.{orders.count()}"
     verb = wire.StopProcess(placement=placement.pk, grace_s=0)
     fleet.queue_command(SYSTEM, placement.node_id, verb, requester=requester)
     return True
 
 
-def _hang_after_their_end() -> QuerySet[Placement]:
-    """What was known to leave a job on several nodes, and was not seen to end since, though its
-    node waits for that: it holds the node's cards. What the node holds by now is of later."""
-    exits = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=OuterRef("pk"))
+def _cannot_be_ended(placement: Placement, why: str) -> None:
+    """A node that cannot end a process is unfit: it holds the cards for ever."""
+    node, job = placement.node, placement.replica.job
+    incident = open_or_merge(
+        f"node/{node.pk}",
+        cluster_id=node.cluster_id,
+        title=f"{node.name} cannot end a process of {job.name}",
+        severity=Severity.MINOR,
+        occurred_at=timezone.now(),
+        node_id=node.pk,
+    )
+    reason = f"it cannot end a process of {job.name}: {why}"
+    repair_node(SYSTEM, node.pk, incident, reason, lost_placement=placement.pk)
+
+
+def _left() -> QuerySet[Placement]:
+    """What was known to leave its job, and whose node waits for its process to be seen to end. What
+    a node holds by now is of later."""
     later = Placement.objects.filter(node=OuterRef("node"), created_at__gt=OuterRef("created_at"))
     return Placement.objects.filter(
-        ~Exists(exits),
         ~Exists(later),
-        replica__job__nodes_per_replica__gt=1,
+        state=PlacementState.ENDED,
         node__state=NodeState.ALLOCATED,
         end_reason__startswith=LEFT,
-        ended_at__lt=timezone.now() - timedelta(seconds=SAVE_S),
     )

@@ -200,8 +200,6 @@ def end_placement(actor: Actor, placement_id: str, reason: str, *, free_node: bo
         set_replicas(job, [placement.replica.index], _succeeded(placement.replica))
     if free_node:
         vacate(actor, placement)
-        if placement.standby and placement.from_spares:
-            keep_as_spare(actor, placement.node_id, reason)
     audit(
         actor,
         "replica.end",
@@ -220,13 +218,16 @@ def end_placement(actor: Actor, placement_id: str, reason: str, *, free_node: bo
 
 @change()
 def vacate(actor: Actor, placement: Placement) -> None:
-    """Give a node back to the pool, now that nothing of this ended placement runs there.
+    """Give a node back to the pool, now that nothing of this ended placement runs there; that of a
+    warm spare to the spares, if it is from there.
 
     One that is in other hands by now, or holds another replica, stays as it is.
     """
     held = Placement.objects.filter(node=placement.node_id).exclude(state=PlacementState.ENDED)
     if _node_state(placement.node_id) == NodeState.ALLOCATED and not held.exists():
         fleet.transition(actor, placement.node_id, NodeState.AVAILABLE, reason="its replica left")
+        if placement.standby and placement.from_spares:
+            keep_as_spare(actor, placement.node_id, "its warm spare left")
         doorbell.ring_after_commit(f"node/{placement.node_id}")
 
 

@@ -284,14 +284,19 @@ def _record_stopped(job: Job, batch: client.Batch, message: client.Stopped) -> N
     told = Placement.objects.filter(pk=batch.placement, replica__job=job).first()
     if told is None:
         return
-    # The first rank speaks for all nodes, which left together; each is free once its own is seen
-    # to end.
+    # The first rank speaks for all nodes, which left together.
     others = list(told.replica.alive.exclude(pk=told.pk)) if job.nodes_per_replica > 1 else []
-    if not end_placement(SYSTEM, told.pk, f"{LEFT}{message.reason}", free_node=True):
+    if not _left(told, message.reason):
         return  # told again, or late: what is there by now is of another start
     for other in others:
-        gone = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=other.pk).exists()
-        end_placement(SYSTEM, other.pk, f"{LEFT}{message.reason}", free_node=gone)
+        _left(other, message.reason)
+
+
+def _left(placement: Placement, reason: str) -> bool:
+    """Note that a process leaves; it holds its node's cards until it is seen to have ended. False
+    if it had ended before."""
+    gone = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=placement.pk)
+    return end_placement(SYSTEM, placement.pk, f"{LEFT}{reason}", free_node=gone.exists())
 
 
 # --- what its scheduler tells ---------------------------------------------------------------------

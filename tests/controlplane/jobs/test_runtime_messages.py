@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from controlplane.accounts.models import SYSTEM
+from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
 from controlplane.jobs import actions, selectors
 from controlplane.jobs.actions import telling
@@ -19,7 +20,7 @@ from controlplane.jobs.models import (
 )
 from runtime import client
 from runtime.checkpoint.tiers import TierName
-from tests.factories import JobFactory, PlacementFactory, ReplicaFactory
+from tests.factories import JobFactory, PlacementFactory, ReplicaFactory, SignalFactory
 
 pytestmark = pytest.mark.django_db
 
@@ -133,12 +134,18 @@ def test_a_resumed_job_takes_back_the_steps_that_it_trains_again(placement: Plac
     assert job.recomputed_steps == 5
 
 
-def test_a_rank_that_leaves_by_itself_frees_its_node(placement: Placement) -> None:
+@pytest.mark.parametrize(("seen_to_end", "node"), [(0, "allocated"), (1, "available")])
+def test_the_node_of_a_rank_that_leaves_is_free_once_its_process_has_ended(
+    placement: Placement, seen_to_end: int, node: str
+) -> None:
+    SignalFactory.create_batch(
+        seen_to_end, kind=SignalKind.PROCESS_EXITED, placement_id=placement.pk
+    )
     tell(placement, client.Stopped(step=9, reason="asked to", at=1.0))
     placement.refresh_from_db()
     placement.node.refresh_from_db()
     assert placement.state == PlacementState.ENDED
-    assert placement.node.state == "available"
+    assert placement.node.state == node
 
 
 def test_a_job_that_was_told_to_stop_is_over_once_its_last_process_says_that_it_leaves(
