@@ -117,8 +117,9 @@ class Commands:
             raise _Refusal(f"node: it is for {command.node_id}", remember=False)
         if command.id in self._seen:
             return command
-        if command.expires_at <= time.time():
-            raise _Refusal("expiry: its time is over (compare the clocks)")
+        now = time.time()
+        if command.expires_at <= now:
+            raise _Refusal(_late(command, now))
         self._check_allowed(command.action)
         return command
 
@@ -275,6 +276,16 @@ class Commands:
 
     def _send(self, result: wire.CommandResult) -> None:
         self._results.put([msgspec.to_builtins(result)])
+
+
+def _late(command: wire.Command, now: float) -> str:
+    """What is handed out was in time by the control plane's clock: ours differs by as much."""
+    least, most = now - command.expires_at, now - command.issued_at
+    return (
+        f"expiry: by this node's clock its time was over {least:.0f} s ago. The control plane "
+        f"hands out no such order, so this clock is {least:.0f} to {most:.0f} s ahead of its own, "
+        "unless the order was that long on its way: set it (chrony)"
+    )
 
 
 def _recent(entries: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -129,7 +129,7 @@ class ControlPlane:
         command = wire.Command(
             id=command_id,
             node_id=node_id,
-            issued_at=now,
+            issued_at=more.pop("issued_at", now),
             expires_at=more.pop("expires_at", now + 60),
             action=action,
         )

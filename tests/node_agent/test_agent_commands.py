@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Any
 
@@ -29,6 +30,19 @@ def test_a_command_that_is_not_ours_runs_nothing(
     assert result.state == "refused"
     assert result.error.startswith(why)
     assert not procfs.with_environment("DRYDOCK_PLACEMENT", "p-1")
+
+
+def test_a_clock_that_is_ahead_is_named_with_by_how_much(agent: Node) -> None:
+    now = time.time()
+    late = agent.plane.send(agent.rank(), issued_at=now - 75, expires_at=now - 55)
+
+    error = agent.plane.result(late).error
+
+    found = re.search(r"this clock is (\d+) to (\d+) s ahead of its own", error)
+    assert found
+    least, most = map(int, found.groups())
+    assert 55 <= least < most == least + 20
+    assert "set it (chrony)" in error
 
 
 def test_a_program_outside_the_table_is_refused(agent: Node) -> None:

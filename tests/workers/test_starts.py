@@ -10,6 +10,7 @@ import pytest
 
 from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
+from controlplane.fleet.choices import CommandState
 from controlplane.fleet.models import Command, Node
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import RunState, StepState
@@ -238,6 +239,30 @@ def test_a_coordinator_that_failed_to_start_is_ended(world: World) -> None:
     drain()
 
     assert commands("stop_process") == [wire.StopProcess(placement=coordinators()[0].placement)]
+
+
+def test_a_silent_node_is_told_for_long_to_end_a_coordinator_that_nobody_knows(
+    world: World,
+) -> None:
+    all_free(world)
+    begin(world, "wide")
+    drain()
+    unanswered()
+    unanswered()  # an hour
+
+    stop = Command.objects.get(verb="stop_process", payload__contains=coordinators()[0].placement)
+    assert stop.state == CommandState.QUEUED
+
+
+def test_silent_nodes_are_told_for_long_to_end_what_was_started_in_a_run_that_is_cancelled(
+    world: World, starting: Job
+) -> None:
+    incidents.cancel_run(SYSTEM, run_of(START).pk, "not today")
+    unanswered()
+
+    stops = Command.objects.filter(verb="stop_process", requester__contains=".cancel.")
+    assert stops.count() == Command.objects.filter(verb="start_rank").count() > 0
+    assert {stop.state for stop in stops} == {CommandState.QUEUED}
 
 
 def coordinators() -> list[wire.StartCoordinator]:

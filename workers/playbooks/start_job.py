@@ -15,6 +15,7 @@ from controlplane.incidents.candidates import free_nodes
 from controlplane.incidents.choices import RUN_UNFINISHED, Effect
 from controlplane.incidents.models import PlaybookRun
 from controlplane.jobs import actions as jobs
+from controlplane.jobs.actions.jobs import STOP_TTL_S
 from controlplane.jobs.choices import JobState, PlacementState
 from controlplane.jobs.models import IN_ITS_PLACE, Job, Placement, Replica
 from node_agent import wire
@@ -152,6 +153,7 @@ def _stop_unknown(ctx: StepContext) -> None:
         ctx.values["coordinator_node"],
         wire.StopProcess(placement=placement),
         requester=f"end/{placement}",
+        ttl_s=STOP_TTL_S,
     )
 
 

@@ -34,6 +34,7 @@ from controlplane.incidents.models import (
     Reservation,
 )
 from controlplane.jobs import actions as jobs
+from controlplane.jobs.actions.jobs import STOP_TTL_S
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Placement
 from node_agent import wire
@@ -200,7 +201,9 @@ def _stop_coordinators(actor: Actor, run: PlaybookRun) -> None:
             if isinstance(action, wire.StartCoordinator) and action.placement != known:
                 stop = wire.StopProcess(placement=action.placement)
                 requester = f"end/{action.placement}"
-                fleet.queue_command(actor, start.node_id, stop, requester=requester)
+                fleet.queue_command(
+                    actor, start.node_id, stop, requester=requester, ttl_s=STOP_TTL_S
+                )
 
 
 def _stop_waiting(actor: Actor, run: PlaybookRun, placement: Placement) -> None:
@@ -208,7 +211,7 @@ def _stop_waiting(actor: Actor, run: PlaybookRun, placement: Placement) -> None:
     imported what it needs, or of a replica on several nodes before all have found each other."""
     order = wire.StopProcess(placement=placement.pk, grace_s=0)
     requester = f"{run.pk}.cancel.{placement.replica.index}.{placement.node_rank}"
-    fleet.queue_command(actor, placement.node_id, order, requester=requester)
+    fleet.queue_command(actor, placement.node_id, order, requester=requester, ttl_s=STOP_TTL_S)
 
 
 def _stop_standby(actor: Actor, run: PlaybookRun, reason: str) -> None:
@@ -216,7 +219,8 @@ def _stop_standby(actor: Actor, run: PlaybookRun, reason: str) -> None:
     standby = Placement.objects.filter(pk=run.context.get("placement", ""), standby=True)
     for placement in standby.exclude(state=PlacementState.ENDED):
         order = wire.StopProcess(placement=placement.pk, grace_s=0)
-        fleet.queue_command(actor, placement.node_id, order, requester=f"{run.pk}.cancel")
+        requester = f"{run.pk}.cancel"
+        fleet.queue_command(actor, placement.node_id, order, requester=requester, ttl_s=STOP_TTL_S)
         jobs.give_up_move(actor, placement.pk, f"cancelled: {reason}")
         if run.context.get("spare"):
             jobs.keep_as_spare(actor, placement.node_id, f"{run.title}: cancelled")

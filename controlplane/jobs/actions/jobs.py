@@ -27,7 +27,7 @@ from controlplane.jobs.models import (
 )
 from node_agent import wire
 
-#: How long a job's ranks may take to hear that they are to stop.
+#: How long a job's processes may take to hear that they are to stop: also where a node is silent.
 STOP_TTL_S = 24 * 3600
 #: What most nodes have.
 GPUS_PER_NODE = 8
