@@ -585,6 +585,19 @@ def test_nodes_that_fall_silent_together_are_told_again_to_end_it(world: World) 
     assert names() == ["node-0", "spare-0"]
 
 
+def test_nodes_that_are_silent_when_they_are_to_be_told_have_not_ended_it(world: World) -> None:
+    leaving = world.placements[1].node_id
+    incidents.move_replica(PERSON, world.job.pk, 0, leaving=leaving, reason="it is warm there")
+    drain()
+    nodes = [one.node for one in world.placements]
+    world.silence_together(*nodes)
+    CheckpointFactory(job=world.job, tier="shared", at=timezone.now())
+    drain()
+
+    assert run_of(MOVE).state == RunState.WAITING
+    assert [name for name, _ in orders("stop_process")] == ["node-0", "node-1"]
+
+
 def test_agents_that_refuse_leave_it_training_where_it_was(world: World) -> None:
     order(world)
     answer("stop_process", "refused")

@@ -235,7 +235,7 @@ def test_a_node_that_falls_silent_with_others_is_awaited_and_told_again(world: W
     drain()
 
     assert silent == RunState.WAITING
-    assert words == "node-0 went silent before it said that nothing of it runs, and is awaited"
+    assert words == "node-0 went silent before saying that nothing of it runs: awaited"
     assert commands("start_rank") == []
     saves_and_ends(world)
     assert present().node == world.spares[0]

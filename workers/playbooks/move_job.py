@@ -12,11 +12,8 @@ from django.conf import settings
 from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM
-from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import COMMAND_FINISHED, CommandState
 from controlplane.fleet.models import Command, Node
-from controlplane.health.choices import SignalKind
-from controlplane.health.models import Signal
 from controlplane.incidents.candidates import free_nodes, wanted_by
 from controlplane.incidents.choices import RUN_UNFINISHED, Effect
 from controlplane.incidents.models import PlaybookRun
@@ -24,11 +21,9 @@ from controlplane.incidents.moves import AS_WHOLE, SAVE_S
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState, Tier
 from controlplane.jobs.models import LEFT, Placement
-from node_agent import wire
 from workers import losses
 from workers.playbooks.base import (
     Ask,
-    Back,
     Done,
     Fail,
     Outcome,
@@ -40,7 +35,7 @@ from workers.playbooks.base import (
 from workers.playbooks.node_steps import actor_of
 from workers.playbooks.replica_lost import order_start, runs_on, start_failed
 from workers.playbooks.together import (
-    gone_of,
+    Left,
     left_of,
     names_of,
     order_ends,
@@ -79,69 +74,16 @@ def save(ctx: StepContext) -> Outcome:
 
 
 def end(ctx: StepContext) -> Outcome:
-    if len(_there(ctx)) > 1:
-        return _end_all(ctx)
-    before = _placement(ctx, "from")
-    where = before.node.name
-    stop = Command.objects.filter(requester=ctx.requester(), verb="stop_process").first()
-    orders = Command.objects.filter(requester__startswith=f"{ctx.step.pk}.")
-    gone = _told_its_end(before)
-    if not orders and (gone or before.state == PlacementState.ENDED):
-        return _not_moved(f"its process on {where} has ended by itself")
-    if stop is None and not gone:
-
-        def order() -> None:
-            verb = wire.StopProcess(placement=before.pk, grace_s=SAVE_S)
-            fleet.queue_command(
-                actor_of(ctx),
-                before.node_id,
-                verb,
-                requester=ctx.requester(),
-                ttl_s=SAVE_S + STOP_ORDER_S,
-            )
-
-        return Wait(text=f"{where} is told to let it save and end", apply=order)
-    if stop is None or stop.state == CommandState.DONE or (stop.state in COMMAND_FINISHED and gone):
-
-        def free() -> None:
-            jobs.end_placement(SYSTEM, before.pk, f"moved: {ctx.run.title}", free_node=True)
-            jobs.vacate(SYSTEM, before)
-            if ctx.values["spare"]:
-                jobs.keep_as_spare(SYSTEM, before.node_id, ctx.run.title)
-
-        return Done(text=f"nothing of it runs on {where} any more", apply=free)
-    if _being_brought_back(ctx):
-        return _not_moved("it was lost meanwhile, and is brought back by a run of its own")
-    if stop.state == CommandState.REFUSED:
-        return _not_moved(f"{where} refused to end it: {stop.error}")
-    if went_unheard(ctx, stop):
-        if not before.node.lease.reachable:
-            text = f"{where} went silent before it said that nothing of it runs, and is awaited"
-            return Wait(text=text)
-        return Back(to=END, node_id=before.node_id, text=f"{where} is heard again")
-    if stop.state in COMMAND_FINISHED:
-        why = stop.error or stop.get_state_display().lower()
-        return Ask(text=f"{where} does not say that nothing of it runs: {why}")
-    return Wait(text=f"it saves and ends on {where}")
-
-
-def _end_all(ctx: StepContext) -> Outcome:
-    """The same on several nodes, which end it together: none waits for another that trains on."""
+    """Let it end on all its nodes together: none waits for another that trains on."""
     there = _there(ctx)
+    orders = Command.objects.filter(requester__startswith=f"{ctx.step.pk}.")
+    gone = next((one for one in there if _has_ended(one)), None)
+    if gone is not None and not orders:
+        return _not_moved(f"its process on {gone.node.name} has ended by itself")
     left = [
         (one, None if stop is not None and went_unheard(ctx, stop) else stop)
         for one, stop in left_of(ctx, there)
     ]
-    orders = Command.objects.filter(requester__startswith=f"{ctx.step.pk}.")
-    if not orders and (gone := gone_of(there)):
-        return _not_moved(f"its process on {gone.node.name} has ended by itself")
-    if any(stop is None for _, stop in left):
-        return Wait(
-            text=f"{names_of(there)} are told to let it save and end",
-            apply=lambda: order_ends(
-                ctx, left, grace_s=SAVE_S, ttl_s=SAVE_S + STOP_ORDER_S, actor=actor_of(ctx)
-            ),
-        )
     if not left:
 
         def free() -> None:
@@ -154,14 +96,27 @@ def _end_all(ctx: StepContext) -> Outcome:
         return Done(text=f"nothing of it runs on {names_of(there)} any more", apply=free)
     if _being_brought_back(ctx):
         return _not_moved("it was lost meanwhile, and is brought back by a run of its own")
+    untold = [one for one, stop in left if stop is None]
+    silent = [one for one in untold if not one.node.lease.reachable] if orders else []
+    due: list[Left] = [(one, None) for one in untold if one not in silent]
+    if due:
+        return Wait(
+            text=f"{names_of([one for one, _ in due])} are told to let it save and end",
+            apply=lambda: order_ends(
+                ctx, due, grace_s=SAVE_S, ttl_s=SAVE_S + STOP_ORDER_S, actor=actor_of(ctx)
+            ),
+        )
     told = [(one, stop) for one, stop in left if stop is not None]
     taken = [(one, stop) for one, stop in told if stop.state != CommandState.REFUSED]
     if len(told) == len(there) and not taken:
         return _not_moved(f"{names_of(there)} refused to end it: {told[0][1].error}")
     # Where any has taken the order, those that refused it leave with that one.
-    bad = refused(taken)
-    if bad is not None:
-        return Ask(text=f"{bad[0].node.name} does not say that nothing of it runs")
+    if (bad := refused(taken)) is not None:
+        why = bad[1].error or bad[1].get_state_display().lower()
+        return Ask(text=f"{bad[0].node.name} does not say that nothing of it runs: {why}")
+    if silent:
+        text = f"{names_of(silent)} went silent before saying that nothing of it runs: awaited"
+        return Wait(text=text)
     return Wait(text=f"it saves and ends on {names_of([one for one, _ in left])}")
 
 
@@ -247,9 +202,7 @@ def await_step(ctx: StepContext) -> Outcome:
         return _not_moved(f"it was lost on {where}, and is brought back by a run of its own")
     if now.end_reason.startswith(LEFT):
         return Done(text=f"on {where} it found nothing left to do, and has {now.end_reason}")
-    gone = next(
-        (one for one in nows if one.state == PlacementState.ENDED or losses.told_gone(one)), None
-    )
+    gone = next((one for one in nows if _has_ended(one)), None)
     if gone is not None:
         return Wait(text=f"its process on {gone.node.name} has ended; its loss is being taken up")
     if now.joined_at is None:
@@ -333,9 +286,8 @@ def _not_moved(why: str) -> Fail:
     return Fail(text=f"not moved: {why}")
 
 
-def _told_its_end(placement: Placement) -> bool:
-    ends = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=placement.pk)
-    return ends.exists()
+def _has_ended(placement: Placement) -> bool:
+    return placement.state == PlacementState.ENDED or losses.told_gone(placement)
 
 
 def _being_brought_back(ctx: StepContext) -> bool:
