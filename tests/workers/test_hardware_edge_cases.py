@@ -31,6 +31,7 @@ from controlplane.incidents.models import (
     Reservation,
 )
 from controlplane.jobs import actions as jobs
+from controlplane.jobs.models import Job
 from tests.factories import GpuFactory
 from tests.workers.world import World, answer, drain, pass_validation, run_of
 from workers import engine, intake, power
@@ -291,6 +292,27 @@ def test_a_deadlock_loses_no_signal(world: World) -> None:
     drain()
     told = [one.timeline.filter(kind="signal").count() for one in (first, second)]
     assert (told, intake.untriaged().count()) == ([2, 2], 0)
+
+
+def test_what_ends_while_its_run_is_being_called_off_is_brought_back(world: World) -> None:
+    """Who calls it off has not seen it end, and who hears of its end sees the run still there."""
+    world.placements[1].replica.delete()
+    Job.objects.update(world_replicas=1)
+    killed = world.placements[0]
+    run = incidents.order_node(PERSON, killed.node_id, "quarantine", "because")
+    drain()
+    fleet.take_commands([killed.node_id])
+    ended: Ended = []
+    with transaction.atomic():
+        incidents.call_off(PERSON, run.pk, "another time")
+        beside(lambda: world.exits(killed, signal=9, requested=True), ended).join()
+        thread = beside(intake.triage_signals, ended)
+        await_lock()
+    thread.join()
+    drain()
+
+    assert [how for how, _ in ended] == ["ok", "ok"], ended
+    assert run_of("replica-lost").context["lost_placement"] == killed.pk
 
 
 def waiting_run(world: World) -> PlaybookRun:

@@ -20,6 +20,7 @@ from controlplane.incidents.plans import NODE_ORDERS, plan_of_order
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Job, Placement
 from node_agent import wire
+from tests.factories import ApprovalFactory
 from tests.workers.moving import commands
 from tests.workers.world import HEALTHY, World, answer, drain, run_of
 from workers import engine
@@ -254,6 +255,19 @@ def test_what_a_run_killed_that_is_called_off_is_brought_back(
     assert Incident.objects.get().replica == 0
     assert run_of("replica-lost").context["lost_placement"] == only_one.pk
     assert world.placement_of(0).state == PlacementState.STARTING
+
+
+def test_what_a_run_killed_whose_next_plan_is_rejected_is_brought_back(
+    world: World, only_one: Placement
+) -> None:
+    run = kill_ordered(only_one)
+    world.exits(only_one, signal=9, requested=True)
+    drain()
+    asked = ApprovalFactory(run=run, cluster=world.cluster)
+
+    incidents.reject(PERSON, asked.pk, "not like this")
+
+    assert run_of("replica-lost").context["lost_placement"] == only_one.pk
 
 
 def test_what_is_seen_to_be_killed_after_its_run_was_called_off_is_brought_back(

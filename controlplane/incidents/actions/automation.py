@@ -15,7 +15,8 @@ from controlplane.errors import Conflict
 from controlplane.fleet.changes import change, touch
 from controlplane.health.models import Failure
 from controlplane.incidents.actions.incidents import tell
-from controlplane.incidents.actions.runs import cancel_run, lock_run
+from controlplane.incidents.actions.requests import call_off
+from controlplane.incidents.actions.runs import lock_run
 from controlplane.incidents.choices import (
     RUN_UNFINISHED,
     ApprovalState,
@@ -214,7 +215,7 @@ def reject(actor: Actor, approval_id: str, reason: str) -> None:
     """Refuse a plan: its run is cancelled, what it would have done is a person's to do."""
     approval = _waiting(approval_id)
     _decide(actor, approval, ApprovalState.REJECTED, reason)
-    cancel_run(actor, approval.run_id, f"its plan was rejected: {reason}")
+    call_off(actor, approval.run_id, f"its plan was rejected: {reason}")
 
 
 def _waiting(approval_id: str) -> Approval:
