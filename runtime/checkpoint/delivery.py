@@ -149,7 +149,7 @@ class Delivery:
     def _ask_to_look(self, save: str) -> None:
         asked = {"op": "look", "folder": str(self._folders.shared), "save": save}
         try:
-            self._writers["shared"].send(asked, self._rooms.descriptors())
+            self._writers["shared"].send(asked, self._rooms.there())
         except OSError as error:
             self._looking = False
             self.failed("shared", f"no writer: {error}")
@@ -194,17 +194,21 @@ class Delivery:
                 writer.start()
             except OSError as error:
                 self.failed(name, f"no writer: {error}")
-        while (save := self._given.get()) is not None:
-            if isinstance(save, str):
-                self._ask_to_look(save)
-                continue
-            try:
-                save.copying.finish(partial(self._pass_on, save))
-            except Exception as error:  # without this thread no later save would be written
-                self._not_copied(save, repr(error))
-            self._let_go(save, "copy")
-            for write, flaw in save.flaws or []:
-                self._end(write, flaw)
+        while (given := self._given.get()) is not None:
+            if isinstance(given, str):
+                self._ask_to_look(given)
+            else:
+                self._see_to(given)
+            del given  # its room may be given up before another one comes
+
+    def _see_to(self, save: Save) -> None:
+        try:
+            save.copying.finish(partial(self._pass_on, save))
+        except Exception as error:  # without this thread no later save would be written
+            self._not_copied(save, repr(error))
+        self._let_go(save, "copy")
+        for write, flaw in save.flaws or []:
+            self._end(write, flaw)
 
     def _not_copied(self, save: Save, why: str) -> None:
         if save.flaws is None:
@@ -282,7 +286,7 @@ class Delivery:
 
         kept = {"keep": tier.keep, "keep_for_s": tier.keep_for_s}
         asked = {**asked, **place, **kept, "pack": tier.pack}
-        self._writers[tier.name].send(asked, self._rooms.descriptors(), stamp)
+        self._writers[tier.name].send(asked, self._rooms.there(), stamp)
 
     def _to_folder(self, tier: Tier, save: Save) -> dict[str, Any]:
         return {

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from runtime.checkpoint.rooms import Room
 from runtime.checkpoint.writer import PACKET_BYTES
 from runtime.forking import keep_from_children
 
@@ -52,10 +53,10 @@ class WriterHandle:
     def send(
         self,
         message: dict[str, Any],
-        rooms: tuple[int, dict[int, int]],
+        rooms: tuple[int, list[Room]],
         stamp: Callable[[int], None] | None = None,
     ) -> None:
-        """Send one message, and before it the rooms (see `Rooms.descriptors`) if it was not given
+        """Send one message, and before it the rooms (see `Rooms.there`) if it was not given
         these yet. `stamp` is told before that which life of the writer it goes to.
 
         Raises OSError if it cannot be started, or dies meanwhile.
@@ -65,11 +66,11 @@ class WriterHandle:
             if stamp is not None:
                 stamp(self._life)
             try:
-                generation, numbered = rooms
+                generation, there = rooms
                 if self._generation != generation:
-                    descriptors = array.array("i", numbered.values())
+                    descriptors = array.array("i", [room.fd for room in there])
                     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
-                    given = {"op": "rooms", "numbers": [*numbered]}
+                    given = {"op": "rooms", "numbers": [room.number for room in there]}
                     connection.sendmsg([json.dumps(given).encode()], rights)
                     self._generation = generation
                 data = json.dumps(message).encode()

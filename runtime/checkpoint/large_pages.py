@@ -60,5 +60,12 @@ def collapse(memory: memoryview) -> bool:
     return failed == 0
 
 
+def emptied(memory: memoryview) -> bool:
+    """Give what is `mapped`, to be written, back to the system: it holds zeros from now on, for all
+    who have it mapped. False if that is not to be had."""
+    failed: int = _libc.madvise(_address(memory), len(memory), mmap.MADV_REMOVE)
+    return failed == 0
+
+
 def _address(memory: mmap.mmap | memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

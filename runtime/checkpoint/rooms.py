@@ -13,9 +13,10 @@ import ctypes
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
-from runtime.checkpoint.large_pages import LARGE_BYTES, collapse, mapped
+from runtime.checkpoint.large_pages import LARGE_BYTES, collapse, emptied, mapped
 from runtime.image import aligned
 
 ROOMS = 2
@@ -43,31 +44,30 @@ class Room:
         rest: Callable[[float], object],
         pin: Callable[[memoryview], object],
     ) -> None:
-        """Touches all of it, a slice at a time; after each it may `rest` for so many seconds, so
-        that the training goes on meanwhile. Then `pin` has all of it. Raises OSError, MemoryError.
-        """
-        resting = RESTING[min(number, 1)]
+        """Touches all of it, a slice at a time; after each it may `rest`, and is told how many
+        seconds that slice took, so that the training goes on meanwhile. Then `pin` has all of it.
+        Raises OSError, MemoryError."""
         self.number = number
         self.fd = os.memfd_create(f"drydock-room-{number}")
-        try:
-            os.truncate(self.fd, size)
-            self.memory = mapped(self.fd, size, writable=True)
-            for at in range(0, size, SLICE_BYTES):
-                began = time.monotonic()
-                part = self.memory[at : at + SLICE_BYTES]
-                os.posix_fallocate(self.fd, at, len(part))  # fails here, and not at a first touch
-                if not collapse(part):
-                    # Not MAP_POPULATE, for which the interpreter's lock would be held.
-                    ctypes.memset(ctypes.byref(ctypes.c_char.from_buffer(part)), 0, len(part))
-                rest(resting * (time.monotonic() - began))
-            pin(self.memory)
-        except BaseException:
-            os.close(self.fd)
-            raise
+        # Not sooner than nobody has it: it may be on its way to a writer.
+        weakref.finalize(self, os.close, self.fd).atexit = False
+        os.truncate(self.fd, size)
+        self.memory = mapped(self.fd, size, writable=True)
+        for at in range(0, size, SLICE_BYTES):
+            began = time.monotonic()
+            part = self.memory[at : at + SLICE_BYTES]
+            os.posix_fallocate(self.fd, at, len(part))  # fails here, and not at a first touch
+            if not collapse(part):
+                # Not MAP_POPULATE, for which the interpreter's lock would be held.
+                ctypes.memset(ctypes.byref(ctypes.c_char.from_buffer(part)), 0, len(part))
+            rest(time.monotonic() - began)
+        pin(self.memory)
 
-    def close(self) -> None:
-        """What is mapped stays until nobody uses it."""
-        os.close(self.fd)
+    def give_up(self) -> None:
+        """Its memory goes back to the system at once, though writers have it mapped: one that hangs
+        would never let go of it."""
+        emptied(self.memory)
+        self.memory = memoryview(b"")
 
 
 class Rooms:
@@ -86,9 +86,9 @@ class Rooms:
         self._changed = threading.Condition()
         self._free: list[Room] = []
         self._used: list[Room] = []
+        self._former: list[Room] = []  # too small by now, and not in use
         self._size = 0  # for which there are rooms, or will be
         self._making = False
-        self._grows = False  # all are to be made anew
         self._wanted = threading.Event()  # somebody waits for the room that is being made
         self._not_before = 0.0
         self._generation = 0  # how often there was another room
@@ -106,7 +106,7 @@ class Rooms:
             return 0 < there < self._rooms and late and not self._making
 
     def complete(self) -> None:
-        """Begin to make those that could not be had."""
+        """Begin to make those that are lacking."""
         with self._changed:
             if not self._making:
                 self._making = True
@@ -114,7 +114,8 @@ class Rooms:
 
     def prepare(self, size: int) -> bool:
         """Begin to make rooms for images of this size, unless there are such or they are being
-        made. Returns False if they cannot be had at present."""
+        made: at once in the place of those that are free, of the others when they are given back.
+        Returns False if they cannot be had at present."""
         with self._changed:
             there = self._making or self._free or self._used
             if there and (size <= self._size or self._making):
@@ -122,10 +123,10 @@ class Rooms:
             if time.monotonic() < self._not_before:
                 return False
             slack = SLACK_BYTES + min(size // 64, 2 * SLACK_BYTES)
-            self._making, self._size = True, aligned(size + slack, LARGE_BYTES)
-            self._close(self._free)
-            self._grows = True
-        threading.Thread(target=self._make, name="drydock-rooms", daemon=True).start()
+            self._size = aligned(size + slack, LARGE_BYTES)
+            self._former += self._free
+            self._free.clear()
+            self.complete()
         return True
 
     def take(self, wait_s: float = 0.0) -> Room | None:
@@ -147,7 +148,8 @@ class Rooms:
             if room in self._used:
                 self._used.remove(room)
                 if len(room.memory) < self._size:
-                    room.close()  # larger ones take its place
+                    self._former.append(room)
+                    self.complete()
                 else:
                     self._free.append(room)
             self._changed.notify_all()
@@ -161,35 +163,22 @@ class Rooms:
         with self._changed:
             return len(self._free) == self._rooms and not self._used
 
-    def descriptors(self) -> tuple[int, dict[int, int]]:
-        """Of all rooms by their numbers; before them how often there was another room."""
+    def there(self) -> tuple[int, list[Room]]:
+        """All rooms, free or not; before them how often there was another one."""
         with self._changed:
-            return self._generation, {one.number: one.fd for one in [*self._free, *self._used]}
+            return self._generation, [*self._free, *self._used]
 
     def close(self) -> None:
+        """Whoever uses one keeps it for as long as that takes."""
         with self._changed:
-            self._close(self._free)
-            self._close(self._used)
-
-    def _close(self, rooms: list[Room]) -> None:
-        while rooms:
-            rooms.pop().close()
+            self._free.clear()
+            self._used.clear()
 
     def _make(self) -> None:
         """On a thread of its own. Each is there for use as soon as it is made."""
         try:
-            with self._changed:
-                if self._grows:  # never more of them: a writer may still read a former one
-                    self._changed.wait_for(lambda: not self._used)
-                self._grows = False
-                there = {one.number for one in [*self._free, *self._used]}
-            for number in sorted({*range(self._rooms)} - there):
-                made = Room(number, self._size, self._wanted.wait, self._pin)
-                with self._changed:
-                    self._wanted.clear()
-                    self._free.append(made)
-                    self._generation += 1
-                    self._changed.notify_all()
+            while self._make_next():
+                pass
             self._not_before = 0.0
         except (OSError, MemoryError) as error:
             first = not self._not_before  # of an engineer's concern once
@@ -203,4 +192,30 @@ class Rooms:
         finally:
             with self._changed:
                 self._making = False
+                if self._former:  # given back since we looked
+                    self.complete()
                 self._changed.notify_all()
+
+    def _make_next(self) -> bool:
+        """Another one, unless there are as many as there may be: a former one that is in use counts
+        too, for its writer may hang for ever."""
+        with self._changed:
+            former, self._former = self._former, []
+            there = {one.number for one in [*self._free, *self._used]}
+            lacking = min({*range(self._rooms)} - there, default=None)
+            resting = RESTING[bool(self._free)]
+        while former:
+            former.pop().give_up()
+        if lacking is None:
+            return False
+
+        def rest(took_s: float) -> None:
+            self._wanted.wait(resting * took_s)
+
+        made = Room(lacking, self._size, rest, self._pin)
+        with self._changed:
+            self._wanted.clear()
+            self._free.append(made)
+            self._generation += 1
+            self._changed.notify_all()
+        return True

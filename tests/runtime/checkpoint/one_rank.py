@@ -102,7 +102,7 @@ class OneRank:
             self.told.until(lambda step=step: step in self.told.saved())  # type: ignore[misc]
             self.told.until(lambda: not self.saver.delivery._asked)
         rooms = ROOMS + ("object" in self.saver.tiers)
-        self.told.until(lambda: len(self.saver.rooms.descriptors()[1]) == rooms)
+        self.told.until(lambda: len(self.saver.rooms.there()[1]) == rooms)
 
     def writer(self, tier: TierName = "shared") -> int:
         pid = self.saver.delivery._writers[tier].pid

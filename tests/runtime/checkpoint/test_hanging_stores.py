@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from runtime.checkpoint import asking, disk, store
 from runtime.client import CheckpointSaved
+from runtime.snapshot import Copying
 from tests.runtime.checkpoint.one_rank import PATIENCE_S, OneRank, read_from, unasked
 from tests.runtime.checkpoint.states import (
     SOON_S,
@@ -168,6 +170,37 @@ def test_a_store_that_hangs_holds_up_no_other(on_two_tiers: OneRank) -> None:
 
     assert ready == [{"local"}] * 3
     assert on_two_tiers.told.troubles() == ["checkpoint_late"]
+
+
+def test_a_state_that_grows_while_a_store_hangs_is_saved_to_the_others(
+    on_two_tiers: OneRank,
+) -> None:
+    on_two_tiers.save_all(1)
+    saver = on_two_tiers.saver
+    os.kill(on_two_tiers.writer("shared"), signal.SIGSTOP)
+    on_two_tiers.save(2, last=False)
+    on_two_tiers.told.until(lambda: on_two_tiers.told.saved() == [1, 1, 2])
+    on_two_tiers.told.until(lambda: ("local", "save2") not in saver.delivery._asked)
+    on_two_tiers.told.until(saver.rooms.any_free)
+    (free,) = [os.dup(room.fd) for room in saver.rooms._free]
+
+    def larger(into: memoryview | None) -> Copying:
+        return Copying({"weight": torch.ones(4 << 20)}, 3, into)
+
+    first = saver.save(larger, "larger", ["local"])
+    again = saver.save(larger, "again", ["local"], last=True)
+    assert again is not None
+    on_two_tiers.told.until(lambda: 3 in on_two_tiers.told.saved())
+    left = os.fstat(free).st_blocks  # though the one that hangs has it mapped
+    os.close(free)
+    os.kill(on_two_tiers.writer("shared"), signal.SIGCONT)
+    on_two_tiers.told.until(lambda: on_two_tiers.told.saved().count(2) == 2)
+    on_two_tiers.told.until(saver.rooms.all_free)
+
+    assert first is None
+    assert left == 0
+    assert all(len(room.memory) > again.table.bytes for room in saver.rooms._free)
+    assert on_two_tiers.told.troubles() == []
 
 
 def test_a_shared_folder_that_hangs_holds_no_copy_up(tmp_path: Path) -> None:

@@ -82,7 +82,6 @@ def test_a_room_lies_in_large_pages() -> None:
 
     assert kilobytes("drydock-room-7", "ShmemPmdMapped") == [3 * LARGE_BYTES // 1024]
     assert not any(room.memory)
-    room.close()
 
 
 def test_a_room_in_small_pages_is_touched_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,4 +92,3 @@ def test_a_room_in_small_pages_is_touched_all_the_same(monkeypatch: pytest.Monke
     assert kilobytes("drydock-room-8", "Rss") == [SIZE // 1024]
     assert kilobytes("drydock-room-8", "ShmemPmdMapped") == [0]
     assert not any(room.memory)
-    room.close()

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tests.runtime.replicas import until
 
 GIB = 1 << 30
 OWN_BYTES = 64e6  # that may be kept beside two copies
+PATIENCE_S = 30.0
 
 
 class Untouched:
@@ -51,6 +52,67 @@ def test_two_rooms_are_two_states_and_little_more(
     assert len(sizes) == 2
     assert sum(sizes) > 2 * (size + rooms.SLACK_BYTES)
     assert sum(sizes) <= 2 * size + OWN_BYTES / 2
+
+
+@pytest.fixture
+def taken_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Bytes of memory that all rooms took, each time before another was made."""
+    made: list[int] = []
+    taken: list[int] = []
+    room = rooms.Room
+
+    def noted(*given: Any) -> rooms.Room:
+        taken.append(sum(os.fstat(fd).st_blocks * 512 for fd in made))
+        one = room(*given)
+        made.append(os.dup(one.fd))
+        return one
+
+    monkeypatch.setattr(rooms, "Room", noted)
+    yield taken
+    for fd in made:
+        os.close(fd)
+
+
+def test_a_room_that_is_not_given_back_keeps_no_other_from_growing(
+    taken_before: list[int],
+) -> None:
+    made = Rooms(pytest.fail)
+    made.prepare(1 << 20)
+    until(made.all_free, "both are made")
+    first = made.take()
+    assert first is not None
+    small = len(first.memory)
+
+    made.prepare(1 << 23)
+    second = made.take(PATIENCE_S)
+    assert second is not None
+    large = len(second.memory)
+    none_left = made.take(PATIENCE_S / 100)
+    made.give_back(first)
+    third = made.take(PATIENCE_S)
+
+    assert large > 1 << 23
+    assert none_left is None
+    assert third is not None
+    assert len(third.memory) == large
+    assert taken_before == [0, small, small, large]
+
+
+def test_rooms_that_are_on_their_way_to_a_writer_stay_open_though_larger_ones_are_made() -> None:
+    made = Rooms(pytest.fail)
+    made.prepare(1 << 20)
+    until(made.all_free, "both are made")
+    _generation, given = made.there()
+
+    made.prepare(1 << 23)
+    until(made.all_free, "larger ones are made")
+
+    names = [Path(f"/proc/self/fd/{room.fd}").readlink().name for room in given]
+    assert sorted(name.split()[0] for name in names) == [
+        "memfd:drydock-room-0",
+        "memfd:drydock-room-1",
+    ]
+    assert [os.fstat(room.fd).st_blocks for room in given] == [0, 0]
 
 
 class CudaRuntime:
@@ -135,13 +197,13 @@ def test_a_room_that_could_not_be_had_is_made_later_and_told_of_once(
     told: list[str] = []
     made = Rooms(told.append)
     made.prepare(1 << 20)
-    taken = made.take(30)
+    taken = made.take(PATIENCE_S)
     assert taken is not None
     until(made.lacks, "one is lacking")
 
     def asked() -> bool:
         made.complete()
-        return len(made.descriptors()[1]) == rooms.ROOMS
+        return len(made.there()[1]) == rooms.ROOMS
 
     until(asked, "it is there")
     made.give_back(taken)

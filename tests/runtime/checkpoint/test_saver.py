@@ -8,6 +8,7 @@ import queue
 import shutil
 import signal
 import socket
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -289,9 +290,11 @@ def test_a_state_that_grows_gets_other_rooms(trainer: OneRank) -> None:
     trainer.save_all(1)
     trainer.saver.rooms.prepare(1)
     larger = {"weight": torch.ones(16 << 20)}
+    former = [weakref.ref(room.memory.obj) for room in trainer.saver.rooms.there()[1]]
 
     trainer.saver.tiers = tiers_of(trainer.saver.job, 3600.0, 3, 1e-3)
     first = trainer.saver.save(lambda into: Copying(larger, 2, into), "larger")
+    trainer.told.until(lambda: not any(area() for area in former))  # which unpins it too
     due = trainer.saver.due()
     again = trainer.saver.save(lambda into: Copying(larger, 2, into), "again", last=True)
     trainer.told.until(lambda: 2 in trainer.told.saved())
