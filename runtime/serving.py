@@ -65,8 +65,13 @@ class RequestServer:
             allow_reuse_address = True
             request_queue_size = 128
 
-            def verify_request(self, _request: Any, _client: Any) -> bool:
-                return outer._enter()
+            def verify_request(self, request: Any, _client: Any) -> bool:
+                entered = outer._enter()
+                if not entered:
+                    why = f"{MAX_CONNECTIONS} are connected to it already, and no more may be"
+                    with contextlib.suppress(OSError):
+                        send_json(request, {"error": why})
+                return entered
 
             def process_request_thread(self, request: Any, client_address: Any) -> None:
                 try:

@@ -9,6 +9,7 @@ receives the next one beside it. Imports no torch.
 Requests, each behind the job's token (see `runtime.serving`):
     {"op": "list"}  answered by {"held": [...]}, what is held of all ranks, without their tables
     {"op": "hold", "run", "rank", "ranks", "step", "save", "epoch", "bytes"}  answered by
+        {"waits": true} now and then while another replica's of that rank is on its way; then by
         {"held": digest} if that step of that epoch is held already, else by {"newest": save}, the
         last one held of that rank, or ""; the state's table and facts follow, and "same", how many
         of its first chunks are those of that save, answered by {"copied": so many} now and
@@ -43,6 +44,7 @@ log = logging.getLogger("drydock.holder")
 IDLE_S = 1800.0  # a job that starts anew later than that begins from its disks
 SIGN_CHUNKS = 256  # after so many that are copied here the one that waits hears of it
 SILENT_S = 60.0  # a connection on which nothing comes in the middle of a state
+SIGN_S = SILENT_S / 4  # so often who waits for another's state hears that we are there
 MEMORY = "drydock-held"  # what is held, by its name in /proc
 LOCK, ADDRESS = "holder.lock", "holder.json"
 
@@ -112,12 +114,13 @@ class Memory:
         with self._changed:
             return [one for held in self._held.values() for one in held]
 
-    def begin(self, label: Label) -> Held | Buffer:
+    def begin(self, label: Label) -> Held | Buffer | None:
         """Where to receive this state; or what is held of it, if another replica gave it before.
-        Waits for one of the same rank that is on its way. Raises PeerFailed, MemoryError, OSError.
-        """
+        None if one of the same rank is on its way, and still is after SIGN_S. Raises PeerFailed,
+        MemoryError, OSError."""
         with self._changed:
-            self._changed.wait_for(lambda: label.rank not in self._receiving)
+            if not self._changed.wait_for(lambda: label.rank not in self._receiving, SIGN_S):
+                return None
             self._drop_others(label)
             for held in self._held.get(label.rank, []):
                 if held.label.age == label.age:
@@ -224,7 +227,8 @@ class Holder:
             self.memory.give_back(held)
 
     def _receive(self, connection: socket.socket, label: Label) -> None:
-        found = self.memory.begin(label)
+        while (found := self.memory.begin(label)) is None:
+            send_json(connection, {"waits": True})
         if isinstance(found, Held):
             send_json(connection, {"held": found.digest})
             return

@@ -224,7 +224,8 @@ class Keeping:
         connection = self._requests.ask(op="hold", **vars(label))
         hashes: list[str] = []
         sent = 0
-        answer = receive_json(connection)
+        while (answer := receive_json(connection)).get("waits"):
+            pass  # another replica's is on its way
         if "held" in answer:  # another replica was quicker: the same state, for all have the same
             hashes.extend(hash_of(chunk) for chunk in chunks_of(image))
         else:

@@ -7,23 +7,26 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from runtime.checkpoint import peer
+from runtime import serving
+from runtime.checkpoint import holder, peer
 from runtime.checkpoint.holder import Holder, Label
 from runtime.checkpoint.peer import Keeping, Place, holder_for
 from runtime.framing import PeerFailed, receive_json, send_chunk, send_json
 from runtime.image import CHUNK_BYTES, Damaged, Staged, chunks_of
 from runtime.serving import Requests, RequestServer
-from tests.runtime.checkpoint.states import flip_held_bits, staged_at
+from tests.runtime.checkpoint.states import SOON_S, flip_held_bits, staged_at
 from tests.runtime.replicas import until
 
 TOKEN = "right"
@@ -156,6 +159,59 @@ def test_what_breaks_off_leaves_the_one_before(address: str) -> None:
     assert read(address, 7).digest == staged_at(7).digest
 
 
+def in_the_middle(address: str, step: int) -> socket.socket:
+    """A connection of a replica that has sent the first chunk of a state, and its table."""
+    staged = staged_at(step)
+    connection = Requests(address, TOKEN).ask(op="hold", **vars(label(step)))
+    receive_json(connection)
+    send_json(connection, {"table": staged.table.describe(), "facts": {}, "same": 0})
+    receive_json(connection)
+    send_chunk(connection, next(chunks_of(staged.buffer)))
+    return connection
+
+
+def test_who_waits_for_a_state_that_another_replica_sends_slowly_is_not_given_up(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[dict[str, Any]] = []
+    monkeypatch.setattr(peer, "SILENT_S", SOON_S)
+    monkeypatch.setattr(holder, "SIGN_S", SOON_S / 10)
+
+    def noted(connection: socket.socket) -> dict[str, Any]:
+        heard.append(receive_json(connection))
+        return heard[-1]
+
+    monkeypatch.setattr(peer, "receive_json", noted)
+    first = in_the_middle(address, 7)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(keep, address, 7)
+        until(lambda: len(heard) > 15 or second.done(), "longer than it would hear nothing")
+        given_up = second.done()
+        for chunk in [*chunks_of(staged_at(7).buffer)][1:]:
+            send_chunk(first, chunk)
+        digest = second.result(PATIENCE_S)
+
+    assert not given_up
+    assert digest == staged_at(7).digest
+    assert heard[-1] == {"held": digest}
+    assert receive_json(first) == {"held": digest}
+    first.close()
+
+
+def test_who_waits_for_a_state_of_which_no_more_comes_takes_over(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holder, "SILENT_S", SOON_S)
+    monkeypatch.setattr(holder, "SIGN_S", SOON_S / 10)
+    first = in_the_middle(address, 7)
+    waited = keep(address, 7)
+
+    assert waited == staged_at(7).digest
+    with pytest.raises(PeerFailed, match="timed out"):
+        receive_json(first)
+    first.close()
+
+
 def test_of_two_replicas_with_one_state_the_second_need_not_send_it(address: str) -> None:
     digests = [keep(address, 7), keep(address, 7)]
 
@@ -223,6 +279,16 @@ def test_a_stranger_reads_and_replaces_nothing(address: str) -> None:
         with pytest.raises(PeerFailed, match="wrong token"):
             ask()
     assert kept(address) == [(0, 7)]
+
+
+def test_who_cannot_be_served_hears_why(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "MAX_CONNECTIONS", 1)
+    first = Requests(address, TOKEN)
+    receive_json(first.ask(op="list"))
+
+    with pytest.raises(PeerFailed, match="1 are connected to it already, and no more may be"):
+        keep(address, 7)
+    first.close()
 
 
 # --- the process ----------------------------------------------------------------------------------
