@@ -412,14 +412,22 @@ def prune(folder: Path, newest: Path, keep: int = KEEP, keep_for_s: float = 0.0)
 
 def prune_others(folder: Path, others: Iterable[Path], keep: int) -> None:
     """Once `keep` are in this folder, remove from other folders on its disk what is of earlier
-    training than they: a process that had another replica's number left it there."""
+    training than they, or, if it cannot be read, of an earlier step: a process that had another
+    replica's number left it there."""
     kept = [found for _path, found in listed(folder) if isinstance(found, Manifest)]
     if len(kept) < keep:
         return
     oldest = min((epoch_of(found), found.step) for found in kept)
+    first = min(found.step for found in kept)
     for other in others:
         for path, found in listed(other):
-            if isinstance(found, Manifest) and (epoch_of(found), found.step) < oldest:
+            if isinstance(found, OtherVersion):
+                continue  # whoever can read it decides
+            if isinstance(found, Manifest):
+                earlier = (epoch_of(found), found.step) < oldest
+            else:
+                earlier = number_of(path)[0] < first
+            if earlier:
                 remove(path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from runtime.checkpoint import Checkpointer, store
 from runtime.checkpoint.draft import write
-from runtime.checkpoint.manifest import Manifest, PartHash
+from runtime.checkpoint.manifest import Manifest, PartHash, sealed
 from runtime.checkpoint.objects import Found, ObjectStore
 from tests.runtime.checkpoint.one_rank import OneRank
 from tests.runtime.checkpoint.states import staged_at
@@ -150,6 +151,22 @@ def test_what_cannot_be_read_goes_once_it_is_older_than_all_that_are_young(tmp_p
     store.prune(tmp_path, path, 1, 250)
 
     assert [store.number_of(one)[0] for one in store.candidates(tmp_path)] == [5, 4, 3]
+
+
+def test_what_cannot_be_read_of_another_replica_s_goes_once_ours_is_later(tmp_path: Path) -> None:
+    ours, other = tmp_path / "ours", tmp_path / "other"
+    for step in (5, 6):
+        write(ours, staged_at(step))
+    for step in (3, 4, 5):
+        write(other, staged_at(step))
+    for name in ("step-00000003", "step-00000005"):
+        (other / name / "manifest.json").write_text("{")
+    newer = other / "step-00000004" / "manifest.json"
+    newer.write_bytes(sealed({**json.loads(newer.read_bytes()), "version": 99}))
+
+    store.prune_others(ours, [other], keep=2)
+
+    assert [path.name for path in store.candidates(other)] == ["step-00000005", "step-00000004"]
 
 
 @pytest.fixture
