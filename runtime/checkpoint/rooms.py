@@ -22,8 +22,8 @@ from runtime.image import aligned
 ROOMS = 2
 RETRY_S = 30.0  # after memory could not be had
 #: Beside the image lies its description, and both may grow: so much more than is needed at first is
-#: made room for, and a 64th of the image up to twice as much.
-SLACK_BYTES = 2 << 20
+#: made room for, and a 64th of the image up to as much again.
+SLACK_BYTES = 1 << 20
 SLICE_BYTES = 4 << 20
 #: Times as long as it takes to touch a slice, while nobody waits for the room: of the first, which
 #: is needed soon, and of the others.
@@ -122,7 +122,7 @@ class Rooms:
                 return True
             if time.monotonic() < self._not_before:
                 return False
-            slack = SLACK_BYTES + min(size // 64, 2 * SLACK_BYTES)
+            slack = SLACK_BYTES + min(size // 64, SLACK_BYTES)
             self._size = aligned(size + slack, LARGE_BYTES)
             self._former += self._free
             self._free.clear()
