@@ -31,6 +31,9 @@ log = logging.getLogger("drydock.checkpoint")
 
 START_S = 20.0  # how long a holder may take to start
 AGAIN_S = 1.0  # after one was lost
+#: So many replicas that follow each other save to one holder where another hall is the farthest:
+#: what they save is one state, so it crosses from hall to hall once for all of them.
+SHARED_BY = 16
 _STARTING = "starting.lock"
 
 
@@ -60,7 +63,8 @@ def holder_for(
     members: Sequence[Mapping[str, Any]], replica: int, rank: int, domain: str
 ) -> Place | None:
     """The holder that keeps the part of this rank: that of the member, from the next one on round,
-    whose failure domain has least in common with ours. None if nobody has one.
+    whose failure domain has least in common with ours. Of many members some share one, whose state
+    is sent there once, but not all. None if nobody has one.
 
     `members`: as an epoch's grant names them, in the order of their numbers.
     """
@@ -69,7 +73,9 @@ def holder_for(
     in_turn = [*members[at + 1 :], *members[: at + 1]]
     known = [member["holders"][rank] for member in in_turn if member.get("holders")]
     places = [Place(str(one["address"]), str(one["domain"])) for one in known if one]
-    return min(places, key=lambda place: shared_levels(domain, place.domain), default=None)
+    near = [shared_levels(domain, place.domain) for place in places]
+    far = [place for place, levels in zip(places, near, strict=True) if levels == min(near)]
+    return far[at // SHARED_BY % len(far)] if far else None
 
 
 # --- the holder of this node --------------------------------------------------------------------

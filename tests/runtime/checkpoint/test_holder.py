@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -473,6 +474,17 @@ def test_the_farthest_member_keeps_it(domains: tuple[str, ...], keepers: list[in
 
     found = [holder_for(there, n, 0, domain) for n, domain in enumerate(domains)]
     assert [one and one.address for one in found if one] == [f"h{n}:1" for n in keepers]
+
+
+def test_of_a_job_in_two_halls_no_holder_is_for_more_than_a_few() -> None:
+    domains = [f"hall-{n // 256}/rack-{n // 32}/{n}" for n in range(512)]
+    there = members(*domains)
+
+    found = [holder_for(there, n, 0, domain) for n, domain in enumerate(domains)]
+    apart = [one.domain[:6] != mine[:6] for one, mine in zip(found, domains, strict=True) if one]
+
+    assert apart == [True] * 512
+    assert set(Counter(found).values()) == {peer.SHARED_BY}
 
 
 def test_where_nobody_has_a_holder_nobody_keeps_it() -> None:
