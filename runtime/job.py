@@ -120,7 +120,7 @@ def join(environment: dict[str, str] | None = None) -> Job:
         grace_s=seconds_of(env.get(client.ENV_GRACE_S, "")),
         notice_file=Path(env[client.ENV_NOTICE_FILE]) if env.get(client.ENV_NOTICE_FILE) else None,
         rate_cap=bytes_per_second(env.get(client.ENV_RATE_CAP, "")),
-        options=json.loads(env.get(client.ENV_OPTIONS) or "{}"),
+        options=options_of(env.get(client.ENV_OPTIONS, "")),
         sender=sender,
         stop=stop,
     )
@@ -134,6 +134,17 @@ def end_with_launcher() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it died meanwhile, so nothing kills us
         os._exit(1)
+
+
+def options_of(value: str) -> dict[str, Any]:
+    """Raises RuntimeError."""
+    try:
+        found = json.loads(value or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise RuntimeError(f"{client.ENV_OPTIONS} is {value!r}; give an object in JSON, or nothing")
+    return found
 
 
 def seconds_of(value: str) -> float:

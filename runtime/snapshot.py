@@ -59,6 +59,11 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 KEYS = (str, int, float, bool, type(None))
 
 
+def is_key(value: Any) -> bool:
+    """Whether it may be a key: JSON has no infinite numbers."""
+    return isinstance(value, KEYS) and not (isinstance(value, float) and not math.isfinite(value))
+
+
 class Layout:
     """Where each tensor of a state is to lie in its image."""
 
@@ -489,8 +494,10 @@ def encode(state: Any, names: list[str], tensors: list[torch.Tensor]) -> Any:
             refuse_odd(value, name)
             return {"$tensor": place_of(value, name)}
         if isinstance(value, dict):
-            if odd := [key for key in value if not isinstance(key, KEYS)]:
-                raise TypeError(f"state{name} has the key {odd[0]!r}; use strings or numbers")
+            if odd := [key for key in value if not is_key(key)]:
+                raise TypeError(
+                    f"state{name} has the key {odd[0]!r}; use strings or finite numbers"
+                )
             pairs = [[key, encoded(item, f"{name}.{key}")] for key, item in value.items()]
             return {"$dict": pairs}
         if isinstance(value, float) and not math.isfinite(value):

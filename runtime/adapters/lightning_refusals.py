@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule
 
 from runtime.adapters.refusals import overridden
@@ -55,9 +56,11 @@ def unmet_of_settings(job: Job, settings: Mapping[str, Any]) -> Iterator[tuple[b
     one = "start each replica as a process of its own, with DRYDOCK_* in its environment"
     yield differs("devices", "auto", 1, "1"), f"{said('devices')}: {one}"
     yield differs("num_nodes", 1), f"{said('num_nodes')}: {one}"
+    on_card = settings.get("accelerator", "auto") == "auto" and torch.cuda.is_available()
     yield (
-        differs("accelerator", "auto", "cpu"),
-        f"{said('accelerator')}: a group trains in the processor's memory yet; say 'cpu'",
+        on_card or differs("accelerator", "auto", "cpu"),
+        f"accelerator={settings.get('accelerator', 'auto')!r}: a ReplicaTrainer trains in the "
+        "processor's memory yet, also where there is a card; say 'cpu'",
     )
     yield (
         job.ranks > 1,

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -228,25 +229,24 @@ def import_(asked: argparse.Namespace) -> list[Answer]:
 
 
 def prune(asked: argparse.Namespace) -> list[Answer]:
-    """Remove what is old; never the newest that verifies and is known to train. What cannot be read
-    is not counted among those kept, and goes once it is older than they; of another version it
-    stays. If nothing here unpacks the newest all stay."""
+    """Remove what is old; never the newest that verify and are known to train. What is damaged is
+    not counted among those kept, and goes once it is older than they; of another version it
+    stays. If nothing here unpacks those all stay."""
     paths = store.found_in(asked.path)
     known = suspects(paths[0].parent)
-    good = [path for path in paths if _state_of(path) not in {None, *known}]
+    trains = (path for path in paths if _state_of(path) not in {None, *known})
     try:
-        safe = next((path for path in good if not _verified(asked, path)), None)
+        kept = [*islice((path for path in trains if not _verified(asked, path)), asked.keep)]
     except NotInstalled as error:
         raise NotInstalled(f"{error}; until it was checked, nothing is removed") from error
-    if safe is None:
+    if not kept:
         raise Damaged(f"none of the {len(paths)} checkpoints in {asked.path} verifies: all stay")
-    spared = {safe, *good[: asked.keep]}
-    oldest = min(store.number_of(path) for path in spared)
+    newer = paths[: paths.index(kept[-1])]
     answers = []
     for path in paths:
-        if path in spared or _is_of_another_version(path):
+        if path in kept or _is_of_another_version(path):
             continue
-        if _state_of(path) is None and store.number_of(path) > oldest:
+        if path in newer and _state_of(path) not in known:
             continue  # it may be well, and the disk ill
         if asked.older_than is not None and _age_s(path) <= asked.older_than * DAY_S:
             continue

@@ -19,7 +19,7 @@ log = logging.getLogger("drydock.checkpoint")
 
 LEVEL = 1  # the quickest that is no mere copy
 #: How a person gets what unpacks.
-INSTALL = "pip install 'drydock-fleet[zstd]'"
+INSTALL = "pip install zstandard"
 
 _own = threading.local()  # neither side of zstandard may be used by two threads at once
 

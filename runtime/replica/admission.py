@@ -141,4 +141,5 @@ class Admission:
                 digest=digest,
                 donors=donors,
                 refusals=peer.refusals,
+                why=peer.why,
             )

@@ -57,6 +57,7 @@ class Peer:
     orders: int = 0  # number of the last order; what it says of an older one counts no more
     asked: set[str] = field(default_factory=set)  # what this peer was already told this round
     refusals: int = 0  # how often it could not be let in
+    why: str = ""  # and why not, the last time
     not_before: float = 0.0  # by the coordinator's clock: when it may try again
 
     @classmethod
@@ -76,9 +77,10 @@ class Peer:
             step=int(join["step"]),
         )
 
-    def put_off(self, now: float) -> None:
+    def put_off(self, now: float, why: str) -> None:
         """Let a newcomer begin anew, later each time."""
         self.begin()
+        self.why = why
         self.refusals += 1
         self.not_before = now + min(2.0 ** (self.refusals - 1), MAX_PUT_OFF_S)
 

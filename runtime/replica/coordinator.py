@@ -283,7 +283,7 @@ class Coordinator(Epochs):
             self.fenced = True
         if peer.expected not in (None, (peer.step, peer.digest)):
             log.warning("refused replica=%s expected=%s", peer.replica, peer.expected)
-            peer.put_off(self.clock())
+            peer.put_off(self.clock(), "its state was not the members' once it was loaded")
 
     def on_again(self, peer: Peer, message: dict[str, Any]) -> None:
         """It could not get what it was told to get; judge anew."""
@@ -293,7 +293,7 @@ class Coordinator(Epochs):
             self.drop(peer.replica, "reset")
         elif int(message["order"]) != peer.orders:
             return
-        peer.put_off(self.clock())
+        peer.put_off(self.clock(), "it could not get a state or a step from those who have it")
 
     def on_report(self, peer: Peer, message: dict[str, Any]) -> None:
         claiming = peer.phase == "claiming"  # then it counts once its epoch is taken
@@ -320,7 +320,7 @@ class Coordinator(Epochs):
         elif self.admission.not_staged(peer):
             # Not at once: what fails each time would cost each step.
             for newcomer in self.newcomers("fresh"):
-                newcomer.put_off(self.clock())
+                newcomer.put_off(self.clock(), "no member could make a copy of its state")
 
     def on_compared(self, peer: Peer, message: dict[str, Any]) -> None:
         epoch, step = int(message["epoch"]), int(message["step"])
@@ -338,14 +338,14 @@ class Coordinator(Epochs):
         step, digest = int(message["step"]), str(message["digest"])
         if peer.phase == "ready" and int(message["order"]) == peer.orders:
             if not digest:
-                peer.put_off(self.clock())
+                peer.put_off(self.clock(), "it could make no copy of its state, to be compared")
                 return
             peer.proofs[step] = digest
         elif peer.phase == "member" and int(message["epoch"]) == self.record.epoch:
             self.proofs.witnessed(peer.replica, step, digest)
             # Not asked again at once: what fails each time would cost each step.
             for newcomer in [p for p in self.newcomers("ready") if not (digest or p.proven)]:
-                newcomer.put_off(self.clock())
+                newcomer.put_off(self.clock(), "no member could make a copy to compare it with")
         for newcomer in self.newcomers("ready"):
             before = newcomer.proven
             if found := self.proofs.judge(newcomer, self.clock()):
@@ -358,7 +358,7 @@ class Coordinator(Epochs):
         not the witness, only the members together can say."""
         log.critical("newcomer_differs placement=%s %s", peer.placement, found)
         peer.tell(op="differs", **vars(found))
-        peer.put_off(self.clock())
+        peer.put_off(self.clock(), "it made another state of the members' steps than they")
         self.comparison.doubt = True
         for member in self.members():
             member.tell(op="compare")

@@ -182,7 +182,7 @@ class Epochs(Roster):
             peer.asked.discard("probe")  # the network may fail anew before the next epoch begins
         for replica in found:
             self.drop(replica, "unreached")
-            peers[replica].put_off(self.clock())
+            peers[replica].put_off(self.clock(), "it does not reach the others, nor they it")
             peers[replica].tell(op="evicted", epoch=self.record.epoch)
 
     def measure(self, member: Peer) -> None:

@@ -254,7 +254,8 @@ class Member:
             self._say("again", epoch=self.epoch, order=self.order)
             return
         if message["refusals"] == MAX_REFUSALS:
-            self._trainer.trouble("cannot_rejoin", f"refused {MAX_REFUSALS} times in a row")
+            text = f"not let in {MAX_REFUSALS} times in a row, the last time: {message['why']}"
+            self._trainer.trouble("cannot_rejoin", text)
         try:
             self._trainer.take(int(message["step"]), str(message["digest"]), donors)
         except CannotFollow as error:

@@ -197,6 +197,10 @@ def test_a_state_with_another_digest_does_not_enter(play: Play) -> None:
     assert 2 not in scene.members
     assert newcomer.peer is not None
     assert (newcomer.peer.phase, newcomer.peer.refusals) == ("fresh", 1)
+    scene.pass_time(1.5, *scene.replicas, newcomer)
+    for member in scene.replicas:
+        member.say("staged", step=12, digest="d")
+    assert newcomer.heard("sync")[-1]["why"] == "its state was not the members' once it was loaded"
 
 
 def test_a_copy_that_could_not_be_made_is_asked_for_anew(play: Play) -> None:

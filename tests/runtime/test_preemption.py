@@ -18,7 +18,7 @@ from torch import nn
 
 from runtime.checkpoint import store
 from runtime.data import Batches
-from runtime.job import Job, join, seconds_of
+from runtime.job import Job, join, options_of, seconds_of
 from runtime.replica.preemption import Preemption, durable_in, longest_s
 from runtime.replica.state import TrainingState
 from tests.runtime.replicas import PATIENCE_S, Fleet, until
@@ -118,6 +118,12 @@ def test_whoever_leaves_saves_nothing_more() -> None:
     preemption.close()
     preemption.notice()
     assert not saved.wait(0.5)
+
+
+@pytest.mark.parametrize("value", ["steps=3", "[3]", "3"])
+def test_options_that_are_no_object_are_refused(value: str) -> None:
+    with pytest.raises(RuntimeError, match=r"DRYDOCK_OPTIONS is .* give an object in JSON"):
+        options_of(value)
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "nan"])

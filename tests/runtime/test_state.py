@@ -402,7 +402,8 @@ def test_weights_that_another_tool_made_are_waited_for_until_a_step_left_them_al
             "state.w.0 is a quantized tensor",
         ),
         ({"w": torch.ones(3).as_subclass(Odd)}, "state.w is a Odd"),
-        ({"a": {(1, 2): 3}}, r"state.a has the key \(1, 2\); use strings or numbers"),
+        ({"a": {(1, 2): 3}}, r"state.a has the key \(1, 2\); use strings or finite"),
+        ({"a": {math.inf: 3}}, r"state.a has the key inf; use strings or finite numbers"),
         ({"a": object()}, "state.a is a object; .* state_dict"),
     ],
 )

@@ -174,6 +174,16 @@ def test_a_lightning_trainer_is_refused(job: Job, settings: dict[str, Any], sent
     assert sentence in str(refused.value)
 
 
+@pytest.mark.parametrize("settings", [{}, {"accelerator": "auto"}])
+def test_a_lightning_trainer_that_would_leave_a_card_idle_is_refused(
+    job: Job, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    with pytest.raises(ValueError, match="accelerator='auto': a ReplicaTrainer trains in the"):
+        lightning.ReplicaTrainer(job=job, **settings)
+
+
 @pytest.mark.parametrize(
     ("module", "settings", "sentence"),
     [

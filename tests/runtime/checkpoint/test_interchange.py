@@ -445,15 +445,33 @@ def test_old_ones_are_pruned_and_the_newest_good_one_never(tmp_path: Path, capsy
     for step in (1, 2, 3, 4):
         state.committed = step
         paths.append(write(tmp_path, state.copy(), keep=9))
-    for bad in paths[2:]:
-        (bad / "rank-0-0000.bin").write_bytes(b"rubbish")
+    (paths[3] / "rank-0-0000.bin").write_bytes(b"rubbish")
 
     assert main(["prune", str(tmp_path), "--keep", "2", "--dry-run"]) == 0
     assert capsys.readouterr().out == "would remove step-00000001\n"
     assert main(["prune", str(tmp_path), "--keep", "1", "--older-than", "1"]) == 0
     assert len(store.candidates(tmp_path)) == 4
     assert main(["prune", str(tmp_path), "--keep", "1", "--json"]) == 0
-    assert [path.name for path in store.candidates(tmp_path)] == ["step-00000004", "step-00000002"]
+    assert [path.name for path in store.candidates(tmp_path)] == ["step-00000004", "step-00000003"]
+
+
+def test_as_many_are_kept_as_are_whole(tmp_path: Path) -> None:
+    state = trained()
+    paths = []
+    for step in range(1, 6):
+        state.committed = step
+        paths.append(write(tmp_path, state.copy(), keep=9))
+    for bad in (paths[1], paths[3]):
+        (bad / "rank-0-0000.bin").write_bytes(b"rubbish")
+
+    assert main(["prune", str(tmp_path), "--keep", "2"]) == 0
+
+    left = [path.name for path in store.candidates(tmp_path)]
+    assert left == [
+        "step-00000005",
+        "step-00000004",
+        "step-00000003",
+    ]  # the one between may be well
 
 
 def test_where_none_verifies_all_stay(path: Path, capsys: Capture) -> None:

@@ -305,7 +305,7 @@ def test_what_is_said_of_chunks_that_cannot_be_is_refused(changed: list[Any], sa
 # --- without zstandard ----------------------------------------------------------------------------
 
 
-INSTALL = "pip install 'drydock-fleet[zstd]'"
+INSTALL = "pip install zstandard"
 
 
 def without_zstandard(monkeypatch: pytest.MonkeyPatch) -> None:
