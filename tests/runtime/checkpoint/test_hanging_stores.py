@@ -57,12 +57,13 @@ def test_who_starts_while_the_shared_folder_hangs_saves_where_it_did_before(tmp_
         found = restarted.saver.sources.saves()
         restarted.save(2)
         restarted.told.until(lambda: {"local", "peer"} <= saved_to(restarted))
+        digest = read_from(restarted, 2, "local")
     for one in (saved, restarted):
         one.saver.finish()
     os.kill(json.loads((tmp_path / "memory/j/holder.json").read_bytes())["pid"], signal.SIGKILL)
 
     assert found == [(1, "save1", "local")]
-    assert read_from(restarted, 2, "local") == staged_at(2).digest
+    assert digest == staged_at(2).digest
 
 
 def saved_to(one: OneRank) -> set[str]:
