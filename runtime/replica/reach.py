@@ -84,9 +84,12 @@ def unreached(addresses: Sequence[str], try_s: float = TRY_S) -> list[int]:
                     selector.register(connection, selectors.EVENT_WRITE, place)
                 elif code not in NO_ANSWER:  # it answered at once, or the fault is here
                     del silent[place]
-            while silent and selector.get_map() and (left := until - time.monotonic()) > 0:
-                for place in _answers(selector, left):
+            while silent and selector.get_map():
+                left = until - time.monotonic()
+                for place in _answers(selector, max(left, 0.0)):
                     silent.pop(place, None)
+                if left <= 0:  # also where we stood still what came by then was looked at
+                    break
     return sorted(silent)
 
 

@@ -86,12 +86,15 @@ class Far:
         self._theirs.close()
 
 
-def test_an_answer_from_far_away_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("try_s", [0.1, 0.0])
+def test_an_answer_from_far_away_counts_also_for_who_stood_still(
+    try_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Far, "tries", [])
     sockets = SimpleNamespace(socket=Far, SOL_SOCKET=socket.SOL_SOCKET, SO_ERROR=socket.SO_ERROR)
     monkeypatch.setattr(reach, "socket", sockets)
 
-    assert unreached(["10.0.0.1:1"], try_s=0.1) == []
+    assert unreached(["10.0.0.1:1"], try_s) == []
     assert len(Far.tries) == 2
 
 
