@@ -150,13 +150,24 @@ def test_a_checkpoint_is_read_as_long_as_its_store_gives_something_of_it(
     assert digest == staged_at(1).digest
 
 
+def hang_at_the_second_save(trainer: OneRank) -> None:
+    """The shared folder does; the disk of our own has it."""
+    trainer.save_all(1)
+    os.kill(trainer.writer("shared"), signal.SIGSTOP)
+    trainer.save(2, last=False)
+    trainer.told.until(lambda: trainer.told.saved() == [1, 1, 2])
+    trainer.told.until(lambda: ("local", "save2") not in trainer.saver.delivery._asked)
+
+
+def go_on(trainer: OneRank) -> None:
+    """The shared folder does, and takes what it was asked to."""
+    os.kill(trainer.writer("shared"), signal.SIGCONT)
+    trainer.told.until(lambda: trainer.told.saved().count(2) == 2)
+
+
 def test_a_store_that_hangs_holds_up_no_other(on_two_tiers: OneRank) -> None:
-    on_two_tiers.save_all(1)
     saver = on_two_tiers.saver
-    os.kill(on_two_tiers.writer("shared"), signal.SIGSTOP)
-    on_two_tiers.save(2, last=False)
-    on_two_tiers.told.until(lambda: on_two_tiers.told.saved() == [1, 1, 2])
-    on_two_tiers.told.until(lambda: ("local", "save2") not in saver.delivery._asked)
+    hang_at_the_second_save(on_two_tiers)
 
     ready = [saver.ready(["local", "shared"]) for _ in range(3)]
     for step in (3, 4, 5):
@@ -165,8 +176,7 @@ def test_a_store_that_hangs_holds_up_no_other(on_two_tiers: OneRank) -> None:
         assert begun is not None
         on_two_tiers.told.until(lambda step=step: step in on_two_tiers.told.saved())  # type: ignore[misc]
         on_two_tiers.told.until(saver.rooms.any_free)
-    os.kill(on_two_tiers.writer("shared"), signal.SIGCONT)
-    on_two_tiers.told.until(lambda: on_two_tiers.told.saved().count(2) == 2)
+    go_on(on_two_tiers)
     on_two_tiers.told.until(lambda: saver.ready(["shared"]) == {"shared"})
 
     assert ready == [{"local"}] * 3
@@ -176,12 +186,8 @@ def test_a_store_that_hangs_holds_up_no_other(on_two_tiers: OneRank) -> None:
 def test_a_state_that_grows_while_a_store_hangs_is_saved_to_the_others(
     on_two_tiers: OneRank,
 ) -> None:
-    on_two_tiers.save_all(1)
     saver = on_two_tiers.saver
-    os.kill(on_two_tiers.writer("shared"), signal.SIGSTOP)
-    on_two_tiers.save(2, last=False)
-    on_two_tiers.told.until(lambda: on_two_tiers.told.saved() == [1, 1, 2])
-    on_two_tiers.told.until(lambda: ("local", "save2") not in saver.delivery._asked)
+    hang_at_the_second_save(on_two_tiers)
     on_two_tiers.told.until(saver.rooms.any_free)
     (free,) = [os.dup(room.fd) for room in saver.rooms._free]
 
@@ -194,8 +200,7 @@ def test_a_state_that_grows_while_a_store_hangs_is_saved_to_the_others(
     on_two_tiers.told.until(lambda: 3 in on_two_tiers.told.saved())
     left = os.fstat(free).st_blocks  # though the one that hangs has it mapped
     os.close(free)
-    os.kill(on_two_tiers.writer("shared"), signal.SIGCONT)
-    on_two_tiers.told.until(lambda: on_two_tiers.told.saved().count(2) == 2)
+    go_on(on_two_tiers)
     on_two_tiers.told.until(saver.rooms.all_free)
 
     assert first is None
