@@ -148,7 +148,7 @@ class Regrouped:
     type: ClassVar[str] = "regrouped"
     epoch: int
     replicas: list[int]
-    lost: list[int]
+    lost: list[int]  # who died, or left alone
     joined: list[int]
     started_at: float  # when the old epoch was found broken, or its planned edge was reached
     committed_at: float  # first commit of the new epoch
@@ -188,15 +188,22 @@ class Trouble:
     subject: str = ""  # what it is about, of several of a kind: which tier of checkpoints
 
 
+#: Why a rank leaves: its job is over for all ("over"), or a SIGTERM told it to and its job is not
+#: ("told"); "" if it leaves alone and nobody knows why.
+Because = Literal["", "over", "told"]
+TOLD_TO_END = "told to end"  # the reason, in words, of one that a SIGTERM told to end
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stopped:
     """The rank leaves of its own will. Key: placement."""
 
     type: ClassVar[str] = "stopped"
     step: int
-    reason: str
+    reason: str  # in words
     at: float
     clean: bool = True  # False: an exception carried it out of its loop
+    because: Because = ""
 
 
 Message = Hello | Progress | Ledger | PeerLost | Regrouped | CheckpointSaved | Trouble | Stopped

@@ -56,7 +56,10 @@ class Job:
     rate_cap: int | None = None  # bytes per second of state for newcomers
     options: dict[str, Any] = field(default_factory=dict)
     sender: client.Sender
-    stop: threading.Event  # set by SIGTERM
+    #: the whole job is to end at the next edge; a script may set it, on any rank
+    stop: threading.Event = field(default_factory=threading.Event)
+    #: set by SIGTERM: this process is to end
+    told: threading.Event = field(default_factory=threading.Event)
 
     def kill_in_s(self) -> float:
         """At SIGTERM: seconds until SIGKILL, as its sender says, else as usual."""
@@ -78,14 +81,14 @@ def join(environment: dict[str, str] | None = None) -> Job:
     Raises RuntimeError naming the variable that is missing.
     """
     env = dict(os.environ) if environment is None else environment
-    stop = threading.Event()
+    told = threading.Event()
     # A loader's worker runs the script's top again: it is no rank, and tells nobody.
     worker = multiprocessing.parent_process() is not None
     if by_torchrun(env) and not worker:
         end_with_launcher()
     if threading.current_thread() is threading.main_thread() and not worker:
         # A rank that is still importing notes the wish; the training loop obeys it at its edge.
-        take_signal(signal.SIGTERM, lambda _number, _frame: stop.set())
+        take_signal(signal.SIGTERM, lambda _number, _frame: told.set())
     placement = env.get(client.ENV_PLACEMENT) or f"pid-{os.getpid()}-{time.time_ns()}"
     token = need(env, client.ENV_TOKEN)
     place = place_of(env)
@@ -122,7 +125,7 @@ def join(environment: dict[str, str] | None = None) -> Job:
         rate_cap=bytes_per_second(env.get(client.ENV_RATE_CAP, "")),
         options=options_of(env.get(client.ENV_OPTIONS, "")),
         sender=sender,
-        stop=stop,
+        told=told,
     )
 
 

@@ -25,7 +25,7 @@ from runtime.checkpoint import Checkpointer
 from runtime.checkpoint.coding import NotInstalled
 from runtime.checkpoint.resharding import AS_SAVED, replaced
 from runtime.checkpoint.tiers import TierName
-from runtime.client import ENV_STANDBY, ENV_WORLD_REPLICAS, Directive, Stopped
+from runtime.client import ENV_STANDBY, ENV_WORLD_REPLICAS, TOLD_TO_END, Because, Directive, Stopped
 from runtime.image import Damaged, Staged
 from runtime.job import Job
 from runtime.ledger import SampleLedger
@@ -103,6 +103,7 @@ class WholeJob:
         self._saved: dict[TierName, int] = {}
         self._in_step = False  # the loop makes one
         self._over = False  # all ranks are to leave
+        self._because: Because = ""
         self._refused: list[str] = []  # why this rank could not load what it tried
         self._said = (0.0, 0)  # loss and samples of the step under way
         self._asked = False  # the control plane wants a checkpoint
@@ -136,6 +137,8 @@ class WholeJob:
         middle of a step is not saved. Raises RuntimeError if that was done before."""
         if self._in_step:
             raise RuntimeError(self._left_in_a_step())
+        if not self._over:  # several loops may follow each other
+            self._because = ""
         while not self._over and self.committed + 1 < count:
             self._in_step = True
             yield self.committed + 1
@@ -145,6 +148,7 @@ class WholeJob:
             self._said = (loss, 0)  # who tells of each tenth step counts its samples once
             self._teller.committed(self.committed, self.epoch, loss, 0.0, samples)
             self._over = self._at_edge()
+        self._because = self._because or "over"
 
     def tell(self, loss: float | torch.Tensor, samples: int = 0) -> None:
         """What the job's page is to show of the step under way."""
@@ -186,8 +190,15 @@ class WholeJob:
         if error is not None:
             self.job.trouble("exception", f"{type(error).__name__}: {error}")
         if not self.job.rank:
-            reason = "left the loop" if error is None else "exception"
-            told = Stopped(step=self.committed, reason=reason, at=time.time(), clean=error is None)
+            words = {"over": "all steps done, or stop wanted", "told": TOLD_TO_END}
+            reason = words.get(self._because, "left the loop") if error is None else "exception"
+            told = Stopped(
+                step=self.committed,
+                reason=reason,
+                at=time.time(),
+                clean=error is None,
+                because=self._because if error is None else "",
+            )
             self.job.sender.tell(told)
         self.job.sender.close(3.0)
 
@@ -199,16 +210,19 @@ class WholeJob:
         here = [name for name in TIERS if name in self.saver.tiers]
         room = self.saver.prepare(lambda: room_for(self._state()))
         due = self._due() if not self.job.rank else set()
-        stop, *told = self._most(
-            [self.job.stop.is_set()]
+        stop, sent_away, *told = self._most(
+            [self.job.stop.is_set(), self.job.told.is_set()]
             + [name in due for name in TIERS]
             + [not (room and name in here and self.saver.is_free(name)) for name in TIERS]
         )
         busy = dict(zip(TIERS, told[len(TIERS) :], strict=True))
         wanted = [name for name, due in zip(TIERS, told, strict=False) if due and not busy[name]]
-        if wanted and not stop:
+        over = stop or sent_away
+        if over:
+            self._because = "over" if stop else "told"
+        elif wanted:
             self._save(wanted)
-        return stop
+        return over
 
     def _due(self) -> set[TierName]:
         """The tiers to which it is time to save; an engineer is told of those that are late."""

@@ -16,6 +16,7 @@ from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal, heard_since
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import LEFT, Interruption, Placement, ProgressSample
+from runtime import client
 from workers import triage
 from workers.verdicts import HARDWARE_SPEAKS, verdict_of
 
@@ -53,6 +54,7 @@ def evidence_of(
         silent_s=round((now - lease.last_beat_at).total_seconds(), 2),
         lease_s=settings.LEASE_S,
         stopped_by_order=bool(data.get("requested")),
+        sent_away=was_sent_away(placement),
         ended=not own.exists(),
         verdicts=triage.gravest(v for v in verdicts if v is not None and triage.may_end_rank(v)),
         card_silent=str(silent.data.get("reason") or "no reason given") if silent else "",
@@ -85,6 +87,11 @@ def _words_of(placement: Placement) -> tuple[int, float]:
     first = (why | ends).order_by("observed_at").first()
     said = why.values("data__rank").distinct().count()
     return said, first.observed_at.timestamp() if first else math.inf
+
+
+def was_sent_away(placement: Placement) -> bool:
+    """Whether it left at the end of a step because a SIGTERM had told it to end."""
+    return placement.end_reason == f"{LEFT}{client.TOLD_TO_END}"
 
 
 def told_gone(placement: Placement) -> bool:

@@ -45,7 +45,8 @@ class Peer:
     searched: bool = False  # it was told of the holders on nodes of which nobody came
     digest: str = ""
     report: Report | None = None
-    leaving: bool = False  # its report said that all stop at this edge
+    leaving: bool = False  # its report said that it stops at this edge
+    over: bool = False  # and that the job is over
     expected: tuple[int, str] | None = None  # step and digest of the state that it was sent for
     caught_up: bool = False  # follows the members, no step behind
     #: after which marked steps it held what, as it said
@@ -89,7 +90,7 @@ class Peer:
         self.phase = "fresh"
         self.orders = 0
         self.report, self.expected, self.proofs = None, None, {}
-        self.leaving = self.caught_up = self.searched = False
+        self.leaving = self.over = self.caught_up = self.searched = False
         self.proven_after = -1
         self.asked.clear()
 

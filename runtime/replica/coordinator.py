@@ -304,7 +304,7 @@ class Coordinator(Epochs):
         peer.report = Report(
             replica=peer.replica, step=peer.step, held=tuple(int(s) for s in message["held"])
         )
-        peer.leaving = bool(message["leaving"])
+        peer.leaving, peer.over = bool(message["leaving"]), bool(message.get("over"))
         if known and not message["planned"]:
             self.break_epoch()
         if known and message.get("silent"):
@@ -382,6 +382,7 @@ class Coordinator(Epochs):
         self.claims.forget(peer.replica)
         if self.alive.get(peer.replica) == peer.placement:
             del self.alive[peer.replica]
+            self.left.append(peer.replica)
             self.fenced = True
             self.begin_newcomers_anew()
             if self.alive:

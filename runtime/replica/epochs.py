@@ -146,6 +146,7 @@ class Epochs(Roster):
         if all(member.leaving for member in members) and len({m.step for m in members}) == 1:
             self.dismiss()
             return
+        members = self.let_go(members)
         top = max(member.step for member in members)
         seated = {m.replica: m for m in members} | entering
         if len(seated) < self.min_replicas:
@@ -241,15 +242,32 @@ class Epochs(Roster):
         if not self.alive:
             self.gathered.setdefault(number, -math.inf)  # it did not come just now
 
+    def let_go(self, members: list[Peer]) -> list[Peer]:
+        """At an edge: those who leave alone go, if who stays holds the last step. Who stays. Where
+        the job is over all go at once, or none."""
+        leaving = [member for member in members if member.leaving and not member.over]
+        staying = [member for member in members if member not in leaving]
+        if not staying or max(m.step for m in staying) < max(m.step for m in members):
+            return members
+        for member in leaving:
+            log.info("left replica=%s placement=%s", member.replica, member.placement)
+            del self.peers[member.replica], self.alive[member.replica]
+            self.admission.forget(member.replica)
+            self.left.append(member.replica)
+            member.tell(op="dismissed")
+        return staying
+
     def dismiss(self) -> None:
-        """All members stand at the same last edge: now each may go without hurting another."""
+        """All members stand at the same last edge: now each may go without hurting another. Where
+        the job is over newcomers go too; else they wait for whoever is started next."""
         log.info("dismissed epoch=%s members=%s", self.record.epoch, sorted(self.alive))
-        before = self.record
+        before, members = self.record, self.members()
+        over = any(member.over for member in members)
         self.keep(
             Record(
                 job=before.job,
                 epoch=before.epoch + 1,
-                step=max(p.step for p in self.members()),
+                step=max(p.step for p in members),
                 superseded=self.places.superseded,
                 holders=before.holders,
             )
@@ -257,8 +275,8 @@ class Epochs(Roster):
         self.alive = {}
         self.fenced = True
         self.begin_newcomers_anew()
-        for peer in self.peers.values():
-            peer.tell(op="dismissed")
+        for peer in self.peers.values() if over else members:
+            peer.tell(op="dismissed", over=over)
 
     def grant(self, seated: dict[int, Peer]) -> None:
         """Make the next epoch durable, then tell its members what to do first."""
@@ -297,6 +315,7 @@ class Epochs(Roster):
             "world": world,
             "lease_s": self.lease_s,
             "lost": self.lost,
+            "left": self.left,
             "started_at": self.broken_at or time.time(),
         }
         record = Record(
@@ -310,7 +329,7 @@ class Epochs(Roster):
         )
         self.keep(record)
         self.alive = dict(members)
-        self.lost, self.broken_at = [], 0.0
+        self.lost, self.left, self.broken_at = [], [], 0.0
         self.rendezvous, self.doubt = Rendezvous(), Doubt()
         self.gathered = {}
         self.last_contact, self.fenced = self.clock(), False
@@ -349,7 +368,7 @@ class Epochs(Roster):
         self.places.holders.update(claim.members)
         self.started = self.last_contact = self.clock()
         self.fenced = False
-        self.lost, self.broken_at = [], 0.0
+        self.lost, self.left, self.broken_at = [], [], 0.0
         self.rendezvous, self.doubt = Rendezvous(), Doubt()
         self.admission.interrupt()
         self.proofs.begin()

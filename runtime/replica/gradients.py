@@ -40,6 +40,8 @@ class Wishes:
     regroup: bool = False
     checkpoint: bool = False
     stop: bool = False
+    told: int = 0  # how many were told to end, each by itself
+    leaves: bool = False  # one of these goes at that edge, and the others go on without it
     stage: int = 0  # how many are ready to copy the state for newcomers
     compare: int = 0  # and how many to copy it so that the members' states are compared
     prove: int = 0  # how many hash theirs, as all who follow do, so that these may enter

@@ -21,7 +21,7 @@ from runtime.job import Job
 from runtime.replica import observing
 from runtime.replica.division import Division
 from runtime.replica.heap import keep_freed_memory
-from runtime.replica.leader import Leader
+from runtime.replica.leader import BECAUSE, Leader
 from runtime.replica.led import Led
 from runtime.replica.nccl import group_for
 from runtime.replica.network import own_address
@@ -52,6 +52,8 @@ class Loop(Protocol):
     def close(self, *, goodbye: bool) -> None: ...
 
     def wish_stop(self) -> None: ...
+
+    def wish_leave(self) -> None: ...
 
     def wish_checkpoint(self) -> None: ...
 
@@ -111,6 +113,7 @@ class ReplicaGroup:
         self.job = job
         self._batches = batches
         self._observer = observing.from_environment()
+        self._observer.joined(job)
         self._begun = self._iterated = self._left = False
         if not any(parameter.is_cuda for parameter in model.parameters()):
             keep_freed_memory()
@@ -217,7 +220,7 @@ class ReplicaGroup:
 
     def _on_term(self) -> None:
         self._rank.preemption.notice(self.job.kill_in_s())
-        self._loop.wish_stop()
+        self._loop.wish_leave()
 
     def _on_directive(self, directive: Directive) -> None:
         """On the sender's thread."""
@@ -236,7 +239,9 @@ class ReplicaGroup:
         if not self.job.rank:  # which speaks for its replica
             now = time.time()
             step = self.state.committed
-            self.job.sender.tell(Stopped(step=step, reason=reason, at=now, clean=goodbye))
+            because = BECAUSE.get(reason, "")
+            told = Stopped(step=step, reason=reason, at=now, clean=goodbye, because=because)
+            self.job.sender.tell(told)
         self._rank.close()
         self._batches.close()
         self.job.sender.close(3.0)

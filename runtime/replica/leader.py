@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from runtime.checkpoint.tiers import TIERS, TierName
-from runtime.client import CheckpointSaved
+from runtime.client import TOLD_TO_END, Because, CheckpointSaved
 from runtime.data import Shard
 from runtime.replica.gradients import Tail, Wishes
 from runtime.replica.link import Link, Refused
@@ -31,6 +31,13 @@ from runtime.replica.together import HASHED_FOR, Together
 log = logging.getLogger("drydock.replica")
 
 LEAVE_S = 5.0  # how long a stopping member waits for the coordinator's leave to go
+#: Who is told to end waits so long for the others to be told too: a launcher needs a moment to tell
+#: all. At most a quarter of the time until it is killed.
+ALL_TOLD_S = 2.0
+
+#: Why we leave, in words, and for whoever is to know whether the job goes on.
+DONE, WANTED = "all steps done", "stop wanted"
+BECAUSE: dict[str, Because] = {DONE: "over", WANTED: "over", TOLD_TO_END: "told"}
 
 
 class Leader:
@@ -60,8 +67,10 @@ class Leader:
         self._shape = shape
         self._leave_job = leave
         self._left = False
-        self._why = ""  # why we stop, once all have agreed to
+        self._why = ""  # why we go, once that is agreed
+        self._told_at: float | None = None  # monotonic: when we were told to end
         self._postponed: deque[dict[str, Any]] = deque()
+        self._noticed = False  # the others heard in a step that we were told
         self._want_checkpoint = threading.Event()
         self._owed: set[TierName] = set()  # ours alone are due there, and there was no room yet
         self._warm = False  # room for checkpoints was asked for
@@ -96,7 +105,7 @@ class Leader:
         self._await_epoch()
         while not self._left:
             if self.steps is not None and self.engine.pending >= self.steps:
-                self._stop("all steps done")
+                self._stop(DONE)
                 continue
             severed: str | None = None
             silent = False
@@ -136,7 +145,12 @@ class Leader:
 
     def wish_stop(self) -> None:
         self.job.stop.set()
-        self.link.inbox.put({"op": "stop"})
+        self.link.inbox.put({"op": "wished"})
+
+    def wish_leave(self) -> None:
+        self._told_at = self._told_at or time.monotonic()
+        self.job.told.set()
+        self.link.inbox.put({"op": "wished"})
 
     def wish_checkpoint(self) -> None:
         self._want_checkpoint.set()
@@ -146,10 +160,13 @@ class Leader:
     def _finish_step(self) -> Tail:
         """Sum, and commit. Raises Severed, NotWhole."""
         self._pump()
+        leaves = self._leaves_alone()
         self.rank.wishes = Wishes(
             regroup=self.member.wants_regroup,
             checkpoint=self._want_checkpoint.is_set(),
             stop=self.job.stop.is_set(),
+            told=int(self.job.told.is_set()),
+            leaves=leaves,
             stage=self.member.wants_stage > 0 and self.together.ready_to_stage(),
             compare=self.together.ready_to_compare(),
             prove=self.together.ready_to_prove(),
@@ -161,6 +178,17 @@ class Leader:
         self.together.commit()
         self._watch_pace(tail)
         return tail
+
+    def _leaves_alone(self) -> bool:
+        """Whether we go at the edge that comes, for we were told to and the others were not."""
+        if not self.job.told.is_set():
+            return False
+        if not self._noticed:  # it may be that all are to be killed, and only we were told in time
+            self._noticed = True
+            self._want_checkpoint.set()
+        self._told_at = self._told_at or time.monotonic()
+        patience_s = min(ALL_TOLD_S, self.rank.preemption.grace_s / 4)
+        return time.monotonic() - self._told_at >= patience_s
 
     def _watch_pace(self, tail: Tail) -> None:
         """Who is slower than its peers, of which one member tells."""
@@ -176,8 +204,8 @@ class Leader:
         """Between two steps: what all members agreed on in the last all-reduce."""
         self._pump()
         self.together.judge(tail.loss)
-        if tail.wishes.stop:
-            self._stop("stop wanted")
+        if tail.wishes.stop or tail.wishes.told >= len(self.member.members):
+            self._stop(WANTED if tail.wishes.stop else TOLD_TO_END)
             return
         if not self._warm:  # by the time that a copy is wanted, for whatever, there is room
             self._warm = True
@@ -191,8 +219,8 @@ class Leader:
             self.together.compare()
         if self.rank.wishes.prove:
             self.together.prove()
-        if tail.wishes.regroup:
-            self._regroup(planned=True)
+        if tail.wishes.regroup or tail.wishes.leaves:
+            self._regroup(planned=True, leaving=self.rank.wishes.leaves)
 
     def _due(self) -> dict[str, Any]:
         """In which tiers a checkpoint is due, and whether we could write our share of the shared
@@ -252,9 +280,13 @@ class Leader:
 
     # --- epochs ---------------------------------------------------------------------------------
 
-    def _regroup(self, *, planned: bool, silent: bool = False, why: str = "") -> None:
-        """Tell the coordinator how far we are and wait for the next epoch."""
-        self.member.report(planned=planned, silent=silent, why=why)
+    def _regroup(
+        self, *, planned: bool, leaving: bool = False, silent: bool = False, why: str = ""
+    ) -> None:
+        """Tell the coordinator how far we are and wait for the next epoch, or to be let go."""
+        if leaving:
+            self._why = TOLD_TO_END
+        self.member.report(planned=planned, leaving=leaving, silent=silent, why=why)
         self._await_epoch()
 
     def _await_epoch(self) -> None:
@@ -264,16 +296,18 @@ class Leader:
             if message["op"] == "dismissed":
                 if not self._why:
                     self._save_last()
-                self.leave(self._why or "stopped while waiting for an epoch", goodbye=True)
+                over = self.job.stop.is_set() or message.get("over")
+                self.leave(self._why or (WANTED if over else TOLD_TO_END), goodbye=True)
             elif message["op"] == "replaced":
                 self.leave(f"replaced by {message['by']}", goodbye=True)
             elif message["op"] == "refused":
                 raise Refused(f"coordinator {self.job.coordinator}: {message['error']}")
-            elif message["op"] == "stop":
-                self.job.stop.set()
-            elif self.member.hear(message):
+            elif message["op"] != "wished" and self.member.hear(message):
                 self._why = ""
                 return
+
+    def _is_to_end(self) -> bool:
+        return self.job.stop.is_set() or self.job.told.is_set()
 
     def _await_lease(self) -> None:
         """Whom the coordinator has not heard of for long may have been replaced: it goes no further
@@ -282,14 +316,14 @@ class Leader:
             log.warning("holding step=%s silent_s=%.1f", self.engine.pending, self.link.silent_s())
             self.link.await_word(self.member.lease_s)
             self._pump()
-            if self.job.stop.is_set():
+            if self._is_to_end():
                 raise Severed("told to stop, and out of the coordinator's reach")
 
     def _next(self) -> dict[str, Any]:
         """The next message; who is to stop dismisses itself when none comes."""
         if self._postponed:
             return self._postponed.popleft()
-        stopping = self.job.stop.is_set()
+        stopping = self._is_to_end()
         if stopping and not self.member.epoch:
             return {"op": "dismissed"}
         try:
@@ -304,7 +338,7 @@ class Leader:
         """
         self._save_last()
         self._why = reason
-        self.member.report(planned=True, leaving=True)
+        self.member.report(planned=True, leaving=True, over=BECAUSE[reason] == "over")
         self._await_epoch()
 
     # --- what may be heard at any time ----------------------------------------------------------
@@ -316,9 +350,7 @@ class Leader:
             if message["op"] in REJOINS:
                 self._postponed.append(message)
                 raise Severed("the coordinator ended our epoch")
-            if message["op"] == "stop":
-                self.job.stop.set()
-            else:
+            if message["op"] != "wished":
                 self.member.overhear(message)
 
     def on_break(self, epoch: int, _message: dict[str, Any]) -> None:
@@ -338,6 +370,8 @@ class Leader:
             self.together.shared_failed(bool(message["shared_out"]))
         elif message["op"] == "stop":
             self.wish_stop()
+        elif message["op"] == "told":
+            self.wish_leave()
         elif message["op"] == "checkpoint":
             self.wish_checkpoint()
 

@@ -37,7 +37,7 @@ class Led:
         rank.saver.delivery.on_saved = self._say_saved
         rank.saver.delivery.on_shared_failed = self._say_shared_failed
         self._left = threading.Event()
-        self._wished = False  # the first rank was told that we were told to stop
+        self._passed_on: set[str] = set()  # of our wishes to end, to the first rank
 
     def start(self) -> None:
         """Go to the first rank."""
@@ -48,8 +48,8 @@ class Led:
         while not self._left.is_set():
             order = self.link.inbox.get()
             op = order.pop("op")
-            if self.job.stop.is_set() and not self._wished:
-                self._wished = self.link.say("stop")
+            self._pass_on("stop", self.job.stop)
+            self._pass_on("told", self.job.told)
             if op == "compute":
                 yield from self.rank.engine.compute(int(order["index"]))
             elif op == "leave":
@@ -71,9 +71,17 @@ class Led:
         self.rank.saver.finish()
         self.link.close(goodbye=goodbye)
 
+    def _pass_on(self, wish: str, made: threading.Event) -> None:
+        if made.is_set() and wish not in self._passed_on and self.link.say(wish):
+            self._passed_on.add(wish)
+
     def wish_stop(self) -> None:
-        """May be called by a signal's handler, in the middle of anything."""
         self.job.stop.set()
+        self.link.inbox.put({"op": "wished"})
+
+    def wish_leave(self) -> None:
+        """May be called by a signal's handler, in the middle of anything."""
+        self.job.told.set()
         self.link.inbox.put({"op": "wished"})
 
     def wish_checkpoint(self) -> None:

@@ -151,10 +151,17 @@ class Member:
     # --- what we say ----------------------------------------------------------------------------
 
     def report(
-        self, *, planned: bool, leaving: bool = False, silent: bool = False, why: str = ""
+        self,
+        *,
+        planned: bool,
+        leaving: bool = False,
+        over: bool = False,
+        silent: bool = False,
+        why: str = "",
     ) -> None:
-        """How far we are, once our epoch broke or its edge was reached. `silent`: it broke here,
-        for a peer that answers nothing; `why`, as far as is known here."""
+        """How far we are, once our epoch broke or its edge was reached. `leaving`: we go at this
+        edge; `over`: all do, for the job is over. `silent`: it broke here, for a peer that answers
+        nothing; `why`, as far as is known here."""
         if not (planned or silent):
             self._note_break(why)
         self.last_report = {
@@ -163,6 +170,7 @@ class Member:
             "held": sorted(self._trainer.held),
             "planned": planned,
             "leaving": leaving,
+            "over": over,
             "silent": silent,
         }
         self._say("report", **self.last_report)

@@ -11,6 +11,7 @@ import os
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
+    from runtime.job import Job
     from runtime.replica.state import TrainingState
     from runtime.replica.telling import Committed
 
@@ -31,6 +32,9 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 class Observer:
     """Called on the training thread, in the order in which things happen."""
+
+    def joined(self, job: Job) -> None:
+        """This process has its place in the job."""
 
     def at(self, phase: Phase, step: int) -> None:
         """A phase of the step has begun."""

@@ -63,6 +63,7 @@ class Roster(ABC):
         self.proofs = Proofs()
         self.comparison = Comparison()
         self.lost: list[dict[str, Any]] = []  # since the epoch was granted
+        self.left: list[int] = []  # and which replicas left it alone, between two steps
         self.broken_at = 0.0  # Unix time when the current epoch was found broken; 0: it is whole
         self.rendezvous = Rendezvous()  # of the current epoch
         self.doubt = Doubt()  # whether its members reach each other

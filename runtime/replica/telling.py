@@ -127,7 +127,7 @@ class Teller:
             Regrouped(
                 epoch=int(grant["epoch"]),
                 replicas=self.members,
-                lost=[int(entry["replica"]) for entry in grant["lost"]],
+                lost=[*(int(one["replica"]) for one in grant["lost"]), *grant.get("left", [])],
                 joined=joined,
                 started_at=float(grant["started_at"]),
                 committed_at=time.time(),

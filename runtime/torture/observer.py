@@ -21,6 +21,7 @@ from runtime.torture.hand import Hand, around
 from runtime.torture.kinds import COPY, LOAD
 
 if TYPE_CHECKING:
+    from runtime.job import Job
     from runtime.replica.state import TrainingState
     from runtime.replica.telling import Committed
 
@@ -49,6 +50,10 @@ class Torturer(Observer):
         self.pace_s = pace_s
         self.end_file = end_file(hand.folder)
         self._end: int | None = None
+        self._job: Job | None = None
+
+    def joined(self, job: Job) -> None:
+        self._job = job
 
     def at(self, phase: Phase, step: int) -> None:
         if phase in ("regroup", "sync"):
@@ -63,9 +68,8 @@ class Torturer(Observer):
             return
         if self._end is None and self.end_file.exists():
             self._end = int(self.end_file.read_text())
-        if self._end is not None and step.step >= self._end - 2:
-            # As a launcher would: the wish travels with the next step, after which all stop.
-            os.kill(os.getpid(), signal.SIGTERM)
+        if self._end is not None and self._job is not None and step.step >= self._end - 2:
+            self._job.stop.set()  # the wish travels with the next step, after which all stop
 
     def granted(self, message: dict[str, Any]) -> None:
         members = {str(m["replica"]): m["placement"] for m in message["members"]}

@@ -61,6 +61,18 @@ def api(product: Product) -> Api:
     return Api(product.url, made.stdout.strip().splitlines()[-1])
 
 
+def process_of(product: Product, placement: str) -> int:
+    """The demo job's rank there, itself: its loaders and writers have its environment too."""
+    found = [
+        one
+        for one in product.processes()
+        if one.environ().get("DRYDOCK_PLACEMENT") == placement
+        and "examples/train_gpt.py" in one.cmdline()
+    ]
+    (rank,) = [one for one in found if one.parent() not in found]
+    return int(rank.pid)
+
+
 @pytest.fixture
 def page(chromium: str, product: Product) -> Iterator[Page]:
     """A logged-in page; whatever it complains of fails the test."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Api
+from tests.e2e.conftest import Api, process_of
 from tests.product import Product
 
 pytestmark = pytest.mark.e2e
@@ -30,7 +30,7 @@ def test_a_warm_spare_takes_the_place_of_a_replica_that_dies(
     before, earlier = api(path), _newest_incident(api, listed["id"])
     lost = before["replicas"][1]
 
-    os.kill(_process(product, lost["placement_id"]), signal.SIGKILL)
+    os.kill(process_of(product, lost["placement_id"]), signal.SIGKILL)
 
     seat = eventually(lambda: _moved(api(path), lost), READY_S, "the spare has the place")
     assert (seat["placement_id"], seat["node_name"]) == (spare["id"], spare["node_name"])
@@ -66,15 +66,3 @@ def _newest_incident(api: Api, job_id: str) -> dict[str, Any]:
 def _ended_since(api: Api, job_id: str, earlier: dict[str, Any]) -> bool:
     newest = _newest_incident(api, job_id)
     return newest.get("id") != earlier.get("id") and newest["state"] == "resolved"
-
-
-def _process(product: Product, placement: str) -> int:
-    """The rank's own process: its loaders and writers have its environment too."""
-    found = [
-        one
-        for one in product.processes()
-        if one.environ().get("DRYDOCK_PLACEMENT") == placement
-        and "examples/train_gpt.py" in one.cmdline()
-    ]
-    (rank,) = [one for one in found if one.parent() not in found]
-    return int(rank.pid)

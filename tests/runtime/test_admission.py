@@ -7,7 +7,7 @@ import pytest
 from runtime.replica.coordinator import PEER_SILENT_S, Asked
 from runtime.replica.epochs import GATHER_S
 from runtime.replica.listening import LEASE_S
-from tests.runtime.scene import Play, compare
+from tests.runtime.scene import Play, Replica, compare
 
 # --- the coordinator is cut off ---------------------------------------------------------------
 
@@ -482,6 +482,60 @@ def test_a_death_at_the_last_edge_does_not_undo_the_wish_to_stop(play: Play) -> 
     scene.replicas[2].hang_up()
 
     assert scene.replicas[0].heard("dismissed")
+
+
+def say_report(member: Replica, step: int, **told: bool) -> None:
+    member.say("report", epoch=1, step=step, held=[], planned=True, **{"leaving": False} | told)
+
+
+def test_who_leaves_alone_goes_at_the_edge_and_the_others_begin_an_epoch_without_it(
+    play: Play,
+) -> None:
+    scene = play(3)
+    leaver, *others = scene.replicas
+    say_report(leaver, 40, leaving=True)
+
+    waiting = leaver.heard("dismissed")
+    for member in others:
+        say_report(member, 40)
+
+    assert (waiting, len(leaver.heard("dismissed"))) == ([], 1)
+    assert scene.members == {1: "p1", 2: "p2"}
+    assert others[0].heard("epoch")[-1]["left"] == [0]
+    assert others[0].heard("lost") == others[0].heard("broken") == []
+
+
+def test_who_alone_holds_the_last_step_stays_to_hand_it_on(play: Play) -> None:
+    scene = play(2)
+    leaver, other = scene.replicas
+    say_report(leaver, 41, leaving=True)
+    say_report(other, 40)
+
+    assert leaver.heard("dismissed") == []
+    assert scene.members == {0: "p0", 1: "p1"}
+
+
+def test_of_a_job_that_is_over_nobody_goes_before_all_do(play: Play) -> None:
+    scene = play(2)
+    first, other = scene.replicas
+    say_report(first, 40, leaving=True, over=True)
+    say_report(other, 40)
+
+    assert first.heard("dismissed") == []
+    assert scene.members == {0: "p0", 1: "p1"}
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_a_newcomer_goes_with_a_job_that_is_over_and_else_waits_for_others(
+    play: Play, over: bool
+) -> None:
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    for member in scene.replicas:
+        say_report(member, 40, leaving=True, over=over)
+
+    assert [told["over"] for told in scene.replicas[0].heard("dismissed")] == [over]
+    assert bool(newcomer.heard("dismissed")) == over
 
 
 def test_refused_newcomers_of_a_beginning_are_not_retried_at_once(play: Play) -> None:

@@ -210,4 +210,4 @@ def test_a_job_tells_its_life(door: Door, make_fleet: Callable[..., Fleet]) -> N
     assert door.messages("progress")[-1]["replicas"] == [1]
     assert all(m["lost"] == m["duplicated"] == [] for m in door.messages("ledger"))
     (stopped,) = door.messages("stopped")
-    assert stopped["step"] == fleet.last(1)["step"]
+    assert (stopped["step"], stopped["because"]) == (fleet.last(1)["step"], "over")

@@ -35,7 +35,8 @@ def test_two_by_two_go_through_a_rank_s_death_and_a_rank_s_silence(make_fleet: M
     fleet.coordinator.kill()
     fleet.start_coordinator()
     fleet.train_on()
-    fleet.others[0, 1].send_signal(signal.SIGTERM)  # any rank's wish to stop is the job's
+    for told in (fleet.others[0, 1], fleet.ranks[1]):  # any rank of a replica is told for all of it
+        told.send_signal(signal.SIGTERM)
     status = [one.wait(PATIENCE_S) for one in [*fleet.ranks.values(), *fleet.others.values()]]
 
     assert ended[1] == KILLED

@@ -217,7 +217,8 @@ def test_each_replica_by_a_torchrun_of_its_own(fleet: LaunchedFleet) -> None:
     fleet.torchrun(1)
     fleet.wait_for_members([0, 1])
     fleet.train_on()
-    fleet.worker(0, 1).terminate()
+    for replica in (0, 1):
+        fleet.worker(replica, 1).terminate()
     ended = [torchrun.wait(PATIENCE_S) for torchrun in fleet.ranks.values()]
 
     assert status != 0
@@ -238,7 +239,8 @@ def test_a_job_in_one_step_of_srun_and_a_replica_anew_in_another(fleet: Launched
     fleet.ranks[1] = anew[0]
     fleet.wait_for_members([0, 1])
     fleet.train_on()
-    tasks[1].terminate()
+    for told in (tasks[1], anew[1]):
+        told.terminate()
     ended = [task.wait(PATIENCE_S) for task in [*tasks[:2], *anew]]
 
     assert status != 0

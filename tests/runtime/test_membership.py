@@ -16,6 +16,7 @@ import pytest
 from runtime.replica.membership import CannotFollow, Member, Severed, Trainer
 from tests.runtime.simulation.schedule import (
     epochs_of_a_doubt,
+    epochs_of_a_leave,
     run,
     steps_while_two_are_parted,
 )
@@ -53,6 +54,14 @@ def test_a_doubt_costs_no_member_where_answers_come_from_the_other_end_of_the_wo
 
     assert epochs
     assert {frozenset(members) for members in epochs} == {frozenset({0, 1, 2})}
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_who_is_told_to_end_leaves_by_an_epoch_and_breaks_nothing(seed: int) -> None:
+    epochs, victim, severed = epochs_of_a_leave(seed)
+
+    assert epochs == [{0, 1, 2} - {victim}, {0, 1, 2}]
+    assert severed == 0
 
 
 @pytest.mark.parametrize("fault", ["kill_coordinator", "freeze_coordinator", "isolate_coordinator"])

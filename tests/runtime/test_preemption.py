@@ -22,6 +22,7 @@ from runtime.job import Job, join, options_of, seconds_of
 from runtime.replica.preemption import Preemption, durable_in, longest_s
 from runtime.replica.state import TrainingState
 from tests.runtime.replicas import PATIENCE_S, Fleet, until
+from tests.runtime.test_client import Door
 from tests.runtime.test_replicas import MakeFleet, assert_every_sample_once
 
 
@@ -252,6 +253,58 @@ def test_a_preemption_before_the_first_step_ends_cleanly_and_leaves_nothing(
     assert codes == [0, 0]
     assert left == []
     assert "checkpoint_failed" not in (fleet.folder / "rank0.log").read_text()
+
+
+def test_who_alone_is_told_to_end_leaves_at_an_edge_and_the_others_train_on(
+    make_fleet: MakeFleet,
+) -> None:
+    door = Door()
+    fleet = make_fleet(3, own_disks=True, url=door.url, options={"mode": "reproducible"})
+    fleet.start()
+    fleet.wait_for_step(20)
+
+    (left,) = fleet.part_with(1)
+    left.send_signal(signal.SIGTERM)
+    status = left.wait(PATIENCE_S)
+    fleet.wait_for_members([0, 2])
+    saved = newest(fleet, "disk1")
+    fleet.train_on()
+    until(lambda: door.messages("regrouped"), "the others tell that they went on")
+    fleet.start_rank(1)
+    fleet.wait_for_members([0, 1, 2])
+    fleet.stop()
+    door.close()
+
+    assert status == 0
+    assert [one["because"] for one in door.messages("stopped")] == ["told"] * 4
+    assert [one["lost"] for one in door.messages("regrouped")] == [[1], []]
+    assert saved >= 20  # at once: the others may be about to die untold
+    told = (fleet.folder / "coordinator.log").read_text()
+    assert ("left replica=1" in told, "lost replica=" in told) == (True, False)
+    assert "severed" not in "".join(path.read_text() for path in fleet.folder.glob("rank*.log"))
+    assert_every_sample_once(fleet.steps(0), 0)
+    assert len(fleet.digests()) == 1
+
+
+def test_two_of_three_that_are_told_leave_together_and_the_third_waits_for_others(
+    make_fleet: MakeFleet,
+) -> None:
+    fleet = make_fleet(3, min_replicas=2)
+    fleet.start()
+    fleet.wait_for_step(10)
+
+    gone = [*fleet.part_with(0), *fleet.part_with(2)]
+    for process in gone:
+        process.send_signal(signal.SIGTERM)
+    status = [process.wait(PATIENCE_S) for process in gone]
+    fleet.start_rank(0)
+    fleet.wait_for_members([0, 1])
+    fleet.train_on()
+    fleet.stop()
+
+    assert status == [0, 0]
+    assert_every_sample_once(fleet.steps(1), 0)
+    assert len(fleet.digests()) == 1
 
 
 def come_to_a_step(fleet: Fleet, moments: random.Random) -> None:

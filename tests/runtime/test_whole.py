@@ -374,6 +374,29 @@ def test_told_to_stop_it_saves_its_last_step_to_every_tier(alone: Alone) -> None
     assert alone.saved(whole, "local") == alone.saved(whole, "shared") == [1]
 
 
+@pytest.mark.parametrize(("wish", "because"), [("stop", "over"), ("told", "told")])
+def test_it_says_whether_its_job_is_over_or_it_alone_was_told_to_end(
+    alone: Alone, wish: str, because: str
+) -> None:
+    with alone.start() as whole:
+        for _step in whole.steps(NEVER):
+            getattr(whole.job, wish).set()
+
+    assert [said["because"] for said in alone.door.messages("stopped")] == [because]
+
+
+def test_a_job_is_over_once_all_its_steps_are_made_and_not_when_a_loop_is_left(
+    alone: Alone,
+) -> None:
+    with alone.start() as left:
+        list(left.steps(1))
+        next(left.steps(3))
+    with alone.start() as done:
+        list(done.steps(3))
+
+    assert [said["because"] for said in alone.door.messages("stopped")] == ["", "over"]
+
+
 def test_a_checkpoint_that_is_asked_for_is_made_in_a_busy_tier_too(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ def evidence(**known: object) -> triage.LossEvidence:
     [
         ({"process_exited": True, "exit_signal": 9}, "process-killed", True),
         ({"process_exited": True, "exit_code": 1}, "process-exited", True),
+        ({"process_exited": True, "exit_code": 0, "sent_away": True}, "process-sent-away", True),
         ({"process_exited": True}, "process-vanished", True),
         ({"process_exited": True, "exit_reason": "reboot"}, "node-rebooted", False),
         ({"node_reachable": False, "peers_lost_it": True}, "node-lost", False),

@@ -16,6 +16,7 @@ from controlplane.fleet.models import Command
 from controlplane.health.models import Signal
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.actions.ending import AGAIN, end_job
+from controlplane.incidents.choices import IncidentState, RunState
 from controlplane.incidents.models import Incident
 from controlplane.incidents.moves import SAVE_S
 from controlplane.jobs import actions as jobs
@@ -23,7 +24,7 @@ from controlplane.jobs.choices import JobState, PlacementState
 from controlplane.jobs.models import Job, Placement
 from node_agent import wire
 from runtime import client
-from tests.workers.moving import PERSON, commands, state, told_by
+from tests.workers.moving import PERSON, commands, regrouped, state, told_by, trains
 from tests.workers.world import World, answer, drain, run_of
 
 pytestmark = pytest.mark.django_db
@@ -206,3 +207,70 @@ def test_a_node_that_is_emptied_while_it_leaves_is_told_to_kill_it(world: World)
     assert commands("stop_process") == [wire.StopProcess(placement=left.pk, grace_s=0)]
     assert waiting == (NodeState.ALLOCATED, False)
     assert state(left.node) == (NodeState.QUARANTINED, False)
+
+
+# --- a job that is over by its own word -----------------------------------------------------------
+
+
+def test_a_job_that_has_done_all_its_steps_is_over(world: World) -> None:
+    for placement in world.placements:
+        told_by(placement, farewell("all steps done", "over"))
+        world.exits(placement, exit_code=0)
+    drain()
+
+    job = Job.objects.get()
+    assert job.state == JobState.STOPPED
+    assert job.ended_at is not None
+    assert not Incident.objects.exists()
+    assert state(world.placements[0].node)[0] == NodeState.AVAILABLE
+
+
+def test_what_a_job_that_ends_itself_had_lost_before_is_not_brought_back(world: World) -> None:
+    trains(world)
+    world.exits(world.placements[1], signal=9)
+    drain()
+    told_by(world.placements[0], farewell("stop wanted", "over"))
+
+    stopping = job_state()
+    incidents.finish_endings()
+    answer("stop_process", stopped=True)
+    incidents.finish_endings()
+    drain()
+
+    assert (stopping, job_state()) == (JobState.STOPPING, JobState.STOPPED)
+    assert run_of("replica-lost").state == RunState.CANCELLED
+    assert [one.state for one in Incident.objects.all()] == [IncidentState.RESOLVED]
+
+
+def test_a_job_all_of_whose_replicas_left_their_loops_is_over(world: World) -> None:
+    told_by(world.placements[0], farewell("left the loop"))
+    before = job_state()
+    told_by(world.placements[1], farewell("left the loop"))
+
+    assert (before, job_state()) == (JobState.RUNNING, JobState.STOPPED)
+
+
+def test_a_job_that_moves_or_was_told_to_end_is_not_over(world: World) -> None:
+    told_by(world.placements[0], farewell(client.TOLD_TO_END, "told"))
+    told_by(world.placements[1], farewell(client.TOLD_TO_END, "told"))
+
+    assert job_state() == JobState.RUNNING
+
+
+def test_a_replica_that_somebody_sent_away_is_brought_back(world: World) -> None:
+    trains(world)
+    told_by(world.placements[0], regrouped(lost=[1], replicas=[0], joined=[]))
+    told_by(world.placements[1], farewell(client.TOLD_TO_END, "told"))
+    world.exits(world.placements[1], exit_code=0)
+    drain()
+    answer("start_rank", pid=8)
+    drain()
+
+    incident = Incident.objects.get()
+    assert "SIGTERM that Drydock had not sent" in incident.cause
+    assert Placement.objects.exclude(state=PlacementState.ENDED).count() == 2
+    assert job_state() == JobState.RUNNING
+
+
+def farewell(reason: str, because: client.Because = "") -> client.Stopped:
+    return client.Stopped(step=99, reason=reason, at=time.time(), because=because)

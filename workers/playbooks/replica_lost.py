@@ -127,12 +127,15 @@ def confirm_takeover(ctx: StepContext) -> Outcome:
     index = ctx.values["replica"]
     if ctx.run.job is not None and ctx.run.job.world_replicas == 1:
         return Skip(text="the job has no other replica: it stands still until this one is back")
+    lost = Placement.objects.get(pk=ctx.values["lost_placement"])
+    # Who was sent away leaves between two steps, and its process ends when the others train again.
+    sent_away = losses.was_sent_away(lost)
     pauses = Interruption.objects.filter(
         job_id=ctx.run.job_id,
-        committed_at__gte=ctx.incident.occurred_at,
+        committed_at__gte=lost.created_at if sent_away else ctx.incident.occurred_at,
         lost__contains=index,
     )
-    pause = pauses.order_by("epoch").first()
+    pause = pauses.order_by("-epoch" if sent_away else "epoch").first()
     if pause is None:
         waited = timezone.now() - (ctx.step.started_at or timezone.now())
         if waited < timedelta(seconds=5):

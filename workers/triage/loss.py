@@ -32,6 +32,8 @@ class LossEvidence:
     #: Seconds since the node's last beat, and the lease that it has.
     silent_s: float = 0.0
     lease_s: float = 30.0
+    #: A SIGTERM that nobody here had sent told it to end, and it left at a step's edge.
+    sent_away: bool = False
     #: Somebody ordered its process to be stopped.
     stopped_by_order: bool = False
     #: It was emptied off its node, and the replica has no other process: gone, whoever tells of it.
@@ -186,6 +188,15 @@ def _line_cause(line: LineVerdict, node_fit: bool) -> Cause:
 def _process_cause(evidence: LossEvidence) -> Cause:
     if evidence.stopped_by_order:
         return _STOPPED_BY_ORDER
+    if evidence.sent_away:
+        return Cause(
+            "platform",
+            "process-sent-away",
+            True,
+            "a SIGTERM that Drydock had not sent told its process to end, and it left at the end "
+            "of a step; the node is healthy",
+            "process-exit",
+        )
     if evidence.exit_reason == "reboot":
         return Cause(
             "platform",

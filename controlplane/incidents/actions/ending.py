@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import suppress
 from datetime import timedelta
 
@@ -35,21 +36,39 @@ AGAIN = timedelta(seconds=60)
 def end_job(actor: Actor, job_id: str, reason: str) -> Job:
     """Have a job's ranks stop; nothing brings them back. Raises Conflict if it has ended."""
     job = jobs.request_stop(actor, job_id, reason)
-    why = f"the job is ended: {reason}"
+    _call_off(actor, [job_id], f"the job is ended: {reason}")
+    return job
+
+
+def _call_off(actor: Actor, job_ids: Collection[str], why: str) -> None:
+    """End what is under way for jobs that nobody is to bring back."""
     runs = PlaybookRun.objects.filter(
-        job_id=job_id, playbook__in=FOR_THE_JOB, state__in=RUN_UNFINISHED
+        job__in=job_ids, playbook__in=FOR_THE_JOB, state__in=RUN_UNFINISHED
     )
     for run in list(runs):
         cancel_run(actor, run.pk, why)
-    for incident in Incident.objects.filter(job_id=job_id, state__in=INCIDENT_UNRESOLVED):
+    for incident in Incident.objects.filter(job__in=job_ids, state__in=INCIDENT_UNRESOLVED):
         resolve(actor, incident.pk, why)
-    return job
+
+
+@change()
+def _call_off_what_ended_by_itself() -> None:
+    """A job whose script ended it may have lost a replica before, which was being brought back."""
+    unresolved = Incident.objects.filter(job=OuterRef("pk"), state__in=INCIDENT_UNRESOLVED)
+    under_way = PlaybookRun.objects.filter(
+        job=OuterRef("pk"), playbook__in=FOR_THE_JOB, state__in=RUN_UNFINISHED
+    )
+    over = Job.objects.select_for_update(no_key=True).filter(
+        Exists(unresolved) | Exists(under_way), state__in=(JobState.STOPPING, JobState.STOPPED)
+    )
+    _call_off(SYSTEM, [job.pk for job in over], "the job is over")
 
 
 def finish_endings() -> int:
     """Have killed what a job that is to end has no use for, and what left its job and hangs; note
     that those jobs are over of which nothing is left. Returns how many orders were given; the
     keeper calls it."""
+    _call_off_what_ended_by_itself()
     long_ago = timezone.now() - timedelta(seconds=SAVE_S)
     stopping = Job.objects.filter(state=JobState.STOPPING)
     alive = Placement.objects.exclude(state=PlacementState.ENDED)

@@ -10,7 +10,7 @@ from django.utils import timezone
 
 from controlplane import doorbell
 from controlplane.accounts.actions import audit
-from controlplane.accounts.models import Actor
+from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.changes import change, touch
@@ -273,6 +273,19 @@ def request_stop(actor: Actor, job_id: str, reason: str) -> Job:
     set_job(actor, job, JobState.STOPPING, reason, "job.stop")
     direct(actor, job_id, "stop", ttl_s=STOP_TTL_S, reason=reason)
     return job
+
+
+@change()
+def end_itself(job_id: str, reason: str) -> None:
+    """Note that a job is over by its own word: of its processes those that are still there leave
+    too. Nothing where it was to stop before."""
+    job = Job.objects.select_for_update(no_key=True).get(pk=job_id)
+    if job.state not in JOB_ACTIVE:
+        return
+    if _alive(job).exists():
+        set_job(SYSTEM, job, JobState.STOPPING, reason, "job.stop")
+    else:
+        end_job(SYSTEM, job_id, reason)
 
 
 @change()

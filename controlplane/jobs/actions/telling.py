@@ -15,7 +15,7 @@ from controlplane.fleet.changes import change, touch
 from controlplane.health.actions import record_signal
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
-from controlplane.jobs.actions.jobs import end_placement, set_job, set_replicas
+from controlplane.jobs.actions.jobs import end_itself, end_placement, set_job, set_replicas
 from controlplane.jobs.actions.moves import take_place
 from controlplane.jobs.actions.warm import enter
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState, Tier
@@ -290,6 +290,10 @@ def _record_stopped(job: Job, batch: client.Batch, message: client.Stopped) -> N
         return  # told again, or late: what is there by now is of another start
     for other in others:
         _left(other, message.reason)
+    alone = message.because == "" and successor == message.reason
+    alive = Placement.objects.filter(replica__job=job).exclude(state=PlacementState.ENDED)
+    if message.because == "over" or (alone and not alive.exists()):
+        end_itself(job.pk, f"its script ended it: {message.reason}")
 
 
 def _left(placement: Placement, reason: str) -> bool:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -81,7 +79,7 @@ def main() -> None:
     def report(step: Any) -> None:
         steps_log.write(json.dumps(vars(step)) + "\n")
         if OPTIONS["steps_made"] is not None and step.step >= OPTIONS["steps_made"] - 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+            job.stop.set()  # travels with the next step, after which all stop
 
     module = Sums(OPTIONS["dropout"], OPTIONS["interval"])
 

@@ -26,6 +26,7 @@ class Chaos:
         self.draw = fleet.clock.random
         self.lost_record = False
         self.stopping = False  # one was told to stop, and so all
+        self.leaving = False  # some were told to end, and are brought back
         self._undo: list[Callable[[], None]] = []
         self._isolates_from = 0.0  # when the coordinator may be cut off again
 
@@ -34,7 +35,7 @@ class Chaos:
         kinds: list[Callable[[], None]] = [getattr(self, name) for name in only] or [
             *(self.kill, self.kill, self.kill, self.freeze, self.freeze, self.cut, self.cut),
             *(self.isolate, self.isolate, self.slow_down, self.part_peers, self.break_group),
-            *(self.tear, self.tear, self.grow, self.grow, self.stand_by, self.stop),
+            *(self.tear, self.tear, self.grow, self.grow, self.stand_by, self.stop, self.leave),
             *(self.kill_coordinator, self.kill_coordinator, self.freeze_coordinator),
             self.isolate_coordinator,
             *(self.fill_disk, self.die_writing),
@@ -126,13 +127,23 @@ class Chaos:
             self.fleet.start(number, standby=self.draw.choice(("spare", "migrate")))
 
     def stop(self) -> None:
-        """SIGTERM of one: all are to end."""
+        """The script of one ends the job."""
         members = [replica for replica in self.fleet.living() if replica.member.epoch]
-        if members and self.draw.random() < 0.3:
+        if members and not self.leaving and self.draw.random() < 0.3:
             self.stopping = True
             victim = self.draw.choice(members)
             self.clock.note("%s is to stop", victim.name)
             victim.wish_stop()
+
+    def leave(self) -> None:
+        """SIGTERM of some, or of all, of a job that goes on."""
+        members = [replica for replica in self.fleet.living() if replica.member.epoch]
+        if self.stopping:
+            return
+        self.leaving = True
+        for victim in self.draw.sample(members, self.draw.randint(0, len(members))):
+            self.clock.note("%s is to leave", victim.name)
+            victim.wish_leave()
 
     # --- the coordinator ------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tests.runtime.simulation.fleet import Fleet
 
 LEAVE_S = 5.0
+ALL_TOLD_S = 2.0
+STOP, ALONE = "the job is over", "told to end"
 SAVE_CHANCE = 0.05  # that a step's state is saved for all
 HOLD_CHANCE = 0.1  # that it is given to the holder on another's node
 READY_CHANCE = 0.7  # that a member has made room for a copy
@@ -32,6 +34,7 @@ class Replica(Process):
         super().__init__(fleet.clock, name)
         self.fleet = fleet
         self.stop = False  # it is to end, and all with it
+        self.told_at: float | None = None  # when it was told to end, it alone unless all are
         self.left = False
         self.stood_by = bool(standby)
         self.epoch_entered = 0
@@ -57,8 +60,12 @@ class Replica(Process):
 
     @property
     def ending(self) -> bool:
-        """It was told to stop, or all have agreed to."""
-        return self.stop or bool(self._why)
+        """It was told to stop the job, or all have agreed to."""
+        return self.stop or self._why == STOP
+
+    @property
+    def is_to_end(self) -> bool:
+        return self.stop or self.told_at is not None
 
     @property
     def state(self) -> State:
@@ -74,7 +81,11 @@ class Replica(Process):
 
     def wish_stop(self) -> None:
         self.stop = True
-        self.link.inbox.put({"op": "stop"})
+        self.link.inbox.put({"op": "wished"})
+
+    def wish_leave(self) -> None:
+        self.told_at = self.clock.now
+        self.link.inbox.put({"op": "wished"})
 
     def entered(self, grant: dict[str, Any]) -> None:
         self.epoch_entered = int(grant["epoch"])
@@ -130,6 +141,8 @@ class Replica(Process):
         wishes = {
             "regroup": member.wants_regroup,
             "stop": self.stop,
+            "told": self.told_at is not None,
+            "leaves": self.told_at is not None and self.clock.now - self.told_at >= ALL_TOLD_S,
             "stage": member.wants_stage > 0 and self.clock.random.random() < READY_CHANCE,
             "prove": member.wants_proof and self.clock.random.random() < READY_CHANCE,
         }
@@ -146,12 +159,18 @@ class Replica(Process):
         self._await_lease()
         made = Made(self.state.step + 1, member.epoch, tuple(parts), agreed["prove"])
         self.trainer.apply(made, own=True)
-        return agreed | {"ours": wishes["prove"]}
+        all_told = all(together["told"]) and len(brought) == len(member.members)
+        return agreed | {
+            "ours": wishes["prove"],
+            "stop": agreed["stop"] or all_told,
+            "over": agreed["stop"],
+            "leaving": wishes["leaves"],
+        }
 
     def _edge(self, wishes: dict[str, bool]) -> None:
         self._pump()
         if wishes["stop"]:
-            self._stop()
+            self._stop(over=wishes["over"])
             return
         if self.number == min(self.member.members) and self.clock.random.random() < SAVE_CHANCE:
             self.fleet.saved = self.state
@@ -162,11 +181,13 @@ class Replica(Process):
             self.trainer.stage()
         if wishes["ours"]:
             self.trainer.prove()
-        if wishes["regroup"]:
-            self._regroup(planned=True)
+        if wishes["regroup"] or wishes["leaves"]:
+            self._regroup(planned=True, leaving=wishes["leaving"])
 
-    def _regroup(self, *, planned: bool, silent: bool = False) -> None:
-        self.member.report(planned=planned, silent=silent)
+    def _regroup(self, *, planned: bool, leaving: bool = False, silent: bool = False) -> None:
+        if leaving:
+            self._why = ALONE
+        self.member.report(planned=planned, leaving=leaving, silent=silent)
         self._await_epoch()
 
     def _await_epoch(self) -> None:
@@ -176,9 +197,7 @@ class Replica(Process):
                 self._leave()
             elif message["op"] == "refused":
                 raise Refused(str(message["error"]))
-            elif message["op"] == "stop":
-                self.stop = True
-            elif self.member.hear(message):
+            elif message["op"] != "wished" and self.member.hear(message):
                 self._why = ""
                 return
 
@@ -187,16 +206,16 @@ class Replica(Process):
             self.note("holds step %s", self.state.step + 1)
             self.link.await_word(self.member.lease_s)
             self._pump()
-            if self.stop:
+            if self.is_to_end:
                 raise Severed("told to stop, and out of the coordinator's reach")
 
     def _next(self) -> dict[str, Any]:
         if self._postponed:
             return self._postponed.popleft()
-        if self.stop and not self.member.epoch:
+        if self.is_to_end and not self.member.epoch:
             return {"op": "dismissed"}
         inbox = self.link.inbox
-        limit = LEAVE_S if self.stop or self._why else None
+        limit = LEAVE_S if self.is_to_end or self._why else None
         if not self.thread.wait(lambda: not inbox.empty(), limit):
             return {"op": "dismissed"}
         return inbox.get()
@@ -207,15 +226,13 @@ class Replica(Process):
             if message["op"] in REJOINS:
                 self._postponed.append(message)
                 raise Severed("the coordinator ended our epoch")
-            if message["op"] == "stop":
-                self.stop = True
-            else:
+            if message["op"] != "wished":
                 self.member.overhear(message)
 
-    def _stop(self) -> None:
-        self._why = "stop wanted"
+    def _stop(self, *, over: bool) -> None:
+        self._why = STOP if over else ALONE
         self.fleet.saved = self.state
-        self.member.report(planned=True, leaving=True)
+        self.member.report(planned=True, leaving=True, over=over)
         self._await_epoch()
 
     def _leave(self) -> None:
@@ -223,6 +240,8 @@ class Replica(Process):
         self.note("leaves at step %s", self.state.step)
         self.link.close(goodbye=True)
         self.clock.at(0.0, self.fleet.end, self)
+        if self.told_at is not None:  # an agent brings it back
+            self.clock.at(1.0, self.fleet.replace, self.number)
 
     # --- on the link's thread -------------------------------------------------------------------
 

@@ -122,6 +122,30 @@ def epochs_of_a_doubt(seed: int, round_trip_s: float) -> list[set[int]]:
                 process.end()
 
 
+def epochs_of_a_leave(seed: int) -> tuple[list[set[int]], int, int]:
+    """Three train, and one is told to end: the members of all epochs until it is back, which one it
+    was, and how often anybody was severed from its peers."""
+    clock = Clock(seed, tracing=True)
+    with _simulated(clock):
+        fleet = Fleet(clock, world=3)
+        try:
+            for number in range(fleet.world):
+                fleet.start(number)
+            clock.run(clock.now + PARTED_S, fleet.trains_together)
+            before = fleet.history.newest.epoch
+            victim = clock.random.choice(fleet.living())
+            victim.wish_leave()
+            clock.run(clock.now + PARTED_S, lambda: victim.left)
+            clock.run(clock.now + PARTED_S, lambda: len(fleet.history.newest.members) == 3)
+            grants = fleet.history.grants.items()
+            made = [record for epoch, record in grants if epoch > before]
+            severed = sum("is severed" in line for line in clock.trace)
+            return [set(record.members) for record in made], victim.number, severed
+        finally:
+            for process in (*fleet.replicas, fleet.coordinator):
+                process.end()
+
+
 def _recover(fleet: Fleet, chaos: Chaos) -> float:
     """After the last fault. Returns how long the job took to recover; Violation if too long."""
     chaos.mend()
