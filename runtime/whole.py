@@ -148,7 +148,8 @@ class WholeJob:
             self._said = (loss, 0)  # who tells of each tenth step counts its samples once
             self._teller.committed(self.committed, self.epoch, loss, 0.0, samples)
             self._over = self._at_edge()
-        self._because = self._because or "over"
+        if self.committed + 1 >= count:
+            self._because = "over"
 
     def tell(self, loss: float | torch.Tensor, samples: int = 0) -> None:
         """What the job's page is to show of the step under way."""

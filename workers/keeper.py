@@ -116,6 +116,7 @@ def keep(client: redis.Redis, memory: Memory) -> None:
         incidents.readmit_replaced,
         incidents.keep_warm_spares,
         incidents.finish_endings,
+        incidents.bring_back_sent_away,
         partial(jobs.expire_reservations, now),
         partial(forget_old_answers, now),
         partial(_chain_audit, memory, now),

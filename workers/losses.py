@@ -16,7 +16,7 @@ from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal, heard_since
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import LEFT, Interruption, Placement, ProgressSample
-from runtime import client
+from controlplane.jobs.selectors import was_sent_away
 from workers import triage
 from workers.verdicts import HARDWARE_SPEAKS, verdict_of
 
@@ -87,11 +87,6 @@ def _words_of(placement: Placement) -> tuple[int, float]:
     first = (why | ends).order_by("observed_at").first()
     said = why.values("data__rank").distinct().count()
     return said, first.observed_at.timestamp() if first else math.inf
-
-
-def was_sent_away(placement: Placement) -> bool:
-    """Whether it left at the end of a step because a SIGTERM had told it to end."""
-    return placement.end_reason == f"{LEFT}{client.TOLD_TO_END}"
 
 
 def told_gone(placement: Placement) -> bool:

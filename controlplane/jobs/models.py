@@ -16,9 +16,12 @@ from controlplane.jobs.choices import (
     ReplicaState,
     Tier,
 )
+from runtime.client import TOLD_TO_END
 
 #: How the end of a process reads that left of its own will, before the reason that it gave.
 LEFT = "left: "
+#: And if it was told to by a SIGTERM.
+SENT_AWAY = f"{LEFT}{TOLD_TO_END}"
 #: What a replica has of its own: the process that trains, and one that is to replace it.
 IN_ITS_PLACE = ~Q(standby=True, warm=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import groupby, pairwise
@@ -33,13 +34,14 @@ from django.utils import timezone
 
 from controlplane.accounts.models import User
 from controlplane.fleet.choices import NodeState
-from controlplane.fleet.models import Gpu, MaintenanceWindow, Node
+from controlplane.fleet.models import Command, Gpu, MaintenanceWindow, Node
 from controlplane.fleet.selectors import clusters_for
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState, Tier
 from controlplane.jobs.models import (
     IN_ITS_PLACE,
+    SENT_AWAY,
     Checkpoint,
     Interruption,
     Job,
@@ -199,6 +201,31 @@ def _seat(replica: Replica, node_rank: int, stays: list[Placement]) -> Seat:
     now = next((stay for stay in alive if not stay.standby), None)
     moving = next((stay for stay in alive if stay.standby), None)
     return Seat(replica, node_rank, now, moving, ended[:20])
+
+
+def ordered_to_end(processes: Collection[Placement]) -> bool:
+    """Whether we told one of these to end, while it trained."""
+    of_any = Q()
+    for one in processes:
+        of_any |= Q(node=one.node_id, payload__contains=f'"{one.pk}"')
+    # What hangs after it has left is killed too: that is not why it left.
+    return (
+        Command.objects.filter(of_any, verb="stop_process")
+        .exclude(requester__startswith="end/")
+        .exists()
+    )
+
+
+def was_sent_away(placement: Placement) -> bool:
+    """Whether it left between two steps, for a SIGTERM that we had not sent told it to end."""
+    if placement.end_reason != SENT_AWAY or placement.ended_at is None:
+        return False
+    # Those of a replica on several nodes leave together, whichever of them was told.
+    together = placement.replica.placements.filter(
+        end_reason=SENT_AWAY,
+        ended_at__range=(placement.ended_at - AT_ONCE, placement.ended_at + AT_ONCE),
+    )
+    return not ordered_to_end(together)
 
 
 def marks(job: Job, *, limit: int = 100) -> list[Mark]:

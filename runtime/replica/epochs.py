@@ -254,7 +254,7 @@ class Epochs(Roster):
             del self.peers[member.replica], self.alive[member.replica]
             self.admission.forget(member.replica)
             self.left.append(member.replica)
-            member.tell(op="dismissed")
+            member.tell(op="dismissed", alone=True)
         return staying
 
     def dismiss(self) -> None:

@@ -68,6 +68,7 @@ class Leader:
         self._leave_job = leave
         self._left = False
         self._why = ""  # why we go, once that is agreed
+        self._saved_last = False  # the state of the edge at which that was
         self._told_at: float | None = None  # monotonic: when we were told to end
         self._postponed: deque[dict[str, Any]] = deque()
         self._noticed = False  # the others heard in a step that we were told
@@ -104,7 +105,7 @@ class Leader:
         """Shards to compute, for as long as the job lives."""
         self._await_epoch()
         while not self._left:
-            if self.steps is not None and self.engine.pending >= self.steps:
+            if self._is_done():
                 self._stop(DONE)
                 continue
             severed: str | None = None
@@ -126,6 +127,9 @@ class Leader:
                 )
                 self.rank.observer.at("regroup", self.engine.pending)
                 self._regroup(planned=False, silent=silent, why=severed)
+
+    def _is_done(self) -> bool:
+        return self.steps is not None and self.engine.pending >= self.steps
 
     def leave(self, reason: str, *, goodbye: bool) -> None:
         """The other ranks leave too; without a goodbye they end as soon as we have."""
@@ -204,8 +208,11 @@ class Leader:
         """Between two steps: what all members agreed on in the last all-reduce."""
         self._pump()
         self.together.judge(tail.loss)
-        if tail.wishes.stop or tail.wishes.told >= len(self.member.members):
-            self._stop(WANTED if tail.wishes.stop else TOLD_TO_END)
+        if self._is_done() or tail.wishes.stop:
+            self._stop(DONE if self._is_done() else WANTED)
+            return
+        if tail.wishes.told >= len(self.member.members):
+            self._stop(TOLD_TO_END)
             return
         if not self._warm:  # by the time that a copy is wanted, for whatever, there is room
             self._warm = True
@@ -294,17 +301,25 @@ class Leader:
         while not self._left:
             message = self._next()
             if message["op"] == "dismissed":
-                if not self._why:
-                    self._save_last()
-                over = self.job.stop.is_set() or message.get("over")
-                self.leave(self._why or (WANTED if over else TOLD_TO_END), goodbye=True)
+                self._leave_as(message)
             elif message["op"] == "replaced":
                 self.leave(f"replaced by {message['by']}", goodbye=True)
             elif message["op"] == "refused":
                 raise Refused(f"coordinator {self.job.coordinator}: {message['error']}")
             elif message["op"] != "wished" and self.member.hear(message):
-                self._why = ""
+                self._why, self._saved_last = "", False
                 return
+
+    def _leave_as(self, dismissed: dict[str, Any]) -> None:
+        """Nobody needs us any more, or we are to end and nobody answers."""
+        if dismissed.get("alone"):  # others hold what we hold, and go on
+            self.rank.preemption.edge()
+            self.job.sender.speaks = False
+        elif not self._saved_last:
+            self._save_last()
+        sent_away = TOLD_TO_END if self.job.told.is_set() else "stopped while waiting for an epoch"
+        over = WANTED if dismissed.get("over") else ""
+        self.leave(self._why or over or sent_away, goodbye=True)
 
     def _is_to_end(self) -> bool:
         return self.job.stop.is_set() or self.job.told.is_set()
@@ -337,7 +352,7 @@ class Leader:
         Whoever went earlier could break the last all-reduce of a slower one.
         """
         self._save_last()
-        self._why = reason
+        self._why, self._saved_last = reason, True
         self.member.report(planned=True, leaving=True, over=BECAUSE[reason] == "over")
         self._await_epoch()
 

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tests.ports import free_port
+from tests.runtime.forking import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a-token-of-this-test"
@@ -287,11 +288,15 @@ class Fleet:
             "DRYDOCK_WORLD_REPLICAS": str(self.world),
         }
         with (self.folder / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, *arguments],
-                env={**inherited, **common, **environment},
-                stdout=log,
-                stderr=log,
-            )
+            everything = {**inherited, **common, **environment}
+            process = self._start(arguments, everything, log)
         self.started.append(process)
         return process
+
+    def _start(
+        self, arguments: list[str], environment: dict[str, str], log: IO[bytes]
+    ) -> subprocess.Popen[bytes]:
+        if arguments[0].endswith(".py"):
+            return Forked(arguments[0], environment, log)
+        words = [sys.executable, *arguments]
+        return subprocess.Popen(words, env=environment, stdout=log, stderr=log)

@@ -11,17 +11,18 @@ from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM
 from controlplane.errors import Conflict
+from controlplane.fleet.actions import queue_command
 from controlplane.fleet.choices import NodeState
-from controlplane.fleet.models import Command
+from controlplane.fleet.models import Command, Node
 from controlplane.health.models import Signal
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.actions.ending import AGAIN, end_job
-from controlplane.incidents.choices import IncidentState, RunState
+from controlplane.incidents.choices import IncidentState, RunState, Severity
 from controlplane.incidents.models import Incident
 from controlplane.incidents.moves import SAVE_S
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
-from controlplane.jobs.models import Job, Placement
+from controlplane.jobs.models import Directive, Job, Placement
 from node_agent import wire
 from runtime import client
 from tests.workers.moving import PERSON, commands, regrouped, state, told_by, trains
@@ -257,19 +258,121 @@ def test_a_job_that_moves_or_was_told_to_end_is_not_over(world: World) -> None:
     assert job_state() == JobState.RUNNING
 
 
-def test_a_replica_that_somebody_sent_away_is_brought_back(world: World) -> None:
+def is_sent_away(world: World) -> Placement:
+    """One of two replicas leaves between two steps, and the other tells that it went on."""
     trains(world)
     told_by(world.placements[0], regrouped(lost=[1], replicas=[0], joined=[]))
     told_by(world.placements[1], farewell(client.TOLD_TO_END, "told"))
-    world.exits(world.placements[1], exit_code=0)
+    return Placement.objects.get(pk=world.placements[1].pk)
+
+
+def comes_back(world: World) -> Placement:
+    """What takes the place of the one that was sent away."""
+    assert incidents.bring_back_sent_away() == 1
+    assert incidents.bring_back_sent_away() == 0
+    drain()
+    answer("stop_process", stopped=True)  # where nobody saw its process end
     drain()
     answer("start_rank", pid=8)
+    return Placement.objects.exclude(state=PlacementState.ENDED).get(
+        replica=world.placements[1].replica
+    )
+
+
+def test_a_replica_that_somebody_sent_away_is_brought_back_elsewhere(world: World) -> None:
+    left = is_sent_away(world)
+    waiting = incidents.bring_back_sent_away()
+    world.exits(left, exit_code=0)
     drain()
 
+    assert comes_back(world).node_id != left.node_id
+    assert waiting == 0
     incident = Incident.objects.get()
     assert "SIGTERM that Drydock had not sent" in incident.cause
-    assert Placement.objects.exclude(state=PlacementState.ENDED).count() == 2
+    assert incident.mitigated_at is not None
+    assert state(left.node)[0] == NodeState.AVAILABLE
     assert job_state() == JobState.RUNNING
+
+
+def test_it_is_brought_back_where_it_was_if_there_is_no_other_node(world: World) -> None:
+    Node.objects.filter(pk__in=[one.pk for one in world.spares]).update(hold_reason="ours")
+    left = is_sent_away(world)
+    world.exits(left, exit_code=0)
+    drain()
+
+    assert comes_back(world).node_id == left.node_id
+
+
+def test_one_whose_machine_went_down_with_it_is_brought_back_too(world: World) -> None:
+    left = is_sent_away(world)
+    world.silence(left.node)
+
+    assert comes_back(world).node_id != left.node_id
+
+
+def test_one_that_lingers_is_ended_and_brought_back_elsewhere(world: World) -> None:
+    left = is_sent_away(world)
+    long_since()
+    incidents.finish_endings()
+
+    assert comes_back(world).node_id != left.node_id
+
+
+def test_what_was_told_to_end_by_us_is_not_brought_back_for_that(world: World) -> None:
+    left = world.placements[1]
+    stop = wire.StopProcess(placement=left.pk)
+    queue_command(SYSTEM, left.node_id, stop, requester="pbs_step.stop")
+    is_sent_away(world)
+    world.exits(left, exit_code=0)
+    drain()
+
+    assert incidents.bring_back_sent_away() == 0
+
+
+def test_a_job_that_was_started_anew_since_brings_back_all_by_itself(world: World) -> None:
+    is_sent_away(world)
+    incidents.restart_job(SYSTEM, world.job.pk, reason="the machine was stopped")
+
+    assert incidents.bring_back_sent_away() == 0
+
+
+def test_what_leaves_its_loop_because_we_told_it_to_end_ends_no_job(world: World) -> None:
+    for placement in world.placements:
+        stop = wire.StopProcess(placement=placement.pk)
+        queue_command(SYSTEM, placement.node_id, stop, requester=f"pbs_{placement.pk}.stop")
+        told_by(placement, farewell("left the loop"))
+
+    assert job_state() == JobState.RUNNING
+
+
+def test_a_job_whose_last_word_comes_with_its_first_steps_is_over(world: World) -> None:
+    Job.objects.update(state=JobState.STARTING)
+    last = client.Progress(
+        step=99, steps=1, epoch=1, at=time.time(), loss=1.0, grad_norm=1.0, step_s=0.1,
+        max_gap_s=0.1, samples=8, tokens=0, replicas=[0, 1],
+    )  # fmt: skip
+    for placement in world.placements:
+        told_by(placement, farewell("all steps done", "over"), last)
+
+    assert job_state() == JobState.STOPPED
+
+
+def test_who_hears_nothing_of_its_end_is_told_that_the_job_is_over(world: World) -> None:
+    told_by(world.placements[0], farewell("stop wanted", "over"))
+
+    assert [one.verb for one in Directive.objects.all()] == ["stop"]
+
+
+def test_an_incident_that_waits_for_a_person_outlives_its_job(world: World) -> None:
+    repair = incidents.open_or_merge(
+        f"node/{world.placements[0].node_id}", cluster_id=world.job.cluster_id, title="a card",
+        severity=Severity.MINOR, occurred_at=timezone.now(), job_id=world.job.pk,
+    )  # fmt: skip
+    for placement in world.placements:
+        told_by(placement, farewell("all steps done", "over"))
+    incidents.finish_endings()
+
+    assert Incident.objects.get(pk=repair.pk).state == IncidentState.OPEN
 
 
 def farewell(reason: str, because: client.Because = "") -> client.Stopped:

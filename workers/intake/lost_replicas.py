@@ -19,7 +19,6 @@ from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState
 from controlplane.jobs.models import IN_ITS_PLACE, Job, Placement
 from workers.intake.timeline import tell_node_incident, tell_signal, tell_what_went_before
-from workers.losses import was_sent_away
 
 log = structlog.get_logger(__name__)
 
@@ -135,8 +134,7 @@ def _is_news_of_a_takeover(placement: Placement) -> bool:
 def _ended_one_is_gone(signal: Signal, placement: Placement) -> None:
     """An incident that is still open takes it as evidence, else it is old news.
 
-    But for two: what took its replica's place, and was lost, while its move was being given up;
-    and what was told to end by nobody here, and left while its job goes on.
+    But for one: what took its replica's place, and was lost, while its move was being given up.
     """
     replica = placement.replica
     open_one = incidents.incident_of_replica(replica.job_id, replica.index)
@@ -145,10 +143,12 @@ def _ended_one_is_gone(signal: Signal, placement: Placement) -> None:
         return
     own = replica.placements.filter(IN_ITS_PLACE)
     alive = own.exclude(state=PlacementState.ENDED)
-    lost_in_its_place = signal.kind == SignalKind.PEER_LOST and placement.moved_from_id is not None
-    sent_away = is_unasked_end_of_rank(signal) and was_sent_away(placement)
-    missed = replica.job.state == JobState.RUNNING and not alive.exists()
-    if missed and (lost_in_its_place or sent_away):
+    lost_in_its_place = (
+        signal.kind == SignalKind.PEER_LOST
+        and placement.moved_from_id is not None
+        and replica.job.state == JobState.RUNNING
+    )
+    if lost_in_its_place and not alive.exists():
         open_for_replica(signal, placement)
 
 

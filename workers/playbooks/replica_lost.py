@@ -28,6 +28,7 @@ from controlplane.incidents.models import PlaybookRun, PlaybookStep
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Interruption, Placement, Replica
+from controlplane.jobs.selectors import was_sent_away
 from node_agent import wire
 from workers import losses, recovery, triage
 from workers.playbooks.base import (
@@ -53,6 +54,9 @@ from workers.playbooks.lost_together import (
 )
 from workers.playbooks.orders import START_ORDER_S, start_rank_command
 from workers.spares import choose_spare
+
+#: Who leaves says so once what it had saved is written, for which it waits half a minute at most.
+FAREWELL_TAKES = timedelta(seconds=40)
 
 
 def find_cause(ctx: StepContext) -> Outcome:
@@ -128,14 +132,13 @@ def confirm_takeover(ctx: StepContext) -> Outcome:
     if ctx.run.job is not None and ctx.run.job.world_replicas == 1:
         return Skip(text="the job has no other replica: it stands still until this one is back")
     lost = Placement.objects.get(pk=ctx.values["lost_placement"])
-    # Who was sent away leaves between two steps, and its process ends when the others train again.
-    sent_away = losses.was_sent_away(lost)
+    since = ctx.incident.occurred_at
+    if was_sent_away(lost):  # it said so when the others trained again
+        since -= FAREWELL_TAKES
     pauses = Interruption.objects.filter(
-        job_id=ctx.run.job_id,
-        committed_at__gte=lost.created_at if sent_away else ctx.incident.occurred_at,
-        lost__contains=index,
+        job_id=ctx.run.job_id, committed_at__gte=since, lost__contains=index
     )
-    pause = pauses.order_by("-epoch" if sent_away else "epoch").first()
+    pause = pauses.order_by("epoch").first()
     if pause is None:
         waited = timezone.now() - (ctx.step.started_at or timezone.now())
         if waited < timedelta(seconds=5):
@@ -187,8 +190,11 @@ def choose_place(ctx: StepContext) -> Outcome:
         wanted_by(placement.node, job.gpus_per_replica),
     )
     earlier = Placement.objects.filter(replica__job=job, joined_at__isnull=False, warm=False)
+    # Whoever told it to end may be about to take the node away.
+    going = spare is not None and was_sent_away(placement)
     situation = recovery.Situation(
         node_fit=bool(ctx.values["node_fit"])
+        and not going
         and may_stay(placement.node)
         and placement.node_id not in ctx.values["passed_over"],
         reset_pending=bool(placement.node.reset_pending),
@@ -512,8 +518,7 @@ def see_ended(
 ) -> Outcome | None:
     """Have a process killed that trains nothing of its own; None once nothing of it runs.
 
-    At once: what it holds is held elsewhere, and asked politely a rank that trains would have its
-    whole job stop. `noted`: for the run's context, from its order on.
+    At once: what it holds is held elsewhere. `noted`: for the run's context, from its order on.
     """
     node, context = placement.node, noted or {}
     stop = Command.objects.filter(requester=ctx.requester("stop"), verb="stop_process").first()

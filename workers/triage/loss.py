@@ -96,6 +96,16 @@ _STOPPED_BY_ORDER = Cause(
 )
 
 
+_SENT_AWAY = Cause(
+    "platform",
+    "process-sent-away",
+    True,
+    "a SIGTERM that Drydock had not sent told its process to end, and it left at the end of a "
+    "step; the node is healthy, but it may be about to go",
+    "process-exit",
+)
+
+
 def cause_of_loss(evidence: LossEvidence) -> Cause | NotYet | NothingLost:
     """Name the cause of a replica's loss, the strongest evidence first.
 
@@ -136,6 +146,8 @@ def cause_of_loss(evidence: LossEvidence) -> Cause | NotYet | NothingLost:
         )
     if line is not None and line.action == "restart_app":
         return _line_cause(line, node_fit=True)
+    if evidence.sent_away:
+        return _SENT_AWAY
     if evidence.process_exited:
         return _process_cause(evidence)
     if evidence.ended:
@@ -188,15 +200,6 @@ def _line_cause(line: LineVerdict, node_fit: bool) -> Cause:
 def _process_cause(evidence: LossEvidence) -> Cause:
     if evidence.stopped_by_order:
         return _STOPPED_BY_ORDER
-    if evidence.sent_away:
-        return Cause(
-            "platform",
-            "process-sent-away",
-            True,
-            "a SIGTERM that Drydock had not sent told its process to end, and it left at the end "
-            "of a step; the node is healthy",
-            "process-exit",
-        )
     if evidence.exit_reason == "reboot":
         return Cause(
             "platform",

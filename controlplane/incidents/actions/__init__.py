@@ -36,6 +36,7 @@ from controlplane.incidents.actions.merging import (
 from controlplane.incidents.actions.requests import (
     admit_node,
     bring_back,
+    bring_back_sent_away,
     bring_back_stopped,
     call_off,
     may_be_started,
@@ -69,6 +70,7 @@ __all__ = [
     "admit_node",
     "approve",
     "bring_back",
+    "bring_back_sent_away",
     "bring_back_stopped",
     "call_off",
     "cancel_run",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 from django.db.models import Exists, OuterRef, Q, QuerySet
 from django.utils import timezone
@@ -36,39 +36,34 @@ AGAIN = timedelta(seconds=60)
 def end_job(actor: Actor, job_id: str, reason: str) -> Job:
     """Have a job's ranks stop; nothing brings them back. Raises Conflict if it has ended."""
     job = jobs.request_stop(actor, job_id, reason)
-    _call_off(actor, [job_id], f"the job is ended: {reason}")
+    why = f"the job is ended: {reason}"
+    for run in _under_way(job_id=job_id):
+        cancel_run(actor, run.pk, why)
+    for incident in Incident.objects.filter(job_id=job_id, state__in=INCIDENT_UNRESOLVED):
+        resolve(actor, incident.pk, why)
     return job
 
 
-def _call_off(actor: Actor, job_ids: Collection[str], why: str) -> None:
-    """End what is under way for jobs that nobody is to bring back."""
-    runs = PlaybookRun.objects.filter(
-        job__in=job_ids, playbook__in=FOR_THE_JOB, state__in=RUN_UNFINISHED
-    )
-    for run in list(runs):
-        cancel_run(actor, run.pk, why)
-    for incident in Incident.objects.filter(job__in=job_ids, state__in=INCIDENT_UNRESOLVED):
-        resolve(actor, incident.pk, why)
+def _under_way(**which: Any) -> list[PlaybookRun]:
+    """What is being done for jobs that nobody is to bring back."""
+    runs = PlaybookRun.objects.filter(playbook__in=FOR_THE_JOB, state__in=RUN_UNFINISHED, **which)
+    return list(runs.select_related("incident"))
 
 
-@change()
-def _call_off_what_ended_by_itself() -> None:
-    """A job whose script ended it may have lost a replica before, which was being brought back."""
-    unresolved = Incident.objects.filter(job=OuterRef("pk"), state__in=INCIDENT_UNRESOLVED)
-    under_way = PlaybookRun.objects.filter(
-        job=OuterRef("pk"), playbook__in=FOR_THE_JOB, state__in=RUN_UNFINISHED
-    )
-    over = Job.objects.select_for_update(no_key=True).filter(
-        Exists(unresolved) | Exists(under_way), state__in=(JobState.STOPPING, JobState.STOPPED)
-    )
-    _call_off(SYSTEM, [job.pk for job in over], "the job is over")
+def _call_off_for_what_is_over() -> None:
+    """A job whose script ended it may have lost a replica before, which is being brought back."""
+    for run in _under_way(job__state__in=(JobState.STOPPING, JobState.STOPPED)):
+        with change(), suppress(Conflict):  # it has ended by itself
+            cancel_run(SYSTEM, run.pk, "the job is over")
+            if run.incident is not None and run.incident.state in INCIDENT_UNRESOLVED:
+                resolve(SYSTEM, run.incident.pk, "the job is over")
 
 
 def finish_endings() -> int:
     """Have killed what a job that is to end has no use for, and what left its job and hangs; note
     that those jobs are over of which nothing is left. Returns how many orders were given; the
     keeper calls it."""
-    _call_off_what_ended_by_itself()
+    _call_off_for_what_is_over()
     long_ago = timezone.now() - timedelta(seconds=SAVE_S)
     stopping = Job.objects.filter(state=JobState.STOPPING)
     alive = Placement.objects.exclude(state=PlacementState.ENDED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from django.utils import timezone
@@ -38,8 +38,9 @@ from controlplane.incidents.moves import AS_WHOLE, Move, plan_move
 from controlplane.incidents.moves import PLAYBOOK as MOVE_PLAYBOOK
 from controlplane.incidents.plans import NODE_ORDERS, check_order
 from controlplane.jobs import actions as jobs
-from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState
-from controlplane.jobs.models import Job, Placement
+from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState
+from controlplane.jobs.models import IN_ITS_PLACE, Job, Placement, Replica
+from controlplane.jobs.selectors import was_sent_away
 from workers.triage import ACTIONS
 
 WARM_SPARE = "warm-spare"
@@ -387,6 +388,40 @@ def bring_back(placement: Placement, occurred_at: datetime, *, emptied: bool = F
         title = title_of_loss(incident, incident.code)
         Incident.objects.filter(pk=incident.pk).update(title=title[:200])
     return incident
+
+
+#: Where the process of a replica that was sent away runs on after its farewell it is ended after so
+#: long, and its place given to another.
+LINGERS = timedelta(seconds=30)
+
+
+def bring_back_sent_away() -> int:
+    """Have brought back what a SIGTERM that we had not sent told to end, and whose job goes on:
+    nobody lost it, and if its machine goes down with it nobody sees its process end. Returns how
+    many; the keeper calls it."""
+    going_on = (JobState.RUNNING, JobState.STARTING)
+    missing = Replica.objects.filter(state=ReplicaState.LOST, job__state__in=going_on)
+    brought = 0
+    for replica in missing.select_related("job"):
+        last = replica.placements.filter(IN_ITS_PLACE).order_by("created_at").last()
+        if last is not None and was_sent_away(last) and _is_missed(replica, last):
+            bring_back(last, last.ended_at or timezone.now())
+            brought += 1
+    return brought
+
+
+def _is_missed(replica: Replica, last: Placement) -> bool:
+    """Whether nothing has been done yet to bring it back, and it is time to."""
+    runs = PlaybookRun.objects.filter(job=replica.job)
+    starts = runs.filter(playbook="start-job", created_at__gt=last.created_at)
+    looked_into = runs.filter(playbook="replica-lost", context__lost_placement=last.pk)
+    if replica.alive.exists() or starts.exists() or looked_into.exists():
+        return False
+    ends = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=last.pk)
+    if ends.exists() or not last.node.lease.reachable:
+        return True
+    lingers = timezone.now() - (last.ended_at or timezone.now()) > LINGERS
+    return lingers and replica.job.nodes_per_replica == 1
 
 
 @change()

@@ -277,13 +277,14 @@ def request_stop(actor: Actor, job_id: str, reason: str) -> Job:
 
 @change()
 def end_itself(job_id: str, reason: str) -> None:
-    """Note that a job is over by its own word: of its processes those that are still there leave
-    too. Nothing where it was to stop before."""
+    """Note that a job is over by its own word: of its processes those that are still there are to
+    leave too. Nothing where it was to stop before."""
     job = Job.objects.select_for_update(no_key=True).get(pk=job_id)
     if job.state not in JOB_ACTIVE:
         return
     if _alive(job).exists():
         set_job(SYSTEM, job, JobState.STOPPING, reason, "job.stop")
+        direct(SYSTEM, job_id, "stop", ttl_s=STOP_TTL_S, reason=reason)
     else:
         end_job(SYSTEM, job_id, reason)
 

@@ -30,6 +30,7 @@ from controlplane.jobs.models import (
     ProgressSample,
 )
 from controlplane.jobs.reliability import recent_rate
+from controlplane.jobs.selectors import ordered_to_end
 from runtime import client
 
 #: What a process says that another has replaced, before the other's placement.
@@ -290,10 +291,11 @@ def _record_stopped(job: Job, batch: client.Batch, message: client.Stopped) -> N
         return  # told again, or late: what is there by now is of another start
     for other in others:
         _left(other, message.reason)
-    alone = message.because == "" and successor == message.reason
     alive = Placement.objects.filter(replica__job=job).exclude(state=PlacementState.ENDED)
-    if message.because == "over" or (alone and not alive.exists()):
+    last = not message.because and not alive.exists() and not ordered_to_end([told, *others])
+    if message.because == "over" or last:
         end_itself(job.pk, f"its script ended it: {message.reason}")
+        job.refresh_from_db(fields=["state", "started_at", "ended_at"])
 
 
 def _left(placement: Placement, reason: str) -> bool:

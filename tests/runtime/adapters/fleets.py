@@ -22,7 +22,7 @@ class ScriptFleet(Fleet):
     ) -> subprocess.Popen[bytes]:
         mine = str(Path(__file__).with_name(self.script))
         scripted = [mine if word.endswith("tiny.py") else word for word in arguments]
-        return super()._run(name, scripted, {**environment, "OMP_NUM_THREADS": "1"})
+        return super()._run(name, ["-u", *scripted], {**environment, "OMP_NUM_THREADS": "1"})
 
     def log(self, replica: int) -> str:
         """What a replica printed, over all its incarnations."""
