@@ -103,7 +103,8 @@ class WholeJob:
         self._saved: dict[TierName, int] = {}
         self._in_step = False  # the loop makes one
         self._over = False  # all ranks are to leave
-        self._because: Because = ""
+        self._wish: Because = ""  # why they are
+        self._because: Because = ""  # why we leave the loop
         self._refused: list[str] = []  # why this rank could not load what it tried
         self._said = (0.0, 0)  # loss and samples of the step under way
         self._asked = False  # the control plane wants a checkpoint
@@ -117,6 +118,7 @@ class WholeJob:
             self._begin()
         except BaseException as error:
             self._tell_end(error)
+            self.job.sender.close(3.0)
             raise
         return self
 
@@ -128,8 +130,10 @@ class WholeJob:
     ) -> None:
         if error is None:
             self._save_last()
-            self.saver.finish()
         self._tell_end(error)
+        if error is None:  # said before: who sees a rank on another node end knows why
+            self.saver.finish()
+        self.job.sender.close(3.0)
 
     def steps(self, count: int) -> Iterator[int]:
         """The steps that are left of so many. One is made once the loop asks for the next, so leave
@@ -137,8 +141,7 @@ class WholeJob:
         middle of a step is not saved. Raises RuntimeError if that was done before."""
         if self._in_step:
             raise RuntimeError(self._left_in_a_step())
-        if not self._over:  # several loops may follow each other
-            self._because = ""
+        self._because = ""  # several loops may follow each other
         while not self._over and self.committed + 1 < count:
             self._in_step = True
             yield self.committed + 1
@@ -148,8 +151,7 @@ class WholeJob:
             self._said = (loss, 0)  # who tells of each tenth step counts its samples once
             self._teller.committed(self.committed, self.epoch, loss, 0.0, samples)
             self._over = self._at_edge()
-        if self.committed + 1 >= count:
-            self._because = "over"
+        self._because = "over" if self.committed + 1 >= count else self._wish
 
     def tell(self, loss: float | torch.Tensor, samples: int = 0) -> None:
         """What the job's page is to show of the step under way."""
@@ -201,7 +203,6 @@ class WholeJob:
                 because=self._because if error is None else "",
             )
             self.job.sender.tell(told)
-        self.job.sender.close(3.0)
 
     # --- saving -------------------------------------------------------------------------------
 
@@ -220,7 +221,7 @@ class WholeJob:
         wanted = [name for name, due in zip(TIERS, told, strict=False) if due and not busy[name]]
         over = stop or sent_away
         if over:
-            self._because = "over" if stop else "told"
+            self._wish = "over" if stop else "told"
         elif wanted:
             self._save(wanted)
         return over

@@ -33,7 +33,7 @@ from django.http import Http404
 from django.utils import timezone
 
 from controlplane.accounts.models import User
-from controlplane.fleet.choices import NodeState
+from controlplane.fleet.choices import CommandState, NodeState
 from controlplane.fleet.models import Command, Gpu, MaintenanceWindow, Node
 from controlplane.fleet.selectors import clusters_for
 from controlplane.health.choices import SignalKind
@@ -204,28 +204,32 @@ def _seat(replica: Replica, node_rank: int, stays: list[Placement]) -> Seat:
 
 
 def ordered_to_end(processes: Collection[Placement]) -> bool:
-    """Whether we told one of these to end, while it trained."""
+    """Whether we told one of these to end before it left, and it may have heard."""
     of_any = Q()
     for one in processes:
-        of_any |= Q(node=one.node_id, payload__contains=f'"{one.pk}"')
-    # What hangs after it has left is killed too: that is not why it left.
-    return (
-        Command.objects.filter(of_any, verb="stop_process")
-        .exclude(requester__startswith="end/")
-        .exists()
+        until = one.ended_at or timezone.now()
+        # By its node: an index leads to that.
+        whom = Q(node=one.node_id, payload__contains=f'"{one.pk}"')
+        of_any |= whom & Q(created_at__lt=until)
+    unheard = Q(state=CommandState.REFUSED) | Q(state=CommandState.EXPIRED, delivered_at=None)
+    orders = Command.objects.filter(of_any, verb="stop_process").exclude(unheard)
+    return bool(processes) and orders.exists()
+
+
+def left_together(placement: Placement) -> list[Placement]:
+    """Those of a replica on several nodes leave together, whichever of them was told."""
+    if placement.ended_at is None:
+        return [placement]
+    at_once = (placement.ended_at - AT_ONCE, placement.ended_at + AT_ONCE)
+    same = placement.replica.placements.filter(
+        end_reason=placement.end_reason, ended_at__range=at_once
     )
+    return list(same.select_related("node__lease"))
 
 
 def was_sent_away(placement: Placement) -> bool:
     """Whether it left between two steps, for a SIGTERM that we had not sent told it to end."""
-    if placement.end_reason != SENT_AWAY or placement.ended_at is None:
-        return False
-    # Those of a replica on several nodes leave together, whichever of them was told.
-    together = placement.replica.placements.filter(
-        end_reason=SENT_AWAY,
-        ended_at__range=(placement.ended_at - AT_ONCE, placement.ended_at + AT_ONCE),
-    )
-    return not ordered_to_end(together)
+    return placement.end_reason == SENT_AWAY and not ordered_to_end(left_together(placement))
 
 
 def marks(job: Job, *, limit: int = 100) -> list[Mark]:

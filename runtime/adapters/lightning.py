@@ -147,6 +147,7 @@ class _ReplicaLoop(_FitLoop):  # type: ignore[misc]
             for shard in group:
                 self._begin(shard.step)
                 group.backward(self._loss(shard))
+        _speak(trainer.job)  # who has left the others to train on speaks for nobody
         self._begin(group.pending)
         if self.epoch_loop.batch_progress.current.ready:  # of an epoch that did not end
             self.on_advance_end()

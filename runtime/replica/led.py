@@ -60,6 +60,7 @@ class Led:
                 self.link.say("answer", **self.rank.obey(op, order))
 
     def leave(self, reason: str, *, goodbye: bool) -> None:
+        self.rank.preemption.edge()  # what was to be saved was asked for before
         self._left.set()
         self._leave_job(reason, goodbye=goodbye)
 

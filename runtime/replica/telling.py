@@ -173,6 +173,7 @@ def _since_commit(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[st
     return {
         **now,
         "lost": [*before["lost"], *now["lost"]],
+        "left": [*before.get("left", []), *now.get("left", [])],
         "joined": sorted(members & {*before["joined"]} | {*now["joined"]}),
         "started_at": before["started_at"],
     }

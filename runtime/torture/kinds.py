@@ -94,6 +94,13 @@ class Kind:
         return self.target == "coordinator"
 
     @property
+    def ends(self) -> int | None:
+        """With which status its victims' processes end by it; None if they do not."""
+        if self.signal == signal.SIGKILL:
+            return -signal.SIGKILL
+        return 0 if self.signal == signal.SIGTERM else None
+
+    @property
     def networked(self) -> bool:
         """Whether it needs a network of the run's own."""
         return self.pairs
@@ -198,6 +205,15 @@ KINDS: dict[str, Kind] = {
             several=True,
             phases=(*AT_A_STEP, COPY, LOAD),
             share=7,
+        ),
+        Kind(
+            name="leave",
+            meaning="SIGTERM of one or several replicas, which go between two steps",
+            strike=send(signal.SIGTERM),
+            signal=signal.SIGTERM,
+            endings=("replaced",),
+            several=True,
+            phases=("forward", "backward", "reduce", "optimizer", AWAY, COPY, ANY),
         ),
         Kind(
             name="stop",

@@ -51,6 +51,7 @@ class Run:
         self.steps: int | None = None  # once known
         self.damaged: set[tuple[Path, int]] = set()  # checkpoints, as `storage.mark` has them
         self._doomed: set[str] = set()  # placements that may end
+        self._sent_away: set[str] = set()  # of those who end of their own will
         self._struck: set[str] = set()  # placements that a fault was aimed at, and is not over
         self._finishing = False
 
@@ -212,8 +213,10 @@ class Run:
             made.hurt.add(self.fleet.ranks[made.fault.other].placement)
         if kind.drops:
             made.gone |= placements
-        if kind.signal == signal.SIGKILL:
+        if kind.ends is not None:
             self._doomed |= placements
+        if kind.ends == 0:
+            self._sent_away |= placements
 
     def doom(self, made: Made, ranks: list[Rank]) -> None:
         """They will be killed, all of them."""
@@ -258,7 +261,10 @@ class Run:
     def reap(self, rank: Rank) -> None:
         self.until(lambda: rank.ended, f"{_name(rank)} is dead")
         rank.end()
-        if -signal.SIGKILL not in rank.codes:
+        if rank.placement in self._sent_away:
+            if any(rank.codes):
+                self.problems.append(f"{_name(rank)}, told to end, ended with {rank.codes}")
+        elif -signal.SIGKILL not in rank.codes:
             self.problems.append(f"{_name(rank)} ended with {rank.codes} before it could be killed")
 
     def _restore_coordinator(self, made: Made, kind: Kind) -> None:

@@ -1,11 +1,13 @@
 """Scripts in processes of their own that have torch from the first, forked from one that has it.
 
 The import takes two seconds of a processor, and the tests start hundreds of ranks. What is lost by
-it: all processes of one test run have the same seed of Python's hashes.
+it: all processes of one test run have the same seed of Python's hashes, and what torch reads of the
+environment as it is imported (OMP_NUM_THREADS) is the test run's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
@@ -34,13 +36,15 @@ class Forked(subprocess.Popen[bytes]):
         self.stdin = self.stdout = self.stderr = None
         self.pid = int(_ask({"script": script, "environment": environment}, [log.fileno()]))
         self._pidfd = os.pidfd_open(self.pid)
+        self._polling = threading.Lock()
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = _ask({"ended": self.pid})
-            if self.returncode is not None:
-                os.close(self._pidfd)
-        return self.returncode
+        with self._polling:
+            if self.returncode is None:
+                self.returncode = _ask({"ended": self.pid})
+                if self.returncode is not None:
+                    os.close(self._pidfd)
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         if self.poll() is None:
@@ -53,8 +57,9 @@ class Forked(subprocess.Popen[bytes]):
         return status
 
     def send_signal(self, sig: int) -> None:
-        if self.poll() is None:
-            signal.pidfd_send_signal(self._pidfd, sig)
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, sig)
 
 
 @functools.cache

@@ -52,6 +52,12 @@ def test_every_kind_of_death_in_every_phase(replicas: int) -> None:
     assert len({(f["kind"], f["phase"]) for f in report["failures"]}) == 28
 
 
+def test_replicas_sent_away_at_every_moment() -> None:
+    report = torture("--kinds", "leave,kill", "--faults", "20", "--seed", "9", "--at-once", "3")
+
+    assert_every_claim_held(report)
+
+
 @pytest.mark.skipif(bool(impossible()), reason=f"no network of its own here: {impossible()}")
 def test_parted_replicas_in_every_phase() -> None:
     report = torture("--each", "--kinds", "part", "--phases", PHASES, "--seed", "8")

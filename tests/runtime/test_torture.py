@@ -430,6 +430,17 @@ def test_three_replicas_survive_and_end_as_if_nothing_had_happened(tmp_path: Pat
     assert [*tmp_path.iterdir()] == []
 
 
+def test_replicas_that_are_sent_away_cost_no_step_and_nobody_dies(tmp_path: Path) -> None:
+    run = torture(
+        tmp_path, "--json", "--seed", "5", "--replicas", "3", "--faults", "2",
+        "--kinds", "leave", "--phases", "reduce,away",
+    )  # fmt: skip
+
+    report = well_ended(run)
+
+    assert [failure["detect_s"] for failure in report["failures"]] == [None, None]
+
+
 def test_any_script_is_broken_as_it_is(tmp_path: Path) -> None:
     script, folder = ROOT / "tests" / "runtime" / "tiny.py", tmp_path / "script"
     folder.mkdir()

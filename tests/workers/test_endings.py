@@ -25,7 +25,8 @@ from controlplane.jobs.choices import JobState, PlacementState
 from controlplane.jobs.models import Directive, Job, Placement
 from node_agent import wire
 from runtime import client
-from tests.workers.moving import PERSON, commands, regrouped, state, told_by, trains
+from tests.factories import PlaybookRunFactory
+from tests.workers.moving import PERSON, commands, move, regrouped, state, told_by, trains
 from tests.workers.world import World, answer, drain, run_of
 
 pytestmark = pytest.mark.django_db
@@ -258,9 +259,15 @@ def test_a_job_that_moves_or_was_told_to_end_is_not_over(world: World) -> None:
     assert job_state() == JobState.RUNNING
 
 
+@pytest.fixture
+def training(world: World) -> World:
+    """Both of its replicas have told of their steps."""
+    trains(world)
+    return world
+
+
 def is_sent_away(world: World) -> Placement:
     """One of two replicas leaves between two steps, and the other tells that it went on."""
-    trains(world)
     told_by(world.placements[0], regrouped(lost=[1], replicas=[0], joined=[]))
     told_by(world.placements[1], farewell(client.TOLD_TO_END, "told"))
     return Placement.objects.get(pk=world.placements[1].pk)
@@ -279,13 +286,13 @@ def comes_back(world: World) -> Placement:
     )
 
 
-def test_a_replica_that_somebody_sent_away_is_brought_back_elsewhere(world: World) -> None:
-    left = is_sent_away(world)
+def test_a_replica_that_somebody_sent_away_is_brought_back_elsewhere(training: World) -> None:
+    left = is_sent_away(training)
     waiting = incidents.bring_back_sent_away()
-    world.exits(left, exit_code=0)
+    training.exits(left, exit_code=0)
     drain()
 
-    assert comes_back(world).node_id != left.node_id
+    assert comes_back(training).node_id != left.node_id
     assert waiting == 0
     incident = Incident.objects.get()
     assert "SIGTERM that Drydock had not sent" in incident.cause
@@ -294,44 +301,80 @@ def test_a_replica_that_somebody_sent_away_is_brought_back_elsewhere(world: Worl
     assert job_state() == JobState.RUNNING
 
 
-def test_it_is_brought_back_where_it_was_if_there_is_no_other_node(world: World) -> None:
-    Node.objects.filter(pk__in=[one.pk for one in world.spares]).update(hold_reason="ours")
-    left = is_sent_away(world)
-    world.exits(left, exit_code=0)
+def test_it_is_brought_back_where_it_was_if_there_is_no_other_node(training: World) -> None:
+    Node.objects.filter(pk__in=[one.pk for one in training.spares]).update(hold_reason="ours")
+    left = is_sent_away(training)
+    training.exits(left, exit_code=0)
     drain()
 
-    assert comes_back(world).node_id == left.node_id
+    assert comes_back(training).node_id == left.node_id
 
 
-def test_one_whose_machine_went_down_with_it_is_brought_back_too(world: World) -> None:
-    left = is_sent_away(world)
-    world.silence(left.node)
+def test_one_whose_machine_went_down_with_it_is_brought_back_too(training: World) -> None:
+    left = is_sent_away(training)
+    training.silence(left.node)
 
-    assert comes_back(world).node_id != left.node_id
+    assert comes_back(training).node_id != left.node_id
 
 
-def test_one_that_lingers_is_ended_and_brought_back_elsewhere(world: World) -> None:
-    left = is_sent_away(world)
+def test_one_that_lingers_is_ended_and_brought_back_elsewhere(training: World) -> None:
+    left = is_sent_away(training)
     long_since()
     incidents.finish_endings()
 
-    assert comes_back(world).node_id != left.node_id
+    assert comes_back(training).node_id != left.node_id
 
 
-def test_what_was_told_to_end_by_us_is_not_brought_back_for_that(world: World) -> None:
-    left = world.placements[1]
+def test_an_earlier_false_alarm_about_it_does_not_count(training: World) -> None:
+    left = is_sent_away(training)
+    PlaybookRunFactory(
+        playbook="replica-lost", job=training.job, state=RunState.SUCCEEDED,
+        finished_at=timezone.now() - timedelta(days=9), context={"lost_placement": left.pk},
+    )  # fmt: skip
+    training.exits(left, exit_code=0)
+    drain()
+
+    assert incidents.bring_back_sent_away() == 1
+
+
+def test_an_order_that_no_agent_heard_is_not_why_it_left(training: World) -> None:
+    left = training.placements[1]
     stop = wire.StopProcess(placement=left.pk)
     queue_command(SYSTEM, left.node_id, stop, requester="pbs_step.stop")
-    is_sent_away(world)
-    world.exits(left, exit_code=0)
+    answer("stop_process", state="refused")
+    is_sent_away(training)
+    training.exits(left, exit_code=0)
+    drain()
+
+    assert comes_back(training).node_id != left.node_id
+
+
+def test_a_place_that_a_move_gave_up_does_not_hide_who_was_sent_away(training: World) -> None:
+    move(training)
+    incidents.cancel_run(PERSON, run_of("move-replica").pk, "it is cool again")
+    answer("stop_process", stopped=True)
+    drain()
+    left = is_sent_away(training)
+    training.exits(left, exit_code=0)
+    drain()
+
+    assert comes_back(training).node_id != left.node_id
+
+
+def test_what_was_told_to_end_by_us_is_not_brought_back_for_that(training: World) -> None:
+    left = training.placements[1]
+    stop = wire.StopProcess(placement=left.pk)
+    queue_command(SYSTEM, left.node_id, stop, requester="pbs_step.stop")
+    is_sent_away(training)
+    training.exits(left, exit_code=0)
     drain()
 
     assert incidents.bring_back_sent_away() == 0
 
 
-def test_a_job_that_was_started_anew_since_brings_back_all_by_itself(world: World) -> None:
-    is_sent_away(world)
-    incidents.restart_job(SYSTEM, world.job.pk, reason="the machine was stopped")
+def test_a_job_that_was_started_anew_since_brings_back_all_by_itself(training: World) -> None:
+    is_sent_away(training)
+    incidents.restart_job(SYSTEM, training.job.pk, reason="the machine was stopped")
 
     assert incidents.bring_back_sent_away() == 0
 

@@ -300,6 +300,23 @@ def test_all_are_started_anew_where_they_were(world: World) -> None:
     assert Incident.objects.get().restored_at is not None
 
 
+def test_one_that_was_sent_away_is_started_anew_once_nothing_of_it_runs(world: World) -> None:
+    first, second = world.placements
+    farewell = client.Stopped(step=12, reason=client.TOLD_TO_END, at=time.time(), because="told")
+    told_by(first, farewell)
+    world.exits(second, exit_code=0)  # the other saves still
+    drain()
+    waiting = incidents.bring_back_sent_away()
+    world.exits(first, exit_code=0)
+    drain()
+    brought = incidents.bring_back_sent_away()
+    drain()
+
+    assert (waiting, brought) == (0, 1)
+    assert Incident.objects.get().code == "process-sent-away"
+    assert len(unfinished("start_rank")) == 2
+
+
 def test_what_is_left_of_it_is_ended_before_anything_is_started(world: World) -> None:
     world.exits(world.placements[1], signal=9)
     drain()

@@ -27,7 +27,7 @@ from controlplane.incidents.choices import RUN_UNFINISHED, Effect, RunState, Ste
 from controlplane.incidents.models import PlaybookRun, PlaybookStep
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState
-from controlplane.jobs.models import Interruption, Placement, Replica
+from controlplane.jobs.models import LEFT, Interruption, Placement, Replica
 from controlplane.jobs.selectors import was_sent_away
 from node_agent import wire
 from workers import losses, recovery, triage
@@ -232,6 +232,9 @@ def take_node_out(ctx: StepContext) -> Outcome:
     node = placement.node
     if ctx.values["node_fit"]:
         return Skip(text=f"{node.name} is fit and keeps working")
+    alone = placement.replica.job.nodes_per_replica == 1
+    if ctx.values.get("code") == "node-lost" and placement.end_reason.startswith(LEFT) and alone:
+        return Skip(text=f"it had left before {node.name} fell silent: nothing new can meet it")
     steps = PlaybookStep.objects.filter(
         key="quarantine", run__node=node, finished_at__gt=placement.created_at
     )

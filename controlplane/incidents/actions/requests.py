@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any
 
+from django.db.models import Exists, OuterRef, Q
 from django.utils import timezone
 
 from controlplane.accounts.choices import ActorKind
@@ -39,8 +41,8 @@ from controlplane.incidents.moves import PLAYBOOK as MOVE_PLAYBOOK
 from controlplane.incidents.plans import NODE_ORDERS, check_order
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState
-from controlplane.jobs.models import IN_ITS_PLACE, Job, Placement, Replica
-from controlplane.jobs.selectors import was_sent_away
+from controlplane.jobs.models import IN_ITS_PLACE, SENT_AWAY, Job, Placement, Replica
+from controlplane.jobs.selectors import left_together, was_sent_away
 from workers.triage import ACTIONS
 
 WARM_SPARE = "warm-spare"
@@ -392,36 +394,55 @@ def bring_back(placement: Placement, occurred_at: datetime, *, emptied: bool = F
 
 #: Where the process of a replica that was sent away runs on after its farewell it is ended after so
 #: long, and its place given to another.
-LINGERS = timedelta(seconds=30)
+LINGERS = timedelta(seconds=60)
+#: States of a job whose replicas are missed.
+GOING_ON = (JobState.RUNNING, JobState.STARTING)
 
 
 def bring_back_sent_away() -> int:
     """Have brought back what a SIGTERM that we had not sent told to end, and whose job goes on:
     nobody lost it, and if its machine goes down with it nobody sees its process end. Returns how
     many; the keeper calls it."""
-    going_on = (JobState.RUNNING, JobState.STARTING)
-    missing = Replica.objects.filter(state=ReplicaState.LOST, job__state__in=going_on)
+    told = Placement.objects.filter(replica=OuterRef("pk"), end_reason=SENT_AWAY)
+    missing = Replica.objects.filter(Exists(told), state=ReplicaState.LOST, job__state__in=GOING_ON)
     brought = 0
-    for replica in missing.select_related("job"):
-        last = replica.placements.filter(IN_ITS_PLACE).order_by("created_at").last()
-        if last is not None and was_sent_away(last) and _is_missed(replica, last):
-            bring_back(last, last.ended_at or timezone.now())
-            brought += 1
+    for replica in missing:
+        with suppress(Conflict):  # it was brought back in this very moment
+            brought += _bring_back_sent_away(replica)
     return brought
 
 
-def _is_missed(replica: Replica, last: Placement) -> bool:
-    """Whether nothing has been done yet to bring it back, and it is time to."""
-    runs = PlaybookRun.objects.filter(job=replica.job)
-    starts = runs.filter(playbook="start-job", created_at__gt=last.created_at)
-    looked_into = runs.filter(playbook="replica-lost", context__lost_placement=last.pk)
-    if replica.alive.exists() or starts.exists() or looked_into.exists():
+@change()
+def _bring_back_sent_away(replica: Replica) -> bool:
+    # The job first, as whoever starts it anew does.
+    job = Job.objects.select_for_update(no_key=True).get(pk=replica.job_id)
+    last = replica.placements.filter(IN_ITS_PLACE).order_by("ended_at", "created_at").last()
+    if job.state not in GOING_ON or replica.alive.exists() or last is None:
         return False
-    ends = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=last.pk)
-    if ends.exists() or not last.node.lease.reachable:
+    if not was_sent_away(last) or _is_seen_to(job, last):
+        return False
+    bring_back(last, last.ended_at or timezone.now())
+    return True
+
+
+def _is_seen_to(job: Job, last: Placement) -> bool:
+    """Whether somebody has seen to its coming back since it left, or something of it runs still."""
+    runs = PlaybookRun.objects.filter(job=job)
+    starts = runs.filter(playbook="start-job", created_at__gt=last.created_at)
+    since = Q(finished_at=None) | Q(finished_at__gt=last.ended_at)
+    looked_into = runs.filter(since, playbook="replica-lost", context__lost_placement=last.pk)
+    if starts.exists() or looked_into.exists():
         return True
-    lingers = timezone.now() - (last.ended_at or timezone.now()) > LINGERS
-    return lingers and replica.job.nodes_per_replica == 1
+    lingers = timezone.now() - (last.ended_at or timezone.now()) <= LINGERS
+    return (lingers or job.nodes_per_replica > 1) and any(map(_runs_on, left_together(last)))
+
+
+def _runs_on(placement: Placement) -> bool:
+    """Whether its process may be there still, as far as its node can tell."""
+    ends = Signal.objects.filter(
+        node=placement.node_id, kind=SignalKind.PROCESS_EXITED, placement_id=placement.pk
+    )
+    return placement.node.lease.reachable and not ends.exists()
 
 
 @change()
