@@ -103,6 +103,7 @@ class Fleet:
     lease_s: float = 10.0  # how long members may train without a word from the coordinator
     network: str = ""  # where peers reach the replicas
     rate_cap: str = ""  # of what each sends to a newcomer
+    forks: bool = True  # its ranks, from a process that has torch
     port: int = 0
     coordinator: subprocess.Popen[bytes] | None = None
     #: the first rank of each replica, and the others by replica and rank
@@ -296,7 +297,7 @@ class Fleet:
     def _start(
         self, arguments: list[str], environment: dict[str, str], log: IO[bytes]
     ) -> subprocess.Popen[bytes]:
-        if arguments[0].endswith(".py"):
+        if self.forks and arguments[0].endswith(".py"):
             return Forked(arguments[0], environment, log)
         words = [sys.executable, *arguments]
         return subprocess.Popen(words, env=environment, stdout=log, stderr=log)

@@ -50,7 +50,7 @@ def assert_the_sum_was_handed_over(
 def test_who_lacks_a_slice_of_the_sum_when_a_peer_dies_is_handed_it(
     make_fleet: MakeFleet, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fleet = make_fleet(3, options={"mode": "reproducible"})
+    fleet = make_fleet(3, forks=False, options={"mode": "reproducible"})
     fleet.start_coordinator()
     for replica, part_at in enumerate(["", f"deaf:{AT}", ""]):
         fleet.start_rank(replica, part_at=part_at)
