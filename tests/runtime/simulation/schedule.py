@@ -77,70 +77,61 @@ def steps_while_two_are_parted(seed: int) -> tuple[int, set[int]]:
     """Three train, then two of them do not reach each other for half a minute: how many steps are
     made meanwhile, and who trains a minute after the network is whole again."""
     clock = Clock(seed, tracing=False)
-    with _simulated(clock):
-        fleet = Fleet(clock, world=3)
-        try:
-            for number in range(fleet.world):
-                fleet.start(number)
-            clock.run(clock.now + PARTED_S, fleet.trains_together)
-            one, other = (replica.name for replica in clock.random.sample(fleet.living(), 2))
-            before = len(fleet.history.line)
-            fleet.network.block(one, other)
-            clock.run(clock.now + PARTED_S)
-            made = len(fleet.history.line) - before
-            fleet.network.heal(one, other)
-            clock.run(clock.now + 2 * PARTED_S, fleet.trains_together)
-            return made, set(fleet.history.newest.members)
-        finally:
-            for process in (*fleet.replicas, fleet.coordinator):
-                process.end()
+    with _three_that_train(clock) as fleet:
+        one, other = (replica.name for replica in clock.random.sample(fleet.living(), 2))
+        before = len(fleet.history.line)
+        fleet.network.block(one, other)
+        clock.run(clock.now + PARTED_S)
+        made = len(fleet.history.line) - before
+        fleet.network.heal(one, other)
+        clock.run(clock.now + 2 * PARTED_S, fleet.trains_together)
+        return made, set(fleet.history.newest.members)
 
 
 def epochs_of_a_doubt(seed: int, round_trip_s: float) -> list[set[int]]:
     """Three train in a network in which an answer takes so long, and two of them do not hear each
     other for as long as makes a doubt: the members of all epochs until they train again."""
     clock = Clock(seed, tracing=False)
-    with _simulated(clock):
-        fleet = Fleet(clock, world=3)
-        try:
-            for number in range(fleet.world):
-                fleet.start(number)
-            clock.run(clock.now + PARTED_S, fleet.trains_together)
-            one, other = (replica.name for replica in clock.random.sample(fleet.living(), 2))
-            distance_s = round_trip_s / 4  # from each to the middle of the network
-            fleet.network.lags |= dict.fromkeys([r.name for r in fleet.living()], distance_s)
-            before = fleet.history.newest.epoch
-            fleet.network.block(one, other)
-            clock.run(clock.now + PARTED_S, lambda: fleet.coordinator.coordinator.doubt.open)
-            fleet.network.heal(one, other)
-            clock.run(clock.now + PARTED_S, lambda: fleet.history.newest.epoch > before)
-            clock.run(clock.now + PARTED_S, fleet.trains_together)
-            grants = fleet.history.grants.items()
-            return [set(record.members) for epoch, record in grants if epoch > before]
-        finally:
-            for process in (*fleet.replicas, fleet.coordinator):
-                process.end()
+    with _three_that_train(clock) as fleet:
+        one, other = (replica.name for replica in clock.random.sample(fleet.living(), 2))
+        distance_s = round_trip_s / 4  # from each to the middle of the network
+        fleet.network.lags |= dict.fromkeys([r.name for r in fleet.living()], distance_s)
+        before = fleet.history.newest.epoch
+        fleet.network.block(one, other)
+        clock.run(clock.now + PARTED_S, lambda: fleet.coordinator.coordinator.doubt.open)
+        fleet.network.heal(one, other)
+        clock.run(clock.now + PARTED_S, lambda: fleet.history.newest.epoch > before)
+        clock.run(clock.now + PARTED_S, fleet.trains_together)
+        grants = fleet.history.grants.items()
+        return [set(record.members) for epoch, record in grants if epoch > before]
 
 
 def epochs_of_a_leave(seed: int) -> tuple[list[set[int]], int, int]:
     """Three train, and one is told to end: the members of all epochs until it is back, which one it
     was, and how often anybody was severed from its peers."""
     clock = Clock(seed, tracing=True)
+    with _three_that_train(clock) as fleet:
+        before = fleet.history.newest.epoch
+        victim = clock.random.choice(fleet.living())
+        victim.wish_leave()
+        clock.run(clock.now + PARTED_S, lambda: victim.left)
+        clock.run(clock.now + PARTED_S, lambda: len(fleet.history.newest.members) == 3)
+        grants = fleet.history.grants.items()
+        made = [record for epoch, record in grants if epoch > before]
+        severed = sum("is severed" in line for line in clock.trace)
+        return [set(record.members) for record in made], victim.number, severed
+
+
+@contextmanager
+def _three_that_train(clock: Clock) -> Iterator[Fleet]:
+    """A job of three, once all train; they end with it."""
     with _simulated(clock):
         fleet = Fleet(clock, world=3)
         try:
             for number in range(fleet.world):
                 fleet.start(number)
             clock.run(clock.now + PARTED_S, fleet.trains_together)
-            before = fleet.history.newest.epoch
-            victim = clock.random.choice(fleet.living())
-            victim.wish_leave()
-            clock.run(clock.now + PARTED_S, lambda: victim.left)
-            clock.run(clock.now + PARTED_S, lambda: len(fleet.history.newest.members) == 3)
-            grants = fleet.history.grants.items()
-            made = [record for epoch, record in grants if epoch > before]
-            severed = sum("is severed" in line for line in clock.trace)
-            return [set(record.members) for record in made], victim.number, severed
+            yield fleet
         finally:
             for process in (*fleet.replicas, fleet.coordinator):
                 process.end()
