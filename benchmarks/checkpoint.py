@@ -1,9 +1,12 @@
 """Our checkpoints beside torch.save, DCP, safetensors and torchsnapshot, and the machine's limits.
 
-    python benchmarks/checkpoint.py [--quick] [--ours] [--sizes 0.25,1,4] [--json F] [--plot F]
+    python benchmarks/checkpoint.py [--quick] [--ours] [--device cuda] [--sizes 0.25,1,4]
+                                    [--json F] [--plot F]
 
 All save the same float32 state, in turns in one run, each turn in a process of its own. safetensors
-and torchsnapshot are installed on first use, outside the repository. A save is watched beside a
+and torchsnapshot are installed on first use, outside the repository (`--here`: they are taken from
+the running environment, or left out). With `--device cuda` the state is on a card, and the copy
+beside it is one into pinned memory. A save is watched beside a
 training loop's work until it is durable, and loaded again from a cold disk. Before each timed thing
 as much memory is touched as it needs: a virtual machine gets what it has not used for seconds more
 slowly than a disk reads.
@@ -41,7 +44,10 @@ def main() -> None:
 
     folder = Path(tempfile.mkdtemp(prefix="drydock-checkpoint-", dir=options.folder))
     try:
-        plan = Plan(options.sizes, options.rounds, options.step_ms, only_ours=options.ours)
+        plan = Plan(
+            options.sizes, options.rounds, options.step_ms, only_ours=options.ours,
+            device=options.device, here=options.here,
+        )  # fmt: skip
         say("memory is touched")
         have_at_hand(int(STATES * max(options.sizes) * (1 << 30)))
         results = {
@@ -74,6 +80,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="0.25 GiB, 2 rounds")
     parser.add_argument("--ours", action="store_true", help="and the limits, without the others")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--here", action="store_true", help="install nothing")
     parser.add_argument("--sizes", type=sizes, default=(0.25, 1.0), help="of the state, in GiB")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
     parser.add_argument("--step-ms", type=float, default=200.0, help="of work between two steps")

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ class Plan:
     rounds: int
     step_ms: float
     only_ours: bool = False  # and the limits
+    device: str = "cpu"
+    here: bool = False  # every contender runs in this environment
 
 
 def measure(plan: Plan, folder: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -43,7 +46,7 @@ def measure(plan: Plan, folder: Path, say: Callable[[str], None]) -> list[dict[s
     contenders = [one for one in ALL if one.limit or one in OURS or not plan.only_ours]
     for contender in contenders:
         try:
-            pythons[contender.name] = python_of(contender)
+            pythons[contender.name] = sys.executable if plan.here else python_of(contender)
         except RuntimeError as error:
             failed.add(contender.name)
             say(f"{contender.name} is left out: {error}")
@@ -75,7 +78,7 @@ class Turn:
         self._log = folder / f"{contender.worker}.log"
         command = [
             python, "-W", "ignore", "-m", "benchmarks.checkpoints.worker", contender.worker,
-            str(int(gib * (1 << 30))), str(plan.step_ms), str(self._folder),
+            str(int(gib * (1 << 30))), str(plan.step_ms), str(self._folder), plan.device,
         ]  # fmt: skip
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
@@ -105,14 +108,15 @@ class Turn:
         """A first save, later ones, cold loads; what they took is added to the row. In one turn one
         more save, untimed, for looking at the memory costs time; before the loads, for of what
         these took much stays with the process."""
-        size = self._heard()["bytes"]
+        started = self._heard()
         row = rows.setdefault(
             (self._gib, self._contender.name),
             {
                 "size_gib": self._gib,
                 "name": self._contender.name,
                 "limit": self._contender.limit,
-                "state_bytes": size,
+                "state_bytes": started["bytes"],
+                "card": started["card"],
                 "prepare_s": [],
                 "first": [],
                 "later": [],

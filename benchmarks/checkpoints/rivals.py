@@ -1,4 +1,4 @@
-"""The others' ways to save, each with the options that serve it best without an accelerator.
+"""The others' ways to save, each with the options that serve it best where the state lies.
 
 Imports torch; what only some environments have is imported by who needs it.
 """
@@ -33,6 +33,7 @@ class Plain:
 
     def __init__(self, state: State, folder: Path) -> None:
         self.state = state
+        self.device = next(iter(state.values())).device
         self.folder = folder
 
     def path(self, number: int) -> Path:
@@ -73,7 +74,7 @@ class Safetensors(Plain):
         from safetensors.torch import load_file
 
         del into
-        loaded: State = load_file(self.path(number) / "state.safetensors")
+        loaded: State = load_file(self.path(number) / "state.safetensors", device=str(self.device))
         for tensor in loaded.values():  # it is only mapped
             tensor.view(-1).view(torch.uint8)[::PAGE_BYTES].sum()
         return loaded
@@ -141,12 +142,12 @@ class DcpStaged(DcpAsync):
     shared = False
 
     def prepare(self) -> None:
-        # Pinned memory and copies that do not block are for accelerators alone.
+        on_card = self.device.type == "cuda"  # else neither can be had
         options = StagingOptions(
-            use_pinned_memory=False,
+            use_pinned_memory=on_card,
             use_shared_memory=self.shared,
             use_async_staging=True,
-            use_non_blocking_copy=False,
+            use_non_blocking_copy=on_card,
         )
         self._stager = DefaultStager(options)
 

@@ -15,13 +15,13 @@ WIDTH = 512
 SHARES = ("weight", "exp_avg", "exp_avg_sq")  # that each parameter has in the state
 
 
-def make(size: int) -> State:
+def make(size: int, device: str = "cpu") -> State:
     """Tensors of about `size` bytes in all, with random content."""
     state: State = {}
     for name, shape in shapes(size):
         for share in SHARES:
-            state[f"{share}.{name}"] = torch.randn(shape)
-        state[f"step.{name}"] = torch.zeros(())
+            state[f"{share}.{name}"] = torch.randn(shape, device=device)
+        state[f"step.{name}"] = torch.zeros((), device=device)
     return state
 
 

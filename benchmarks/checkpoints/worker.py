@@ -1,6 +1,6 @@
 """One contender in a process of its own, fresh, so that its first save and its memory are its own.
 
-    python -m benchmarks.checkpoints.worker CONTENDER BYTES STEP_MS FOLDER
+    python -m benchmarks.checkpoints.worker CONTENDER BYTES STEP_MS FOLDER DEVICE
 
 Reads commands, one word a line, from stdin: `prepare`, `save`, `load`, `look`; it answers each, and
 its own start, with a line of JSON on what was stdout; what libraries print goes to stderr.
@@ -38,35 +38,37 @@ CONTENDERS: dict[str, Callable[[states.State, Path], Contender]] = {
     "disk": limits.Disk,
     "disk-of-state": limits.DiskOfState,
 }
-SIDE = 128  # of the matrices in a unit of work
-PRODUCTS = 4  # in a unit, which takes less than a millisecond
+SIDE = {"cpu": 128, "cuda": 2048}  # of the matrices in a unit of work
+PRODUCTS = 4  # in a unit, which takes about a millisecond at most
 FEWEST = 20  # units that tell how fast the work went on
 PATIENCE_S = 300.0
 AT_HAND = 2  # states, for which memory is at hand when a clock starts
 
 
 def main() -> None:
-    name, size, step_ms, folder = sys.argv[1:]
+    name, size, step_ms, folder, device = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    state = states.make(int(size))
+    state = states.make(int(size), device)
     contender = CONTENDERS[name](state, Path(folder))
-    bench = Bench(contender, state, float(step_ms) / 1e3)
+    bench = Bench(contender, state, float(step_ms) / 1e3, device)
     todo = {
         "prepare": bench.prepare, "save": bench.save, "load": bench.load, "look": bench.look,
     }  # fmt: skip
-    print(json.dumps({"bytes": states.size_of(state)}), file=answers, flush=True)
+    card = torch.cuda.get_device_name() if device == "cuda" else ""
+    start = {"bytes": states.size_of(state), "card": card}
+    print(json.dumps(start), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(todo[line.strip()]()), file=answers, flush=True)
     contender.close()
 
 
 class Work:
-    """Matrix products on one thread: what a trainer computes meanwhile."""
+    """Matrix products, on one thread or the card: what a trainer computes meanwhile."""
 
-    def __init__(self) -> None:
-        self._left, self._right = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
-        self._out = torch.empty(SIDE, SIDE)
+    def __init__(self, device: str) -> None:
+        self._left, self._right, self._out = torch.randn(3, SIDE[device], SIDE[device]).to(device)
+        self._on_card = device == "cuda"
 
     def until(self, over: Callable[[], bool]) -> list[float]:
         """When each unit ended, the beginning before them."""
@@ -76,6 +78,8 @@ class Work:
         while not over():
             for _ in range(PRODUCTS):
                 torch.mm(self._left, self._right, out=self._out)
+            if self._on_card:
+                torch.cuda.current_stream().synchronize()  # and no other stream
             ends.append(now())
         torch.set_num_threads(threads)
         return ends
@@ -88,11 +92,14 @@ class Work:
 class Bench:
     """What the commands do."""
 
-    def __init__(self, contender: Contender, state: states.State, step_s: float) -> None:
+    def __init__(
+        self, contender: Contender, state: states.State, step_s: float, device: str
+    ) -> None:
         self._contender = contender
         self._state = state
         self._step_s = step_s
-        self._work = Work()
+        self._work = Work(device)
+        self._device = device
         self._numbers = count(1)
         self._last = 0
         self._path: Path | None = None
@@ -145,7 +152,8 @@ class Bench:
         return [first, self._work.until(saving.done.done)], waited
 
     def load(self) -> dict[str, Any]:
-        """Load the last save, from the disk; compared with the state outside the time."""
+        """Load the last save, from the disk to where the state is; compared with that outside the
+        time."""
         into: states.State = {}
         if self._contender.in_place:
             into = {
@@ -156,6 +164,9 @@ class Bench:
         self._make_ready()
         began = now()
         loaded = self._contender.load(self._last, into)
+        loaded = {name: tensor.to(self._device) for name, tensor in loaded.items()}
+        if self._device == "cuda":
+            torch.cuda.synchronize()
         seconds = now() - began
         return {"seconds": seconds, "equal": not loaded or states.is_equal(self._state, loaded)}
 

@@ -26,6 +26,7 @@ class Model:
     tokens: int  # in each sample; more of them is more computing, and no more to sum
     frozen_mb: float = 0.0  # weights that are part of the state and are not trained
     trained_mb: float = 0.0  # weights more, with all that AdamW keeps of them
+    device: str = "cpu"  # or "cuda": one card, of all replicas
 
 
 #: A short all-reduce after a long backward; and one that takes two fifths of the step.

@@ -6,11 +6,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import distributed
 
 from benchmarks.rivals import train_ddp, train_ours
 from benchmarks.rivals.task import TURN, Task
-from benchmarks.rivals.training import Driver
+from benchmarks.rivals.training import Driver, settle
 
 
 def train(task: Task, driver: Driver) -> None:
@@ -36,14 +37,21 @@ class Turns:
         """Let DDP take its turn, if it is its turn."""
         if step < self._ended:
             return
+        settle()
         ours = (time.perf_counter() - self._began) / TURN
         self._ended = step + TURN
-        distributed.barrier()
+        meet()
         began = time.perf_counter()
         for _ in range(TURN):
             next(self._ddp)
+        settle()
         ddp = (time.perf_counter() - began) / TURN
         self._driver.tell("turns", ours=ours if step else None, ddp=ddp)
         self._driver.wait_for(step)
-        distributed.barrier()
+        meet()
         self._began = time.perf_counter()
+
+
+def meet() -> None:
+    """All replicas, in the processor's memory wherever the model is."""
+    distributed.all_reduce(torch.zeros(1))

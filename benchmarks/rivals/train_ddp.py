@@ -23,7 +23,7 @@ def steps(task: Task) -> Iterator[list[int]]:
     """Each `next` trains one step, of which it gives the shards."""
     network, optimizer, rows = prepare(task.model)
     distributed.init_process_group(
-        "gloo",
+        "gloo" if task.model.device == "cpu" else "cpu:gloo,cuda:nccl",
         init_method=f"file://{task.folder}/ddp",
         rank=task.replica,
         world_size=task.replicas,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import socket
 import threading
@@ -60,14 +61,22 @@ class Network(nn.Module):
 def prepare(size: Model) -> tuple[Network, torch.optim.Optimizer, torch.Tensor]:
     """The model, its optimizer and the samples; equal in all replicas."""
     torch.set_num_threads(1)
+    # NCCL refuses a card to two ranks of one host: each passes for a host of its own.
+    os.environ.setdefault("NCCL_HOSTID", str(os.getpid()))
     torch.manual_seed(7)
-    network = Network(size)
+    network = Network(size).to(size.device)
     trained = [p for p in network.parameters() if p.requires_grad]
     return (
         network,
         torch.optim.AdamW(trained, lr=1e-3, fused=True),
-        torch.randint(WORDS, (SAMPLES, size.tokens + 1)),
+        torch.randint(WORDS, (SAMPLES, size.tokens + 1)).to(size.device),
     )
+
+
+def settle() -> None:
+    """Until a card has done all it was given."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
 
 
 def backward(

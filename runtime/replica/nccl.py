@@ -13,13 +13,20 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, Store
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    HashStore,
+    Store,
+)
 
 from runtime.replica.gloo import REDUCE_S, Gloo, LinkStore, Rendezvous
 from runtime.replica.gradients import Collectives
@@ -35,6 +42,10 @@ POLL_S = 0.0005  # NCCL tells nobody that a collective has ended: it must be ask
 ABORT_S = 180.0  # how long an abort may take before what it was to free is left behind
 ENDED_S = 0.2  # how long a collective may take to end once its group is aborted
 CONNECT_S = 60  # how long a communicator may wait for its peers
+#: After a change that was planned a peer's last sum may still wait for what our kernels have left
+#: to NCCL's threads to send. An abort would be quicker than they are.
+LINGER_S = 1.0
+CLOSE_S = 5.0  # how long threads that are in NCCL may keep the process from ending
 #: The same for torch, which keeps it locked meanwhile: not even an abort gets at it any sooner.
 PATIENCE = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 #: A group that is made while this is 1 has no watchdog. With one, an error of NCCL's would make
@@ -78,7 +89,9 @@ def group_for(model: torch.nn.Module, host: str, lane: int) -> EpochGroup:
         return Gloo(host, lane)
     if lacking := missing():
         raise RuntimeError(f"the model is on {device}, and {lacking}")
-    return Nccl(device, lane)
+    group = Nccl(device, lane)
+    group.warm_up()
+    return group
 
 
 def missing() -> str:
@@ -115,8 +128,31 @@ class Nccl:
         self._broken_epoch = -1  # the highest epoch known to be broken
         self._members = 1
         self._live: Live | None = None
+        self._threads: list[threading.Thread] = []  # that may be in NCCL
         os.environ.setdefault(PATIENCE, str(CONNECT_S))
         os.environ.setdefault(NO_WATCHDOG, "0")  # later it is only changed, which readers survive
+
+    def warm_up(self) -> None:
+        """Have NCCL look for the machine's networks and load its kernels now, by a group of this
+        process alone, and not in the first epoch, where all others would wait for that. If it
+        fails, that epoch tells why."""
+        live = Live(-1, Hands())
+        touched: list[torch.Tensor] = []
+
+        def begin_and_end() -> None:
+            touched.append(torch.zeros(1, device=self.device))
+            live.group = self._make(HashStore(), 0, 1)
+            live.group.allreduce(touched, AllreduceOptions()).wait()
+            self._abort(live)
+
+        self._watch(live.hands.thread)
+        done = live.hands.do(begin_and_end)
+        live.hands.end()
+        try:
+            done.result(CONNECT_S)
+        except Exception as error:
+            keep_for_ever(live, touched)
+            log.warning("not_warmed_up error=%r", error)
 
     def build(self, link: Rendezvous, epoch: int, addresses: list[str], rank: int) -> None:
         """Make the epoch's communicator. Raises Severed as soon as the epoch breaks meanwhile.
@@ -124,11 +160,12 @@ class Nccl:
         It does not block, and comes to be with its first collective, which all members must join.
         """
         with self._changed:
-            self._retire()
+            self._retire(LINGER_S)
             self._members = len(addresses)
             if self._members == 1:
                 return
             live = self._live = Live(epoch, Hands())
+            self._watch(live.hands.thread)
         store = LinkStore(link, epoch, self.lane, CONNECT_S)
         first = torch.zeros(1, device=self.device)
 
@@ -183,7 +220,13 @@ class Nccl:
                 self._retire()
 
     def close(self) -> None:
-        """What still waits is on threads that may be left behind."""
+        """Give up the last group and wait for threads that are in NCCL. One that came back from
+        there while the interpreter ends would take the whole process down with SIGABRT."""
+        with self._changed:
+            self._retire(LINGER_S)
+        late = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, late - time.monotonic()))
 
     # --- one collective -------------------------------------------------------------------------
 
@@ -290,9 +333,8 @@ class Nccl:
                 pass
             if self.broken(live.epoch):
                 return False
-            if (error := work.exception()) is not None:
-                raise error
-            return True
+        work.wait()  # not for its end, which was there: it raises what is wrong
+        return True
 
     def _let_go(self, live: Live, work: Work | None, touched: object) -> None:
         """Free what an aborted collective uses, once it surely uses it no more; else never."""
@@ -308,21 +350,29 @@ class Nccl:
 
     # --- its end --------------------------------------------------------------------------------
 
-    def _retire(self) -> None:
-        """Give up the present group, at most once; the lock is held."""
+    def _retire(self, linger_s: float = 0.0) -> None:
+        """Give up the present group, at most once; the lock is held. Unless its epoch breaks
+        meanwhile, it may send what is to be sent for so long."""
         live, self._live = self._live, None
         if live is not None:
             live.hands.end()
             if live.group is not None:
-                self._abort(live)
+                self._abort(live, linger_s)
 
-    def _abort(self, live: Live) -> None:
+    def _abort(self, live: Live, linger_s: float = 0.0) -> None:
         """On a thread of its own: it may take for ever, though the collectives have failed."""
-        threading.Thread(
-            target=self._abort_now, args=(live,), name="drydock-abort", daemon=True
-        ).start()
+        thread = threading.Thread(
+            target=self._abort_now, args=(live, linger_s), name="drydock-abort", daemon=True
+        )
+        thread.start()
+        self._watch(thread)
 
-    def _abort_now(self, live: Live) -> None:
+    def _watch(self, thread: threading.Thread) -> None:
+        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+
+    def _abort_now(self, live: Live, linger_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.broken(live.epoch), linger_s)
         try:
             live.group.abort()
         except RuntimeError as error:
@@ -337,7 +387,8 @@ class Hands:
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="drydock-nccl", daemon=True).start()
+        self.thread = threading.Thread(target=self._run, name="drydock-nccl", daemon=True)
+        self.thread.start()
 
     def do(self, call: Callable[[], T]) -> Future[T]:
         """What it returns or raises will be in the future."""

@@ -1,11 +1,13 @@
 """The script that is tortured if no other is given: a small transformer on made-up text.
 
 Needs no files. DRYDOCK_OPTIONS may change what OPTIONS names. It does not know that it is watched.
+With `"device": "cuda"` all replicas train on the one card of this machine.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from typing import Any
 
@@ -27,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "shard_size": 2,
     "samples": 2400,
     "seed": 11,
+    "device": "cpu",
     "learning_rate": 3e-3,
     "dropout": 0.1,
     "checkpoint_s": 3600.0,
@@ -38,11 +41,14 @@ WORDS = 64
 
 def main() -> None:
     torch.set_num_threads(1)
+    device = torch.device(OPTIONS["device"])
+    if device.type == "cuda":
+        share_card()
     torch.manual_seed(OPTIONS["seed"])
     text = made_up(OPTIONS["samples"], OPTIONS["context"])
-    model = Transformer(OPTIONS["width"], OPTIONS["layers"], OPTIONS["context"])
+    model = Transformer(OPTIONS["width"], OPTIONS["layers"], OPTIONS["context"]).to(device)
     if job.ranks > 1:
-        divide(model)
+        divide(model, device)
     optimizer = AdamW([*model.parameters()], OPTIONS["learning_rate"])
     batches = runtime.Batches(
         Rows(text),
@@ -58,17 +64,39 @@ def main() -> None:
         schedule=Cosine(optimizer, 400), steps=OPTIONS.get("steps"),
     ) as replica:  # fmt: skip
         for shard in replica:
-            replica.backward(model(shard.data[:, :-1], shard.data[:, 1:]))
+            rows = shard.data.to(device)
+            replica.backward(model(rows[:, :-1], rows[:, 1:]))
 
 
-def divide(model: Transformer) -> None:
+def share_card() -> None:
+    """Have all ranks of this machine use its one card, and compute the same there every time.
+
+    NCCL refuses a card to two ranks of one host: each passes for a host of its own, and they speak
+    through sockets, as nodes do that no faster network joins.
+    """
+    os.environ["NCCL_HOSTID"] = f"{job.placement}.{job.rank}"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # else cuBLAS may add in another order
+    torch.use_deterministic_algorithms(True)
+    for enable in (
+        torch.backends.cuda.enable_flash_sdp,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+        torch.backends.cuda.enable_cudnn_sdp,
+    ):
+        enable(False)  # their backward passes add in any order
+
+
+def divide(model: Transformer, device: torch.device) -> None:
     """Among the ranks of this replica."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo", rank=job.rank, world_size=job.ranks)
-    mesh = init_device_mesh("cpu", (job.ranks,))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        rank=job.rank,
+        world_size=job.ranks,
+    )
+    mesh = init_device_mesh(device.type, (job.ranks,))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -21,8 +21,10 @@ class Works:
     def is_completed(self) -> bool:
         return self.over.is_set()
 
-    def exception(self) -> Exception | None:
-        return self.error
+    def wait(self) -> None:
+        self.over.wait()
+        if self.error is not None:
+            raise self.error
 
 
 class Done(Works):
@@ -66,6 +68,18 @@ class Fails(Fake):
         for work in self.works:
             work.error = RuntimeError("NCCL communicator was aborted")
             work.over.set()
+
+
+class Slow(Ends):
+    """Its abort takes as long as it is let."""
+
+    def __init__(self, *works: Works) -> None:
+        super().__init__(*works)
+        self.free = threading.Event()
+
+    def abort(self) -> None:
+        super().abort()
+        self.free.wait()
 
 
 class Refuses(Ends):

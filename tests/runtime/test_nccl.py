@@ -35,6 +35,7 @@ from tests.runtime.fake_groups import (
     Guarded,
     Raises,
     Refuses,
+    Slow,
     Stuck,
     Works,
 )
@@ -347,6 +348,81 @@ def test_a_group_is_aborted_when_the_next_is_made() -> None:
 
     until(lambda: fake.aborts, "it was aborted")
     assert next_one.aborts == 0
+
+
+def test_what_peers_still_need_of_a_group_is_sent_before_it_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nccl, "LINGER_S", 60.0)
+    fake, next_one = Ends(Done()), Ends(Done(), Done())
+    group = nccl_of(fake, next_one)
+
+    group.build(Board(), 1, PAIR, 0)
+    group.build(Board(), 2, PAIR, 0)
+    group.all_reduce(torch.ones(3))
+    assert fake.aborts == 0
+    group.sever(1)  # now nobody needs anything of it
+
+    until(lambda: fake.aborts, "it was aborted")
+
+
+def test_the_process_ends_once_no_thread_is_in_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "LINGER_S", 0.0)
+    fake = Slow(Done())
+    group = built(fake)
+
+    closing = aside(group.close)
+    until(lambda: fake.aborts, "it is being aborted")
+    assert not closing.done()
+    fake.free.set()
+
+    closing.result(30)
+
+
+def test_an_abort_that_hangs_does_not_keep_the_process(
+    stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "LINGER_S", 0.0)
+    monkeypatch.setattr(nccl, "CLOSE_S", 0.1)
+    group = built(stuck)
+
+    aside(group.close).result(30)
+
+    assert stuck.aborts == 1
+
+
+def test_it_is_warmed_up_by_a_group_of_its_own() -> None:
+    alone, pair = Ends(Done()), Ends(Done(), Done())
+    group = nccl_of(alone, pair)
+
+    group.warm_up()
+    group.build(Board(), 1, PAIR, 0)
+    group.all_reduce(torch.ones(3))
+
+    until(lambda: alone.aborts, "the first was given up")
+    assert (alone.begun, pair.begun, pair.aborts) == (1, 2, 0)
+
+
+def failed() -> Works:
+    work = Done()
+    work.error = RuntimeError("NCCL error: unhandled system error")
+    return work
+
+
+@pytest.mark.parametrize("first", [failed, Works], ids=["fails", "hangs"])
+def test_a_warm_up_that_comes_to_nothing_stops_nobody(
+    first: Callable[[], Works], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nccl, "CONNECT_S", 0.1)
+    work = first()
+    group = nccl_of(Fake(work), Ends(Done(), Done()))
+
+    group.warm_up()
+    group.build(Board(), 1, PAIR, 0)
+    group.all_reduce(torch.ones(3))
+    work.over.set()
+
+    assert "not_warmed_up" in caplog.text
 
 
 # --- while it is made ----------------------------------------------------------------------------

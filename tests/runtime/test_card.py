@@ -1,0 +1,123 @@
+"""What only a card can show: copies beside its kernels, and replicas that exchange by NCCL.
+
+One card is enough: the replicas share it. Needs torch's build for CUDA.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime import snapshot
+from runtime.checkpoint.large_pages import mapped
+from runtime.image import Staged
+from runtime.snapshot import Copying, When, state_of
+from tests.runtime.test_torture import torture, well_ended
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no card here")
+
+ON_CARD = ("--json", "--options", json.dumps({"device": "cuda"}), "--replicas", "3")
+NUMBERS = 1 << 24
+
+
+def later(_name: str, _tensor: torch.Tensor) -> When:
+    return "soon"
+
+
+def busy() -> None:
+    """Give the card a second's work."""
+    left = torch.rand(4096, 4096, device="cuda")
+    for _ in range(200):
+        left = left @ left
+
+
+def finished(copying: Copying) -> Staged:
+    """By a thread beside this one, which waits as a training loop does."""
+    made: list[Staged] = []
+    finishing = threading.Thread(target=lambda: made.append(copying.finish()))
+    finishing.start()
+    copying.wait()
+    finishing.join()
+    return made[0]
+
+
+def test_what_is_due_now_may_be_changed_while_the_card_still_copies() -> None:
+    numbers = torch.arange(NUMBERS, device="cuda")
+    before = numbers.cpu()
+
+    busy()
+    copying = Copying({"numbers": numbers}, 1)
+    numbers.zero_()
+
+    assert torch.equal(state_of(finished(copying))["numbers"], before)
+
+
+def test_a_copy_holds_what_kernels_that_came_before_it_were_to_compute() -> None:
+    numbers = torch.zeros(NUMBERS, device="cuda")
+
+    busy()
+    numbers.fill_(3.0)
+    copying = Copying({"numbers": numbers}, 1, due=later)
+
+    assert torch.equal(state_of(finished(copying))["numbers"], torch.full((NUMBERS,), 3.0))
+
+
+def test_a_copy_under_way_does_not_wait_for_the_step_beside_it() -> None:
+    """The step's kernels come after it in the card's queue, on another stream."""
+    numbers = torch.ones(NUMBERS, device="cuda")
+    torch.cuda.synchronize()
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    copying = Copying({"numbers": numbers}, 1, due=later)
+    busy()
+    done.record()
+    finished(copying)
+
+    assert not done.query()  # type: ignore[no-untyped-call]
+
+
+def test_pinned_memory_is_the_card_s_until_it_is_unmapped() -> None:
+    torch.zeros(1, device="cuda")
+    size = 64 << 20
+    file = os.memfd_create("room")
+    os.truncate(file, size)
+
+    for _ in range(2):  # the second would be refused if the first still were
+        memory = mapped(file, size, writable=True)
+        assert snapshot.pin(memory)
+        assert torch.frombuffer(memory, dtype=torch.uint8).is_pinned()
+        del memory
+
+    os.close(file)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--faults", "4", "--kinds", "kill", "--phases", "forward,backward,reduce,optimizer"),
+        ("--faults", "2", "--kinds", "stop,cut"),
+        ("--faults", "2", "--kinds", "leave,coordinator"),
+        ("--faults", "2", "--kinds", "crash,outage"),
+    ],
+    ids=lambda words: words[3],
+)
+def test_replicas_on_a_card_end_as_if_nothing_had_happened(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    report = well_ended(torture(tmp_path, *ON_CARD, "--seed", "4", *words))
+
+    assert report["ledger"] == {"lost": 0, "duplicated": 0, "dropped": 0}
+    assert report["survivor_deaths"] == 0
+
+
+def test_so_do_replicas_that_are_divided(tmp_path: Path) -> None:
+    words = ("--ranks", "2", "--faults", "1", "--kinds", "kill", "--phases", "reduce")
+
+    report = well_ended(torture(tmp_path, *ON_CARD, "--seed", "4", *words))
+
+    assert report["survivor_deaths"] == 0
