@@ -9,6 +9,7 @@ from typing import Any
 
 from django.utils import timezone
 
+from controlplane.accounts.models import AuditEvent
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import NodeState, Rung
 from controlplane.fleet.models import Cluster, Command, Gpu, Lease, Node, RepairRecord
@@ -215,12 +216,29 @@ class World:
 
 
 def drain(times: int = 4) -> None:
-    """Let the workers do all they can now, timers included."""
+    """Let the workers do all they can now, timers included: so many times, or until another time
+    changed nothing."""
+    before = None
     for _ in range(times):
         # Whoever is heard goes on beating, however long the test takes.
         Lease.objects.filter(reachable=True).update(last_beat_at=timezone.now())
         PlaybookStep.objects.filter(state__in=["ready", "waiting"]).update(wake_at=timezone.now())
         engine.drain("", owner="test")
+        after = as_it_stands()
+        if after == before:
+            return
+        before = after
+
+
+def as_it_stands() -> list[tuple[Any, ...]]:
+    """All that steps and runs know and say, and how much was done to anything."""
+    return [
+        (Command.objects.count(), AuditEvent.objects.count(), Signal.objects.count()),
+        *PlaybookStep.objects.order_by("pk").values_list(
+            "pk", "state", "attempts", "started_at", "outcome", "evidence"
+        ),
+        *PlaybookRun.objects.order_by("pk").values_list("pk", "state", "state_reason", "context"),
+    ]
 
 
 def answer(verb: str, state: str = "done", **output: Any) -> None:

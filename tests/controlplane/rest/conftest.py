@@ -5,19 +5,45 @@ Imports of ours stand inside the fixtures: pytest reads this file before Django 
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from pytest_django import DjangoDbBlocker
 
 if TYPE_CHECKING:
     from .world import Caller, World
 
 
-@pytest.fixture
-def world(db: None) -> World:
+@pytest.fixture(scope="module")
+def made_once(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[World]:
+    """In a transaction around those of the file's tests, which undo what they do to it."""
+    from django.db import transaction
+
     from .world import one_of_each
 
-    return one_of_each()
+    around = transaction.atomic()
+    # As around TestCase.setUpTestData: what is durable in production may be called within it.
+    around._from_testcase = True  # type: ignore[attr-defined]
+    with django_db_blocker.unblock():
+        around.__enter__()
+        world = one_of_each()
+    yield world
+    with django_db_blocker.unblock():
+        transaction.set_rollback(True)
+        around.__exit__(None, None, None)
+
+
+@pytest.fixture
+def world(made_once: World, db: None) -> World:
+    from django.utils import timezone
+
+    from controlplane.fleet.models import Lease
+
+    # Whoever was heard when it was made is heard now.
+    Lease.objects.filter(reachable=True).update(last_beat_at=timezone.now())
+    return copy.deepcopy(made_once)
 
 
 @pytest.fixture
