@@ -399,6 +399,8 @@ def pin(memory: memoryview) -> bool:
     card = next((one for one in cards if used(one)), 0)
     with torch.cuda.device(card):
         failed = int(runtime.cudaHostRegister(address, len(memory), _FOR_ALL_CARDS))
+        # A process's first stream takes a pool of them, for which no save should wait.
+        torch.cuda.Stream()  # type: ignore[no-untyped-call]
     if failed:
         log.warning("not_pinned bytes=%s error=%s", len(memory), failed)
         return False

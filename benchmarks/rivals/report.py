@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -51,7 +52,8 @@ def _healthy(rows: Sequence[Row]) -> Iterator[str]:
 
 def _kill(rows: Sequence[Row]) -> Iterator[str]:
     yield from _losses(rows)
-    yield f"limit: ours p99 {LIMIT_KILL_S} s, nobody dies. Deadly: kills that took survivors along"
+    yield f"limit: ours p99 {LIMIT_KILL_S} s, nobody dies. Deadly: kills that took survivors along;"
+    yield "their gap has no end, and counts; if lived: the median of the others"
 
 
 def _silent(rows: Sequence[Row]) -> Iterator[str]:
@@ -65,14 +67,17 @@ def _losses(rows: Sequence[Row]) -> Iterator[str]:
         yield f"{fault} of one of {replicas} replicas, {traffic}: survivors' longest gap"
         yield (
             f"{'':<32}{'times':>10}{'deadly':>8}{'died':>6}{'hung':>6}"
-            f"{'median':>10}{'p99':>9}{'worst':>9}{'of ours':>9}{'a step':>10}"
+            f"{'median':>10}{'p99':>9}{'worst':>9}{'of ours':>9}{'if lived':>10}{'a step':>10}"
         )
         ours = _median(group, OURS.name, "gaps_s")
         for row in group:
             made = f"{row['made']} / {row['wanted']}"
             counts = f"{made:>10}{row['deadly']:>8}{row['died']:>6}{row['hung']:>6}"
             step = f"{row['step_s'] * 1e3:>7.0f} ms" if row["made"] else ""
-            yield f"{row['name']:<32}{counts}{_times(row['gaps_s'], ours)}{step}"
+            gaps = row["gaps_s"]
+            endless = [math.inf] * (row["made"] - len(gaps))
+            lived = _s(statistics.median(gaps), 10) if gaps else f"{'-':>10}"
+            yield f"{row['name']:<32}{counts}{_times([*gaps, *endless], ours)}{lived}{step}"
 
 
 def _samples(rows: Sequence[Row]) -> Iterator[str]:
@@ -122,8 +127,12 @@ def _times(gaps: Sequence[float], ours: float | None) -> str:
     if not gaps:
         return f"{'-':>10}{'-':>9}{'-':>9}{'-':>9}"
     median = statistics.median(gaps)
-    ratio = f"{median / ours:.1f}x" if ours else "-"
-    return f"{median:>8.3f} s{share(gaps, 0.99):>7.3f} s{max(gaps):>7.3f} s{ratio:>9}"
+    ratio = f"{median / ours:.1f}x" if ours and median < math.inf else "-"
+    return f"{_s(median, 10)}{_s(share(gaps, 0.99), 9)}{_s(max(gaps), 9)}{ratio:>9}"
+
+
+def _s(seconds: float, width: int) -> str:
+    return f"{seconds:>{width - 2}.3f} s" if seconds < math.inf else f"{'never':>{width}}"
 
 
 def _median(rows: Sequence[Row], name: str, key: str) -> float | None:

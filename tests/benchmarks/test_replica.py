@@ -108,6 +108,10 @@ def rows() -> dict[str, Any]:
                 **kill, "name": "a rival", "gaps_s": [],
                 "died": 6, "deadly": 2, "samples": nothing,
             },
+            {
+                **kill, "name": "a lucky one", "made": 3, "wanted": 3, "gaps_s": [0.05],
+                "died": 6, "deadly": 2, "samples": nothing,
+            },
         ],
         "silent": [
             {
@@ -135,11 +139,17 @@ def test_the_tables_name_everybody_also_who_did_not_survive() -> None:
     assert "1 / 2" in text
 
 
+def test_a_gap_that_has_no_end_is_the_longest_of_all() -> None:
+    (line, _samples) = [one for one in report.lines(rows()) if one.startswith("a lucky one")]
+
+    assert " ".join(line.split()) == "a lucky one 3 / 3 2 6 0 never never never - 0.050 s 50 ms"
+
+
 def test_the_plot_is_a_picture_of_all_parts() -> None:
     root = ElementTree.fromstring(plot.svg(rows()))  # noqa: S314 - our own
     words = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "2 of 2 deadly" in words
-    assert len(list(root.iter("{http://www.w3.org/2000/svg}circle"))) == 6
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}circle"))) == 7
 
 
 @pytest.fixture

@@ -121,11 +121,15 @@ class CudaRuntime:
     def __init__(self, most: int) -> None:
         self.most = most
         self.pinned: dict[int, int] = {}
+        self.streams = 0
         self.still_mapped: list[bool] = []  # at each end of it
 
     def cudaHostRegister(self, address: int, size: int, _flags: int) -> int:  # noqa: N802
         self.pinned |= {address: size} if size <= self.most else {}
         return 0 if size <= self.most else 2
+
+    def stream(self) -> None:
+        self.streams += 1
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
         del self.pinned[address]
@@ -145,6 +149,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> CudaRuntime:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "Stream", runtime.stream)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda card: card == 1, raising=False)
     return runtime
@@ -160,6 +165,7 @@ def test_rooms_are_pinned_where_a_card_is_in_use_for_as_long_as_they_are_mapped(
     assert room is not None
     assert card.pinned[ctypes.addressof(ctypes.c_char.from_buffer(room.memory))] >= 1 << 20
     assert len(card.pinned) == rooms.ROOMS
+    assert card.streams  # the first takes a pool of them, and no save waits for that
 
     del room
     made.close()
