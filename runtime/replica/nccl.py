@@ -143,7 +143,8 @@ class Nccl:
             touched.append(torch.zeros(1, device=self.device))
             live.group = self._make(HashStore(), 0, 1)
             live.group.allreduce(touched, AllreduceOptions()).wait()
-            self._abort(live)
+            with self._changed:
+                self._abort(live)
 
         self._watch(live.hands.thread)
         done = live.hands.do(begin_and_end)
@@ -333,7 +334,16 @@ class Nccl:
                 pass
             if self.broken(live.epoch):
                 return False
-        work.wait()  # not for its end, which was there: it raises what is wrong
+            try:
+                error = work.exception()
+            except TypeError:  # torch before 2.13 cannot say it in Python: pytorch/pytorch#147312
+                untold = True
+            else:
+                untold = False
+                if error is not None:
+                    raise error
+        if untold:
+            work.wait()  # raises it, after an abort of its own
         return True
 
     def _let_go(self, live: Live, work: Work | None, touched: object) -> None:

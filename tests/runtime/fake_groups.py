@@ -21,10 +21,20 @@ class Works:
     def is_completed(self) -> bool:
         return self.over.is_set()
 
+    def exception(self) -> Exception | None:
+        return self.error
+
     def wait(self) -> None:
         self.over.wait()
         if self.error is not None:
             raise self.error
+
+
+class Untold(Works):
+    """Its error is told to nobody but who waits, as by torch before 2.13."""
+
+    def exception(self) -> Exception | None:
+        raise TypeError("Unregistered type : std::__exception_ptr::exception_ptr")
 
 
 class Done(Works):

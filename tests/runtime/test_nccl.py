@@ -37,6 +37,7 @@ from tests.runtime.fake_groups import (
     Refuses,
     Slow,
     Stuck,
+    Untold,
     Works,
 )
 from tests.runtime.replicas import Board, until
@@ -228,8 +229,9 @@ def test_nothing_is_asked_of_a_group_that_is_being_aborted(
     assert work.asked == asked
 
 
-def test_an_error_of_a_collective_cuts_its_group() -> None:
-    work = Works()
+@pytest.mark.parametrize("kind", [Works, Untold])
+def test_an_error_of_a_collective_cuts_its_group(kind: type[Works]) -> None:
+    work = kind()
     fake = Ends(Done(), work)
     group = built(fake)
     waiting = reducing(group)
@@ -241,6 +243,14 @@ def test_an_error_of_a_collective_cuts_its_group() -> None:
         waiting.result(30)
     until(lambda: fake.aborts, "it was aborted")
     assert group.broken(1)
+
+
+def test_a_sum_of_which_no_error_can_be_told_is_one_if_there_is_none() -> None:
+    work = Untold()
+    work.over.set()
+    buffer = torch.ones(3)
+
+    built(Ends(Done(), work)).all_reduce(buffer)  # raises nothing
 
 
 def test_a_collective_that_cannot_begin_holds_nobody_up() -> None:
