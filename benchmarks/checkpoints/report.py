@@ -21,7 +21,7 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{machine['cores']} cores of {machine['processor']}, torch {machine['torch']}, "
         f"Python {machine['python']}; steps of {results['step_ms']:g} ms on "
-        f"{results['rows'][0]['card'] or 'one thread'}"
+        f"{next((row['card'] for row in results['rows']), '') or 'one thread'}"
     )
     for size, group in groupby(results["rows"], key=lambda row: float(row["size_gib"])):
         yield from _table(size, list(group))

@@ -220,7 +220,7 @@ def _lose(bench: Bench, job: Job, fault: Fault) -> tuple[Loss, bool]:
     told = [[e for e in s.events if e.at > at] for s in lived]
     loss = Loss(
         step_s=step_s,
-        gap_s=max(gaps, default=None),
+        gap_s=max(gaps, default=None) if len(lived) == len(survivors) else None,
         died=len(survivors) - len(alive),
         hung=len(alive) - len(lived),
         samples=account(told, GLOBAL_BATCH, SHARD_SIZE),

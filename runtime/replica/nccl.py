@@ -151,6 +151,7 @@ class Nccl:
         live.hands.end()
         try:
             done.result(CONNECT_S)
+            live.aborted.wait(CLOSE_S)
         except Exception as error:
             keep_for_ever(live, touched)
             log.warning("not_warmed_up error=%r", error)
@@ -226,8 +227,10 @@ class Nccl:
         with self._changed:
             self._retire(LINGER_S)
         late = time.monotonic() + CLOSE_S
-        for thread in self._threads:
-            thread.join(max(0.0, late - time.monotonic()))
+        while alive := [thread for thread in self._threads if thread.is_alive()]:
+            if (left_s := late - time.monotonic()) <= 0:
+                return
+            alive[0].join(left_s)  # it may begin another before it ends
 
     # --- one collective -------------------------------------------------------------------------
 
@@ -343,8 +346,20 @@ class Nccl:
                 if error is not None:
                     raise error
         if untold:
-            work.wait()  # raises it, after an abort of its own
+            self._demand(work)
         return True
+
+    def _demand(self, work: Work) -> None:
+        """Wait for a collective that has ended: raises what is wrong with it. If something is, it
+        is after an abort of torch's own, which may hang."""
+        asked = Hands()
+        self._watch(asked.thread)
+        told = asked.do(work.wait)
+        asked.end()
+        try:
+            told.result(ENDED_S)
+        except TimeoutError:
+            raise RuntimeError("a collective failed, and what is wrong is not told") from None
 
     def _let_go(self, live: Live, work: Work | None, touched: object) -> None:
         """Free what an aborted collective uses, once it surely uses it no more; else never."""
@@ -383,6 +398,8 @@ class Nccl:
     def _abort_now(self, live: Live, linger_s: float) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self.broken(live.epoch), linger_s)
+            self._broken_epoch = max(self._broken_epoch, live.epoch)  # it is asked no more
+            self._changed.notify_all()
         try:
             live.group.abort()
         except RuntimeError as error:

@@ -24,7 +24,8 @@ def row(name: str, stalls: list[float], durable_s: float, load_s: float) -> dict
         }  # fmt: skip
 
     return {
-        "size_gib": 1.0, "name": name, "limit": False, "state_bytes": 1 << 30, "prepare_s": [0.5],
+        "size_gib": 1.0, "name": name, "limit": False, "state_bytes": 1 << 30, "card": "",
+        "prepare_s": [0.5],
         "first": [save(stalls[0])], "later": [save(stall) for stall in stalls[1:]],
         "load_s": [load_s], "memory_bytes": 2 << 30,
     }  # fmt: skip

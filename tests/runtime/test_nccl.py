@@ -253,6 +253,38 @@ def test_a_sum_of_which_no_error_can_be_told_is_one_if_there_is_none() -> None:
     built(Ends(Done(), work)).all_reduce(buffer)  # raises nothing
 
 
+def test_an_error_that_hangs_before_it_is_told_cuts_the_group() -> None:
+    work = Untold()
+    work.is_completed = lambda: True  # type: ignore[method-assign]
+    group = built(Ends(Done(), work))
+
+    with pytest.raises(Severed, match="what is wrong is not told"):
+        group.all_reduce(torch.ones(3))  # whoever waits for it, hangs
+    assert group.broken(1)
+    work.over.set()
+
+
+def test_while_a_group_is_given_up_nothing_is_asked_of_it(
+    stuck: Stuck, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its loop was left in the middle of a sum, by an exception."""
+    monkeypatch.setattr(nccl, "LINGER_S", 0.0)
+    monkeypatch.setattr(nccl, "CLOSE_S", 0.1)
+    group = built(stuck)
+    waiting = reducing(group)
+    work = stuck.works[1]
+    assert isinstance(work, Guarded)
+
+    group.close()
+    with pytest.raises(Severed):
+        waiting.result(30)
+    until(stuck.lock.locked, "the abort hangs")
+    asked = work.asked
+    until(lambda: "abandoned epoch=1" in caplog.text, "it was left behind")
+
+    assert work.asked == asked
+
+
 def test_a_collective_that_cannot_begin_holds_nobody_up() -> None:
     fake = Blocks(Done())
     group = built(fake)
@@ -398,7 +430,7 @@ def test_an_abort_that_hangs_does_not_keep_the_process(
 
     aside(group.close).result(30)
 
-    assert stuck.aborts == 1
+    until(lambda: stuck.aborts, "it is being aborted")
 
 
 def test_it_is_warmed_up_by_a_group_of_its_own() -> None:
@@ -425,7 +457,8 @@ def test_a_warm_up_that_comes_to_nothing_stops_nobody(
 ) -> None:
     monkeypatch.setattr(nccl, "CONNECT_S", 0.1)
     work = first()
-    group = nccl_of(Fake(work), Ends(Done(), Done()))
+    alone, pair = Fake(work), Ends(Done(), Done())
+    group = Nccl(CPU, make=lambda _store, _rank, members: alone if members == 1 else pair)
 
     group.warm_up()
     group.build(Board(), 1, PAIR, 0)

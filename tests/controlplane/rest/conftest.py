@@ -28,11 +28,14 @@ def made_once(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iter
     around._from_testcase = True  # type: ignore[attr-defined]
     with django_db_blocker.unblock():
         around.__enter__()
-        world = one_of_each()
-    yield world
-    with django_db_blocker.unblock():
-        transaction.set_rollback(True)
-        around.__exit__(None, None, None)
+    try:
+        with django_db_blocker.unblock():
+            world = one_of_each()
+        yield world
+    finally:
+        with django_db_blocker.unblock():
+            transaction.set_rollback(True)
+            around.__exit__(None, None, None)
 
 
 @pytest.fixture
