@@ -110,7 +110,10 @@ def digest_of(state: Any, due: Due = any_time) -> str:
     for place in layout.order:
         piece = layout.table.pieces[place]
         hashes.add(memoryview(bytes(piece.offset - at)))
-        hashes.add(bytes_of(plain(layout.tensors[place])))
+        tensor = plain(layout.tensors[place])
+        if tensor.is_cuda:  # it may still be computed, and what copies it waits for nothing
+            torch.cuda.current_stream(tensor.device).synchronize()
+        hashes.add(bytes_of(tensor))
         at = piece.offset + piece.bytes
     hashes.add(memoryview(bytes(layout.table.bytes - at)))
     return layout.table.digest(hashes.end())
@@ -195,8 +198,20 @@ class Copying:
         self._changed = threading.Condition()
         self._error: Exception | None = None  # that ended it
         self._stream = stream_beside(layout.tensors)
+        #: what a card copies, until it has: freed memory is soon that of another tensor
+        self._held = layout.tensors if self._stream is not None else []
         self._awaited = False  # the training waits for it
         self.finished = threading.Event()
+        try:
+            self._begin(layout, steady)
+        except BaseException:
+            self._settle()
+            raise
+        if self._stream is not None:  # nothing on the card changes these before they are copied
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def _begin(self, layout: Layout, steady: Collection[int]) -> None:
+        """Copy what is due now, and note the rest."""
         at = 0
         with torch.no_grad(), torch.cuda.stream(self._stream):
             for place in layout.order:
@@ -210,8 +225,6 @@ class Copying:
                 mark = mark_of(tensor) if calm and self._stream is None else None
                 (self._rest if mark is None else self._steady).append(Part(piece, tensor, mark))
         self._buffer[at:] = bytes(self.table.bytes - at)
-        if self._stream is not None:  # nothing on the card changes these before they are copied
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def finish(
         self, copied: Callable[[int], object] | None = None, *, give_way: bool = False
@@ -222,18 +235,19 @@ class Copying:
         soon as nobody waits for what is left, and from then on. Raises what made the copy fail, as
         Changed."""
         try:
-            while self._copy_next(self._rest):
-                self._tell_copied(copied)
-            if give_way and self._stream is None:
-                giving_way.give_way()
-            while self._copy_next(self._steady):
-                self._tell_copied(copied)
-            with self._changed:
-                self._changed.wait_for(lambda: not self._under_way)
+            try:
+                while self._copy_next(self._rest):
+                    self._tell_copied(copied)
+                if give_way and self._stream is None:
+                    giving_way.give_way()
+                while self._copy_next(self._steady):
+                    self._tell_copied(copied)
+                with self._changed:
+                    self._changed.wait_for(lambda: not self._under_way)
+            finally:
+                self._settle()
             if self._error is not None:
                 raise self._error
-            if self._stream is not None:
-                self._stream.synchronize()
         finally:
             self._drop_rest()
             self.finished.set()
@@ -242,6 +256,13 @@ class Copying:
         if copied is not None:
             copied(self.table.bytes)
         return Staged(self.step, self.table, self._buffer)
+
+    def _settle(self) -> None:
+        """Until a card has copied all it was asked for, also of a copy that failed: then its memory
+        and what was copied may be others'."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._held = []
 
     def wait(self, *, whole: bool = False) -> None:
         """Until all is copied that a step changes: before one is applied. `whole`: until it is
@@ -281,7 +302,8 @@ class Copying:
             self._under_way[me] = parts[0]
             batch = [parts.popleft()]
             size = batch[0].piece.bytes
-            while parts and size + parts[0].piece.bytes <= BATCH_BYTES:
+            on_card = self._stream is not None  # where nobody helps
+            while parts and (on_card or size + parts[0].piece.bytes <= BATCH_BYTES):
                 batch.append(parts.popleft())
                 size += batch[-1].piece.bytes
         try:
@@ -331,7 +353,9 @@ class Copying:
             count = len(self._buffer) // size
             whole = self._typed[kind] = torch.frombuffer(self._buffer, dtype=kind, count=count)
         into = whole.narrow(0, piece.offset // size, piece.bytes // size)
-        into.view(tensor.shape).copy_(tensor, non_blocking=tensor.is_cuda)
+        # What lies on another card than the rest would be copied on a stream of that one's.
+        beside = self._stream is not None and tensor.device == self._stream.device
+        into.view(tensor.shape).copy_(tensor, non_blocking=beside)
 
 
 def stream_beside(tensors: list[torch.Tensor]) -> torch.cuda.Stream | None:

@@ -142,7 +142,8 @@ class Nccl:
         def begin_and_end() -> None:
             touched.append(torch.zeros(1, device=self.device))
             live.group = self._make(HashStore(), 0, 1)
-            live.group.allreduce(touched, AllreduceOptions()).wait()
+            with self._beside():
+                live.group.allreduce(touched, AllreduceOptions()).wait()
             with self._changed:
                 self._abort(live)
 
@@ -354,7 +355,12 @@ class Nccl:
         is after an abort of torch's own, which may hang."""
         asked = Hands()
         self._watch(asked.thread)
-        told = asked.do(work.wait)
+
+        def wait() -> None:
+            with self._beside():
+                work.wait()
+
+        told = asked.do(wait)
         asked.end()
         try:
             told.result(ENDED_S)
@@ -372,6 +378,13 @@ class Nccl:
         if not ended:
             keep_for_ever(live.group, work, touched)
             log.warning("abandoned epoch=%s aborted=%s", live.epoch, live.aborted.is_set())
+
+    def _beside(self) -> contextlib.AbstractContextManager[Any]:
+        """What is waited for within is, on the card, by a stream of its own: if it never ends, the
+        training's goes on."""
+        if self.device.type != "cuda":
+            return contextlib.nullcontext()
+        return torch.cuda.stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
 
     # --- its end --------------------------------------------------------------------------------
 
@@ -456,6 +469,9 @@ def make_group(store: Store, rank: int, members: int) -> Any:
 
     options = ProcessGroupNCCL.Options()
     options.config.blocking = 0
+    # Torch lends its streams in turn: a kernel that outlives its abort would block one of those on
+    # which we copy. These are of another set.
+    options.is_high_priority_stream = True
     options._timeout = datetime.timedelta(seconds=ABORT_S)
     with without_watchdog():
         return ProcessGroupNCCL(store, rank, members, options)

@@ -16,7 +16,7 @@ import torch
 from runtime import snapshot
 from runtime.checkpoint.large_pages import mapped
 from runtime.image import Staged
-from runtime.snapshot import Copying, When, state_of
+from runtime.snapshot import Copying, When, digest_of, state_of
 from tests.runtime.test_torture import torture, well_ended
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no card here")
@@ -94,6 +94,28 @@ def test_pinned_memory_is_the_card_s_until_it_is_unmapped() -> None:
         del memory
 
     os.close(file)
+
+
+def test_a_digest_is_of_what_kernels_that_came_before_it_were_to_compute() -> None:
+    numbers = torch.zeros(NUMBERS, device="cuda")
+    expected = digest_of({"numbers": torch.full((NUMBERS,), 3.0)})
+
+    busy()
+    numbers.fill_(3.0)
+
+    assert digest_of({"numbers": numbers}) == expected
+
+
+def test_what_a_copy_was_asked_of_stays_until_it_is_copied() -> None:
+    """A `state_dict` may make tensors anew, that nobody else holds."""
+    kept = torch.zeros(NUMBERS, device="cuda")
+    torch.cuda.synchronize()
+
+    copying = Copying({"kept": kept, "made": kept + 5.0}, 1, due=later)
+    others = [torch.zeros(NUMBERS, device="cuda") for _ in range(4)]
+
+    assert torch.equal(state_of(finished(copying))["made"], torch.full((NUMBERS,), 5.0))
+    del others
 
 
 @pytest.mark.parametrize(
