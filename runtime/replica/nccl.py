@@ -41,6 +41,7 @@ log = logging.getLogger("drydock.nccl")
 POLL_S = 0.0005  # NCCL tells nobody that a collective has ended: it must be asked
 ABORT_S = 180.0  # how long an abort may take before what it was to free is left behind
 ENDED_S = 0.2  # how long a collective may take to end once its group is aborted
+TOLD_S = 2.0  # how long it may take to tell what is wrong with one that ended
 CONNECT_S = 60  # how long a communicator may wait for its peers
 #: After a change that was planned a peer's last sum may still wait for what our kernels have left
 #: to NCCL's threads to send. An abort would be quicker than they are.
@@ -363,7 +364,7 @@ class Nccl:
         told = asked.do(wait)
         asked.end()
         try:
-            told.result(ENDED_S)
+            told.result(TOLD_S)
         except TimeoutError:
             raise RuntimeError("a collective failed, and what is wrong is not told") from None
 
