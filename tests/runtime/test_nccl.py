@@ -210,16 +210,26 @@ def test_an_abort_that_hangs_holds_nobody_up(stuck: Stuck) -> None:
     assert stuck.aborts == 1
 
 
+@pytest.mark.parametrize(
+    "end",
+    [lambda group: group.sever(1), Nccl.close],  # or an exception in the middle of a sum
+    ids=["cut", "closed"],
+)
 def test_nothing_is_asked_of_a_group_that_is_being_aborted(
-    stuck: Stuck, caplog: pytest.LogCaptureFixture
+    end: Callable[[Nccl], None],
+    stuck: Stuck,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr(nccl, "LINGER_S", 0.0)
+    monkeypatch.setattr(nccl, "CLOSE_S", 0.1)
     group = built(stuck)
     waiting = reducing(group)
     work = stuck.works[1]
     assert isinstance(work, Guarded)
     until(lambda: work.asked, "it is watched")
 
-    group.sever(1)
+    end(group)
     with pytest.raises(Severed):
         waiting.result(30)
     until(stuck.lock.locked, "the abort hangs")
@@ -250,7 +260,10 @@ def test_a_sum_of_which_no_error_can_be_told_is_one_if_there_is_none() -> None:
     work.over.set()
     buffer = torch.ones(3)
 
-    built(Ends(Done(), work)).all_reduce(buffer)  # raises nothing
+    group = built(Ends(Done(), work))
+    group.all_reduce(buffer)
+
+    assert not group.broken(1)
 
 
 def test_an_error_that_hangs_before_it_is_told_cuts_the_group() -> None:
@@ -262,27 +275,6 @@ def test_an_error_that_hangs_before_it_is_told_cuts_the_group() -> None:
         group.all_reduce(torch.ones(3))  # whoever waits for it, hangs
     assert group.broken(1)
     work.over.set()
-
-
-def test_while_a_group_is_given_up_nothing_is_asked_of_it(
-    stuck: Stuck, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its loop was left in the middle of a sum, by an exception."""
-    monkeypatch.setattr(nccl, "LINGER_S", 0.0)
-    monkeypatch.setattr(nccl, "CLOSE_S", 0.1)
-    group = built(stuck)
-    waiting = reducing(group)
-    work = stuck.works[1]
-    assert isinstance(work, Guarded)
-
-    group.close()
-    with pytest.raises(Severed):
-        waiting.result(30)
-    until(stuck.lock.locked, "the abort hangs")
-    asked = work.asked
-    until(lambda: "abandoned epoch=1" in caplog.text, "it was left behind")
-
-    assert work.asked == asked
 
 
 def test_a_collective_that_cannot_begin_holds_nobody_up() -> None:
