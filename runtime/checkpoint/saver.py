@@ -46,7 +46,8 @@ class Checkpointer:
         self.folders = Folders(job)
         self.sources = Sources(job, self.tiers, self.folders)
         self._last = dict.fromkeys(self.tiers, time.monotonic())
-        self._late: set[TierName] = set()  # an engineer was told
+        self._late: set[TierName] = set()  # an engineer was told, and it was never on time since
+        self._held_up: set[TierName] = set()  # their next save has waited for the one before
         self._again: set[TierName] = set()  # there was too little room, and more is being made
         #: where states are copied to; copies for newcomers are made in them too
         self.rooms = Rooms(
@@ -104,7 +105,8 @@ class Checkpointer:
 
     def ready(self, wanted: Collection[TierName]) -> set[TierName]:
         """Those of the wanted tiers that have finished the save before: however long one store
-        takes, it never holds both rooms. An engineer is told, once, that one is late."""
+        takes, it never holds both rooms. An engineer is told that one is late, once until a save
+        to it has waited for none."""
         late = self.delivery.busy(wanted)
         self._tell_late(late)
         return set(wanted) - late
@@ -133,6 +135,7 @@ class Checkpointer:
         return False
 
     def _tell_late(self, tiers: set[TierName]) -> None:
+        self._held_up |= tiers
         if new := tiers - self._late:
             self._late |= new
             names = ", ".join(sorted(new))
@@ -184,7 +187,8 @@ class Checkpointer:
                     self.delivery.failed(one.name, f"no copy could be made: {error!r}")
                 return None
             self._began(names)
-            self._late -= names
+            self._late -= names - self._held_up
+            self._held_up -= names
             paid_s = time.monotonic() - asked
             number = self.job.replica if replica is None else replica
             self.delivery.give(

@@ -90,7 +90,7 @@ def door() -> Iterator[Door]:
 @pytest.fixture
 def fleet(make_fleet: Callable[..., Fleet], door: Door) -> Fleet:
     """Of one replica, which saves to its own disk and to a shared folder that is well."""
-    options = {"checkpoint_s": 0.5, "local_s": 0.5}
+    options = {"checkpoint_s": 0.5, "local_s": 2.0}
     return make_fleet(1, own_disks=True, url=door.url, options=options)
 
 
@@ -151,7 +151,7 @@ def test_a_disk_that_fails_every_write_is_told_once_and_costs_no_step(
     is_recovered(fleet, door)
     fleet.stop()
 
-    # That a save takes longer than half a second may be told besides, where others use the machine.
+    # That a save takes longer than its interval may be told besides, where others use the machine.
     told = [kind for kind in troubles(door) if kind != "checkpoint_late"]
     assert told == ["checkpoint_failed", "checkpoint_recovered"]
     failed = [m["text"] for m in door.messages("trouble") if m["kind"] == "checkpoint_failed"]
@@ -173,11 +173,12 @@ def test_a_disk_that_hangs_is_told_once_and_costs_no_step(
         goes_on(fleet, door)
         goes_on(fleet, door)
         hung = states_of_writers(fleet).count(psutil.STATUS_DISK_SLEEP)
+        told = troubles(door)
     is_recovered(fleet, door)
     fleet.stop()
 
     assert hung == 1
-    assert troubles(door) == ["checkpoint_late"]
+    assert told == ["checkpoint_late"]
     assert store.number_of(on_disk(fleet)[0])[0] == fleet.newest()
     assert [store.verify(path) for path in on_disk(fleet)] == [[], []]
     assert [step["step"] for step in fleet.steps(0)] == [*range(fleet.newest() + 1)]

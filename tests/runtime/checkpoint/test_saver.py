@@ -259,6 +259,31 @@ def test_without_room_a_save_is_skipped_and_told(trainer: OneRank) -> None:
     assert trainer.told.troubles() == ["checkpoint_skipped", "checkpoint_late"]
 
 
+def test_of_a_store_that_stays_slow_an_engineer_is_told_once_until_it_was_on_time(
+    trainer: OneRank,
+) -> None:
+    trainer.save_all(1)
+    hold_up_the_next(trainer, 2)
+    hold_up_the_next(trainer, 3)
+    trainer.save_all(4)
+    slow = trainer.told.troubles()
+    trainer.save_all(5)
+    hold_up_the_next(trainer, 6)
+
+    assert slow == ["checkpoint_late"]
+    assert trainer.told.troubles() == ["checkpoint_late"] * 2
+
+
+def hold_up_the_next(trainer: OneRank, step: int) -> None:
+    """A save of this step is still being written when the next is due."""
+    os.kill(trainer.writer(), signal.SIGSTOP)
+    trainer.save(step, last=False)
+    assert trainer.saver.ready(["shared"]) == set()
+    os.kill(trainer.writer(), signal.SIGCONT)
+    trainer.told.until(lambda: trainer.saver.ready(["shared"]) == {"shared"})
+    trainer.told.until(lambda: not trainer.saver.delivery._asked)
+
+
 def test_a_killed_writer_costs_its_save_and_the_next_succeeds(trainer: OneRank) -> None:
     trainer.save_all(1)
     os.kill(trainer.writer(), signal.SIGSTOP)
