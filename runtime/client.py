@@ -281,7 +281,8 @@ class Sender:
         self.ledger_end: tuple[int, int] | None = None
         self.gather: Callable[[], list[Message]] = list
         self.ledger: Callable[[int, int], list[Ledger]] = _no_ledger
-        self.on_directive: Callable[[Directive], None] = _ignore
+        #: None until the training loop listens; what is said before then is said again
+        self.on_directive: Callable[[Directive], None] | None = None
         self.failures_per_node_day: float | None = None  # of this fleet, as it is known there
         self.speaks = False  # the lowest live replica asks for directives even with no news
         self._url = urlsplit(url.rstrip("/") + "/v1/runtime") if url else None
@@ -290,6 +291,7 @@ class Sender:
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._per_post = MAX_PER_POST
+        self._ranges_per_post = MAX_PER_POST  # of the ledger
         self._obeyed: deque[str] = deque(maxlen=256)
         self._thread = threading.Thread(target=self._run, name="drydock-sender", daemon=True)
 
@@ -335,7 +337,8 @@ class Sender:
         """One batch; True if the control plane holds it now, or if there was nothing to say."""
         self._queue.extend(self.gather())
         kept = list(self._queue)[: self._per_post]
-        known = [] if self.ledger_end is None else self.ledger(*self.ledger_end)[:MAX_PER_POST]
+        ledger = [] if self.ledger_end is None else self.ledger(*self.ledger_end)
+        known = ledger[: self._ranges_per_post]
         if not kept and not known and not self.speaks:
             return True
         batch = Batch(
@@ -355,6 +358,8 @@ class Sender:
             log.debug("post_failed error=%r", error)
             return False
         self._per_post = MAX_PER_POST
+        if known and len(known) == len(ledger):  # it holds all by now
+            self._ranges_per_post = MAX_PER_POST
         for message in kept:
             if self._queue and self._queue[0] is message:
                 self._queue.popleft()
@@ -371,16 +376,18 @@ class Sender:
     def _set_aside(self, kept: list[Message], known: list[Ledger], error: Rejected) -> None:
         """Find the one message that is refused for good, and let the others pass."""
         if known:
-            # Try without the ledger; the next reply says anew from where it is wanted.
+            # Try without the ledger; the next reply says anew from where it is wanted. Then with
+            # less of it, for many ranges may be too large for one body.
             log.warning("batch_refused ledger_from=%s error=%s", known[0].step_from, error)
             self.ledger_end = None
+            self._ranges_per_post = max(1, len(known) // 2)
         elif self._per_post > 1:
             self._per_post = 1
         elif kept and self._queue and self._queue[0] is kept[0]:
             log.error("message_refused message=%r error=%s", self._queue.popleft(), error)
 
     def _obey(self, directive: Directive) -> None:
-        if directive.id not in self._obeyed:
+        if self.on_directive is not None and directive.id not in self._obeyed:
             self._obeyed.append(directive.id)
             self.on_directive(directive)
 
@@ -413,7 +420,3 @@ class Sender:
 def _no_ledger(_step: int, _epoch: int) -> list[Ledger]:
     """Until the training loop listens, nothing was trained."""
     return []
-
-
-def _ignore(_heard: Any) -> None:
-    """Until the training loop listens, what the control plane says concerns nobody."""

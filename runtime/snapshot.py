@@ -391,10 +391,10 @@ def size_in_bytes(tensor: torch.Tensor) -> int:
 
 def state_of(staged: Staged) -> Any:
     """The state that was copied; its tensors share memory with the copy. Raises Damaged."""
-    tensors = [view_of(staged.buffer, piece) for piece in staged.table.pieces]
     try:
+        tensors = [view_of(staged.buffer, piece) for piece in staged.table.pieces]
         return decode(staged.table.skeleton, tensors)
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise Damaged(f"what was saved does not make a state: {error!r}") from error
 
 

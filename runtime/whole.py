@@ -24,6 +24,7 @@ import torch.distributed as dist
 from runtime.checkpoint import Checkpointer
 from runtime.checkpoint.coding import NotInstalled
 from runtime.checkpoint.resharding import AS_SAVED, replaced
+from runtime.checkpoint.store import WHICH_ARE_WHOLE
 from runtime.checkpoint.tiers import TierName
 from runtime.client import ENV_STANDBY, ENV_WORLD_REPLICAS, TOLD_TO_END, Because, Directive, Stopped
 from runtime.image import Damaged, Staged
@@ -210,29 +211,30 @@ class WholeJob:
         """Between two steps: save what is due, if all ranks can. Whether all are to leave, which
         is when nothing is saved here: at the end it is, to all tiers."""
         here = [name for name in TIERS if name in self.saver.tiers]
-        room = self.saver.prepare(lambda: room_for(self._state()))
-        due = self._due() if not self.job.rank else set()
+        wanted = self._due() if not self.job.rank else set()
         stop, sent_away, *told = self._most(
             [self.job.stop.is_set(), self.job.told.is_set()]
-            + [name in due for name in TIERS]
-            + [not (room and name in here and self.saver.is_free(name)) for name in TIERS]
+            + [name in wanted for name in TIERS]
+            + [not (name in here and self.saver.is_free(name)) for name in TIERS]
         )
+        due = [name for name, said in zip(TIERS, told, strict=False) if said]
         busy = dict(zip(TIERS, told[len(TIERS) :], strict=True))
-        wanted = [name for name, due in zip(TIERS, told, strict=False) if due and not busy[name]]
+        # Each rank tells of its own stores that are late: no other sees them.
+        ready = self.saver.ready([name for name in due if name in here])
+        self.saver.prepare(lambda: room_for(self._state()), ready)
+        free = [name for name in due if not busy[name]]
         over = stop or sent_away
         if over:
             self._wish = "over" if stop else "told"
-        elif wanted:
-            self._save(wanted)
+        elif free:
+            self._save(free)
         return over
 
     def _due(self) -> set[TierName]:
-        """The tiers to which it is time to save; an engineer is told of those that are late."""
+        """The tiers to which it is time to save."""
         if self._asked:
             self._asked, self._owed = False, {*self.saver.tiers}
-        due = self._owed | self.saver.due()
-        self.saver.ready(due.intersection(TIERS))
-        return due.intersection(TIERS)
+        return (self._owed | self.saver.due()).intersection(TIERS)
 
     def _save(self, tiers: Collection[TierName], *, last: bool = False) -> None:
         def begin(room: memoryview | None) -> Copying:
@@ -301,10 +303,11 @@ class WholeJob:
                 self._saved = {there: step for _, save, there in found if save == name}
                 return
         if tried:
+            folder = self.saver.folders.shared
             raise ValueError(
                 f"none of the {len(found)} checkpoints of this job can be loaded "
-                f"({self._why()}): mend that, or to begin anew move "
-                f"{self.saver.folders.shared} away"
+                f"({self._why()}): mend that, or to begin anew move {folder} away; "
+                f"{WHICH_ARE_WHOLE} {folder}"
             )
         if self._most([bool(here)])[0] and not self.job.rank:
             self.job.trouble(

@@ -77,6 +77,8 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
         self._begun = self._computing = False
         self._step = -1  # whose beginning was told
         self._rate = math.nan  # of the last step that was applied
+        self._norm = math.nan  # of its gradient
+        self._within_epoch = False  # that step ended none
         self._labels: float | None = None  # in each shard
         super().__init__(*given, **settings)
         refuse("ReplicaTrainer", unmet_of_settings(self))
@@ -149,6 +151,10 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
                     replica.state.seed(shard.index)  # callbacks may have drawn
                 replica.backward(self._loss(shard.data))
         self._begin(self.replica.pending)
+        # The job is done, or a callback ended it. Who only has to leave ends no epoch: others, or
+        # the job when it is started anew, train the rest of it.
+        if self.control.should_training_stop and self._within_epoch:
+            self._end_epoch()
         output: TrainOutput = self._finalize_training(None, steps * batches.global_batch, self._at)
         return output
 
@@ -257,11 +263,12 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
         self.state.global_step = step.step + 1
         trained = self.state.global_step * self._global_batch
         self.state.epoch = trained / self._per_epoch
+        self._norm = step.grad_norm
+        self._within_epoch = trained // self._per_epoch == epoch
         self.control = self._tell("on_step_end")
-        self._log_evaluate_save(step.grad_norm)
-        if trained // self._per_epoch > epoch:
-            self.control = self._tell("on_epoch_end")
-            self._log_evaluate_save(step.grad_norm)
+        self._log_evaluate_save()
+        if not self._within_epoch:
+            self._end_epoch()
             if self.state.global_step < self.state.max_steps:
                 self.control = self._tell("on_epoch_begin")
         if self.control.should_epoch_stop:
@@ -282,10 +289,14 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
                 1 + self.state.global_step - self._globalstep_last_logged
             )
 
-    def _log_evaluate_save(self, norm: float) -> None:
+    def _end_epoch(self) -> None:
+        self.control = self._tell("on_epoch_end")
+        self._log_evaluate_save()
+
+    def _log_evaluate_save(self) -> None:
         self._maybe_log_save_evaluate(
             self._tr_loss,
-            norm,
+            self._norm,
             self.model,
             None,
             self.state.epoch,

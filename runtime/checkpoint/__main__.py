@@ -246,7 +246,7 @@ def prune(asked: argparse.Namespace) -> list[Answer]:
     for path in paths:
         if path in kept or _is_of_another_version(path):
             continue
-        if path in newer and _state_of(path) not in known:
+        if (path in newer or len(kept) < asked.keep) and _state_of(path) not in known:
             continue  # it may be well, and the disk ill
         if asked.older_than is not None and _age_s(path) <= asked.older_than * DAY_S:
             continue

@@ -150,7 +150,7 @@ class Delivery:
         asked = {"op": "look", "folder": str(self._folders.shared), "save": save}
         try:
             self._writers["shared"].send(asked, self._rooms.there())
-        except OSError as error:
+        except Exception as error:  # as above
             self._looking = False
             self.failed("shared", f"no writer: {error}")
 
@@ -192,7 +192,7 @@ class Delivery:
         for name, writer in self._writers.items():
             try:
                 writer.start()
-            except OSError as error:
+            except Exception as error:  # without this thread no save would be written
                 self.failed(name, f"no writer: {error}")
         while (given := self._given.get()) is not None:
             if isinstance(given, str):

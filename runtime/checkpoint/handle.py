@@ -127,14 +127,19 @@ class WriterHandle:
         with contextlib.suppress(OSError):  # from its start on, which takes a tenth of a second
             own = os.getpriority(os.PRIO_PROCESS, 0)
             os.setpriority(os.PRIO_PROCESS, self._process.pid, own + NICE)
-        self._socket, self._generation, self._life = ours, -1, self._life + 1
-        self._listener = threading.Thread(
+        listener = threading.Thread(
             target=self._listen,
-            args=(ours, self._process, self._life),
+            args=(ours, self._process, self._life + 1),
             name="drydock-writer",
             daemon=True,
         )
-        self._listener.start()
+        try:
+            listener.start()
+        except RuntimeError:  # no more threads: nobody would hear it
+            ours.close()  # which ends it
+            raise
+        self._socket, self._generation, self._life = ours, -1, self._life + 1
+        self._listener = listener
         return ours
 
     def _listen(

@@ -231,7 +231,7 @@ def _refuse_odd_packing(part: Part, what: str) -> None:
 
 def refuse_odd_name(name: object, what: str) -> None:
     """A file lies in its checkpoint's folder, wherever that is moved. Raises Damaged."""
-    if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
+    if not isinstance(name, str) or {"/", "\0"} & {*name} or name in ("", ".", ".."):
         raise Damaged(f"{what} names {shown(name)}, which is no file in its folder")
 
 
@@ -337,6 +337,7 @@ class Manifest:
             )
             sizes = [_count(part.bytes) for part in manifest.parts]
             _count(manifest.stored)
+            ours, theirs = manifest.digest, found["digest"]
         if not sizes:
             raise Damaged(f"{what}: it has no parts, one for each rank expected")
         for part in manifest.parts:
@@ -344,7 +345,7 @@ class Manifest:
                 raise Damaged(f"{what}: the part of rank {part.rank} is {shown(part.name)}")
         if [part.rank for part in manifest.parts] != list(range(len(manifest.parts))):
             raise Damaged(f"{what}: its parts are not of the ranks 0 to {len(manifest.parts) - 1}")
-        if manifest.digest != found["digest"]:
+        if ours != theirs:
             raise Damaged(f"{what}: its digest is not that of its parts")
         return manifest
 

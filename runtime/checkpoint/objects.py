@@ -24,6 +24,7 @@ from runtime.checkpoint.manifest import (
     MANIFEST,
     DataFile,
     Manifest,
+    OtherVersion,
     Packed,
     Part,
     Run,
@@ -263,7 +264,9 @@ class ObjectStore:
         }
         for path, found in manifests.items():
             step = store.numbers_in(posixpath.basename(path))[0]
-            if isinstance(found, Manifest):
+            if isinstance(found, OtherVersion):
+                goes = False  # whoever can read it decides
+            elif isinstance(found, Manifest):
                 goes = path not in kept
             elif found is None:
                 goes = step < newest.manifest.step and self._is_abandoned(path, newest)

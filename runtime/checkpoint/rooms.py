@@ -133,14 +133,19 @@ class Rooms:
         """A free one, or None if there is none within the time. It is ours until it is given
         back."""
         with self._changed:
+            if not self.await_free(wait_s):
+                return None
+            self._used.append(self._free.pop())
+            return self._used[-1]
+
+    def await_free(self, wait_s: float) -> bool:
+        """Whether one is free within the time."""
+        with self._changed:
             if wait_s:
                 self._wanted.set()
             self._changed.wait_for(lambda: self._free or not (self._used or self._making), wait_s)
             self._wanted.clear()
-            if not self._free:
-                return None
-            self._used.append(self._free.pop())
-            return self._used[-1]
+            return bool(self._free)
 
     def give_back(self, room: Room) -> None:
         """It may be taken by others; at most once after each time that it was taken."""

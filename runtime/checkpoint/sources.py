@@ -108,7 +108,8 @@ class Sources:
         if found and not left:
             raise ValueError(
                 f"each of the {len(found)} checkpoints of this job led to NaN soon after it was "
-                f"loaded: mend that and remove {self._folders.shared / 'suspects.json'}"
+                f"loaded: mend that and remove {self._folders.shared / 'suspects.json'}; to see "
+                f"what was saved: python -m runtime.checkpoint ls {self._folders.shared}"
             )
         return left
 
@@ -148,7 +149,9 @@ class Sources:
             asking = self._asking[tier]
             found = asking.ask(partial(self._objects.named, name, asking.heard))
             return len(found.manifest.parts)
-        return self._job.ranks if self._tiers[tier].own else len(self._named(name, tier)[1].parts)
+        return (
+            self._job.ranks if self._tiers[tier].own else len(self._named(name, tier)[0][1].parts)
+        )
 
     def read(self, name: str, tier: TierName, rank: int) -> Staged:
         """The part of one rank: where each rank keeps its own, ours. Raises Damaged, OSError."""
@@ -157,9 +160,14 @@ class Sources:
         asking = self._asking[tier]
         if tier == "object":
             return asking.ask(partial(self._objects.read, name, rank, asking.heard))
-        path, _manifest = self._named(name, tier)
         part = 0 if self._tiers[tier].own else rank
-        return asking.ask(partial(store.read, path, part, asking.heard))
+        *others, last = self._named(name, tier)
+        for path, _manifest in others:
+            try:
+                return asking.ask(partial(store.read, path, part, asking.heard))
+            except (Damaged, OSError) as error:
+                self._refuse_copy(tier, error)
+        return asking.ask(partial(store.read, last[0], part, asking.heard))
 
     def _read_held(self, name: str, rank: int) -> Staged:
         """Of several who hold it the first whose copy is whole; which is not is told."""
@@ -168,14 +176,21 @@ class Sources:
             try:
                 return peer.read(holder, self._job.token, rank, name)
             except (Damaged, OSError) as error:
-                self._job.trouble("checkpoint_refused", f"peer: {error}; trying another's copy")
+                self._refuse_copy("peer", error)
         return peer.read(last, self._job.token, rank, name)
 
-    def _named(self, name: str, tier: TierName) -> tuple[Path, Manifest]:
-        for path, found in self._folders.listed(tier):
-            if isinstance(found, Manifest) and found.save == name:
-                return path, found
-        raise Damaged(f"the save {name} is gone")
+    def _refuse_copy(self, tier: TierName, error: Damaged | OSError) -> None:
+        self._job.trouble("checkpoint_refused", f"{tier}: {error}; trying another's copy")
+
+    def _named(self, name: str, tier: TierName) -> list[tuple[Path, Manifest]]:
+        """Where it is: on a node's disk each replica that was there may have left a copy. Raises
+        Damaged if it is gone, OSError."""
+        listed = self._folders.listed(tier)
+        found = [(path, one) for path, one in listed if isinstance(one, Manifest)]
+        named = [(path, one) for path, one in found if one.save == name]
+        if not named:
+            raise Damaged(f"the save {name} is gone")
+        return named
 
     def _ours(self, tier: TierName) -> list[tuple[int, int, str]]:
         """Those on disks that could be loaded: in which epoch they were trained, the step and the
@@ -187,7 +202,8 @@ class Sources:
         self.latest_epoch = max([self.latest_epoch, *started, *map(store.epoch_of, found)])
         if self._tiers[tier].own:
             found = [one for one in found if one.facts.get("ranks") == self._job.ranks]
-        return [(store.epoch_of(one), one.step, one.save) for one in found]
+        # Once each, of however many replicas there is a copy.
+        return list(dict.fromkeys((store.epoch_of(one), one.step, one.save) for one in found))
 
     @functools.cached_property
     def _objects(self) -> ObjectStore:
@@ -265,8 +281,9 @@ class Sources:
             self._job.trouble("checkpoint_refused", f"{tier}: {damaged}")
         whole = [one for one in found if isinstance(one, Manifest)]
         if found and not whole and not self._tiers[tier].own:
+            folder = self._folders.shared
             raise ValueError(
-                f"none of the {len(found)} checkpoints in {self._folders.shared} can be read: mend "
-                "that, or to begin anew move that folder away"
+                f"none of the {len(found)} checkpoints in {folder} can be read: mend that, or to "
+                f"begin anew move that folder away; {store.WHICH_ARE_WHOLE} {folder}"
             )
         return whole

@@ -43,7 +43,7 @@ GONE = ".gone-"  # given up or to be removed
 
 #: Commands that help, before a path.
 _ALL_THAT_IS_WRONG = "to see all that is wrong: python -m runtime.checkpoint verify"
-_WHICH_ARE_WHOLE = "to see which ones are whole: python -m runtime.checkpoint verify"
+WHICH_ARE_WHOLE = "to see which ones are whole: python -m runtime.checkpoint verify"
 _WHO_MADE_IT = "to see who made it: python -m runtime.checkpoint inspect"
 _WHAT_IS_THERE = "to see what a job has: python -m runtime.checkpoint ls STATE_DIR"
 
@@ -132,7 +132,7 @@ def manifest_of(path: Path) -> Manifest:
         data = disk.read_small(path / MANIFEST)
     except OSError as error:
         raise Damaged(_no_checkpoint(path, error.strerror)) from error
-    with _pointing_to(f"{_WHICH_ARE_WHOLE} {path.parent}"):
+    with _pointing_to(f"{WHICH_ARE_WHOLE} {path.parent}"):
         manifest = Manifest.from_json(data, str(path / MANIFEST))
         if is_named(path) and number_of(path)[0] != manifest.step:
             raise Damaged(f"{path} holds step {manifest.step}: it was renamed")
@@ -385,17 +385,19 @@ def prune(folder: Path, newest: Path, keep: int = KEEP, keep_for_s: float = 0.0)
     ours = manifest_of(newest)
     newest = folder / newest.name  # it may have been found by another way
     whole = {newest: ours}
-    damaged = []
+    damaged, astray = [], []
     for path, found in listed(folder):
         if path == newest or isinstance(found, OtherVersion):
             continue  # of another version: whoever can read it decides
         later = number_of(path) > number_of(newest)
         if later and (isinstance(found, Damaged) or epoch_of(found) < epoch_of(ours)):
-            set_aside(path)
+            astray.append(path)
         elif isinstance(found, Damaged):
             damaged.append(path)
         else:
             whole[path] = found
+    for path in reversed(astray):  # the last one is enough to look at, and the latest is the last
+        set_aside(path)
     latest = sorted(whole, key=lambda path: (epoch_of(whole[path]), number_of(path)), reverse=True)
     kept = [p for n, p in enumerate(latest) if stays(n, whole[p], ours, keep, keep_for_s)]
     oldest = min(map(number_of, kept))
@@ -406,7 +408,7 @@ def prune(folder: Path, newest: Path, keep: int = KEEP, keep_for_s: float = 0.0)
         if len(kept) >= keep and number_of(path) < oldest:
             remove(path)
     aside = sorted(folder.glob(f"{_ASIDE}*"), key=lambda path: path.name.rpartition("-")[2])
-    for path in aside[:-1]:  # the last one is enough to look at
+    for path in aside[:-1]:
         remove(path)
 
 

@@ -33,6 +33,7 @@ import json
 import logging
 import mmap
 import os
+import re
 import signal
 import socket
 import sys
@@ -57,6 +58,7 @@ log = logging.getLogger("drydock.checkpoint")
 
 PACKET_BYTES = 1 << 16
 MAX_ROOMS = 8
+_OWN = re.compile(r"replica-\d+-(rank-\d+)")  # on a node's own disk
 #: So long the shared folder is asked for the job's run where the trainer has a name for it.
 RUN_S = 5.0
 
@@ -171,7 +173,11 @@ class Writer:
         before = self._before.get(str(folder)) or last_part(folder, rank)
         share, shares = int(asked["share"]), int(asked["shares"])
         shared = None if str(folder) in self._doubted else before
+        with contextlib.suppress(OSError):  # what a dead writer left may be what fills the disk
+            for one in [folder, *neighbours(folder)]:
+                sweep(one)
         draft = Draft(folder, step, self._name, int(asked["ranks"]), asked["facts"], shares)
+        verified = False
         try:
             written = draft.write(
                 rank, table, image, shared,
@@ -185,10 +191,13 @@ class Writer:
             self._doubted.add(str(folder))
             self._verify(draft, part, image)
             self._doubted.discard(str(folder))
+            verified = True
             whole = draft.note_verified(rank, share)
             path = draft.path if whole is None else draft.where() or draft.path
         except BaseException as error:
-            if (visible := draft.where()) is not None:
+            if verified:
+                pass  # it is whole: that a note could not be made is no flaw of it
+            elif (visible := draft.where()) is not None:
                 store.set_aside(visible)
             elif draft.is_given_up() and isinstance(error, OSError | Damaged):
                 raise GivenUp from error
@@ -285,11 +294,10 @@ class Writer:
             keep = int(asked["keep"])
             store.prune(folder, newest, keep, float(asked["keep_for_s"]))
             sweep(folder)
-            if "within" in asked:
-                others = {*folder.parent.glob(f"replica-*-rank-{asked['rank']}")} - {folder}
+            if others := neighbours(folder):
                 store.prune_others(folder, others, keep)
-                for other in others:
-                    sweep(other)
+            for other in others:
+                sweep(other)
         except (OSError, Damaged) as error:
             self._say("alarm", kind="checkpoint_not_pruned", text=str(error))
 
@@ -325,6 +333,13 @@ class Writer:
         ):  # the trainer is gone; what it asked is done all the same
             said = {"op": op, "save": self._name, **message}
             self._trainer.send(json.dumps(said).encode())
+
+
+def neighbours(folder: Path) -> list[Path]:
+    """On a node's disk the folders of our rank that processes of other replicas' numbers left, or
+    write to. The shared folder has none."""
+    rank = _OWN.fullmatch(folder.name)
+    return [] if rank is None else sorted({*folder.parent.glob(f"replica-*-{rank[1]}")} - {folder})
 
 
 def as_told(whole: Manifest, path: str) -> dict[str, Any]:

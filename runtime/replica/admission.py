@@ -43,10 +43,18 @@ class Admission:
         #: wishes to make one; after our own restart nobody knows
         self.copies = self.logs = True
 
-    def advance(self, takers: Sequence[Peer], holders: Sequence[Peer], *, at_edge: bool) -> None:
+    def advance(
+        self,
+        takers: Sequence[Peer],
+        holders: Sequence[Peer],
+        members: Sequence[Peer],
+        *,
+        at_edge: bool,
+    ) -> None:
         """Bring `takers` one message nearer to the state of `holders`.
 
-        `at_edge`: the holders wait; otherwise they train, and agree in a step on when to copy.
+        `members`: whom a taker must reach, for it is to train with all of them. `at_edge`: the
+        holders wait; otherwise they train, and agree in a step on when to copy.
         """
         if self.staging is not None and self.staging.at_edge != at_edge:
             self.interrupt()  # a wish that no step will carry any more, or the reverse
@@ -55,7 +63,7 @@ class Admission:
         if self.staging is None:
             self._ask(holders, at_edge=at_edge)
         elif self.staging.complete and not self.staging.taken:
-            self._send(takers, holders)
+            self._send(takers, holders, members)
 
     def release(self, holders: Sequence[Peer], *, wanted: bool, followed: bool) -> None:
         """Free copies that were taken or that no newcomer wants, and steps that none follows.
@@ -118,7 +126,9 @@ class Admission:
         for peer in asked:
             peer.tell(op="stage", now=at_edge, holders=len(asked))
 
-    def _send(self, takers: Sequence[Peer], holders: Sequence[Peer]) -> None:
+    def _send(
+        self, takers: Sequence[Peer], holders: Sequence[Peer], members: Sequence[Peer]
+    ) -> None:
         staging = self.staging
         assert staging is not None  # noqa: S101 - advance() looked
         states = staging.digests
@@ -140,6 +150,7 @@ class Admission:
                 step=staging.step,
                 digest=digest,
                 donors=donors,
+                members=[p.addresses for p in members],
                 refusals=peer.refusals,
                 why=peer.why,
             )

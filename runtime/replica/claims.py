@@ -56,6 +56,11 @@ class Claims:
             if claim.epoch == epoch and claim.members.get(replica) == claim.placement
         }
 
+    def outranks(self, replica: int, epoch: int) -> bool:
+        """Whether this replica's number is claimed as of a later epoch."""
+        claim = self._claims.get(replica)
+        return claim is not None and claim.epoch > epoch
+
     def decided(self) -> Claim | None:
         """The highest epoch that is told of, with its furthest step, if enough members tell it."""
         if not self._claims:

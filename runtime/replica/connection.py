@@ -57,7 +57,7 @@ class Peer:
     answered: int = 0  # number of the last ping that it answered
     orders: int = 0  # number of the last order; what it says of an older one counts no more
     asked: set[str] = field(default_factory=set)  # what this peer was already told this round
-    refusals: int = 0  # how often it could not be let in
+    refusals: int = 0  # how often it could not be let in since it last made a step with others
     why: str = ""  # and why not, the last time
     not_before: float = 0.0  # by the coordinator's clock: when it may try again
 
@@ -107,7 +107,6 @@ class Peer:
         """A member of an epoch that begins."""
         self.begin()
         self.phase = "member"
-        self.refusals = 0
 
     @property
     def held_at(self) -> list[str]:

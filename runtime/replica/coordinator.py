@@ -96,7 +96,9 @@ class Coordinator(Epochs):
         if refusal := self.refusal(first):
             return refusal
         replica, placement = int(first["replica"]), str(first["placement"])
-        if first["standby"] or int(first["epoch"]) > self.record.epoch:
+        told_epoch = int(first["epoch"])
+        claims = told_epoch > self.record.epoch and not self.claims.outranks(replica, told_epoch)
+        if first["standby"] or claims:
             return ""  # it takes no place, or tells us who has which
         holder = self.peers.get(replica)
         if holder is None:
@@ -223,6 +225,7 @@ class Coordinator(Epochs):
                 self.lose(number, "reset")
         if peer.standby:
             self.dismiss_earlier(peer)
+            self.places.stand_by(peer.placement)
             peer.replica = min([0, *self.peers]) - 1
         self.peers[peer.replica] = peer
         log.info("stands_by placement=%s for=%s", peer.placement, peer.place)
@@ -268,7 +271,13 @@ class Coordinator(Epochs):
     def on_pong(self, peer: Peer, message: dict[str, Any]) -> None:
         peer.answered = int(message["n"])
         if peer.phase == "member":
-            peer.step = int(message["step"])
+            self.note_step(peer, int(message["step"]))
+
+    def note_step(self, member: Peer, step: int) -> None:
+        """How far it is; a step of this epoch shows that it and all others reach each other."""
+        member.step = step
+        if step > self.record.step:
+            member.refusals = 0
 
     def on_ready(self, peer: Peer, message: dict[str, Any]) -> None:
         """A newcomer holds a state; who held one of the last epoch's trains in it no more."""
@@ -300,7 +309,7 @@ class Coordinator(Epochs):
         known = peer.phase == "member" and int(message["epoch"]) == self.record.epoch
         if not (claiming or known):
             return
-        peer.step = int(message["step"])
+        self.note_step(peer, int(message["step"]))
         peer.report = Report(
             replica=peer.replica, step=peer.step, held=tuple(int(s) for s in message["held"])
         )

@@ -24,6 +24,7 @@ log = logging.getLogger("drydock.coordinator")
 GATHER_S = 30.0
 LEASE_MARGIN_S = 1.0  # for clocks that do not run alike
 ABSENT_BROKEN_S = 1.0  # how long one has to connect again while others wait for the next epoch
+MAX_FAILED = 3  # so often one may fail to take the newest state before others begin without it
 
 
 class Epochs(Roster):
@@ -58,11 +59,14 @@ class Epochs(Roster):
         waited = self.clock() - max(self.gathered.values())
         if not self.may_train_unseen():
             self.seat_standbys(gathered=waited > GATHER_S)
-        peers = [p for p in there if not p.standby]
         patience_s = ABSENT_BROKEN_S if any(map(self.was_member, there)) else GATHER_S
-        enough = len(peers) >= self.world or (
-            self.record.epoch > 0 and waited > patience_s and len(peers) >= self.min_replicas
-        )
+        late = self.record.epoch > 0 and waited > patience_s
+        able = [p for p in there if p.phase != "fresh" or p.refusals < MAX_FAILED]
+        if late and sum(not p.standby for p in able) >= self.min_replicas:
+            there = able  # who came and failed comes in later, as any newcomer
+        peers = [p for p in there if not p.standby]
+        world = max(self.world, self.record.grant.get("world", 0))
+        enough = len(peers) >= world or (late and len(peers) >= self.min_replicas)
         if waited > GATHER_S:  # for a standby no longer
             there = [p for p in there if not p.standby or p.phase == "ready"]
         ready = peers and all(peer.phase == "ready" for peer in there)
@@ -80,7 +84,7 @@ class Epochs(Roster):
         if behind:
             # Whoever took the last copies is ready: ask anew.
             self.admission.release(equal, wanted=True, followed=False)
-            self.admission.advance(behind, equal, at_edge=True)
+            self.admission.advance(behind, equal, equal, at_edge=True)
         else:
             self.grant({p.replica: p for p in peers})
 
@@ -207,7 +211,7 @@ class Epochs(Roster):
             self.admission.release(members, wanted=wanted, followed=followed)
             holders = [m for m in members if m.step == top] if at_edge else members
             fresh = [p for p in self.newcomers("fresh") if now >= p.not_before]
-            self.admission.advance(fresh, holders, at_edge=at_edge)
+            self.admission.advance(fresh, holders, members, at_edge=at_edge)
 
     def seats(self, ready: list[Peer]) -> dict[int, Peer]:
         """Which number each of these newcomers enters with, if it may enter now."""

@@ -51,7 +51,7 @@ class Wishes:
     shared: bool = False
     object: bool = False
     share: int = 0  # how many can write their share to the shared tier at that edge
-    alone: bool = False  # the one that speaks would rather write there alone
+    alone: bool = False  # the one whose turn it is would rather write there alone
     #: what became of a save to the shared tier: it is whole, a share failed, that of one alone did
     whole: bool = False
     share_failed: bool = False

@@ -238,10 +238,12 @@ class Leader:
         if "shared" in due:
             saver.ready({"shared"})  # which tells if it is not
         saves = not self.together.on_trial
+        members = sorted(self.member.members)
         return {
             **{name: name in due for name in TIERS},
             **self.sharing.wishes(
-                speaks=speaks,
+                members.index(self.member.replica),
+                len(members),
                 due="shared" in due,
                 able=saves and self.together.can_share(),
                 free=saves and saver.is_free("shared"),
@@ -255,9 +257,10 @@ class Leader:
         saver.agreed(due)
         self.together.hear_of_shared(wishes)
         members = sorted(self.member.members)
+        place = members.index(self.member.replica)
         who = self.sharing.decide(wishes, len(members))
         self._owed |= {name for name in due & self._ours() if name != "shared"}
-        if who == "one" and self.teller.speaks():
+        if who == "one" and place == self.sharing.writer:
             self._owed.add("shared")
         elif who == "all":
             self._owed.discard("shared")
@@ -268,8 +271,7 @@ class Leader:
             ready = set()
         self._owed -= ready
         if who == "all":
-            share = (members.index(self.member.replica), len(members))
-            self.together.save({"shared", *ready}, share=share)
+            self.together.save({"shared", *ready}, share=(place, len(members)))
         elif ready:
             self.together.save(ready)
 

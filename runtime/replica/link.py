@@ -69,8 +69,8 @@ class Link:
         self._silent_s = silent_s
         self.inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.step = -1
-        #: monotonic: the coordinator knows that we were there at this time
-        self.confirmed = time.monotonic()
+        #: see `_now`: the coordinator knows that we were there at this time
+        self.confirmed = _now()
         self._answered: dict[int, float] = {}  # number of a ping -> when we answered
         self._word = threading.Condition()  # something was heard
         self._socket: socket.socket | None = None
@@ -133,7 +133,7 @@ class Link:
 
     def silent_s(self) -> float:
         """For how long the coordinator may not have heard of us, in seconds."""
-        return time.monotonic() - self.confirmed
+        return _now() - self.confirmed
 
     def await_word(self, limit_s: float) -> None:
         """Wait for a while, or until it has again within `limit_s`, or something is to be heard."""
@@ -152,7 +152,7 @@ class Link:
     def pong(self, number: int) -> None:
         """Answer the ping of this number; may be called on any thread."""
         with self._calls_lock:
-            self._answered[number] = time.monotonic()
+            self._answered[number] = _now()
         self.say("pong", n=number, step=self.step)
 
     def close(self, *, goodbye: bool) -> None:
@@ -202,7 +202,7 @@ class Link:
         if self._silent_s is None:
             keep_alive(connection)
         connection.settimeout(self._silent_s)
-        self._answered = {0: time.monotonic()}
+        self._answered = {0: _now()}
         with self._write_lock:
             for message in self.introduce():
                 connection.sendall(json.dumps(message).encode() + b"\n")
@@ -266,3 +266,8 @@ def keep_alive(connection: socket.socket) -> None:
     for name, value in KEEPALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
+
+
+def _now() -> float:
+    """Seconds, those included for which this machine slept: the others went on meanwhile."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

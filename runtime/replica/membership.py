@@ -104,8 +104,8 @@ class Trainer(Protocol):
     def heard_of_loss(self, message: dict[str, Any]) -> None:
         """A member is gone."""
 
-    def trouble(self, kind: str, text: str) -> None:
-        """Tell an engineer."""
+    def trouble(self, kind: str, text: str, subject: str = "") -> None:
+        """Tell an engineer. `subject`: what it is about, of several of a kind."""
 
 
 class Member:
@@ -258,7 +258,7 @@ class Member:
         self._stop_following()
         self.order = int(message["order"])
         donors = list(message["donors"])
-        if not self._reaches(donors):
+        if not self._reaches(list(message["members"])):
             self._say("again", epoch=self.epoch, order=self.order)
             return
         if message["refusals"] == MAX_REFUSALS:
@@ -461,7 +461,9 @@ class Member:
         elif op == "lost":
             self._trainer.heard_of_loss(message)
         elif op == "diverged":
-            self._trainer.trouble("diverged", difference_in(message))
+            blamed = [f"replica {one}" for one in message.get("odd", [])]
+            for subject in blamed or [""]:
+                self._trainer.trouble("diverged", difference_in(message), subject)
         elif op == "undecided":
             self._trainer.trouble("coordinator_undecided", str(message["text"]))
 

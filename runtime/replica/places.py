@@ -36,3 +36,7 @@ class Places:
             return ""
         self.superseded = [*self.superseded, before][-MAX_SUPERSEDED:]
         return before
+
+    def stand_by(self, placement: str) -> None:
+        """It holds no number: of one that it was given it never heard."""
+        self.holders = {n: name for n, name in self.holders.items() if name != placement}

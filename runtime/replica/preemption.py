@@ -74,6 +74,10 @@ class Preemption:
         """The last save has begun, or none is wanted any more."""
         self._reached.set()
 
+    def is_over(self) -> bool:
+        """Whether the last save has begun, or none is wanted any more."""
+        return self._reached.is_set()
+
     def left_s(self) -> float:
         """Seconds until the kill; endless if none was announced."""
         end = self._deadline

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from runtime.checkpoint import Checkpointer
 from runtime.checkpoint.coding import NotInstalled
 from runtime.checkpoint.resharding import AS_SAVED, resharded
+from runtime.checkpoint.saver import FINISH_S
 from runtime.checkpoint.tiers import TIERS, TierName
 from runtime.framing import PeerFailed
 from runtime.image import Damaged
@@ -54,6 +55,11 @@ FAILURES: dict[str, type[RuntimeError]] = {
     "severed": Severed,
     "cannot_follow": CannotFollow,
 }
+
+
+def name_of(grant: Mapping[str, Any]) -> str:
+    """An epoch's, the same on all members and never used again: epochs are counted anew if lost."""
+    return f"{grant['epoch']}x{round(float(grant['started_at']) * 1e3):x}"
 
 
 _orders: set[str] = set()
@@ -98,6 +104,7 @@ class Rank:
         #: called with each step that we made together with others
         self.tell: Callable[[Committed], None] = lambda _step: None
         self._members: list[int] = []
+        self._epoch = ""  # its name, see `name_of`
         self._reduced: Reduced | None = None  # summed or fetched, and not yet applied
         self._kept = ReducedLog()
         #: called on a thread of its own once our part of a copy was hashed, with what it is for,
@@ -116,6 +123,7 @@ class Rank:
         self._followed: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         #: held by whoever changes the state, or begins a copy of it
         self._changing = threading.Lock()
+        self._torn = False  # a step was applied in part: what is held is no state
         self.preemption = Preemption(job.grace_s, self._save_takes_s, self.save_aside)
         self._copies: list[Copying] = []  # under way, for newcomers and checkpoints
         #: for the next copy for newcomers if all rooms are in use, once it was asked for
@@ -289,6 +297,7 @@ class Rank:
         the epoch breaks meanwhile. Returns our last step, which must be that of all ranks."""
         self.replica = replica
         self._members = [int(m["replica"]) for m in grant["members"]]
+        self._epoch = name_of(grant)
         self.saver.meet(grant["members"], replica)
         addresses = [str(m["gloo"][self.job.rank]) for m in grant["members"]]
         self.gloo.build(self.link, int(grant["epoch"]), addresses, self._members.index(replica))
@@ -322,7 +331,9 @@ class Rank:
         self._reduced = None
         with self._changing:
             self.await_copies()
+            self._torn = True
             applied = self.engine.apply(reduced, tail)
+            self._torn = False
         if self._passed_on is not None:
             self._passed_on.applied()
             self._passed_on = None
@@ -373,7 +384,10 @@ class Rank:
     def save_aside(self) -> None:
         """The same, in the middle of anything, on a thread of its own: to the tiers that will be
         durable before we are killed. All ranks of a replica do it each for itself."""
+        self.saver.rooms.await_free(FINISH_S)  # before the lock: an edge may come meanwhile
         with self._changing:
+            if self._torn or self.preemption.is_over():
+                return
             epoch, step = self.state.ledger.epoch, self.state.committed
             if not self._members or step < 0:
                 return  # what we hold others hold too, or nobody has trained anything
@@ -382,7 +396,10 @@ class Rank:
             ours = [one for one in TIERS if one in tiers and (speaks or tiers[one].own)]
             usual_s = {one: tiers[one].pace.alone_s for one in ours}
             in_time = durable_in(ours, usual_s, self.preemption.left_s())
-            self._save(self.state.begin_copy_aside, f"stop{epoch}x{step}", in_time, last=True)
+            # Not by the epoch of the step alone: who was told to end before the next step of it
+            # may have saved it, and be told again.
+            name = f"stop{epoch}x{step}x{self._epoch}"
+            self._save(self.state.begin_copy_aside, name, in_time, last=True)
 
     def _save_takes_s(self) -> float:
         paces = [tier.pace for tier in self.saver.tiers.values()]

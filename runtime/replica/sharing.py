@@ -29,6 +29,8 @@ class Sharing:
         self._free = False  # we can write one alone at the next edge
         self._under_way: Who = "nobody"  # who writes one that is not known to be whole
         self._failed = False  # the last one that was shared out
+        self._turn = 0  # whose it is to write alone: passed on whenever that fails
+        self.writer = 0  # the one that was decided on: its place among the members
         self._heard: list[Outcome] = []  # what became of ours; from threads of their own
         self._said: list[Outcome] = []  # of that, to the others in the step under way
 
@@ -36,21 +38,26 @@ class Sharing:
         """What became of the one that we wrote, or have a share in."""
         self._heard.append(outcome)
 
-    def wishes(self, *, speaks: bool, due: bool, able: bool, free: bool) -> dict[str, Any]:
-        """For the next edge. `due`: the interval is over, by the clock of the one that `speaks`.
-        `able`: we can write our share then; `free`: or all of it."""
+    def wishes(
+        self, place: int, members: int, *, due: bool, able: bool, free: bool
+    ) -> dict[str, Any]:
+        """For the next edge. `place`: ours among the members, of which the first speaks. `due`: the
+        interval is over, by its clock. `able`: we can write our share then; `free`: or all of
+        it."""
         late = due and self._under_way == "all"
         self._said, self._free = list(self._heard), free
         would = self._failed or late or self._short >= PATIENCE
         return {
-            "shared": (speaks and due) or self._owed,
+            "shared": (place == 0 and due) or self._owed,
             "share": int(able),
-            "alone": speaks and free and would,
+            "alone": place == self._turn % members and free and would,
             **dict.fromkeys(self._said, True),
         }
 
     def decide(self, wishes: Wishes, members: int) -> Who:
-        """Who begins to save at this edge."""
+        """Who begins to save at this edge; if it is one alone, `writer`."""
+        self.writer = self._turn % members
+        self._turn += wishes.alone_failed
         del self._heard[: len(self._said)]  # and all have heard it
         self._said = []
         if wishes.share_failed and self._under_way == "all":
@@ -73,5 +80,6 @@ class Sharing:
         """There are other members: who is gone writes no share, and who came knows of nothing."""
         self._owed |= self._under_way != "nobody"
         self._under_way = "nobody"
+        self._turn = 0
         self._heard.clear()
         self._said = []

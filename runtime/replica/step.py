@@ -252,7 +252,27 @@ class StepEngine:
 
     def flaw(self, tail: Tail) -> str:
         """In which way the members' sums do not make up the step; "" if they do."""
-        return "" if self._is_whole(tail) else f"step {self.pending}: summed {tail.coverage}"
+        who = [0] * self.batches.shards
+        for member, share in self.shares.items():
+            for shard in share:
+                who[shard] = member + 1
+        samples = self.batches.checksums(self.pending)
+        agreed = [(int(one > 0), one, c if one else 0) for one, c in zip(who, samples, strict=True)]
+        summed = [*zip(tail.coverage, tail.who, tail.checksums, strict=True)]
+        if summed == agreed:
+            return ""
+        shard, due, found = next(
+            (shard, *pair)
+            for shard, pair in enumerate(zip(agreed, summed, strict=True))
+            if pair[0] != pair[1]
+        )
+        if due[:2] == found[:2]:
+            flaw = f"replica {due[1] - 1} computed it of other samples than replica {self.me} has"
+        else:
+            by = f" by replica {found[1] - 1}" if found[0] == 1 else ""
+            whose = f"replica {due[1] - 1}" if due[0] else "nobody"
+            flaw = f"it was summed {found[0]} times{by}, and {whose} was to do that"
+        return f"step {self.pending}, shard {shard}: {flaw}"
 
     def refuse(self, flaw: str) -> None:
         """Compute the step anew. Raises RuntimeError if that does not help."""
@@ -263,15 +283,3 @@ class StepEngine:
             )
         self.forget()
         self.shares = self._usual
-
-    def _is_whole(self, tail: Tail) -> bool:
-        who = [0] * self.batches.shards
-        for member, share in self.shares.items():
-            for shard in share:
-                who[shard] = member + 1
-        checksums = self.batches.checksums(self.pending)
-        return (
-            tail.who == who
-            and tail.coverage == [int(one > 0) for one in who]
-            and tail.checksums == [c if one else 0 for c, one in zip(checksums, who, strict=True)]
-        )

@@ -7,7 +7,7 @@ import pytest
 from runtime.replica.coordinator import PEER_SILENT_S, Asked
 from runtime.replica.epochs import GATHER_S
 from runtime.replica.listening import LEASE_S
-from tests.runtime.scene import Play, Replica, compare
+from tests.runtime.scene import Play, Replica, compare, phase_of
 
 # --- the coordinator is cut off ---------------------------------------------------------------
 
@@ -142,6 +142,25 @@ def test_who_was_started_anew_waits_for_one_that_may_have_a_newer_state(play: Pl
     assert scene.epoch == 2
 
 
+def test_a_job_that_grew_waits_for_as_many_as_it_had(play: Play) -> None:
+    scene = play(2)
+    grown = scene.join(2, "p2")
+    scene.bring_level(grown, 10)
+    scene.reach_edge(12)
+    assert sorted(scene.members) == [0, 1, 2]
+    for replica in (*scene.replicas, grown):
+        scene.end(replica, 0)
+
+    started = [scene.join(number, f"n{number}") for number in (0, 1)]
+    for replica in started:
+        replica.say_ready(11)
+    scene.pass_time(2.0, *started)
+    assert scene.epoch == 2
+
+    scene.join(2, "n2").say_ready(11)
+    assert scene.epoch == 3
+
+
 # --- newcomers --------------------------------------------------------------------------------
 
 
@@ -236,6 +255,35 @@ def test_members_that_differ_are_told_and_the_newcomer_takes_what_most_hold(play
     assert asked == [[2, 3], [2, 3], [3]]
     assert (sync["digest"], sync["donors"]) == ("d", [["p1:1"], ["p2:1"]])
     assert scene.replicas[0].heard("diverged")[0]["states"] == {"0": "odd", "1": "d", "2": "d"}
+
+
+def test_a_newcomer_is_told_of_all_members_for_it_must_reach_them_all(play: Play) -> None:
+    scene = play(3)
+    newcomer = scene.join(3, "n")
+    for member in scene.replicas[:2]:
+        member.say("staged", step=10, digest="d")
+
+    (sync,) = newcomer.heard("sync")
+
+    assert sync["donors"] == [["p0:1"], ["p1:1"]]
+    assert sync["members"] == [["p0:1"], ["p1:1"], ["p2:1"]]
+
+
+def test_who_was_put_off_is_put_off_for_longer_until_it_has_made_a_step(play: Play) -> None:
+    """An epoch that never stands is no reason to let it in as soon the next time."""
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    for member in scene.replicas:
+        member.say("staged", step=10, digest="d")
+    newcomer.say("again", epoch=0, order=newcomer.heard("sync")[-1]["order"])
+    scene.pass_time(1.5, *scene.replicas, newcomer)
+    scene.bring_level(newcomer, 12)
+    scene.reach_edge(13)
+
+    entered = phase_of(newcomer)
+    newcomer.say("pong", n=0, step=14)
+
+    assert (entered, phase_of(newcomer)) == (("member", 1), ("member", 0))
 
 
 def test_no_epoch_has_the_number_of_one_of_which_only_a_disk_knows(play: Play) -> None:
@@ -380,6 +428,26 @@ def test_a_restart_does_not_take_the_place_back_from_a_spare(play: Play) -> None
 
     assert restarted.refused.startswith("spare, which stood by, has taken the place of replica 1")
     assert scene.coordinator.alive == {0: "p0", 1: "spare"}
+
+
+def test_a_spare_that_missed_its_place_may_be_given_another(play: Play) -> None:
+    scene = play(3)
+    spare = scene.join(0, "spare", standby="spare")
+    scene.bring_level(spare, 10)
+    scene.replicas.pop().hang_up()
+    scene.reach_edge(11, planned=False)
+    assert scene.members == {0: "p0", 1: "p1", 2: "spare"}
+    scene.pass_time(PEER_SILENT_S + 0.5, *scene.replicas)
+    scene.reach_edge(11, planned=False)
+
+    back = scene.join(0, "spare", standby="spare")
+    scene.join(2, "restarted").hang_up()
+    scene.bring_level(back, 20)
+    scene.replicas.pop().hang_up()
+    scene.reach_edge(21, planned=False)
+
+    assert scene.members == {0: "p0", 1: "spare"}
+    assert scene.join(1, "spare", epoch=scene.epoch, step=21).refused == ""
 
 
 def test_an_agents_word_about_a_spare_counts_by_its_placement(play: Play) -> None:
@@ -552,3 +620,28 @@ def test_refused_newcomers_of_a_beginning_are_not_retried_at_once(play: Play) ->
     scene.pass_time(0.5, *there)
 
     assert len(there[1].heard("load")) + len(there[1].heard("sync")) == orders
+
+
+def test_a_job_begins_again_without_one_that_came_and_cannot_take_the_state(play: Play) -> None:
+    scene = play(3)
+    for replica in scene.replicas:
+        scene.end(replica, 0)
+    there = [scene.join(number, f"n{number}") for number in range(3)]
+    *able, unable = there
+    for replica in able:
+        replica.say_ready(50, "good")
+    for put_off_s in (1.2, 2.2, 4.2, 8.2, 14.0):
+        unable.say_ready(-1, "old")
+        for replica in able:
+            replica.say("staged", step=50, digest="good")
+        unable.say_ready(50, "other")
+        scene.pass_time(put_off_s, *there)
+    assert scene.epoch == 1
+
+    scene.pass_time(1.0, *there)
+    assert (scene.epoch, sorted(scene.members)) == (2, [0, 1])
+
+    scene.pass_time(2.0, *there)
+    for replica in able:
+        replica.say("staged", step=60, digest="later")
+    assert unable.heard("sync")[-1]["step"] == 60

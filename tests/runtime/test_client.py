@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from runtime import client
 from runtime.client import Directive, Ledger, Sender, Stopped, Trouble
 from tests.runtime.replicas import TOKEN, Fleet, until
 
@@ -20,6 +21,7 @@ class Door:
 
     def __init__(self, port: int = 0) -> None:
         self.refuses = "nothing"
+        self.at_most = 1 << 20  # bytes in a body
         self.batches: list[dict[str, Any]] = []
         self.reply: dict[str, Any] = {"ledger_step": -1, "ledger_epoch": -1, "directives": []}
         door = self
@@ -28,10 +30,12 @@ class Door:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 authorised = self.headers["Authorization"] == f"Bearer {TOKEN}"
-                refused = door.refuses.encode() in body
+                large = len(body) > door.at_most
+                refused = large or door.refuses.encode() in body
                 door.batches += [] if refused else [json.loads(body)]
                 answer = json.dumps(door.reply).encode()
-                self.send_response(422 if refused else 200 if authorised else 401)
+                status = 413 if large else 422 if refused else 200 if authorised else 401
+                self.send_response(status)
                 self.send_header("Content-Length", str(len(answer)))
                 self.end_headers()
                 self.wfile.write(answer)
@@ -115,6 +119,25 @@ def test_a_directive_is_obeyed_once_however_often_it_is_said(door: Door) -> None
     assert [d.verb for d in obeyed] == ["checkpoint"]
 
 
+def test_a_directive_that_is_said_before_anybody_listens_is_obeyed_once_somebody_does(
+    door: Door,
+) -> None:
+    obeyed: list[Directive] = []
+    door.reply["directives"] = [{"id": "dir_1", "verb": "stop", "args": {}}]
+    sender = make_sender(door.url)
+    sender.start()
+    for number in range(2):  # the second one is sent once the first reply was heard
+        sender.tell(Trouble(kind="test", text=str(number), at=1.0))
+        wait_for_troubles(door, number + 1)
+
+    sender.on_directive = obeyed.append
+    sender.tell(Trouble(kind="test", text="listens", at=1.0))
+    until(lambda: obeyed, "it is obeyed")
+    sender.close(5.0)
+
+    assert [d.verb for d in obeyed] == ["stop"]
+
+
 def test_a_message_that_is_refused_for_good_does_not_hold_up_the_others(door: Door) -> None:
     door.refuses = "unbearable"
     sender = make_sender(door.url)
@@ -175,6 +198,27 @@ def test_the_ledger_is_told_from_where_the_control_plane_stands(door: Door) -> N
 
     assert door.messages("ledger")[0]["step_from"] == 42
     assert set(asked) == {(41, 7)}
+
+
+def test_a_ledger_too_large_for_one_body_is_told_in_several(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "INTERVAL_S", 0.02)
+    ranges = [Ledger(step_from=step, step_to=step, epoch=1, samples=5) for step in range(40)]
+    door.at_most = 30 * len(json.dumps(client.encode(ranges[-1])))
+    sender = make_sender(door.url)
+    sender.speaks = True
+    sender.ledger = lambda _step, _epoch: ranges[len(door.messages("ledger")) :]
+    sender.start()
+    until(lambda: len(door.messages("ledger")) == 40, "all of it arrives")
+    door.at_most = 1 << 20
+    ranges += ranges
+    until(lambda: len(door.messages("ledger")) == 80, "so does what comes then")
+    sender.close(5.0)
+
+    told = [batch["messages"] for batch in door.batches if batch["messages"]]
+    assert [len(messages) for messages in told] == [20, 20, 40]
+    assert [m["step_from"] for m in door.messages("ledger")] == [*range(40), *range(40)]
 
 
 def test_a_forked_child_keeps_no_dead_replica_alive(

@@ -62,7 +62,7 @@ def test_a_replica_whose_memory_errs_is_named(make_fleet: Callable[..., Fleet], 
     door.close()
 
     told = door.messages("trouble")
-    assert {one["kind"] for one in told} == {"diverged"}
+    assert {(one["kind"], one["subject"]) for one in told} == {("diverged", "replica 1")}
     first = min(one["text"] for one in told)
     assert first.startswith("after step 39 replica 1 does not hold what the others hold")
 

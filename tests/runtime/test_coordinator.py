@@ -433,6 +433,26 @@ def test_a_minority_waits_and_a_person_is_told_once(tmp_path: Path) -> None:
     assert [heard["op"] for heard in member.heard].count("undecided") == 1
 
 
+def test_who_claims_an_epoch_keeps_its_place_from_an_older_start_that_claims_an_earlier_one(
+    tmp_path: Path,
+) -> None:
+    claimant, _second, _third = claimants()
+    woken = Member(0, "old", 7)
+
+    async def scene(coordinator: Coordinator, port: int) -> None:
+        await claimant.join(port)
+        assert (await ask(port, op="status"))["peers"] == {"0": "claiming"}
+        await woken.join(port)
+        asked = await claimant.hear("ping")
+        claimant.say(op="pong", n=asked["n"], step=9)
+        await woken.hear("refused")
+        assert coordinator.peers[0].placement == "a"
+
+    serve(tmp_path, {0: "a", 1: "b", 2: "c"}, scene)
+
+    assert "replica 0 of j lives, as a" in woken.heard[-1]["error"]
+
+
 def test_a_person_may_take_any_members_word(tmp_path: Path) -> None:
     member, _second, _third = claimants()
 

@@ -138,6 +138,26 @@ def test_a_job_resumes_with_other_ranks(
     assert [step["loss"] for step in fleet.steps(0)] == losses
 
 
+@pytest.mark.soak
+def test_a_job_that_trains_on_with_other_ranks_stays_close(make_fleet: MakeFleet) -> None:
+    """Not more: four ranks add up the parts of a sum in another order than two."""
+    rich = {"rich": True, "calm": True, "averages": False}
+    options = {**rich, "pace_s": 0, "dropout": 0.0, "steps": 60}
+    left_alone = make_fleet(1, divided=2, options=options)
+    left_alone.start()
+    assert left_alone.ranks[0].wait(PATIENCE_S) == 0
+    fleet = make_fleet(1, options=options)
+    fleet.start_coordinator()
+    for ranks, steps in ((2, 20), (4, 40), (2, 60)):
+        fleet.divided, fleet.options["steps"] = ranks, steps
+        fleet.start_rank(0)
+        assert [process.wait(PATIENCE_S) for process in fleet.part_with(0)] == [0] * ranks
+
+    for key in ("loss", "grad_norm"):
+        expected = [step[key] for step in left_alone.steps(0)]
+        assert [step[key] for step in fleet.steps(0)] == pytest.approx(expected, rel=1e-3)
+
+
 def test_a_job_resumes_from_the_newest_checkpoint_of_which_every_part_is_there(
     make_fleet: MakeFleet,
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+import time
 
 import pytest
 
@@ -107,3 +108,16 @@ def test_a_value_that_does_not_come_in_time_is_forgotten() -> None:
 
         assert not link._calls
         link.close(goodbye=True)
+
+
+def test_while_its_machine_slept_the_coordinator_did_not_hear_of_a_member(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = time.clock_gettime
+    link = Link("127.0.0.1:1", list, lambda _epoch, _message: None)
+    awake = link.silent_s()
+    monkeypatch.setattr(
+        time, "clock_gettime", lambda which: clock(which) + 600 * (which == time.CLOCK_BOOTTIME)
+    )
+
+    assert awake < 600 <= link.silent_s()

@@ -52,6 +52,30 @@ def test_a_job_that_resumes_with_two_and_with_four_replicas_ends_as_one_left_alo
     make_fleet: MakeFleet,
 ) -> None:
     fleet = make_fleet(4, options={"mode": "reproducible"})
+    resume_with_two_and_with_four(fleet)
+
+    assert [step["step"] for step in fleet.steps(0)] == [*range(60)]
+    assert alone(make_fleet, fleet) == fleet.weights()
+
+
+@pytest.mark.soak
+def test_a_covering_job_that_resumes_with_two_and_with_four_replicas_stays_close(
+    make_fleet: MakeFleet,
+) -> None:
+    """Not more: two replicas add up the shards in another order than four."""
+    fleet = make_fleet(4, options={"mode": "cover"})
+    resume_with_two_and_with_four(fleet)
+    undisturbed = make_fleet(4, options={"mode": "cover", "steps": 60, "pace_s": 0})
+    undisturbed.start()
+    assert [rank.wait(PATIENCE_S) for rank in undisturbed.ranks.values()] == [0] * 4
+
+    for key in ("loss", "grad_norm"):
+        expected = [step[key] for step in undisturbed.steps(0)]
+        assert [step[key] for step in fleet.steps(0)] == pytest.approx(expected, rel=1e-3)
+
+
+def resume_with_two_and_with_four(fleet: Fleet) -> None:
+    """Twenty steps of four replicas, of two, and of four."""
     fleet.start_coordinator()
     for world, steps in ((4, 20), (2, 40), (4, 60)):
         fleet.world, fleet.options["steps"] = world, steps
@@ -59,9 +83,6 @@ def test_a_job_that_resumes_with_two_and_with_four_replicas_ends_as_one_left_alo
             fleet.start_rank(replica)
         ended = [fleet.ranks[replica].wait(PATIENCE_S) for replica in range(world)]
         assert ended == [0] * world
-
-    assert [step["step"] for step in fleet.steps(0)] == [*range(60)]
-    assert alone(make_fleet, fleet) == fleet.weights()
 
 
 def test_covering_survivors_keep_scaler_schedules_averages_and_several_optimizers(

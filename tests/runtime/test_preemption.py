@@ -255,6 +255,36 @@ def test_a_preemption_before_the_first_step_ends_cleanly_and_leaves_nothing(
     assert "checkpoint_failed" not in (fleet.folder / "rank0.log").read_text()
 
 
+def test_a_job_that_is_told_to_end_twice_at_one_step_saves_it_under_two_names(
+    make_fleet: MakeFleet,
+) -> None:
+    """One that fails must not take the other with it."""
+    fleet = make_fleet(1, grace_s=4.0, options={"evaluate_at": 30})
+    fleet.start_coordinator()
+    for _ in range(2):
+        (fleet.folder / "evaluating.0").unlink(missing_ok=True)
+        fleet.start_rank(0)
+        until((fleet.folder / "evaluating.0").exists, "it evaluates")
+        preempt(fleet)
+
+    found = store.candidates(fleet.folder / "state" / "checkpoints")
+    assert {store.number_of(path)[0] for path in found} == {29}
+    assert len({store.manifest_of(path).save for path in found}) == 2
+
+
+def test_a_job_that_is_told_to_end_while_it_makes_memory_for_checkpoints_loses_no_step(
+    make_fleet: MakeFleet,
+) -> None:
+    fleet = make_fleet(1, grace_s=20.0, options={"width": 1_000_000})  # 136 MB of state
+    fleet.start()
+    fleet.wait_for_step(0)
+
+    codes = preempt(fleet)
+
+    assert codes == [0]
+    assert newest(fleet) == fleet.steps(0)[-1]["step"] < 5  # the memory is made after the first
+
+
 def test_who_alone_is_told_to_end_leaves_at_an_edge_and_the_others_train_on(
     make_fleet: MakeFleet,
 ) -> None:

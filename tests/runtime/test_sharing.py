@@ -18,6 +18,7 @@ class Members:
 
     count: int
     each: list[Sharing] = field(default_factory=list)
+    writer: int = 0  # of those that one wrote alone, the last
 
     def __post_init__(self) -> None:
         self.each = [Sharing() for _ in range(self.count)]
@@ -30,13 +31,17 @@ class Members:
         able = self.count if able is None else able
         said = [
             one.wishes(
-                speaks=place == 0, due=due, able=place < able and free, free=free or place > 0
+                place,
+                self.count,
+                due=due,
+                able=place < able and free,
+                free=free or place > 0,
             )
             for place, one in enumerate(self.each)
         ]
-        decided = {one.decide(summed(said, page), self.count) for one in self.each}
-        assert len(decided) == 1
-        return decided.pop()
+        decided = {(one.decide(summed(said, page), self.count), one.writer) for one in self.each}
+        ((who, self.writer),) = decided
+        return who
 
     def edges(self, count: int, **how: Any) -> list[Who]:
         return [self.edge(**how) for _ in range(count)]
@@ -119,6 +124,23 @@ def test_when_the_members_change_meanwhile_they_save_anew() -> None:
     assert members.edges(2) == ["one", "nobody"]
 
 
+def test_after_one_failed_alone_it_is_another_s_turn_until_the_members_change() -> None:
+    members = Members(3)
+    writers = []
+    for _ in range(4):
+        assert members.edge(due=True, able=0) == "one"
+        writers.append(members.writer)
+        members.each[members.writer].hear("alone_failed")
+        members.edge()
+        members.edges(PATIENCE, able=0)
+    for one in members.each:
+        one.regrouped()
+    members.edges(PATIENCE, able=0)
+
+    assert writers == [0, 1, 2, 0]
+    assert (members.edge(due=True, able=0), members.writer) == ("one", 0)
+
+
 def test_one_that_takes_longer_alone_than_the_interval_is_shared_out_then() -> None:
     members = Members(2)
     assert members.edge(due=True, able=0) == "one"
@@ -135,18 +157,18 @@ def test_what_was_heard_is_told_until_a_step_is_made() -> None:
     members.edge(due=True)
     one = members.each[1]
     one.hear("whole")
-    one.wishes(speaks=False, due=False, able=True, free=True)  # a step that came to nothing
+    one.wishes(1, 2, due=False, able=True, free=True)  # a step that came to nothing
 
-    assert one.wishes(speaks=False, due=False, able=True, free=True)["whole"]
+    assert one.wishes(1, 2, due=False, able=True, free=True)["whole"]
 
 
 def test_what_is_heard_after_a_step_began_is_told_with_the_next() -> None:
     one = Sharing()
-    before = one.wishes(speaks=True, due=False, able=True, free=True)
+    before = one.wishes(0, 1, due=False, able=True, free=True)
     one.hear("whole")
     one.decide(summed([before], checkpoint=False), 1)
 
-    assert one.wishes(speaks=True, due=False, able=True, free=True)["whole"]
+    assert one.wishes(0, 1, due=False, able=True, free=True)["whole"]
 
 
 @given(

@@ -44,12 +44,12 @@ def assert_every_claim_held(report: dict[str, Any]) -> None:
 @pytest.mark.parametrize("replicas", [3, 4])
 def test_every_kind_of_death_in_every_phase(replicas: int) -> None:
     report = torture(
-        "--each", "--kinds", "kill,stop,cut,blackhole", "--phases", PHASES,
+        "--each", "--kinds", "kill,stop,cut,blackhole", "--phases", f"{PHASES},donor,away",
         "--replicas", str(replicas), "--seed", "6",
     )  # fmt: skip
 
     assert_every_claim_held(report)
-    assert len({(f["kind"], f["phase"]) for f in report["failures"]}) == 28
+    assert len({(f["kind"], f["phase"]) for f in report["failures"]}) == 36
 
 
 def test_replicas_sent_away_at_every_moment() -> None:
@@ -59,8 +59,12 @@ def test_replicas_sent_away_at_every_moment() -> None:
 
 
 @pytest.mark.skipif(bool(impossible()), reason=f"no network of its own here: {impossible()}")
-def test_parted_replicas_in_every_phase() -> None:
-    report = torture("--each", "--kinds", "part", "--phases", PHASES, "--seed", "8")
+@pytest.mark.parametrize("replicas", [3, 4])
+def test_parted_replicas_in_every_phase(replicas: int) -> None:
+    report = torture(
+        "--each", "--kinds", "part", "--phases", PHASES,
+        "--replicas", str(replicas), "--seed", "8",
+    )  # fmt: skip
 
     assert_every_claim_held(report)
     assert len(report["failures"]) == 7

@@ -465,6 +465,15 @@ def test_of_many_small_tensors_the_description_has_room_too() -> None:
     assert room_for(state) >= staged.table.bytes + described
 
 
+def test_a_kind_of_number_that_this_torch_has_not_is_damage() -> None:
+    staged = stage({"v": torch.ones(3)}, 0)
+    (piece,) = staged.table.pieces
+    newer = replace(staged.table, pieces=(replace(piece, dtype="float7_e3m3"),))
+
+    with pytest.raises(Damaged, match=r"does not make a state: .*float7_e3m3"):
+        state_of(Staged(0, newer, staged.buffer, staged.hashes))
+
+
 def test_what_describes_no_state_is_damage() -> None:
     staged = stage({"v": math.inf}, 0)
     table = replace(staged.table, skeleton={"$float": "many"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -221,3 +222,28 @@ def test_what_is_not_summed_is_named_before_a_gradient_that_it_has(bench: Bench)
 
     with pytest.raises(RuntimeError, match=r"1\.late came to the model after"):
         bench.engine.backward(bench.loss(), 1)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({}, ""),
+        ({"coverage": [1, 2], "who": [1, 3]}, "shard 1: it was summed 2 times, and replica 1 was"),
+        ({"who": [1, 1]}, "shard 1: it was summed 1 times by replica 0, and replica 1 was"),
+        ({"coverage": [1, 0], "who": [1, 0]}, "it was summed 0 times, and replica 1 was to do"),
+        ({"checksums": (1, -1)}, "shard 1: replica 1 computed it of other samples than replica 0"),
+    ],
+)
+def test_a_step_that_is_not_whole_says_which_shard_and_whose(
+    bench: Bench, said: dict[str, Any], words: str
+) -> None:
+    bench.engine.shares = {0: [0], 1: [1]}
+    checksums = [*bench.engine.batches.checksums(0)]
+    shard, other = said.get("checksums", (0, checksums[0]))
+    checksums[shard] = other
+    told = {"coverage": [1, 1], "who": [1, 2], **said, "checksums": checksums}
+
+    found = bench.engine.flaw(SimpleNamespace(**told))  # type: ignore[arg-type]
+
+    assert words in found
+    assert bool(words) == bool(found)

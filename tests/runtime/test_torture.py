@@ -330,6 +330,14 @@ def test_a_replica_that_took_the_state_anew_may_jump_ahead() -> None:
     assert report.ok
 
 
+def with_loss(first: float) -> dict[str, list[Event]]:
+    """A run in which the first step has this one."""
+    return {
+        placement: [commit(0, 0.0, placement, loss=first), *own[1:]]
+        for placement, own in good().events.items()
+    }
+
+
 def broken() -> dict[str, tuple[Report, str]]:
     """Each claim broken alone, and a word of what the report says of it."""
     death = Death(replica=1, placement="plc_1", code=-11, targeted=False)
@@ -342,6 +350,10 @@ def broken() -> dict[str, tuple[Report, str]]:
     other_ledger = with_events(lambda own: [*own[:-1], ended("plc_1", ledger=[])], "plc_1")
     other_run = {p: [*own[:-1], ended(p, "d3")] for p, own in good().events.items()}
     return {
+        "losses far apart": (
+            judged(good(), good(events=with_loss(2.55)), mode="cover"),
+            "step 0: loss 2.5, undisturbed 2.55",
+        ),
         "a survivor died": (judged(good(deaths=[death])), "untouched, died with -11"),
         "a wait had no end": (judged(good(problems=["not within 60 s"])), "not within 60 s"),
         "never came back": (judged(good(), recovered=False), "did not come back"),
@@ -378,8 +390,8 @@ def test_only_the_deaths_of_survivors_count_as_theirs() -> None:
     assert judged(good(deaths=[struck, untouched])).survivor_deaths == 1
 
 
-def test_closeness_is_shown_where_equality_is_no_claim() -> None:
-    report = judged(good(), mode="cover")
+def test_where_equality_is_no_claim_closeness_is() -> None:
+    report = judged(good(), good(events=with_loss(2.501)), mode="cover")
 
     assert report.ok
     assert report.digest_equal is None

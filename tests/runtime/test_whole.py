@@ -71,13 +71,19 @@ class Whole:
         return self.folder / "state" / "checkpoints"
 
     def run(
-        self, *, ranks: int = 2, restarts: int = 0, disk: str = "disk", **options: object
+        self,
+        *,
+        ranks: int = 2,
+        restarts: int = 0,
+        disk: str = "disk",
+        url: str = "",
+        **options: object,
     ) -> tuple[int, str]:
         """Until it ends: its exit status, and all that it wrote."""
         # Else ranks that torchrun starts anew may read where those before them listened.
-        alone = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        also = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "DRYDOCK_URL": url}
         arguments = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-        process = self.start(arguments, disk, alone, **options)
+        process = self.start(arguments, disk, also, **options)
         said, _ = process.communicate(timeout=PATIENCE_S)
         return process.returncode, said
 
@@ -182,6 +188,16 @@ def test_so_does_a_pipeline(tmp_path: Path) -> None:
     assert len({*calm.digests()}) == 2
 
 
+def test_each_rank_tells_of_its_own_stores_that_are_late(tmp_path: Path) -> None:
+    door = Door()
+    status, said = Whole(tmp_path).run(url=door.url)  # it is to save at each edge
+    door.close()
+
+    assert status == 0, said
+    late = [one for one in door.batches if '"checkpoint_late"' in json.dumps(one["messages"])]
+    assert {one["rank"] for one in late} == {0, 1}
+
+
 def test_a_stage_of_a_pipeline_is_no_replica(tmp_path: Path) -> None:
     status, said = Whole(tmp_path).run(pipeline=True, as_replica=True)
 
@@ -260,6 +276,7 @@ def test_where_none_can_be_loaded_nobody_begins_anew_unasked(copied: Whole) -> N
 
     assert status != 0
     assert re.search(r"checkpoints of this job can be loaded \(rank 0: shared: .*rank-0-", said)
+    assert f"python -m runtime.checkpoint verify {copied.checkpoints}" in said
     assert not [*copied.folder.glob("digest.*")]
 
 
@@ -412,6 +429,23 @@ def test_a_checkpoint_that_is_asked_for_is_made_in_a_busy_tier_too(
         until(lambda: next(steps) >= 0 and alone.saved(whole, "shared"), "the other one is")
 
     assert busy == []
+
+
+def test_where_there_is_no_room_for_what_is_due_that_is_told(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with alone.start() as whole:
+        steps = whole.steps(NEVER)
+        until(lambda: next(steps) >= 0 and whole.saver.is_free("local"), "there is room")
+        monkeypatch.setattr(whole.saver.rooms, "any_free", lambda: False)
+        whole._on_directive(Directive(id="dir_1", verb="checkpoint"))
+        next(steps)
+        monkeypatch.undo()
+        whole.job.stop.set()
+        list(steps)
+
+    assert alone.troubles() == ["checkpoint_late"]
+    assert alone.door.messages("trouble")[0]["text"].endswith(": local, shared")
 
 
 def test_what_could_not_be_copied_at_the_last_edge_is_saved_at_the_end(alone: Alone) -> None:

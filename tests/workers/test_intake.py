@@ -161,7 +161,8 @@ def test_a_signal_about_an_unknown_placement_is_kept_and_harmless() -> None:
     assert not Incident.objects.exists()
 
 
-def straggler(placement: Placement, **data: object) -> Signal:
+def blames(placement: Placement, **data: object) -> Signal:
+    """A job says that the replica there is slower than the others, or what else `data` says."""
     told = {"kind": "straggler", "subject": f"replica {placement.replica.index}", "text": "slow"}
     signal: Signal = SignalFactory(
         kind=SignalKind.JOB_TROUBLE,
@@ -174,12 +175,15 @@ def straggler(placement: Placement, **data: object) -> Signal:
     return signal
 
 
-def test_a_straggler_is_a_failure_of_the_node_that_holds_it(placement: Placement) -> None:
-    straggler(placement)
+@pytest.mark.parametrize("kind", ["straggler", "diverged"])
+def test_what_its_peers_say_of_a_replica_is_a_failure_of_the_node_that_holds_it(
+    placement: Placement, kind: str
+) -> None:
+    blames(placement, kind=kind)
     intake.triage_signals()
 
     failure = Failure.objects.get()
-    assert (failure.code, failure.node, failure.urgency) == ("straggler", placement.node, "idle")
+    assert (failure.code, failure.node, failure.urgency) == (kind, placement.node, "idle")
     assert failure.confidence == "medium"
     assert Incident.objects.get().node == placement.node
     assert not PlaybookRun.objects.exists()
@@ -187,7 +191,7 @@ def test_a_straggler_is_a_failure_of_the_node_that_holds_it(placement: Placement
 
 def test_a_straggler_that_is_told_again_is_the_same_one(placement: Placement) -> None:
     for _ in range(2):
-        straggler(placement)
+        blames(placement)
         intake.triage_signals()
 
     assert Failure.objects.get().count == 2
@@ -200,11 +204,19 @@ def test_a_straggler_that_is_told_again_is_the_same_one(placement: Placement) ->
         {"subject": "replica x"},
         {"subject": "replica 999"},
         {"subject": None},
+        {"kind": "diverged", "subject": ""},
     ],
 )
-def test_what_names_no_slow_replica_opens_nothing(
+def test_what_blames_no_replica_opens_nothing(
     placement: Placement, data: dict[str, object]
 ) -> None:
-    straggler(placement, **data)
+    blames(placement, **data)
+    intake.triage_signals()
+    assert not Failure.objects.exists()
+
+
+def test_of_several_nodes_of_a_replica_none_is_blamed(placement: Placement) -> None:
+    PlacementFactory(replica=placement.replica)
+    blames(placement)
     intake.triage_signals()
     assert not Failure.objects.exists()

@@ -19,7 +19,7 @@ from controlplane.health.models import Signal
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.models import Job
 from workers.intake.coordinators import coordinators_went_with, is_coordinator_gone
-from workers.intake.hardware import hardware_spoke, job_found_a_straggler, straggler
+from workers.intake.hardware import blamed, hardware_spoke, job_blamed_a_replica
 from workers.intake.lost_replicas import (
     ended_warm_spare,
     ended_while_stopping,
@@ -92,8 +92,8 @@ def _handle(signal: Signal) -> None:
         replica_was_lost(signal)
     elif (stopped := stopped_by_order(signal)) is not None:
         replica_was_stopped(signal, stopped)
-    elif (slow := straggler(signal)) is not None:
-        job_found_a_straggler(signal, slow)
+    elif (index := blamed(signal)) is not None:
+        job_blamed_a_replica(signal, index)
     elif signal.node is not None and is_coordinator_gone(signal):
         led = Job.objects.filter(coordinator_placement=signal.placement_id)
         coordinators_went_with(signal.node, signal, led)

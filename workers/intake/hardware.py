@@ -35,22 +35,22 @@ def hardware_spoke(signal: Signal) -> None:
     take_up(signal, node, card, verdict)
 
 
-def job_found_a_straggler(signal: Signal, index: int) -> None:
-    """Its peers say that a replica is slow: something holds its node back that nothing else shows.
-    The failure is its node's, whoever told it."""
-    placement = (
+def job_blamed_a_replica(signal: Signal, index: int) -> None:
+    """Its peers say that a replica is slow, or holds what nobody else does: something is wrong with
+    its node that nothing else shows. The failure is its node's, whoever told it; of a replica on
+    several nodes nobody knows which it is."""
+    held = list(
         Placement.objects.select_related("node__lease", "node__cluster", "node__rack")
         .filter(replica__job=signal.job_id, replica__index=index, standby=False)
         .exclude(state=PlacementState.ENDED)
-        .first()
     )
-    if placement is not None:
-        verdict = triage.judge_straggler(str(signal.data.get("text", "")))
-        take_up(signal, placement.node, None, verdict)
+    if len(held) == 1:
+        verdict = triage.judge_blame(str(signal.data["kind"]), str(signal.data.get("text", "")))
+        take_up(signal, held[0].node, None, verdict)
 
 
-def straggler(signal: Signal) -> int | None:
-    """Which replica a job says to be slow, as its runtime puts it; None if it does not."""
+def blamed(signal: Signal) -> int | None:
+    """Which replica a job says to be unlike its peers, as its runtime puts it; None if none."""
     found = re.fullmatch(r"replica (\d{1,6})", str(signal.data.get("subject", "")))
-    told = signal.kind == SignalKind.JOB_TROUBLE and signal.data.get("kind") == "straggler"
+    told = signal.kind == SignalKind.JOB_TROUBLE and signal.data.get("kind") in triage.BLAMES
     return int(found[1]) if told and found else None

@@ -17,11 +17,12 @@ from workers.triage.loss import (
     first_to_go,
 )
 from workers.triage.readings import (
+    BLAMES,
     beyond_remapping,
+    judge_blame,
     judge_errors,
     judge_flag,
     judge_reading,
-    judge_straggler,
 )
 from workers.triage.verdicts import (
     ACTIONS,
@@ -40,6 +41,7 @@ from workers.triage.verdicts import (
 
 __all__ = [
     "ACTIONS",
+    "BLAMES",
     "FOR_PEOPLE",
     "LASTING",
     "NODE_REPAIRS",
@@ -65,11 +67,11 @@ __all__ = [
     "is_for_people",
     "is_note",
     "judge",
+    "judge_blame",
     "judge_errors",
     "judge_flag",
     "judge_line",
     "judge_reading",
-    "judge_straggler",
     "may_end_rank",
     "parse",
     "stronger",

@@ -12,6 +12,8 @@ from workers.triage.verdicts import LineVerdict
 
 #: NVIDIA's memory guide: a card is replaced once so many of its rows were remapped.
 MAX_REMAPPED_ROWS = 512
+#: What a job says of one of its replicas that speaks of the node: kinds of its troubles.
+BLAMES = frozenset({"straggler", "diverged"})
 #: NVML's clocks event reasons, in words.
 _REASONS = {
     0x8: "its hardware slows it",
@@ -33,15 +35,15 @@ def judge_reading(pci: str, data: Mapping[str, Any]) -> LineVerdict | None:
     return _judge_watched(pci, name, value, data)
 
 
-def judge_straggler(told: str) -> LineVerdict:
-    """What it means that a job's peers find one of its replicas slow: `told` in their words.
+def judge_blame(kind: str, told: str) -> LineVerdict:
+    """What it means that a job finds one of its replicas unlike the others, one of BLAMES: `told`
+    in its words.
 
-    Nothing is lost yet, and what holds it back may be the card, the host or a neighbour's program:
-    somebody looks once it costs nobody anything.
+    A straggler may be held back by its card, its host or a neighbour's program; what a replica
+    holds that nobody else does may be the error of a card, of memory, or the script's own doing.
+    No node is taken out for what may be a script's: somebody looks.
     """
-    return LineVerdict(
-        "straggler", "", "unknown", "field_diagnostic", "idle", "told-by-the-job", told
-    )
+    return LineVerdict(kind, "", "unknown", "field_diagnostic", "idle", "told-by-the-job", told)
 
 
 def judge_errors(pci: str, errors: Sequence[float], window_s: float) -> LineVerdict | None:

@@ -38,6 +38,8 @@ def test_each_tier_is_shown_with_its_age_and_whether_it_is_late(operator: Client
     local, shared = shown.split('data-tier="')[1:3]
     assert local.startswith('local"')
     assert "late" in local
+    assert (now - timedelta(seconds=100)).isoformat() in local  # its age, kept ticking
+    assert (now - timedelta(seconds=10)).isoformat() in shared
     assert shared.startswith('shared"')
     assert "verified" in shared.split("</tr>")[0]
 

@@ -79,10 +79,12 @@ def test_a_job_resumes_from_the_groups_checkpoint(make_fleet: MakeFleet, tmp_pat
         fleet.start_rank(replica)
     fleet.wait_for_step(stopped + 5)
     fleet.stop()
+    undisturbed = alone(tmp_path / "alone", fleet)
 
     assert once_each(fleet.steps(0))
     assert heard(fleet, 0, "begin")[1]["step"] == stopped + 1
-    assert fleet.weights() == alone(tmp_path / "alone", fleet).weights()
+    assert fleet.weights() == undisturbed.weights()
+    assert heard(fleet, 0, "epoch") == heard(undisturbed, 0, "epoch")
 
 
 def test_all_evaluate_at_the_steps_that_were_asked_for(make_fleet: MakeFleet) -> None:
@@ -92,10 +94,23 @@ def test_all_evaluate_at_the_steps_that_were_asked_for(make_fleet: MakeFleet) ->
 
     for replica in (0, 1):
         assert [note["step"] for note in heard(fleet, replica, "evaluate")] == [4, 8, 12, 14]
-        assert [note["step"] for note in heard(fleet, replica, "epoch")] == [6, 11]
+        assert [note["step"] for note in heard(fleet, replica, "epoch")] == [6, 11, 14]
     losses = [[n["eval_loss"] for n in heard(fleet, r, "log") if "eval_loss" in n] for r in (0, 1)]
     assert losses[0] == losses[1]
     assert len(fleet.digests()) == 1
+
+
+def test_what_is_due_at_the_end_of_epochs_is_done_at_the_end_of_training_too(
+    make_fleet: MakeFleet,
+) -> None:
+    asked = {"eval_strategy": "epoch", "save_strategy": "epoch", "max_steps": 8}
+    fleet = make_fleet(SCRIPT, 2, arguments=asked)
+    finished(fleet)
+
+    for replica in (0, 1):
+        assert [note["step"] for note in heard(fleet, replica, "evaluate")] == [6, 8]
+    folders = sorted(path.name for path in (fleet.folder / "output").glob("checkpoint-*"))
+    assert folders == ["checkpoint-6", "checkpoint-8"]
 
 
 def test_checkpoints_of_the_trainer_are_written_once_and_can_be_loaded(
@@ -175,6 +190,7 @@ def test_a_stop_of_one_is_a_stop_of_all_one_step_later(make_fleet: MakeFleet) ->
     finished(fleet)
 
     assert [len(fleet.steps(replica)) for replica in (0, 1)] == [9, 9]
+    assert [note["step"] for note in heard(fleet, 1, "epoch")] == [6, 9]
     assert len(fleet.digests()) == 1
 
 

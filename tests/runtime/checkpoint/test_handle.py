@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
 from typing import Any
+
+import pytest
 
 from runtime.checkpoint.handle import NICE, WriterHandle
 
@@ -23,3 +26,21 @@ def test_a_writer_stands_back_in_its_trainers_session_but_is_not_ended_with_its_
 
     assert handle.close(90.0)
     assert heard.get(timeout=90.0)["code"] == 0
+
+
+def test_a_writer_that_nobody_would_hear_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = WriterHandle(lambda _message: None)
+
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="new thread"):
+        handle.start()
+    monkeypatch.undo()
+    kept = handle.pid
+    handle.start()
+
+    assert kept is None
+    assert handle.pid is not None
+    assert handle.close(90.0)

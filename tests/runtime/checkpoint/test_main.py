@@ -243,6 +243,17 @@ def test_what_another_version_wrote_stays_and_what_is_damaged_is_not_counted(
     assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
 
 
+def test_where_too_few_verify_all_stay_for_the_disk_may_be_ill(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, staged_at(step), keep=3)
+    for step in (1, 2):
+        (tmp_path / f"step-0000000{step}" / "manifest.json").write_text("{}")
+
+    assert main(["prune", str(tmp_path), "--keep", "2"]) == 0
+
+    assert len(names(tmp_path)) == 3
+
+
 def test_the_newest_that_can_be_told_is_looked_into(tmp_path: Path, capsys: Capture) -> None:
     for step in (1, 2):
         write(tmp_path, staged_at(step))

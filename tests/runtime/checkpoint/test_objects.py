@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from runtime.checkpoint import asking
-from runtime.checkpoint.manifest import MANIFEST
+from runtime.checkpoint.manifest import MANIFEST, sealed
 from runtime.checkpoint.objects import Found, ObjectStore
 from runtime.image import CHUNK_BYTES, Damaged
 from runtime.snapshot import stage
@@ -312,6 +313,29 @@ def test_what_cannot_be_read_is_kept_until_it_is_older_than_all_that_are(url: st
     assert kept == 3
     assert len(objects.found()) == 2
     assert there(objects) == [(4, "save4"), (3, "save3")]
+
+
+def test_what_another_version_put_there_stays(url: str) -> None:
+    """A job that was given an older Drydock goes on from what that can read."""
+    objects = ObjectStore(url, "j")
+    for step, version in ((1, 5), (2, 3), (3, 3)):
+        put(objects, step)
+        newest = objects.publish(step, f"save{step}", 1, {})
+        assert newest is not None
+        change_version(objects, newest, version)
+    assert newest is not None
+
+    objects.prune(newest, 1)
+
+    assert there(objects) == [(3, "save3")]
+    assert len(objects.found()) == 2
+
+
+def change_version(objects: ObjectStore, found: Found, version: int) -> None:
+    path = f"{found.path}/{MANIFEST}"
+    said = {**json.loads(objects._files.cat_file(path)), "version": version}
+    del said["self"]
+    objects._files.pipe_file(path, sealed(said))
 
 
 def test_a_second_to_publish_changes_nothing(url: str) -> None:

@@ -17,6 +17,8 @@ import torch
 
 from runtime.checkpoint import store
 from runtime.checkpoint.delivery import UNSEEN
+from runtime.checkpoint.draft import HOST
+from runtime.checkpoint.handle import WRITER_MODULE, WriterHandle
 from runtime.checkpoint.tiers import TierName, tiers_of
 from runtime.client import CheckpointSaved, Trouble
 from runtime.image import Damaged, Piece
@@ -25,6 +27,7 @@ from tests.runtime.checkpoint.one_rank import PATIENCE_S, SIZE, OneRank, read_fr
 from tests.runtime.checkpoint.states import (
     copy_of_step,
     due,
+    flip_a_bit,
     staged_at,
     state_of_step,
 )
@@ -182,18 +185,20 @@ def test_by_whatever_way_the_folder_is_reached_as_many_are_kept(tmp_path: Path) 
     trainer.saver.finish()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
 def test_what_another_replica_s_process_left_on_this_disk_goes_once_ours_is_later(
-    on_two_tiers: OneRank, tmp_path: Path
+    tmp_path: Path, rank: int
 ) -> None:
     """A spare has the number of whomever it serves for, one after another."""
-    saver = on_two_tiers.saver
+    one = OneRank(tmp_path, rank, 2, own_disk=True)
+    saver = one.saver
     saver.prepare(lambda: SIZE)
 
     def left_after(step: int, replica: int) -> set[str]:
         begin = partial(copy_of_step, step)
         assert saver.save(begin, f"save{step}", ["local"], replica=replica, last=True)
-        on_two_tiers.told.until(lambda: step in on_two_tiers.told.saved())
-        on_two_tiers.told.until(lambda: not saver.delivery._asked)
+        one.told.until(lambda: step in one.told.saved())
+        one.told.until(lambda: not saver.delivery._asked)
         there = (tmp_path / "disk").glob("*/*/replica-*/step-*")
         return {f"{path.parent.name[8]}: {path.name[-1]}" for path in there}
 
@@ -203,6 +208,67 @@ def test_what_another_replica_s_process_left_on_this_disk_goes_once_ours_is_late
     assert left[2] == {"0: 1", "0: 2", "1: 3"}
     assert left[3] == {"1: 3", "1: 4"}
     assert left[4] == {"1: 3", "1: 4", "2: 5"}
+    saver.finish()
+
+
+def test_of_several_copies_on_this_disk_one_that_is_whole_is_read(
+    on_two_tiers: OneRank, tmp_path: Path
+) -> None:
+    saver = on_two_tiers.saver
+    saver.prepare(lambda: SIZE)
+    for replica in (0, 1):
+        begin = partial(copy_of_step, 7)
+        assert saver.save(begin, "save7", ["local"], replica=replica, last=True)
+        copies = replica + 1
+        on_two_tiers.told.until(lambda copies=copies: on_two_tiers.told.saved() == [7] * copies)  # type: ignore[misc]
+    (first,) = (tmp_path / "disk").glob("*/*/replica-0-rank-0/step-00000007")
+    flip_a_bit(first / "rank-0-0000.bin", 1000)
+
+    assert saver.sources.saves() == [(7, "save7", "local")]
+    assert read_from(on_two_tiers, 7, "local") == staged_at(7).digest
+    assert on_two_tiers.told.troubles() == ["checkpoint_refused"]
+
+
+def test_what_a_dead_writer_left_goes_before_more_is_written(
+    trainer: OneRank, tmp_path: Path
+) -> None:
+    """It may be what fills the disk, so that no save succeeds."""
+    trainer.save_all(1)
+    draft = tmp_path / "checkpoints" / ".writing-00000002-abc"
+    draft.mkdir()
+    (draft / "rank-0.lock").write_text(HOST)
+    (tmp_path / "checkpoints" / ".writing-00000003-save3").write_text("in the way")
+
+    trainer.save(3)
+    trainer.told.until(lambda: "checkpoint_failed" in trainer.told.troubles())
+
+    assert not draft.exists()
+
+
+def test_a_note_that_cannot_be_made_is_no_flaw_of_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WRITER_MODULE, "tests.runtime.checkpoint.forgetful_writer")
+    one = OneRank(tmp_path)
+
+    one.save(1)
+    one.told.until(lambda: "checkpoint_failed" in one.told.troubles())
+    one.saver.finish()
+
+    (whole,) = store.candidates(tmp_path / "checkpoints")
+    assert store.verify(whole) == []
+
+
+def test_a_thread_that_cannot_be_started_costs_no_later_save(
+    trainer: OneRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_handle: WriterHandle) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(WriterHandle, "start", start)
+    trainer.save_all(1)
+
+    assert trainer.told.troubles() == ["checkpoint_failed", "checkpoint_recovered"]
 
 
 def test_what_is_not_on_the_disk_as_it_was_written_is_written_again_and_told(
@@ -388,7 +454,7 @@ def test_checkpoints_of_which_none_can_be_read_are_not_taken_for_none(trainer: O
     trainer.save_all(1)
     (trainer.saver.folders.shared / "step-00000001" / "manifest.json").write_text("{}")
 
-    with pytest.raises(ValueError, match=r"none of the 1 checkpoints in .* can be read: mend that"):
+    with pytest.raises(ValueError, match=r"none of the 1 .* can be read: mend .*m runtime.check"):
         trainer.saver.sources.saves()
 
 

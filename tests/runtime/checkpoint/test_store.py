@@ -274,6 +274,8 @@ def test_what_is_newer_than_a_new_checkpoint_is_set_aside(tmp_path: Path) -> Non
         write(tmp_path, staged_at(step), keep=2, facts={"epoch": 2})
 
     assert names(tmp_path) == ["step-00000140", "step-00000120"]
+    (left,) = tmp_path.glob(".damaged-*")
+    assert "step-00000300" in left.name  # the furthest that was ever trained
 
 
 def test_of_those_set_aside_the_last_one_stays_to_be_looked_at(tmp_path: Path) -> None:

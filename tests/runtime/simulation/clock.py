@@ -17,6 +17,8 @@ from greenlet import GreenletExit, getcurrent, greenlet  # type: ignore[import-u
 class Clock:
     """What happens when, and a trace of it."""
 
+    CLOCK_BOOTTIME = 0
+
     def __init__(self, seed: int, *, tracing: bool) -> None:
         self.now = 1000.0
         self.random = random.Random(seed)  # noqa: S311 - repeats
@@ -27,6 +29,9 @@ class Clock:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
 
     def monotonic(self) -> float:
+        return self.now
+
+    def clock_gettime(self, _which: int) -> float:
         return self.now
 
     def at(self, delay: float, act: Callable[..., None], *given: Any) -> None:

@@ -73,26 +73,28 @@ def _play(clock: Clock, only: Sequence[str]) -> Outcome:
                 process.end()
 
 
-def steps_while_two_are_parted(seed: int) -> tuple[int, set[int]]:
-    """Three train, then two of them do not reach each other for half a minute: how many steps are
-    made meanwhile, and who trains a minute after the network is whole again."""
+def steps_while_two_are_parted(seed: int, world: int) -> tuple[int, int, set[int]]:
+    """So many train, then the last two do not reach each other for half a minute: how many steps
+    are made meanwhile, how many epochs are granted, and who trains a minute after the network is
+    whole again."""
     clock = Clock(seed, tracing=False)
-    with _three_that_train(clock) as fleet:
-        one, other = (replica.name for replica in clock.random.sample(fleet.living(), 2))
-        before = len(fleet.history.line)
+    with _some_that_train(clock, world) as fleet:
+        one, other = (replica.name for replica in fleet.living()[-2:])
+        before, epoch = len(fleet.history.line), fleet.history.newest.epoch
         fleet.network.block(one, other)
         clock.run(clock.now + PARTED_S)
         made = len(fleet.history.line) - before
+        granted = fleet.history.newest.epoch - epoch
         fleet.network.heal(one, other)
         clock.run(clock.now + 2 * PARTED_S, fleet.trains_together)
-        return made, set(fleet.history.newest.members)
+        return made, granted, set(fleet.history.newest.members)
 
 
 def epochs_of_a_doubt(seed: int, round_trip_s: float) -> list[set[int]]:
     """Three train in a network in which an answer takes so long, and two of them do not hear each
     other for as long as makes a doubt: the members of all epochs until they train again."""
     clock = Clock(seed, tracing=False)
-    with _three_that_train(clock) as fleet:
+    with _some_that_train(clock) as fleet:
         one, other = (replica.name for replica in clock.random.sample(fleet.living(), 2))
         distance_s = round_trip_s / 4  # from each to the middle of the network
         fleet.network.lags |= dict.fromkeys([r.name for r in fleet.living()], distance_s)
@@ -110,7 +112,7 @@ def epochs_of_a_leave(seed: int) -> tuple[list[set[int]], int, int]:
     """Three train, and one is told to end: the members of all epochs until it is back, which one it
     was, and how often anybody was severed from its peers."""
     clock = Clock(seed, tracing=True)
-    with _three_that_train(clock) as fleet:
+    with _some_that_train(clock) as fleet:
         before = fleet.history.newest.epoch
         victim = clock.random.choice(fleet.living())
         victim.wish_leave()
@@ -123,10 +125,10 @@ def epochs_of_a_leave(seed: int) -> tuple[list[set[int]], int, int]:
 
 
 @contextmanager
-def _three_that_train(clock: Clock) -> Iterator[Fleet]:
-    """A job of three, once all train; they end with it."""
+def _some_that_train(clock: Clock, world: int = 3) -> Iterator[Fleet]:
+    """A job of so many, once all train; they end with it."""
     with _simulated(clock):
-        fleet = Fleet(clock, world=3)
+        fleet = Fleet(clock, world=world)
         try:
             for number in range(fleet.world):
                 fleet.start(number)

@@ -192,7 +192,7 @@ class SimulatedTrainer:
     def heard_of_loss(self, message: dict[str, Any]) -> None:
         self.replica.note("hears that %s is lost", message["placement"])
 
-    def trouble(self, kind: str, text: str) -> None:
+    def trouble(self, kind: str, text: str, subject: str = "") -> None:
         self.replica.trouble(kind, text)
 
     # --- steps ----------------------------------------------------------------------------------
