@@ -21,7 +21,8 @@ log = logging.getLogger("drydock.peers")
 IDLE_S = 30.0  # a connection on which nothing is asked for so long is closed
 MAX_LINE = 1 << 12
 FIRST_LINE_S = 5.0  # how long a stranger may take to show the token
-MAX_CONNECTIONS = 256  # each has a thread
+MAX_CONNECTIONS = 256  # of peers; each has a thread
+MAX_STRANGERS = 64  # that have not shown the token yet, beside those
 TIMEOUT_S = 5.0
 
 Serve = Callable[[socket.socket, dict[str, Any]], None]
@@ -36,7 +37,8 @@ class RequestServer:
         """`serve` answers one request on its connection, on a thread of that connection; what it
         raises closes it."""
         known = token.encode()
-        self._open = 0
+        self._strangers: dict[socket.socket, None] = {}  # whoever came first is the first
+        self._peers: set[socket.socket] = set()
         self._changed = threading.Condition()
         outer = self
 
@@ -52,32 +54,32 @@ class RequestServer:
                     while line := self.rfile.readline(MAX_LINE):
                         request = admitted(self.connection, line, known)
                         stranger.cancel()
+                        outer._admit(self.connection)
                         serve(self.connection, request)
                 finally:
                     stranger.cancel()
 
             def _hang_up(self) -> None:
-                with contextlib.suppress(OSError):  # it hung up first
-                    self.connection.shutdown(socket.SHUT_RDWR)
+                hang_up(self.connection)
 
         class Server(socketserver.ThreadingTCPServer):
             daemon_threads = True
             allow_reuse_address = True
             request_queue_size = 128
 
-            def verify_request(self, request: Any, _client: Any) -> bool:
-                entered = outer._enter()
-                if not entered:
-                    why = f"{MAX_CONNECTIONS} are connected to it already, and no more may be"
-                    with contextlib.suppress(OSError):
-                        send_json(request, {"error": why})
-                return entered
+            def process_request(self, request: Any, client_address: Any) -> None:
+                outer._enter(request)
+                try:
+                    super().process_request(request, client_address)
+                except BaseException:  # it has no thread, and so none that would see it leave
+                    outer._leave(request)
+                    raise
 
             def process_request_thread(self, request: Any, client_address: Any) -> None:
                 try:
                     super().process_request_thread(request, client_address)
                 finally:
-                    outer._leave()
+                    outer._leave(request)
 
             def handle_error(self, _request: Any, _client: Any) -> None:
                 log.debug("request_failed", exc_info=True)
@@ -92,24 +94,44 @@ class RequestServer:
     def await_idle(self, seconds: float) -> None:
         """Return once nobody was connected for so long."""
         with self._changed:
-            while self._open or self._changed.wait(seconds):
-                self._changed.wait_for(lambda: not self._open)
+            while self._connected() or self._changed.wait(seconds):
+                self._changed.wait_for(lambda: not self._connected())
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
 
-    def _enter(self) -> bool:
-        with self._changed:
-            if self._open == MAX_CONNECTIONS:
-                return False
-            self._open += 1
-            self._changed.notify_all()
-        return True
+    def _connected(self) -> bool:
+        return bool(self._strangers or self._peers)
 
-    def _leave(self) -> None:
+    def _enter(self, connection: socket.socket) -> None:
+        """A stranger came. If there are too many, the one that has had most time goes."""
         with self._changed:
-            self._open -= 1
+            self._strangers[connection] = None
+            if len(self._strangers) > MAX_STRANGERS:
+                first = next(iter(self._strangers))
+                del self._strangers[first]
+                hang_up(first)
+            self._changed.notify_all()
+
+    def _admit(self, connection: socket.socket) -> None:
+        """It has shown the token. Raises PermissionError if no more peers may be connected."""
+        with self._changed:
+            if connection not in self._strangers:
+                return  # it did so before, or we have just hung up on it
+            full = len(self._peers) == MAX_CONNECTIONS
+            if not full:
+                del self._strangers[connection]
+                self._peers.add(connection)
+        if full:
+            why = f"{MAX_CONNECTIONS} are connected to it already, and no more may be"
+            send_json(connection, {"error": why})
+            raise PermissionError(why)
+
+    def _leave(self, connection: socket.socket) -> None:
+        with self._changed:
+            self._strangers.pop(connection, None)
+            self._peers.discard(connection)
             self._changed.notify_all()
 
 
@@ -139,6 +161,11 @@ class Requests:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+def hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it hung up first
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def admitted(connection: socket.socket, line: bytes, token: bytes) -> dict[str, Any]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ log = logging.getLogger("drydock.coordinator")
 TICK_S = 0.1
 LEASE_S = 10.0  # how long members may train without a word from the coordinator
 FIRST_LINE_S = 10.0  # how long a stranger may take to say who it is
+MAX_STRANGERS = 64  # each has a descriptor, without which no record is written
 DRAIN_S = 10.0  # how long members may take to leave once we are told to end
 MAX_LINE = 1 << 20
 
@@ -65,9 +68,16 @@ def options(description: str) -> argparse.Namespace:
 async def run(coordinator: Coordinator, host: str, port: int, port_file: Path | None) -> None:
     """Serve until SIGTERM or SIGINT, then for as long as members are connected, but DRAIN_S."""
     connections: set[asyncio.Task[None]] = set()
+    strangers: dict[asyncio.StreamWriter, None] = {}  # whoever came first is the first
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(serve(coordinator, reader, writer))
+        strangers[writer] = None
+        if len(strangers) > MAX_STRANGERS:
+            first = next(iter(strangers))  # it has had most time
+            del strangers[first]
+            first.close()
+        known = functools.partial(strangers.pop, writer, None)
+        task = asyncio.create_task(serve(coordinator, reader, writer, known))
         connections.add(task)
         task.add_done_callback(connections.discard)
 
@@ -91,13 +101,20 @@ async def run(coordinator: Coordinator, host: str, port: int, port_file: Path | 
 
 
 async def serve(
-    coordinator: Coordinator, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    coordinator: Coordinator,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    known: Callable[[], object] = lambda: None,
 ) -> None:
-    """One connection, from its first line to its end."""
+    """One connection, from its first line to its end. `known` is called once it is no stranger any
+    more: it has said something, and is answered at once unless it may stay."""
     peer: Peer | None = None
     try:
-        async with asyncio.timeout(FIRST_LINE_S):
-            first = await read_line(reader)
+        try:
+            async with asyncio.timeout(FIRST_LINE_S):
+                first = await read_line(reader)
+        finally:
+            known()
         if first is None:
             return
         if first.get("op") == "join":

@@ -14,6 +14,7 @@ import logging
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from runtime.replica.link import Link, keep_alive
 log = logging.getLogger("drydock.replica")
 
 FIRST_LINE_S = 5.0  # how long a stranger may take to show the token
+MAX_STRANGERS = 16  # that have not shown it yet, beside our ranks; each has a thread
+PAUSE_S = 0.1  # before the next is let in, where one could not be
 MEET_S = 60.0  # how long the ranks of a replica may take to find each other
 LEAVE_S = 40.0  # how long they may take to write what they have to and to leave
 MAX_LINE = 1 << 20
@@ -72,10 +75,14 @@ class Siblings:
         self.address = ""
         self._token = token.encode()
         self._link = link  # to the coordinator
+        #: hears, before anybody reads it, the answer of a rank on which an order failed, on a
+        #: thread of its own
+        self.on_failed: Callable[[dict[str, Any]], None] = lambda _answer: None
         self._on_say = on_say
         self._on_lost = on_lost
+        self._strangers: dict[socket.socket, None] = {}  # whoever came first is the first
         self._there: dict[int, Sibling] = {}
-        self._met = False  # all were there once
+        self._met = False  # all were there once, and nobody else is to come
         self._gone: set[int] = set()  # who has hung up since
         self._changed = threading.Condition()
         self._pings: dict[int, int] = {}  # ours that not all have answered -> the coordinator's
@@ -93,12 +100,15 @@ class Siblings:
         with self._changed:
             self._changed.wait_for(lambda: len(self._there) == self.ranks - 1, MEET_S)
             missing = sorted(set(range(1, self.ranks)) - set(self._there))
+            self._met = not missing
         if missing:
             raise Incomplete(
                 f"ranks {missing} of this replica of {self.ranks} did not come within "
                 f"{MEET_S:.0f} s; start all of them"
             )
-        self._met = True
+        if self.ranks > 1:
+            with contextlib.suppress(OSError):  # whoever accepts has just closed it
+                self._server.shutdown(socket.SHUT_RDWR)  # which wakes it
         return [self._there[rank] for rank in sorted(self._there)]
 
     def tell(self, op: str, **message: Any) -> None:
@@ -130,27 +140,65 @@ class Siblings:
     # --- each in a thread of its own ------------------------------------------------------------
 
     def _accept(self) -> None:
-        while True:
-            connection, _address = self._server.accept()
-            keep_from_children(connection)
-            threading.Thread(
-                target=self._serve, args=(connection,), name="drydock-sibling", daemon=True
-            ).start()
+        with self._server:
+            while not self._met:
+                try:
+                    connection, _address = self._server.accept()
+                    self._let_in(connection)
+                except (OSError, RuntimeError) as error:  # no descriptor or no thread is free now
+                    if not self._met:
+                        log.warning("not_let_in error=%r", error)
+                        time.sleep(PAUSE_S)
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _let_in(self, connection: socket.socket) -> None:
+        """Hear who it is. If too many have not said so yet, the one that has had most time goes.
+        Raises RuntimeError."""
+        keep_from_children(connection)
+        with self._changed:
+            self._strangers[connection] = None
+            crowded = len(self._strangers) > self.ranks + MAX_STRANGERS
+            first = next(iter(self._strangers))
+        if crowded:
+            self._hang_up(first)
+        # For all of its first line: each byte of it may come in time.
+        late = threading.Timer(FIRST_LINE_S, self._hang_up, [connection])
+        late.daemon = True
+        try:
+            late.start()
+            threading.Thread(
+                target=self._serve, args=(connection, late), name="drydock-sibling", daemon=True
+            ).start()
+        except RuntimeError:
+            late.cancel()
+            self._hang_up(connection)
+            connection.close()
+            raise
+
+    def _hang_up(self, connection: socket.socket) -> None:
+        """On whoever is still a stranger."""
+        with self._changed:
+            if connection not in self._strangers:
+                return
+            del self._strangers[connection]
+        with contextlib.suppress(OSError):  # it hung up first
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def _serve(self, connection: socket.socket, late: threading.Timer) -> None:
         sibling = None
         try:
+            connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.settimeout(FIRST_LINE_S)
             lines = connection.makefile("rb")
             sibling = self._admit(connection, json.loads(lines.readline(MAX_LINE)))
-            connection.settimeout(None)
+            late.cancel()
             keep_alive(connection)
             while sibling is not None and (line := lines.readline(MAX_LINE)):
                 self._hear(sibling, json.loads(line))
         except (OSError, ValueError, KeyError) as error:
             log.warning("sibling_failed error=%r", error)
         finally:
+            late.cancel()
+            self._hang_up(connection)
             connection.close()
             if sibling is not None:
                 sibling.answers.put({})
@@ -167,6 +215,7 @@ class Siblings:
             rank, str(first["address"]), str(first["gloo"]), dict(first["holder"]), connection
         )
         with self._changed:
+            del self._strangers[connection]  # a KeyError if we have just hung up on it
             self._there[rank] = sibling
             self._changed.notify_all()
         return sibling
@@ -193,6 +242,8 @@ class Siblings:
     def _hear(self, sibling: Sibling, message: dict[str, Any]) -> None:
         op = message.pop("op")
         if op == "answer":
+            if "failed" in message:
+                self.on_failed(message)
             sibling.answers.put(message)
         elif op == "pong":
             self._pong(sibling, int(message["n"]))

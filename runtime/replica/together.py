@@ -12,13 +12,14 @@ from typing import Any
 
 from runtime.checkpoint.manifest import digest_of_all
 from runtime.checkpoint.sources import OF_ALL_NODES
+from runtime.checkpoint.store import WHICH_ARE_WHOLE
 from runtime.checkpoint.suspects import TRIAL_STEPS, DoesNotTrain, Trial, suspect
 from runtime.checkpoint.tiers import TierName
 from runtime.client import CheckpointSaved
 from runtime.replica.gradients import Tail, Wishes
 from runtime.replica.membership import Member, Severed
 from runtime.replica.peers import Reduced
-from runtime.replica.rank import FAILURES, Rank
+from runtime.replica.rank import FAILURES, Rank, name_of
 from runtime.replica.sharing import Sharing
 from runtime.replica.siblings import NEXT, Incomplete, Siblings
 from runtime.replica.step import NotWhole
@@ -76,17 +77,29 @@ class Together:
         rank.saver.delivery.on_saved = functools.partial(self.saved, 0)
         rank.saver.delivery.on_shared_failed = self.shared_failed
         rank.on_hashed = functools.partial(self.hashed, rank=0)
+        siblings.on_failed = self._failed_beside
 
     def _all(self, op: str, **order: Any) -> list[Any]:
         """Have all ranks do the same; what each returns. Raises Severed or CannotFollow if one
         fails so, once all are done, and Incomplete."""
         self.siblings.tell(op, **order)
-        answers = [self.rank.obey(op, order), *self.siblings.answers()]
+        mine = self.rank.obey(op, order)
+        if broke(mine):
+            self.siblings.tell("broken", epoch=self.member.epoch)  # as in `_failed_beside`
+        answers = [mine, *self.siblings.answers()]
         failed = [answer for answer in answers if "failed" in answer]
         if failed:
             telling = min(failed, key=lambda answer: [*FAILURES].index(answer["failed"]))
             raise FAILURES[telling["failed"]](telling["text"])
         return [answer["value"] for answer in answers]
+
+    def _failed_beside(self, answer: dict[str, Any]) -> None:
+        """Another rank failed. We and the others may wait for peers whose replicas wait as we do: a
+        replica reports that its epoch broke once all its ranks have answered. On a thread of its
+        own; no other epoch begins before that answer is read."""
+        if broke(answer):
+            self.rank.gloo.sever(self.member.epoch)
+            self.siblings.tell("broken", epoch=self.member.epoch)
 
     # --- a step ---------------------------------------------------------------------------------
 
@@ -227,10 +240,11 @@ class Together:
                 what += f"; the next one is {there[0][2]}, step {there[0][0]}"
             self.trouble("checkpoint_refused", what)
         if (tried or any(tier in OF_ALL_NODES for _, _, tier in mine)) and self.committed < 0:
+            folder = self.rank.saver.folders.shared
             raise ValueError(
                 f"none of the {len(mine)} checkpoints of this job can be loaded (the lines before "
-                f"this say why): mend that, or to begin anew move {self.rank.saver.folders.shared} "
-                "away"
+                f"this say why): mend that, or to begin anew move {folder} away; "
+                f"{WHICH_ARE_WHOLE} {folder}"
             )
         self._all("reload")
 
@@ -283,8 +297,7 @@ class Together:
 
     def enter(self, grant: dict[str, Any]) -> None:
         self.put_on_trial(grant)
-        began_ms = round(float(grant["started_at"]) * 1e3)
-        self.epoch_name = f"{grant['epoch']}x{began_ms:x}"  # epochs are counted anew if lost
+        self.epoch_name = name_of(grant)
         self.sharing.regrouped()
         self._compared = self._times(self.committed + 1)  # the same on all, who entered or stayed
         self._note_epoch()
@@ -316,8 +329,8 @@ class Together:
         self.rank.observer.lost(message)
         self.teller.lost(message, self.committed)
 
-    def trouble(self, kind: str, text: str) -> None:
-        self.rank.job.trouble(kind, text)
+    def trouble(self, kind: str, text: str, subject: str = "") -> None:
+        self.rank.job.trouble(kind, text, subject)
 
     # --- copies for newcomers -------------------------------------------------------------------
 
@@ -383,3 +396,8 @@ class Together:
 
     def _times(self, steps: int) -> int:
         return steps // self._compare_every if self._compare_every else 0
+
+
+def broke(answer: dict[str, Any]) -> bool:
+    """Whether a rank answers that the epoch broke there."""
+    return "failed" in answer and issubclass(FAILURES[answer["failed"]], Severed)

@@ -266,6 +266,29 @@ def test_a_stranger_who_says_nothing_is_hung_up_on(
         assert connection.recv(1) == b""
 
 
+def test_strangers_take_no_place_of_a_peer(donor: Donor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "FIRST_LINE_S", 60.0)
+    monkeypatch.setattr(serving, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(serving, "MAX_STRANGERS", 2)
+    donor.kept.add(Reduced(8, 1, torch.zeros(5)))
+    host, _, port = donor.address.rpartition(":")
+    peer = Connection(donor.address, "right")
+    with contextlib.ExitStack() as stack:
+
+        def strangers_come() -> socket.socket:
+            coming = [
+                stack.enter_context(socket.create_connection((host, int(port)), PATIENCE_S))
+                for _ in range(3)
+            ]
+            return coming[0]
+
+        assert strangers_come().recv(1) == b""
+        assert peer.reduced(8).step == 8
+        assert strangers_come().recv(1) == b""
+        assert peer.reduced(8).step == 8  # it was there before them, and still is
+    peer.close()
+
+
 class Gated(Copying):
     """A copy that is finished once it is let."""
 

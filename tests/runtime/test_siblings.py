@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -38,12 +40,16 @@ class Coordinator(Link):
         return self.values[key]
 
 
+def connection_to(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
 class Sibling:
     """Another rank, by hand."""
 
     def __init__(self, address: str, rank: int, shown: str = "right") -> None:
-        host, _, port = address.rpartition(":")
-        self.connection = socket.create_connection((host, int(port)), timeout=30)
+        self.connection = connection_to(address)
         self.lines = self.connection.makefile("r")
         places = {"address": f"here:{rank}", "gloo": f"there:{rank}", "holder": {}}
         self.say(op="join", token=shown, rank=rank, **places)
@@ -163,10 +169,79 @@ def test_who_is_none_of_the_replica_is_refused(
     assert why in answer["error"]
 
 
-def test_a_rank_that_is_there_is_not_replaced(
+def test_a_rank_that_is_there_is_not_replaced(leader: Leader, come: Callable[..., Sibling]) -> None:
+    come(1)
+    until(lambda: leader.siblings._there, "the first is there")
+
+    assert "no place for a rank 1" in come(1).hear()["error"]
+
+
+def test_once_all_have_met_nobody_can_come(
     others: list[Sibling], come: Callable[..., Sibling]
 ) -> None:
-    assert "no place for a rank 1" in come(1).hear()["error"]
+    with pytest.raises(ConnectionRefusedError):
+        come(1)
+
+
+def test_a_stranger_who_says_its_line_slowly_is_hung_up_on(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FIRST_LINE_S", 0.5)
+
+    def says_it(stranger: socket.socket) -> None:
+        for _ in range(100):
+            stranger.sendall(b" ")
+            time.sleep(0.05)
+
+    with connection_to(leader.siblings.address) as stranger, pytest.raises(ConnectionError):
+        says_it(stranger)
+
+
+def test_strangers_keep_no_rank_out(
+    leader: Leader, come: Callable[..., Sibling], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FIRST_LINE_S", 60.0)
+    monkeypatch.setattr(module, "MAX_STRANGERS", 1)
+    with ExitStack() as stack:
+        address = leader.siblings.address
+        strangers = [stack.enter_context(connection_to(address)) for _ in range(3 + 1 + 1)]
+
+        assert strangers[0].recv(1) == b""
+        for rank in (1, 2):
+            come(rank)
+        assert len(leader.siblings.meet()) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "error"),
+    [
+        (socket.socket, "accept", OSError(errno.EMFILE, "Too many open files")),
+        (threading.Thread, "start", RuntimeError("can't start new thread")),
+    ],
+)
+def test_a_connection_that_cannot_be_served_keeps_no_other_out(
+    leader: Leader,
+    come: Callable[..., Sibling],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type,
+    method: str,
+    error: Exception,
+) -> None:
+    monkeypatch.setattr(module, "MEET_S", 20.0)
+    failed = threading.Event()
+
+    def fails(*_given: object) -> None:
+        failed.set()
+        raise error
+
+    with monkeypatch.context() as short_of_it, connection_to(leader.siblings.address):
+        short_of_it.setattr(kind, method, fails)
+        with connection_to(leader.siblings.address):
+            assert failed.wait(30)
+    for rank in (1, 2):
+        come(rank)
+
+    assert len(leader.siblings.meet()) == 2
 
 
 def test_an_order_goes_to_all_and_answers_come_back_by_rank(
@@ -179,6 +254,19 @@ def test_an_order_goes_to_all_and_answers_come_back_by_rank(
 
     assert heard == [{"op": "read", "step": 7}] * 2
     assert leader.siblings.answers() == [{"value": 1}, {"value": 2}]
+
+
+def test_that_an_order_failed_is_known_before_its_answer_is_read(
+    leader: Leader, others: list[Sibling]
+) -> None:
+    failed: list[dict[str, Any]] = []
+    leader.siblings.on_failed = failed.append
+    others[0].say(op="answer", value=1)
+    others[1].say(op="answer", failed="severed", text="it broke")
+
+    until(lambda: failed, "it is heard though nobody reads")
+    assert failed == [{"failed": "severed", "text": "it broke"}]
+    assert leader.siblings.answers() == [{"value": 1}, *failed]
 
 
 def test_a_ping_is_answered_once_all_have(leader: Leader, others: list[Sibling]) -> None:

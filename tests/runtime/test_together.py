@@ -8,6 +8,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +27,25 @@ from runtime.job import Job
 from runtime.replica import rank as rank_module
 from runtime.replica.division import Division
 from runtime.replica.gloo import Gloo
-from runtime.replica.gradients import Wishes
+from runtime.replica.gradients import Tail, Wishes
 from runtime.replica.link import Link
-from runtime.replica.membership import CannotFollow, Severed
+from runtime.replica.membership import CannotFollow, Severed, Silent
 from runtime.replica.observing import Observer
 from runtime.replica.peers import PeerServer, Reduced, ReducedLog
 from runtime.replica.rank import Rank
 from runtime.replica.siblings import Incomplete, Siblings
 from runtime.replica.state import TrainingState
-from runtime.replica.step import NotWhole, StepEngine
+from runtime.replica.step import Applied, NotWhole, StepEngine
 from runtime.replica.telling import Teller
 from runtime.replica.together import MAX_TRIES, Together
 from runtime.snapshot import state_of
-from tests.runtime.replicas import until
+from tests.runtime.replicas import Board, until
 from tests.runtime.told import Told
 
 TOKEN = "of this test"
 GRANT = {
     "epoch": 1, "members": [{"replica": 0, "placement": "p", "gloo": ["here:1", "here:2"]}],
-    "lost": [], "begins": True, "joined": [], "step": -1,
+    "lost": [], "begins": True, "joined": [], "step": -1, "started_at": 1.0,
 }  # fmt: skip
 
 
@@ -52,7 +53,8 @@ class Other:
     """The other rank: does nothing, and answers what it is told to."""
 
     def __init__(self, address: str) -> None:
-        self.answers: dict[str, Any] = {"seen_epoch": {"value": 0}}
+        #: empty where it says nothing
+        self.answers: dict[str, Any] = {"seen_epoch": {"value": 0}, "broken": {}}
         self.heard: list[str] = []
         host, _, port = address.rpartition(":")
         self.connection = socket.create_connection((host, int(port)))
@@ -65,7 +67,8 @@ class Other:
         for line in self.connection.makefile("r"):
             op = json.loads(line)["op"]
             self.heard.append(op)
-            self._say({"op": "answer", **self.answers.get(op, {"value": None})})
+            if answer := self.answers.get(op, {"value": None}):
+                self._say({"op": "answer", **answer})
 
     def _say(self, message: dict[str, Any]) -> None:
         self.connection.sendall(json.dumps(message).encode() + b"\n")
@@ -180,6 +183,67 @@ def test_a_group_that_one_rank_could_not_build_is_nobody_s(pair: Pair) -> None:
 
     with pytest.raises(Severed, match="it broke"):
         pair.together.connect(GRANT)
+
+
+@pytest.fixture
+def waiting(pair: Pair) -> Iterator[Gloo]:
+    """The pair are members of an epoch, with a peer that does not sum yet."""
+    board, peer = Board(), Gloo("127.0.0.1")
+    addresses = [pair.rank.gloo.address, peer.address]
+    pair.rank.gloo.build(board, 1, addresses, 0)
+    peer.build(board, 1, addresses, 1)
+    pair.rank.engine.shares = pair.rank.engine._usual = {0: []}
+    pair.rank.engine.epoch = pair.together.member.epoch = 1
+    yield peer
+    peer.sever(1)
+    pair.rank.gloo.sever(1)
+    peer.close()
+
+
+def why_not_summed(pair: Pair) -> BaseException | None:
+    """What ends a sum, which must end."""
+    pool = ThreadPoolExecutor(1)
+    sum_ = pool.submit(pair.together.reduce)
+    pool.shutdown(wait=False)
+    return sum_.exception(timeout=30)
+
+
+@pytest.mark.parametrize(("failed", "expected"), [("silent", Silent), ("severed", Severed)])
+def test_a_sum_that_failed_on_another_rank_is_not_waited_for_here(
+    pair: Pair, waiting: Gloo, failed: str, expected: type
+) -> None:
+    pair.other.answers["reduce"] = {"failed": failed, "text": "its peer answers nothing"}
+
+    why = why_not_summed(pair)
+
+    assert type(why) is expected
+    until(lambda: pair.other.heard == ["reduce", "broken", "broken"], "all ranks hear of it")
+    assert pair.rank.gloo.broken(1)
+
+
+def test_a_sum_that_failed_here_is_not_waited_for_on_another_rank(
+    pair: Pair, waiting: Gloo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_wishes: Wishes) -> Any:
+        raise Silent("our peer answers nothing")
+
+    monkeypatch.setattr(pair.rank.engine, "reduce", fails)
+    pair.other.answers |= {"reduce": {}, "broken": {"failed": "severed", "text": "it broke"}}
+
+    why = why_not_summed(pair)
+
+    assert type(why) is Silent
+    assert pair.other.heard[:2] == ["reduce", "broken"]
+
+
+def test_what_cannot_be_followed_breaks_no_epoch(pair: Pair, waiting: Gloo) -> None:
+    pair.other.answers["fetch"] = {"failed": "cannot_follow", "text": "nobody has it"}
+
+    with pytest.raises(CannotFollow):
+        pair.together._all("fetch", donors=[["127.0.0.1:1", "a:2"]])
+
+    assert pair.other.heard == ["fetch"]
+    assert not pair.rank.gloo.broken(1)
 
 
 def test_a_step_that_is_not_whole_on_one_rank_is_computed_anew_on_all(pair: Pair) -> None:
@@ -400,7 +464,7 @@ def test_a_checkpoint_in_the_folder_of_all_is_told_of_by_whoever_finished_it(pai
     pair.together.saved(1, whole)
 
     assert pair.told.messages == [whole]
-    said = pair.together.sharing.wishes(speaks=False, due=False, able=False, free=False)
+    said = pair.together.sharing.wishes(0, 1, due=False, able=False, free=False)
     assert said["whole"]
 
 
@@ -417,7 +481,7 @@ def test_only_a_checkpoint_whose_parts_are_of_one_run_is_loaded(pair: Pair) -> N
         "value": [[8, "save8", "shared"], [5, "save5", "shared"], [2, "save2", "shared"]]
     }
     pair.other.answers["read"] = {"value": ["of another run", "d"]}
-    with pytest.raises(ValueError, match=r"none of the 2 checkpoints of this job can be loaded"):
+    with pytest.raises(ValueError, match=r"none of the 2 .* can be loaded.*runtime.checkpoint v"):
         pair.together.load([])
     refused = pair.state.committed
     pair.other.answers["read"] = {"value": [history, "d1"]}
@@ -517,3 +581,43 @@ def test_a_state_that_the_job_began_from_is_on_trial_with_all_members(
     pair.together.put_on_trial({**GRANT, "began": began, "begins": begins})
 
     assert pair.together.on_trial is on_trial
+
+
+def test_a_step_that_was_applied_in_part_is_not_saved(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.state.committed = 7
+    pair.rank._members = [0]
+    begun = spied(pair.saver, "save", monkeypatch)
+
+    def apply(_reduced: Reduced, _tail: Tail) -> Applied:
+        raise RuntimeError("of the script's own")
+
+    pair.rank.save_aside()
+    pair.rank._reduced, pair.rank.tail = Reduced(8, 1, torch.zeros(1)), Tail.__new__(Tail)
+    monkeypatch.setattr(pair.rank.engine, "apply", apply)
+    with pytest.raises(RuntimeError, match="of the script's own"):
+        pair.rank.commit(newcomer=True)
+    pair.rank.save_aside()
+
+    assert len(begun) == 1
+
+
+def spied(of: object, name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A call more for each."""
+    calls: list[str] = []
+    monkeypatch.setattr(of, name, lambda *_given, **_named: calls.append(name))
+    return calls
+
+
+def test_who_waits_for_room_to_save_aside_holds_up_no_step(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[bool] = []
+    monkeypatch.setattr(
+        pair.saver.rooms, "await_free", lambda _s: held.append(pair.rank._changing.locked())
+    )
+
+    pair.rank.save_aside()
+
+    assert held == [False]

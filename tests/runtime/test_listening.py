@@ -1,0 +1,53 @@
+"""The coordinator's socket: who comes by must not keep out those who belong to the job."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from runtime.replica import listening
+from runtime.replica.coordinator import Coordinator
+from runtime.replica.record import RecordFile
+from tests.runtime.replicas import PATIENCE_S, until
+
+STATUS = json.dumps({"op": "status", "token": "t"}).encode() + b"\n"
+JOIN = {
+    "op": "join", "token": "t", "job": "j", "standby": "", "replica": 0, "placement": "a",
+    "addresses": ["127.0.0.1:1"], "gloo": ["127.0.0.1:2"], "shards": 12, "shape": {}, "world": 2,
+    "epoch": 0, "step": -1, "members": {},
+}  # fmt: skip
+
+
+def test_of_many_strangers_those_who_came_first_are_hung_up_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "FIRST_LINE_S", 600.0)
+    monkeypatch.setattr(listening, "MAX_STRANGERS", 2)
+    coordinator = Coordinator(RecordFile(tmp_path, "j"), "t", world=2, min_replicas=1)
+    port_file = tmp_path / "port"
+
+    async def play() -> tuple[bytes, bytes]:
+        running = asyncio.create_task(listening.run(coordinator, "127.0.0.1", 0, port_file))
+        await asyncio.to_thread(until, port_file.exists, "it listens")
+        port = int(port_file.read_text())
+        async with asyncio.timeout(PATIENCE_S):
+            member, to_member = await asyncio.open_connection("127.0.0.1", port)
+            to_member.write(json.dumps(JOIN).encode() + b"\n")
+            await asyncio.to_thread(until, lambda: coordinator.peers, "one has joined")
+            strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            hung_up = await strangers[0][0].read()
+            strangers[2][1].write(STATUS)
+            answer = await strangers[2][0].readline()
+        assert list(coordinator.peers) == [0]
+        assert not member.at_eof()
+        running.cancel()
+        await asyncio.wait([running])
+        return hung_up, answer
+
+    hung_up, answer = asyncio.run(play())
+
+    assert hung_up == b""
+    assert json.loads(answer)["ok"]
