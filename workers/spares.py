@@ -22,6 +22,10 @@ class Candidate:
     gpu_model: str = ""
     gpus: int = 0
 
+    def has(self, gpus: int) -> bool:
+        """Whether it has so many cards; one whose report has not come is not known to lack any."""
+        return not self.gpus or self.gpus >= gpus
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -54,7 +58,7 @@ def choose_spare(
     takes as few as possible; by locality, the rack that it comes from; then by name, so that the
     same fleet gives the same answer.
     """
-    fitting = [c for c in candidates if not c.gpus or c.gpus >= wanted.gpus]
+    fitting = [c for c in candidates if c.has(wanted.gpus)]
     if not fitting:
         return None
     crowd = Counter(peers_racks)

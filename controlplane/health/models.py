@@ -42,6 +42,18 @@ class Signal(models.Model):
                 fields=["recorded_at"], condition=Q(triaged_at=None), name="signal_to_triage"
             ),
             models.Index(fields=["node", "-observed_at"], name="signal_by_node"),
+            # Ends are also looked for by a placement of the same query, of which the database does
+            # not know that its id is not empty.
+            models.Index(
+                fields=["placement_id"],
+                condition=Q(kind=SignalKind.PROCESS_EXITED) | ~Q(placement_id=""),
+                name="signal_by_placement",
+            ),
+            models.Index(
+                fields=["job_id", "-observed_at"],
+                condition=Q(kind=SignalKind.JOB_TROUBLE),
+                name="signal_trouble_by_job",
+            ),
         ]
         constraints = [
             models.CheckConstraint(

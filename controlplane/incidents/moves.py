@@ -207,9 +207,7 @@ def _movable(job: Job, index: int, leaving: str) -> Placement:
 def _candidates(job: Job, before: Placement) -> list[Candidate]:
     """The free nodes with enough cards; where a report has not come, none are known to lack."""
     wanted = wanted_by(before.node, job.gpus_per_node)
-    return [
-        one for one in free_nodes(job.cluster_id, job.pk) if not one.gpus or one.gpus >= wanted.gpus
-    ]
+    return [one for one in free_nodes(job.cluster_id, job.pk) if one.has(wanted.gpus)]
 
 
 def _why_not(node: Node, before: Placement) -> str:

@@ -10,6 +10,7 @@ from django.db.models import Q, QuerySet
 from django.http import QueryDict
 
 from controlplane.accounts.models import Actor
+from controlplane.errors import Conflict
 from controlplane.fleet.api import IN_CLUSTER, OF_NODE, Spares
 from controlplane.fleet.models import Cluster
 from controlplane.fleet.selectors import nodes_for, racks_for
@@ -125,8 +126,12 @@ class Jobs(Resource):
     def directives(self, actor: Actor, job: Job, order: dict[str, Any]) -> Directive:
         """Give an order to a job's ranks
 
-        They obey it once, at a step's edge, if they hear of it before it expires.
+        They obey it once, at a step's edge, if they hear of it before it expires. Of a job that
+        does not run nobody would: that is a conflict.
         """
+        if job.state != JobState.RUNNING:
+            state = job.get_state_display().lower()
+            raise Conflict(f"{job.name} is {state}: nobody is there to obey")
         return actions.direct(
             actor, job.pk, order["verb"], ttl_s=order["ttl_s"], reason=order["reason"]
         )

@@ -210,7 +210,9 @@ class NewJob(Body):
     cluster = serializers.CharField(max_length=64, help_text="The cluster's id or name.")
     name = serializers.RegexField(r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=63)
     program = serializers.RegexField(
-        r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=63, help_text="As the nodes' agents name it."
+        r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$",  # what `node_agent.wire` takes for a name
+        max_length=63,
+        help_text="As the nodes' agents name it.",
     )
     world_replicas = serializers.IntegerField(min_value=1, max_value=MAX_REPLICAS)
     min_replicas = serializers.IntegerField(min_value=1, max_value=MAX_REPLICAS, default=1)

@@ -18,7 +18,7 @@ from controlplane.health.models import Signal
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.actions.ending import AGAIN, end_job
 from controlplane.incidents.choices import IncidentState, RunState, Severity
-from controlplane.incidents.models import Incident
+from controlplane.incidents.models import Incident, PlaybookRun
 from controlplane.incidents.moves import SAVE_S
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
@@ -120,6 +120,49 @@ def test_a_start_that_came_to_nothing_may_be_made_again(world: World) -> None:
 
     assert run_of("start-job").context["reason"] == "again"
     assert job_state() == JobState.STARTING
+
+
+def test_a_running_job_of_which_nothing_is_left_may_be_started_again(world: World) -> None:
+    jobs.end_placement(SYSTEM, world.placements[0].pk, "x", free_node=True)
+    world.kill(world.placements[1])
+    drain()
+    while_it_is_brought_back = incidents.may_be_started(Job.objects.get())
+    incidents.cancel_run(PERSON, run_of("replica-lost").pk, "not today")
+    left = Placement.objects.exclude(state=PlacementState.ENDED).count()
+    incidents.start_registered(PERSON, world.job.pk, "again")
+
+    assert (while_it_is_brought_back, left) == (False, 0)
+    assert run_of("start-job").context["reason"] == "again"
+    assert job_state() == JobState.STARTING
+
+
+def test_what_was_seen_to_end_and_is_brought_back_by_nobody_is_not_left(world: World) -> None:
+    for placement in world.placements:
+        world.exits(placement, signal=9)
+    drain()
+    for run in PlaybookRun.objects.filter(playbook="replica-lost"):
+        incidents.cancel_run(PERSON, run.pk, "not today")
+    incidents.start_registered(PERSON, world.job.pk, "again")
+
+    assert job_state() == JobState.STARTING
+    assert {state(one.node)[0] for one in world.placements} == {NodeState.AVAILABLE}
+
+
+def test_what_nobody_saw_end_may_be_there_still(world: World) -> None:
+    world.exits(world.placements[1], signal=9)
+    drain()
+    incidents.cancel_run(PERSON, run_of("replica-lost").pk, "not today")
+
+    assert not incidents.may_be_started(Job.objects.get())
+
+
+def test_a_running_job_that_its_own_scheduler_starts_is_not_started_beside_it(world: World) -> None:
+    for placement in world.placements:
+        jobs.end_placement(SYSTEM, placement.pk, "x", free_node=True)
+    Job.objects.update(coordinator_address="")
+
+    with pytest.raises(Conflict, match="is running"):
+        incidents.start_registered(PERSON, world.job.pk, "once")
 
 
 # --- a process that leaves holds its cards until it has ended -------------------------------------
@@ -242,6 +285,35 @@ def test_what_a_job_that_ends_itself_had_lost_before_is_not_brought_back(world: 
     assert (stopping, job_state()) == (JobState.STOPPING, JobState.STOPPED)
     assert run_of("replica-lost").state == RunState.CANCELLED
     assert [one.state for one in Incident.objects.all()] == [IncidentState.RESOLVED]
+
+
+def test_no_replica_of_a_job_that_is_over_is_placed(world: World) -> None:
+    lost = world.placements[1]
+    jobs.end_placement(SYSTEM, lost.pk, "x", free_node=True)
+    Job.objects.update(state=JobState.STOPPED)
+
+    with pytest.raises(Conflict, match="is stopped"):
+        jobs.place(SYSTEM, lost.replica_id, world.spares[0].pk, placement_id="plc_late")
+    assert state(world.spares[0])[0] == NodeState.AVAILABLE
+
+
+def test_what_waits_to_be_brought_back_when_its_job_ends_takes_no_node(world: World) -> None:
+    trains(world)
+    Node.objects.update(hold_reason="mine")
+    world.kill(world.placements[1])
+    drain()
+    told_by(world.placements[0], farewell("stop wanted", "over"))
+    Node.objects.update(hold_reason="")
+    drain()
+    waiting = run_of("replica-lost").state
+    incidents.finish_endings()
+    answer("stop_process", stopped=True)
+    incidents.finish_endings()
+    drain()
+
+    assert commands("start_rank") == []
+    assert (waiting, job_state()) == (RunState.WAITING, JobState.STOPPED)
+    assert {state(one)[0] for one in world.spares} == {NodeState.AVAILABLE}
 
 
 def test_a_job_all_of_whose_replicas_left_their_loops_is_over(world: World) -> None:

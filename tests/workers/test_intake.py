@@ -216,7 +216,7 @@ def test_what_blames_no_replica_opens_nothing(
 
 
 def test_of_several_nodes_of_a_replica_none_is_blamed(placement: Placement) -> None:
-    PlacementFactory(replica=placement.replica)
+    PlacementFactory(replica=placement.replica, node_rank=1)
     blames(placement)
     intake.triage_signals()
     assert not Failure.objects.exists()

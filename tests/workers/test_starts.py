@@ -10,14 +10,15 @@ import pytest
 
 from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
-from controlplane.fleet.choices import CommandState
+from controlplane.fleet.choices import CommandState, NodeState
 from controlplane.fleet.models import Command, Node
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import RunState, StepState
 from controlplane.jobs import actions as jobs
+from controlplane.jobs.choices import JobState
 from controlplane.jobs.models import Job, Placement
 from node_agent import wire
-from tests.factories import PlaybookRunFactory
+from tests.factories import GpuFactory, PlacementFactory, PlaybookRunFactory
 from tests.workers.moving import commands
 from tests.workers.world import World, answer, drain, quarantine, run_of, step_of, unanswered
 
@@ -27,13 +28,13 @@ START = "start-job"
 
 
 def begin(world: World, name: str, **fields: Any) -> Job:
-    """A job of two replicas, or another with these fields, is to start."""
+    """A job of two replicas, or another with these fields, is to start, with one card a node."""
     job = jobs.register(
         SYSTEM,
         cluster_id=world.cluster.pk,
         name=name,
         program="train",
-        **{"world_replicas": 2, **fields},
+        **{"world_replicas": 2, "gpus_per_replica": fields.get("nodes_per_replica", 1), **fields},
     )
     incidents.start_job(SYSTEM, job.pk)
     return job
@@ -159,6 +160,22 @@ def test_no_node_is_told_that_went_silent_after_it_was_chosen(
     assert unfinished("start_rank") == ["spare-0", "spare-1"]
 
 
+@pytest.mark.parametrize("nodes_per_replica", [1, 2])
+def test_nodes_with_too_few_cards_are_not_chosen(world: World, nodes_per_replica: int) -> None:
+    all_free(world)
+    shape = {"world_replicas": 2 // nodes_per_replica, "nodes_per_replica": nodes_per_replica}
+    begin(world, "wide", **shape, gpus_per_replica=2 * nodes_per_replica)
+    GpuFactory(node=world.spares[1], index=1)
+    drain()
+    waiting = step_of(START, "choose-nodes").outcome
+    GpuFactory(node=Node.objects.get(name="node-1"), index=1)
+    drain()
+
+    few = "3 more have fewer than the 2 cards it needs"
+    assert waiting == f"1 of 2 nodes are free; {few}"
+    assert "ranks on node-1, spare-1" in step_of(START, "choose-nodes").outcome
+
+
 @pytest.mark.parametrize("how", ["failed", "refused"])
 def test_nodes_that_do_not_start_their_ranks_are_named_to_a_person(starting: Job, how: str) -> None:
     answer("start_rank", how)
@@ -217,6 +234,61 @@ def test_a_start_whose_nodes_another_took_leaves_no_coordinator(
     assert stops == [wire.StopProcess(placement=began[late.pk])]
     late.refresh_from_db()
     assert late.coordinator_placement == coordinators()[-1].placement
+
+
+def test_a_coordinator_that_ranks_know_is_kept_when_the_node_of_another_was_taken(
+    world: World, starting: Job
+) -> None:
+    first, second = nodes_of(starting)
+    up, lost = places_of(starting)
+    world.silence_together(first, second)
+    unanswered()
+    world.join(up)
+    jobs.end_placement(SYSTEM, lost.pk, "lost", free_node=True)
+    PlacementFactory(node=second)
+    Node.objects.filter(pk=second.pk).update(state=NodeState.ALLOCATED)
+    world.hear(first)
+    world.hear(second)
+    drain()
+
+    (known,) = coordinators()
+    starting.refresh_from_db()
+    assert starting.coordinator_placement == known.placement
+    assert unfinished("start_rank") == ["spare-1"]
+
+
+@pytest.mark.parametrize("nodes_per_replica", [1, 2])
+def test_a_job_that_is_over_is_not_begun_anew_for_a_start_that_came_too_late(
+    world: World, monkeypatch: pytest.MonkeyPatch, nodes_per_replica: int
+) -> None:
+    monkeypatch.setattr(jobs, "check_active", lambda job: None)  # it was not over yet
+    all_free(world)
+    replicas = 2 // nodes_per_replica
+    job = begin(world, "wide", world_replicas=replicas, nodes_per_replica=nodes_per_replica)
+    drain()
+    answer("start_coordinator", address="127.0.0.1:4001")
+    Job.objects.filter(pk=job.pk).update(state=JobState.STOPPED)
+    drain()
+
+    job.refresh_from_db()
+    assert job.state == JobState.STOPPED
+    assert places_of(job) == []
+
+
+@pytest.mark.parametrize("nodes_per_replica", [1, 2])
+def test_a_start_of_a_job_that_is_over_waits_to_be_called_off(
+    world: World, nodes_per_replica: int
+) -> None:
+    all_free(world)
+    replicas = 2 // nodes_per_replica
+    job = begin(world, "wide", world_replicas=replicas, nodes_per_replica=nodes_per_replica)
+    drain()
+    answer("start_coordinator", address="127.0.0.1:4001")
+    Job.objects.filter(pk=job.pk).update(state=JobState.STOPPED)
+    drain()
+
+    assert run_of(START).state == RunState.WAITING
+    assert step_of(START, "start-ranks").outcome == "wide is stopped; nothing of it is started"
 
 
 def test_a_coordinator_of_which_nobody_knows_whether_it_started_is_ended(world: World) -> None:

@@ -498,6 +498,7 @@ def order_start(
 ) -> Outcome:
     """Place a replica on a node and order its rank to be started there, having done what comes
     first: from the step that chooses the place again, if that was taken meanwhile."""
+    jobs.check_active(replica.job)
     placement_id = ctx.placement_id()
 
     def apply() -> None:

@@ -16,7 +16,7 @@ from controlplane.incidents.choices import RUN_UNFINISHED, Effect
 from controlplane.incidents.models import PlaybookRun
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.actions.jobs import STOP_TTL_S
-from controlplane.jobs.choices import JobState, PlacementState
+from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState
 from controlplane.jobs.models import IN_ITS_PLACE, Job, Placement, Replica
 from node_agent import wire
 from workers.playbooks.base import (
@@ -39,10 +39,15 @@ def choose(ctx: StepContext) -> Outcome:
     passed_over = ctx.values.get("passed_over", [])
     free = free_nodes(job.cluster_id, job.pk)
     candidates = [one for one in free if one.node_id not in passed_over]
+    fitting = [one for one in candidates if one.has(job.gpus_per_node)]
     count = job.world_replicas * job.nodes_per_replica
-    chosen = (choose_near if job.nodes_per_replica > 1 else choose_nodes)(candidates, count)
+    chosen = (choose_near if job.nodes_per_replica > 1 else choose_nodes)(fitting, count)
     if len(chosen) < count:
-        return Wait(text=f"{len(chosen)} of {count} nodes are free")
+        text = f"{len(chosen)} of {count} nodes are free"
+        too_small = len(candidates) - len(fitting)
+        if too_small:
+            text += f"; {too_small} more have fewer than the {job.gpus_per_node} cards it needs"
+        return Wait(text=text)
     coordinator = choose_coordinator_node(candidates, chosen)
     names = ", ".join(node.name for node in chosen)
     return Done(
@@ -56,6 +61,8 @@ def choose(ctx: StepContext) -> Outcome:
 
 def start_coordinator(ctx: StepContext) -> Outcome:
     job = _job(ctx)
+    if job.coordinator_address and _has_ranks(job):
+        return Done(text=f"ranks of it know the coordinator at {job.coordinator_address}")
     requester = ctx.requester()
     command = Command.objects.filter(requester=requester).first()
     if command is None:
@@ -109,7 +116,7 @@ def start_ranks(ctx: StepContext) -> Outcome:
         text = f"{silent.name} went silent before it was told"
 
         def give_up() -> None:
-            jobs.begin_start(SYSTEM, job.pk, text)
+            _begin_anew(job, text)
 
         return Back(to="choose-nodes", node_id=silent.pk, text=text, apply=give_up)
     if job.nodes_per_replica > 1:
@@ -121,6 +128,7 @@ def start_ranks(ctx: StepContext) -> Outcome:
         due = [replica for replica, node_id in places if _is_due(ctx, replica, node_id)]
         if not due:
             return Done(text="all ranks run, or are brought back by runs of their own")
+        jobs.check_active(job)
 
         def apply() -> None:
             for replica, node_id in places:
@@ -163,11 +171,21 @@ def _taken(job: Job) -> Back:
     text = "one of the nodes was taken meanwhile"
 
     def begin_anew() -> None:
-        theirs = Placement.objects.filter(replica__job=job)
-        if not theirs.exclude(state=PlacementState.ENDED).exists():
-            jobs.begin_start(SYSTEM, job.pk, text)
+        if not _has_ranks(job):
+            _begin_anew(job, text)
 
     return Back(to="choose-nodes", text=text, apply=begin_anew)
+
+
+def _begin_anew(job: Job, why: str) -> None:
+    """Take the job back to the point before its ranks run, unless it is over by now."""
+    if Job.objects.get(pk=job.pk).state in JOB_ACTIVE:
+        jobs.begin_start(SYSTEM, job.pk, why)
+
+
+def _has_ranks(job: Job) -> bool:
+    there = Placement.objects.filter(replica__job=job)
+    return there.exclude(state=PlacementState.ENDED).exists()
 
 
 def _not_started(ctx: StepContext, failed: Sequence[Command]) -> Outcome:
@@ -193,7 +211,7 @@ def _start_together(ctx: StepContext, job: Job) -> Outcome:
         replica,
         ctx.values["nodes"],
         again="choose-nodes",
-        give_up=lambda: jobs.begin_start(SYSTEM, job.pk, "one of its nodes did not start it"),
+        give_up=lambda: _begin_anew(job, "one of its nodes did not start it"),
     )
 
 

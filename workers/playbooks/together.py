@@ -45,6 +45,7 @@ def start_all(
     """
     commands = list(starts_of(ctx))
     if not commands:
+        jobs.check_active(replica.job)
         names = [Node.objects.get(pk=node_id).name for node_id in node_ids]
 
         def order() -> None:

@@ -341,11 +341,17 @@ def start_registered(actor: Actor, job_id: str, reason: str) -> PlaybookRun:
 
 
 def may_be_started(job: Job) -> bool:
-    """Whether it was never started, or the run that was to is over and nothing of it is left."""
-    starts = PlaybookRun.objects.filter(job=job, playbook__in=FOR_THE_JOB, state__in=RUN_UNFINISHED)
+    """Whether it was never started, or it goes on by Drydock's doing, and nothing of it is left and
+    nobody brings it back."""
+    runs = PlaybookRun.objects.filter(job=job, playbook__in=FOR_THE_JOB, state__in=RUN_UNFINISHED)
     alive = Placement.objects.filter(replica__job=job).exclude(state=PlacementState.ENDED)
-    in_vain = job.state == JobState.STARTING and not starts.exists() and not alive.exists()
-    return job.state == JobState.PENDING or in_vain
+    # A run that was cancelled leaves what it was to bring back as it was.
+    ends = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=OuterRef("pk"))
+    left = alive.exclude(Exists(ends))
+    # Of one that its own scheduler starts nothing is known here that could be left.
+    ours = job.state == JobState.STARTING or bool(job.coordinator_address)
+    gone = job.state in GOING_ON and ours and not runs.exists() and not left.exists()
+    return job.state == JobState.PENDING or gone
 
 
 @change()

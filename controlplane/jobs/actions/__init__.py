@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from controlplane.jobs.actions.jobs import (
     begin_start,
+    check_active,
     direct,
     end_job,
     end_placement,
@@ -27,6 +28,7 @@ from controlplane.jobs.actions.warm import end_warm_spare, place_warm_spare, set
 
 __all__ = [
     "begin_start",
+    "check_active",
     "direct",
     "end_job",
     "end_placement",

@@ -134,15 +134,17 @@ def place(
     """Put a replica on a node: the node becomes allocated, the replica starting.
 
     `placement_id` is the caller's, so that asking again finds what is there. `node_rank`: which of
-    the replica's nodes it is to be. Raises Conflict if that is placed already or the node is not
-    free.
+    the replica's nodes it is to be. Raises Conflict if that is placed already, the node is not
+    free, or the job is over.
     """
     known = Placement.objects.filter(pk=placement_id).first()
     if known is not None:
         return known
+    # The job is locked with it: it cannot end in this very moment.
     replica = (
         Replica.objects.select_for_update(no_key=True).select_related("job").get(pk=replica_id)
     )
+    check_active(replica.job)
     if replica.alive.filter(node_rank=node_rank).exists():
         raise Conflict(f"replica {replica.index} of {replica.job.name} is placed already")
     take_node(actor, node_id, replica)
@@ -160,6 +162,13 @@ def place(
     )
     touch(replica.job.cluster_id)
     return placement
+
+
+def check_active(job: Job) -> None:
+    """Raises Conflict if the job is over or ends: whoever saw to that calls off what is under way
+    for it."""
+    if job.state not in JOB_ACTIVE:
+        raise Conflict(f"{job.name} is {job.get_state_display().lower()}; nothing of it is started")
 
 
 def take_node(actor: Actor, node_id: str, replica: Replica) -> bool:

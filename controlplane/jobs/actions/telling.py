@@ -126,7 +126,7 @@ def _record_progress(job: Job, batch: client.Batch, message: client.Progress) ->
             "replicas": message.replicas,
         },
     )
-    if message.epoch < job.epoch or (job.step_at is not None and at <= job.step_at):
+    if not _is_news(job, batch, message):
         return  # told late, or again
     job.step = message.step
     job.step_at = at
@@ -142,6 +142,20 @@ def _record_progress(job: Job, batch: client.Batch, message: client.Progress) ->
         job.save(update_fields=["state", "started_at"])
         doorbell.ring_after_commit(f"job/{job.pk}")
     _activate(job, message.replicas, at)
+
+
+def _is_news(job: Job, batch: client.Batch, message: client.Progress) -> bool:
+    """Whether these steps come after those that are known: in a later epoch whatever its node's
+    clock says."""
+    if job.step_at is None:
+        return message.epoch >= job.epoch
+    if message.epoch >= job.epoch:
+        return (message.epoch, _moment(message.at)) > (job.epoch, job.step_at)
+    # What lives as one and finds no checkpoint any more counts its epochs from the first again.
+    began = Placement.objects.filter(
+        pk=batch.placement, replica__job=job, created_at__gt=job.step_at
+    )
+    return message.whole and began.exclude(state=PlacementState.ENDED).exists()
 
 
 def _record_ledger(job: Job, message: client.Ledger) -> None:
@@ -228,7 +242,11 @@ def _record_regrouped(job: Job, message: client.Regrouped) -> None:
             "gap_s": message.gap_s,
         },
     )
-    job.epoch = max(job.epoch, message.epoch)
+    if message.epoch > job.epoch:
+        job.epoch = message.epoch
+        if job.step_at is not None:
+            # By the clock of whoever tells of this epoch, so that its steps come after.
+            job.step_at = min(job.step_at, _moment(message.started_at))
     _activate(job, message.joined, committed_at)
     doorbell.ring_after_commit(f"job/{job.pk}")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from datetime import UTC, datetime
+
 import pytest
 
 from controlplane.accounts.models import SYSTEM
@@ -49,7 +52,9 @@ def tell(placement: Placement, *messages: client.Message) -> client.Reply:
     return actions.record_runtime_batch(placement.replica.job_id, batch, list(messages))
 
 
-def progress(step: int, at: float = 1000.0, epoch: int = 1) -> client.Progress:
+def progress(
+    step: int, at: float = 1000.0, epoch: int = 1, *, whole: bool = False
+) -> client.Progress:
     return client.Progress(
         step=step,
         steps=5,
@@ -62,6 +67,7 @@ def progress(step: int, at: float = 1000.0, epoch: int = 1) -> client.Progress:
         samples=120,
         tokens=120,
         replicas=[0],
+        whole=whole,
     )
 
 
@@ -113,6 +119,73 @@ def test_a_message_told_twice_stands_once(placement: Placement) -> None:
 def test_progress_told_late_does_not_turn_the_clock_back(placement: Placement) -> None:
     tell(placement, progress(9, at=1001.0))
     tell(placement, progress(4, at=1000.0))
+    assert job_of(placement).step == 9
+
+
+def test_a_later_epoch_counts_though_its_node_s_clock_is_behind(placement: Placement) -> None:
+    tell(placement, progress(9, at=1005.0))
+    tell(placement, progress(4, at=1001.0, epoch=2))
+    tell(placement, progress(10, at=1006.0))  # of the epoch before, told late
+
+    job = job_of(placement)
+    assert (job.epoch, job.step, job.step_at) == (2, 4, datetime.fromtimestamp(1001.0, UTC))
+
+
+def test_who_goes_on_after_a_loss_counts_though_its_node_s_clock_is_behind(
+    placement: Placement,
+) -> None:
+    regrouped = client.Regrouped(
+        epoch=2, replicas=[0], lost=[3], joined=[], started_at=1000.8, committed_at=1001.0,
+        step=10, gap_s=0.2,
+    )  # fmt: skip
+    tell(placement, progress(9, at=1005.0))
+    tell(placement, regrouped, progress(10, at=1001.0, epoch=2))
+
+    assert job_of(placement).step == 10
+
+
+def anew(placement: Placement) -> Placement:
+    """It is started anew, on another node."""
+    Placement.objects.filter(pk=placement.pk).update(state=PlacementState.ENDED)
+    made: Placement = PlacementFactory(replica=placement.replica)
+    return made
+
+
+def test_what_lives_as_one_and_begins_anew_is_heard_from_its_first_epoch_on(
+    placement: Placement,
+) -> None:
+    tell(placement, progress(9, epoch=5, whole=True))
+    begun = anew(placement)
+    tell(begun, progress(0, at=time.time(), whole=True))
+    tell(begun, progress(1, at=time.time(), whole=True))
+
+    job = job_of(placement)
+    assert (job.epoch, job.step) == (1, 1)
+
+
+def test_what_it_told_before_it_began_anew_is_not_heard(placement: Placement) -> None:
+    tell(placement, progress(9, epoch=5, whole=True))
+    anew(placement)
+    tell(placement, progress(8, at=time.time(), epoch=4, whole=True))
+
+    assert job_of(placement).step == 9
+
+
+def test_what_lives_as_one_and_trains_on_is_not_heard_of_an_earlier_epoch(
+    placement: Placement,
+) -> None:
+    tell(placement, progress(9, at=time.time(), epoch=5, whole=True))
+    tell(placement, progress(8, at=time.time(), epoch=4, whole=True))
+
+    assert job_of(placement).step == 9
+
+
+def test_an_earlier_epoch_of_replicas_that_follow_each_other_is_not_heard(
+    placement: Placement,
+) -> None:
+    tell(placement, progress(9, epoch=5))
+    tell(anew(placement), progress(4, at=time.time()))
+
     assert job_of(placement).step == 9
 
 

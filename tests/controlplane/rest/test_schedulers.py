@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import pytest
 from django.utils import timezone
 
@@ -14,6 +15,7 @@ from controlplane.fleet.models import Cluster, MaintenanceWindow, Node, Rack
 from controlplane.incidents import actions as incidents
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.models import SpareReservation
+from node_agent import wire
 from tests.controlplane.rest.world import Caller, World, playbooks
 from tests.factories import ClusterFactory, GpuFactory, JobFactory, NodeFactory, RackFactory
 
@@ -295,6 +297,32 @@ def test_what_several_nodes_do_not_allow_is_refused_with_the_remedy(
     (error,) = answer.json()["errors"]
     assert error["field"] == field
     assert told in error["detail"]
+
+
+@pytest.mark.parametrize("program", ["Train", "train_gpt", "train."])
+def test_a_program_that_no_agent_can_name_is_refused(
+    yard: World, scheduler: Caller, program: str
+) -> None:
+    body = {"cluster": yard.cluster.name, "name": "llm", "program": program, "world_replicas": 1}
+    answer = scheduler.order("/api/v1/jobs", body)
+
+    assert answer.status_code == 400
+    assert [error["field"] for error in answer.json()["errors"]] == ["program"]
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(program, wire.Name)
+
+
+@pytest.mark.parametrize("state", ["pending", "starting", "stopping", "stopped"])
+def test_of_a_job_that_does_not_run_no_checkpoint_is_asked(
+    yard: World, scheduler: Caller, state: str
+) -> None:
+    job = JobFactory(cluster=yard.cluster, name="llm", state=state)
+    order = {"verb": "checkpoint", "reason": "maintenance at six"}
+    answer = scheduler.order(f"/api/v1/jobs/{job.pk}/directives", order)
+
+    assert answer.status_code == 409
+    assert answer.json()["detail"] == f"llm is {state}: nobody is there to obey"
+    assert not job.directives.exists()
 
 
 def test_two_reservations_never_hold_the_same_spare(yard: World, scheduler: Caller) -> None:
