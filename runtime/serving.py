@@ -117,8 +117,10 @@ class RequestServer:
     def _admit(self, connection: socket.socket) -> None:
         """It has shown the token. Raises PermissionError if no more peers may be connected."""
         with self._changed:
+            if connection in self._peers:
+                return  # it did so before
             if connection not in self._strangers:
-                return  # it did so before, or we have just hung up on it
+                raise PermissionError("it has been hung up on")
             full = len(self._peers) == MAX_CONNECTIONS
             if not full:
                 del self._strangers[connection]

@@ -151,9 +151,10 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
                     replica.state.seed(shard.index)  # callbacks may have drawn
                 replica.backward(self._loss(shard.data))
         self._begin(self.replica.pending)
-        # The job is done, or a callback ended it. Who only has to leave ends no epoch: others, or
-        # the job when it is started anew, train the rest of it.
-        if self.control.should_training_stop and self._within_epoch:
+        # A callback ended it. Who only has to leave ends no epoch: others, or the job when it is
+        # started anew, train the rest of it.
+        stopped = self.control.should_training_stop and self.state.global_step < steps
+        if stopped and self._within_epoch:
             self._end_epoch()
         output: TrainOutput = self._finalize_training(None, steps * batches.global_batch, self._at)
         return output
@@ -267,9 +268,10 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
         self._within_epoch = trained // self._per_epoch == epoch
         self.control = self._tell("on_step_end")
         self._log_evaluate_save()
-        if not self._within_epoch:
+        done = self.state.global_step >= self.state.max_steps
+        if done or not self._within_epoch:
             self._end_epoch()
-            if self.state.global_step < self.state.max_steps:
+            if not done:
                 self.control = self._tell("on_epoch_begin")
         if self.control.should_epoch_stop:
             raise RuntimeError(

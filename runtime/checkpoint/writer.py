@@ -173,9 +173,10 @@ class Writer:
         before = self._before.get(str(folder)) or last_part(folder, rank)
         share, shares = int(asked["share"]), int(asked["shares"])
         shared = None if str(folder) in self._doubted else before
-        with contextlib.suppress(OSError):  # what a dead writer left may be what fills the disk
-            for one in [folder, *neighbours(folder)]:
-                sweep(one)
+        if not rank and not share:  # one for all that write to this folder
+            with contextlib.suppress(OSError):  # what dead writers left may be what fills the disk
+                for one in [folder, *neighbours(folder)]:
+                    sweep(one)
         draft = Draft(folder, step, self._name, int(asked["ranks"]), asked["facts"], shares)
         verified = False
         try:

@@ -150,7 +150,12 @@ class Admission:
                 step=staging.step,
                 digest=digest,
                 donors=donors,
-                members=[p.addresses for p in members],
+                members=[p.addresses for p in members if not _replaces(peer, p)],
                 refusals=peer.refusals,
                 why=peer.why,
             )
+
+
+def _replaces(newcomer: Peer, member: Peer) -> bool:
+    """Whether it is to move into this one's place, and will never train beside it."""
+    return newcomer.standby == "migrate" and newcomer.place == member.replica

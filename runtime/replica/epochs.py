@@ -84,7 +84,8 @@ class Epochs(Roster):
         if behind:
             # Whoever took the last copies is ready: ask anew.
             self.admission.release(equal, wanted=True, followed=False)
-            self.admission.advance(behind, equal, equal, at_edge=True)
+            beside = [p for p in equal if not p.standby]
+            self.admission.advance(behind, equal, beside, at_edge=True)
         else:
             self.grant({p.replica: p for p in peers})
 

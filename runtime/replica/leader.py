@@ -235,7 +235,7 @@ class Leader:
         step."""
         saver, speaks = self.rank.saver, self.teller.speaks()
         due = saver.due() if speaks else set()
-        if "shared" in due:
+        if "shared" in due or self.sharing.is_stuck():
             saver.ready({"shared"})  # which tells if it is not
         saves = not self.together.on_trial
         members = sorted(self.member.members)

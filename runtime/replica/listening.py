@@ -72,7 +72,8 @@ async def run(coordinator: Coordinator, host: str, port: int, port_file: Path | 
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         strangers[writer] = None
-        if len(strangers) > MAX_STRANGERS:
+        # All members may return at once.
+        if len(strangers) > max(MAX_STRANGERS, 2 * coordinator.world):
             first = next(iter(strangers))  # it has had most time
             del strangers[first]
             first.close()
@@ -115,7 +116,7 @@ async def serve(
                 first = await read_line(reader)
         finally:
             known()
-        if first is None:
+        if first is None or writer.is_closing():
             return
         if first.get("op") == "join":
             refusal = await place_for(coordinator, first, reader)

@@ -29,7 +29,8 @@ class Sharing:
         self._free = False  # we can write one alone at the next edge
         self._under_way: Who = "nobody"  # who writes one that is not known to be whole
         self._failed = False  # the last one that was shared out
-        self._turn = 0  # whose it is to write alone: passed on whenever that fails
+        self._turn = 0  # whose it is to write alone: passed on if that fails, or cannot be begun
+        self._stuck = 0  # edges at which one was owed and nobody could begin
         self.writer = 0  # the one that was decided on: its place among the members
         self._heard: list[Outcome] = []  # what became of ours; from threads of their own
         self._said: list[Outcome] = []  # of that, to the others in the step under way
@@ -70,16 +71,23 @@ class Sharing:
             return "nobody"
         if not wishes.alone and not all_can:
             self._owed = True
+            self._stuck += self._under_way != "one"
+            if self._stuck > 2 * PATIENCE:
+                self._turn, self._stuck = self._turn + 1, 0
             return "nobody"
         self._owed = self._failed = False
-        self._short = 0
+        self._short = self._stuck = 0
         self._under_way = "one" if wishes.alone else "all"
         return self._under_way
+
+    def is_stuck(self) -> bool:
+        """Whether one has been owed for long: whose store is busy says so."""
+        return self._stuck >= PATIENCE
 
     def regrouped(self) -> None:
         """There are other members: who is gone writes no share, and who came knows of nothing."""
         self._owed |= self._under_way != "nobody"
         self._under_way = "nobody"
-        self._turn = 0
+        self._turn = self._stuck = 0
         self._heard.clear()
         self._said = []

@@ -37,10 +37,10 @@ def test_of_many_strangers_those_who_came_first_are_hung_up_on(
             member, to_member = await asyncio.open_connection("127.0.0.1", port)
             to_member.write(json.dumps(JOIN).encode() + b"\n")
             await asyncio.to_thread(until, lambda: coordinator.peers, "one has joined")
-            strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
             hung_up = await strangers[0][0].read()
-            strangers[2][1].write(STATUS)
-            answer = await strangers[2][0].readline()
+            strangers[4][1].write(STATUS)
+            answer = await strangers[4][0].readline()
         assert list(coordinator.peers) == [0]
         assert not member.at_eof()
         running.cancel()

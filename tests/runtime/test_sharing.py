@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ class Members:
 
     count: int
     each: list[Sharing] = field(default_factory=list)
+    hang: set[int] = field(default_factory=set)  # whose folder does
     writer: int = 0  # of those that one wrote alone, the last
 
     def __post_init__(self) -> None:
@@ -33,9 +35,9 @@ class Members:
             one.wishes(
                 place,
                 self.count,
-                due=due,
-                able=place < able and free,
-                free=free or place > 0,
+                due=due and place == 0,
+                able=place < able and free and place not in self.hang,
+                free=(free or place > 0) and place not in self.hang,
             )
             for place, one in enumerate(self.each)
         ]
@@ -139,6 +141,28 @@ def test_after_one_failed_alone_it_is_another_s_turn_until_the_members_change() 
 
     assert writers == [0, 1, 2, 0]
     assert (members.edge(due=True, able=0), members.writer) == ("one", 0)
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_one_whose_folder_hangs_does_not_keep_the_others_from_theirs(turn: int) -> None:
+    members = Members(3).seeing()
+    for place in range(turn):  # it could not write, and is well again
+        members.edge(due=True)
+        members.each[1].hear("share_failed")
+        members.edges(2)
+        members.each[place].hear("alone_failed")
+        members.edges(2)
+        members.edges(PATIENCE, able=0)
+        members.edge(due=True)
+        members.each[1].hear("whole")
+        members.edge()
+    members.hang = {turn}
+
+    begun = members.edges(3 * PATIENCE, due=True)
+
+    assert [who for who in begun if who != "nobody"] == ["one"]
+    assert members.writer == turn + 1
+    assert members.each[0].is_stuck() is False
 
 
 def test_one_that_takes_longer_alone_than_the_interval_is_shared_out_then() -> None:

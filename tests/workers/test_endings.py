@@ -22,7 +22,7 @@ from controlplane.incidents.models import Incident, PlaybookRun
 from controlplane.incidents.moves import SAVE_S
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
-from controlplane.jobs.models import Directive, Job, Placement
+from controlplane.jobs.models import LEFT, Directive, Job, Placement
 from node_agent import wire
 from runtime import client
 from tests.factories import PlaybookRunFactory
@@ -134,6 +134,18 @@ def test_a_running_job_of_which_nothing_is_left_may_be_started_again(world: Worl
     assert (while_it_is_brought_back, left) == (False, 0)
     assert run_of("start-job").context["reason"] == "again"
     assert job_state() == JobState.STARTING
+
+
+@pytest.mark.parametrize(("ago_s", "may"), [(1, False), (120, True)])
+def test_a_job_is_not_started_while_what_left_it_saves(
+    world: World, ago_s: float, may: bool
+) -> None:
+    ended_at = timezone.now() - timedelta(seconds=ago_s)
+    Placement.objects.update(
+        state=PlacementState.ENDED, end_reason=f"{LEFT}told to end", ended_at=ended_at
+    )
+
+    assert incidents.may_be_started(Job.objects.get()) == may
 
 
 def test_what_was_seen_to_end_and_is_brought_back_by_nobody_is_not_left(world: World) -> None:

@@ -41,7 +41,7 @@ from controlplane.incidents.moves import PLAYBOOK as MOVE_PLAYBOOK
 from controlplane.incidents.plans import NODE_ORDERS, check_order
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState
-from controlplane.jobs.models import IN_ITS_PLACE, SENT_AWAY, Job, Placement, Replica
+from controlplane.jobs.models import IN_ITS_PLACE, LEFT, SENT_AWAY, Job, Placement, Replica
 from controlplane.jobs.selectors import left_together, was_sent_away
 from workers.triage import ACTIONS
 
@@ -351,7 +351,17 @@ def may_be_started(job: Job) -> bool:
     # Of one that its own scheduler starts nothing is known here that could be left.
     ours = job.state == JobState.STARTING or bool(job.coordinator_address)
     gone = job.state in GOING_ON and ours and not runs.exists() and not left.exists()
-    return job.state == JobState.PENDING or gone
+    return job.state == JobState.PENDING or (gone and not _ends_still(job))
+
+
+def _ends_still(job: Job) -> bool:
+    """Whether something that left it runs on, as a writer does that has its last checkpoint."""
+    lately = Placement.objects.filter(
+        replica__job=job,
+        end_reason__startswith=LEFT,
+        ended_at__gt=timezone.now() - LINGERS,
+    )
+    return any(map(_runs_on, lately.select_related("node__lease")))
 
 
 @change()
