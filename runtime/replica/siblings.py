@@ -22,6 +22,7 @@ from typing import Any
 
 from runtime.forking import keep_from_children
 from runtime.replica.link import Link, keep_alive
+from runtime.serving import hang_up
 
 log = logging.getLogger("drydock.replica")
 
@@ -180,8 +181,7 @@ class Siblings:
             if connection not in self._strangers:
                 return
             del self._strangers[connection]
-        with contextlib.suppress(OSError):  # it hung up first
-            connection.shutdown(socket.SHUT_RDWR)
+        hang_up(connection)
 
     def _serve(self, connection: socket.socket, late: threading.Timer) -> None:
         sibling = None

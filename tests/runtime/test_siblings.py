@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import queue
+import select
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -188,13 +188,14 @@ def test_a_stranger_who_says_its_line_slowly_is_hung_up_on(
 ) -> None:
     monkeypatch.setattr(module, "FIRST_LINE_S", 0.5)
 
-    def says_it(stranger: socket.socket) -> None:
-        for _ in range(100):
-            stranger.sendall(b" ")
-            time.sleep(0.05)
+    with connection_to(leader.siblings.address) as stranger:
+        assert any(is_hung_up_on_after_a_byte(stranger) for _ in range(100))
 
-    with connection_to(leader.siblings.address) as stranger, pytest.raises(ConnectionError):
-        says_it(stranger)
+
+def is_hung_up_on_after_a_byte(stranger: socket.socket) -> bool:
+    stranger.sendall(b" ")
+    readable, _, _ = select.select([stranger], [], [], 0.05)
+    return bool(readable)
 
 
 def test_strangers_keep_no_rank_out(

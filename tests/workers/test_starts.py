@@ -257,11 +257,8 @@ def test_a_coordinator_that_ranks_know_is_kept_when_the_node_of_another_was_take
     assert unfinished("start_rank") == ["spare-1"]
 
 
-@pytest.mark.parametrize("nodes_per_replica", [1, 2])
-def test_a_job_that_is_over_is_not_begun_anew_for_a_start_that_came_too_late(
-    world: World, monkeypatch: pytest.MonkeyPatch, nodes_per_replica: int
-) -> None:
-    monkeypatch.setattr(jobs, "check_active", lambda job: None)  # it was not over yet
+def begun_and_stopped(world: World, nodes_per_replica: int) -> Job:
+    """A job on two nodes that was over before its ranks were started."""
     all_free(world)
     replicas = 2 // nodes_per_replica
     job = begin(world, "wide", world_replicas=replicas, nodes_per_replica=nodes_per_replica)
@@ -269,6 +266,15 @@ def test_a_job_that_is_over_is_not_begun_anew_for_a_start_that_came_too_late(
     answer("start_coordinator", address="127.0.0.1:4001")
     Job.objects.filter(pk=job.pk).update(state=JobState.STOPPED)
     drain()
+    return job
+
+
+@pytest.mark.parametrize("nodes_per_replica", [1, 2])
+def test_a_job_that_is_over_is_not_begun_anew_for_a_start_that_came_too_late(
+    world: World, monkeypatch: pytest.MonkeyPatch, nodes_per_replica: int
+) -> None:
+    monkeypatch.setattr(jobs, "check_active", lambda job: None)  # it was not over yet
+    job = begun_and_stopped(world, nodes_per_replica)
 
     job.refresh_from_db()
     assert job.state == JobState.STOPPED
@@ -279,13 +285,7 @@ def test_a_job_that_is_over_is_not_begun_anew_for_a_start_that_came_too_late(
 def test_a_start_of_a_job_that_is_over_waits_to_be_called_off(
     world: World, nodes_per_replica: int
 ) -> None:
-    all_free(world)
-    replicas = 2 // nodes_per_replica
-    job = begin(world, "wide", world_replicas=replicas, nodes_per_replica=nodes_per_replica)
-    drain()
-    answer("start_coordinator", address="127.0.0.1:4001")
-    Job.objects.filter(pk=job.pk).update(state=JobState.STOPPED)
-    drain()
+    begun_and_stopped(world, nodes_per_replica)
 
     assert run_of(START).state == RunState.WAITING
     assert step_of(START, "start-ranks").outcome == "wide is stopped; nothing of it is started"
