@@ -221,6 +221,7 @@ def test_of_several_copies_on_this_disk_one_that_is_whole_is_read(
         assert saver.save(begin, "save7", ["local"], replica=replica, last=True)
         copies = replica + 1
         on_two_tiers.told.until(lambda copies=copies: on_two_tiers.told.saved() == [7] * copies)  # type: ignore[misc]
+        on_two_tiers.told.until(lambda: not saver.delivery._asked)  # both have one name
     (first,) = (tmp_path / "disk").glob("*/*/replica-0-rank-0/step-00000007")
     flip_a_bit(first / "rank-0-0000.bin", 1000)
 
