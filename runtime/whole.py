@@ -56,15 +56,17 @@ class WholeJob:
     def __init__(
         self,
         job: Job,
-        model: torch.nn.Module,
+        model: torch.nn.Module | Stateful,
         optimizer: Stateful | Sequence[Stateful],
         saver: Checkpointer,
         *,
         extra: Mapping[str, Stateful] | None = None,
     ) -> None:
-        """Raises RuntimeError unless the default process group is that of all ranks of the job, and
+        """`model`: or what else keeps the weights, as `runtime.adapters.deepspeed.EngineState`.
+
+        Raises RuntimeError unless the default process group is that of all ranks of the job, and
         ValueError for a job of several replicas, for a process that is to stand by for another, and
-        for what only DeepSpeed can save."""
+        for what DeepSpeed has divided, unless its `EngineState` is given."""
         if job.world_replicas > 1:
             raise ValueError(
                 f"this job has {job.world_replicas} replicas ({ENV_WORLD_REPLICAS}), which would "
@@ -78,11 +80,11 @@ class WholeJob:
                 "start it elsewhere: it goes on from its newest checkpoint"
             )
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-        for where, part in (
-            *(("the model", module) for module in model.modules()),
-            *((f"the parameter {name}", one) for name, one in model.named_parameters()),
-            *(("the optimizer", one) for one in optimizers),
-        ):
+        parts: list[tuple[str, Any]] = [("the optimizer", one) for one in optimizers]
+        if isinstance(model, torch.nn.Module):
+            parts += [("the model", module) for module in model.modules()]
+            parts += [(f"the parameter {name}", one) for name, one in model.named_parameters()]
+        for where, part in parts:
             if error := of_deepspeed(where, part):
                 raise ValueError(error)
         if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != (

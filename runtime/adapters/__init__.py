@@ -1,4 +1,5 @@
-"""The replica group under a framework's own trainer: `huggingface`, `lightning`.
+"""Frameworks with Drydock under them: a replica group under their own trainer (`huggingface`,
+`lightning`), and an engine that a whole job saves (`deepspeed`).
 
-Each module imports its framework, which Drydock itself never needs; import the one that you use.
+Each module needs its framework, which Drydock itself never does; import the one that you use.
 """

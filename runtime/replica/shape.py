@@ -23,8 +23,8 @@ _OTHERWISE = (
     "ReplicaGroup"
 )
 _BY_DEEPSPEED = (
-    "let DeepSpeed's engine save and load the job (save_checkpoint, load_checkpoint), and have one "
-    "torchrun restart it as a whole"
+    f"{_OTHERWISE}, which is given runtime.adapters.deepspeed.EngineState(engine), and [] for the "
+    "optimizers"
 )
 _SAME_SCRIPT = "start all replicas with the same script and options"
 #: Kinds of module and optimizer that spread one model over all processes of a job, and where
@@ -160,8 +160,8 @@ def cannot_drop(
 
 
 def of_deepspeed(where: str, part: Any) -> str:
-    """Why only DeepSpeed itself can save this module, parameter or optimizer; "" if it is none of
-    those. `where`: what it is, in words."""
+    """Why only a DeepSpeed engine's state can save this module, parameter or optimizer; "" if it is
+    none of those. `where`: what it is, in words."""
     if hasattr(part, "ds_id"):
         return f"{where} is divided among all processes by DeepSpeed's ZeRO; {_BY_DEEPSPEED}"
     if type(part).__module__.startswith(_DEEPSPEED):

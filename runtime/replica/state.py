@@ -387,7 +387,7 @@ def places_of(weights: Iterable[torch.Tensor]) -> set[int]:
     return {part_of(one).data_ptr() for one in weights}
 
 
-def other_model(model: torch.nn.Module, error: RuntimeError) -> ValueError:
+def other_model(model: torch.nn.Module | Stateful, error: RuntimeError) -> ValueError:
     """What to raise where torch cannot put a state into this model."""
     flaws = [line.strip() for line in str(error).splitlines()[1:]] or [""]
     return ValueError(

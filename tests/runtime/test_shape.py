@@ -111,7 +111,7 @@ def test_parameters_elsewhere_are_named() -> None:
     ("spanning", "remedy"),
     [
         (PipelineStage(), "a restart from its checkpoint, in a runtime.WholeJob"),
-        (DeepSpeedEngine(), "let DeepSpeed's engine save and load the job"),
+        (DeepSpeedEngine(), "is given runtime.adapters.deepspeed.EngineState(engine)"),
     ],
 )
 def test_what_spans_all_processes_says_how_such_a_job_is_recovered(
@@ -123,14 +123,14 @@ def test_what_spans_all_processes_says_how_such_a_job_is_recovered(
     assert remedy in told
 
 
-def test_a_job_that_restarts_as_a_whole_leaves_what_deepspeed_divided_to_deepspeed() -> None:
+def test_a_job_that_restarts_as_a_whole_wants_the_engine_of_what_deepspeed_divided() -> None:
     job: Any = SimpleNamespace(world_replicas=1, standby="")
     saver: Any = None
     zero = model()
     zero.get_parameter("1.weight").ds_id = 3  # type: ignore[attr-defined]
 
     for given in (DeepSpeedEngine(), zero):
-        with pytest.raises(ValueError, match="let DeepSpeed's engine save and load the job"):
+        with pytest.raises(ValueError, match=r"deepspeed\.EngineState\(engine\)"):
             WholeJob(job, given, [], saver)
 
 

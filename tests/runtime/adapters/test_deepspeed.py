@@ -1,0 +1,148 @@
+"""A job of DeepSpeed's engine: what is saved of it is what it goes on with, to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+from runtime.adapters.deepspeed import EngineState, expressed, filled
+from tests.runtime.replicas import PATIENCE_S, ROOT, TOKEN
+
+SCRIPT = Path(__file__).with_name("deepspeed_script.py")
+STEPS = 12
+KILLED_IN = 7
+
+
+@dataclass
+class Engines:
+    """Two ranks of one engine under torchrun, and what they left in their folder."""
+
+    folder: Path
+
+    def run(self, *, restarts: int = 0, **options: object) -> tuple[int, str]:
+        """Until it ends: its exit status, and all that it wrote."""
+        self.folder.mkdir(exist_ok=True)
+        environment = {
+            "DRYDOCK_JOB": "job_t",
+            "DRYDOCK_REPLICA": "0",
+            "DRYDOCK_WORLD_REPLICAS": "1",
+            "DRYDOCK_COORDINATOR": "none",
+            "DRYDOCK_TOKEN": TOKEN,
+            "DRYDOCK_STATE_DIR": str(self.folder / "state"),
+            "DRYDOCK_OPTIONS": json.dumps({"folder": str(self.folder), "steps": STEPS, **options}),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        ended = subprocess.run(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--monitor-interval=0.1"),
+                *("--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}", str(SCRIPT)),
+            ],
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=2 * PATIENCE_S,
+        )
+        return ended.returncode, ended.stdout
+
+    def left(self, what: str) -> list[str]:
+        return [(self.folder / f"{what}.{rank}").read_text() for rank in range(2)]
+
+    def epochs(self) -> set[str]:
+        return {line.split()[0] for line in self.left("steps")[0].splitlines()}
+
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"zero_optimization": {"stage": 1}},
+        {"zero_optimization": {"stage": 2}, **BF16},
+        {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100}, **BF16},
+    ],
+    ids=["whole", "optimizer", "gradients", "weights"],
+)
+def test_a_rank_dies_and_the_job_ends_as_if_nothing_had_happened(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    calm, killed = Engines(tmp_path / "calm"), Engines(tmp_path / "killed")
+    ended, words = calm.run(config=config)
+    status, said = killed.run(config=config, killed_in=KILLED_IN, restarts=1)
+
+    assert (ended, status) == (0, 0), words + said
+    assert (killed.folder / "died").exists()
+    assert len(killed.epochs()) == 2
+    assert killed.left("digest") == calm.left("digest")
+    assert killed.left("engine") == calm.left("engine")
+    assert "checkpoint_not_restored" not in said
+
+
+def test_another_configuration_is_refused(tmp_path: Path) -> None:
+    engines = Engines(tmp_path)
+    engines.run(config={"zero_optimization": {"stage": 1}})
+    status, said = engines.run(config={"zero_optimization": {"stage": 3}}, steps=STEPS + 1)
+
+    assert status != 0
+    assert "the state is of another model than this script's EngineState" in said
+
+
+def test_what_is_no_engine_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match="give it the engine, the first of what deepspeed"):
+        EngineState(SimpleNamespace())
+
+
+class DeepSpeedEngine:
+    """What is asked of an engine before anything is saved."""
+
+    def __init__(self, device: str = "cpu", *, elastic: bool = False) -> None:
+        self.micro_steps = 7
+        self.zero_offload_optimizer = lambda: SimpleNamespace(device=device)
+        self.zero_offload_param = lambda: None
+        self.zero_elastic_checkpoint = lambda: elastic
+        self.gradient_accumulation_steps = lambda: 4
+
+
+@pytest.mark.parametrize(
+    ("engine", "remedy"),
+    [
+        (DeepSpeedEngine("nvme"), "offload to nvme: that state is in files; offload to cpu"),
+        (DeepSpeedEngine(elastic=True), "elastic_checkpoint: the job goes on with as many ranks"),
+    ],
+)
+def test_state_that_lies_elsewhere_is_refused(engine: DeepSpeedEngine, remedy: str) -> None:
+    with pytest.raises(ValueError, match=remedy):
+        EngineState(engine)
+
+
+def test_a_step_that_ends_among_its_micro_batches_is_told() -> None:
+    with pytest.raises(ValueError, match="the step ends after 3 of 4 micro-batches: make all"):
+        EngineState(DeepSpeedEngine()).state_dict()
+
+
+def test_a_loss_scaler_goes_on_with_what_it_has_counted() -> None:
+    scalers = [DynamicLossScaler(2**16, 3, 1, 2, False) for _ in range(2)]
+    vars(scalers[0]).update(cur_scale=512.0, cur_iter=9, last_overflow_iter=4)
+    counted = {**vars(scalers[0])}
+
+    saved = expressed({"loss_scaler": scalers[0], "overflow": False})
+    given = filled({"loss_scaler": scalers[1], "overflow": True}, saved)
+
+    assert given == {"loss_scaler": scalers[1], "overflow": False}
+    assert vars(scalers[1]) == counted
