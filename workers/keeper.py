@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import redis
@@ -57,6 +57,13 @@ class _Beat(msgspec.Struct):
     ports: list[dict[str, Any]] = []
 
 
+class _Hearing(msgspec.Struct):
+    """What ingest says of itself: when it last heard, and since when it does."""
+
+    at: float
+    since: float
+
+
 @dataclass
 class Memory:
     """What a pass hands to the next; losing it costs one grace."""
@@ -65,6 +72,10 @@ class Memory:
     heard: dict[str, float]
     #: Nobody is declared dead before this moment.
     grace_until: datetime
+    #: When ingest last said that it hears: of what came later nobody can say that it did not come.
+    hearing_until: datetime | None = None
+    #: Since when the youngest ingest hears.
+    hearing_since: float | None = None
     #: When the nodes' readings were last kept for their charts.
     sampled_at: datetime | None = None
     #: Where the audit chain stood when the log was last told, and when that was.
@@ -106,8 +117,8 @@ def keep(client: redis.Redis, memory: Memory) -> None:
     """One pass over everything that has a time."""
     now = timezone.now()
     _flush_beats(client, memory)
-    if timezone.now() >= memory.grace_until:
-        _declare_lost(now)
+    if memory.hearing_until is not None and timezone.now() >= memory.grace_until:
+        _declare_lost(min(now, memory.hearing_until))
     for chore in (
         partial(fleet.fail_overdue_nodes, SYSTEM, now),
         partial(fleet.expire_commands, now),
@@ -156,20 +167,23 @@ def _take_lead() -> bool:
 def _flush_beats(client: redis.Redis, memory: Memory) -> None:
     """Extend the leases of all nodes heard since the last pass, in one statement.
 
-    If Redis or ingest is away we stopped hearing, which says nothing about the nodes: a grace
-    begins, so that the nodes have time to be heard again before anybody is missed.
+    If Redis or ingest is away, or ingest was begun anew since, we stopped hearing, which says
+    nothing about the nodes: a grace begins, so that the nodes have time to be heard again before
+    anybody is missed.
     """
     try:
         beats = client.hgetall(BEATS_KEY)
-        ingest_alive = client.exists(INGEST_ALIVE_KEY)
+        said = cast(bytes | None, client.get(INGEST_ALIVE_KEY))
         client.set(KEEPER_ALIVE_KEY, timezone.now().isoformat(), ex=10)
     except redis.RedisError as error:
         log.warning("keeper.redis_away", error=str(error))
         memory.grace_until = _grace()
         return
-    if not ingest_alive:
+    if said is None:
         log.warning("keeper.ingest_away")
         memory.grace_until = _grace()
+    else:
+        _hear(msgspec.json.decode(said, type=_Hearing), memory)
     news: dict[str, datetime] = {}
     readings: dict[str, list[dict[str, Any]]] = {}
     ports: dict[str, list[dict[str, Any]]] = {}
@@ -189,6 +203,14 @@ def _flush_beats(client: redis.Redis, memory: Memory) -> None:
     cards_of = {node: (news[node], cards) for node, cards in readings.items()}
     ports_of = {node: (news[node], ports[node]) for node in known}
     _do(partial(memory.sensors.follow, cards_of, ports_of))
+
+
+def _hear(ingest: _Hearing, memory: Memory) -> None:
+    memory.hearing_until = datetime.fromtimestamp(ingest.at, UTC)
+    if memory.hearing_since is not None and ingest.since > memory.hearing_since:
+        log.warning("keeper.ingest_began_anew")
+        memory.grace_until = _grace()
+    memory.hearing_since = max(memory.hearing_since or 0.0, ingest.since)
 
 
 def _keep_samples(memory: Memory, readings: dict[str, list[dict[str, Any]]]) -> None:

@@ -20,10 +20,11 @@ log = structlog.get_logger(__name__)
 
 #: Hash of the newest beat of each node, by node id; the keeper reads it.
 BEATS_KEY = "drydock:beats"
-#: Exists while an ingest hears: how the keeper tells silent nodes from a deaf control plane.
+#: When an ingest last heard, and since when it does: how the keeper tells silent nodes from a deaf
+#: control plane.
 ALIVE_KEY = "drydock:ingest:alive"
 ALIVE_TTL_S = 5
-ALIVE_EVERY_S = 1.0
+ALIVE_EVERY_S = 0.5
 GATHER_S = 0.008
 MAX_WAITING = 20_000
 
@@ -45,6 +46,7 @@ class Beats:
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._redis = client
+        self._since = time.time()
         self._due: dict[str, bytes] = {}
         self._waiting = 0
         self._written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -91,10 +93,11 @@ class Beats:
                 written.set_result(True)
 
     async def say_alive(self) -> None:
-        """Tell the keeper each second that somebody listens, until cancelled."""
+        """Tell the keeper again and again that somebody listens, until cancelled."""
         while True:
             try:
-                await self._redis.set(ALIVE_KEY, repr(time.time()), ex=ALIVE_TTL_S)
+                said = msgspec.json.encode({"at": time.time(), "since": self._since})
+                await self._redis.set(ALIVE_KEY, said, ex=ALIVE_TTL_S)
             except (RedisError, OSError) as error:
                 log.warning("ingest.alive_untold", error=str(error))
             await asyncio.sleep(ALIVE_EVERY_S)

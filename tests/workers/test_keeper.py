@@ -25,7 +25,7 @@ pytestmark = pytest.mark.django_db
 @pytest.fixture
 def beats() -> Iterator[redis.Redis]:
     client = redis.Redis.from_url(settings.REDIS_URL)
-    client.set(keeper.INGEST_ALIVE_KEY, "1")
+    ingest_says(client, at=time.time() + 3600.0)
     yield client
     client.delete(keeper.BEATS_KEY, keeper.INGEST_ALIVE_KEY)
 
@@ -34,6 +34,10 @@ def beats() -> Iterator[redis.Redis]:
 def memory() -> keeper.Memory:
     """A keeper that has been at work for long enough to declare nodes lost."""
     return keeper.Memory(heard={}, grace_until=timezone.now() - timedelta(seconds=1))
+
+
+def ingest_says(client: redis.Redis, at: float, since: float = 0.0) -> None:
+    client.set(keeper.INGEST_ALIVE_KEY, json.dumps({"at": at, "since": since}))
 
 
 def beat(client: redis.Redis, node: Node, received_at: float) -> None:
@@ -66,6 +70,25 @@ def test_a_node_without_beats_is_lost_once(beats: redis.Redis, memory: keeper.Me
     keeper.keep(beats, memory)
     assert not Lease.objects.get(pk=node.pk).reachable
     assert lease_signals() == 1
+
+
+def test_nobody_is_missed_after_the_last_word_of_ingest(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    silent_node()
+    ingest_says(beats, at=time.time() - 3.0)
+    keeper.keep(beats, memory)
+    assert lease_signals() == 0
+
+
+def test_an_ingest_that_began_anew_has_to_hear_the_nodes_before_any_is_missed(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    keeper.keep(beats, memory)
+    silent_node()
+    ingest_says(beats, at=time.time() + 3600.0, since=time.time())
+    keeper.keep(beats, memory)
+    assert lease_signals() == 0
 
 
 def test_a_beat_from_before_is_not_heard_again(beats: redis.Redis, memory: keeper.Memory) -> None:
