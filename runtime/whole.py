@@ -352,6 +352,8 @@ class WholeJob:
         try:
             self.model.load_state_dict(theirs)
         except RuntimeError as error:
+            if not str(error).startswith("Error(s) in loading state_dict"):
+                raise
             raise other_model(self.model, error) from error
         has = (len(state["optimizers"]), sorted(state["extra"]))
         if has != (len(self.optimizers), sorted(self.extra)):

@@ -11,152 +11,200 @@ Each rank saves what it holds, so the job goes on with as many ranks and the sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import xxhash
 
 from runtime.adapters.refusals import refuse
 
 #: What of an engine counts, by its attributes.
 COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 WEIGHTS = 3  # the stage of ZeRO that divides the weights too
-OWN = "attributes"  # the key under which what a loss scaler counts is saved
+SCALER = "loss_scaler"  # the key of an optimizer's state that has one; of it these count
+SCALER_COUNTS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+DERIVED = ("param_slice_mappings",)  # follow from the model
 
 
 class EngineState:
-    """What an engine needs to go on: weights, its optimizer's part, the loss scaler, the schedule,
-    what it has counted. All stages of ZeRO, in any precision, also with the optimizer in the
-    processor's memory.
+    """What an engine needs to go on: weights, its optimizer's part, loss scalers, the schedule,
+    what it has counted. All stages of ZeRO, also with the optimizer in the processor's memory.
 
     A step of the job is one of the engine's: with gradient accumulation, all its micro-batches.
     """
 
     def __init__(self, engine: Any) -> None:
         """`engine`: of `deepspeed.initialize`. Raises ValueError for what is no engine, and for
-        settings whose state lies elsewhere, with the remedy."""
+        each setting with which some state is where it is not seen, with the remedy."""
         if "DeepSpeedEngine" not in {kind.__name__ for kind in type(engine).__mro__}:
             raise ValueError(
                 f"EngineState is given a {type(engine).__name__}: give it the engine, the first of "
                 "what deepspeed.initialize returns"
             )
+        refuse("EngineState", unmet(engine))
         self.engine = engine
-        refuse(
-            "EngineState",
-            (
-                (
-                    any(
-                        one is not None and one.device == "nvme"
-                        for one in (engine.zero_offload_optimizer(), engine.zero_offload_param())
-                    ),
-                    "offload to nvme: that state is in files; offload to cpu, or not at all",
-                ),
-                (
-                    engine.zero_elastic_checkpoint(),
-                    "elastic_checkpoint: the job goes on with as many ranks; leave it out",
-                ),
-            ),
-        )
+        self._divided = engine.zero_optimization_stage() >= WEIGHTS
 
     def state_dict(self) -> dict[str, Any]:
         """Raises ValueError in the middle of a step's micro-batches."""
         engine = self.engine
-        if odd := engine.micro_steps % engine.gradient_accumulation_steps():
+        size = engine.gradient_accumulation_steps()
+        # A script that says itself where a step ends may count otherwise.
+        if engine._is_gradient_accumulation_boundary is None and engine.micro_steps % size:
             raise ValueError(
-                f"the step ends after {odd} of {engine.gradient_accumulation_steps()} "
-                "micro-batches: make all of them, each with backward and step of the engine, in "
-                "one turn of the loop"
+                f"the step ends after {engine.micro_steps % size} of {size} micro-batches: make "
+                "all of them, each with backward and step of the engine, in one turn of the loop"
             )
-        schedule = engine.lr_scheduler
+        schedule, scaler = engine.lr_scheduler, self._autocast_scaler()
         return {
-            "weights": self._weights(),
+            "made_of": self._made_of(),
+            "weights": self._unseen_weights() if self._divided else engine.module.state_dict(),
+            "said": self._said_by_modules(),
             "optimizer": expressed(engine.optimizer.state_dict()),
+            "scaler": None if scaler is None else scaler.state_dict(),
             "schedule": None if schedule is None else schedule.state_dict(),
             "counts": {name: getattr(engine, name) for name in COUNTS},
         }
 
     def load_state_dict(self, state: Any) -> None:
-        """On all ranks at once. Raises RuntimeError, as torch does, for another model's."""
-        engine = self.engine
-        optimizer = engine.optimizer
-        if divided := engine.zero_optimization_stage() >= WEIGHTS:
+        """On all ranks at once. Raises ValueError for the state of another configuration or model,
+        and RuntimeError as torch does."""
+        engine, optimizer = self.engine, self.engine.optimizer
+        for key, ours in self._made_of().items():
+            if (theirs := state["made_of"].get(key)) != ours:
+                raise ValueError(
+                    f"the state is of an engine whose {key} is {theirs}, this script's is {ours}: "
+                    "go on with the model and configuration that saved it, or start a new job"
+                )
+        if self._divided:
             optimizer.checkpoint_event_prologue()
-            self._put_back_parts(state["weights"])
+            for name, one in self._unseen_weights().items():
+                one.data.copy_(state["weights"][name])
+            for name, module in self._saying():
+                module.set_extra_state(state["said"][name])
         else:
             engine.module.load_state_dict(state["weights"])
         own = filled(optimizer.state_dict(), state["optimizer"])
-        if engine.zero_optimization():
+        if "ZeROOptimizer" in {kind.__name__ for kind in type(optimizer).__mro__}:
             every = [own] * torch.distributed.get_world_size()  # it takes its own out of all ranks'
             optimizer.load_state_dict(every, load_from_fp32_weights=True)
         else:
             optimizer.load_state_dict(own)
-        if divided:
+        if self._divided:
             optimizer.checkpoint_event_epilogue()
+        if (scaler := self._autocast_scaler()) is not None:
+            scaler.load_state_dict(state["scaler"])
         if engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(state["schedule"])
         for name in COUNTS:
             setattr(engine, name, state["counts"][name])
 
-    def _weights(self) -> dict[str, Any]:
-        """Where they are divided only what the optimizer has no copy of."""
-        module = self.engine.module
-        if self.engine.zero_optimization_stage() < WEIGHTS:
-            weights: dict[str, Any] = module.state_dict()
-            return weights
-        divided = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        whole = {name: one for name, one in module.state_dict().items() if name not in divided}
-        return {**whole, **self._frozen_parts()}
+    def _made_of(self) -> dict[str, Any]:
+        """What must be the same for a state to fit, by what it is called."""
+        engine = self.engine
+        named = engine.module.named_parameters()
+        shapes = [(name, [*getattr(one, "ds_shape", one.shape)]) for name, one in named]
+        buffers = sorted(name for name, _ in self._buffers())
+        return {
+            "stage of ZeRO": int(engine.zero_optimization_stage()),
+            "optimizer": [type(one).__name__ for one in (engine.optimizer, engine.basic_optimizer)],
+            "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+            "gradient_clipping": engine.gradient_clipping(),
+            "schedule": type(engine.lr_scheduler).__name__,
+            "set of weights": [
+                len(shapes),
+                xxhash.xxh3_128_hexdigest(repr((shapes, buffers)).encode()),
+            ],
+        }
 
-    def _put_back_parts(self, saved: Mapping[str, torch.Tensor]) -> None:
-        module = self.engine.module
-        frozen = self._frozen_parts()
-        here = {**frozen, **{n: b for n, b in module.named_buffers() if n in saved}}
-        if here.keys() != saved.keys() or any(
-            one.shape != saved[name].shape for name, one in here.items()
-        ):
-            raise RuntimeError(
-                "Error(s) in loading\nits frozen weights and buffers are "
-                f"{sorted(saved)}, not {sorted(here)}"
-            )
-        for name, one in here.items():
-            one.data.copy_(saved[name])
+    def _autocast_scaler(self) -> Any:
+        """Of torch_autocast in float16; None if there is none."""
+        own = getattr(self.engine.optimizer, "torch_autocast_gradscaler", None)
+        return self.engine.torch_autocast_z0_gradscaler if own is None else own
 
-    def _frozen_parts(self) -> dict[str, torch.Tensor]:
+    def _unseen_weights(self) -> dict[str, torch.Tensor]:
+        """Where the weights are divided: our parts of those that the optimizer has no copy of, and
+        the buffers."""
+        seen = {id(one) for group in self.engine.optimizer.fp16_groups for one in group}
         named = self.engine.module.named_parameters()
-        return {name: one.ds_tensor for name, one in named if not one.requires_grad}
+        parts = {name: one.ds_tensor for name, one in named if id(one) not in seen}
+        return {**parts, **dict(self._buffers())}
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those that are saved."""
+        for prefix, module in self.engine.module.named_modules():
+            for name, one in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield f"{prefix}.{name}", one
+
+    def _saying(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Modules with a state of another kind, where nobody else asks them for it."""
+        for name, module in self.engine.module.named_modules() if self._divided else ():
+            if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+                yield name, module
+
+    def _said_by_modules(self) -> dict[str, Any]:
+        return {name: module.get_extra_state() for name, module in self._saying()}
+
+
+def unmet(engine: Any) -> Iterator[tuple[bool, str]]:
+    """With which settings some state is not seen, and what to do."""
+    if not hasattr(engine.optimizer, "state_dict"):
+        yield True, "an engine without an optimizer: give deepspeed.initialize one"
+        return
+    offloads = [engine.zero_offload_optimizer(), engine.zero_offload_param()]
+    divided = engine.zero_optimization_stage() >= WEIGHTS
+    muon = "Muon" in type(engine.basic_optimizer).__name__
+    yield (
+        any(one is not None and one.device == "nvme" for one in offloads),
+        "offload to nvme: that state is in files; offload to cpu, or not at all",
+    )
+    yield engine.super_offload(), "super_offload: another process has the moments; leave it out"
+    yield (
+        divided and engine.zero_cpu_offload() and engine.zero_partial_offload() != 1.0,
+        "offload_optimizer.ratio below 1: a second optimizer has the rest; offload all of it",
+    )
+    yield bool(engine.zenflow), "zenflow: what it selects is saved nowhere; leave it out"
+    yield (
+        engine.zero_elastic_checkpoint(),
+        "elastic_checkpoint: the job goes on with as many ranks; leave it out",
+    )
+    yield (
+        engine.zero_quantized_nontrainable_weights(),
+        "zero_quantized_nontrainable_weights: their scales are not seen; leave it out",
+    )
+    yield (
+        engine.fp16_master_weights_and_gradients() or engine.bf16_master_weights_and_gradients(),
+        "master weights of 16 bits: what is put back would be rounded; let them have 32",
+    )
+    yield divided and muon, "Muon where the weights are divided too: use stage 2, or AdamW"
+    yield engine.is_deepcompile_enabled(), "DeepCompile: it cannot begin at a later step"
+    yield (
+        engine.training_dataloader is not None and engine.curriculum_learning_enabled(),
+        "curriculum learning: what its sampler has drawn is not seen; leave it out",
+    )
 
 
 def expressed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What can be saved of an optimizer's state: of a loss scaler what it counts. What else is of
-    a class of DeepSpeed's follows from the model."""
-    return {
-        key: value if _is_plain(value) else {OWN: _plain_attributes(value)}
-        for key, value in state.items()
-    }
+    """What is saved of the state that an engine's optimizer gives."""
+    saved = {key: value for key, value in state.items() if key not in DERIVED}
+    if SCALER in saved:
+        scaler = vars(saved[SCALER])
+        saved[SCALER] = {name: scaler[name] for name in SCALER_COUNTS if name in scaler}
+    return saved
 
 
 def filled(here: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer's state as it is `here`, with what was saved in it. Raises RuntimeError if it
-    is of another kind."""
-    if here.keys() != saved.keys():
-        raise RuntimeError(
-            f"Error(s) in loading\nits optimizer has {sorted(saved)}, not {sorted(here)}: the "
-            "configuration is another"
+    """The state of an engine's optimizer as it is `here`, with what was saved in it. Raises
+    ValueError if it has another form."""
+    if expressed(here).keys() != saved.keys():
+        raise ValueError(
+            f"the state's optimizer has {sorted(saved)}, this script's {sorted(expressed(here))}: "
+            "go on with the version of DeepSpeed that saved it"
         )
-    for key, value in here.items():
-        if not _is_plain(value) and saved[key][OWN]:
-            vars(value).update(saved[key][OWN])
-    return {key: saved[key] if _is_plain(value) else value for key, value in here.items()}
-
-
-def _plain_attributes(value: Any) -> dict[str, Any]:
-    attributes = getattr(value, "__dict__", {})
-    return {name: one for name, one in attributes.items() if _is_plain(one)}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(_is_plain(one) for one in value.values())
-    if isinstance(value, list | tuple):
-        return all(_is_plain(one) for one in value)
-    return value is None or isinstance(value, torch.Tensor | bool | int | float | str)
+    state = {**here, **saved}
+    if SCALER in saved:
+        state[SCALER] = here[SCALER]
+        vars(here[SCALER]).update(saved[SCALER])
+    return state

@@ -162,7 +162,7 @@ def cannot_drop(
 def of_deepspeed(where: str, part: Any) -> str:
     """Why only a DeepSpeed engine's state can save this module, parameter or optimizer; "" if it is
     none of those. `where`: what it is, in words."""
-    if hasattr(part, "ds_id"):
+    if hasattr(part, "ds_id") or getattr(part, "_hp_mapping", None) is not None:
         return f"{where} is divided among all processes by DeepSpeed's ZeRO; {_BY_DEEPSPEED}"
     if type(part).__module__.startswith(_DEEPSPEED):
         return f"{where} is a {type(part).__name__}, which spans all processes; {_BY_DEEPSPEED}"

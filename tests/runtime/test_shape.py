@@ -126,10 +126,11 @@ def test_what_spans_all_processes_says_how_such_a_job_is_recovered(
 def test_a_job_that_restarts_as_a_whole_wants_the_engine_of_what_deepspeed_divided() -> None:
     job: Any = SimpleNamespace(world_replicas=1, standby="")
     saver: Any = None
-    zero = model()
-    zero.get_parameter("1.weight").ds_id = 3  # type: ignore[attr-defined]
+    divided, optimized = model(), model()
+    divided.get_parameter("1.weight").ds_id = 3  # type: ignore[attr-defined]
+    optimized.get_parameter("1.weight")._hp_mapping = object()  # type: ignore[attr-defined]
 
-    for given in (DeepSpeedEngine(), zero):
+    for given in (DeepSpeedEngine(), divided, optimized):
         with pytest.raises(ValueError, match=r"deepspeed\.EngineState\(engine\)"):
             WholeJob(job, given, [], saver)
 

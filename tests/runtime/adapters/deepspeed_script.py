@@ -29,17 +29,25 @@ MICRO_BATCHES = 2
 
 
 class Counted(nn.Module):
-    """What it divides by follows from how often it was asked."""
+    """What it divides by follows from how often it, and who shares its buffer, was asked."""
 
     asked: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, asked: torch.Tensor) -> None:
         super().__init__()
-        self.register_buffer("asked", torch.zeros(()))
+        self.register_buffer("asked", asked)
+        self.turns = 0
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         self.asked += 1
-        return rows / self.asked.sqrt()
+        self.turns += 1
+        return rows / (self.asked.sqrt() + self.turns)
+
+    def get_extra_state(self) -> int:
+        return self.turns
+
+    def set_extra_state(self, state: int) -> None:
+        self.turns = state
 
 
 def main() -> None:
@@ -52,14 +60,15 @@ def main() -> None:
         "gloo", init_method=job.init_method, rank=job.rank, world_size=job.ranks
     )
     deepspeed.init_distributed("gloo")
-    # More than what its ZeRO keeps whole on each rank, and a frozen layer, and buffers.
+    asked = torch.zeros(())
     model = nn.Sequential(
         nn.Linear(16, 64),
-        Counted(),
+        Counted(asked),
         nn.LayerNorm(64),
         nn.Tanh(),
         nn.Dropout(0.1),
         nn.Linear(64, 16),
+        Counted(asked),
     )
     model[0].requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -73,6 +82,7 @@ def main() -> None:
             "gradient_accumulation_steps": MICRO_BATCHES,
             "gradient_clipping": 1.0,
             "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
             **config,
         },
     )

@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
+import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from runtime.adapters.deepspeed import EngineState, expressed, filled
@@ -74,10 +75,11 @@ BF16 = {"bf16": {"enabled": True}}
     [
         {},
         {"zero_optimization": {"stage": 1}},
-        {"zero_optimization": {"stage": 2}, **BF16},
+        {"zero_optimization": {"stage": 1}, **BF16, "data_types": {"grad_accum_dtype": "fp32"}},
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, **BF16},
         {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100}, **BF16},
     ],
-    ids=["whole", "optimizer", "gradients", "weights"],
+    ids=["whole", "optimizer", "accumulated", "gradients", "weights"],
 )
 def test_a_rank_dies_and_the_job_ends_as_if_nothing_had_happened(
     tmp_path: Path, config: dict[str, Any]
@@ -100,7 +102,7 @@ def test_another_configuration_is_refused(tmp_path: Path) -> None:
     status, said = engines.run(config={"zero_optimization": {"stage": 3}}, steps=STEPS + 1)
 
     assert status != 0
-    assert "the state is of another model than this script's EngineState" in said
+    assert "an engine whose stage of ZeRO is 1, this script's is 3: go on with" in said
 
 
 def test_what_is_no_engine_is_refused_with_the_remedy() -> None:
@@ -109,31 +111,76 @@ def test_what_is_no_engine_is_refused_with_the_remedy() -> None:
 
 
 class DeepSpeedEngine:
-    """What is asked of an engine before anything is saved."""
+    """What is asked of an engine before anything is saved: each setting a method, or a value."""
 
-    def __init__(self, device: str = "cpu", *, elastic: bool = False) -> None:
+    def __init__(self, **changed: Any) -> None:
         self.micro_steps = 7
-        self.zero_offload_optimizer = lambda: SimpleNamespace(device=device)
-        self.zero_offload_param = lambda: None
-        self.zero_elastic_checkpoint = lambda: elastic
-        self.gradient_accumulation_steps = lambda: 4
+        self._is_gradient_accumulation_boundary = None
+        self.optimizer = self.basic_optimizer = torch.optim.SGD([torch.zeros(1)])
+        self.zenflow = changed.pop("zenflow", False)
+        self.training_dataloader = None
+        settings = {
+            "zero_optimization_stage": 3,
+            "zero_offload_optimizer": None,
+            "zero_offload_param": None,
+            "super_offload": False,
+            "zero_cpu_offload": True,
+            "zero_partial_offload": 1.0,
+            "zero_elastic_checkpoint": False,
+            "zero_quantized_nontrainable_weights": False,
+            "fp16_master_weights_and_gradients": False,
+            "bf16_master_weights_and_gradients": False,
+            "is_deepcompile_enabled": False,
+            "gradient_accumulation_steps": 4,
+            **changed,
+        }
+        for name, value in settings.items():
+            setattr(self, name, Setting(value))
+
+
+@dataclass
+class Setting:
+    value: Any
+
+    def __call__(self) -> Any:
+        return self.value
 
 
 @pytest.mark.parametrize(
-    ("engine", "remedy"),
+    ("changed", "remedy"),
     [
-        (DeepSpeedEngine("nvme"), "offload to nvme: that state is in files; offload to cpu"),
-        (DeepSpeedEngine(elastic=True), "elastic_checkpoint: the job goes on with as many ranks"),
+        ({"zero_offload_param": SimpleNamespace(device="nvme")}, "offload to cpu, or not at all"),
+        ({"super_offload": True}, "another process has the moments; leave it out"),
+        ({"zero_partial_offload": 0.5}, "a second optimizer has the rest; offload all of it"),
+        ({"zenflow": True}, "what it selects is saved nowhere; leave it out"),
+        ({"zero_elastic_checkpoint": True}, "the job goes on with as many ranks; leave it out"),
+        ({"fp16_master_weights_and_gradients": True}, "would be rounded; let them have 32"),
+        ({"is_deepcompile_enabled": True}, "DeepCompile: it cannot begin at a later step"),
     ],
+    ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
 )
-def test_state_that_lies_elsewhere_is_refused(engine: DeepSpeedEngine, remedy: str) -> None:
+def test_settings_whose_state_is_not_seen_are_refused(changed: dict[str, Any], remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy):
+        EngineState(DeepSpeedEngine(**changed))
+
+
+def test_an_engine_without_an_optimizer_is_refused() -> None:
+    engine = DeepSpeedEngine()
+    engine.optimizer = None  # type: ignore[assignment]
+
+    with pytest.raises(ValueError, match=r"give deepspeed\.initialize one"):
         EngineState(engine)
 
 
 def test_a_step_that_ends_among_its_micro_batches_is_told() -> None:
     with pytest.raises(ValueError, match="the step ends after 3 of 4 micro-batches: make all"):
         EngineState(DeepSpeedEngine()).state_dict()
+
+
+def test_what_an_optimizer_keeps_besides_is_not_left_out() -> None:
+    odd = {"base_optimizer_state": {"state": {0: {"projector": object()}}}}
+
+    assert expressed(odd) == odd  # and then it is refused by name, as in any other state
 
 
 def test_a_loss_scaler_goes_on_with_what_it_has_counted() -> None:
