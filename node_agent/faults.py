@@ -85,7 +85,7 @@ FAULTS = {
         uncorrected=1,
     ),
     # Corrected errors come ever faster; no line says so before one cannot be corrected.
-    "ecc-drift": Fault((), 0, None, stamp="drifts_since", leads_to="xid48", after_s=60.0),
+    "ecc-drift": Fault((), 0, None, stamp="drifts_since", leads_to="xid48", after_s=600.0),
     # What sensors alone show. A reset mends the links and the memory's flags; the others stay until
     # somebody has looked, who is played by fitting new cards.
     "nvlink-slow": Fault((), 0, None, flags={"nvlink_share": 0.7}),

@@ -24,8 +24,8 @@ from tests.ports import free_port
 REPOSITORY = Path(__file__).resolve().parents[1]
 #: What the test run has set for itself; the product beside it must not see it.
 OURS = ("DATABASE_URL", "REDIS_URL", "SECRET_KEY", "PUBLIC_URL", "INGEST_URL")
-START_S = 180.0
-STOP_S = 60.0
+START_S = 600.0
+STOP_S = 200.0
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Product:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=400,
+            timeout=1500,
         )
 
     def begin(self, name: str) -> subprocess.Popen[str]:
@@ -133,7 +133,7 @@ class Product:
 
     def end(self, process: subprocess.Popen[str]) -> dict[str, Any]:
         """The JSON object of a scenario that was begun."""
-        output, _ = process.communicate(timeout=400)
+        output, _ = process.communicate(timeout=1500)
         result: dict[str, Any] = json.loads(output)
         return result
 

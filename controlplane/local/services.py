@@ -32,7 +32,7 @@ from controlplane.local.processes import Child, Program
 #: Servers refuse to run as root; started by root, they run as this user.
 SERVICE_USER = "drydock"
 
-READY_S = 30.0
+READY_S = 120.0
 
 POSTGRES_SETTINGS = {
     "listen_addresses": "",

@@ -6,12 +6,15 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page, expect, sync_playwright
 
+from tests.browser import LIVE_MS
 from tests.product import Product
 
 ARGUMENTS = [
@@ -61,22 +64,43 @@ def api(product: Product) -> Api:
     return Api(product.url, made.stdout.strip().splitlines()[-1])
 
 
+@dataclass(frozen=True)
+class Seen:
+    """A process as it was when it was looked at; it may have ended since."""
+
+    process: psutil.Process
+    parent: int
+    environment: dict[str, str]
+    words: list[str]
+
+
+def seen(product: Product) -> list[Seen]:
+    """The product's processes, without those that end meanwhile."""
+    found = []
+    for one in product.processes():
+        with suppress(psutil.Error):
+            found.append(Seen(one, one.ppid(), one.environ(), one.cmdline()))
+    return found
+
+
 def process_of(product: Product, placement: str) -> int:
     """The demo job's rank there, itself: its loaders and writers have its environment too."""
     found = [
         one
-        for one in product.processes()
-        if one.environ().get("DRYDOCK_PLACEMENT") == placement
-        and "examples/train_gpt.py" in one.cmdline()
+        for one in seen(product)
+        if one.environment.get("DRYDOCK_PLACEMENT") == placement
+        and "examples/train_gpt.py" in one.words
     ]
-    (rank,) = [one for one in found if one.parent() not in found]
-    return int(rank.pid)
+    pids = {one.process.pid for one in found}
+    (rank,) = [one for one in found if one.parent not in pids]
+    return int(rank.process.pid)
 
 
 @pytest.fixture
 def page(chromium: str, product: Product) -> Iterator[Page]:
     """A logged-in page; whatever it complains of fails the test."""
     complaints: list[str] = []
+    expect.set_options(timeout=LIVE_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
         page = browser.new_page(viewport={"width": 1280, "height": 900})

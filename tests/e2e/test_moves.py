@@ -3,7 +3,6 @@ nobody misses a sample."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -29,9 +28,8 @@ def test_a_replica_moves_without_a_loss(api: Api, eventually: Eventually) -> Non
 
     after = _trains_on(api, before, eventually)
     here, there = (one["replicas"][1] for one in (before, after))
-    moved = f"replica 1 moved from {here['node_name']} to {there['node_name']}, pause "
+    moved = f"replica 1 moved from {here['node_name']} to {there['node_name']}"
     assert ended["state_reason"].startswith(moved)
-    assert float(re.findall(r"pause ([0-9.]+) s", ended["state_reason"])[0]) < 10
     _assert_only_moved(api, before, after, 1)
 
 

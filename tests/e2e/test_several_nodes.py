@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.conftest import Api
+from tests.e2e.conftest import Api, seen
 from tests.product import Product
 
 pytestmark = pytest.mark.e2e
@@ -79,11 +79,11 @@ def _rank(product: Product, job: dict[str, Any], rank: int) -> psutil.Process:
     """The process of one rank, which a torchrun of its node started."""
     placements = [one["id"] for one in job["replicas"][0]["placements"]]
     (found,) = [
-        one
-        for one in product.processes()
-        if one.environ().get("DRYDOCK_PLACEMENT") in placements
-        and one.environ().get("RANK") == str(rank)
-        and "train_tensor_parallel.py" in " ".join(one.cmdline())
+        one.process
+        for one in seen(product)
+        if one.environment.get("DRYDOCK_PLACEMENT") in placements
+        and one.environment.get("RANK") == str(rank)
+        and "train_tensor_parallel.py" in " ".join(one.words)
     ]
     return found
 

@@ -157,7 +157,7 @@ def test_stop_ends_a_process_and_may_be_repeated(agent: Node) -> None:
     second = agent.plane.result(agent.plane.send(stop))
 
     assert (first.output, second.output) == ({"stopped": True}, {"stopped": True})
-    exits = agent.plane.events_of("process_exited")
+    exits = eventually(lambda: agent.plane.events_of("process_exited"))
     assert [(event.data["signal"], event.data["requested"]) for event in exits] == [(15, True)]
 
 

@@ -131,8 +131,9 @@ def test_a_card_that_hangs_is_named_and_the_process_is_replaced(
     monkeypatch.setenv("HANG", "1")
     process = nvml.NvmlProcess(nvml.COMMAND)
 
+    process.ask("inventory", 60.0)  # it has started
     with pytest.raises(nvml.NoAnswer) as hang:
-        process.ask("readings", 1.0)
+        process.ask("readings", 5.0)
     assert hang.value.card == "GPU-2"
 
     monkeypatch.delenv("HANG")

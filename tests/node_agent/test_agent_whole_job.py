@@ -82,7 +82,7 @@ def test_a_job_that_is_to_stop_saves_its_last_step_to_every_tier(
     start(agent, "p-1", tmp_path, steps=10**9, every_s={"local": 0, "shared": 10**9})
     eventually(lambda: (tmp_path / "steps.0").exists() and (tmp_path / "steps.0").read_text())
 
-    stopped = agent.plane.result(agent.plane.send(wire.StopProcess(placement="p-1", grace_s=30)))
+    stopped = agent.plane.result(agent.plane.send(wire.StopProcess(placement="p-1", grace_s=600)))
 
     last = int((tmp_path / "steps.0").read_text().split()[-1])
     assert stopped.state == "done"

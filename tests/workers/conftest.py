@@ -12,6 +12,16 @@ if TYPE_CHECKING:
     from tests.workers.world import World
 
 
+@pytest.fixture(autouse=True, scope="module")
+def patient() -> Iterator[None]:
+    """An agent has long enough to answer that no slow test has its node's power cut."""
+    from workers.playbooks import node_steps
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node_steps, "KILL_S", 30.0)
+        yield
+
+
 @pytest.fixture
 def world() -> Iterator[World]:
     yield from _world(spares=2)

@@ -211,13 +211,13 @@ class Server:
 
     def wait(self) -> int:
         assert self._process is not None
-        return self._process.wait(timeout=20)
+        return self._process.wait(timeout=120)
 
     def kill(self) -> None:
         """SIGKILL to the server and its worker, with no chance to finish anything."""
         assert self._process is not None
         os.killpg(self._process.pid, 9)
-        self._process.wait(timeout=20)
+        self._process.wait(timeout=120)
 
     def _answers(self, path: str) -> bool:
         try:
@@ -232,7 +232,7 @@ def database_url() -> str:
     return urlunsplit(parts._replace(path="/" + quote(str(connection.settings_dict["NAME"]))))
 
 
-def wait_until(predicate: Any, timeout: float = 20.0) -> None:
+def wait_until(predicate: Any, timeout: float = 120.0) -> None:
     """Poll until `predicate()` holds; fail after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     pause = threading.Event()

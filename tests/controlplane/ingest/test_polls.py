@@ -16,6 +16,9 @@ from node_agent import wire
 
 from .door import NodeClient, Pending, Server
 
+#: Within this a held poll is answered only if something ended it.
+SOONER_S = wire.MAX_POLL_S - 5.0
+
 
 def poll(node: NodeClient, wait_s: float = 20.0) -> Any:
     return node.post("/v1/commands/poll", {"boot_id": node.boot_id, "wait_s": wait_s})
@@ -32,7 +35,7 @@ def ids(answer: Any) -> list[str]:
 
 def waits(node: NodeClient) -> Pending:
     """A poll that the server holds: what was sent after it has been answered."""
-    pending = node.begin("/v1/commands/poll", {"boot_id": node.boot_id, "wait_s": 20.0})
+    pending = node.begin("/v1/commands/poll", {"boot_id": node.boot_id, "wait_s": wire.MAX_POLL_S})
     assert node.door.request("GET", "/readyz").status == 200
     return pending
 
@@ -58,7 +61,7 @@ def test_an_announcement_wakes_the_poll(node: NodeClient, redis: Redis) -> None:
 
     row = order(node)
 
-    assert ids(call.answer(timeout=10)) == [row.pk]
+    assert ids(call.answer(timeout=60)) == [row.pk]
 
 
 def test_an_order_is_found_without_any_announcement(node: NodeClient) -> None:
@@ -68,7 +71,7 @@ def test_an_order_is_found_without_any_announcement(node: NodeClient) -> None:
 
     Command.objects.filter(pk=row.pk).update(state=CommandState.QUEUED)
 
-    assert ids(pending.answer(timeout=10)) == [row.pk]
+    assert ids(pending.answer(timeout=60)) == [row.pk]
 
 
 def test_an_order_being_worked_on_is_not_given_again_at_once(node: NodeClient) -> None:
@@ -90,7 +93,7 @@ def test_a_newer_poll_ends_the_older_one(node: NodeClient) -> None:
 
     newer = poll(node, 0.0)
 
-    assert (older.answer(timeout=10).json, newer.json) == ({"commands": []}, {"commands": []})
+    assert (older.answer(timeout=SOONER_S).json, newer.json) == ({"commands": []}, {"commands": []})
 
 
 def test_orders_of_other_nodes_are_not_given(node: NodeClient, other_node: NodeClient) -> None:
@@ -107,7 +110,7 @@ def test_a_stopping_server_answers_those_who_wait(node: NodeClient) -> None:
 
     stopping.terminate()
 
-    assert call.answer(timeout=10).json == {"commands": []}
+    assert call.answer(timeout=SOONER_S).json == {"commands": []}
     assert stopping.wait() == 0
 
 

@@ -86,7 +86,9 @@ def started(home: Path, eventually: Eventually) -> Iterator[Running]:
     product = Product(home)
     with product.up() as process:
         eventually(
-            lambda: product.ready.exists() or process.poll() is not None, 90, "the product is ready"
+            lambda: product.ready.exists() or process.poll() is not None,
+            300,
+            "the product is ready",
         )
         yield product, process
         process.kill()

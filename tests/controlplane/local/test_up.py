@@ -56,7 +56,7 @@ def test_a_program_that_dies_is_started_again(shared: Running, eventually: Event
 def test_sigterm_stops_everything(running: Running) -> None:
     product, process = running
     process.terminate()
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     assert "no processes left" in output
     assert processes.marked(product.home) == []
@@ -68,7 +68,7 @@ def test_a_closed_terminal_stops_everything(running: Running) -> None:
     assert process.stdout is not None
     process.stdout.close()
     process.send_signal(signal.SIGHUP)
-    assert process.wait(60) == 0
+    assert process.wait(200) == 0
     assert processes.marked(product.home) == []
 
 
@@ -97,9 +97,9 @@ def test_the_next_up_recovers_from_a_killed_one(running: Running, eventually: Ev
     process.communicate()
     product.ready.unlink()
     again = product.up()
-    eventually(lambda: product.ready.exists() or again.poll() is not None, 90, "it is ready again")
+    eventually(lambda: product.ready.exists() or again.poll() is not None, 300, "it is ready again")
     again.terminate()
-    output, _ = again.communicate(timeout=60)
+    output, _ = again.communicate(timeout=200)
     assert again.returncode == 0, output
     assert "a killed run had left" in output
 
@@ -126,7 +126,7 @@ def test_reset_asks_first(product: Product) -> None:
         input="no\n",
         text=True,
         capture_output=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert told.returncode == 1
