@@ -13,7 +13,7 @@ import pytest
 
 from runtime import client
 from runtime.client import Directive, Ledger, Sender, Stopped, Trouble
-from tests.runtime.replicas import TOKEN, Fleet, until
+from tests.runtime.replicas import PATIENCE_S, TOKEN, Fleet, until
 
 
 class Door:
@@ -233,7 +233,10 @@ def test_a_forked_child_keeps_no_dead_replica_alive(
     fleet.stop()
 
     (lost,) = door.messages("peer_lost")
-    assert (lost["replica"], lost["how"]) == (1, "reset")
+    assert lost["replica"] == 1
+    # What is told of it may be that it did not return: where the coordinator had not run either.
+    log = (fleet.folder / "coordinator.log").read_text()
+    assert "gone replica=1 placement=plc_2 how=reset" in log
 
 
 def test_a_job_tells_its_life(door: Door, make_fleet: Callable[..., Fleet]) -> None:
@@ -244,7 +247,7 @@ def test_a_job_tells_its_life(door: Door, make_fleet: Callable[..., Fleet]) -> N
     until(lambda: door.messages("regrouped"), "the survivor tells that it went on")
     until(lambda: door.messages("checkpoint"), "a checkpoint is told")
     door.reply["directives"] = [{"id": "dir_9", "verb": "stop", "args": {}}]
-    assert fleet.ranks[1].wait(60) == 0
+    assert fleet.ranks[1].wait(PATIENCE_S) == 0
 
     assert {m["pid"] for m in door.messages("hello")} == {p.pid for p in fleet.started[1:]}
     (lost,) = door.messages("peer_lost")

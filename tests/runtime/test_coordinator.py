@@ -210,7 +210,7 @@ def test_who_hung_up_while_it_waited_takes_no_place(tmp_path: Path) -> None:
         assert coordinator.peers == {}
         assert coordinator.places.superseded == []
 
-    serve(tmp_path, {0: "a", 1: "old"}, scene)
+    serve(tmp_path, {0: "a", 1: "old"}, scene, clock=Clock())
 
 
 async def says_goodbye(holder: Member, _port: int) -> None:
@@ -243,7 +243,7 @@ def test_who_waits_for_a_place_has_it_once_its_holder_is_gone(
                 await ask(port, op="status")
         assert coordinator.peers[1].placement == "new"
 
-    serve(tmp_path, {0: "a", 1: "old"}, scene)
+    serve(tmp_path, {0: "a", 1: "old"}, scene, clock=Clock())
 
 
 def test_a_past_member_that_nobody_remembers_takes_no_place(tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_shards_are_divided_by_what_was_granted_not_by_who_asked(tmp_path: Path)
         assert (grant["world"], grant["dropped"]) == (2, [6, 7, 8, 9, 10, 11])
         assert coordinator.world == 2
 
-    serve(tmp_path, {0: "a", 1: "b"}, scene)
+    serve(tmp_path, {0: "a", 1: "b"}, scene, clock=Clock())
 
 
 class Clock:

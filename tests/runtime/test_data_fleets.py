@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from runtime.ledger.__main__ import main
-from tests.runtime.replicas import Fleet, until
+from tests.runtime.replicas import PATIENCE_S, Fleet, until
 
 MakeFleet = Callable[..., Fleet]
 Capture = pytest.CaptureFixture[str]
@@ -84,7 +84,7 @@ def test_a_reproducible_job_ends_the_same_whoever_died_and_whoever_loaded(
         options={**disturbed.options, "steps": disturbed.newest() + 1, "pace_s": 0, "workers": 0},
     )
     alone.start()
-    assert alone.ranks[0].wait(90) == 0
+    assert alone.ranks[0].wait(PATIENCE_S) == 0
 
     checked(disturbed, capsys)
 
@@ -99,7 +99,7 @@ def test_survivors_of_a_job_with_streams_read_on_where_the_dead_one_was(
         1, options={**disturbed.options, "steps": disturbed.newest() + 1, "pace_s": 0}
     )
     alone.start()
-    assert alone.ranks[0].wait(90) == 0
+    assert alone.ranks[0].wait(PATIENCE_S) == 0
 
     assert main([str(disturbed.folder / "state"), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["epochs"]

@@ -70,7 +70,7 @@ def test_who_lost_its_sum_when_a_peer_died_that_had_it_is_handed_it(
     fleet = make_fleet(3, options={"mode": "cover"})
     fleet.start_coordinator()
     fleet.start_rank(0)
-    doomed = fleet.start_rank(1, kill_at=f"apply:{AT}")
+    doomed = fleet.start_rank(1, kill_at=f"apply:{AT}:0")
     fleet.start_rank(2, part_at=f"late:{AT}")
 
     assert doomed.wait(PATIENCE_S) == -9

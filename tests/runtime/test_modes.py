@@ -132,7 +132,7 @@ def die_in_each_phase(fleet: Fleet) -> None:
 
     for phase in STEP_PHASES:
         doomed = fleet.start_rank(1, kill_at=phase)
-        assert doomed.wait(90) == -9
+        assert doomed.wait(PATIENCE_S) == -9
         fleet.wait_for_members([0, 2])
     fleet.start_rank(1)
     fleet.wait_for_members([0, 1, 2])
@@ -173,12 +173,12 @@ def test_deaths_during_the_recovery_from_another_down_to_one(make_fleet: MakeFle
     second = fleet.start_rank(1, kill_at="regroup")
     first = fleet.start_rank(2, kill_at="reduce:20")
 
-    assert first.wait(90) == -9
-    assert second.wait(90) == -9
+    assert first.wait(PATIENCE_S) == -9
+    assert second.wait(PATIENCE_S) == -9
     fleet.ranks = {replica: fleet.ranks[replica] for replica in (0, 3)}
     fleet.wait_for_members([0, 3])
     newcomer = fleet.start_rank(1, kill_at="sync")
-    assert newcomer.wait(90) == -9
+    assert newcomer.wait(PATIENCE_S) == -9
     fleet.kill(1, 3)
     fleet.wait_for_members([0])
     fleet.train_on()
@@ -205,7 +205,7 @@ def test_a_replica_of_another_job_is_refused_with_a_sentence(
 ) -> None:
     misfit = one_trains.start_rank(1, **options)
 
-    assert misfit.wait(90) == 1
+    assert misfit.wait(PATIENCE_S) == 1
     assert sentence in (one_trains.folder / "rank1.log").read_text()
     one_trains.train_on(5)
 

@@ -94,9 +94,16 @@ def test_a_word_from_elsewhere_is_no_notice() -> None:
 
 
 def test_an_edge_in_time_is_what_is_saved() -> None:
-    preemption, saved = noticed(1.0, 0.5)
+    asked, saved = threading.Event(), threading.Event()
+
+    def needs_s() -> float:  # is asked once the notice is heard
+        preemption.edge()
+        asked.set()
+        return 600.0  # so that without an edge it saves at once
+
+    preemption = Preemption(600.0, needs_s, saved.set)
     preemption.notice()
-    preemption.edge()
+    assert asked.wait(PATIENCE_S)
     assert not saved.wait(1.0)
 
 

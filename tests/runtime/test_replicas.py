@@ -122,7 +122,7 @@ def test_a_dead_coordinator_costs_no_step_and_its_successor_goes_on(
 def test_members_out_of_the_coordinators_reach_hold_before_others_begin(
     make_fleet: MakeFleet,
 ) -> None:
-    fleet = make_fleet(2, lease_s=2.0)
+    fleet = make_fleet(2, lease_s=8.0)
     fleet.start_coordinator()
     cable = Cable(fleet.port)
     cut_off = [fleet.start_rank(replica, port=cable.port) for replica in (0, 1)]
@@ -575,7 +575,7 @@ def test_a_wrong_token_is_refused_with_one_line(make_fleet: MakeFleet) -> None:
 def test_a_resume_equals_the_run_that_was_left_alone(make_fleet: MakeFleet) -> None:
     alone = make_fleet(1, options={"steps": 400})
     alone.start()
-    assert alone.ranks[0].wait(90) == 0
+    assert alone.ranks[0].wait(PATIENCE_S) == 0
     killed = make_fleet(1, options={"steps": 400, "checkpoint_s": 0.01})
     killed.start()
     checkpoints = killed.folder / "state" / "checkpoints"
@@ -584,5 +584,5 @@ def test_a_resume_equals_the_run_that_was_left_alone(make_fleet: MakeFleet) -> N
     killed.kill(0)
     resumed = killed.start_rank(0)
 
-    assert resumed.wait(90) == 0
+    assert resumed.wait(PATIENCE_S) == 0
     assert killed.weights() == alone.weights()

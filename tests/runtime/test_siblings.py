@@ -113,6 +113,7 @@ def test_who_is_missing_is_named(
 ) -> None:
     monkeypatch.setattr(module, "MEET_S", 0.2)
     come(1)
+    until(lambda: 1 in leader.siblings._there, "it is there")
 
     with pytest.raises(Incomplete, match=r"ranks \[2\] of this replica of 3 did not come"):
         leader.siblings.meet()
@@ -126,6 +127,7 @@ def test_who_went_before_all_had_met_is_missing(
     come(1).connection.shutdown(socket.SHUT_RDWR)
 
     assert leader.lost.get(timeout=30) == 1
+    until(lambda: 2 in leader.siblings._there, "the other is there")
     with pytest.raises(Incomplete, match=r"ranks \[1\] of this replica"):
         leader.siblings.meet()
 

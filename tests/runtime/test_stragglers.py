@@ -100,7 +100,7 @@ def test_a_replica_whose_node_is_slow_is_named_by_its_peers(
     door = Door()
     fleet = make_fleet(3, url=door.url, options={"straggler_after_s": 1.0})
     fleet.start_coordinator()
-    for replica, pace_s in enumerate([0.005, 0.02, 0.005]):
+    for replica, pace_s in enumerate([0.01, 0.25, 0.01]):
         fleet.start_rank(replica, pace_s=pace_s)
     until(lambda: door.messages("trouble"), "an engineer is told")
     fleet.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,6 +47,24 @@ SCRIPT = Path(__file__).with_name("whole_job.py")
 STEPS = 30
 NEVER_S = 1e9
 NEVER = 1 << 40  # steps
+
+
+def all_of(process: subprocess.Popen[str]) -> str:
+    """What it writes until it ends; if it does not, it and what it started are killed."""
+    try:
+        return process.communicate(timeout=PATIENCE_S)[0]
+    except subprocess.TimeoutExpired:
+        kill(process)
+        raise
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """With all that it started; nothing, if it has ended."""
+    if process.poll() is None:
+        for one in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.kill()
 
 
 def told(state: Path, **others: str) -> dict[str, str]:
@@ -84,7 +104,7 @@ class Whole:
         also = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "DRYDOCK_URL": url}
         arguments = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
         process = self.start(arguments, disk, also, **options)
-        said, _ = process.communicate(timeout=PATIENCE_S)
+        said = all_of(process)
         return process.returncode, said
 
     def run_on_two_nodes(self, *disks: str, **options: object) -> tuple[list[int], str]:
@@ -99,7 +119,10 @@ class Whole:
             )
             for node, disk in enumerate(disks)
         ]
-        said = [one.communicate(timeout=PATIENCE_S)[0] for one in processes]
+        with contextlib.ExitStack() as stack:
+            for one in processes:
+                stack.callback(kill, one)
+            said = [all_of(one) for one in processes]
         return [one.returncode for one in processes], "\n".join(said)
 
     def start(
@@ -250,7 +273,7 @@ def test_torchruns_that_do_not_find_each_other_are_told_why(tmp_path: Path) -> N
     start = wire.Together(nodes=2, node_rank=1, address="127.0.0.1", port=1, start="plc_1")
     alone = ["--standalone", "--nnodes=1"]
     process = Whole(tmp_path).start(alone, "disk", together(start))
-    said, _ = process.communicate(timeout=PATIENCE_S)
+    said = all_of(process)
 
     assert process.returncode != 0
     assert "leave out --standalone, --nnodes and --rdzv-endpoint" in said

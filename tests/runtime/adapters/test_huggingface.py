@@ -28,6 +28,7 @@ from tests.runtime.adapters.fleets import (
     trained_as,
 )
 from tests.runtime.adapters.hf_models import Text, arguments, tiny_model
+from tests.runtime.replicas import PATIENCE_S
 
 MakeFleet = Callable[..., ScriptFleet]
 Capture = pytest.CaptureFixture[str]
@@ -199,7 +200,7 @@ def test_shards_of_unequal_labels_are_refused_unless_each_may_weigh_alike(
 ) -> None:
     refused = make_fleet(SCRIPT, 1, even=False)
     refused.start()
-    assert refused.ranks[0].wait(90) == 1
+    assert refused.ranks[0].wait(PATIENCE_S) == 1
     assert "average_tokens_across_devices=False" in refused.log(0)
 
     arguments = {"average_tokens_across_devices": False, "max_steps": 6}

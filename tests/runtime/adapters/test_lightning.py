@@ -51,7 +51,7 @@ def test_deaths_of_any_replica_leave_weights_losses_and_samples_as_if_there_were
 
 
 def test_who_comes_back_is_at_the_step_and_epoch_of_the_others(make_fleet: MakeFleet) -> None:
-    fleet = make_fleet(SCRIPT, 2)
+    fleet = make_fleet(SCRIPT, 2, mode="reproducible")
     fleet.start()
     fleet.wait_for_members([0, 1])
     fleet.train_on(10)
@@ -70,7 +70,7 @@ def test_who_comes_back_is_at_the_step_and_epoch_of_the_others(make_fleet: MakeF
 
 
 def test_who_was_cut_off_is_at_the_step_and_epoch_of_the_others(make_fleet: MakeFleet) -> None:
-    fleet = make_fleet(SCRIPT, 2)
+    fleet = make_fleet(SCRIPT, 2, mode="reproducible")
     cut_off_and_back(fleet)
 
     told = [{(n["step"], n["epoch"], n["loss"]) for n in heard(fleet, r, "step")} for r in (0, 1)]

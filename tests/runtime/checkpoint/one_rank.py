@@ -20,7 +20,7 @@ from tests.runtime.checkpoint.states import (
     staged_at,
 )
 
-PATIENCE_S = 90.0
+PATIENCE_S = 300.0
 SIZE = staged_at(0).table.bytes
 
 

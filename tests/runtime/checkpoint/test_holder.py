@@ -392,12 +392,12 @@ def test_a_holder_that_dies_is_followed_by_one_at_its_address(folder: Path) -> N
 
 
 def test_while_its_rank_lives_a_holder_does_not_end(folder: Path) -> None:
-    process = run_holder(folder, "--idle", "0.2")
+    process = run_holder(folder, "--idle", "3")
     assert process.stdout is not None
     process.stdout.readline()
     own = peer.OwnHolder(folder, "j", TOKEN, "127.0.0.1")
     with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(1.0)
+        process.wait(5.0)
 
     own.close()
     assert process.wait(PATIENCE_S) == 0
@@ -423,13 +423,13 @@ def run_holder(folder: Path, *more: str, token: str = TOKEN) -> subprocess.Popen
 
 
 def test_it_ends_when_nobody_came_for_long(folder: Path) -> None:
-    process = run_holder(folder, "--idle", "0.3")
+    process = run_holder(folder, "--idle", "3")
     assert process.stdout is not None
     address = process.stdout.readline().strip()
     requests = Requests(address, TOKEN)
     receive_json(requests.ask(op="list"))
     with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(1.0)  # somebody is there
+        process.wait(5.0)  # somebody is there
 
     requests.close()
     assert process.wait(PATIENCE_S) == 0

@@ -18,7 +18,7 @@ from runtime.checkpoint import store
 from runtime.checkpoint.draft import sweep
 from tests.runtime.checkpoint.one_rank import OneRank
 from tests.runtime.checkpoint.states import staged_at
-from tests.runtime.replicas import Fleet, until
+from tests.runtime.replicas import PATIENCE_S, Fleet, until
 
 
 def newest(folder: Path) -> int:
@@ -110,6 +110,6 @@ def test_a_job_killed_again_and_again_ends_as_one_left_alone(
         killed.kill(0)
         killed.start_rank(0)
 
-    assert killed.ranks[0].wait(90) == 0
-    assert alone.ranks[0].wait(90) == 0
+    assert killed.ranks[0].wait(PATIENCE_S) == 0
+    assert alone.ranks[0].wait(PATIENCE_S) == 0
     assert killed.weights() == alone.weights()

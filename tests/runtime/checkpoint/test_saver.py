@@ -314,7 +314,7 @@ def test_a_save_to_a_tier_that_this_node_has_not_takes_no_room(trainer: OneRank)
 
 def test_without_room_a_save_is_skipped_and_told(trainer: OneRank) -> None:
     trainer.save_all(1)
-    trainer.told.until(lambda: not trainer.saver.delivery._asked)
+    trainer.told.until(trainer.saver.rooms.all_free)
     os.kill(trainer.writer(), signal.SIGSTOP)
     began = [trainer.save(step, last=False) is not None for step in (2, 3, 4)]
     ready = [trainer.saver.prepare(unasked, ["shared"]) for _ in range(2)]
