@@ -60,7 +60,7 @@ class EngineState:
         return {
             "made_of": self._made_of(),
             "weights": self._unseen_weights() if self._divided else engine.module.state_dict(),
-            "said": self._said_by_modules(),
+            "extra_states": self._extra_states(),
             "optimizer": expressed(engine.optimizer.state_dict()),
             "scaler": None if scaler is None else scaler.state_dict(),
             "schedule": None if schedule is None else schedule.state_dict(),
@@ -81,8 +81,8 @@ class EngineState:
             optimizer.checkpoint_event_prologue()
             for name, one in self._unseen_weights().items():
                 one.data.copy_(state["weights"][name])
-            for name, module in self._saying():
-                module.set_extra_state(state["said"][name])
+            for name, module in self._with_extra_state():
+                module.set_extra_state(state["extra_states"][name])
         else:
             engine.module.load_state_dict(state["weights"])
         own = filled(optimizer.state_dict(), state["optimizer"])
@@ -138,14 +138,14 @@ class EngineState:
                 if name not in module._non_persistent_buffers_set:
                     yield f"{prefix}.{name}", one
 
-    def _saying(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Modules with a state of another kind, where nobody else asks them for it."""
+    def _with_extra_state(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Modules with more than tensors to save, where no state_dict of the whole asks for it."""
         for name, module in self.engine.module.named_modules() if self._divided else ():
             if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
                 yield name, module
 
-    def _said_by_modules(self) -> dict[str, Any]:
-        return {name: module.get_extra_state() for name, module in self._saying()}
+    def _extra_states(self) -> dict[str, Any]:
+        return {name: module.get_extra_state() for name, module in self._with_extra_state()}
 
 
 def unmet(engine: Any) -> Iterator[tuple[bool, str]]:

@@ -159,10 +159,7 @@ def test_readings_are_drawn_and_told_in_numbers(
 # --- A job's replica moves ------------------------------------------------------------------------
 
 
-def test_a_chosen_node_outlives_what_changes_meanwhile(
-    page: Page, fleet: Fleet, settings: Any
-) -> None:
-    settings.LEASE_S = 60  # no beats come, and the nodes shall stay free
+def test_a_chosen_node_outlives_what_changes_meanwhile(page: Page, fleet: Fleet) -> None:
     Job.objects.filter(pk=fleet.job.pk).update(
         coordinator_address="127.0.0.1:4000", gpus_per_replica=0
     )
