@@ -221,6 +221,17 @@ def test_whatever_is_told_first_the_replica_has_moved(
     assert not Incident.objects.exists()
 
 
+def test_its_record_says_how_long_the_job_paused(world: World) -> None:
+    standby = move(world)
+    told_by(world.placements[0], regrouped(entered=[standby.pk], joined=[1], gap_s=0.42))
+    for tell in TELLINGS:
+        tell(world, standby)
+        drain()
+
+    said = run_of("move-replica").state_reason
+    assert said.startswith("replica 1 moved from node-1 to spare-0, pause 0.42 s")
+
+
 def test_the_standby_itself_is_heard_last(world: World) -> None:
     incidents.move_replica(PERSON, world.job.pk, 1, reason="x")
     standby = Placement.objects.get(standby=True)
