@@ -33,6 +33,9 @@ ROUNDS = 6
 #: So many ids at least are put in order at once: it costs hardly more than for one step of a few.
 BLOCK_IDS = 4096
 _LOW_32 = 0xFFFF_FFFF
+#: Of some steps the ids of each shard, and the shards' checksums: as plain numbers, for to take
+#: some out of a tensor costs ten times as long.
+_Block = tuple[list[list[list[int]]], list[list[int]]]
 
 
 def _no_data() -> Any:
@@ -166,8 +169,7 @@ class Batches:
 
     def checksums(self, step: int) -> list[int]:
         """For each shard a small exact number that changes when its ids or their order change."""
-        found: list[int] = self._block_of(step)[1][step % self._block_steps]
-        return found
+        return self._block_of(step)[1][step % self._block_steps]
 
     def ids(self, first: int, end: int) -> torch.Tensor:
         """The ids of the steps from `first` to before `end`: steps x shards x samples."""
@@ -253,16 +255,15 @@ class Batches:
 
     # --- helpers --------------------------------------------------------------------------------
 
-    def _block_of(self, step: int) -> tuple[torch.Tensor, list[list[int]]]:
+    def _block_of(self, step: int) -> _Block:
         return self._block(step // self._block_steps)
 
-    def _made_block(self, number: int) -> tuple[torch.Tensor, list[list[int]]]:
+    def _made_block(self, number: int) -> _Block:
         ids = self.ids(number * self._block_steps, (number + 1) * self._block_steps)
-        return ids, self.checksums_of(ids).tolist()
+        return ids.tolist(), self.checksums_of(ids).tolist()
 
     def _ids_at(self, step: int, index: int) -> tuple[int, ...]:
-        ids = self._block_of(step)[0][step % self._block_steps, index, self._part]
-        return tuple(ids.tolist())
+        return tuple(self._block_of(step)[0][step % self._block_steps][index][self._part])
 
 
 def of_order(order: Mapping[str, int]) -> Batches:

@@ -59,6 +59,7 @@ class Wishes:
 
 
 WISHES = fields(Wishes)
+NOTHING = Wishes()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,7 @@ class Gradients:
         self._began: float | None = None  # monotonic; None: what we hold was not computed in one go
         self.losses = [0.0] * shards  # sums over the samples, but for those in `_noted`
         #: shard, mean loss, samples, parts: read at the step's end, for a card is waited for then
-        self._noted: list[tuple[int, torch.Tensor, int, int]] = []
+        self._noted: list[tuple[int, torch.Tensor | float, int, int]] = []
         self.samples = 0
         #: of each parameter what was taken; None where backward did not come by
         self._taken: list[torch.Tensor | None] = []
@@ -161,7 +162,8 @@ class Gradients:
 
     def note(self, index: int, loss: torch.Tensor, samples: int, parts: int) -> None:
         """Note the mean loss of one of a shard's `parts` equal parts, all of so many samples."""
-        self._noted.append((index, loss.detach().clone(), samples, parts))
+        mean = loss.item() if loss.is_cpu else loss.detach().clone()
+        self._noted.append((index, mean, samples, parts))
 
     def clear(self) -> None:
         self._drop()
@@ -253,20 +255,25 @@ class Gradients:
         tail: list[float] = reduced[self.size :].tolist()
         n, end = self.shards, 5 * self.shards + len(self.parameters)
         samples, *summed = tail[end:]
-        wishes: dict[str, Any] = {
-            one.name: round(value) if one.type == "int" else value > 0
-            for one, value in zip(WISHES, summed, strict=True)
-        }
         return Tail(
             coverage=[round(v) for v in tail[:n]],
             checksums=[round(v) for v in tail[n : 2 * n]],
             who=[round(v) for v in tail[2 * n : 3 * n]],
             loss=sum(tail[3 * n : 4 * n]) / samples if samples else float("nan"),
             samples=round(samples),
-            wishes=Wishes(**wishes),
+            wishes=_wished(summed) if any(summed) else NOTHING,
             seconds=tail[4 * n : 5 * n],
             touched=[value > 0 for value in tail[5 * n : end]],
         )
+
+
+def _wished(summed: Sequence[float]) -> Wishes:
+    """What all members together wish, from the sum of what each does."""
+    wishes: dict[str, Any] = {
+        one.name: round(value) if one.type == "int" else value > 0
+        for one, value in zip(WISHES, summed, strict=True)
+    }
+    return Wishes(**wishes)
 
 
 def _is_watched(parameter: torch.nn.Parameter) -> bool:

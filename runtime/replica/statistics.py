@@ -43,8 +43,9 @@ class RunningStatistics:
 
         Raises RuntimeError, once two steps were computed, as `restore` does.
         """
-        self._write(self._edge + mean_change.to(self._edge.device))
-        self._edge = self._read()  # as it is stored, so that a newcomer begins from the same
+        if self._tensors:
+            self._put(self._edge + mean_change.to(self._edge.device))
+            self._edge = self._read()  # as it is stored, so that a newcomer begins from the same
         if self._others is None:
             self._note_others()
         elif self._begun and not self._looked:

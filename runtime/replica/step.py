@@ -62,6 +62,7 @@ class StepEngine:
         self.batches: Batches = state.batches
         self.gloo = gloo
         self.observer = observer
+        self._watched = type(observer).at is not Observer.at  # a hook for nobody costs its time
         self.division = division
         self.mode = mode
         self.max_grad_norm = max_grad_norm
@@ -151,11 +152,12 @@ class StepEngine:
                 "parts: backward(loss, parts=2)"
             )
         self._demand(shard.index, loss, parts)
-        loss.register_hook(self._in_backward)  # type: ignore[no-untyped-call]
-        scaled = self.state.scale(loss / (self.batches.shards * parts))
+        if self._watched:
+            loss.register_hook(self._in_backward)  # type: ignore[no-untyped-call]
+        share = torch.full_like(loss, 1 / (self.batches.shards * parts))
         self.gradients.lend()
         try:
-            scaled.backward()  # type: ignore[no-untyped-call]
+            loss.backward(self.state.scale(share))  # type: ignore[no-untyped-call]
         except BaseException:
             self._failed = True
             raise

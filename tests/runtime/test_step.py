@@ -13,7 +13,7 @@ from torch import nn
 from runtime.data import Batches
 from runtime.replica.division import Division
 from runtime.replica.gloo import Gloo
-from runtime.replica.observing import Observer
+from runtime.replica.observing import Observer, Phase
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
 
@@ -37,16 +37,28 @@ def fails(loss: torch.Tensor) -> torch.Tensor:
     return found
 
 
+class Watching(Observer):
+    """Notes the phases that it is told of."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def at(self, phase: Phase, step: int) -> None:
+        self.seen.append(phase)
+
+
 class Bench:
     """A replica of its own, with a shard that its script is to compute."""
 
-    def __init__(self, gloo: Gloo) -> None:
+    def __init__(self, gloo: Gloo, observer: Observer | None = None) -> None:
         self.first, self.last = nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False)
         self.model = nn.Sequential(self.first, self.last)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         state = TrainingState(self.model, [optimizer], Batches(samples=24, shards=SHARDS))
         division = Division(self.model, 0)
-        self.engine = StepEngine(state, gloo, Observer(), division, mode="cover", max_grad_norm=1)
+        self.engine = StepEngine(
+            state, gloo, observer or Observer(), division, mode="cover", max_grad_norm=1
+        )
         self.shards = self.engine.compute(0)
         next(self.shards)
 
@@ -92,6 +104,37 @@ def test_zero_grad_between_parts_changes_nothing(
     bench.engine.backward(bench.loss(), parts=2)
 
     assert torch.allclose(bench.summed(), 2 * before)
+
+
+def test_who_watches_hears_of_backward_within_it() -> None:
+    gloo, watching = Gloo("127.0.0.1"), Watching()
+    bench = Bench(gloo, watching)
+    seen: list[list[str]] = []
+    bench.first.weight.register_hook(  # type: ignore[no-untyped-call]
+        lambda _given: seen.append([*watching.seen])
+    )
+
+    bench.engine.backward(bench.loss(), 1)
+    gloo.close()
+
+    assert seen == [["forward", "backward"]]
+
+
+def test_a_loss_that_nobody_watches_has_no_hook(bench: Bench) -> None:
+    loss = bench.loss()
+
+    bench.engine.backward(loss, 1)
+
+    assert not loss._backward_hooks
+
+
+def test_a_scaled_loss_is_one_gradient_as_many_times_as_large(bench: Bench) -> None:
+    plain = bench.gradient()
+    bench.engine.state.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    bench.engine.backward(bench.loss(), 1)
+
+    assert torch.equal(bench.summed()[:6], 1024 * plain)
 
 
 def test_an_evaluation_between_shards_changes_nothing(bench: Bench) -> None:
