@@ -1,4 +1,4 @@
-"""Threads that may take long do their work in what those that train leave of the processors."""
+"""Threads that may take long stand back behind those that train, where both want a processor."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import contextlib
 import os
 import threading
 
-LEAST = 19  # of the priorities that a user may give
+#: So much less urgent than the training: of a processor that both want such a thread has a tenth.
+#: Not the 19 that any user may give: where data loaders keep all processors busy it would have none
+#: for seconds, no newcomer would ever be served, and whoever hands it the interpreter's lock would
+#: stand still for as long.
+NICE = 10
 
 
 def give_way() -> None:
-    """From now on this thread runs where nothing else wants to; not to be taken back.
+    """From now on this thread stands back behind the main one; not to be taken back.
 
     On Linux each thread has a priority of its own (setpriority(2), "C library/kernel differences").
     """
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST)
+        training = os.getpriority(os.PRIO_PROCESS, os.getpid())
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), training + NICE)

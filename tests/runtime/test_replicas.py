@@ -12,7 +12,8 @@ import signal
 import socket
 import struct
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,37 @@ def test_survivors_take_over_and_a_newcomer_enters_with_an_equal_state(
 
     for replica in (0, 1, 3):  # in the processes that began: each has ended with 0
         assert_every_sample_once(fleet.steps(replica), 0)
+    assert len(fleet.digests()) == 1
+
+
+@contextlib.contextmanager
+def busy_processors() -> Iterator[None]:
+    """Four times as many processes as there are processors want all of them, as data loaders
+    may."""
+    for_ever = [sys.executable, "-c", "while True: pass"]
+    loops = [subprocess.Popen(for_ever) for _ in range(4 * (os.cpu_count() or 1))]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+@pytest.mark.soak  # no other test that awaits anything should run beside it
+def test_a_newcomer_enters_while_others_want_all_processors(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(3, options={"width": 300_000, "pace_s": 0})
+    fleet.start()
+    fleet.wait_for_step(5)
+    fleet.kill(2)
+    fleet.wait_for_members([0, 1])
+
+    with busy_processors():
+        fleet.start_rank(2)
+        fleet.wait_for_members([0, 1, 2])
+    fleet.train_on(5)
+    fleet.stop()
+
     assert len(fleet.digests()) == 1
 
 
