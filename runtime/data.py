@@ -33,9 +33,8 @@ ROUNDS = 6
 #: So many ids at least are put in order at once: it costs hardly more than for one step of a few.
 BLOCK_IDS = 4096
 _LOW_32 = 0xFFFF_FFFF
-#: Of some steps the ids of each shard, and the shards' checksums: as plain numbers, for to take
-#: some out of a tensor costs ten times as long.
-_Block = tuple[list[list[list[int]]], list[list[int]]]
+#: Of some steps the ids, a row for each shard of each, and the shards' checksums.
+_Block = tuple[torch.Tensor, list[list[int]]]
 
 
 def _no_data() -> Any:
@@ -260,10 +259,11 @@ class Batches:
 
     def _made_block(self, number: int) -> _Block:
         ids = self.ids(number * self._block_steps, (number + 1) * self._block_steps)
-        return ids.tolist(), self.checksums_of(ids).tolist()
+        return ids.view(-1, self.shard_size), self.checksums_of(ids).tolist()
 
     def _ids_at(self, step: int, index: int) -> tuple[int, ...]:
-        return tuple(self._block_of(step)[0][step % self._block_steps][index][self._part])
+        row = step % self._block_steps * self.shards + index
+        return tuple(self._block_of(step)[0][row].tolist()[self._part])
 
 
 def of_order(order: Mapping[str, int]) -> Batches:

@@ -6,10 +6,10 @@ import contextlib
 import os
 import threading
 
-#: So much less urgent than the training: of a processor that both want such a thread has a tenth.
-#: Not the 19 that any user may give: where data loaders keep all processors busy it would have none
-#: for seconds, no newcomer would ever be served, and whoever hands it the interpreter's lock would
-#: stand still for as long.
+#: Added to the niceness of the main thread; 19 is the most that there is. Of a processor that both
+#: want such a thread has a tenth. Not all 19: where data loaders keep all processors busy it would
+#: have none for seconds, no newcomer would ever be served, and whoever hands it the interpreter's
+#: lock would stand still for as long.
 NICE = 10
 
 

@@ -118,7 +118,7 @@ class Download:
 
     def draw(self, donor: str, token: str) -> None:
         """Take pieces from this donor until nothing is missing, or it fails too often."""
-        give_way()  # other replicas may train on this machine
+        give_way()  # other replicas may train on this machine, at the priority that is ours too
         connection = Connection(donor, token)
         tries = TRIES
         while tries and (piece := self._next()):

@@ -108,7 +108,7 @@ class Gradients:
         self.seconds = [0.0] * shards  # how long we took for each
         self._began: float | None = None  # monotonic; None: what we hold was not computed in one go
         self.losses = [0.0] * shards  # sums over the samples, but for those in `_noted`
-        #: shard, mean loss, samples, parts: read at the step's end, for a card is waited for then
+        #: shard, mean loss, samples, parts: off a card read at the step's end, for it is waited for
         self._noted: list[tuple[int, torch.Tensor | float, int, int]] = []
         self.samples = 0
         #: of each parameter what was taken; None where backward did not come by

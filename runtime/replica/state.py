@@ -132,13 +132,13 @@ class TrainingState:
     def _paces(self) -> list[Any]:
         return [getattr(one, "last_epoch", None) for one in self.schedules]
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as backward is to see it."""
-        return loss if self.scaler is None else self.scaler.scale(loss)
+    def scale(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What backward begins with, as many times as large as the scaler wants it."""
+        return gradient if self.scaler is None else self.scaler.scale(gradient)
 
     @property
     def loss_scale(self) -> float:
-        """How many times the loss backward sees."""
+        """So many times as large are the gradients of backward."""
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
     def unscale(self) -> None:

@@ -62,7 +62,8 @@ class StepEngine:
         self.batches: Batches = state.batches
         self.gloo = gloo
         self.observer = observer
-        self._watched = type(observer).at is not Observer.at  # a hook for nobody costs its time
+        # A hook for nobody would cost its time.
+        self._watched = getattr(observer.at, "__func__", None) is not Observer.at
         self.division = division
         self.mode = mode
         self.max_grad_norm = max_grad_norm
@@ -154,10 +155,11 @@ class StepEngine:
         self._demand(shard.index, loss, parts)
         if self._watched:
             loss.register_hook(self._in_backward)  # type: ignore[no-untyped-call]
-        share = torch.full_like(loss, 1 / (self.batches.shards * parts))
+        # Backward begins with the loss's share of the step: to divide the loss would take longer.
+        share = self.state.scale(torch.full_like(loss, 1 / (self.batches.shards * parts)))
         self.gradients.lend()
         try:
-            loss.backward(self.state.scale(share))  # type: ignore[no-untyped-call]
+            loss.backward(share)  # type: ignore[no-untyped-call]
         except BaseException:
             self._failed = True
             raise
@@ -179,11 +181,13 @@ class StepEngine:
                 "out of the sum: let that error end this process; the other replicas take over its "
                 "shards. Smaller parts from the first on: backward(loss, parts=2)"
             )
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
+            what = type(loss).__name__
+            if isinstance(loss, torch.Tensor):
+                what = f"{'complex ' if loss.is_complex() else ''}{tuple(loss.shape)}"
             raise TypeError(
                 f"backward was given {what}: give it the mean loss over the shard's samples, a "
-                "tensor of one number"
+                "tensor of one real number"
             )
         if not loss.requires_grad:
             raise RuntimeError(

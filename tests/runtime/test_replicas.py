@@ -63,14 +63,12 @@ def test_survivors_take_over_and_a_newcomer_enters_with_an_equal_state(
 def busy_processors() -> Iterator[None]:
     """Four times as many processes as there are processors want all of them, as data loaders
     may."""
-    for_ever = [sys.executable, "-c", "while True: pass"]
-    loops = [subprocess.Popen(for_ever) for _ in range(4 * (os.cpu_count() or 1))]
-    try:
+    loop = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
+    with contextlib.ExitStack() as ended:
+        for _ in range(4 * (os.cpu_count() or 1)):
+            process = ended.enter_context(subprocess.Popen([sys.executable, "-c", loop]))
+            ended.callback(process.kill)
         yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
 
 
 @pytest.mark.soak  # no other test that awaits anything should run beside it

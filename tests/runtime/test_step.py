@@ -120,6 +120,17 @@ def test_who_watches_hears_of_backward_within_it() -> None:
     assert seen == [["forward", "backward"]]
 
 
+def test_an_observer_may_be_given_its_ear_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    gloo, observer, seen = Gloo("127.0.0.1"), Observer(), list[str]()
+    monkeypatch.setattr(observer, "at", lambda phase, _step: seen.append(phase))
+    bench = Bench(gloo, observer)
+
+    bench.engine.backward(bench.loss(), 1)
+    gloo.close()
+
+    assert seen == ["forward", "backward"]
+
+
 def test_a_loss_that_nobody_watches_has_no_hook(bench: Bench) -> None:
     loss = bench.loss()
 
@@ -183,6 +194,7 @@ def test_a_hook_behind_backward_sees_each_gradient_alone(
     [
         (lambda bench: bench.loss().detach(), "shard 0 depends on nothing that is trained"),
         (lambda bench: bench.model(torch.ones(4, 3)), r"was given \(4, 1\): give it the mean loss"),
+        (lambda bench: bench.loss() * 1j, r"was given complex \(\): give it the mean loss"),
         (lambda bench: bench.loss().item(), "was given float: give it the mean loss"),
         (lambda _bench: None, "was given NoneType: give it the mean loss"),
     ],
