@@ -259,7 +259,7 @@ class Batches:
 
     def _made_block(self, number: int) -> _Block:
         ids = self.ids(number * self._block_steps, (number + 1) * self._block_steps)
-        return ids.view(-1, self.shard_size), self.checksums_of(ids).tolist()
+        return ids.reshape(-1, self.shard_size), self.checksums_of(ids).tolist()
 
     def _ids_at(self, step: int, index: int) -> tuple[int, ...]:
         row = step % self._block_steps * self.shards + index
