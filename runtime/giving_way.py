@@ -1,4 +1,4 @@
-"""Threads that may take long stand back behind those that train, where both want a processor."""
+"""What may take long stands back behind what trains, where both want a processor."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import contextlib
 import os
 import threading
 
-#: Added to the niceness of the main thread; 19 is the most that there is. Of a processor that both
-#: want such a thread has a tenth. Not all 19: where data loaders keep all processors busy it would
-#: have none for seconds, no newcomer would ever be served, and whoever hands it the interpreter's
-#: lock would stand still for as long.
+#: Added to the niceness of the training, for threads and for the writer's process; 19 is the most
+#: that there is. Of a processor that both want they have a tenth. Not all 19: where data loaders
+#: keep all processors busy such a thread would have none for seconds, no newcomer would ever be
+#: served, and whoever hands it the interpreter's lock would stand still for as long.
 NICE = 10
 
 

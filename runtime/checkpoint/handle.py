@@ -18,12 +18,12 @@ from typing import Any
 from runtime.checkpoint.rooms import Room
 from runtime.checkpoint.writer import PACKET_BYTES
 from runtime.forking import keep_from_children
+from runtime.giving_way import NICE
 
 log = logging.getLogger("drydock.checkpoint")
 
 #: Names another module to run as the writer: one whose disk has faults, for a trial.
 WRITER_MODULE = "DRYDOCK_CHECKPOINT_WRITER"
-NICE = 10  # the training goes first where both want the same core
 
 
 class WriterHandle:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from runtime.checkpoint.handle import NICE, WriterHandle
+from runtime.checkpoint.handle import WriterHandle
+from runtime.giving_way import NICE
 
 
 def test_a_writer_stands_back_in_its_trainers_session_but_is_not_ended_with_its_group() -> None:
