@@ -29,6 +29,8 @@ STREAM_POSITIONS = 1 << 20
 #: Checksums stay below this, so that a float32 carries them exactly.
 CHECKSUM_MODULUS = 1 << 20
 MAX_SEED = 1 << 63
+#: What a dataset is said to hold that holds no array.
+NOT_IN_MEMORY = "not in memory"
 ROUNDS = 6
 #: So many ids at least are put in order at once: it costs hardly more than for one step of a few.
 BLOCK_IDS = 4096
@@ -157,7 +159,7 @@ class Batches:
         """What a dataset without a `fingerprint` holds in memory: tells those of one kind apart."""
         if self.source is None or fingerprint_of(self.source.dataset):
             return "not looked at"
-        return content_of(self.source.dataset) or "not in memory"
+        return content_of(self.source.dataset) or NOT_IN_MEMORY
 
     def shard(self, step: int, index: int) -> Shard:
         """One shard, or our part of it; the same on every replica and after every restart."""

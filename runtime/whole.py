@@ -35,6 +35,7 @@ from runtime.replica.shape import of_deepspeed
 from runtime.replica.state import GO_ON, Stateful, other_model, own_copy, put_back_optimizer
 from runtime.replica.telling import Teller
 from runtime.snapshot import Copying, digest_of, room_for, state_of
+from runtime.stalls import Stalls
 
 log = logging.getLogger("drydock.whole")
 
@@ -61,8 +62,11 @@ class WholeJob:
         saver: Checkpointer,
         *,
         extra: Mapping[str, Stateful] | None = None,
+        stalled_after_s: float = 120.0,
     ) -> None:
-        """`model`: or what else keeps the weights, as `runtime.adapters.deepspeed.EngineState`.
+        """`model`: or what else keeps the weights, as `runtime.adapters.deepspeed.EngineState`. A
+        step that takes `stalled_after_s` seconds, and 20 times as long as usual, is told of as
+        `stalled`, by each rank with the place in its script; 0 for never.
 
         Raises RuntimeError unless the default process group is that of all ranks of the job, and
         ValueError for a job of several replicas, for a process that is to stand by for another, and
@@ -113,6 +117,7 @@ class WholeJob:
         self._asked = False  # the control plane wants a checkpoint
         self._owed: set[TierName] = set()  # and had none yet in these tiers
         self._teller = Teller(job, SampleLedger({}), 0, whole=True)
+        self._stalls = Stalls(job.trouble, stalled_after_s)
         self._group: Any = None
         self._start = ""
 
@@ -131,6 +136,7 @@ class WholeJob:
         error: BaseException | None,
         _trace: TracebackType | None,
     ) -> None:
+        self._stalls.close()
         if error is None:
             self._save_last()
         self._tell_end(error)
@@ -147,7 +153,8 @@ class WholeJob:
         self._because = ""  # several loops may follow each other
         while not self._over and self.committed + 1 < count:
             self._in_step = True
-            yield self.committed + 1
+            with self._stalls.computing():
+                yield self.committed + 1
             self._in_step = False
             self.committed += 1
             loss, samples = self._said

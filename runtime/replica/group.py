@@ -15,7 +15,7 @@ import torch
 
 from runtime.checkpoint import Checkpointer
 from runtime.client import Directive, Stopped
-from runtime.data import Batches, Shard
+from runtime.data import NOT_IN_MEMORY, Batches, Shard
 from runtime.forking import take_signal
 from runtime.job import Job
 from runtime.replica import observing
@@ -71,7 +71,9 @@ class ReplicaGroup:
     `compare_every` steps all replicas' states are compared, and when a newcomer made something else
     of a step than another; an engineer is told of a difference (`diverged`, and which replica is
     the odd one); 0 for never. One that takes 30% longer for a shard than its peers do, for
-    `straggler_after_s` seconds in a row, is told of as a `straggler`; 0 for nobody.
+    `straggler_after_s` seconds in a row, is told of as a `straggler`; 0 for nobody. A rank that
+    computes one step for `stalled_after_s` seconds, and for 20 times as long as usual, is told of
+    as `stalled`, with the place in its script; 0 for nobody.
 
     A replica may have several ranks, among which `fully_shard` divided the model before; all of
     them run the same script, and each computes its part of each shard.
@@ -98,6 +100,7 @@ class ReplicaGroup:
         steps: int | None = None,
         compare_every: int = 1000,
         straggler_after_s: float = 600.0,
+        stalled_after_s: float = 120.0,
         on_step: Callable[[Committed], None] | None = None,
         after_step: Callable[[], object] | None = None,
     ) -> None:
@@ -141,9 +144,16 @@ class ReplicaGroup:
         shape = describe(
             model, optimizers, batches, mode, max_grad_norm, numerics, job.ranks, helpers
         )
+        if shape["content"] == NOT_IN_MEMORY and not job.rank:
+            log.warning(
+                "data_not_compared dataset=%s: its samples lie in files, so nothing shows whether "
+                "all replicas have the same ones; give it a text `fingerprint`, as a hash of them",
+                shape["data"],
+            )
         self._rank = Rank(
-            job, self.state, self._engine, gloo, saver, self._observer, host=host, on_step=on_step
-        )
+            job, self.state, self._engine, gloo, saver, self._observer, host=host, on_step=on_step,
+            stalled_after_s=stalled_after_s,
+        )  # fmt: skip
         self._loop: Loop
         if job.rank:
             first = division.agree("")

@@ -111,7 +111,8 @@ class Leader:
             severed: str | None = None
             silent = False
             try:
-                yield from self.engine.shards()
+                with self.rank.stalls.computing():
+                    yield from self.engine.shards()
                 self._edge(self._finish_step())
             except NotWhole as error:
                 self.job.trouble("coverage", str(error))

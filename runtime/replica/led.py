@@ -51,7 +51,8 @@ class Led:
             self._pass_on("stop", self.job.stop)
             self._pass_on("told", self.job.told)
             if op == "compute":
-                yield from self.rank.engine.compute(int(order["index"]))
+                with self.rank.stalls.computing():
+                    yield from self.rank.engine.compute(int(order["index"]))
             elif op == "leave":
                 self.leave(str(order["reason"]), goodbye=True)
             elif op == "refused":

@@ -44,6 +44,7 @@ from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
 from runtime.replica.telling import Committed
 from runtime.snapshot import Copying, TooSmall, state_of, touched
+from runtime.stalls import Stalls
 
 log = logging.getLogger("drydock.replica")
 
@@ -86,7 +87,9 @@ class Rank:
         *,
         host: str,
         on_step: Callable[[Committed], None] | None,
+        stalled_after_s: float = 0.0,
     ) -> None:
+        """`stalled_after_s`: see `Stalls`."""
         self.job = job
         self.host = host
         self.state = state
@@ -124,6 +127,7 @@ class Rank:
         #: held by whoever changes the state, or begins a copy of it
         self._changing = threading.Lock()
         self._torn = False  # a step was applied in part: what is held is no state
+        self.stalls = Stalls(job.trouble, stalled_after_s)
         self.preemption = Preemption(job.grace_s, self._save_takes_s, self.save_aside)
         self._copies: list[Copying] = []  # under way, for newcomers and checkpoints
         #: for the next copy for newcomers if all rooms are in use, once it was asked for
@@ -145,6 +149,7 @@ class Rank:
             return {"failed": names[type(error)], "text": str(error)}
 
     def close(self) -> None:
+        self.stalls.close()
         self.preemption.close()
         self.stop_following()
         self.gloo.close()

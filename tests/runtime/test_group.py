@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from runtime.checkpoint import Checkpointer
 from runtime.data import Batches
@@ -35,7 +36,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
         model = nn.Linear(2, 1)
         parameters = [*model.parameters(), *(trained.parameters() if trained else ())]
         optimizer = torch.optim.SGD(parameters)
-        return ReplicaGroup(job, model, optimizer, Batches(samples=24), Checkpointer(job), **given)
+        batches = given.pop("batches", None) or Batches(samples=24)
+        return ReplicaGroup(job, model, optimizer, batches, Checkpointer(job), **given)
 
     yield made
     signal.signal(signal.SIGTERM, handler)
@@ -61,6 +63,31 @@ def test_what_would_train_something_else_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         make(**given)
+
+
+class Files(Dataset[torch.Tensor]):
+    """Its samples would be read from there."""
+
+    folder = "/data"
+
+    def __len__(self) -> int:
+        return 24
+
+
+class Named(Files):
+    fingerprint = "v1"
+
+
+def test_data_that_nothing_tells_apart_is_said_to_be_so(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(batches=Batches(Named()))
+    make()
+    assert "data_not_compared" not in caplog.text
+
+    make(batches=Batches(Files()))
+
+    assert "data_not_compared dataset=Files: its samples lie in files" in caplog.text
 
 
 def test_shards_are_given_within_the_with_block(make: Make) -> None:

@@ -2,14 +2,14 @@
 
 Its options: `steps`, `mode`, `checkpoint_s`, `local_s`, `peer_s` and `object_s`, `pace_s` (what a
 shard takes, as if an accelerator computed it), `dropout`, `compare_every`, `straggler_after_s`,
-`flips_at` (with so many steps applied, a bit of its weights turns over in the next), and what a
-misfit of a replica has otherwise: `width`, `samples`, `content` (of which its data is drawn),
-`seed`, `rate`. It `clamps` its weights after each step, and counts these. `rich` trains with all
-that a loop may have besides, with or without `averages`; if it is `calm`, no last bit of a sum
-decides on anything. At the step `evaluate_at` it does something else for a minute, at `forks_at` it
-forks a child that does nothing, from `freezes_at` on its first layer is trained no more. `data` is
-"ids", "dataset", "loader", "stateful" or "streams": what Batches is given; `workers` load it,
-`drop_last` ends it. The model is divided among the ranks of a replica.
+`stalled_after_s`, `flips_at` (with so many steps applied, a bit of its weights turns over in the
+next), and what a misfit of a replica has otherwise: `width`, `samples`, `content` (of which its
+data is drawn), `seed`, `rate`. It `clamps` its weights after each step, and counts these. `rich`
+trains with all that a loop may have besides, with or without `averages`; if it is `calm`, no last
+bit of a sum decides on anything. At the step `evaluate_at` it does something else for a minute, at
+`forks_at` it forks a child that does nothing, from `freezes_at` on its first layer is trained no
+more. `data` is "ids", "dataset", "loader", "stateful" or "streams": what Batches is given;
+`workers` load it, `drop_last` ends it. The model is divided among the ranks of a replica.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def main() -> None:
         "width": 32, "samples": 960, "content": 3, "seed": 5, "rate": 1e-3, "rich": False,
         "averages": True, "evaluate_at": -1, "pace_s": 0.003, "data": "ids", "workers": 0,
         "drop_last": False, "dropout": 0.5, "compare_every": 1000, "flips_at": -1,
-        "straggler_after_s": 600, "calm": False, "clamps": False, "forks_at": -1,
-        "freezes_at": 1 << 60,
+        "straggler_after_s": 600, "stalled_after_s": 120, "calm": False, "clamps": False,
+        "forks_at": -1, "freezes_at": 1 << 60,
         **job.options,
     }  # fmt: skip
     folder = Path(options["folder"])
@@ -81,7 +81,8 @@ def main() -> None:
     with runtime.ReplicaGroup(
         job, model, batches=batches, saver=saver, mode=options["mode"], steps=options["steps"],
         on_step=report, compare_every=options["compare_every"],
-        straggler_after_s=options["straggler_after_s"], **parts,
+        straggler_after_s=options["straggler_after_s"],
+        stalled_after_s=options["stalled_after_s"], **parts,
     ) as replica:  # fmt: skip
         for shard in replica:
             time.sleep(options["pace_s"])
