@@ -21,7 +21,9 @@ class Comparison:
     def __init__(self) -> None:
         self._of = (0, -1)  # epoch and step: a job that went back makes a step anew
         self._digests: dict[int, str] = {}
-        self.doubt = False  # a newcomer differs from one member: all are to compare theirs
+        #: all are to compare theirs soon: a newcomer differs from one member, or what some of them
+        #: hold was not compared lately
+        self.doubt = False
 
     def hear(
         self, replica: int, epoch: int, step: int, digest: str, members: Iterable[int]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 from runtime.replica.comparing import tell_difference
 from runtime.replica.connection import Peer
 from runtime.replica.epochs import ABSENT_BROKEN_S, Epochs
+from runtime.replica.keeper import Keeper
 from runtime.replica.listening import TICK_S, options, run
 from runtime.replica.plan import Report
 from runtime.replica.proving import Difference
@@ -34,6 +36,11 @@ PEER_SILENT_S = 2.0  # a member that answered nothing for so long is dead
 NEWCOMER_SILENT_S = 20.0  # a newcomer may be busy importing or loading
 ABSENT_S = 2.0  # after our own restart: how long a member of the record has to come back
 HANDOVER_S = 15.0  # how long a predecessor that was told to end may take
+#: What a replica says of itself when it joins, at the least.
+OF_A_JOIN = (
+    "job", "replica", "placement", "standby", "world", "shards", "epoch", "step", "members",
+    "addresses", "gloo",
+)  # fmt: skip
 #: What changes nothing that is to be decided: as a group is built its members say it all the time.
 ASIDE = frozenset({"pong", "set", "get"})
 UNDECIDED_S = 10.0  # how long members that we do not know wait before a person is told
@@ -65,6 +72,11 @@ class Coordinator(Epochs):
         if first.get("op") not in ("join", "exit", "status"):
             return f"unknown op {first.get('op')!r}: begin with join, exit or status"
         if first["op"] == "join":
+            if lacking := [name for name in OF_A_JOIN if name not in first]:
+                return (
+                    f"this replica's first line lacks {', '.join(lacking)}: run the coordinator "
+                    "and all replicas with one version of Drydock"
+                )
             if first["job"] != self.record.job:
                 return (
                     f"this replica's job is {first['job']}, the coordinator's is "
@@ -80,7 +92,7 @@ class Coordinator(Epochs):
             was_member = 0 < int(first["epoch"]) <= self.record.epoch
             taken = self.places.refusal(int(first["replica"]), str(first["placement"]), was_member)
             others = [p for p in self.peers.values() if p.replica != int(first["replica"])]
-            known = [(p.shape, p.phase == "member") for p in others]
+            known = [(p.replica, p.shape, p.phase == "member") for p in others]
             return taken or misfit(first, self.world, known)
         return ""
 
@@ -435,10 +447,14 @@ def silence_of(peer: Peer) -> float:
 
 def main() -> None:
     given = options(__doc__ or "")
+    keeper = Keeper(given.state_dir)
     try:
         lock = hold_alone(given.state_dir, HANDOVER_S)
+        keeper.take_over()
     except StaleEpoch as error:
         raise SystemExit(str(error)) from error
+    # At once: no member is to hear of us any more, or its lease would not run out.
+    keeper.keep(lambda: os._exit(1))
     coordinator = Coordinator(
         RecordFile(given.state_dir, given.job),
         given.token,
@@ -449,6 +465,7 @@ def main() -> None:
     )
     with lock:
         asyncio.run(run(coordinator, given.host, given.port, given.port_file))
+        keeper.release()
 
 
 if __name__ == "__main__":

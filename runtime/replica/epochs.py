@@ -333,6 +333,10 @@ class Epochs(Roster):
             holders=before.holders | {number: p.held_at for number, p in seated.items()},
         )
         self.keep(record)
+        # Of scripts that train otherwise the first step shows it; a standby may have been proven
+        # long ago. Later the members compare their states seldom.
+        beginning, standing_by = not self.alive, any(peer.standby for peer in peers)
+        self.comparison.doubt |= len(peers) > 1 and (beginning or standing_by)
         self.alive = dict(members)
         self.lost, self.left, self.broken_at = [], [], 0.0
         self.rendezvous, self.doubt = Rendezvous(), Doubt()

@@ -27,6 +27,8 @@ CONNECT_S = 2.0
 SILENT_S = 8.0  # a coordinator that said nothing for so long is looked for anew
 RETRY_S = 0.1
 REACH_S = 60.0  # how long whom nobody else may replace is tried to be reached
+#: Who reaches nobody says so after the first, and again after each of the second, in seconds.
+AWAY_S, STILL_AWAY_S = 10.0, 60.0
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}  # seconds, and how often
 UNACKNOWLEDGED_MS = 15_000
 #: Not the script's generator: what it draws must not depend on when the coordinator is away.
@@ -168,15 +170,27 @@ class Link:
             self._thread.join(2.0)
 
     def _run(self) -> None:
-        started = time.monotonic()
+        started = away = time.monotonic()
+        tell_at = started + AWAY_S
         while not self._closing.is_set():
             self.on_connect()
             try:
                 connection = socket.create_connection(self.target, timeout=CONNECT_S)
-            except OSError:
-                if self._on_end is not None and time.monotonic() - started > REACH_S:
-                    self._on_end()
-                    return
+            except OSError as error:
+                now = time.monotonic()
+                if self._on_end is not None:
+                    if now - started > REACH_S:
+                        self._on_end()
+                        return
+                elif now >= tell_at:
+                    tell_at = now + STILL_AWAY_S
+                    log.warning(
+                        "out_of_reach address=%s:%s for_s=%.0f error=%s: is this the address of "
+                        "the job's coordinator (DRYDOCK_COORDINATOR), and does it run?",
+                        *self.target,
+                        now - away,
+                        error,
+                    )
                 self._closing.wait(RETRY_S * (1 + _jitter.random()))
                 continue
             try:
@@ -194,6 +208,8 @@ class Link:
             if self._on_end is not None:
                 self._on_end()
                 return
+            away = time.monotonic()
+            tell_at = away + AWAY_S
             self._closing.wait(RETRY_S * _jitter.random())
 
     def _talk(self, connection: socket.socket) -> None:

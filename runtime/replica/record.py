@@ -38,8 +38,8 @@ class StaleEpoch(RuntimeError):
 def hold_alone(folder: Path, wait_s: float) -> TextIO:
     """Be the only coordinator on this machine that uses the folder, while the file stays open.
 
-    Waits for one that is about to end. Raises StaleEpoch if it does not within `wait_s`. Which of
-    two machines has a job's coordinator is for its launcher to know.
+    Waits for one that is about to end. Raises StaleEpoch if it does not within `wait_s`. For those
+    of other machines see `keeper`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"coordinator.{socket.gethostname()}.lock"

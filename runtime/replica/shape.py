@@ -216,12 +216,13 @@ def _placements(parameter: torch.nn.Parameter) -> tuple[Any, ...]:
 
 
 def misfit(
-    join: Mapping[str, Any], world: int, others: Sequence[tuple[dict[str, str], bool]]
+    join: Mapping[str, Any], world: int, others: Sequence[tuple[int, dict[str, str], bool]]
 ) -> str:
     """Why a replica that wants to join does not fit the job, with the remedy; "" if it does.
 
-    `others`: the shapes of those that are there, and whether each is a member. Members are
-    measured by no newcomer: one that comes back to a new coordinator is let in.
+    `others`: the numbers and shapes of those that are there, and whether each is a member. Members
+    are measured by no newcomer: one that comes back to a new coordinator is let in. Before there is
+    a member nobody knows which of two is the wrong one: the sentence names both.
     """
     shards = int(join["shards"])
     replicas = max(world, int(join["world"]), int(join["replica"]) + 1)
@@ -230,14 +231,17 @@ def misfit(
             f"{shards} shards cannot be divided among {replicas} replicas: give Batches at least "
             "as many shards"
         )
-    measure = sorted(others, key=lambda other: not other[1])
-    if not measure or (int(join["epoch"]) and not measure[0][1]):
+    measure = sorted(others, key=lambda other: not other[2])
+    if not measure or (int(join["epoch"]) and not measure[0][2]):
         return ""
-    return difference(join.get("shape", {}), measure[0][0])
+    number, ours, member = measure[0]
+    whose = "the job's" if member else f"that of replica {number}, which came first,"
+    return difference(join.get("shape", {}), ours, whose)
 
 
-def difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
-    """In which way a newcomer's shape is not the job's, with the remedy; "" if in none."""
+def difference(theirs: Mapping[str, str], ours: Mapping[str, str], whose: str = "the job's") -> str:
+    """In which way a newcomer's shape is not ours, with the remedy; "" if in none. `whose`: what
+    ours is called."""
     for key in dict.fromkeys([*_WORDS, *ours, *theirs]):
         what, remedy = _WORDS.get(key, (key, _SAME_SCRIPT))
         if (key in theirs) != (key in ours):
@@ -245,7 +249,7 @@ def difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
         if theirs.get(key) != ours.get(key):
             return (
                 f"this replica's {what} is {theirs.get(key, 'not told')}, "
-                f"the job's is {ours.get(key, 'not told')}: {remedy}"
+                f"{whose} is {ours.get(key, 'not told')}: {remedy}"
             )
     return ""
 

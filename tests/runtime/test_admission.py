@@ -67,8 +67,11 @@ def test_one_that_is_gone_makes_way_for_its_next_start_as_soon(play: Play, silen
     """However long nobody was heard before that came."""
     scene = play(2)
     scene.pass_time(silent_s)
-    first = {"token": "t", "op": "join", "job": "j", "replica": 0, "placement": "n", "standby": ""}
-    first |= {"epoch": 0, "world": 2, "shards": 12}
+    first = {
+        "token": "t", "op": "join", "job": "j", "replica": 0, "placement": "n", "standby": "",
+        "epoch": 0, "step": -1, "world": 2, "shards": 12, "members": {}, "addresses": [],
+        "gloo": [],
+    }  # fmt: skip
     waiting = scene.coordinator.place_of(first, None)
     for _ in range(round(PEER_SILENT_S * 10) + 3):
         assert isinstance(waiting, Asked)
@@ -415,6 +418,33 @@ def test_a_spare_enters_in_the_epoch_that_drops_the_dead(play: Play) -> None:
     scene.reach_edge(11, planned=False)
 
     assert (scene.epoch, scene.members) == (2, {0: "p0", 1: "p1", 2: "spare"})
+
+
+def test_members_compare_their_states_as_soon_as_a_standby_is_one_of_them(play: Play) -> None:
+    scene = play(3)
+    compare(scene, "d", "d", "d")
+    asked_before = [len(member.heard("compare")) for member in scene.replicas]
+    spare = scene.join(0, "spare", standby="spare")
+    scene.bring_level(spare, 10)
+    scene.replicas.pop().hang_up()
+    scene.reach_edge(10, planned=False)
+
+    assert asked_before == [1, 1, 1]  # as the job began
+    assert [len(member.heard("compare")) for member in scene.replicas] == [2, 2]
+    assert len(spare.heard("compare")) == 1
+
+
+def test_who_was_proven_just_now_is_compared_with_the_others_in_their_time(play: Play) -> None:
+    scene = play(3)
+    compare(scene, "d", "d", "d")
+    scene.replicas.pop().hang_up()
+    scene.reach_edge(9, planned=False)
+    newcomer = scene.join(2, "new")
+    scene.bring_level(newcomer, 11)
+    scene.reach_edge(11)
+
+    assert scene.members[2] == "new"
+    assert newcomer.heard("compare") == []
 
 
 def test_a_restart_does_not_take_the_place_back_from_a_spare(play: Play) -> None:

@@ -70,6 +70,22 @@ def test_a_replica_whose_memory_errs_is_named(make_fleet: Callable[..., Fleet], 
     assert min(steps) >= 34
 
 
+def test_one_that_trains_otherwise_from_the_beginning_is_named_after_the_first_steps(
+    make_fleet: Callable[..., Fleet],
+) -> None:
+    door = Door()
+    fleet = make_fleet(3, url=door.url, options={"compare_every": 1 << 30})
+    fleet.start_coordinator()
+    for replica, flips_at in enumerate([-1, 0, -1]):
+        fleet.start_rank(replica, flips_at=flips_at)
+    until(lambda: door.messages("trouble"), "an engineer is told")
+    fleet.stop()
+    door.close()
+
+    told = {(one["kind"], one["subject"]) for one in door.messages("trouble")}
+    assert told == {("diverged", "replica 1")}
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_newcomer_does_after_each_step_what_the_others_do(
     make_fleet: Callable[..., Fleet], ranks: int

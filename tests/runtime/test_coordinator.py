@@ -345,6 +345,31 @@ def test_a_misfit_changes_nothing_for_those_that_are_there(
     serve(tmp_path, {0: "a", 1: "b"}, scene)
 
 
+def test_a_first_line_of_another_version_is_answered_with_what_it_lacks(tmp_path: Path) -> None:
+    async def scene(coordinator: Coordinator, port: int) -> None:
+        stranger = Member(0, "x", 0)
+        del stranger.standing["gloo"], stranger.standing["world"]
+        await stranger.join(port)
+        error = (await stranger.hear("refused"))["error"]
+        assert "first line lacks world, gloo: run the coordinator and all replicas with" in error
+        assert coordinator.peers == {}
+
+    serve(tmp_path, {}, scene)
+
+
+def test_before_there_is_a_member_two_that_differ_are_both_named(tmp_path: Path) -> None:
+    async def scene(coordinator: Coordinator, port: int) -> None:
+        first, second = Member(1, "a", 0), Member(0, "b", 0)
+        second.standing["shape"] = {"mode": "drop"}
+        await first.join(port)
+        await second.join(port)
+        error = (await second.hear("refused"))["error"]
+        assert "this replica's mode is drop, that of replica 1, which came first, is cover" in error
+        assert sorted(coordinator.peers) == [1]
+
+    serve(tmp_path, {}, scene)
+
+
 def test_who_came_before_there_was_a_measure_is_measured_later(tmp_path: Path) -> None:
     async def scene(_coordinator: Coordinator, port: int) -> None:
         early, member = Member(1, "x", 0), Member(0, "a", 5)

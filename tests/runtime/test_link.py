@@ -68,6 +68,22 @@ def test_a_value_is_not_waited_for_while_the_coordinator_is_away() -> None:
             link.get(1, "key", timeout_s=30)
 
 
+def test_who_finds_no_coordinator_says_where_it_looked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "AWAY_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    link = Link(address, list, lambda _epoch, _message: None)
+    link.start()
+
+    until(lambda: caplog.messages, "it says so")
+    link.close(goodbye=False)
+
+    assert f"out_of_reach address={address}" in caplog.text
+    assert "DRYDOCK_COORDINATOR" in caplog.text
+
+
 def test_one_that_nobody_else_can_replace_is_given_up_when_it_cannot_be_reached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

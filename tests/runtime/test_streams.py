@@ -333,7 +333,8 @@ def test_a_checkpoint_or_a_replica_with_streams_is_told_from_one_without() -> No
 
     with pytest.raises(ValueError, match=r"data order is .*'order': 3.* resume with the same data"):
         indexed.load_state_dict(streams.state_dict())
-    assert "this replica's data order's rule is 3, the job's is 2" in difference(*shapes)
+    told = difference(shapes[0], shapes[1])
+    assert "this replica's data order's rule is 3, the job's is 2" in told
 
 
 def ledger_of(batches: Batches, steps: int) -> SampleLedger:

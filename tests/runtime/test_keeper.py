@@ -1,0 +1,113 @@
+"""Of two machines that share a job's folder one runs its coordinator, and no other beside it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime.replica import keeper as module
+from runtime.replica.keeper import Keeper
+from runtime.replica.record import Record, RecordFile, StaleEpoch
+from tests.runtime.replicas import PATIENCE_S, ROOT, TOKEN, until
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Iterator[Keeper]:
+    keeper = Keeper(tmp_path, "first")
+    keeper.take_over()
+    yield keeper
+    keeper.release()
+
+
+@pytest.fixture(autouse=True)
+def _beats_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BEAT_S", 0.05)
+    monkeypatch.setattr(module, "SILENT_S", 0.5)
+
+
+def test_one_that_lives_is_not_followed(first: Keeper, tmp_path: Path) -> None:
+    first.keep(lambda: None)
+
+    with pytest.raises(StaleEpoch, match="the coordinator on first keeps the record in"):
+        Keeper(tmp_path, "second").take_over()
+
+
+def test_one_that_gives_no_sign_is_followed_and_ends_when_it_wakes_up(
+    first: Keeper, tmp_path: Path
+) -> None:
+    second = Keeper(tmp_path, "second")
+    second.take_over()
+
+    lost, kept = threading.Event(), threading.Event()
+    second.keep(kept.set)
+    first.keep(lost.set)
+
+    assert lost.wait(PATIENCE_S)
+    second.release()
+    assert not kept.is_set()
+
+
+def test_after_one_that_ended_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SILENT_S", 2 * PATIENCE_S)
+    ended = Keeper(tmp_path, "first")
+    ended.take_over()
+    ended.release()
+
+    Keeper(tmp_path, "second").take_over()
+
+
+@pytest.mark.usefixtures("first")
+def test_who_holds_the_lock_of_the_same_machine_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SILENT_S", 2 * PATIENCE_S)
+
+    Keeper(tmp_path, "first").take_over()
+
+
+def test_a_folder_that_cannot_be_reached_ends_nobody(
+    first: Keeper, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    claim = tmp_path / "coordinator.keeper"
+    claim.rename(tmp_path / "aside")
+    claim.mkdir()  # to read it fails, as of a disk that is away
+    lost = threading.Event()
+    first.keep(lost.set)
+    until(lambda: "no_sign_of_life" in caplog.text, "it could not be reached")
+    claim.rmdir()
+    (tmp_path / "aside").rename(claim)
+    before = claim.read_text()
+
+    until(lambda: claim.read_text() != before, "it gives signs of life again")
+    assert not lost.is_set()
+
+
+def test_a_coordinator_ends_as_soon_as_another_machine_s_has_its_record(tmp_path: Path) -> None:
+    def start(host: str) -> subprocess.Popen[bytes]:
+        on_host = (
+            f"import socket; socket.gethostname = lambda: {host!r}\n"
+            "from runtime.replica.coordinator import main; main()"
+        )
+        words = ["--job", "j", "--state-dir", str(tmp_path), "--port-file", str(tmp_path / host)]
+        environment = {**os.environ, "DRYDOCK_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
+        return subprocess.Popen([sys.executable, "-c", on_host, *words], env=environment)
+
+    RecordFile(tmp_path, "j").advance(0, Record(job="j", epoch=5, members={0: "a"}))
+    one = start("one")
+    until((tmp_path / "one").exists, "it listens")
+    refused = start("two")
+    assert refused.wait(PATIENCE_S) == 1
+    assert one.poll() is None
+
+    # As one that stood still for long enough finds it.
+    (tmp_path / "coordinator.keeper").write_text("two 1 0 1")
+
+    assert one.wait(PATIENCE_S) == 1
