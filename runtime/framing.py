@@ -21,12 +21,20 @@ class PeerFailed(ConnectionError):
 
 
 def send_json(connection: socket.socket, message: dict[str, Any]) -> None:
+    """Raises PeerFailed if it is more than a peer takes, and tells the peer, who waits for it."""
     data = json.dumps(message).encode()
+    if len(data) > MAX_JSON:
+        error = (
+            f"a description of {len(data)} bytes, and a peer takes {MAX_JSON} at most: divide the "
+            "state among more ranks"
+        )
+        send_json(connection, {"error": error})
+        raise PeerFailed(error)
     connection.sendall(LENGTH.pack(len(data)) + data)
 
 
 def receive_json(connection: socket.socket) -> dict[str, Any]:
-    """Raises PeerFailed if the peer hung up, or says that it failed."""
+    """Raises PeerFailed if the peer hung up, says that it failed, or sends no JSON object."""
     (size,) = LENGTH.unpack(receive_exactly(connection, LENGTH.size))
     if size > MAX_JSON:
         raise PeerFailed(f"a description of {size} bytes is not believable")
@@ -34,6 +42,8 @@ def receive_json(connection: socket.socket) -> dict[str, Any]:
         message: dict[str, Any] = json.loads(receive_exactly(connection, size))
     except ValueError as error:
         raise PeerFailed(f"what came is no description: {error}") from error
+    if not isinstance(message, dict):
+        raise PeerFailed(f"what came is no description: {message!r:.100}")
     if "error" in message:
         raise PeerFailed(message["error"])
     return message

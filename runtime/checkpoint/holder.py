@@ -4,7 +4,8 @@
 
 One for each job and node; the job's ranks start it where it does not run. It outlives them, and
 ends when nobody was connected for long. Of each rank it keeps the newest state that came whole, and
-receives the next one beside it. Imports no torch.
+receives the next one beside it; what it has of another run, or cut among other ranks, stays until
+these can take its place. Imports no torch.
 
 Requests, each behind the job's token (see `runtime.serving`):
     {"op": "list"}  answered by {"held": [...]}, what is held of all ranks, without their tables
@@ -14,7 +15,7 @@ Requests, each behind the job's token (see `runtime.serving`):
         last one held of that rank, or ""; the state's table and facts follow, and "same", how many
         of its first chunks are those of that save, answered by {"copied": so many} now and
         then, at last with "all"; then the other chunks, and the answer to these is {"held": digest}
-    {"op": "read", "rank", "save"}  answered by the state's description and its chunks
+    {"op": "read", "rank", "save", "digest"}  answered by the state's step and table, and its chunks
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import json
 import logging
 import mmap
 import os
+import select
 import signal
 import socket
 import sys
@@ -46,6 +48,7 @@ SIGN_CHUNKS = 256  # after so many that are copied here the one that waits hears
 SILENT_S = 60.0  # a connection on which nothing comes in the middle of a state
 SIGN_S = SILENT_S / 4  # so often who waits for another's state hears that we are there
 MEMORY = "drydock-held"  # what is held, by its name in /proc
+KEPT = 2  # of a rank in one series at most, beside the one that is received
 LOCK, ADDRESS = "holder.lock", "holder.json"
 
 
@@ -66,10 +69,16 @@ class Label:
         return self.epoch, self.step
 
     @property
+    def series(self) -> tuple[str, int]:
+        """Only states of one run that are cut among as many ranks follow each other, and make one
+        checkpoint together."""
+        return self.run, self.ranks
+
+    @property
     def keep(self) -> int:
         """How many of a rank are kept: where a state has several parts, one of which may not come,
         also the one before."""
-        return 1 if self.ranks == 1 else 2
+        return 1 if self.ranks == 1 else KEPT
 
 
 class Buffer:
@@ -94,40 +103,50 @@ class Held:
     facts: dict[str, Any]
     table: Table
     hashes: tuple[str, ...]
+    digest: str  # as whoever gave it was told, and agreed
     buffer: Buffer
 
-    @property
-    def digest(self) -> str:
-        return self.table.digest(self.hashes)
+    def verify(self) -> None:
+        """No chunk's hash tells of the table. Raises Damaged if that was changed since."""
+        if (found := self.table.digest(self.hashes)) != self.digest:
+            raise Damaged(
+                f"what is held of rank {self.label.rank}, step {self.label.step}, is described "
+                f"otherwise than when it was received: digest {found}, not {self.digest}"
+            )
 
 
 class Memory:
-    """What is held of each rank, newest first, and one buffer beside it for the next."""
+    """What is held of each rank, of each series newest first, and one buffer beside it for the
+    next."""
 
     def __init__(self) -> None:
         self._held: dict[int, list[Held]] = {}
         self._spare: dict[int, Buffer] = {}
         self._receiving: set[int] = set()  # ranks
+        self._givers: dict[socket.socket, str] = {}  # who gave states, and of which run
         self._changed = threading.Condition()
 
     def listed(self) -> list[Held]:
         with self._changed:
             return [one for held in self._held.values() for one in held]
 
-    def begin(self, label: Label) -> Held | Buffer | None:
+    def begin(self, label: Label, giver: socket.socket) -> Held | Buffer | None:
         """Where to receive this state; or what is held of it, if another replica gave it before.
-        None if one of the same rank is on its way, and still is after SIGN_S. Raises PeerFailed,
-        MemoryError, OSError."""
+        None if one of the same rank is on its way, and still is after SIGN_S. Raises PeerFailed if
+        a later one is held, or others give states of another run; MemoryError, OSError."""
         with self._changed:
+            self._admit(giver, label.run)
             if not self._changed.wait_for(lambda: label.rank not in self._receiving, SIGN_S):
                 return None
-            self._drop_others(label)
-            for held in self._held.get(label.rank, []):
+            ours = self._ours(label)
+            for held in ours:
                 if held.label.age == label.age:
                     return held  # by another replica, or asked for twice: all have one state
                 if held.label.age > label.age:
                     raise PeerFailed(f"a later one is held: step {held.label.step}")
             self._receiving.add(label.rank)
+            # All ranks had time to give a first before any gives a second: of others one is left.
+            self._keep_others(label, KEPT - 1 if ours else KEPT)
             spare = self._spare.pop(label.rank, None)
         try:
             if spare is None or spare.size != label.bytes or spare.users:
@@ -139,15 +158,18 @@ class Memory:
         return spare
 
     def finish(self, held: Held) -> None:
-        """It is whole. The one that is too old by now makes room for the next."""
-        rank = held.label.rank
+        """It is whole. The one that is too old by now makes room for the next, and what there is of
+        another series goes, once there are as many of this one as are kept."""
+        label = held.label
         with self._changed:
-            ours = self._held.setdefault(rank, [])
-            ours.insert(0, held)
-            for old in ours[held.label.keep :]:
-                self._spare[rank] = old.buffer
-            del ours[held.label.keep :]
-            self._receiving.discard(rank)
+            self._held.setdefault(label.rank, []).insert(0, held)
+            ours = self._ours(label)
+            if len(ours) >= label.keep:
+                self._keep_others(label, 0)
+                self._held[label.rank] = ours[: label.keep]
+            for old in ours[label.keep :]:
+                self._spare[label.rank] = old.buffer
+            self._receiving.discard(label.rank)
             self._changed.notify_all()
 
     def fail(self, label: Label, buffer: Buffer | None) -> None:
@@ -157,15 +179,17 @@ class Memory:
             self._receiving.discard(label.rank)
             self._changed.notify_all()
 
-    def newest(self, rank: int) -> Held | None:
+    def newest(self, label: Label) -> Held | None:
+        """Of its rank and series."""
         with self._changed:
-            return next(iter(self._held.get(rank, [])), None)
+            return next(iter(self._ours(label)), None)
 
-    def take(self, rank: int, save: str) -> Held:
-        """Which stays as it is until it is given back. Raises PeerFailed."""
+    def take(self, rank: int, save: str, digest: str) -> Held:
+        """Which stays as it is until it is given back; one of another series may have the same
+        name. Raises PeerFailed."""
         with self._changed:
             for held in self._held.get(rank, []):
-                if held.label.save == save:
+                if (held.label.save, held.digest) == (save, digest):
                     held.buffer.users += 1
                     return held
         raise PeerFailed(f"no save {save} of rank {rank} is held here")
@@ -174,12 +198,41 @@ class Memory:
         with self._changed:
             held.buffer.users -= 1
 
-    def _drop_others(self, label: Label) -> None:
-        """A job that began anew, or was cut otherwise, has no use for what was held before."""
-        for rank, held in list(self._held.items()):
-            if any((o.label.run, o.label.ranks) != (label.run, label.ranks) for o in held):
-                del self._held[rank]
+    def _ours(self, label: Label) -> list[Held]:
+        held = self._held.get(label.rank, [])
+        return [one for one in held if one.label.series == label.series]
+
+    def _keep_others(self, label: Label, most: int) -> None:
+        """Of other series so many of each rank, and no buffers for the next of them: a job that
+        began anew, or was cut otherwise, takes no more memory than it did."""
+        for rank, held in self._held.items():
+            others = [one for one in held if one.label.series != label.series]
+            if others:
+                ours = [one for one in held if one.label.series == label.series]
+                self._held[rank] = ours + others[:most]
                 self._spare.pop(rank, None)
+
+    def _admit(self, giver: socket.socket, run: str) -> None:
+        """All who are there give states of one run: of two each would take the place of what the
+        other gave. Raises PeerFailed."""
+        self._givers = {one: of for one, of in self._givers.items() if is_there(one)}
+        if others := {of for one, of in self._givers.items() if one is not giver} - {run}:
+            raise PeerFailed(
+                f"others save run {others.pop()} of this job here, and this is run {run}: see that "
+                "the shared folder, whose checkpoints/run names it, is mounted and one folder on "
+                "all nodes; to begin anew end the holders on all nodes"
+            )
+        self._givers[giver] = run
+
+
+def is_there(connection: socket.socket) -> bool:
+    """Whether neither its other end has hung up, nor we."""
+    poll = select.poll()
+    try:
+        poll.register(connection, select.POLLRDHUP)
+    except ValueError:  # we have
+        return False
+    return not poll.poll(0)
 
 
 class Holder:
@@ -210,29 +263,32 @@ class Holder:
             ]
             send_json(connection, {"held": found})
         elif op == "read":
-            self._give(connection, int(request["rank"]), str(request["save"]))
+            rank, save, digest = int(request["rank"]), str(request["save"]), str(request["digest"])
+            self._give(connection, rank, save, digest)
         elif op == "hold":
             self._receive(connection, Label(**request))
         else:
             raise PeerFailed(f"unknown op {op!r}")
 
-    def _give(self, connection: socket.socket, rank: int, save: str) -> None:
-        held = self.memory.take(rank, save)
+    def _give(self, connection: socket.socket, rank: int, save: str, digest: str) -> None:
+        held = self.memory.take(rank, save, digest)
         try:
-            described = {"step": held.label.step, **held.table.describe(), "digest": held.digest}
-            send_json(connection, {**described, "chunks": held.hashes})
+            held.verify()
+            # Not more than came with it: what could be received can also be given.
+            send_json(connection, {"step": held.label.step, **held.table.describe()})
             for chunk, known in zip(chunks_of(held.buffer.memory), held.hashes, strict=True):
                 send_chunk(connection, chunk, known)
         finally:
             self.memory.give_back(held)
 
     def _receive(self, connection: socket.socket, label: Label) -> None:
-        while (found := self.memory.begin(label)) is None:
+        while (found := self.memory.begin(label, connection)) is None:
             send_json(connection, {"waits": True})
         if isinstance(found, Held):
+            found.verify()
             send_json(connection, {"held": found.digest})
             return
-        before = self.memory.newest(label.rank)  # which stays until this one is there
+        before = self.memory.newest(label)  # which stays until this one is there
         try:
             send_json(connection, {"newest": "" if before is None else before.label.save})
             described = receive_json(connection)
@@ -249,10 +305,14 @@ class Holder:
                 part = found.memory[start : start + CHUNK_BYTES]
                 hashes.append(receive_chunk(connection, part))
             facts = dict(described["facts"])
+            digest = table.digest(hashes)
         except BaseException:
             self.memory.fail(label, found)
             raise
-        held = Held(label=label, facts=facts, table=table, hashes=tuple(hashes), buffer=found)
+        held = Held(
+            label=label, facts=facts, table=table, hashes=tuple(hashes), digest=digest,
+            buffer=found,
+        )  # fmt: skip
         self.memory.finish(held)
         log.info("held step=%s rank=%s save=%s", label.step, label.rank, label.save)
         send_json(connection, {"held": held.digest})

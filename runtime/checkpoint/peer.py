@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,10 @@ AGAIN_S = 1.0  # after one was lost
 #: what they save is one state, so it crosses from hall to hall once for all of them.
 SHARED_BY = 16
 _STARTING = "starting.lock"
+#: What a holder says of each state that it lists, beside its facts.
+_LISTED: dict[str, Callable[[Any], Any]] = {
+    "run": str, "rank": int, "ranks": int, "step": int, "save": str, "epoch": int, "digest": str,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -193,11 +197,20 @@ def held(address: str, token: str, timeout_s: float = TIMEOUT_S) -> list[dict[st
     requests = Requests(address, token, timeout_s)
     try:
         answer = receive_json(requests.ask(op="list"))
+        return [
+            {**one, **{name: kind(one[name]) for name, kind in _LISTED.items()}}
+            for one in answer["held"]
+        ]
     except OSError as error:
         raise PeerFailed(f"holder {address}: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise PeerFailed(_of_another_version(address, error)) from error
     finally:
         requests.close()
-    return list(answer["held"])
+
+
+def _of_another_version(address: str, error: Exception) -> str:
+    return f"holder {address} is of another version: end it ({error!r})"
 
 
 class Keeping:
@@ -259,12 +272,13 @@ class Keeping:
         return digest, sent
 
 
-def read(address: str, token: str, rank: int, save: str) -> Staged:
-    """A rank's part of one save, each chunk compared. Raises PeerFailed, and Damaged naming the
-    tensors that are not what was given to be kept."""
+def read(address: str, token: str, rank: int, save: str, digest: str) -> Staged:
+    """A rank's part of one save, each chunk compared, and all of it with the digest with which it
+    was listed. Raises PeerFailed, and Damaged naming the tensors that are not what was given to be
+    kept."""
     requests = Requests(address, token, SILENT_S)
     try:
-        connection = requests.ask(op="read", rank=rank, save=save)
+        connection = requests.ask(op="read", rank=rank, save=save, digest=digest)
         described = receive_json(connection)
         table = Table.restore(described)
         buffer = pages(table.bytes)
@@ -276,6 +290,8 @@ def read(address: str, token: str, rank: int, save: str) -> Staged:
             except Damaged as error:
                 names = ", ".join(table.names_in(number))
                 raise Damaged(f"holder {address}, rank {rank}, tensors {names}: {error}") from error
-        return Staged.restore(described, buffer, tuple(hashes))
+        return Staged.restore({**described, "digest": digest}, buffer, tuple(hashes))
+    except (KeyError, TypeError, ValueError) as error:
+        raise PeerFailed(_of_another_version(address, error)) from error
     finally:
         requests.close()

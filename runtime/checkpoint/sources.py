@@ -55,8 +55,9 @@ class Sources:
         self.latest_epoch = 0
         self._noted = 0  # the epoch of which we have left word
         self._noting = threading.Lock()  # held while we leave it
-        #: name of a save -> the addresses of those who hold it, this node's own first
-        self._holders: dict[str, list[str]] = {}
+        #: name of a save -> the addresses of those who hold it, this node's own first, and its
+        #: digest there
+        self._holders: dict[str, list[tuple[str, str]]] = {}
 
     def saves(
         self, elsewhere: Collection[str] = (), after: tuple[int, int] = (0, -1)
@@ -171,13 +172,16 @@ class Sources:
 
     def _read_held(self, name: str, rank: int) -> Staged:
         """Of several who hold it the first whose copy is whole; which is not is told."""
-        *nearer, last = self._holders.get(name, [self.holder])
-        for holder in nearer:
+        if name not in self._holders:
+            raise Damaged(f"the save {name} is gone")
+        *nearer, last = self._holders[name]
+        for holder, digest in nearer:
             try:
-                return peer.read(holder, self._job.token, rank, name)
+                return peer.read(holder, self._job.token, rank, name, digest)
             except (Damaged, OSError) as error:
                 self._refuse_copy("peer", error)
-        return peer.read(last, self._job.token, rank, name)
+        holder, digest = last
+        return peer.read(holder, self._job.token, rank, name, digest)
 
     def _refuse_copy(self, tier: TierName, error: Damaged | OSError) -> None:
         self._job.trouble("checkpoint_refused", f"{tier}: {error}; trying another's copy")
@@ -240,10 +244,10 @@ class Sources:
         for holder, held in ((self.holder, there), *self._held_at(elsewhere)):
             for one in held:
                 if (one["run"], one["rank"], one["ranks"]) == mine:
-                    save = str(one["save"])
+                    save = one["save"]
                     if save not in self._holders:
-                        found.append((int(one["epoch"]), int(one["step"]), save))
-                    self._holders.setdefault(save, []).append(holder)
+                        found.append((one["epoch"], one["step"], save))
+                    self._holders.setdefault(save, []).append((holder, one["digest"]))
         return found
 
     def _held_at(self, holders: Collection[str]) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -265,12 +269,13 @@ class Sources:
 
     def _known_run(self, there: list[dict[str, Any]]) -> str:
         """Of which run of the job those that are held here must be. Raises ValueError."""
-        kept_last = str(there[0]["run"]) if there else ""
-        run = self._folders.known_run(believed=kept_last)
+        runs = {one["run"] for one in there}
+        # Of two the later may not be whole yet: only the folder knows which is the job's.
+        run = self._folders.known_run(believed=runs.pop() if len(runs) == 1 else "")
         if there and not run:
             raise ValueError(
                 f"the holder at {self.holder} has checkpoints of this job and "
-                f"{self._folders.shared} has none: "
+                f"{self._folders.shared} does not say of which run: "
                 "if it is not mounted, mount it; to begin anew end the holders on all nodes"
             )
         return run

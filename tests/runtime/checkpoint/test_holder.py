@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -20,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from runtime import serving
+from runtime import framing, serving
 from runtime.checkpoint import holder, peer
 from runtime.checkpoint.holder import Holder, Label
 from runtime.checkpoint.peer import Keeping, Place, holder_for
@@ -35,8 +36,14 @@ PATIENCE_S = 30.0
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
-    server = RequestServer("127.0.0.1", TOKEN, Holder().serve, idle_s=None)
+def here() -> Holder:
+    """The one at `address`, whose memory can be looked into."""
+    return Holder()
+
+
+@pytest.fixture
+def address(here: Holder) -> Iterator[str]:
+    server = RequestServer("127.0.0.1", TOKEN, here.serve, idle_s=None)
     yield server.address
     server.close()
 
@@ -69,7 +76,9 @@ def kept(address: str) -> list[tuple[int, int]]:
 
 
 def read(address: str, step: int, rank: int = 0) -> Staged:
-    return peer.read(address, TOKEN, rank, f"save{step}")
+    """What is listed there of that step."""
+    listed = {(one["rank"], one["step"]): one["digest"] for one in peer.held(address, TOKEN)}
+    return peer.read(address, TOKEN, rank, f"save{step}", listed.get((rank, step), ""))
 
 
 def test_what_is_kept_comes_back_bit_for_bit(address: str) -> None:
@@ -160,10 +169,10 @@ def test_what_breaks_off_leaves_the_one_before(address: str) -> None:
     assert read(address, 7).digest == staged_at(7).digest
 
 
-def in_the_middle(address: str, step: int) -> socket.socket:
+def in_the_middle(address: str, step: int, **more: Any) -> socket.socket:
     """A connection of a replica that has sent the first chunk of a state, and its table."""
     staged = staged_at(step)
-    connection = Requests(address, TOKEN).ask(op="hold", **vars(label(step)))
+    connection = Requests(address, TOKEN).ask(op="hold", **vars(label(step, **more)))
     receive_json(connection)
     send_json(connection, {"table": staged.table.describe(), "facts": {}, "same": 0})
     receive_json(connection)
@@ -243,6 +252,85 @@ def test_what_comes_without_its_facts_holds_up_nobody(address: str) -> None:
     assert keep(address, 7) == staged.digest
 
 
+def test_a_table_that_went_wrong_in_memory_is_neither_given_nor_taken_for_ours(
+    address: str, here: Holder
+) -> None:
+    """Learning rates and counters lie in it, and no chunk."""
+    keep(address, 7)
+    (held,) = here.memory.listed()
+    held.table.skeleton["$dict"].pop()
+
+    for ask in (lambda: read(address, 7), lambda: keep(address, 7)):
+        with pytest.raises(PeerFailed, match="rank 0, step 7, is described otherwise than when"):
+            ask()
+    assert keep(address, 8) == staged_at(8).digest
+
+
+def test_another_state_than_was_asked_for_is_not_taken(
+    address: str, here: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(address, 7)
+    (held,) = here.memory.listed()
+    monkeypatch.setattr(here.memory, "take", lambda _rank, _save, _digest: held)
+
+    with pytest.raises(Damaged, match="take another copy"):
+        peer.read(address, TOKEN, 0, "save7", staged_at(8).digest)
+
+
+def said_of(staged: Staged) -> int:
+    """How many bytes a holder is told of a state beside its chunks."""
+    said = {"table": staged.table.describe(), "facts": {"job": "j"}, "same": 0}
+    return len(json.dumps(said))
+
+
+def test_what_is_held_can_be_given_back_however_much_is_said_of_it(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(framing, "MAX_JSON", said_of(staged_at(7)))
+    keep(address, 7)
+
+    assert bytes(read(address, 7).buffer) == bytes(staged_at(7).buffer)
+
+
+def test_of_what_more_is_said_than_a_peer_takes_is_refused_and_holds_up_nobody(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(framing, "MAX_JSON", said_of(staged_at(7)) - 1)
+        with pytest.raises(PeerFailed, match=r"and a peer takes .* at most: divide the state"):
+            keep(address, 7)
+
+    assert keep(address, 7) == staged_at(7).digest
+
+
+def answering(answer: Any) -> RequestServer:
+    """A holder that answers whatever is asked so."""
+    return RequestServer(
+        "127.0.0.1", TOKEN, lambda connection, _request: send_json(connection, answer)
+    )
+
+
+@pytest.mark.parametrize(
+    "answer", [{}, {"held": None}, {"held": ["save7"]}, {"held": [{"rank": 0}]}, {"step": "none"}]
+)
+def test_a_holder_of_another_version_fails_as_one_that_does_not_answer(answer: Any) -> None:
+    server = answering(answer)
+
+    for ask in (lambda: peer.held(server.address, TOKEN),
+                lambda: peer.read(server.address, TOKEN, 0, "save7", "")):  # fmt: skip
+        with pytest.raises(PeerFailed, match=f"holder {server.address} is of another version"):
+            ask()
+    server.close()
+
+
+def test_an_answer_that_is_no_object_is_no_description() -> None:
+    server = answering(["held"])
+
+    with pytest.raises(PeerFailed, match="is no description"):
+        peer.held(server.address, TOKEN)
+    server.close()
+
+
 def test_who_is_late_does_not_replace_what_is_newer(address: str) -> None:
     keep(address, 3, epoch=2)
 
@@ -252,11 +340,75 @@ def test_who_is_late_does_not_replace_what_is_newer(address: str) -> None:
 
 
 @pytest.mark.parametrize("anew", [{"run": "other"}, {"ranks": 2}])
-def test_a_job_that_began_anew_finds_nothing_of_before(address: str, anew: dict[str, Any]) -> None:
+def test_what_is_held_stays_while_a_job_that_began_anew_has_given_nothing_whole(
+    address: str, anew: dict[str, Any]
+) -> None:
     keep(address, 7)
-    keep(address, 1, **anew)
+    in_the_middle(address, 1, **anew).close()
+
+    assert kept(address) == [(0, 7)]
+    assert bytes(read(address, 7).buffer) == bytes(staged_at(7).buffer)
+
+
+def test_a_job_that_began_anew_finds_nothing_of_before_once_its_own_is_whole(address: str) -> None:
+    keep(address, 7)
+    keep(address, 1, run="other")
 
     assert kept(address) == [(0, 1)]
+
+
+def test_of_a_job_that_is_cut_otherwise_the_last_state_stays_until_two_of_each_part_can_be_there(
+    address: str,
+) -> None:
+    """Of the first one part may never come."""
+    keep(address, 7)
+    keep(address, 8, ranks=2)
+    keep(address, 8, ranks=2, rank=1)
+    with_the_first = kept(address)
+    keep(address, 9, ranks=2)
+
+    assert with_the_first == [(0, 8), (0, 7), (1, 8)]
+    assert kept(address) == [(0, 9), (0, 8), (1, 8)]
+
+
+def test_what_is_whole_in_one_part_replaces_all_parts_of_before(address: str) -> None:
+    for rank in (0, 1):
+        keep(address, 7, ranks=2, rank=rank)
+    keep(address, 8)
+
+    assert kept(address) == [(0, 8)]
+
+
+def test_of_states_that_have_one_name_in_two_runs_each_is_read_as_itself(address: str) -> None:
+    other = staged_at(7)
+    memoryview(other.buffer)[0] ^= 1
+    keep(address, 7, ranks=2)
+    hold(Keeping(address, TOKEN), other, ranks=2, run="other")
+
+    digests = [staged_at(7).digest, other.digest]
+    assert [peer.read(address, TOKEN, 0, "save7", one).digest for one in digests] == digests
+
+
+def test_frozen_weights_of_another_run_are_not_taken_for_ours(address: str) -> None:
+    keep(address, 5, ranks=2)
+    connection = Requests(address, TOKEN).ask(op="hold", **vars(label(6, ranks=2, run="other")))
+
+    assert receive_json(connection) == {"newest": ""}
+
+
+def test_while_a_run_saves_here_another_does_not_take_its_place(address: str) -> None:
+    """A rank that joins where the shared folder is not mounted believes to be of another."""
+    ours = Keeping(address, TOKEN)
+    hold(ours, staged_at(5))
+    with pytest.raises(PeerFailed, match="others save run r of this job here, and this is run odd"):
+        keep(address, 6, run="odd")
+    beside = kept(address)
+    hold(ours, staged_at(6))
+    ours.close()
+    keep(address, 7, run="odd")
+
+    assert beside == [(0, 5)]
+    assert kept(address) == [(0, 7)]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +427,7 @@ def test_who_asks_rubbish_is_answered(address: str, asked: dict[str, Any], answe
 def test_a_stranger_reads_and_replaces_nothing(address: str) -> None:
     keep(address, 7)
 
-    for ask in (lambda: peer.read(address, "guessed", 0, "save7"),
+    for ask in (lambda: peer.read(address, "guessed", 0, "save7", staged_at(7).digest),
                 lambda: keep(address, 8, token="guessed")):  # fmt: skip
         with pytest.raises(PeerFailed, match="wrong token"):
             ask()
@@ -330,6 +482,28 @@ def test_memory_that_went_wrong_is_not_handed_on(folder: Path) -> None:
 
     assert sent == staged_at(7).table.bytes
     assert bytes(read(address, 7).buffer) == bytes(staged_at(7).buffer)
+
+
+def buffers(pid: int) -> int:
+    """For how many states a holder has memory."""
+    return Path(f"/proc/{pid}/maps").read_text().count(f"/memfd:{holder.MEMORY}")
+
+
+def test_a_job_that_is_cut_otherwise_takes_no_more_memory_than_before(folder: Path) -> None:
+    address = peer.ensured(folder, "j", TOKEN, "127.0.0.1")
+    pid = pid_of(folder / "j" / "holder.json")
+    for step, rank in itertools.product((5, 6, 7), (0, 1)):
+        keep(address, step, ranks=2, rank=rank)
+    found = [buffers(pid)]
+
+    for step in (8, 9):
+        connection = in_the_middle(address, step, ranks=4)
+        found.append(buffers(pid))
+        connection.close()
+        for rank in (0, 1):
+            keep(address, step, ranks=4, rank=rank)
+
+    assert found == [6, 5, 5]
 
 
 def test_ranks_that_start_together_find_one_holder(folder: Path) -> None:

@@ -7,9 +7,11 @@ import errno
 import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +19,12 @@ from runtime.checkpoint import peer
 from runtime.checkpoint.sources import Sources
 from runtime.checkpoint.tiers import Folders, epochs_taken, next_epoch, run_of, tiers_of
 from runtime.client import Trouble
+from runtime.framing import send_json
 from runtime.image import Damaged
 from runtime.job import Job
+from runtime.serving import RequestServer
 from tests.runtime.checkpoint.states import flip_held_bits, staged_at
-from tests.runtime.checkpoint.test_holder import TOKEN, label
+from tests.runtime.checkpoint.test_holder import TOKEN, answering, label
 from tests.runtime.replicas import until
 from tests.runtime.told import Told
 
@@ -35,8 +39,11 @@ class Node:
     def __init__(self, folder: Path, run: str) -> None:
         self.address = peer.ensured(folder, "j", TOKEN, "127.0.0.1")
         self.pid = int(json.loads((folder / "j" / "holder.json").read_bytes())["pid"])
+        self.keep(run)
+
+    def keep(self, run: str, **more: Any) -> None:
         keeping, staged = peer.Keeping(self.address, TOKEN), staged_at(STEP)
-        keeping.hold(label(STEP, run=run), staged.table, {}, memoryview(staged.buffer))
+        keeping.hold(label(STEP, run=run, **more), staged.table, {}, memoryview(staged.buffer))
         keeping.close()
 
 
@@ -112,6 +119,58 @@ def test_who_does_not_answer_is_named(job: Job, sources: Sources, nodes: list[No
     assert found == [(STEP, SAVE, "peer")]
     (trouble,) = troubles(job)
     assert (trouble.kind, trouble.subject) == ("holder_out_of_reach", NOBODY)
+
+
+@pytest.fixture
+def of_another_version(nodes: list[Node]) -> Iterator[str]:
+    """The address of a holder that lists what the first node's does, and gives nothing that we
+    know."""
+    answers: dict[str, dict[str, Any]] = {
+        "list": {"held": peer.held(nodes[0].address, TOKEN)},
+        "read": {"step": STEP},
+    }
+
+    def serve(connection: socket.socket, request: dict[str, Any]) -> None:
+        send_json(connection, answers[request["op"]])
+
+    server = RequestServer("127.0.0.1", TOKEN, serve)
+    yield server.address
+    server.close()
+
+
+def test_of_a_holder_that_gives_nothing_that_we_know_the_next_ones_copy_is_read(
+    job: Job, sources: Sources, nodes: list[Node], of_another_version: str
+) -> None:
+    sources.holder = of_another_version
+    sources.saves([nodes[1].address])
+
+    assert sources.read(SAVE, "peer", 0).digest == staged_at(STEP).digest
+    (trouble,) = troubles(job)
+    assert trouble.kind == "checkpoint_refused"
+    assert f"holder {of_another_version} is of another version" in trouble.text
+
+
+def test_of_a_holder_that_lists_what_we_do_not_know_it_is_told_and_other_nodes_are_asked(
+    job: Job, sources: Sources, nodes: list[Node]
+) -> None:
+    server = answering({"held": [{"save": SAVE}]})
+    sources.holder = server.address
+    found = [sources.saves(), sources.saves([nodes[1].address])]
+    server.close()
+
+    assert found == [[], [(STEP, SAVE, "peer")]]
+    assert [one.kind for one in troubles(job)] == ["checkpoints_out_of_reach"] * 2
+
+
+def test_of_two_runs_in_memory_none_is_believed_to_be_the_jobs(
+    sources: Sources, nodes: list[Node], tmp_path: Path
+) -> None:
+    """Of the later one a part may never have come."""
+    nodes[0].keep("odd", ranks=2)
+    (tmp_path / "checkpoints" / "run").write_text("../..")
+
+    with pytest.raises(ValueError, match="does not say of which run: if it is not mounted"):
+        sources.saves()
 
 
 def sources_of(job: Job) -> Sources:
