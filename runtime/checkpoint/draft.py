@@ -12,7 +12,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +39,7 @@ from runtime.checkpoint.manifest import (
 )
 from runtime.checkpoint.meter import Meter
 from runtime.checkpoint.packing import Packer
-from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, hash_of
+from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, hash_of, pages
 
 #: Locks are seen here alone on some file systems; a container that shares the folder is another
 #: host.
@@ -89,6 +89,9 @@ class Draft:
         # By its handle it is found also after another writer made it visible.
         self.handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         self._locks: list[int] = []
+        self._began = time.monotonic()
+        #: what we wrote of the JSON files that a checkpoint has
+        self._described: dict[str, bytes] = {}
 
     def close(self) -> None:
         for handle in [*self._locks, self.handle]:
@@ -165,7 +168,7 @@ class Draft:
         if packer is not None:
             packer.note(meter)
         if self.shares == 1:
-            write_small(name, ours.to_json(), self.handle)
+            self._describe(name, ours.to_json())
             return Written(ours, ours, written)
         said = {
             **formatted(packs=bool(ours.packed)), "table": table.digest(()), "hashes": ours.hashes,
@@ -193,8 +196,42 @@ class Draft:
             packed = [mine or other for mine, other in zip(packed, how, strict=True)]
         known = tuple(packed) if any(packed) else ()
         part = replace(ours, hashes=tuple(hashes), files=layout, packed=known)
-        write_small(part.name, part.to_json(), self.handle)
+        self._describe(part.name, part.to_json())
         return part
+
+    def _describe(self, name: str, data: bytes) -> None:
+        self._described[name] = data
+        write_small(name, data, self.handle)
+
+    def verify(self, part: Part, progress: store.Progress = store.unseen) -> list[store.Finding]:
+        """Read all that we wrote again, from the disk: the files of our part, and the JSON files;
+        what is wrong with it. `progress`: see `store.read`. Raises NotInstalled."""
+        return [*store.verify_part(part, self.handle, progress), *self._verify_described()]
+
+    def _verify_described(self) -> list[store.Finding]:
+        findings = []
+        for name, data in self._described.items():
+            try:
+                found = read_back(name, self.handle)
+            except (OSError, EOFError) as error:
+                findings.append(store.Finding(name, None, (), str(error)))
+                continue
+            if found != data and not self._is_another_s(name, found):
+                findings.append(store.Finding(name, None, (), "its bytes are not what was saved"))
+        return findings
+
+    def _is_another_s(self, name: str, found: bytes) -> bool:
+        """Whether it is the manifest as another writer made it, that saw all parts when we did: its
+        facts are its own."""
+        with contextlib.suppress(Damaged):
+            return name == MANIFEST and Manifest.from_json(found, name).save == self.save
+        return False
+
+    def describe_again(self, names: Collection[str]) -> None:
+        """Write those of these JSON files anew that are ours. Raises OSError."""
+        for name, data in self._described.items():
+            if name in names:
+                write_small(name, data, self.handle)
 
     def note_verified(self, rank: int, share: int = 0) -> Manifest | None:
         """Note that what we wrote was read back. The checkpoint, for the one writer with which all
@@ -232,7 +269,7 @@ class Draft:
             part = Part.from_json(data, f"{self.path}/{part_name(rank)}")
             parts.append(hash_of_part(part, data))
         manifest = Manifest(step=self.step, save=self.save, parts=tuple(parts), facts=self.facts)
-        write_small(MANIFEST, manifest.to_json(), self.handle)
+        self._describe(MANIFEST, manifest.to_json())
         os.fsync(self.handle)
         used = [n for step, n in map(store.number_of, store.candidates(self.folder))
                 if step == self.step]  # fmt: skip
@@ -267,6 +304,11 @@ class Draft:
         if name.startswith(store.GONE) or name.endswith(" (deleted)"):
             return True
         return not self.path.exists() and self.where() is None  # another host's rename
+
+    def is_overdue(self) -> bool:
+        """Whether it is so old that others may have taken it for abandoned, though none failed: on
+        other hosts our lock is not seen."""
+        return time.monotonic() - self._began > IDLE_S
 
     def give_up(self) -> None:
         """It cannot be completed any more. First out of sight, for another writer may be about to
@@ -322,7 +364,7 @@ def write(
         image = memoryview(staged.buffer)
         written = draft.write(0, staged.table, image, progress=progress)
         draft.publish()
-        if findings := store.verify_part(written.part, draft.handle, progress):
+        if findings := draft.verify(written.part, progress):
             raise Damaged("; ".join(map(str, findings)))
     except BaseException:
         if (visible := draft.where()) is not None:
@@ -348,14 +390,18 @@ def sweep(folder: Path) -> None:
 
 
 def is_abandoned(draft: Path, newest: int = -1) -> bool:
-    """Whether nobody writes it any more: on this host that shows, else by its age. `newest`:
-    the step of a checkpoint that is complete; none that is older is begun any more."""
+    """Whether nobody writes it any more: on this host that shows, however long a store hangs, else
+    by its age. `newest`: the step of a checkpoint that is complete; none that is older is begun any
+    more."""
     try:
         changed = max(p.stat().st_mtime for p in [draft, *draft.iterdir()])
         locks = [*draft.glob("*.lock")]
-        free = [lock for lock in locks if lock.read_text() == HOST and not is_locked(lock)]
+        ours = [lock for lock in locks if lock.read_text() == HOST]
+        free = [lock for lock in ours if not is_locked(lock)]
         if any(not lock.with_suffix(".json").exists() for lock in free):
             return True
+        if free != ours:
+            return False
         step = draft.name.removeprefix(_PREFIX).partition("-")[0]
         if free and free == locks and step.isdigit() and int(step) < newest:
             return True
@@ -393,6 +439,14 @@ def write_small(name: str, data: bytes, folder: int) -> None:
     finally:
         os.close(file)
     os.rename(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def read_back(name: str, folder: int) -> bytes:
+    """All of a small file, from the disk itself. Raises OSError; EOFError if it has another length
+    meanwhile."""
+    data = pages(os.stat(name, dir_fd=folder).st_size, large=False)
+    disk.read(name, len(data), folder, lambda _offset, _block: None, data)
+    return bytes(data)
 
 
 def read_small(name: str, folder: int) -> bytes:

@@ -41,7 +41,7 @@ SHOWN = 80
 
 
 class OtherVersion(Damaged):
-    """It is of a format that this version does not know: nothing is known to be wrong with it."""
+    """It is intact, and of a format that this version does not know."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -435,12 +435,7 @@ def opened(data: bytes, what: str) -> dict[str, Any]:
     kind, version = found["format"], found["version"]
     if kind != FORMAT:
         raise Damaged(f"{what} has the format {shown(kind)}, not {FORMAT!r}")
-    if version not in (PLAIN_VERSION, VERSION):
-        raise OtherVersion(
-            f"{what} is of format version {shown(version)}, this Drydock reads {PLAIN_VERSION} and "
-            f"{VERSION}: read it with the Drydock that wrote it, or a later one (pip install "
-            "--upgrade drydock-fleet)"
-        )
+    # Before the version, which a flipped bit may have changed: all versions are sealed alike.
     body, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     expected = _SEAL.format(xxhash.xxh3_128_hexdigest(body))
     if seal != expected.encode():
@@ -448,4 +443,23 @@ def opened(data: bytes, what: str) -> dict[str, Any]:
             f"{what} was changed after it was written: {shown(expected)} expected at its end, "
             f"found {shown(seal.decode(errors='replace'))}"
         )
+    if version not in (PLAIN_VERSION, VERSION):
+        raise OtherVersion(
+            f"{what} is of format version {shown(version)}, this Drydock reads {PLAIN_VERSION} and "
+            f"{VERSION}: {_who_reads(version)}"
+        )
     return found
+
+
+def _who_reads(version: object) -> str:
+    """What is to be done with an intact file of a version that is unknown here."""
+    if isinstance(version, int) and version < PLAIN_VERSION:
+        return (
+            "it is older; take its weights out with the Drydock that wrote it (python -m "
+            "runtime.checkpoint export PATH OUT --to safetensors), and begin from them with this "
+            "one (python -m runtime.checkpoint import OUT STATE_DIR)"
+        )
+    return (
+        "read it with the Drydock that wrote it, or a later one (pip install --upgrade "
+        "drydock-fleet)"
+    )

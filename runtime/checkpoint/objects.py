@@ -249,7 +249,8 @@ class ObjectStore:
             parts.append(hash_of_part(Part.from_json(data, part), data))
         manifest = Manifest(step=step, save=save, parts=tuple(parts), facts=facts)
         self._put_small(path, manifest.to_json())
-        return Found(folder, manifest)
+        # As it is there: another rank may have put its own at the same time.
+        return Found(folder, Manifest.from_json(self._small(path), path))
 
     def prune(self, newest: Found, keep: int, keep_for_s: float = 0.0) -> None:
         """Remove all but those that stay (see `store.stays`), and what is of an earlier step than

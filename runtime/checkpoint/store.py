@@ -69,6 +69,15 @@ class Finding:
         return f"{self.file}{whose}{tensors}: {self.what}"
 
 
+class Unreadable(Damaged):
+    """It could not be read: nothing is known to be wrong with it. Its store may be well again in a
+    moment."""
+
+
+#: Of these nobody can tell here whether they are needed: they stay.
+_NOT_JUDGED = (OtherVersion, Unreadable)
+
+
 def candidates(folder: Path) -> list[Path]:
     """Visible checkpoints, newest first. Raises OSError if the folder cannot be read."""
     try:
@@ -127,11 +136,16 @@ def numbers_in(name: str) -> tuple[int, int]:
 
 def manifest_of(path: Path) -> Manifest:
     """What this checkpoint consists of. Raises Damaged, saying what it is instead of one, and which
-    command helps."""
+    command helps; as Unreadable if that cannot be told."""
     try:
         data = disk.read_small(path / MANIFEST)
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise Damaged(_no_checkpoint(path, error.strerror)) from error
+    except OSError as error:
+        raise Unreadable(
+            f"{path / MANIFEST} could not be read ({error.strerror}): it may be whole; see to "
+            f"its disk or server; {WHICH_ARE_WHOLE} {path.parent}"
+        ) from error
     with _pointing_to(f"{WHICH_ARE_WHOLE} {path.parent}"):
         manifest = Manifest.from_json(data, str(path / MANIFEST))
         if is_named(path) and number_of(path)[0] != manifest.step:
@@ -376,8 +390,9 @@ def set_aside(path: Path) -> None:
 
 
 def prune(folder: Path, newest: Path, keep: int = KEEP, keep_for_s: float = 0.0) -> None:
-    """Remove all complete checkpoints but those that stay (see `stays`). What cannot be read is not
-    counted, and goes once it is older than all that are kept.
+    """Remove all complete checkpoints but those that stay (see `stays`). What is damaged is not
+    counted, and goes once it is older than all that are kept. What could not be read, or is of
+    another version, is not counted and stays.
 
     What has a later step than `newest` and an earlier epoch is set aside: the job did not go on
     from there, or could not. What has a later one of both was saved while `newest` took long.
@@ -387,8 +402,8 @@ def prune(folder: Path, newest: Path, keep: int = KEEP, keep_for_s: float = 0.0)
     whole = {newest: ours}
     damaged, astray = [], []
     for path, found in listed(folder):
-        if path == newest or isinstance(found, OtherVersion):
-            continue  # of another version: whoever can read it decides
+        if path == newest or isinstance(found, _NOT_JUDGED):
+            continue
         later = number_of(path) > number_of(newest)
         if later and (isinstance(found, Damaged) or epoch_of(found) < epoch_of(ours)):
             astray.append(path)
@@ -414,7 +429,7 @@ def prune(folder: Path, newest: Path, keep: int = KEEP, keep_for_s: float = 0.0)
 
 def prune_others(folder: Path, others: Iterable[Path], keep: int) -> None:
     """Once `keep` are in this folder, remove from other folders on its disk what is of earlier
-    training than they, or, if it cannot be read, of an earlier step: a process that had another
+    training than they, or, if it is damaged, of an earlier step: a process that had another
     replica's number left it there."""
     kept = [found for _path, found in listed(folder) if isinstance(found, Manifest)]
     if len(kept) < keep:
@@ -423,8 +438,8 @@ def prune_others(folder: Path, others: Iterable[Path], keep: int) -> None:
     first = min(found.step for found in kept)
     for other in others:
         for path, found in listed(other):
-            if isinstance(found, OtherVersion):
-                continue  # whoever can read it decides
+            if isinstance(found, _NOT_JUDGED):
+                continue
             if isinstance(found, Manifest):
                 earlier = (epoch_of(found), found.step) < oldest
             else:

@@ -43,7 +43,7 @@ from typing import Any
 
 from runtime.checkpoint import disk, store
 from runtime.checkpoint.asking import Asking
-from runtime.checkpoint.draft import Draft, sweep
+from runtime.checkpoint.draft import IDLE_S, Draft, sweep
 from runtime.checkpoint.holder import Label
 from runtime.checkpoint.large_pages import mapped
 from runtime.checkpoint.manifest import Manifest, Part
@@ -201,6 +201,11 @@ class Writer:
             elif (visible := draft.where()) is not None:
                 store.set_aside(visible)
             elif draft.is_given_up() and isinstance(error, OSError | Damaged):
+                if draft.is_overdue():  # perhaps nobody else says so
+                    raise TimeoutError(
+                        f"it took more than {IDLE_S:g} s and is gone from {folder}, where others "
+                        f"remove what was left alone for so long ({error}): see why that is slow"
+                    ) from error
                 raise GivenUp from error
             else:
                 draft.give_up()
@@ -303,8 +308,9 @@ class Writer:
             self._say("alarm", kind="checkpoint_not_pruned", text=str(error))
 
     def _verify(self, draft: Draft, part: Part, image: memoryview) -> None:
-        """Read it back; write anew what is not what was saved. Raises Damaged if that is no use."""
-        findings = store.verify_part(part, draft.handle)
+        """Read all of it back; write anew what is not what was saved. Raises Damaged if that is no
+        use."""
+        findings = draft.verify(part)
         if not findings:
             return
         if draft.is_given_up():
@@ -314,6 +320,7 @@ class Writer:
             text=f"written again, for it was not what was saved: {in_short(findings)}",
         )  # fmt: skip
         wrong = {finding.file for finding in findings}
+        draft.describe_again(wrong)
         for file in part.files:
             if file.name in wrong:
                 start = file.first * CHUNK_BYTES
@@ -325,7 +332,7 @@ class Writer:
                 else:
                     disk.write(file.name, image[start : start + file.bytes], draft.handle)
         os.fsync(draft.handle)
-        if findings := store.verify_part(part, draft.handle):
+        if findings := draft.verify(part):
             raise Damaged(in_short(findings))
 
     def _say(self, op: str, **message: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from runtime.checkpoint.draft import Draft, Written, sweep
 from runtime.checkpoint.manifest import Part
 from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, pages
 from runtime.snapshot import Copying
-from tests.runtime.checkpoint.states import due, staged_at
+from tests.runtime.checkpoint.states import due, flip_a_bit, staged_at
 
 
 @contextmanager
@@ -119,6 +120,18 @@ def test_what_nobody_finishes_is_swept_away(tmp_path: Path) -> None:
     assert (while_it_lives, alive.path.exists()) == (True, False)
 
 
+def test_what_is_written_on_this_host_stays_however_long_its_store_hangs(tmp_path: Path) -> None:
+    with draft_at(tmp_path, 4) as hangs:
+        hangs._lock("rank-0.json")
+        for path in (*hangs.path.iterdir(), hangs.path):
+            os.utime(path, (1.0, 1.0))
+        sweep(tmp_path)
+        while_it_lives = hangs.path.exists()
+    sweep(tmp_path)
+
+    assert (while_it_lives, hangs.path.exists()) == (True, False)
+
+
 def test_a_part_that_waits_for_another_is_not_swept_away(tmp_path: Path) -> None:
     with draft_at(tmp_path, 4) as draft:
         write(draft, 0, staged_at(1))
@@ -140,6 +153,40 @@ def test_a_part_that_waited_in_vain_goes_once_a_newer_checkpoint_is_complete(
         sweep(tmp_path)
 
         assert (dead.path.exists(), alive.path.exists()) == (False, True)
+
+
+@pytest.mark.parametrize("shares", [1, 2])
+@pytest.mark.parametrize("name", ["manifest.json", "rank-0.json"])
+def test_json_that_is_not_on_the_disk_as_it_was_written_is_found_by_whoever_wrote_it(
+    tmp_path: Path, name: str, shares: int
+) -> None:
+    drafts = [Draft(tmp_path, 4, "abc", 1, {}, shares) for _ in range(shares)]
+    written = [write(draft, 0, staged_at(1), share=n) for n, draft in enumerate(drafts)]
+    last, part = drafts[-1], written[-1].part
+    assert last.publish()
+    before = last.verify(part)
+    flip_a_bit(last.path / name, 50)
+
+    (finding,) = last.verify(part)
+
+    assert before == []
+    assert (finding.file, finding.what) == (name, "its bytes are not what was saved")
+    for draft in drafts:
+        draft.close()
+
+
+def test_a_manifest_that_another_made_of_the_same_parts_is_no_flaw(tmp_path: Path) -> None:
+    drafts = [Draft(tmp_path, 4, "abc", 2, {"replica": number}) for number in range(2)]
+    parts = [write(draft, rank, staged_at(1)).part for rank, draft in enumerate(drafts)]
+    published = [draft.publish() for draft in drafts]
+
+    findings = [draft.verify(part) for draft, part in zip(drafts, parts, strict=True)]
+
+    assert published == [True, False]
+    assert store.manifest_of(tmp_path / "step-00000004").facts == {"replica": 1}
+    assert findings == [[], []]
+    for draft in drafts:
+        draft.close()
 
 
 def test_weights_that_are_not_trained_are_written_once(tmp_path: Path) -> None:

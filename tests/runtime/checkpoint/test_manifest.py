@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.checkpoint.manifest import Manifest, Part, PartHash, layout_of, opened, sealed
+from runtime.checkpoint.manifest import (
+    Manifest,
+    OtherVersion,
+    Part,
+    PartHash,
+    layout_of,
+    opened,
+    sealed,
+)
 from runtime.image import CHUNK_BYTES, Damaged, Piece, Table
 
 WELL: dict[str, Any] = {
@@ -47,6 +55,30 @@ def test_no_flipped_bit_passes(found: dict[str, Any], where: int, bit: int) -> N
 
     with pytest.raises(Damaged, match=r"^it "):
         opened(bytes(data), "it")
+
+
+def test_a_flipped_bit_in_the_version_is_damage_and_no_other_version() -> None:
+    data = sealed({"format": "drydock-checkpoint", "version": 3})
+
+    with pytest.raises(Damaged, match=r"^it was changed after it was written") as error:
+        opened(data.replace(b": 3", b": 7"), "it")
+
+    assert not isinstance(error.value, OtherVersion)
+
+
+@pytest.mark.parametrize(
+    ("version", "remedy"),
+    [
+        (2, "it is older; take its weights out with the Drydock that wrote it"),
+        (5, "read it with the Drydock that wrote it, or a later one"),
+        ("3", "read it with the Drydock that wrote it, or a later one"),
+    ],
+)
+def test_an_intact_file_of_another_version_is_said_with_what_reads_it(
+    version: object, remedy: str
+) -> None:
+    with pytest.raises(OtherVersion, match=f"this Drydock reads 3 and 4: {remedy}"):
+        opened(sealed({"format": "drydock-checkpoint", "version": version}), "it")
 
 
 @given(data=st.binary() | JSON.map(lambda one: json.dumps(one).encode()))

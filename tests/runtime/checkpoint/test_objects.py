@@ -216,6 +216,24 @@ def test_a_manifest_that_was_changed_is_no_checkpoint(url: str) -> None:
     assert isinstance(damaged, Damaged)
 
 
+@pytest.mark.parametrize("name", ["rank-0.json", MANIFEST])
+def test_json_that_is_not_there_as_it_was_put_makes_no_checkpoint(
+    url: str, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    objects = ObjectStore(url, "j")
+    put_small = objects._put_small
+
+    def lose_the_end(path: str, data: bytes) -> None:
+        put_small(path, data[:-1] if path.endswith(name) else data)
+
+    monkeypatch.setattr(objects, "_put_small", lose_the_end)
+    put(objects, 7)
+
+    with pytest.raises(Damaged, match=name):
+        objects.publish(7, "save7", 1, {})
+    assert there(objects) == []
+
+
 def test_the_newest_are_kept_and_what_was_never_complete_goes(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

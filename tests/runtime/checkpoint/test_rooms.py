@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import math
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -218,3 +220,98 @@ def test_a_room_that_could_not_be_had_is_made_later_and_told_of_once(
     assert not made.lacks()
     assert len(told) == 1
     made.close()
+
+
+def test_rooms_for_which_no_thread_can_be_started_are_made_later_and_told_of_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(_thread: threading.Thread) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(rooms, "RETRY_S", 0.0)
+    told: list[str] = []
+    made = Rooms(told.append)
+    with monkeypatch.context() as crowded:
+        crowded.setattr(threading.Thread, "start", fails)
+        had = [made.prepare(1 << 20) for _ in range(2)]
+    made.prepare(1 << 20)
+    until(made.all_free, "they are made")
+    made.close()
+
+    assert had == [False, False]
+    (text,) = told
+    assert text.endswith("can't start new thread")
+
+
+def test_no_room_is_begun_for_which_there_cannot_be_memory(
+    monkeypatch: pytest.MonkeyPatch, taken_before: list[int]
+) -> None:
+    monkeypatch.setattr(rooms, "left_bytes", lambda: 1 << 20)
+    told: list[str] = []
+    made = Rooms(told.append)
+
+    made.prepare(1 << 20)
+    room = made.take(PATIENCE_S)
+    made.close()
+
+    assert room is None
+    assert taken_before == [0]
+    (text,) = told
+    assert text.endswith("are needed, and at most 1048576 are left")
+
+
+def test_where_the_rest_of_a_room_cannot_be_had_any_more_it_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other ranks have made theirs meanwhile."""
+    left = iter([1 << 30, 1 << 20])
+    monkeypatch.setattr(rooms, "left_bytes", lambda: next(left))
+    monkeypatch.setattr(rooms, "LOOK_BYTES", 2 * rooms.SLICE_BYTES)
+    told: list[str] = []
+    made = Rooms(told.append)
+
+    made.prepare(4 * rooms.SLICE_BYTES)
+    room = made.take(PATIENCE_S)
+    made.close()
+
+    assert room is None
+    assert len(told) == 1
+
+
+MEMINFO = """\
+MemTotal:       1000 kB
+MemAvailable:   {available} kB
+SwapFree:       10 kB
+AnonPages:      500 kB
+Shmem:          100 kB
+HugePages_Total:       0
+"""
+
+
+@pytest.mark.parametrize(
+    ("available", "limits", "kib"),
+    [
+        (300, {}, 410),  # what is not told as available may be a file system's own cache
+        (600, {}, 610),  # what others hold may be told, and not be of this container
+        (300, {"": "max", "job": "max"}, 410),
+        (300, {"job": "204800"}, 90),
+        (300, {"": "143360", "job": "204800"}, 30),
+    ],
+)
+def test_memory_is_left_as_far_as_machine_and_control_groups_have_it(
+    tmp_path: Path, available: int, limits: dict[str, str], kib: int
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(MEMINFO.format(available=available))
+    (tmp_path / "proc/self/cgroup").write_text("1:name=systemd:/\n0::/job/task\n")
+    for name, limit in limits.items():
+        group = tmp_path / "sys/fs/cgroup" / name
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.stat").write_text("anon 102400\nfile 9999999\nshmem 20480\n")
+
+    assert rooms.left_bytes(tmp_path) == kib << 10
+
+
+def test_where_nothing_tells_how_much_memory_is_left_there_may_be_any(tmp_path: Path) -> None:
+    assert rooms.left_bytes(tmp_path) == math.inf

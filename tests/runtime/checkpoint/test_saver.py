@@ -8,9 +8,11 @@ import queue
 import shutil
 import signal
 import socket
+import threading
 import weakref
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -473,6 +475,35 @@ def test_a_state_of_which_no_copy_can_be_made_costs_no_step(trainer: OneRank) ->
     assert (failed.kind, failed.subject) == ("checkpoint_failed", "shared")
     assert "state.extra is a set" in failed.text
     assert well.kind == "checkpoint_recovered"
+
+
+def test_a_state_that_has_no_size_costs_no_step_before_there_is_room(trainer: OneRank) -> None:
+    def fails(*_given: object) -> NoReturn:
+        raise TypeError("state.extra is a set")
+
+    ready = trainer.saver.prepare(fails)
+    trainer.told.until(trainer.saver.rooms.any_free)
+    begun = trainer.saver.save(fails, "x")
+    trainer.save_all(2)
+
+    assert (ready, begun) == (False, None)
+    assert trainer.told.troubles() == ["checkpoint_failed", "checkpoint_recovered"]
+
+
+def test_where_no_thread_can_be_started_the_training_goes_on(
+    trainer: OneRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_thread: threading.Thread) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as crowded:
+        crowded.setattr(threading.Thread, "start", fails)
+        ready = [trainer.saver.prepare(lambda: SIZE) for _ in range(2)]
+        begun = trainer.saver.save(partial(copy_of_step, 1), "save1")
+    trainer.save_all(2)
+
+    assert (ready, begun) == ([False, False], None)
+    assert trainer.told.troubles() == ["checkpoint_failed", "checkpoint_recovered"]
 
 
 def test_a_long_description_gets_room_for_the_next_save(trainer: OneRank) -> None:

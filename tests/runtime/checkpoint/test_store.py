@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from runtime.checkpoint import store
+from runtime.checkpoint import disk, store
 from runtime.checkpoint.draft import HOST, write
 from runtime.checkpoint.manifest import sealed
 from runtime.image import Damaged
@@ -21,6 +23,7 @@ from runtime.snapshot import stage, state_of
 from tests.runtime.checkpoint.states import flip_a_bit, staged_at
 
 FILES = ["rank-0-0000.bin", "rank-0-0001.bin", "rank-0.json", "manifest.json"]
+ILL = [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES]
 
 
 def newest_step(folder: Path) -> int:
@@ -248,6 +251,70 @@ def test_what_cannot_be_read_is_not_counted_among_those_kept(tmp_path: Path) -> 
     write(tmp_path, staged_at(10), keep=2)
 
     assert names(tmp_path) == ["step-00000010", "step-00000009", "step-00000008"]
+
+
+@contextlib.contextmanager
+def unreadable(path: Path, code: int = errno.EIO) -> Iterator[None]:
+    """A checkpoint whose manifest nobody can read meanwhile."""
+    read_small = disk.read_small
+
+    def read(one: Path) -> bytes:
+        if one.parent == path:
+            raise OSError(code, os.strerror(code), str(one))
+        return read_small(one)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "read_small", read)
+        yield
+
+
+@pytest.mark.parametrize("code", ILL)
+def test_a_later_one_that_could_not_be_read_is_not_set_aside(tmp_path: Path, code: int) -> None:
+    """Step 2, shared out, took long; step 3, written alone, was complete before it."""
+    for step in (1, 2, 3):
+        write(tmp_path, staged_at(step), keep=9)
+
+    with unreadable(tmp_path / "step-00000003", code):
+        store.prune(tmp_path, tmp_path / "step-00000002", keep=1)
+
+    assert names(tmp_path) == ["step-00000003", "step-00000002"]
+    assert newest_step(tmp_path) == 3
+
+
+def test_an_earlier_step_that_could_not_be_read_may_be_of_later_training(tmp_path: Path) -> None:
+    """The job went back, and a writer from before that was late."""
+    for step, epoch in ((1, 2), (2, 1), (3, 1)):
+        write(tmp_path, staged_at(step), keep=9, facts={"epoch": epoch})
+
+    with unreadable(tmp_path / "step-00000001"):
+        store.prune(tmp_path, tmp_path / "step-00000003", keep=1)
+
+    assert names(tmp_path) == ["step-00000003", "step-00000001"]
+
+
+def test_what_could_not_be_read_of_another_replica_s_stays(tmp_path: Path) -> None:
+    write(tmp_path / "ours", staged_at(5))
+    for step in (1, 2):
+        write(tmp_path / "other", staged_at(step))
+
+    with unreadable(tmp_path / "other" / "step-00000001"):
+        store.prune_others(tmp_path / "ours", [tmp_path / "other"], keep=1)
+
+    assert names(tmp_path / "other") == ["step-00000001"]
+
+
+def test_instead_of_one_that_could_not_be_read_the_next_is_loaded_and_that_is_said(
+    tmp_path: Path,
+) -> None:
+    for step in (1, 2):
+        write(tmp_path, staged_at(step))
+
+    with unreadable(tmp_path / "step-00000002"):
+        loaded = newest_step(tmp_path)
+        (finding,) = store.verify(tmp_path / "step-00000002")
+
+    assert loaded == 1
+    assert "manifest.json could not be read (Input/output error): it may be whole" in str(finding)
 
 
 def test_what_is_the_same_is_shared_and_outlives_the_first(tmp_path: Path) -> None:

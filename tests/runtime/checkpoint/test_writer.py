@@ -1,0 +1,132 @@
+"""A save counts once all that was written of it was read back; one that failed is told."""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from runtime.checkpoint import disk, store
+from runtime.checkpoint.draft import IDLE_S, Draft
+from runtime.checkpoint.writer import PACKET_BYTES, Writer
+from runtime.image import aligned, pages
+from tests.runtime.checkpoint.states import flip_a_bit, staged_at
+
+JSON = ["manifest.json", "rank-0.json"]
+
+
+class Asked:
+    """A writer in this process, which keeps one checkpoint in a folder, and who asks it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.trainer, self.ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.writer = Writer(self.ours)
+
+    def to_save(self, step: int) -> list[dict[str, Any]]:
+        """What it says of that."""
+        staged, name = staged_at(step), f"save{step}"
+        size, start = len(staged.buffer), aligned(len(staged.buffer), mmap.PAGESIZE)
+        described = json.dumps({"step": step, "save": name, **staged.table.describe()}).encode()
+        room = self.writer._rooms[0] = pages(start + len(described))
+        room[:size], room[start:] = memoryview(staged.buffer), described
+        self.trainer.send(json.dumps({"op": "copied", "save": name, "bytes": size}).encode())
+        self.writer._save(
+            {
+                "room": 0, "image": size, "described": len(described), "step": step, "save": name,
+                "facts": {}, "folder": str(self.folder), "rank": 0, "ranks": 1, "share": 0,
+                "shares": 1, "keep": 1, "keep_for_s": 0, "pack": False,
+            }
+        )  # fmt: skip
+        said: list[dict[str, Any]] = []
+        while not said or said[-1]["op"] != "done":
+            said.append(json.loads(self.trainer.recv(PACKET_BYTES)))
+        return said
+
+    def close(self) -> None:
+        self.trainer.close()
+        self.ours.close()
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Iterator[Asked]:
+    made = Asked(tmp_path)
+    yield made
+    made.close()
+
+
+def ops(said: list[dict[str, Any]]) -> list[str]:
+    return [one["op"] for one in said]
+
+
+@pytest.mark.parametrize("name", JSON)
+def test_json_that_is_not_on_the_disk_as_it_was_written_is_written_again_and_told(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    publish = Draft.publish
+
+    def damaged_since(draft: Draft) -> bool:
+        published = publish(draft)
+        flip_a_bit(draft.path / name, 50)
+        return published
+
+    monkeypatch.setattr(Draft, "publish", damaged_since)
+
+    said = asked.to_save(1)
+
+    assert ops(said) == ["durable", "alarm", "verified", "done"]
+    assert said[1]["kind"] == "checkpoint_damaged"
+    assert said[1]["text"].startswith(f"written again, for it was not what was saved: {name}: ")
+    (path,) = store.candidates(asked.folder)
+    assert store.verify(path) == []
+
+
+@pytest.mark.parametrize("name", JSON)
+def test_where_the_disk_does_not_give_the_json_back_the_one_before_stays(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Though the page cache has it whole."""
+    asked.to_save(1)
+    read = disk.read
+
+    def bad_sector(one: str, *given: Any) -> None:
+        if one == name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), one)
+        read(one, *given)
+
+    monkeypatch.setattr(disk, "read", bad_sector)
+
+    said = asked.to_save(2)
+
+    assert ops(said) == ["durable", "alarm", "failed", "done"]
+    assert said[2]["error"] == f"{name}: [Errno 5] Input/output error: '{name}'"
+    assert [path.name for path in store.candidates(asked.folder)] == ["step-00000001"]
+    (aside,) = asked.folder.glob(".damaged-*")
+    assert "step-00000002" in aside.name
+
+
+@pytest.mark.parametrize(
+    ("idle_s", "op", "text"),
+    [(IDLE_S, "given_up", ""), (-1.0, "failed", "it took more than 600 s and is gone from ")],
+)
+def test_a_draft_that_is_gone_was_given_up_by_another_or_else_took_too_long_and_that_is_told(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, idle_s: float, op: str, text: str
+) -> None:
+    def write(_name: str, _data: memoryview, folder: int, *_more: Any) -> NoReturn:
+        store.remove(Path(f"/proc/self/fd/{folder}").readlink())
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    monkeypatch.setattr("runtime.checkpoint.draft.IDLE_S", idle_s)
+    monkeypatch.setattr(disk, "write", write)
+
+    said = asked.to_save(1)
+
+    assert ops(said) == [op, "done"]
+    assert said[0].get("error", "").startswith(text)
