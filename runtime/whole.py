@@ -184,12 +184,17 @@ class WholeJob:
         self.job.sender.on_directive = self._on_directive
 
     def _save_last(self) -> None:
-        """To each tier that has not the last step yet; none if nobody knows which step that is."""
+        """To each tier that has not the last step yet, also where saving it has failed; to none if
+        nobody knows which step that is."""
         if self._in_step:
             log.warning("left_in_a_step %s", self._left_in_a_step())
             self.job.trouble("left_in_a_step", self._left_in_a_step())
             return
-        here = [name for name in TIERS if name in self.saver.tiers]
+        tiers, delivery = self.saver.tiers, self.saver.delivery
+        for name in delivery.unwell() - delivery.busy(tiers):
+            if tiers[name].own or self.job.ranks == 1:  # else one alone cannot make it whole
+                self._saved.pop(name, None)
+        here = [name for name in TIERS if name in tiers]
         self._save([n for n in here if self._saved.get(n, -1) < self.committed], last=True)
 
     def _left_in_a_step(self) -> str:

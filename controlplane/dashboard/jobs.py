@@ -131,7 +131,7 @@ def _page(request: HttpRequest, found: Job, status: int = 200) -> HttpResponse:
             "warm_spares": list(found.held_warm_spares),
             "marks": selectors.marks(found),
             "checkpoint": next(iter(checkpoints), None),
-            "tiers": selectors.tiers_of(found, checkpoints, troubles),
+            "tiers": selectors.tiers_of(found, checkpoints),
             "checkpoints": checkpoints[:8],
             "troubles": selectors.told_alike(troubles)[:8],
             "ledger": selectors.sample_ledger(found),

@@ -311,15 +311,9 @@ TROUBLES = 200
 
 
 def troubles_of(job: Job) -> list[Signal]:
-    """What the job's ranks told an engineer lately, newest first; each with `running`, whether the
-    process that told it is still there."""
-    there = Placement.objects.filter(pk=OuterRef("placement_id")).exclude(
-        state=PlacementState.ENDED
-    )
+    """What the job's ranks told an engineer lately, newest first."""
     told = Signal.objects.filter(job_id=job.pk, kind=SignalKind.JOB_TROUBLE)
-    return list(
-        told.annotate(running=Exists(there)).order_by("-observed_at", "-recorded_at")[:TROUBLES]
-    )
+    return list(told.order_by("-observed_at", "-recorded_at")[:TROUBLES])
 
 
 @dataclass(frozen=True)
@@ -339,34 +333,37 @@ def told_alike(troubles: list[Signal]) -> list[Told]:
     return found
 
 
-def failing_tiers(
-    checkpoints: list[Checkpoint], troubles: list[Signal]
-) -> dict[str, dict[int, str]]:
+def failing_tiers(job: Job, checkpoints: list[Checkpoint]) -> dict[str, dict[int, str]]:
     """By tier and replica, why its saves fail: of the processes that run now, each rank by itself.
+    It tells that once, however long it lasts and whatever else is told meanwhile.
 
     To the object store one replica writes for all: what came whole later, whoever wrote it, shows
     that it is well.
     """
-    failing: dict[tuple[str, str, int], Signal] = {}
-    for signal in reversed(troubles):
-        told = signal.data.get("subject", ""), signal.placement_id, signal.data.get("rank", 0)
-        if signal.data["kind"] == "checkpoint_failed" and signal.running:  # type: ignore[attr-defined]
-            failing[told] = signal
-        elif signal.data["kind"] == "checkpoint_recovered":
-            failing.pop(told, None)
+    there = Placement.objects.filter(replica__job=job).exclude(state=PlacementState.ENDED)
+    told = Signal.objects.filter(
+        job_id=job.pk,
+        kind=SignalKind.JOB_TROUBLE,
+        placement_id__in=there.values("pk"),
+        data__kind__in=("checkpoint_failed", "checkpoint_recovered"),
+    )
+    whom = ("placement_id", "data__rank", "data__subject")
+    last = told.order_by(*whom, "-observed_at", "-recorded_at").distinct(*whom)
+    failed = [one for one in last if one.data["kind"] == "checkpoint_failed"]
     whole = [one.at for one in checkpoints if one.tier == Tier.OBJECT]
     found: dict[str, dict[int, str]] = {}
-    for (tier, _placement, _rank), signal in failing.items():
+    for signal in sorted(failed, key=lambda one: one.observed_at):
+        tier = signal.data.get("subject", "")
         if tier != Tier.OBJECT or all(at < signal.observed_at for at in whole):
             found.setdefault(tier, {})[signal.replica or 0] = signal.data["text"]
     return found
 
 
-def tiers_of(job: Job, checkpoints: list[Checkpoint], troubles: list[Signal]) -> list[TierHealth]:
+def tiers_of(job: Job, checkpoints: list[Checkpoint]) -> list[TierHealth]:
     """One entry for each tier that holds any of a job's last checkpoints, or should, in the order
     in which they are loaded from."""
     found = []
-    failing = failing_tiers(checkpoints, troubles)
+    failing = failing_tiers(job, checkpoints)
     for tier in Tier.values:
         last = [one for one in checkpoints if one.tier == tier]
         why = failing.get(tier, {})

@@ -107,7 +107,8 @@ class Delivery:
         self._looking = False  # the writer is asked whether we do
         self._unseen = 0  # how often we did not, one time after the other
         self._failing: set[TierName] = set()  # of which an engineer was told
-        self._under_way: set[tuple[TierName, str]] = set()  # tiers and saves
+        #: tiers and saves -> when they were asked for, monotonic
+        self._under_way: dict[tuple[TierName, str], float] = {}
         #: one for each tier: a store that hangs holds up no other
         self._writers = {name: WriterHandle(partial(self._hear, name)) for name in tiers}
         self._given: queue.SimpleQueue[Save | str | None] = queue.SimpleQueue()
@@ -116,24 +117,43 @@ class Delivery:
         self._asked: dict[tuple[TierName, str], Write] = {}  # of the writers, by the save's name
         self._facts = facts_of(job)
 
-    def start(self) -> None:
-        """Start the writers, which need a moment."""
+    def start(self) -> bool:
+        """Start the writers, which need a moment; whether there is somebody to give copies to. If
+        not an engineer is told, and it may be asked for again."""
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._hand_over, name="drydock-saver", daemon=True
-            )
-            self._thread.start()
+            thread = threading.Thread(target=self._hand_over, name="drydock-saver", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads: no checkpoint is worth the training
+                for name in self._writers:
+                    self.failed(name, f"no copy could be handed over: {error}")
+                return False
+            self._thread = thread
+        return True
 
     def give(self, save: Save) -> None:
         """A copy that was begun."""
         with self._lock:
-            self._under_way |= {(tier.name, save.name) for tier in save.tiers}
+            self._under_way |= {(tier.name, save.name): save.asked for tier in save.tiers}
         self._given.put(save)
 
     def busy(self, tiers: Collection[TierName]) -> set[TierName]:
         """Those of the tiers to which a save is under way."""
         with self._lock:
             return {tier for tier, _save in self._under_way}.intersection(tiers)
+
+    def under_way_s(self, tier: TierName) -> float:
+        """For how long the oldest save to it has been; 0.0 if there is none."""
+        now = time.monotonic()
+        with self._lock:
+            began = (at for (where, _save), at in self._under_way.items() if where == tier)
+            return now - min(began, default=now)
+
+    def unwell(self) -> set[TierName]:
+        """The tiers of which the last save failed."""
+        shared: set[TierName] = {"shared"} if self._share_flaw else set()
+        with self._lock:
+            return self._failing | shared
 
     def look(self, save: str) -> None:
         """One whose name begins so was written to the folder of all: see whether it is there. Its
@@ -407,7 +427,7 @@ class Delivery:
             self._asked.pop((write.tier.name, save.name), None)
             if write.tier.name in save.ended:
                 return
-            self._under_way.discard((write.tier.name, save.name))
+            self._under_way.pop((write.tier.name, save.name), None)
         if error:
             self._failed_write(write, error)
         self._let_go(save, write.tier.name)

@@ -9,12 +9,15 @@ has it open, whatever becomes of this process.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 from runtime.checkpoint.large_pages import LARGE_BYTES, collapse, emptied, mapped
 from runtime.image import aligned
@@ -25,9 +28,49 @@ RETRY_S = 30.0  # after memory could not be had
 #: made room for, and a 64th of the image up to as much again.
 SLACK_BYTES = 1 << 20
 SLICE_BYTES = 4 << 20
+#: After so many more it is looked whether there can be memory for the rest: other ranks make their
+#: rooms at the same time, and what cannot be had would be our end.
+LOOK_BYTES = 64 * SLICE_BYTES
 #: Times as long as it takes to touch a slice, while nobody waits for the room: of the first, which
 #: is needed soon, and of the others.
 RESTING = (1.0, 3.0)
+
+
+def left_bytes(root: Path = Path("/")) -> float:
+    """So many bytes of memory are left at the very most, on this machine (under `root`) and in the
+    control groups (v2) that we are in: all that nobody holds for good. Endless if none tells."""
+    proc, groups = root / "proc", root / "sys/fs/cgroup"
+    limits, swap = [math.inf], 0
+    with contextlib.suppress(OSError, LookupError, ValueError):
+        told = numbers_in(proc / "meminfo")
+        swap = told["SwapFree:"] << 10
+        held = told["AnonPages:"] + told["Shmem:"] + told.get("Hugetlb:", 0)
+        # Not all that can be freed counts as available: some file systems have their own caches.
+        limits.append(max(told["MemAvailable:"], told["MemTotal:"] - held) << 10)
+    with contextlib.suppress(OSError, LookupError, ValueError):
+        lines = (proc / "self/cgroup").read_text().splitlines()
+        (name,) = [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
+        for group in [groups / name, *(groups / name).parents]:
+            limits.append(left_in(group))
+    return min(limits) + swap
+
+
+def left_in(group: Path) -> float:
+    """The same, of one control group and without swap."""
+    try:
+        most = (group / "memory.max").read_text().strip()
+        if most == "max":
+            return math.inf
+        told = numbers_in(group / "memory.stat")
+    except OSError:
+        return math.inf
+    return int(most) - told["anon"] - told["shmem"]
+
+
+def numbers_in(path: Path) -> dict[str, int]:
+    """The first number of each line of this file, by its first word. Raises OSError."""
+    words = [line.split() for line in path.read_text().splitlines()]
+    return {name: int(number) for name, number, *_unit in words}
 
 
 def unpinned(_memory: memoryview) -> None:
@@ -54,6 +97,8 @@ class Room:
         os.truncate(self.fd, size)
         self.memory = mapped(self.fd, size, writable=True)
         for at in range(0, size, SLICE_BYTES):
+            if at % LOOK_BYTES == 0 and (left := left_bytes()) < size - at:
+                raise MemoryError(f"{size - at} more are needed, and at most {left:.0f} are left")
             began = time.monotonic()
             part = self.memory[at : at + SLICE_BYTES]
             os.posix_fallocate(self.fd, at, len(part))  # fails here, and not at a first touch
@@ -106,11 +151,16 @@ class Rooms:
             return 0 < there < self._rooms and late and not self._making
 
     def complete(self) -> None:
-        """Begin to make those that are lacking."""
+        """Begin to make those that are lacking; later, if they cannot be had at present."""
         with self._changed:
-            if not self._making:
-                self._making = True
+            if self._making:
+                return
+            self._making = True
+            try:
                 threading.Thread(target=self._make, name="drydock-rooms", daemon=True).start()
+            except RuntimeError as error:  # no more threads, and whoever asks may be training
+                self._making = False
+                self._put_off(error)
 
     def prepare(self, size: int) -> bool:
         """Begin to make rooms for images of this size, unless there are such or they are being
@@ -127,7 +177,7 @@ class Rooms:
             self._former += self._free
             self._free.clear()
             self.complete()
-        return True
+            return self._making
 
     def take(self, wait_s: float = 0.0) -> Room | None:
         """A free one, or None if there is none within the time. It is ours until it is given
@@ -186,20 +236,23 @@ class Rooms:
                 pass
             self._not_before = 0.0
         except (OSError, MemoryError) as error:
-            first = not self._not_before  # of an engineer's concern once
-            self._not_before = time.monotonic() + RETRY_S
-            size = self._size
-            if not first:
-                return
-            self._on_failure(
-                f"{self._rooms} times {size} bytes for checkpoints cannot be had: {error}"
-            )
+            self._put_off(error)
         finally:
             with self._changed:
                 self._making = False
                 if self._former:  # given back since we looked
                     self.complete()
                 self._changed.notify_all()
+
+    def _put_off(self, error: Exception) -> None:
+        """They are asked for again later; of an engineer's concern once."""
+        first = not self._not_before
+        self._not_before = time.monotonic() + RETRY_S
+        if first:
+            size = self._size
+            self._on_failure(
+                f"{self._rooms} times {size} bytes for checkpoints cannot be had: {error}"
+            )
 
     def _make_next(self) -> bool:
         """Another one, unless there are as many as there may be: a former one that is in use counts

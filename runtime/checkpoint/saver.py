@@ -123,9 +123,14 @@ class Checkpointer:
         """Whether a state can be taken at once. Begins to make room for it and starts the writers,
         so that the first save costs what the others do. `size` tells how many bytes it takes; it is
         asked only if there is no room yet. `wanted`: the tiers that are late if there is none."""
-        self.delivery.start()
+        if not self.delivery.start():
+            return False
         if not self.rooms.made():
-            self.rooms.prepare(size())
+            try:
+                needed = size()
+            except Exception:  # so does the copy, which tells why
+                needed = 0
+            self.rooms.prepare(needed)
             return False
         if self.rooms.lacks():
             self.rooms.complete()
@@ -165,9 +170,8 @@ class Checkpointer:
         asked = time.monotonic()
         wanted = tuple(self.tiers[one] for one in TIERS if one in tiers and one in self.tiers)
         names = {tier.name for tier in wanted}
-        if not wanted:
+        if not wanted or not self.delivery.start():
             return None
-        self.delivery.start()
         if not self.rooms.made():
             self.rooms.prepare(0)  # how much is needed turns out below
         while (room := self.rooms.take(FINISH_S if last else 0.0)) is not None:

@@ -234,10 +234,9 @@ class Leader:
         """In which tiers a checkpoint is due, and whether we could write our share of the shared
         one. One clock counts for all: all pay for it at the same edge, and then all hold the same
         step."""
-        saver, speaks = self.rank.saver, self.teller.speaks()
-        due = saver.due() if speaks else set()
+        due = self.rank.saver.due() if self.teller.speaks() else set()
         if "shared" in due or self.sharing.is_stuck():
-            saver.ready({"shared"})  # which tells if it is not
+            self.together.ready({"shared"})  # which tells where it is not
         saves = not self.together.on_trial
         members = sorted(self.member.members)
         return {
@@ -247,7 +246,7 @@ class Leader:
                 len(members),
                 due="shared" in due,
                 able=saves and self.together.can_share(),
-                free=saves and saver.is_free("shared"),
+                free=saves and self.together.can_write_alone(),
             ),
         }
 
@@ -267,7 +266,7 @@ class Leader:
             self._owed.discard("shared")
         if self.together.on_trial:
             return
-        ready = saver.ready(self._owed)
+        ready = self.together.ready(self._owed)
         if not ready or not self.together.prepare_save(ready):
             ready = set()
         self._owed -= ready

@@ -12,7 +12,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import TypeVar
 
 log = logging.getLogger("drydock.replica")
@@ -25,14 +26,14 @@ BEGIN_S = 1.0  # until a copy is with its writers
 Name = TypeVar("Name", bound=str)
 
 
-def durable_in(
-    tiers: Sequence[Name], usual_s: Mapping[Name, float | None], left_s: float
-) -> set[Name]:
-    """Those of the tiers, of which the quickest comes first, that will be durable within so many
-    seconds; the quickest alone if none is sure to be."""
-    takes_s = {one: needed_s(usual_s[one]) for one in tiers}
-    sure = {one for one in tiers if takes_s[one] <= left_s}
-    return sure or {*sorted(tiers, key=takes_s.__getitem__)[:1]}
+def durable_in(usual_s: Mapping[Name, float | None], left_s: float) -> set[Name]:
+    """Those of the tiers that will be durable within so many seconds: the sure ones, and those that
+    only take no longer than usual, also if all go through one disk or wire. The quickest alone if
+    there is none."""
+    in_turn = in_turn_s(usual_s)
+    sure = {one for one, usual in usual_s.items() if needed_s(usual) <= left_s}
+    likely = {one for one, end in in_turn.items() if end <= left_s}
+    return sure | likely or {*[*in_turn][:1]}
 
 
 def needed_s(usual_s: float | None) -> float:
@@ -40,11 +41,26 @@ def needed_s(usual_s: float | None) -> float:
     return SAFETY * (UNMEASURED_S if usual_s is None else usual_s)
 
 
-def longest_s(usual_s: Iterable[float | None], grace_s: float) -> float:
-    """How long before the kill a save begins, so that all tiers are durable in time that can be."""
-    needed = [needed_s(usual) for usual in usual_s]
-    fitting = [seconds for seconds in needed if seconds + BEGIN_S <= grace_s]
-    return BEGIN_S + max(fitting, default=min(needed))
+def in_turn_s(usual_s: Mapping[Name, float | None]) -> dict[Name, float]:
+    """When each tier is durable, if each takes as long as usual and begins after the quicker ones;
+    the quickest first."""
+    known_s = {one: UNMEASURED_S if usual is None else usual for one, usual in usual_s.items()}
+    ordered = sorted(known_s, key=known_s.__getitem__)
+    return dict(zip(ordered, accumulate(known_s[one] for one in ordered), strict=True))
+
+
+def hangs(under_way_s: float, usual_s: float | None) -> bool:
+    """Whether a save, which is read back too, has been under way for far too long."""
+    return under_way_s > BEGIN_S + 2 * needed_s(usual_s)
+
+
+def longest_s(usual_s: Mapping[Name, float | None], grace_s: float) -> float:
+    """How long before the kill a save begins, so that all tiers are durable in time that can be; at
+    once if none is sure to be."""
+    needed = [needed_s(usual) for usual in usual_s.values()]
+    sure = [seconds for seconds in needed if seconds + BEGIN_S <= grace_s]
+    likely = [end for end in in_turn_s(usual_s).values() if end + BEGIN_S <= grace_s]
+    return BEGIN_S + (max(sure + likely) if sure else min(needed))
 
 
 class Preemption:

@@ -37,7 +37,7 @@ from runtime.replica.nccl import EpochGroup
 from runtime.replica.observing import Observer
 from runtime.replica.pacing import pace_of
 from runtime.replica.peers import PeerServer, Reduced, ReducedLog
-from runtime.replica.preemption import Preemption, durable_in, longest_s
+from runtime.replica.preemption import Preemption, durable_in, hangs, longest_s
 from runtime.replica.reach import unreached
 from runtime.replica.siblings import NEXT
 from runtime.replica.state import TrainingState
@@ -316,11 +316,12 @@ class Rank:
         self.observer.granted(grant)
 
     @order
-    def reduce(self) -> tuple[str, bool]:
+    def reduce(self) -> tuple[str, bool, bool]:
         """Sum the step over all members; in which way the sum is not the step, and whether we could
-        write our share to the folder of all. Raises Severed."""
+        write to the folder of all: a share, or a part alone. Raises Severed."""
         self._reduced, self.tail = self.engine.reduce(self.wishes)
-        return self.engine.flaw(self.tail), self.saver.can_share()
+        saver = self.saver
+        return self.engine.flaw(self.tail), saver.can_share(), saver.is_free("shared")
 
     @order
     def refuse(self, flaw: str) -> None:
@@ -373,6 +374,12 @@ class Rank:
         self.saver.delivery.forgive()
 
     @order
+    def ready(self, *, tiers: list[TierName]) -> list[TierName]:
+        """Those of these tiers that have finished our save before; of the others we tell that they
+        are late."""
+        return sorted(self.saver.ready(tiers))
+
+    @order
     def prepare_save(self, *, tiers: list[TierName]) -> bool:
         """Whether our part can be saved to these tiers at once; begins to make room for it."""
         return self.saver.prepare(self.state.size, tiers)
@@ -399,16 +406,27 @@ class Rank:
             speaks = self.replica == min(self._members)
             tiers = self.saver.tiers
             ours = [one for one in TIERS if one in tiers and (speaks or tiers[one].own)]
-            usual_s = {one: tiers[one].pace.alone_s for one in ours}
-            in_time = durable_in(ours, usual_s, self.preemption.left_s())
+            in_time = durable_in(self._usual_s(ours), self.preemption.left_s())
             # Not by the epoch of the step alone: who was told to end before the next step of it
             # may have saved it, and be told again.
             name = f"stop{epoch}x{step}x{self._epoch}"
             self._save(self.state.begin_copy_aside, name, in_time, last=True)
 
     def _save_takes_s(self) -> float:
-        paces = [tier.pace for tier in self.saver.tiers.values()]
-        return longest_s([pace.alone_s for pace in paces], self.preemption.grace_s)
+        return longest_s(self._usual_s(self.saver.tiers), self.preemption.grace_s)
+
+    def _usual_s(self, tiers: Collection[TierName]) -> dict[TierName, float | None]:
+        """How long a save usually takes in those of these tiers that neither fail nor hang now; in
+        all of them, if none is well."""
+        delivery = self.saver.delivery
+        unwell = delivery.unwell()
+        usual_s = {one: self.saver.tiers[one].pace.alone_s for one in tiers}
+        well = {
+            one: seconds
+            for one, seconds in usual_s.items()
+            if one not in unwell and not hangs(delivery.under_way_s(one), seconds)
+        }
+        return well or usual_s
 
     def _save(
         self,

@@ -28,6 +28,7 @@ from runtime.replica.telling import Teller
 #: What a copy of the state is hashed for, in the words in which others are told of it.
 HASHED_FOR = ("staged", "compared", "proved")
 MAX_TRIES = 8  # checkpoints that fail, before a person has to look
+MAX_UNTOLD = 8  # saves to a tier of which some rank has not told, and perhaps never will
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class Together:
         )
         self.sharing = Sharing()
         self.seen_epoch = 0
-        self._can_share = False  # our ranks, when the last step was summed
+        #: our ranks in the folder of all, when the last step was summed
+        self._can_share = self._can_write_alone = False
         self.epoch_name = ""  # the same on all members, and never used again
         self._trial: Trial | None = None  # of the state that the job began from
         self._digests: list[str] = []  # of what was loaded just now, by rank
@@ -72,8 +74,8 @@ class Together:
         self._hearing = threading.Lock()
         self._compare_every = compare_every
         self._compared = 0  # after so many times as many steps, or given up
-        #: tier and step -> by rank
-        self._saved: dict[tuple[str, int], dict[int, CheckpointSaved]] = {}
+        #: tier -> step -> by rank
+        self._saved: dict[str, dict[int, dict[int, CheckpointSaved]]] = {}
         rank.saver.delivery.on_saved = functools.partial(self.saved, 0)
         rank.saver.delivery.on_shared_failed = self.shared_failed
         rank.on_hashed = functools.partial(self.hashed, rank=0)
@@ -106,8 +108,9 @@ class Together:
     def reduce(self) -> Tail:
         """Sum the step. Raises Severed, and NotWhole if it is to be computed anew."""
         answers = self._all("reduce")
-        self._can_share = all(can_share for _flaw, can_share in answers)
-        flaws = [flaw for flaw, _can_share in answers if flaw]
+        said, can_share, is_free = zip(*answers, strict=True)
+        self._can_share, self._can_write_alone = all(can_share), all(is_free)
+        flaws = [flaw for flaw in said if flaw]
         if flaws:
             self._all("refuse", flaw=flaws[0])
             raise NotWhole(flaws[0])
@@ -117,6 +120,13 @@ class Together:
     def commit(self) -> None:
         """Apply the step that all ranks hold: our own, or one that peers made without us."""
         self._all("commit", newcomer=self.member.newcomer)
+
+    def ready(self, tiers: Collection[TierName]) -> set[TierName]:
+        """Those of these tiers that have finished the save before on all ranks: one that hangs on a
+        single rank waits alone, and that rank tells."""
+        if not tiers:
+            return set()
+        return set.intersection(*map(set, self._all("ready", tiers=sorted(tiers))))
 
     def prepare_save(self, tiers: Collection[TierName] = ()) -> bool:
         """Whether all ranks can save to these at once; they begin to make room."""
@@ -131,7 +141,8 @@ class Together:
     ) -> None:
         """At an edge: a checkpoint in each of these tiers. `share`: which share of how many is
         ours, where all members save now."""
-        self._can_share &= "shared" not in tiers
+        if "shared" in tiers:
+            self._can_share = self._can_write_alone = False
         name = uuid.uuid4().hex[:12] if last else f"{self.epoch_name}x{self.committed}"
         self._all("save", name=name, tiers=sorted(tiers), share=share or (0, 1), last=last)
 
@@ -147,23 +158,29 @@ class Together:
                 self.sharing.hear("whole")
             self.rank.job.sender.tell(part)
             return
-        parts = self._saved.setdefault((part.tier, part.step), {})
-        parts[rank] = part
-        if len(parts) == self.siblings.ranks:
-            self._saved = {
-                (tier, step): one
-                for (tier, step), one in self._saved.items()
-                if tier != part.tier or step > part.step
-            }
-            size = sum(one.bytes for one in parts.values())
-            digest = digest_of_all([parts[one].digest for one in sorted(parts)])
-            whole = replace(parts[0], bytes=size, stored=size, digest=digest, at=part.at)
-            self.rank.job.sender.tell(whole)
+        with self._hearing:
+            of_tier = self._saved.setdefault(part.tier, {})
+            parts = of_tier.setdefault(part.step, {})
+            parts[rank] = part
+            whole = len(parts) == self.siblings.ranks
+            untold = [step for step in of_tier if step > part.step or not whole]
+            self._saved[part.tier] = {step: of_tier[step] for step in untold[-MAX_UNTOLD:]}
+        if not whole:
+            return
+        size = sum(one.bytes for one in parts.values())
+        digest = digest_of_all([parts[one].digest for one in sorted(parts)])
+        self.rank.job.sender.tell(
+            replace(parts[0], bytes=size, stored=size, digest=digest, at=part.at)
+        )
 
     def can_share(self) -> bool:
         """Whether all our ranks can write their share to the folder of all at the next edge, as far
         as they have said."""
         return self._can_share and self.rank.saver.can_share()
+
+    def can_write_alone(self) -> bool:
+        """The same, of all of it while no other replica writes."""
+        return self._can_write_alone and self.rank.saver.is_free("shared")
 
     def hear_of_shared(self, wishes: Wishes) -> None:
         """What became of a save to the folder of all, as all members hear it."""

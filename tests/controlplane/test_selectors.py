@@ -186,14 +186,14 @@ def test_a_tier_is_late_once_its_usual_time_has_long_passed() -> None:
             at = now - timedelta(seconds=last_s + age)
             CheckpointFactory(job=job, tier=tier, step=1000 - last_s - age, at=at)
 
-    local, shared = tiers_of(job, last_checkpoints(job), [])
+    local, shared = tiers_of(job, last_checkpoints(job))
 
     assert local.newest is not None
     assert shared.newest is not None
     assert (local.newest.step, local.usual_s, local.late) == (970, 20.0, False)
     assert (shared.newest.step, shared.usual_s, shared.late) == (940, 20.0, False)
     CheckpointFactory(job=job, tier="peer", at=now)
-    one, *_ = tiers_of(job, last_checkpoints(job), [])
+    one, *_ = tiers_of(job, last_checkpoints(job))
     assert (one.tier, one.usual_s, one.late) == ("peer", None, False)
 
 
@@ -205,4 +205,4 @@ def test_a_job_that_does_not_run_is_late_with_nothing(state: str, late: bool) ->
     for age in (120, 140):
         CheckpointFactory(job=job, at=now - timedelta(seconds=age))
 
-    assert [tier.late for tier in tiers_of(job, last_checkpoints(job), [])] == [late]
+    assert [tier.late for tier in tiers_of(job, last_checkpoints(job))] == [late]

@@ -11,7 +11,9 @@ import pytest
 from runtime.checkpoint import store
 from runtime.checkpoint.difference import differences
 from runtime.checkpoint.interchange import whole_state
+from runtime.checkpoint.rooms import ROOMS
 from tests.runtime.replicas import PATIENCE_S, until
+from tests.runtime.test_client import Door
 from tests.runtime.test_modes import alone, covered
 from tests.runtime.test_replicas import MakeFleet, assert_every_sample_once
 
@@ -193,6 +195,33 @@ def test_each_rank_s_part_is_shared_out_by_the_replicas(make_fleet: MakeFleet) -
     findings = [store.verify(path) for path in store.candidates(folder)]
     assert findings == [[]] * len(findings)
     assert len(fleet.digests()) == 1
+
+
+def test_a_disk_that_hangs_on_one_rank_holds_up_no_other_tier(make_fleet: MakeFleet) -> None:
+    door = Door()
+    fleet = make_fleet(
+        1, divided=2, own_disks=True, url=door.url, writer="tests.runtime.hanging_writer",
+        options={"local_s": 0.2, "checkpoint_s": 0.5},
+    )  # fmt: skip
+    fleet.start()
+    folder = fleet.folder / "state" / "checkpoints"
+
+    def told() -> list[str]:
+        """By the rank whose disk hangs: which tiers are late."""
+        batches = [batch for batch in list(door.batches) if batch["rank"] == 1]
+        messages = [message for batch in batches for message in batch["messages"]]
+        return [one["text"] for one in messages if one.get("kind") == "checkpoint_late"]
+
+    def newest() -> int:
+        return max(map(store.number_of, store.candidates(folder)), default=(-1, 0))[0]
+
+    until(lambda: "local" in "".join(told()), "it tells so")
+    for _ in range(ROOMS + 1):
+        before = newest()
+        until(lambda before=before: newest() > before, "the shared folder is saved to")  # type: ignore[misc]
+    door.close()
+
+    assert not [*(fleet.folder / "disk0").rglob("replica-0-rank-1/step-*")]
 
 
 @pytest.mark.soak

@@ -19,7 +19,7 @@ from torch import nn
 from runtime.checkpoint import store
 from runtime.data import Batches
 from runtime.job import Job, join, options_of, seconds_of
-from runtime.replica.preemption import Preemption, durable_in, longest_s
+from runtime.replica.preemption import Preemption, durable_in, hangs, longest_s
 from runtime.replica.state import TrainingState
 from tests.runtime.replicas import PATIENCE_S, Fleet, until
 from tests.runtime.test_client import Door
@@ -29,7 +29,10 @@ from tests.runtime.test_replicas import MakeFleet, assert_every_sample_once
 @pytest.mark.parametrize(
     ("usual_s", "left_s", "tiers"),
     [
-        ({"peer": 0.1, "local": 0.5, "shared": 20.0}, 30.0, {"peer", "local"}),
+        ({"peer": 0.1, "local": 0.5, "shared": 40.0}, 30.0, {"peer", "local"}),
+        ({"peer": 0.1, "local": 0.5, "shared": 20.0}, 30.0, {"peer", "local", "shared"}),
+        # As usual it would be in time, but not beside the others on one disk.
+        ({"local": 14.0, "shared": 17.0}, 30.0, {"local"}),
         ({"peer": 0.1, "local": 0.5, "shared": 10.0}, 30.0, {"peer", "local", "shared"}),
         ({"peer": 0.1, "local": 0.5, "shared": 20.0}, 0.1, {"peer"}),  # the least bad
         ({"local": 3.0, "shared": 2.0}, 1.0, {"shared"}),
@@ -40,7 +43,7 @@ from tests.runtime.test_replicas import MakeFleet, assert_every_sample_once
 def test_the_tiers_that_will_be_durable_in_time_are_chosen(
     usual_s: dict[str, float | None], left_s: float, tiers: set[str]
 ) -> None:
-    assert durable_in([*usual_s], usual_s, left_s) == tiers
+    assert durable_in(usual_s, left_s) == tiers
 
 
 def noticed(grace_s: float, needs_s: float) -> tuple[Preemption, threading.Event]:
@@ -112,13 +115,31 @@ def test_an_edge_in_time_is_what_is_saved() -> None:
     [
         ({"peer": 0.05, "local": 0.5, "shared": 5.0}, 11.0),  # so that all are durable in time
         ({"peer": 0.05, "local": 0.5, "shared": 50.0}, 2.0),  # which shared cannot be
+        ({"local": 0.5, "shared": 20.0}, 21.5),  # and here may be
         ({"shared": 50.0}, 101.0),
+        ({"shared": 16.0}, 33.0),  # at once: it is not sure to be in time
     ],
 )
 def test_it_begins_early_enough_for_all_that_can_be_durable(
     usual_s: dict[str, float], needs_s: float
 ) -> None:
-    assert longest_s(usual_s.values(), grace_s=30.0) == needs_s
+    assert longest_s(usual_s, grace_s=30.0) == needs_s
+
+
+@pytest.mark.parametrize(
+    ("under_way_s", "usual_s", "far_too_long"),
+    [
+        (0.0, 0.0, False),
+        (60.0, 16.0, False),
+        (70.0, 16.0, True),
+        (10.0, None, False),
+        (30.0, None, True),
+    ],
+)
+def test_a_save_that_is_written_and_read_back_does_not_hang(
+    under_way_s: float, usual_s: float | None, far_too_long: bool
+) -> None:
+    assert hangs(under_way_s, usual_s) is far_too_long
 
 
 def test_whoever_leaves_saves_nothing_more() -> None:

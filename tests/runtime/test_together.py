@@ -8,8 +8,10 @@ import json
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 from runtime.checkpoint import Checkpointer
 from runtime.checkpoint.coding import NotInstalled
 from runtime.checkpoint.draft import Draft
+from runtime.checkpoint.interval import Pace
 from runtime.checkpoint.manifest import digest_of_all
 from runtime.checkpoint.suspects import TRIAL_STEPS
 from runtime.client import CheckpointSaved, Trouble
@@ -38,7 +41,7 @@ from runtime.replica.siblings import Incomplete, Siblings
 from runtime.replica.state import TrainingState
 from runtime.replica.step import Applied, NotWhole, StepEngine
 from runtime.replica.telling import Teller
-from runtime.replica.together import MAX_TRIES, Together
+from runtime.replica.together import MAX_TRIES, MAX_UNTOLD, Together
 from runtime.snapshot import state_of
 from tests.runtime.replicas import Board, until
 from tests.runtime.told import Told
@@ -251,12 +254,35 @@ def test_what_cannot_be_followed_breaks_no_epoch(pair: Pair, waiting: Gloo) -> N
 def test_a_step_that_is_not_whole_on_one_rank_is_computed_anew_on_all(pair: Pair) -> None:
     pair.rank.engine.shares = pair.rank.engine._usual = {0: []}
     pair.rank.engine.epoch = 1
-    pair.other.answers["reduce"] = {"value": ["step 0: summed [1, 0]", True]}
+    pair.other.answers["reduce"] = {"value": ["step 0: summed [1, 0]", True, True]}
 
     with pytest.raises(NotWhole, match=r"summed \["):
         pair.together.reduce()
 
     assert pair.other.heard == ["reduce", "refuse"]
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+def test_a_replica_writes_alone_to_the_folder_of_all_if_each_of_its_ranks_can(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, is_free: bool
+) -> None:
+    pair.rank.engine.shares = pair.rank.engine._usual = {0: []}
+    pair.rank.engine.epoch = 1
+    pair.other.answers["reduce"] = {"value": ["step 0: summed [1, 0]", False, is_free]}
+    monkeypatch.setattr(pair.saver, "is_free", lambda _tier: True)
+
+    with pytest.raises(NotWhole):
+        pair.together.reduce()
+
+    assert pair.together.can_write_alone() is is_free
+
+
+def test_a_tier_that_hangs_on_one_rank_waits_on_all_and_alone(pair: Pair) -> None:
+    pair.other.answers["ready"] = {"value": ["peer", "shared"]}
+
+    ready = pair.together.ready({"local", "peer", "shared"})
+
+    assert ready == {"peer", "shared"}
 
 
 def begin(pair: Pair, op: str, step: int) -> None:
@@ -434,14 +460,16 @@ def test_no_proof_is_worth_the_training(pair: Pair, monkeypatch: pytest.MonkeyPa
     assert told == ["not_compared"]
 
 
+def saved_locally(step: int, rank: int) -> CheckpointSaved:
+    """A rank's part, on the disk of its node."""
+    return CheckpointSaved(
+        step=step, tier="local", path=f"/{rank}", bytes=10, digest=f"d{rank}", stall_s=0.1,
+        seconds=1.0, at=rank,
+    )  # fmt: skip
+
+
 def test_a_checkpoint_is_told_of_once_every_part_is_durable(pair: Pair) -> None:
-    parts = [
-        CheckpointSaved(
-            step=9, tier="local", path=f"/{rank}", bytes=10, digest=f"d{rank}", stall_s=0.1,
-            seconds=1.0, at=rank,
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
+    parts = [saved_locally(9, rank) for rank in (0, 1)]
 
     pair.together.saved(0, parts[0])
     early = list(pair.told.messages)
@@ -456,6 +484,16 @@ def test_a_checkpoint_is_told_of_once_every_part_is_durable(pair: Pair) -> None:
         digest_of_all(["d0", "d1"]),
         "/0",
     )
+
+
+def test_parts_of_which_one_rank_tells_nothing_do_not_add_up(pair: Pair) -> None:
+    for step in range(5 * MAX_UNTOLD):
+        pair.together.saved(0, saved_locally(step, 0))
+    kept = len(pair.together._saved["local"])
+    pair.together.saved(1, saved_locally(step, 1))
+
+    assert kept == MAX_UNTOLD
+    assert [one.step for one in pair.told.messages if isinstance(one, CheckpointSaved)] == [step]
 
 
 def test_a_checkpoint_in_the_folder_of_all_is_told_of_by_whoever_finished_it(pair: Pair) -> None:
@@ -623,3 +661,40 @@ def test_who_waits_for_room_to_save_aside_holds_up_no_step(
     pair.rank.save_aside()
 
     assert held == [False]
+
+
+def fails(pair: Pair) -> None:
+    """What was saved to the disk of our node last."""
+    pair.saver.delivery.failed("local", "No space left on device")
+
+
+def hangs(pair: Pair) -> None:
+    """What is being saved there."""
+    pair.saver.delivery._under_way["local", "save6"] = time.monotonic() - 60.0
+
+
+@pytest.mark.parametrize("happens", [fails, hangs])
+def test_whoever_is_to_be_killed_relies_on_no_tier_that_takes_nothing_now(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, happens: Callable[[Pair], None]
+) -> None:
+    pair.state.committed = 7
+    pair.rank._members = [0]
+    tiers = pair.saver.tiers
+    pace = Pace(None, 1, lambda: 1e-3)
+    tiers["local"] = replace(tiers["shared"], name="local", own=True, pace=pace)
+    pace.note(0.0, 0.5)
+    tiers["shared"].pace.note(0.0, 16.0)
+    asked: list[set[str]] = []
+    monkeypatch.setattr(
+        pair.saver, "save", lambda _begin, _name, tiers, **_how: asked.append(tiers)
+    )
+    monkeypatch.setattr(pair.rank.preemption, "left_s", lambda: 16.2)
+
+    usually = pair.rank._save_takes_s()
+    pair.rank.save_aside()
+    happens(pair)
+    now = pair.rank._save_takes_s()
+    pair.rank.save_aside()
+
+    assert asked == [{"local"}, {"shared"}]
+    assert usually < pair.rank.preemption.grace_s < now  # which is at once

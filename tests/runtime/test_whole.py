@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import HashStore
 import runtime
 from node_agent import wire
 from node_agent.launch import together
+from runtime import stalls
 from runtime.checkpoint import store
 from runtime.checkpoint.__main__ import main
 from runtime.checkpoint.tiers import TierName
@@ -351,13 +352,21 @@ class Alone:
         return runtime.join({**self._environment, **others})
 
     def start(
-        self, *, local: float = NEVER_S, shared: float = NEVER_S, disk: str = "disk"
+        self,
+        *,
+        local: float = NEVER_S,
+        shared: float = NEVER_S,
+        disk: str = "disk",
+        stalled_after_s: float = NEVER_S,
     ) -> runtime.WholeJob:
         """`local`, `shared`: seconds between two saves. `disk`: of which node it is."""
         job = self.join(DRYDOCK_LOCAL_DIR=str(self._folder / disk))
         model, optimizer = trainee()
         saver = runtime.Checkpointer(job, every_s={"local": local, "shared": shared})
-        return runtime.WholeJob(job, model, optimizer, saver, extra={"kept": self.kept})
+        return runtime.WholeJob(
+            job, model, optimizer, saver,
+            extra={"kept": self.kept}, stalled_after_s=stalled_after_s,
+        )  # fmt: skip
 
     def trained(self, steps: int, *, disk: str = "disk") -> tuple[int, int]:
         """So many, and at their end a save to all tiers; the epoch and the first of the steps."""
@@ -483,6 +492,21 @@ def test_what_could_not_be_copied_at_the_last_edge_is_saved_at_the_end(alone: Al
     assert alone.saved(whole, "local") == alone.saved(whole, "shared") == [1]
 
 
+def test_what_failed_at_the_last_edge_is_saved_at_the_end(alone: Alone) -> None:
+    with alone.start(local=0.0) as whole:
+        steps = whole.steps(2)
+        made = [next(steps), next(steps)]
+        until(lambda: whole.saver.is_free("local"), "there is room")
+        (alone._folder / "disk").write_text("in the way")
+        made += steps
+        until(lambda: whole.saver.delivery.unwell() == {"local"}, "it has failed")
+        until(lambda: whole.saver.is_free("local"), "its writer is done")
+        (alone._folder / "disk").unlink()
+
+    assert made == [0, 1]
+    assert alone.saved(whole, "local") == alone.saved(whole, "shared") == [1]
+
+
 def test_what_a_tier_has_is_not_saved_to_it_again(alone: Alone) -> None:
     with alone.start() as first:
         list(first.steps(2))
@@ -557,6 +581,20 @@ def test_a_step_that_the_loop_was_left_in_is_not_saved_and_that_is_told(
     assert alone.troubles() == ["left_in_a_step", "left_in_a_step"]
     assert "set job.stop" in alone.door.messages("trouble")[0]["text"]
     assert "the loop of step 2 was left in the middle" in caplog.text
+
+
+def test_a_rank_that_hangs_in_a_step_says_where(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stalls, "LOOK_S", 0.05)
+    with alone.start(stalled_after_s=0.5) as whole:
+        steps = whole.steps(NEVER)
+        for _ in range(stalls.FIRST_STEPS + 1):
+            next(steps)
+        until(lambda: "stalled" in alone.troubles(), "an engineer is told")
+
+    (told,) = [one for one in alone.door.messages("trouble") if one["kind"] == "stalled"]
+    assert "test_whole.py" in told["text"]
 
 
 def test_who_has_left_a_step_in_the_middle_makes_no_other(alone: Alone) -> None:

@@ -77,9 +77,22 @@ def _troubles(world: World) -> None:
     selectors.troubles_of(world.job)
 
 
+def _failing(world: World) -> None:
+    selectors.failing_tiers(world.job, [])
+
+
 @pytest.mark.parametrize(
     "lookup",
-    [_farewell, _endings, _cause_of_loss, _first_to_go, _may_run_on, _all_of_it, _troubles],
+    [
+        _farewell,
+        _endings,
+        _cause_of_loss,
+        _first_to_go,
+        _may_run_on,
+        _all_of_it,
+        _troubles,
+        _failing,
+    ],
 )
 def test_what_is_told_of_a_process_or_a_job_is_found_by_an_index(
     told: World, lookup: Callable[[World], Any]

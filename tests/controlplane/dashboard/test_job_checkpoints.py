@@ -12,6 +12,7 @@ from django.utils import timezone
 from controlplane.accounts.models import AuditEvent
 from controlplane.health.choices import SignalKind
 from controlplane.jobs.models import Directive, Job, Placement
+from controlplane.jobs.selectors import TROUBLES
 from tests.controlplane.dashboard.world import Fleet
 from tests.factories import CheckpointFactory, PlacementFactory, ReplicaFactory, SignalFactory
 
@@ -89,6 +90,21 @@ def test_a_tier_that_fails_on_a_replica_is_shown_until_it_is_well(
     assert "No space left on the device" in row
     assert "failing" not in well.split('data-tier="local"')[1].split("</tr>")[0]
     assert "checkpoint_recovered (local), replica 10, 11" in well.split('data-testid="troubles"')[1]
+
+
+def test_a_tier_that_fails_is_shown_whatever_else_was_told_since(
+    operator: Client, job: Job
+) -> None:
+    """Of a failure that lasts it is told once."""
+    CheckpointFactory(job=job, tier="local")
+    placement = PlacementFactory(replica=ReplicaFactory(job=job, index=10))
+    told(job, "checkpoint_failed", 10, ago_s=TROUBLES + 100, placement=placement)
+    for ago_s in range(TROUBLES + 1):
+        told(job, "holder_out_of_reach", 10, ago_s=ago_s, placement=placement, tier="")
+
+    row = page(operator, job).split('data-tier="local"')[1].split("</tr>")[0]
+
+    assert "failing on replica 10" in row
 
 
 def test_a_rank_that_is_well_hides_no_other_of_its_replica(operator: Client, job: Job) -> None:
