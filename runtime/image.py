@@ -56,8 +56,9 @@ class Table:
         return -(-self.bytes // CHUNK_BYTES)
 
     def digest(self, hashes: Sequence[str]) -> str:
-        """Of the whole state: xxh3-128 over the table and the hashes of all chunks. Equal exactly
-        if two states are bit-identical."""
+        """Of the whole state: xxh3-128 over the table and the hashes of all chunks. If it is
+        equal two states are bit-identical; not the other way round, for the table says where each
+        tensor lies."""
         described = [self.skeleton, [vars(piece) for piece in self.pieces], list(hashes)]
         return xxhash.xxh3_128_hexdigest(json.dumps(described, sort_keys=True).encode())
 

@@ -244,7 +244,7 @@ def prune(asked: argparse.Namespace) -> list[Answer]:
     newer = paths[: paths.index(kept[-1])]
     answers = []
     for path in paths:
-        if path in kept or _is_of_another_version(path):
+        if path in kept or _may_be_whole(path):
             continue
         if (path in newer or len(kept) < asked.keep) and _state_of(path) not in known:
             continue  # it may be well, and the disk ill
@@ -268,10 +268,11 @@ def _state_of(path: Path) -> tuple[int, int] | None:
     return store.epoch_of(manifest), manifest.step
 
 
-def _is_of_another_version(path: Path) -> bool:
+def _may_be_whole(path: Path) -> bool:
+    """Whether we only cannot tell: it is of another version, or its disk is ill."""
     try:
         store.manifest_of(path)
-    except OtherVersion:
+    except (OtherVersion, store.Unreadable):
         return True
     except Damaged:
         return False

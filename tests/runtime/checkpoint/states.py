@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.checkpoint import asking
+from runtime.checkpoint import asking, disk
 from runtime.image import Staged
 from runtime.snapshot import Copying, When
 
@@ -72,3 +73,18 @@ def hanging(path: Path) -> Iterator[None]:
             yield
         finally:
             os.close(os.open(path, os.O_RDWR))  # lets go of those who wait
+
+
+@contextlib.contextmanager
+def unreadable(path: Path, code: int = errno.EIO) -> Iterator[None]:
+    """A checkpoint whose manifest nobody can read meanwhile."""
+    read_small = disk.read_small
+
+    def read(one: Path) -> bytes:
+        if one.parent == path:
+            raise OSError(code, os.strerror(code), str(one))
+        return read_small(one)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "read_small", read)
+        yield

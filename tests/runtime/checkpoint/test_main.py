@@ -16,7 +16,7 @@ from runtime.checkpoint import store
 from runtime.checkpoint.__main__ import main
 from runtime.checkpoint.draft import write
 from runtime.checkpoint.manifest import sealed
-from tests.runtime.checkpoint.states import flip_a_bit, staged_at
+from tests.runtime.checkpoint.states import flip_a_bit, staged_at, unreadable
 
 Capture = pytest.CaptureFixture[str]
 
@@ -241,6 +241,16 @@ def test_what_another_version_wrote_stays_and_what_is_damaged_is_not_counted(
     assert main(["prune", str(tmp_path), "--keep", "1"]) == 0
 
     assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
+
+
+def test_what_could_not_be_read_is_not_removed(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, staged_at(step), keep=3)
+
+    with unreadable(tmp_path / "step-00000001"):
+        assert main(["prune", str(tmp_path), "--keep", "1"]) == 0
+
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 
 def test_where_too_few_verify_all_stay_for_the_disk_may_be_ill(tmp_path: Path) -> None:

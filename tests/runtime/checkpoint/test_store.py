@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from runtime.checkpoint import disk, store
+from runtime.checkpoint import store
 from runtime.checkpoint.draft import HOST, write
 from runtime.checkpoint.manifest import sealed
 from runtime.image import Damaged
 from runtime.snapshot import stage, state_of
-from tests.runtime.checkpoint.states import flip_a_bit, staged_at
+from tests.runtime.checkpoint.states import flip_a_bit, staged_at, unreadable
 
 FILES = ["rank-0-0000.bin", "rank-0-0001.bin", "rank-0.json", "manifest.json"]
 ILL = [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES]
@@ -251,21 +250,6 @@ def test_what_cannot_be_read_is_not_counted_among_those_kept(tmp_path: Path) -> 
     write(tmp_path, staged_at(10), keep=2)
 
     assert names(tmp_path) == ["step-00000010", "step-00000009", "step-00000008"]
-
-
-@contextlib.contextmanager
-def unreadable(path: Path, code: int = errno.EIO) -> Iterator[None]:
-    """A checkpoint whose manifest nobody can read meanwhile."""
-    read_small = disk.read_small
-
-    def read(one: Path) -> bytes:
-        if one.parent == path:
-            raise OSError(code, os.strerror(code), str(one))
-        return read_small(one)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk, "read_small", read)
-        yield
 
 
 @pytest.mark.parametrize("code", ILL)
