@@ -67,7 +67,8 @@ class Stalls:
         self._training = threading.get_ident()
         self._since = began = self._clock()
         if self._watch.ident is None and self._after_s:
-            self._watch.start()
+            with contextlib.suppress(RuntimeError):  # no more threads: not worth the training
+                self._watch.start()
         try:
             yield
         finally:

@@ -72,7 +72,7 @@ class Keeper:
         if self._thread is not None:
             self._thread.join()
         try:
-            if self._is_ours():
+            if self._is_ours(self._read()):
                 self._path.unlink()
         except OSError as error:
             log.warning("record_not_released error=%s", error)
@@ -80,16 +80,17 @@ class Keeper:
     def _run(self, on_lost: Callable[[], object]) -> None:
         while not self._ended.wait(BEAT_S):
             try:
-                if not self._is_ours():
-                    log.critical("record_lost to=%s", self._read())
+                found = self._read()
+                if found and not self._is_ours(found):
+                    log.critical("record_lost to=%s", found)
                     on_lost()
                     return
-                self._beat()
-            except OSError as error:  # nobody else can take it over there either
+                self._beat()  # also where somebody removed it: nobody has taken over
+            except OSError as error:
                 log.warning("no_sign_of_life path=%s error=%s", self._path, error)
 
-    def _is_ours(self) -> bool:
-        return self._read().rpartition(" ")[0] == self._name
+    def _is_ours(self, found: str) -> bool:
+        return found.rpartition(" ")[0] == self._name
 
     def _read(self) -> str:
         """Whose it is, and the number of the last sign; "" if it is nobody's."""

@@ -170,8 +170,8 @@ class Link:
             self._thread.join(2.0)
 
     def _run(self) -> None:
-        started = away = time.monotonic()
-        tell_at = started + AWAY_S
+        away = time.monotonic()  # since when nothing was reached
+        tell_at = away + AWAY_S
         while not self._closing.is_set():
             self.on_connect()
             try:
@@ -179,7 +179,7 @@ class Link:
             except OSError as error:
                 now = time.monotonic()
                 if self._on_end is not None:
-                    if now - started > REACH_S:
+                    if now - away > REACH_S:
                         self._on_end()
                         return
                 elif now >= tell_at:

@@ -220,9 +220,9 @@ def misfit(
 ) -> str:
     """Why a replica that wants to join does not fit the job, with the remedy; "" if it does.
 
-    `others`: the numbers and shapes of those that are there, and whether each is a member. Members
-    are measured by no newcomer: one that comes back to a new coordinator is let in. Before there is
-    a member nobody knows which of two is the wrong one: the sentence names both.
+    `others`: the numbers (below 0 of standbys) and shapes of those that are there, and whether each
+    is a member. Members are measured by no newcomer: one that comes back to a new coordinator is
+    let in. Before there is a member nobody knows which of two is the wrong one: both are named.
     """
     shards = int(join["shards"])
     replicas = max(world, int(join["world"]), int(join["replica"]) + 1)
@@ -235,7 +235,8 @@ def misfit(
     if not measure or (int(join["epoch"]) and not measure[0][2]):
         return ""
     number, ours, member = measure[0]
-    whose = "the job's" if member else f"that of replica {number}, which came first,"
+    who = f"replica {number}" if number >= 0 else "a standby"
+    whose = "the job's" if member else f"that of {who}, which came first,"
     return difference(join.get("shape", {}), ours, whose)
 
 

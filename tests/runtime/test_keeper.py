@@ -80,6 +80,17 @@ def test_who_holds_the_lock_of_the_same_machine_does_not_wait(
     assert does_not_wait(Keeper(tmp_path, "first"))
 
 
+def test_a_claim_that_somebody_removed_is_made_again(first: Keeper, tmp_path: Path) -> None:
+    claim = tmp_path / "coordinator.keeper"
+    claim.unlink()
+    lost = threading.Event()
+    first.keep(lost.set)
+
+    until(lambda: claim.exists() or lost.is_set(), "it looks")
+
+    assert not lost.is_set()
+
+
 def test_a_folder_that_cannot_be_reached_ends_nobody(
     first: Keeper, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

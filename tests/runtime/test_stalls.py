@@ -121,6 +121,19 @@ def test_less_than_no_time_is_refused() -> None:
         Scene(-1.0)
 
 
+def test_where_no_thread_can_be_started_the_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    scene = Scene(steps=0)
+    scene.step(1.0)
+
+    assert scene.told == []
+
+
 def test_of_a_job_that_stands_still_the_replica_that_hangs_says_so(
     make_fleet: Callable[..., Fleet],
 ) -> None:
