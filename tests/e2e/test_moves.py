@@ -20,7 +20,7 @@ MOVED_S = 90.0
 MOVED_MS = MOVED_S * 1000
 
 
-def test_a_replica_moves_without_a_loss(api: Api, eventually: Eventually) -> None:
+def test_a_replica_moves_without_a_loss(api: Api, product: Product, eventually: Eventually) -> None:
     before = _trains_whole(api, eventually)
 
     run = api(f"jobs/{before['id']}/migrate", replica=1, reason="an end-to-end test")["result"]
@@ -30,7 +30,7 @@ def test_a_replica_moves_without_a_loss(api: Api, eventually: Eventually) -> Non
     here, there = (one["replicas"][1] for one in (before, after))
     moved = f"replica 1 moved from {here['node_name']} to {there['node_name']}"
     assert ended["state_reason"].startswith(moved)
-    _assert_only_moved(api, before, after, 1)
+    _assert_only_moved(api, product, before, after, 1)
 
 
 @pytest.mark.browser
@@ -67,15 +67,15 @@ def test_a_person_moves_a_replica_on_the_jobs_page(
     expect(moved).to_contain_text(f"replica 2 moved from {here} to {there}", timeout=MOVED_MS)
     expect(moved).to_have_attribute("data-state", "succeeded", timeout=MOVED_MS)
     expect(moved).to_contain_text("admin: its rack is rewired")
-    newest = page.get_by_test_id("interruptions").locator("tbody tr").first
-    expect(newest).to_contain_text(f"replica 2 moved from {here} to {there}")
+    told = page.get_by_test_id("interruptions").locator("tbody tr")
+    expect(told.filter(has_text=f"replica 2 moved from {here} to {there}")).to_have_count(1)
     expect(seat).to_have_attribute("data-state", "active")
     expect(seat.get_by_role("link", name="Move replica 2")).to_be_visible()
     expect(page.get_by_test_id("job-replicas")).to_have_text("4 of 4")
 
     after = _trains_on(api, before, eventually)
     assert after["replicas"][2]["node_id"] == target
-    _assert_only_moved(api, before, after, 2)
+    _assert_only_moved(api, product, before, after, 2)
     expect(page.get_by_test_id("ledger")).to_contain_text("whole: every sample trained once")
 
 
@@ -96,13 +96,15 @@ def _trains_on(api: Api, before: dict[str, Any], eventually: Eventually) -> Any:
 
     def told() -> dict[str, Any] | None:
         now: dict[str, Any] = api(f"jobs/{before['id']}")
-        moved = now["epoch"] > before["epoch"]
+        moved = now["epoch"] > before["epoch"] and now["active_replicas"] == 4
         return now if moved and now["ledger_step"] > before["step"] + 5 else None
 
     return eventually(told, 60.0, "it trains on")
 
 
-def _assert_only_moved(api: Api, before: dict[str, Any], after: dict[str, Any], index: int) -> None:
+def _assert_only_moved(
+    api: Api, product: Product, before: dict[str, Any], after: dict[str, Any], index: int
+) -> None:
     """The replica trains on another node, the others never stopped, and no sample was lost."""
     here, there = (one["replicas"][index] for one in (before, after))
     stayed, stay = (
@@ -112,10 +114,15 @@ def _assert_only_moved(api: Api, before: dict[str, Any], after: dict[str, Any], 
     assert there["node_id"] != here["node_id"]
     assert there["placement_id"] != here["placement_id"]
     assert there["state"] == "active"
-    assert after["epoch"] == before["epoch"] + 1
+    # Where processors are short a rank may be silent for longer than the others wait: they go on
+    # without it, and it comes back as itself.
+    membership = product.membership()
+    since = membership.partition(f" granted epoch={before['epoch']} ")[2]
+    silences = since.count("how=heartbeat")
+    assert 1 <= after["epoch"] - before["epoch"] <= 1 + 2 * silences, membership
     assert after["recomputed_steps"] == before["recomputed_steps"]
     assert api(f"nodes/{here['node_id']}")["state"] == "available"
     assert api(f"nodes/{there['node_id']}")["state"] == "allocated"
     told = api(f"jobs/{before['id']}/ledger?limit=200")["results"]
     assert [one for one in told if one["lost"] or one["duplicated"] or one["dropped"]] == []
-    assert api(f"incidents?state=open&job={before['id']}")["results"] == []
+    assert len(api(f"incidents?state=open&job={before['id']}")["results"]) <= silences, membership
