@@ -314,6 +314,8 @@ class WholeJob:
             if not self._most([part is None])[0]:
                 assert part is not None  # noqa: S101 - all ranks have theirs
                 self._put_back(part)
+                if not self.job.rank:
+                    self.saver.sources.loaded(name)
                 self._saved = {there: step for _, save, there in found if save == name}
                 return
         if tried:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -103,6 +104,8 @@ def _listed(path: Path) -> Answer:
     try:
         manifest = store.manifest_of(path)
     except Damaged as error:
+        if _is_gone(path):
+            return _removed(path)
         return {"path": str(path), "findings": [str(error)]}, [f"{path.name:<16} {error}"]
     answer = {
         "path": str(path), "step": manifest.step, **_sizes(manifest), "ranks": len(manifest.parts),
@@ -164,10 +167,22 @@ def _looked_into(asked: argparse.Namespace, path: Path) -> Answer:
         findings = [str(finding) for finding in _verified(asked, path)]
     except NotInstalled as error:
         not_checked = str(error)
+    if findings and _is_gone(path):
+        return _removed(path)
     word = "DAMAGED" if findings else "NOT CHECKED" if not_checked else "well"
     why = [f"  {one}" for one in findings or [not_checked] if one]
     answer = {"path": str(path), "findings": findings, "not_checked": not_checked}
     return answer, [f"{path.name:<16} {word}", *why]
+
+
+def _is_gone(path: Path) -> bool:
+    """Whether it was removed since we began: a job that trains keeps the newest alone."""
+    return not os.path.lexists(path)
+
+
+def _removed(path: Path) -> Answer:
+    answer = {"path": str(path), "findings": [], "removed": True}
+    return answer, [f"{path.name:<16} removed meanwhile"]
 
 
 def _verified(asked: argparse.Namespace, path: Path) -> list[store.Finding]:

@@ -80,6 +80,7 @@ class Write:
     durable_s: float = 0.0  # after it was asked; 0.0 as long as it is not
     verified: bool = False
     failed: bool = False
+    alarms: set[str] = field(default_factory=set)
 
     @property
     def where(self) -> str:
@@ -107,6 +108,7 @@ class Delivery:
         self._looking = False  # the writer is asked whether we do
         self._unseen = 0  # how often we did not, one time after the other
         self._failing: set[TierName] = set()  # of which an engineer was told
+        self._alarmed: dict[TierName, set[str]] = {}  # what the last save had, though it is whole
         #: tiers and saves -> when they were asked for, monotonic
         self._under_way: dict[tuple[TierName, str], float] = {}
         #: one for each tier: a store that hangs holds up no other
@@ -352,7 +354,7 @@ class Delivery:
 
     def _hear_of(self, write: Write, message: dict[str, Any]) -> None:
         if message["op"] == "alarm":
-            self._job.trouble(message["kind"], f"{write.where}: {message['text']}")
+            self._alarm(write, str(message["kind"]), str(message["text"]))
         elif message["op"] == "durable":
             write.durable_s = time.monotonic() - write.save.asked
         elif message["op"] == "verified":
@@ -361,7 +363,16 @@ class Delivery:
         elif message["op"] == "failed":
             self._failed_write(write, str(message["error"]))
         elif message["op"] == "done":
+            self._alarmed[write.tier.name] = write.alarms
             self._end(write, "")
+
+    def _alarm(self, write: Write, kind: str, text: str) -> None:
+        """Told once until a save to that tier is without it; what is stale is another each time."""
+        log.warning("alarm kind=%s tier=%s text=%s", kind, write.tier.name, text)
+        known = write.alarms | self._alarmed.get(write.tier.name, set())
+        write.alarms.add(kind)
+        if kind == "checkpoint_stale" or kind not in known:
+            self._job.trouble(kind, f"{write.where}: {text}")
 
     def failed(self, tier: TierName, why: str, shares: int = 1) -> None:
         """One alarm, however often it fails until it is well again. What others have shares in is

@@ -6,6 +6,7 @@ read back from it says nothing about the disk. Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -130,14 +131,22 @@ def write_pieces(
 
 
 def _create(name: str, folder: int) -> tuple[int, bool]:
-    """A file to be written, and whether that is past the page cache."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    """A new file to be written, and whether that is past the page cache. What has its name is not
+    written to: who died here before may have linked it, and other checkpoints have it too."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    _unlink(name, folder)
     try:
         return os.open(name, flags | os.O_DIRECT, 0o644, dir_fd=folder), True
     except OSError as error:
         if error.errno not in _UNKNOWN:
             raise
+    _unlink(name, folder)  # a kernel may have made it before it said that it knows no such way
     return os.open(name, flags, 0o644, dir_fd=folder), False
+
+
+def _unlink(name: str, folder: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder)
 
 
 def _put(file: int, data: memoryview, offset: int) -> None:

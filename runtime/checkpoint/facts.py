@@ -4,27 +4,47 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from runtime.checkpoint.manifest import shown
 from runtime.job import Job
 
 
 def facts_of(job: Job) -> dict[str, Any]:
-    """The job's shape, and the versions of what computes."""
+    """The job's shape, and what computes."""
     return {
         "job": job.name,
         "replicas": job.world_replicas,
         "ranks": job.ranks,
         "replica": job.replica,
+        **computes(),
+    }
+
+
+def computes() -> dict[str, Any]:
+    """The program that trains here, and the versions of what may give it other numbers."""
+    return {
         "script": script(),
         "torch": version_of("torch"),
         "numpy": version_of("numpy"),
         "cuda": cuda(),
         "python": platform.python_version(),
     }
+
+
+def changed_since(facts: Mapping[str, Any]) -> str:
+    """What computes here otherwise than where these facts are from, as far as both say: one text
+    for a person, "" if it is the same. They may be anybody's, and of any type."""
+    found = []
+    for what, here in computes().items():
+        there = facts.get(what)
+        if there and here and there != here:
+            found.append(f"{what} was {shown(there)}, is {shown(here)}")
+    return "; ".join(found)
 
 
 def script() -> dict[str, str]:

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime import client
+from runtime.checkpoint.memory_left import LOOK_BYTES, demand
 from runtime.framing import PeerFailed, receive_chunk, receive_json, send_chunk, send_json
 from runtime.image import CHUNK_BYTES, Damaged, Table, chunks_of, hash_of
 from runtime.serving import RequestServer
@@ -85,11 +86,16 @@ class Buffer:
     """Memory for one state; as a memfd it is counted by name in /proc, and can be looked into."""
 
     def __init__(self, size: int) -> None:
+        """Raises MemoryError, OSError: it is better that a peer looks for another holder than that
+        this node ends what trains here."""
         self.size = size
         self.users = 0  # who read it now
         fd = os.memfd_create(MEMORY)
         try:
-            os.posix_fallocate(fd, 0, max(size, 1))  # fails here, not at the first touch
+            for at in range(0, max(size, 1), LOOK_BYTES):
+                demand(size - at)
+                # Fails here, not at the first touch.
+                os.posix_fallocate(fd, at, min(LOOK_BYTES, max(size, 1) - at))
             self.memory = memoryview(mmap.mmap(fd, max(size, 1)))[:size]
         finally:
             os.close(fd)

@@ -63,7 +63,10 @@ def whole_state(path: Path, progress: store.Progress = store.unseen) -> State:
 def to_torch(state: State, out: Path, progress: store.Progress = store.unseen) -> None:
     """One file, with all that the checkpoint has; `torch.load(…, weights_only=True)` reads it."""
     with _made_whole(out, progress) as new, new.open("xb") as file:
-        torch.save(state, file)
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # what a disk that is full comes to in torch
+            raise Odd(f"{out} cannot be written: {shown(error)}") from error
 
 
 def to_dcp(state: State, out: Path, progress: store.Progress = store.unseen) -> None:
@@ -321,7 +324,19 @@ def _made_whole(out: Path, progress: store.Progress) -> Iterator[Path]:
     with _beside(out.parent) as new:
         with watched(new, progress):
             yield new
+            for one in [*new.rglob("*"), new]:
+                _sync(one)
         new.rename(out)
+        _sync(out.parent)
+
+
+def _sync(path: Path) -> None:
+    """A file or a folder, on its disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @contextlib.contextmanager

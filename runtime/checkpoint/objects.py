@@ -24,7 +24,6 @@ from runtime.checkpoint.manifest import (
     MANIFEST,
     DataFile,
     Manifest,
-    OtherVersion,
     Packed,
     Part,
     Run,
@@ -41,6 +40,7 @@ from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, hash_of, pages
 STREAMS = 4
 #: Manifests that are read at once: what takes long of each is the answer's way.
 SMALL_STREAMS = 8
+MAX_UNREADABLE = 8  # manifests that a store refuses; of more it is not they that are wrong
 #: Bytes of one request, a multiple of a chunk. S3 wants at least 5 MiB, and 10,000 at most.
 BLOCK_BYTES = 16 << 20
 #: Where nothing was put for so many seconds no writer is at work. A store shows an object only once
@@ -254,7 +254,7 @@ class ObjectStore:
 
     def prune(self, newest: Found, keep: int, keep_for_s: float = 0.0) -> None:
         """Remove all but those that stay (see `store.stays`), and what is of an earlier step than
-        `newest` and will not be completed any more. What cannot be read is not counted, and goes
+        `newest` and will not be completed any more. What is damaged is not counted, and goes
         once it is older than all that are kept. Raises OSError."""
         manifests = self._manifests()
         manifests[newest.path] = newest.manifest
@@ -265,7 +265,7 @@ class ObjectStore:
         }
         for path, found in manifests.items():
             step = store.numbers_in(posixpath.basename(path))[0]
-            if isinstance(found, OtherVersion):
+            if isinstance(found, store.NOT_JUDGED):
                 goes = False  # whoever can read it decides
             elif isinstance(found, Manifest):
                 goes = path not in kept
@@ -292,9 +292,11 @@ class ObjectStore:
     def _manifests(
         self, progress: store.Progress = store.unseen
     ) -> dict[str, Manifest | Damaged | None]:
-        """By the folder: what it holds, why that cannot be read, or None if it has no manifest."""
+        """By the folder: what it holds, why that cannot be read, or None if it has no manifest.
+        Raises OSError if none can be read, or many cannot: then it is the store that is ill."""
         folders = self._folders()
         found: dict[str, Manifest | Damaged | None] = dict.fromkeys(folders)
+        failed: dict[str, OSError] = {}
 
         def read(folder: str) -> None:
             path = posixpath.join(folder, MANIFEST)
@@ -306,9 +308,19 @@ class ObjectStore:
                 return
             except Damaged as error:
                 found[folder] = error
+            except OSError as error:
+                failed[folder] = error
+                if len(failed) > MAX_UNREADABLE:
+                    raise
 
         at_once(read, folders, min(SMALL_STREAMS, len(folders)), "drydock-manifests")
-        return found
+        if failed:  # a store that is busy refuses a request now and then
+            again = [*failed]
+            failed.clear()
+            at_once(read, again, min(SMALL_STREAMS, len(again)), "drydock-manifests")
+        if failed and not any(isinstance(one, Manifest) for one in found.values()):
+            raise next(iter(failed.values()))
+        return found | {one: store.Unreadable(f"{one}: {why}") for one, why in failed.items()}
 
     def _folder(self, step: int, save: str) -> str:
         """All ranks find the same, and no other save of this step does."""

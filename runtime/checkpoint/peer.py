@@ -30,14 +30,15 @@ from runtime.serving import TIMEOUT_S, Requests
 log = logging.getLogger("drydock.checkpoint")
 
 START_S = 20.0  # how long a holder may take to start
-AGAIN_S = 1.0  # after one was lost
+AGAIN_S, SELDOM_S = 1.0, 60.0  # after one was lost, and at most once none can be had
 #: So many replicas that follow each other save to one holder where another hall is the farthest:
 #: what they save is one state, so it crosses from hall to hall once for all of them.
 SHARED_BY = 16
 _STARTING = "starting.lock"
-#: What a holder says of each state that it lists, beside its facts.
+#: What a holder says of each state that it lists.
 _LISTED: dict[str, Callable[[Any], Any]] = {
     "run": str, "rank": int, "ranks": int, "step": int, "save": str, "epoch": int, "digest": str,
+    "facts": dict,
 }  # fmt: skip
 
 
@@ -165,13 +166,16 @@ class OwnHolder:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _run(self) -> None:
+        pause_s = AGAIN_S
         while not self._closed.is_set():
             self._stay()
-            if self._closed.wait(AGAIN_S):
+            if self._closed.wait(pause_s):
                 return
             try:
                 self._start(port=int(self.address.rpartition(":")[2]))
-            except OSError as error:
+                pause_s = AGAIN_S
+            except OSError as error:  # another process may have its port by now, perhaps for good
+                pause_s = min(2 * pause_s, SELDOM_S)
                 log.warning("holder_lost error=%s", error)
 
     def _stay(self) -> None:

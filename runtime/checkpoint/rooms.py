@@ -9,17 +9,15 @@ has it open, whatever becomes of this process.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import math
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 from runtime.checkpoint.large_pages import LARGE_BYTES, collapse, emptied, mapped
+from runtime.checkpoint.memory_left import LOOK_BYTES, demand
 from runtime.image import aligned
 
 ROOMS = 2
@@ -28,49 +26,9 @@ RETRY_S = 30.0  # after memory could not be had
 #: made room for, and a 64th of the image up to as much again.
 SLACK_BYTES = 1 << 20
 SLICE_BYTES = 4 << 20
-#: After so many more it is looked whether there can be memory for the rest: other ranks make their
-#: rooms at the same time, and what cannot be had would be our end.
-LOOK_BYTES = 64 * SLICE_BYTES
 #: Times as long as it takes to touch a slice, while nobody waits for the room: of the first, which
 #: is needed soon, and of the others.
 RESTING = (1.0, 3.0)
-
-
-def left_bytes(root: Path = Path("/")) -> float:
-    """So many bytes of memory are left at the very most, on this machine (under `root`) and in the
-    control groups (v2) that we are in: all that nobody holds for good. Endless if none tells."""
-    proc, groups = root / "proc", root / "sys/fs/cgroup"
-    limits, swap = [math.inf], 0
-    with contextlib.suppress(OSError, LookupError, ValueError):
-        told = numbers_in(proc / "meminfo")
-        swap = told["SwapFree:"] << 10
-        held = told["AnonPages:"] + told["Shmem:"] + told.get("Hugetlb:", 0)
-        # Not all that can be freed counts as available: some file systems have their own caches.
-        limits.append(max(told["MemAvailable:"], told["MemTotal:"] - held) << 10)
-    with contextlib.suppress(OSError, LookupError, ValueError):
-        lines = (proc / "self/cgroup").read_text().splitlines()
-        (name,) = [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
-        for group in [groups / name, *(groups / name).parents]:
-            limits.append(left_in(group))
-    return min(limits) + swap
-
-
-def left_in(group: Path) -> float:
-    """The same, of one control group and without swap."""
-    try:
-        most = (group / "memory.max").read_text().strip()
-        if most == "max":
-            return math.inf
-        told = numbers_in(group / "memory.stat")
-    except OSError:
-        return math.inf
-    return int(most) - told["anon"] - told["shmem"]
-
-
-def numbers_in(path: Path) -> dict[str, int]:
-    """The first number of each line of this file, by its first word. Raises OSError."""
-    words = [line.split() for line in path.read_text().splitlines()]
-    return {name: int(number) for name, number, *_unit in words}
 
 
 def unpinned(_memory: memoryview) -> None:
@@ -97,8 +55,8 @@ class Room:
         os.truncate(self.fd, size)
         self.memory = mapped(self.fd, size, writable=True)
         for at in range(0, size, SLICE_BYTES):
-            if at % LOOK_BYTES == 0 and (left := left_bytes()) < size - at:
-                raise MemoryError(f"{size - at} more are needed, and at most {left:.0f} are left")
+            if at % LOOK_BYTES == 0:
+                demand(size - at)
             began = time.monotonic()
             part = self.memory[at : at + SLICE_BYTES]
             os.posix_fallocate(self.fd, at, len(part))  # fails here, and not at a first touch

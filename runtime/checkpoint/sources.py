@@ -16,6 +16,7 @@ from typing import Any
 
 from runtime.checkpoint import peer, store
 from runtime.checkpoint.asking import Asking
+from runtime.checkpoint.facts import changed_since
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.objects import Found, ObjectStore
 from runtime.checkpoint.suspects import State, suspects
@@ -58,6 +59,7 @@ class Sources:
         #: name of a save -> the addresses of those who hold it, this node's own first, and its
         #: digest there
         self._holders: dict[str, list[tuple[str, str]]] = {}
+        self._facts: dict[str, dict[str, Any]] = {}  # by the name of the save
 
     def saves(
         self, elsewhere: Collection[str] = (), after: tuple[int, int] = (0, -1)
@@ -73,6 +75,7 @@ class Sources:
         ValueError, and as OSError if it is a tier of all nodes.
         """
         found: list[_Found] = []
+        self._facts = {}
         failed: OSError | ValueError | None = None
         out_of_reach: set[str] = set()
         for order, name in enumerate(TIERS):
@@ -142,7 +145,11 @@ class Sources:
             finally:
                 self._noting.release()
 
-        threading.Thread(target=note, name="drydock-epoch", daemon=True).start()
+        try:
+            threading.Thread(target=note, name="drydock-epoch", daemon=True).start()
+        except RuntimeError as error:  # no more threads, and whoever asks is training
+            self._noting.release()
+            log.warning("epoch_not_noted epoch=%s error=%s", epoch, error)
 
     def ranks(self, name: str, tier: TierName) -> int:
         """How many ranks have saved this checkpoint. Raises Damaged if it is gone, OSError."""
@@ -169,6 +176,12 @@ class Sources:
             except (Damaged, OSError) as error:
                 self._refuse_copy(tier, error)
         return asking.ask(partial(store.read, last[0], part, asking.heard))
+
+    def loaded(self, name: str) -> None:
+        """That one is what training goes on from: the log says what has changed since it was made,
+        for with another program or another torch the same steps give other numbers."""
+        if changed := changed_since(self._facts.get(name, {})):
+            log.warning("changed_since save=%s what=%s", name, changed)
 
     def _read_held(self, name: str, rank: int) -> Staged:
         """Of several who hold it the first whose copy is whole; which is not is told."""
@@ -206,6 +219,7 @@ class Sources:
         self.latest_epoch = max([self.latest_epoch, *started, *map(store.epoch_of, found)])
         if self._tiers[tier].own:
             found = [one for one in found if one.facts.get("ranks") == self._job.ranks]
+        self._facts |= {one.save: one.facts for one in found}
         # Once each, of however many replicas there is a copy.
         return list(dict.fromkeys((store.epoch_of(one), one.step, one.save) for one in found))
 
@@ -246,6 +260,7 @@ class Sources:
                 if (one["run"], one["rank"], one["ranks"]) == mine:
                     save = one["save"]
                     if save not in self._holders:
+                        self._facts[save] = one["facts"]
                         found.append((one["epoch"], one["step"], save))
                     self._holders.setdefault(save, []).append((holder, one["digest"]))
         return found

@@ -75,7 +75,7 @@ class Unreadable(Damaged):
 
 
 #: Of these nobody can tell here whether they are needed: they stay.
-_NOT_JUDGED = (OtherVersion, Unreadable)
+NOT_JUDGED = (OtherVersion, Unreadable)
 
 
 def candidates(folder: Path) -> list[Path]:
@@ -384,9 +384,13 @@ def stays(place: int, found: Manifest, newest: Manifest, keep: int, keep_for_s: 
 
 
 def set_aside(path: Path) -> None:
-    """Never choose this checkpoint, but leave it for a person to look at."""
+    """Never choose this checkpoint, but leave it for a person to look at, in the place of the one
+    that was set aside before: on a disk that gives nothing back there is one with each save."""
     with contextlib.suppress(OSError):
         path.rename(path.with_name(f"{_ASIDE}{path.name}-{time.time_ns()}"))
+        aside = path.parent.glob(f"{_ASIDE}*")
+        for earlier in sorted(aside, key=lambda one: one.name.rpartition("-")[2])[:-1]:
+            remove(earlier)
 
 
 def prune(folder: Path, newest: Path, keep: int = KEEP, keep_for_s: float = 0.0) -> None:
@@ -402,7 +406,7 @@ def prune(folder: Path, newest: Path, keep: int = KEEP, keep_for_s: float = 0.0)
     whole = {newest: ours}
     damaged, astray = [], []
     for path, found in listed(folder):
-        if path == newest or isinstance(found, _NOT_JUDGED):
+        if path == newest or isinstance(found, NOT_JUDGED):
             continue
         later = number_of(path) > number_of(newest)
         if later and (isinstance(found, Damaged) or epoch_of(found) < epoch_of(ours)):
@@ -411,7 +415,7 @@ def prune(folder: Path, newest: Path, keep: int = KEEP, keep_for_s: float = 0.0)
             damaged.append(path)
         else:
             whole[path] = found
-    for path in reversed(astray):  # the last one is enough to look at, and the latest is the last
+    for path in reversed(astray):  # the latest is the last, and stays
         set_aside(path)
     latest = sorted(whole, key=lambda path: (epoch_of(whole[path]), number_of(path)), reverse=True)
     kept = [p for n, p in enumerate(latest) if stays(n, whole[p], ours, keep, keep_for_s)]
@@ -422,9 +426,6 @@ def prune(folder: Path, newest: Path, keep: int = KEEP, keep_for_s: float = 0.0)
     for path in damaged:
         if len(kept) >= keep and number_of(path) < oldest:
             remove(path)
-    aside = sorted(folder.glob(f"{_ASIDE}*"), key=lambda path: path.name.rpartition("-")[2])
-    for path in aside[:-1]:
-        remove(path)
 
 
 def prune_others(folder: Path, others: Iterable[Path], keep: int) -> None:
@@ -438,7 +439,7 @@ def prune_others(folder: Path, others: Iterable[Path], keep: int) -> None:
     first = min(found.step for found in kept)
     for other in others:
         for path, found in listed(other):
-            if isinstance(found, _NOT_JUDGED):
+            if isinstance(found, NOT_JUDGED):
                 continue
             if isinstance(found, Manifest):
                 earlier = (epoch_of(found), found.step) < oldest

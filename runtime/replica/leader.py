@@ -234,6 +234,8 @@ class Leader:
         """In which tiers a checkpoint is due, and whether we could write our share of the shared
         one. One clock counts for all: all pay for it at the same edge, and then all hold the same
         step."""
+        if self.together.passes_on():
+            self._owed.discard("shared")
         due = self.rank.saver.due() if self.teller.speaks() else set()
         if "shared" in due or self.sharing.is_stuck():
             self.together.ready({"shared"})  # which tells where it is not
@@ -262,6 +264,7 @@ class Leader:
         self._owed |= {name for name in due & self._ours() if name != "shared"}
         if who == "one" and place == self.sharing.writer:
             self._owed.add("shared")
+            self.together.begins_alone()
         elif who == "all":
             self._owed.discard("shared")
         if self.together.on_trial:

@@ -32,6 +32,9 @@ class Sharing:
         self._turn = 0  # whose it is to write alone: passed on if that fails, or cannot be begun
         self._stuck = 0  # edges at which one was owed and nobody could begin
         self.writer = 0  # the one that was decided on: its place among the members
+        self._place = 0  # ours
+        #: it is we who write one alone of which the others have not heard what became of it
+        self.writes_alone = False
         self._heard: list[Outcome] = []  # what became of ours; from threads of their own
         self._said: list[Outcome] = []  # of that, to the others in the step under way
 
@@ -45,6 +48,7 @@ class Sharing:
         """For the next edge. `place`: ours among the members, of which the first speaks. `due`: the
         interval is over, by its clock. `able`: we can write our share then; `free`: or all of
         it."""
+        self._place = place
         late = due and self._under_way == "all"
         self._said, self._free = list(self._heard), free
         would = self._failed or late or self._short >= PATIENCE
@@ -57,6 +61,14 @@ class Sharing:
 
     def decide(self, wishes: Wishes, members: int) -> Who:
         """Who begins to save at this edge; if it is one alone, `writer`."""
+        who = self._decide(wishes, members)
+        if who == "one":
+            self.writes_alone = self.writer == self._place
+        elif self._under_way != "one":
+            self.writes_alone = False
+        return who
+
+    def _decide(self, wishes: Wishes, members: int) -> Who:
         self.writer = self._turn % members
         self._turn += wishes.alone_failed
         del self._heard[: len(self._said)]  # and all have heard it
@@ -84,10 +96,16 @@ class Sharing:
         """Whether one has been owed for long: whose store is busy says so."""
         return self._stuck >= PATIENCE
 
+    @property
+    def turn(self) -> int:
+        """How often it was passed on who writes alone since the members changed."""
+        return self._turn
+
     def regrouped(self) -> None:
         """There are other members: who is gone writes no share, and who came knows of nothing."""
         self._owed |= self._under_way != "nobody"
         self._under_way = "nobody"
+        self.writes_alone = False
         self._turn = self._stuck = 0
         self._heard.clear()
         self._said = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,9 @@ from runtime.replica.telling import Teller
 #: What a copy of the state is hashed for, in the words in which others are told of it.
 HASHED_FOR = ("staged", "compared", "proved")
 MAX_TRIES = 8  # checkpoints that fail, before a person has to look
+#: So long, and three times as long as it usually takes and as the interval is, whoever writes alone
+#: for all is waited for; as much longer each time, for the store may only be slow.
+HANGS_S = 600.0
 MAX_UNTOLD = 8  # saves to a tier of which some rank has not told, and perhaps never will
 
 
@@ -65,6 +69,7 @@ class Together:
         self.seen_epoch = 0
         #: our ranks in the folder of all, when the last step was summed
         self._can_share = self._can_write_alone = False
+        self._alone_since = 0.0  # monotonic: when it was decided that we write alone for all
         self.epoch_name = ""  # the same on all members, and never used again
         self._trial: Trial | None = None  # of the state that the job began from
         self._digests: list[str] = []  # of what was loaded just now, by rank
@@ -182,6 +187,23 @@ class Together:
         """The same, of all of it while no other replica writes."""
         return self._can_write_alone and self.rank.saver.is_free("shared")
 
+    def begins_alone(self) -> None:
+        """It was decided that we write alone for all, from now on."""
+        self._alone_since = time.monotonic()
+
+    def passes_on(self) -> bool:
+        """Whether what we write alone for all takes so long that our store may hang: then it is
+        another's turn, and the rank where it is late tells."""
+        if not self.sharing.writes_alone:
+            return False
+        pace = self.rank.saver.tiers["shared"].pace
+        usual_s = max(HANGS_S, 3 * pace.every_s, 3 * (pace.alone_s or 0.0))
+        if time.monotonic() - self._alone_since <= usual_s * (1 + self.sharing.turn):
+            return False
+        self.sharing.hear("alone_failed")
+        self.ready({"shared"})
+        return True
+
     def hear_of_shared(self, wishes: Wishes) -> None:
         """What became of a save to the folder of all, as all members hear it."""
         if wishes.whole:
@@ -248,6 +270,7 @@ class Together:
             parts = self._all("read", name=name, tier=tier)
             if all(parts) and len({history for history, _digest in parts}) == 1:
                 self._all("load")
+                self.rank.saver.sources.loaded(name)
                 self._compare(step, [digest for _history, digest in parts])
                 return
             tried += 1

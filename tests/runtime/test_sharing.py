@@ -165,6 +165,26 @@ def test_one_whose_folder_hangs_does_not_keep_the_others_from_theirs(turn: int) 
     assert members.each[0].is_stuck() is False
 
 
+def test_one_that_hangs_as_it_writes_alone_passes_it_on_until_it_is_through() -> None:
+    members = Members(3)
+    assert members.edge(due=True, able=0) == "one"
+    members.hang = {0}
+    writing = [one.writes_alone for one in members.each]
+
+    members.each[0].hear("alone_failed")  # for it has waited for long enough
+    begun = members.edges(PATIENCE + 2, due=True)
+    passed_on = (members.writer, [one.writes_alone for one in members.each])
+    members.hang = set()
+    members.each[0].hear("whole")
+    members.each[1].hear("whole")
+
+    assert writing == [True, False, False]
+    assert [who for who in begun if who != "nobody"] == ["one"]
+    assert passed_on == (1, [False, True, False])
+    assert members.edge() == "all"
+    assert not any(one.writes_alone for one in members.each)
+
+
 def test_one_that_takes_longer_alone_than_the_interval_is_shared_out_then() -> None:
     members = Members(2)
     assert members.edge(due=True, able=0) == "one"

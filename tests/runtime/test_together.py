@@ -41,7 +41,7 @@ from runtime.replica.siblings import Incomplete, Siblings
 from runtime.replica.state import TrainingState
 from runtime.replica.step import Applied, NotWhole, StepEngine
 from runtime.replica.telling import Teller
-from runtime.replica.together import MAX_TRIES, MAX_UNTOLD, Together
+from runtime.replica.together import HANGS_S, MAX_TRIES, MAX_UNTOLD, Together
 from runtime.snapshot import state_of
 from tests.runtime.replicas import Board, until
 from tests.runtime.told import Told
@@ -508,10 +508,29 @@ def test_a_checkpoint_in_the_folder_of_all_is_told_of_by_whoever_finished_it(pai
     assert said["whole"]
 
 
-def test_only_a_checkpoint_whose_parts_are_of_one_run_is_loaded(pair: Pair) -> None:
+def test_who_writes_alone_for_far_too_long_passes_it_on_and_tells(pair: Pair) -> None:
+    sharing = pair.together.sharing
+    sharing.wishes(0, 1, due=True, able=False, free=True)
+    assert sharing.decide(Wishes(shared=True, alone=True), 1) == "one"
+    pair.other.answers["ready"] = {"value": []}
+
+    pair.together.begins_alone()
+    early = pair.together.passes_on()
+    pair.together._alone_since -= HANGS_S + 1.0
+    late = pair.together.passes_on()
+    heard = sharing.wishes(0, 1, due=True, able=False, free=False)
+    sharing.decide(Wishes(alone_failed=heard["alone_failed"]), 1)
+
+    assert (early, late, pair.together.passes_on()) == (False, True, False)
+    assert pair.other.heard == ["ready"]
+
+
+def test_only_a_checkpoint_whose_parts_are_of_one_run_is_loaded(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
     for step in (5, 8):
         staged = trained(step).copy()
-        draft = Draft(pair.saver.folders.shared, step, f"save{step}", 2, {})
+        draft = Draft(pair.saver.folders.shared, step, f"save{step}", 2, {"torch": "1.0"})
         for rank in (0, 1):
             draft.write(rank, staged.table, memoryview(staged.buffer))
         assert draft.publish()
@@ -530,6 +549,7 @@ def test_only_a_checkpoint_whose_parts_are_of_one_run_is_loaded(pair: Pair) -> N
 
     assert (refused, pair.state.committed) == (-1, 8)
     assert [m for m in pair.told.messages if "step 8: a part is damaged" in str(m)]
+    assert caplog.text.count("changed_since save=save8 what=torch was '1.0', is") == 1
     assert pair.together.digest() == f"{pair.state.digest(ledger=True)}-d1"
 
 

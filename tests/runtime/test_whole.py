@@ -27,7 +27,7 @@ import runtime
 from node_agent import wire
 from node_agent.launch import together
 from runtime import stalls
-from runtime.checkpoint import store
+from runtime.checkpoint import facts, store
 from runtime.checkpoint.__main__ import main
 from runtime.checkpoint.tiers import TierName
 from runtime.client import Directive
@@ -528,6 +528,18 @@ def test_what_a_start_made_that_was_lost_is_no_later_than_what_was_made_since(
     assert [epoch for epoch, _ in (first, *others)] == [1, 2, 3]
     assert (elsewhere, begins) == (4, 2)
     assert again == (5, 5)
+
+
+def test_the_log_says_that_another_torch_made_what_it_goes_on_from(
+    alone: Alone, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as then:
+        then.setattr(facts, "version_of", lambda module: "1.0")
+        alone.trained(1)
+    alone.trained(1)
+    alone.trained(1)
+
+    assert caplog.text.count("torch was '1.0', is '2.") == 1
 
 
 def test_a_start_is_later_than_all_that_is_there_though_it_cannot_be_loaded(alone: Alone) -> None:

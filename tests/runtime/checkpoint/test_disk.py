@@ -50,6 +50,16 @@ def test_what_is_written_is_read_again(folder: int, tmp_path: Path, size: int) -
     assert read == data
 
 
+def test_what_a_name_was_linked_to_stays_as_it_is(folder: int, tmp_path: Path) -> None:
+    (tmp_path / "before").write_bytes(b"of an earlier checkpoint")
+    (tmp_path / "a").hardlink_to(tmp_path / "before")
+
+    disk.write("a", data_of(9), folder)
+
+    assert (tmp_path / "before").read_bytes() == b"of an earlier checkpoint"
+    assert (tmp_path / "a").stat().st_size == 9
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_also_where_a_file_cannot_be_made_long_at_once(
     folder: int, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch

@@ -132,6 +132,24 @@ def test_what_is_written_on_this_host_stays_however_long_its_store_hangs(tmp_pat
     assert (while_it_lives, hangs.path.exists()) == (True, False)
 
 
+def test_on_another_host_it_is_as_old_as_the_store_says_and_not_our_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with draft_at(tmp_path, 4) as begun:
+        begun._lock("rank-0.json")
+        (begun.path / "rank-0.lock").write_text("another host")
+        with monkeypatch.context() as ahead:
+            ahead.setattr("time.time", lambda: 1e11)
+            sweep(tmp_path)
+        by_ours = begun.path.exists()
+        for path in (*begun.path.iterdir(), begun.path):
+            os.utime(path, (1.0, 1.0))
+        sweep(tmp_path)
+
+    assert (by_ours, begun.path.exists()) == (True, False)
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_a_part_that_waits_for_another_is_not_swept_away(tmp_path: Path) -> None:
     with draft_at(tmp_path, 4) as draft:
         write(draft, 0, staged_at(1))

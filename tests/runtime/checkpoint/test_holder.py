@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 from runtime import framing, serving
-from runtime.checkpoint import holder, peer
-from runtime.checkpoint.holder import Holder, Label
+from runtime.checkpoint import holder, memory_left, peer
+from runtime.checkpoint.holder import Buffer, Holder, Label
 from runtime.checkpoint.peer import Keeping, Place, holder_for
 from runtime.framing import PeerFailed, receive_json, send_chunk, send_json
 from runtime.image import CHUNK_BYTES, Damaged, Staged, chunks_of
@@ -99,6 +99,21 @@ def test_the_newest_is_kept_and_the_next_is_received_beside_it(address: str) -> 
     assert kept(address) == [(0, 7)]
     with pytest.raises(PeerFailed, match="no save save6 of rank 0 is held here"):
         read(address, 6)
+
+
+def files() -> int:
+    """That this process has open."""
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+def test_no_memory_is_begun_that_there_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_left, "left_bytes", lambda: 1 << 20)
+    before = files()
+
+    with pytest.raises(MemoryError, match="2097152 more are needed, and at most 1048576 are left"):
+        Buffer(2 << 20)
+    assert Buffer(1 << 20).size == 1 << 20
+    assert files() == before
 
 
 def test_of_a_state_of_several_parts_the_one_before_is_kept_too(address: str) -> None:

@@ -16,7 +16,7 @@ import safetensors
 import torch
 from torch import nn
 
-from runtime.checkpoint import store
+from runtime.checkpoint import interchange, store
 from runtime.checkpoint.__main__ import main
 from runtime.checkpoint.difference import differences, unchanged
 from runtime.checkpoint.draft import Draft, write
@@ -353,6 +353,35 @@ def test_what_safetensors_cannot_write_is_said_in_a_line(
     assert "out cannot be written: I/O error: No space left" in told
     assert told.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_what_torch_makes_of_a_full_disk_is_said_of_the_disk(
+    path: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_given: object) -> None:
+        raise RuntimeError("[enforce fail] . unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(torch, "save", full)
+
+    assert main(["export", str(path), str(tmp_path / "out"), "--to", "torch"]) == 2
+
+    assert f"{tmp_path / 'out'} cannot be written: " in capsys.readouterr().err
+    assert [one.name for one in tmp_path.iterdir()] == ["job"]
+
+
+@pytest.mark.parametrize("to", sorted(EXPORTS))
+def test_an_export_survives_a_loss_of_power(
+    path: Path, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    durable: list[str] = []
+    sync = interchange._sync
+    monkeypatch.setattr(interchange, "_sync", lambda one: (durable.append(one.name), sync(one)))
+
+    EXPORTS[to](whole_state(path), tmp_path / "out")
+
+    files = {one.name for one in (tmp_path / "out").rglob("*")}
+    assert files <= set(durable)
+    assert durable[-1] == tmp_path.name
 
 
 def test_tensors_without_a_name_of_their_own_are_not_left_out(tmp_path: Path) -> None:

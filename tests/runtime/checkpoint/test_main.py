@@ -15,7 +15,7 @@ import pytest
 from runtime.checkpoint import store
 from runtime.checkpoint.__main__ import main
 from runtime.checkpoint.draft import write
-from runtime.checkpoint.manifest import sealed
+from runtime.checkpoint.manifest import Manifest, sealed
 from tests.runtime.checkpoint.states import flip_a_bit, staged_at, unreadable
 
 Capture = pytest.CaptureFixture[str]
@@ -58,6 +58,27 @@ def test_damage_is_named_and_is_the_exit_status(tmp_path: Path, capsys: Capture)
     for verb in ("ls", "verify"):
         (tmp_path / "step-00000002" / "manifest.json").write_text("{}")
         assert main([verb, str(tmp_path), "--json"]) == 1
+
+
+@pytest.mark.parametrize("verb", ["ls", "verify"])
+def test_what_its_job_removes_meanwhile_is_not_damaged(
+    tmp_path: Path, verb: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        write(tmp_path, staged_at(step), keep=9)
+    manifest_of = store.manifest_of
+
+    def too_late(path: Path) -> Manifest:
+        store.remove(tmp_path / "step-00000001")
+        return manifest_of(path)
+
+    monkeypatch.setattr(store, "manifest_of", too_late)
+
+    assert main([verb, str(tmp_path)]) == 0
+
+    newer, older = capsys.readouterr().out.splitlines()
+    assert newer.startswith("step-00000002")
+    assert older == "step-00000001    removed meanwhile"
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-0.json", "rank-0-0001.bin"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import signal
 import threading
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.checkpoint import asking
+from runtime.checkpoint import asking, store
 from runtime.checkpoint.manifest import MANIFEST, sealed
 from runtime.checkpoint.objects import Found, ObjectStore
 from runtime.image import CHUNK_BYTES, Damaged
@@ -331,6 +333,66 @@ def test_what_cannot_be_read_is_kept_until_it_is_older_than_all_that_are(url: st
     assert kept == 3
     assert len(objects.found()) == 2
     assert there(objects) == [(4, "save4"), (3, "save3")]
+
+
+@pytest.fixture
+def three(url: str) -> tuple[ObjectStore, Found]:
+    """Checkpoints of one job, and the newest of them."""
+    objects = ObjectStore(url, "j")
+    found = None
+    for step in (1, 2, 3):
+        put(objects, step)
+        found = objects.publish(step, f"save{step}", 1, {})
+    assert found is not None
+    return objects, found
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, objects: ObjectStore, part: str, times: float) -> None:
+    """So many requests for what has this in its path are refused."""
+    small, refused = objects._files.cat_file, 0
+
+    def cat_file(path: str, **given: Any) -> bytes:
+        nonlocal refused
+        if part in path and refused < times:
+            refused += 1
+            raise PermissionError(errno.EACCES, "Forbidden", path)
+        return bytes(small(path, **given))
+
+    monkeypatch.setattr(objects._files, "cat_file", cat_file)
+
+
+def test_a_manifest_that_is_refused_hides_no_other_and_stays(
+    three: tuple[ObjectStore, Found], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects, newest = three
+    with monkeypatch.context() as meanwhile:
+        refuse(meanwhile, objects, "step-00000002", math.inf)
+        seen = there(objects)
+        (flaw,) = [one for one in objects.found() if not isinstance(one, Found)]
+        objects.prune(newest, 1)
+
+    assert seen == [(3, "save3"), (1, "save1")]
+    assert isinstance(flaw, store.Unreadable)
+    assert "step-00000002" in str(flaw)
+    assert "Forbidden" in str(flaw)
+    assert there(objects) == [(3, "save3"), (2, "save2")]
+
+
+def test_a_request_that_is_refused_once_is_made_again(
+    three: tuple[ObjectStore, Found], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(monkeypatch, three[0], "step-00000003", 1)
+
+    assert there(three[0])[0] == (3, "save3")
+
+
+def test_where_no_manifest_can_be_had_the_store_is_out_of_reach(
+    three: tuple[ObjectStore, Found], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(monkeypatch, three[0], MANIFEST, math.inf)
+
+    with pytest.raises(PermissionError, match="Forbidden"):
+        three[0].found()
 
 
 def test_what_another_version_put_there_stays(url: str) -> None:

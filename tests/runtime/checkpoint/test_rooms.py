@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from runtime.checkpoint import rooms
+from runtime.checkpoint import memory_left, rooms
 from runtime.checkpoint.large_pages import mapped
 from runtime.checkpoint.rooms import Rooms
 from runtime.snapshot import pin
@@ -246,7 +245,7 @@ def test_rooms_for_which_no_thread_can_be_started_are_made_later_and_told_of_onc
 def test_no_room_is_begun_for_which_there_cannot_be_memory(
     monkeypatch: pytest.MonkeyPatch, taken_before: list[int]
 ) -> None:
-    monkeypatch.setattr(rooms, "left_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(memory_left, "left_bytes", lambda: 1 << 20)
     told: list[str] = []
     made = Rooms(told.append)
 
@@ -265,7 +264,7 @@ def test_where_the_rest_of_a_room_cannot_be_had_any_more_it_is_given_up(
 ) -> None:
     """Other ranks have made theirs meanwhile."""
     left = iter([1 << 30, 1 << 20])
-    monkeypatch.setattr(rooms, "left_bytes", lambda: next(left))
+    monkeypatch.setattr(memory_left, "left_bytes", lambda: next(left))
     monkeypatch.setattr(rooms, "LOOK_BYTES", 2 * rooms.SLICE_BYTES)
     told: list[str] = []
     made = Rooms(told.append)
@@ -276,42 +275,3 @@ def test_where_the_rest_of_a_room_cannot_be_had_any_more_it_is_given_up(
 
     assert room is None
     assert len(told) == 1
-
-
-MEMINFO = """\
-MemTotal:       1000 kB
-MemAvailable:   {available} kB
-SwapFree:       10 kB
-AnonPages:      500 kB
-Shmem:          100 kB
-HugePages_Total:       0
-"""
-
-
-@pytest.mark.parametrize(
-    ("available", "limits", "kib"),
-    [
-        (300, {}, 410),  # what is not told as available may be a file system's own cache
-        (600, {}, 610),  # what others hold may be told, and not be of this container
-        (300, {"": "max", "job": "max"}, 410),
-        (300, {"job": "204800"}, 90),
-        (300, {"": "143360", "job": "204800"}, 30),
-    ],
-)
-def test_memory_is_left_as_far_as_machine_and_control_groups_have_it(
-    tmp_path: Path, available: int, limits: dict[str, str], kib: int
-) -> None:
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/meminfo").write_text(MEMINFO.format(available=available))
-    (tmp_path / "proc/self/cgroup").write_text("1:name=systemd:/\n0::/job/task\n")
-    for name, limit in limits.items():
-        group = tmp_path / "sys/fs/cgroup" / name
-        group.mkdir(parents=True, exist_ok=True)
-        (group / "memory.max").write_text(f"{limit}\n")
-        (group / "memory.stat").write_text("anon 102400\nfile 9999999\nshmem 20480\n")
-
-    assert rooms.left_bytes(tmp_path) == kib << 10
-
-
-def test_where_nothing_tells_how_much_memory_is_left_there_may_be_any(tmp_path: Path) -> None:
-    assert rooms.left_bytes(tmp_path) == math.inf

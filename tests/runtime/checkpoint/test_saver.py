@@ -397,6 +397,20 @@ def test_a_state_that_grows_gets_other_rooms(trainer: OneRank) -> None:
     assert trainer.told.troubles() == []
 
 
+def test_what_goes_wrong_with_each_save_is_told_once_until_one_is_without_it(
+    trainer: OneRank, tmp_path: Path
+) -> None:
+    odd = tmp_path / "checkpoints" / ".writing-00000001-odd" / "rank-0.lock"  # no file
+    odd.mkdir(parents=True)
+    trainer.save_all(1, 2, 3)
+    odd.rmdir()
+    trainer.save_all(4)
+    odd.mkdir()
+    trainer.save_all(5, 6)
+
+    assert trainer.told.troubles() == ["checkpoint_not_pruned"] * 2
+
+
 def test_bytes_that_do_not_change_are_an_alarm(trainer: OneRank) -> None:
     trainer.save_all(1)
     trainer.saver.save(lambda into: stuck(2, into), "stuck", last=True)

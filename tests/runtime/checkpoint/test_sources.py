@@ -11,11 +11,12 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from runtime.checkpoint import peer
+from runtime.checkpoint.draft import write
 from runtime.checkpoint.sources import Sources
 from runtime.checkpoint.tiers import Folders, epochs_taken, next_epoch, run_of, tiers_of
 from runtime.client import Trouble
@@ -121,6 +122,19 @@ def test_who_does_not_answer_is_named(job: Job, sources: Sources, nodes: list[No
     assert (trouble.kind, trouble.subject) == ("holder_out_of_reach", NOBODY)
 
 
+def test_the_log_says_what_has_changed_since_a_state_was_made(
+    sources: Sources, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "checkpoints", staged_at(STEP + 1), facts={"torch": "1.0"})
+    ((_, held, _), (_, save, _)) = sources.saves()
+
+    sources.loaded(held)  # which says nothing of who made it
+    assert caplog.text == ""
+    sources.loaded(save)
+
+    assert f"changed_since save={save} what=torch was '1.0', is '2." in caplog.text
+
+
 @pytest.fixture
 def of_another_version(nodes: list[Node]) -> Iterator[str]:
     """The address of a holder that lists what the first node's does, and gives nothing that we
@@ -222,6 +236,23 @@ def test_an_epoch_that_cannot_be_noted_is_warned_of(
     note_epoch(sources_of(job), 3)
 
     assert "epoch_not_noted epoch=3" in caplog.text
+
+
+def test_where_there_can_be_no_more_threads_an_epoch_is_noted_later(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none_left(_thread: threading.Thread) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    (tmp_path / "checkpoints").mkdir()
+    sources = sources_of(job)
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(threading.Thread, "start", none_left)
+        sources.note_epoch(3)
+    note_epoch(sources, 3)
+
+    assert "epoch_not_noted epoch=3 error=can't start new thread" in caplog.text
+    assert epochs_taken(tmp_path / "checkpoints") == [3]
 
 
 def test_a_folder_that_hangs_is_asked_by_one_thread_to_note_an_epoch(

@@ -1,0 +1,48 @@
+"""How much memory is left, as the machine and its control groups tell."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from runtime.checkpoint.memory_left import left_bytes
+
+MEMINFO = """\
+MemTotal:       1000 kB
+MemAvailable:   {available} kB
+SwapFree:       10 kB
+AnonPages:      500 kB
+Shmem:          100 kB
+HugePages_Total:       0
+"""
+
+
+@pytest.mark.parametrize(
+    ("available", "limits", "kib"),
+    [
+        (300, {}, 410),  # what is not told as available may be a file system's own cache
+        (600, {}, 610),  # what others hold may be told, and not be of this container
+        (300, {"": "max", "job": "max"}, 410),
+        (300, {"job": "204800"}, 90),
+        (300, {"": "143360", "job": "204800"}, 30),
+    ],
+)
+def test_memory_is_left_as_far_as_machine_and_control_groups_have_it(
+    tmp_path: Path, available: int, limits: dict[str, str], kib: int
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(MEMINFO.format(available=available))
+    (tmp_path / "proc/self/cgroup").write_text("1:name=systemd:/\n0::/job/task\n")
+    for name, limit in limits.items():
+        group = tmp_path / "sys/fs/cgroup" / name
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.stat").write_text("anon 102400\nfile 9999999\nshmem 20480\n")
+
+    assert left_bytes(tmp_path) == kib << 10
+
+
+def test_where_nothing_tells_how_much_memory_is_left_there_may_be_any(tmp_path: Path) -> None:
+    assert left_bytes(tmp_path) == math.inf
