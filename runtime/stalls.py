@@ -61,9 +61,9 @@ class Stalls:
         self._watch = threading.Thread(target=self._run, name="drydock-stalls", daemon=True)
 
     @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self, *, counts: bool = True) -> Iterator[None]:
         """The calling thread does its part of one step. What it waits for outside, such as other
-        replicas, does not count."""
+        replicas, does not count. `counts`: not what follows to a part that was counted."""
         self._training = threading.get_ident()
         self._since = began = self._clock()
         if self._watch.ident is None and self._after_s:
@@ -73,7 +73,7 @@ class Stalls:
             yield
         finally:
             self._since = None
-            self._note(began, self._clock() - began)
+            self._note(began, self._clock() - began, counts)
 
     def look(self) -> None:
         """Tell if the step under way takes too long; once for each."""
@@ -98,16 +98,18 @@ class Stalls:
             return max(FIRST_S, self._after_s)
         return max(self._after_s, TIMES * self._usual_s, AGAIN * self._longest_s)
 
-    def _note(self, began: float, lasted_s: float) -> None:
+    def _note(self, began: float, lasted_s: float, counts: bool) -> None:
         if self._told_of == began:
             self._tell(
                 "stall_over", f"that part of the step came to its end after {lasted_s:.0f} s"
             )
-        self._steps += 1
+        self._steps += counts
         if self._steps <= FIRST_STEPS:
-            self._usual_s = lasted_s
+            self._usual_s = lasted_s if counts else self._usual_s
             return
         self._longest_s = max(self._longest_s, lasted_s)
+        if not counts:
+            return
         self._usual_s += WEIGHT * (min(lasted_s, TIMES * self._usual_s) - self._usual_s)
 
     def _tell(self, kind: str, text: str) -> None:

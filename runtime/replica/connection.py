@@ -49,6 +49,8 @@ class Peer:
     over: bool = False  # and that the job is over
     expected: tuple[int, str] | None = None  # step and digest of the state that it was sent for
     caught_up: bool = False  # follows the members, no step behind
+    followed: int = -1  # the last step that it made of theirs, and when it first said so
+    followed_at: float = 0.0
     #: after which marked steps it held what, as it said
     proofs: dict[int, str] = field(default_factory=dict)
     proven_after: int = -1  # the last step after which that was what a member held, and when that

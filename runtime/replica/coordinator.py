@@ -23,6 +23,7 @@ from runtime.replica.connection import Peer
 from runtime.replica.epochs import ABSENT_BROKEN_S, Epochs
 from runtime.replica.keeper import Keeper
 from runtime.replica.listening import TICK_S, options, run
+from runtime.replica.places import MustEnd
 from runtime.replica.plan import Report
 from runtime.replica.proving import Difference
 from runtime.replica.record import RecordFile, StaleEpoch, hold_alone
@@ -43,6 +44,7 @@ OF_A_JOIN = (
 )  # fmt: skip
 #: What changes nothing that is to be decided: as a group is built its members say it all the time.
 ASIDE = frozenset({"pong", "set", "get"})
+NO_COPY_S = 2.0  # after one could not be made, while nobody trains
 UNDECIDED_S = 10.0  # how long members that we do not know wait before a person is told
 
 
@@ -85,7 +87,7 @@ class Coordinator(Epochs):
             holder = self.peers.get(int(first["replica"]))
             promoted = holder if holder is not None and holder.promoted else None
             if promoted and promoted.placement != first["placement"] and not first["standby"]:
-                return (
+                return MustEnd(
                     f"{promoted.placement}, which stood by, has taken the place of replica "
                     f"{promoted.replica}: this process must end"
                 )
@@ -104,9 +106,10 @@ class Coordinator(Epochs):
         follows a dead one: somebody started the job, or the replica, twice. If it was cut off or
         stopped, it makes way within the time that its silence takes.
         """
-        self.note_word()
         if refusal := self.refusal(first):
             return refusal
+        if asked is None:  # it says this once, however often its place is looked at
+            self.note_word()
         replica, placement = int(first["replica"]), str(first["placement"])
         told_epoch = int(first["epoch"])
         claims = told_epoch > self.record.epoch and not self.claims.outranks(replica, told_epoch)
@@ -128,7 +131,7 @@ class Coordinator(Epochs):
                 return asked
             self.gone(holder, "heartbeat")
             return self.place_of(first, None)
-        return (
+        return MustEnd(
             f"replica {replica} of {self.record.job} lives, as {holder.placement}: give each job "
             "an id of its own (DRYDOCK_JOB), or end that process first"
         )
@@ -284,6 +287,8 @@ class Coordinator(Epochs):
         peer.answered = int(message["n"])
         if peer.phase == "member":
             self.note_step(peer, int(message["step"]))
+        elif int(message["step"]) != peer.followed:
+            peer.followed, peer.followed_at = int(message["step"]), self.clock()
 
     def note_step(self, member: Peer, step: int) -> None:
         """How far it is; a step of this epoch shows that it and all others reach each other."""
@@ -339,7 +344,8 @@ class Coordinator(Epochs):
         if message["digest"]:
             self.admission.staged(peer, int(message["step"]), str(message["digest"]))
         elif self.admission.not_staged(peer):
-            # Not at once: what fails each time would cost each step.
+            # Not at once: what fails each time would cost each step, or never end.
+            self.copies_from = self.clock() + NO_COPY_S
             for newcomer in self.newcomers("fresh"):
                 newcomer.put_off(self.clock(), "no member could make a copy of its state")
 
@@ -387,6 +393,7 @@ class Coordinator(Epochs):
     def on_caught_up(self, peer: Peer, message: dict[str, Any]) -> None:
         if peer.phase == "ready":
             peer.step, peer.caught_up = int(message["step"]), True
+            peer.followed, peer.followed_at = peer.step, self.clock()
 
     def on_set(self, _peer: Peer, message: dict[str, Any]) -> None:
         if int(message["epoch"]) == self.record.epoch:

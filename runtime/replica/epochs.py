@@ -24,6 +24,7 @@ log = logging.getLogger("drydock.coordinator")
 GATHER_S = 30.0
 LEASE_MARGIN_S = 1.0  # for clocks that do not run alike
 ABSENT_BROKEN_S = 1.0  # how long one has to connect again while others wait for the next epoch
+LAG_S = 10.0  # so long one that follows may make no step while the members make several
 MAX_FAILED = 3  # so often one may fail to take the newest state before others begin without it
 
 
@@ -81,6 +82,8 @@ class Epochs(Roster):
             return
         equal = [p for p in there if (p.step, p.digest) == (source.step, source.digest)]
         behind = [p for p in peers if p not in equal]
+        if behind and self.clock() < self.copies_from:
+            return
         if behind:
             # Whoever took the last copies is ready: ask anew.
             self.admission.release(equal, wanted=True, followed=False)
@@ -118,7 +121,8 @@ class Epochs(Roster):
 
     def may_train_unseen(self) -> bool:
         """Whether the last epoch's members may all be there, out of our reach, and go on."""
-        lease = self.lease_s + LEASE_MARGIN_S
+        # They hold to what they were granted, whatever we were started with since.
+        lease = max(self.lease_s, self.record.grant.get("lease_s", 0.0)) + LEASE_MARGIN_S
         return not self.fenced and self.clock() - self.last_contact < lease
 
     def may_be_claimed(self) -> bool:
@@ -131,7 +135,7 @@ class Epochs(Roster):
         if not members:
             return
         self.measure(members[0])
-        level = [p for p in self.newcomers("ready") if p.caught_up]
+        level = [p for p in self.newcomers("ready") if p.caught_up and not self.lags(p, members)]
         entering = self.seats([p for p in level if p.proven])
         if any(member.report is None for member in members):
             if not self.broken_at:  # else the next epoch comes first
@@ -171,6 +175,12 @@ class Epochs(Roster):
             return
         # Nobody waits for a newcomer: it is handed what it may still lack, while others compute.
         self.grant(seated)
+
+    def lags(self, peer: Peer, members: list[Peer]) -> bool:
+        """Whether one that followed the members makes no step any more: it may hang, and whoever
+        entered with it would wait for ever."""
+        behind = max(member.step for member in members) > peer.followed + 1
+        return behind and self.clock() - peer.followed_at > LAG_S
 
     def settle_doubt(self, members: list[Peer]) -> None:
         """A member found another silent: ask all whom they reach, and do without those who are out
@@ -240,6 +250,7 @@ class Epochs(Roster):
             self.admission.forget(number)
             leaver.tell(op="replaced", by=peer.placement)
         del self.peers[peer.replica]
+        self.admission.forget(peer.replica)  # by its new number nobody waits for its copy
         self.places.take(number, peer.placement)
         log.info("seated placement=%s replica=%s", peer.placement, number)
         peer.replica, peer.standby, peer.promoted = number, "", True

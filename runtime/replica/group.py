@@ -26,7 +26,7 @@ from runtime.replica.led import Led
 from runtime.replica.nccl import group_for
 from runtime.replica.network import own_address
 from runtime.replica.rank import Rank
-from runtime.replica.shape import cannot_drop, describe
+from runtime.replica.shape import cannot_drop, describe, of_loop
 from runtime.replica.state import Averages, Stateful, Steps, TrainingState
 from runtime.replica.step import MODES, Mode, StepEngine
 from runtime.replica.telling import Committed, Teller
@@ -143,7 +143,7 @@ class ReplicaGroup:
         numerics = numerics_of(mode, model)
         shape = describe(
             model, optimizers, batches, mode, max_grad_norm, numerics, job.ranks, helpers
-        )
+        ) | of_loop(steps, compare_every, after_step)
         if shape["content"] == NOT_IN_MEMORY and not job.rank:
             log.warning(
                 "data_not_compared dataset=%s: its samples lie in files, so nothing shows whether "

@@ -86,6 +86,8 @@ class Leader:
         )
         self.together = Together(rank, self.siblings, teller, compare_every=compare_every)
         self.member = self.together.member
+        self.link.trains = lambda: self.member.epoch > 0
+        self.link.on_strange = lambda why: job.trouble("coordinator_refuses", why)
         self._stragglers = Stragglers(straggler_after_s)
         self.sharing = self.together.sharing
         self.engine.announce = lambda shard: self.siblings.tell("compute", index=shard)

@@ -33,11 +33,16 @@ KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}  # seconds
 UNACKNOWLEDGED_MS = 15_000
 #: Not the script's generator: what it draws must not depend on when the coordinator is away.
 _jitter = random.Random()  # noqa: S311
+SHUN_S = 1.0  # after an answer that is not our coordinator's, before we ask there again
 WORD_S = 0.5  # how long a wait for a word may take before other wishes are looked at
 
 
 class Refused(RuntimeError):
     """The coordinator refuses us for good: a wrong token, or another start has our place."""
+
+
+class Strange(ConnectionError):
+    """Whoever answers there is not our coordinator, or was started as another job's."""
 
 
 class LinkLost(ConnectionError):
@@ -67,6 +72,11 @@ class Link:
         self.on_ping: Callable[[int], object] = self.pong
         #: called before each connection: may wait until we can speak for ourselves
         self.on_connect: Callable[[], None] = lambda: None
+        #: whether we train: then only whoever knows that another has our place ends us
+        self.trains: Callable[[], bool] = lambda: False
+        #: told why whoever answers there is not taken for our coordinator, once
+        self.on_strange: Callable[[str], object] = lambda _why: None
+        self._strange = ""
         self._on_end = on_end
         self._silent_s = silent_s
         self.inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -195,6 +205,8 @@ class Link:
                 continue
             try:
                 self._talk(connection)
+            except Strange as error:
+                self._shun(str(error))
             except OSError:
                 pass  # a lost coordinator costs no step: connect again
             except Exception as error:  # whatever it is, the training loop must hear of it
@@ -227,13 +239,38 @@ class Link:
         while data := connection.recv(1 << 16):
             *lines, pending = (pending + data).split(b"\n")
             for line in lines:
-                self._hear(json.loads(line))
+                self._hear(self._parsed(line))
             with self._word:
                 self._word.notify_all()
+
+    def _parsed(self, line: bytes) -> dict[str, Any]:
+        """Raises Strange if we train and it is none of a coordinator's to a member, else
+        ValueError if it is no JSON."""
+        if not self.trains():
+            found: dict[str, Any] = json.loads(line)
+            return found
+        try:
+            message = json.loads(line)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict):
+            raise Strange(f"it says {line!r:.100}, which no coordinator does")
+        if "op" not in message and not message.get("must_end"):
+            raise Strange(str(message.get("error", message)))
+        return message
+
+    def _shun(self, why: str) -> None:
+        """It costs no step either; our lease ends, if it stays so."""
+        log.warning("strange_coordinator address=%s:%s error=%s", *self.target, why)
+        if why != self._strange:
+            self._strange = why
+            self.on_strange(f"at {self.target[0]}:{self.target[1]} instead of it: {why}")
+        self._closing.wait(SHUN_S)
 
     def _hear(self, message: dict[str, Any]) -> None:
         op = message.get("op", "refused")
         if op == "ping":
+            self._strange = ""
             self._note(int(message["heard"]))
             self.on_ping(int(message["n"]))
             return

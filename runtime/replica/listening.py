@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.replica.connection import Peer, read_line
+from runtime.replica.places import MustEnd
 
 if TYPE_CHECKING:
     from runtime.replica.coordinator import Coordinator
@@ -27,6 +28,7 @@ log = logging.getLogger("drydock.coordinator")
 
 TICK_S = 0.1
 LEASE_S = 10.0  # how long members may train without a word from the coordinator
+LEAST_LEASE_S = 1.0  # they are asked for a sign of life twice in that time
 FIRST_LINE_S = 10.0  # how long a stranger may take to say who it is
 MAX_STRANGERS = 64  # each has a descriptor, without which no record is written
 DRAIN_S = 10.0  # how long members may take to leave once we are told to end
@@ -55,6 +57,8 @@ def options(description: str) -> argparse.Namespace:
         "members that are missing are surely dead",
     )
     given = parser.parse_args()
+    if not given.lease >= LEAST_LEASE_S:
+        parser.error(f"--lease is {given.lease:g}: give {LEAST_LEASE_S:g} seconds at least")
     given.host, _, port = given.listen.rpartition(":")
     given.port = int(port)
     given.token = os.environ.get("DRYDOCK_TOKEN", "")
@@ -92,12 +96,14 @@ async def run(coordinator: Coordinator, host: str, port: int, port_file: Path | 
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with server:
+    try:
         while not stop.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), TICK_S)
             coordinator.tick()
         await drain(coordinator)
+    finally:
+        server.close()  # not as a context: since Python 3.12.1 that waits for all who are connected
     log.info("ended epoch=%s connected=%s", coordinator.record.epoch, sorted(coordinator.peers))
 
 
@@ -125,7 +131,8 @@ async def serve(
         else:
             refusal = coordinator.refusal(first)
         if refusal:
-            writer.write(json.dumps({"ok": False, "error": refusal}).encode() + b"\n")
+            told = {"ok": False, "error": refusal, "must_end": isinstance(refusal, MustEnd)}
+            writer.write(json.dumps(told).encode() + b"\n")
         elif first["op"] == "join":
             peer = coordinator.join(first, writer)
             while (message := await read_line(reader)) is not None:

@@ -8,6 +8,13 @@ from __future__ import annotations
 
 from runtime.replica.record import Record
 
+
+class MustEnd(str):
+    """Why a process may not join, and never will: another has its place."""
+
+    __slots__ = ()
+
+
 MAX_SUPERSEDED = 256  # processes older than that many restarts have long ended
 
 
@@ -25,7 +32,7 @@ class Places:
         """
         holder = self.holders.get(replica, placement)
         if placement in self.superseded or (was_member and holder != placement):
-            return f"{placement} was replaced by {holder}: this process must end"
+            return MustEnd(f"{placement} was replaced by {holder}: this process must end")
         return ""
 
     def take(self, replica: int, placement: str) -> str:

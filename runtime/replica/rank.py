@@ -335,6 +335,10 @@ class Rank:
         if reduced is None or tail is None:
             raise RuntimeError("no step is held to be committed")
         self._reduced = None
+        with self.stalls.computing(counts=False):  # also what the script does after each step
+            self._commit(reduced, tail, newcomer=newcomer)
+
+    def _commit(self, reduced: Reduced, tail: Tail, *, newcomer: bool) -> None:
         with self._changing:
             self.await_copies()
             self._torn = True

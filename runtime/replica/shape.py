@@ -60,6 +60,9 @@ _WORDS = {
     "optimizer": ("optimizer", _SAME_SCRIPT),
     "clipping": ("largest gradient norm", _SAME_SCRIPT),
     "helpers": ("set of schedules, scaler, average and extras", _SAME_SCRIPT),
+    "steps": ("number of steps", _SAME_SCRIPT),
+    "compare_every": ("compare_every", _SAME_SCRIPT),
+    "after_step": ("after_step", _SAME_SCRIPT),
     "numerics": ("arithmetic", "run all replicas with one version of torch on one kind of machine"),
 }
 
@@ -103,6 +106,15 @@ def describe(
         )
         or "none",
         "numerics": numerics,
+    }
+
+
+def of_loop(steps: int | None, compare_every: int, after_step: object) -> dict[str, str]:
+    """The same of how the loop goes: where one is over before the others it ends the job."""
+    return {
+        "steps": "without end" if steps is None else str(steps),
+        "compare_every": str(compare_every),
+        "after_step": "none" if after_step is None else "one",
     }
 
 

@@ -79,6 +79,7 @@ class Together:
         self._hearing = threading.Lock()
         self._compare_every = compare_every
         self._compared = 0  # after so many times as many steps, or given up
+        self._told_late = False
         #: tier -> step -> by rank
         self._saved: dict[str, dict[int, dict[int, CheckpointSaved]]] = {}
         rank.saver.delivery.on_saved = functools.partial(self.saved, 0)
@@ -413,9 +414,22 @@ class Together:
 
     def ready_to_compare(self) -> bool:
         """Whether the states are to be compared after the step under way, and no checkpoint has to
-        wait for the memory of our copy."""
-        due = self._times(self.committed + 2) > self._compared or self.member.wants_compare
-        return due and self._compare_every > 0 and self.rank.saver.rooms.all_free()
+        wait for the memory of our copy; or so often was that so that one has to."""
+        late = self._times(self.committed + 2) - self._compared
+        if not self._compare_every or not (late > 0 or self.member.wants_compare):
+            return False
+        rooms = self.rank.saver.rooms
+        if rooms.all_free() or (late > 1 and rooms.any_free()):
+            return True
+        if late > 1 and not self._told_late:
+            self._told_late = True
+            self.trouble(
+                "not_compared",
+                f"the replicas' states have not been compared for {late} times "
+                f"{self._compare_every} steps: this one has no memory free for a copy, which a "
+                "checkpoint to a slow store may hold",
+            )
+        return False
 
     def ready_to_prove(self) -> bool:
         """Whether newcomers are to be compared with us after the step under way."""
@@ -424,6 +438,7 @@ class Together:
     def compare(self) -> None:
         """At an edge that all members reached ready for it."""
         self._compared = self._times(self.committed + 1)
+        self._told_late = False
         self.member.wants_compare = False
         self._begin_to_hash("compared")
         self._all("compare")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from runtime.replica.coordinator import PEER_SILENT_S, Asked
-from runtime.replica.epochs import GATHER_S
+from runtime.replica.epochs import GATHER_S, LAG_S
 from runtime.replica.listening import LEASE_S
 from tests.runtime.scene import Play, Replica, compare, phase_of
 
@@ -537,6 +537,52 @@ def test_a_spare_waits_for_those_who_are_started_again_after_all_have_died(play:
     assert scene.members == {0: "again0", 1: "again1"}
 
 
+def test_a_spare_that_is_given_a_number_while_its_copy_is_awaited_is_asked_anew(play: Play) -> None:
+    scene = play(2)
+    spare = scene.join(0, "spare", standby="spare")
+    scene.bring_level(spare, 10)
+    for number, replica in enumerate(scene.replicas):
+        scene.end(replica, number)
+    back, dies = (scene.join(number, f"again{number}") for number in range(2))
+    spare.say_ready(10)
+    for one in (back, dies):
+        one.say_ready(5, "older")
+    scene.pass_time(1.0, spare, back, dies)
+    asked = len(spare.heard("stage"))
+
+    dies.hang_up()
+    scene.pass_time(GATHER_S + 1.0, spare, back)  # nobody comes in its place
+    spare.say("staged", step=10, digest="d")
+    scene.pass_time(1.0, spare, back)
+
+    assert asked == 1
+    assert spare.peer is not None
+    assert spare.peer.replica == 1
+    assert back.heard("sync")[-1]["step"] == 10
+    back.say_ready(10)
+    assert scene.members == {0: "again0", 1: "spare"}
+
+
+@pytest.mark.parametrize(("made", "members"), [(1000, {0: "p0", 1: "spare"}), (10, {0: "p0"})])
+def test_one_that_was_level_and_makes_no_step_any_more_does_not_enter(
+    play: Play, made: int, members: dict[int, str]
+) -> None:
+    scene = play(2)
+    spare = scene.join(0, "spare", standby="spare")
+    scene.bring_level(spare, 10)
+    for replica in scene.replicas:
+        replica.say("pong", n=0, step=1000)
+    for _ in range(round(LAG_S) + 1):
+        spare.say("pong", n=0, step=made)  # what hangs still answers
+        scene.pass_time(1.0, *scene.replicas)
+
+    scene.end(scene.replicas[1], 1)
+    scene.replicas.pop()
+    scene.reach_edge(1000, planned=False)
+
+    assert scene.members == members
+
+
 def test_a_standby_that_leaves_breaks_nothing(play: Play) -> None:
     scene = play(2)
     standby = scene.join(1, "new", standby="migrate")
@@ -650,6 +696,49 @@ def test_refused_newcomers_of_a_beginning_are_not_retried_at_once(play: Play) ->
     scene.pass_time(0.5, *there)
 
     assert len(there[1].heard("load")) + len(there[1].heard("sync")) == orders
+
+
+def test_a_copy_that_cannot_be_made_before_the_job_begins_is_not_asked_for_without_end(
+    play: Play,
+) -> None:
+    scene = play(2)
+    for replica in scene.replicas:
+        scene.end(replica, 0)
+    newest, other = (scene.join(number, f"n{number}") for number in range(2))
+    newest.say_ready(50, "good")
+    other.say_ready(-1, "old")
+    newest.say("staged", step=50, digest="")
+    scene.pass_time(1.0, newest, other)
+    at_once = len(newest.heard("stage"))
+    scene.pass_time(1.5, newest, other)
+
+    assert (at_once, len(newest.heard("stage"))) == (1, 2)
+
+
+def test_who_may_train_unseen_holds_to_the_lease_that_it_was_granted(play: Play) -> None:
+    scene = play(2)
+    scene.coordinator.lease_s = 1.0  # by which it was started anew
+    scene.now += LEASE_S / 2
+
+    assert scene.coordinator.may_train_unseen()
+
+
+def test_while_somebody_waits_for_a_place_no_other_is_thought_dead_that_nobody_can_hear(
+    play: Play,
+) -> None:
+    scene = play(3)
+    second = {
+        "op": "join", "token": "t", "job": "j", "replica": 1, "placement": "second", "standby": "",
+        "epoch": 0, "step": -1, "members": {}, "world": 3, "addresses": [], "gloo": [],
+        "shards": 12, "shape": {},
+    }  # fmt: skip
+    asked = scene.coordinator.place_of(second, None)
+    for _ in range(40):
+        scene.now += 0.1
+        asked = scene.coordinator.place_of(second, asked if isinstance(asked, Asked) else None)
+        scene.coordinator.tick()
+
+    assert {0, 2} <= scene.coordinator.alive.keys()
 
 
 def test_a_job_begins_again_without_one_that_came_and_cannot_take_the_state(play: Play) -> None:

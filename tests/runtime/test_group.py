@@ -18,6 +18,7 @@ from runtime.checkpoint import Checkpointer
 from runtime.data import Batches
 from runtime.job import Job
 from runtime.replica.group import ReplicaGroup
+from runtime.replica.leader import Leader
 from tests.runtime.told import Told
 
 Make = Callable[..., ReplicaGroup]
@@ -88,6 +89,15 @@ def test_data_that_nothing_tells_apart_is_said_to_be_so(
     make(batches=Batches(Files()))
 
     assert "data_not_compared dataset=Files: its samples lie in files" in caplog.text
+
+
+def test_replicas_compare_how_their_loops_go_before_they_join(make: Make) -> None:
+    replica = make(steps=7, compare_every=30)
+
+    loop = replica._loop
+    assert isinstance(loop, Leader)
+    shape = loop.introduce()[0]["shape"]
+    assert (shape["steps"], shape["compare_every"], shape["after_step"]) == ("7", "30", "none")
 
 
 def test_shards_are_given_within_the_with_block(make: Make) -> None:

@@ -46,6 +46,53 @@ def test_a_refusal_is_heard_as_one() -> None:
     assert (message["op"], message["error"]) == ("refused", "replaced")
 
 
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (b'{"ok": false, "error": "wrong token", "must_end": false}\n', "wrong token"),
+        (b"HTTP/1.0 400 Bad Request\n", "it says b'HTTP/1.0 400 Bad Request', which no coord"),
+        (b"[]\n", "it says b'[]', which no coordinator does"),
+    ],
+)
+def test_one_that_trains_does_without_whoever_answers_in_the_coordinator_s_place(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes, why: str
+) -> None:
+    monkeypatch.setattr("runtime.replica.link.SHUN_S", 0.0)
+    broken: list[int] = []
+    told: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = make_link(server, broken)
+        link.trains, link.on_strange = lambda: True, told.append
+        link.start()
+        for _ in range(3):
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(answer)
+        connection, _ = server.accept()  # it has come back, and all is well
+        with connection:
+            connection.sendall(b'{"op": "edge", "epoch": 1}\n')
+            heard = link.inbox.get(timeout=30)
+
+    assert heard["op"] == "edge"
+    assert broken == []
+    assert len(told) == 1
+    assert why in told[0]
+
+
+def test_one_that_trains_ends_if_another_has_its_place() -> None:
+    broken: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = make_link(server, broken)
+        link.trains = lambda: True
+        link.start()
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(b'{"ok": false, "error": "replaced", "must_end": true}\n')
+            message = link.inbox.get(timeout=30)
+
+    assert (message["op"], broken) == ("refused", [sys.maxsize])
+
+
 def test_closing_after_the_coordinator_hung_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         link = make_link(server, [])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,25 @@ JOIN = {
     "addresses": ["127.0.0.1:1"], "gloo": ["127.0.0.1:2"], "shards": 12, "shape": {}, "world": 2,
     "epoch": 0, "step": -1, "members": {},
 }  # fmt: skip
+
+
+def test_who_is_told_to_end_ends_though_members_stay_connected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "DRAIN_S", 0.2)
+    coordinator = Coordinator(RecordFile(tmp_path, "j"), "t", world=2, min_replicas=1)
+    port_file = tmp_path / "port"
+
+    async def play() -> None:
+        running = asyncio.create_task(listening.run(coordinator, "127.0.0.1", 0, port_file))
+        await asyncio.to_thread(until, port_file.exists, "it listens")
+        member = await asyncio.open_connection("127.0.0.1", int(port_file.read_text()))
+        member[1].write(json.dumps(JOIN).encode() + b"\n")
+        await asyncio.to_thread(until, lambda: coordinator.peers, "one has joined")
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(running, PATIENCE_S)
+
+    asyncio.run(play())
 
 
 def test_of_many_strangers_those_who_came_first_are_hung_up_on(

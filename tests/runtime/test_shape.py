@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from runtime.data import Batches
-from runtime.replica.shape import cannot_drop, describe, difference
+from runtime.replica.shape import cannot_drop, describe, difference, of_loop
 from runtime.whole import WholeJob
 
 
@@ -174,6 +174,22 @@ def test_rates_of_groups_of_parameters_tell_optimizers_apart() -> None:
     assert "this replica's optimizer is AdamW(" in told
     assert "; of 2 tensors lr=0.2), the job's is" in told
     assert "others in 6 groups (" in many
+
+
+@pytest.mark.parametrize(
+    ("loop", "words"),
+    [
+        ((100, 1000, None), "number of steps is 100, the job's is without end"),
+        ((None, 0, None), "compare_every is 0, the job's is 1000"),
+        ((None, 1000, print), "after_step is one, the job's is none"),
+        ((None, 1000, None), ""),
+    ],
+)
+def test_loops_that_would_not_go_on_together_are_told_apart(
+    loop: tuple[int | None, int, object], words: str
+) -> None:
+    assert words in difference(of_loop(*loop), of_loop(None, 1000, None))
+    assert bool(words) == bool(difference(of_loop(*loop), of_loop(None, 1000, None)))
 
 
 class Rows(torch.utils.data.Dataset[int]):

@@ -53,6 +53,19 @@ def test_a_step_that_takes_far_too_long_is_told_once_and_so_is_its_end() -> None
     assert "after 161 s" in scene.told[1][1]
 
 
+def test_what_follows_to_a_step_is_looked_at_and_says_nothing_of_what_is_usual() -> None:
+    scene = Scene()
+    for _ in range(20):
+        with scene.stalls.computing(counts=False):
+            scene.now += 0.001
+    with scene.stalls.computing(counts=False):
+        scene.now += 61.0
+        scene.stalls.look()
+
+    assert scene.kinds == ["stalled", "stall_over"]
+    assert "has taken 61 s, where it usually takes 1 s" in scene.told[0][1]
+
+
 def test_the_place_is_told_where_the_training_thread_is() -> None:
     scene = Scene()
     scene.step(61.0)

@@ -508,6 +508,27 @@ def test_a_checkpoint_in_the_folder_of_all_is_told_of_by_whoever_finished_it(pai
     assert said["whole"]
 
 
+def test_what_is_to_be_compared_waits_for_checkpoints_once_and_not_for_ever(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = {"all": False, "any": True}
+    monkeypatch.setattr(pair.saver.rooms, "all_free", lambda: free["all"])
+    monkeypatch.setattr(pair.saver.rooms, "any_free", lambda: free["any"])
+    pair.together._compare_every = 10
+
+    pair.state.committed = 8
+    in_time = pair.together.ready_to_compare()
+    pair.state.committed = 18
+    late = pair.together.ready_to_compare()
+    free["any"] = False
+    never = [pair.together.ready_to_compare() for _ in range(3)]
+
+    assert (in_time, late, never) == (False, True, [False] * 3)
+    (told,) = [m for m in pair.told.messages if isinstance(m, Trouble)]
+    assert told.kind == "not_compared"
+    assert "for 2 times 10 steps" in told.text
+
+
 def test_who_writes_alone_for_far_too_long_passes_it_on_and_tells(pair: Pair) -> None:
     sharing = pair.together.sharing
     sharing.wishes(0, 1, due=True, able=False, free=True)

@@ -375,7 +375,12 @@ def test_an_export_survives_a_loss_of_power(
 ) -> None:
     durable: list[str] = []
     sync = interchange._sync
-    monkeypatch.setattr(interchange, "_sync", lambda one: (durable.append(one.name), sync(one)))
+
+    def noted(one: Path) -> None:
+        durable.append(one.name)
+        sync(one)
+
+    monkeypatch.setattr(interchange, "_sync", noted)
 
     EXPORTS[to](whole_state(path), tmp_path / "out")
 
