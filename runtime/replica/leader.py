@@ -31,6 +31,9 @@ from runtime.replica.together import HASHED_FOR, Together
 log = logging.getLogger("drydock.replica")
 
 LEAVE_S = 5.0  # how long a stopping member waits for the coordinator's leave to go
+#: How long one that wants the whole job to stop waits for an epoch in which it can say so, while
+#: the coordinator is there: if it went before, the others would train on.
+STOP_S = 30.0
 #: Who is told to end waits so long for the others to be told too: a launcher needs a moment to tell
 #: all. At most a quarter of the time until it is killed.
 ALL_TOLD_S = 2.0
@@ -348,10 +351,15 @@ class Leader:
         stopping = self._is_to_end()
         if stopping and not self.member.epoch:
             return {"op": "dismissed"}
-        try:
-            return self.link.inbox.get(timeout=LEAVE_S if stopping or self._why else None)
-        except queue.Empty:
-            return {"op": "dismissed"}
+        asked = time.monotonic()
+        while True:
+            try:
+                return self.link.inbox.get(timeout=LEAVE_S if stopping or self._why else None)
+            except queue.Empty:
+                wished = not (self.job.told.is_set() or self._why)
+                heard = self.link.silent_s() <= LEAVE_S
+                if not (wished and heard and time.monotonic() - asked < STOP_S):
+                    return {"op": "dismissed"}
 
     def _stop(self, reason: str) -> None:
         """All members stop at this edge: save, and go when all are known to have reached it.

@@ -100,6 +100,53 @@ def test_replicas_compare_how_their_loops_go_before_they_join(make: Make) -> Non
     assert (shape["steps"], shape["compare_every"], shape["after_step"]) == ("7", "30", "none")
 
 
+@pytest.fixture
+def wants_to_stop(make: Make, monkeypatch: pytest.MonkeyPatch) -> Leader:
+    """One of a job that was in an epoch, which broke."""
+    monkeypatch.setattr("runtime.replica.leader.LEAVE_S", 0.05)
+    loop = make()._loop
+    assert isinstance(loop, Leader)
+    loop.member.epoch = 3
+    loop.wish_stop()
+    assert loop._next() == {"op": "wished"}
+    return loop
+
+
+def test_who_wants_the_job_to_stop_waits_for_an_epoch_to_say_so_in(
+    wants_to_stop: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+
+    def silent_s() -> float:
+        """It is there, and grants an epoch once we have waited three times."""
+        asked.append(0.0)
+        if len(asked) == 3:
+            wants_to_stop.link.inbox.put({"op": "epoch"})
+        return 0.0
+
+    monkeypatch.setattr(wants_to_stop.link, "silent_s", silent_s)
+
+    assert wants_to_stop._next() == {"op": "epoch"}
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "stop_s", "told"), [(9.0, 60.0, 0), (0.0, 0.0, 0), (0.0, 60.0, 1)]
+)
+def test_it_goes_unheard_if_nobody_is_there_or_it_is_to_be_killed(
+    wants_to_stop: Leader,
+    monkeypatch: pytest.MonkeyPatch,
+    silent_s: float,
+    stop_s: float,
+    told: int,
+) -> None:
+    monkeypatch.setattr("runtime.replica.leader.STOP_S", stop_s)
+    monkeypatch.setattr(wants_to_stop.link, "silent_s", lambda: silent_s)
+    for _ in range(told):
+        wants_to_stop.job.told.set()
+
+    assert wants_to_stop._next() == {"op": "dismissed"}
+
+
 def test_shards_are_given_within_the_with_block(make: Make) -> None:
     with pytest.raises(RuntimeError, match="has not joined its job: loop over its shards within"):
         iter(make())
