@@ -59,15 +59,15 @@ def test_replicas_sent_away_at_every_moment() -> None:
 
 
 @pytest.mark.skipif(bool(impossible()), reason=f"no network of its own here: {impossible()}")
-@pytest.mark.parametrize("replicas", [3, 4])
-def test_parted_replicas_in_every_phase(replicas: int) -> None:
+@pytest.mark.parametrize(("replicas", "phases"), [(3, 6), (4, 7)])  # two are left to regroup
+def test_parted_replicas_in_every_phase(replicas: int, phases: int) -> None:
     report = torture(
         "--each", "--kinds", "part", "--phases", PHASES,
         "--replicas", str(replicas), "--seed", "8",
     )  # fmt: skip
 
     assert_every_claim_held(report)
-    assert len(report["failures"]) == 7
+    assert len(report["failures"]) == phases
 
 
 @pytest.mark.parametrize("mode", ["reproducible", "cover"])
