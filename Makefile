@@ -47,7 +47,7 @@ test-processes: .venv/installed-dev
 	$(BIN)/python -m pytest -m e2e
 	$(BIN)/python -m pytest tests/runtime $(addprefix --ignore=,$(BESIDE)) -m "not soak"
 
-# Replicas that die in every way in every phase: for an hour, so before a release and
+# Replicas that die in every way in every phase: for an hour and a half, so before a release and
 # after a change to how replicas come and go.
 soak: .venv/installed-dev
 	$(BIN)/python -m pytest tests/runtime -m soak
