@@ -30,16 +30,17 @@ def test_who_is_told_to_end_ends_though_members_stay_connected(
     coordinator = Coordinator(RecordFile(tmp_path, "j"), "t", world=2, min_replicas=1)
     port_file = tmp_path / "port"
 
-    async def play() -> None:
+    async def play() -> bool:
         running = asyncio.create_task(listening.run(coordinator, "127.0.0.1", 0, port_file))
         await asyncio.to_thread(until, port_file.exists, "it listens")
         member = await asyncio.open_connection("127.0.0.1", int(port_file.read_text()))
         member[1].write(json.dumps(JOIN).encode() + b"\n")
         await asyncio.to_thread(until, lambda: coordinator.peers, "one has joined")
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(running, PATIENCE_S)
+        ended, _ = await asyncio.wait([running], timeout=PATIENCE_S)
+        return running in ended and not member[0].at_eof()
 
-    asyncio.run(play())
+    assert asyncio.run(play())
 
 
 def test_of_many_strangers_those_who_came_first_are_hung_up_on(
