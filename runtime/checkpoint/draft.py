@@ -284,7 +284,7 @@ class Draft:
                     raise
                 continue  # another save of this step was made visible just now
             self.path = self.folder / name
-            sync_folder(self.folder)
+            sync(self.folder)
             return True
         raise FileExistsError(f"{self.folder} has too many checkpoints of step {self.step}")
 
@@ -475,10 +475,11 @@ def make_folder(path: Path) -> None:
     new = [one for one in (path, *path.parents) if not one.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for one in new:
-        sync_folder(one.parent)
+        sync(one.parent)
 
 
-def sync_folder(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on its disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -325,18 +325,9 @@ def _made_whole(out: Path, progress: store.Progress) -> Iterator[Path]:
         with watched(new, progress):
             yield new
             for one in [*new.rglob("*"), new]:
-                _sync(one)
+                draft.sync(one)
         new.rename(out)
-        _sync(out.parent)
-
-
-def _sync(path: Path) -> None:
-    """A file or a folder, on its disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        draft.sync(out.parent)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from typing import Literal
 
 from runtime.checkpoint import store
 from runtime.checkpoint.asking import Asking
-from runtime.checkpoint.draft import make_folder, sync_folder
+from runtime.checkpoint.draft import make_folder, sync
 from runtime.checkpoint.interval import FAILURES_PER_NODE_DAY, Pace, nodes_of
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.objects import ObjectStore
@@ -233,7 +233,7 @@ def run_of(folder: Path) -> str:
             draft.rename(path)
     finally:
         draft.unlink(missing_ok=True)
-    sync_folder(folder)
+    sync(folder)
     return known_run(folder)
 
 
@@ -252,7 +252,7 @@ def next_epoch(folder: Path, above: int) -> int:
         if max(taken, default=0) <= above:
             break
         # What we saw at first was old: ours may have been another's, and removed since.
-    sync_folder(folder)
+    sync(folder)
     _forget_before(folder, above, taken)
     return above
 
@@ -261,7 +261,7 @@ def note_epoch(folder: Path, epoch: int) -> None:
     """That the members of this epoch train, so that none later has its number or a lower one.
     Durable. Raises OSError, also if there is no such folder, which is made with the first save."""
     (folder / f"{_EPOCH}{epoch}").touch()
-    sync_folder(folder)
+    sync(folder)
     _forget_before(folder, epoch, epochs_taken(folder))
 
 

@@ -40,7 +40,7 @@ def test_the_folders_that_lead_to_it_survive_a_loss_of_power(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     durable: list[Path] = []
-    monkeypatch.setattr("runtime.checkpoint.draft.sync_folder", durable.append)
+    monkeypatch.setattr("runtime.checkpoint.draft.sync", durable.append)
 
     with draft_at(tmp_path / "job" / "run", 1):
         pass

@@ -16,10 +16,10 @@ import safetensors
 import torch
 from torch import nn
 
-from runtime.checkpoint import interchange, store
+from runtime.checkpoint import store
 from runtime.checkpoint.__main__ import main
 from runtime.checkpoint.difference import differences, unchanged
-from runtime.checkpoint.draft import Draft, write
+from runtime.checkpoint.draft import Draft, sync, write
 from runtime.checkpoint.interchange import (
     EXPORTS,
     Odd,
@@ -374,13 +374,12 @@ def test_an_export_survives_a_loss_of_power(
     path: Path, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     durable: list[str] = []
-    sync = interchange._sync
 
     def noted(one: Path) -> None:
         durable.append(one.name)
         sync(one)
 
-    monkeypatch.setattr(interchange, "_sync", noted)
+    monkeypatch.setattr("runtime.checkpoint.draft.sync", noted)
 
     EXPORTS[to](whole_state(path), tmp_path / "out")
 
