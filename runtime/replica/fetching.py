@@ -5,10 +5,11 @@ What arrived survives a lost connection. Nothing is believed before its hash was
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from runtime.framing import PeerFailed, receive_chunk, receive_json
 from runtime.giving_way import give_way
 from runtime.image import CHUNK_BYTES, Damaged, Staged, pages
 from runtime.replica.peers import Reduced
+from runtime.replica.spares import Spares
 from runtime.serving import Requests
 from runtime.snapshot import bytes_of
 
@@ -39,25 +41,48 @@ class NotYet(PeerFailed):
 class Connection(Requests):
     """To one peer."""
 
+    receiving = False  # a step's bytes, at this moment
+
     def manifest(self, step: int) -> dict[str, Any]:
         """The description of the copy that the peer holds. Raises PeerFailed."""
         return receive_json(self.ask(op="manifest", step=step))
 
-    def reduced(self, step: int, wait_s: float = 0.0, *, settled: bool = False) -> Reduced:
-        """One committed step; `settled`, only if the peer made another on it.
+    def reduced(
+        self,
+        step: int,
+        wait_s: float = 0.0,
+        *,
+        settled: bool = False,
+        have: Reduced | None = None,
+        spares: Spares | None = None,
+    ) -> Reduced:
+        """One committed step; `settled`, only if the peer made another on it. `have`: the same
+        step, fetched before; it is returned if it is the one that the peer made. `spares`: for its
+        buffer, which goes back there once nobody holds the step.
 
         Raises NotKept, NotYet, PeerFailed, Damaged.
         """
-        connection = self.ask(op="reduced", step=step, wait_s=wait_s, settled=settled)
+        known = None if have is None else have.epoch
+        connection = self.ask(op="reduced", step=step, wait_s=wait_s, settled=settled, have=known)
         described = receive_json(connection)
         if "newest" in described:
             kind = NotYet if described["yet"] else NotKept
             raise kind(f"step {step}: {self.address} made {described['newest']} last")
-        buffer = torch.empty(int(described["bytes"]) // 4)
+        if have is not None and "same" in described:
+            return have
+        size = int(described["bytes"]) // 4
+        buffer = torch.empty(size) if spares is None else spares.take(size)
         view = bytes_of(buffer)
-        for start in range(0, len(view), CHUNK_BYTES):
-            receive_chunk(connection, view[start : start + CHUNK_BYTES])
-        return Reduced(int(described["step"]), int(described["epoch"]), buffer)
+        self.receiving = True
+        try:
+            for start in range(0, len(view), CHUNK_BYTES):
+                receive_chunk(connection, view[start : start + CHUNK_BYTES])
+        finally:
+            self.receiving = False
+        reduced = Reduced(int(described["step"]), int(described["epoch"]), buffer)
+        if spares is not None:
+            spares.lend(buffer, reduced)
+        return reduced
 
 
 def fetch_state(donors: Sequence[str], token: str, step: int, digest: str) -> Staged:
@@ -79,13 +104,20 @@ def fetch_state(donors: Sequence[str], token: str, step: int, digest: str) -> St
     return download.whole()
 
 
-def fetch_reduced(donors: Iterable[str], token: str, step: int) -> Reduced:
-    """One committed step, from the first donor that has it. Raises PeerFailed with all answers."""
+def fetch_reduced(
+    donors: Iterable[str],
+    token: str,
+    step: int,
+    have: Reduced | None = None,
+    spares: Spares | None = None,
+) -> Reduced:
+    """One committed step, from the first donor that has it; `have`, `spares`: see
+    `Connection.reduced`. Raises PeerFailed with all answers."""
     answers = []
     for donor in donors:
         connection = Connection(donor, token)
         try:
-            return connection.reduced(step)
+            return connection.reduced(step, have=have, spares=spares)
         except (PeerFailed, Damaged) as error:
             answers.append(f"{donor}: {error}")
         finally:
@@ -177,33 +209,55 @@ class Download:
 
 
 class Follower:
-    """Hears of the steps that peers committed and went beyond, until it is stopped.
+    """Hears of the steps that peers committed and went beyond, until it is stopped. The bytes of a
+    step come before that, as soon as one has made it: nobody has to wait for them later.
 
     `tell` is given messages: `made` with a step's reduced gradient, `up_to_date` each time that
     there is nothing newer, and `cannot_follow` once if no donor can help.
     """
 
     def __init__(
-        self, donors: Sequence[str], token: str, step: int, tell: Callable[[dict[str, Any]], None]
+        self,
+        donors: Sequence[str],
+        token: str,
+        step: int,
+        tell: Callable[[dict[str, Any]], None],
+        spares: Spares | None = None,
     ) -> None:
-        """`step`: the first one wanted."""
+        """`step`: the first one wanted; `spares`: see `Connection.reduced`."""
+        self._spares = spares
         self._connections = deque(Connection(donor, token) for donor in donors)
         self._step = step
         self._tell = tell
         self._stopped = threading.Event()
         self._room = threading.Semaphore(2)  # steps passed on and not yet applied
+        self._passed_on: deque[Reduced] = deque()  # these
+        self._ahead: Reduced | None = None  # the next one, which may still be made anew
+        self._asked: Connection | None = None
         self._missed = -1  # a step that a donor made and keeps no longer
         self._level = False  # with the donor once: from now on it may wait for its next step
         self._error = "no peer was named"
-        threading.Thread(target=self._run, name="drydock-follow", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="drydock-follow", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
-        """May be called while a step is on its way: it is dropped."""
+        """May be called while a step is on its way: it is not passed on."""
         self._stopped.set()
         self._room.release()
 
+    def drawn(self, step: int, donors: Collection[str]) -> Reduced | None:
+        """Once it is stopped: this step, if its bytes are here, or just come from one of these
+        donors. It may have been made anew since."""
+        asked = self._asked
+        if step == self._step and asked is not None and asked.receiving and asked.address in donors:
+            self._thread.join()
+        here = [*self._passed_on, self._ahead]
+        return next((one for one in here if one is not None and one.step == step), None)
+
     def applied(self) -> None:
         """A step that was passed on is applied, and its buffer no longer needed."""
+        with contextlib.suppress(IndexError):  # a former follower passed it on
+            self._passed_on.popleft()
         self._room.release()
 
     def _run(self) -> None:
@@ -212,6 +266,8 @@ class Follower:
             reduced = self._next()
             if self._stopped.is_set() or reduced is None:
                 break
+            self._passed_on.append(reduced)
+            self._ahead = None
             self._step += 1
             self._tell({"op": "made", "reduced": reduced})
         for connection in self._connections:
@@ -220,9 +276,16 @@ class Follower:
     def _next(self) -> Reduced | None:
         """The next step, from any donor; None if none can ever give it."""
         while self._connections and not self._stopped.is_set():
-            donor = self._connections[0]
+            donor = self._asked = self._connections[0]
+            wait_s = WAIT_S if self._level else 0.0
             try:
-                return donor.reduced(self._step, WAIT_S if self._level else 0.0, settled=True)
+                if self._ahead is None:
+                    self._ahead = donor.reduced(self._step, wait_s, spares=self._spares)
+                    continue  # it may be stopped by now
+                self._ahead = donor.reduced(
+                    self._step, wait_s, settled=True, have=self._ahead, spares=self._spares
+                )
+                return self._ahead
             except NotYet:
                 if self._missed == self._step:
                     self._give_up(donor)  # others have made it: this one was left behind

@@ -217,8 +217,12 @@ class PeerServer:
             newest = self.kept.newest()
             send_json(connection, {"newest": newest, "yet": newest < step + settled})
             return
+        described = {"step": step, "epoch": reduced.epoch}
+        if request.get("have") == reduced.epoch:  # of one epoch a step is the same bits for all
+            send_json(connection, {**described, "same": True})
+            return
         size = reduced.buffer.numel() * reduced.buffer.element_size()
-        send_json(connection, {"step": step, "epoch": reduced.epoch, "bytes": size})
+        send_json(connection, {**described, "bytes": size})
         view = bytes_of(reduced.buffer)  # never written again
         for start in range(0, size, CHUNK_BYTES):
             send_chunk(connection, view[start : start + CHUNK_BYTES])

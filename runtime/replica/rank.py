@@ -123,6 +123,10 @@ class Rank:
         self._read: dict[str, Any] | None = None  # a state
         self._follower: Follower | None = None
         self._passed_on: Follower | None = None  # who gave us the step that is held
+        self._stopped: Follower | None = None  # what it fetched last may be the next step
+        gradients = engine.gradients
+        #: for steps that peers made, which are as large as ours, where those are in this memory
+        self._spares = gradients.spares if gradients.device.type == "cpu" else None
         self._followed: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         #: held by whoever changes the state, or begins a copy of it
         self._changing = threading.Lock()
@@ -228,7 +232,7 @@ class Rank:
         """Fetch our part of the state that peers hold ready. Raises CannotFollow."""
         self.observer.at("sync", self.engine.pending)
         self.await_copies(whole=True)
-        self._read = None
+        self._read = self._stopped = None
         try:
             part = digest.split(NEXT)[self.job.rank]
             self._read = state_of(fetch_state(self._ours(donors), self.job.token, step, part))
@@ -244,13 +248,15 @@ class Rank:
         random.Random(os.getpid()).shuffle(shuffled)  # noqa: S311 - spreads the load
         self._followed, self._reduced = queue.SimpleQueue(), None
         heard = self._hear_followed if self.job.rank else self.link.inbox.put
-        self._follower = Follower(shuffled, self.job.token, self.engine.pending, heard)
+        self._follower = Follower(
+            shuffled, self.job.token, self.engine.pending, heard, self._spares
+        )
 
     @order
     def stop_following(self) -> None:
         if self._follower is not None:
             self._follower.stop()
-            self._follower = None
+            self._stopped, self._follower = self._follower, None
             self._spare_room = None  # it is too small for anything else
 
     @order
@@ -282,15 +288,18 @@ class Rank:
     def _hold(self, reduced: Reduced) -> None:
         gradients = self.engine.gradients
         self.tail = gradients.read(reduced.buffer)
-        self._reduced = replace(reduced, buffer=reduced.buffer.to(gradients.device))
+        moved = reduced.buffer.to(gradients.device)
+        self._reduced = reduced if moved is reduced.buffer else replace(reduced, buffer=moved)
 
     @order
     def fetch(self, donors: list[list[str]]) -> None:
         """Hold the next step, which peers made. Raises CannotFollow."""
         ours = deque(self._ours(donors))
         ours.rotate(-self.replica)  # others who are behind ask other donors first
+        step = self.engine.pending
+        have = None if self._stopped is None else self._stopped.drawn(step, ours)
         try:
-            self._hold(fetch_reduced(ours, self.job.token, self.engine.pending))
+            self._hold(fetch_reduced(ours, self.job.token, step, have, self._spares))
         except PeerFailed as error:
             raise CannotFollow(str(error)) from error
 
@@ -311,6 +320,7 @@ class Rank:
     @order
     def enter(self, grant: dict[str, Any]) -> None:
         """Take up an epoch whose state is held: who computes what."""
+        self._stopped = None
         self.engine.enter(int(grant["epoch"]), self.replica, self._members, grant)
         log.info("entered epoch=%s members=%s", grant["epoch"], self._members)
         self.observer.granted(grant)
@@ -577,7 +587,7 @@ class Rank:
     @order
     def forget(self) -> None:
         """What was computed of the next step is not wanted: we are no member any more."""
-        self._members = []
+        self._members, self._stopped = [], None
         self.engine.forget()
 
     def _ours(self, donors: list[list[str]]) -> list[str]:

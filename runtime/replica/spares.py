@@ -20,9 +20,11 @@ class Spares:
         self._free: dict[int, list[torch.Tensor]] = {}
 
     def take(self, size: int) -> torch.Tensor:
-        """A buffer of so many numbers, of any values."""
-        free = self._free.get(size)
-        return free.pop() if free else torch.empty(size, device=self._device)
+        """A buffer of so many numbers, of any values. May be called on any thread."""
+        try:
+            return self._free[size].pop()
+        except LookupError:
+            return torch.empty(size, device=self._device)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Nobody uses this one any more. May be called on any thread."""

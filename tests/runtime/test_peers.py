@@ -28,7 +28,9 @@ from runtime.replica.fetching import (
 )
 from runtime.replica.pacing import Pace
 from runtime.replica.peers import PeerServer, Reduced, ReducedLog
+from runtime.replica.spares import Spares
 from runtime.snapshot import Changed, Copying, allocate, stage
+from tests.runtime.replicas import until
 
 MEGABYTES = 20
 STATE: dict[str, Any] = {"weight": torch.arange(MEGABYTES << 18, dtype=torch.float32), "count": 3}
@@ -89,6 +91,31 @@ class Gate:
             while data := near.recv(1 << 16):
                 far.sendall(data)
             far.shutdown(socket.SHUT_RDWR)
+
+
+class Held:
+    """Passes one connection on to a donor, and holds it up after so many bytes until it is let."""
+
+    def __init__(self, address: str, after: int) -> None:
+        host, _, port = address.rpartition(":")
+        self.target = (host, int(port))
+        self.after = after
+        self.let = threading.Event()
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.server.getsockname()[1]}"
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError), self.server:
+            near, _ = self.server.accept()
+            far = socket.create_connection(self.target)
+            threading.Thread(target=Gate._forward, args=(near, far), daemon=True).start()
+            passed = 0
+            while data := far.recv(1 << 16):
+                near.sendall(data)
+                passed += len(data)
+                if passed >= self.after:
+                    self.let.wait(PATIENCE_S)
 
 
 @pytest.fixture
@@ -405,6 +432,99 @@ def test_a_follower_that_one_donor_cannot_serve_any_more_is_served_by_another(
     follower.stop()
 
     assert [(one["op"], one["reduced"].step) for one in made] == [("made", 8), ("made", 9)]
+
+
+def test_a_step_that_was_fetched_before_does_not_come_again(donor: Donor) -> None:
+    donor.kept.add(Reduced(8, 2, torch.ones(5)))
+    connection = Connection(donor.address, "right")
+    same, another = Reduced(8, 2, torch.ones(5)), Reduced(8, 1, torch.zeros(5))
+
+    assert connection.reduced(8, have=same) is same
+    assert fetch_reduced([donor.address], "right", 8, same) is same
+    assert torch.equal(connection.reduced(8, have=another).buffer, torch.ones(5))
+
+
+def test_a_buffer_that_a_step_came_in_is_used_again_once_nobody_holds_the_step(
+    donor: Donor,
+) -> None:
+    donor.kept.add(Reduced(8, 1, torch.ones(5)))
+    connection, spares = Connection(donor.address, "right"), Spares(torch.device("cpu"))
+
+    held = connection.reduced(8, spares=spares)
+    buffer = held.buffer
+
+    assert spares.take(5) is not buffer
+    del held
+    assert spares.take(5) is buffer
+
+
+def test_the_bytes_of_a_step_come_before_others_go_on_from_it(donor: Donor) -> None:
+    heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    donor.kept.add(Reduced(8, 1, torch.zeros(5)))
+    follower = Follower([donor.address], "right", 8, heard.put)
+    until_level(heard)
+
+    follower.stop()
+
+    held = follower.drawn(8, [donor.address])
+    assert held is not None
+    assert fetch_reduced([donor.address], "right", 8, held) is held
+
+
+def test_a_step_that_was_passed_on_and_not_applied_is_still_there(donor: Donor) -> None:
+    heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    for step in (8, 9):
+        donor.kept.add(Reduced(step, 1, torch.zeros(5)))
+    follower = Follower([donor.address], "right", 8, heard.put)
+    passed_on = heard.get(timeout=PATIENCE_S)["reduced"]
+
+    follower.stop()
+
+    assert follower.drawn(8, [donor.address]) is passed_on
+    follower.applied()
+    assert follower.drawn(8, [donor.address]) is None
+
+
+def test_a_step_that_was_made_anew_replaces_the_one_that_came_before(donor: Donor) -> None:
+    heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    donor.kept.add(Reduced(8, 1, torch.zeros(5)))
+    follower = Follower([donor.address], "right", 8, heard.put)
+    until_level(heard)
+
+    donor.kept.clear()  # who made it with that one has died
+    donor.kept.add(Reduced(8, 2, torch.ones(5)))
+    donor.kept.add(Reduced(9, 2, torch.ones(5)))
+    made = until_made(heard)
+    follower.stop()
+
+    assert (made.step, made.epoch) == (8, 2)
+    assert torch.equal(made.buffer, torch.ones(5))
+
+
+def test_a_step_that_just_comes_from_one_who_lives_is_waited_for(donor: Donor) -> None:
+    donor.kept.add(Reduced(8, 1, torch.zeros(CHUNK_BYTES)))  # four chunks
+    gate = Held(donor.address, CHUNK_BYTES)
+    follower = Follower([gate.address], "right", 8, lambda _message: None)
+    until(lambda: follower._asked and follower._asked.receiving, "its bytes come")
+
+    follower.stop()
+
+    assert follower.drawn(8, ["127.0.0.1:1"]) is None  # that one may have died
+    threading.Timer(0.1, gate.let.set).start()
+    held = follower.drawn(8, [gate.address])
+    assert held is not None
+    assert held.step == 8
+
+
+def until_level(heard: queue.SimpleQueue[dict[str, Any]]) -> None:
+    assert heard.get(timeout=PATIENCE_S)["op"] == "up_to_date"
+
+
+def until_made(heard: queue.SimpleQueue[dict[str, Any]]) -> Reduced:
+    while (message := heard.get(timeout=PATIENCE_S))["op"] != "made":
+        pass
+    made: Reduced = message["reduced"]
+    return made
 
 
 def test_a_follower_without_memory_says_that_it_cannot_follow(

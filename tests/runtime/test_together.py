@@ -420,7 +420,7 @@ def test_those_who_are_behind_ask_different_donors_first(
 ) -> None:
     asked: list[str] = []
 
-    def fetch(donors: Any, _token: str, step: int) -> Reduced:
+    def fetch(donors: Any, _token: str, step: int, *_known: object) -> Reduced:
         asked.extend(donors)
         gradients = pair.rank.engine.gradients
         summed = torch.cat([torch.zeros(gradients.size), gradients.tail(Wishes())])
@@ -433,6 +433,26 @@ def test_those_who_are_behind_ask_different_donors_first(
 
     assert sorted(asked) == ["a", "b", "c"]
     assert asked[0] == first
+
+
+def test_who_enters_fetches_no_step_again_that_it_was_given_as_it_followed(
+    pair: Pair, offer: Callable[[TrainingState], tuple[str, str]]
+) -> None:
+    gradients = pair.rank.engine.gradients
+    kept = ReducedLog()
+    server = PeerServer("127.0.0.1", TOKEN, kept, lambda _step, _digest: None)
+    summed = torch.cat([torch.zeros(gradients.size), gradients.tail(Wishes())])
+    kept.add(Reduced(0, 1, summed))
+    pair.rank.follow([[server.address]])
+    assert pair.rank.link.inbox.get(timeout=30)["op"] == "up_to_date"
+    pair.rank.stop_following()
+    stopped = pair.rank._stopped
+    assert stopped is not None
+
+    pair.rank.fetch([[server.address]])
+
+    assert pair.rank._reduced is stopped.drawn(0, [server.address])
+    server.close()
 
 
 def test_what_the_loop_changes_of_extra_makes_no_two_states_differ() -> None:

@@ -42,6 +42,7 @@ class SimulatedTrainer:
         self.shares: dict[int, list[int]] = {}
         self._usual: dict[int, list[int]] = {}
         self._follower: Follower | None = None
+        self._stopped: Follower | None = None
         self._built: list[Group | str] = []
 
     @property
@@ -92,12 +93,12 @@ class SimulatedTrainer:
     def stop_following(self) -> None:
         if self._follower is not None:
             self._follower.stopped = True
-            self._follower = None
+            self._stopped, self._follower = self._follower, None
 
     def make(self, reduced: Made) -> None:
         if reduced.step == self.committed + 1 and self._follower is not None:
             self.apply(reduced, own=False)
-            self._follower.room += 1
+            self._follower.applied()
             if reduced.marked:
                 self.prove()
 
@@ -234,10 +235,11 @@ class SimulatedTrainer:
         self.replica.link.step = self.committed
 
     def _fetch(self, step: int, donors: list[list[str]]) -> Made:
+        have = None if self._stopped is None else self._stopped.drawn(step)
         for (donor,) in donors:
             made: Made | None = self._ask(donor, lambda peer: peer.trainer.kept.get(step))
             if made is not None:
-                return made
+                return made if have is None or have.epoch != made.epoch else have
         raise CannotFollow(f"nobody keeps step {step}")
 
     def _ask(self, donor: str, serve: Callable[[Replica], Any]) -> Any:
@@ -263,6 +265,8 @@ class Follower:
         self.room = 2  # steps that may be passed on before one is applied
         self._replica = replica
         self._step = step
+        self._passed_on: list[Made] = []  # and not yet applied
+        self._ahead: Made | None = None  # the next one, which may still be made anew
         self._donors = [donor for (donor,) in donors]
         replica.clock.random.shuffle(self._donors)
         self._thread: Thread = replica.start(self._run)
@@ -274,8 +278,18 @@ class Follower:
             made = self._next()
             if self.stopped or made is None:
                 return
+            self._passed_on.append(made)
+            self._ahead = None
             self._step += 1
             self._replica.link.inbox.put({"op": "made", "reduced": made})
+
+    def applied(self) -> None:
+        del self._passed_on[:1]
+        self.room += 1
+
+    def drawn(self, step: int) -> Made | None:
+        here = [*self._passed_on, self._ahead]
+        return next((one for one in here if one is not None and one.step == step), None)
 
     def _next(self) -> Made | None:
         fleet = self._replica.fleet
@@ -286,10 +300,15 @@ class Follower:
                     self._thread, peer, functools.partial(self._look_up, peer), 0.0
                 )
             except Unreachable:
-                newest, made = self._step, None
-            if isinstance(made, Made):
-                return made
-            if newest < self._step:
+                newest, made = self._step + 1, None
+            if isinstance(made, Made) and newest > self._step:
+                before = self._ahead
+                same = before is not None and before.epoch == made.epoch
+                self._ahead = before if same else made
+                return self._ahead
+            if isinstance(made, Made) and self._ahead is None:
+                self._ahead = made
+            if newest <= self._step:
                 self._donors.append(self._donors.pop(0))
                 self._tell("up_to_date", step=self._step - 1)
                 self._thread.sleep(0.05)
@@ -299,10 +318,9 @@ class Follower:
         return None
 
     def _look_up(self, peer: Replica) -> tuple[int, Made | None]:
-        """The last step that surely all have made, for one more was made upon it; and ours."""
+        """The last step that it made, and ours. Those before the last surely all have made."""
         kept = peer.trainer.kept
-        newest = next(reversed(kept), 0) - 1
-        return newest, kept.get(self._step) if self._step <= newest else None
+        return next(reversed(kept), 0), kept.get(self._step)
 
     def _tell(self, op: str, **message: Any) -> None:
         if not self.stopped:
