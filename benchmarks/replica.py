@@ -25,7 +25,9 @@ from benchmarks.rivals import plot, report
 from benchmarks.rivals.results import PARTS, Plan, measure
 from benchmarks.rivals.task import State
 
-STATES = (State(10.0), State(100.0), State(400.0))
+#: The one of which all is trained is exchanged whole with each step; the others show what sending
+#: costs.
+STATES = (State(10.0), State(100.0, trained=True), State(400.0))
 QUICK = {
     "rounds": 4, "turns": 20, "kills": 8, "rival_kills": 4, "default_kills": 0,
     "stops": 2, "rival_stops": 1, "default_stops": 0, "rejoins": 1,
@@ -78,17 +80,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="kept there, part by part")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="an SVG of all parts")
     parser.add_argument("--replicas", type=int, default=4, choices=[2, 3, 4, 6, 12])
-    parser.add_argument("--rounds", type=int, default=12, help="turns of each in health")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each in health")
     parser.add_argument(
-        "--turns", type=int, default=120, help="of ours and plain DDP in the same processes"
+        "--turns", type=int, default=90, help="of ours and plain DDP in the same processes"
     )
     parser.add_argument("--kills", type=int, default=100, help="of ours, for each traffic")
-    parser.add_argument("--rival-kills", type=int, default=20)
-    parser.add_argument("--default-kills", type=int, default=3, help="of rivals as they come")
+    parser.add_argument(
+        "--rival-kills", type=int, default=20, help="half as many of three replicas, ours too"
+    )
+    parser.add_argument("--default-kills", type=int, default=2, help="of rivals as they come")
     parser.add_argument("--stops", type=int, default=10, help="of ours, and as many black holes")
     parser.add_argument("--rival-stops", type=int, default=3)
     parser.add_argument("--default-stops", type=int, default=2, help="of rivals as they come")
-    parser.add_argument("--rejoins", type=int, default=4, help="of each, for each size of state")
+    parser.add_argument("--rejoins", type=int, default=3, help="of each, for each size of state")
     parser.add_argument(
         "--states", type=states, default=STATES, metavar="MB,...",
         help="that newcomers are given: MB, as good as none of it trained; 100t: all of it",

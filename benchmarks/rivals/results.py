@@ -115,13 +115,13 @@ def _kill(bench: Bench, plan: Plan, say: Callable[[str], None]) -> list[dict[str
     for replicas, traffic, ours, theirs, others in (
         (plan.replicas, "light", plan.our_kills, rivals, as_they_come),
         (plan.replicas, "heavy", plan.our_kills, patient, as_they_come),
-        (3, "light", plan.rival_kills, rivals, []),
-        (3, "heavy", plan.rival_kills, rivals, []),
+        (3, "light", plan.rival_kills // 2, rivals, []),
+        (3, "heavy", plan.rival_kills // 2, rivals, []),
     ):
         bench.replicas = replicas
         wanted = {
             who.OURS: ours,
-            **dict.fromkeys(theirs, plan.rival_kills),
+            **dict.fromkeys(theirs, min(ours, plan.rival_kills)),
             **dict.fromkeys(others, plan.default_kills),
         }
         rows += _losses(bench, KILL, traffic, wanted, say)
