@@ -34,7 +34,7 @@ WARMING = 5  # steps before each turn that are not either
 SETTLED = 8  # whole steps in a row by all replicas, before anything is done to them
 AFTER = 5  # commits of each survivor after a fault, before its gap is believed to be over
 REJOINED = 15  # commits of a newcomer after which it costs the others nothing more
-RUN_IN = 100  # steps, before a newcomer is measured
+RUN_IN = 200  # steps, before a newcomer is measured
 #: After which the machine has done with what the dead one held: a virtual one tells its host of
 #: memory that is free two seconds after it became so (PAGE_REPORTING_DELAY, mm/page_reporting.c),
 #: and stands still meanwhile, which would be seen in whatever a newcomer does just then.

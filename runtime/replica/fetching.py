@@ -5,9 +5,10 @@ What arrived survives a lost connection. Nothing is believed before its hash was
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import socket
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,12 +21,13 @@ from runtime.giving_way import give_way
 from runtime.image import CHUNK_BYTES, Damaged, Staged, pages
 from runtime.replica.peers import Reduced
 from runtime.replica.spares import Spares
-from runtime.serving import Requests
+from runtime.serving import IDLE_S, Requests
 from runtime.snapshot import bytes_of
 
 log = logging.getLogger("drydock.peers")
 
 WAIT_S = 0.5  # how long a peer may wait for the next step to be made before it says that it was not
+REST_S = 0.5  # so long nothing may come of a step that somebody waits for
 PIECE = 8  # chunks asked for at once
 TRIES = 3  # connections to one peer, for one state
 
@@ -42,6 +44,16 @@ class Connection(Requests):
     """To one peer."""
 
     receiving = False  # a step's bytes, at this moment
+    received = 0  # chunks of such
+    _last = 0.0  # monotonic: when something was asked for
+
+    def ask(self, **message: Any) -> socket.socket:
+        """See `Requests.ask`. On a connection that rested the peer may have hung up by now."""
+        now = time.monotonic()
+        if now - self._last > IDLE_S / 2:
+            self.close()
+        self._last = now
+        return super().ask(**message)
 
     def manifest(self, step: int) -> dict[str, Any]:
         """The description of the copy that the peer holds. Raises PeerFailed."""
@@ -77,6 +89,7 @@ class Connection(Requests):
         try:
             for start in range(0, len(view), CHUNK_BYTES):
                 receive_chunk(connection, view[start : start + CHUNK_BYTES])
+                self.received += 1
         finally:
             self.receiving = False
         reduced = Reduced(int(described["step"]), int(described["epoch"]), buffer)
@@ -222,9 +235,12 @@ class Follower:
         token: str,
         step: int,
         tell: Callable[[dict[str, Any]], None],
+        *,
         spares: Spares | None = None,
+        ahead: Reduced | None = None,
     ) -> None:
-        """`step`: the first one wanted; `spares`: see `Connection.reduced`."""
+        """`step`: the first one wanted; `ahead`: that one, if its bytes are here already. `spares`:
+        see `Connection.reduced`."""
         self._spares = spares
         self._connections = deque(Connection(donor, token) for donor in donors)
         self._step = step
@@ -232,7 +248,7 @@ class Follower:
         self._stopped = threading.Event()
         self._room = threading.Semaphore(2)  # steps passed on and not yet applied
         self._passed_on: deque[Reduced] = deque()  # these
-        self._ahead: Reduced | None = None  # the next one, which may still be made anew
+        self._ahead = ahead  # the next one, which may still be made anew
         self._asked: Connection | None = None
         self._missed = -1  # a step that a donor made and keeps no longer
         self._level = False  # with the donor once: from now on it may wait for its next step
@@ -245,18 +261,27 @@ class Follower:
         self._stopped.set()
         self._room.release()
 
-    def drawn(self, step: int, donors: Collection[str]) -> Reduced | None:
+    def drawn(
+        self,
+        step: int,
+        donors: Collection[str] = (),
+        broken: Callable[[], bool] = lambda: False,
+    ) -> Reduced | None:
         """Once it is stopped: this step, if its bytes are here, or just come from one of these
-        donors. It may have been made anew since."""
+        donors, without a rest, and unless what they are wanted for is `broken`. It may have been
+        made anew since."""
         asked = self._asked
         if step == self._step and asked is not None and asked.receiving and asked.address in donors:
-            self._thread.join()
+            before = -1
+            while self._thread.is_alive() and asked.received != before and not broken():
+                before = asked.received
+                self._thread.join(REST_S)
         here = [*self._passed_on, self._ahead]
         return next((one for one in here if one is not None and one.step == step), None)
 
-    def applied(self) -> None:
-        """A step that was passed on is applied, and its buffer no longer needed."""
-        with contextlib.suppress(IndexError):  # a former follower passed it on
+    def applied(self, step: int) -> None:
+        """One that was passed on is applied, up to this step: its buffer is no longer needed."""
+        while self._passed_on and self._passed_on[0].step <= step:
             self._passed_on.popleft()
         self._room.release()
 

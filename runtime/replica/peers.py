@@ -30,6 +30,7 @@ log = logging.getLogger("drydock.peers")
 #: that was taken: whoever is given steps faster than they are made catches up before they are gone.
 LOG_BYTES = 64 << 20
 LOG_STEPS = 8  # so many are kept then, however large
+KNOWN_STEPS = 64  # of which it is known in which epoch they were made
 MAX_WAIT_S = 1.0  # how long a request may wait for a step to be made
 
 
@@ -48,6 +49,9 @@ class ReducedLog:
     def __init__(self) -> None:
         self.copied = 0  # bytes of the state that a newcomer takes before it follows; 0: none does
         self._kept: OrderedDict[int, Reduced] = OrderedDict()
+        self._epochs: OrderedDict[int, int] = (
+            OrderedDict()
+        )  # of more steps: in which they were made
         self._changed = threading.Condition()
 
     def add(self, reduced: Reduced) -> None:
@@ -60,7 +64,16 @@ class ReducedLog:
             limit = max(LOG_STEPS, allowed // size) if self.copied else 2
             while len(self._kept) > limit:
                 self._kept.popitem(last=False)
+            self._epochs[reduced.step] = reduced.epoch
+            while len(self._epochs) > KNOWN_STEPS:
+                self._epochs.popitem(last=False)
             self._changed.notify_all()
+
+    def epoch_of(self, step: int) -> int | None:
+        """In which epoch this step was made, as long as that is known: also if its buffer is not
+        kept any more."""
+        with self._changed:
+            return self._epochs.get(step)
 
     def get(self, step: int, wait_s: float, *, settled: bool) -> Reduced | None:
         """This step's, if it is kept; waits for one that is still to come.
@@ -77,6 +90,7 @@ class ReducedLog:
         """Another state has taken the place of the one that these steps led to."""
         with self._changed:
             self._kept.clear()
+            self._epochs.clear()
 
     def newest(self) -> int:
         """The last step that is kept; -1 for none."""
@@ -213,16 +227,18 @@ class PeerServer:
         step, settled = int(request["step"]), bool(request["settled"])
         wait_s = min(float(request["wait_s"]), MAX_WAIT_S)
         reduced = self.kept.get(step, wait_s, settled=settled)
-        if reduced is None:
-            newest = self.kept.newest()
-            send_json(connection, {"newest": newest, "yet": newest < step + settled})
+        newest = self.kept.newest()
+        yet = newest < step + settled
+        epoch = self.kept.epoch_of(step)
+        # Of one epoch a step is the same bits for all.
+        if not yet and epoch is not None and request.get("have") == epoch:
+            send_json(connection, {"step": step, "epoch": epoch, "same": True})
             return
-        described = {"step": step, "epoch": reduced.epoch}
-        if request.get("have") == reduced.epoch:  # of one epoch a step is the same bits for all
-            send_json(connection, {**described, "same": True})
+        if reduced is None:
+            send_json(connection, {"newest": newest, "yet": yet})
             return
         size = reduced.buffer.numel() * reduced.buffer.element_size()
-        send_json(connection, {**described, "bytes": size})
+        send_json(connection, {"step": step, "epoch": reduced.epoch, "bytes": size})
         view = bytes_of(reduced.buffer)  # never written again
         for start in range(0, size, CHUNK_BYTES):
             send_chunk(connection, view[start : start + CHUNK_BYTES])

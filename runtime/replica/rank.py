@@ -107,7 +107,7 @@ class Rank:
         #: called with each step that we made together with others
         self.tell: Callable[[Committed], None] = lambda _step: None
         self._members: list[int] = []
-        self._epoch = ""  # its name, see `name_of`
+        self._epoch, self._epoch_number = "", 0  # its name, see `name_of`
         self._reduced: Reduced | None = None  # summed or fetched, and not yet applied
         self._kept = ReducedLog()
         #: called on a thread of its own once our part of a copy was hashed, with what it is for,
@@ -211,7 +211,7 @@ class Rank:
             self.await_copies(whole=True)
             self.state.restore(self._read)
         self.engine.trained.at_edge()
-        self._read = None
+        self._read = self._stopped = None
         self._kept.clear()
         self.link.step = self.state.committed
 
@@ -219,7 +219,7 @@ class Rank:
     def reload(self) -> None:
         """Begin with what is in memory."""
         self.await_copies(whole=True)
-        self._read = None
+        self._read = self._stopped = None
         self.state.statistics.reload()
 
     @order
@@ -247,9 +247,12 @@ class Rank:
         shuffled = self._ours(donors)
         random.Random(os.getpid()).shuffle(shuffled)  # noqa: S311 - spreads the load
         self._followed, self._reduced = queue.SimpleQueue(), None
+        step = self.engine.pending
+        former, self._stopped = self._stopped, None
+        ahead = None if former is None else former.drawn(step)
         heard = self._hear_followed if self.job.rank else self.link.inbox.put
         self._follower = Follower(
-            shuffled, self.job.token, self.engine.pending, heard, self._spares
+            shuffled, self.job.token, step, heard, spares=self._spares, ahead=ahead
         )
 
     @order
@@ -278,7 +281,7 @@ class Rank:
             self._hold(reduced)
             self._passed_on = self._follower
         elif self._follower is not None:
-            self._follower.applied()
+            self._follower.applied(reduced.step)
 
     def _hear_followed(self, message: dict[str, Any]) -> None:
         """On the follower's thread. That there is nothing new, the first rank hears for all."""
@@ -297,7 +300,8 @@ class Rank:
         ours = deque(self._ours(donors))
         ours.rotate(-self.replica)  # others who are behind ask other donors first
         step = self.engine.pending
-        have = None if self._stopped is None else self._stopped.drawn(step, ours)
+        broken = partial(self.gloo.broken, self._epoch_number)
+        have = None if self._stopped is None else self._stopped.drawn(step, ours, broken)
         try:
             self._hold(fetch_reduced(ours, self.job.token, step, have, self._spares))
         except PeerFailed as error:
@@ -311,7 +315,7 @@ class Rank:
         the epoch breaks meanwhile. Returns our last step, which must be that of all ranks."""
         self.replica = replica
         self._members = [int(m["replica"]) for m in grant["members"]]
-        self._epoch = name_of(grant)
+        self._epoch, self._epoch_number = name_of(grant), int(grant["epoch"])
         self.saver.meet(grant["members"], replica)
         addresses = [str(m["gloo"][self.job.rank]) for m in grant["members"]]
         self.gloo.build(self.link, int(grant["epoch"]), addresses, self._members.index(replica))
@@ -320,7 +324,7 @@ class Rank:
     @order
     def enter(self, grant: dict[str, Any]) -> None:
         """Take up an epoch whose state is held: who computes what."""
-        self._stopped = None
+        self._stopped, self._followed = None, queue.SimpleQueue()
         self.engine.enter(int(grant["epoch"]), self.replica, self._members, grant)
         log.info("entered epoch=%s members=%s", grant["epoch"], self._members)
         self.observer.granted(grant)
@@ -355,7 +359,7 @@ class Rank:
             applied = self.engine.apply(reduced, tail)
             self._torn = False
         if self._passed_on is not None:
-            self._passed_on.applied()
+            self._passed_on.applied(reduced.step)
             self._passed_on = None
         self._kept.add(reduced)
         self.link.step = self.state.committed
@@ -588,6 +592,8 @@ class Rank:
     def forget(self) -> None:
         """What was computed of the next step is not wanted: we are no member any more."""
         self._members, self._stopped = [], None
+        if self._follower is None:
+            self._followed = queue.SimpleQueue()
         self.engine.forget()
 
     def _ours(self, donors: list[list[str]]) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from runtime import serving
 from runtime.framing import HEADER, PeerFailed, receive_chunk
 from runtime.image import CHUNK_BYTES, Damaged, Staged
-from runtime.replica import peers
+from runtime.replica import fetching, peers
 from runtime.replica.fetching import (
     Connection,
     Download,
@@ -466,7 +466,7 @@ def test_the_bytes_of_a_step_come_before_others_go_on_from_it(donor: Donor) -> N
 
     follower.stop()
 
-    held = follower.drawn(8, [donor.address])
+    held = follower.drawn(8)
     assert held is not None
     assert fetch_reduced([donor.address], "right", 8, held) is held
 
@@ -480,9 +480,11 @@ def test_a_step_that_was_passed_on_and_not_applied_is_still_there(donor: Donor) 
 
     follower.stop()
 
-    assert follower.drawn(8, [donor.address]) is passed_on
-    follower.applied()
-    assert follower.drawn(8, [donor.address]) is None
+    assert follower.drawn(8) is passed_on
+    follower.applied(7)  # of a former follower
+    assert follower.drawn(8) is passed_on
+    follower.applied(8)
+    assert follower.drawn(8) is None
 
 
 def test_a_step_that_was_made_anew_replaces_the_one_that_came_before(donor: Donor) -> None:
@@ -514,6 +516,63 @@ def test_a_step_that_just_comes_from_one_who_lives_is_waited_for(donor: Donor) -
     held = follower.drawn(8, [gate.address])
     assert held is not None
     assert held.step == 8
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_step_of_which_nothing_more_comes_is_not_waited_for(
+    donor: Donor, monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    monkeypatch.setattr(fetching, "REST_S", 60.0 * broken + 0.05)
+    donor.kept.add(Reduced(8, 1, torch.zeros(CHUNK_BYTES)))
+    gate = Held(donor.address, CHUNK_BYTES)
+    follower = Follower([gate.address], "right", 8, lambda _message: None)
+    until(lambda: follower._asked and follower._asked.receiving, "its bytes come")
+
+    follower.stop()
+
+    assert follower.drawn(8, [gate.address], lambda: broken) is None
+    gate.let.set()
+
+
+def test_a_step_whose_bytes_are_here_does_not_come_again_with_another_follower(
+    donor: Donor,
+) -> None:
+    heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    ahead = Reduced(8, 1, torch.ones(5))
+    for step in (8, 9):
+        donor.kept.add(Reduced(step, 1, torch.zeros(5)))
+
+    follower = Follower([donor.address], "right", 8, heard.put, ahead=ahead)
+
+    assert until_made(heard) is ahead
+    follower.stop()
+
+
+def test_a_donor_that_keeps_a_step_no_longer_still_knows_whether_it_is_the_one(
+    donor: Donor,
+) -> None:
+    for step in range(8, 13):
+        donor.kept.add(Reduced(step, 2, torch.zeros(5)))
+    connection = Connection(donor.address, "right")
+    same, another = Reduced(8, 2, torch.zeros(5)), Reduced(8, 1, torch.zeros(5))
+
+    assert connection.reduced(8, settled=True, have=same) is same
+    with pytest.raises(NotKept):
+        connection.reduced(8, settled=True, have=another)
+
+
+def test_on_a_connection_that_rested_a_peer_may_have_hung_up(
+    donor: Donor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    donor.kept.add(Reduced(8, 1, torch.zeros(5)))
+    connection = Connection(donor.address, "right")
+    connection.reduced(8)
+    assert connection._socket is not None
+    connection._socket.shutdown(socket.SHUT_RDWR)
+
+    monkeypatch.setattr(fetching, "IDLE_S", 0.0)
+
+    assert connection.reduced(8).step == 8
 
 
 def until_level(heard: queue.SimpleQueue[dict[str, Any]]) -> None:
@@ -564,13 +623,13 @@ def test_a_follower_hears_of_each_step_in_order_and_when_it_is_up_to_date(
     first = hear("made")["reduced"].step
     level = hear("up_to_date")["step"]
     donors[1].kept.add(Reduced(10, 1, torch.zeros(5)))
-    follower.applied()
+    follower.applied(8)
     second = hear("made")["reduced"].step
     donors[1].kept.copied = 0
     for step in range(11, 20):
         donors[1].kept.add(Reduced(step, 1, torch.zeros(5)))
-    follower.applied()
-    follower.applied()
+    follower.applied(9)
+    follower.applied(10)
     error = hear("cannot_follow")["error"]
 
     assert (first, level, second) == (8, 8, 9)

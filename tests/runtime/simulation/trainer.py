@@ -85,7 +85,9 @@ class SimulatedTrainer:
 
     def follow(self, donors: list[list[str]]) -> None:
         self.stop_following()
-        self._follower = Follower(self.replica, donors, self.committed + 1)
+        step = self.committed + 1
+        ahead = None if self._stopped is None else self._stopped.drawn(step)
+        self._stopped, self._follower = None, Follower(self.replica, donors, step, ahead)
 
     def proven(self) -> None:
         """Nobody is told here."""
@@ -98,7 +100,7 @@ class SimulatedTrainer:
     def make(self, reduced: Made) -> None:
         if reduced.step == self.committed + 1 and self._follower is not None:
             self.apply(reduced, own=False)
-            self._follower.applied()
+            self._follower.applied(reduced.step)
             if reduced.marked:
                 self.prove()
 
@@ -260,13 +262,15 @@ def _age(state: State) -> tuple[int, int]:
 class Follower:
     """Hears of the steps that peers commit, in a thread of its own."""
 
-    def __init__(self, replica: Replica, donors: list[list[str]], step: int) -> None:
+    def __init__(
+        self, replica: Replica, donors: list[list[str]], step: int, ahead: Made | None
+    ) -> None:
         self.stopped = False
         self.room = 2  # steps that may be passed on before one is applied
         self._replica = replica
         self._step = step
         self._passed_on: list[Made] = []  # and not yet applied
-        self._ahead: Made | None = None  # the next one, which may still be made anew
+        self._ahead = ahead  # the next one, which may still be made anew
         self._donors = [donor for (donor,) in donors]
         replica.clock.random.shuffle(self._donors)
         self._thread: Thread = replica.start(self._run)
@@ -283,8 +287,8 @@ class Follower:
             self._step += 1
             self._replica.link.inbox.put({"op": "made", "reduced": made})
 
-    def applied(self) -> None:
-        del self._passed_on[:1]
+    def applied(self, step: int) -> None:
+        self._passed_on = [one for one in self._passed_on if one.step > step]
         self.room += 1
 
     def drawn(self, step: int) -> Made | None:
