@@ -14,6 +14,9 @@ import uuid
 from pathlib import Path
 
 TRIAL_STEPS = 20  # after a load: so long a state is on trial, and none is saved
+#: While all losses are numbers none is saved for so long at most: with long steps a job that died
+#: again and again before the trial is over would come nowhere.
+HELD_BACK_S = 300.0
 TOO_MANY = 3  # losses in a row that are no numbers: a single one may be a bad batch
 _FILE = "suspects.json"
 
@@ -37,6 +40,11 @@ class Trial:
     def over(self) -> bool:
         """It trains."""
         return not self._left and not self._bad
+
+    @property
+    def doubtful(self) -> bool:
+        """The last loss was no number."""
+        return self._bad > 0
 
     def note(self, loss: float) -> None:
         """The loss of the next step. Raises DoesNotTrain."""

@@ -318,12 +318,13 @@ class Epochs(Roster):
         epoch = max(before.epoch, *seen) + 1
         # The state that the members begin from, if they do.
         epoch_before = max((p.trained_in for p in peers if p.step == plan.step), default=0)
+        started_at = self.broken_at or time.time()
         message = {
             "op": "epoch",
             "epoch": epoch,
             **plan.describe(),
             "begins": not self.alive,
-            "began": {"epoch": epoch_before, "step": plan.step}
+            "began": {"epoch": epoch_before, "step": plan.step, "at": started_at}
             if not self.alive
             else before.grant.get("began"),
             **introduce(seated, plan.behind),
@@ -332,7 +333,7 @@ class Epochs(Roster):
             "lease_s": self.lease_s,
             "lost": self.lost,
             "left": self.left,
-            "started_at": self.broken_at or time.time(),
+            "started_at": started_at,
         }
         record = Record(
             job=before.job,

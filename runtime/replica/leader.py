@@ -212,8 +212,8 @@ class Leader:
 
     def _edge(self, tail: Tail) -> None:
         """Between two steps: what all members agreed on in the last all-reduce."""
+        self.together.judge(tail.loss)  # before what may sever us: all are to judge alike
         self._pump()
-        self.together.judge(tail.loss)
         if self._is_done() or tail.wishes.stop:
             self._stop(DONE if self._is_done() else WANTED)
             return
@@ -244,7 +244,7 @@ class Leader:
         due = self.rank.saver.due() if self.teller.speaks() else set()
         if "shared" in due or self.sharing.is_stuck():
             self.together.ready({"shared"})  # which tells where it is not
-        saves = not self.together.on_trial
+        saves = not self.together.holds_back
         members = sorted(self.member.members)
         return {
             **{name: name in due for name in TIERS},
@@ -272,7 +272,7 @@ class Leader:
             self.together.begins_alone()
         elif who == "all":
             self._owed.discard("shared")
-        if self.together.on_trial:
+        if self.together.holds_back:
             return
         ready = self.together.ready(self._owed)
         if not ready or not self.together.prepare_save(ready):

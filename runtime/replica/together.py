@@ -14,7 +14,13 @@ from typing import Any
 from runtime.checkpoint.manifest import digest_of_all
 from runtime.checkpoint.sources import OF_ALL_NODES
 from runtime.checkpoint.store import WHICH_ARE_WHOLE
-from runtime.checkpoint.suspects import TRIAL_STEPS, DoesNotTrain, Trial, suspect
+from runtime.checkpoint.suspects import (
+    HELD_BACK_S,
+    TRIAL_STEPS,
+    DoesNotTrain,
+    Trial,
+    suspect,
+)
 from runtime.checkpoint.tiers import TierName
 from runtime.client import CheckpointSaved
 from runtime.replica.gradients import Tail, Wishes
@@ -72,6 +78,7 @@ class Together:
         self._alone_since = 0.0  # monotonic: when it was decided that we write alone for all
         self.epoch_name = ""  # the same on all members, and never used again
         self._trial: Trial | None = None  # of the state that the job began from
+        self._tried_since = 0.0  # monotonic
         self._digests: list[str] = []  # of what was loaded just now, by rank
         self._hashed: dict[str, dict[int, Hashed]] = {
             what: {} for what in HASHED_FOR
@@ -217,9 +224,12 @@ class Together:
         self.sharing.hear("share_failed" if shared_out else "alone_failed")
 
     @property
-    def on_trial(self) -> bool:
-        """Whether the state that the job began from has not shown yet that it trains."""
-        return self._trial is not None
+    def holds_back(self) -> bool:
+        """Whether nothing is to be saved: the state that the job began from has not shown yet that
+        it trains."""
+        if self._trial is None:
+            return False
+        return self._trial.doubtful or time.monotonic() - self._tried_since < HELD_BACK_S
 
     def judge(self, loss: float) -> None:
         """The loss of a step that all made. Raises DoesNotTrain on all replicas alike."""
@@ -328,7 +338,10 @@ class Together:
             if self.member.epoch and self.rank.gloo.broken(self.member.epoch):
                 raise Severed(f"epoch {self.member.epoch} broke")
             self._all("fetch", donors=donors)
+            tail = self.rank.tail
             self.commit()
+            if tail is not None:
+                self.judge(tail.loss)
 
     def connect(self, grant: dict[str, Any]) -> None:
         self.teller.granted(grant, self.committed, self.member.replica)
@@ -350,6 +363,8 @@ class Together:
         left = TRIAL_STEPS - (self.committed - began["step"])
         if grant["begins"] or (self._trial is None and left > 0):  # also who comes in between
             state = (int(began["epoch"]), int(began["step"]))
+            before_s = float(grant["started_at"]) - float(began.get("at", grant["started_at"]))
+            self._tried_since = time.monotonic() - before_s
             self._trial = Trial(state, left) if began["step"] >= 0 else None
 
     def stage(self) -> None:

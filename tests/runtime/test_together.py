@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import queue
 import socket
 import threading
@@ -23,12 +24,13 @@ from runtime.checkpoint.coding import NotInstalled
 from runtime.checkpoint.draft import Draft
 from runtime.checkpoint.interval import Pace
 from runtime.checkpoint.manifest import digest_of_all
-from runtime.checkpoint.suspects import TRIAL_STEPS
+from runtime.checkpoint.suspects import HELD_BACK_S, TOO_MANY, TRIAL_STEPS, DoesNotTrain
 from runtime.client import CheckpointSaved, Trouble
 from runtime.data import Batches
 from runtime.image import Damaged, Staged
 from runtime.job import Job
 from runtime.replica import rank as rank_module
+from runtime.replica import together as together_module
 from runtime.replica.division import Division
 from runtime.replica.gloo import Gloo
 from runtime.replica.gradients import Tail, Wishes
@@ -666,7 +668,7 @@ def test_no_order_but_the_known_ones_is_obeyed(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    ("began", "begins", "on_trial"),
+    ("began", "begins", "holds_back"),
     [
         ({"epoch": 0, "step": -1}, True, False),  # a new job
         ({"epoch": 1, "step": 5}, True, True),
@@ -676,12 +678,53 @@ def test_no_order_but_the_known_ones_is_obeyed(pair: Pair) -> None:
     ],
 )
 def test_a_state_that_the_job_began_from_is_on_trial_with_all_members(
-    pair: Pair, began: dict[str, int] | None, begins: bool, on_trial: bool
+    pair: Pair, began: dict[str, int] | None, begins: bool, holds_back: bool
 ) -> None:
     pair.state.committed = 5
     pair.together.put_on_trial({**GRANT, "began": began, "begins": begins})
 
-    assert pair.together.on_trial is on_trial
+    assert pair.together.holds_back is holds_back
+
+
+def test_with_long_steps_a_trial_holds_saves_back_for_some_minutes_and_goes_on(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together_module, "HELD_BACK_S", 0.0)
+    pair.state.committed = 5
+    pair.together.put_on_trial({**GRANT, "began": {"epoch": 1, "step": 5}, "begins": True})
+
+    assert not pair.together.holds_back
+    for _ in range(TOO_MANY - 1):
+        pair.together.judge(math.nan)
+        assert pair.together.holds_back  # what may lead nowhere must not become the newest
+    with pytest.raises(DoesNotTrain):
+        pair.together.judge(math.nan)
+
+
+def test_who_comes_within_a_trial_holds_back_no_longer_than_the_others(pair: Pair) -> None:
+    pair.state.committed = 6
+    began = {"epoch": 1, "step": 5, "at": 1.0 - HELD_BACK_S}
+
+    pair.together.put_on_trial({**GRANT, "began": began, "begins": False})
+
+    assert not pair.together.holds_back
+
+
+def test_a_step_that_peers_hand_over_is_judged_as_they_judge_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.together.put_on_trial({**GRANT, "began": {"epoch": 1, "step": 0}, "begins": True})
+
+    def handed_over(op: str, **_given: Any) -> list[Any]:
+        pair.rank.tail = Tail.__new__(Tail)
+        object.__setattr__(pair.rank.tail, "loss", math.nan)
+        pair.state.committed += op == "commit"
+        return []
+
+    monkeypatch.setattr(pair.together, "_all", handed_over)
+
+    with pytest.raises(DoesNotTrain):
+        pair.together.replay(pair.state.committed + TOO_MANY, [])
 
 
 def test_a_step_that_was_applied_in_part_is_not_saved(
