@@ -6,7 +6,8 @@ silent one, a newcomer.
 
 All train the same model on the same torch, in turns in one run. torchft 0.2.0 and its nightly of
 2026-10-26 are installed on first use, each in an environment of its own outside the repository.
-docs/replica-benchmark.md says what each column means. A full run takes 33 to 40 minutes.
+docs/replica-benchmark.md says what each column means. A full run takes half an hour, on
+slow processors some 50 minutes.
 """
 
 from __future__ import annotations
