@@ -49,9 +49,8 @@ class ReducedLog:
     def __init__(self) -> None:
         self.copied = 0  # bytes of the state that a newcomer takes before it follows; 0: none does
         self._kept: OrderedDict[int, Reduced] = OrderedDict()
-        self._epochs: OrderedDict[int, int] = (
-            OrderedDict()
-        )  # of more steps: in which they were made
+        #: step -> epoch in which it was made; of more of them
+        self._epochs: OrderedDict[int, int] = OrderedDict()
         self._changed = threading.Condition()
 
     def add(self, reduced: Reduced) -> None:
