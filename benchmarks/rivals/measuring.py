@@ -34,7 +34,7 @@ WARMING = 5  # steps before each turn that are not either
 SETTLED = 8  # whole steps in a row by all replicas, before anything is done to them
 AFTER = 5  # commits of each survivor after a fault, before its gap is believed to be over
 REJOINED = 15  # commits of a newcomer after which it costs the others nothing more
-RUN_IN = 200  # steps, before a newcomer is measured
+RUN_IN = 200  # steps, before a newcomer is measured; half as many where all is trained, longer ones
 #: After which the machine has done with what the dead one held: a virtual one tells its host of
 #: memory that is free two seconds after it became so (PAGE_REPORTING_DELAY, mm/page_reporting.c),
 #: and stands still meanwhile, which would be seen in whatever a newcomer does just then.
@@ -289,8 +289,9 @@ def rejoin(bench: Bench, contender: Contender, state: State) -> Rejoin | None:
     """
     trained = state.mb if state.trained else 0.0
     model = replace(TRAFFIC["light"], trained_mb=trained, frozen_mb=state.mb - trained)
-    with bench.job(contender, model, until=RUN_IN) as job:
-        if not job.wait(lambda: _connected(job) and _reached(job, RUN_IN), 2 * PATIENCE_S):
+    run_in_steps = RUN_IN // 2 if state.trained else RUN_IN
+    with bench.job(contender, model, until=run_in_steps) as job:
+        if not job.wait(lambda: _connected(job) and _reached(job, run_in_steps), 2 * PATIENCE_S):
             return None
         step_s = _step(job)
         victim = bench.chance.choice(_present(job))

@@ -115,8 +115,8 @@ def _kill(bench: Bench, plan: Plan, say: Callable[[str], None]) -> list[dict[str
     for replicas, traffic, ours, theirs, others in (
         (plan.replicas, "light", plan.our_kills, rivals, as_they_come),
         (plan.replicas, "heavy", plan.our_kills, patient, as_they_come),
-        (3, "light", plan.rival_kills // 2, rivals, []),
-        (3, "heavy", plan.rival_kills // 2, rivals, []),
+        (3, "light", plan.rival_kills // 4, rivals, []),
+        (3, "heavy", plan.rival_kills // 4, rivals, []),
     ):
         bench.replicas = replicas
         wanted = {
