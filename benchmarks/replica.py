@@ -6,8 +6,8 @@ silent one, a newcomer.
 
 All train the same model on the same torch, in turns in one run. torchft 0.2.0 and its nightly of
 2026-10-26 are installed on first use, each in an environment of its own outside the repository.
-docs/replica-benchmark.md says what each column means. A full run takes 20 to 40 minutes;
-more rounds, turns and rejoins tell more.
+docs/replica-benchmark.md says what each column means. A full run takes some 40 minutes where
+processors are slow; more rounds, turns and rejoins tell more.
 """
 
 from __future__ import annotations

@@ -364,7 +364,7 @@ class Together:
         if grant["begins"] or (self._trial is None and left > 0):  # also who comes in between
             state = (int(began["epoch"]), int(began["step"]))
             before_s = float(grant["started_at"]) - float(began.get("at", grant["started_at"]))
-            self._tried_since = time.monotonic() - before_s
+            self._tried_since = time.monotonic() - max(0.0, before_s)
             self._trial = Trial(state, left) if began["step"] >= 0 else None
 
     def stage(self) -> None:

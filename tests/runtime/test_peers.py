@@ -459,10 +459,7 @@ def test_a_buffer_that_a_step_came_in_is_used_again_once_nobody_holds_the_step(
 
 
 def test_the_bytes_of_a_step_come_before_others_go_on_from_it(donor: Donor) -> None:
-    heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    donor.kept.add(Reduced(8, 1, torch.zeros(5)))
-    follower = Follower([donor.address], "right", 8, heard.put)
-    until_level(heard)
+    follower, _heard = level_with(donor)
 
     follower.stop()
 
@@ -488,10 +485,7 @@ def test_a_step_that_was_passed_on_and_not_applied_is_still_there(donor: Donor) 
 
 
 def test_a_step_that_was_made_anew_replaces_the_one_that_came_before(donor: Donor) -> None:
-    heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    donor.kept.add(Reduced(8, 1, torch.zeros(5)))
-    follower = Follower([donor.address], "right", 8, heard.put)
-    until_level(heard)
+    follower, heard = level_with(donor)
 
     donor.kept.clear()  # who made it with that one has died
     donor.kept.add(Reduced(8, 2, torch.ones(5)))
@@ -575,8 +569,13 @@ def test_on_a_connection_that_rested_a_peer_may_have_hung_up(
     assert connection.reduced(8).step == 8
 
 
-def until_level(heard: queue.SimpleQueue[dict[str, Any]]) -> None:
+def level_with(donor: Donor) -> tuple[Follower, queue.SimpleQueue[dict[str, Any]]]:
+    """A follower of a donor that made step 8 and nothing on it, and what it hears from then on."""
+    heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    donor.kept.add(Reduced(8, 1, torch.zeros(5)))
+    follower = Follower([donor.address], "right", 8, heard.put)
     assert heard.get(timeout=PATIENCE_S)["op"] == "up_to_date"
+    return follower, heard
 
 
 def until_made(heard: queue.SimpleQueue[dict[str, Any]]) -> Reduced:

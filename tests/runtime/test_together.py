@@ -710,6 +710,18 @@ def test_who_comes_within_a_trial_holds_back_no_longer_than_the_others(pair: Pai
     assert not pair.together.holds_back
 
 
+def test_a_clock_that_was_put_back_makes_no_trial_longer(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together_module, "HELD_BACK_S", 0.0)
+    pair.state.committed = 6
+    began = {"epoch": 1, "step": 5, "at": 1e9}
+
+    pair.together.put_on_trial({**GRANT, "began": began, "begins": False})
+
+    assert not pair.together.holds_back
+
+
 def test_a_step_that_peers_hand_over_is_judged_as_they_judge_it(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
