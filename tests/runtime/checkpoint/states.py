@@ -14,6 +14,7 @@ import torch
 from runtime.checkpoint import asking, disk
 from runtime.image import Staged
 from runtime.snapshot import Copying, When
+from tests.runtime.processes import open_files
 
 SOON_S = 1.5  # in a trial so long is waited for a store that hangs
 
@@ -51,8 +52,7 @@ def flip_a_bit(path: Path, where: int) -> None:
 
 def flip_held_bits(pid: int) -> None:
     """One in each state that a holder has memory for, as bad memory would."""
-    links = Path(f"/proc/{pid}/fd").iterdir()
-    memories = [link for link in links if "drydock-held" in str(link.readlink())]
+    memories = [link for link, name in open_files(pid) if "drydock-held" in name]
     assert memories
     for memory in memories:
         with memory.open("r+b") as opened:
