@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -206,21 +208,32 @@ def test_a_copy_aside_is_the_edge_s_and_changes_nothing() -> None:
 
 
 def preempt(fleet: Fleet, grace_s: float | None = None) -> list[int]:
-    """SIGTERM to all ranks, and SIGKILL once their time is over; how they ended. `grace_s`: a
-    notice says that it is over then."""
-    processes = fleet.part_with(0)
+    """SIGTERM to all ranks, and SIGKILL once their time is over, to their writers too, as when the
+    machine is taken away; how the ranks ended. `grace_s`: a notice says that it is over then."""
+    ranks = fleet.part_with(0)
     left_s = fleet.grace_s if grace_s is None else grace_s
     fleet.notice(0).write_text(f"{left_s:g}\n")
     end = time.monotonic() + left_s
-    for process in processes:
-        process.send_signal(signal.SIGTERM)
-    for process in processes:
-        with_time = max(0.0, end - time.monotonic())
-        try:
-            process.wait(with_time)
-        except subprocess.TimeoutExpired:
+    started = children_of(ranks)
+    for rank in ranks:
+        rank.terminate()
+    for rank in ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank.wait(max(0.0, end - time.monotonic()))
+    started |= children_of(ranks)
+    for process in [*ranks, *started]:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    return [process.wait() for process in processes]
+    return [rank.wait() for rank in ranks]
+
+
+def children_of(ranks: list[subprocess.Popen[bytes]]) -> set[psutil.Process]:
+    """What they have started, their writers among it; of a rank that is dead none can be told."""
+    found: set[psutil.Process] = set()
+    for rank in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.update(psutil.Process(rank.pid).children(recursive=True))
+    return found
 
 
 def job(**environment: str) -> Job:
