@@ -6,6 +6,7 @@ What is seen is noted in `Restart` and the run's events; `broken_claims` judges 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -277,12 +278,19 @@ def remove_newer(fleet: Fleet, than: State) -> None:
 def flip_what_is_held(fleet: Fleet, chance: random.Random) -> None:
     """A bit in each, as bad memory would."""
     for process in fleet.holders:
-        for link in Path(f"/proc/{process.pid}/fd").iterdir():
+        for link in memory_of(process.pid):
+            with link.open("r+b") as memory:
+                where = chance.randrange(os.fstat(memory.fileno()).st_size)
+                (byte,) = os.pread(memory.fileno(), 1, where)
+                os.pwrite(memory.fileno(), bytes([byte ^ 1 << chance.randrange(8)]), where)
+
+
+def memory_of(holder: int) -> Iterator[Path]:
+    """The memory that this process has for states, by its descriptors."""
+    for link in Path(f"/proc/{holder}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a connection that it closed meanwhile
             if MEMORY in str(link.readlink()):
-                with link.open("r+b") as memory:
-                    where = chance.randrange(os.fstat(memory.fileno()).st_size)
-                    (byte,) = os.pread(memory.fileno(), 1, where)
-                    os.pwrite(memory.fileno(), bytes([byte ^ 1 << chance.randrange(8)]), where)
+                yield link
 
 
 def whole(parts: list[Path]) -> set[State]:

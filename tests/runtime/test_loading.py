@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +38,6 @@ from tests.runtime.datasets import (
     fail,
     say_hello,
 )
-from tests.runtime.processes import is_gone, open_files
 from tests.runtime.replicas import ROOT, until
 
 Open = Callable[..., Batches]
@@ -67,6 +68,10 @@ def opened(troubles: list[str]) -> Iterator[Open]:
 def loaders_of(batches: Batches, step: int, shards: tuple[int, ...] = (0, 1)) -> set[int]:
     """The processes that loaded a step."""
     return {pid for k in shards for pid in batches.shard(step, k).data[1].tolist()}
+
+
+def is_gone(pid: int | str) -> bool:
+    return not Path(f"/proc/{pid}").exists()
 
 
 def first_step_of_workers(
@@ -307,6 +312,13 @@ def test_what_cannot_be_given_to_workers_is_told_with_the_remedy(opened: Open) -
         until(lambda: batches.shard(0, 0).data and False, "the refusal")
 
 
+def open_files(pid: str) -> Iterator[str]:
+    """What a process has open; it may close some meanwhile."""
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            yield str(descriptor.readlink())
+
+
 def test_workers_die_with_a_killed_rank_and_hold_none_of_its_sockets() -> None:
     rank = subprocess.Popen(
         [sys.executable, "-m", "tests.runtime.loading_rank"],
@@ -315,7 +327,7 @@ def test_workers_die_with_a_killed_rank_and_hold_none_of_its_sockets() -> None:
     assert rank.stdout is not None
     *workers, inode = rank.stdout.readline().split()
 
-    held = [name for pid in workers for _, name in open_files(pid)]
+    held = [name for pid in workers for name in open_files(pid)]
     rank.kill()
     rank.wait()
 

@@ -27,7 +27,7 @@ from runtime.torture.kinds import LOCAL, SHARED
 from runtime.torture.ledger import audit, counted
 from runtime.torture.made import Restart
 from runtime.torture.report import Seen, judge
-from runtime.torture.storage import broken_claims, broken_promises
+from runtime.torture.storage import broken_claims, broken_promises, memory_of
 from runtime.torture.watch import Event, Watch
 from runtime.torture.writer import (
     BEGINNINGS,
@@ -338,6 +338,30 @@ def test_a_job_goes_on_from_what_nodes_hold_and_notices_bad_memory(tmp_path: Pat
     assert (crash["kind"], bad["kind"]) == ("crash", "badmemory")
     assert "checkpoint_refused" not in crash["alarms"]
     assert bad["alarms"]["checkpoint_refused"] > 0
+
+
+#: A holder's memory, and connections that come and go.
+BUSY = """
+import os, socket
+from runtime.checkpoint.holder import MEMORY
+memory = os.memfd_create(MEMORY)
+print(memory, flush=True)
+while True:
+    socket.socket().close()
+"""
+
+
+def test_memory_is_found_in_a_holder_whose_connections_come_and_go() -> None:
+    words = [sys.executable, "-c", BUSY]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as busy:
+        assert busy.stdout is not None
+        memory = Path(f"/proc/{busy.pid}/fd/{busy.stdout.readline().strip()}")
+        try:
+            found = [path for _ in range(300) for path in memory_of(busy.pid)]
+        finally:
+            busy.kill()
+
+    assert found == [memory] * 300
 
 
 @pytest.mark.soak

@@ -14,7 +14,7 @@ import torch
 from runtime.checkpoint import asking, disk
 from runtime.image import Staged
 from runtime.snapshot import Copying, When
-from tests.runtime.processes import open_files
+from runtime.torture.storage import memory_of
 
 SOON_S = 1.5  # in a trial so long is waited for a store that hangs
 
@@ -52,7 +52,7 @@ def flip_a_bit(path: Path, where: int) -> None:
 
 def flip_held_bits(pid: int) -> None:
     """One in each state that a holder has memory for, as bad memory would."""
-    memories = [link for link, name in open_files(pid) if "drydock-held" in name]
+    memories = [*memory_of(pid)]
     assert memories
     for memory in memories:
         with memory.open("r+b") as opened:
