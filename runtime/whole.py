@@ -24,9 +24,18 @@ import torch.distributed as dist
 from runtime.checkpoint import Checkpointer
 from runtime.checkpoint.coding import NotInstalled
 from runtime.checkpoint.resharding import AS_SAVED, replaced
+from runtime.checkpoint.sources import OF_ALL_NODES
 from runtime.checkpoint.store import WHICH_ARE_WHOLE
 from runtime.checkpoint.tiers import TierName
-from runtime.client import ENV_STANDBY, ENV_WORLD_REPLICAS, TOLD_TO_END, Because, Directive, Stopped
+from runtime.client import (
+    ENV_STANDBY,
+    ENV_WORLD_REPLICAS,
+    TOLD_TO_END,
+    Because,
+    CheckpointSaved,
+    Directive,
+    Stopped,
+)
 from runtime.image import Damaged, Staged
 from runtime.job import Job
 from runtime.ledger import SampleLedger
@@ -108,6 +117,9 @@ class WholeJob:
         self.epoch = 0  # which start this is
         #: of each tier the step that was saved to it last, also if it is still being written
         self._saved: dict[TierName, int] = {}
+        #: the same, once our part was verified; written by a thread of its own
+        self._verified: dict[str, int] = {}
+        saver.delivery.on_saved = self._on_saved
         self._in_step = False  # the loop makes one
         self._over = False  # all ranks are to leave
         self._wish: Because = ""  # why they are
@@ -241,6 +253,7 @@ class WholeJob:
         if over:
             self._wish = "over" if stop else "told"
         elif free:
+            self._note_common([name for name in free if self.saver.tiers[name].own])
             self._save(free)
         return over
 
@@ -258,6 +271,23 @@ class WholeJob:
         if self.saver.save(begin, name, tiers, epoch=self.epoch, last=last) is not None:
             self._saved |= dict.fromkeys(tiers, self.committed)
             self._owed -= {*tiers}
+
+    def _on_saved(self, part: CheckpointSaved) -> None:
+        """Our part of one was verified. On a thread of its own."""
+        self._verified[part.tier] = part.step
+        self.job.sender.tell(part)
+
+    def _note_common(self, tiers: Sequence[TierName]) -> None:
+        """See `Delivery.common`. `tiers`: of our node's own, the same on all ranks."""
+        if not tiers:
+            return
+        here = [self._verified.get(name, -1) for name in tiers]
+        told = torch.tensor([*here, *(-step for step in here)])
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+        last, first = told[: len(tiers)].tolist(), (-told[len(tiers) :]).tolist()
+        for name, most, least in zip(tiers, last, first, strict=True):
+            if most == least >= 0:
+                self.saver.delivery.common[name] = least
 
     def _on_directive(self, directive: Directive) -> None:
         """On the sender's thread."""
@@ -289,7 +319,8 @@ class WholeJob:
         than what is made from here on.
 
         Where all that there is lies on the disks of some nodes alone it begins anew, and that is
-        told. Raises ValueError if any other cannot be loaded: nobody begins anew unasked; and what
+        told. Raises ValueError if any other cannot be loaded, or the first rank does not see what
+        lies where all should: nobody begins anew unasked; and what
         `Sources.saves` raises.
         """
         sources = self.saver.sources
@@ -317,6 +348,8 @@ class WholeJob:
                 if not self.job.rank:
                     self.saver.sources.loaded(name)
                 self._saved = {there: step for _, save, there in found if save == name}
+                if tier in own:
+                    self.saver.delivery.common = {tier: step}
                 return
         if tried:
             folder = self.saver.folders.shared
@@ -325,7 +358,15 @@ class WholeJob:
                 f"({self._why()}): mend that, or to begin anew move {folder} away; "
                 f"{WHICH_ARE_WHOLE} {folder}"
             )
-        if self._most([bool(here)])[0] and not self.job.rank:
+        of_all = any(tier in OF_ALL_NODES for *_, tier in here)
+        elsewhere, anywhere = self._most([of_all, bool(here)])
+        if elsewhere:
+            folder = self.saver.folders.shared
+            raise ValueError(
+                f"the first rank sees no checkpoint of this job in {folder}, and others do: mount "
+                "it on all nodes, or to begin anew move it away"
+            )
+        if anywhere and not self.job.rank:
             self.job.trouble(
                 "begins_anew",
                 "there are checkpoints on the disks of some of its nodes alone, and the others "

@@ -104,7 +104,13 @@ class Delivery:
         #: in the folder of all we see what others wrote there
         self.sees_others = False
         self.keeper: Place | None = None  # the holder that keeps what we save
+        #: of tiers of our node's own the step of the last save of which every rank has its part: it
+        #: stays, for if another rank's saves fail ours are worth nothing
+        self.common: dict[TierName, int] = {}
         self._share_flaw = ""  # why we could not write the last one of ours
+        #: one alone could not write to the folder of all either, and has told so: until somebody
+        #: can, or that one is gone, nobody else does
+        self._told_by_one = False
         self._looking = False  # the writer is asked whether we do
         self._unseen = 0  # how often we did not, one time after the other
         self._failing: set[TierName] = set()  # of which an engineer was told
@@ -160,6 +166,7 @@ class Delivery:
     def look(self, save: str) -> None:
         """One whose name begins so was written to the folder of all: see whether it is there. Its
         writer looks, for that may take long."""
+        self._told_by_one = False
         if self._share_flaw:
             self.failed("shared", self._share_flaw)
         with self._lock:
@@ -192,6 +199,13 @@ class Delivery:
     def forgive(self) -> None:
         """One alone could not write to the folder of all either: that is told by that one."""
         self._share_flaw = ""
+        self._told_by_one = True
+
+    def regrouped(self, *, came: bool, gone: bool) -> None:
+        """There are other members: whether who came has the same folder as we nobody knows, and
+        what who is gone has told is told no more."""
+        self.sees_others &= not came
+        self._told_by_one &= not gone
 
     def close(self, wait_s: float) -> list[TierName]:
         """Take no more, and wait until what was given is durable or was refused; of which tiers it
@@ -306,7 +320,11 @@ class Delivery:
             with self._lock:
                 self._asked[tier.name, save.name] = write
 
-        kept = {"keep": tier.keep, "keep_for_s": tier.keep_for_s}
+        kept = {
+            "keep": tier.keep,
+            "keep_for_s": tier.keep_for_s,
+            "common": self.common.get(tier.name),
+        }
         asked = {**asked, **place, **kept, "pack": tier.pack}
         self._writers[tier.name].send(asked, self._rooms.there(), stamp)
 
@@ -376,8 +394,9 @@ class Delivery:
 
     def failed(self, tier: TierName, why: str, shares: int = 1) -> None:
         """One alarm, however often it fails until it is well again. What others have shares in is
-        tried again by one alone: only if that succeeds is it ours that is wrong."""
-        if shares > 1:
+        tried again by one alone, and what one alone could not write by the next: only if that
+        succeeds is it ours that is wrong."""
+        if shares > 1 or (tier == "shared" and self._told_by_one and tier not in self._failing):
             self._share_flaw = why
             log.warning("share_failed error=%s", why)
             return

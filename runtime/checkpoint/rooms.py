@@ -120,15 +120,16 @@ class Rooms:
                 self._making = False
                 self._put_off(error)
 
-    def prepare(self, size: int) -> bool:
+    def prepare(self, size: int, *, at_once: bool = False) -> bool:
         """Begin to make rooms for images of this size, unless there are such or they are being
         made: at once in the place of those that are free, of the others when they are given back.
-        Returns False if they cannot be had at present."""
+        Returns False if they cannot be had at present; `at_once` they are tried for also if they
+        could not be had just now."""
         with self._changed:
             there = self._making or self._free or self._used
             if there and (size <= self._size or self._making):
                 return True
-            if time.monotonic() < self._not_before:
+            if time.monotonic() < self._not_before and not at_once:
                 return False
             slack = SLACK_BYTES + min(size // 64, SLACK_BYTES)
             self._size = aligned(size + slack, LARGE_BYTES)

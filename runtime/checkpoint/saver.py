@@ -59,6 +59,7 @@ class Checkpointer:
         self.delivery = Delivery(job, self.tiers, self.folders, self.rooms)
         self._own_holder: peer.OwnHolder | None = None  # it keeps what peers save
         self._near = False  # an engineer was told that it is no farther than this node
+        self._placements: set[str] = set()  # of the members
 
     # --- peers' memory --------------------------------------------------------------------------
 
@@ -78,6 +79,9 @@ class Checkpointer:
 
     def meet(self, members: Sequence[Mapping[str, Any]], replica: int) -> None:
         """The members of an epoch, as its grant names them: one of them keeps what we save."""
+        placements, before = {str(member["placement"]) for member in members}, self._placements
+        self.delivery.regrouped(came=bool(placements - before), gone=bool(before - placements))
+        self._placements = placements
         if "peer" not in self.tiers:
             return
         domain = self.job.domain
@@ -179,7 +183,7 @@ class Checkpointer:
                 copying = begin(room.memory)
             except TooSmall as error:
                 self.rooms.give_back(room)
-                self.rooms.prepare(error.needed)
+                self.rooms.prepare(error.needed, at_once=last)
                 self._again |= names
                 if not last:
                     return None

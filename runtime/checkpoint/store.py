@@ -372,15 +372,24 @@ def saved_at(manifest: Manifest) -> float:
     return at if isinstance(at, int | float) else 0.0
 
 
-def stays(place: int, found: Manifest, newest: Manifest, keep: int, keep_for_s: float) -> bool:
+def stays(
+    place: int,
+    found: Manifest,
+    newest: Manifest,
+    keep: int,
+    keep_for_s: float,
+    common: int | None = None,
+) -> bool:
     """Whether a complete checkpoint is not to be removed now that `newest` was verified: it is
     that one or of later training, of which its own writer decides; or one of the `keep` of the
     latest training (`place`: how many are later), or was saved within `keep_for_s` seconds before
-    that one. Age only ever adds to what the number keeps.
+    that one, or is of the step `common`, which every rank has. Age only ever adds to what the
+    number keeps.
     """
     later = (epoch_of(found), found.step) > (epoch_of(newest), newest.step)
     recent = keep_for_s > 0 and saved_at(found) >= saved_at(newest) - keep_for_s
-    return place < keep or recent or later or found.save == newest.save
+    known = found.step == common or found.save == newest.save
+    return place < keep or recent or later or known
 
 
 def set_aside(path: Path) -> None:
@@ -393,7 +402,13 @@ def set_aside(path: Path) -> None:
             remove(earlier)
 
 
-def prune(folder: Path, newest: Path, keep: int = KEEP, keep_for_s: float = 0.0) -> None:
+def prune(
+    folder: Path,
+    newest: Path,
+    keep: int = KEEP,
+    keep_for_s: float = 0.0,
+    common: int | None = None,
+) -> None:
     """Remove all complete checkpoints but those that stay (see `stays`). What is damaged is not
     counted, and goes once it is older than all that are kept. What could not be read, or is of
     another version, is not counted and stays.
@@ -418,7 +433,7 @@ def prune(folder: Path, newest: Path, keep: int = KEEP, keep_for_s: float = 0.0)
     for path in reversed(astray):  # the latest is the last, and stays
         set_aside(path)
     latest = sorted(whole, key=lambda path: (epoch_of(whole[path]), number_of(path)), reverse=True)
-    kept = [p for n, p in enumerate(latest) if stays(n, whole[p], ours, keep, keep_for_s)]
+    kept = [p for n, p in enumerate(latest) if stays(n, whole[p], ours, keep, keep_for_s, common)]
     oldest = min(map(number_of, kept))
     for path in latest:
         if path not in kept:

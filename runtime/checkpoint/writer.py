@@ -14,7 +14,8 @@ It is told, as JSON in single packets:
      (in a folder of the job's run, "within" that, if the folder is not "shared"), or "holder",
      "token" and "label" which peer's memory keeps it ("run" is that run as far as the trainer
      knows it, or ""), or "objects", "job", "rank" and "ranks" which
-     object store; "keep" and "keep_for_s" which others stay there (see `store.stays`), "pack"
+     object store; "keep", "keep_for_s" and "common" which others stay there (see `store.stays`),
+     "pack"
      whether chunks may be packed
     {"op": "look", "folder", "save"}  whether one whose name begins so is there: "looked", "seen"
     {"op": "copied", "save", "bytes"}  so much of the state is there by now
@@ -170,6 +171,9 @@ class Writer:
     def _write(self, asked: dict[str, Any]) -> None:
         image, table = self._copy(asked)
         folder, rank, step = self._folder(asked), int(asked["rank"]), int(asked["step"])
+        if "within" not in asked and not self._known_run:
+            with contextlib.suppress(OSError):  # else who saves elsewhere could not if it is full
+                self._known_run = run_of(folder)
         before = self._before.get(str(folder)) or last_part(folder, rank)
         share, shares = int(asked["share"]), int(asked["shares"])
         shared = None if str(folder) in self._doubted else before
@@ -298,7 +302,7 @@ class Writer:
         """Remove what is not needed any more. The checkpoint is safe, whatever fails here."""
         try:
             keep = int(asked["keep"])
-            store.prune(folder, newest, keep, float(asked["keep_for_s"]))
+            store.prune(folder, newest, keep, float(asked["keep_for_s"]), asked["common"])
             sweep(folder)
             if others := neighbours(folder):
                 store.prune_others(folder, others, keep)

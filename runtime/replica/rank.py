@@ -403,8 +403,17 @@ class Rank:
         return self.saver.prepare(self.state.size, tiers)
 
     @order
-    def save(self, *, name: str, tiers: list[TierName], share: list[int], last: bool) -> None:
-        """Begin a copy of our part, for the writer."""
+    def save(
+        self,
+        *,
+        name: str,
+        tiers: list[TierName],
+        share: list[int],
+        last: bool,
+        common: dict[TierName, int],
+    ) -> None:
+        """Begin a copy of our part, for the writer. `common`: see `Delivery.common`."""
+        self.saver.delivery.common = common
         if last:
             self.preemption.edge()
         ours, shares = share

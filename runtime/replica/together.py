@@ -7,6 +7,7 @@ import functools
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,6 +36,7 @@ from runtime.replica.telling import Teller
 #: What a copy of the state is hashed for, in the words in which others are told of it.
 HASHED_FOR = ("staged", "compared", "proved")
 MAX_TRIES = 8  # checkpoints that fail, before a person has to look
+TRIES_OF_ONE = 2  # that fail, until a tier comes after the others
 #: So long, and three times as long as it usually takes and as the interval is, whoever writes alone
 #: for all is waited for; as much longer each time, for the store may only be slow.
 HANGS_S = 600.0
@@ -89,6 +91,7 @@ class Together:
         self._told_late = False
         #: tier -> step -> by rank
         self._saved: dict[str, dict[int, dict[int, CheckpointSaved]]] = {}
+        self._common: dict[str, int] = {}  # see `Delivery.common`
         rank.saver.delivery.on_saved = functools.partial(self.saved, 0)
         rank.saver.delivery.on_shared_failed = self.shared_failed
         rank.on_hashed = functools.partial(self.hashed, rank=0)
@@ -157,7 +160,16 @@ class Together:
         if "shared" in tiers:
             self._can_share = self._can_write_alone = False
         name = uuid.uuid4().hex[:12] if last else f"{self.epoch_name}x{self.committed}"
-        self._all("save", name=name, tiers=sorted(tiers), share=share or (0, 1), last=last)
+        with self._hearing:
+            common = {**self._common}
+        self._all(
+            "save",
+            name=name,
+            tiers=sorted(tiers),
+            share=share or (0, 1),
+            last=last,
+            common=common,
+        )
 
     def _note_epoch(self) -> None:
         if self.teller.speaks():
@@ -178,6 +190,8 @@ class Together:
             whole = len(parts) == self.siblings.ranks
             untold = [step for step in of_tier if step > part.step or not whole]
             self._saved[part.tier] = {step: of_tier[step] for step in untold[-MAX_UNTOLD:]}
+            if whole:
+                self._common[part.tier] = part.step
         if not whole:
             return
         size = sum(one.bytes for one in parts.values())
@@ -266,34 +280,44 @@ class Together:
 
     def load(self, holders: list[list[str]]) -> None:
         """The newest checkpoint of which all ranks have their part, if it is of later training than
-        what is in memory. A tier of which one fails comes after the others.
+        what is in memory. A tier of which two fail comes after the others: of one that lost a bit
+        the one before is still newer than what a slow tier has.
 
-        Raises ValueError if there are some and none can be loaded: nobody wants to train anew
-        without knowing. (What a disk of ours alone has is not there: others may have it whole.)
+        Raises ValueError if there are some and none can be loaded, also if one rank alone sees what
+        lies where all should: nobody wants to train anew without knowing. (What a disk of ours
+        alone has is not there: others may have it whole.)
         """
         self._digests = []
         mine, *others = self._all("checkpoints", holders=holders)
         self.seen_epoch = max(self._all("seen_epoch"))
         there = [found for found in mine if all(found in one for one in others)]
-        tried = 0
-        while there and tried < MAX_TRIES:
+        failed: Counter[str] = Counter()
+        while there and failed.total() < MAX_TRIES:
             step, name, tier = there.pop(0)
             parts = self._all("read", name=name, tier=tier)
             if all(parts) and len({history for history, _digest in parts}) == 1:
                 self._all("load")
                 self.rank.saver.sources.loaded(name)
+                with self._hearing:
+                    self._common = {} if tier in OF_ALL_NODES else {tier: step}
                 self._compare(step, [digest for _history, digest in parts])
                 return
-            tried += 1
+            failed[tier] += 1
             what = f"{tier}, step {step}: a part is damaged, or of another run"
-            there.sort(key=lambda found: found[2] == tier)
+            there.sort(key=lambda found: failed[found[2]] >= TRIES_OF_ONE)
             if there:
                 what += f"; the next one is {there[0][2]}, step {there[0][0]}"
             self.trouble("checkpoint_refused", what)
-        if (tried or any(tier in OF_ALL_NODES for _, _, tier in mine)) and self.committed < 0:
+        sees = [any(tier in OF_ALL_NODES for *_, tier in found) for found in (mine, *others)]
+        if (failed or any(sees)) and self.committed < 0:
             folder = self.rank.saver.folders.shared
+            blind = [rank for rank, does in enumerate(sees) if any(sees) and not does]
+            if blind:
+                what = f"ranks {blind} see no checkpoint in {folder}, and others do: mount it"
+                self.trouble("checkpoints_out_of_reach", what)
+            count = len(mine) or max(map(len, others))
             raise ValueError(
-                f"none of the {len(mine)} checkpoints of this job can be loaded (the lines before "
+                f"none of the {count} checkpoints of this job can be loaded (the lines before "
                 f"this say why): mend that, or to begin anew move {folder} away; "
                 f"{WHICH_ARE_WHOLE} {folder}"
             )

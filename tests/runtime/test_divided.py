@@ -224,6 +224,29 @@ def test_a_disk_that_hangs_on_one_rank_holds_up_no_other_tier(make_fleet: MakeFl
     assert not [*(fleet.folder / "disk0").rglob("replica-0-rank-1/step-*")]
 
 
+def test_what_all_ranks_have_stays_while_one_rank_s_disk_fails(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(1, divided=2, own_disks=True, options={"local_s": 0.2})
+    fleet.start()
+    disk = fleet.folder / "disk0"
+
+    def newest_first(of: str) -> list[int]:
+        return sorted(
+            (store.number_of(path)[0] for path in disk.rglob(f"{of}/step-*")), reverse=True
+        )
+
+    until(lambda: len(newest_first("replica-0-rank-1")) > 1, "it saves")
+    (folder,) = disk.rglob("replica-0-rank-1")
+    folder.rename(folder.with_name("away"))
+    folder.write_text("no folder")
+    until(
+        lambda: newest_first("replica-0-rank-0")[1] > newest_first("away")[0],
+        "the other rank has two that are newer",
+    )
+    fleet.stop()
+
+    assert {*newest_first("replica-0-rank-0")} & {*newest_first("away")}
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("rank", [0, 1], ids=["first", "other"])
 def test_a_rank_may_die_in_any_phase(make_fleet: MakeFleet, rank: int) -> None:

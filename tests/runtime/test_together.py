@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import queue
+import re
 import socket
 import threading
 import time
@@ -614,10 +615,10 @@ def test_a_state_that_is_not_what_was_saved_is_told(pair: Pair) -> None:
     assert told.text.startswith("step 5, ranks [1]")
 
 
-def test_a_tier_of_which_a_checkpoint_fails_comes_after_the_others(
+def test_a_tier_of_which_two_checkpoints_fail_comes_after_the_others(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = [(9, "c", "local"), (8, "b", "local"), (5, "a", "shared")]
+    there = [(9, "d", "local"), (8, "c", "local"), (7, "b", "local"), (5, "a", "shared")]
     pair.other.answers["checkpoints"] = {"value": [[*found] for found in there]}
     pair.other.answers["read"] = {"value": []}
     tried: list[str] = []
@@ -630,11 +631,29 @@ def test_a_tier_of_which_a_checkpoint_fails_comes_after_the_others(
     monkeypatch.setattr(pair.saver.sources, "ranks", lambda _name, _tier: 2)
     monkeypatch.setattr(pair.saver.sources, "read", read)
 
-    with pytest.raises(ValueError, match="none of the 3 checkpoints of this job can be loaded"):
+    with pytest.raises(ValueError, match="none of the 4 checkpoints of this job can be loaded"):
         pair.together.load([])
 
-    assert tried == ["c", "a", "b"]
-    assert "the next one is shared, step 5" in str(pair.told.messages[1])
+    assert tried == ["d", "c", "a", "b"]
+    text = "\n".join(map(str, pair.told.messages))
+    assert re.findall(r"the next one is (\w+, step \d)", text) == [
+        "local, step 8",
+        "shared, step 5",
+        "local, step 7",
+    ]
+
+
+def test_what_lies_where_all_should_see_it_and_we_do_not_is_no_reason_to_begin_anew(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.other.answers["checkpoints"] = {"value": [[9, "a", "shared"]]}
+    monkeypatch.setattr(pair.saver.sources, "saves", lambda _elsewhere, _after: [])
+
+    with pytest.raises(ValueError, match="none of the 1 checkpoints of this job can be loaded"):
+        pair.together.load([])
+
+    (told,) = pair.told.messages
+    assert "ranks [0] see no checkpoint in " in str(told)
 
 
 def test_a_bounded_number_of_checkpoints_is_tried_before_a_person_has_to_look(

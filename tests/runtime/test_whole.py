@@ -108,14 +108,20 @@ class Whole:
         said = all_of(process)
         return process.returncode, said
 
-    def run_on_two_nodes(self, *disks: str, **options: object) -> tuple[list[int], str]:
-        """A rank on each, with the environment that the nodes' agents give: both exit statuses."""
+    def run_on_two_nodes(
+        self, *disks: str, states: tuple[str, str] = ("state", "state"), **options: object
+    ) -> tuple[list[int], str]:
+        """A rank on each, with the environment that the nodes' agents give: both exit statuses.
+        `states`: what each has mounted as the folder of all."""
         meet = {"address": "127.0.0.1", "port": free_port(), "start": "plc_1"}
         processes = [
             self.start(
                 ["--nproc-per-node=1"],
                 disk,
-                together(wire.Together(nodes=2, node_rank=node, **meet)),  # type: ignore[arg-type]
+                {
+                    **together(wire.Together(nodes=2, node_rank=node, **meet)),  # type: ignore[arg-type]
+                    "DRYDOCK_STATE_DIR": str(self.folder / states[node]),
+                },
                 **options,
             )
             for node, disk in enumerate(disks)
@@ -268,6 +274,39 @@ def test_what_the_disks_of_some_nodes_have_alone_is_no_start_for_all(
 
     assert ended == [0, 0], said
     assert whole.begins(epoch=2) == 0
+
+
+def test_where_the_first_rank_alone_lacks_the_folder_of_all_nobody_begins_anew(
+    copied: Whole,
+) -> None:
+    status, said = copied.run_on_two_nodes(
+        "disk-of-0", "disk-of-1", states=("state-of-another", "state")
+    )
+
+    assert 0 not in status
+    assert "the first rank sees no checkpoint of this job in" in said
+    assert not [*copied.folder.glob("digest.*")]
+
+
+def test_what_is_whole_on_all_ranks_is_known_from_what_each_has(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = iter([5, 5, 9])  # what another rank has verified last
+
+    def most(told: torch.Tensor, _op: Any, group: Any) -> None:
+        other = next(others)
+        told.copy_(torch.maximum(told, torch.tensor([other, -other])))
+
+    known = []
+    with alone.start() as whole:
+        monkeypatch.setattr(dist, "all_reduce", most)
+        for ours in (5, 7, 9):
+            whole._verified["local"] = ours
+            whole._note_common(["local"])
+            known.append(whole.saver.delivery.common["local"])
+        monkeypatch.undo()
+
+    assert known == [5, 5, 9]
 
 
 def test_torchruns_that_do_not_find_each_other_are_told_why(tmp_path: Path) -> None:

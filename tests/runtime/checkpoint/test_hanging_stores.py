@@ -51,7 +51,7 @@ def test_who_starts_while_the_shared_folder_hangs_saves_where_it_did_before(tmp_
     saved.save_all(1)  # no epoch has been granted, so it has no peer
     restarted = OneRank(tmp_path, own_disk=True, holder=True)
     place = restarted.saver.open_holder("127.0.0.1")
-    restarted.saver.meet([{"replica": 0, "holders": [place]}], 0)
+    restarted.saver.meet([{"replica": 0, "placement": "p", "holders": [place]}], 0)
 
     with hanging(tmp_path / "checkpoints" / "run"):
         found = restarted.saver.sources.saves()
@@ -73,7 +73,7 @@ def saved_to(one: OneRank) -> set[str]:
 def test_a_shared_folder_that_hangs_keeps_no_job_from_peers_memory(tmp_path: Path) -> None:
     one = OneRank(tmp_path, holder=True)
     place = one.saver.open_holder("127.0.0.1")
-    one.saver.meet([{"replica": 0, "holders": [place]}], 0)
+    one.saver.meet([{"replica": 0, "placement": "p", "holders": [place]}], 0)
     one.save_all(7)
 
     with hanging(tmp_path / "checkpoints" / "run"):

@@ -660,7 +660,7 @@ def test_what_nobody_packs_to_the_same_again_is_shared_once_and_then_written_ane
             {
                 "room": 0, "image": size, "described": len(described), "step": step,
                 "save": f"save{step}", "facts": {}, "folder": str(tmp_path), "rank": 0, "ranks": 1,
-                "share": 0, "shares": 1, "keep": 9, "keep_for_s": 0, "pack": True,
+                "share": 0, "shares": 1, "keep": 9, "keep_for_s": 0, "common": None, "pack": True,
             }
         )  # fmt: skip
         heard: list[str] = []

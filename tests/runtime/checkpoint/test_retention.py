@@ -63,6 +63,15 @@ SAVES = st.lists(
 )
 
 
+def test_what_every_rank_has_stays_though_there_is_newer(tmp_path: Path) -> None:
+    laid_out(tmp_path, [Saved(1, step, 0) for step in range(1, 6)])
+
+    store.prune(tmp_path, tmp_path / "step-00000005", keep=2, common=1)
+
+    left = [store.number_of(path)[0] for path in store.candidates(tmp_path)]
+    assert left == [5, 4, 1]
+
+
 @settings(max_examples=300, deadline=None)
 @given(SAVES, st.integers(0, 7), st.integers(1, 4), st.sampled_from([0.0, 10.0, 50.0]))
 def test_what_stays_is_the_newest_and_what_is_young_whoever_was_verified_last(

@@ -128,7 +128,7 @@ def test_two_replicas_that_one_holder_keeps_have_one_name_for_each_state(tmp_pat
     replicas = [OneRank(tmp_path, holder=True) for _ in (0, 1)]
     (place, _same) = [one.saver.open_holder("127.0.0.1") for one in replicas]
     for one in replicas:
-        one.saver.meet([{"replica": 0, "holders": [place]}], 0)
+        one.saver.meet([{"replica": 0, "placement": "p", "holders": [place]}], 0)
         one.save_all(7)
 
     assert [one.saver.sources.saves()[0] for one in replicas] == [(7, "0-7", "peer")] * 2
@@ -143,7 +143,8 @@ def test_other_nodes_memory_is_looked_into_as_far_as_it_answers(tmp_path: Path) 
     address = theirs.saver.open_holder("127.0.0.1")["address"]
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "checkpoints").symlink_to(tmp_path / "theirs" / "checkpoints")
-    theirs.saver.meet([{"replica": 0, "holders": [{"address": address, "domain": "n"}]}], 0)
+    place = {"address": address, "domain": "n"}
+    theirs.saver.meet([{"replica": 0, "placement": "p", "holders": [place]}], 0)
     theirs.save_all(7)
     sources = ours.saver.sources
     there = [gone_address(), address]
@@ -543,6 +544,20 @@ def test_the_last_save_of_a_job_that_had_made_no_room_is_made(trainer: OneRank) 
     assert trainer.told.troubles() == []
 
 
+def test_the_last_save_is_made_also_where_memory_could_not_be_had_just_now(
+    trainer: OneRank,
+) -> None:
+    trainer.save_all(1)
+    trainer.saver.rooms._put_off(MemoryError("none"))
+    large = {"weight": torch.ones(4 << 20)}
+
+    copying = trainer.saver.save(lambda into: Copying(large, 2, into), "only", last=True)
+    trainer.told.until(lambda: 2 in trainer.told.saved())
+
+    assert copying is not None
+    assert trainer.told.troubles() == ["no_room_for_checkpoints"]
+
+
 def test_a_writer_that_died_takes_no_room_that_was_given_to_the_next(trainer: OneRank) -> None:
     trainer.save_all(1)
     trainer.told.until(lambda: not trainer.saver.delivery._asked)
@@ -633,6 +648,27 @@ def test_where_one_alone_fails_too_the_others_are_silent(tmp_path: Path) -> None
     assert one.told.troubles() == []
 
 
+def test_of_a_folder_that_nobody_can_write_to_one_tells(tmp_path: Path) -> None:
+    """They take turns to write alone: the second fails as the first did."""
+    first, second = OneRank(tmp_path), OneRank(tmp_path)
+    first.save_all(1)
+    failing_in_the_folder_of_all(first, 2)
+    for one in (first, second):
+        one.saver.delivery.forgive()
+    failed: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    second.saver.delivery.on_shared_failed = failed.put
+
+    second.save(2)
+    assert not failed.get(timeout=PATIENCE_S)
+    silent = second.told.troubles()
+    second.saver.delivery.regrouped(came=False, gone=True)
+    failing_in_the_folder_of_all(second, 3)
+    for one in (first, second):
+        one.saver.finish()
+
+    assert silent == []
+
+
 def test_who_sees_what_another_wrote_can_share(tmp_path: Path) -> None:
     writes, looks = OneRank(tmp_path), OneRank(tmp_path)
     apart = OneRank(tmp_path / "elsewhere")
@@ -652,6 +688,18 @@ def test_who_sees_what_another_wrote_can_share(tmp_path: Path) -> None:
 
     assert (writes.saver.delivery.sees_others, apart.saver.delivery.sees_others) == (True, False)
     assert (looks.told.troubles(), apart.told.troubles()) == ([], ["checkpoints_not_shared"])
+
+
+def test_what_others_wrote_is_looked_for_again_once_somebody_came(trainer: OneRank) -> None:
+    """With another folder, perhaps: who had found the same may be the only ones to notice."""
+    stays, goes, comes = ({"replica": 0, "placement": name, "holders": []} for name in "abc")
+    sees = []
+    for members in ([stays, goes], [stays], [stays, comes]):
+        trainer.saver.delivery.sees_others = True
+        trainer.saver.meet(members, 0)
+        sees.append(trainer.saver.delivery.sees_others)
+
+    assert sees == [False, True, False]
 
 
 def failing_in_the_folder_of_all(trainer: OneRank, step: int) -> Path:

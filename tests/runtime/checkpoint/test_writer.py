@@ -42,7 +42,7 @@ class Asked:
             {
                 "room": 0, "image": size, "described": len(described), "step": step, "save": name,
                 "facts": {}, "folder": str(self.folder), "rank": 0, "ranks": 1, "share": 0,
-                "shares": 1, "keep": 1, "keep_for_s": 0, "pack": False,
+                "shares": 1, "keep": 1, "keep_for_s": 0, "common": None, "pack": False,
             }
         )  # fmt: skip
         said: list[dict[str, Any]] = []
