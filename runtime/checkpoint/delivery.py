@@ -196,10 +196,11 @@ class Delivery:
                 "it is one folder on all nodes, all write checkpoints together",
             )
 
-    def forgive(self) -> None:
-        """One alone could not write to the folder of all either: that is told by that one."""
+    def forgive(self, *, told: bool) -> None:
+        """One alone could not write to the folder of all either. `told`: by that one, and so that
+        it fails; not, if it was ourselves and took too long."""
         self._share_flaw = ""
-        self._told_by_one = True
+        self._told_by_one |= told
 
     def regrouped(self, *, came: bool, gone: bool) -> None:
         """There are other members: whether who came has the same folder as we nobody knows, and

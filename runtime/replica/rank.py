@@ -387,9 +387,9 @@ class Rank:
         self.saver.delivery.look(save)
 
     @order
-    def forgive(self) -> None:
-        """Not even one alone could write to the folder of all."""
-        self.saver.delivery.forgive()
+    def forgive(self, *, told: bool) -> None:
+        """Not even one alone could write to the folder of all; see `Delivery.forgive`."""
+        self.saver.delivery.forgive(told=told)
 
     @order
     def ready(self, *, tiers: list[TierName]) -> list[TierName]:

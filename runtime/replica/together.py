@@ -78,6 +78,7 @@ class Together:
         #: our ranks in the folder of all, when the last step was summed
         self._can_share = self._can_write_alone = False
         self._alone_since = 0.0  # monotonic: when it was decided that we write alone for all
+        self._passed_on = False  # it was another's turn since ours took too long
         self.epoch_name = ""  # the same on all members, and never used again
         self._trial: Trial | None = None  # of the state that the job began from
         self._tried_since = 0.0  # monotonic
@@ -222,6 +223,7 @@ class Together:
         usual_s = max(HANGS_S, 3 * pace.every_s, 3 * (pace.alone_s or 0.0))
         if time.monotonic() - self._alone_since <= usual_s * (1 + self.sharing.turn):
             return False
+        self._passed_on = True
         self.sharing.hear("alone_failed")
         self.ready({"shared"})
         return True
@@ -231,7 +233,8 @@ class Together:
         if wishes.whole:
             self._all("look", save=self.epoch_name)
         elif wishes.alone_failed:
-            self._all("forgive")
+            self._all("forgive", told=not self._passed_on)
+            self._passed_on = False
 
     def shared_failed(self, shared_out: bool) -> None:
         """One of our ranks could not write there. On a thread of its own."""

@@ -569,6 +569,25 @@ def test_who_writes_alone_for_far_too_long_passes_it_on_and_tells(pair: Pair) ->
     assert pair.other.heard == ["ready"]
 
 
+def test_who_took_too_long_and_then_fails_tells_that_too(pair: Pair) -> None:
+    pair.other.answers["ready"] = {"value": []}
+    pair.together.sharing.writes_alone = True
+    pair.together._alone_since = -math.inf
+    assert pair.together.passes_on()
+
+    pair.together.hear_of_shared(Wishes(alone_failed=True))
+    pair.saver.delivery.failed("shared", "no space left")
+
+    assert "no space left" in str(pair.told.messages)
+
+
+def test_what_one_alone_could_not_write_either_is_told_by_that_one(pair: Pair) -> None:
+    pair.together.hear_of_shared(Wishes(alone_failed=True))
+    pair.saver.delivery.failed("shared", "no space left")
+
+    assert pair.told.messages == []
+
+
 def test_only_a_checkpoint_whose_parts_are_of_one_run_is_loaded(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,10 +6,11 @@ shard takes, as if an accelerator computed it), `dropout`, `compare_every`, `str
 next), and what a misfit of a replica has otherwise: `width`, `samples`, `content` (of which its
 data is drawn), `seed`, `rate`. It `clamps` its weights after each step, and counts these. `rich`
 trains with all that a loop may have besides, with or without `averages`; if it is `calm`, no last
-bit of a sum decides on anything. At the step `evaluate_at` it does something else for a minute, at
-`forks_at` it forks a child that does nothing, from `freezes_at` on its first layer is trained no
-more. `data` is "ids", "dataset", "loader", "stateful" or "streams": what Batches is given;
-`workers` load it, `drop_last` ends it. The model is divided among the ranks of a replica.
+bit of a sum decides on anything. If it `measures` it says after each step what memory it has. At
+the step `evaluate_at` it does something else for a minute, at `forks_at` it forks a child that does
+nothing, from `freezes_at` on its first layer is trained no more. `data` is "ids", "dataset",
+"loader", "stateful" or "streams": what Batches is given; `workers` load it, `drop_last` ends it.
+The model is divided among the ranks of a replica.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main() -> None:
         "averages": True, "evaluate_at": -1, "pace_s": 0.003, "data": "ids", "workers": 0,
         "drop_last": False, "dropout": 0.5, "compare_every": 1000, "flips_at": -1,
         "straggler_after_s": 600, "stalled_after_s": 120, "calm": False, "clamps": False,
-        "forks_at": -1, "freezes_at": 1 << 60,
+        "forks_at": -1, "freezes_at": 1 << 60, "measures": False,
         **job.options,
     }  # fmt: skip
     folder = Path(options["folder"])
@@ -76,7 +77,8 @@ def main() -> None:
         parts |= {"extra": {"steps": kept}, "after_step": kept.clamp}
 
     def report(step: Any) -> None:
-        steps_log.write(json.dumps(vars(step)) + "\n")
+        also = {"anonymous": anonymous()} if options["measures"] else {}
+        steps_log.write(json.dumps({**vars(step), **also}) + "\n")
 
     with runtime.ReplicaGroup(
         job, model, batches=batches, saver=saver, mode=options["mode"], steps=options["steps"],
@@ -122,6 +124,12 @@ class Kept:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.steps = state["steps"]
+
+
+def anonymous() -> int:
+    """Bytes that this process has and no file."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
 
 def fork() -> None:

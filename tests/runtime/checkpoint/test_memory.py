@@ -29,7 +29,7 @@ OWN_BYTES = 64 * MB  # beside two copies of the state
 class Memory:
     """Of a trainer and its writers, in bytes; what several processes share counts once."""
 
-    trainer: int
+    trainer: int  # what no file has, after a step: in the middle of one there is more
     rooms: int
     writers: int  # without rooms
 
@@ -43,11 +43,11 @@ class Memory:
         return self.trainer + self.own
 
     @staticmethod
-    def of(pid: int) -> Memory:
-        trainer = psutil.Process(pid)
+    def of(fleet: Fleet) -> Memory:
+        trainer = psutil.Process(fleet.ranks[0].pid)
         writers = [one for one in trainer.children() if "writer" in " ".join(one.cmdline())]
         inside, outside = zip(*[shares(one.pid) for one in (trainer, *writers)], strict=True)
-        return Memory(outside[0], sum(inside), sum(outside[1:]))
+        return Memory(fleet.last(0)["anonymous"], sum(inside), sum(outside[1:]))
 
 
 def shares(pid: int) -> tuple[int, int]:
@@ -81,10 +81,11 @@ def trained(
             monkeypatch.setenv(name, value)
         options = {
             "width": width, "pace_s": 0, "checkpoint_s": 0.05, "local_s": 0.05, "peer_s": 0.05,
+            "measures": True,
         }  # fmt: skip
         fleet = make_fleet(1, own_disks=True, holders=True, url=door.url, options=options)
         fleet.start()
-        found = [after(n, fleet.ranks[0].pid, door) for n in range(1, saves + 1)]
+        found = [after(n, fleet, door) for n in range(1, saves + 1)]
         fleet.stop()
         return found
 
@@ -116,7 +117,7 @@ def test_of_a_large_state_too_there_are_no_more_than_two_copies(
     assert max(one.own for one in found) <= 2.5 * state_bytes(door)
 
 
-def after(saves: int, trainer: int, door: Door) -> Memory:
+def after(saves: int, fleet: Fleet, door: Door) -> Memory:
     """Once so many are durable in each tier."""
 
     def durable() -> bool:
@@ -124,11 +125,11 @@ def after(saves: int, trainer: int, door: Door) -> Memory:
         return min(tiers.count(tier) for tier in ("peer", "local", "shared")) >= saves
 
     until(durable, f"{saves} saves")
-    return Memory.of(trainer)
+    return Memory.of(fleet)
 
 
 def kept(some: list[Memory], what: str) -> float:
-    """What was there mostly: in the middle of a step there is more, and at its end less."""
+    """What was there mostly."""
     return float(statistics.median(getattr(one, what) for one in some))
 
 

@@ -641,7 +641,7 @@ def test_a_share_that_fails_is_told_once_another_could_write(tmp_path: Path) -> 
 def test_where_one_alone_fails_too_the_others_are_silent(tmp_path: Path) -> None:
     one = without_room_for_a_share(tmp_path)
 
-    one.saver.delivery.forgive()
+    one.saver.delivery.forgive(told=True)
     one.saver.delivery.look("save8")
     one.saver.finish()
 
@@ -654,7 +654,7 @@ def test_of_a_folder_that_nobody_can_write_to_one_tells(tmp_path: Path) -> None:
     first.save_all(1)
     failing_in_the_folder_of_all(first, 2)
     for one in (first, second):
-        one.saver.delivery.forgive()
+        one.saver.delivery.forgive(told=True)
     failed: queue.SimpleQueue[bool] = queue.SimpleQueue()
     second.saver.delivery.on_shared_failed = failed.put
 
