@@ -282,12 +282,10 @@ class WholeJob:
         if not tiers:
             return
         here = [self._verified.get(name, -1) for name in tiers]
-        told = torch.tensor([*here, *(-step for step in here)])
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
-        last, first = told[: len(tiers)].tolist(), (-told[len(tiers) :]).tolist()
-        for name, most, least in zip(tiers, last, first, strict=True):
-            if most == least >= 0:
-                self.saver.delivery.common[name] = least
+        told = self._highest([*here, *(-step for step in here)])
+        for name, last, first in zip(tiers, told, told[len(tiers) :], strict=False):
+            if last == -first >= 0:  # the same on all
+                self.saver.delivery.common[name] = last
 
     def _on_directive(self, directive: Directive) -> None:
         """On the sender's thread."""
@@ -320,13 +318,12 @@ class WholeJob:
 
         Where all that there is lies on the disks of some nodes alone it begins anew, and that is
         told. Raises ValueError if any other cannot be loaded, or the first rank does not see what
-        lies where all should: nobody begins anew unasked; and what
-        `Sources.saves` raises.
+        lies where all should: nobody begins anew unasked; and what `Sources.saves` raises.
         """
         sources = self.saver.sources
         here = sources.saves()
         self._load([(step, name, tier) for step, name, tier in self._from(0, here)], here)
-        latest = self._highest(sources.latest_epoch)
+        (latest,) = self._highest([sources.latest_epoch])
         self.epoch = self._from(0, None if self.job.rank else sources.next_epoch(latest))
 
     def _load(self, found: Sequence[Found], here: Collection[Found]) -> None:
@@ -431,15 +428,13 @@ class WholeJob:
 
     def _most(self, flags: Sequence[bool]) -> list[bool]:
         """Each of them, if it is true on any rank."""
-        told = torch.tensor(flags, dtype=torch.uint8)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
-        return [bool(one) for one in told.tolist()]
+        return [bool(one) for one in self._highest(flags)]
 
-    def _highest(self, number: int) -> int:
-        """Of what the ranks give."""
-        told = torch.tensor(number)
+    def _highest(self, numbers: Sequence[int]) -> list[int]:
+        """Of each, what is the highest that a rank gives."""
+        told = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
-        return int(told)
+        return [int(one) for one in told.tolist()]
 
     def _from(self, source: int, value: Any) -> Any:
         """What that rank gives, which JSON can say."""

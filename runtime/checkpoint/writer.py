@@ -13,10 +13,9 @@ It is told, as JSON in single packets:
      "folder", "rank", "ranks", "share" and "shares" say where which share of it is to be written
      (in a folder of the job's run, "within" that, if the folder is not "shared"), or "holder",
      "token" and "label" which peer's memory keeps it ("run" is that run as far as the trainer
-     knows it, or ""), or "objects", "job", "rank" and "ranks" which
-     object store; "keep", "keep_for_s" and "common" which others stay there (see `store.stays`),
-     "pack"
-     whether chunks may be packed
+     knows it, or ""), or "objects", "job", "rank" and "ranks" which object store; "keep",
+     "keep_for_s" and "common" which others stay there (see `store.stays`), "pack" whether chunks
+     may be packed
     {"op": "look", "folder", "save"}  whether one whose name begins so is there: "looked", "seen"
     {"op": "copied", "save", "bytes"}  so much of the state is there by now
     {"op": "not_copied", "save", "error"}  it never will be

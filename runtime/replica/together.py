@@ -314,8 +314,8 @@ class Together:
         sees = [any(tier in OF_ALL_NODES for *_, tier in found) for found in (mine, *others)]
         if (failed or any(sees)) and self.committed < 0:
             folder = self.rank.saver.folders.shared
-            blind = [rank for rank, does in enumerate(sees) if any(sees) and not does]
-            if blind:
+            blind = [rank for rank, does in enumerate(sees) if not does]
+            if any(sees) and blind:
                 what = f"ranks {blind} see no checkpoint in {folder}, and others do: mount it"
                 self.trouble("checkpoints_out_of_reach", what)
             count = len(mine) or max(map(len, others))

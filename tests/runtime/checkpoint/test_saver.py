@@ -550,11 +550,17 @@ def test_the_last_save_is_made_also_where_memory_could_not_be_had_just_now(
     trainer.save_all(1)
     trainer.saver.rooms._put_off(MemoryError("none"))
     large = {"weight": torch.ones(4 << 20)}
+    tried: list[memoryview | None] = []
 
-    copying = trainer.saver.save(lambda into: Copying(large, 2, into), "only", last=True)
+    def begin(into: memoryview | None) -> Copying:
+        tried.append(into)
+        return Copying(large, 2, into)
+
+    copying = trainer.saver.save(begin, "only", last=True)
     trainer.told.until(lambda: 2 in trainer.told.saved())
 
     assert copying is not None
+    assert len(tried) == 2  # what is too small, and what was made then
     assert trainer.told.troubles() == ["no_room_for_checkpoints"]
 
 

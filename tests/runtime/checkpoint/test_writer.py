@@ -15,6 +15,7 @@ import pytest
 
 from runtime.checkpoint import disk, store
 from runtime.checkpoint.draft import IDLE_S, Draft
+from runtime.checkpoint.tiers import known_run
 from runtime.checkpoint.writer import PACKET_BYTES, Writer
 from runtime.image import aligned, pages
 from tests.runtime.checkpoint.states import flip_a_bit, staged_at
@@ -64,6 +65,13 @@ def asked(tmp_path: Path) -> Iterator[Asked]:
 
 def ops(said: list[dict[str, Any]]) -> list[str]:
     return [one["op"] for one in said]
+
+
+def test_where_there_is_a_checkpoint_for_all_the_run_has_its_name(asked: Asked) -> None:
+    """Who saves elsewhere asks for it, and could not give it once that folder is full."""
+    asked.to_save(1)
+
+    assert known_run(asked.folder)
 
 
 @pytest.mark.parametrize("name", JSON)
