@@ -9,9 +9,11 @@ of its save in all. Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import math
 import os
+import shutil
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -37,6 +39,7 @@ Packing = Literal["auto", False]
 TIERS: tuple[TierName, ...] = ("peer", "local", "shared", "object")
 KEEP_LOCAL = 2
 _RUN = "run"
+_NAME = "name"  # in a folder of that name, on a file system without links
 _EPOCH = "epoch-"  # and the number of the last start, or of the members' epoch, that was counted
 
 
@@ -204,12 +207,13 @@ def _any_saved_in(runs: list[Path]) -> bool:
 def known_run(folder: Path) -> str:
     """The name of the run whose checkpoints are in this folder; "" if there is none. Raises OSError
     if that cannot be told."""
+    path = folder / _RUN
     try:
-        found = (folder / _RUN).read_text().strip()
+        found = (path / _NAME if path.is_dir() else path).read_text().strip()
     except FileNotFoundError:
         return ""
     if not found.isalnum():
-        raise OSError(f"{folder / _RUN} is damaged: it holds {found[:40]!r}")
+        raise OSError(f"{path} is damaged: it holds {found[:40]!r}")
     return found
 
 
@@ -228,13 +232,27 @@ def run_of(folder: Path) -> str:
         os.link(draft, path)  # whole or not at all, and once
     except FileExistsError:
         pass
-    except OSError:  # a file system without links
-        if not path.exists():
-            draft.rename(path)
+    except OSError:  # a file system without links: there a folder takes no other's place
+        _rename_once(draft, path)
     finally:
         draft.unlink(missing_ok=True)
     sync(folder)
     return known_run(folder)
+
+
+def _rename_once(draft: Path, path: Path) -> None:
+    """A file as the only one in a folder of that path, unless there is one. Raises OSError."""
+    within = draft.with_name(f"{draft.name}.d")
+    within.mkdir()
+    try:
+        draft.rename(within / _NAME)
+        sync(within)
+        within.rename(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+    finally:
+        shutil.rmtree(within, ignore_errors=True)
 
 
 def next_epoch(folder: Path, above: int) -> int:

@@ -61,6 +61,9 @@ MAX_ROOMS = 8
 _OWN = re.compile(r"replica-\d+-(rank-\d+)")  # on a node's own disk
 #: So long the shared folder is asked for the job's run where the trainer has a name for it.
 RUN_S = 5.0
+#: So many saves, one after the other, without the parts of others, until an engineer is told: some
+#: may have died with what they wrote.
+LEFT_ALONE = 3
 
 
 class NotCopied(Exception):
@@ -83,6 +86,9 @@ class Writer:
         #: folders in which what was written could not be read back: what an earlier checkpoint has
         #: there may be why, and is not shared once more
         self._doubted: set[str] = set()
+        #: folder -> our last draft there to which parts of others lacked, and how many before it
+        #: had stayed drafts
+        self._unfinished: dict[str, tuple[Path, int]] = {}
         self._staleness = Staleness()
         self._packer = Packer()
         self._name = ""  # of the save under way
@@ -176,12 +182,13 @@ class Writer:
         before = self._before.get(str(folder)) or last_part(folder, rank)
         share, shares = int(asked["share"]), int(asked["shares"])
         shared = None if str(folder) in self._doubted else before
-        if not rank and not share:  # one for all that write to this folder
+        alone = self._left_alone(folder)
+        if (not rank and not share) or alone >= LEFT_ALONE:  # one for all that write to this folder
             with contextlib.suppress(OSError):  # what dead writers left may be what fills the disk
                 for one in [folder, *neighbours(folder)]:
                     sweep(one)
         draft = Draft(folder, step, self._name, int(asked["ranks"]), asked["facts"], shares)
-        verified = False
+        begun, verified = draft.path, False
         try:
             written = draft.write(
                 rank, table, image, shared,
@@ -221,9 +228,25 @@ class Writer:
             self._before.pop(str(folder), None)
         if whole is None:
             self._say("verified", whole=None)
+            self._unfinished[str(folder)] = (begun, alone)
             return
         self._say("verified", whole=as_told(whole, str(path)))
         self._clean(folder, path, asked)
+
+    def _left_alone(self, folder: Path) -> int:
+        """How many of our saves there, up to the last, never had the parts of all: others save
+        somewhere else. From the third on it is told, for nothing else here shows it."""
+        path, before = self._unfinished.pop(str(folder), (None, 0))
+        if path is None or not path.exists():  # it is whole, or was given up, which another tells
+            return 0
+        alone = before + 1
+        if alone >= LEFT_ALONE:
+            self._say(
+                "alarm", kind="checkpoint_not_whole",
+                text=f"the last {alone} saves to {folder} lack the parts of other ranks: if it is "
+                "not one folder on all nodes, mount it; none of them can be loaded",
+            )  # fmt: skip
+        return alone
 
     def _folder(self, asked: dict[str, Any]) -> Path:
         """Where to write. Raises OSError if that needs the job's run, and it cannot be told."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -13,6 +16,7 @@ from runtime.checkpoint.interval import FAILURES_PER_NODE_DAY as RATE
 from runtime.checkpoint.tiers import (
     Folders,
     epochs_taken,
+    known_run,
     next_epoch,
     note_epoch,
     run_of,
@@ -140,6 +144,27 @@ def test_all_ranks_find_the_same_run(tmp_path: Path) -> None:
 
     assert len(set(found)) == 1
     assert [path.name for path in (tmp_path / "shared").iterdir()] == ["run"]
+
+
+def test_so_do_they_where_the_file_system_has_no_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = Path.rename
+    found: list[str] = []
+    quicker = iter([tmp_path])
+
+    def no_link(*_paths: Path) -> NoReturn:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    def renamed_late(path: Path, to: Path) -> Path:
+        found.extend(map(run_of, quicker))
+        return rename(path, to)
+
+    monkeypatch.setattr(os, "link", no_link)
+    monkeypatch.setattr(Path, "rename", renamed_late)
+
+    assert [run_of(tmp_path), known_run(tmp_path)] == found * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_each_start_has_a_number_of_its_own(tmp_path: Path) -> None:

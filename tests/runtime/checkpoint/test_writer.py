@@ -31,7 +31,7 @@ class Asked:
         self.trainer, self.ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.writer = Writer(self.ours)
 
-    def to_save(self, step: int) -> list[dict[str, Any]]:
+    def to_save(self, step: int, rank: int = 0, ranks: int = 1) -> list[dict[str, Any]]:
         """What it says of that."""
         staged, name = staged_at(step), f"save{step}"
         size, start = len(staged.buffer), aligned(len(staged.buffer), mmap.PAGESIZE)
@@ -42,7 +42,7 @@ class Asked:
         self.writer._save(
             {
                 "room": 0, "image": size, "described": len(described), "step": step, "save": name,
-                "facts": {}, "folder": str(self.folder), "rank": 0, "ranks": 1, "share": 0,
+                "facts": {}, "folder": str(self.folder), "rank": rank, "ranks": ranks, "share": 0,
                 "shares": 1, "keep": 1, "keep_for_s": 0, "common": None, "pack": False,
             }
         )  # fmt: skip
@@ -58,6 +58,14 @@ class Asked:
 
 @pytest.fixture
 def asked(tmp_path: Path) -> Iterator[Asked]:
+    made = Asked(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Asked]:
+    """The writer of another rank."""
     made = Asked(tmp_path)
     yield made
     made.close()
@@ -138,3 +146,45 @@ def test_a_draft_that_is_gone_was_given_up_by_another_or_else_took_too_long_and_
 
     assert ops(said) == [op, "done"]
     assert said[0].get("error", "").startswith(text)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_saves_that_never_have_the_parts_of_others_are_told(asked: Asked, rank: int) -> None:
+    """As where each node has mounted another folder: what each writes there is durable."""
+    said = [asked.to_save(step, rank, ranks=2) for step in range(1, 6)]
+
+    quiet, told = ["durable", "verified", "done"], ["alarm", "durable", "verified", "done"]
+    assert [ops(one) for one in said] == [quiet, quiet, quiet, told, told]
+    assert said[3][0]["kind"] == "checkpoint_not_whole"
+    assert said[3][0]["text"].startswith(f"the last 3 saves to {asked.folder} lack the parts of ")
+    assert store.candidates(asked.folder) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_nobody_finishes_does_not_fill_the_folder(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    monkeypatch.setattr("runtime.checkpoint.draft.IDLE_S", -1.0)
+    for step in range(1, 9):
+        asked.to_save(step, rank, ranks=2)
+
+    assert len([*asked.folder.glob(".writing-*")]) < 5
+
+
+def test_saves_that_have_all_parts_in_the_end_are_not_told(asked: Asked, other: Asked) -> None:
+    said = []
+    for step in range(1, 7):
+        said += asked.to_save(step, 0, ranks=2)
+        said += other.to_save(step, 1, ranks=2)
+
+    assert "alarm" not in ops(said)
+    assert len(store.candidates(asked.folder)) == 1
+
+
+def test_once_the_parts_of_others_come_it_is_told_no_more(asked: Asked, other: Asked) -> None:
+    alone = [asked.to_save(step, 0, ranks=2) for step in range(1, 5)]
+    asked.to_save(5, 0, ranks=2)
+    other.to_save(5, 1, ranks=2)
+
+    assert "alarm" in ops(alone[-1])
+    assert "alarm" not in ops(asked.to_save(6, 0, ranks=2))
