@@ -14,12 +14,14 @@ needs no torch.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
@@ -50,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _asked(arguments)
     try:
         answers = list(VERBS[asked.verb](asked))
+        said = _in_words(answers) if not asked.json else _as_json(answers)
     except (Damaged, OSError, ValueError) as error:
         return _cannot(asked, str(error))
     except ImportError as error:
@@ -59,11 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MALFORMED as error:
         where = getattr(asked, "path", None) or getattr(asked, "source", None) or asked.left
         return _cannot(asked, f"{where} holds what no checkpoint does: {shown(error)}")
-    if asked.json:
-        print(json.dumps([_in_json(answer) for answer, _lines in answers]))  # noqa: T201
-    else:
-        lines = [_printable(line) for _answer, lines in answers for line in lines]
-        print("\n".join(lines))  # noqa: T201
+    print(said)  # noqa: T201
     if any(answer.get("findings") for answer, _lines in answers):
         return NOT_WELL
     return CANNOT if any(answer.get("not_checked") for answer, _lines in answers) else 0
@@ -74,6 +73,14 @@ def _cannot(asked: argparse.Namespace, why: str, status: int = CANNOT) -> int:
     if asked.json:
         print(json.dumps([{"error": why}]))  # noqa: T201
     return status
+
+
+def _in_words(answers: Sequence[Answer]) -> str:
+    return "\n".join(_printable(line) for _answer, lines in answers for line in lines)
+
+
+def _as_json(answers: Sequence[Answer]) -> str:
+    return json.dumps([_in_json(answer) for answer, _lines in answers])
 
 
 def _printable(line: str) -> str:
@@ -396,7 +403,11 @@ def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends with `head`
+    for stream in (sys.stdout, sys.stderr):  # names are anybody's, and locales old
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     for number in (signal.SIGTERM, signal.SIGHUP):  # what is half done is removed
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
             signal.signal(number, signal.default_int_handler)
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # nothing here needs it
     sys.exit(main())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+
+#: The keys that lead to a leaf; None after them for what their kinds are.
+_Place = tuple[str | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +42,14 @@ class Difference:
 def differences(left: Any, right: Any) -> Iterator[Difference]:
     """Of two nested states, in the order of their names."""
     ours, theirs = dict(_leaves(left)), dict(_leaves(right))
-    for name in sorted(ours.keys() | theirs.keys()):
-        if name not in theirs:
+    for place in sorted(ours.keys() | theirs.keys(), key=_name_of):
+        name = _name_of(place)
+        if place not in theirs:
             yield Difference(name=name, what="left")
-        elif name not in ours:
+        elif place not in ours:
             yield Difference(name=name, what="right")
         else:
-            yield from _compared(name, ours[name], theirs[name])
+            yield from _compared(name, ours[place], theirs[place])
 
 
 def unchanged(left: Any, right: Any) -> list[str]:
@@ -52,35 +57,42 @@ def unchanged(left: Any, right: Any) -> list[str]:
     trained, or are trained and not saved."""
     ours, theirs = dict(_leaves(left)), dict(_leaves(right))
     return [
-        name
-        for name in sorted(ours.keys() & theirs.keys())
-        if name.startswith("model.")
-        and isinstance(ours[name], torch.Tensor)
-        and not [*_compared(name, ours[name], theirs[name])]
+        _name_of(place)
+        for place in sorted(ours.keys() & theirs.keys(), key=_name_of)
+        if place[:1] == ("model",)
+        and isinstance(ours[place], torch.Tensor)
+        and not [*_compared("", ours[place], theirs[place])]
     ]
 
 
-def _leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(state: Any, place: _Place = ()) -> Iterator[tuple[_Place, Any]]:
     """Of what holds others also its kind and that of its keys: it may be empty, or a tuple here and
     a list there, and 1 be the key here and "1" there."""
     if isinstance(state, dict):
-        items = [(str(key), item) for key, item in state.items()]
+        texts = Counter(map(str, state))
+        written = [str(key) if texts[str(key)] == 1 else f"{key!r}" for key in state]
+        items = [*zip(written, state.values(), strict=True)]
         kinds = sorted({type(key).__name__ for key in state})
-        yield f"{name} (kind)", f"dict by {', '.join(kinds) or 'nothing'}"
+        yield (*place, None), f"dict by {', '.join(kinds) or 'nothing'}"
     elif isinstance(state, list | tuple):
         items = [(str(number), item) for number, item in enumerate(state)]
-        yield f"{name} (kind)", type(state).__name__
+        yield (*place, None), type(state).__name__
     else:
-        yield name, state
+        yield place, state
         return
     for key, item in items:
-        yield from _leaves(item, f"{name}.{key}" if name else key)
+        yield from _leaves(item, (*place, key))
+
+
+def _name_of(place: _Place) -> str:
+    name = ".".join(key for key in place if key is not None)
+    return f"{name} (kind)" if place and place[-1] is None else name
 
 
 def _compared(name: str, left: Any, right: Any) -> Iterator[Difference]:
     if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
-        same = type(left) is type(right) and (left == right or repr(left) == repr(right))
-        if not same:
+        # As they are written: NaN is equal to itself, and -0.0 is not 0.0.
+        if type(left) is not type(right) or repr(left) != repr(right):
             yield Difference(name=name, what="values", left=repr(left), right=repr(right))
     elif left.dtype != right.dtype:
         yield Difference(name=name, what="dtype", left=str(left.dtype), right=str(right.dtype))

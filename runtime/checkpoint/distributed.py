@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
     Metadata,
     StorageMeta,
     TensorStorageMetadata,
@@ -26,6 +28,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from runtime.checkpoint.manifest import refuse_odd_name
+from runtime.checkpoint.records import refuse_damaged
 
 _METADATA = ".metadata"
 MOST_ITEMS = 1_000_000  # of a list
@@ -53,14 +56,15 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
+    def __init__(self, source: Path, metadata: Metadata) -> None:
+        super().__init__(source)
+        self._metadata = metadata
+
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        with (Path(self.path) / _METADATA).open("rb") as file:
-            metadata: Metadata = _Unpickler(file).load()
-        refuse_odd(metadata)
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        if self._metadata.storage_meta is None:
+            self._metadata.storage_meta = StorageMeta()
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
 
 
 class _Planner(_EmptyStateDictLoadPlanner):
@@ -71,6 +75,8 @@ class _Planner(_EmptyStateDictLoadPlanner):
 
 def refuse_odd(metadata: Metadata) -> None:
     """Raises ValueError if its tensors would not be whole, or lie outside of the folder."""
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"its metadata is a {type(metadata).__name__}")
     for name, one in metadata.state_dict_metadata.items():
         if not isinstance(one, TensorStorageMetadata):
             continue
@@ -84,6 +90,8 @@ def refuse_odd(metadata: Metadata) -> None:
             raise ValueError(
                 f"its parts of {name} have {covered} of {math.prod(one.size)} elements"
             )
+        if overlap(one.chunks):
+            raise ValueError(f"two parts of {name} overlap, and others of it are missing")
     for place in (metadata.storage_data or {}).values():
         refuse_odd_name(place.relative_path, "its metadata")
     for path in (metadata.planner_data or {}).values():
@@ -91,8 +99,40 @@ def refuse_odd(metadata: Metadata) -> None:
             raise ValueError(f"it has a list with an item number {odd[0]}")
 
 
+def overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
+    """Whether any two have an element in common."""
+    parts = [chunk for chunk in chunks if 0 not in chunk.sizes]
+    if len(parts) < 2:
+        return False
+    # Along the dimension in which most is cut few of them are side by side.
+    along = max(range(len(parts[0].sizes)), key=lambda d: len({one.offsets[d] for one in parts}))
+    beside: list[ChunkStorageMetadata] = []
+    for part in sorted(parts, key=lambda one: one.offsets[along]):
+        start = part.offsets[along]
+        beside = [one for one in beside if one.offsets[along] + one.sizes[along] > start]
+        if any(_meet(part, one) for one in beside):
+            return True
+        beside.append(part)
+    return False
+
+
+def _meet(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
+    pairs = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(a < b + width and b < a + size for a, size, b, width in pairs)
+
+
 def read(source: Path) -> dict[str, Any]:
     """All that is in the folder, nested as it was saved. Raises whatever is wrong with it."""
+    with (source / _METADATA).open("rb") as file:
+        # Not in the reader: torch takes what that raises for old metadata, and says so at length.
+        metadata: Metadata = _Unpickler(file).load()
+    refuse_odd(metadata)
+    for index, place in (metadata.storage_data or {}).items():
+        with (source / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            part = io.BytesIO(file.read(place.length))
+        refuse_damaged(part, f"{place.relative_path}, {index.fqn},")
     state: dict[str, Any] = {}
-    _load_state_dict(state, storage_reader=_Reader(source), planner=_Planner(), no_dist=True)  # type: ignore[no-untyped-call]
+    reader = _Reader(source, metadata)
+    _load_state_dict(state, storage_reader=reader, planner=_Planner(), no_dist=True)  # type: ignore[no-untyped-call]
     return state

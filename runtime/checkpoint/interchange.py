@@ -22,6 +22,7 @@ import torch
 from runtime.checkpoint import draft, store
 from runtime.checkpoint.manifest import refuse_odd_name, shown
 from runtime.checkpoint.progress import watched
+from runtime.checkpoint.records import Odd, refuse_damaged
 from runtime.checkpoint.resharding import resharded
 from runtime.image import Damaged, Staged
 from runtime.snapshot import stage
@@ -30,14 +31,11 @@ LINE = 200  # characters of what others say of an error
 #: Bytes of one safetensors file at most, as Hugging Face cuts them.
 SHARD_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
+_OF_TWO = "the folder has files of two saves, get it anew"
 #: Under which key other tools keep a model's weights beside other things.
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 
 State = dict[str, Any]
-
-
-class Odd(ValueError):
-    """It is not what it should be; the message says what was expected, and found."""
 
 
 def whole_state(path: Path, progress: store.Progress = store.unseen) -> State:
@@ -78,8 +76,7 @@ def to_dcp(state: State, out: Path, progress: store.Progress = store.unseen) -> 
         try:
             save(state, checkpoint_id=new, no_dist=True)
         except CheckpointException as error:  # no Exception, and of many lines
-            causes = [str(cause) for cause, _trace in error.failures.values()]
-            raise Odd(f"{out} cannot be written: {'; '.join(causes)}") from error
+            raise Odd(f"{out} cannot be written: {_causes(error)}") from error
 
 
 def to_safetensors(
@@ -195,6 +192,8 @@ def import_into(
 
 
 def _unpickled(path: Path) -> State:
+    with path.open("rb") as file:
+        refuse_damaged(file, str(path))
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
@@ -225,8 +224,8 @@ def _from_dcp(source: Path) -> State:
     try:
         return distributed.read(source)
     except CheckpointException as error:
-        causes = "; ".join(_in_a_line(cause) for cause, _trace in error.failures.values())
-        raise Odd(f"{source} cannot be read safely as a DCP folder: {causes}") from error
+        why = _causes(error)
+        raise Odd(f"{source} cannot be read safely as a DCP folder: {why}") from error
     except Exception as error:
         why = _in_a_line(error)
         raise Odd(f"{source} cannot be read safely as a DCP folder: {why}") from error
@@ -263,13 +262,30 @@ def _indexed(index: Path, read: Callable[[Path], State]) -> State:
     for name in sorted(set(where.values())):
         if not (index.parent / name).is_file():
             raise Odd(f"{index} names {name}, which is not there: the folder is not whole")
-        state |= read(index.parent / name)
-    if missing := where.keys() - state.keys():
-        raise Odd(f"{index} names {store.shortened(tuple(sorted(missing)))}, which no file has")
+        found = read(index.parent / name)
+        named = {key for key, file in where.items() if file == name}
+        if missing := sorted(named - found.keys()):
+            raise Odd(f"{index} says that {name} has {store.shortened(tuple(missing))}: {_OF_TWO}")
+        if astray := sorted(found.keys() & where.keys() - named):
+            raise Odd(
+                f"{name} has {store.shortened(tuple(astray))}, which is in {where[astray[0]]} as "
+                f"{index} says: {_OF_TWO}"
+            )
+        state |= found
     return state
 
 
 # --- helpers --------------------------------------------------------------------------------------
+
+
+def _causes(error: Any) -> str:
+    """What came of a torch.distributed.checkpoint.api.CheckpointException. Raises
+    KeyboardInterrupt, if that is what it came of."""
+    causes = [cause for cause, _trace in error.failures.values()]
+    for cause in causes:
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause
+    return "; ".join(map(_in_a_line, causes))
 
 
 def _in_a_line(error: BaseException) -> str:
@@ -319,15 +335,34 @@ def _shards(model: Mapping[str, torch.Tensor], most: int) -> list[dict[str, torc
 def _made_whole(out: Path, progress: store.Progress) -> Iterator[Path]:
     """A name to write to; the real one once all is there. Raises Odd if there is something."""
     if os.path.lexists(out):
-        raise Odd(f"{out} exists: give another name, or remove it")
-    out.parent.mkdir(parents=True, exist_ok=True)
+        raise _exists(out)
+    draft.make_folder(out.parent)
     with _beside(out.parent) as new:
         with watched(new, progress):
             yield new
             for one in [*new.rglob("*"), new]:
                 draft.sync(one)
-        new.rename(out)
+        _give_name(new, out)
         draft.sync(out.parent)
+
+
+def _give_name(new: Path, out: Path) -> None:
+    """Raises Odd if there is something of that name by now."""
+    try:
+        if new.is_dir():
+            new.rename(out)
+            return
+        os.link(new, out)  # a rename would take a file's place without a word
+    except FileExistsError as error:
+        raise _exists(out) from error
+    except OSError:  # a file system without links
+        if os.path.lexists(out):
+            raise _exists(out) from None
+        new.rename(out)
+
+
+def _exists(out: Path) -> Odd:
+    return Odd(f"{out} exists: give another name, or remove it")
 
 
 @contextlib.contextmanager

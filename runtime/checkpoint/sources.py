@@ -60,6 +60,7 @@ class Sources:
         #: digest there
         self._holders: dict[str, list[tuple[str, str]]] = {}
         self._facts: dict[str, dict[str, Any]] = {}  # by the name of the save
+        self._imported_at = 0.0  # Unix time; when a person gave the job what it is to begin from
 
     def saves(
         self, elsewhere: Collection[str] = (), after: tuple[int, int] = (0, -1)
@@ -217,6 +218,11 @@ class Sources:
         if tier == "shared":
             started = self._asking[tier].ask(partial(epochs_taken, self._folders.shared))
         self.latest_epoch = max([self.latest_epoch, *started, *map(store.epoch_of, found)])
+        if tier == "shared":
+            imports = [store.saved_at(one) for one in found if "imported" in one.facts]
+            self._imported_at = max(imports, default=0.0)
+        elif tier == "object":  # it may have what a job of this name trained before that
+            found = [one for one in found if store.saved_at(one) >= self._imported_at]
         if self._tiers[tier].own:
             found = [one for one in found if one.facts.get("ranks") == self._job.ranks]
         self._facts |= {one.save: one.facts for one in found}

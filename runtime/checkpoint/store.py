@@ -101,7 +101,7 @@ def found_in(path: Path) -> list[Path]:
     """The checkpoints that a path means, the latest training first, as a job takes them: itself, or
     those in it, or those in the state folder of a job. Raises Damaged if there are none, saying
     what it is instead."""
-    if (path / MANIFEST).exists() or is_named(path):
+    if (path / MANIFEST).exists() or (is_named(path) and os.path.lexists(path)):
         return [path]
     for folder in (path, path / "checkpoints"):
         if folder.is_dir() and (found := candidates(folder)):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import pickle
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import safetensors
@@ -22,15 +25,16 @@ from runtime.checkpoint.difference import differences, unchanged
 from runtime.checkpoint.draft import Draft, sync, write
 from runtime.checkpoint.interchange import (
     EXPORTS,
-    Odd,
     foreign_state,
     to_dcp,
     to_safetensors,
     whole_state,
 )
+from runtime.checkpoint.records import Odd
 from runtime.data import Batches
 from runtime.replica.state import TrainingState
 from runtime.snapshot import stage, state_of
+from tests.runtime.checkpoint.states import flip_a_bit
 from tests.runtime.checkpoint.test_resharding import part
 
 Capture = pytest.CaptureFixture[str]
@@ -183,6 +187,41 @@ def test_a_folder_of_bin_files_is_read_by_its_index(tmp_path: Path) -> None:
     assert main(["import", str(tmp_path), str(tmp_path / "new")]) == 2
 
 
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"b": torch.ones(1), "a": torch.zeros(1)}, "part-1.bin has a, which is in part-0.bin as "),
+        ({"c": torch.ones(1)}, "says that part-1.bin has b: "),
+    ],
+)
+def test_files_of_two_saves_are_not_taken_for_one(
+    tmp_path: Path, capsys: Capture, other: dict[str, torch.Tensor], said: str
+) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "part-0.bin")
+    torch.save(other, tmp_path / "part-1.bin")
+    where = {"a": "part-0.bin", "b": "part-1.bin"}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+
+    assert main(["import", str(tmp_path), str(tmp_path / "new")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+def test_a_bit_that_was_flipped_on_the_way_is_not_imported(
+    path: Path, tmp_path: Path, capsys: Capture, kind: str
+) -> None:
+    out = tmp_path / "out"
+    EXPORTS[kind](whole_state(path), out)
+    content = bytes(weights(path)["1.weight"].view(torch.uint8).flatten().tolist())
+    (file,) = [one for one in (out, *out.rglob("*.distcp")) if one.is_file()]
+    flip_a_bit(file, file.read_bytes().index(content) + 9)
+
+    assert main(["import", str(out), str(tmp_path / "new")]) == 2
+    assert "is damaged: the record " in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 class Evil:
     """What a pickle may do."""
 
@@ -263,6 +302,25 @@ def test_plain_values_of_a_dcp_folder_run_nothing(tmp_path: Path, capsys: Captur
     assert "cannot be read safely as a DCP folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("metadata", [b"", pickle.dumps({}), calling("os", "mkdir")])
+def test_odd_metadata_of_a_dcp_folder_is_said_in_one_line(
+    path: Path, tmp_path: Path, metadata: bytes
+) -> None:
+    EXPORTS["dcp"](whole_state(path), tmp_path / "theirs")
+    (tmp_path / "theirs" / ".metadata").write_bytes(metadata)
+
+    ended = command("import", tmp_path / "theirs", tmp_path / "new")
+
+    assert ended.returncode == 2
+    assert ended.stderr.count(b"\n") == 1
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[bytes]:
+    """What a person has of it: here a logger's words would be caught."""
+    words = [sys.executable, "-m", "runtime.checkpoint", *map(str, arguments)]
+    return subprocess.run(words, check=False, capture_output=True)
+
+
 def without_parts(metadata: Any) -> None:
     (weight,) = metadata.state_dict_metadata.values()
     weight.chunks = []
@@ -271,6 +329,12 @@ def without_parts(metadata: Any) -> None:
 def beyond_its_shape(metadata: Any) -> None:
     (weight,) = metadata.state_dict_metadata.values()
     weight.chunks[0].sizes = torch.Size([9])
+
+
+def one_half_twice(metadata: Any) -> None:
+    (weight,) = metadata.state_dict_metadata.values()
+    half = replace(weight.chunks[0], sizes=torch.Size([1]))
+    weight.chunks = [half, half]
 
 
 def outside(metadata: Any) -> None:
@@ -283,6 +347,7 @@ def outside(metadata: Any) -> None:
     [
         (without_parts, "its parts of model.weight have 0 of 2 elements"),
         (beyond_its_shape, "a part of model.weight lies outside of its shape [2]"),
+        (one_half_twice, "two parts of model.weight overlap, and others of it are missing"),
         (outside, "names '../elsewhere.distcp', which is no file in its folder"),
     ],
 )
@@ -388,6 +453,58 @@ def test_an_export_survives_a_loss_of_power(
     assert durable[-1] == tmp_path.name
 
 
+def test_an_export_takes_no_place_that_was_taken_meanwhile(
+    path: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, save = tmp_path / "out.pt", torch.save
+
+    def slow(*given: Any) -> None:
+        save(*given)
+        out.write_text("another's")
+
+    monkeypatch.setattr(torch, "save", slow)
+
+    assert main(["export", str(path), str(out), "--to", "torch"]) == 2
+    assert "out.pt exists: give another name" in capsys.readouterr().err
+    assert out.read_text() == "another's"
+    assert {one.name for one in tmp_path.iterdir()} == {"job", "out.pt"}
+
+
+def test_without_links_it_does_not_either(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_link(*_paths: Path) -> NoReturn:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", no_link)
+
+    EXPORTS["torch"](whole_state(path), tmp_path / "out.pt")
+
+    assert same(foreign_state(tmp_path / "out.pt")["model"], weights(path))
+    assert {one.name for one in tmp_path.iterdir()} == {"job", "out.pt"}
+
+
+@pytest.mark.parametrize("verb", ["export", "import"])
+def test_who_interrupts_it_is_not_told_that_it_failed(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, verb: str
+) -> None:
+    to_dcp(whole_state(path), tmp_path / "theirs")
+    words = {
+        "export": [str(path), str(tmp_path / "out"), "--to", "dcp"],
+        "import": [str(tmp_path / "theirs"), str(tmp_path / "new")],
+    }
+
+    def interrupted(*_given: Any, **_more: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    for what in ("save", "load"):
+        monkeypatch.setattr(torch, what, interrupted)
+
+    assert main([verb, *words[verb]]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert {one.name for one in tmp_path.iterdir()} == {"job", "theirs"}
+
+
 def test_tensors_without_a_name_of_their_own_are_not_left_out(tmp_path: Path) -> None:
     with pytest.raises(Odd, match="a of the model holds tensors that have no name of their own"):
         to_safetensors({"model": {"a": {"b": torch.ones(1)}}}, tmp_path / "theirs")
@@ -462,6 +579,9 @@ def test_tensors_are_compared_by_their_bits() -> None:
         ({"e": {}}, {"e": []}),
         ({"f": [1]}, {"f": (1,)}),
         ({"g": {1: 2}}, {"g": {"1": 2}}),
+        ({"i": 0.0}, {"i": -0.0}),
+        ({"j": {1: 2, "1": 3}}, {"j": {1: 4, "1": 3}}),
+        ({"k.l": 1, "k": {"l": 2}}, {"k.l": 3, "k": {"l": 2}}),
         ({"h": torch.tensor([1 + 1j])}, {"h": torch.tensor([1 + 3j])}),
     ],
 )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -149,9 +150,11 @@ def test_a_part_that_is_missing_is_said_in_one_line_with_the_command_that_helps(
 def test_where_nothing_is_that_is_said(tmp_path: Path, verb: str, capsys: Capture) -> None:
     (tmp_path / "file").write_text("")
 
-    assert [main([verb, str(tmp_path / name)]) for name in ("file", "absent", "")] == [2, 2, 2]
+    names = ("file", "absent", "step-00000001", "")
+    assert [main([verb, str(tmp_path / name)]) for name in names] == [2] * 4
 
     said = capsys.readouterr().err
+    assert "step-00000001 does not exist" in said
     assert "file is no folder; a checkpoint is one" in said
     assert "absent does not exist" in said
     assert "holds no checkpoint: none of its folders is named as" in said
@@ -199,6 +202,29 @@ def test_facts_that_anybody_wrote_move_no_cursor_and_are_json(
     assert main(["ls", str(path), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found["facts"]["loss"] == "nan"
+
+
+def test_a_locale_without_the_letters_of_a_fact_hides_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path, staged_at(1), facts={"job": "größer …"})
+
+    ended = subprocess.run(
+        [sys.executable, "-m", "runtime.checkpoint", "inspect", str(path)],
+        check=False, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert b"job: gr\\xf6\\xdfer \\u2026" in ended.stdout
+
+
+def test_what_is_nested_too_deep_is_said_in_a_line(tmp_path: Path, capsys: Capture) -> None:
+    deep: Any = 1
+    for _ in range(700):
+        deep = [deep]
+    path = write(tmp_path, staged_at(1), facts={"odd": deep})
+
+    assert main(["ls", str(path), "--json"]) in (0, 2)
+    (said,) = json.loads(capsys.readouterr().out)
+    assert said
 
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:

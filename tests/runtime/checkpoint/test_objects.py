@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from runtime.checkpoint import asking, store
+from runtime.checkpoint.draft import write
 from runtime.checkpoint.manifest import MANIFEST, sealed
 from runtime.checkpoint.objects import Found, ObjectStore
 from runtime.image import CHUNK_BYTES, Damaged
@@ -582,6 +583,25 @@ def test_an_old_checkpoint_of_the_store_hides_no_folder_that_is_not_mounted(
 
     with pytest.raises(ValueError, match="if it is not mounted, mount it"):
         again.saver.sources.saves()
+
+
+def test_what_the_store_has_from_before_an_import_is_not_gone_on_from(
+    folder: str, tmp_path: Path
+) -> None:
+    """It is of the job that had this name before."""
+    one = OneRank(tmp_path, object_store=folder)
+    (tmp_path / "checkpoints").mkdir()
+    objects = ObjectStore(folder, "j")
+    for step, at in ((500, 1e9), (3, 3e9)):
+        put(objects, step)
+        objects.publish(step, f"save{step}", 1, {"epoch": 5, "at": at})
+    facts = {"imported": "theirs.pt", "epoch": 0, "at": 2e9}
+    write(tmp_path / "checkpoints", staged_at(0), facts=facts)
+
+    found = one.saver.sources.saves()
+
+    assert [(step, tier) for step, _save, tier in found] == [(3, "object"), (0, "shared")]
+    assert one.saver.sources.latest_epoch == 5  # what is saved from here on is later
 
 
 def test_a_url_with_a_password_is_refused(tmp_path: Path) -> None:
