@@ -322,8 +322,12 @@ class Sender:
                 self._wake.wait(INTERVAL_S)
             self._wake.clear()
             backoff_s = 0.0 if self._posted() else min(max(2 * backoff_s, 0.5), MAX_BACKOFF_S)
-        while self._posted() and self._queue:
-            pass
+        held = None  # of the ledger; who takes no more of it is not asked again
+        while self._posted() and (self._queue or (self.ledger_end != held and self._ledger_left())):
+            held = self.ledger_end
+
+    def _ledger_left(self) -> list[Ledger]:
+        return [] if self.ledger_end is None else self.ledger(*self.ledger_end)
 
     def _posted(self) -> bool:
         """`_post`, but whatever fails, this thread goes on: without it nothing is told at all."""
@@ -337,7 +341,7 @@ class Sender:
         """One batch; True if the control plane holds it now, or if there was nothing to say."""
         self._queue.extend(self.gather())
         kept = list(self._queue)[: self._per_post]
-        ledger = [] if self.ledger_end is None else self.ledger(*self.ledger_end)
+        ledger = self._ledger_left()
         known = ledger[: self._ranges_per_post]
         if not kept and not known and not self.speaks:
             return True

@@ -19,7 +19,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sized
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, queues
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ log = logging.getLogger("drydock.loading")
 START_METHODS = ("forkserver", "spawn")
 PREFETCH = 2  # shards that each worker is ahead, unless a DataLoader says otherwise
 MAX_DEATHS = 3  # of workers; then everything is loaded in the training process
+#: What tells a loader from a dataset that keeps another, and a function to collate.
+_OF_A_LOADER = ("dataset", "collate_fn", "batch_size", "num_workers", "drop_last")
 #: Orders of torch's own making, which Batches replaces by its own.
 _PLAIN_SAMPLERS = ("SequentialSampler", "RandomSampler")
 
@@ -67,7 +69,7 @@ def source_of(
 
     Raises TypeError or ValueError, with the remedy, if no order can be put on it.
     """
-    if hasattr(data, "dataset") and hasattr(data, "collate_fn"):
+    if all(hasattr(data, name) for name in _OF_A_LOADER):
         said = {"shard_size": batch_size, "workers": workers, "collate": collate,
                 "drop_last": drop_last}  # fmt: skip
         if twice := [name for name, value in said.items() if value is not None]:
@@ -135,6 +137,9 @@ class Loader:
     def fetch(self, step: int, index: int, ids: tuple[int, ...]) -> Any:
         """The data of a shard: as loaded beforehand, else loaded now."""
         self._loaded = {key: data for key, data in self._loaded.items() if key[0] >= step}
+        if self._crew is not None and isinstance(self._crew.error, OSError | EOFError):
+            # What runs short may be there again: open files, memory, the fork server.
+            self._bury(self._crew, self._crew.error)
         if self._crew is not None and self._crew.ready():
             self._receive(self._crew, (step, index))
         elif self._crew is not None and not self._crew.alive():
@@ -229,7 +234,7 @@ class _Crew:
             generator=torch.Generator(),  # the training's own random numbers stay untouched
         )
         self._iterator: Any = None
-        self._error: Exception | None = None
+        self.error: Exception | None = None  # why they could not be started
         self._closed = False
         self._lock = threading.Lock()
         threading.Thread(target=self._start, name="drydock-loader", daemon=True).start()
@@ -239,11 +244,11 @@ class _Crew:
 
         Raises RuntimeError if they cannot be started at all.
         """
-        if self._error is not None:
+        if self.error is not None:
             raise RuntimeError(
-                f"the loader's workers cannot be started: {self._error!r}; what the dataset, the "
+                f"the loader's workers cannot be started: {self.error!r}; what the dataset, the "
                 "collate function and worker_init_fn hold must be picklable, or use workers=0"
-            ) from self._error
+            ) from self.error
         while self._asleep and self._woken.acquire(block=False):
             self._asleep -= 1
         return self._asleep == 0 and self._iterator is not None
@@ -273,7 +278,7 @@ class _Crew:
         try:
             iterator = iter(self._loader)
         except Exception as error:  # whatever pickling raises; told where shards are fetched
-            self._error = error
+            self.error = error
             return
         with self._lock:
             self._iterator = iterator
@@ -322,6 +327,8 @@ class _Wake:
         # Scripts that join a job at their top have taken the signal for themselves.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         threading.Thread(target=_die_with_the_rank, daemon=True).start()
+        # An answer that cannot be sent would be dropped, and waited for without end.
+        queues.Queue._on_queue_feeder_error = staticmethod(_die_unheard)  # type: ignore[attr-defined]
         try:
             if self._init is not None:
                 self._init(worker)
@@ -329,6 +336,11 @@ class _Wake:
             traceback.print_exc()
             os._exit(1)
         self._woken.release()
+
+
+def _die_unheard(error: Exception, _answer: Any) -> None:
+    traceback.print_exception(error)
+    os._exit(1)
 
 
 def _die_with_the_rank() -> None:

@@ -29,7 +29,7 @@ MALFORMED = (LookupError, TypeError, AttributeError, ArithmeticError, RecursionE
 def main(arguments: Sequence[str] | None = None) -> int:
     asked = _asked(arguments)
     try:
-        entries = [entry for path in asked.path for entry in read(path)]
+        entries = read(asked.path)
         if asked.step is not None:
             shards = shards_of(entries, asked.step)
             print(json.dumps(shards) if asked.json else _shards_in_words(shards))  # noqa: T201
@@ -47,15 +47,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if report.whole else 1
 
 
-def read(path: Path) -> list[Entry]:
-    """The entries that a checkpoint or a file holds.
+def read(paths: Sequence[Path]) -> list[Entry]:
+    """The entries that a checkpoint or files hold.
 
-    Raises OSError, ValueError or Damaged if there is nothing of that kind.
+    Raises OSError, ValueError or Damaged if there is nothing of that kind, and ValueError if of
+    several pages the last one is missing: what they hold would look whole.
     """
-    if path.is_dir():
-        return _of_checkpoint(path)
-    told = json.loads(path.read_text())
-    entries: list[Entry] = told["results"] if isinstance(told, dict) else told
+    entries: list[Entry] = []
+    following: list[str | None] = []  # the pages' addresses
+    for path in paths:
+        if path.is_dir():
+            entries += _of_checkpoint(path)
+            following.append(None)
+            continue
+        told = json.loads(path.read_text())
+        entries += told["results"] if isinstance(told, dict) else told
+        following.append(told.get("next") if isinstance(told, dict) else None)
+    if all(following):
+        raise ValueError(f"there are more pages: give them too, from {following[-1]} on")
     return entries
 
 

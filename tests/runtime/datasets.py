@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +45,17 @@ class Faulty(Noisy):
         return super().__getitem__(sample)
 
 
+class Keeping(Noisy):
+    """Keeps another dataset, and how its samples are put together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dataset = self.values
+
+    def collate_fn(self, samples: list[tuple[torch.Tensor, int]]) -> list[float]:
+        return [float(value.floor()) for value, _pid in samples]
+
+
 class Endless(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         yield 0
@@ -73,6 +85,14 @@ def broken_elsewhere(samples: list[tuple[torch.Tensor, int]]) -> Any:
     ids = torch.tensor([int(value) for value in values])
     here = multiprocessing.parent_process() is None
     return ids, torch.tensor(pids), (None if here else Broken())
+
+
+def stuck_elsewhere(samples: list[tuple[torch.Tensor, int]]) -> Any:
+    """Another one: what workers make of it cannot be sent."""
+    values, _pids = zip(*samples, strict=True)
+    ids = torch.tensor([int(value) for value in values])
+    here = multiprocessing.parent_process() is None
+    return ids, (None if here else threading.Lock())
 
 
 def die(_worker: int) -> None:

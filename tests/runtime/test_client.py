@@ -24,6 +24,7 @@ class Door:
         self.at_most = 1 << 20  # bytes in a body
         self.batches: list[dict[str, Any]] = []
         self.reply: dict[str, Any] = {"ledger_step": -1, "ledger_epoch": -1, "directives": []}
+        self.standing: Callable[[], dict[str, Any]] = dict  # more of it, by what was told
         door = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -33,7 +34,7 @@ class Door:
                 large = len(body) > door.at_most
                 refused = large or door.refuses.encode() in body
                 door.batches += [] if refused else [json.loads(body)]
-                answer = json.dumps(door.reply).encode()
+                answer = json.dumps(door.reply | door.standing()).encode()
                 status = 413 if large else 422 if refused else 200 if authorised else 401
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(answer)))
@@ -219,6 +220,22 @@ def test_a_ledger_too_large_for_one_body_is_told_in_several(
     told = [batch["messages"] for batch in door.batches if batch["messages"]]
     assert [len(messages) for messages in told] == [20, 20, 40]
     assert [m["step_from"] for m in door.messages("ledger")] == [*range(40), *range(40)]
+
+
+def test_the_end_tells_all_of_a_ledger(door: Door) -> None:
+    """Though there was no word of the control plane before, and it takes some at a time."""
+    ranges = [Ledger(step_from=step, step_to=step, epoch=1, samples=5) for step in range(250)]
+    sender = make_sender(door.url)
+    sender.ledger = lambda step, _epoch: ranges[step + 1 :]
+    door.standing = lambda: {
+        "ledger_step": max([-1, *(one["step_to"] for one in door.messages("ledger"))]),
+        "ledger_epoch": 1,
+    }
+    sender.start()
+    sender.tell(Trouble(kind="test", text="hello", at=1.0))
+    sender.close(PATIENCE_S)
+
+    assert [one["step_from"] for one in door.messages("ledger")] == [*range(250)]
 
 
 def test_a_forked_child_keeps_no_dead_replica_alive(

@@ -343,6 +343,21 @@ def test_the_command_prints_the_shards_of_a_step(
     assert "the ledger does not have step 9" in capsys.readouterr().err
 
 
+def test_the_command_says_of_pages_without_the_last_that_there_are_more(
+    page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = json.loads(page.read_text())
+    first, last = tmp_path / "1.json", tmp_path / "2.json"
+    first.write_text(json.dumps({"results": told["results"][:1], "next": "/ledger?cursor=2"}))
+    last.write_text(json.dumps({"results": told["results"][1:], "next": None}))
+
+    assert main([str(first), str(last)]) == main([str(last), str(first)]) == 0
+    assert main([str(first)]) == 2
+    assert (
+        "there are more pages: give them too, from /ledger?cursor=2 on" in capsys.readouterr().err
+    )
+
+
 def test_the_command_reads_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

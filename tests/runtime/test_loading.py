@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import signal
@@ -31,12 +32,14 @@ from tests.runtime.datasets import (
     Faulty,
     Fetching,
     Greeted,
+    Keeping,
     Noisy,
     as_list,
     broken_elsewhere,
     die,
     fail,
     say_hello,
+    stuck_elsewhere,
 )
 from tests.runtime.replicas import ROOT, until
 
@@ -103,6 +106,14 @@ def test_a_dataset_that_fetches_many_at_once_is_asked_so(opened: Open) -> None:
     shard = opened(Fetching(), shard_size=3, collate=as_list).shard(5, 2)
 
     assert shard.data == [10 * sample for sample in shard.ids]
+
+
+def test_a_dataset_that_keeps_another_is_no_loader(opened: Open) -> None:
+    keeps = Keeping()
+
+    shard = opened(keeps, shard_size=3, collate=keeps.collate_fn).shard(5, 2)
+
+    assert shard.data == [float(one) for one in shard.ids]
 
 
 def test_without_a_dataset_the_ids_are_all_there_is() -> None:
@@ -278,6 +289,41 @@ def test_what_is_lost_between_a_worker_and_the_rank_is_loaded_anew(
     until(given_up, "the rank loads by itself")
     assert "received 0 items of ancdata; a loader's workers are started anew" in troubles[0]
     assert "not started again" in troubles[-1]
+
+
+def test_what_a_worker_cannot_send_is_loaded_anew(opened: Open, troubles: list[str]) -> None:
+    """torch would wait for it for ever, and all replicas for this one."""
+    batches = opened(Noisy(), workers=1, collate=stuck_elsewhere)
+    steps = iter(range(100_000))
+
+    def given_up() -> bool:
+        step = next(steps)
+        shard = batches.shard(step, 0)
+        assert shard.data[0].tolist() == list(shard.ids)
+        return len(troubles) == MAX_DEATHS
+
+    until(given_up, "the rank loads by itself")
+    assert "; a loader's workers are started anew" in troubles[0]
+    assert "not started again" in troubles[-1]
+
+
+def test_workers_for_which_something_runs_short_are_started_again(
+    opened: Open, troubles: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At first no more files can be opened."""
+    begin, short = DataLoader.__iter__, iter([OSError(errno.EMFILE, os.strerror(errno.EMFILE))])
+
+    def begun(loader: DataLoader[Any]) -> Any:
+        for error in short:
+            raise error
+        return begin(loader)
+
+    monkeypatch.setattr(DataLoader, "__iter__", begun)
+    batches = opened(Noisy(), workers=1)
+
+    assert first_step_of_workers(batches) >= 0
+    (told,) = troubles
+    assert "Too many open files; a loader's workers are started anew" in told
 
 
 @pytest.mark.parametrize("begins", [die, fail])
