@@ -74,7 +74,7 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
             "after_step": after_step,
         }
         self._on_step = on_step
-        self._begun = self._computing = False
+        self._begun = self._computing = self._spoke = False
         self._step = -1  # whose beginning was told
         self._rate = math.nan  # of the last step that was applied
         self._norm = math.nan  # of its gradient
@@ -315,4 +315,9 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
     def _tell(self, event: str) -> Any:
         first = self.is_world_process_zero()
         self.state.is_world_process_zero = self.state.is_local_process_zero = first
+        if first and not self._spoke:
+            self._spoke = True
+            for one in self.callback_handler.callbacks:
+                if getattr(one, "_initialized", False):
+                    one._initialized = False  # for who does not speak wandb and others begin no run
         return getattr(self.callback_handler, event)(self.args, self.state, self.control)

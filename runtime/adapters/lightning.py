@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.utilities import _log_hyperparams
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -78,6 +80,10 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
         _speak(job)
         one_process = {"accelerator": "cpu", "devices": 1, "strategy": _OneReplica(job)}
         super().__init__(**{**settings, **one_process})
+        for logger in self.loggers:
+            if isinstance(logger, CSVLogger) and logger._version is None:
+                # All would take the first free number, and who speaks next write over the others'.
+                logger._version = f"replica-{job.replica}-{job.placement}"
         own = self.fit_loop
         loop = _ReplicaLoop(self, given, group, on_step, own.min_epochs, own.max_epochs)
         loop.epoch_loop = own.epoch_loop
@@ -120,7 +126,7 @@ class _ReplicaLoop(_FitLoop):  # type: ignore[misc]
         self._group_settings = group
         self._on_step = on_step
         self._batches: Batches | None = None
-        self._begun = False
+        self._begun = self._spoke = False
         self._end: int | None = None
         self._step = -1  # whose beginning was told
         self._last: Any = None  # batch of ours
@@ -186,11 +192,19 @@ class _ReplicaLoop(_FitLoop):  # type: ignore[misc]
         if self._begun:
             return
         self._begun = True
-        _speak(self.trainer.job)
+        self._speak()
         self._count_to(steps)
         self.on_run_start()
         self._never_fork()
         self._begin_epoch()
+
+    def _speak(self) -> None:
+        """Let loggers through if we speak by now, and tell them what Lightning tells before anybody
+        does."""
+        _speak(self.trainer.job)
+        if self.trainer.is_global_zero and not self._spoke:
+            self._spoke = True
+            _log_hyperparams(self.trainer)
 
     def _count_to(self, steps: int) -> None:
         """So many steps were made, whether here or without us."""
@@ -258,7 +272,7 @@ class _ReplicaLoop(_FitLoop):  # type: ignore[misc]
         """After each commit, also of steps in which no shard was ours."""
         self._begin(step.step)
         trainer, loop = self.trainer, self.epoch_loop
-        _speak(trainer.job)
+        self._speak()
         if step.step > self._step:
             self._last = None
             trainer._logger_connector.on_batch_start(None)

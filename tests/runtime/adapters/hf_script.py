@@ -71,6 +71,27 @@ class Heard(TrainerCallback):  # type: ignore[misc]
         self.file.write(json.dumps({**note, **more}) + "\n")
 
 
+class Dashboard(TrainerCallback):  # type: ignore[misc]
+    """As those of wandb and others are: whoever is first as it is set up begins a run."""
+
+    def __init__(self) -> None:
+        self._initialized = False
+        self._run: list[Any] | None = None
+
+    def _setup(self, state: Any) -> None:
+        if not self._initialized:
+            self._initialized = True
+            self._run = [] if state.is_world_process_zero else None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._setup(state)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self._setup(state)
+        if state.is_world_process_zero:
+            self._run.append(logs)  # type: ignore[union-attr]  # who has none is at fault
+
+
 def main() -> None:
     torch.set_num_threads(1)
     steps_log = (FOLDER / f"steps.{job.replica}").open("a", buffering=1)
@@ -91,7 +112,7 @@ def main() -> None:
         arguments(FOLDER, dataloader_num_workers=OPTIONS["workers"], **OPTIONS["arguments"]),
         train_dataset=Text(OPTIONS["samples"], even=OPTIONS["even"]),
         eval_dataset=Text(8, even=True),
-        callbacks=[Heard()],
+        callbacks=[Heard(), Dashboard()],
         job=job,
         mode=OPTIONS["mode"],
         saver=runtime.Checkpointer(job, every_s=OPTIONS["checkpoint_s"]),

@@ -32,6 +32,7 @@ class Sums(LightningModule):  # type: ignore[misc]
 
     def __init__(self, dropout: float = 0.3, interval: str = "step") -> None:
         super().__init__()
+        self.save_hyperparameters()
         torch.manual_seed(3)
         self.interval = interval
         self.net = torch.nn.Sequential(

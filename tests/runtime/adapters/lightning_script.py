@@ -34,6 +34,7 @@ OPTIONS: dict[str, Any] = {
     "dropout": 0.3,
     "clamp": math.inf,
     "interval": "step",
+    "numbered": True,  # its logger's folders, by us
     "arguments": {},
     **job.options,
 }
@@ -99,7 +100,12 @@ def main() -> None:
         saver=runtime.Checkpointer(job, every_s=OPTIONS["checkpoint_s"]),
         on_step=report,
         after_step=clamp,
-        logger=CSVLogger(str(FOLDER), name="csv", version=job.replica),
+        logger=CSVLogger(
+            str(FOLDER),
+            name="csv",
+            version=job.replica if OPTIONS["numbered"] else None,
+            flush_logs_every_n_steps=1,
+        ),
         callbacks=[Heard(), ModelCheckpoint(FOLDER / "saved", save_last=True)],
         **{**usual, **OPTIONS["arguments"]},
     )

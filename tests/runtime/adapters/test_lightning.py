@@ -69,6 +69,23 @@ def test_who_comes_back_is_at_the_step_and_epoch_of_the_others(make_fleet: MakeF
     assert (fleet.folder / "csv" / "version_1" / "metrics.csv").read_text().count("\n") > 10
 
 
+def test_who_speaks_next_has_the_settings_and_writes_over_nothing(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(SCRIPT, 2, numbered=False)
+    fleet.start()
+    fleet.wait_for_members([0, 1])
+    fleet.train_on(10)
+    fleet.kill(0)
+    fleet.wait_for_members([1])
+    fleet.train_on(10)
+    fleet.stop()
+
+    first, then = sorted((fleet.folder / "csv").iterdir())
+    rows = [(one / "metrics.csv").read_text().count("\n") for one in (first, then)]
+    assert min(rows) > 5
+    for one in (first, then):
+        assert "dropout: 0.3" in (one / "hparams.yaml").read_text()
+
+
 def test_who_was_cut_off_is_at_the_step_and_epoch_of_the_others(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(SCRIPT, 2, mode="reproducible")
     cut_off_and_back(fleet)
