@@ -48,6 +48,16 @@ def killed_and_back(fleet: ScriptFleet) -> None:
     fleet.stop()
 
 
+def taken_over(fleet: ScriptFleet) -> None:
+    """The first of two replicas, which speaks, is killed; the other trains on."""
+    fleet.start()
+    fleet.wait_for_members([0, 1])
+    fleet.train_on(10)
+    fleet.kill(0)
+    fleet.wait_for_members([1])
+    fleet.train_on(10)
+
+
 def alone(folder: Path, like: ScriptFleet) -> ScriptFleet:
     """One replica that nobody disturbs, after as many steps."""
     folder.mkdir()

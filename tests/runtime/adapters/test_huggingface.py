@@ -25,6 +25,7 @@ from tests.runtime.adapters.fleets import (
     finished,
     killed_and_back,
     once_each,
+    taken_over,
     trained_as,
 )
 from tests.runtime.adapters.hf_models import Text, arguments, tiny_model
@@ -53,12 +54,7 @@ def test_deaths_of_any_replica_leave_weights_losses_and_samples_as_if_there_were
 
 def test_who_speaks_logs_and_the_next_takes_over(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(SCRIPT, 2)
-    fleet.start()
-    fleet.wait_for_members([0, 1])
-    fleet.train_on(10)
-    fleet.kill(0)
-    fleet.wait_for_members([1])
-    fleet.train_on(10)
+    taken_over(fleet)
     fleet.stop()
 
     logs = heard(fleet, 1, "log")
