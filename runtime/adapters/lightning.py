@@ -192,13 +192,13 @@ class _ReplicaLoop(_FitLoop):  # type: ignore[misc]
         if self._begun:
             return
         self._begun = True
-        self._speak()
+        self._speak_up()
         self._count_to(steps)
         self.on_run_start()
         self._never_fork()
         self._begin_epoch()
 
-    def _speak(self) -> None:
+    def _speak_up(self) -> None:
         """Let loggers through if we speak by now, and tell them what Lightning tells before anybody
         does."""
         _speak(self.trainer.job)
@@ -272,7 +272,7 @@ class _ReplicaLoop(_FitLoop):  # type: ignore[misc]
         """After each commit, also of steps in which no shard was ours."""
         self._begin(step.step)
         trainer, loop = self.trainer, self.epoch_loop
-        self._speak()
+        self._speak_up()
         if step.step > self._step:
             self._last = None
             trainer._logger_connector.on_batch_start(None)

@@ -53,19 +53,18 @@ def read(paths: Sequence[Path]) -> list[Entry]:
     Raises OSError, ValueError or Damaged if there is nothing of that kind, and ValueError if of
     several pages the last one is missing: what they hold would look whole.
     """
-    entries: list[Entry] = []
-    following: list[str | None] = []  # the pages' addresses
-    for path in paths:
-        if path.is_dir():
-            entries += _of_checkpoint(path)
-            following.append(None)
-            continue
-        told = json.loads(path.read_text())
-        entries += told["results"] if isinstance(told, dict) else told
-        following.append(told.get("next") if isinstance(told, dict) else None)
-    if all(following):
-        raise ValueError(f"there are more pages: give them too, from {following[-1]} on")
-    return entries
+    pages = [_page(path) for path in paths]
+    if all(following for _entries, following in pages):
+        raise ValueError(f"there are more pages: give them too, from {pages[-1][1]} on")
+    return [entry for entries, _following in pages for entry in entries]
+
+
+def _page(path: Path) -> tuple[list[Entry], str | None]:
+    """Its entries, and where the next page is, if it is one of several."""
+    if path.is_dir():
+        return _of_checkpoint(path), None
+    told = json.loads(path.read_text())
+    return (told["results"], told.get("next")) if isinstance(told, dict) else (told, None)
 
 
 def in_words(report: Report) -> str:

@@ -48,13 +48,13 @@ def killed_and_back(fleet: ScriptFleet) -> None:
     fleet.stop()
 
 
-def taken_over(fleet: ScriptFleet) -> None:
-    """The first of two replicas, which speaks, is killed; the other trains on."""
+def one_is_lost(fleet: ScriptFleet, victim: int) -> None:
+    """Of two replicas, of which the first speaks, one is killed; the other trains on."""
     fleet.start()
     fleet.wait_for_members([0, 1])
     fleet.train_on(10)
-    fleet.kill(0)
-    fleet.wait_for_members([1])
+    fleet.kill(victim)
+    fleet.wait_for_members([1 - victim])
     fleet.train_on(10)
 
 

@@ -25,7 +25,7 @@ from tests.runtime.adapters.fleets import (
     finished,
     killed_and_back,
     once_each,
-    taken_over,
+    one_is_lost,
     trained_as,
 )
 from tests.runtime.adapters.hf_models import Text, arguments, tiny_model
@@ -54,7 +54,7 @@ def test_deaths_of_any_replica_leave_weights_losses_and_samples_as_if_there_were
 
 def test_who_speaks_logs_and_the_next_takes_over(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(SCRIPT, 2)
-    taken_over(fleet)
+    one_is_lost(fleet, 0)
     fleet.stop()
 
     logs = heard(fleet, 1, "log")
@@ -150,12 +150,7 @@ def test_it_trains_what_a_trainer_trains(make_fleet: MakeFleet, tmp_path: Path) 
 
 def test_who_comes_back_is_at_the_step_of_the_others(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(SCRIPT, 2)
-    fleet.start()
-    fleet.wait_for_members([0, 1])
-    fleet.train_on(5)
-    fleet.kill(1)
-    fleet.wait_for_members([0])
-    fleet.train_on(5)
+    one_is_lost(fleet, 1)
     fleet.start_rank(1)
     fleet.wait_for_members([0, 1])
     fleet.train_on(10)

@@ -24,7 +24,7 @@ from tests.runtime.adapters.fleets import (
     finished,
     killed_and_back,
     once_each,
-    taken_over,
+    one_is_lost,
     trained_as,
 )
 from tests.runtime.adapters.lightning_models import Rows, Sums
@@ -53,7 +53,7 @@ def test_deaths_of_any_replica_leave_weights_losses_and_samples_as_if_there_were
 
 def test_who_comes_back_is_at_the_step_and_epoch_of_the_others(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(SCRIPT, 2, mode="reproducible")
-    taken_over(fleet)
+    one_is_lost(fleet, 0)
     fleet.start_rank(0)
     fleet.wait_for_members([0, 1])
     fleet.train_on(10)
@@ -67,7 +67,7 @@ def test_who_comes_back_is_at_the_step_and_epoch_of_the_others(make_fleet: MakeF
 
 def test_who_speaks_next_has_the_settings_and_writes_over_nothing(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(SCRIPT, 2, numbered=False)
-    taken_over(fleet)
+    one_is_lost(fleet, 0)
     fleet.stop()
 
     first, then = sorted((fleet.folder / "csv").iterdir())
