@@ -19,7 +19,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sized
 from dataclasses import dataclass
-from multiprocessing import forkserver, queues
+from multiprocessing import connection, forkserver, queues
 from typing import Any
 
 import torch
@@ -276,14 +276,27 @@ class _Crew:
 
     def _start(self) -> None:
         try:
-            iterator = iter(self._loader)
+            iterator: Any = iter(self._loader)
         except Exception as error:  # whatever pickling raises; told where shards are fetched
             self.error = error
             return
+        workers, answers = list(iterator._workers), iterator._worker_result_queue
         with self._lock:
             self._iterator = iterator
+        del iterator  # it is ended by whoever closes us, and not when this thread ends
         if self._closed:
             self.close()
+        self._watch(workers, answers)
+
+    def _watch(self, workers: list[Any], answers: Any) -> None:
+        """Of an answer that a dead worker has sent in part whoever reads it awaits the rest: for
+        ever, while others hold the end that it would be written to, as we do. So none is left."""
+        connection.wait([worker.sentinel for worker in workers])
+        with self._lock:
+            if not self._closed:
+                for worker in workers:
+                    worker.kill()
+                answers._writer.close()
 
     def _workers(self) -> list[Any]:
         # torch offers no other way to learn of a death than to wait five seconds for an answer.

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from runtime.checkpoint.large_pages import LARGE_BYTES, collapse, emptied, mapped
 from runtime.checkpoint.memory_left import LOOK_BYTES, demand
+from runtime.giving_way import give_way
 from runtime.image import aligned
 
 ROOMS = 2
@@ -190,6 +191,7 @@ class Rooms:
 
     def _make(self) -> None:
         """On a thread of its own. Each is there for use as soon as it is made."""
+        give_way()
         try:
             while self._make_next():
                 pass

@@ -51,6 +51,7 @@ class Peer:
     caught_up: bool = False  # follows the members, no step behind
     followed: int = -1  # the last step that it made of theirs, and when it first said so
     followed_at: float = 0.0
+    behind_since: float | None = None  # since when it is more than a step behind the members
     #: after which marked steps it held what, as it said
     proofs: dict[int, str] = field(default_factory=dict)
     proven_after: int = -1  # the last step after which that was what a member held, and when that
@@ -79,6 +80,12 @@ class Peer:
             spoke=now,
             step=int(join["step"]),
         )
+
+    def is_another(self, join: Mapping[str, Any]) -> bool:
+        """Whether who says this first line is called as we are, and is another process: each has
+        servers of its own, for as long as it lives."""
+        named = self.placement == join["placement"]
+        return named and self.addresses != list(join["addresses"])
 
     def put_off(self, now: float, why: str) -> None:
         """Let a newcomer begin anew, later each time."""

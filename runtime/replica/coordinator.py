@@ -42,6 +42,7 @@ OF_A_JOIN = (
     "job", "replica", "placement", "standby", "world", "shards", "epoch", "step", "members",
     "addresses", "gloo",
 )  # fmt: skip
+PLACEMENT_REMEDY = "give each start a DRYDOCK_PLACEMENT of its own, or none"
 #: What changes nothing that is to be decided: as a group is built its members say it all the time.
 ASIDE = frozenset({"pong", "set", "get"})
 NO_COPY_S = 2.0  # after one could not be made, while nobody trains
@@ -84,6 +85,11 @@ class Coordinator(Epochs):
                     f"this replica's job is {first['job']}, the coordinator's is "
                     f"{self.record.job}: give each job a coordinator of its own"
                 )
+            for peer in self.peers.values():
+                own = peer.replica == int(first["replica"]) and not first["standby"]  # see place_of
+                if peer.is_another(first) and not own:
+                    who = f"replica {peer.replica}" if peer.replica >= 0 else "a standby"
+                    return f"{who} is called {peer.placement} too: {PLACEMENT_REMEDY}"
             holder = self.peers.get(int(first["replica"]))
             promoted = holder if holder is not None and holder.promoted else None
             if promoted and promoted.placement != first["placement"] and not first["standby"]:
@@ -120,7 +126,7 @@ class Coordinator(Epochs):
             # It may connect again: to us, who were started anew or did not run for long.
             absent = self.alive.get(replica, placement) != placement
             return Asked(None, 0, self.clock()) if absent else ""
-        if holder.placement == placement:
+        if holder.placement == placement and not holder.is_another(first):
             return ""
         if asked is None or asked.holder is not holder:
             return Asked(holder, holder.ping(), self.clock())
@@ -131,9 +137,11 @@ class Coordinator(Epochs):
                 return asked
             self.gone(holder, "heartbeat")
             return self.place_of(first, None)
+        remedy = "give each job an id of its own (DRYDOCK_JOB), or end that process first"
+        if holder.placement == placement:
+            remedy = PLACEMENT_REMEDY
         return MustEnd(
-            f"replica {replica} of {self.record.job} lives, as {holder.placement}: give each job "
-            "an id of its own (DRYDOCK_JOB), or end that process first"
+            f"replica {replica} of {self.record.job} lives, as {holder.placement}: {remedy}"
         )
 
     def hear(self, peer: Peer, message: dict[str, Any]) -> bool:

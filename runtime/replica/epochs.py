@@ -135,7 +135,8 @@ class Epochs(Roster):
         if not members:
             return
         self.measure(members[0])
-        level = [p for p in self.newcomers("ready") if p.caught_up and not self.lags(p, members)]
+        ready = [p for p in self.newcomers("ready") if not self.lags(p, members)]
+        level = [p for p in ready if p.caught_up]
         entering = self.seats([p for p in level if p.proven])
         if any(member.report is None for member in members):
             if not self.broken_at:  # else the next epoch comes first
@@ -178,9 +179,15 @@ class Epochs(Roster):
 
     def lags(self, peer: Peer, members: list[Peer]) -> bool:
         """Whether one that followed the members makes no step any more: it may hang, and whoever
-        entered with it would wait for ever."""
-        behind = max(member.step for member in members) > peer.followed + 1
-        return behind and self.clock() - peer.followed_at > LAG_S
+        entered with it would wait for ever. How long a step takes does not count: whoever follows
+        is two behind as each is made, for it makes one once the next is there."""
+        if max(member.step for member in members) <= peer.followed + 1:
+            peer.behind_since = None
+            return False
+        now = self.clock()
+        if peer.behind_since is None:
+            peer.behind_since = now
+        return now - max(peer.behind_since, peer.followed_at) > LAG_S
 
     def settle_doubt(self, members: list[Peer]) -> None:
         """A member found another silent: ask all whom they reach, and do without those who are out

@@ -63,6 +63,11 @@ def options(description: str) -> argparse.Namespace:
     given.port = int(port)
     given.token = os.environ.get("DRYDOCK_TOKEN", "")
     given.world = int(os.environ.get("DRYDOCK_WORLD_REPLICAS", given.min_replicas))
+    if given.world < given.min_replicas:
+        parser.error(
+            f"--min-replicas is {given.min_replicas} and DRYDOCK_WORLD_REPLICAS {given.world}: "
+            "once one is gone nothing would be trained any more"
+        )
     if not given.token:
         parser.error("DRYDOCK_TOKEN is empty: give the job's token in the environment")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

@@ -30,6 +30,9 @@ log = logging.getLogger("drydock.peers")
 #: that was taken: whoever is given steps faster than they are made catches up before they are gone.
 LOG_BYTES = 64 << 20
 LOG_STEPS = 8  # so many are kept then, however large
+#: Once nobody follows, of those that are kept no longer: a step waits for large memory to be given
+#: back, and the one in which a newcomer enters has most to wait for.
+DROPPED_AT_ONCE = 2
 KNOWN_STEPS = 64  # of which it is known in which epoch they were made
 MAX_WAIT_S = 1.0  # how long a request may wait for a step to be made
 
@@ -61,7 +64,7 @@ class ReducedLog:
             # On a card the training needs the memory more.
             allowed = LOG_BYTES if reduced.buffer.is_cuda else max(LOG_BYTES, self.copied)
             limit = max(LOG_STEPS, allowed // size) if self.copied else 2
-            while len(self._kept) > limit:
+            for _ in range(min(DROPPED_AT_ONCE, len(self._kept) - limit)):
                 self._kept.popitem(last=False)
             self._epochs[reduced.step] = reduced.epoch
             while len(self._epochs) > KNOWN_STEPS:

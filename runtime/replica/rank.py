@@ -27,6 +27,7 @@ from runtime.checkpoint.resharding import AS_SAVED, resharded
 from runtime.checkpoint.saver import FINISH_S
 from runtime.checkpoint.tiers import TIERS, TierName
 from runtime.framing import PeerFailed
+from runtime.giving_way import give_way
 from runtime.image import Damaged
 from runtime.job import Job
 from runtime.replica.fetching import Follower, fetch_reduced, fetch_state
@@ -48,6 +49,10 @@ from runtime.stalls import Stalls
 
 log = logging.getLogger("drydock.replica")
 
+#: What is no larger who follows hashes where it lies, which takes a tenth of a second: to copy it
+#: into new memory costs several times that of the processors that the members train on. Of what is
+#: larger it makes a copy, so as not to fall behind.
+IN_PLACE_BYTES = 1 << 30
 FOLLOWED_S = 5.0  # how long one rank may be later than the first with a step that all follow
 #: What may go wrong on one rank and is then wrong with the replica, by its name on the wire; what
 #: tells most first.
@@ -243,7 +248,8 @@ class Rank:
     def follow(self, donors: list[list[str]]) -> None:
         """Begin to hear of the steps that peers commit."""
         self.stop_following()
-        self._make_spare_room(self.state.proof_size())
+        if self.state.proof_size() > IN_PLACE_BYTES:
+            self._make_spare_room(self.state.proof_size())
         shuffled = self._ours(donors)
         random.Random(os.getpid()).shuffle(shuffled)  # noqa: S311 - spreads the load
         self._followed, self._reduced = queue.SimpleQueue(), None
@@ -519,9 +525,12 @@ class Rank:
     def prove(self) -> None:
         """At an edge: hash what of our part others have to hold too, and say so."""
         try:
+            if self._follower is not None and self.state.proof_size() <= IN_PLACE_BYTES:
+                self.on_hashed("proved", self.state.committed, self.state.proof())
+                return
             copying, gone = self._begin_copy(self.state.begin_proof)
         except Exception as error:  # no proof is worth the training
-            self.job.trouble("not_compared", f"no copy could be made: {error!r}")
+            self.job.trouble("not_compared", f"the state could not be hashed: {error!r}")
             self.on_hashed("proved", self.state.committed, "")
             return
         threading.Thread(
@@ -601,6 +610,7 @@ class Rank:
     def forget(self) -> None:
         """What was computed of the next step is not wanted: we are no member any more."""
         self._members, self._stopped = [], None
+        self._server.release(log=True)  # whoever still takes our copy has others
         if self._follower is None:
             self._followed = queue.SimpleQueue()
         self.engine.forget()
@@ -615,6 +625,7 @@ class Rank:
         return spare.result() if spare is not None and spare.done() else None
 
     def _touch(self, room: Future[memoryview | None], size: int) -> None:
+        give_way()
         try:
             room.set_result(touched(size))
         except (MemoryError, OSError, RuntimeError) as error:  # by whoever was asked for it

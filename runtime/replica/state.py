@@ -226,6 +226,11 @@ class TrainingState:
         which tells whether the loop changes them."""
         return Copying(self._proof(), self.committed, into, self._due())
 
+    def proof(self) -> str:
+        """The digest that such a copy would have, of what lies where it is: nothing may change it
+        meanwhile, so it is for who is no member."""
+        return digest_of(self._proof(), self._due())
+
     def begin_copy_aside(self, into: memoryview | None) -> Copying:
         """The same copy, while another thread computes the next step or anything else but a commit:
         changes nothing."""

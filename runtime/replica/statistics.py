@@ -83,6 +83,12 @@ class RunningStatistics:
         self._write(self._edge)
         self._demand_others()
 
+    def forget(self) -> None:
+        """What shards changed since the last edge is not wanted."""
+        if self._begun:
+            self._write(self._edge)
+        self._begun = False
+
     def _note_others(self) -> None:
         self._others = {name: one.clone() for name, one in self._untracked().items()}
 

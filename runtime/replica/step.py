@@ -253,6 +253,7 @@ class StepEngine:
     def forget(self) -> None:
         """Drop what we hold of the pending step."""
         self.gradients.clear()
+        self.statistics.forget()
         self.trained.end()
         self._current = None
 

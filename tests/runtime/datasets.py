@@ -6,10 +6,13 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
+
+TORN_BYTES = 1 << 20
 
 
 class Noisy(Dataset[Any]):
@@ -93,6 +96,24 @@ def stuck_elsewhere(samples: list[tuple[torch.Tensor, int]]) -> Any:
     ids = torch.tensor([int(value) for value in values])
     here = multiprocessing.parent_process() is None
     return ids, (None if here else threading.Lock())
+
+
+def torn_elsewhere(samples: list[tuple[torch.Tensor, int]]) -> Any:
+    """Another one: the worker dies once the rank has read a part of what it made."""
+    values, _pids = zip(*samples, strict=True)
+    ids = torch.tensor([int(value) for value in values])
+    if multiprocessing.parent_process() is None:
+        return ids, None
+    send = Connection._send  # type: ignore[attr-defined]
+
+    def half(connection: Connection, data: Any, *how: Any) -> None:
+        if len(data) > TORN_BYTES:
+            os.write(connection.fileno(), memoryview(data)[:TORN_BYTES])  # a pipe holds less
+            os._exit(137)
+        send(connection, data, *how)
+
+    Connection._send = half  # type: ignore[attr-defined]
+    return ids, bytes(2 * TORN_BYTES)
 
 
 def die(_worker: int) -> None:

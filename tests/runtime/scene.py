@@ -32,20 +32,28 @@ class Replica:
     """One process's side, spoken by the test."""
 
     def __init__(
-        self, scene: Scene, number: int, placement: str, epoch: int, step: int, standby: str
+        self,
+        scene: Scene,
+        number: int,
+        placement: str,
+        epoch: int,
+        step: int,
+        standby: str,
+        port: int = 1,
     ) -> None:
         self.scene = scene
         self.placement = placement
         self.wire = Wire()
-        first = {
+        self.first = {
             "op": "join", "token": "t", "job": "j", "replica": number, "placement": placement,
             "standby": standby, "epoch": epoch, "step": step, "members": {}, "world": scene.world,
-            "addresses": [f"{placement}:1"], "gloo": ["127.0.0.1:1"], "shards": 12, "shape": {},
+            "addresses": [f"{placement}:{port}"], "gloo": ["127.0.0.1:1"], "shards": 12,
+            "shape": {},
         }  # fmt: skip
-        self.refused = scene.coordinator.refusal(first)
+        self.refused = scene.coordinator.refusal(self.first)
         self.peer: Peer | None = None
         if not self.refused:
-            self.peer = scene.coordinator.join(first, self.wire)  # type: ignore[arg-type]
+            self.peer = scene.coordinator.join(self.first, self.wire)  # type: ignore[arg-type]
 
     def say(self, op: str, **message: Any) -> None:
         assert self.peer is not None
@@ -84,9 +92,17 @@ class Scene:
         assert self.epoch == 1
 
     def join(
-        self, number: int, placement: str, *, epoch: int = 0, step: int = -1, standby: str = ""
+        self,
+        number: int,
+        placement: str,
+        *,
+        epoch: int = 0,
+        step: int = -1,
+        standby: str = "",
+        port: int = 1,
     ) -> Replica:
-        return Replica(self, number, placement, epoch, step, standby)
+        """`port`: another one of a process of the same name."""
+        return Replica(self, number, placement, epoch, step, standby, port)
 
     @property
     def epoch(self) -> int:

@@ -7,6 +7,7 @@ import pytest
 from runtime.replica.coordinator import PEER_SILENT_S, Asked
 from runtime.replica.epochs import GATHER_S, LAG_S
 from runtime.replica.listening import LEASE_S
+from runtime.replica.places import MustEnd
 from tests.runtime.scene import Play, Replica, compare, phase_of
 
 # --- the coordinator is cut off ---------------------------------------------------------------
@@ -581,6 +582,68 @@ def test_one_that_was_level_and_makes_no_step_any_more_does_not_enter(
     scene.reach_edge(1000, planned=False)
 
     assert scene.members == members
+
+
+@pytest.mark.parametrize("step_s", [1.0, LAG_S + 2.0, 6 * LAG_S])
+def test_however_long_a_step_takes_who_follows_enters_at_its_edge(
+    play: Play, step_s: float
+) -> None:
+    """It makes a step once the next is there, and is two behind for the moment that this takes."""
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    scene.bring_level(newcomer, 10)
+    scene.pass_time(step_s, newcomer, *scene.replicas)
+
+    scene.reach_edge(12)
+
+    assert scene.members == {0: "p0", 1: "p1", 2: "n"}
+
+
+def test_who_fell_behind_once_and_made_all_steps_since_enters(play: Play) -> None:
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    scene.bring_level(newcomer, 10)
+    for made, ahead in ((11, 13), (12, 14), (13, 15)):
+        newcomer.say("caught_up", step=made)
+        for replica in scene.replicas:
+            replica.say("pong", n=0, step=ahead)
+        scene.pass_time(LAG_S - 1.0, newcomer, *scene.replicas)
+
+    scene.reach_edge(15)
+
+    assert scene.members == {0: "p0", 1: "p1", 2: "n"}
+
+
+@pytest.mark.parametrize(
+    ("number", "standby", "called"),
+    [(2, "", "replica 0"), (0, "migrate", "replica 0"), (1, "spare", "replica 0")],
+)
+def test_two_that_are_called_alike_are_not_taken_for_one(
+    play: Play, number: int, standby: str, called: str
+) -> None:
+    scene = play(2)
+
+    twin = scene.join(number, "p0", standby=standby, port=2)
+
+    assert twin.refused == (
+        f"{called} is called p0 too: give each start a DRYDOCK_PLACEMENT of its own, or none"
+    )
+    assert scene.coordinator.alive == {0: "p0", 1: "p1"}
+
+
+def test_a_second_start_by_the_same_name_ends_itself_and_not_the_first(play: Play) -> None:
+    scene = play(2)
+    first = scene.replicas[0]
+    second = {**first.first, "addresses": ["p0:2"]}
+
+    waits = scene.coordinator.place_of(second, None)
+    assert isinstance(waits, Asked)
+    first.say("pong", n=waits.ping, step=-1)
+
+    assert scene.coordinator.place_of(second, waits) == MustEnd(
+        "replica 0 of j lives, as p0: give each start a DRYDOCK_PLACEMENT of its own, or none"
+    )
+    assert scene.coordinator.place_of(first.first, None) == ""
 
 
 def test_a_standby_that_leaves_breaks_nothing(play: Play) -> None:

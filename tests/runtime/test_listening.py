@@ -43,6 +43,26 @@ def test_who_is_told_to_end_ends_though_members_stay_connected(
     assert asyncio.run(play())
 
 
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--min-replicas", "4"], "--min-replicas is 4 and DRYDOCK_WORLD_REPLICAS 2: once one is"),
+        (["--lease", "0.5"], "--lease is 0.5: give "),
+    ],
+)
+def test_what_would_stop_the_job_one_day_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: list[str], words: str
+) -> None:
+    monkeypatch.setenv("DRYDOCK_TOKEN", "t")
+    monkeypatch.setenv("DRYDOCK_WORLD_REPLICAS", "2")
+    monkeypatch.setattr("sys.argv", ["coordinator", "--job", "j", "--state-dir", "s", *more])
+
+    with pytest.raises(SystemExit):
+        listening.options("")
+
+    assert words in capsys.readouterr().err
+
+
 def test_of_many_strangers_those_who_came_first_are_hung_up_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

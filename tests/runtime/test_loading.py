@@ -40,6 +40,7 @@ from tests.runtime.datasets import (
     fail,
     say_hello,
     stuck_elsewhere,
+    torn_elsewhere,
 )
 from tests.runtime.replicas import ROOT, until
 
@@ -275,8 +276,12 @@ def test_a_sample_that_cannot_be_read_is_told_where_it_is_used(opened: Open) -> 
 
 @pytest.mark.parametrize(
     ("collate", "said"),
-    [(broken_elsewhere, "received 0 items of ancdata"), (stuck_elsewhere, "worker")],
-    ids=["received", "sent"],
+    [
+        (broken_elsewhere, "received 0 items of ancdata"),
+        (stuck_elsewhere, "worker"),
+        (torn_elsewhere, "worker"),
+    ],
+    ids=["received", "sent", "sent in part"],
 )
 def test_what_is_lost_between_a_worker_and_the_rank_is_loaded_anew(
     opened: Open, troubles: list[str], collate: Callable[[Any], Any], said: str

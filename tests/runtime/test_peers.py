@@ -405,6 +405,18 @@ def test_once_a_copy_was_offered_more_steps_are_kept(donor: Donor) -> None:
     assert fetch_reduced([donor.address], "right", 8).step == 8
 
 
+def test_what_was_kept_for_newcomers_is_given_back_by_and_by() -> None:
+    """The step in which they enter waits for none of it."""
+    kept, left = ReducedLog(), []
+    kept.copied = 1
+    for step in range(14):
+        kept.add(Reduced(step, 1, torch.zeros(4)))
+        left.append(len(kept._kept))
+        kept.copied = int(step < 7)
+
+    assert left == [1, 2, 3, 4, 5, 6, 7, 8, 7, 6, 5, 4, 3, 2]
+
+
 def test_who_takes_a_large_copy_finds_the_steps_since_however_small_they_are(
     donor: Donor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

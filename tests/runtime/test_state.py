@@ -330,6 +330,7 @@ def test_a_proof_has_a_sample_of_what_is_not_trained_and_all_of_what_steps_chang
     assert proven["model"]["base.weight"].tolist() == base.weight.view(-1)[::312].tolist()
     assert "extra" not in proven
     assert sum(piece.bytes for piece in proof.table.pieces) < 8000
+    assert state.proof() == proof.digest
 
 
 @pytest.mark.parametrize("where", [0, 1])

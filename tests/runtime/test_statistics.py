@@ -49,6 +49,31 @@ def test_the_edge_is_what_a_copy_sees() -> None:
     assert torch.equal(subject.get_buffer("0.running_var"), edge)
 
 
+def test_what_is_there_is_the_edge_also_in_the_middle_of_a_step_that_is_given_up() -> None:
+    subject = model()
+    statistics = RunningStatistics(subject)
+    step(subject, statistics, [0, 1, 2, 3])
+    edge = [buffer.clone() for buffer in subject.buffers()]
+    statistics.begin()
+    subject(SHARDS[0])
+
+    statistics.forget()
+    statistics.reload()
+
+    assert all(torch.equal(a, b) for a, b in zip(subject.buffers(), edge, strict=True))
+
+
+def test_what_was_loaded_stays_where_no_step_was_begun() -> None:
+    subject = model()
+    statistics = RunningStatistics(subject)
+    subject.get_buffer("0.running_mean").fill_(3.0)
+
+    statistics.forget()
+    statistics.reload()
+
+    assert subject.get_buffer("0.running_mean").tolist() == [3.0] * 3
+
+
 def test_a_model_without_any_costs_nothing() -> None:
     assert RunningStatistics(torch.nn.Linear(2, 2)).size == 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,9 +50,11 @@ class Watching(Observer):
 class Bench:
     """A replica of its own, with a shard that its script is to compute."""
 
-    def __init__(self, gloo: Gloo, observer: Observer | None = None) -> None:
+    def __init__(
+        self, gloo: Gloo, observer: Observer | None = None, more: Sequence[nn.Module] = ()
+    ) -> None:
         self.first, self.last = nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False)
-        self.model = nn.Sequential(self.first, self.last)
+        self.model = nn.Sequential(self.first, *more, self.last)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         state = TrainingState(self.model, [optimizer], Batches(samples=24, shards=SHARDS))
         division = Division(self.model, 0)
@@ -155,6 +157,22 @@ def test_an_evaluation_between_shards_changes_nothing(bench: Bench) -> None:
 
     summed = bench.summed()[:6]
     assert torch.allclose(summed, bench.gradient())
+
+
+def test_a_job_goes_on_from_the_statistics_of_the_edge_where_a_step_was_given_up() -> None:
+    """All were cut off, and each holds what the shards that it computed made of them."""
+    gloo = Gloo("127.0.0.1")
+    norm = nn.BatchNorm1d(2)
+    bench = Bench(gloo, more=[norm])
+    bench.engine.backward(bench.loss(), 1)
+    changed = int(norm.get_buffer("num_batches_tracked"))
+
+    bench.engine.forget()
+    bench.engine.statistics.reload()
+
+    assert (changed, int(norm.get_buffer("num_batches_tracked"))) == (1, 0)
+    assert norm.get_buffer("running_mean").tolist() == [0.0, 0.0]
+    gloo.close()
 
 
 def test_a_hook_changes_what_is_summed(bench: Bench) -> None:

@@ -45,8 +45,8 @@ from runtime.replica.state import TrainingState
 from runtime.replica.step import Applied, NotWhole, StepEngine
 from runtime.replica.telling import Teller
 from runtime.replica.together import HANGS_S, MAX_TRIES, MAX_UNTOLD, Together
-from runtime.snapshot import state_of
-from tests.runtime.replicas import Board, until
+from runtime.snapshot import state_of, touched
+from tests.runtime.replicas import PATIENCE_S, Board, until
 from tests.runtime.told import Told
 
 TOKEN = "of this test"
@@ -394,6 +394,58 @@ def test_no_newcomer_is_worth_the_training(pair: Pair, monkeypatch: pytest.Monke
     pair.rank.stage()
 
     assert hashed == [("staged", pair.state.committed, "")]
+
+
+@pytest.mark.parametrize("in_place", [1 << 30, 0])
+def test_who_follows_proves_a_state_where_it_lies_unless_that_takes_long(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, in_place: int
+) -> None:
+    """Nobody waits for it, and memory for a copy would cost what the members train with."""
+    hashed: queue.SimpleQueue[tuple[str, int, str]] = queue.SimpleQueue()
+    made: list[int] = []
+
+    def noted(size: int) -> memoryview:
+        made.append(size)
+        return touched(size)
+
+    pair.rank.on_hashed = lambda *told: hashed.put(told)
+    monkeypatch.setattr(rank_module, "IN_PLACE_BYTES", in_place)
+    monkeypatch.setattr(rank_module, "touched", noted)
+    pair.state.committed = 9
+    expected = pair.state.begin_proof(None).finish().digest
+
+    pair.rank.follow([["127.0.0.1:1"]])
+    until(lambda: in_place or pair.rank.has_room(), "there is memory")
+    pair.rank.prove()
+
+    assert hashed.get(timeout=PATIENCE_S) == ("proved", 9, expected)
+    assert bool(made) == (not in_place)
+    pair.rank.stop_following()
+
+
+def test_a_proof_that_cannot_be_made_is_told(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[tuple[str, int, str]] = []
+    pair.rank.on_hashed = lambda *told: hashed.append(told)
+    monkeypatch.setattr(pair.state, "_proof", lambda: {"odd": Counted({1})})
+
+    pair.rank.prove()
+
+    assert hashed == [("proved", pair.state.committed, "")]
+    assert [one.kind for one in pair.told.messages if isinstance(one, Trouble)] == ["not_compared"]
+
+
+def test_who_is_no_member_any_more_holds_no_copy_for_newcomers(pair: Pair) -> None:
+    """It is not told when that was taken, and its memory is needed for checkpoints."""
+    pair.rank.make_room()
+    until(pair.saver.rooms.all_free, "there is room")
+    pair.rank.stage()
+    taken = not pair.saver.rooms.all_free()
+
+    pair.rank.forget()
+
+    until(pair.saver.rooms.all_free, "it is given back")
+    assert taken
+    assert not pair.rank._kept.copied
 
 
 def test_room_that_cannot_be_had_is_told_and_asked_for_again(

@@ -17,6 +17,7 @@ import torch
 from runtime.checkpoint import memory_left, rooms
 from runtime.checkpoint.large_pages import mapped
 from runtime.checkpoint.rooms import Rooms
+from runtime.giving_way import NICE
 from runtime.snapshot import pin
 from tests.runtime.replicas import until
 
@@ -53,6 +54,20 @@ def test_two_rooms_are_two_states_and_little_more(
     assert len(sizes) == 2
     assert sum(sizes) > 2 * (size + rooms.SLACK_BYTES)
     assert sum(sizes) <= 2 * size + OWN_BYTES / 2
+
+
+def test_who_makes_a_room_gives_way_to_the_training() -> None:
+    priorities: list[int] = []
+
+    def pin(_memory: memoryview) -> None:
+        priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    made = Rooms(pytest.fail, pin=pin)
+    made.prepare(1 << 20)
+    until(made.all_free, "both are made")
+
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert priorities == [min(19, own + NICE)] * rooms.ROOMS
 
 
 @pytest.fixture
