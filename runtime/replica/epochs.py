@@ -142,7 +142,9 @@ class Epochs(Roster):
             if not self.broken_at:  # else the next epoch comes first
                 if len(members) == len(self.alive):  # all must agree on when to copy
                     self.bring_near(members, at_edge=False)
-                    self.proofs.seek(self.newcomers("ready"), members, self.clock())
+                    # By the time that one has loaded its copy it may be proven after the next step.
+                    followers = self.newcomers("syncing", "ready")
+                    self.proofs.seek(followers, members, self.clock())
                 for member in members if entering else []:
                     member.tell_once("edge", epoch=self.record.epoch)
             return

@@ -39,8 +39,8 @@ class Proofs:
         self._held: dict[int, tuple[int, str]] = {}
 
     def seek(self, newcomers: Sequence[Peer], members: Sequence[Peer], now: float) -> None:
-        """Have a member bear witness if one of these that follow has no proof, or an old one, and
-        comes to none. To be called while the members train."""
+        """Have a member bear witness if one of these that follow, or will, has no proof, or an old
+        one, and comes to none. To be called while the members train."""
         wanting = [p for p in newcomers if not p.proven or now - p.proven_at > AGAIN_S]
         if not wanting:
             self._held.clear()

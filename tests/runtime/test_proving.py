@@ -39,6 +39,20 @@ def test_it_does_not_matter_who_of_the_two_says_first_what_it_held(play: Play) -
     assert scene.replicas[1].heard("edge")
 
 
+def test_a_witness_is_asked_while_the_copy_is_still_taken(play: Play) -> None:
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    for member in scene.replicas:
+        member.say("staged", step=10, digest="d")
+
+    scene.witness(12)
+    newcomer.say_ready(10)
+    newcomer.say_proved(12)
+    newcomer.say("caught_up", step=12)
+
+    assert scene.replicas[1].heard("edge")
+
+
 def test_who_is_proven_hears_of_it_once(play: Play) -> None:
     scene = play(2)
     newcomer = scene.join(2, "n")
