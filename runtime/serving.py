@@ -25,6 +25,8 @@ MAX_CONNECTIONS = 256  # of peers; each has a thread
 MAX_STRANGERS = 64  # that have not shown the token yet, beside those
 TIMEOUT_S = 5.0
 
+STRANGER = "wrong token"
+
 Serve = Callable[[socket.socket, dict[str, Any]], None]
 
 
@@ -39,6 +41,7 @@ class RequestServer:
         known = token.encode()
         self._strangers: dict[socket.socket, None] = {}  # whoever came first is the first
         self._peers: set[socket.socket] = set()
+        self._came = False  # one of them, since we last looked
         self._changed = threading.Condition()
         outer = self
 
@@ -92,17 +95,15 @@ class RequestServer:
         ).start()
 
     def await_idle(self, seconds: float) -> None:
-        """Return once nobody was connected for so long."""
+        """Return once nobody who knows the token was connected for so long."""
         with self._changed:
-            while self._connected() or self._changed.wait(seconds):
-                self._changed.wait_for(lambda: not self._connected())
+            while self._peers or self._changed.wait_for(lambda: self._came, seconds):
+                self._changed.wait_for(lambda: not self._peers)
+                self._came = False
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
-
-    def _connected(self) -> bool:
-        return bool(self._strangers or self._peers)
 
     def _enter(self, connection: socket.socket) -> None:
         """A stranger came. If there are too many, the one that has had most time goes."""
@@ -112,7 +113,6 @@ class RequestServer:
                 first = next(iter(self._strangers))
                 del self._strangers[first]
                 hang_up(first)
-            self._changed.notify_all()
 
     def _admit(self, connection: socket.socket) -> None:
         """It has shown the token. Raises PermissionError if no more peers may be connected."""
@@ -125,6 +125,8 @@ class RequestServer:
             if not full:
                 del self._strangers[connection]
                 self._peers.add(connection)
+                self._came = True
+                self._changed.notify_all()
         if full:
             why = f"{MAX_CONNECTIONS} are connected to it already, and no more may be"
             send_json(connection, {"error": why})
@@ -174,6 +176,6 @@ def admitted(connection: socket.socket, line: bytes, token: bytes) -> dict[str, 
     """The request in this line. Raises PermissionError if its token is not the job's."""
     request: dict[str, Any] = json.loads(line)
     if not hmac.compare_digest(str(request.get("token", "")).encode(), token):
-        send_json(connection, {"error": "wrong token"})
+        send_json(connection, {"error": STRANGER})
         raise PermissionError("a peer gave a wrong token")
     return request

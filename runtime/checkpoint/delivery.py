@@ -36,6 +36,10 @@ TOLD_BYTES, TOLD_TIMES = 64 << 20, 16
 UNSEEN = 3
 
 
+#: What a save tells of the state that its job began from.
+_BEGAN = ("epoch", "step", "first")
+
+
 def _nobody_asks(_shared_out: bool) -> None:
     """Nobody shares a folder with us."""
 
@@ -104,6 +108,9 @@ class Delivery:
         #: in the folder of all we see what others wrote there
         self.sees_others = False
         self.keeper: Place | None = None  # the holder that keeps what we save
+        #: "epoch" and "step" of the state that the job began from, as far as that is known, and
+        #: "first", the epoch that began with it
+        self.began: Mapping[str, Any] = {}
         #: of tiers of our node's own the step of the last save of which every rank has its part: it
         #: stays, for if another rank's saves fail ours are worth nothing
         self.common: dict[TierName, int] = {}
@@ -292,6 +299,9 @@ class Delivery:
             self._rooms.prepare(start + len(described))
             raise ValueError(f"its description has {len(described)} bytes; the next one has room")
         save.room.memory[start : start + len(described)] = described
+        facts = dict(self._facts)
+        if self.began:
+            facts["began"] = {one: self.began[one] for one in _BEGAN}
         return {
             "op": "save",
             "room": save.room.number,
@@ -299,7 +309,7 @@ class Delivery:
             "described": len(described),
             "step": save.step,
             "save": save.name,
-            "facts": {**self._facts, "epoch": save.epoch, "at": round(time.time(), 3)},
+            "facts": {**facts, "epoch": save.epoch, "at": round(time.time(), 3)},
         }
 
     def _ask(self, write: Write, asked: dict[str, Any]) -> None:

@@ -201,7 +201,11 @@ class Draft:
 
     def _describe(self, name: str, data: bytes) -> None:
         self._described[name] = data
-        write_small(name, data, self.handle)
+        try:
+            write_small(name, data, self.handle)
+        except OSError:
+            if self.where() is None:
+                raise  # else another writer was faster, and has written the same
 
     def verify(self, part: Part, progress: store.Progress = store.unseen) -> list[store.Finding]:
         """Read all that we wrote again, from the disk: the files of our part, and the JSON files;

@@ -252,11 +252,27 @@ class ObjectStore:
         # As it is there: another rank may have put its own at the same time.
         return Found(folder, Manifest.from_json(self._small(path), path))
 
+    def is_whole(self, step: int, save: str) -> bool:
+        """Whether this save became a checkpoint. Raises OSError."""
+        path = posixpath.join(self._folder(step, save), MANIFEST)
+        try:
+            Manifest.from_json(self._small(path), path)
+        except (FileNotFoundError, Damaged):
+            return False
+        return True
+
+    def give_up(self, step: int, save: str) -> None:
+        """Remove what is there of a save that will not be completed. Raises OSError."""
+        self._remove(self._folder(step, save))
+
     def prune(self, newest: Found, keep: int, keep_for_s: float = 0.0) -> None:
         """Remove all but those that stay (see `store.stays`), and what is of an earlier step than
         `newest` and will not be completed any more. What is damaged is not counted, and goes
         once it is older than all that are kept. Raises OSError."""
         manifests = self._manifests()
+        for path, found in manifests.items():
+            if isinstance(found, Manifest) and store.is_passed_over(found, newest.manifest):
+                manifests[path] = Damaged("the job did not go on from it")
         manifests[newest.path] = newest.manifest
         kept = {
             one.path: one.manifest.step

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from runtime import client
-from runtime.checkpoint.holder import ADDRESS, LOCK, SILENT_S, Label
+from runtime.checkpoint.holder import ADDRESS, IDLE_S, LOCK, SILENT_S, Label
 from runtime.framing import PeerFailed, receive_chunk, receive_json, send_chunk, send_json
 from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, chunks_of, hash_of, pages
-from runtime.serving import TIMEOUT_S, Requests
+from runtime.serving import STRANGER, TIMEOUT_S, Requests
 
 log = logging.getLogger("drydock.checkpoint")
 
@@ -104,16 +104,29 @@ def running(folder: Path) -> str:
 
 
 def ensured(folder: Path, job: str, token: str, host: str, port: int = 0) -> str:
-    """The address of this node's holder, which is started if none runs, at that port if one is
-    given. Raises OSError."""
+    """The address of this node's holder, which is started if none runs: at that port if one is
+    given, else if it can be where the last one was, which peers know. Raises OSError."""
     inside = folder / job
     inside.mkdir(parents=True, exist_ok=True)
     lock = os.open(inside / _STARTING, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one rank starts it for all of this node
-        return running(inside) or _started(folder, job, token, host, port)
+        if found := running(inside):
+            return found
+        if not port and (last := _last_port(inside)):
+            with contextlib.suppress(OSError):  # another process may have it by now
+                return _started(folder, job, token, host, last)
+        return _started(folder, job, token, host, port)
     finally:
         os.close(lock)
+
+
+def _last_port(folder: Path) -> int:
+    """Of a holder that was killed; 0 if none was."""
+    try:
+        return int(json.loads((folder / ADDRESS).read_bytes())["address"].rpartition(":")[2])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0
 
 
 def _started(folder: Path, job: str, token: str, host: str, port: int) -> str:
@@ -149,9 +162,15 @@ class OwnHolder:
     if it dies another takes its address."""
 
     def __init__(self, folder: Path, job: str, token: str, host: str) -> None:
-        """Raises OSError if none can be had."""
+        """Raises OSError if none can be had, or the one that runs has another token."""
         self._start = functools.partial(ensured, folder, job, token, host)
         self.address = self._start()
+        if _refuses(self.address, token):
+            raise OSError(
+                f"the holder at {self.address} was started with another token, by a job of this "
+                f"name: it ends {IDLE_S / 60:.0f} minutes after the last who knows that, or end it "
+                f"by hand ({folder / job / ADDRESS} has its pid)"
+            )
         self._token = token
         self._connection: socket.socket | None = None
         self._closed = threading.Event()
@@ -215,6 +234,14 @@ def held(address: str, token: str, timeout_s: float = TIMEOUT_S) -> list[dict[st
 
 def _of_another_version(address: str, error: Exception) -> str:
     return f"holder {address} is of another version: end it ({error!r})"
+
+
+def _refuses(address: str, token: str) -> bool:
+    try:
+        held(address, token)
+    except PeerFailed as error:
+        return STRANGER in str(error)
+    return False
 
 
 class Keeping:

@@ -196,7 +196,7 @@ class Rooms:
             while self._make_next():
                 pass
             self._not_before = 0.0
-        except (OSError, MemoryError) as error:
+        except Exception as error:  # a card's, too
             self._put_off(error)
         finally:
             with self._changed:

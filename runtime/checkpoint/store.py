@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -392,14 +393,32 @@ def stays(
     return place < keep or recent or later or known
 
 
+def is_passed_over(found: Manifest, newest: Manifest) -> bool:
+    """Whether the job that saved `newest` began from an earlier state than this one, which was
+    there: it was damaged, or did not train."""
+    began: Any = newest.facts.get("began")
+    try:
+        state, first = (began["epoch"], began["step"]), began["first"]
+        return epoch_of(found) < first and (epoch_of(found), found.step) > state
+    except (KeyError, TypeError):  # it does not say
+        return False
+
+
 def set_aside(path: Path) -> None:
     """Never choose this checkpoint, but leave it for a person to look at, in the place of the one
     that was set aside before: on a disk that gives nothing back there is one with each save."""
+    aside = path.with_name(f"{_ASIDE}{path.name}-{time.time_ns()}")
     with contextlib.suppress(OSError):
-        path.rename(path.with_name(f"{_ASIDE}{path.name}-{time.time_ns()}"))
-        aside = path.parent.glob(f"{_ASIDE}*")
-        for earlier in sorted(aside, key=lambda one: one.name.rpartition("-")[2])[:-1]:
-            remove(earlier)
+        path.rename(aside)
+        for one in path.parent.glob(f"{_ASIDE}*"):
+            if one.name != aside.name:
+                remove(one)
+
+
+def drop_aside(folder: Path) -> None:
+    """Remove what was set aside there: no room is left for what is only to be looked at."""
+    for one in folder.glob(f"{_ASIDE}*"):
+        remove(one)
 
 
 def prune(
@@ -413,21 +432,23 @@ def prune(
     counted, and goes once it is older than all that are kept. What could not be read, or is of
     another version, is not counted and stays.
 
-    What has a later step than `newest` and an earlier epoch is set aside: the job did not go on
-    from there, or could not. What has a later one of both was saved while `newest` took long.
+    What has a later step than `newest` and an earlier epoch is set aside, and whatever is later
+    than the state that the job began from and was there then: the job did not go on from there, or
+    could not. What has a later one of both was saved while `newest` took long.
     """
     ours = manifest_of(newest)
     newest = folder / newest.name  # it may have been found by another way
     whole = {newest: ours}
-    damaged, astray = [], []
+    damaged: list[Path] = []
+    astray: list[Path] = []
     for path, found in listed(folder):
         if path == newest or isinstance(found, NOT_JUDGED):
             continue
         later = number_of(path) > number_of(newest)
-        if later and (isinstance(found, Damaged) or epoch_of(found) < epoch_of(ours)):
+        if isinstance(found, Damaged):
+            (astray if later else damaged).append(path)
+        elif is_passed_over(found, ours) or (later and epoch_of(found) < epoch_of(ours)):
             astray.append(path)
-        elif isinstance(found, Damaged):
-            damaged.append(path)
         else:
             whole[path] = found
     for path in reversed(astray):  # the latest is the last, and stays

@@ -13,6 +13,8 @@ import os
 import uuid
 from pathlib import Path
 
+from runtime.checkpoint.draft import make_folder, sync
+
 TRIAL_STEPS = 20  # after a load: so long a state is on trial, and none is saved
 #: While all losses are numbers none is saved for so long at most: with long steps a job that died
 #: again and again before the trial is over would come nowhere.
@@ -72,14 +74,16 @@ def suspects(folder: Path) -> set[State]:
 
 
 def suspect(folder: Path, state: State) -> None:
-    """Add one; all replicas add the same. Raises OSError."""
+    """Add one; all replicas add the same. Durable. Raises OSError."""
     known = set()
     with contextlib.suppress(ValueError):
         known = suspects(folder)
     data = [{"epoch": epoch, "step": step} for epoch, step in sorted(known | {state})]
+    make_folder(folder)  # a job that goes on from elsewhere has saved nothing here yet
     draft = folder / f".{_FILE}-{uuid.uuid4().hex}"
     with draft.open("x") as file:
         json.dump(data, file)
         file.flush()
         os.fsync(file.fileno())
     draft.replace(folder / _FILE)
+    sync(folder)

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import json
 import logging
 import mmap
@@ -64,6 +65,7 @@ RUN_S = 5.0
 #: So many saves, one after the other, without the parts of others, until an engineer is told: some
 #: may have died with what they wrote.
 LEFT_ALONE = 3
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class NotCopied(Exception):
@@ -89,6 +91,8 @@ class Writer:
         #: folder -> our last draft there to which parts of others lacked, and how many before it
         #: had stayed drafts
         self._unfinished: dict[str, tuple[Path, int]] = {}
+        #: steps and names of the last saves to the object store to which parts of others lack
+        self._unpublished: list[tuple[int, str]] = []
         self._staleness = Staleness()
         self._packer = Packer()
         self._name = ""  # of the save under way
@@ -219,6 +223,8 @@ class Writer:
                 raise GivenUp from error
             else:
                 draft.give_up()
+            if isinstance(error, OSError) and error.errno in FULL:
+                self._make_way(folder, asked)
             raise
         finally:
             draft.close()
@@ -293,6 +299,7 @@ class Writer:
         if self._objects is None:
             self._objects = ObjectStore(str(asked["objects"]), str(asked["job"]))
         objects, step = self._objects, int(asked["step"])
+        self._tell_unpublished(objects)
         written = objects.write(
             int(asked["rank"]), table, image,
             step=step, save=self._name, ready=self._await_copy, packer=self._packer_for(asked),
@@ -301,12 +308,28 @@ class Writer:
         self._say("durable", written=written)
         if found is None:
             self._say("verified", whole=None)
+            self._unpublished.append((step, self._name))
             return
+        self._unpublished.clear()
         self._say("verified", whole=as_told(found.manifest, objects.url_of(found)))
         try:
             objects.prune(found, int(asked["keep"]), float(asked["keep_for_s"]))
         except OSError as error:
             self._say("alarm", kind="checkpoint_not_pruned", text=str(error))
+
+    def _tell_unpublished(self, objects: ObjectStore) -> None:
+        """See `_left_alone`; of what will not be whole there the last few stay. Raises OSError."""
+        if any(objects.is_whole(*one) for one in self._unpublished):
+            self._unpublished.clear()
+        if (alone := len(self._unpublished)) < LEFT_ALONE:
+            return
+        self._say(
+            "alarm", kind="checkpoint_not_whole",
+            text=f"the last saves to {objects.url} lack the parts of other ranks: if it is not one "
+            "store for all nodes, mend that; none of them can be loaded",
+        )  # fmt: skip
+        for _ in range(alone - LEFT_ALONE):
+            objects.give_up(*self._unpublished.pop(0))
 
     def _packer_for(self, asked: dict[str, Any]) -> Packer | None:
         return self._packer if asked["pack"] else None
@@ -332,6 +355,16 @@ class Writer:
                 sweep(other)
         except (OSError, Damaged) as error:
             self._say("alarm", kind="checkpoint_not_pruned", text=str(error))
+
+    def _make_way(self, folder: Path, asked: dict[str, Any]) -> None:
+        """The disk is full, and what makes room comes after a save that succeeds: writers that died
+        before that may have left more than is to be kept."""
+        keep = int(asked["keep"])
+        with contextlib.suppress(OSError, Damaged):
+            store.drop_aside(folder)
+            whole = [path for path, found in store.listed(folder) if isinstance(found, Manifest)]
+            if len(whole) > keep and not store.verify(whole[0]):
+                store.prune(folder, whole[0], keep, float(asked["keep_for_s"]), asked["common"])
 
     def _verify(self, draft: Draft, part: Part, image: memoryview) -> None:
         """Read all of it back; write anew what is not what was saved. Raises Damaged if that is no

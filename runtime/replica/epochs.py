@@ -333,7 +333,12 @@ class Epochs(Roster):
             "epoch": epoch,
             **plan.describe(),
             "begins": not self.alive,
-            "began": {"epoch": epoch_before, "step": plan.step, "at": started_at}
+            "began": {
+                "epoch": epoch_before,
+                "step": plan.step,
+                "at": started_at,
+                "first": epoch,
+            }
             if not self.alive
             else before.grant.get("began"),
             **introduce(seated, plan.behind),

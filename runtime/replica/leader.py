@@ -50,6 +50,7 @@ class Leader:
         self,
         rank: Rank,
         shape: dict[str, str],
+        shape_of_ranks: dict[str, str],
         teller: Teller,
         *,
         steps: int | None,
@@ -58,7 +59,8 @@ class Leader:
         leave: Callable[..., None],
         abandon: Callable[[str], None],
     ) -> None:
-        """`shape`: what must be alike on all replicas. `steps` ends the job. `compare_every`:
+        """`shape`: what must be alike on all replicas, `shape_of_ranks`: on all ranks of ours.
+        `steps` ends the job. `compare_every`:
         see `Together`; `straggler_after_s`: see `Stragglers`. `leave`: ends this process's part in
         it; `abandon`: at once, for a rank is gone."""
         self.job = job = rank.job
@@ -86,6 +88,7 @@ class Leader:
             self.link,
             self._on_sibling,
             lambda lost: abandon(f"rank {lost} of this replica is gone"),
+            shape_of_ranks,
         )
         self.together = Together(rank, self.siblings, teller, compare_every=compare_every)
         self.member = self.together.member
@@ -286,7 +289,11 @@ class Leader:
     def _save_last(self) -> None:
         """Before we go: also where the shared folder cannot be written. Not before the first step:
         nothing was trained, and no job goes on from that."""
-        if self.together.committed >= 0 and (tiers := self._ours()):
+        tiers = self._ours() - {"shared"}
+        members = sorted(self.member.members)
+        if members.index(self.member.replica) == self.sharing.turn % len(members):
+            tiers |= {"shared"}  # whose turn it was before may be who cannot write there
+        if self.together.committed >= 0 and tiers:
             self.together.save(tiers, last=True)
 
     def _ours(self) -> set[TierName]:

@@ -331,6 +331,8 @@ class Rank:
     def enter(self, grant: dict[str, Any]) -> None:
         """Take up an epoch whose state is held: who computes what."""
         self._stopped, self._followed = None, queue.SimpleQueue()
+        began = grant.get("began") or {}
+        self.saver.delivery.began = began if "first" in began else {}  # an older coordinator's
         self.engine.enter(int(grant["epoch"]), self.replica, self._members, grant)
         log.info("entered epoch=%s members=%s", grant["epoch"], self._members)
         self.observer.granted(grant)

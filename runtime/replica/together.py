@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
@@ -256,9 +255,12 @@ class Together:
             self._trial.note(loss)
         except DoesNotTrain:
             folders = self.rank.saver.folders
-            with contextlib.suppress(OSError):  # another replica, or a person, has to
-                said = functools.partial(suspect, folders.shared, self._trial.state)
+            said = functools.partial(suspect, folders.shared, self._trial.state)
+            try:
                 folders.asking["shared"].ask(said)
+            except OSError as error:  # another replica, or a person, has to
+                what = f"{folders.shared} cannot be told, and the next start may load it: {error}"
+                self.trouble("suspect_not_noted", what)
             raise
         if self._trial.over:
             self._trial = None

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from runtime.serving import RequestServer
-from tests.runtime.replicas import PATIENCE_S
+from runtime.serving import Requests, RequestServer
+from tests.runtime.replicas import PATIENCE_S, until
 
 
 def test_a_connection_for_which_there_is_no_thread_does_not_stay(
@@ -23,9 +23,36 @@ def test_a_connection_for_which_there_is_no_thread_does_not_stay(
         short_of_threads.setattr(threading.Thread, "start", fails)
         with socket.create_connection((host, int(port)), PATIENCE_S) as connection:
             assert connection.recv(1) == b""
-    idle = threading.Thread(target=server.await_idle, args=(0.1,), daemon=True)
-    idle.start()
-    idle.join(10.0)
 
+    until(lambda: not server._strangers, "it is forgotten")
+    server.close()
+
+
+def test_who_does_not_know_the_token_keeps_no_server_from_being_idle() -> None:
+    """As who scans ports, or a later start of the job that was given another."""
+    server = RequestServer("127.0.0.1", "right", lambda _connection, _request: None)
+    host, _, port = server.address.rpartition(":")
+    idle = threading.Thread(target=server.await_idle, args=(0.5,), daemon=True)
+    idle.start()
+    with socket.create_connection((host, int(port)), PATIENCE_S):
+        until(lambda: server._strangers, "it is connected")
+        idle.join(PATIENCE_S)
+
+    assert not idle.is_alive()
+    server.close()
+
+
+def test_who_knows_the_token_does_while_it_is_connected_and_for_a_time_after() -> None:
+    server = RequestServer("127.0.0.1", "right", lambda connection, _: connection.sendall(b"."))
+    requests = Requests(server.address, "right")
+    requests.ask(op="any").recv(1)
+    idle = threading.Thread(target=server.await_idle, args=(0.0,), daemon=True)
+    idle.start()
+    idle.join(0.5)
+    connected = idle.is_alive()
+    requests.close()
+    idle.join(PATIENCE_S)
+
+    assert connected
     assert not idle.is_alive()
     server.close()

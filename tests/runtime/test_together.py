@@ -791,6 +791,29 @@ def test_with_long_steps_a_trial_holds_saves_back_for_some_minutes_and_goes_on(
         pair.together.judge(math.nan)
 
 
+def test_a_suspect_that_cannot_be_noted_is_told(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is started next would load it again, and end of it again."""
+
+    def full(_folder: Path, _state: tuple[int, int]) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(together_module, "suspect", full)
+    pair.state.committed = 5
+    pair.together.put_on_trial({**GRANT, "began": {"epoch": 1, "step": 5}, "begins": True})
+
+    for _ in range(TOO_MANY - 1):
+        pair.together.judge(math.nan)
+
+    with pytest.raises(DoesNotTrain):
+        pair.together.judge(math.nan)
+
+    (told,) = [one for one in pair.told.messages if isinstance(one, Trouble)]
+    assert told.kind == "suspect_not_noted"
+    assert told.text.endswith("the next start may load it: [Errno 28] No space left on device")
+
+
 def test_who_comes_within_a_trial_holds_back_no_longer_than_the_others(pair: Pair) -> None:
     pair.state.committed = 6
     began = {"epoch": 1, "step": 5, "at": 1.0 - HELD_BACK_S}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -85,6 +87,26 @@ def test_writers_that_finish_at_once_make_it_visible_once(tmp_path: Path) -> Non
         draft.close()
 
     assert sorted(published) == [False, False, False, True]
+    assert store.verify(tmp_path / "step-00000004") == []
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-1.json"])
+def test_who_comes_second_and_finds_the_disk_full_gives_up_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """What it would write is there already."""
+    with draft_at(tmp_path, 4, "a") as first, draft_at(tmp_path, 4, "a") as second:
+        write(first, 0, staged_at(1))
+        write(second, 1, staged_at(2))
+        assert first.publish()
+
+        def full(*_given: Any) -> NoReturn:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr("runtime.checkpoint.draft.write_small", full)
+        second._describe(name, (second.folder / "step-00000004" / name).read_bytes())
+        assert not second.publish()
+
     assert store.verify(tmp_path / "step-00000004") == []
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from runtime.checkpoint import store
+from runtime.checkpoint.draft import write
 from tests.runtime.checkpoint.one_rank import OneRank
 from tests.runtime.checkpoint.states import staged_at
 
@@ -67,6 +68,34 @@ def test_a_full_disk_keeps_what_it_has_and_takes_more_once_there_is_room(
     assert trainer.saver.sources.read("save4", "local", 0).digest == staged_at(4).digest
     assert trainer.told.troubles() == ["checkpoint_failed", "checkpoint_recovered"]
     assert not [*disk.rglob(".writing-*")]
+
+
+def test_what_was_set_aside_makes_way_where_the_disk_is_full(trainer: OneRank, disk: Path) -> None:
+    trainer.save_all(2)
+    (saved,) = disk.rglob("step-00000002")
+    aside = saved.parent / ".damaged-step-00000009-1"
+    aside.mkdir()
+    fill(aside)
+
+    trainer.save_all(3, 4)
+
+    assert on_disk(trainer) == [4, 2]
+    assert trainer.told.troubles() == ["checkpoint_failed", "checkpoint_recovered"]
+
+
+def test_what_writers_that_died_left_to_be_removed_makes_way_too(
+    trainer: OneRank, disk: Path
+) -> None:
+    """They made it visible, and did not come to verify it and to remove what it replaces."""
+    (saved,) = disk.rglob("step-00000001")
+    for step in (2, 3):
+        write(saved.parent, staged_at(step), keep=9)
+    fill(disk)
+
+    trainer.save_all(5, 6)
+
+    assert on_disk(trainer)[0] == 6
+    assert trainer.told.troubles() == ["checkpoint_failed", "checkpoint_recovered"]
 
 
 def test_a_disk_that_became_read_only_is_told_and_mended(trainer: OneRank, disk: Path) -> None:

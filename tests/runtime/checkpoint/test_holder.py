@@ -580,6 +580,39 @@ def test_a_holder_that_dies_is_followed_by_one_at_its_address(folder: Path) -> N
     own.close()
 
 
+def test_whoever_starts_the_next_one_does_so_where_the_last_was(folder: Path) -> None:
+    """The ranks that are there knock at its address."""
+    inside = folder / "j"
+    first = peer.ensured(folder, "j", TOKEN, "127.0.0.1")
+    os.kill(pid_of(inside / "holder.json"), signal.SIGKILL)
+    until(lambda: not peer.running(inside), "it is gone")
+
+    assert peer.ensured(folder, "j", TOKEN, "127.0.0.1") == first
+
+
+def test_where_another_has_that_port_by_now_the_next_one_takes_any(folder: Path) -> None:
+    (folder / "j").mkdir(parents=True)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        (folder / "j" / "holder.json").write_text(json.dumps({"address": address, "pid": 1}))
+        found = peer.ensured(folder, "j", TOKEN, "127.0.0.1")
+
+    assert found not in ("", address)
+
+
+def test_a_holder_with_another_token_is_none_of_ours(folder: Path) -> None:
+    """Of a job by this name that was started by hand, and comes again with a new one."""
+    process = run_holder(folder, token="former")
+    assert process.stdout is not None
+    address = process.stdout.readline().strip()
+
+    with pytest.raises(OSError, match=f"the holder at {address} was started with another token"):
+        peer.OwnHolder(folder, "j", TOKEN, "127.0.0.1")
+
+    process.kill()
+    process.wait()
+
+
 def test_while_its_rank_lives_a_holder_does_not_end(folder: Path) -> None:
     process = run_holder(folder, "--idle", "3")
     assert process.stdout is not None

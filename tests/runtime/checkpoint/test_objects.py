@@ -336,6 +336,23 @@ def test_what_cannot_be_read_is_kept_until_it_is_older_than_all_that_are(url: st
     assert there(objects) == [(4, "save4"), (3, "save3")]
 
 
+def test_what_the_job_did_not_begin_from_is_not_counted_there_either(url: str) -> None:
+    objects = ObjectStore(url, "j")
+    began = {"epoch": 1, "step": 290, "first": 2}
+    for step, facts in (
+        (290, {"epoch": 1}),
+        (300, {"epoch": 1}),
+        (311, {"epoch": 2, "began": began}),
+    ):
+        put(objects, step)
+        found = objects.publish(step, f"save{step}", 1, facts)
+    assert found is not None
+
+    objects.prune(found, 2)
+
+    assert {step for step, _save in there(objects)} >= {311, 290}
+
+
 @pytest.fixture
 def three(url: str) -> tuple[ObjectStore, Found]:
     """Checkpoints of one job, and the newest of them."""

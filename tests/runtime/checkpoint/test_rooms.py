@@ -257,6 +257,33 @@ def test_rooms_for_which_no_thread_can_be_started_are_made_later_and_told_of_onc
     assert text.endswith("can't start new thread")
 
 
+def test_rooms_that_a_card_refuses_are_made_later_and_told_of_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries: list[int] = []
+
+    def pin(memory: memoryview) -> None:
+        tries.append(len(memory))
+        if len(tries) == 1:
+            raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(rooms, "RETRY_S", 0.0)
+    told: list[str] = []
+    made = Rooms(told.append, pin=pin)
+    made.prepare(1 << 20)
+    until(lambda: told, "it is told")
+
+    def asked() -> bool:
+        made.prepare(1 << 20)
+        return made.all_free()
+
+    until(asked, "they are made")
+    made.close()
+
+    (text,) = told
+    assert text.endswith("CUDA error: out of memory")
+
+
 def test_no_room_is_begun_for_which_there_cannot_be_memory(
     monkeypatch: pytest.MonkeyPatch, taken_before: list[int]
 ) -> None:

@@ -8,8 +8,10 @@ import json
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -327,6 +329,52 @@ def test_what_is_newer_than_a_new_checkpoint_is_set_aside(tmp_path: Path) -> Non
     assert names(tmp_path) == ["step-00000140", "step-00000120"]
     (left,) = tmp_path.glob(".damaged-*")
     assert "step-00000300" in left.name  # the furthest that was ever trained
+
+
+@pytest.mark.parametrize("step", [295, 300, 311])
+def test_what_the_job_did_not_begin_from_does_not_take_the_place_of_what_it_did(
+    tmp_path: Path, step: int
+) -> None:
+    """300 was damaged, or did not train; by the next save the job may be beyond it."""
+    for before in (290, 300):
+        write(tmp_path, staged_at(before), keep=9, facts={"epoch": 1})
+    began = {"epoch": 1, "step": 290, "first": 2}
+
+    newest = write(tmp_path, staged_at(step), keep=2, facts={"epoch": 2, "began": began})
+
+    assert names(tmp_path) == [newest.name, "step-00000290"]
+    (left,) = tmp_path.glob(".damaged-*")
+    assert left.name.startswith(".damaged-step-00000300-")
+
+
+def test_what_was_saved_since_the_job_began_is_not_set_aside(tmp_path: Path) -> None:
+    began = {"epoch": 1, "step": 290, "first": 2}
+    for step, epoch in ((290, 1), (310, 2), (320, 3)):
+        write(tmp_path, staged_at(step), keep=9, facts={"epoch": epoch, "began": began})
+
+    assert names(tmp_path) == ["step-00000320", "step-00000310", "step-00000290"]
+
+
+@pytest.mark.parametrize(
+    "began", [None, {}, {"epoch": 1}, {"epoch": "1", "step": 2, "first": 3}, 7]
+)
+def test_who_does_not_say_what_its_job_began_from_passes_nothing_over(
+    tmp_path: Path, began: Any
+) -> None:
+    for step, epoch in ((300, 1), (320, 2)):
+        write(tmp_path, staged_at(step), keep=9, facts={"epoch": epoch, "began": began})
+
+    assert names(tmp_path) == ["step-00000320", "step-00000300"]
+
+
+def test_what_is_set_aside_stays_though_a_clock_was_ahead_before(tmp_path: Path) -> None:
+    path = write(tmp_path, staged_at(7))
+    (tmp_path / f".damaged-step-00000003-{time.time_ns() + 10**12}").mkdir()
+
+    store.set_aside(path)
+
+    (left,) = tmp_path.glob(".damaged-*")
+    assert "step-00000007" in left.name
 
 
 def test_of_those_set_aside_the_last_one_stays_to_be_looked_at(tmp_path: Path) -> None:

@@ -51,6 +51,13 @@ def test_a_trial_does_not_end_in_the_middle_of_bad_losses() -> None:
         trial.note(NAN)
 
 
+def test_one_is_remembered_though_nothing_was_saved_there_yet(tmp_path: Path) -> None:
+    """The job went on from an object store, and its folder is new."""
+    suspect(tmp_path / "job" / "checkpoints", (5, 1000))
+
+    assert suspects(tmp_path / "job" / "checkpoints") == {(5, 1000)}
+
+
 def test_each_is_remembered(tmp_path: Path) -> None:
     assert suspects(tmp_path) == set()
     for state in ((2, 40), (1, 7), (2, 40)):

@@ -33,6 +33,13 @@ class Asked:
 
     def to_save(self, step: int, rank: int = 0, ranks: int = 1) -> list[dict[str, Any]]:
         """What it says of that."""
+        return self._to_keep(step, folder=str(self.folder), rank=rank, ranks=ranks)
+
+    def to_put(self, url: str, step: int, rank: int, ranks: int) -> list[dict[str, Any]]:
+        """The same, to an object store."""
+        return self._to_keep(step, objects=url, job="j", rank=rank, ranks=ranks)
+
+    def _to_keep(self, step: int, **where: Any) -> list[dict[str, Any]]:
         staged, name = staged_at(step), f"save{step}"
         size, start = len(staged.buffer), aligned(len(staged.buffer), mmap.PAGESIZE)
         described = json.dumps({"step": step, "save": name, **staged.table.describe()}).encode()
@@ -42,8 +49,8 @@ class Asked:
         self.writer._save(
             {
                 "room": 0, "image": size, "described": len(described), "step": step, "save": name,
-                "facts": {}, "folder": str(self.folder), "rank": rank, "ranks": ranks, "share": 0,
-                "shares": 1, "keep": 1, "keep_for_s": 0, "common": None, "pack": False,
+                "facts": {}, "share": 0, "shares": 1, "keep": 1, "keep_for_s": 0, "common": None,
+                "pack": False, **where,
             }
         )  # fmt: skip
         said: list[dict[str, Any]] = []
@@ -188,3 +195,28 @@ def test_once_the_parts_of_others_come_it_is_told_no_more(asked: Asked, other: A
 
     assert "alarm" in ops(alone[-1])
     assert "alarm" not in ops(asked.to_save(6, 0, ranks=2))
+
+
+def test_of_puts_that_never_have_the_parts_of_others_the_last_few_stay_and_it_is_told(
+    asked: Asked,
+) -> None:
+    """As where the ranks of a replica reach different stores."""
+    url = f"file://{asked.folder / 'objects'}"
+    said = [asked.to_put(url, step, 0, 2) for step in range(1, 9)]
+
+    quiet, told = ["durable", "verified", "done"], ["alarm", "durable", "verified", "done"]
+    assert [ops(one) for one in said] == [quiet] * 3 + [told] * 5
+    assert said[3][0]["kind"] == "checkpoint_not_whole"
+    assert said[3][0]["text"].startswith(f"the last saves to {url}")
+    left = sorted(path.name[:13] for path in asked.folder.rglob("step-*"))
+    assert left == [f"step-{step:08d}" for step in (5, 6, 7, 8)]
+
+
+def test_puts_that_have_all_parts_in_the_end_are_not_told(asked: Asked, other: Asked) -> None:
+    url = f"file://{asked.folder / 'objects'}"
+    said = []
+    for step in range(1, 7):
+        said += asked.to_put(url, step, 0, 2)
+        said += other.to_put(url, step, 1, 2)
+
+    assert "alarm" not in ops(said)
