@@ -213,10 +213,10 @@ class Batches:
         if self._loader is not None:
             return
         if self.source is not None:
-            self._loader = Loader(self.source, self.seed, self._ids_at, trouble)
+            self._loader = Loader(self.source, self.seed, rank, self._ids_at, trouble)
         elif self._factory is not None:
             self._loader = Streams(
-                self._factory, self._collate, self.seed, self.shard_size, self._part
+                self._factory, self._collate, self.seed, self.shard_size, rank, self._part
             )
 
     def expect(self, step: int, shards: Collection[int], now: Collection[int] = ()) -> None:

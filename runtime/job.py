@@ -82,8 +82,9 @@ def join(environment: dict[str, str] | None = None) -> Job:
     """
     env = dict(os.environ) if environment is None else environment
     told = threading.Event()
-    # A loader's worker runs the script's top again: it is no rank, and tells nobody.
-    worker = multiprocessing.parent_process() is not None
+    # A loader's worker runs the script's top again: it is no rank, and tells nobody. It does so
+    # while multiprocessing prepares it, and a rank that multiprocessing started joins after that.
+    worker = getattr(multiprocessing.current_process(), "_inheriting", False)
     if by_torchrun(env) and not worker:
         end_with_launcher()
     if threading.current_thread() is threading.main_thread() and not worker:

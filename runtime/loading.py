@@ -95,12 +95,20 @@ def source_of(
     return found
 
 
-def load(source: Source, seed: int, step: int, index: int, ids: tuple[int, ...]) -> Any:
-    """The samples of one shard. What is drawn at random hangs on seed, step and shard alone."""
-    with random_numbers(hash((seed, step, index, 1))):
+def load(source: Source, seed: int, rank: int, step: int, index: int, ids: tuple[int, ...]) -> Any:
+    """The samples of one shard, or this rank's part of it. What is drawn at random hangs on seed,
+    step, shard and rank alone."""
+    with random_numbers(seed_of(seed, rank, step, index)):
         if hasattr(source.dataset, "__getitems__"):
             return source.collate(source.dataset.__getitems__(list(ids)))
         return source.collate([source.dataset[sample] for sample in ids])
+
+
+def seed_of(seed: int, rank: int, step: int, index: int) -> int:
+    """What is drawn from while a rank's part of a shard is put together: of several ranks, each
+    has samples of its own."""
+    drawn = (seed, step, index, 1)
+    return hash((*drawn, rank) if rank else drawn)  # a job of one rank draws what it always drew
 
 
 class Loader:
@@ -110,11 +118,14 @@ class Loader:
         self,
         source: Source,
         seed: int,
+        rank: int,
         ids_of: Callable[[int, int], tuple[int, ...]],
         trouble: Callable[[str, str], None],
     ) -> None:
+        """`rank`: of those that divide each shard, which we are."""
         self._source = source
         self._seed = seed
+        self._rank = rank
         self._upcoming = _Upcoming(ids_of)
         self._trouble = trouble
         self._crew: _Crew | None = None
@@ -132,7 +143,7 @@ class Loader:
             return  # what was expected before may be again
         self._upcoming.expect(step, shards)
         if self._crew is None and self._source.workers and self._deaths < MAX_DEATHS:
-            self._crew = _Crew(self._source, self._seed, self._upcoming)
+            self._crew = self._new_crew()
 
     def fetch(self, step: int, index: int, ids: tuple[int, ...]) -> Any:
         """The data of a shard: as loaded beforehand, else loaded now."""
@@ -146,7 +157,7 @@ class Loader:
             self._bury(self._crew, RuntimeError("a worker died as it began"))
         if (step, index) in self._loaded:
             return self._loaded.pop((step, index))
-        return load(self._source, self._seed, step, index, ids)
+        return load(self._source, self._seed, self._rank, step, index, ids)
 
     def close(self) -> None:
         if self._crew is not None:
@@ -179,7 +190,10 @@ class Loader:
         again = self._deaths < MAX_DEATHS
         then = "started anew" if again else "not started again: the rank itself loads from now on"
         self._trouble("loader_worker_died", f"{error}; a loader's workers are {then}")
-        self._crew = _Crew(self._source, self._seed, self._upcoming) if again else None
+        self._crew = self._new_crew() if again else None
+
+    def _new_crew(self) -> _Crew:
+        return _Crew(self._source, self._seed, self._rank, self._upcoming)
 
 
 class _Upcoming:
@@ -216,13 +230,13 @@ class _Crew:
     """Workers that load one shard after another; started in the background, gone at the first
     death among them."""
 
-    def __init__(self, source: Source, seed: int, upcoming: _Upcoming) -> None:
+    def __init__(self, source: Source, seed: int, rank: int, upcoming: _Upcoming) -> None:
         self.asked: deque[Key] = deque()  # of the workers, in the order of their answers
         context = multiprocessing.get_context(source.start)
         self._woken = context.Semaphore(0)
         self._asleep = source.workers
         self._loader: DataLoader[Any] = DataLoader(
-            _Shards(source, seed),
+            _Shards(source, seed, rank),
             batch_size=None,
             sampler=self._asking(upcoming),
             num_workers=source.workers,
@@ -311,13 +325,14 @@ class _Crew:
 class _Shards(Dataset[Any]):
     """A dataset whose samples are whole shards."""
 
-    def __init__(self, source: Source, seed: int) -> None:
+    def __init__(self, source: Source, seed: int, rank: int) -> None:
         self._source = source
         self._seed = seed
+        self._rank = rank
 
     def __getitem__(self, asked: Asked) -> Any:
         try:
-            return load(self._source, self._seed, *asked)
+            return load(self._source, self._seed, self._rank, *asked)
         except Exception as error:
             return _Fault(repr(error))
 

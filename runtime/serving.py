@@ -97,7 +97,7 @@ class RequestServer:
     def await_idle(self, seconds: float) -> None:
         """Return once nobody who knows the token was connected for so long."""
         with self._changed:
-            while self._peers or self._changed.wait_for(lambda: self._came, seconds):
+            while bool(self._peers) or self._changed.wait_for(lambda: self._came, seconds):
                 self._changed.wait_for(lambda: not self._peers)
                 self._came = False
 

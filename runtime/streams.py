@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sized
 from contextlib import AbstractContextManager
 from typing import Any
 
-from runtime.loading import random_numbers
+from runtime.loading import random_numbers, seed_of
 
 log = logging.getLogger("drydock.streams")
 
@@ -34,13 +34,15 @@ class Streams:
         collate: Callable[[list[Any]], Any],
         seed: int,
         shard_size: int,
+        rank: int,
         part: slice,
     ) -> None:
-        """`part`: what of each shard is ours."""
+        """`rank`: of those that divide each shard, which we are. `part`: what of each is ours."""
         self._factory = factory
         self._collate = collate
         self._seed = seed
         self._shard_size = shard_size
+        self._rank = rank
         self._part = part
         self._streams: dict[int, _Stream] = {}
         #: which are ours, once a step later than this one is asked for
@@ -61,7 +63,7 @@ class Streams:
         if index not in self._streams:
             self._streams[index] = _Stream(self._factory, index, self._seed, self._shard_size)
         samples = self._streams[index].samples(step)[self._part]
-        with random_numbers(hash((self._seed, step, index, 1))):
+        with random_numbers(seed_of(self._seed, self._rank, step, index)):
             return self._collate(samples)
 
     def close(self) -> None:

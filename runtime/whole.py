@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain, repeat
 from types import TracebackType
 from typing import Any, Self
 
@@ -324,7 +325,11 @@ class WholeJob:
         here = sources.saves()
         self._load([(step, name, tier) for step, name, tier in self._from(0, here)], here)
         (latest,) = self._highest([sources.latest_epoch])
-        self.epoch = self._from(0, None if self.job.rank else sources.next_epoch(latest))
+        began, self.epoch = (
+            self.epoch,
+            self._from(0, None if self.job.rank else sources.next_epoch(latest)),
+        )
+        self.saver.delivery.began = {"epoch": began, "step": self.committed, "first": self.epoch}
 
     def _load(self, found: Sequence[Found], here: Collection[Found]) -> None:
         """The first of these, which the first rank sees, of which all ranks can: what some node's
@@ -399,8 +404,7 @@ class WholeJob:
 
     def _put_back(self, part: Staged) -> None:
         state = own_copy(state_of(part))
-        mine = self.model.state_dict()
-        theirs = {name: _joined(one, mine.get(name)) for name, one in state["model"].items()}
+        theirs = _put_together(state["model"], self.model, "model")
         try:
             self.model.load_state_dict(theirs)
         except RuntimeError as error:
@@ -414,10 +418,12 @@ class WholeJob:
                 f"{len(self.optimizers)} and {sorted(self.extra)}; {GO_ON}"
             )
         for index, optimizer in enumerate(self.optimizers):
-            joined = partial(_joined_by_weight, optimizer=optimizer)
+            joined = partial(
+                _put_together, one=optimizer, where=f"optimizers.{index}", model=self.model
+            )
             put_back_optimizer(str(index), optimizer, state["optimizers"][index], joined)
         for name, one in self.extra.items():
-            one.load_state_dict(state["extra"][name])
+            one.load_state_dict(_put_together(state["extra"][name], one, f"extra.{name}"))
         self.committed, self.epoch = int(state["step"]), int(state["epoch"])
         set_generators(state["random"])
         if digest_of(self._state()) != part.digest:
@@ -481,28 +487,73 @@ def _described(tensor: Any) -> str:
     return f"{tuple(tensor.shape)} as {placements} over {tensor.device_mesh.mesh.tolist()}"
 
 
-def _joined(value: Any, like: Any) -> Any:
-    """The divided tensor of which a state has our part. Raises ValueError if ours is divided
-    otherwise."""
-    if not (isinstance(value, dict) and OURS in value):
-        return value
-    here = _described(like) if is_divided(like) else "not divided"
-    if here != value["of"]:
-        raise ValueError(
-            f"the checkpoint has a tensor of {value['of']}, which is here {here}: start the job "
-            "with the script and the number of ranks that saved it"
+def _put_together(saved: Any, one: Stateful, where: str, model: Any = None) -> Any:
+    """What `one` is to be given of what was saved of it; see `_rejoined`. `model`: of an optimizer.
+    Raises ValueError."""
+    if not _has_parts(saved):
+        return saved  # and asks nobody for a state: a loader may start its workers to give it
+    return _rejoined(saved, one.state_dict(), where, _weights_of(one, model))
+
+
+def _has_parts(saved: Any) -> bool:
+    """Whether there is a part of a divided tensor in it."""
+    if isinstance(saved, dict):
+        return OURS in saved or any(map(_has_parts, saved.values()))
+    return isinstance(saved, list | tuple) and any(map(_has_parts, saved))
+
+
+def _rejoined(
+    saved: Any, now: Any, where: str, weights: Mapping[Any, Any], weight: Any = None
+) -> Any:
+    """What was saved, in which our parts of divided tensors are such tensors again, divided as
+    those at their places in `now`, the state as this process has it before. An optimizer has none
+    before its first step: what it will have is divided as its `weights`, by the keys that its state
+    has for them, of which `weight` is the one that this is about.
+
+    Raises ValueError, which names the first that cannot be.
+    """
+    if isinstance(saved, dict) and OURS in saved:
+        return _joined(saved, now, where, [weight, *weights.values()])
+    if isinstance(saved, dict):
+        here = now if isinstance(now, dict) else {}
+        return {
+            key: _rejoined(item, here.get(key), f"{where}.{key}", weights, weights.get(key, weight))
+            for key, item in saved.items()
+        }
+    if isinstance(saved, list | tuple):
+        known = now if isinstance(now, list | tuple) else ()
+        beside = zip(saved, chain(known, repeat(None)), strict=False)
+        return type(saved)(
+            _rejoined(item, like, f"{where}.{place}", weights, weight)
+            for place, (item, like) in enumerate(beside)
         )
-    return as_part(value[OURS], like)
+    return saved
 
 
-def _joined_by_weight(given: Any, optimizer: Any) -> Any:
-    """An optimizer's state, whose tensors are divided as the weights that they are of."""
+def _joined(saved: dict[str, Any], now: Any, where: str, weights: Sequence[Any]) -> Any:
+    """The divided tensor of which a state has our part. Raises ValueError if neither `now` nor any
+    of the weights is divided as it was."""
+    for like in (now, *weights):
+        if is_divided(like) and _described(like) == saved["of"]:
+            return as_part(saved[OURS], like)
+    shown = next((one for one in (now, *weights[:1]) if isinstance(one, torch.Tensor)), None)
+    if shown is None:
+        raise ValueError(
+            f"{where} is in the checkpoint a tensor of {saved['of']}, and here there is none yet: "
+            "have it made before the WholeJob is entered, so that its state_dict shows how it is "
+            "divided, or start the job with the script that saved it"
+        )
+    here = _described(shown) if is_divided(shown) else "not divided"
+    raise ValueError(
+        f"{where} is in the checkpoint a tensor of {saved['of']}, which is here {here}: start the "
+        "job with the script and the number of ranks that saved it"
+    )
+
+
+def _weights_of(optimizer: Any, model: Any) -> dict[Any, Any]:
+    """By the keys that optimizers have for them: torch's their numbers, others their names in
+    the model. None of what is no optimizer."""
     groups = getattr(optimizer, "param_groups", [])
-    weights = dict(enumerate(weight for group in groups for weight in group["params"]))
-    if not (isinstance(given, dict) and isinstance(given.get("state"), dict)):
-        return given
-    kinds = {
-        index: {name: _joined(one, weights.get(index)) for name, one in of_weight.items()}
-        for index, of_weight in given["state"].items()
-    }
-    return {**given, "state": kinds}
+    numbered = enumerate(weight for group in groups for weight in group["params"])
+    named = model.named_parameters() if isinstance(model, torch.nn.Module) else ()
+    return {**dict(numbered), **dict(named)}

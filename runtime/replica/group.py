@@ -26,7 +26,7 @@ from runtime.replica.led import Led
 from runtime.replica.nccl import group_for
 from runtime.replica.network import own_address
 from runtime.replica.rank import Rank
-from runtime.replica.shape import cannot_drop, describe, of_loop
+from runtime.replica.shape import cannot_drop, describe, of_loop, of_ranks
 from runtime.replica.state import Averages, Stateful, Steps, TrainingState
 from runtime.replica.step import MODES, Mode, StepEngine
 from runtime.replica.telling import Committed, Teller
@@ -144,6 +144,7 @@ class ReplicaGroup:
         shape = describe(
             model, optimizers, batches, mode, max_grad_norm, numerics, job.ranks, helpers
         ) | of_loop(steps, compare_every, after_step)
+        shape_of_ranks = of_ranks(shape, helpers_of(schedules, scaler, ema, extra=None))
         if shape["content"] == NOT_IN_MEMORY and not job.rank:
             log.warning(
                 "data_not_compared dataset=%s: its samples lie in files, so nothing shows whether "
@@ -157,12 +158,15 @@ class ReplicaGroup:
         self._loop: Loop
         if job.rank:
             first = division.agree("")
-            self._loop = Led(self._rank, first, leave=self._leave, abandon=self._abandon)
+            self._loop = Led(
+                self._rank, first, shape_of_ranks, leave=self._leave, abandon=self._abandon
+            )
         else:
             teller = Teller(job, self.state.ledger, batches.tokens_per_sample)
             self._loop = Leader(
                 self._rank,
                 shape,
+                shape_of_ranks,
                 teller,
                 steps=steps,
                 compare_every=compare_every,
@@ -177,7 +181,11 @@ class ReplicaGroup:
         if threading.current_thread() is threading.main_thread():
             take_signal(signal.SIGTERM, lambda _number, _frame: self._on_term())
         self.job.sender.on_directive = self._on_directive
-        self._loop.start()
+        try:
+            self._loop.start()
+        except BaseException as error:  # nobody calls __exit__ for what is raised here
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(
@@ -191,6 +199,7 @@ class ReplicaGroup:
         if error is None:
             self._loop.leave("left the loop", goodbye=True)
         else:
+            self._left = True  # the ranks that we hang up on do not end us before we told why
             self.job.trouble("exception", f"{type(error).__name__}: {error}")
             self._loop.leave("exception", goodbye=False)
 

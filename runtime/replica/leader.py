@@ -290,8 +290,8 @@ class Leader:
         """Before we go: also where the shared folder cannot be written. Not before the first step:
         nothing was trained, and no job goes on from that."""
         tiers = self._ours() - {"shared"}
-        members = sorted(self.member.members)
-        if members.index(self.member.replica) == self.sharing.turn % len(members):
+        members = self.teller.present
+        if members and members[self.sharing.turn % len(members)] == self.teller.replica:
             tiers |= {"shared"}  # whose turn it was before may be who cannot write there
         if self.together.committed >= 0 and tiers:
             self.together.save(tiers, last=True)

@@ -22,16 +22,19 @@ class Led:
         self,
         rank: Rank,
         first: str,
+        shape: dict[str, str],
         *,
         leave: Callable[..., None],
         abandon: Callable[[str], None],
     ) -> None:
-        """`first`: the address of the first rank. `leave`, `abandon`: see `leader.Leader`."""
+        """`first`: the address of the first rank, which lets us in if it has the same `shape`: see
+        `shape.of_ranks`. `leave`, `abandon`: see `leader.Leader`."""
         self.job = rank.job
         self.rank = rank
         self.link = rank.link = Link(
             first, self.introduce, self.on_break, on_end=self.on_end, silent_s=None
         )
+        self._shape = shape
         self._leave_job = leave
         self._abandon = abandon
         rank.saver.delivery.on_saved = self._say_saved
@@ -99,6 +102,7 @@ class Led:
                 "address": self.rank.address,
                 "holder": self.rank.holder,
                 "gloo": self.rank.gloo.address,
+                "shape": self._shape,
             }
         ]
 

@@ -26,7 +26,8 @@ _BY_DEEPSPEED = (
     f"{_OTHERWISE}, which is given runtime.adapters.deepspeed.EngineState(engine), and [] for the "
     "optimizers"
 )
-_SAME_SCRIPT = "start all replicas with the same script and options"
+_SAME_SCRIPT = "start all {who}s with the same script and options"
+_ONE_VERSION = "run all {who}s with one version of Drydock"
 #: Kinds of module and optimizer that spread one model over all processes of a job, and where
 #: DeepSpeed has its own of that kind (its kernels' optimizers are as anybody's).
 _WHOLE_JOB = ("FullyShardedDataParallel", "PipelineStage", "ZeroRedundancyOptimizer")
@@ -39,22 +40,23 @@ _LONG = 300  # characters of settings; of more a hash is told
 _PLACE = re.compile(r" at 0x[0-9a-f]+|\bcuda(:\d+)?|\bGPU \d+")
 #: So many groups of an optimizer's parameters are told apart in words.
 _GROUPS_IN_WORDS = 4
-#: By its key in the shape: what it is called, and what to do if it differs.
+#: By its key in the shape: what it is called, and what to do if it differs, `who` being replicas or
+#: the ranks of one.
 _WORDS = {
-    "mode": ("mode", "start all replicas with the same mode"),
-    "ranks": ("number of ranks", "start all replicas with as many ranks"),
-    "shards": ("number of shards", "start all replicas with the same Batches"),
-    "order": ("data order's rule", "run all replicas with one version of Drydock"),
-    "shard_size": ("shard size", "start all replicas with the same Batches"),
-    "samples": ("dataset's length", "give all replicas the same data"),
-    "data": ("dataset", "give all replicas the same data"),
+    "mode": ("mode", "start all {who}s with the same mode"),
+    "ranks": ("number of ranks", "start all {who}s with as many ranks"),
+    "shards": ("number of shards", "start all {who}s with the same Batches"),
+    "order": ("data order's rule", _ONE_VERSION),
+    "shard_size": ("shard size", "start all {who}s with the same Batches"),
+    "samples": ("dataset's length", "give all {who}s the same data"),
+    "data": ("dataset", "give all {who}s the same data"),
     "content": (
         "dataset's content",
-        "give all replicas the same data, or, if it is the same but for what no sample hangs on, "
+        "give all {who}s the same data, or, if it is the same but for what no sample hangs on, "
         "say which it is by a text in the dataset's attribute fingerprint",
     ),
-    "drop_last": ("drop_last", "start all replicas with the same Batches"),
-    "seed": ("data order's seed", "give all replicas the same seed"),
+    "drop_last": ("drop_last", "start all {who}s with the same Batches"),
+    "seed": ("data order's seed", "give all {who}s the same seed"),
     "model": ("model", _SAME_SCRIPT),
     "modules": ("set of modules", _SAME_SCRIPT),
     "optimizer": ("optimizer", _SAME_SCRIPT),
@@ -63,7 +65,7 @@ _WORDS = {
     "steps": ("number of steps", _SAME_SCRIPT),
     "compare_every": ("compare_every", _SAME_SCRIPT),
     "after_step": ("after_step", _SAME_SCRIPT),
-    "numerics": ("arithmetic", "run all replicas with one version of torch on one kind of machine"),
+    "numerics": ("arithmetic", "run all {who}s with one version of torch on one kind of machine"),
 }
 
 
@@ -99,12 +101,7 @@ def describe(
         "modules": _modules(model),
         "optimizer": ", ".join(_settings(optimizer) for optimizer in optimizers),
         "clipping": "none" if max_grad_norm is None else f"{max_grad_norm:g}",
-        "helpers": ", ".join(
-            f"{what} {type(one).__name__}{_told(one) if what in _COMPARED else ''}"
-            for what, ones in helpers.items()
-            for one in ones
-        )
-        or "none",
+        "helpers": _helpers(helpers),
         "numerics": numerics,
     }
 
@@ -116,6 +113,24 @@ def of_loop(steps: int | None, compare_every: int, after_step: object) -> dict[s
         "compare_every": str(compare_every),
         "after_step": "none" if after_step is None else "one",
     }
+
+
+#: What must be alike on all ranks of one replica too. Not how the loop ends and compares, which the
+#: first rank decides for all, nor the arithmetic: a rank's part is summed with the same rank's of
+#: other replicas, not with other ranks' parts.
+_OF_RANKS = (
+    "mode", "ranks", "order", "samples", "shards", "shard_size", "seed", "drop_last", "data",
+    "content", "model", "optimizer", "clipping", "after_step",
+)  # fmt: skip
+
+
+def of_ranks(shape: Mapping[str, str], helpers: Mapping[str, Sequence[Any]]) -> dict[str, str]:
+    """What of a shape must be alike on all ranks of one replica. `helpers`: those of `describe` but
+    for the extras, which each rank saves for itself."""
+    told = {key: shape[key] for key in _OF_RANKS if key in shape}
+    # What a module says of itself, whose hash is behind its kind, may be of its rank or its card.
+    kinds = shape["modules"].rpartition(" (")[0]
+    return {**told, "modules": kinds, "helpers": _helpers(helpers)}
 
 
 def cannot_drop(
@@ -252,17 +267,22 @@ def misfit(
     return difference(join.get("shape", {}), ours, whose)
 
 
-def difference(theirs: Mapping[str, str], ours: Mapping[str, str], whose: str = "the job's") -> str:
+def difference(
+    theirs: Mapping[str, str],
+    ours: Mapping[str, str],
+    whose: str = "the job's",
+    who: str = "replica",
+) -> str:
     """In which way a newcomer's shape is not ours, with the remedy; "" if in none. `whose`: what
-    ours is called."""
+    ours is called. `who`: what the newcomer is, and all that are to be alike."""
     for key in dict.fromkeys([*_WORDS, *ours, *theirs]):
         what, remedy = _WORDS.get(key, (key, _SAME_SCRIPT))
         if (key in theirs) != (key in ours):
-            remedy = "run all replicas with one version of Drydock"
+            remedy = _ONE_VERSION
         if theirs.get(key) != ours.get(key):
             return (
-                f"this replica's {what} is {theirs.get(key, 'not told')}, "
-                f"{whose} is {ours.get(key, 'not told')}: {remedy}"
+                f"this {who}'s {what} is {theirs.get(key, 'not told')}, "
+                f"{whose} is {ours.get(key, 'not told')}: {remedy.format(who=who)}"
             )
     return ""
 
@@ -272,6 +292,15 @@ def _modules(model: torch.nn.Module) -> str:
     kinds = Counter(type(module).__name__ for module in model.modules())
     digest = _hash_of(_PLACE.sub("", repr(model)))
     return f"{', '.join(f'{kinds[kind]} {kind}' for kind in sorted(kinds))} ({digest})"
+
+
+def _helpers(helpers: Mapping[str, Sequence[Any]]) -> str:
+    told = [
+        f"{what} {type(one).__name__}{_told(one) if what in _COMPARED else ''}"
+        for what, ones in helpers.items()
+        for one in ones
+    ]
+    return ", ".join(told) or "none"
 
 
 def _told(helper: Any) -> str:

@@ -15,13 +15,15 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from runtime.forking import keep_from_children
 from runtime.replica.link import Link, keep_alive
+from runtime.replica.shape import difference
 from runtime.serving import hang_up
 
 log = logging.getLogger("drydock.replica")
@@ -69,10 +71,13 @@ class Siblings:
         link: Link,
         on_say: Callable[[int, dict[str, Any]], None],
         on_lost: Callable[[int], None],
+        shape: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`on_say`: hears, by the rank, what none of the verbs here explains. `on_lost`: a rank is
-        gone without a goodbye. Both are called on threads of their own."""
+        gone without a goodbye. Both are called on threads of their own. `shape`: see
+        `shape.of_ranks`."""
         self.ranks = ranks
+        self._shape = shape
         self.address = ""
         self._token = token.encode()
         self._link = link  # to the coordinator
@@ -83,6 +88,7 @@ class Siblings:
         self._on_lost = on_lost
         self._strangers: dict[socket.socket, None] = {}  # whoever came first is the first
         self._there: dict[int, Sibling] = {}
+        self._misfit = ""  # of a rank that was refused, and in which way it is not as we are
         self._met = False  # all were there once, and nobody else is to come
         self._gone: set[int] = set()  # who has hung up since
         self._changed = threading.Condition()
@@ -97,11 +103,15 @@ class Siblings:
             link.on_connect = self._roll_call
 
     def meet(self) -> list[Sibling]:
-        """All others, in order. Raises Incomplete if one does not come."""
+        """All others, in order. Raises Incomplete if one does not come, or is not as we are."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._there) == self.ranks - 1, MEET_S)
+            self._changed.wait_for(
+                lambda: self._misfit or len(self._there) == self.ranks - 1, MEET_S
+            )
             missing = sorted(set(range(1, self.ranks)) - set(self._there))
             self._met = not missing
+        if missing and self._misfit:
+            raise Incomplete(self._misfit)
         if missing:
             raise Incomplete(
                 f"ranks {missing} of this replica of {self.ranks} did not come within "
@@ -205,10 +215,13 @@ class Siblings:
                 self._forget(sibling)
 
     def _admit(self, connection: socket.socket, first: dict[str, Any]) -> Sibling | None:
-        refusal = self._refusal(first)
-        if refusal:
+        stranger = self._refusal(first)
+        misfit = "" if stranger else self._unlike(first)
+        if refusal := stranger or misfit:
             log.warning("sibling_refused error=%s", refusal)
             connection.sendall(json.dumps({"op": "refused", "error": refusal}).encode() + b"\n")
+            if misfit:
+                self._refuse_to_meet(int(first["rank"]), misfit)
             return None
         rank = int(first["rank"])
         sibling = Sibling(
@@ -227,6 +240,18 @@ class Siblings:
         if not 0 < rank < self.ranks or rank in self._there:
             return f"this replica has {self.ranks} ranks, and no place for a rank {rank}"
         return ""
+
+    def _unlike(self, first: dict[str, Any]) -> str:
+        """In which way one of our ranks would train otherwise than we do, with the remedy; "" if in
+        none."""
+        whose = "that of the first rank of its replica"
+        return difference(first.get("shape", {}), self._shape, whose, "rank")
+
+    def _refuse_to_meet(self, rank: int, misfit: str) -> None:
+        """Nobody else comes as this rank: whoever waits for it hears why."""
+        with self._changed:
+            self._misfit = f"rank {rank} of this replica was refused: {misfit}"
+            self._changed.notify_all()
 
     def _forget(self, sibling: Sibling) -> None:
         """It hung up."""

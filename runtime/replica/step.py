@@ -198,22 +198,17 @@ class StepEngine:
             begun = f", and the shard was begun with {self._of}" if self._parts else ""
             raise ValueError(f"parts={parts}{begun}: give all parts of a shard one number above 0")
         self._of = parts
-        if name := self.trained.has_gradient():
-            raise RuntimeError(
-                self.trained.flaw()
-                or f"the parameter {name} has a gradient that backward did not give it: give it "
-                "the sum of all losses of the shard; for anything else there is "
-                "torch.autograd.grad, or zero_grad() afterwards"
-            )
+        if stray := self.trained.not_given():
+            raise RuntimeError(self.trained.flaw() or stray)
 
     def _in_backward(self, _gradient: torch.Tensor) -> None:
         self.observer.at("backward", self.pending)
 
     def reduce(self, wishes: Wishes) -> tuple[Reduced, Tail]:
         """The step's sum over all members. Raises Severed, and RuntimeError if it would lack what
-        the script trains, or the script has done what is left to the step."""
+        the script trains or gave a gradient, or the script has done what is left to the step."""
         self.division.take_apart()
-        if flaw := self.trained.flaw() or self.state.flaw():
+        if flaw := self.trained.flaw() or self.state.flaw() or self.trained.not_given():
             raise RuntimeError(flaw)
         if self.gloo.broken(self.epoch):
             raise Severed("a member is gone")

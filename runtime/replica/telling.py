@@ -60,6 +60,11 @@ class Teller:
     def speaks(self) -> bool:
         return bool(self.members) and self.replica == self.members[0]
 
+    @property
+    def present(self) -> list[int]:
+        """The members that are not known to be gone."""
+        return [member for member in self.members if member not in self._lost_now]
+
     def follows(self) -> None:
         """We hold our peers' state, as was proven; who stands by says so, once."""
         if self._stands_by and not self._told_following:
@@ -83,8 +88,7 @@ class Teller:
         """A member of the epoch is gone; the lowest survivor tells it."""
         epoch, replica = int(message["epoch"]), int(message["replica"])
         self._lost_now.add(replica)
-        survivors = [m for m in self.members if m not in self._lost_now]
-        if survivors[:1] != [self.replica] or (epoch, replica) in self._told_lost:
+        if self.present[:1] != [self.replica] or (epoch, replica) in self._told_lost:
             return
         self._told_lost.add((epoch, replica))
         self.job.sender.tell(

@@ -35,6 +35,10 @@ _WRITTEN = (
     "nor on_step. Change weights in after_step, an argument of ReplicaGroup, which all call after "
     "each step"
 )
+_NOT_GIVEN = (
+    "has a gradient that backward did not give it: give it the sum of all losses of the shard; for "
+    "anything else there is torch.autograd.grad, or zero_grad() afterwards"
+)
 _ANOTHER = (
     "came to the model after ReplicaGroup was made, or is another object than it was then",
     "Give the model all its parameters before, and change their values in place (copy_, or "
@@ -106,13 +110,14 @@ class Trained:
         self._note()  # what came trains nothing
         return ""
 
-    def has_gradient(self) -> str:
-        """The name of a parameter that has one, as none has before backward; "" if none has, or
-        only zeros, as zero_grad may leave them."""
+    def not_given(self) -> str:
+        """Which parameter has a gradient, as none has but within backward, with the remedy; "" if
+        none has, or only zeros, as zero_grad may leave them."""
         if all(one.grad is None for one in self._at_first):
             return ""
         named = self._model.named_parameters()
-        return next((n for n, one in named if one.grad is not None and _is_any(one.grad)), "")
+        name = next((n for n, one in named if one.grad is not None and _is_any(one.grad)), "")
+        return f"the parameter {name} {_NOT_GIVEN}" if name else ""
 
     def _strays(self, weight: torch.Tensor) -> bool:
         """Also one that does not require grad any more, but has one that would be applied."""

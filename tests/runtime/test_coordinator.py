@@ -615,7 +615,8 @@ def test_who_begins_looks_into_the_memory_of_nodes_of_which_nobody_came(tmp_path
         assert (first["holders"], second["holders"]) == ([], [["node-1:1"]])
         came.say(op="ready", order=second["order"], step=29, trained_in=5, digest="of 29")
         grant = await came.hear("epoch")
-        assert grant["began"] == {"epoch": 5, "step": 29, "at": grant["started_at"]}
+        began = {"epoch": 5, "step": 29, "at": grant["started_at"], "first": grant["epoch"]}
+        assert grant["began"] == began
         assert coordinator.record.holders == {0: ["node-0:1"], 1: ["node-1:1"], 2: []}
 
     serve(tmp_path, {0: "a", 1: "b", 2: "c"}, scene, clock=clock)

@@ -15,10 +15,13 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from runtime.checkpoint import Checkpointer
+from runtime.client import Stopped, Trouble
 from runtime.data import Batches
 from runtime.job import Job
+from runtime.replica.gradients import Wishes
 from runtime.replica.group import ReplicaGroup
 from runtime.replica.leader import Leader
+from runtime.replica.siblings import Incomplete
 from tests.runtime.told import Told
 
 Make = Callable[..., ReplicaGroup]
@@ -112,6 +115,29 @@ def wants_to_stop(make: Make, monkeypatch: pytest.MonkeyPatch) -> Leader:
     return loop
 
 
+@pytest.mark.parametrize(
+    ("replica", "failed", "lost", "shared"),
+    [(0, 0, 9, 1), (1, 0, 9, 0), (0, 1, 9, 0), (1, 1, 9, 1), (1, 0, 0, 1)],
+)
+def test_the_last_save_to_the_folder_of_all_is_of_whose_turn_it_is(
+    make: Make, monkeypatch: pytest.MonkeyPatch, replica: int, failed: int, lost: int, shared: int
+) -> None:
+    """Who could not write there alone before cannot write there now, and who is gone does not."""
+    loop = make()._loop
+    assert isinstance(loop, Leader)
+    saved: list[set[str]] = []
+    monkeypatch.setattr(loop.together, "save", lambda tiers, **_how: saved.append(set(tiers)))
+    loop.teller.members, loop.teller.replica = [0, 1], replica
+    gone = {"epoch": 1, "replica": lost, "placement": "g", "how": "exit", "at": 1.0}
+    loop.teller.lost(gone, 3)
+    loop.rank.state.committed = 3
+    loop.sharing.decide(Wishes(alone_failed=bool(failed)), 2)
+
+    loop._save_last()
+
+    assert saved == [{"shared"}] * shared
+
+
 def test_who_wants_the_job_to_stop_waits_for_an_epoch_to_say_so_in(
     wants_to_stop: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +171,42 @@ def test_it_goes_unheard_if_nobody_is_there_or_it_is_to_be_killed(
         wants_to_stop.job.told.set()
 
     assert wants_to_stop._next() == {"op": "dismissed"}
+
+
+def test_who_cannot_begin_tells_why_it_ends(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = make()
+
+    def start() -> None:
+        raise Incomplete("ranks [1] of this replica of 2 did not come")
+
+    monkeypatch.setattr(replica._loop, "start", start)
+
+    with pytest.raises(Incomplete), replica:
+        pass
+    assert isinstance(replica.job.sender, Told)
+    why, ended = replica.job.sender.messages
+    assert isinstance(why, Trouble)
+    assert isinstance(ended, Stopped)
+    assert (why.kind, why.text) == (
+        "exception", "Incomplete: ranks [1] of this replica of 2 did not come",
+    )  # fmt: skip
+    assert (ended.reason, ended.clean) == ("exception", False)
+
+
+def test_who_ends_for_an_error_is_not_ended_by_the_ranks_that_it_hangs_up_on(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = make()
+    loop = replica._loop
+    assert isinstance(loop, Leader)
+    ended: list[int] = []
+    monkeypatch.setattr("runtime.replica.group.os._exit", ended.append)
+    monkeypatch.setattr(loop.siblings, "close", lambda: replica._abandon("rank 1 is gone"))
+
+    with pytest.raises(ValueError, match="of the script"), replica:
+        raise ValueError("of the script")
+
+    assert ended == []
 
 
 def test_shards_are_given_within_the_with_block(make: Make) -> None:

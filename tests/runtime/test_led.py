@@ -1,4 +1,4 @@
-"""A rank that its replica's first one leads, as it ends."""
+"""A rank that its replica's first one leads, as it comes and as it ends."""
 
 from __future__ import annotations
 
@@ -15,6 +15,19 @@ def nothing(*_given: object, **_named: object) -> None:
     """Nobody waits for it."""
 
 
+def test_it_says_in_what_it_must_be_like_the_first_rank() -> None:
+    job = SimpleNamespace(token="t", rank=1)
+    saver = SimpleNamespace(delivery=SimpleNamespace())
+    rank: Any = SimpleNamespace(
+        job=job, saver=saver, address="here:1", holder={}, gloo=SimpleNamespace(address="there:1")
+    )
+
+    led = Led(cast(Rank, rank), "127.0.0.1:1", {"seed": "7"}, leave=nothing, abandon=nothing)
+
+    (said,) = led.introduce()
+    assert (said["rank"], said["shape"]) == (1, {"seed": "7"})
+
+
 @pytest.mark.parametrize(
     ("goodbye", "order"),
     [
@@ -28,7 +41,7 @@ def test_who_ends_for_an_error_keeps_nobody_waiting_for_its_saves(
     done: list[str] = []
     saver = SimpleNamespace(delivery=SimpleNamespace(), finish=lambda: done.append("saves end"))
     rank: Any = SimpleNamespace(job=None, saver=saver)
-    led = Led(cast(Rank, rank), "127.0.0.1:1", leave=nothing, abandon=nothing)
+    led = Led(cast(Rank, rank), "127.0.0.1:1", {}, leave=nothing, abandon=nothing)
     hangs_up = SimpleNamespace(close=lambda goodbye: done.append("hangs up"))
     led.link = rank.link = cast(Any, hangs_up)
 

@@ -48,6 +48,13 @@ Open = Callable[..., Batches]
 LOADERS = pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 
 
+class Drawing(Noisy):
+    """Its samples are drawn, whatever their numbers."""
+
+    def __getitem__(self, _sample: int) -> Any:
+        return torch.rand(())
+
+
 @pytest.fixture
 def troubles() -> list[str]:
     return []
@@ -58,9 +65,9 @@ def opened(troubles: list[str]) -> Iterator[Open]:
     """Batches of four shards that are closed with the test; shards 0 and 1 are ours."""
     made: list[Batches] = []
 
-    def make(data: Any, **options: Any) -> Batches:
+    def make(data: Any, rank: int = 0, ranks: int = 1, **options: Any) -> Batches:
         made.append(Batches(data, shards=4, **options))
-        made[-1].open(lambda kind, text: troubles.append(f"{kind}: {text}"))
+        made[-1].open(lambda kind, text: troubles.append(f"{kind}: {text}"), rank, ranks)
         made[-1].expect(0, [0, 1])
         return made[-1]
 
@@ -101,6 +108,20 @@ def test_a_shard_s_data_is_its_samples_collated(opened: Open) -> None:
     assert values.floor().long().tolist() == list(shard.ids)
     assert set(pids.tolist()) == {os.getpid()}
     assert shard.data is shard.data
+
+
+def test_each_rank_of_a_replica_draws_random_numbers_of_its_own(opened: Open) -> None:
+    first, second = (opened(Drawing(), rank, 2, shard_size=4).shard(5, 2).data for rank in (0, 1))
+
+    assert not {*first.tolist()} & {*second.tolist()}
+
+
+def test_the_first_rank_draws_what_a_job_of_one_rank_draws(opened: Open) -> None:
+    alone = opened(Drawing(), shard_size=4).shard(5, 2)
+    first = opened(Drawing(), 0, 2, shard_size=4).shard(5, 2)
+
+    assert first.ids == alone.ids[:2]
+    assert first.data.tolist() == alone.data[:2].tolist()
 
 
 def test_a_dataset_that_fetches_many_at_once_is_asked_so(opened: Open) -> None:
@@ -191,10 +212,12 @@ def test_what_cannot_be_put_in_order_is_refused_with_the_remedy(case: str) -> No
         make()
 
 
-@pytest.mark.parametrize("start", ["forkserver", "spawn"])
-def test_workers_load_the_same_and_leave_random_numbers_alone(opened: Open, start: str) -> None:
-    theirs = opened(Noisy(), shard_size=2, workers=2, start=start)
-    ours = opened(Noisy(), shard_size=2)
+@pytest.mark.parametrize(("start", "rank"), [("forkserver", 0), ("spawn", 1)])
+def test_workers_load_the_same_and_leave_random_numbers_alone(
+    opened: Open, start: str, rank: int
+) -> None:
+    theirs = opened(Noisy(), rank, 2, shard_size=2, workers=2, start=start)
+    ours = opened(Noisy(), rank, 2, shard_size=2)
     step = first_step_of_workers(theirs)
     before = (torch.get_rng_state(), random.getstate())
 

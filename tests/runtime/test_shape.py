@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from runtime.data import Batches
-from runtime.replica.shape import cannot_drop, describe, difference, of_loop
+from runtime.replica.shape import cannot_drop, describe, difference, of_loop, of_ranks
 from runtime.whole import WholeJob
 
 
@@ -190,6 +190,70 @@ def test_loops_that_would_not_go_on_together_are_told_apart(
 ) -> None:
     assert words in difference(of_loop(*loop), of_loop(None, 1000, None))
     assert bool(words) == bool(difference(of_loop(*loop), of_loop(None, 1000, None)))
+
+
+def of_rank(**given: Any) -> dict[str, str]:
+    """What a rank is compared by with the first of its replica."""
+    said: dict[str, Any] = {
+        "seed": 7, "data": None, "mode": "cover", "clip": 1.0, "numerics": "torch", "rate": 0.1,
+        "between": nn.ReLU(), "steps": None, "compare_every": 1000, "after_step": None,
+        "helpers": {}, **given,
+    }  # fmt: skip
+    made = nn.Sequential(nn.Linear(4, 4), said["between"])
+    batches = Batches(said["data"], samples=96, shards=12, seed=said["seed"])
+    optimizer = torch.optim.SGD(made.parameters(), lr=said["rate"])
+    shape = describe(
+        made, [optimizer], batches, said["mode"], said["clip"], said["numerics"], 2,
+        {"extra mine": [nn.Identity()]},
+    ) | of_loop(said["steps"], said["compare_every"], said["after_step"])  # fmt: skip
+    return of_ranks(shape, said["helpers"])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"seed": 8}, "this rank's data order's seed is 8, the first one's is 7: give all ranks"),
+        ({"data": [1] * 96}, "this rank's dataset is list, the first one's is ids alone: give all"),
+        ({"mode": "drop"}, "mode is drop, the first one's is cover: start all ranks with the same"),
+        ({"clip": 2.0}, "largest gradient norm is 2, the first one's is 1: start all ranks with"),
+        ({"rate": 0.2}, "this rank's optimizer is SGD(dampening=0 differentiable=False lr=0.2"),
+        ({"between": nn.GELU()}, "modules is 1 GELU, 1 Linear, 1 Sequential, the first one's is"),
+        ({"helpers": {"schedule": [nn.Identity()]}}, "extras is schedule Identity, the first"),
+        ({"after_step": print}, "this rank's after_step is one, the first one's is none: start"),
+    ],
+)
+def test_ranks_of_one_replica_that_would_train_otherwise_are_told_apart(
+    given: dict[str, Any], words: str
+) -> None:
+    told = difference(of_rank(**given), of_rank(), "the first one's", "rank")
+
+    assert words in told
+
+
+@pytest.mark.parametrize(
+    "given", [{"numerics": "another card"}, {"steps": 100}, {"compare_every": 0}]
+)
+def test_ranks_of_one_replica_may_differ_in_what_no_other_rank_hangs_on(
+    given: dict[str, Any],
+) -> None:
+    assert difference(of_rank(**given), of_rank()) == ""
+
+
+class OfARank(nn.Module):
+    """Tells which rank it is on."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def extra_repr(self) -> str:
+        return f"rank={self.rank}"
+
+
+def test_what_a_module_says_of_itself_may_be_of_its_rank() -> None:
+    first, second = (of_rank(between=OfARank(rank)) for rank in (0, 1))
+
+    assert difference(second, first) == ""
 
 
 class Rows(torch.utils.data.Dataset[int]):

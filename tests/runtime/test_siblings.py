@@ -45,14 +45,19 @@ def connection_to(address: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=30)
 
 
+SHAPE = {"seed": "7", "data": "Rows"}
+
+
 class Sibling:
     """Another rank, by hand."""
 
-    def __init__(self, address: str, rank: int, shown: str = "right") -> None:
+    def __init__(
+        self, address: str, rank: int, shown: str = "right", shape: dict[str, str] = SHAPE
+    ) -> None:
         self.connection = connection_to(address)
         self.lines = self.connection.makefile("r")
         places = {"address": f"here:{rank}", "gloo": f"there:{rank}", "holder": {}}
-        self.say(op="join", token=shown, rank=rank, **places)
+        self.say(op="join", token=shown, rank=rank, shape=shape, **places)
 
     def say(self, **message: Any) -> None:
         self.connection.sendall(json.dumps(message).encode() + b"\n")
@@ -70,8 +75,9 @@ class Leader:
         self.said: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
         self.lost: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.siblings = Siblings(
-            "127.0.0.1", "right", 3, self.link, lambda r, m: self.said.put((r, m)), self.lost.put
-        )
+            "127.0.0.1", "right", 3, self.link, lambda r, m: self.said.put((r, m)), self.lost.put,
+            SHAPE,
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -83,8 +89,8 @@ def leader() -> Leader:
 def come(leader: Leader) -> Iterator[Callable[..., Sibling]]:
     with ExitStack() as stack:
 
-        def connect(rank: int, shown: str = "right") -> Sibling:
-            sibling = Sibling(leader.siblings.address, rank, shown)
+        def connect(rank: int, *shown: Any) -> Sibling:
+            sibling = Sibling(leader.siblings.address, rank, *shown)
             stack.enter_context(sibling.connection)
             return sibling
 
@@ -169,6 +175,33 @@ def test_who_is_none_of_the_replica_is_refused(
 
     assert answer["op"] == "refused"
     assert why in answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [
+        (
+            {**SHAPE, "seed": "8"},
+            "this rank's data order's seed is 8, that of the first rank of its replica is 7: "
+            "give all ranks the same seed",
+        ),
+        (
+            {"seed": "7"},
+            "this rank's dataset is not told, that of the first rank of its replica is Rows: "
+            "run all ranks with one version of Drydock",
+        ),
+    ],
+)
+def test_a_rank_that_would_train_otherwise_than_the_first_is_refused(
+    leader: Leader, come: Callable[..., Sibling], shape: dict[str, str], why: str
+) -> None:
+    assert come(1, "right", shape).hear() == {"op": "refused", "error": why}
+    with pytest.raises(Incomplete, match=f"rank 1 of this replica was refused: {why}"):
+        leader.siblings.meet()
+
+
+def test_who_shows_a_wrong_token_hears_nothing_of_the_shape(come: Callable[..., Sibling]) -> None:
+    assert "wrong token" in come(1, "guessed", {"seed": "8"}).hear()["error"]
 
 
 def test_a_rank_that_is_there_is_not_replaced(leader: Leader, come: Callable[..., Sibling]) -> None:

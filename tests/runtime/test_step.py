@@ -13,6 +13,8 @@ from torch import nn
 from runtime.data import Batches
 from runtime.replica.division import Division
 from runtime.replica.gloo import Gloo
+from runtime.replica.gradients import Wishes
+from runtime.replica.membership import Severed
 from runtime.replica.observing import Observer, Phase
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
@@ -260,6 +262,48 @@ def test_another_gradient_than_backward_gives_is_refused(bench: Bench) -> None:
     bench.engine.backward(bench.loss(), 1)
 
     assert next(bench.shards, None) is None
+
+
+def test_another_gradient_after_the_last_backward_is_refused_too(bench: Bench) -> None:
+    bench.engine.backward(bench.loss(), 1)
+    bench.loss().backward()  # type: ignore[no-untyped-call]
+
+    with pytest.raises(RuntimeError, match=r"0\.weight has a gradient that backward did not give"):
+        bench.engine.reduce(Wishes())
+
+
+def left_by_nobody(bench: Bench) -> None:
+    """The last backward was the step's own."""
+
+
+def left_by_an_evaluation(bench: Bench) -> None:
+    bench.loss().backward()  # type: ignore[no-untyped-call]
+    bench.model.zero_grad()
+
+
+def left_as_zeros(bench: Bench) -> None:
+    bench.loss().backward()  # type: ignore[no-untyped-call]
+    bench.model.zero_grad(set_to_none=False)
+
+
+def frozen_since(bench: Bench) -> None:
+    bench.first.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "then", [left_by_nobody, left_by_an_evaluation, left_as_zeros, frozen_since]
+)
+def test_a_step_whose_gradients_backward_gave_is_summed(
+    bench: Bench, then: Callable[[Bench], None]
+) -> None:
+    bench.first.weight.register_post_accumulate_grad_hook(by_another)  # type: ignore[no-untyped-call]
+    bench.engine.backward(bench.loss(), 1)
+    bench.engine.gloo.sever(0)
+
+    then(bench)
+
+    with pytest.raises(Severed, match="a member is gone"):  # which is looked for behind that
+        bench.engine.reduce(Wishes())
 
 
 def test_a_gradient_of_zeros_is_none(bench: Bench) -> None:

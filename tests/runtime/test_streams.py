@@ -308,6 +308,31 @@ def test_the_ranks_of_a_replica_divide_each_shard() -> None:
     assert sum((part.ids for part in parts), ()) == opened(Plain()).shard(7, 1).ids
 
 
+def drawn_for(samples: list[Sample]) -> list[float]:
+    """A collate function: a mask, as it draws one for each sample."""
+    return [float(torch.rand(())) for _sample in samples]
+
+
+def test_what_ranks_put_together_is_drawn_by_each_for_itself() -> None:
+    first, second = (opened(Plain(), rank, 2, collate=drawn_for).shard(7, 1) for rank in (0, 1))
+
+    assert not {*first.data} & {*second.data}
+
+
+def test_what_the_first_rank_puts_together_is_drawn_as_in_a_job_of_one_rank() -> None:
+    alone = opened(Plain(), collate=drawn_for).shard(7, 1)
+    first = opened(Plain(), 0, 2, collate=drawn_for).shard(7, 1)
+
+    assert first.ids == alone.ids[: SIZE // 2]
+    assert first.data == alone.data[: SIZE // 2]
+
+
+def test_what_a_stream_draws_is_the_same_on_all_ranks_for_each_reads_it_whole() -> None:
+    parts = [opened(shuffled_with_noise, rank, 2).shard(7, 1).data for rank in (0, 1)]
+
+    assert parts[0] + parts[1] == opened(shuffled_with_noise).shard(7, 1).data
+
+
 def test_an_id_tells_stream_and_position() -> None:
     ids = opened(Plain()).shard(7, 2).ids
 

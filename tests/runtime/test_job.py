@@ -1,0 +1,110 @@
+"""Who is a rank of its job, and who only runs its script again."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import runtime
+from tests.runtime.replicas import PATIENCE_S, ROOT, TOKEN
+from tests.runtime.test_client import Door
+
+NEW_PROCESSES = ("spawn", "forkserver")
+OBEYED = 7  # the exit status of a rank that was told to end, and noted it
+
+#: Joins at its top, as do those that run it again, and starts one process that does.
+SCRIPT = """
+import multiprocessing, sys
+import runtime
+job = runtime.join()
+
+def again():
+    sys.stdout.write("ran again")
+
+if __name__ == "__main__":
+    worker = multiprocessing.get_context(sys.argv[1]).Process(target=again)
+    worker.start()
+    worker.join()
+    job.sender.close(300.0)
+"""
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    door = Door()
+    yield door
+    door.close()
+
+
+def told(state: Path, url: str) -> dict[str, str]:
+    return {
+        "DRYDOCK_JOB": "job_t",
+        "DRYDOCK_REPLICA": "0",
+        "DRYDOCK_WORLD_REPLICAS": "1",
+        "DRYDOCK_COORDINATOR": "none",
+        "DRYDOCK_TOKEN": TOKEN,
+        "DRYDOCK_STATE_DIR": str(state),
+        "DRYDOCK_URL": url,
+    }
+
+
+def join_and_end(environment: dict[str, str]) -> None:
+    runtime.join(environment).sender.close(PATIENCE_S)
+
+
+def join_and_obey(environment: dict[str, str]) -> None:
+    job = runtime.join(environment)
+    os.kill(os.getpid(), signal.SIGTERM)
+    sys.exit(OBEYED * job.told.wait(PATIENCE_S))
+
+
+def rank_of(start: str, target: Callable[..., None], environment: dict[str, str]) -> BaseProcess:
+    """A function that multiprocessing ran as a rank, and has ended."""
+    context: Any = multiprocessing.get_context(start)
+    rank: BaseProcess = context.Process(target=target, args=(environment,))
+    rank.start()
+    rank.join(PATIENCE_S)
+    return rank
+
+
+@pytest.mark.parametrize("start", NEW_PROCESSES)
+def test_a_rank_that_multiprocessing_started_tells_of_itself(
+    start: str, door: Door, tmp_path: Path
+) -> None:
+    rank = rank_of(start, join_and_end, told(tmp_path, door.url))
+
+    assert [hello["pid"] for hello in door.messages("hello")] == [rank.pid]
+
+
+@pytest.mark.parametrize("start", NEW_PROCESSES)
+def test_a_rank_that_multiprocessing_started_notes_that_it_is_to_end(
+    start: str, door: Door, tmp_path: Path
+) -> None:
+    rank = rank_of(start, join_and_obey, told(tmp_path, door.url))
+
+    assert rank.exitcode == OBEYED
+
+
+@pytest.mark.parametrize("start", NEW_PROCESSES)
+def test_who_runs_the_script_s_top_again_is_no_rank(start: str, door: Door, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(script), start],
+        env={**os.environ, **told(tmp_path, door.url), "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+
+    assert done.stdout == b"ran again"
+    assert len(door.messages("hello")) == 1
