@@ -285,16 +285,16 @@ def test_after_so_many_deaths_the_rank_loads_by_itself(opened: Open, troubles: l
 
 
 def test_a_sample_that_cannot_be_read_is_told_where_it_is_used(opened: Open) -> None:
-    plan = Batches(samples=100, shards=4)
-    fault = plan.shard(60, 1).ids[0]
-    batches = opened(Faulty(100, fault), workers=2)
-    step = first_step_of_workers(batches, 26)
+    samples, far = 8000, 1500  # workers begin long before that
+    fault = Batches(samples=samples, shards=4).shard(far, 1).ids[0]
+    batches = opened(Faulty(samples, fault), workers=2)
+    step = first_step_of_workers(batches)
 
-    fetched = [loaders_of(batches, one) for one in range(step, 60)]
+    fetched = [loaders_of(batches, one) for one in range(step, far)]
 
     assert fetched
     with pytest.raises(OSError, match=f"sample {fault} cannot be read"):
-        _ = batches.shard(60, 1).data
+        _ = batches.shard(far, 1).data
 
 
 @pytest.mark.parametrize(
