@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 import runtime
-from tests.runtime.replicas import PATIENCE_S, ROOT, TOKEN
+from tests.runtime.replicas import PATIENCE_S, ROOT
 from tests.runtime.test_client import Door
+from tests.runtime.test_whole import told
 
 NEW_PROCESSES = ("spawn", "forkserver")
 OBEYED = 7  # the exit status of a rank that was told to end, and noted it
@@ -45,18 +46,6 @@ def door() -> Iterator[Door]:
     door.close()
 
 
-def told(state: Path, url: str) -> dict[str, str]:
-    return {
-        "DRYDOCK_JOB": "job_t",
-        "DRYDOCK_REPLICA": "0",
-        "DRYDOCK_WORLD_REPLICAS": "1",
-        "DRYDOCK_COORDINATOR": "none",
-        "DRYDOCK_TOKEN": TOKEN,
-        "DRYDOCK_STATE_DIR": str(state),
-        "DRYDOCK_URL": url,
-    }
-
-
 def join_and_end(environment: dict[str, str]) -> None:
     runtime.join(environment).sender.close(PATIENCE_S)
 
@@ -80,7 +69,7 @@ def rank_of(start: str, target: Callable[..., None], environment: dict[str, str]
 def test_a_rank_that_multiprocessing_started_tells_of_itself(
     start: str, door: Door, tmp_path: Path
 ) -> None:
-    rank = rank_of(start, join_and_end, told(tmp_path, door.url))
+    rank = rank_of(start, join_and_end, told(tmp_path, DRYDOCK_URL=door.url))
 
     assert [hello["pid"] for hello in door.messages("hello")] == [rank.pid]
 
@@ -89,7 +78,7 @@ def test_a_rank_that_multiprocessing_started_tells_of_itself(
 def test_a_rank_that_multiprocessing_started_notes_that_it_is_to_end(
     start: str, door: Door, tmp_path: Path
 ) -> None:
-    rank = rank_of(start, join_and_obey, told(tmp_path, door.url))
+    rank = rank_of(start, join_and_obey, told(tmp_path, DRYDOCK_URL=door.url))
 
     assert rank.exitcode == OBEYED
 
@@ -100,7 +89,7 @@ def test_who_runs_the_script_s_top_again_is_no_rank(start: str, door: Door, tmp_
     script.write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, str(script), start],
-        env={**os.environ, **told(tmp_path, door.url), "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **told(tmp_path, DRYDOCK_URL=door.url), "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         timeout=PATIENCE_S,
         check=True,
