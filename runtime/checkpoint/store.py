@@ -395,7 +395,10 @@ def stays(
 
 def is_passed_over(found: Manifest, newest: Manifest) -> bool:
     """Whether the job that saved `newest` began from an earlier state than this one, which was
-    there: it was damaged, or did not train."""
+    there: it was damaged, or did not train. Never of an import: with weights alone a job begins
+    before its first step."""
+    if "imported" in found.facts:
+        return False
     began: Any = newest.facts.get("began")
     try:
         state, first = (began["epoch"], began["step"]), began["first"]

@@ -367,6 +367,16 @@ def test_who_does_not_say_what_its_job_began_from_passes_nothing_over(
     assert names(tmp_path) == ["step-00000320", "step-00000300"]
 
 
+def test_an_import_that_the_job_began_from_is_not_passed_over(tmp_path: Path) -> None:
+    """It is of weights alone, from which a job begins before its first step."""
+    write(tmp_path, staged_at(0), facts={"epoch": 0, "imported": "model.pt"})
+    began = {"epoch": 0, "step": -1, "first": 1}
+
+    write(tmp_path, staged_at(20), facts={"epoch": 1, "began": began})
+
+    assert names(tmp_path) == ["step-00000020", "step-00000000"]
+
+
 def test_what_is_set_aside_stays_though_a_clock_was_ahead_before(tmp_path: Path) -> None:
     path = write(tmp_path, staged_at(7))
     (tmp_path / f".damaged-step-00000003-{time.time_ns() + 10**12}").mkdir()
