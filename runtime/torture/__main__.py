@@ -20,39 +20,53 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from runtime.torture.faults import Fault, Settings, each, plan
+from runtime.torture.faults import Fault, Settings, each, phases_of, plan
 from runtime.torture.kinds import KINDS, MOMENTS, OF_NETWORK
 from runtime.torture.launch import STATE, Fleet, Script
 from runtime.torture.ledger import counted
 from runtime.torture.measure import Figures, measure, median_step
-from runtime.torture.network import impossible
+from runtime.torture.network import MAX_REPLICAS, NoNetwork, impossible
 from runtime.torture.report import HEADING, Report, Seen, judge, line, text
 from runtime.torture.run import PATIENCE_S, Hung, Run
 from runtime.torture.storage import SAVES_S
 
+LEAST = {"faults": 0, "steps": 0, "ranks": 1, "at_once": 1, "minutes": 0, "pace": 0}
 MODES = ("reproducible", "cover", "drop")
 DEFAULT_FAULTS = 10
+#: What ends a run: what was waited for did not come, or a coordinator or holder did not answer.
+GIVEN_UP = (Hung, OSError)
 DUMP_S = 1.0  # how long hung ranks have to write their stacks down
 
 
 def main() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     options = parse(sys.argv[1:])
-    folder = Path(tempfile.mkdtemp(prefix="drydock-torture-"))
+    # As writers' open files tell it, which know no links.
+    folder = Path(tempfile.mkdtemp(prefix="drydock-torture-")).resolve()
     try:
         report = torture(options, folder)
+    except NoNetwork as error:
+        clear(folder, options)
+        sys.stderr.write(f"{error}; --network shared does without\n")
+        sys.exit(2)
     except SystemExit:  # told to end: by now no process is left
-        shutil.rmtree(folder)
+        clear(folder, options)
         raise
     if report.ok and not options.keep:
-        shutil.rmtree(folder)
-        if options.disk is not None:
-            shutil.rmtree(options.disk / STATE, ignore_errors=True)
+        clear(folder, options)
     else:
         report = replace(report, folder=str(folder))
     sys.stdout.write((json.dumps(asdict(report)) if options.json else text(report)) + "\n")
     sys.exit(0 if report.ok else 1)
+
+
+def clear(folder: Path, options: argparse.Namespace) -> None:
+    """Nothing is left of the run."""
+    shutil.rmtree(folder)
+    if options.disk is not None:
+        shutil.rmtree(options.disk / STATE, ignore_errors=True)
 
 
 def torture(options: argparse.Namespace, folder: Path) -> Report:
@@ -109,7 +123,7 @@ def disturbed(run: Run, options: argparse.Namespace) -> list[Figures]:
         recover(run, options)
         run.settle_soon(options.steps)
         run.finish()
-    except Hung as error:
+    except GIVEN_UP as error:
         give_up(run, error)
     return [figures_of(run, place) for place in range(len(run.made))]
 
@@ -124,13 +138,13 @@ def undisturbed(run: Run, steps: int) -> None:
         run.settle(steps)
         run.start()
         run.finish()
-    except Hung as error:
+    except GIVEN_UP as error:
         give_up(run, error)
 
 
-def give_up(run: Run, error: Hung) -> None:
+def give_up(run: Run, error: Exception) -> None:
     """Note what was waited for, and have the ranks write down where they stand."""
-    run.problems.append(f"{error}; the logs tell where each replica stood")
+    run.problems.append(f"{str(error) or repr(error)}; the logs tell where each replica stood")
     run.fleet.dump_stacks()
     time.sleep(DUMP_S)
     run.watch.poll()
@@ -176,7 +190,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--script", type=Path, default=Path(__file__).with_name("script.py"), help="what to train")
-    add("--options", type=json.loads, default={}, help="JSON for the script's DRYDOCK_OPTIONS")
+    add(
+        "--options",
+        type=object_of,
+        default={},
+        help="a JSON object for the script's DRYDOCK_OPTIONS",
+    )
     add("--replicas", type=int, default=4)
     add("--ranks", type=int, default=1, help="of each replica; the script divides its model")
     add("--steps", type=int, default=0, help="the run has at least so many, more if faults need it")
@@ -206,25 +225,44 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(words)
     if not options.script.is_file():
         parser.error(f"there is no script {options.script}")
-    for name, least in (("faults", 0), ("steps", 0), ("at_once", 1), ("minutes", 0), ("pace", 0)):
+    for name, least in LEAST.items():
         if not least <= getattr(options, name) < math.inf:
             parser.error(
                 f"--{name.replace('_', '-')} is {getattr(options, name)}: give {least} or more"
             )
     if not 0 < options.patience < math.inf:
         parser.error(f"--patience is {options.patience}: give seconds, more than 0")
-    if options.disk is not None and (options.disk / STATE).exists():
-        parser.error(f"{options.disk / STATE} exists: of what is there nothing is to be damaged")
+    if options.disk is not None:
+        options.disk = options.disk.resolve()
+        if options.disk.exists() and not options.disk.is_dir():
+            parser.error(f"--disk {options.disk} is no folder: give one, or a mounted file system")
+        if (options.disk / STATE).exists():
+            parser.error(
+                f"{options.disk / STATE} exists, and of what is there nothing is to be damaged: "
+                "give another --disk, or remove it if a run left it"
+            )
     why = impossible() if options.network != "shared" else "--network shared"
     if options.network == "own" and why:
         parser.error(f"--network own: {why}")
-    if options.kinds is None:
+    if options.kinds is None:  # then those that are possible
         options.kinds = tuple(
             kind.name
             for kind in KINDS.values()
-            if (options.ranks == 1 or kind.name != "cut") and not (kind.networked and why)
+            if (options.ranks == 1 or kind.name != "cut")
+            and not (kind.networked and why)
+            and phases_of(kind, options.replicas, options.phases)
         )
+        if not options.kinds:
+            parser.error(
+                f"nothing can strike {options.replicas} replicas in {', '.join(options.phases)}: "
+                "give more --replicas, for one must survive, or other --phases"
+            )
     of_network = not why and any(kind in OF_NETWORK for kind in options.kinds)
+    if (options.network == "own" or of_network) and options.replicas > MAX_REPLICAS:
+        parser.error(
+            f"--replicas is {options.replicas}: a network of the run's own has room for "
+            f"{MAX_REPLICAS}; give no more, or --network shared"
+        )
     if why and any(KINDS[kind].networked for kind in options.kinds):
         parser.error(f"a network of the run's own cannot be had: {why}; give other --kinds")
     try:
@@ -240,6 +278,17 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     return options
+
+
+def object_of(given: str) -> dict[str, Any]:
+    """Parses a JSON object."""
+    try:
+        found = json.loads(given)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{given!r} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{given!r} is no JSON object: give {{...}}")
+    return found
 
 
 def names_of(known: tuple[str, ...]) -> Any:

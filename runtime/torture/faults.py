@@ -106,28 +106,32 @@ class Settings:
             if KINDS[kind].networked and not self.network:
                 raise ValueError(f"{kind}: needs a network of the run's own, and there is none")
             if not self.phases_of(kind):
+                more = phases_of(KINDS[kind], self.replicas + 1, self.phases)
                 raise ValueError(
                     f"{kind} in {', '.join(self.phases)} is impossible with {self.replicas} "
-                    f"replicas: give other phases, of {', '.join(KINDS[kind].phases)}, or one "
-                    "replica more, for one must survive"
+                    f"replicas: give other phases, of {', '.join(KINDS[kind].phases)}"
+                    + (", or one replica more, for one must survive" if more else "")
                 )
 
     def phases_of(self, kind: str) -> tuple[str, ...]:
-        """Those of the phases in which this kind can strike and leave a survivor, if it leaves
-        any."""
-        possible = set(KINDS[kind].phases)
-        unharmed = self.replicas - KINDS[kind].pairs
-        if unharmed < 3:
-            possible -= set(AFTER_A_DEATH)
-        if unharmed < 2:
-            possible.clear()
-        return tuple(phase for phase in self.phases if phase in possible)
+        return phases_of(KINDS[kind], self.replicas, self.phases)
 
     @property
     def stores(self) -> bool:
         """Whether the job must save, for one of these faults."""
         phases = {phase for kind in self.kinds for phase in self.phases_of(kind)}
         return any(KINDS[kind].stores for kind in self.kinds) or not phases.isdisjoint(STORING)
+
+
+def phases_of(kind: Kind, replicas: int, phases: Sequence[str]) -> tuple[str, ...]:
+    """Those of the phases in which this kind can strike and leave a survivor, if it leaves any."""
+    possible = set(kind.phases)
+    unharmed = replicas - kind.pairs
+    if unharmed < 3:
+        possible -= set(AFTER_A_DEATH)
+    if unharmed < 2:
+        possible.clear()
+    return tuple(phase for phase in phases if phase in possible)
 
 
 def plan(settings: Settings) -> Iterator[Fault]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.client import ENV_PLACEMENT, ENV_RANK
+from runtime.replica.observing import PHASES
 from runtime.torture.kinds import ANY, KINDS, Order
 
 #: The folder that the runner and the job's processes share.
@@ -37,7 +38,9 @@ class Hand:
     def at(self, phase: str, step: int = -1) -> None:
         """A phase has begun: strike, if that is ordered."""
         order = self._order()
-        if order and order.phase in (phase, ANY) and order.rank == self.rank:
+        # At any moment of the training, that is: a writer's would not be a replica's.
+        phases = {phase, ANY} if phase in PHASES else {phase}
+        if order and order.phase in phases and order.rank == self.rank:
             try:
                 self._orders.unlink()
             except FileNotFoundError:  # another process of this rank came to the phase too

@@ -29,7 +29,7 @@ from runtime.replica.observing import ENV_OBSERVER
 from runtime.torture.hand import ENV_FOLDER
 from runtime.torture.network import ENV_SOCKET, Network
 from runtime.torture.observer import ENV_PACE, ENV_SAVES, end_file
-from runtime.torture.writer import MODULE, all_ended, end_fault
+from runtime.torture.writer import MODULE, all_ended, end_fault, writers
 
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -133,12 +133,17 @@ class Fleet:
         _error: BaseException | None,
         _trace: TracebackType | None,
     ) -> None:
+        for process in reversed(self._processes):  # a rank starts a holder anew that is gone
+            kill(process)
         for process in self._processes:
-            end(process)
+            process.wait()
         end_fault(self.folder)
         late = time.monotonic() + WRITERS_S
         while not all_ended(self.folder) and time.monotonic() < late:
             time.sleep(0.01)
+        for writer in writers(self.folder):
+            with contextlib.suppress(ProcessLookupError):  # it ended just now
+                os.kill(writer, signal.SIGKILL)
         if self.network is not None:
             self.network.close()
 
@@ -332,10 +337,15 @@ def free_port() -> int:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and whatever it started."""
+    """Kill a process and whatever it started, and wait for its end."""
+    kill(process)
+    process.wait()
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """It and whatever it started."""
     with contextlib.suppress(ProcessLookupError):  # nothing is left of it
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _die_with(runner: int) -> None:

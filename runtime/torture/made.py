@@ -46,4 +46,5 @@ class Made:
     gone: set[str] = field(default_factory=set)  # those of them that the others must give up
     returning: set[str] = field(default_factory=set)  # placements that come in place of those
     back_at: float = 0.0  # monotonic: all trained together again; 0: never
+    over_at: float = 0.0  # monotonic: what a fault of no replica struck was well again; 0: unknown
     restart: Restart | None = None  # of the whole job

@@ -36,7 +36,7 @@ class Figures:
     load_s: float | None  # a whole job that was killed: its slowest load
     back_s: float | None  # blow -> its first commit
     again: int | None  # steps that it made a second time
-    given_up: list[int]  # replicas lost by a fault that must cost nobody
+    given_up: list[int]  # replicas lost though no fault ended them or cut them off
     alarms: dict[str, int]  # told to engineers until all was well, by kind and tier: how often
     recovered: bool
 
@@ -63,7 +63,7 @@ def measure(
     breaks = KINDS[fault.kind].breaks or fault.first is not None
     regrouped = max(grants) if grants and breaks else None
     last_blow = max(made.struck, default=first)
-    eased = max(regrouped or 0.0, last_blow + fault.seconds * (not breaks))
+    eased = max(regrouped or 0.0, made.over_at, last_blow + fault.seconds * (not breaks))
     return Figures(
         fault=fault.number,
         kind=fault.kind,
@@ -86,9 +86,8 @@ def measure(
 def _given_up(made: Made, beside: Iterable[Made], lost: Iterable[Event], until: float) -> list[int]:
     """Whom survivors lost though nothing ended or cut them off."""
     kind = KINDS[made.fault.kind]
-    if kind.breaks or kind.drops:
-        return []
-    ended = made.gone.union(*(other.gone | other.hurt for other in beside))
+    struck = made.hurt if kind.breaks or kind.drops else made.gone
+    ended = struck.union(*(other.gone | other.hurt for other in beside))
     found = [e for e in lost if e.at < until and e.data["whose"] not in ended]
     return sorted({int(event.data["replica"]) for event in found})
 

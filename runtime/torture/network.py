@@ -58,13 +58,17 @@ def why(error: Exception) -> str:
     return str(error)
 
 
+class NoNetwork(RuntimeError):
+    """The run's network could not be made."""
+
+
 class Network:
     """The runner's handle of the process that keeps it."""
 
     def __init__(self, socket_path: Path, replicas: int) -> None:
-        """Raises RuntimeError if it does not come up."""
+        """Raises NoNetwork if it does not come up."""
         if replicas > MAX_REPLICAS:
-            raise RuntimeError(f"a network has room for {MAX_REPLICAS} replicas, not {replicas}")
+            raise NoNetwork(f"a network has room for {MAX_REPLICAS} replicas, not {replicas}")
         self.socket_path = socket_path
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, "--socket", socket_path, "--replicas", str(replicas)],
@@ -77,7 +81,7 @@ class Network:
         told = self._process.stdout.readline().split()
         if told[:1] != [b"up"]:
             self.close()
-            raise RuntimeError("the network of the run could not be made: see above")
+            raise NoNetwork("the network of the run could not be made: see above")
         self._number = int(told[1])
         self.host = SUBNET.format(self._number, 1)  # of the runner and the coordinator
 

@@ -16,7 +16,8 @@ from runtime.torture.measure import Figures
 from runtime.torture.storage import broken_claims, broken_promises
 from runtime.torture.watch import Event
 
-STALL_S = 2.0  # between two commits: then they wait for something that fails for longer
+#: Between two commits, beyond a step: then they wait for something that fails for longer.
+STALL_S = 2.0
 #: How far the loss of a step may be from that of the undisturbed run, of that, where the order of
 #: summation is another: float32 rounds at 6e-8, and training makes more of each difference.
 CLOSE = 0.01
@@ -56,8 +57,16 @@ class Report:
     folder: str | None = None  # where the logs are, if they were kept
 
 
-def _tells_difference(event: Event) -> bool:
-    return event.what == "trouble" and event.data["kind"] == "diverged"
+def _differed(seen: Seen) -> list[str]:
+    """Whether replicas held different states at any time, in words: whichever errs may be replaced
+    before the end."""
+    told = [
+        event
+        for event in chain.from_iterable(seen.events.values())
+        if event.what == "trouble" and event.data["kind"] == "diverged"
+    ]
+    text = f"replicas that hold different states were told of {len(told)} times; their logs say "
+    return [text + "which"] if told else []
 
 
 def judge(
@@ -86,16 +95,12 @@ def judge(
         for f in figures
         if f.given_up
     ]
-    # Whenever it is told, for the one that errs may be replaced before the end.
-    differences = sum(map(_tells_difference, chain.from_iterable(disturbed.events.values())))
-    if differences:
-        problems.append(
-            f"replicas that hold different states were told of {differences} times; their logs say "
-            "which"
-        )
+    problems += _differed(disturbed)
     problems += [broken for one in disturbed.restarts for broken in broken_claims(one)]
     problems += [
-        f"fault {f.fault} ({f.kind}, {f.phase}): {broken}" for f in figures for broken in _disk(f)
+        f"fault {f.fault} ({f.kind}, {f.phase}): {broken}"
+        for f in figures
+        for broken in _disk(f, disturbed.step_s or 0.0)
     ]
     digests = _digests(disturbed, problems, "")
     if disturbed.steps is None:
@@ -109,6 +114,14 @@ def judge(
         problems += [before + _obituary(death) for death in undisturbed.deaths]
         alone = audit(undisturbed.events, undisturbed.steps or 0, drops=drops)
         problems += _shortened([before + problem for problem in alone.problems])
+        problems += [before + problem for problem in _differed(undisturbed)]
+        lost = {
+            e.placement
+            for e in chain.from_iterable(undisturbed.events.values())
+            if e.what == "lost"
+        }
+        if lost:
+            problems.append(f"{before}{sorted(lost)} gave replicas up, and nothing had ended them")
         expected = _digests(undisturbed, problems, before)
         if mode == "reproducible":
             equal = len(digests) == 1 and digests == expected
@@ -140,12 +153,12 @@ def judge(
     )
 
 
-def _disk(figures: Figures) -> list[str]:
-    """What a disk that fails should not have done to the job, in words."""
+def _disk(figures: Figures, step_s: float) -> list[str]:
+    """What a disk that fails should not have done to a job with such steps, in words."""
     if KINDS[figures.kind].target != "disk":
         return []
     found = [*broken_promises(figures.kind, figures.phase, figures.alarms)]
-    if figures.gap_s is not None and figures.gap_s > STALL_S:
+    if figures.gap_s is not None and figures.gap_s > STALL_S + step_s:
         found.append(f"the training waited for the disk, {_milliseconds(figures.gap_s)} ms")
     return found
 

@@ -53,6 +53,7 @@ class Run:
         self._doomed: set[str] = set()  # placements that may end
         self._sent_away: set[str] = set()  # of those who end of their own will
         self._struck: set[str] = set()  # placements that a fault was aimed at, and is not over
+        self._coordinator_struck = False  # it may end
         self._finishing = False
 
     def start(self) -> None:
@@ -144,6 +145,7 @@ class Run:
             )
             made.struck.clear()  # timed from the second blow on
         elif fault.phase == AWAY:
+            self._coordinator_struck = True
             os.kill(self._coordinator_pid(), signal.SIGKILL)
         if fault.phase in FROM_OUTSIDE and kind.signal:
             self._signal(made, kind, targets)
@@ -204,6 +206,7 @@ class Run:
             os.kill(pid, kind.signal)
 
     def _aim(self, made: Made, kind: Kind, targets: list[Rank]) -> None:
+        self._coordinator_struck |= kind.on_coordinator
         if kind.target != "replica":
             return
         placements = {rank.placement for rank in targets}
@@ -279,6 +282,7 @@ class Run:
             self._start_coordinator()
         if kind.on_coordinator:
             self.until(self._all_connected, "all living replicas found the coordinator again")
+            made.over_at = time.monotonic()
 
     # --- waiting --------------------------------------------------------------------------------
 
@@ -349,6 +353,7 @@ class Run:
 
     def _start_coordinator(self) -> None:
         self.fleet.start_coordinator()
+        self._coordinator_struck = False
         self.until(self.fleet.listening, "the coordinator listens")
 
     def _coordinator_pid(self) -> int:
@@ -367,6 +372,10 @@ class Run:
         return rank
 
     def _look_after_the_dead(self) -> None:
+        coordinator = self.fleet.coordinator
+        code = None if coordinator is None else coordinator.poll()
+        if code is not None and not self._coordinator_struck and not self._finishing:
+            raise Hung(f"the coordinator, untouched, ended with {code}; the run is given up")
         for rank in self.fleet.ended():
             if rank.placement in self._doomed or (self._finishing and not any(rank.codes)):
                 continue

@@ -10,6 +10,7 @@ import contextlib
 import os
 import random
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -50,7 +51,7 @@ def broken_claims(restart: Restart) -> list[str]:
             f"{before}the job went on from step {restart.began} though step {newest[1]} was whole, "
             "and nobody was told why"
         )
-    elif not restart.refused and restart.spoiled > newest:
+    elif not restart.refused and restart.spoiled >= newest:  # of two as new memory is read first
         found.append(
             f"{before}nobody was told that step {restart.spoiled[1]} was damaged in memory"
         )
@@ -207,11 +208,17 @@ def disk(run: Run, made: Made) -> None:
                 lambda: bool(troubles(run, made, "checkpoint_failed")),
                 f"it is told that the disk is full, fault {fault.number}",
             )
+        else:
+            run.until(
+                lambda: bool(run.watch.find("met", *tellers, since=made.struck[0])),
+                f"a file that the disk is slow to take, fault {fault.number}",
+            )
         run.await_steps(STEPS_MEANWHILE, f"all train on meanwhile, fault {fault.number}")
         over = made.struck[0] + fault.seconds
         run.until(lambda: time.monotonic() > over, "the fault's time is over")
     finally:
         mend()
+    made.over_at = time.monotonic()
     step = run.watch.newest()
     run.until(
         lambda: (
@@ -226,14 +233,25 @@ def disk(run: Run, made: Made) -> None:
 def break_disk(fleet: Fleet, fault: Fault) -> Callable[[], None]:
     """Returns what mends it. A file system of its own is filled for real."""
     if fault.kind == "full" and fault.phase == SHARED and fleet.state.parent.is_mount():
-        filler = fleet.state.parent / "filler"
-        room = os.statvfs(fleet.state)
-        with filler.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize)
-        return filler.unlink
+        return fill(fleet.state.parent)
     under = fleet.disk(fault.targets[0]) if fault.phase == LOCAL else fleet.state
     set_fault(fleet.folder, DiskFault(fault.kind, str(under), fault.seconds))
     return lambda: end_fault(fleet.folder)
+
+
+def fill(folder: Path) -> Callable[[], None]:
+    """Take all room of its file system, in a file without a name: however we end, the room is given
+    back. Returns what does so."""
+    filler = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by whoever mends
+    room = os.statvfs(folder)
+    taken, more = 0, room.f_bavail * room.f_frsize
+    while more >= room.f_frsize:
+        try:
+            os.posix_fallocate(filler.fileno(), taken, more)
+            taken += more
+        except OSError:  # others take of it too
+            more //= 2
+    return filler.close
 
 
 def broken_promises(kind: str, disk: str, alarms: Mapping[str, int]) -> Iterator[str]:

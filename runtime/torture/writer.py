@@ -42,7 +42,7 @@ class DiskFault:
 
 def main() -> None:
     ours = hand.from_environment()
-    break_disk(ours.folder)
+    break_disk(ours)
     for phase, (owner, name) in BEGINNINGS.items():
         come_to(ours, phase, owner, name)
     writer.main()
@@ -56,15 +56,22 @@ def come_to(hand: Hand, phase: str, owner: Any, name: str) -> None:
     around(owner, name, begin)
 
 
-def break_disk(folder: Path) -> None:
-    """Have each file that is written meet what the runner says of its disk by then."""
+def break_disk(hand: Hand) -> None:
+    """Have each file that is written meet what the runner says of its disk by then, and tell."""
+
+    def met(into: int) -> DiskFault | None:
+        """What is wrong with the disk of this folder, if anything is."""
+        fault = present_fault(hand.folder)
+        where = Path(f"/proc/self/fd/{into}").readlink()
+        if fault is None or not where.is_relative_to(fault.under):
+            return None
+        hand.tell("met", kind=fault.kind)
+        return fault
 
     def write(
         inner: Callable[..., None], name: str, data: memoryview, into: int, *more: Any
     ) -> None:
-        fault = present_fault(folder)
-        where = Path(f"/proc/self/fd/{into}").readlink()
-        if fault is not None and where.is_relative_to(fault.under):
+        if (fault := met(into)) is not None:
             if fault.kind == "full":
                 inner(name, data[: len(data) // 2], into, *more)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
@@ -75,9 +82,7 @@ def break_disk(folder: Path) -> None:
         inner: Callable[..., int], name: str, pieces: Any, most: int, into: int, *more: Any
     ) -> int:
         """Of what is packed, that is: its first half is not known before the second."""
-        fault = present_fault(folder)
-        where = Path(f"/proc/self/fd/{into}").readlink()
-        if fault is not None and where.is_relative_to(fault.under):
+        if (fault := met(into)) is not None:
             if fault.kind == "full":
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
             time.sleep(fault.seconds)
@@ -107,8 +112,14 @@ def end_fault(folder: Path) -> None:
 def all_ended(folder: Path) -> bool:
     """Whether no writer of this run is left: also none that was only just started, which finishes
     what it was given before it could read it."""
+    return not writers(folder)
+
+
+def writers(folder: Path) -> list[int]:
+    """Those of this run that there are."""
     run = f"{hand.ENV_FOLDER}={folder}"
-    return not any(_is_writer(one, run) for one in Path("/proc").iterdir() if one.name.isdigit())
+    found = [one for one in Path("/proc").iterdir() if one.name.isdigit()]
+    return [int(one.name) for one in found if _is_writer(one, run)]
 
 
 def _is_writer(process: Path, run: str) -> bool:

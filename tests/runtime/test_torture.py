@@ -100,12 +100,12 @@ def test_every_kind_meets_every_phase() -> None:
     [
         ({"replicas": 1}, "no survivors"),
         ({"replicas": 2, "phases": ("regroup",)}, "kill in regroup is impossible with 2"),
-        ({"replicas": 2, "kinds": ("part",)}, "part in .* is impossible with 2"),
+        ({"replicas": 2, "kinds": ("part",)}, "part in .* is impossible with 2.*one replica more"),
         ({"kinds": ("part",), "network": False}, "part: needs a network of the run's own"),
         ({"kinds": ("coordinator",), "phases": ("donor",)}, "coordinator in donor is impossible"),
         (
             {"kinds": ("flip",), "phases": ("any",)},
-            "flip in any is impossible.*local, shared, both",
+            "flip in any is impossible.*local, shared, both$",
         ),
     ],
 )
@@ -184,6 +184,7 @@ def test_a_fault_is_timed_by_what_its_survivors_wrote(tmp_path: Path) -> None:
         ("frozen", "any", set(), [1]),
         ("slow", "regroup", {"plc_1"}, []),  # it was killed, so that there was a recovery
         ("part", "any", set(), []),  # one of the two is to go
+        ("kill", "any", {"plc_1"}, []),
     ],
 )
 def test_who_is_lost_by_what_must_cost_nobody_was_given_up(
@@ -199,6 +200,33 @@ def test_who_is_lost_by_what_must_cost_nobody_was_given_up(
     made = Made(fault, step=1, struck=[10.0], hurt={"plc_1"}, gone=gone, back_at=15.0)
 
     assert measure(made, watch, {}).given_up == expected
+
+
+def test_who_no_fault_touched_is_not_excused_by_another_s_death(tmp_path: Path) -> None:
+    watch = Watch(tmp_path)
+    dead = event("lost", at=10.1, replica=1, whose="plc_1", how="reset")
+    healthy = event("lost", at=12.1, replica=2, whose="plc_2", how="heartbeat")
+    watch.events = {"plc_0": [commit(0, at=9.9), dead, healthy, commit(1, at=12.2)]}
+    fault = Fault(
+        number=1, kind="kill", phase="any", first=None, targets=(1,), ending="replaced",
+        delay_s=0.0, seconds=0.0, calm_steps=4, hasty=False,
+    )  # fmt: skip
+    made = Made(fault, 1, struck=[10.0], hurt={"plc_1"}, gone={"plc_1"}, back_at=15.0)
+
+    assert measure(made, watch, {}).given_up == [2]
+
+
+def test_a_gap_counts_until_what_was_struck_is_well_again(tmp_path: Path) -> None:
+    """A coordinator that is back needs a while until all have found it."""
+    watch = Watch(tmp_path)
+    watch.events = {"plc_0": [commit(step, at=at) for step, at in enumerate((9.9, 11.1, 13.1))]}
+    fault = Fault(
+        number=1, kind="coordinator", phase="any", first=None, targets=(1,), ending="replaced",
+        delay_s=0.0, seconds=1.0, calm_steps=4, hasty=False,
+    )  # fmt: skip
+    made = Made(fault, 1, struck=[10.0], over_at=12.0, back_at=15.0)
+
+    assert measure(made, watch, {}).gap_s == pytest.approx(2.0)
 
 
 def test_who_a_fault_struck_itself_is_not_excused_by_it(tmp_path: Path) -> None:
@@ -346,6 +374,7 @@ def broken() -> dict[str, tuple[Report, str]]:
     part = event("part", 1.0, "plc_1", rank=1, digest="of the other rank")
     other_part = with_events(lambda own: [*own, part], "plc_1")
     late = event("trouble", 99.0, "plc_1", kind="diverged", subject="", text="of its card")
+    gone = event("lost", 0.5, "plc_1", replica=0, whose="plc_0", how="heartbeat")
     differed = with_events(lambda own: [*own, late], "plc_1")
     other_ledger = with_events(lambda own: [*own[:-1], ended("plc_1", ledger=[])], "plc_1")
     other_run = {p: [*own[:-1], ended(p, "d3")] for p, own in good().events.items()}
@@ -365,6 +394,14 @@ def broken() -> dict[str, tuple[Report, str]]:
         "parts differ": (judged(other_part), "end with different states"),
         "ledgers differ": (judged(other_ledger), "differs from the others'"),
         "another trajectory": (judged(good(), good(events=other_run)), "not that of the undist"),
+        "somebody was lost, undisturbed": (
+            judged(good(), with_events(lambda own: [*own, gone], "plc_1")),
+            "undisturbed run: ['plc_1'] gave replicas up",
+        ),
+        "states differed, undisturbed": (
+            judged(good(), differed),
+            "undisturbed run: replicas that",
+        ),
         "undisturbed run hung": (judged(good(), good(problems=["hung"])), "undisturbed run: hung"),
         "no undisturbed run": (
             judge(good(), None, [], mode="reproducible", seed=1, replicas=2),
@@ -573,6 +610,11 @@ def test_what_needs_a_network_of_its_own_says_so(tmp_path: Path) -> None:
         (("--minutes", "nan"), "--minutes is nan"),
         (("--pace", "inf"), "--pace is inf"),
         (("--patience", "0"), "--patience is 0.0: give seconds, more than 0"),
+        (("--ranks", "0"), "--ranks is 0: give 1 or more"),
+        (("--options", "[1]"), "--options: '[1]' is no JSON object"),
+        (("--options", "{"), "--options: '{' is no JSON: "),
+        (("--disk", __file__), "test_torture.py is no folder"),
+        (("--replicas", "1"), "nothing can strike 1 replicas"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused_by_name(
@@ -582,6 +624,76 @@ def test_an_option_that_makes_no_sense_is_refused_by_name(
         parse(words)
 
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("--replicas", "2"), ("--phases", "reduce,copy")])
+def test_who_names_no_kinds_is_given_those_that_are_possible(words: tuple[str, ...]) -> None:
+    settings = parse(words).settings
+
+    assert {"kill", "leave"} <= set(settings.kinds) < set(KINDS)
+    assert all(settings.phases_of(kind) for kind in settings.kinds)
+
+
+@pytest.mark.skipif(bool(impossible()), reason=f"no network of its own here: {impossible()}")
+def test_a_network_that_has_no_room_for_all_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(("--replicas", "251"))
+
+    assert "a network of the run's own has room for 250" in capsys.readouterr().err
+
+
+def test_a_disk_behind_a_link_is_named_as_open_files_name_it(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+
+    assert parse(("--disk", str(tmp_path / "link"))).disk == tmp_path / "disk"
+
+
+def test_what_a_run_left_on_a_disk_is_named_with_its_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "state").mkdir()
+
+    with pytest.raises(SystemExit):
+        parse(("--disk", str(tmp_path)))
+
+    assert "remove it if a run left it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_who_is_told_to_end_leaves_nothing(tmp_path: Path, number: int) -> None:
+    scratch, disk = tmp_path / "scratch", tmp_path / "disk"
+    scratch.mkdir()
+    disk.mkdir()
+    run = torture(scratch, "--replicas", "2", "--kinds", "kill", "--disk", str(disk))
+    until((disk / "state").exists, "it has begun")
+
+    run.send_signal(number)
+    run.communicate()
+
+    assert run.returncode == 128 + number
+    assert [*scratch.iterdir(), *disk.iterdir()] == []
+
+
+def test_a_coordinator_that_ends_by_itself_is_told(tmp_path: Path) -> None:
+    run = torture(
+        tmp_path, "--json", "--seed", "1", "--replicas", "2", "--faults", "1",
+        "--kinds", "slow", "--phases", "forward",
+    )  # fmt: skip
+    coordinator: list[psutil.Process] = until(
+        lambda: [one for one in psutil.Process(run.pid).children() if is_coordinator(one)],
+        "there is one",
+    )
+    until(lambda: len(psutil.Process(run.pid).children()) == 3, "its replicas are started")
+
+    coordinator[0].kill()
+    told, _ = run.communicate(timeout=300)
+
+    assert "the coordinator, untouched, ended with -9" in "\n".join(json.loads(told)["problems"])
+
+
+def is_coordinator(process: psutil.Process) -> bool:
+    return "runtime.replica.coordinator" in process.cmdline()
 
 
 def test_a_killed_runner_leaves_no_process_behind(tmp_path: Path) -> None:

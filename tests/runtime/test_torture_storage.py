@@ -23,7 +23,7 @@ from runtime.client import ENV_PLACEMENT, ENV_RANK
 from runtime.image import pages
 from runtime.torture.damage import DAMAGES
 from runtime.torture.hand import ENV_FOLDER, Hand, around, events_file, order_file
-from runtime.torture.kinds import LOCAL, SHARED
+from runtime.torture.kinds import ANY, LOCAL, SHARED
 from runtime.torture.ledger import audit, counted
 from runtime.torture.made import Restart
 from runtime.torture.report import Seen, judge
@@ -87,7 +87,7 @@ def test_a_file_that_others_share_is_whole_in_those(folder: Path) -> None:
 def wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A folder, on the disk that a writer has under torture."""
     monkeypatch.setattr(disk, "write", disk.write)  # put back at the end
-    break_disk(tmp_path)
+    break_disk(Hand(tmp_path, "plc_0", 0))
     (tmp_path / "shared").mkdir()
     handle = os.open(tmp_path / "shared", os.O_RDONLY | os.O_DIRECTORY)
     yield handle
@@ -106,6 +106,8 @@ def test_a_full_disk_takes_half_a_file_until_there_is_room(tmp_path: Path, wrapp
 
     assert half == 4096
     assert (tmp_path / "shared" / "a").stat().st_size == 8192
+    told = [json.loads(line) for line in events_file(tmp_path, "plc_0").read_text().splitlines()]
+    assert [(one["what"], one["data"]) for one in told] == [("met", {"kind": "full"})]
 
 
 def test_another_disk_is_not_full(tmp_path: Path, wrapped: int) -> None:
@@ -114,6 +116,7 @@ def test_another_disk_is_not_full(tmp_path: Path, wrapped: int) -> None:
     disk.write("a", pages(8192), wrapped)
 
     assert (tmp_path / "shared" / "a").stat().st_size == 8192
+    assert events_file(tmp_path, "plc_0").read_text() == ""
 
 
 def test_every_phase_of_a_save_begins_at_a_function_that_there_is() -> None:
@@ -148,6 +151,17 @@ def test_an_order_is_for_one_of_a_replica_s_ranks(tmp_path: Path) -> None:
 
     assert meanwhile
     assert not order_file(tmp_path, "plc_0").exists()
+
+
+@pytest.mark.parametrize(("phase", "taken"), [("write", False), ("copy", False), ("apply", True)])
+def test_at_any_moment_is_at_any_of_the_training(tmp_path: Path, phase: str, taken: bool) -> None:
+    """A writer that came to a phase of its save would strike itself, and not its replica."""
+    order = {"fault": 3, "kind": "slow", "phase": ANY, "delay_s": 0.0, "seconds": 0.0}
+    order_file(tmp_path, "plc_0").write_text(json.dumps(order))
+
+    Hand(tmp_path, "plc_0", 0).at(phase)
+
+    assert order_file(tmp_path, "plc_0").exists() == (not taken)
 
 
 def test_what_is_put_around_a_function_is_given_it() -> None:
@@ -204,6 +218,7 @@ def test_a_restart_from_the_newest_whole_state_breaks_no_claim() -> None:
     [
         ({"began": 4}, "went on from step 4, whole are [1, 3]"),
         ({"spoiled": (1, 4), "refused": ()}, "nobody was told that step 4 was damaged in memory"),
+        ({"spoiled": (1, 3), "refused": ()}, "nobody was told that step 3 was damaged in memory"),
         ({"sound": (), "least": (0, -1)}, "whole are []"),
         ({"began": 1}, "could have gone on from step 3"),
         ({"began": 1, "refused": ()}, "nobody was told why"),
@@ -249,6 +264,13 @@ def test_a_training_that_waits_for_the_disk_is_a_problem() -> None:
     report = judge(seen, seen, [waited], mode="cover", seed=1, replicas=2)
 
     assert "the training waited for the disk, 3100 ms" in "\n".join(report.problems)
+
+
+def test_a_long_step_is_no_wait_for_the_disk() -> None:
+    long = replace(FIGURES, kind="slowdisk", phase="shared", gap_s=3.1)
+    seen = replace(resumed(began=3), step_s=2.5)
+
+    assert judge(seen, seen, [long], mode="cover", seed=1, replicas=2).ok
 
 
 def resumed(began: int, *, again_from: int | None = None) -> Seen:
@@ -413,4 +435,22 @@ def test_a_file_system_that_is_really_full(tmp_path: Path, small_disk: Path) -> 
 
     assert_every_claim_held(report)
     assert report["failures"][0]["alarms"]["checkpoint_failed shared"] > 0
-    assert not (small_disk / "filler").exists()
+    assert [*small_disk.iterdir()] == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_a_disk_is_filled_for_as_long_as_whoever_filled_it_lives(small_disk: Path) -> None:
+    fill_it = (
+        "import sys; from pathlib import Path; from runtime.torture.storage import fill;"
+        "mend = fill(Path(sys.argv[1])); print('full', flush=True); sys.stdin.read()"
+    )
+    words = [sys.executable, "-c", fill_it, str(small_disk)]
+    with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as filler:
+        assert filler.stdout is not None
+        filler.stdout.readline()
+        meanwhile = os.statvfs(small_disk).f_bavail
+        filler.kill()
+
+    assert meanwhile == 0
+    assert os.statvfs(small_disk).f_bavail > 0
+    assert [*small_disk.iterdir()] == []
