@@ -32,6 +32,7 @@ INTERVAL_S = 1.0
 MAX_BACKOFF_S = 15.0
 POST_TIMEOUT_S = 5.0
 MAX_QUEUED = 10_000
+MAX_TEXT = 8192  # characters
 MAX_PER_POST = 100
 #: Answers that no repetition will change.
 REFUSALS = (
@@ -65,7 +66,9 @@ ENV_NOTICE_FILE = "DRYDOCK_NOTICE_FILE"
 ENV_NETWORK = "DRYDOCK_NETWORK"  # an interface, a network or an address: where peers reach us
 ENV_RATE_CAP = "DRYDOCK_RATE_CAP"  # bytes of state per second for newcomers, as 200M
 
-How = Literal["reset", "agent", "heartbeat", "directive"]
+#: How a loss was noticed: its connection was reset, its agent said so, it fell silent, or others
+#: cannot reach it.
+How = Literal["reset", "agent", "heartbeat", "unreached"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,12 +257,18 @@ class Rejected(RuntimeError):
 
 
 def encode(message: Message) -> dict[str, Any]:
-    """The JSON form of a message; JSON has no word for NaN and infinity but null."""
+    """The JSON form of a message; JSON has no word for NaN and infinity but null. A text that is
+    longer than the control plane takes loses its end."""
     values = {"type": message.type, **asdict(message)}
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in values.items()
-    }
+    return {key: _sayable(value) for key, value in values.items()}
+
+
+def _sayable(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        return f"{value[: MAX_TEXT - 3]}..."
+    return value
 
 
 class Sender:

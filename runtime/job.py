@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,8 @@ from runtime.forking import take_signal
 from runtime.launchers import FROM_ENVIRONMENT, by_torchrun, need, place_of
 from runtime.replica.pacing import bytes_per_second
 from runtime.replica.preemption import GRACE_S
+
+log = logging.getLogger("drydock.job")
 
 STANDBY = ("", "migrate", "spare")
 PR_SET_PDEATHSIG = 1
@@ -70,7 +73,9 @@ class Job:
             return self.grace_s
 
     def trouble(self, kind: str, text: str, subject: str = "") -> None:
-        """Tell an engineer. `subject`: what it is about, of several of a kind."""
+        """Tell an engineer, in this process's own output too: there may be no control plane.
+        `subject`: what it is about, of several of a kind."""
+        log.warning("trouble kind=%s subject=%s text=%s", kind, subject, text)
         self.sender.tell(client.Trouble(kind=kind, text=text, subject=subject, at=time.time()))
 
 

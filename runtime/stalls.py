@@ -113,7 +113,6 @@ class Stalls:
         self._usual_s += WEIGHT * (min(lasted_s, TIMES * self._usual_s) - self._usual_s)
 
     def _tell(self, kind: str, text: str) -> None:
-        log.error("%s %s", kind, text)
         self._trouble(kind, text)
 
     def _run(self) -> None:

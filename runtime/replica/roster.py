@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from runtime.client import How
 from runtime.replica.admission import Admission
 from runtime.replica.claims import Claims
 from runtime.replica.comparing import Comparison
@@ -97,13 +98,13 @@ class Roster(ABC):
         found = [p for p in self.peers.values() if p.phase in known]
         return sorted(found, key=lambda p: p.replica)
 
-    def gone(self, peer: Peer, how: str) -> None:
+    def gone(self, peer: Peer, how: How) -> None:
         """The peer's connection ended, or the peer is to be treated as if it had."""
         if self.peers.get(peer.replica) is peer:
             self.part_with(peer, how)
             self.settle()
 
-    def part_with(self, peer: Peer, how: str) -> None:
+    def part_with(self, peer: Peer, how: How) -> None:
         del self.peers[peer.replica]
         peer.writer.close()
         self.admission.forget(peer.replica)
@@ -149,7 +150,7 @@ class Roster(ABC):
                 peer.heard, peer.excused = now, False
             self.excused = self.excused and not self.alive.keys() <= self.peers.keys()
 
-    def lose(self, replica: int, how: str) -> None:
+    def lose(self, replica: int, how: How) -> None:
         """A member is gone, and its connection with it."""
         placement = self.alive[replica]
         peer = self.peers.get(replica)
@@ -159,7 +160,7 @@ class Roster(ABC):
             self.admission.forget(replica)
         self.drop(replica, how)
 
-    def drop(self, replica: int, how: str) -> None:
+    def drop(self, replica: int, how: How) -> None:
         """The epoch is broken, for this member trains in it no more."""
         placement = self.alive.pop(replica)
         entry = {"replica": replica, "placement": placement, "how": how, "at": time.time()}

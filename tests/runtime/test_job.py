@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 
 import runtime
+from runtime.client import Sender
+from runtime.job import Job
 from tests.runtime.replicas import PATIENCE_S, ROOT
 from tests.runtime.test_client import Door
 from tests.runtime.test_whole import told
@@ -97,3 +100,18 @@ def test_who_runs_the_script_s_top_again_is_no_rank(start: str, door: Door, tmp_
 
     assert done.stdout == b"ran again"
     assert len(door.messages("hello")) == 1
+
+
+def test_what_an_engineer_is_told_stands_in_the_rank_s_own_output(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There may be no control plane."""
+    job = Job(
+        name="j", replica=0, rank=0, world_replicas=1, placement="p", coordinator="127.0.0.1:1",
+        token="t", state_dir=tmp_path, sender=Sender("", "t", job="j", replica=0, rank=0,
+        placement="p"), stop=threading.Event(),
+    )  # fmt: skip
+
+    job.trouble("checkpoint_refused", "a bit is another", "local")
+
+    assert "trouble kind=checkpoint_refused subject=local text=a bit is another" in caplog.text

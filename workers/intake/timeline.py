@@ -57,6 +57,7 @@ def _words(signal: Signal) -> str:
             "reset": "its connection was reset",
             "agent": "its agent said so",
             "heartbeat": "it stopped answering",
+            "unreached": "the others cannot reach it",
         }.get(str(signal.data.get("how")), str(signal.data.get("how")))
         step = signal.data.get("step")
         return f"{signal.source} saw replica {signal.replica} go at step {step}: {how}"
