@@ -320,6 +320,7 @@ class Leader:
             if message["op"] == "dismissed":
                 self._leave_as(message)
             elif message["op"] == "replaced":
+                self.job.sender.speaks = False  # the others train on
                 self.leave(f"replaced by {message['by']}", goodbye=True)
             elif message["op"] == "refused":
                 raise Refused(f"coordinator {self.job.coordinator}: {message['error']}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import ipaddress
 import socket
@@ -10,6 +11,8 @@ import struct
 from runtime.client import ENV_NETWORK
 
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+#: For documentation (RFC 5737): no packet is sent there, and the way is that of most others.
+ELSEWHERE = "192.0.2.1"
 _NAME_BYTES, _REQUEST_BYTES = 15, 40
 
 
@@ -51,9 +54,20 @@ def addresses() -> dict[str, str]:
 
 
 def _towards(coordinator: str) -> str:
-    host, _, port = coordinator.rpartition(":")
+    host = coordinator.rpartition(":")[0]
+    address = source_towards(host)
+    if address.startswith("127.") and host != "localhost" and not host.startswith("127."):
+        # For a machine's own name /etc/hosts often gives the loopback, on which peers on other
+        # machines would reach themselves.
+        with contextlib.suppress(OSError):  # there is no other network
+            return source_towards(ELSEWHERE)
+    return address
+
+
+def source_towards(host: str) -> str:
+    """Our address on the way there. Raises OSError if there is no way."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))
+        probe.connect((host, 9))  # sends nothing
         address: str = probe.getsockname()[0]
         return address
 

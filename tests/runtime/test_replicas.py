@@ -207,14 +207,17 @@ def test_who_holds_out_of_reach_obeys_when_it_is_told_to_stop(make_fleet: MakeFl
     assert (fleet.folder / "state" / "checkpoints").exists()
 
 
-def test_a_replica_moves_to_another_process_at_an_edge(make_fleet: MakeFleet) -> None:
+@pytest.mark.parametrize("moved", [0, 1])
+def test_a_replica_moves_to_another_process_at_an_edge(make_fleet: MakeFleet, moved: int) -> None:
     fleet = make_fleet(3, options={"mode": "reproducible"})
     fleet.start()
     fleet.wait_for_step(20)
 
-    leaver = fleet.ranks[1]
-    fleet.ranks[1] = fleet.start_rank(1, standby="migrate")
+    leaver = fleet.ranks[moved]
+    fleet.ranks[moved] = fleet.start_rank(moved, standby="migrate")
     assert leaver.wait(PATIENCE_S) == 0
+    # What else its script does is for another to write.
+    assert (fleet.folder / f"speaks.{moved}").read_text() == "False"
     fleet.train_on()
     fleet.stop()
 

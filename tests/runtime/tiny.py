@@ -102,6 +102,7 @@ def main() -> None:
                 replica.backward(loss, parts=len(pieces))
     (folder / f"digest.{name}").write_text(replica.state.copy().digest)
     (folder / f"weights.{name}").write_text(replica.state.digest())
+    (folder / f"speaks.{name}").write_text(f"{job.sender.speaks}")
     if average := parts.get("ema"):
         flat = torch.nn.utils.parameters_to_vector(average.parameters())
         (folder / f"average.{name}").write_text(json.dumps(flat.tolist()))
