@@ -28,6 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.checkpoints import picture, report
+from benchmarks.checkpoints.contenders import OURS
 from benchmarks.checkpoints.measuring import Plan, measure
 from benchmarks.checkpoints.memory import have_at_hand
 
@@ -50,18 +51,18 @@ def main() -> None:
         )  # fmt: skip
         say("memory is touched")
         have_at_hand(int(STATES * max(options.sizes) * (1 << 30)))
-        results = {
-            "machine": machine(),
-            "step_ms": options.step_ms,
-            "rows": measure(plan, folder, say),
-        }
+        results = {"machine": machine(), "step_ms": options.step_ms, "rows": [], "failed": {}}
+        for rows, failed in measure(plan, folder, say):
+            results |= {"rows": rows, "failed": failed}
+            if options.json is not None:
+                options.json.write_text(json.dumps(results, indent=1) + "\n")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
     if options.plot is not None:
         options.plot.write_text(picture.svg(results))
     print("\n".join(report.lines(results)))
+    if {one.name for one in OURS} & set(failed):
+        sys.exit(1)
 
 
 def machine() -> dict[str, object]:

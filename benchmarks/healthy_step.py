@@ -12,6 +12,7 @@ With `--device cuda` all replicas share one card, and both exchange by NCCL over
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rivals.contenders import BOTH
-from benchmarks.rivals.figures import interval
+from benchmarks.rivals.figures import ENOUGH, interval
 from benchmarks.rivals.measuring import Bench, healthy_together
 from benchmarks.rivals.task import TRAFFIC
 
@@ -36,6 +37,8 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=4, choices=[2, 3, 4, 6, 12])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     options = parser.parse_args()
+    if options.rounds < ENOUGH + 1:
+        parser.error(f"--rounds is {options.rounds}: give {ENOUGH + 1} or more")
     model = replace(TRAFFIC[options.traffic], device=options.device)
     both = replace(BOTH, mode=options.mode)
     with tempfile.TemporaryDirectory() as folder:
@@ -46,7 +49,7 @@ def main() -> None:
             bench.end()
     print(f"{'plain DDP':<24}{statistics.median(ddp) * 1e3:7.2f} ms")
     for name, turns in found.items():
-        low, high = interval(turns.over_ddp)
+        low, high = interval(turns.over_ddp) or (math.nan, math.nan)
         print(
             f"{name:<24}{statistics.median(turns.seconds) * 1e3:7.2f} ms"
             f"{statistics.median(turns.over_ddp) - 1:+9.2%}"

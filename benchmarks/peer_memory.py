@@ -35,6 +35,7 @@ from runtime.job import Job
 from runtime.snapshot import Copying, size_of
 
 STEPS = 5  # of a round
+KEPT_S = 60.0  # in which what was saved last is kept
 TARGET = 0.01  # a step with a save may be slower by this share
 TRIES = 2000  # of the bootstrap
 TOKEN = "of this benchmark"  # noqa: S105
@@ -137,7 +138,9 @@ def measured(
                 work.step()
         took = (time.monotonic() - began) / STEPS
         for _ in range(STEPS if saves else 0):
-            peer.kept.acquire()  # what is still under way is no part of another round
+            # What is still under way is no part of another round.
+            if not peer.kept.acquire(timeout=KEPT_S):
+                raise SystemExit(f"a save was not kept within {KEPT_S:g} s")
         return took
 
     timed(saves=True)  # the first makes the holder's memory
@@ -178,7 +181,9 @@ def report(
         middle, low, high = slower(pairs)
         lines.append(f"{what:<22} {middle:+.2%} ({low:+.2%} to {high:+.2%})")
     verdict = "kept" if slower(saved)[0] <= TARGET else "MISSED"
-    lines.append(f"target: at most {TARGET:.0%} slower with a core free: {verdict}")
+    free = options.threads < (os.cpu_count() or 1)
+    said = verdict if free else "not looked at"
+    lines.append(f"target: at most {TARGET:.0%} slower with a core free: {said}")
     print("\n".join(lines))
 
 

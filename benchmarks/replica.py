@@ -23,12 +23,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rivals import plot, report
-from benchmarks.rivals.results import PARTS, Plan, measure
+from benchmarks.rivals.results import PARTS, Plan, machine, measure
 from benchmarks.rivals.task import State
 
 #: The one of which all is trained is exchanged whole with each step; the others show what sending
 #: costs.
 STATES = (State(10.0), State(100.0, trained=True), State(400.0))
+LEAST = {"rounds": 2, "turns": 6}  # heavy gradients have a half and a third of them
 QUICK = {
     "rounds": 4, "turns": 20, "kills": 8, "rival_kills": 4, "default_kills": 0,
     "stops": 2, "rival_stops": 1, "default_stops": 0, "rejoins": 1,
@@ -61,7 +62,8 @@ def main() -> None:
         for part in options.parts:
             folder = Path(tempfile.mkdtemp(prefix=f"drydock-replica-{part}-"))
             say(f"part {part}; if it fails, see the logs in {folder}")
-            results |= measure(plan, part, folder, say)
+            machines = results.get("machines", {}) | {part: machine()}
+            results |= {part: measure(plan, part, folder, say), "machines": machines}
             shutil.rmtree(folder)
             if options.json is not None:
                 options.json.write_text(json.dumps(results, indent=1) + "\n")
@@ -99,8 +101,12 @@ def arguments() -> argparse.Namespace:
         help="that newcomers are given: MB, as good as none of it trained; 100t: all of it",
     )  # fmt: skip
     options = parser.parse_args()
-    if options.quick:
-        vars(options).update(QUICK)
+    if options.quick:  # but for what is said beside it
+        parser.set_defaults(**QUICK)
+        options = parser.parse_args()
+    for name, least in LEAST.items():
+        if getattr(options, name) < least:
+            parser.error(f"--{name} is {getattr(options, name)}: give {least} or more")
     return options
 
 

@@ -38,18 +38,22 @@ class Plan:
     here: bool = False  # every contender runs in this environment
 
 
-def measure(plan: Plan, folder: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Rows, one for each size and contender. One that fails is left out, and told of."""
+def measure(
+    plan: Plan, folder: Path, say: Callable[[str], None]
+) -> Iterator[tuple[list[dict[str, Any]], dict[str, str]]]:
+    """After each turn what there is: rows, one for each size and contender, and why some are left
+    out. One that fails loses its row of that size, whatever its turns before had shown."""
     rows: dict[tuple[float, str], dict[str, Any]] = {}
-    failed: set[str] = set()
+    failed: dict[str, str] = {}
     pythons: dict[str, str] = {}
     contenders = [one for one in ALL if one.limit or one in OURS or not plan.only_ours]
     for contender in contenders:
         try:
             pythons[contender.name] = sys.executable if plan.here else python_of(contender)
         except RuntimeError as error:
-            failed.add(contender.name)
+            failed[contender.name] = str(error)
             say(f"{contender.name} is left out: {error}")
+    yield [], failed
     for gib in plan.sizes_gib:
         for number in range(plan.rounds):
             for contender in contenders:
@@ -60,9 +64,10 @@ def measure(plan: Plan, folder: Path, say: Callable[[str], None]) -> list[dict[s
                     with Turn(contender, pythons[contender.name], gib, plan, folder) as turn:
                         turn.play(rows, look_at_memory=number == 0)
                 except RuntimeError as error:
-                    failed.add(contender.name)
+                    rows.pop((gib, contender.name), None)
+                    failed[contender.name] = f"{gib:g} GiB: {error}"
                     say(f"{contender.name} is left out: {error}")
-    return list(rows.values())
+                yield list(rows.values()), failed
 
 
 class Turn:

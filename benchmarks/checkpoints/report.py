@@ -25,6 +25,9 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
     )
     for size, group in groupby(results["rows"], key=lambda row: float(row["size_gib"])):
         yield from _table(size, list(group))
+    for name, why in results["failed"].items():
+        yield ""
+        yield f"{name} failed, and has no row of that size: {why}"
     yield ""
     yield "stall: what the training thread waits in all; first: the first save of a process, and"
     yield "how many of a later one; steps: how much slower work goes until it is over; durable:"

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.rivals.environments import python_of
+from benchmarks.rivals.task import ENV_BEAT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE_S = 20.0
@@ -30,6 +31,7 @@ class Contender:
     worker: str  # module of this package
     requirement: str = ""  # what its environment must have beside torch
     settings: dict[str, int] = field(default_factory=dict)  # of its lighthouse
+    beat_ms: int = 0  # between two heartbeats of its managers; 0: as they come
     mode: str = "cover"  # ours only
 
     @property
@@ -37,11 +39,12 @@ class Contender:
         return python_of(self.requirement) if self.requirement else sys.executable
 
 
-#: torchft's lighthouse, in milliseconds. The first is as fast as it can be told to be without
-#: calling a replica dead that is only busy (its managers beat ten times a second). Where its steps
-#: begin more than that join timeout apart, as with a large state, it leaves somebody out of each
-#: quorum, hence the second. What is left out stands at its default: 5000, 60000 and 100.
-QUICK = {"heartbeat_timeout_ms": 1000, "join_timeout_ms": 100, "quorum_tick_ms": 10}
+#: torchft's lighthouse, in milliseconds. The first is as short as can be without calling a replica
+#: dead that is only busy, with managers that beat so often. Where its steps begin more than that
+#: join timeout apart, as with a large state, it leaves somebody out of each quorum, hence the
+#: second. What is left out stands at its default: 5000, 60000 and 100, and 100 between two beats.
+QUICK = {"heartbeat_timeout_ms": 300, "join_timeout_ms": 100, "quorum_tick_ms": 10}
+BEAT_MS = 20
 PATIENT = {**QUICK, "join_timeout_ms": 1000}
 STABLE, NIGHTLY = "torchft==0.2.0", "torchft-nightly==2026.10.26"
 
@@ -51,10 +54,10 @@ OURS = Contender("ours", "train_ours")
 #: In the same processes; see train_both.py.
 BOTH = Contender("ours and plain DDP in turns", "train_both")
 OURS_REPRODUCIBLE = Contender("ours, reproducible", "train_ours", mode="reproducible")
-TORCHFT = Contender("torchft 0.2.0", "train_torchft", STABLE, QUICK)
+TORCHFT = Contender("torchft 0.2.0", "train_torchft", STABLE, QUICK, BEAT_MS)
 TORCHFT_PATIENT = replace(TORCHFT, settings=PATIENT)
 TORCHFT_DEFAULT = Contender("torchft 0.2.0, its defaults", "train_torchft", STABLE)
-TORCHFT_NIGHTLY = Contender("torchft-nightly 2026.10.26", "train_torchft", NIGHTLY, QUICK)
+TORCHFT_NIGHTLY = Contender("torchft-nightly 2026.10.26", "train_torchft", NIGHTLY, QUICK, BEAT_MS)
 NIGHTLY_PATIENT = replace(TORCHFT_NIGHTLY, settings=PATIENT)
 NIGHTLY_DEFAULT = Contender("torchft-nightly, its defaults", "train_torchft", NIGHTLY)
 
@@ -123,7 +126,10 @@ def _lighthouse(contender: Contender, folder: Path) -> Helpers:
             return probe.connect_ex(("127.0.0.1", port)) == 0
 
     _until(answers, process, "torchft's lighthouse")
-    return Helpers([process], {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"})
+    environment = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"}
+    if contender.beat_ms:
+        environment[ENV_BEAT] = str(contender.beat_ms)
+    return Helpers([process], environment)
 
 
 def spawn(

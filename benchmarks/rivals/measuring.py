@@ -33,13 +33,14 @@ WARM_UP = 2  # turns in health that are not counted
 WARMING = 5  # steps before each turn that are not either
 SETTLED = 8  # whole steps in a row by all replicas, before anything is done to them
 AFTER = 5  # commits of each survivor after a fault, before its gap is believed to be over
-REJOINED = 15  # commits of a newcomer after which it costs the others nothing more
+REJOINED = 15  # steps with a share of a newcomer's after which it costs the others nothing more
 RUN_IN = 200  # steps, before a newcomer is measured; half as many where all is trained, longer ones
 #: After which the machine has done with what the dead one held: a virtual one tells its host of
 #: memory that is free two seconds after it became so (PAGE_REPORTING_DELAY, mm/page_reporting.c),
 #: and stands still meanwhile, which would be seen in whatever a newcomer does just then.
 QUIET_S = 4.0
 PATIENCE_S = 30.0
+HEARD_S = 0.05  # in which the end of a process is heard of
 FALSE_STARTS = 2
 
 
@@ -57,10 +58,11 @@ class Loss:
 
     step_s: float  # before it
     gap_s: float | None  # the survivors' longest time between commits; None: nobody went on
-    died: int  # survivors
+    died: int  # survivors, also while its place was filled
     hung: int  # survivors that lived and committed nothing more
     samples: Samples  # from the fault until the replica was back
     words: str  # of a survivor that died
+    back: bool  # all trained together again
 
 
 @dataclass(frozen=True)
@@ -217,14 +219,16 @@ def _lose(bench: Bench, job: Job, fault: Fault) -> tuple[Loss, bool]:
     lived = [s for s in alive if _went_on(s, at)]
     gaps = [g for s in lived if (g := gap([e.at for e in s.commits()], at, _over(s, at)))]
     whole = bool(lived) and len(lived) == len(alive) and _make_whole(job)
+    died = sum(s.ended for s in survivors)
     told = [[e for e in s.events if e.at > at] for s in lived]
     loss = Loss(
         step_s=step_s,
-        gap_s=max(gaps, default=None) if len(lived) == len(survivors) else None,
-        died=len(survivors) - len(alive),
+        gap_s=max(gaps, default=None) if len(lived) == len(survivors) and not died else None,
+        died=died,
         hung=len(alive) - len(lived),
         samples=account(told, GLOBAL_BATCH, SHARD_SIZE),
         words=next((s.last_words for s in survivors if s.ended), ""),
+        back=whole,
     )
     return loss, whole
 
@@ -240,7 +244,7 @@ def _over(survivor: Member, at: float) -> float:
 
 def _make_whole(job: Job) -> bool:
     """Replace all that are gone; whether all train together again."""
-    job.wait(lambda: False, 0)
+    job.wait(lambda: False, HEARD_S)
     since = time.monotonic()
     for member in _present(job):
         if member.killed or member.ended:
@@ -249,7 +253,12 @@ def _make_whole(job: Job) -> bool:
 
 
 def _rejoined(job: Job, newcomer: Member) -> bool:
-    return _settled(job, newcomer.started) and len(newcomer.commits()) >= REJOINED
+    return _settled(job, newcomer.started) and len(_shared(newcomer)) >= REJOINED
+
+
+def _shared(newcomer: Member) -> list[Event]:
+    """The committed steps of which it computed a share."""
+    return [event for event in newcomer.commits() if event.data["shards"]]
 
 
 def _settled(job: Job, since: float) -> bool:
@@ -308,7 +317,7 @@ def rejoin(bench: Bench, contender: Contender, state: State) -> Rejoin | None:
         newcomer = job.start(victim.replica)
         if not job.wait(lambda: _rejoined(job, newcomer), PATIENCE_S):
             return None
-        entered, steady = (newcomer.commits()[place].at for place in (0, REJOINED - 1))
+        entered, steady = (_shared(newcomer)[place].at for place in (0, REJOINED - 1))
 
         def longest(since: float, until: float) -> float:
             gaps = [gap([e.at for e in s.commits()], since, until) for s in survivors]

@@ -95,7 +95,9 @@ def _losses(
     strips: list[Strip] = []
     for heading, row in _under_headings(rows, heading_of):
         strips += [Strip(heading, [], heading=True)] if heading else []
-        notes = [f"median {statistics.median(row['gaps_s']):.2f} s"] if row["gaps_s"] else []
+        whose = "if lived, " if row["deadly"] else ""
+        gaps = row["gaps_s"]
+        notes = [f"{whose}median {statistics.median(gaps):.2f} s"] if gaps else []
         notes += [f"{row['deadly']} of {row['made']} deadly"] if row["deadly"] else []
         strips.append(Strip(row["name"], row["gaps_s"], ", ".join(notes)))
     return strips
@@ -118,9 +120,11 @@ def _healthy(rows: Sequence[dict[str, Any]]) -> Panel:
     compared = [row for row in rows if "over_ddp" in row]
     for heading, row in _under_headings(compared, lambda r: str(r["how"])):
         strips += [Strip(heading, [], heading=True)] if heading else []
-        percent = [(row[key] - 1) * 100 for key in ("low", "over_ddp", "high")]
-        note = f"{percent[1]:+.1f}%  ({percent[0]:+.1f} to {percent[2]:+.1f})"
-        strips.append(Strip(row["name"], [percent[1]], note, (percent[0], percent[2])))
+        middle, note, span = (row["over_ddp"] - 1) * 100, "", None
+        if row["low"] is not None:
+            span = ((row["low"] - 1) * 100, (row["high"] - 1) * 100)
+            note = f"  ({span[0]:+.1f} to {span[1]:+.1f})"
+        strips.append(Strip(row["name"], [middle], f"{middle:+.1f}%{note}", span))
     title = "A healthy step over plain DDP: median and 95% interval"
     return Panel(title, (-20, 0, 20, 40, 60, 80), "%", strips, logarithmic=False)
 

@@ -18,11 +18,7 @@ LIMIT_SILENT_S = 2.0 + 0.5  # PEER_SILENT_S of runtime/replica/coordinator.py, a
 
 def lines(results: dict[str, Any]) -> Iterator[str]:
     """All tables of what was measured."""
-    machine = results["machine"]
-    yield (
-        f"{machine['cores']} cores of {machine['processor']}, torch {machine['torch']}, "
-        f"Python {machine['python']}; gloo on the loopback"
-    )
+    last = ""
     makers = (
         ("healthy", _healthy),
         ("kill", _kill),
@@ -32,8 +28,19 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
         ("rejoin", _rejoin),
     )
     for part, make in makers:
-        if part in results:
-            yield from make(results[part])
+        if part not in results:
+            continue
+        if (machine := _machine(results["machines"][part])) != last:
+            yield from ["", machine] if last else [machine]
+        last = machine
+        yield from make(results[part])
+
+
+def _machine(machine: dict[str, Any]) -> str:
+    return (
+        f"{machine['cores']} cores of {machine['processor']}, torch {machine['torch']}, "
+        f"Python {machine['python']}; gloo on the loopback; {machine['day']}"
+    )
 
 
 def _healthy(rows: Sequence[Row]) -> Iterator[str]:
@@ -44,7 +51,8 @@ def _healthy(rows: Sequence[Row]) -> Iterator[str]:
         for row in group:
             line = f"{row['name']:<32}{row['step_s'] * 1e3:>6.1f} ms"
             if "over_ddp" in row:
-                interval = f"{row['low'] - 1:+.1%} to {row['high'] - 1:+.1%}"
+                few = row["low"] is None
+                interval = "-" if few else f"{row['low'] - 1:+.1%} to {row['high'] - 1:+.1%}"
                 line += f"{row['over_ddp'] - 1:>+11.1%}{interval:>22}{row['turns']:>8}"
             yield line
     yield f"limit: ours within {LIMIT_STEP:.0%}, seen beside A/A"
@@ -53,7 +61,8 @@ def _healthy(rows: Sequence[Row]) -> Iterator[str]:
 def _kill(rows: Sequence[Row]) -> Iterator[str]:
     yield from _losses(rows)
     yield f"limit: ours p99 {LIMIT_KILL_S} s, nobody dies. Deadly: kills that took survivors along;"
-    yield "their gap has no end, and counts; if lived: the median of the others"
+    yield "their gap has no end, and counts; if lived: the median of the others. Not back: all did"
+    yield "not train together again within 30 s"
 
 
 def _silent(rows: Sequence[Row]) -> Iterator[str]:
@@ -66,13 +75,14 @@ def _losses(rows: Sequence[Row]) -> Iterator[str]:
         yield ""
         yield f"{fault} of one of {replicas} replicas, {traffic}: survivors' longest gap"
         yield (
-            f"{'':<32}{'times':>10}{'deadly':>8}{'died':>6}{'hung':>6}"
+            f"{'':<32}{'times':>10}{'deadly':>8}{'died':>6}{'hung':>6}{'not back':>10}"
             f"{'median':>10}{'p99':>9}{'worst':>9}{'of ours':>9}{'if lived':>10}{'a step':>10}"
         )
         ours = _median(group, OURS.name, "gaps_s")
         for row in group:
             made = f"{row['made']} / {row['wanted']}"
             counts = f"{made:>10}{row['deadly']:>8}{row['died']:>6}{row['hung']:>6}"
+            counts += f"{row['not_back']:>10}"
             step = f"{row['step_s'] * 1e3:>7.0f} ms" if row["made"] else ""
             gaps = row["gaps_s"]
             endless = [math.inf] * (row["made"] - len(gaps))

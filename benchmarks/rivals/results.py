@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -47,18 +48,21 @@ class Plan:
     states: tuple[State, ...]
 
 
-def measure(plan: Plan, part: str, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """The rows of one of the parts, and the machine they were measured on."""
+def measure(
+    plan: Plan, part: str, folder: Path, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """The rows of one of the parts."""
     who.install_rivals()
     bench = Bench(folder, plan.replicas, seed=1)
     run = {"healthy": _healthy, "kill": _kill, "silent": _silent, "rejoin": _rejoin}
     try:
-        return {"machine": _machine(), part: run[part](bench, plan, say)}
+        return run[part](bench, plan, say)
     finally:
         bench.end()
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """What rows are measured on, and when."""
     text = Path("/proc/cpuinfo").read_text()
     models = [line.split(": ")[1] for line in text.splitlines() if line.startswith("model name")]
     return {
@@ -66,6 +70,7 @@ def _machine() -> dict[str, Any]:
         "cores": len(models),
         "python": platform.python_version(),
         "torch": metadata.version("torch"),
+        "day": time.strftime("%Y-%m-%d"),
     }
 
 
@@ -91,7 +96,7 @@ def _healthy_rows(
     common = {"how": how, "replicas": plan.replicas}
     rows = [{**common, "name": who.DDP.name, "step_s": statistics.median(references)}]
     for name, turns in found.items():
-        low, high = interval(turns.over_ddp)
+        low, high = interval(turns.over_ddp) or (None, None)
         rows.append(
             {
                 **common,
@@ -173,6 +178,7 @@ def _loss_row(those: Sequence[Loss]) -> dict[str, Any]:
         "died": sum(loss.died for loss in those),
         "deadly": sum(loss.died > 0 for loss in those),
         "hung": sum(loss.hung for loss in those),
+        "not_back": sum(not loss.back for loss in those),
         "batch": GLOBAL_BATCH,
         "samples": asdict(together([loss.samples for loss in those])),
         "words": next((loss.words for loss in those if loss.words), ""),

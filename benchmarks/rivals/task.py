@@ -14,6 +14,7 @@ GLOBAL_BATCH = SHARDS * SHARD_SIZE
 SAMPLES = 960
 FOR_EVER = 1 << 60
 TURN = 20  # steps of a turn in health
+ENV_BEAT = "BENCH_BEAT_MS"  # how often a manager of torchft's tells that it lives
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ that its manager counts, so a step that it throws away is computed again and not
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
 import torchft  # type: ignore[import-not-found]  # only in the rivals' own environments
 from torch import distributed, nn
 
-from benchmarks.rivals.task import GLOBAL_BATCH, Task
+from benchmarks.rivals.task import ENV_BEAT, GLOBAL_BATCH, Task
 from benchmarks.rivals.training import Driver, backward, prepare
 
 
@@ -30,7 +31,9 @@ def train(task: Task, driver: Driver) -> None:
     store = distributed.TCPStore(  # type: ignore[attr-defined]  # in its documentation
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
     )
+    beat = os.environ.get(ENV_BEAT)
     manager = torchft.Manager(
+        **({"heartbeat_interval": timedelta(milliseconds=int(beat))} if beat else {}),
         pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=5)),
         min_replica_size=1,
         load_state_dict=load_state_dict,
@@ -50,10 +53,14 @@ def train(task: Task, driver: Driver) -> None:
         optimizer.zero_grad()
         shards = backward(wrapped, rows, task, step)
         nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        counts = manager.is_participating()  # else it heals, and its gradient is taken for zero
         if manager.should_commit():
             optimizer.step()
             samples = manager.num_participants() * share
             committed = manager.current_step() - 1
-            driver.tell("commit", step=committed, samples=samples, shards=shards)
+            used = shards if counts else []
+            driver.tell("commit", step=committed, samples=samples, shards=used)
+            if not counts:
+                driver.tell("discard", step=committed, shards=shards)
         else:
             driver.tell("discard", step=step, shards=shards)

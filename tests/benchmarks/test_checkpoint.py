@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.checkpoints import picture, report, states
+from benchmarks.checkpoints import measuring, picture, report, states
 from benchmarks.checkpoints.contenders import AT_ONCE, DISK, MEMCPY, OVERLAPPED
-from benchmarks.checkpoints.measuring import Plan, Turn
+from benchmarks.checkpoints.measuring import Plan, Turn, measure
 from benchmarks.checkpoints.worker import slower, units
 
 
@@ -40,6 +40,7 @@ RESULTS = {
     "machine": {"processor": "a < b", "cores": 2, "python": "3.11", "torch": "2.13.0"},
     "step_ms": 200.0,
     "rows": ROWS,
+    "failed": {"a rival": "1 GiB: what it loaded is not what it saved"},
 }
 
 
@@ -58,6 +59,7 @@ def test_the_table_says_which_limits_ours_keeps() -> None:
     assert "first save 2.73x later (<= 1.5: MISSED)" in text
     assert "durable at 0.80 of the disk (>= 0.8: kept)" in text
     assert "memory +0 MB beyond 2 states (<= 64: kept)" in text
+    assert "a rival failed, and has no row of that size: 1 GiB: what it loaded" in text
 
 
 def test_the_picture_has_a_dot_for_every_save() -> None:
@@ -90,3 +92,29 @@ def test_a_turn_of_ours_saves_and_loads(tmp_path: Path) -> None:
     assert [save["bytes"] >= found["state_bytes"] for save in found["later"]] == [True] * 3
     assert found["memory_bytes"] > 0
     assert not list(tmp_path.glob("turn"))
+
+
+def test_one_that_fails_keeps_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it had shown before: what it loaded in a later round was not what it saved."""
+    turns = iter(range(2))
+
+    class Failing:
+        def __init__(self, *_: object) -> None: ...
+
+        def __enter__(self) -> Failing:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def play(self, rows: dict[tuple[float, str], dict[str, Any]], **_: object) -> None:
+            rows[1.0, OVERLAPPED.name] = ROWS[2]
+            if next(turns):
+                raise RuntimeError("what it loaded is not what it saved")
+
+    monkeypatch.setattr(measuring, "Turn", Failing)
+    monkeypatch.setattr(measuring, "ALL", [OVERLAPPED])
+
+    found = list(measure(Plan((1.0,), 2, 20.0, here=True), tmp_path, lambda _: None))
+
+    assert [rows for rows, _ in found] == [[], [ROWS[2]], []]
+    assert "1 GiB: what it loaded" in found[-1][1][OVERLAPPED.name]

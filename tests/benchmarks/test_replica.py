@@ -50,8 +50,12 @@ def test_a_turn_is_compared_with_the_mean_of_those_around_it() -> None:
 
 
 def test_the_interval_lies_around_the_median() -> None:
-    low, high = interval([1.0, 1.1, 1.2, 1.3, 1.4])
-    assert 1.0 <= low < 1.2 < high <= 1.4
+    low, high = interval([1.0, 1.1, 1.2, 1.3, 1.4, 1.5]) or (0.0, 0.0)
+    assert 1.0 <= low < 1.25 < high <= 1.5
+
+
+def test_of_few_turns_there_is_no_interval() -> None:
+    assert interval([1.0, 1.1, 1.2, 1.3, 1.4]) is None
 
 
 def commit(step: int, samples: int, *shards: int) -> Event:
@@ -83,20 +87,38 @@ def test_stretches_add_up() -> None:
     assert both == Samples(15, 4, 12, 42, 4)
 
 
+MACHINE = {
+    "processor": "a < b", "cores": 2, "python": "3.11", "torch": "2.13.0", "day": "2026-11-28",
+}  # fmt: skip
+
+
 def rows() -> dict[str, Any]:
     common = {"replicas": 4, "traffic": "light"}
     samples = {"steps": 9, "other_batch": 2, "smallest": 18, "lost": 12, "computed_twice": 0}
     health = {"replicas": 4, "how": "light, the same processes", "step_s": 0.05}
-    loss = {**common, "made": 2, "wanted": 2, "step_s": 0.05, "batch": 24, "hung": 0, "words": ""}
+    loss = {
+        **common,
+        "made": 2,
+        "wanted": 2,
+        "step_s": 0.05,
+        "batch": 24,
+        "hung": 0,
+        "words": "",
+        "not_back": 0,
+    }
     kill = {**loss, "fault": "SIGKILL"}
     nothing = {**samples, "steps": 0}
     return {
-        "machine": {"processor": "a < b", "cores": 2, "python": "3.11", "torch": "2.13.0"},
+        "machines": dict.fromkeys(("healthy", "kill", "silent", "rejoin"), MACHINE),
         "healthy": [
             {**health, "name": "plain DDP"},
             {
                 **health, "name": "ours",
                 "over_ddp": 1.01, "low": 0.99, "high": 1.02, "turns": 9,
+            },
+            {
+                **health, "name": "a rival",
+                "over_ddp": 1.2, "low": None, "high": None, "turns": 3,
             },
         ],
         "kill": [
@@ -132,6 +154,8 @@ def rows() -> dict[str, Any]:
 def test_the_tables_name_everybody_also_who_did_not_survive() -> None:
     text = "\n".join(report.lines(rows()))
     assert "+1.0%        -1.0% to +2.0%" in text
+    assert "+20.0%                     -       3" in text
+    assert text.count("2 cores of a < b") == 1
     assert "A healthy step of 4 replicas, light, the same processes" in text
     assert "SIGSTOP of one of 4 replicas, light" in text
     assert "a rival" in text
@@ -139,17 +163,26 @@ def test_the_tables_name_everybody_also_who_did_not_survive() -> None:
     assert "1 / 2" in text
 
 
+def test_parts_of_another_day_stand_below_their_own_machine() -> None:
+    given = rows()
+    given["machines"]["rejoin"] = {**MACHINE, "day": "2026-11-29"}
+    told = list(report.lines(given))
+
+    assert [one[-10:] for one in told if one.startswith("2 cores")] == ["2026-11-28", "2026-11-29"]
+
+
 def test_a_gap_that_has_no_end_is_the_longest_of_all() -> None:
     (line, _samples) = [one for one in report.lines(rows()) if one.startswith("a lucky one")]
 
-    assert " ".join(line.split()) == "a lucky one 3 / 3 2 6 0 never never never - 0.050 s 50 ms"
+    assert " ".join(line.split()) == "a lucky one 3 / 3 2 6 0 0 never never never - 0.050 s 50 ms"
 
 
 def test_the_plot_is_a_picture_of_all_parts() -> None:
     root = ElementTree.fromstring(plot.svg(rows()))  # noqa: S314 - our own
     words = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "2 of 2 deadly" in words
-    assert len(list(root.iter("{http://www.w3.org/2000/svg}circle"))) == 7
+    assert "if lived, median 0.05 s, 2 of 3 deadly" in words
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}circle"))) == 8
 
 
 @pytest.fixture
@@ -168,7 +201,7 @@ def test_what_befalls_one_of_ours_loses_nothing_and_nobody_else(
     bench: Bench, fault: Fault, unnoticed_s: float
 ) -> None:
     (loss,) = losses(bench, OURS, TINY, fault, wanted=1)
-    assert (loss.died, loss.hung) == (0, 0)
+    assert (loss.died, loss.hung, loss.back) == (0, 0, True)
     assert loss.gap_s is not None
     assert loss.gap_s > unnoticed_s
     assert loss.samples.lost == 0
