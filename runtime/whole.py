@@ -379,8 +379,14 @@ class WholeJob:
     def _read(self, name: str, tier: TierName) -> Staged | None:
         """Our part of a checkpoint, verified; None if it is not whole, which is told.
 
-        Raises ValueError if it is of another number of ranks, and NotInstalled.
+        Raises ValueError if it is an import, or of another number of ranks, and NotInstalled.
         """
+        if self.saver.sources.imported(name):
+            raise ValueError(
+                "the checkpoint was imported from another tool and has weights alone, with which "
+                "only a runtime.ReplicaGroup begins: load them in the script, before the WholeJob "
+                f"is made, and give the job a state folder other than {self.job.state_dir}"
+            )
         try:
             ranks = self.saver.sources.ranks(name, tier)
             if ranks == self.job.ranks:
@@ -404,6 +410,12 @@ class WholeJob:
 
     def _put_back(self, part: Staged) -> None:
         state = own_copy(state_of(part))
+        if AS_SAVED not in state:
+            raise ValueError(
+                "the checkpoint is of a runtime.ReplicaGroup, and no WholeJob can go on from it: "
+                "start the job with the script that saved it, or give it another state folder and "
+                "load in the script what python -m runtime.checkpoint export makes of this one"
+            )
         theirs = _put_together(state["model"], self.model, "model")
         try:
             self.model.load_state_dict(theirs)

@@ -6,9 +6,9 @@
     python -m runtime.checkpoint import SOURCE STATE_DIR
 
 A PATH is a checkpoint, a folder of them, or a job's state folder; of several the newest is meant,
-where one is. Exit status: 0 if all is well, 1 if something is damaged or differs, 2 if it cannot be
-done, or one of several could not be checked here, 130 if it was interrupted. What looks and removes
-needs no torch.
+where one is, but none that led to NaN. Exit status: 0 if all is well, 1 if something is damaged or
+differs, 2 if it cannot be done, or one of several could not be checked here, 130 if it was
+interrupted. What looks and removes needs no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from itertools import islice
@@ -33,7 +33,7 @@ from runtime.checkpoint import store
 from runtime.checkpoint.coding import NotInstalled
 from runtime.checkpoint.manifest import Manifest, OtherVersion, shown
 from runtime.checkpoint.progress import Bar
-from runtime.checkpoint.suspects import suspects
+from runtime.checkpoint.suspects import State, suspects
 from runtime.image import Damaged
 
 NOT_WELL, CANNOT, INTERRUPTED = 1, 2, 130
@@ -104,32 +104,37 @@ def _in_json(value: Any) -> Any:
 
 def ls(asked: argparse.Namespace) -> list[Answer]:
     """What each one's manifest says."""
-    return [_listed(path) for path in store.found_in(asked.path)]
+    paths = store.found_in(asked.path)
+    known = _suspects(paths)
+    return [_listed(path, known) for path in paths]
 
 
-def _listed(path: Path) -> Answer:
+def _listed(path: Path, known: Collection[State]) -> Answer:
     try:
         manifest = store.manifest_of(path)
     except Damaged as error:
         if _is_gone(path):
             return _removed(path)
-        return {"path": str(path), "findings": [str(error)]}, [f"{path.name:<16} {error}"]
+        return _not_read(path, error), [f"{path.name:<16} {error}"]
+    leads_to_nan = (store.epoch_of(manifest), manifest.step) in known
     answer = {
         "path": str(path), "step": manifest.step, **_sizes(manifest), "ranks": len(manifest.parts),
-        "digest": manifest.digest, "facts": manifest.facts, "findings": [],
+        "digest": manifest.digest, "facts": manifest.facts, "leads_to_nan": leads_to_nan,
+        "findings": [],
     }  # fmt: skip
     line = f"{path.name:<16} {at(manifest)}  {manifest.size:>15,} bytes{_packed(manifest)}"
-    return answer, [f"{line}  {len(manifest.parts)} ranks  {manifest.digest}"]
+    nan = "  led to NaN" if leads_to_nan else ""
+    return answer, [f"{line}  {len(manifest.parts)} ranks  {manifest.digest}{nan}"]
 
 
 def inspect(asked: argparse.Namespace) -> list[Answer]:
     """What is in the newest one, tensor by tensor."""
-    path = store.found_in(asked.path)[0]
+    path = _newest(asked.path)
     try:
         manifest = store.manifest_of(path)
         parts = [store.part_of(path, manifest, one.rank) for one in manifest.parts]
     except Damaged as error:
-        return [({"path": str(path), "findings": [str(error)]}, [str(error)])]
+        return [(_not_read(path, error), [str(error)])]
     tensors = [{"rank": part.rank, **vars(piece)} for part in parts for piece in part.table.pieces]
     answer = {
         "path": str(path), "step": manifest.step, **_sizes(manifest), "digest": manifest.digest,
@@ -144,6 +149,29 @@ def inspect(asked: argparse.Namespace) -> list[Answer]:
         for one in tensors
     ]
     return [(answer, lines)]
+
+
+def _newest(path: Path) -> Path:
+    """The checkpoint that a path means: itself, or of several the latest training that is not known
+    to lead to NaN. Raises Damaged if there is none."""
+    paths = store.found_in(path)
+    if paths == [path]:
+        return path
+    known = _suspects(paths)
+    trains = next((one for one in paths if _state_of(one) not in known), None)
+    if trains is None:
+        raise Damaged(
+            f"each of the {len(paths)} checkpoints in {path} led to NaN soon after it was loaded; "
+            f"to take one all the same give its own folder, as {paths[0]}"
+        )
+    return trains
+
+
+def _not_read(path: Path, error: Damaged) -> dict[str, Any]:
+    """Of one that is damaged; or that nobody can tell here."""
+    if isinstance(error, store.NOT_JUDGED):
+        return {"path": str(path), "findings": [], "not_checked": str(error)}
+    return {"path": str(path), "findings": [str(error)]}
 
 
 def _sizes(manifest: Manifest) -> dict[str, Any]:
@@ -176,6 +204,8 @@ def _looked_into(asked: argparse.Namespace, path: Path) -> Answer:
         not_checked = str(error)
     if findings and _is_gone(path):
         return _removed(path)
+    if findings and _may_be_whole(path):
+        findings, not_checked = [], findings[0]
     word = "DAMAGED" if findings else "NOT CHECKED" if not_checked else "well"
     why = [f"  {one}" for one in findings or [not_checked] if one]
     answer = {"path": str(path), "findings": findings, "not_checked": not_checked}
@@ -202,7 +232,7 @@ def diff(asked: argparse.Namespace) -> list[Answer]:
     from runtime.checkpoint.difference import differences, unchanged
     from runtime.checkpoint.interchange import whole_state
 
-    paths = [store.found_in(asked.left)[0], store.found_in(asked.right)[0]]
+    paths = [_newest(asked.left), _newest(asked.right)]
     states = []
     for path in paths:
         with _bar(asked, path.name, size_of(path)) as bar:
@@ -226,7 +256,7 @@ def export(asked: argparse.Namespace) -> list[Answer]:
     """Write the newest one as another tool reads it."""
     from runtime.checkpoint.interchange import EXPORTS, size_as, whole_state
 
-    path = store.found_in(asked.path)[0]
+    path = _newest(asked.path)
     if path.resolve() in asked.out.resolve().parents:
         raise Damaged(f"{asked.out} is in the checkpoint itself: give a place outside {path}")
     with _bar(asked, path.name, size_of(path)) as bar:
@@ -255,7 +285,7 @@ def prune(asked: argparse.Namespace) -> list[Answer]:
     not counted among those kept, and goes once it is older than they; of another version it
     stays. If nothing here unpacks those all stay."""
     paths = store.found_in(asked.path)
-    known = suspects(paths[0].parent)
+    known = _suspects(paths)
     trains = (path for path in paths if _state_of(path) not in {None, *known})
     try:
         kept = [*islice((path for path in trains if not _verified(asked, path)), asked.keep)]
@@ -281,7 +311,12 @@ def prune(asked: argparse.Namespace) -> list[Answer]:
     return answers or [({"path": str(asked.path), "removed": False}, ["nothing to remove"])]
 
 
-def _state_of(path: Path) -> tuple[int, int] | None:
+def _suspects(paths: Sequence[Path]) -> set[State]:
+    """The states that led to NaN, of those in the folder of these. Raises OSError, ValueError."""
+    return suspects(paths[0].absolute().parent)
+
+
+def _state_of(path: Path) -> State | None:
     """Epoch and step; None if it cannot be read."""
     try:
         manifest = store.manifest_of(path)

@@ -249,13 +249,17 @@ def _demand_size(file: int, size: int) -> None:
         raise EOFError(f"it has {found} bytes, {size} expected")
 
 
+class NoFile(OSError):
+    """What lies there is none, and will not become one."""
+
+
 def read_small(path: Path) -> bytes:
     """All of a file. Raises OSError, also if it is none: of what lies in its place nobody waits for
     a word that may never come."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file")
+            raise NoFile(errno.EINVAL, "it is no regular file")
         with os.fdopen(file, "rb", closefd=False) as opened:
             return opened.read()
     finally:

@@ -11,7 +11,7 @@ import io
 import math
 import pickle
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from runtime.checkpoint.manifest import refuse_odd_name
-from runtime.checkpoint.records import refuse_damaged
+from runtime.checkpoint.records import Odd, in_a_line, refuse_damaged
 
 _METADATA = ".metadata"
 MOST_ITEMS = 1_000_000  # of a list
@@ -41,14 +41,22 @@ _NAMES = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath"},
     "torch": {"Size", "device"},
     "torch.serialization": {"_get_layout"},
+}  # fmt: skip
+
+#: Where it says that it was saved, which nobody asks; of Python 3.13 in a module of another name.
+_PATH_MODULES = ("pathlib", "pathlib._local")
+_PATHS = {
+    "PosixPath": PurePosixPath, "PurePosixPath": PurePosixPath,
+    "WindowsPath": PureWindowsPath, "PureWindowsPath": PureWindowsPath,
 }  # fmt: skip
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if module in _PATH_MODULES and name in _PATHS:
+            return _PATHS[name]
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if dtype or name in _NAMES.get(module, ()):
             return super().find_class(module, name)
@@ -69,8 +77,12 @@ class _Reader(FileSystemReader):
 
 class _Planner(_EmptyStateDictLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        found = torch.load(value, weights_only=True)
-        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], found)
+        name = read_item.dest_index.fqn
+        try:
+            found = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise Odd(f"{name}: {in_a_line(error)}") from error
+        set_element(self.original_state_dict, self.mappings[name], found)
 
 
 def refuse_odd(metadata: Metadata) -> None:

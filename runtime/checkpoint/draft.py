@@ -277,7 +277,9 @@ class Draft:
         os.fsync(self.handle)
         used = [n for step, n in map(store.number_of, store.candidates(self.folder))
                 if step == self.step]  # fmt: skip
-        for number in range(max(used, default=-1) + 1, 1 << 16):
+        number = max(used, default=-1)
+        while True:
+            number += 1
             name = f"step-{self.step:08d}" + (f".{number}" if number else "")
             try:
                 self.path.rename(self.folder / name)
@@ -290,7 +292,6 @@ class Draft:
             self.path = self.folder / name
             sync(self.folder)
             return True
-        raise FileExistsError(f"{self.folder} has too many checkpoints of step {self.step}")
 
     def where(self) -> Path | None:
         """The checkpoint that it became, whichever writer made it visible; None if none did."""

@@ -22,18 +22,22 @@ import torch
 from runtime.checkpoint import draft, store
 from runtime.checkpoint.manifest import refuse_odd_name, shown
 from runtime.checkpoint.progress import watched
-from runtime.checkpoint.records import Odd, refuse_damaged
+from runtime.checkpoint.records import Odd, in_a_line, refuse_damaged
 from runtime.checkpoint.resharding import resharded
+from runtime.checkpoint.tiers import epochs_taken, known_run
 from runtime.image import Damaged, Staged
 from runtime.snapshot import stage
 
-LINE = 200  # characters of what others say of an error
 #: Bytes of one safetensors file at most, as Hugging Face cuts them.
 SHARD_BYTES = 5_000_000_000
+#: Of what there can be no tensors there.
+UNKNOWN = (torch.complex128, torch.complex32)
 INDEX = "model.safetensors.index.json"
 _OF_TWO = "the folder has files of two saves, get it anew"
 #: Under which key other tools keep a model's weights beside other things.
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+#: How the names end under which modules give what else they keep (`get_extra_state`), of any kind.
+EXTRA = "_extra_state"
 
 State = dict[str, Any]
 
@@ -41,6 +45,12 @@ State = dict[str, Any]
 def whole_state(path: Path, progress: store.Progress = store.unseen) -> State:
     """All of a checkpoint as one nested state, in plain tensors. Raises Damaged."""
     manifest = store.manifest_of(path)
+    ranks = manifest.facts.get("ranks")
+    if isinstance(ranks, int) and ranks != len(manifest.parts):  # on a node's own disk
+        raise Damaged(
+            f"{path} has the part of one rank of {ranks} alone: give that step in the shared "
+            "folder, which has those of all"
+        )
 
     def read(rank: int) -> Staged:
         return store.read(path, rank, progress)
@@ -49,7 +59,9 @@ def whole_state(path: Path, progress: store.Progress = store.unseen) -> State:
         state: State = resharded(read, len(manifest.parts), 0, 1)
     except (LookupError, TypeError, AttributeError, RuntimeError) as error:
         if isinstance(error, Damaged):
-            raise
+            if str(path) in str(error):
+                raise
+            raise Damaged(f"{path}: {error}") from error
         raise Damaged(f"{path}: its tensors do not make a state: {shown(error)}") from error
     return state
 
@@ -96,6 +108,11 @@ def to_safetensors(
         raise Odd(
             f"{odd[0]} of the model holds tensors that have no name of their own, and safetensors "
             "keeps none of those: export --to torch or dcp"
+        )
+    if wide := [name for name, one in model.items() if getattr(one, "dtype", None) in UNKNOWN]:
+        raise Odd(
+            f"{wide[0]} of the model is of {model[wide[0]].dtype}, which safetensors does not "
+            "have: export --to torch or dcp"
         )
     shards = _shards(model, shard_bytes)
     names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
@@ -146,7 +163,8 @@ def foreign_state(source: Path) -> State:
         model = found.get(key)
         if isinstance(model, Mapping) and any(map(torch.is_tensor, model.values())):
             return {**{k: v for k, v in found.items() if k != key}, "model": dict(model)}
-    if found and all(isinstance(one, torch.Tensor) for one in found.values()):
+    weights = [one for name, one in found.items() if not str(name).endswith(EXTRA)]
+    if weights and all(isinstance(one, torch.Tensor) for one in weights):
         return {"model": found}
     raise Odd(
         f"{source} has no model's weights: expected tensors by name, there or under one of "
@@ -164,12 +182,19 @@ def import_into(
     """A checkpoint from which a new job of this state folder begins at step 0; where it is.
 
     It has the weights, by their names without the prefix `strip`, and nothing else. `progress`: see
-    `draft.write`. Raises Odd if there are checkpoints already, or no name has that prefix; OSError,
-    Damaged.
+    `draft.write`. Raises Odd if there are checkpoints already, or a job has begun there, or no name
+    has that prefix; OSError, Damaged.
     """
     checkpoints = folder / "checkpoints"
     if there := store.candidates(checkpoints):
         raise Odd(f"{checkpoints} has checkpoints ({there[0].name}, …): begin in another folder")
+    run, epochs = known_run(checkpoints), epochs_taken(checkpoints)
+    if run or epochs:
+        begun = f"run {run}" if run else f"epoch {max(epochs)}"
+        raise Odd(
+            f"{checkpoints} is of a job that has begun ({begun}), of which disks and memory of "
+            "nodes may have checkpoints, and it would go on from these: begin in another folder"
+        )
     if odd := [name for name in state["model"] if not isinstance(name, str)]:
         raise Odd(f"a tensor of {source} is named {shown(odd[0])}; names are expected to be text")
     model = {name.removeprefix(strip): one for name, one in state["model"].items()}
@@ -187,7 +212,7 @@ def import_into(
     try:
         staged = stage({"model": model}, 0)
     except (TypeError, RuntimeError) as error:
-        raise Odd(f"{source} cannot be kept: {_in_a_line(error)}") from error
+        raise Odd(f"{source} cannot be kept: {in_a_line(error)}") from error
     return draft.write(checkpoints, staged, facts=facts, progress=progress)
 
 
@@ -198,7 +223,7 @@ def _unpickled(path: Path) -> State:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise Odd(
-            f"{path} is no torch file that can be read safely ({_in_a_line(error)}): expected what "
+            f"{path} is no torch file that can be read safely ({in_a_line(error)}): expected what "
             "torch.save(model.state_dict(), …) of torch 1.6 or later writes"
         ) from error
     if not isinstance(found, dict):
@@ -213,7 +238,7 @@ def _from_safetensors(path: Path) -> State:
     except Odd:
         raise
     except Exception as error:
-        raise Odd(f"{path} cannot be read: {_in_a_line(error)}") from error
+        raise Odd(f"{path} cannot be read: {in_a_line(error)}") from error
 
 
 def _from_dcp(source: Path) -> State:
@@ -227,7 +252,7 @@ def _from_dcp(source: Path) -> State:
         why = _causes(error)
         raise Odd(f"{source} cannot be read safely as a DCP folder: {why}") from error
     except Exception as error:
-        why = _in_a_line(error)
+        why = in_a_line(error)
         raise Odd(f"{source} cannot be read safely as a DCP folder: {why}") from error
 
 
@@ -252,7 +277,7 @@ def _indexed(index: Path, read: Callable[[Path], State]) -> State:
     try:
         where = dict(json.loads(index.read_bytes())["weight_map"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Odd(f"{index} is no index of weights: {_in_a_line(error)}") from error
+        raise Odd(f"{index} is no index of weights: {in_a_line(error)}") from error
     try:
         for name in where.values():
             refuse_odd_name(name, str(index))
@@ -285,14 +310,7 @@ def _causes(error: Any) -> str:
     for cause in causes:
         if isinstance(cause, KeyboardInterrupt):
             raise cause
-    return "; ".join(map(_in_a_line, causes))
-
-
-def _in_a_line(error: BaseException) -> str:
-    """Of many lines, with colours and advice, the first."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    return text if len(text) <= LINE else f"{text[:LINE]}…"
+    return "; ".join(map(in_a_line, causes))
 
 
 def size_of(value: Any) -> int:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
+import zlib
 from typing import IO
+
+LINE = 200  # characters of what others say of an error
+#: In torch's refusal to unpickle something: what it is.
+_IN_THE_WAY = re.compile(r"(?:Unsupported global:|unsupported) GLOBAL (\S+)")
 
 
 class Odd(ValueError):
@@ -18,8 +24,21 @@ def refuse_damaged(file: IO[bytes], what: str) -> None:
             damaged = archive.testzip()
     except zipfile.BadZipFile:
         return
+    # Its directory says that a record is packed, encrypted or longer, which torch writes none.
+    except (zlib.error, EOFError, RuntimeError) as error:
+        raise Odd(f"{what} is damaged: {in_a_line(error)}") from error
     if damaged is not None:
         raise Odd(
             f"{what} is damaged: the record {damaged} has not its checksum (one written after "
             "torch.serialization.set_crc32_options(False) has none: save it again without)"
         )
+
+
+def in_a_line(error: BaseException) -> str:
+    """Of many lines, with colours and advice, the first; of torch's refusal to unpickle, which
+    ends with how to do that all the same, what is in the way."""
+    if found := _IN_THE_WAY.search(str(error)):
+        return f"it holds {found[1]}, which is neither a tensor nor a plain value"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= LINE else f"{text[:LINE]}…"

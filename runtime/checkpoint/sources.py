@@ -152,6 +152,10 @@ class Sources:
             self._noting.release()
             log.warning("epoch_not_noted epoch=%s error=%s", epoch, error)
 
+    def imported(self, name: str) -> bool:
+        """Whether another tool made this one: it has weights alone."""
+        return "imported" in self._facts.get(name, {})
+
     def ranks(self, name: str, tier: TierName) -> int:
         """How many ranks have saved this checkpoint. Raises Damaged if it is gone, OSError."""
         if tier == "object":

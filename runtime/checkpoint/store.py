@@ -140,7 +140,7 @@ def manifest_of(path: Path) -> Manifest:
     command helps; as Unreadable if that cannot be told."""
     try:
         data = disk.read_small(path / MANIFEST)
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except (FileNotFoundError, NotADirectoryError, disk.NoFile) as error:
         raise Damaged(_no_checkpoint(path, error.strerror)) from error
     except OSError as error:
         raise Unreadable(

@@ -261,8 +261,12 @@ class TrainingState:
     def restore(self, given: Any) -> None:
         """Put back what was copied, as a nested state. What is whole there and divided here is cut.
         Raises ValueError if it belongs to other data, or to another model or optimizer."""
-        state = self._cut(self.division.put_together(given))
-        if "batches" not in state:  # weights alone, that another tool made: the job begins
+        state = self.division.put_together(given)
+        alone = "batches" not in state  # weights, that another tool made: the job begins
+        if alone:
+            state = {**state, "model": with_tied(state["model"], self.model)}
+        state = self._cut(state)
+        if alone:
             self._put_back_model(state["model"])
             self.statistics.reload()
             self._steadiness = Steadiness(self.model, self.committed)
@@ -390,6 +394,22 @@ class TrainingState:
 def places_of(weights: Iterable[torch.Tensor]) -> set[int]:
     """Where in memory they begin."""
     return {part_of(one).data_ptr() for one in weights}
+
+
+def with_tied(weights: Mapping[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """These weights by all their names in this model: other tools write tied ones once."""
+    saved = model.state_dict().keys()
+    every = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    there = {id(one): weights[name] for name, one in every if name in weights}
+    tied = {
+        name: there[id(one)]
+        for name, one in every
+        if name in saved and name not in weights and id(one) in there
+    }
+    return {**weights, **tied}
 
 
 def other_model(model: torch.nn.Module | Stateful, error: RuntimeError) -> ValueError:

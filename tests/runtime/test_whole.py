@@ -31,6 +31,7 @@ from node_agent.launch import together
 from runtime import stalls
 from runtime.checkpoint import facts, store
 from runtime.checkpoint.__main__ import main
+from runtime.checkpoint.draft import write
 from runtime.checkpoint.tiers import TierName
 from runtime.client import Directive
 from runtime.job import Job
@@ -40,6 +41,7 @@ from runtime.replica.observing import Observer
 from runtime.replica.rank import Rank
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
+from runtime.snapshot import stage
 from runtime.whole import generators, set_generators
 from tests.ports import free_port
 from tests.runtime.checkpoint.states import hanging
@@ -350,6 +352,22 @@ def test_another_number_of_ranks_is_refused_with_the_remedy(copied: Whole) -> No
 
     assert status != 0
     assert "the checkpoint is of 2 ranks, and this job has 1" in said
+
+
+def imported_into(checkpoints: Path) -> None:
+    """As the command does with what another tool wrote."""
+    facts = {"imported": "theirs.pt", "epoch": 0, "ranks": 1}
+    write(checkpoints, stage({"model": trainee()[0].state_dict()}, 0), facts=facts)
+
+
+def test_weights_that_another_tool_made_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    whole = Whole(tmp_path)
+    imported_into(whole.checkpoints)
+    status, said = whole.run()
+
+    assert status != 0
+    assert "was imported from another tool and has weights alone" in said
+    assert "is of 1 ranks" not in said
 
 
 def test_its_checkpoints_are_verified_and_not_exported_in_part(
@@ -872,6 +890,25 @@ def test_a_replica_group_does_not_take_its_checkpoint_for_weights_alone(alone: A
     assert given == []
     assert alone.troubles() == ["checkpoint_refused"]
     assert "a runtime.WholeJob" in alone.door.messages("trouble")[0]["text"]
+
+
+def test_it_takes_weights_alone_for_no_checkpoint_of_its_own(alone: Alone) -> None:
+    imported_into(alone._folder / "state" / "checkpoints")
+
+    with pytest.raises(
+        ValueError, match=r"weights alone, .*: load them in the script.* other than"
+    ):
+        alone.start().__enter__()
+
+
+def test_it_takes_a_replica_group_s_checkpoint_for_none_of_its_own(alone: Alone) -> None:
+    model, optimizer = trainee()
+    state = TrainingState(model, [optimizer], runtime.Batches(samples=24, shards=2))
+    state.committed = 3
+    write(alone._folder / "state" / "checkpoints", state.copy(), facts={"epoch": 1, "ranks": 1})
+
+    with pytest.raises(ValueError, match=r"is of a runtime\.ReplicaGroup, .*: start the job with"):
+        alone.start().__enter__()
 
 
 def test_several_replicas_are_refused(alone: Alone) -> None:

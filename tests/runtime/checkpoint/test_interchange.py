@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +33,7 @@ from runtime.checkpoint.interchange import (
     whole_state,
 )
 from runtime.checkpoint.records import Odd
+from runtime.checkpoint.tiers import next_epoch, run_of
 from runtime.data import Batches
 from runtime.replica.state import TrainingState
 from runtime.snapshot import stage, state_of
@@ -137,6 +140,35 @@ def test_what_was_divided_is_exported_whole(tmp_path: Path) -> None:
     assert torch.equal(foreign_state(tmp_path / "out.pt")["model"]["weight"], tensor)
 
 
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"as_saved": True, "model": {"weight": torch.ones(2)}},
+        {"model": {"weight": part(torch.ones(9, 3), 0, 2)}},
+    ],
+)
+def test_the_part_of_one_rank_is_not_exported_as_the_whole(
+    tmp_path: Path, capsys: Capture, state: dict[str, Any]
+) -> None:
+    """As it lies on a node's disk."""
+    path = write(tmp_path / "disk", stage(state, 1), facts={"ranks": 2})
+
+    assert main(["export", str(path), str(tmp_path / "out"), "--to", "torch"]) == 2
+
+    said = f"{path} has the part of one rank of 2 alone: give that step in the shared folder"
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_what_does_not_make_a_whole_the_path_is_said(tmp_path: Path, capsys: Capture) -> None:
+    path = write(tmp_path, stage({"model": {"weight": part(torch.ones(9, 3), 0, 2)}}, 1))
+
+    assert main(["export", str(path), str(tmp_path / "out"), "--to", "torch"]) == 2
+
+    said = f"{path}: of a tensor of [9, 3] only 5 were saved\n"
+    assert capsys.readouterr().err == said
+
+
 def imported(source: Path, folder: Path, *more: str) -> TrainingState:
     """A new job that begins from what was imported."""
     assert main(["import", str(source), str(folder), *more]) == 0
@@ -159,6 +191,44 @@ def test_a_job_begins_from_what_was_imported(path: Path, tmp_path: Path) -> None
     assert state.committed == -1  # its first step is step 0
 
 
+@pytest.mark.parametrize(("written", "tied"), [("0.weight", "2.weight"), ("2.weight", "0.weight")])
+def test_a_tied_weight_that_was_written_once_is_put_back_by_all_its_names(
+    tmp_path: Path, written: str, tied: str
+) -> None:
+    given = {name: one + 1 for name, one in model().state_dict().items()}
+    del given[tied]
+    torch.save(given, tmp_path / "theirs.pt")
+
+    state = imported(tmp_path / "theirs.pt", tmp_path / "new")
+
+    assert same(state.model.state_dict(), {**given, tied: given[written]})
+
+
+def test_what_is_missing_and_tied_to_nothing_is_another_model_s(tmp_path: Path) -> None:
+    given = model().state_dict()
+    del given["1.bias"], given["2.weight"]
+    torch.save(given, tmp_path / "theirs.pt")
+
+    with pytest.raises(ValueError, match=r'another model .* in state_dict: "1\.bias"\.\)'):
+        imported(tmp_path / "theirs.pt", tmp_path / "new")
+
+
+@pytest.mark.parametrize("begin", [run_of, partial(next_epoch, above=0)])
+def test_where_a_job_has_begun_nothing_is_imported(
+    tmp_path: Path, capsys: Capture, begin: Callable[[Path], object]
+) -> None:
+    """Its nodes' disks may have checkpoints of it, which are later than any import."""
+    begin(tmp_path / "job" / "checkpoints")
+    torch.save(model().state_dict(), tmp_path / "theirs.pt")
+
+    assert main(["import", str(tmp_path / "theirs.pt"), str(tmp_path / "job")]) == 2
+
+    told = capsys.readouterr().err
+    assert "is of a job that has begun (" in told
+    assert told.endswith("begin in another folder\n")
+    assert store.candidates(tmp_path / "job" / "checkpoints") == []
+
+
 @pytest.mark.parametrize(
     "wrapped",
     [
@@ -173,6 +243,25 @@ def test_weights_are_found_where_others_keep_them(tmp_path: Path, wrapped: Any) 
 
     state = imported(tmp_path / "theirs.pt", tmp_path / "new", "--strip", "module.")
     assert same(state.model.state_dict(), model().state_dict())
+
+
+class Counting(nn.Linear):
+    """A module that keeps something else beside its weights."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"seen": 3}
+
+
+def test_what_modules_keep_beside_their_weights_is_imported_with_them(tmp_path: Path) -> None:
+    torch.save(Counting(2, 2).state_dict(), tmp_path / "theirs.pt")
+
+    assert main(["import", str(tmp_path / "theirs.pt"), str(tmp_path / "new")]) == 0
+
+    (found,) = store.candidates(tmp_path / "new" / "checkpoints")
+    assert state_of(store.read(found))["model"]["_extra_state"] == {"seen": 3}
 
 
 def test_a_folder_of_bin_files_is_read_by_its_index(tmp_path: Path) -> None:
@@ -220,6 +309,22 @@ def test_a_bit_that_was_flipped_on_the_way_is_not_imported(
     assert main(["import", str(out), str(tmp_path / "new")]) == 2
     assert "is damaged: the record " in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("method", [8, 1])  # packed, in a way that there is or is not
+def test_a_bit_that_was_flipped_in_the_directory_of_a_file_is_not_imported(
+    tmp_path: Path, capsys: Capture, method: int
+) -> None:
+    torch.save(model().state_dict(), tmp_path / "theirs.pt")
+    data = bytearray((tmp_path / "theirs.pt").read_bytes())
+    data[data.index(b"PK\x01\x02") + 10] = method
+    (tmp_path / "theirs.pt").write_bytes(data)
+
+    assert main(["import", str(tmp_path / "theirs.pt"), str(tmp_path / "new")]) == 2
+
+    told = capsys.readouterr().err
+    assert "theirs.pt is damaged: " in told
+    assert told.count("\n") == 1
 
 
 class Evil:
@@ -300,6 +405,42 @@ def test_plain_values_of_a_dcp_folder_run_nothing(tmp_path: Path, capsys: Captur
 
     assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "new")]) == 2
     assert "cannot be read safely as a DCP folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("torch", "(it holds argparse.Namespace, which is neither a tensor nor a plain value): "),
+        ("dcp", "args: it holds argparse.Namespace, which is neither a tensor nor a plain value"),
+    ],
+)
+def test_what_is_not_unpickled_is_named(
+    tmp_path: Path, capsys: Capture, kind: str, said: str
+) -> None:
+    state = {"model": {"weight": torch.ones(2)}, "args": argparse.Namespace(lr=0.1)}
+    EXPORTS[kind](state, tmp_path / "theirs")
+
+    assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "new")]) == 2
+
+    told = capsys.readouterr().err
+    assert said in told
+    assert "trust" not in told
+
+
+@pytest.mark.parametrize(
+    "path_class",
+    ["pathlib._local\nPosixPath", "pathlib\nWindowsPath", "pathlib._local\nWindowsPath"],
+)
+def test_a_dcp_folder_of_another_python_or_system_is_read(tmp_path: Path, path_class: str) -> None:
+    to_dcp({"model": {"weight": torch.ones(2)}}, tmp_path / "theirs")
+    file = tmp_path / "theirs" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())  # noqa: S301 - it was written here
+    ours = b"cpathlib\nPosixPath\n"
+    words = pickle.dumps(metadata, protocol=3)
+    assert ours in words
+    file.write_bytes(words.replace(ours, f"c{path_class}\n".encode()))
+
+    assert torch.equal(foreign_state(tmp_path / "theirs")["model"]["weight"], torch.ones(2))
 
 
 @pytest.mark.parametrize("metadata", [b"", pickle.dumps({}), calling("os", "mkdir")])
@@ -510,6 +651,15 @@ def test_tensors_without_a_name_of_their_own_are_not_left_out(tmp_path: Path) ->
         to_safetensors({"model": {"a": {"b": torch.ones(1)}}}, tmp_path / "theirs")
     with pytest.raises(Odd, match="the checkpoint has no model, only step"):
         to_safetensors({"step": 1}, tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_a_kind_of_number_that_safetensors_does_not_have_is_said(tmp_path: Path) -> None:
+    spectra = {"spectrum": torch.ones(1, dtype=torch.complex128)}
+
+    with pytest.raises(Odd, match=r"spectrum of the model is of torch\.complex128.* --to torch or"):
+        to_safetensors({"model": spectra}, tmp_path / "theirs")
+
     assert not (tmp_path / "theirs").exists()
 
 

@@ -275,6 +275,64 @@ def test_what_does_not_train_is_not_the_one_that_is_kept(tmp_path: Path) -> None
     assert names(tmp_path) == ["step-00000001"]
 
 
+def test_what_does_not_train_is_not_the_one_that_is_exported(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    for step in (1, 2):
+        write(tmp_path / "job", staged_at(step), facts={"epoch": 1})
+    known = [{"epoch": 1, "step": 2}]
+    (tmp_path / "job" / "suspects.json").write_text(json.dumps(known))
+
+    assert main(["ls", str(tmp_path / "job")]) == 0
+    newer, older = capsys.readouterr().out.splitlines()
+    assert main(["ls", str(tmp_path / "job"), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert main(["export", str(tmp_path / "job"), str(tmp_path / "out"), "--to", "torch"]) == 0
+    exported = capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "job")]) == 0
+    inspected = capsys.readouterr().out
+
+    assert (newer.endswith("  led to NaN"), "NaN" in older) == (True, False)
+    assert [one["leads_to_nan"] for one in listed] == [True, False]
+    assert exported.startswith("step-00000001 is in ")
+    assert inspected.startswith("step 1, saved ")
+
+
+def test_where_nothing_trains_it_is_exported_only_by_its_name(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    path = write(tmp_path / "job", staged_at(2), facts={"epoch": 1})
+    (tmp_path / "job" / "suspects.json").write_text(json.dumps([{"epoch": 1, "step": 2}]))
+
+    exported = [
+        main(["export", str(one), str(tmp_path / "out"), "--to", "torch"])
+        for one in (path.parent, path)
+    ]
+
+    assert exported == [2, 0]
+    assert "led to NaN soon after it was loaded; to take one all" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["ls", "inspect", "verify"])
+def test_what_only_cannot_be_judged_here_is_not_said_to_be_damaged(
+    tmp_path: Path, capsys: Capture, verb: str
+) -> None:
+    path = write(tmp_path, staged_at(1))
+    manifest = path / "manifest.json"
+    with unreadable(path):
+        ill = main([verb, str(tmp_path), "--json"])
+    (unread,) = json.loads(capsys.readouterr().out)
+    manifest.write_bytes(sealed({**json.loads(manifest.read_bytes()), "version": 5}))
+    newer = main([verb, str(tmp_path), "--json"])
+    (unknown,) = json.loads(capsys.readouterr().out)
+
+    assert (ill, unread["findings"], newer, unknown["findings"]) == (2, [], 2, [])
+    assert "Input/output error" in unread["not_checked"]
+    assert "is of format version 5" in unknown["not_checked"]
+    assert main(["verify", str(tmp_path)]) == 2
+    assert capsys.readouterr().out.split()[:3] == ["step-00000001", "NOT", "CHECKED"]
+
+
 def test_what_another_version_wrote_stays_and_what_is_damaged_is_not_counted(
     tmp_path: Path,
 ) -> None:

@@ -318,6 +318,16 @@ def test_a_step_that_is_saved_again_leaves_the_first_one_whole(tmp_path: Path) -
     assert (store.verify(first), store.verify(second)) == ([], [])
 
 
+def test_a_step_is_saved_beside_one_that_came_from_an_object_store(tmp_path: Path) -> None:
+    """Whose number is a hash, as `aws s3 sync` brings it."""
+    brought = write(tmp_path, staged_at(7)).rename(tmp_path / "step-00000007.4294967295")
+
+    path = write(tmp_path, staged_at(7))
+
+    assert path.name == "step-00000007.4294967296"
+    assert (store.verify(brought), store.verify(path)) == ([], [])
+
+
 def test_what_is_newer_than_a_new_checkpoint_is_set_aside(tmp_path: Path) -> None:
     """The job went on from step 100, for the newer ones could not be loaded."""
     for step in (100, 200, 300):
