@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,8 +128,8 @@ def after(saves: int, fleet: Fleet, door: Door) -> Memory:
 
 
 def kept(some: list[Memory], what: str) -> float:
-    """What was there mostly."""
-    return float(statistics.median(getattr(one, what) for one in some))
+    """What was there all the time: a step's own memory comes and goes, by tens of megabytes."""
+    return float(min(getattr(one, what) for one in some))
 
 
 def state_bytes(door: Door) -> int:
