@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -146,8 +147,7 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
             for shard in replica:
                 self._begin(shard.step)
                 if shard.step > self._step:
-                    self._step = shard.step
-                    self.control = self._tell("on_step_begin")
+                    self._begin_step(shard.step)
                     replica.state.seed(shard.index)  # callbacks may have drawn
                 replica.backward(self._loss(shard.data))
         self._begin(self.replica.pending)
@@ -156,6 +156,12 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
         stopped = self.control.should_training_stop and self.state.global_step < steps
         if stopped and self._within_epoch:
             self._end_epoch()
+        self._speak_up()  # who has left the others to train on speaks for nobody
+        # The Trainer now clears its folder of all but the best: so may only who speaks, and nobody
+        # whose best one another removed that spoke in between.
+        best = self.state.best_model_checkpoint
+        if best is not None and not (self.is_world_process_zero() and Path(best).exists()):
+            self.state.best_model_checkpoint = None
         output: TrainOutput = self._finalize_training(None, steps * batches.global_batch, self._at)
         return output
 
@@ -222,24 +228,30 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
 
     # --- one step -------------------------------------------------------------------------------
 
+    def _begin_step(self, step: int) -> None:
+        if step > self.state.global_step:  # we were cut off, and took over what others did
+            self._count_from(step)
+        self._step = step
+        self.control = self._tell("on_step_begin")
+
     def _loss(self, inputs: Any) -> torch.Tensor:
         """The mean over a shard, as the Trainer computes it for one device."""
-        self._demand_equal_shards(inputs)
+        labels = self._labels_in(inputs)
         self._computing = True
         self.model_wrapped.train()
         with self.compute_loss_context_manager():
-            loss: torch.Tensor = self.compute_loss(self.model_wrapped, self._prepare_inputs(inputs))
+            loss: torch.Tensor = self.compute_loss(
+                self.model_wrapped, self._prepare_inputs(inputs), num_items_in_batch=labels
+            )
         self._computing = False
         return loss
 
-    def _demand_equal_shards(self, inputs: Any) -> None:
-        """Shards weigh alike; where the Trainer would weigh them by their labels, they must have
-        equally many."""
-        if not self.args.average_tokens_across_devices:
-            return
+    def _labels_in(self, inputs: Any) -> Any:
+        """How many labels a shard has, if the Trainer would count them. Shards weigh alike; where
+        it would weigh them by their labels, they must have equally many."""
         count = self._get_num_items_in_batch([inputs], self.args.device)
-        if count is None:
-            return
+        if count is None or not self.args.average_tokens_across_devices:
+            return count
         if self._labels is None:
             self._labels = float(count)
         if float(count) != self._labels:
@@ -250,6 +262,7 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
                 "set average_tokens_across_devices=False: then each shard weighs alike, as each "
                 "device does"
             )
+        return count
 
     def _note_rate(self, *_: Any) -> None:
         self._rate = self._get_learning_rate()
@@ -257,8 +270,8 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
     def _committed(self, step: Committed) -> None:
         """After each commit, also of steps in which no shard was ours."""
         self._begin(step.step)
-        if step.step > self.state.global_step:  # we were cut off, and took over what others did
-            self._count_from(step.step)
+        if step.step > self._step:
+            self._begin_step(step.step)
         self._add(step.loss)
         epoch = self.state.global_step * self._global_batch // self._per_epoch
         self.state.global_step = step.step + 1
@@ -313,6 +326,11 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
             super()._save_checkpoint(*given, **more)
 
     def _tell(self, event: str) -> Any:
+        self._speak_up()
+        return getattr(self.callback_handler, event)(self.args, self.state, self.control)
+
+    def _speak_up(self) -> None:
+        """Let callbacks know whether we speak by now."""
         first = self.is_world_process_zero()
         self.state.is_world_process_zero = self.state.is_local_process_zero = first
         if first and not self._spoke:
@@ -320,4 +338,3 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
             for one in self.callback_handler.callbacks:
                 if getattr(one, "_initialized", False):
                     one._initialized = False  # for who does not speak wandb and others begin no run
-        return getattr(self.callback_handler, event)(self.args, self.state, self.control)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.utilities import _log_hyperparams
 from lightning.pytorch.loops.fit_loop import _FitLoop
@@ -25,7 +26,11 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer import call
 
-from runtime.adapters.lightning_refusals import unmet_of_module, unmet_of_settings
+from runtime.adapters.lightning_refusals import (
+    unmet_of_interval,
+    unmet_of_module,
+    unmet_of_settings,
+)
 from runtime.adapters.refusals import refuse
 from runtime.checkpoint import Checkpointer
 from runtime.data import Batches, Shard
@@ -127,9 +132,11 @@ class _ReplicaLoop(_FitLoop):  # type: ignore[misc]
         self._on_step = on_step
         self._batches: Batches | None = None
         self._begun = self._spoke = False
+        self._stopped = False  # by a callback here
         self._end: int | None = None
         self._step = -1  # whose beginning was told
         self._last: Any = None  # batch of ours
+        self._extra: dict[str, Any] = {}  # that its training_step returned beside the loss
 
     def run(self) -> None:
         trainer = self.trainer
@@ -155,7 +162,10 @@ class _ReplicaLoop(_FitLoop):  # type: ignore[misc]
                 group.backward(self._loss(shard))
         _speak(trainer.job)  # who has left the others to train on speaks for nobody
         self._begin(group.pending)
-        if self.epoch_loop.batch_progress.current.ready:  # of an epoch that did not end
+        # Who only has to leave ends no epoch: others, or the job when it is started anew, train the
+        # rest of it.
+        ended = self._stopped or (self._step >= 0 and trainer.global_step == self._end)
+        if ended and self.epoch_loop.batch_progress.current.ready:
             self.on_advance_end()
         self.on_run_end()
 
@@ -169,6 +179,7 @@ class _ReplicaLoop(_FitLoop):  # type: ignore[misc]
         refuse("ReplicaTrainer", [(not hasattr(loader, "collate_fn"), several)])
         self._batches = batches = Batches(loader, **self._settings)
         self.max_batches = math.ceil(batches.per_epoch / batches.global_batch)
+        refuse("ReplicaTrainer", unmet_of_interval(trainer, batches))
         often = trainer.val_check_interval
         if often == 1.0 and isinstance(often, float):
             often = math.inf  # at an epoch's last step, which varies
@@ -192,8 +203,8 @@ class _ReplicaLoop(_FitLoop):  # type: ignore[misc]
         if self._begun:
             return
         self._begun = True
-        self._speak_up()
         self._count_to(steps)
+        self._speak_up()
         self.on_run_start()
         self._never_fork()
         self._begin_epoch()
@@ -205,6 +216,8 @@ class _ReplicaLoop(_FitLoop):  # type: ignore[misc]
         if self.trainer.is_global_zero and not self._spoke:
             self._spoke = True
             _log_hyperparams(self.trainer)
+            if self.trainer.global_step:
+                _write_on(self.trainer)
 
     def _count_to(self, steps: int) -> None:
         """So many steps were made, whether here or without us."""
@@ -238,50 +251,59 @@ class _ReplicaLoop(_FitLoop):  # type: ignore[misc]
 
     def _loss(self, shard: Shard) -> torch.Tensor:
         """The mean over a shard, by the module's training_step."""
-        trainer, module = self.trainer, self.trainer.lightning_module
+        trainer = self.trainer
         assert self.group is not None  # noqa: S101 - it gave the shard
         self.group.state.seed(shard.index)  # callbacks may have drawn, and may again
-        batch = trainer.precision_plugin.convert_input(shard.data)
-        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-        batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
-        self._last = batch
-        trainer._logger_connector.on_batch_start(batch)
+        batch = self._moved(shard)
         if shard.step > self._step:
-            self._begin_step(shard.step)
-            self._tell("on_train_batch_start", batch, self.batch_idx)
+            self._begin_step(shard.step, batch)
         self.group.state.seed(shard.index)
         loop = self.epoch_loop
         given = loop._build_kwargs(OrderedDict(), batch, self.batch_idx)
         output = call._call_strategy_hook(trainer, "training_step", *given.values())
-        loss: Any = output["loss"] if isinstance(output, Mapping) else output
+        loss: Any = output
+        if isinstance(output, Mapping):
+            loss = output["loss"]
+            self._extra = {name: value for name, value in output.items() if name != "loss"}
         if not isinstance(loss, torch.Tensor):
             raise RuntimeError("training_step gave no loss, but no shard may be left out")
         return loss
 
-    def _begin_step(self, step: int) -> None:
+    def _moved(self, shard: Shard) -> Any:
+        """The samples of a shard, as the Trainer gives them to module and callbacks."""
+        trainer = self.trainer
+        batch = trainer.precision_plugin.convert_input(shard.data)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+        self._last = batch
+        trainer._logger_connector.on_batch_start(batch)
+        return batch
+
+    def _begin_step(self, step: int, batch: Any) -> None:
         if step > self.trainer.global_step:  # cut off, we took over what others did
             self._count_to(step)
             self._begin_epoch()
         self._step = step
+        self._extra = {}
         progress = self.epoch_loop.batch_progress
         progress.is_last_batch = self._epoch_after(step + 1) > self._epoch_after(step)
         progress.increment_ready()
+        self._tell("on_train_batch_start", batch, self.batch_idx)
         progress.increment_started()
 
     def _committed(self, step: Committed) -> None:
         """After each commit, also of steps in which no shard was ours."""
         self._begin(step.step)
-        trainer, loop = self.trainer, self.epoch_loop
+        trainer, loop, batches = self.trainer, self.epoch_loop, self._batches
+        assert batches is not None  # noqa: S101 - set up
         self._speak_up()
         if step.step > self._step:
-            self._last = None
-            trainer._logger_connector.on_batch_start(None)
-            self._begin_step(step.step)
+            self._begin_step(step.step, self._moved(batches.shard(step.step, 0)))
         optimizer = loop.automatic_optimization.optim_progress.optimizer.step
         optimizer.increment_ready()
         optimizer.increment_completed()
         loop.batch_progress.increment_processed()
-        output = {"loss": torch.tensor(step.loss)}
+        output = {**self._extra, "loss": torch.tensor(step.loss)}
         self._tell("on_train_batch_end", output, self._last, self.batch_idx)
         trainer._logger_connector.on_batch_end()
         loop.batch_progress.increment_completed()
@@ -295,6 +317,7 @@ class _ReplicaLoop(_FitLoop):  # type: ignore[misc]
             if self.trainer.global_step != self._end:
                 self._begin_epoch()
         if trainer.should_stop and self._can_stop_early:
+            self._stopped = True
             trainer.job.stop.set()  # travels with the next step, after which all stop
         if self._on_step is not None:
             self._on_step(step)
@@ -342,6 +365,30 @@ def _paced(config: Any, batches: Batches) -> Steps:
     """What the group is to step after each of its steps."""
     schedule: Steps = config.scheduler
     return schedule if config.interval == "step" else _PerEpoch(schedule, batches)
+
+
+def _write_on(trainer: Trainer) -> None:
+    """Who wrote before us wrote to files that have one name: we go on with them, for the Trainer
+    would write beside them."""
+    for saver in trainer.checkpoint_callbacks:
+        if not isinstance(saver, ModelCheckpoint) or not saver._enable_version_counter:
+            continue
+        if saver.save_last:
+            last = _newest(saver, saver.CHECKPOINT_NAME_LAST)
+            saver.last_model_path = last or saver.last_model_path
+        if saver.filename and saver.monitor is None:
+            saver.best_model_path = _newest(saver, saver.filename) or saver.best_model_path
+
+
+def _newest(saver: Any, name: str) -> str:
+    """The file of this name that was begun last, beside those of jobs before; "" if there is
+    none, or if the name is another each time."""
+    newest, version = "", saver.STARTING_VERSION
+    path = saver.format_checkpoint_name({}, name)
+    while "{" not in name and saver._fs.exists(path):
+        newest, path = path, saver.format_checkpoint_name({}, name, ver=version)
+        version += 1
+    return newest
 
 
 def _count(tracker: Any, number: int) -> None:

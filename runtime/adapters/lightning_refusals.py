@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 
 from runtime.adapters.refusals import overridden
+from runtime.data import Batches
 from runtime.job import Job
 
 #: Hooks around what the group does, of modules and callbacks alike.
@@ -139,4 +140,16 @@ def unmet_of_module(trainer: Any, *, again: bool) -> Iterator[tuple[bool, str]]:
         resumed is not None,
         f"ckpt_path={resumed!r}: the job resumes by itself from DRYDOCK_STATE_DIR; to begin with "
         "other weights load them into the module",
+    )
+
+
+def unmet_of_interval(trainer: Any, batches: Batches) -> Iterator[tuple[bool, str]]:
+    """Of how often it validates within an epoch, which is counted in steps."""
+    often, fewest = trainer.val_check_interval, batches.per_epoch // batches.global_batch
+    counts = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
+    yield (
+        counts and isinstance(often, int) and often > fewest,
+        f"val_check_interval={often}: a step is {batches.shards} of the loader's batches, so an "
+        f"epoch may have only {fewest} steps and be over before; say after how many steps, or "
+        "check_val_every_n_epoch=None to count on over its end",
     )

@@ -38,6 +38,17 @@ def tiny_model(dropout: float = 0.1) -> GPT2LMHeadModel:
     return model
 
 
+def summed_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    """The mean, by the count that a Trainer gives to a compute_loss_func."""
+    guessed = outputs.logits[:, :-1].flatten(0, 1)
+    summed = torch.nn.functional.cross_entropy(guessed, labels[:, 1:].flatten(), reduction="sum")
+    mean: torch.Tensor = summed / num_items_in_batch
+    return mean
+
+
+LOSSES: dict[str, Any] = {"of the model": None, "summed": summed_loss}
+
+
 def arguments(folder: Path, **settings: Any) -> TrainingArguments:
     usual: dict[str, Any] = {
         "use_cpu": True,

@@ -19,7 +19,7 @@ import torch  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 from runtime.adapters.huggingface import ReplicaTrainer  # noqa: E402
-from tests.runtime.adapters.hf_models import Text, arguments, tiny_model  # noqa: E402
+from tests.runtime.adapters.hf_models import LOSSES, Text, arguments, tiny_model  # noqa: E402
 
 OPTIONS: dict[str, Any] = {
     "folder": "",
@@ -33,6 +33,7 @@ OPTIONS: dict[str, Any] = {
     "even": True,
     "dropout": 0.1,
     "clamp": math.inf,
+    "loss": "of the model",
     "arguments": {},
     **job.options,
 }
@@ -50,8 +51,11 @@ class Heard(TrainerCallback):  # type: ignore[misc]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         time.sleep(4 * OPTIONS["pace_s"])
+        self.began = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        assert state.global_step == self.began + 1
+        del self.began  # each end has a beginning
         control.should_training_stop |= state.global_step == OPTIONS["stop_at"]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
@@ -113,6 +117,7 @@ def main() -> None:
         train_dataset=Text(OPTIONS["samples"], even=OPTIONS["even"]),
         eval_dataset=Text(8, even=True),
         callbacks=[Heard(), Dashboard()],
+        compute_loss_func=LOSSES[OPTIONS["loss"]],
         job=job,
         mode=OPTIONS["mode"],
         saver=runtime.Checkpointer(job, every_s=OPTIONS["checkpoint_s"]),

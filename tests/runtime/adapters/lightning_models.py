@@ -39,10 +39,10 @@ class Sums(LightningModule):  # type: ignore[misc]
             torch.nn.Linear(16, 32), torch.nn.Dropout(dropout), torch.nn.Linear(32, 1)
         )
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> dict[str, torch.Tensor]:
         loss = self._loss(batch)
         self.log("train_loss", loss, on_step=True, on_epoch=True)
-        return loss
+        return {"loss": loss, "sums": batch.sum(1)}
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.log("val_loss", self._loss(batch))

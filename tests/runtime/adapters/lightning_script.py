@@ -17,7 +17,7 @@ job = runtime.join()
 
 import torch  # noqa: E402
 from lightning.pytorch import Callback  # noqa: E402
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 
 from runtime.adapters.lightning import ReplicaTrainer  # noqa: E402
@@ -50,12 +50,20 @@ class Heard(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._note("begin", trainer)
 
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         time.sleep(OPTIONS["pace_s"])
         torch.rand(1)
+        self.began = batch_idx
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
-        self._note("step", trainer, loss=float(outputs["loss"]))
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert batch_idx == self.began
+        del self.began  # each end has a beginning
+        loss = float(outputs["loss"])
+        self._note("step", trainer, loss=loss, returned=sorted(outputs), samples=len(batch))
         trainer.should_stop = trainer.global_step == OPTIONS["stop_at"]
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -106,7 +114,11 @@ def main() -> None:
             version=job.replica if OPTIONS["numbered"] else None,
             flush_logs_every_n_steps=1,
         ),
-        callbacks=[Heard(), ModelCheckpoint(FOLDER / "saved", save_last=True)],
+        callbacks=[
+            Heard(),
+            EarlyStopping("val_loss", patience=1000),
+            ModelCheckpoint(FOLDER / "saved", "model", save_last=True),
+        ],
         **{**usual, **OPTIONS["arguments"]},
     )
     trainer.fit(module, loader(OPTIONS["samples"]), loader(8, shuffle=False))

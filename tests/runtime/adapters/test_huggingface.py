@@ -28,7 +28,7 @@ from tests.runtime.adapters.fleets import (
     one_is_lost,
     trained_as,
 )
-from tests.runtime.adapters.hf_models import Text, arguments, tiny_model
+from tests.runtime.adapters.hf_models import LOSSES, Text, arguments, tiny_model
 from tests.runtime.replicas import PATIENCE_S
 
 MakeFleet = Callable[..., ScriptFleet]
@@ -124,8 +124,23 @@ def test_checkpoints_of_the_trainer_are_written_once_and_can_be_loaded(
     assert all(torch.equal(last[name], end[name]) for name in end)
 
 
-def test_it_trains_what_a_trainer_trains(make_fleet: MakeFleet, tmp_path: Path) -> None:
-    fleet = make_fleet(SCRIPT, 2, dropout=0.0, arguments={"max_steps": 10})
+def test_who_spoke_before_leaves_the_trainers_folder_to_who_speaks(make_fleet: MakeFleet) -> None:
+    best = {"save_strategy": "best", "metric_for_best_model": "loss", "save_total_limit": 1}
+    asked = {**best, "eval_strategy": "steps", "eval_steps": 2}
+    fleet = make_fleet(SCRIPT, 2, arguments=asked)
+    one_is_lost(fleet, 0)
+    fleet.start_rank(0)
+    fleet.wait_for_members([0, 1])
+    fleet.train_on(10)
+    fleet.stop()
+
+    assert [note["first"] for note in heard(fleet, 1, "end")] == [False]
+    assert len(list((fleet.folder / "output").glob("checkpoint-*"))) == 1
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_it_trains_what_a_trainer_trains(make_fleet: MakeFleet, tmp_path: Path, loss: str) -> None:
+    fleet = make_fleet(SCRIPT, 2, dropout=0.0, loss=loss, arguments={"max_steps": 10})
     finished(fleet)
     order = runtime.Batches(samples=130, shard_size=2, seed=42).ids(0, 10).flatten().tolist()
     rows = torch.utils.data.Subset(Text(130, even=True), order)
@@ -136,6 +151,7 @@ def test_it_trains_what_a_trainer_trains(make_fleet: MakeFleet, tmp_path: Path) 
             train_sampling_strategy="sequential",
         ),
         train_dataset=rows,
+        compute_loss_func=LOSSES[loss],
     )  # fmt: skip
     plain.train()
 

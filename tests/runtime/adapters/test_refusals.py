@@ -192,6 +192,7 @@ def test_a_lightning_trainer_that_would_leave_a_card_idle_is_refused(
         (ByMetric, {}, "ReduceLROnPlateau: it steps by a metric"),
         (Sums, {"callbacks": [Watches()]}, "Watches.on_before_zero_grad: the group steps"),
         (Sums, {"val_check_interval": "00:00:10:00"}, "val_check_interval by time: replicas"),
+        (Sums, {"val_check_interval": 3}, "so an epoch may have only 2 steps and be over before"),
     ],
 )
 def test_a_lightning_module_is_refused(
