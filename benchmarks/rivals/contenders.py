@@ -41,10 +41,11 @@ class Contender:
 
 #: torchft's lighthouse, in milliseconds. The first is as short as can be without calling a replica
 #: dead that is only busy, with managers that beat so often. Where its steps begin more than that
-#: join timeout apart, as with a large state, it leaves somebody out of each quorum, hence the
-#: second. What is left out stands at its default: 5000, 60000 and 100, and 100 between two beats.
+#: join timeout apart it leaves somebody out of each quorum, hence a longer one for heavy gradients,
+#: and one that is long enough for any state. What is left out stands at its default: 5000, 60000 and 100, and 100 between two beats.
 QUICK = {"heartbeat_timeout_ms": 300, "join_timeout_ms": 100, "quorum_tick_ms": 10}
 BEAT_MS = 20
+BRISK = {**QUICK, "join_timeout_ms": 200}
 PATIENT = {**QUICK, "join_timeout_ms": 1000}
 STABLE, NIGHTLY = "torchft==0.2.0", "torchft-nightly==2026.10.26"
 
@@ -55,9 +56,11 @@ OURS = Contender("ours", "train_ours")
 BOTH = Contender("ours and plain DDP in turns", "train_both")
 OURS_REPRODUCIBLE = Contender("ours, reproducible", "train_ours", mode="reproducible")
 TORCHFT = Contender("torchft 0.2.0", "train_torchft", STABLE, QUICK, BEAT_MS)
+TORCHFT_BRISK = replace(TORCHFT, settings=BRISK)
 TORCHFT_PATIENT = replace(TORCHFT, settings=PATIENT)
 TORCHFT_DEFAULT = Contender("torchft 0.2.0, its defaults", "train_torchft", STABLE)
 TORCHFT_NIGHTLY = Contender("torchft-nightly 2026.10.26", "train_torchft", NIGHTLY, QUICK, BEAT_MS)
+NIGHTLY_BRISK = replace(TORCHFT_NIGHTLY, settings=BRISK)
 NIGHTLY_PATIENT = replace(TORCHFT_NIGHTLY, settings=PATIENT)
 NIGHTLY_DEFAULT = Contender("torchft-nightly, its defaults", "train_torchft", NIGHTLY)
 

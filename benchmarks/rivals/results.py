@@ -113,13 +113,13 @@ def _healthy_rows(
 
 def _kill(bench: Bench, plan: Plan, say: Callable[[str], None]) -> list[dict[str, Any]]:
     rivals = [who.TORCHFT, who.TORCHFT_NIGHTLY]
-    patient = [who.TORCHFT_PATIENT, who.NIGHTLY_PATIENT]
+    brisk = [who.TORCHFT_BRISK, who.NIGHTLY_BRISK]
     as_they_come = [who.TORCHFT_DEFAULT, who.NIGHTLY_DEFAULT, who.DDP]
     rows = []
     # Of three replicas each is a neighbour of the dead one and hears at once: torchft's best case.
     for replicas, traffic, ours, theirs, others in (
         (plan.replicas, "light", plan.our_kills, rivals, as_they_come),
-        (plan.replicas, "heavy", plan.our_kills, patient, as_they_come),
+        (plan.replicas, "heavy", plan.our_kills, brisk, as_they_come),
         (3, "light", plan.rival_kills // 4, rivals, []),
         (3, "heavy", plan.rival_kills // 4, rivals, []),
     ):
