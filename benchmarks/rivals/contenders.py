@@ -42,7 +42,8 @@ class Contender:
 #: torchft's lighthouse, in milliseconds. The first is as short as can be without calling a replica
 #: dead that is only busy, with managers that beat so often. Where its steps begin more than that
 #: join timeout apart it leaves somebody out of each quorum, hence a longer one for heavy gradients,
-#: and one that is long enough for any state. What is left out stands at its default: 5000, 60000 and 100, and 100 between two beats.
+#: and one that is long enough for any state. What is left out stands at its default: 5000, 60000
+#: and 100, and 100 between two beats.
 QUICK = {"heartbeat_timeout_ms": 300, "join_timeout_ms": 100, "quorum_tick_ms": 10}
 BEAT_MS = 20
 BRISK = {**QUICK, "join_timeout_ms": 200}
