@@ -178,7 +178,7 @@ def say(options: argparse.Namespace, told: str) -> None:
     stream.flush()
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
+def parser_of_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m runtime.torture",
         description="Break a training job at random and at named phases, then judge it.",
@@ -222,6 +222,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--keep", action="store_true", help="keep the logs though all is well")
     add("--json", action="store_true", help="one object on standard output, and nothing else there")
     add("arguments", nargs="*", help="after --: given to the script")
+    return parser
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The options, with the settings of the plan in `settings`; ends where they make no sense."""
+    parser = parser_of_options()
     options = parser.parse_args(words)
     if not options.script.is_file():
         parser.error(f"there is no script {options.script}")
