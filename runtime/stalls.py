@@ -7,7 +7,6 @@ life, and nobody makes a step until somebody looks.
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 import threading
 import time
@@ -15,8 +14,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-
-log = logging.getLogger("drydock.stalls")
 
 #: A step that takes longer than this many usual ones is none that is merely long.
 TIMES = 20.0
@@ -84,7 +81,7 @@ class Stalls:
         if lasted <= self._too_long_s():
             return
         self._told_of = since
-        self._tell(
+        self._trouble(
             "stalled",
             f"this rank's part of a step has taken {lasted:.0f} s, where it usually takes "
             f"{self._usual_s:.2g} s; its training thread is at {where(self._training)}",
@@ -100,7 +97,7 @@ class Stalls:
 
     def _note(self, began: float, lasted_s: float, counts: bool) -> None:
         if self._told_of == began:
-            self._tell(
+            self._trouble(
                 "stall_over", f"that part of the step came to its end after {lasted_s:.0f} s"
             )
         self._steps += counts
@@ -111,9 +108,6 @@ class Stalls:
         if not counts:
             return
         self._usual_s += WEIGHT * (min(lasted_s, TIMES * self._usual_s) - self._usual_s)
-
-    def _tell(self, kind: str, text: str) -> None:
-        self._trouble(kind, text)
 
     def _run(self) -> None:
         while not self._ended.wait(LOOK_S):

@@ -8,7 +8,6 @@ can read. The script makes its steps itself: this only counts, saves, tells and 
 from __future__ import annotations
 
 import json
-import logging
 import random
 import sys
 import time
@@ -47,7 +46,6 @@ from runtime.replica.telling import Teller
 from runtime.snapshot import Copying, digest_of, room_for, state_of
 from runtime.stalls import Stalls
 
-log = logging.getLogger("drydock.whole")
 
 #: Step, name and tier of a checkpoint.
 Found = tuple[int, str, TierName]
@@ -200,7 +198,6 @@ class WholeJob:
         """To each tier that has not the last step yet, also where saving it has failed; to none if
         nobody knows which step that is."""
         if self._in_step:
-            log.warning("left_in_a_step %s", self._left_in_a_step())
             self.job.trouble("left_in_a_step", self._left_in_a_step())
             return
         tiers, delivery = self.saver.tiers, self.saver.delivery

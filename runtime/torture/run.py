@@ -277,6 +277,7 @@ class Run:
         time.sleep(made.fault.seconds if kind.on_coordinator else AWAY_S)
         if kind.on_coordinator and made.fault.ending == "woken":
             coordinator.send_signal(signal.SIGCONT)
+            self._coordinator_struck = False
         else:
             self.until(lambda: coordinator.poll() is not None, "the coordinator is dead")
             self._start_coordinator()
