@@ -46,7 +46,6 @@ from runtime.replica.telling import Teller
 from runtime.snapshot import Copying, digest_of, room_for, state_of
 from runtime.stalls import Stalls
 
-
 #: Step, name and tier of a checkpoint.
 Found = tuple[int, str, TierName]
 #: Peers' memory is no tier here: nobody of such a job lives on to give it back.
