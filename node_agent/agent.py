@@ -18,9 +18,9 @@ from node_agent import __version__, field_diagnostic, wire
 from node_agent.collectors import Hardware, HardwareUnknown, ResetFailed, kmsg, reset_marks
 from node_agent.collectors.repeats import Told
 from node_agent.commands import Commands
-from node_agent.config import load_config
+from node_agent.config import Config, ConfigError, load_config
 from node_agent.diagnostics import diagnose
-from node_agent.files import write_atomically
+from node_agent.files import TakenByAnother, take_alone, write_atomically
 from node_agent.hardware import open_hardware
 from node_agent.identity import Identity, identify
 from node_agent.link import Backoff, Link, Refused, Unreachable
@@ -30,6 +30,7 @@ from node_agent.spool import Spool
 from node_agent.supervisor import Supervisor
 from node_agent.threads import Wake, start_thread
 
+LOCK_FILE = "agent.lock"
 POLL_WAIT_S = 20.0
 REPEATED_PAUSE_S = 0.5
 #: A beat that got no answer by then is given up: the next one is worth more.
@@ -47,6 +48,7 @@ class Agent:
         self._config = config = load_config(config_path)
         set_level(config.log_level)
         config.state_dir.mkdir(parents=True, exist_ok=True)
+        self._lock = _only_one(config_path, config)
         self._boot_id = config.boot_id_path.read_text().strip()
         self._wake = Wake()
         self._stopped = threading.Event()
@@ -332,3 +334,18 @@ class Agent:
         while not self._stopping and time.monotonic() < deadline:
             self._wake.wait(deadline - time.monotonic())
         return self._stopping
+
+
+def _only_one(config_path: Path, config: Config) -> int:
+    """Hold the state folder for as long as this process lives. Raises ConfigError.
+
+    Its journals say which orders were executed already: two agents that each rewrite them would
+    lose each other's lines, and execute an order twice.
+    """
+    try:
+        return take_alone(config.state_dir / LOCK_FILE)
+    except TakenByAnother as error:
+        raise ConfigError(
+            f"{config_path}: another agent (pid {error}) works in `state_dir`"
+            f" {config.state_dir}: end that one first, or give this one a folder of its own"
+        ) from error

@@ -1,4 +1,5 @@
-"""Files that survive a crash: whole-file replacement, and an append-only journal of JSON lines.
+"""Files that survive a crash: whole-file replacement, an append-only journal of JSON lines, and a
+lock that is gone with whoever held it.
 
 Never leaves a half-written file under its real name, and never reads a torn line as a whole one.
 Standard library only.
@@ -6,6 +7,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterable
@@ -36,6 +38,28 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+class TakenByAnother(Exception):
+    """Another process has the file; the message is its pid."""
+
+
+def take_alone(path: Path) -> int:
+    """Have `path` to ourselves until this process is gone. Raises TakenByAnother.
+
+    The kernel lets go of it when we die, however we die: a lock left behind is nobody's. Returns
+    the descriptor that holds it; whoever closes it lets go.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        pid = os.pread(fd, 20, 0).decode().strip()
+        os.close(fd)
+        raise TakenByAnother(pid or "not yet written") from error
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
 
 
 class Journal:

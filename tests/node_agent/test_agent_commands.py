@@ -11,7 +11,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node_agent import procfs, wire
-from tests.node_agent.fleet import Node, eventually
+from tests.node_agent.fleet import DEADLINE_S, Node, eventually
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,20 @@ def test_a_repeated_id_is_known_after_the_agent_was_killed(agent: Node) -> None:
 
     assert agent.plane.results[1] == agent.plane.results[0]
     assert not procfs.with_environment("DRYDOCK_PLACEMENT", "p-2")
+
+
+def test_a_second_agent_in_the_same_folder_says_so_and_ends(agent: Node) -> None:
+    first = agent.process
+    assert first is not None
+    agent.start()
+    second = agent.process
+    assert second is not None
+    status = second.wait(DEADLINE_S)
+    agent.process = first
+
+    assert status == 78
+    assert f"another agent (pid {first.pid})" in agent.log("cannot_start")[0]["error"]
+    assert agent.plane.result(agent.plane.send(agent.rank())).state == "done"
 
 
 def test_a_forged_command_does_not_use_up_the_id_of_the_genuine_one(agent: Node) -> None:
