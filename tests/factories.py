@@ -145,6 +145,7 @@ class NodeFactory(RowFactory[fleet.Node]):
     address = "127.0.0.1"
     state = NodeState.AVAILABLE
     state_since = _now
+    admitted_at = _in(hours=-1)
     public_key = LazyFunction(lambda: base64.b64encode(secrets.token_bytes(32)).decode())
     boot_id = LazyFunction(lambda: secrets.token_hex(16))
     booted_at = _in(hours=-1)

@@ -99,6 +99,8 @@ class Node(models.Model):
     state_reason = models.TextField(blank=True)
     #: A transient state falls into its failed twin at this moment.
     state_deadline = models.DateTimeField(null=True, blank=True)
+    #: When it first passed its diagnostics; nobody ever counted on one that has not.
+    admitted_at = models.DateTimeField(null=True, blank=True)
     spare = models.BooleanField(default=False)
     #: A person said: hands off.
     hold_reason = models.TextField(blank=True)

@@ -15,7 +15,7 @@ from django.db.models import Q, QuerySet
 from django.utils import timezone
 
 from controlplane.fleet.actions.nodes import OUR_DRAIN
-from controlplane.fleet.choices import IN_SERVICE, TAKEN_OUT
+from controlplane.fleet.choices import IN_SERVICE, TAKEN_OUT, NodeState
 from controlplane.fleet.models import Cluster, MaintenanceWindow, Node
 from controlplane.incidents.choices import Mode, Scope
 from controlplane.incidents.models import (
@@ -25,6 +25,9 @@ from controlplane.incidents.models import (
     PlaybookRun,
     Reservation,
 )
+
+#: States of a node that is out for repair, its test on the way back included: it may fail that.
+OUT = sorted(TAKEN_OUT | {NodeState.VALIDATING})
 
 #: Where no limit is set for a cluster, these settings hold.
 DEFAULT_LIMITS: dict[Scope, str] = {
@@ -230,13 +233,17 @@ def _uses_with(node: Node, code: str, job_id: str | None) -> list[BudgetUse]:
 
 
 def _out_nodes(cluster_id: str) -> list[_Out]:
-    """Nodes that automation has in hand or that are out for repair already, each once."""
+    """Nodes that automation has in hand or that are out for repair already, each once.
+
+    One that was never in service is missed nowhere: new nodes that fail their first diagnostics
+    must not stop the repair of others.
+    """
     held = Reservation.objects.filter(cluster_id=cluster_id, released_at=None)
     out = {
         node_id: _Out(node_id, rack_id, job_id, code)
         for node_id, rack_id, job_id, code in held.values_list("node", "rack", "job", "code")
     }
-    taken = Node.objects.filter(cluster_id=cluster_id, state__in=sorted(TAKEN_OUT))
+    taken = Node.objects.filter(cluster_id=cluster_id, state__in=OUT, admitted_at__isnull=False)
     for node_id, rack_id in taken.values_list("pk", "rack"):
         out.setdefault(node_id, _Out(node_id, rack_id, None, ""))
     return list(out.values())

@@ -251,6 +251,24 @@ def test_what_pages_show_of_budgets_is_what_the_guards_count(cluster: Cluster) -
     assert (use.scope, use.used, use.limit) == (Scope.CLUSTER, 1, 2)
 
 
+def test_a_node_that_is_tested_on_its_way_back_is_still_out(cluster: Cluster) -> None:
+    soon = timezone.now() + timedelta(hours=1)
+    NodeFactory(cluster=cluster, state=NodeState.VALIDATING, state_deadline=soon)
+    NodeFactory(cluster=cluster, state=NodeState.QUARANTINED)
+    run = request(cluster)
+    drain(run)
+    assert (acted, run.state) == ([], RunState.RUNNING)
+    assert "limit 2" in first_words(run)
+
+
+def test_new_nodes_that_fail_their_first_diagnostics_stop_no_repair(cluster: Cluster) -> None:
+    soon = timezone.now() + timedelta(hours=1)
+    new = {"cluster": cluster, "admitted_at": None}
+    NodeFactory(**new, state=NodeState.VALIDATING, state_deadline=soon)
+    NodeFactory.create_batch(2, **new, state=NodeState.VALIDATION_FAILED)
+    assert drain(request(cluster)).state == RunState.SUCCEEDED
+
+
 # --- breakers -------------------------------------------------------------------------------------
 
 

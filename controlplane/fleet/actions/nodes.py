@@ -60,7 +60,11 @@ def transition(
     node.state_since = now
     node.state_reason = reason
     node.state_deadline = None if deadline_s is None else now + timedelta(seconds=deadline_s)
-    node.save(update_fields=["state", "state_since", "state_reason", "state_deadline"])
+    if to == NodeState.AVAILABLE and node.admitted_at is None:
+        node.admitted_at = now
+    node.save(
+        update_fields=["state", "state_since", "state_reason", "state_deadline", "admitted_at"]
+    )
     audit(
         actor,
         "node.transition",

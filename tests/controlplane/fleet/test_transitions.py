@@ -105,6 +105,20 @@ def test_the_audit_trail_folds_to_the_state(path: list[NodeState]) -> None:
 
 
 @pytest.mark.django_db
+def test_a_node_is_admitted_once_when_it_first_may_take_work() -> None:
+    node = NodeFactory(state=NodeState.ENROLLED, admitted_at=None)
+    actions.transition(SYSTEM, node.pk, NodeState.VALIDATING, reason="test", deadline_s=60.0)
+    node.refresh_from_db()
+    untested = node.admitted_at
+    first = actions.transition(SYSTEM, node.pk, NodeState.AVAILABLE, reason="test").admitted_at
+    actions.transition(SYSTEM, node.pk, NodeState.ALLOCATED, reason="test")
+    again = actions.transition(SYSTEM, node.pk, NodeState.AVAILABLE, reason="test").admitted_at
+    assert untested is None
+    assert first is not None
+    assert again == first
+
+
+@pytest.mark.django_db
 def test_a_transient_state_past_its_deadline_falls_into_its_twin() -> None:
     node = NodeFactory(state=NodeState.QUARANTINED)
     actions.transition(SYSTEM, node.pk, NodeState.REPAIRING, reason="test", deadline_s=0.0)
