@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from django.db.models import Q
 from django.utils import timezone
 
 from controlplane.accounts import actions as accounts
@@ -76,10 +77,14 @@ def resume() -> None:
     """Take up what the last run of the product left, before anything is started.
 
     The fleet went down with it: no rank is alive, and no node's silence means anything yet. Jobs
-    are started anew as a whole, from their newest checkpoint, once their nodes are heard again.
+    that our agents ran are started anew as a whole, from their newest checkpoint, once their nodes
+    are heard again; what nobody had started stays so.
     """
     fleet_actions.extend_leases(ENROL_DEADLINE_S)
-    for job in Job.objects.filter(state__in=JOB_ACTIVE):
+    going_on = Q(state=JobState.STARTING) | Q(state=JobState.RUNNING)
+    # One without a coordinator is still to be started by a person, or is another scheduler's.
+    ours = Q(state=JobState.STARTING) | ~Q(coordinator_address="")
+    for job in Job.objects.filter(going_on & ours):
         incidents.restart_job(SYSTEM, job.pk, reason="the machine was stopped")
 
 
@@ -115,7 +120,10 @@ def admit_fleet(plans: list[NodePlan], say: Say) -> None:
 
 
 def start_job(say: Say) -> Job:
-    """Start the demo job, unless it is being resumed already; return once it trains."""
+    """Start the demo job, unless it is being resumed already; return once it trains.
+
+    One that was ended is somebody's decision, and is left alone.
+    """
     job = Job.objects.filter(name=JOB_NAME, cluster__name=MAIN_CLUSTER).first()
     if job is None:
         cluster = Cluster.objects.get(name=MAIN_CLUSTER)
@@ -127,7 +135,14 @@ def start_job(say: Say) -> Job:
             world_replicas=REPLICAS,
             options={"nice": RANK_NICE},
         )
+    if job.state == JobState.PENDING:
         incidents.start_job(SYSTEM, job.pk)
+    elif job.state not in JOB_ACTIVE:
+        say(
+            f"{job.name} is {job.get_state_display().lower()}: it is left alone (`make reset` "
+            "begins anew, without what was recorded)"
+        )
+        return job
     return _await_first_steps(job, say)
 
 
