@@ -54,6 +54,7 @@ ORDERS: dict[str, Order] = {
         Order("reset", "Reset GPUs", "Resets its cards; what runs on them is ended."),
         Order("reboot", "Reboot", "Restarts it through its chassis; what runs there is ended."),
         Order("return", "Return", "Validates it and gives it back to the fleet.", False),
+        Order("retire", "Retire", "Strikes it off the fleet for good; its history stays."),
         Order("hold", "Hold", "Automation keeps its hands off until it is released.", False),
         Order("release", "Release", "Lifts the hold: automation may act on it again.", False),
         Order(

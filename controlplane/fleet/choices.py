@@ -40,7 +40,9 @@ STABLE = frozenset(NodeState) - TRANSIENT
 EDGES: dict[NodeState, frozenset[NodeState]] = {
     _S.ENROLLED: frozenset({_S.VALIDATING, _S.RETIRED}),
     _S.VALIDATING: frozenset({_S.AVAILABLE, _S.VALIDATION_FAILED, _S.QUARANTINED}),
-    _S.VALIDATION_FAILED: frozenset({_S.VALIDATING, _S.QUARANTINED, _S.REPAIRING, _S.RMA}),
+    _S.VALIDATION_FAILED: frozenset(
+        {_S.VALIDATING, _S.QUARANTINED, _S.REPAIRING, _S.RMA, _S.RETIRED}
+    ),
     _S.AVAILABLE: frozenset({_S.ALLOCATED, _S.SUSPECT, _S.DRAINING, _S.QUARANTINED}),
     _S.ALLOCATED: frozenset({_S.AVAILABLE, _S.SUSPECT, _S.DRAINING, _S.QUARANTINED}),
     _S.SUSPECT: frozenset({_S.VALIDATING, _S.DRAINING, _S.QUARANTINED}),
@@ -48,7 +50,7 @@ EDGES: dict[NodeState, frozenset[NodeState]] = {
     _S.DRAIN_FAILED: frozenset({_S.DRAINING, _S.QUARANTINED}),
     _S.QUARANTINED: frozenset({_S.REPAIRING, _S.VALIDATING, _S.RMA, _S.RETIRED}),
     _S.REPAIRING: frozenset({_S.VALIDATING, _S.REPAIR_FAILED}),
-    _S.REPAIR_FAILED: frozenset({_S.REPAIRING, _S.VALIDATING, _S.RMA}),
+    _S.REPAIR_FAILED: frozenset({_S.REPAIRING, _S.VALIDATING, _S.RMA, _S.RETIRED}),
     _S.RMA: frozenset({_S.VALIDATING, _S.RETIRED}),
     _S.RETIRED: frozenset(),
 }

@@ -250,6 +250,7 @@ class Nodes(fleet.Nodes):
     reset = _order("reset", "Reset a node's GPUs")
     reboot = _order("reboot", "Reboot a node")
     return_node = _order("return", "Validate a node and give it back", path="return")
+    retire = _order("retire", "Strike a node that is out off the fleet; its history stays")
 
 
 def _plan_of_move(job: Job, order: dict[str, Any]) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from controlplane.errors import Conflict
-from controlplane.fleet.choices import IN_SERVICE, NodeState
+from controlplane.fleet.choices import EDGES, IN_SERVICE, NodeState
 from controlplane.fleet.models import Gpu, Node
 from controlplane.incidents import limits, pricing
 from controlplane.incidents.choices import Mode
@@ -25,6 +25,7 @@ NODE_ORDERS: dict[str, str] = {
     "reset": "reset-node",
     "reboot": "reboot-node",
     "return": "return-node",
+    "retire": "retire-node",
 }
 #: The states of a node in which each order makes sense; `diagnose` leaves the state as it is.
 _OUT = frozenset(
@@ -42,7 +43,9 @@ ORDER_STATES: dict[str, frozenset[NodeState]] = {
     "diagnose": frozenset(NodeState) - {NodeState.RETIRED},
     "reset": IN_SERVICE | _OUT,
     "reboot": IN_SERVICE | _OUT,
-    "return": _OUT | {NodeState.RMA},
+    # One whose drain failed may hold work yet: it is quarantined first.
+    "return": _OUT - {NodeState.DRAIN_FAILED} | {NodeState.ENROLLED, NodeState.RMA},
+    "retire": frozenset(state for state in NodeState if NodeState.RETIRED in EDGES[state]),
 }
 #: Where a job has not been started before: how long a lost replica is away, in seconds.
 TYPICAL_ABSENCE_S = 60.0

@@ -8,7 +8,7 @@ import pytest
 from django.utils import timezone
 
 from controlplane.accounts.choices import ActorKind
-from controlplane.accounts.models import Actor, AuditEvent
+from controlplane.accounts.models import SYSTEM, Actor, AuditEvent
 from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import NodeState
@@ -16,7 +16,7 @@ from controlplane.fleet.models import Command, Node
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import IncidentState, RunState
 from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
-from controlplane.incidents.plans import NODE_ORDERS, plan_of_order
+from controlplane.incidents.plans import NODE_ORDERS, ORDER_STATES, plan_of_order
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Job, Placement
 from node_agent import wire
@@ -168,6 +168,40 @@ def test_an_order_that_its_state_does_not_allow_is_refused_at_once(world: World,
     Node.objects.filter(pk=world.spares[0].pk).update(state=state)
     with pytest.raises(Conflict, match="cannot"):
         incidents.order_node(PERSON, world.spares[0].pk, verb, "because")
+
+
+#: Where each order has brought its node once the workers have done what they can.
+LEADS_TO = {
+    "drain": NodeState.QUARANTINED,
+    "quarantine": NodeState.QUARANTINED,
+    "reset": NodeState.REPAIRING,
+    "reboot": NodeState.REPAIRING,
+    "return": NodeState.VALIDATING,
+    "retire": NodeState.RETIRED,
+}
+
+
+@pytest.mark.parametrize(
+    ("verb", "state"), [(verb, state) for verb in LEADS_TO for state in sorted(ORDER_STATES[verb])]
+)
+def test_an_order_that_a_state_allows_leads_where_it_says(
+    world: World, verb: str, state: NodeState
+) -> None:
+    node = world.spares[0]
+    Node.objects.filter(pk=node.pk).update(state=state)
+    order(node, verb)
+    assert state_of(node) == LEADS_TO[verb]
+
+
+def test_a_node_that_is_to_be_repaired_is_not_retired_meanwhile(world: World) -> None:
+    node = world.spares[0]
+    incidents.repair_node(SYSTEM, node.pk, None, "it is slow")
+    Node.objects.filter(pk=node.pk).update(state=NodeState.REPAIR_FAILED)
+    PlaybookRun.objects.update(state=RunState.NEEDS_OPERATOR)
+    run = order(node, "retire")
+    run.refresh_from_db()
+    assert (state_of(node), run.state) == (NodeState.REPAIR_FAILED, RunState.FAILED)
+    assert "cancel it" in run.state_reason
 
 
 def test_what_a_person_ordered_carries_their_name(world: World) -> None:

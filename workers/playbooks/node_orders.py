@@ -1,4 +1,4 @@
-"""What people order for a node: drain, quarantine, diagnose, reset, reboot, return.
+"""What people order for a node: drain, quarantine, diagnose, reset, reboot, return, retire.
 
 They have read the dry run, so the guards do not hold them up; everything else is as in a repair.
 """
@@ -10,12 +10,14 @@ from datetime import timedelta
 from django.db.models import QuerySet
 from django.utils import timezone
 
+from controlplane.accounts.models import SYSTEM
 from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet
+from controlplane.fleet.actions.nodes import OUR_DRAIN
 from controlplane.fleet.choices import COMMAND_FINISHED, CommandState, NodeState, Rung
 from controlplane.fleet.models import Command
 from controlplane.incidents import actions as incidents
-from controlplane.incidents.choices import RUN_ACTIVE, Effect
+from controlplane.incidents.choices import RUN_ACTIVE, RUN_UNFINISHED, Effect
 from controlplane.incidents.models import PlaybookRun
 from controlplane.incidents.moves import AS_WHOLE, SAVE_S, plan_move
 from controlplane.jobs.choices import PlacementState
@@ -26,6 +28,7 @@ from workers.playbooks.base import (
     Ask,
     Done,
     End,
+    Fail,
     Outcome,
     Playbook,
     StepContext,
@@ -100,7 +103,34 @@ def _move_of_all(moves: QuerySet[PlaybookRun]) -> PlaybookRun | None:
 
 
 def end_quarantined(ctx: StepContext) -> Outcome:
-    return End(text=f"{node_steps.node_of(ctx).name} stays quarantined until somebody returns it")
+    node = node_steps.node_of(ctx)
+    text = f"{node.name} stays quarantined until somebody returns it"
+    if node.state != NodeState.VALIDATION_FAILED:
+        return End(text=text)
+    reason = str(ctx.values.get("reason", ""))
+
+    def apply() -> None:
+        """It was out already, and empty: only its state is to say so."""
+        fleet.transition(node_steps.actor_of(ctx), node.pk, NodeState.QUARANTINED, reason=reason)
+        if not node.drained_by:
+            fleet.set_drained_by(SYSTEM, node.pk, f"{OUR_DRAIN}{ctx.run.pk}", reason)
+
+    return End(text=text, apply=apply)
+
+
+def retire(ctx: StepContext) -> Outcome:
+    """Strike the node off, unless a run that is not over has something in mind for it."""
+    node = node_steps.node_of(ctx)
+    others = PlaybookRun.objects.filter(node=node, state__in=sorted(RUN_UNFINISHED))
+    other = others.exclude(pk=ctx.run.pk).first()
+    if other is not None:
+        return Fail(text=f"“{other.title}” is not over: cancel it, then retire {node.name}")
+    reason = str(ctx.values.get("reason", ""))
+
+    def apply() -> None:
+        fleet.transition(node_steps.actor_of(ctx), node.pk, NodeState.RETIRED, reason=reason)
+
+    return Done(text=f"{node.name} is retired; its history stays", apply=apply)
 
 
 def choose_reset(_ctx: StepContext) -> Outcome:
@@ -252,5 +282,18 @@ PLAYBOOKS = (
         "Validates a node that is out, and returns it to service.",
         _VALIDATE,
         _RETURN,
+    ),
+    _order(
+        "retire-node",
+        "Strikes a node that is out off the fleet for good.",
+        StepDefinition(
+            key="retire",
+            title="Retire it",
+            act=retire,
+            effect=Effect.IDEMPOTENT,
+            prose="Mark it retired. Nothing expects it any more and no limit counts it; its "
+            "history, and that of its cards, stays.",
+            undo="Enrol the machine anew, under another name.",
+        ),
     ),
 )

@@ -108,7 +108,7 @@ def enroll(message: wire.Enroll) -> Node:
             409,
             "name_taken",
             "name",
-            f"cluster has a node {message.name!r} already; retire it or choose another name",
+            f"cluster has a node {message.name!r} on record; choose another name",
         )
     now = timezone.now()
     node = Node.objects.create(

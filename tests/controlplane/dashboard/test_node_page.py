@@ -136,7 +136,7 @@ def test_a_long_time_is_told_in_a_bounded_number_of_points(viewer: Client, fleet
 # --- Orders ---------------------------------------------------------------------------------------
 
 #: States in which an order makes sense, where a node at work is none.
-STATES = {"return": "quarantined"}
+STATES = {"return": "quarantined", "retire": "quarantined"}
 
 
 @pytest.mark.parametrize("verb", list(NODE_ORDERS))

@@ -54,6 +54,11 @@ def _return(world: World) -> Order:
     return Order(f"{world.path('nodes')}/return", status=202)
 
 
+def _retire(world: World) -> Order:
+    _changed(world, "nodes", state="quarantined")
+    return Order(f"{world.path('nodes')}/retire", status=202)
+
+
 def _release(world: World) -> Order:
     _changed(world, "nodes", hold_reason="hands off")
     return Order(f"{world.path('nodes')}/release")
@@ -137,6 +142,7 @@ ORDERS: dict[str, Callable[[World], Order]] = {
     "nodes/reboot": _on("nodes", "reboot", status=202),
     "nodes/release": _release,
     "nodes/reset": _on("nodes", "reset", status=202),
+    "nodes/retire": _retire,
     "nodes/return_node": _return,
     "playbooks/mode": _mode,
     "rma-cases/close": _on("rma-cases", "close"),
