@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
+from django.apps import apps
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +14,7 @@ from controlplane.errors import Conflict
 from controlplane.fleet import actions
 from controlplane.fleet.choices import COLOURS, EDGES, FAILED_TWIN, STABLE, TRANSIENT, NodeState
 from controlplane.fleet.models import Node
-from tests.factories import NodeFactory
+from tests.factories import AuditEventFactory, NodeFactory
 
 NO_FIXTURE_RESET = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -116,6 +119,20 @@ def test_a_node_is_admitted_once_when_it_first_may_take_work() -> None:
     assert untested is None
     assert first is not None
     assert again == first
+
+
+@pytest.mark.django_db
+def test_an_upgrade_reads_from_the_trail_which_nodes_were_admitted() -> None:
+    served, new = NodeFactory.create_batch(2, admitted_at=None)
+    for node, state in [(served, "validating"), (served, "available"), (new, "validating")]:
+        AuditEventFactory(
+            verb="node.transition", object_type="node", object_id=node.pk, after={"state": state}
+        )
+    import_module("controlplane.fleet.migrations.0005_admitted").read_the_trail(apps, None)
+    served.refresh_from_db()
+    new.refresh_from_db()
+    assert served.admitted_at is not None
+    assert new.admitted_at is None
 
 
 @pytest.mark.django_db

@@ -73,7 +73,7 @@ def test_a_demo_job_that_was_ended_is_left_alone(
 ) -> None:
     monkeypatch.setattr(demo, "FIRST_STEPS_DEADLINE_S", 0)
     ended = JobFactory(
-        name=demo.JOB_NAME, cluster=ClusterFactory(name=demo.MAIN_CLUSTER), state=state
+        name=demo.JOB_NAME, cluster=ClusterFactory(name=fleet.MAIN_CLUSTER), state=state
     )
     said: list[str] = []
     assert demo.start_job(said.append) == ended
@@ -90,7 +90,7 @@ def test_a_demo_job_that_was_registered_and_not_started_is_started(
     monkeypatch.setattr(demo, "FIRST_STEPS_DEADLINE_S", 0)
     job = JobFactory(
         name=demo.JOB_NAME,
-        cluster=ClusterFactory(name=demo.MAIN_CLUSTER),
+        cluster=ClusterFactory(name=fleet.MAIN_CLUSTER),
         state=JobState.PENDING,
     )
     with pytest.raises(demo.DemoError):  # nobody is there to start it in this test
