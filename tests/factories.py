@@ -444,6 +444,9 @@ class PlaybookFactory(RowFactory[incidents.Playbook]):
     version = 1
     summary = "Does a thing."
     deadline_s = 1800.0
+    steps = LazyFunction(
+        lambda: [{"key": "do", "title": "Do it", "disruptive": True, "does": ["reboot {node}"]}]
+    )
 
 
 class ApprovalFactory(RowFactory[incidents.Approval]):

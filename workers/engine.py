@@ -27,6 +27,7 @@ from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import (
     RUN_ACTIVE,
     STEP_FINISHED,
+    Effect,
     EntryKind,
     RunState,
     StepState,
@@ -120,7 +121,8 @@ def claim(owner: str) -> PlaybookStep | None:
     """Lock the step that has been due longest; None if none is.
 
     A disruptive step passes the guards in this same transaction; one that they do not let go comes
-    back in another state than running, with the reason. One that is moot is not shown to them.
+    back in another state than running, with the reason. One that is moot is not shown to them. Of a
+    playbook that has no such step they are asked before it begins one that acts.
     """
     now = timezone.now()
     step = (
@@ -135,8 +137,15 @@ def claim(owner: str) -> PlaybookStep | None:
     definition = _definition(step)
     if definition is not None and definition.disruptive:
         moot = not guards.have_let_go(step.run) and _looks_moot(step, definition)
-        if not moot and not _guards_let_go(step, now):
+        words = PLAYBOOKS[step.run.playbook].does(step.run.context)
+        if not moot and not _let_go(step, guards.judge(step.run, words), now):
             return step
+    elif (
+        definition is not None
+        and _begins_to_act(step, definition)
+        and not _let_go(step, guards.judge_gentle(step.run), now)
+    ):
+        return step
     if step.state == StepState.READY:
         step.attempts += 1
     step.state = StepState.RUNNING
@@ -176,6 +185,13 @@ def work_is_due(now: datetime) -> bool:
 def _definition(step: PlaybookStep) -> StepDefinition | None:
     playbook = PLAYBOOKS.get(step.run.playbook)
     return playbook.step(step.key) if playbook else None
+
+
+def _begins_to_act(step: PlaybookStep, definition: StepDefinition) -> bool:
+    """Whether it is the first look of a step that does something, in a playbook without disruptive
+    ones. One that waits has begun."""
+    acts = step.state == StepState.READY and definition.effect != Effect.NONE
+    return acts and not PLAYBOOKS[step.run.playbook].disruptive
 
 
 def _looks_moot(step: PlaybookStep, definition: StepDefinition) -> bool:
@@ -394,11 +410,9 @@ def _ask(run: PlaybookRun, step: PlaybookStep, text: str) -> None:
     _tell(run, step, f"needs a person: {text}")
 
 
-def _guards_let_go(step: PlaybookStep, now: datetime) -> bool:
-    """Ask the guards; where they do not say go, write down what they said instead."""
+def _let_go(step: PlaybookStep, verdict: guards.Verdict, now: datetime) -> bool:
+    """Whether the guards said go; where they did not, what they said is written down."""
     run = step.run
-    playbook = PLAYBOOKS[run.playbook]
-    verdict = guards.judge(run, playbook.does(run.context))
     if verdict.word == "go":
         if verdict.context:
             run.context = {**run.context, **verdict.context}

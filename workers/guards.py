@@ -76,6 +76,16 @@ def judge(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Verdict:
     return _reserve(run, node, code, job_id) or Verdict("go", context=context)
 
 
+def judge_gentle(run: PlaybookRun) -> Verdict:
+    """Whether a run of a playbook that disrupts nothing may do what it is there for.
+
+    It takes no node out, so all that may speak against it is that somebody switched it off.
+    """
+    if run.requested_by or limits.mode_of(run.cluster_id, run.playbook) != Mode.OFF:
+        return GO
+    return Verdict("ask", f"the playbook is switched off in {run.cluster.name}")
+
+
 def attempts_at(node: Node, rung: Rung, gpu_uuid: str = "") -> int:
     """How often this rung was tried in 24 hours: on the card that failed, or on the worst card."""
     since = timezone.now() - timedelta(hours=24)

@@ -190,7 +190,6 @@ def _page(request: HttpRequest, found: Cluster | None, status: int = 200) -> Htt
         runs = runs_for(request.user).filter(cluster=found)
         return base | {
             "rows": selectors.playbooks_in(found),
-            "modes": Mode,
             "budgets": selectors.budgets_in(found),
             "reservations": selectors.reservations_in(found),
             "breakers": limits.open_breakers([found.id]),

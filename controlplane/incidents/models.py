@@ -248,6 +248,11 @@ class Playbook(models.Model):
     def disruptive(self) -> bool:
         return any(step["disruptive"] for step in self.steps)
 
+    @property
+    def acts(self) -> bool:
+        """Whether any step does more than to read and decide."""
+        return any(step["effect"] != Effect.NONE.label for step in self.steps)
+
 
 class PlaybookMode(models.Model):
     """How far a playbook may go by itself in one cluster; without a row it is automatic."""

@@ -20,6 +20,7 @@ from controlplane.incidents.models import (
     RmaCase,
     TimelineEntry,
 )
+from controlplane.incidents.modes import modes_of
 from controlplane.rest.serializers import Body, Reasoned, RowSerializer
 
 
@@ -255,11 +256,12 @@ class PlaybookSerializer(RowSerializer):
     @extend_schema_field(PlaybookModeRow(many=True))
     def get_modes(self, playbook: Playbook) -> list[dict[str, str]]:
         told: dict[tuple[str, str], str] = self.context["modes"]
+        modes = modes_of(playbook)
         return [
             {
                 "cluster_id": pk,
                 "cluster_name": name,
-                "mode": told.get((playbook.pk, pk), Mode.AUTOMATIC),
+                "mode": modes.in_force(told.get((playbook.pk, pk))),
             }
             for pk, name in self.context["clusters"]
         ]

@@ -27,7 +27,9 @@ from controlplane.incidents.choices import (
     Scope,
     StepState,
 )
-from controlplane.incidents.models import Approval, Breaker, PlaybookRun, Reservation
+from controlplane.incidents.models import Approval, Breaker, PlaybookMode, PlaybookRun, Reservation
+from controlplane.incidents.models import Playbook as PlaybookRow
+from controlplane.incidents.modes import modes_of
 from tests.factories import (
     ClusterFactory,
     FailureFactory,
@@ -76,12 +78,24 @@ PLAYBOOK = Playbook(
 )
 
 
+GENTLE = Playbook(
+    name="gentle",
+    version=1,
+    summary="for tests",
+    deadline_s=600,
+    steps=tuple(
+        StepDefinition(key=key, title=key, act=act, effect=effect, prose="by hand")
+        for key, effect in [("look", Effect.NONE), ("do", Effect.IDEMPOTENT)]
+    ),
+)
+
+
 @pytest.fixture(autouse=True)
 def playbook() -> Iterator[None]:
     acted.clear()
     goes_back.clear()
-    with patch.dict(PLAYBOOKS, {"guarded": PLAYBOOK}):
-        incidents.publish_playbooks([PLAYBOOK.as_row()])
+    with patch.dict(PLAYBOOKS, {"guarded": PLAYBOOK, "gentle": GENTLE}):
+        incidents.publish_playbooks([playbook.as_row() for playbook in PLAYBOOKS.values()])
         yield
 
 
@@ -90,13 +104,15 @@ def cluster() -> Cluster:
     return ClusterFactory()
 
 
-def request(cluster: Cluster, code: str = "xid-79", **fields: object) -> PlaybookRun:
+def request(
+    cluster: Cluster, code: str = "xid-79", playbook: str = "guarded", **fields: object
+) -> PlaybookRun:
     node = fields.pop("node", None) or NodeFactory(cluster=cluster)
     assert isinstance(node, Node)
     incident = IncidentFactory(cluster=cluster, node=node, code=code, subject=f"node/{node.pk}")
     return incidents.request_run(
         SYSTEM,
-        "guarded",
+        playbook,
         node.pk,
         cluster_id=cluster.pk,
         title="Guarded",
@@ -394,6 +410,64 @@ def test_a_playbook_that_is_off_asks_for_a_person(cluster: Cluster) -> None:
     incidents.set_mode(PERSON, cluster.pk, "guarded", Mode.OFF, "not here")
     assert drain(request(cluster)).state == RunState.NEEDS_OPERATOR
     assert acted == []
+
+
+def test_one_that_disrupts_nothing_and_is_off_asks_before_it_acts(cluster: Cluster) -> None:
+    incidents.set_mode(PERSON, cluster.pk, "gentle", Mode.OFF, "not here")
+    run = drain(request(cluster, playbook="gentle"))
+    assert (acted, run.state) == (["look"], RunState.NEEDS_OPERATOR)
+    assert run.state_reason == f"not done: the playbook is switched off in {cluster.name}"
+
+
+def test_one_that_disrupts_nothing_and_is_not_off_asks_nobody(cluster: Cluster) -> None:
+    incidents.set_mode(PERSON, cluster.pk, "gentle", Mode.OFF, "not here")
+    run = drain(request(cluster, playbook="gentle"))
+    incidents.set_mode(PERSON, cluster.pk, "gentle", Mode.AUTOMATIC, "here too")
+    incidents.retry_run(PERSON, run.pk, "now")
+    assert drain(run).state == RunState.SUCCEEDED
+
+
+def test_what_a_person_orders_is_done_where_its_playbook_is_off(cluster: Cluster) -> None:
+    incidents.set_mode(PERSON, cluster.pk, "gentle", Mode.OFF, "not here")
+    run = request(cluster, playbook="gentle", requested_by="1")
+    assert drain(run).state == RunState.SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("repair-node", set(Mode)),
+        ("replica-lost", {Mode.AUTOMATIC, Mode.OFF}),
+        ("warm-spare", {Mode.AUTOMATIC, Mode.OFF}),
+        ("restore-coordinator", {Mode.AUTOMATIC, Mode.OFF}),
+        ("return-node", {Mode.AUTOMATIC, Mode.OFF}),
+        ("drain-node", {Mode.AUTOMATIC}),  # people order it
+        ("move-replica", {Mode.AUTOMATIC}),
+        ("start-job", {Mode.AUTOMATIC}),
+        ("site-silent", {Mode.AUTOMATIC}),  # looks on
+    ],
+)
+def test_each_playbook_is_offered_the_modes_that_mean_something(
+    name: str, allowed: set[Mode]
+) -> None:
+    assert set(modes_of(PlaybookRow.objects.get(pk=name)).allowed) == allowed
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "why"),
+    [
+        ("replica-lost", Mode.APPROVE, "no disruptive step"),
+        ("gentle", Mode.DRY_RUN, "no disruptive step"),
+        ("drain-node", Mode.OFF, "only when somebody asks"),
+        ("site-silent", Mode.OFF, "only looks on"),
+    ],
+)
+def test_a_mode_that_means_nothing_is_refused(
+    name: str, mode: Mode, why: str, cluster: Cluster
+) -> None:
+    with pytest.raises(Conflict, match=why):
+        incidents.set_mode(PERSON, cluster.pk, name, mode, "to be safe")
+    assert not PlaybookMode.objects.exists()
 
 
 def test_a_mode_holds_in_its_cluster_only(cluster: Cluster) -> None:

@@ -18,7 +18,7 @@ from controlplane.health.choices import SignalKind
 from controlplane.ids import new_id
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.candidates import free_nodes
-from controlplane.incidents.choices import IncidentState, RunState, StepState
+from controlplane.incidents.choices import IncidentState, Mode, RunState, StepState
 from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import ReplicaState
@@ -33,6 +33,7 @@ from tests.factories import (
 from tests.workers.moving import commands
 from tests.workers.world import World, answer, drain, mend, run_of, step_of
 from workers import guards
+from workers.playbooks import PLAYBOOKS
 
 pytestmark = pytest.mark.django_db
 PERSON = Actor(ActorKind.USER, "1")
@@ -325,6 +326,16 @@ def test_a_node_without_cards_is_not_repaired_for_ever(world: World) -> None:
         fleet.record_repair(node.pk, Rung.POWER_CYCLE, f"stp_{attempt}")
     assert RepairRecord.objects.filter(node=node, gpu=None).count() == 2
     assert guards.attempts_at(node, Rung.POWER_CYCLE) == 2
+
+
+def test_no_replica_is_brought_back_where_that_is_switched_off(world: World) -> None:
+    incidents.publish_playbooks([playbook.as_row() for playbook in PLAYBOOKS.values()])
+    incidents.set_mode(PERSON, world.cluster.pk, "replica-lost", Mode.OFF, "we do it by hand")
+    world.kill(world.placements[1])
+    world.peers_lose(world.placements[1])
+    drain()
+    assert run_of("replica-lost").state == RunState.NEEDS_OPERATOR
+    assert not Command.objects.exists()
 
 
 def test_a_person_can_have_a_refused_diagnostic_run_again(world: World) -> None:

@@ -16,8 +16,14 @@ from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Command, Node
 from controlplane.health.choices import Action, Urgency
 from controlplane.incidents import actions as incidents
-from controlplane.incidents.choices import RunState, StepState
-from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep, Reservation
+from controlplane.incidents.choices import Mode, RunState, StepState
+from controlplane.incidents.models import (
+    Incident,
+    PlaybookMode,
+    PlaybookRun,
+    PlaybookStep,
+    Reservation,
+)
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import Job, Placement, Replica
@@ -136,7 +142,14 @@ def _waits_for_a_node(world: World) -> None:
     jobs.end_placement(SYSTEM, world.placements[1].pk, "gone", free_node=False)
 
 
-@pytest.mark.parametrize("obstacle", [no_spare, _stops, _lives_as_one, _foreign, _waits_for_a_node])
+def _switched_off(world: World) -> None:
+    PlaybookMode.objects.create(cluster=world.cluster, playbook=START, mode=Mode.OFF)
+
+
+@pytest.mark.parametrize(
+    "obstacle",
+    [no_spare, _stops, _lives_as_one, _foreign, _waits_for_a_node, _switched_off],
+)
 def test_none_is_started_where_it_would_be_in_the_way(
     world: World, obstacle: Callable[[World], None]
 ) -> None:

@@ -140,6 +140,10 @@ class Playbook:
     deadline_s: float
     steps: tuple[StepDefinition, ...]
 
+    @property
+    def disruptive(self) -> bool:
+        return any(step.disruptive for step in self.steps)
+
     def step(self, key: str) -> StepDefinition | None:
         return next((step for step in self.steps if step.key == key), None)
 

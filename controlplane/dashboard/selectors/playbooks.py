@@ -16,6 +16,7 @@ from controlplane.incidents import limits
 from controlplane.incidents.choices import Mode
 from controlplane.incidents.limits import BudgetUse
 from controlplane.incidents.models import Breaker, Playbook, PlaybookMode, Reservation
+from controlplane.incidents.modes import Modes, modes_of
 
 RECENTLY = 8
 #: Colour is kept for what a person should know of: here, that automation does not act by itself.
@@ -33,6 +34,7 @@ class PlaybookRow:
 
     playbook: Playbook
     mode: Mode
+    modes: Modes
 
     @property
     def colour(self) -> str:
@@ -42,8 +44,9 @@ class PlaybookRow:
 def playbooks_in(cluster: Cluster) -> list[PlaybookRow]:
     chosen = dict(PlaybookMode.objects.filter(cluster=cluster).values_list("playbook", "mode"))
     return [
-        PlaybookRow(one, Mode(chosen.get(one.name, Mode.AUTOMATIC)))
+        PlaybookRow(one, modes.in_force(chosen.get(one.name)), modes)
         for one in Playbook.objects.all()
+        for modes in [modes_of(one)]
     ]
 
 

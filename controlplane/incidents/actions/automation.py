@@ -34,6 +34,7 @@ from controlplane.incidents.models import (
     PlaybookRun,
     PlaybookStep,
 )
+from controlplane.incidents.modes import modes_of
 from controlplane.incidents.plans import Plan
 
 
@@ -54,11 +55,16 @@ def publish_playbooks(playbooks: list[Playbook]) -> None:
 def set_mode(actor: Actor, cluster_id: str, playbook: str, mode: Mode, reason: str) -> None:
     """Say how far a playbook may go by itself in one cluster.
 
-    Runs that are under way obey from their next disruptive step on. Raises Conflict if there is no
-    such playbook.
+    Runs that are under way obey from their next disruptive step on; of a playbook that has none,
+    from the next step that acts. Raises Conflict if there is no such playbook, or the mode means
+    nothing for it.
     """
-    if not Playbook.objects.filter(pk=playbook).exists():
+    known = Playbook.objects.filter(pk=playbook).first()
+    if known is None:
         raise Conflict(f"there is no playbook {playbook!r}")
+    modes = modes_of(known)
+    if mode not in modes.allowed:
+        raise Conflict(modes.why_no_others)
     before = PlaybookMode.objects.filter(cluster_id=cluster_id, playbook=playbook).first()
     PlaybookMode.objects.update_or_create(
         cluster_id=cluster_id, playbook=playbook, defaults={"mode": Mode(mode)}

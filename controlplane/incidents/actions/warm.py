@@ -16,7 +16,8 @@ from controlplane.incidents.actions.ending import end_process
 from controlplane.incidents.actions.requests import WARM_SPARE
 from controlplane.incidents.actions.runs import request_run
 from controlplane.incidents.candidates import free_nodes, wanted_by
-from controlplane.incidents.choices import RUN_UNFINISHED, RunState
+from controlplane.incidents.choices import RUN_UNFINISHED, Mode, RunState
+from controlplane.incidents.limits import mode_of
 from controlplane.incidents.models import PlaybookRun
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
@@ -44,7 +45,12 @@ def keep_warm_spares() -> int:
 
 
 def _start_one(job: Job) -> bool:
-    """Not while a replica waits for a node itself, nor soon after one has failed."""
+    """Not while a replica waits for a node itself, nor soon after one has failed.
+
+    Where that is switched off none is placed either: it would hold a node while a person is asked.
+    """
+    if mode_of(job.cluster_id, WARM_SPARE) == Mode.OFF:
+        return False
     runs = PlaybookRun.objects.filter(playbook=WARM_SPARE, job=job)
     failed = runs.filter(state__in=[RunState.FAILED, RunState.CANCELLED])
     lately = failed.filter(finished_at__gt=timezone.now() - RETRY)

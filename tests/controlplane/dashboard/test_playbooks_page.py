@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from django.test import Client
 from django.urls import reverse
 
 from controlplane.fleet.models import MaintenanceWindow
-from controlplane.incidents.choices import Mode, Scope
+from controlplane.incidents.choices import Effect, Mode, Scope
 from controlplane.incidents.limits import limits_of, mode_of
 from controlplane.incidents.models import Breaker
 from tests.controlplane.dashboard.world import Fleet
@@ -49,6 +50,22 @@ def test_an_admin_sets_the_mode_with_a_reason(admin: Client, fleet: Fleet, playb
 
     assert answer["Location"] == f"{reverse('automation-page')}?cluster={fleet.cluster.id}"
     assert mode_of(fleet.cluster.id, playbook) == Mode.APPROVE
+
+
+def test_only_the_modes_that_mean_something_are_offered(admin: Client, fleet: Fleet) -> None:
+    step = {"title": "Start it", "disruptive": False, "effect": Effect.FENCED.label}
+    PlaybookFactory(name="replica-lost", steps=[step])
+    PlaybookFactory(name="move-replica", steps=[step])
+    form = {"playbook": "replica-lost", "mode": "approve", "reason": "to be safe"}
+
+    page = _page(admin)
+    answer = admin.post(reverse("playbook-mode", args=[fleet.cluster.id]), form)
+
+    lost = page[page.index('data-playbook="replica-lost"') :].split("</li>\n")[0]
+    assert re.findall(r'<option value="(\w+)"', lost) == ["automatic", "off"]
+    assert "no disruptive step to show or sign" in lost
+    assert "mode-move-replica" not in page
+    assert answer.status_code == 409
 
 
 def test_an_operator_does_not_set_the_mode(operator: Client, fleet: Fleet, playbook: str) -> None:

@@ -136,7 +136,7 @@ def _rma_case(cluster: Cluster) -> RmaCase:
 
 def _playbook(_cluster: Cluster) -> Playbook:
     count = Playbook.objects.count()
-    return Playbook.objects.create(name=f"playbook-{count}", version=1, summary="", deadline_s=60)
+    return make.PlaybookFactory(name=f"playbook-{count}")
 
 
 #: How to make one row of each list.
