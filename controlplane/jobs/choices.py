@@ -45,3 +45,7 @@ class Tier(TextChoices):
     LOCAL = "local", "Local disk"
     SHARED = "shared", "Shared storage"
     OBJECT = "object", "Object store"
+
+
+#: What is saved there is there for whoever starts anywhere, also when all the job's nodes are gone.
+OF_ALL_NODES = (Tier.SHARED, Tier.OBJECT)

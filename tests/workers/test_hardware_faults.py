@@ -522,6 +522,25 @@ def test_a_drifting_card_of_an_idle_node_is_reset_at_once(world: World) -> None:
     assert not world.job.directives.exists()
 
 
+@pytest.mark.parametrize("tier", ["shared", "object"])
+def test_what_a_jobs_only_process_saved_on_its_node_alone_is_no_checkpoint_to_leave_by(
+    world: World, tier: str
+) -> None:
+    world.placements[0].delete()
+    world.errors_accelerate(world.placements[1].node)
+    drain()
+    for of_the_node in ("peer", "local"):
+        saves_checkpoint(world, of_the_node)
+    drain()
+    assert step_of("repair-node", "decide").state == StepState.WAITING
+    assert not Command.objects.filter(verb="stop_process").exists()
+
+    saves_checkpoint(world, tier)
+    drain()
+    assert step_of("repair-node", "decide").state == StepState.DONE
+    assert Command.objects.filter(verb="stop_process").exists()
+
+
 def test_a_job_that_saves_no_checkpoint_keeps_a_drifting_node_no_longer_than_allowed(
     world: World, settings: Settings
 ) -> None:

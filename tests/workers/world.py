@@ -335,10 +335,10 @@ def silent(card: Gpu) -> dict[str, Any]:
     return {"tests": [{"name": "cards", "outcome": "failed", "detail": detail}]}
 
 
-def saves_checkpoint(world: World) -> None:
+def saves_checkpoint(world: World, tier: str = "local") -> None:
     """The job says that it has saved one, as it was told to."""
     assert world.job.directives.filter(verb="checkpoint").count() == 1
-    CheckpointFactory(job=world.job, at=timezone.now())
+    CheckpointFactory(job=world.job, tier=tier, at=timezone.now())
 
 
 def comes_back_twice(world: World, node: Node, **diagnosis: Any) -> None:

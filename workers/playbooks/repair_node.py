@@ -18,8 +18,8 @@ from controlplane.health.choices import Urgency
 from controlplane.health.models import Failure
 from controlplane.incidents.choices import Effect
 from controlplane.jobs import actions as jobs
-from controlplane.jobs.choices import JOB_ACTIVE, PlacementState
-from controlplane.jobs.models import IN_ITS_PLACE, Checkpoint, Placement
+from controlplane.jobs.choices import JOB_ACTIVE, OF_ALL_NODES, PlacementState
+from controlplane.jobs.models import IN_ITS_PLACE, Checkpoint, Job, Placement
 from workers import guards, triage
 from workers.playbooks import node_steps
 from workers.playbooks.base import (
@@ -101,8 +101,8 @@ def decide(ctx: StepContext) -> Outcome:
 
 def _await_checkpoints(ctx: StepContext, busy: QuerySet[Placement], words: str) -> Wait | str:
     """Wait until each job on the node has saved a checkpoint since the repair was wanted, which it
-    is told to do at its next step's edge. In words what came of it, once there is no more to wait
-    for."""
+    is told to do at its next step's edge: one that is left when the node is not. In words what came
+    of it, once there is no more to wait for."""
     there = {p.replica.job_id: p.replica.job for p in busy.select_related("replica__job")}
     if not there:
         return "it holds no job"
@@ -120,14 +120,28 @@ def _await_checkpoints(ctx: StepContext, busy: QuerySet[Placement], words: str) 
             apply=ask,
         )
     since = datetime.fromisoformat(asked)
-    saved = Checkpoint.objects.filter(job__in=there, at__gt=since).order_by("step")
+    goes_on = [job for job in there.values() if _others_train(job, busy)]
+    left = Q(tier__in=OF_ALL_NODES) | Q(job__in=goes_on)
+    saved = Checkpoint.objects.filter(left, job__in=there, at__gt=since).order_by("step")
     steps = dict(saved.values_list("job_id", "step"))
     missing = ", ".join(sorted(job.name for pk, job in there.items() if pk not in steps))
     if not missing:
         return ", ".join(f"{there[pk].name} saved step {step}" for pk, step in steps.items())
     if timezone.now() - since > timedelta(seconds=settings.CHECKPOINT_WAIT_S):
         return f"{missing} saved none within {settings.CHECKPOINT_WAIT_S:g} s"
-    return Wait(text=f"{words}; once {missing} has saved a checkpoint", wake_s=1.0)
+    alone = any(job not in goes_on for pk, job in there.items() if pk not in steps)
+    where = " that does not go with the node" if alone else ""
+    return Wait(text=f"{words}; once {missing} has saved a checkpoint{where}", wake_s=1.0)
+
+
+def _others_train(job: Job, busy: QuerySet[Placement]) -> bool:
+    """Whether replicas that are not on the node hold the job's state in their memory, and give it
+    to the one that leaves."""
+    leaving = busy.filter(replica__job=job).values("replica")
+    training = Placement.objects.filter(
+        replica__job=job, state=PlacementState.RUNNING, standby=False, joined_at__isnull=False
+    )
+    return not job.whole and training.exclude(replica__in=leaving).exists()
 
 
 def _has_step(ctx: StepContext, key: str) -> bool:
@@ -201,7 +215,8 @@ PLAYBOOK = Playbook(
             prose="Start at the rung that the failure calls for: reset the GPU, reboot, power "
             "cycle, the vendor's field diagnostic, RMA. Look at the card's repair record by its "
             "serial: the same fault after a restart is not restarted again. What can wait is done "
-            "at the job's next checkpoint, or when the node holds no work.",
+            "at the job's next checkpoint (if no other replica of it trains, one in shared or "
+            "object storage), or when the node holds no work.",
         ),
         node_steps.QUARANTINE,
         StepDefinition(
