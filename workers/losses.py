@@ -14,10 +14,10 @@ from django.utils import timezone
 from controlplane.fleet.models import Node
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal, heard_since
-from controlplane.jobs.choices import PlacementState
-from controlplane.jobs.models import LEFT, Interruption, Placement, ProgressSample
-from controlplane.jobs.selectors import was_sent_away
-from workers import triage
+from controlplane.jobs.choices import OF_ALL_NODES, PlacementState, Tier
+from controlplane.jobs.models import LEFT, Checkpoint, Interruption, Job, Placement, ProgressSample
+from controlplane.jobs.selectors import last_checkpoints, was_sent_away
+from workers import recovery, triage
 from workers.verdicts import HARDWARE_SPEAKS, verdict_of
 
 #: Hardware evidence this long before the loss still explains it.
@@ -122,6 +122,42 @@ def trains(placement: Placement) -> bool:
     """Whether the process runs on a node that is heard, and nobody says that it is gone."""
     running = placement.state == PlacementState.RUNNING
     return running and placement.node.lease.reachable and not told_gone(placement)
+
+
+def saved_for(placement: Placement) -> tuple[recovery.Saved, ...]:
+    """The newest checkpoint of each tier that a replica finds on the node that it was lost on. What
+    that holds in memory and on its disk the nodes of the job's other replicas hold too."""
+    job = placement.replica.job
+    alike = job.world_replicas > 1
+    newest: dict[str, Checkpoint] = {}
+    for one in last_checkpoints(job):
+        if one.tier in OF_ALL_NODES or alike or _stayed_at(placement, one.at):
+            newest.setdefault(one.tier, one)
+    return tuple(
+        recovery.Saved(
+            tier=Tier(tier).label.lower(),
+            step=one.step,
+            behind_s=_trained_since(job, one.at - timedelta(seconds=one.seconds)),
+            everywhere=alike or tier in OF_ALL_NODES,
+        )
+        for tier, one in newest.items()
+    )
+
+
+def trained_s(job: Job) -> float:
+    return _trained_since(job, job.started_at or job.created_at)
+
+
+def _stayed_at(placement: Placement, at: datetime) -> bool:
+    """Whether its replica was on this node then."""
+    stays = placement.replica.placements.filter(created_at__lte=at, standby=False)
+    last = stays.order_by("-created_at").first()
+    return last is not None and last.node_id == placement.node_id
+
+
+def _trained_since(job: Job, since: datetime) -> float:
+    """Up to its newest step, which is what is lost with its memory."""
+    return max(0.0, ((job.step_at or since) - since).total_seconds())
 
 
 def _still_commits(placement: Placement, last_beat_at: datetime) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -267,6 +268,36 @@ def test_a_job_without_survivors_stands_still_while_it_waits() -> None:
 
     assert decision.strategy == "wait"
     assert decision.reason.startswith("the job stands still; wait until a node is free")
+
+
+ON_DISK = recovery.Saved("local disk", 900, behind_s=3.0, everywhere=False)
+SHARED = recovery.Saved("shared storage", 500, behind_s=1800.0, everywhere=True)
+
+
+def test_what_would_be_made_again_on_a_spare_may_cost_more_than_another_interruption() -> None:
+    alone = situation(survivors=0, replicas=1, reset_pending=True, trained_s=7200.0)
+    old, new = replace(alone, saved=(ON_DISK, SHARED)), replace(SHARED, behind_s=2.0)
+
+    decision = recovery.decide(old)
+
+    assert decision.strategy == "in_place"
+    assert {one.strategy: one.gpu_seconds for one in decision.options} == {
+        "in_place": 8 * (10 + 11 + 3),
+        "on_spare": 8 * (11 + 1800),
+        "wait": None,
+    }
+    assert decision.reason.endswith(
+        "; it goes on from step 900, local disk, 3 s of training before"
+    )
+    assert recovery.decide(replace(alone, saved=(ON_DISK, new))).strategy == "on_spare"
+    assert recovery.decide(replace(alone, saved=(ON_DISK,))).strategy == "in_place"
+    assert recovery.decide(replace(old, survivors=1)).strategy == "on_spare"
+
+
+def test_a_job_that_saved_nothing_makes_all_again_wherever_it_goes() -> None:
+    decision = recovery.decide(situation(survivors=0, replicas=1, trained_s=60.0))
+    assert {one.gpu_seconds for one in decision.options} == {8 * (10 + 60), 8 * (11 + 60), None}
+    assert "from nothing, 60 s of training before" in decision.reason
 
 
 @given(fit=st.booleans(), spare=st.booleans(), start=st.floats(0.1, 1e4))

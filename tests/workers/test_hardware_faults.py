@@ -24,7 +24,9 @@ from controlplane.incidents.choices import (
 )
 from controlplane.incidents.models import Incident, PlaybookRun, RmaCase
 from controlplane.jobs import actions as jobs
+from controlplane.jobs.models import Job, Placement
 from tests.factories import (
+    CheckpointFactory,
     GpuFactory,
     NodeFactory,
 )
@@ -171,6 +173,49 @@ def test_a_contained_error_moves_the_replica_and_resets_the_node(world: World) -
     node.refresh_from_db()
     assert (node.state, node.reset_pending) == (NodeState.AVAILABLE, "")
     assert RepairRecord.objects.get(gpu=world.card_of(node)).rung == Rung.RESET_GPU
+
+
+def test_a_job_alone_stays_at_what_its_node_saved_rather_than_make_half_an_hour_again(
+    world: World,
+) -> None:
+    alone, now = world.placements[1], timezone.now()
+    world.placements[0].delete()
+    Job.objects.update(world_replicas=1, step=900, step_at=now)
+    began = now - timedelta(hours=2)
+    Placement.objects.update(created_at=began, joined_at=began + timedelta(seconds=9))
+    CheckpointFactory(job=world.job, step=900, tier="local", at=now - timedelta(seconds=2))
+    CheckpointFactory(job=world.job, step=500, tier="shared", at=now - timedelta(minutes=30))
+    world.kernel_says(alone.node, XID_94)
+    world.exits(alone, signal=9)
+    drain(6)
+
+    choice = step_of("replica-lost", "choose-place")
+    assert world.placement_of(1).node == alone.node
+    assert choice.evidence["checkpoints"] == (
+        "local disk: step 900, 2 s before its last step, on its own node alone; "
+        "shared storage: step 500, 1800 s before its last step"
+    )
+    assert choice.evidence["on_spare"].endswith(
+        "from step 500, shared storage, 1800 s of training before"
+    )
+
+
+def test_what_a_jobs_process_saved_on_a_node_that_it_left_is_not_on_the_one_it_was_lost_on(
+    world: World,
+) -> None:
+    alone, now = world.placements[1], timezone.now()
+    world.placements[0].delete()
+    Job.objects.update(world_replicas=1, step=900, step_at=now)
+    began = now - timedelta(minutes=1)
+    Placement.objects.update(created_at=began, joined_at=began + timedelta(seconds=9))
+    CheckpointFactory(job=world.job, tier="local", at=now - timedelta(minutes=2))
+    CheckpointFactory(job=world.job, step=500, tier="shared", at=now - timedelta(minutes=30))
+    world.kernel_says(alone.node, XID_94)
+    world.exits(alone, signal=9)
+    drain(6)
+
+    assert world.placement_of(1).node in world.spares
+    assert "local disk" not in step_of("replica-lost", "choose-place").evidence["checkpoints"]
 
 
 def test_without_a_spare_the_program_restarts_in_place_and_the_reset_waits(

@@ -198,6 +198,8 @@ def choose_place(ctx: StepContext) -> Outcome:
         and may_stay(placement.node)
         and placement.node_id not in ctx.values["passed_over"],
         reset_pending=bool(placement.node.reset_pending),
+        saved=losses.saved_for(placement),
+        trained_s=losses.trained_s(job),
         spare=spare,
         survivors=others.count(),
         replicas=job.world_replicas,
@@ -213,6 +215,8 @@ def choose_place(ctx: StepContext) -> Outcome:
         else option.reason
         for option in decision.options
     }
+    if situation.survivors == 0:
+        evidence["checkpoints"] = recovery.shown(situation.saved)
     if decision.strategy == "wait":
         return Wait(text=decision.reason, wake_s=2.0, evidence=evidence)
     in_place = decision.strategy == "in_place"
@@ -466,9 +470,11 @@ PLAYBOOK = Playbook(
             act=choose_place,
             effect=Effect.NONE,
             timeout_s=900,
-            prose="In place if the node is fit. Otherwise a spare of the same cluster, in the rack "
-            "that holds the fewest of the job's other replicas. Of a replica on several nodes only "
-            "what was on the unfit one goes elsewhere.",
+            prose="In place if the node is fit, unless its cards want a reset and a spare costs "
+            "less. Otherwise a spare of the same cluster, in the rack that holds the fewest of the "
+            "job's other replicas. With no other replica what is newer on the node's own disk than "
+            "in shared storage is made again on a spare. Of a replica on several nodes only what "
+            "was on the unfit one goes elsewhere.",
         ),
         StepDefinition(
             key="start-replica",
