@@ -391,7 +391,7 @@ class WholeJob:
             raise  # nothing is wrong with it, and what is older must not take its place
         except (Damaged, OSError) as error:
             self._refused.append(f"{tier}: {error}")
-            self.job.trouble("checkpoint_refused", self._refused[-1])
+            self.job.trouble("checkpoint_refused", self._refused[-1], tier)
             return None
         raise ValueError(
             f"the checkpoint is of {ranks} ranks, and this job has {self.job.ranks}: a model that "

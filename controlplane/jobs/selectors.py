@@ -300,6 +300,7 @@ class TierHealth:
     late: bool
     failing: tuple[int, ...] = ()  # the replicas whose saves to it fail
     why: str = ""  # one of them said
+    not_taken: str = ""  # why, if the job went back since and could not use the newest
 
 
 #: A running job whose next checkpoint takes so many times as long as usual is late with it.
@@ -359,11 +360,33 @@ def failing_tiers(job: Job, checkpoints: list[Checkpoint]) -> dict[str, dict[int
     return found
 
 
+def tiers_not_taken(job: Job, checkpoints: list[Checkpoint]) -> dict[str, str]:
+    """By tier, why what it holds was damaged or gone when the job went back to its checkpoints, if
+    nothing was saved there since. `checkpoints`: newest first."""
+    newest = {one.tier: one.at for one in reversed(checkpoints)}
+    if not newest:
+        return {}
+    told = Signal.objects.filter(
+        job_id=job.pk,
+        kind=SignalKind.JOB_TROUBLE,
+        observed_at__gte=min(newest.values()),
+        data__kind__in=("checkpoint_refused", "checkpoints_out_of_reach"),
+    )
+    by_tier = ("data__subject", "-observed_at", "-recorded_at")
+    newest_told = told.order_by(*by_tier).distinct("data__subject")
+    last = {one.data.get("subject"): one for one in newest_told}
+    return {
+        tier: last[tier].data["text"]
+        for tier, at in newest.items()
+        if tier in last and last[tier].observed_at >= at
+    }
+
+
 def tiers_of(job: Job, checkpoints: list[Checkpoint]) -> list[TierHealth]:
     """One entry for each tier that holds any of a job's last checkpoints, or should, in the order
     in which they are loaded from."""
     found = []
-    failing = failing_tiers(job, checkpoints)
+    failing, not_taken = failing_tiers(job, checkpoints), tiers_not_taken(job, checkpoints)
     for tier in Tier.values:
         last = [one for one in checkpoints if one.tier == tier]
         why = failing.get(tier, {})
@@ -376,7 +399,8 @@ def tiers_of(job: Job, checkpoints: list[Checkpoint]) -> list[TierHealth]:
         running = job.state == JobState.RUNNING
         late = running and usual_s is not None and age_s > LATE_TIMES * usual_s + AT_ONCE.seconds
         text = next(iter(why.values()), "")
-        found.append(TierHealth(Tier(tier), newest, usual_s, late, tuple(sorted(why)), text))
+        replicas, gone = tuple(sorted(why)), not_taken.get(tier, "")
+        found.append(TierHealth(Tier(tier), newest, usual_s, late, replicas, text, gone))
     return found
 
 

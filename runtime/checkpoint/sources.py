@@ -88,7 +88,7 @@ class Sources:
                 if name in OF_ALL_NODES or isinstance(error, ValueError):
                     failed = error
                 out_of_reach.add(name)
-                self._job.trouble("checkpoints_out_of_reach", f"{name}: {error}")
+                self._job.trouble("checkpoints_out_of_reach", f"{name}: {error}", name)
                 continue
             found += [(epoch, step, -order, save, name) for epoch, step, save in ours]
             self.latest_epoch = max([self.latest_epoch, *(epoch for epoch, *_ in ours)])
@@ -202,7 +202,7 @@ class Sources:
         return peer.read(holder, self._job.token, rank, name, digest)
 
     def _refuse_copy(self, tier: TierName, error: Damaged | OSError) -> None:
-        self._job.trouble("checkpoint_refused", f"{tier}: {error}; trying another's copy")
+        self._job.trouble("checkpoint_refused", f"{tier}: {error}; trying another's copy", tier)
 
     def _named(self, name: str, tier: TierName) -> list[tuple[Path, Manifest]]:
         """Where it is: on a node's disk each replica that was there may have left a copy. Raises
@@ -242,7 +242,7 @@ class Sources:
         asking = self._asking["object"]
         found = asking.ask(partial(self._objects.found, asking.heard))
         for damaged in (one for one in found if isinstance(one, Damaged)):
-            self._job.trouble("checkpoint_refused", f"object: {damaged}")
+            self._job.trouble("checkpoint_refused", f"object: {damaged}", "object")
         whole = [one.manifest for one in found if isinstance(one, Found)]
         if found and not whole:
             raise ValueError(
@@ -260,7 +260,7 @@ class Sources:
         except PeerFailed as error:
             if not elsewhere:
                 raise
-            self._job.trouble("checkpoints_out_of_reach", f"peer: {error}")
+            self._job.trouble("checkpoints_out_of_reach", f"peer: {error}", "peer")
         run = self._known_run(there)
         mine = (run, self._job.rank, self._job.ranks)
         self._holders = {}
@@ -308,7 +308,7 @@ class Sources:
     def _written(self, tier: TierName) -> list[Manifest]:
         found = [one for _path, one in self._folders.listed(tier)]
         for damaged in (one for one in found if isinstance(one, Damaged)):
-            self._job.trouble("checkpoint_refused", f"{tier}: {damaged}")
+            self._job.trouble("checkpoint_refused", f"{tier}: {damaged}", tier)
         whole = [one for one in found if isinstance(one, Manifest)]
         if found and not whole and not self._tiers[tier].own:
             folder = self._folders.shared

@@ -203,7 +203,7 @@ class Rank:
             raise  # nothing is wrong with it, and what is older must not take its place
         except (Damaged, OSError) as error:
             self._read = None
-            self.job.trouble("checkpoint_refused", f"{tier}: {error}")
+            self.job.trouble("checkpoint_refused", f"{tier}: {error}", tier)
             return []
         return [history_of(self._read), digest]
 

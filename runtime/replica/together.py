@@ -312,7 +312,7 @@ class Together:
             there.sort(key=lambda found: failed[found[2]] >= TRIES_OF_ONE)
             if there:
                 what += f"; the next one is {there[0][2]}, step {there[0][0]}"
-            self.trouble("checkpoint_refused", what)
+            self.trouble("checkpoint_refused", what, tier)
         sees = [any(tier in OF_ALL_NODES for *_, tier in found) for found in (mine, *others)]
         if (failed or any(sees)) and self.committed < 0:
             folder = self.rank.saver.folders.shared

@@ -713,6 +713,8 @@ def test_why_it_cannot_start_is_told_before_the_process_goes(alone: Alone) -> No
         alone.start().__enter__()
 
     assert alone.troubles() == ["checkpoint_refused", "checkpoint_refused", "exception"]
+    refused = [one["subject"] for one in alone.door.messages("trouble")[:2]]
+    assert refused == ["local", "shared"]
     assert not any(one.name == "drydock-sender" for one in threading.enumerate())
 
 
@@ -889,7 +891,9 @@ def test_a_replica_group_does_not_take_its_checkpoint_for_weights_alone(alone: A
 
     assert given == []
     assert alone.troubles() == ["checkpoint_refused"]
-    assert "a runtime.WholeJob" in alone.door.messages("trouble")[0]["text"]
+    (told,) = alone.door.messages("trouble")
+    assert "a runtime.WholeJob" in told["text"]
+    assert told["subject"] == tier
 
 
 def test_it_takes_weights_alone_for_no_checkpoint_of_its_own(alone: Alone) -> None:

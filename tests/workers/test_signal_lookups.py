@@ -19,6 +19,7 @@ from controlplane.jobs import selectors
 from controlplane.jobs.choices import JobState
 from controlplane.jobs.models import Job
 from runtime import client
+from tests.factories import CheckpointFactory
 from tests.workers.moving import told_by
 from tests.workers.world import World
 from workers import losses
@@ -81,6 +82,10 @@ def _failing(world: World) -> None:
     selectors.failing_tiers(world.job, [])
 
 
+def _not_taken(world: World) -> None:
+    selectors.tiers_not_taken(world.job, [CheckpointFactory(job=world.job)])
+
+
 @pytest.mark.parametrize(
     "lookup",
     [
@@ -92,6 +97,7 @@ def _failing(world: World) -> None:
         _all_of_it,
         _troubles,
         _failing,
+        _not_taken,
     ],
 )
 def test_what_is_told_of_a_process_or_a_job_is_found_by_an_index(

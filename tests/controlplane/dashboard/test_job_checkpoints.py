@@ -133,6 +133,28 @@ def test_the_object_store_is_well_once_any_replica_wrote_there(
     assert ("failing on replica 10" in row) == failing
 
 
+@pytest.mark.parametrize("kind", ["checkpoint_refused", "checkpoints_out_of_reach"])
+def test_what_was_not_taken_is_not_called_verified_until_that_tier_is_saved_to_again(
+    operator: Client, job: Job, kind: str
+) -> None:
+    now = timezone.now()
+    for tier in ("local", "shared"):
+        CheckpointFactory(job=job, tier=tier, step=90, at=now - timedelta(seconds=40))
+    told(job, kind, 0, ago_s=50, placement=Placement(pk="plc_0"), tier="shared")
+    told(job, kind, 0, ago_s=30, placement=Placement(pk="plc_0"), tier="local")
+    told(job, kind, 0, ago_s=20, placement=Placement(pk="plc_0"), tier="")
+
+    local, shared = (row.split("</tr>")[0] for row in page(operator, job).split("data-tier=")[1:3])
+    CheckpointFactory(job=job, tier="local", step=70, at=now - timedelta(seconds=10))
+    again = page(operator, job).split('data-tier="local"')[1].split("</tr>")[0]
+
+    assert "not taken" in local
+    assert "No space left on the device" in local  # why
+    assert "verified" not in local
+    assert "verified" in shared
+    assert "verified" in again
+
+
 def test_what_many_replicas_say_alike_is_one_line(operator: Client, job: Job) -> None:
     """As of a shared folder that has gone: each of a thousand says so."""
     for index in (10, 11, 12, 14):

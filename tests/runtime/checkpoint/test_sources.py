@@ -92,7 +92,9 @@ def test_the_nearest_whole_copy_is_read(job: Job, sources: Sources, nodes: list[
         flip_held_bits(node.pid)
 
     assert sources.read(SAVE, "peer", 0).digest == staged_at(STEP).digest
-    assert [one.kind for one in troubles(job)] == ["checkpoint_refused"] * 2
+    assert [(one.kind, one.subject) for one in troubles(job)] == [
+        ("checkpoint_refused", "peer")
+    ] * 2
     assert nodes[0].address in troubles(job)[0].text
 
 
@@ -160,7 +162,7 @@ def test_of_a_holder_that_gives_nothing_that_we_know_the_next_ones_copy_is_read(
 
     assert sources.read(SAVE, "peer", 0).digest == staged_at(STEP).digest
     (trouble,) = troubles(job)
-    assert trouble.kind == "checkpoint_refused"
+    assert (trouble.kind, trouble.subject) == ("checkpoint_refused", "peer")
     assert f"holder {of_another_version} is of another version" in trouble.text
 
 
@@ -173,7 +175,8 @@ def test_of_a_holder_that_lists_what_we_do_not_know_it_is_told_and_other_nodes_a
     server.close()
 
     assert found == [[], [(STEP, SAVE, "peer")]]
-    assert [one.kind for one in troubles(job)] == ["checkpoints_out_of_reach"] * 2
+    told = [(one.kind, one.subject) for one in troubles(job)]
+    assert told == [("checkpoints_out_of_reach", "peer")] * 2
 
 
 def test_of_two_runs_in_memory_none_is_believed_to_be_the_jobs(
