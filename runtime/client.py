@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
 from typing import Any, ClassVar, Literal
@@ -34,6 +34,7 @@ POST_TIMEOUT_S = 5.0
 MAX_QUEUED = 10_000
 MAX_TEXT = 8192  # characters
 MAX_PER_POST = 100
+OBEYED_KEPT = 256  # directives that are not said any more, in case they are said once more
 #: Answers that no repetition will change.
 REFUSALS = (
     HTTPStatus.BAD_REQUEST,
@@ -301,7 +302,7 @@ class Sender:
         self._closing = threading.Event()
         self._per_post = MAX_PER_POST
         self._ranges_per_post = MAX_PER_POST  # of the ledger
-        self._obeyed: deque[str] = deque(maxlen=256)
+        self._obeyed: dict[str, None] = {}  # the ids of directives, the oldest first
         self._thread = threading.Thread(target=self._run, name="drydock-sender", daemon=True)
 
     def start(self) -> None:
@@ -382,8 +383,10 @@ class Sender:
         self.failures_per_node_day = (
             reply.get("failures_per_node_day") or self.failures_per_node_day
         )
-        for raw in reply.get("directives", []):
+        said = reply.get("directives", [])
+        for raw in said:
             self._obey(Directive(id=raw["id"], verb=raw["verb"], args=raw.get("args", {})))
+        self._forget_obeyed({raw["id"] for raw in said})
         return True
 
     def _set_aside(self, kept: list[Message], known: list[Ledger], error: Rejected) -> None:
@@ -401,8 +404,14 @@ class Sender:
 
     def _obey(self, directive: Directive) -> None:
         if self.on_directive is not None and directive.id not in self._obeyed:
-            self._obeyed.append(directive.id)
+            self._obeyed[directive.id] = None
             self.on_directive(directive)
+
+    def _forget_obeyed(self, said: Collection[str]) -> None:
+        """Never what is said still, however many those are: it would be obeyed anew."""
+        silent = [one for one in self._obeyed if one not in said]
+        for one in silent[: max(0, len(silent) - OBEYED_KEPT)]:
+            del self._obeyed[one]
 
     def _request(self, body: bytes) -> dict[str, Any]:
         """What the control plane answers. Raises OSError, ValueError, and Rejected."""

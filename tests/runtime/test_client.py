@@ -120,6 +120,39 @@ def test_a_directive_is_obeyed_once_however_often_it_is_said(door: Door) -> None
     assert [d.verb for d in obeyed] == ["checkpoint"]
 
 
+def test_however_many_directives_are_said_at_once_each_is_obeyed_once(door: Door) -> None:
+    obeyed: list[str] = []
+    door.reply["directives"] = [{"id": f"dir_{n}", "verb": "checkpoint"} for n in range(300)]
+    sender = make_sender(door.url)
+    sender.on_directive = lambda directive: obeyed.append(directive.id)
+    sender.start()
+
+    for number in range(3):
+        sender.tell(Trouble(kind="test", text=str(number), at=1.0))
+        wait_for_troubles(door, number + 1)
+    sender.close(5.0)
+
+    assert obeyed == [f"dir_{n}" for n in range(300)]
+
+
+def test_what_was_obeyed_and_is_said_no_more_is_forgotten_in_the_end(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "OBEYED_KEPT", 2)
+    obeyed: list[str] = []
+    sender = make_sender(door.url)
+    sender.on_directive = lambda directive: obeyed.append(directive.id)
+    sender.start()
+
+    for number in range(5):
+        door.reply["directives"] = [{"id": f"dir_{number}", "verb": "checkpoint"}]
+        sender.tell(Trouble(kind="test", text=str(number), at=1.0))
+        until(lambda number=number: len(obeyed) > number, "it is obeyed")  # type: ignore[misc]
+    sender.close(5.0)
+
+    assert [*sender._obeyed] == ["dir_2", "dir_3", "dir_4"]
+
+
 def test_a_directive_that_is_said_before_anybody_listens_is_obeyed_once_somebody_does(
     door: Door,
 ) -> None:
