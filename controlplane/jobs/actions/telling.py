@@ -39,6 +39,8 @@ REPLACED = "replaced by "
 #: remembered.
 FLEETING = (Tier.PEER, Tier.LOCAL)
 REMEMBERED = 500
+#: And of the others, which may keep what is young: at five minutes' interval a week of it.
+LONG_REMEMBERED = 2000
 #: What is known of a job by its processes' word. Its state is not among it: the last one's farewell
 #: ends a job that is stopping.
 TOLD = (
@@ -76,7 +78,10 @@ def record_runtime_batch(
     job.save(update_fields=TOLD)
     touch(job.cluster_id, ("job", job.pk))
     saves = any(isinstance(message, client.CheckpointSaved) for message in messages)
-    directives = Directive.objects.filter(job=job, expires_at__gt=timezone.now())
+    # Who obeys the newest of a verb has done what the others ask for: a reply stays short however
+    # often somebody asks.
+    alive = Directive.objects.filter(job=job, expires_at__gt=timezone.now())
+    directives = alive.order_by("verb", "-created_at", "-pk").distinct("verb")
     return client.Reply(
         ledger_step=job.ledger_step,
         ledger_epoch=_ledger_epoch(job),
@@ -269,9 +274,10 @@ def _record_checkpoint(job: Job, message: client.CheckpointSaved) -> None:
     )
     if not created and found.at < at:  # the job went back, and made that step again
         Checkpoint.objects.filter(pk=found.pk).update(**said)
-    elif created and message.tier in FLEETING:
+    elif created:
+        kept = REMEMBERED if message.tier in FLEETING else LONG_REMEMBERED
         told = job.checkpoints.filter(tier=message.tier).order_by("-at")
-        for oldest in told.values_list("at", flat=True)[REMEMBERED : REMEMBERED + 1]:
+        for oldest in told.values_list("at", flat=True)[kept : kept + 1]:
             told.filter(at__lte=oldest).delete()
 
 

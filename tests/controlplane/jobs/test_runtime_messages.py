@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
+from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM
 from controlplane.health.choices import SignalKind
@@ -23,7 +24,13 @@ from controlplane.jobs.models import (
 )
 from runtime import client
 from runtime.checkpoint.tiers import TierName
-from tests.factories import JobFactory, PlacementFactory, ReplicaFactory, SignalFactory
+from tests.factories import (
+    DirectiveFactory,
+    JobFactory,
+    PlacementFactory,
+    ReplicaFactory,
+    SignalFactory,
+)
 
 pytestmark = pytest.mark.django_db
 
@@ -323,6 +330,35 @@ def test_of_what_is_saved_every_few_seconds_the_last_are_remembered(
         for tier in tiers
     }
     assert steps == {"peer": [3, 4], "shared": [1, 2, 3, 4]}
+
+
+@pytest.mark.parametrize("tier", ["shared", "object"])
+def test_of_what_is_kept_for_long_more_are_remembered_and_not_for_ever(
+    placement: Placement, monkeypatch: pytest.MonkeyPatch, tier: TierName
+) -> None:
+    monkeypatch.setattr(telling, "REMEMBERED", 1)
+    monkeypatch.setattr(telling, "LONG_REMEMBERED", 3)
+    tell(placement, saved_to("local", 1, at=1000.0))
+    tell(placement, *(saved_to(tier, step, at=1000.0 + step) for step in (1, 2, 3, 4, 5)))
+
+    told = Checkpoint.objects.order_by("tier", "step").values_list("tier", "step")
+    assert [*told] == [("local", 1), (tier, 3), (tier, 4), (tier, 5)]
+
+
+def test_of_directives_of_one_verb_the_newest_is_said(placement: Placement) -> None:
+    """However often somebody has asked for a checkpoint, one at the next edge is all there is to
+    obey."""
+    job = placement.replica.job
+    *_, newest = [DirectiveFactory(job=job, verb="checkpoint") for _ in range(5)]
+    stop = DirectiveFactory(job=job, verb="stop")
+    DirectiveFactory(job=job, verb="checkpoint", expires_at=timezone.now() - timedelta(seconds=1))
+
+    said = tell(placement, progress(5)).directives
+
+    assert [(one["id"], one["verb"]) for one in said] == [
+        (newest.pk, "checkpoint"),
+        (stop.pk, "stop"),
+    ]
 
 
 def test_who_saves_is_told_how_often_nodes_fail(placement: Placement) -> None:
