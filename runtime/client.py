@@ -30,6 +30,7 @@ log = logging.getLogger("drydock.client")
 
 INTERVAL_S = 1.0
 MAX_BACKOFF_S = 15.0
+ASK_S = 15.0  # on average, between two questions of who has no news
 POST_TIMEOUT_S = 5.0
 MAX_QUEUED = 10_000
 MAX_TEXT = 8192  # characters
@@ -294,7 +295,9 @@ class Sender:
         #: None until the training loop listens; what is said before then is said again
         self.on_directive: Callable[[Directive], None] | None = None
         self.failures_per_node_day: float | None = None  # of this fleet, as it is known there
-        self.speaks = False  # the lowest live replica asks for directives even with no news
+        #: The lowest live replica asks for directives even with no news. The others do so now and
+        #: then, and only whether they are to end: it may be gone, and they stand still.
+        self.speaks = False
         self._url = urlsplit(url.rstrip("/") + "/v1/runtime") if url else None
         self._token = token
         self._queue: deque[Message] = deque(maxlen=MAX_QUEUED)  # the oldest give way
@@ -303,6 +306,7 @@ class Sender:
         self._per_post = MAX_PER_POST
         self._ranges_per_post = MAX_PER_POST  # of the ledger
         self._obeyed: dict[str, None] = {}  # the ids of directives, the oldest first
+        self._asks_at = _next_question()
         self._thread = threading.Thread(target=self._run, name="drydock-sender", daemon=True)
 
     def start(self) -> None:
@@ -353,8 +357,9 @@ class Sender:
         kept = list(self._queue)[: self._per_post]
         ledger = self._ledger_left()
         known = ledger[: self._ranges_per_post]
-        if not kept and not known and not self.speaks:
+        if not kept and not known and not self._is_to_ask():
             return True
+        self._asks_at = _next_question()  # also if this fails: what cannot be asked may wait
         batch = Batch(
             job=self.job,
             replica=self.replica,
@@ -385,9 +390,17 @@ class Sender:
         )
         said = reply.get("directives", [])
         for raw in said:
-            self._obey(Directive(id=raw["id"], verb=raw["verb"], args=raw.get("args", {})))
+            # Those that only ask do so at different times, and would save one after the other.
+            if batch.messages or self.speaks or raw["verb"] == "stop":
+                self._obey(Directive(id=raw["id"], verb=raw["verb"], args=raw.get("args", {})))
         self._forget_obeyed({raw["id"] for raw in said})
         return True
+
+    def _is_to_ask(self) -> bool:
+        """Of a replica's ranks the first asks for all, once it can do what it hears."""
+        listens = self.rank == 0 and self.on_directive is not None
+        due = listens and time.monotonic() >= self._asks_at and not self._closing.is_set()
+        return self.speaks or due
 
     def _set_aside(self, kept: list[Message], known: list[Ledger], error: Rejected) -> None:
         """Find the one message that is refused for good, and let the others pass."""
@@ -437,6 +450,11 @@ class Sender:
             raise ValueError(f"the control plane answered {response.status}: {data[:200]!r}")
         reply: dict[str, Any] = json.loads(data)
         return reply
+
+
+def _next_question() -> float:
+    """At different times in all replicas, which started together."""
+    return time.monotonic() + ASK_S * (0.5 + _jitter.random())
 
 
 def _no_ledger(_step: int, _epoch: int) -> list[Ledger]:

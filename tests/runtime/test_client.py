@@ -172,6 +172,30 @@ def test_a_directive_that_is_said_before_anybody_listens_is_obeyed_once_somebody
     assert [d.verb for d in obeyed] == ["stop"]
 
 
+def test_who_has_no_news_asks_now_and_then_whether_it_is_to_end(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(client, "ASK_S", 0.02)
+    obeyed: list[str] = []
+    first = make_sender(door.url)
+    second = Sender(door.url, TOKEN, job="job_t", replica=0, rank=1, placement="plc_0")
+    for sender in (first, second):
+        sender.on_directive = lambda directive: obeyed.append(directive.verb)
+        sender.start()
+    save, stop = ({"id": verb, "verb": verb, "args": {}} for verb in ("checkpoint", "stop"))
+
+    door.reply["directives"] = [save]  # which is for who speaks: others hear it at other times
+    until(lambda: len(door.batches) >= 3, "it asks")
+    door.reply["directives"] = [save, stop]
+    until(lambda: obeyed, "it hears of the end")
+    first.close(5.0)
+    second.close(5.0)
+
+    assert obeyed == ["stop"]
+    assert {(batch["rank"], len(batch["messages"])) for batch in door.batches} == {(0, 0)}
+
+
 def test_a_message_that_is_refused_for_good_does_not_hold_up_the_others(door: Door) -> None:
     door.refuses = "unbearable"
     sender = make_sender(door.url)

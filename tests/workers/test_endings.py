@@ -76,6 +76,33 @@ def test_a_rank_that_had_died_before_has_left(world: World) -> None:
     assert job_state() == JobState.STOPPED
 
 
+def told_to_end_long_ago(world: World) -> None:
+    end_job(PERSON, world.job.pk, "enough")
+    Directive.objects.update(created_at=timezone.now() - timedelta(seconds=2 * SAVE_S))
+
+
+def test_what_stands_still_and_hears_of_no_end_is_told_by_its_agent(world: World) -> None:
+    told_to_end_long_ago(world)
+
+    assert incidents.finish_endings() == 2
+    assert incidents.finish_endings() == 0
+    orders = {wire.StopProcess(placement=one.pk, grace_s=SAVE_S) for one in world.placements}
+    assert set(commands("stop_process")) == orders
+    for order in Command.objects.all():  # so long it may save still
+        assert order.expires_at > timezone.now() + timedelta(seconds=SAVE_S)
+    answer("stop_process", stopped=True)
+    incidents.finish_endings()
+
+    assert job_state() == JobState.STOPPED
+    assert {state(one.node)[0] for one in world.placements} == {NodeState.AVAILABLE}
+
+
+def test_what_trains_has_the_time_to_hear_of_the_end_and_to_save(world: World) -> None:
+    end_job(PERSON, world.job.pk, "enough")
+
+    assert incidents.finish_endings() == 0
+
+
 def test_a_job_of_which_nothing_is_left_is_over_whoever_saw_it_first(world: World) -> None:
     end_job(PERSON, world.job.pk, "enough")
     Placement.objects.update(state=PlacementState.ENDED)  # two at once, and neither saw both

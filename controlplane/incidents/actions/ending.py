@@ -25,11 +25,13 @@ from controlplane.incidents.models import Incident, PlaybookRun
 from controlplane.incidents.moves import SAVE_S
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
-from controlplane.jobs.models import LEFT, Job, Placement
+from controlplane.jobs.models import LEFT, Directive, Job, Placement
 from node_agent import wire
 
 #: One that does not end is told again after so long.
 AGAIN = timedelta(seconds=60)
+#: A node that is heard has ended it, and said so, so long after the time that it has to leave.
+ANSWER_S = 60.0
 
 
 @change()
@@ -60,9 +62,9 @@ def _call_off_for_what_is_over() -> None:
 
 
 def finish_endings() -> int:
-    """Have killed what a job that is to end has no use for, and what left its job and hangs; note
-    that those jobs are over of which nothing is left. Returns how many orders were given; the
-    keeper calls it."""
+    """Have killed what a job that is to end has no use for, and what left its job and hangs; have
+    told to end what trained and stands still; note that those jobs are over of which nothing is
+    left. Returns how many orders were given; the keeper calls it."""
     _call_off_for_what_is_over()
     long_ago = timezone.now() - timedelta(seconds=SAVE_S)
     stopping = Job.objects.filter(state=JobState.STOPPING)
@@ -78,8 +80,14 @@ def finish_endings() -> int:
     )
     idle |= Q(Exists(others), replica__job__nodes_per_replica__gt=1)
     hang = _left().filter(~Exists(exits), ended_at__lt=long_ago, node__lease__reachable=True)
-    wanted_by_none = [*alive.filter(idle, replica__job__in=stopping), *hang]
-    told = sum(map(end_process, wanted_by_none))
+    there = alive.filter(replica__job__in=stopping)
+    told = sum(map(end_process, [*there.filter(idle), *hang]))
+    # What had the time to hear of it and to save may stand still, where a SIGTERM is heard too.
+    lately = Directive.objects.filter(
+        job=OuterRef("replica__job"), verb="stop", created_at__gt=long_ago
+    )
+    for one in there.filter(~idle, ~Exists(lately)):
+        told += end_process(one, grace_s=SAVE_S)
     for one in _left().filter(Exists(exits)):  # in that very moment, and neither saw the other
         jobs.vacate(SYSTEM, one)
     for job in stopping.exclude(Exists(alive.filter(replica__job=OuterRef("pk")))):
@@ -89,9 +97,10 @@ def finish_endings() -> int:
 
 
 @change()
-def end_process(placement: Placement) -> bool:
+def end_process(placement: Placement, *, grace_s: float = 0) -> bool:
     """Have a process killed that holds nothing of its own, and note it once nothing of it runs. It
-    is told until then; whether it was now."""
+    is told until then; whether it was now. `grace_s`: what it has to save and to leave by itself.
+    """
     why = "it is not wanted any more"
     # The job first, as whoever takes its processes' word does.
     Job.objects.select_for_update(no_key=True).get(pk=placement.replica.job_id)
@@ -119,8 +128,9 @@ def end_process(placement: Placement) -> bool:
     if last is not None and orders.filter(state=CommandState.FAILED).count() > 1:
         _cannot_be_ended(placement, last.error)
     requester = f"end/{placement.pk}.{orders.count()}"
-    verb = wire.StopProcess(placement=placement.pk, grace_s=0)
-    fleet.queue_command(SYSTEM, placement.node_id, verb, requester=requester)
+    verb = wire.StopProcess(placement=placement.pk, grace_s=grace_s)
+    ttl_s = grace_s + ANSWER_S
+    fleet.queue_command(SYSTEM, placement.node_id, verb, requester=requester, ttl_s=ttl_s)
     return True
 
 

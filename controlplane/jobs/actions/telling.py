@@ -56,6 +56,8 @@ def record_runtime_batch(
     job_id: str, batch: client.Batch, messages: list[client.Message]
 ) -> client.Reply:
     """Keep what one rank told. Each message has a natural key: telling it again changes nothing."""
+    if not messages:  # it asks only for orders, as each replica does: that takes no lock
+        return _reply(Job.objects.get(pk=job_id))
     # One job's batches take turns, so that the ledger's end is read and moved by one at a time.
     job = Job.objects.select_for_update(no_key=True).get(pk=job_id)
     for message in messages:
@@ -78,6 +80,10 @@ def record_runtime_batch(
     job.save(update_fields=TOLD)
     touch(job.cluster_id, ("job", job.pk))
     saves = any(isinstance(message, client.CheckpointSaved) for message in messages)
+    return _reply(job, recent_rate(job.cluster_id) if saves else None)
+
+
+def _reply(job: Job, failures_per_node_day: float | None = None) -> client.Reply:
     # Who obeys the newest of a verb has done what the others ask for: a reply stays short however
     # often somebody asks.
     alive = Directive.objects.filter(job=job, expires_at__gt=timezone.now())
@@ -86,7 +92,7 @@ def record_runtime_batch(
         ledger_step=job.ledger_step,
         ledger_epoch=_ledger_epoch(job),
         directives=[{"id": d.pk, "verb": d.verb, "args": d.args} for d in directives],
-        failures_per_node_day=recent_rate(job.cluster_id) if saves else None,
+        failures_per_node_day=failures_per_node_day,
     )
 
 

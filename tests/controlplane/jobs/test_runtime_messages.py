@@ -6,6 +6,8 @@ import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM
@@ -86,6 +88,15 @@ def ledger(first: int, last: int, epoch: int = 1) -> client.Ledger:
 
 def job_of(placement: Placement) -> Job:
     return Job.objects.get(pk=placement.replica.job_id)
+
+
+def test_who_only_asks_hears_of_orders_and_writes_nothing(placement: Placement) -> None:
+    actions.direct(SYSTEM, placement.replica.job_id, "stop")
+    with CaptureQueriesContext(connection) as queries:
+        reply = tell(placement)
+
+    assert [one["verb"] for one in reply.directives] == ["stop"]
+    assert [one for one in queries if "UPDATE" in one["sql"]] == []
 
 
 def test_a_hello_makes_the_placement_run_and_progress_makes_the_replica_active(
