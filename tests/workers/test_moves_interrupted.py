@@ -14,6 +14,7 @@ from controlplane.incidents import actions as incidents
 from controlplane.incidents.actions.ending import end_job
 from controlplane.incidents.choices import IncidentState, RunState
 from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
+from controlplane.incidents.moves import SAVE_S
 from controlplane.jobs.choices import PlacementState, ReplicaState
 from controlplane.jobs.models import Placement, Replica
 from node_agent import wire
@@ -204,6 +205,22 @@ def test_a_cancelled_move_leaves_nothing(world: World) -> None:
     given_up(world, standby)
     assert commands("stop_process") == [wire.StopProcess(placement=standby.pk, grace_s=0)]
     assert state(standby.node) == (NodeState.AVAILABLE, True)
+
+
+def test_what_was_replaced_is_ended_though_its_move_is_cancelled(world: World) -> None:
+    standby, old = move(world), world.placements[1]
+    told_by(world.placements[0], regrouped(entered=[standby.pk]))
+    incidents.cancel_run(PERSON, run_of("move-replica").pk, "no")
+    incidents.finish_endings()
+    leaving = state(old.node)
+    Placement.objects.update(ended_at=timezone.now() - timedelta(seconds=2 * SAVE_S))
+    incidents.finish_endings()
+    answer("stop_process", stopped=True)
+    incidents.finish_endings()
+
+    assert commands("stop_process") == [wire.StopProcess(placement=old.pk, grace_s=0)]
+    assert leaving == (NodeState.ALLOCATED, False)
+    assert state(old.node) == (NodeState.AVAILABLE, True)  # it takes the part of the spare
 
 
 def test_a_job_that_ends_takes_its_moves_along(world: World) -> None:

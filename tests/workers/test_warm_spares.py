@@ -16,6 +16,7 @@ from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Command, Node
 from controlplane.health.choices import Action, Urgency
 from controlplane.incidents import actions as incidents
+from controlplane.incidents.actions.ending import end_job
 from controlplane.incidents.choices import Mode, RunState, StepState
 from controlplane.incidents.models import (
     Incident,
@@ -24,6 +25,7 @@ from controlplane.incidents.models import (
     PlaybookStep,
     Reservation,
 )
+from controlplane.incidents.moves import SAVE_S
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import Job, Placement, Replica
@@ -386,6 +388,54 @@ def test_the_loss_is_looked_into_and_nothing_else_is_started(
     assert spare.moved_from == world.placements[1]
     assert Replica.objects.get(index=1).state == ReplicaState.ACTIVE
     assert state(world.placements[1].node) == (NodeState.AVAILABLE, True)
+
+
+def _job_is_ended(world: World) -> None:
+    end_job(PERSON, world.job.pk, "enough")
+
+
+def _run_is_cancelled(world: World) -> None:
+    incidents.cancel_run(PERSON, run_of("replica-lost").pk, "not today")
+
+
+@pytest.mark.parametrize("call_off", [_job_is_ended, _run_is_cancelled])
+def test_a_node_whose_run_is_called_off_is_given_back(
+    world: World, spare: Placement, call_off: Callable[[World], None]
+) -> None:
+    _died_first(world, spare)
+    told_by(world.placements[0], regrouped(lost=[1], entered=[spare.pk]))
+    incidents.finish_endings()
+    seen_to = state(world.placements[1].node)
+    call_off(world)
+    incidents.finish_endings()
+
+    assert seen_to == (NodeState.ALLOCATED, False)
+    assert state(world.placements[1].node) == (NodeState.AVAILABLE, True)
+
+
+def test_a_node_of_which_nobody_has_heard_yet_waits_for_what_is_found_out(
+    world: World, spare: Placement
+) -> None:
+    takes_place(spare)
+    world.exits(world.placements[1], signal=9)
+    incidents.finish_endings()
+
+    assert state(world.placements[1].node) == (NodeState.ALLOCATED, False)
+
+
+def test_what_hangs_and_whose_run_is_called_off_is_killed(world: World, spare: Placement) -> None:
+    hung = _is_replaced_while_it_hangs(world, spare)
+    drain()
+    _run_is_cancelled(world)
+    early = incidents.finish_endings()
+    Placement.objects.update(ended_at=timezone.now() - timedelta(seconds=2 * SAVE_S))
+    late = incidents.finish_endings()
+    answer("stop_process", stopped=True)
+    incidents.finish_endings()
+
+    assert (early, late) == (0, 1)
+    assert commands("stop_process") == [wire.StopProcess(placement=hung.pk, grace_s=0)]
+    assert state(hung.node) == (NodeState.AVAILABLE, True)
 
 
 def test_another_is_started_after_it_has_a_place(world: World, spare: Placement) -> None:

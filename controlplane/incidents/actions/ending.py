@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,7 @@ from controlplane.incidents.actions.requests import FOR_THE_JOB, WARM_SPARE, rep
 from controlplane.incidents.actions.runs import cancel_run
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED, RUN_UNFINISHED, Severity
 from controlplane.incidents.models import Incident, PlaybookRun
+from controlplane.incidents.moves import PLAYBOOK as MOVE
 from controlplane.incidents.moves import SAVE_S
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
@@ -62,9 +64,10 @@ def _call_off_for_what_is_over() -> None:
 
 
 def finish_endings() -> int:
-    """Have killed what a job that is to end has no use for, and what left its job and hangs; have
-    told to end what trained and stands still; note that those jobs are over of which nothing is
-    left. Returns how many orders were given; the keeper calls it."""
+    """Have killed what a job that is to end has no use for, and what is known to be gone from its
+    job and hangs; have told to end what trained and stands still; give back the nodes that nobody
+    else does; note that those jobs are over of which nothing is left. Returns how many orders were
+    given; the keeper calls it."""
     _call_off_for_what_is_over()
     long_ago = timezone.now() - timedelta(seconds=SAVE_S)
     stopping = Job.objects.filter(state=JobState.STOPPING)
@@ -79,7 +82,8 @@ def finish_endings() -> int:
         ended_at__lt=long_ago,
     )
     idle |= Q(Exists(others), replica__job__nodes_per_replica__gt=1)
-    hang = _left().filter(~Exists(exits), ended_at__lt=long_ago, node__lease__reachable=True)
+    unseen = _gone().filter(~Exists(exits), ended_at__lt=long_ago, node__lease__reachable=True)
+    hang = [one for one in unseen if not _is_seen_to(one)]
     there = alive.filter(replica__job__in=stopping)
     told = sum(map(end_process, [*there.filter(idle), *hang]))
     # What had the time to hear of it and to save may stand still, where a SIGTERM is heard too.
@@ -88,8 +92,11 @@ def finish_endings() -> int:
     )
     for one in there.filter(~idle, ~Exists(lately)):
         told += end_process(one, grace_s=SAVE_S)
-    for one in _left().filter(Exists(exits)):  # in that very moment, and neither saw the other
-        jobs.vacate(SYSTEM, one)
+    # In that very moment, and neither saw the other; or who was to free its node was called off.
+    # Not before it is known what the end of the process means.
+    for one in _gone().filter(Exists(exits.filter(triaged_at__isnull=False))):
+        if not _is_seen_to(one):
+            _give_back(one)
     for job in stopping.exclude(Exists(alive.filter(replica__job=OuterRef("pk")))):
         with suppress(Conflict):  # it is over by now
             jobs.end_job(SYSTEM, job.pk, "its last process has left")
@@ -114,7 +121,7 @@ def end_process(placement: Placement, *, grace_s: float = 0) -> bool:
     last = orders.order_by("created_at").last()
     if last is not None and last.state == CommandState.DONE:
         if placement.state == PlacementState.ENDED:
-            jobs.vacate(SYSTEM, placement)
+            _give_back(placement)
         elif placement.warm:
             jobs.end_warm_spare(SYSTEM, placement.pk, why)
         else:
@@ -149,13 +156,34 @@ def _cannot_be_ended(placement: Placement, why: str) -> None:
     repair_node(SYSTEM, node.pk, incident, reason, lost_placement=placement.pk)
 
 
-def _left() -> QuerySet[Placement]:
-    """What was known to leave its job, and whose node waits for its process to be seen to end. What
-    a node holds by now is of later."""
+def _gone() -> QuerySet[Placement]:
+    """What left its job, or lost its place to another, and whose node waits for its process to be
+    seen to end. What a node holds by now is of later."""
     later = Placement.objects.filter(node=OuterRef("node"), created_at__gt=OuterRef("created_at"))
-    return Placement.objects.filter(
-        ~Exists(later),
-        state=PlacementState.ENDED,
-        node__state=NodeState.ALLOCATED,
-        end_reason__startswith=LEFT,
+    ended = Placement.objects.filter(
+        ~Exists(later), state=PlacementState.ENDED, node__state=NodeState.ALLOCATED
     )
+    return ended.select_related("replica__job", "node")
+
+
+def _is_seen_to(gone: Placement) -> bool:
+    """Whether a run frees its node that brings its replica back, or moves it. Who left by itself
+    waits for none."""
+    if gone.end_reason.startswith(LEFT):
+        return False
+    runs = _under_way(job=gone.replica.job_id)
+    return any(gone.pk in json.dumps(run.context) for run in runs)
+
+
+@change()
+def _give_back(gone: Placement) -> None:
+    """Free its node, now that nothing of it runs there: a spare, if what has its place was one."""
+    jobs.vacate(SYSTEM, gone)
+    successors = gone.successors.filter(standby=False)
+    moves = PlaybookRun.objects.filter(
+        playbook=MOVE,
+        context__spare=True,
+        context__placement__in=[*successors.values_list("pk", flat=True)],
+    )
+    if successors.filter(warm=True, from_spares=True).exists() or moves.exists():
+        jobs.keep_as_spare(SYSTEM, gone.node_id, "it was replaced by one")
