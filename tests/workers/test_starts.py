@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import msgspec
 import pytest
+from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
@@ -234,6 +237,51 @@ def test_a_start_whose_nodes_another_took_leaves_no_coordinator(
     assert stops == [wire.StopProcess(placement=began[late.pk])]
     late.refresh_from_db()
     assert late.coordinator_placement == coordinators()[-1].placement
+
+
+def _put_on_hold(job: Job, node: Node) -> None:
+    fleet.set_hold(SYSTEM, node.pk, "hands off")
+
+
+def _excluded(job: Job, node: Node) -> None:
+    jobs.exclude_node(SYSTEM, job.pk, node.pk, "a slow link")
+
+
+def _in_maintenance(job: Job, node: Node) -> None:
+    until = timezone.now() + timedelta(hours=1)
+    fleet.open_maintenance(
+        SYSTEM, job.cluster_id, node_id=node.pk, starts_at=timezone.now(), ends_at=until, reason="x"
+    )
+
+
+@pytest.mark.parametrize("keep", [_put_on_hold, _excluded, _in_maintenance])
+def test_a_node_that_is_kept_from_work_after_it_was_chosen_is_given_none(
+    world: World, keep: Callable[[Job, Node], None]
+) -> None:
+    all_free(world)
+    job = begin(world, "wide")
+    drain()
+    chosen = Node.objects.get(pk=run_of(START).context["nodes"][0])
+    keep(job, chosen)
+    for _ in range(2):
+        answer("start_coordinator", address="127.0.0.1:4001")
+        drain()
+
+    assert chosen.name not in unfinished("start_rank")
+    assert len(unfinished("start_rank")) == 2
+
+
+def test_a_spare_that_is_reserved_for_another_after_it_was_chosen_stays_so(world: World) -> None:
+    all_free(world)
+    begin(world, "wide", world_replicas=4)
+    drain()
+    kept = jobs.reserve_spare(SYSTEM, world.cluster.pk, holder="slurm", ttl_s=900, reason="mine")
+    answer("start_coordinator", address="127.0.0.1:4001")
+    drain()
+
+    kept.refresh_from_db()
+    assert kept.released_at is None
+    assert unfinished("start_rank") == []
 
 
 def test_a_coordinator_that_ranks_know_is_kept_when_the_node_of_another_was_taken(

@@ -25,6 +25,7 @@ from controlplane.jobs.models import (
     Replica,
     SpareReservation,
 )
+from controlplane.jobs.selectors import placeable_nodes
 from node_agent import wire
 
 #: How long a job's processes may take to hear that they are to stop: also where a node is silent.
@@ -173,11 +174,14 @@ def check_active(job: Job) -> None:
 
 def take_node(actor: Actor, node_id: str, replica: Replica) -> bool:
     """Let a node be allocated to a replica; whether it was a spare. Raises Conflict if it is not
-    free."""
-    was_spare = Node.objects.filter(pk=node_id, spare=True).exists()
+    free for that: since it was chosen somebody may have kept it from work, or for others."""
+    node = Node.objects.select_for_update(no_key=True).get(pk=node_id)
     if Placement.objects.filter(node_id=node_id).exclude(state=PlacementState.ENDED).exists():
         raise Conflict("this node holds another replica")
-    if _node_state(node_id) != NodeState.ALLOCATED:
+    if node.state != NodeState.ALLOCATED:  # as that of a replica is that returns in place
+        job = replica.job
+        if not placeable_nodes(job.cluster_id, job.pk).filter(pk=node_id).exists():
+            raise Conflict(f"{node.name} is not free for {job.name} any more")
         fleet.transition(
             actor,
             node_id,
@@ -189,7 +193,7 @@ def take_node(actor: Actor, node_id: str, replica: Replica) -> bool:
     SpareReservation.objects.filter(node_id=node_id, released_at=None).update(
         released_at=timezone.now()
     )
-    return was_spare
+    return node.spare
 
 
 @change()
