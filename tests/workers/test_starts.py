@@ -21,8 +21,9 @@ from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState
 from controlplane.jobs.models import Job, Placement
 from node_agent import wire
+from runtime import client
 from tests.factories import GpuFactory, PlacementFactory, PlaybookRunFactory
-from tests.workers.moving import commands
+from tests.workers.moving import commands, state, told_by
 from tests.workers.world import World, answer, drain, quarantine, run_of, step_of, unanswered
 
 pytestmark = pytest.mark.django_db
@@ -199,6 +200,27 @@ def test_a_start_that_a_node_refused_leaves_nothing_once_it_is_cancelled(startin
 
     assert places_of(starting) == []
     assert unfinished("stop_process") == [first.name, second.name]
+    starting.refresh_from_db()
+    assert incidents.may_be_started(starting)
+
+
+def test_ranks_that_are_up_and_do_not_train_end_when_their_start_is_cancelled(
+    world: World, starting: Job
+) -> None:
+    ranks = places_of(starting)
+    answer("start_rank", pid=7)
+    for rank in ranks:
+        told_by(rank, client.Hello(pid=7, at=time.time()))
+    incidents.cancel_run(SYSTEM, run_of(START).pk, "they hang")
+    killed, nodes = unfinished("stop_process"), [rank.node for rank in ranks]
+    held = {state(node)[0] for node in nodes}
+    for rank in ranks:
+        world.exits(rank, signal=9, requested=True)
+    drain()
+
+    assert killed == [node.name for node in nodes]
+    assert held == {NodeState.ALLOCATED}  # their cards may be in use still
+    assert {state(node)[0] for node in nodes} == {NodeState.AVAILABLE}
     starting.refresh_from_db()
     assert incidents.may_be_started(starting)
 

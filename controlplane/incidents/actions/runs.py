@@ -164,7 +164,8 @@ def resume_run(actor: Actor, run_id: str, reason: str) -> None:
 def cancel_run(actor: Actor, run_id: str, reason: str) -> None:
     """Stop a run where it stands; what is done stays done. Raises Conflict if it is finished.
 
-    Orders that no node has finished are called back, and a placement that never came to life ends.
+    Orders that no node has finished are called back, and what it had started and does not train
+    yet is killed.
     """
     run = lock_run(run_id)
     if run.state not in RUN_UNFINISHED:
@@ -173,13 +174,17 @@ def cancel_run(actor: Actor, run_id: str, reason: str) -> None:
         fleet.call_back_commands(step_id)
     _stop_standby(actor, run, reason)
     _stop_coordinators(actor, run)
+    # But not what was started to replace another and is up: its replica has nothing else by now.
+    up = Q(state=PlacementState.RUNNING, joined_at=None, moved_from=None)
     stillborn = Placement.objects.filter(
+        Q(state=PlacementState.STARTING) | up,
         pk__in=[run.context.get("placement", ""), *run.context.get("placements", [])],
-        state=PlacementState.STARTING,
     )
     for placement in stillborn.select_related("replica"):
         _stop_waiting(actor, run, placement)
-        jobs.end_placement(actor, placement.pk, f"cancelled: {reason}", free_node=True)
+        # One that is up may have the cards still: its node is free once it is seen to end.
+        free = placement.state == PlacementState.STARTING
+        jobs.end_placement(actor, placement.pk, f"cancelled: {reason}", free_node=free)
     PlaybookStep.objects.filter(run=run).exclude(
         state__in=[StepState.DONE, StepState.SKIPPED, StepState.FAILED]
     ).update(state=StepState.SKIPPED, lock_token="", lock_expires_at=None, wake_at=None)
