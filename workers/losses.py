@@ -118,10 +118,11 @@ def may_run_on(node: Node) -> list[Placement]:
     return [*there.exclude(state=PlacementState.ENDED), *unseen]
 
 
-def trains(placement: Placement) -> bool:
-    """Whether the process runs on a node that is heard, and nobody says that it is gone."""
-    running = placement.state == PlacementState.RUNNING
-    return running and placement.node.lease.reachable and not told_gone(placement)
+def lives(placement: Placement) -> bool:
+    """Whether the process runs, or is being started, on a node that is heard, and nobody says that
+    it is gone."""
+    alive = placement.state != PlacementState.ENDED
+    return alive and placement.node.lease.reachable and not told_gone(placement)
 
 
 def saved_for(placement: Placement) -> tuple[recovery.Saved, ...]:

@@ -21,7 +21,7 @@ from controlplane.incidents.candidates import free_nodes
 from controlplane.incidents.choices import IncidentState, Mode, RunState, StepState
 from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
 from controlplane.jobs import actions as jobs
-from controlplane.jobs.choices import ReplicaState
+from controlplane.jobs.choices import PlacementState, ReplicaState
 from controlplane.jobs.models import Job, Placement, ProgressSample
 from node_agent import wire
 from runtime import client
@@ -31,7 +31,7 @@ from tests.factories import (
     ProgressSampleFactory,
 )
 from tests.workers.moving import commands
-from tests.workers.world import World, answer, drain, mend, run_of, step_of
+from tests.workers.world import World, answer, drain, mend, run_of, step_of, unanswered
 from workers import guards
 from workers.playbooks import PLAYBOOKS
 
@@ -279,6 +279,45 @@ def test_a_node_that_was_only_silent_and_beats_again_is_left_alone(
     assert not world.bmcs[spare.pk].orders
     assert run_of("repair-node").state == RunState.SUCCEEDED
     assert Incident.objects.get().state == IncidentState.RESOLVED
+
+
+def test_a_node_that_was_silent_while_it_started_a_rank_and_beats_again_is_left_alone(
+    world: World, settings: Settings
+) -> None:
+    starting = world.placements[1]
+    Placement.objects.filter(pk=starting.pk).update(state=PlacementState.STARTING, joined_at=None)
+    settings.BUDGET_NODES_PER_CLUSTER = 0
+    world.silence(starting.node)
+    world.survivors_commit(starting)
+    drain()
+    assert "out for repair" in step_of("repair-node", "quarantine").outcome
+    world.hear(starting.node)
+    settings.BUDGET_NODES_PER_CLUSTER = 2
+    drain()
+    assert not world.bmcs[starting.node_id].orders
+    assert run_of("repair-node").state == RunState.SUCCEEDED
+    assert run_of("replica-lost").state == RunState.SUCCEEDED
+    assert world.placement_of(1) == starting
+
+
+def test_what_a_node_that_was_only_silent_did_not_start_it_is_told_to_start_again(
+    world: World, settings: Settings
+) -> None:
+    world.kill(world.placements[1])
+    drain()
+    late, node = world.placement_of(1), world.placements[1].node
+    settings.BUDGET_NODES_PER_CLUSTER = 0
+    world.silence(node)
+    unanswered()
+    world.hear(node)
+    settings.BUDGET_NODES_PER_CLUSTER = 2
+    drain()
+    assert commands("stop_process") == [wire.StopProcess(placement=late.pk, grace_s=0)]
+    answer("stop_process", stopped=True)
+    mend(world, 1)
+    assert not world.bmcs[node.pk].orders
+    assert run_of("replica-lost").state == RunState.SUCCEEDED
+    assert world.placement_of(1).node == node
 
 
 def test_a_node_that_is_about_to_be_repaired_takes_no_replica(

@@ -168,12 +168,14 @@ def await_all(ctx: StepContext) -> Outcome:
 
 
 def lacks_a_place(ctx: StepContext, replica: Replica) -> bool:
-    """Whether a replica on several nodes is there in part only, or was begun by this run and is not
-    up: what there is of it trains nothing, however well its nodes are heard."""
-    begun, nodes = replica.alive, replica.job.nodes_per_replica
-    starting = begun.filter(state=PlacementState.STARTING).exists()
-    half = begun.count() < nodes or ("placements" in ctx.values and starting)
-    return nodes > 1 and half
+    """Whether a replica on several nodes is there in part only, or one was begun by this run and is
+    not up: what there is of it trains nothing, however well its nodes are heard."""
+    nodes = replica.job.nodes_per_replica
+    starting = replica.alive.filter(state=PlacementState.STARTING)
+    if nodes == 1:  # what was to replace another is of that move
+        begun = starting.filter(pk=ctx.values.get("placement", ""), moved_from=None)
+        return begun.exists()
+    return replica.alive.count() < nodes or ("placements" in ctx.values and starting.exists())
 
 
 def replica_of(ctx: StepContext) -> Replica:

@@ -118,21 +118,22 @@ def back_at_work(ctx: StepContext, node: Node) -> str:
     """Why the node must not be touched after all; "" if it is to be taken out.
 
     The guards may have kept this run waiting, and the world went on: a node that was only silent
-    and beats again is well, and one that holds a replica that nobody lost is in use, or that trains
-    again.
+    and beats again is well, and one that holds a replica that nobody lost is in use, or that lives
+    after all.
     """
     if not node.lease.reachable or ctx.run.requested_by or ctx.values.get("hardware"):
         return ""
     if ctx.values.get("only_if_silent"):
         return f"{node.name} beats again: nothing to repair"
-    running = Placement.objects.select_related("node__lease", "replica").filter(
-        IN_ITS_PLACE, node=node, state=PlacementState.RUNNING
+    there = Placement.objects.select_related("node__lease", "replica").filter(
+        IN_ITS_PLACE, node=node
     )
-    lost = running.filter(pk=ctx.values.get("lost_placement", "")).first()
+    lost = there.filter(pk=ctx.values.get("lost_placement", "")).first()
+    running = there.filter(state=PlacementState.RUNNING)
     if running.exclude(pk=lost.pk if lost else "").exists():
         return f"{node.name} holds another replica by now, and beats"
-    if lost and ctx.values.get("code") in triage.SILENCE_ALONE and losses.trains(lost):
-        return f"replica {lost.replica.index} trains again on {node.name}, which beats"
+    if lost and ctx.values.get("code") in triage.SILENCE_ALONE and losses.lives(lost):
+        return f"replica {lost.replica.index} lives on {node.name}, which beats again"
     return ""
 
 

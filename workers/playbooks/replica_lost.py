@@ -244,8 +244,8 @@ def take_node_out(ctx: StepContext) -> Outcome:
     )
     if steps.filter(state=StepState.DONE).exists():
         return Done(text=f"{node.name} is quarantined: nothing of it runs there")
-    if ctx.values.get("code") in triage.SILENCE_ALONE and losses.trains(placement):
-        return Back(to="find-cause", text=f"it trains again on {node.name}, which beats")
+    if ctx.values.get("code") in triage.SILENCE_ALONE and losses.lives(placement):
+        return Back(to="find-cause", text=f"it lives on {node.name}, which beats again")
     repairs = PlaybookRun.objects.filter(playbook="repair-node", node=node)
     if repairs.filter(state__in=sorted(RUN_UNFINISHED), context__urgency=Urgency.NOW).exists():
         return Wait(text=f"{node.name} is being taken out by its repair run", wake_s=1.0)
