@@ -96,9 +96,12 @@ def enter(spare: Placement, index: int, at: datetime) -> None:
     """Note that a warm spare trains in this replica's place since `at`; what had it is gone.
 
     One that was to replace what is gone stands by for the spare now. Where another trains in the
-    place since, and the spare is said to be gone too, this is old news.
+    place since, and the spare is said to be gone too, this is old news. Of a replica that the job
+    does not have nothing is noted: whoever tells of it would else repeat that for ever.
     """
-    replica = spare.replica.job.replicas.get(index=index)
+    replica = spare.replica.job.replicas.filter(index=index).first()
+    if replica is None:
+        return
     alive = replica.placements.filter(standby=False).exclude(state=PlacementState.ENDED)
     gone = Signal.objects.filter(
         kind__in=(SignalKind.PEER_LOST, SignalKind.PROCESS_EXITED), placement_id=spare.pk

@@ -18,6 +18,7 @@ from controlplane.health.models import Signal
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.models import Checkpoint, Job, ProgressSample
 from node_agent import wire
+from tests.factories import PlacementFactory
 
 from .door import Answer, Door, NodeClient, enrolment, wait_until
 
@@ -327,10 +328,12 @@ def saved(**changes: Any) -> dict[str, Any]:
     return {"type": "checkpoint", **said, "stall_s": 0.1, "seconds": 0.2, "at": 1.0, **changes}
 
 
-def tell(door: Door, job_id: str, *messages: dict[str, Any], token: str = "") -> Answer:
+def tell(
+    door: Door, job_id: str, *messages: dict[str, Any], token: str = "", replica: int = 0
+) -> Answer:
     batch = {
         "job": job_id,
-        "replica": 0,
+        "replica": replica,
         "rank": 0,
         "placement": "plc_1",
         "sent_at": time.time(),
@@ -355,6 +358,35 @@ def test_a_loss_that_is_not_a_number_is_told_as_null(door: Door, job: Job) -> No
 def test_what_an_older_job_does_not_say_of_a_checkpoint_is_not_known(door: Door, job: Job) -> None:
     assert tell(door, job.pk, saved(step=1), saved(step=2, stored=6)).status == 200
     assert [*Checkpoint.objects.order_by("step").values_list("stored", flat=True)] == [None, 6]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"type": "hello", "pid": 7, "at": 1.0, "stage": "entered"},
+        progress(),
+        {
+            "type": "regrouped",
+            "epoch": 2,
+            "replicas": [0, 9],
+            "lost": [],
+            "joined": [9],
+            "entered": ["plc_1"],
+            "started_at": 1.0,
+            "committed_at": 1.0,
+            "step": 2,
+            "gap_s": 0.1,
+        },
+    ],
+)
+def test_a_place_that_the_job_does_not_have_is_taken_by_nobody(
+    door: Door, job: Job, message: dict[str, Any]
+) -> None:
+    spare = PlacementFactory(id="plc_1", replica=job.replicas.first(), standby=True, warm=True)
+
+    assert tell(door, job.pk, message, replica=9).status == 200
+    spare.refresh_from_db()
+    assert spare.standby
 
 
 def test_runtime_without_a_token(door: Door, job: Job) -> None:
