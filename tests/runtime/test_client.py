@@ -183,7 +183,8 @@ def test_who_has_no_news_asks_now_and_then_whether_it_is_to_end(
     for sender in (first, second):
         sender.on_directive = lambda directive: obeyed.append(directive.verb)
         sender.start()
-    save, stop = ({"id": verb, "verb": verb, "args": {}} for verb in ("checkpoint", "stop"))
+    save = {"id": "dir_1", "verb": "checkpoint", "args": {}}
+    stop = {"id": "dir_2", "verb": "stop", "args": {}}
 
     door.reply["directives"] = [save]  # which is for who speaks: others hear it at other times
     until(lambda: len(door.batches) >= 3, "it asks")
