@@ -124,6 +124,7 @@ def keep(client: redis.Redis, memory: Memory) -> None:
         partial(fleet.expire_commands, now),
         partial(incidents.pause_overdue_runs, now),
         partial(engine.release_expired, now),
+        incidents.admit_enrolled,
         incidents.readmit_replaced,
         incidents.keep_warm_spares,
         incidents.finish_endings,

@@ -105,17 +105,15 @@ def ensure_clusters(nodes: list[NodePlan]) -> None:
 
 
 def admit_fleet(plans: list[NodePlan], say: Say) -> None:
-    """Wait until all nodes have enrolled, introduce each once, and await their diagnostics."""
+    """Wait until all nodes have enrolled, introduce each once, and await that they are admitted."""
     rows = _await_enrolment(plans, say)
     for plan in plans:
         node = rows[plan.name]
+        if plan.spare and not node.bmc_url:
+            fleet_actions.set_spare(SYSTEM, node.pk, True)
         url = f"http://127.0.0.1:{plan.bmc_port}"
         if (node.bmc_url, node.bmc_username) != (url, BMC_USER):
             fleet_actions.set_bmc(SYSTEM, node.pk, url, BMC_USER, plan.bmc_password)
-        if node.state == NodeState.ENROLLED:
-            if plan.spare:
-                fleet_actions.set_spare(SYSTEM, node.pk, True)
-            incidents.admit_node(SYSTEM, node.pk)
     _await_admission([node.pk for node in rows.values() if node.state in UNTESTED], say)
 
 

@@ -377,6 +377,34 @@ def test_no_replica_is_brought_back_where_that_is_switched_off(world: World) -> 
     assert not Command.objects.exists()
 
 
+def test_a_node_that_has_enrolled_is_tested_by_itself_and_takes_work(world: World) -> None:
+    node = world.spares[0]
+    Node.objects.filter(pk=node.pk).update(state=NodeState.ENROLLED)
+    assert incidents.admit_enrolled() == 1
+    drain()
+    answer("diagnose", tests=[{"name": "cards", "outcome": "passed"}])
+    drain()
+    node.refresh_from_db()
+    assert node.state == NodeState.AVAILABLE
+    assert incidents.admit_enrolled() == 0
+
+
+def test_a_test_on_entry_that_a_person_called_off_is_not_begun_again(world: World) -> None:
+    Node.objects.filter(pk=world.spares[0].pk).update(state=NodeState.ENROLLED)
+    incidents.admit_enrolled()
+    incidents.cancel_run(PERSON, run_of("admit-node").pk, "not cabled yet")
+    assert incidents.admit_enrolled() == 0
+
+
+@pytest.mark.parametrize("kept", ["held", "silent"])
+def test_a_node_that_is_held_or_not_heard_is_not_tested_on_entry(world: World, kept: str) -> None:
+    node = world.spares[0]
+    reason = {"held": "not cabled yet", "silent": ""}[kept]
+    Node.objects.filter(pk=node.pk).update(state=NodeState.ENROLLED, hold_reason=reason)
+    Lease.objects.filter(node=node).update(reachable=kept != "silent")
+    assert incidents.admit_enrolled() == 0
+
+
 def test_a_person_can_have_a_refused_diagnostic_run_again(world: World) -> None:
     Node.objects.filter(pk=world.spares[0].pk).update(state=NodeState.ENROLLED)
     run = incidents.admit_node(SYSTEM, world.spares[0].pk)

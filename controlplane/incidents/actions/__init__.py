@@ -34,6 +34,7 @@ from controlplane.incidents.actions.merging import (
     title_of_loss,
 )
 from controlplane.incidents.actions.requests import (
+    admit_enrolled,
     admit_node,
     bring_back,
     bring_back_sent_away,
@@ -67,6 +68,7 @@ from controlplane.incidents.actions.warm import keep_warm_spares
 __all__ = [
     "acknowledge",
     "add_note",
+    "admit_enrolled",
     "admit_node",
     "approve",
     "bring_back",

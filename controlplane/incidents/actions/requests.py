@@ -13,7 +13,7 @@ from controlplane.accounts.choices import ActorKind
 from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.errors import Conflict
 from controlplane.fleet.changes import change
-from controlplane.fleet.choices import CommandState
+from controlplane.fleet.choices import CommandState, NodeState
 from controlplane.fleet.models import Command, Node
 from controlplane.health.choices import Action, SignalKind, Urgency
 from controlplane.health.models import Signal
@@ -45,6 +45,7 @@ from controlplane.jobs.models import IN_ITS_PLACE, LEFT, SENT_AWAY, Job, Placeme
 from controlplane.jobs.selectors import left_together, was_sent_away
 from workers.triage import ACTIONS
 
+ADMIT = "admit-node"
 WARM_SPARE = "warm-spare"
 #: Playbooks whose only aim is that the job goes on.
 FOR_THE_JOB = (
@@ -58,12 +59,22 @@ def admit_node(actor: Actor, node_id: str) -> PlaybookRun:
     node = Node.objects.get(pk=node_id)
     return request_run(
         actor,
-        "admit-node",
+        ADMIT,
         node_id,
         cluster_id=node.cluster_id,
         title=f"Admit {node.name}",
         node_id=node_id,
     )
+
+
+def admit_enrolled() -> int:
+    """Have each node admitted that has enrolled, once: what becomes of that is for a person, as is
+    a node on hold. Returns how many; the keeper calls it."""
+    tried = PlaybookRun.objects.filter(playbook=ADMIT, node=OuterRef("pk"))
+    new = Node.objects.filter(
+        ~Exists(tried), state=NodeState.ENROLLED, hold_reason="", lease__reachable=True
+    )
+    return len([admit_node(SYSTEM, pk) for pk in new.values_list("pk", flat=True)])
 
 
 @change()
