@@ -8,11 +8,14 @@ can read. The script makes its steps itself: this only counts, saves, tells and 
 from __future__ import annotations
 
 import json
+import logging
 import random
 import sys
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from itertools import chain, repeat
 from types import TracebackType
@@ -20,10 +23,13 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from runtime.checkpoint import Checkpointer
 from runtime.checkpoint.coding import NotInstalled
+from runtime.checkpoint.manifest import digest_of_all
 from runtime.checkpoint.resharding import AS_SAVED, replaced
+from runtime.checkpoint.saver import FINISH_S
 from runtime.checkpoint.sources import OF_ALL_NODES
 from runtime.checkpoint.store import WHICH_ARE_WHOLE
 from runtime.checkpoint.tiers import TierName
@@ -46,10 +52,16 @@ from runtime.replica.telling import Teller
 from runtime.snapshot import Copying, digest_of, room_for, state_of
 from runtime.stalls import Stalls
 
+log = logging.getLogger("drydock.whole")
+
 #: Step, name and tier of a checkpoint.
 Found = tuple[int, str, TierName]
+#: Bytes and digest of one rank's part of a checkpoint.
+_Part = tuple[int, str]
 #: Peers' memory is no tier here: nobody of such a job lives on to give it back.
 TIERS: tuple[TierName, ...] = ("local", "shared", "object")
+#: Of these each rank keeps a part of its own, and no writer sees the others'.
+IN_PARTS = tuple(name for name in TIERS if name not in OF_ALL_NODES)
 OURS = "rank_s_part"  # the key under which a rank's part of a divided tensor is saved
 TOLD = 3  # so many of a rank's refusals, the last ones, are in the error that ends the job
 
@@ -115,8 +127,8 @@ class WholeJob:
         self.epoch = 0  # which start this is
         #: of each tier the step that was saved to it last, also if it is still being written
         self._saved: dict[TierName, int] = {}
-        #: the same, once our part was verified; written by a thread of its own
-        self._verified: dict[str, int] = {}
+        #: of each tier our part that was verified last; written by a thread of its own
+        self._verified: dict[str, CheckpointSaved] = {}
         saver.delivery.on_saved = self._on_saved
         self._in_step = False  # the loop makes one
         self._over = False  # all ranks are to leave
@@ -152,6 +164,7 @@ class WholeJob:
         self._tell_end(error)
         if error is None:  # said before: who sees a rank on another node end knows why
             self.saver.finish()
+            self._tell_last()
         self.job.sender.close(3.0)
 
     def steps(self, count: int) -> Iterator[int]:
@@ -235,11 +248,14 @@ class WholeJob:
         is when nothing is saved here: at the end it is, to all tiers."""
         here = [name for name in TIERS if name in self.saver.tiers]
         wanted = self._due() if not self.job.rank else set()
-        stop, sent_away, *told = self._most(
-            [self.job.stop.is_set(), self.job.told.is_set()]
-            + [name in wanted for name in TIERS]
-            + [not (name in here and self.saver.is_free(name)) for name in TIERS]
-        )
+        flags = [self.job.stop.is_set(), self.job.told.is_set()]
+        flags += [name in wanted for name in TIERS]
+        flags += [not (name in here and self.saver.is_free(name)) for name in TIERS]
+        # Looked up after that: of a tier that is busy on no rank nothing new is verified any more.
+        parts = dict(self._verified)
+        highest = self._highest([*flags, *_steps_of(parts)])
+        stop, sent_away, *told = map(bool, highest[: len(flags)])
+        self._note_whole(parts, highest[len(flags) :])
         due = [name for name, said in zip(TIERS, told, strict=False) if said]
         busy = dict(zip(TIERS, told[len(TIERS) :], strict=True))
         # Each rank tells of its own stores that are late: no other sees them.
@@ -250,7 +266,6 @@ class WholeJob:
         if over:
             self._wish = "over" if stop else "told"
         elif free:
-            self._note_common([name for name in free if self.saver.tiers[name].own])
             self._save(free)
         return over
 
@@ -270,19 +285,60 @@ class WholeJob:
             self._owed -= {*tiers}
 
     def _on_saved(self, part: CheckpointSaved) -> None:
-        """Our part of one was verified. On a thread of its own."""
-        self._verified[part.tier] = part.step
-        self.job.sender.tell(part)
+        """What we wrote was verified: in a folder of all the whole, else our part of it. On a
+        thread of its own."""
+        if part.tier in OF_ALL_NODES:
+            self.job.sender.tell(part)
+        else:
+            self._verified[part.tier] = part
 
-    def _note_common(self, tiers: Sequence[TierName]) -> None:
-        """See `Delivery.common`. `tiers`: of our node's own, the same on all ranks."""
-        if not tiers:
+    def _note_whole(self, parts: Mapping[str, CheckpointSaved], told: Sequence[int]) -> None:
+        """See `Delivery.common`. Once all ranks have verified their parts of a step it is told of:
+        the part of one is no checkpoint. `parts`: ours, by tier; `told`: see `_steps_of`, of all
+        ranks the highest."""
+        common = self.saver.delivery.common
+        for name, last, first in zip(IN_PARTS, told, told[len(IN_PARTS) :], strict=False):
+            if last == -first >= 0 and common.get(name) != last:
+                common[name] = last
+                self._tell_whole(parts[name], self._gathered(parts[name]))
+
+    def _gathered(self, part: CheckpointSaved) -> list[_Part]:
+        """Of all ranks. `part`: ours."""
+        here = torch.tensor([part.bytes, *part.digest.encode()])
+        there = [torch.empty_like(here) for _ in range(self.job.ranks)]
+        dist.all_gather(there, here, group=self._group)
+        return [(size, bytes(digest).decode()) for size, *digest in map(_listed, there)]
+
+    def _tell_whole(self, part: CheckpointSaved, parts: Sequence[_Part]) -> None:
+        """By the first rank, for all. `part`: ours, `parts`: of all."""
+        if not self.job.rank:
+            sizes, digests = zip(*parts, strict=True)
+            size, digest = sum(sizes), digest_of_all(digests)
+            self.job.sender.tell(replace(part, bytes=size, stored=size, digest=digest))
+
+    def _tell_last(self) -> None:
+        """The same of what was verified after the last edge, if all ranks left the loop there. By
+        the store at which they met: of a process that ends just after a collective a thread of
+        gloo may still need its interpreter, which aborts it. The first rank waits for the others no
+        longer than for a save: one may be busy elsewhere in the script."""
+        if not self._because and self.job.ranks > 1:
             return
-        here = [self._verified.get(name, -1) for name in tiers]
-        told = self._highest([*here, *(-step for step in here)])
-        for name, last, first in zip(tiers, told, told[len(tiers) :], strict=False):
-            if last == -first >= 0:  # the same on all
-                self.saver.delivery.common[name] = last
+        parts = {tier: (one.step, one.bytes, one.digest) for tier, one in self._verified.items()}
+        ranks = [str(rank) for rank in range(self.job.ranks)]
+        try:
+            store = dist.PrefixStore(f"drydock/{self._start}", _get_default_store())
+            store.set(ranks[self.job.rank], json.dumps(parts))
+            if self.job.rank:
+                return
+            store.wait(ranks, timedelta(seconds=FINISH_S))
+            there = [json.loads(store.get(rank)) for rank in ranks]
+        except (RuntimeError, ValueError) as error:  # one has died, or the script ended the groups
+            log.warning("last_save_not_told error=%s", error)
+            return
+        for name, part in self._verified.items():
+            of_all = [one[name] for one in there if name in one and one[name][0] == part.step]
+            if len(of_all) == len(ranks) and self.saver.delivery.common.get(part.tier) != part.step:
+                self._tell_whole(part, [(size, digest) for _, size, digest in of_all])
 
     def _on_directive(self, directive: Directive) -> None:
         """On the sender's thread."""
@@ -448,7 +504,7 @@ class WholeJob:
         """Of each, what is the highest that a rank gives."""
         told = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
-        return [int(one) for one in told.tolist()]
+        return _listed(told)
 
     def _from(self, source: int, value: Any) -> Any:
         """What that rank gives, which JSON can say."""
@@ -458,6 +514,17 @@ class WholeJob:
         told = words if self.job.rank == source else torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(told, src=source, group=self._group)
         return json.loads(bytes(told.tolist()))
+
+
+def _steps_of(parts: Mapping[str, CheckpointSaved]) -> list[int]:
+    """For `_highest`: of each tier IN_PARTS the step of this part, -1 if there is none; then the
+    same below zero, of which the highest is the lowest."""
+    steps = [parts[name].step if name in parts else -1 for name in IN_PARTS]
+    return [*steps, *(-step for step in steps)]
+
+
+def _listed(numbers: torch.Tensor) -> list[int]:
+    return [int(one) for one in numbers.tolist()]
 
 
 def generators() -> dict[str, Any]:

@@ -32,8 +32,9 @@ from runtime import stalls
 from runtime.checkpoint import facts, store
 from runtime.checkpoint.__main__ import main
 from runtime.checkpoint.draft import write
+from runtime.checkpoint.manifest import digest_of_all
 from runtime.checkpoint.tiers import TierName
-from runtime.client import Directive
+from runtime.client import CheckpointSaved, Directive
 from runtime.job import Job
 from runtime.replica.division import Division
 from runtime.replica.gloo import Gloo
@@ -113,7 +114,11 @@ class Whole:
         return process.returncode, said
 
     def run_on_two_nodes(
-        self, *disks: str, states: tuple[str, str] = ("state", "state"), **options: object
+        self,
+        *disks: str,
+        states: tuple[str, str] = ("state", "state"),
+        url: str = "",
+        **options: object,
     ) -> tuple[list[int], str]:
         """A rank on each, with the environment that the nodes' agents give: both exit statuses.
         `states`: what each has mounted as the folder of all."""
@@ -125,6 +130,7 @@ class Whole:
                 {
                     **together(wire.Together(nodes=2, node_rank=node, **meet)),  # type: ignore[arg-type]
                     "DRYDOCK_STATE_DIR": str(self.folder / states[node]),
+                    "DRYDOCK_URL": url,
                 },
                 **options,
             )
@@ -158,6 +164,12 @@ class Whole:
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+    def parts(self, step: int, *, disk: str = "disk") -> list[Path]:
+        """Of its ranks, in their order, on that node's disk."""
+        folders = (self.folder / disk / "job_t").glob("*/replica-0-rank-*")
+        found = (path for folder in sorted(folders) for path in store.candidates(folder))
+        return [path for path in found if store.number_of(path)[0] == step]
 
     def digests(self) -> list[str]:
         return [(self.folder / f"digest.{rank}").read_text() for rank in range(2)]
@@ -220,6 +232,37 @@ def test_so_does_a_pipeline(tmp_path: Path) -> None:
     assert whole.begins(epoch=2) > 0
     assert whole.digests() == calm.digests()
     assert len({*calm.digests()}) == 2
+
+
+def local_saves(door: Door) -> list[dict[str, Any]]:
+    """On the nodes' disks, of which the control plane was told."""
+    return [one for one in door.messages("checkpoint") if one["tier"] == "local"]
+
+
+def test_what_each_rank_keeps_for_itself_is_told_once_and_as_a_whole(tmp_path: Path) -> None:
+    door, whole = Door(), Whole(tmp_path)
+    status, said = whole.run(url=door.url)
+    door.close()
+    told = local_saves(door)
+    parts = [store.manifest_of(path) for path in whole.parts(STEPS - 1)]
+
+    assert status == 0, said
+    assert len({one["step"] for one in told}) == len(told)
+    assert (told[-1]["step"], len(parts)) == (STEPS - 1, 2)
+    assert told[-1]["bytes"] == sum(part.size for part in parts)
+    assert told[-1]["digest"] == digest_of_all([part.digest for part in parts])
+
+
+def test_of_what_one_rank_could_not_keep_no_other_tells_as_of_a_checkpoint(tmp_path: Path) -> None:
+    door, whole = Door(), Whole(tmp_path)
+    (tmp_path / "no-folder").touch()
+    ended, said = whole.run_on_two_nodes("disk-of-0", "no-folder", url=door.url)
+    door.close()
+
+    assert ended == [0, 0], said
+    assert len(whole.parts(STEPS - 1, disk="disk-of-0")) == 1
+    assert door.messages("checkpoint")
+    assert local_saves(door) == []
 
 
 def test_each_rank_tells_of_its_own_stores_that_are_late(tmp_path: Path) -> None:
@@ -292,6 +335,13 @@ def test_where_the_first_rank_alone_lacks_the_folder_of_all_nobody_begins_anew(
     assert not [*copied.folder.glob("digest.*")]
 
 
+def part_of_rank(step: int) -> CheckpointSaved:
+    return CheckpointSaved(
+        step=step, tier="local", path="here", bytes=10, digest=f"{step:032x}", stall_s=0.0,
+        seconds=1.0, at=1.0,
+    )  # fmt: skip
+
+
 def test_what_is_whole_on_all_ranks_is_known_from_what_each_has(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,18 +349,19 @@ def test_what_is_whole_on_all_ranks_is_known_from_what_each_has(
 
     def most(told: torch.Tensor, _op: Any, group: Any) -> None:
         other = next(others)
-        told.copy_(torch.maximum(told, torch.tensor([other, -other])))
+        told[-2:] = torch.maximum(told[-2:], torch.tensor([other, -other]))
 
     known = []
     with alone.start() as whole:
         monkeypatch.setattr(dist, "all_reduce", most)
         for ours in (5, 7, 9):
-            whole._verified["local"] = ours
-            whole._note_common(["local"])
+            whole._on_saved(part_of_rank(ours))
+            whole._at_edge()
             known.append(whole.saver.delivery.common["local"])
         monkeypatch.undo()
 
     assert known == [5, 5, 9]
+    assert [one["step"] for one in local_saves(alone.door)] == [5, 9]
 
 
 def test_torchruns_that_do_not_find_each_other_are_told_why(tmp_path: Path) -> None:
