@@ -324,9 +324,9 @@ class WholeJob:
         if not self._because and self.job.ranks > 1:
             return
         parts = {tier: (one.step, one.bytes, one.digest) for tier, one in self._verified.items()}
-        ranks = [str(rank) for rank in range(self.job.ranks)]
+        ranks = [f"drydock/{self._start}/{rank}" for rank in range(self.job.ranks)]
         try:
-            store = dist.PrefixStore(f"drydock/{self._start}", _get_default_store())
+            store = _get_default_store()
             store.set(ranks[self.job.rank], json.dumps(parts))
             if self.job.rank:
                 return
