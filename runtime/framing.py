@@ -20,6 +20,10 @@ class PeerFailed(ConnectionError):
     """This peer cannot give what was asked; ask another."""
 
 
+class Refused(PeerFailed):
+    """It is not done, and another who is asked would not do it either."""
+
+
 def send_json(connection: socket.socket, message: dict[str, Any]) -> None:
     """Raises PeerFailed if it is more than a peer takes, and tells the peer, who waits for it."""
     data = json.dumps(message).encode()
@@ -34,7 +38,8 @@ def send_json(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def receive_json(connection: socket.socket) -> dict[str, Any]:
-    """Raises PeerFailed if the peer hung up, says that it failed, or sends no JSON object."""
+    """Raises PeerFailed if the peer hung up, says that it failed, or sends no JSON object; Refused
+    if it says that so would others."""
     (size,) = LENGTH.unpack(receive_exactly(connection, LENGTH.size))
     if size > MAX_JSON:
         raise PeerFailed(f"a description of {size} bytes is not believable")
@@ -45,7 +50,7 @@ def receive_json(connection: socket.socket) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise PeerFailed(f"what came is no description: {message!r:.100}")
     if "error" in message:
-        raise PeerFailed(message["error"])
+        raise (Refused if message.get("everywhere") else PeerFailed)(message["error"])
     return message
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from runtime.checkpoint.facts import facts_of
 from runtime.checkpoint.handle import WriterHandle
-from runtime.checkpoint.peer import Place
+from runtime.checkpoint.peer import Keepers
 from runtime.checkpoint.rooms import Room, Rooms
 from runtime.checkpoint.tiers import Folders, Tier, TierName
 from runtime.client import CheckpointSaved
@@ -42,6 +42,10 @@ _BEGAN = ("epoch", "step", "first")
 
 def _nobody_asks(_shared_out: bool) -> None:
     """Nobody shares a folder with us."""
+
+
+def _nobody_looks() -> None:
+    """It is the same to us who keeps ours."""
 
 
 @dataclass
@@ -107,7 +111,9 @@ class Delivery:
         self.on_shared_failed: Callable[[bool], None] = _nobody_asks
         #: in the folder of all we see what others wrote there
         self.sees_others = False
-        self.keeper: Place | None = None  # the holder that keeps what we save
+        self.keepers = Keepers(job.rank, job.domain)  # whose memory keeps what we save
+        #: called, on a thread of its own, when another keeps it from now on
+        self.on_keeper: Callable[[], None] = _nobody_looks
         #: "epoch" and "step" of the state that the job began from, as far as that is known, and
         #: "first", the epoch that began with it
         self.began: Mapping[str, Any] = {}
@@ -349,7 +355,8 @@ class Delivery:
         }
 
     def _to_peer(self, save: Save, size: int) -> dict[str, Any]:
-        if self.keeper is None:
+        keeper = self.keepers.keeper
+        if keeper is None:
             raise OSError("no member of this job has a holder")
         label = {
             "rank": self._job.rank,
@@ -360,7 +367,7 @@ class Delivery:
             "bytes": size,
         }
         return {
-            "holder": self.keeper.address,
+            "holder": keeper.address,
             "token": self._job.token,
             "label": label,
             "shared": str(self._folders.shared),
@@ -391,6 +398,8 @@ class Delivery:
             self._tell(write, message["whole"])
         elif message["op"] == "failed":
             self._failed_write(write, str(message["error"]))
+            if "keeper" in message and self.keepers.failed(str(message["keeper"])):
+                self.on_keeper()
         elif message["op"] == "done":
             self._alarmed[write.tier.name] = write.alarms
             self._end(write, "")
@@ -430,6 +439,8 @@ class Delivery:
     def _tell(self, write: Write, whole: dict[str, Any] | None) -> None:
         """What we wrote was read back, and with it, perhaps, the `whole` checkpoint."""
         self._is_well(write.tier.name)
+        if write.tier.name == "peer":
+            self.keepers.kept()
         pace = write.tier.pace
         pace.note(write.save.stall_s, write.durable_s, write.save.shares(write.tier))
         if whole is None:

@@ -38,7 +38,14 @@ from typing import Any
 
 from runtime import client
 from runtime.checkpoint.memory_left import LOOK_BYTES, demand
-from runtime.framing import PeerFailed, receive_chunk, receive_json, send_chunk, send_json
+from runtime.framing import (
+    PeerFailed,
+    Refused,
+    receive_chunk,
+    receive_json,
+    send_chunk,
+    send_json,
+)
 from runtime.image import CHUNK_BYTES, Damaged, Table, chunks_of, hash_of
 from runtime.serving import RequestServer
 
@@ -138,8 +145,8 @@ class Memory:
 
     def begin(self, label: Label, giver: socket.socket) -> Held | Buffer | None:
         """Where to receive this state; or what is held of it, if another replica gave it before.
-        None if one of the same rank is on its way, and still is after SIGN_S. Raises PeerFailed if
-        a later one is held, or others give states of another run; MemoryError, OSError."""
+        None if one of the same rank is on its way, and still is after SIGN_S. Raises Refused if a
+        later one is held, or others give states of another run; MemoryError, OSError."""
         with self._changed:
             self._admit(giver, label.run)
             if not self._changed.wait_for(lambda: label.rank not in self._receiving, SIGN_S):
@@ -149,7 +156,7 @@ class Memory:
                 if held.label.age == label.age:
                     return held  # by another replica, or asked for twice: all have one state
                 if held.label.age > label.age:
-                    raise PeerFailed(f"a later one is held: step {held.label.step}")
+                    raise Refused(f"a later one is held: step {held.label.step}")
             self._receiving.add(label.rank)
             # All ranks had time to give a first before any gives a second: of others one is left.
             self._keep_others(label, KEPT - 1 if ours else KEPT)
@@ -220,10 +227,10 @@ class Memory:
 
     def _admit(self, giver: socket.socket, run: str) -> None:
         """All who are there give states of one run: of two each would take the place of what the
-        other gave. Raises PeerFailed."""
+        other gave. Raises Refused."""
         self._givers = {one: of for one, of in self._givers.items() if is_there(one)}
         if others := {of for one, of in self._givers.items() if one is not giver} - {run}:
-            raise PeerFailed(
+            raise Refused(
                 f"others save run {others.pop()} of this job here, and this is run {run}: see that "
                 "the shared folder, whose checkpoints/run names it, is mounted and one folder on "
                 "all nodes; to begin anew end the holders on all nodes"
@@ -255,7 +262,8 @@ class Holder:
             self._answer(connection, request)
         except (PeerFailed, OSError, MemoryError, Damaged, KeyError, TypeError) as error:
             log.warning("refused op=%s error=%s", request.get("op"), error)
-            send_json(connection, {"error": str(error) or repr(error)})
+            said = {"error": str(error) or repr(error), "everywhere": isinstance(error, Refused)}
+            send_json(connection, said)
             raise
         connection.settimeout(None)  # between two saves as long as it takes
 

@@ -16,7 +16,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ log = logging.getLogger("drydock.checkpoint")
 
 START_S = 20.0  # how long a holder may take to start
 AGAIN_S, SELDOM_S = 1.0, 60.0  # after one was lost, and at most once none can be had
+#: So long saves to a holder fail until another is asked: one that died is back in a few seconds.
+LOST_S = 30.0
 #: So many replicas that follow each other save to one holder where another hall is the farthest:
 #: what they save is one state, so it crosses from hall to hall once for all of them.
 SHARED_BY = 16
@@ -65,22 +68,77 @@ def shared_levels(one: str, other: str) -> int:
 
 
 def holder_for(
-    members: Sequence[Mapping[str, Any]], replica: int, rank: int, domain: str
+    members: Sequence[Mapping[str, Any]],
+    replica: int,
+    rank: int,
+    domain: str,
+    lost: Collection[str] = (),
 ) -> Place | None:
     """The holder that keeps the part of this rank: that of the member, from the next one on round,
     whose failure domain has least in common with ours. Of many members some share one, whose state
     is sent there once, but not all. None if nobody has one.
 
-    `members`: as an epoch's grant names them, in the order of their numbers.
+    `members`: as an epoch's grant names them, in the order of their numbers. `lost`: addresses at
+    which nobody keeps anything.
     """
     numbers = [int(member["replica"]) for member in members]
     at = numbers.index(replica)
     in_turn = [*members[at + 1 :], *members[: at + 1]]
     known = [member["holders"][rank] for member in in_turn if member.get("holders")]
     places = [Place(str(one["address"]), str(one["domain"])) for one in known if one]
+    places = [place for place in places if place.address not in lost]
     near = [shared_levels(domain, place.domain) for place in places]
     far = [place for place, levels in zip(places, near, strict=True) if levels == min(near)]
     return far[at // SHARED_BY % len(far)] if far else None
+
+
+class Keepers:
+    """Which holder keeps ours, by whether what we save reaches it."""
+
+    def __init__(self, rank: int, domain: str) -> None:
+        self.keeper: Place | None = None
+        self._rank = rank
+        self._domain = domain
+        self._members: Sequence[Mapping[str, Any]] = ()
+        self._replica = 0
+        self._lost: set[str] = set()  # addresses
+        self._failing = ("", 0.0)  # the address to which saves fail, and since when, monotonic
+        self._lock = threading.Lock()
+
+    def meet(self, members: Sequence[Mapping[str, Any]], replica: int) -> None:
+        """The members of an epoch: what was lost may be well by now, or be elsewhere."""
+        with self._lock:
+            self._members, self._replica = members, replica
+            self._lost.clear()
+            self._choose()
+
+    def failed(self, address: str) -> bool:
+        """A save to it did; whether another keeps ours from now on."""
+        now = time.monotonic()
+        with self._lock:
+            if self.keeper is None or self.keeper.address != address:
+                return False
+            failing, since = self._failing
+            if failing != address:
+                self._failing = (address, now)
+                return False
+            if now - since < LOST_S:
+                return False
+            self._lost.add(address)
+            self._choose()
+            return self.keeper.address != address
+
+    def kept(self) -> None:
+        """A save was."""
+        with self._lock:
+            self._failing = ("", 0.0)
+
+    def _choose(self) -> None:
+        asked = (self._members, self._replica, self._rank, self._domain)
+        self.keeper = holder_for(*asked, self._lost)
+        if self.keeper is None and self._lost:  # then one of them may be back
+            self._lost.clear()
+            self.keeper = holder_for(*asked)
 
 
 # --- the holder of this node --------------------------------------------------------------------
@@ -104,8 +162,8 @@ def running(folder: Path) -> str:
 
 
 def ensured(folder: Path, job: str, token: str, host: str, port: int = 0) -> str:
-    """The address of this node's holder, which is started if none runs: at that port if one is
-    given, else if it can be where the last one was, which peers know. Raises OSError."""
+    """The address of this node's holder, which is started if none runs: if it can be at that port,
+    or where the last one was, which peers know. Raises OSError."""
     inside = folder / job
     inside.mkdir(parents=True, exist_ok=True)
     lock = os.open(inside / _STARTING, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -113,10 +171,10 @@ def ensured(folder: Path, job: str, token: str, host: str, port: int = 0) -> str
         fcntl.flock(lock, fcntl.LOCK_EX)  # one rank starts it for all of this node
         if found := running(inside):
             return found
-        if not port and (last := _last_port(inside)):
+        if known := port or _last_port(inside):
             with contextlib.suppress(OSError):  # another process may have it by now
-                return _started(folder, job, token, host, last)
-        return _started(folder, job, token, host, port)
+                return _started(folder, job, token, host, known)
+        return _started(folder, job, token, host, 0)
     finally:
         os.close(lock)
 
@@ -159,10 +217,18 @@ def _started(folder: Path, job: str, token: str, host: str, port: int) -> str:
 
 class OwnHolder:
     """This node's holder, for as long as we are there: while we are connected it does not end, and
-    if it dies another takes its address."""
+    if it dies another takes its address, or, if that is taken, an address of its own."""
 
-    def __init__(self, folder: Path, job: str, token: str, host: str) -> None:
-        """Raises OSError if none can be had, or the one that runs has another token."""
+    def __init__(
+        self,
+        folder: Path,
+        job: str,
+        token: str,
+        host: str,
+        on_moved: Callable[[str], None] = lambda _address: None,
+    ) -> None:
+        """`on_moved` is called, on a thread of its own, with each other address that it has.
+        Raises OSError if none can be had, or the one that runs has another token."""
         self._start = functools.partial(ensured, folder, job, token, host)
         self.address = self._start()
         if _refuses(self.address, token):
@@ -172,6 +238,7 @@ class OwnHolder:
                 f"by hand ({folder / job / ADDRESS} has its pid)"
             )
         self._token = token
+        self._on_moved = on_moved
         self._connection: socket.socket | None = None
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="drydock-holder", daemon=True).start()
@@ -191,11 +258,16 @@ class OwnHolder:
             if self._closed.wait(pause_s):
                 return
             try:
-                self._start(port=int(self.address.rpartition(":")[2]))
+                found = self._start(port=int(self.address.rpartition(":")[2]))
                 pause_s = AGAIN_S
-            except OSError as error:  # another process may have its port by now, perhaps for good
+            except OSError as error:
                 pause_s = min(2 * pause_s, SELDOM_S)
                 log.warning("holder_lost error=%s", error)
+                continue
+            if found != self.address:  # another process has that port by now, perhaps for good
+                log.warning("holder_moved from=%s to=%s", self.address, found)
+                self.address = found
+                self._on_moved(found)
 
     def _stay(self) -> None:
         """Until the connection ends."""

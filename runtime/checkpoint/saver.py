@@ -57,6 +57,7 @@ class Checkpointer:
         )
         #: to the writers, and what they say
         self.delivery = Delivery(job, self.tiers, self.folders, self.rooms)
+        self.delivery.on_keeper = self._note_keeper
         self._own_holder: peer.OwnHolder | None = None  # it keeps what peers save
         self._near = False  # an engineer was told that it is no farther than this node
         self._placements: set[str] = set()  # of the members
@@ -64,17 +65,24 @@ class Checkpointer:
     # --- peers' memory --------------------------------------------------------------------------
 
     def open_holder(self, host: str) -> dict[str, str]:
-        """Start this node's holder unless it runs, to be reached at `host`; how peers are told of
-        it, {} if there is none."""
-        folder = self.job.holder_dir
-        if folder is None:
+        """Start this node's holder unless it runs, to be reached at `host`; see `holder`."""
+        folder, job = self.job.holder_dir, self.job
+        if folder is not None:
+            try:
+                self._own_holder = peer.OwnHolder(
+                    folder, job.name, job.token, host, self.sources.look_into
+                )
+            except OSError as error:
+                job.trouble("no_holder", f"peers cannot save to this node's memory: {error}")
+            else:
+                self.sources.look_into(self._own_holder.address)
+        return self.holder
+
+    @property
+    def holder(self) -> dict[str, str]:
+        """How peers are told of this node's holder; {} if there is none."""
+        if self._own_holder is None:
             return {}
-        try:
-            self._own_holder = peer.OwnHolder(folder, self.job.name, self.job.token, host)
-        except OSError as error:
-            self.job.trouble("no_holder", f"peers cannot save to this node's memory: {error}")
-            return {}
-        self.sources.holder = self._own_holder.address
         return Place(self._own_holder.address, self.job.domain).describe()
 
     def meet(self, members: Sequence[Mapping[str, Any]], replica: int) -> None:
@@ -84,9 +92,12 @@ class Checkpointer:
         self._placements = placements
         if "peer" not in self.tiers:
             return
-        domain = self.job.domain
-        keeper = peer.holder_for(members, replica, self.job.rank, domain)
-        self.delivery.keeper = keeper
+        self.delivery.keepers.meet(members, replica)
+        self._note_keeper()
+
+    def _note_keeper(self) -> None:
+        """Another keeps what we save, perhaps."""
+        keeper, domain = self.delivery.keepers.keeper, self.job.domain
         near = keeper is not None and keeper.domain == domain
         if near and not self._near:
             text = f"no member is on another node than {domain}: its memory is lost with it"

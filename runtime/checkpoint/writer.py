@@ -22,7 +22,7 @@ It is told, as JSON in single packets:
 and says of each save, by its name: {"op": "alarm" | "durable" | "verified" | "failed" | "given_up",
 "save", ...}, and at last {"op": "done", "save"}: it needs the room no more. "verified" has "whole",
 with "path", "bytes", "stored" and "digest" of the checkpoint, where all shares of all ranks are by
-now.
+now; "failed" has "keeper", its address, where it was a holder that failed and another may not.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from runtime.checkpoint.packing import Packer, packed_again
 from runtime.checkpoint.peer import Keeping
 from runtime.checkpoint.staleness import Staleness
 from runtime.checkpoint.tiers import run_of
+from runtime.framing import Refused
 from runtime.image import CHUNK_BYTES, Damaged, Table, aligned
 
 log = logging.getLogger("drydock.checkpoint")
@@ -70,6 +71,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 class NotCopied(Exception):
     """What is to be saved will never be there as a whole."""
+
+
+class KeeperFailed(OSError):
+    """The holder that was to keep it does not, and another may."""
 
 
 class GivenUp(Exception):
@@ -170,6 +175,8 @@ class Writer:
                 self._write(asked)
         except GivenUp:
             self._say("given_up")
+        except KeeperFailed as error:
+            self._say("failed", error=str(error), keeper=asked["holder"])
         except (OSError, Damaged, NotCopied) as error:
             self._say("failed", error=str(error))
         except Exception as error:  # the next save may succeed
@@ -287,7 +294,12 @@ class Writer:
             keeping = self._keeping = Keeping(str(asked["holder"]), str(asked["token"]))
         self._await_copy(len(image))
         label = Label(**asked["label"], run=self._run(asked))
-        digest, sent = keeping.hold(label, table, asked["facts"], image)
+        try:
+            digest, sent = keeping.hold(label, table, asked["facts"], image)
+        except Refused:
+            raise
+        except OSError as error:
+            raise KeeperFailed(str(error)) from error
         self._say("durable", written=sent)
         size = len(image)
         whole = {"path": keeping.address, "bytes": size, "stored": size, "digest": digest}

@@ -101,7 +101,7 @@ class Rank:
         self.engine = engine
         self.gloo = gloo
         self.saver = saver
-        self.holder = saver.open_holder(host)  # of this node, as peers are told of it
+        saver.open_holder(host)
         self.link: Link  # to the coordinator, or to the first rank: given by the loop
         self.observer = observer
         engine.warn = partial(job.trouble, "weights_written")
@@ -146,6 +146,11 @@ class Rank:
     def address(self) -> str:
         """Where peers reach us."""
         return self._server.address
+
+    @property
+    def holder(self) -> dict[str, str]:
+        """Of this node, as peers are told of it."""
+        return self.saver.holder
 
     def obey(self, op: str, given: dict[str, Any]) -> dict[str, Any]:
         """Carry out an order; what it returned, or in which of the expected ways it failed."""

@@ -24,7 +24,7 @@ import pytest
 from runtime import framing, serving
 from runtime.checkpoint import holder, memory_left, peer
 from runtime.checkpoint.holder import Buffer, Holder, Label
-from runtime.checkpoint.peer import Keeping, Place, holder_for
+from runtime.checkpoint.peer import Keepers, Keeping, Place, holder_for
 from runtime.framing import PeerFailed, receive_json, send_chunk, send_json
 from runtime.image import CHUNK_BYTES, Damaged, Staged, chunks_of
 from runtime.serving import Requests, RequestServer
@@ -580,6 +580,23 @@ def test_a_holder_that_dies_is_followed_by_one_at_its_address(folder: Path) -> N
     own.close()
 
 
+def test_where_another_has_its_port_by_then_the_one_that_follows_is_elsewhere(folder: Path) -> None:
+    moved: list[str] = []
+    own = peer.OwnHolder(folder, "j", TOKEN, "127.0.0.1", moved.append)
+    before, process = own.address, pid_of(folder / "j" / "holder.json")
+    gone = os.pidfd_open(process)
+    os.kill(process, signal.SIGKILL)
+    select.select([gone], [], [], PATIENCE_S)
+    with socket.create_server(("127.0.0.1", int(before.rpartition(":")[2]))):
+        until(lambda: moved, "another holder")
+
+    keep(own.address, 7)
+    assert read(own.address, 7).digest == staged_at(7).digest
+    assert moved == [own.address]
+    assert own.address != before
+    own.close()
+
+
 def test_whoever_starts_the_next_one_does_so_where_the_last_was(folder: Path) -> None:
     """The ranks that are there knock at its address."""
     inside = folder / "j"
@@ -711,6 +728,64 @@ def test_of_a_job_in_two_halls_no_holder_is_for_more_than_a_few() -> None:
 
 def test_where_nobody_has_a_holder_nobody_keeps_it() -> None:
     assert holder_for(members("", ""), 0, 0, "a/1") is None
+
+
+def keepers_of(*domains: str) -> Keepers:
+    """Of the first of these members."""
+    keepers = Keepers(0, domains[0])
+    keepers.meet(members(*domains), 0)
+    return keepers
+
+
+def address_of(keepers: Keepers) -> str:
+    assert keepers.keeper is not None
+    return keepers.keeper.address
+
+
+def test_a_holder_to_which_saves_fail_for_long_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peer, "LOST_S", 0.0)
+    keepers = keepers_of("a/1", "a/2", "a/3")
+
+    assert [keepers.failed("h1:1"), keepers.failed("h1:1")] == [False, True]
+    assert address_of(keepers) == "h2:1"
+
+
+def test_a_holder_that_is_back_soon_keeps_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    keepers = keepers_of("a/1", "a/2", "a/3")
+    at_once = [keepers.failed("h1:1"), keepers.failed("h1:1")]
+    monkeypatch.setattr(peer, "LOST_S", 0.0)
+    keepers.kept()
+
+    assert [*at_once, keepers.failed("h1:1")] == [False] * 3
+    assert address_of(keepers) == "h1:1"
+
+
+def test_who_was_passed_over_is_asked_again_where_nobody_else_keeps_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peer, "LOST_S", 0.0)
+    keepers = keepers_of("a/1", "a/2")
+    asked = []
+    for _ in range(3):
+        asked.append(address_of(keepers))
+        keepers.failed(asked[-1])
+        keepers.failed(asked[-1])
+
+    assert asked == ["h1:1", "h0:1", "h1:1"]
+
+
+def test_who_was_passed_over_is_asked_again_once_the_members_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peer, "LOST_S", 0.0)
+    keepers = keepers_of("a/1", "a/2", "a/3")
+    keepers.failed("h1:1")
+    keepers.failed("h1:1")
+    keepers.meet(members("a/1", "a/2"), 0)
+
+    assert address_of(keepers) == "h1:1"
 
 
 def test_a_label_is_newer_by_its_epoch_first() -> None:

@@ -12,18 +12,21 @@ import threading
 import weakref
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
-from runtime.checkpoint import store
+from runtime.checkpoint import peer, store
 from runtime.checkpoint.delivery import UNSEEN
 from runtime.checkpoint.draft import HOST
 from runtime.checkpoint.handle import WRITER_MODULE, WriterHandle
+from runtime.checkpoint.holder import Holder
 from runtime.checkpoint.tiers import TierName, tiers_of
 from runtime.client import CheckpointSaved, Trouble
+from runtime.framing import send_json
 from runtime.image import Damaged, Piece
+from runtime.serving import RequestServer
 from runtime.snapshot import Copying, state_of
 from tests.runtime.checkpoint.one_rank import PATIENCE_S, SIZE, OneRank, read_from, unasked
 from tests.runtime.checkpoint.states import (
@@ -157,6 +160,55 @@ def test_other_nodes_memory_is_looked_into_as_far_as_it_answers(tmp_path: Path) 
     for one in (ours, theirs):
         one.saver.finish()
     os.kill(json.loads((tmp_path / "theirs/memory/j/holder.json").read_bytes())["pid"], 9)
+
+
+def to_peers(tmp_path: Path, *addresses: str) -> OneRank:
+    """The first of a job's members, whose holders are there."""
+    one = OneRank(tmp_path, holder=True)
+    places = [{"address": address, "domain": f"node-{n}"} for n, address in enumerate(addresses)]
+    members = [{"replica": n, "placement": f"p{n}", "holders": [at]} for n, at in enumerate(places)]
+    one.saver.meet(members, 0)
+    return one
+
+
+def test_where_a_keeper_is_gone_another_keeps_what_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer, "LOST_S", 0.0)
+    server = RequestServer("127.0.0.1", "t", Holder().serve)
+    one = to_peers(tmp_path, gone_address(), gone_address(), server.address)
+    one.save_all(1, 2, 3)
+    one.saver.finish()
+
+    assert [held["step"] for held in peer.held(server.address, "t")] == [3]
+    assert one.told.troubles() == ["checkpoint_failed", "checkpoint_recovered"]
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "times"),
+    [
+        ({"error": "no memory"}, 2),
+        ({"error": "others save another run", "everywhere": True}, 3),
+    ],
+)
+def test_a_keeper_that_cannot_is_passed_over_and_not_one_that_refuses_as_others_would(
+    answer: dict[str, Any], times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer, "LOST_S", 0.0)
+    asked: list[str] = []
+
+    def serve(connection: socket.socket, request: dict[str, Any]) -> None:
+        asked.append(request["op"])
+        send_json(connection, answer)
+
+    server = RequestServer("127.0.0.1", "t", serve)
+    one = to_peers(tmp_path, gone_address(), server.address, gone_address())
+    one.save_all(1, 2, 3)
+    one.saver.finish()
+    server.close()
+
+    assert asked == ["hold"] * times
 
 
 def gone_address() -> str:
