@@ -39,6 +39,7 @@ class Job:
     replica: int
     rank: int  # within the replica
     ranks: int = 1  # of the replica
+    nodes: int = 1  # on which the replica is, as its launcher says
     world_replicas: int
     #: for `init_process_group` of a replica of several ranks
     init_method: str = FROM_ENVIRONMENT
@@ -114,6 +115,7 @@ def join(environment: dict[str, str] | None = None) -> Job:
         replica=place.replica,
         rank=place.rank,
         ranks=place.ranks,
+        nodes=place.nodes,
         world_replicas=place.world_replicas,
         init_method=place.init_method,
         placement=placement,

@@ -26,6 +26,7 @@ class Place:
     replica: int
     rank: int  # within the replica
     ranks: int  # of the replica
+    nodes: int  # on which the replica is; 1 if nothing says more
     speaks: bool  # of the replica's ranks on this node it is the first
     world_replicas: int  # with which the job starts
     init_method: str  # where `init_process_group` finds the ranks of this replica
@@ -59,6 +60,9 @@ def place_of(env: Environment) -> Place:
         replica=replica,
         rank=rank,
         ranks=ranks,
+        nodes=max(
+            _number(env, client.ENV_NODES, 1), _number(env, "GROUP_WORLD_SIZE", 1) * torchrun
+        ),
         speaks=_number(env, "LOCAL_RANK", rank) == 0 if torchrun else rank == 0,
         world_replicas=world,
         init_method=_meeting_place(env, replica, rank, ranks) if meets else FROM_ENVIRONMENT,

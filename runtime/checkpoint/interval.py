@@ -14,7 +14,7 @@ DAY_S = 86_400.0
 #: Failures per node and day, before a fleet knows its own: 6.50 in 1,000 node-days on the larger of
 #: Meta's two research clusters, 11 months of 16,000 A100 (arXiv 2410.21680).
 FAILURES_PER_NODE_DAY = 6.5e-3
-NODE_RANKS = 8  # of one node, where a job does not say
+NODE_RANKS = 8  # of one node at most, where a job does not say
 #: From a failure until the ranks train again: to notice it, start Python, import torch, load.
 RESTART_S = 30.0
 FIRST_S = 10.0  # between saves until one was measured
@@ -23,9 +23,9 @@ MEASURED = 5  # saves of which the median counts
 MEANINGLESS = 1e-4  # seconds; a shorter stall is the clock's
 
 
-def nodes_of(replicas: int, ranks: int) -> int:
-    """At least so many nodes a job has."""
-    return replicas * -(-ranks // NODE_RANKS)
+def nodes_of(replicas: int, ranks: int, said: int = 1) -> int:
+    """At least so many nodes a job has; `said`: on how many each replica is by its launcher."""
+    return replicas * max(said, -(-ranks // NODE_RANKS))
 
 
 def best_interval(stall_s: float, durable_s: float, mtbf_s: float) -> float:

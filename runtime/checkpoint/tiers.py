@@ -87,7 +87,7 @@ def tiers_of(
     packs = pack == "auto"
     if isinstance(every_s, Mapping) and (odd := set(every_s) - set(TIERS)):
         raise ValueError(f"every_s names {sorted(odd)}; the tiers are {', '.join(TIERS)}")
-    nodes = nodes_of(job.world_replicas, job.ranks)
+    nodes = nodes_of(job.world_replicas, job.ranks, job.nodes)
 
     def rate() -> float:
         if failures_per_node_day is not None:

@@ -71,6 +71,21 @@ def test_a_process_s_place_in_its_job(
 
 
 @pytest.mark.parametrize(
+    ("environment", "nodes"),
+    [
+        (OURS, 1),
+        (with_(OURS, RANK="1", RANKS="16", NODES="4"), 4),
+        (with_(OURS, TORCHRUN), 1),
+        (with_(OURS, TWO_NODES), 2),
+        (with_(OURS, TWO_NODES, NODES="2"), 2),
+        (with_(OURS, TWO_NODES, RANK="0", RANKS="4"), 1),  # a launcher under torchrun
+    ],
+)
+def test_on_how_many_nodes_its_replica_is(environment: dict[str, str], nodes: int) -> None:
+    assert place_of(environment).nodes == nodes
+
+
+@pytest.mark.parametrize(
     ("environment", "speaks"),
     [
         (OURS, True),
@@ -138,7 +153,7 @@ def test_what_does_not_fit_is_refused_with_the_remedy(
 
 def test_what_is_said_is_all_there_is_to_a_place() -> None:
     assert place_of(OURS) == Place(
-        replica=1, rank=0, ranks=1, speaks=True, world_replicas=4, init_method="env://"
+        replica=1, rank=0, ranks=1, nodes=1, speaks=True, world_replicas=4, init_method="env://"
     )
 
 

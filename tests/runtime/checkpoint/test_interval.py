@@ -48,6 +48,12 @@ def test_no_other_interval_is_much_better(stall_s: float, mtbf_s: float, other: 
     assert expected_ettr(stall_s, 0.0, best_s * other, mtbf_s) <= best + 1e-2
 
 
+def test_a_job_has_the_nodes_that_its_launcher_says_and_no_fewer_than_its_ranks_need() -> None:
+    assert [nodes_of(1, 16), nodes_of(1, 16, 4), nodes_of(2, 2, 2), nodes_of(1, 16, 1)] == [
+        2, 4, 4, 2,
+    ]  # fmt: skip
+
+
 def test_a_pace_follows_what_saves_cost_by_now() -> None:
     pace = Pace(None, nodes_of(64, 8), lambda: 6.5e-3)
     before = pace.every_s, pace.ettr

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -44,6 +45,15 @@ def test_a_job_without_a_folder_on_its_nodes_has_one_tier(tmp_path: Path) -> Non
 def test_each_tier_has_an_interval_of_its_own(tmp_path: Path) -> None:
     tiers = tiers_of(job_at(tmp_path), {"local": 5.0, "shared": 60.0}, 3, RATE)
     assert [tiers[name].pace.every_s for name in ("local", "shared")] == [5.0, 60.0]
+
+
+def test_a_job_on_twice_the_nodes_is_expected_to_fail_twice_as_often(tmp_path: Path) -> None:
+    job = replace(job_at(tmp_path), ranks=16)
+    few, many = (
+        tiers_of(one, "auto", 3, RATE)["shared"].pace for one in (job, replace(job, nodes=4))
+    )
+
+    assert few.mtbf_s == 2 * many.mtbf_s
 
 
 def test_of_several_ranks_each_keeps_two_on_its_disk_whatever_is_asked(tmp_path: Path) -> None:
