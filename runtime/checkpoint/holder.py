@@ -31,6 +31,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,7 @@ SILENT_S = 60.0  # a connection on which nothing comes in the middle of a state
 SIGN_S = SILENT_S / 4  # so often who waits for another's state hears that we are there
 MEMORY = "drydock-held"  # what is held, by its name in /proc
 KEPT = 2  # of a rank in one series at most, beside the one that is received
+LOOKS_S = 1.0  # who only looks whether there is a holder has the lock for a moment
 LOCK, ADDRESS = "holder.lock", "holder.json"
 
 
@@ -354,12 +356,16 @@ def hold_alone(folder: Path) -> int:
     BlockingIOError if another is."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise
-    return lock
+    end = time.monotonic() + LOOKS_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except OSError as error:
+            if not isinstance(error, BlockingIOError) or time.monotonic() > end:
+                os.close(lock)
+                raise
+        time.sleep(LOOKS_S / 50)
 
 
 def announce(folder: Path, address: str) -> None:

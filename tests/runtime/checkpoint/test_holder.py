@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -680,6 +682,21 @@ def test_a_second_one_says_that_it_is_not_needed(folder: Path) -> None:
 
     _out, error = run_holder(folder).communicate(timeout=PATIENCE_S)
     assert "a holder runs in" in error
+
+
+def test_who_looks_whether_there_is_one_keeps_none_from_starting(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.mkdir(exist_ok=True)
+    looks = os.open(folder / holder.LOCK, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(looks, fcntl.LOCK_SH)
+    monkeypatch.setattr(time, "sleep", lambda _seconds: os.close(looks))
+
+    lock = holder.hold_alone(folder)
+    holder.announce(folder, "there:1")
+
+    assert peer.running(folder) == "there:1"
+    os.close(lock)
 
 
 def test_without_a_token_it_does_not_start(folder: Path) -> None:
