@@ -63,6 +63,7 @@ TIERS: tuple[TierName, ...] = ("local", "shared", "object")
 #: Of these each rank keeps a part of its own, and no writer sees the others'.
 IN_PARTS = tuple(name for name in TIERS if name not in OF_ALL_NODES)
 OURS = "rank_s_part"  # the key under which a rank's part of a divided tensor is saved
+CURRENT = torch.device("cuda")  # the card that torch takes where none is named
 TOLD = 3  # so many of a rank's refusals, the last ones, are in the error that ends the job
 
 
@@ -359,7 +360,7 @@ class WholeJob:
             "step": self.committed,
             "epoch": self.epoch,
             **replaced(parts, _taken_apart),
-            "random": generators(),
+            "random": generators(self.model),
         }
 
     # --- putting back -------------------------------------------------------------------------
@@ -489,7 +490,7 @@ class WholeJob:
         for name, one in self.extra.items():
             one.load_state_dict(_put_together(state["extra"][name], one, f"extra.{name}"))
         self.committed, self.epoch = int(state["step"]), int(state["epoch"])
-        set_generators(state["random"])
+        set_generators(state["random"], self.model)
         if digest_of(self._state()) != part.digest:
             text = "what was put back is not what was saved: some load_state_dict gives back less"
             self.job.trouble("checkpoint_not_restored", text)
@@ -527,28 +528,40 @@ def _listed(numbers: torch.Tensor) -> list[int]:
     return [int(one) for one in numbers.tolist()]
 
 
-def generators() -> dict[str, Any]:
-    """What the generators of this process will draw next."""
+def generators(model: object = None) -> dict[str, Any]:
+    """What the generators of this process will draw next; of cards those of the model's."""
     version, numbers, gauss = random.getstate()
     state = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(numbers), gauss]}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state()
+        of_cards = [torch.cuda.get_rng_state(card) for card in _cards_of(model)]
+        state["cuda"] = of_cards[0] if len(of_cards) == 1 else of_cards
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
         state["numpy"] = [kind, torch.tensor(keys.tolist()), *rest]
     return state
 
 
-def set_generators(state: Mapping[str, Any]) -> None:
+def set_generators(state: Mapping[str, Any], model: object = None) -> None:
     """Let them draw what they would have drawn when `generators` was asked."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+        given = state["cuda"]
+        of_cards = given if isinstance(given, list) else [given]
+        for card, numbers_of_card in zip(_cards_of(model), of_cards, strict=False):
+            torch.cuda.set_rng_state(numbers_of_card, card)
     if "numpy" in state and "numpy" in sys.modules:
         kind, keys, *rest = state["numpy"]
         sys.modules["numpy"].random.set_state((kind, keys.tolist(), *rest))
+
+
+def _cards_of(model: object) -> list[torch.device]:
+    """Which have its weights, in their order. If none is seen to, the current one, which is the
+    model's only if the script has said so."""
+    weights = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    numbers = {one.device.index for one in map(part_of, weights) if one.is_cuda}
+    return [torch.device("cuda", number) for number in sorted(numbers)] or [CURRENT]
 
 
 def _taken_apart(value: Any) -> Any:

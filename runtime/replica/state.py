@@ -197,7 +197,8 @@ class TrainingState:
         mixed = hash((*given, rank) if rank else given) & 0x7FFF_FFFF_FFFF_FFFF
         torch.default_generator.manual_seed(mixed)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.manual_seed(mixed)
+            # Of all cards: the current one is the model's only if the script has said so.
+            torch.cuda.manual_seed_all(mixed)
         random.seed(mixed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(mixed & 0xFFFF_FFFF)

@@ -549,3 +549,18 @@ def test_a_copy_that_is_finished_later_is_of_the_edge_at_which_it_began() -> Non
     model(torch.randn(8, 4)).sum().backward()  # changes running statistics and gradients
 
     assert copying.finish().digest == at_the_edge
+
+
+def test_random_numbers_follow_from_the_step_on_every_card(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The current one is the model's only if the script has said so."""
+    cards = (torch.Generator(), torch.Generator())
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda.random, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda.random, "device_count", lambda: len(cards))
+    monkeypatch.setattr(torch.cuda, "default_generators", cards)
+
+    training().seed(3)
+
+    assert [card.initial_seed() for card in cards] == [torch.initial_seed()] * 2
