@@ -6,6 +6,7 @@ The training thread pays one memcpy (`stage`), or less (`Copying`); hashing is f
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import logging
@@ -14,7 +15,7 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -213,7 +214,7 @@ class Copying:
     def _begin(self, layout: Layout, steady: Collection[int]) -> None:
         """Copy what is due now, and note the rest."""
         at = 0
-        with torch.no_grad(), torch.cuda.stream(self._stream):
+        with torch.no_grad(), queued_on(self._stream):
             for place in layout.order:
                 piece, tensor = layout.table.pieces[place], layout.tensors[place]
                 self._buffer[at : piece.offset] = bytes(piece.offset - at)  # it is hashed too
@@ -307,7 +308,7 @@ class Copying:
                 batch.append(parts.popleft())
                 size += batch[-1].piece.bytes
         try:
-            with torch.no_grad(), torch.cuda.stream(self._stream):
+            with torch.no_grad(), queued_on(self._stream):
                 for part in batch:
                     self._copy(part.piece, part.tensor)
                     if part.mark is not None and part.mark != mark_of(part.tensor):
@@ -367,6 +368,25 @@ def stream_beside(tensors: list[torch.Tensor]) -> torch.cuda.Stream | None:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     return stream
+
+
+def queued_on(
+    stream: torch.cuda.Stream | None,
+) -> contextlib.AbstractContextManager[object]:
+    """What is asked of a card within goes on this stream; of no card nothing is said.
+
+    The stream's card is the current one meanwhile. Torch's own context alone would put another
+    current one back as it ends, and a thread of ours has the first card until it says otherwise:
+    each process of a node would begin to use that, and take some of its memory for good. And for
+    no stream it would still begin to use a card that is there.
+    """
+    return contextlib.nullcontext() if stream is None else _queued_on(stream)
+
+
+@contextlib.contextmanager
+def _queued_on(stream: torch.cuda.Stream) -> Iterator[None]:
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
 
 
 def size_of(state: Any, due: Due = any_time) -> int:
@@ -467,7 +487,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
+    with queued_on(stream):
         copy.copy_(tensor, non_blocking=True)
     stream.synchronize()
     return copy

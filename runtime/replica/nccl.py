@@ -32,6 +32,7 @@ from runtime.replica.gloo import REDUCE_S, Gloo, LinkStore, Rendezvous
 from runtime.replica.gradients import Collectives
 from runtime.replica.link import LinkLost
 from runtime.replica.membership import Severed, Silent
+from runtime.snapshot import queued_on
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -260,7 +261,7 @@ class Nccl:
         started: Future[None] = Future()
 
         def on_stream() -> Work:
-            with torch.cuda.stream(stream):  # what was computed there is waited for on the card
+            with queued_on(stream):  # what was computed there is waited for on the card
                 return begin()
 
         ended = live.hands.do(lambda: self._through(live, on_stream, started, touched))
@@ -383,9 +384,8 @@ class Nccl:
     def _beside(self) -> contextlib.AbstractContextManager[Any]:
         """What is waited for within is, on the card, by a stream of its own: if it never ends, the
         training's goes on."""
-        if self.device.type != "cuda":
-            return contextlib.nullcontext()
-        return torch.cuda.stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+        on_card = self.device.type == "cuda"
+        return queued_on(torch.cuda.Stream(self.device) if on_card else None)  # type: ignore[no-untyped-call]
 
     # --- its end --------------------------------------------------------------------------------
 

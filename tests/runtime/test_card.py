@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from runtime import snapshot
 from runtime.checkpoint.large_pages import mapped
 from runtime.image import Staged
 from runtime.snapshot import Copying, When, digest_of, state_of
+from tests.runtime.replicas import ROOT
 from tests.runtime.test_torture import torture, well_ended
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no card here")
@@ -116,6 +119,30 @@ def test_what_a_copy_was_asked_of_stays_until_it_is_copied() -> None:
 
     assert torch.equal(state_of(finished(copying))["made"], torch.full((NUMBERS,), 5.0))
     del others
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one card here")
+def test_copies_from_a_card_begin_to_use_no_other() -> None:
+    """In a process of its own, which has not used the first card before."""
+    script = """
+import threading, torch
+from runtime.snapshot import Copying, bytes_of
+numbers = torch.ones(8, device="cuda:1")
+copying = Copying({"numbers": numbers}, 1, due=lambda _name, _tensor: "soon")
+finishing = threading.Thread(target=copying.finish)
+finishing.start()
+copying.wait()
+finishing.join()
+sending = threading.Thread(target=bytes_of, args=(numbers,))
+sending.start()
+sending.join()
+print([torch._C._cuda_hasPrimaryContext(card) for card in range(2)])
+"""
+
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+
+    assert done.stdout.split() == [b"[False,", b"True]"]
 
 
 @pytest.mark.parametrize(

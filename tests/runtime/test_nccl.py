@@ -26,6 +26,7 @@ from runtime.replica.gloo import Gloo
 from runtime.replica.membership import Severed
 from runtime.replica.nccl import NO_WATCHDOG, Nccl, group_for, without_watchdog
 from runtime.replica.shape import cannot_drop
+from tests.runtime import fake_card
 from tests.runtime.fake_groups import (
     Blocks,
     Done,
@@ -255,12 +256,18 @@ def test_an_error_of_a_collective_cuts_its_group(kind: type[Works]) -> None:
     assert group.broken(1)
 
 
+class OverUntold(Untold):
+    """One that has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over.set()
+
+
 def test_a_sum_of_which_no_error_can_be_told_is_one_if_there_is_none() -> None:
-    work = Untold()
-    work.over.set()
     buffer = torch.ones(3)
 
-    group = built(Ends(Done(), work))
+    group = built(Ends(Done(), OverUntold()))
     group.all_reduce(buffer)
 
     assert not group.broken(1)
@@ -549,6 +556,24 @@ def cut_while_reducing(group: Nccl) -> weakref.ref[torch.Tensor]:
     group.sever(1)
     waiting.result(30)
     return weakref.ref(buffer)
+
+
+# --- on which card -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "asked"), [(Done, 1), (OverUntold, 2)])
+def test_a_sum_s_threads_use_the_model_s_card_and_no_other(
+    kind: type[Works], asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each process of a node would take memory of the first card. What nobody can tell
+    otherwise is waited for by another thread."""
+    card = fake_card.Card(monkeypatch)
+    group = built(Ends(Done(), kind()))
+    group.device = fake_card.DEVICE
+
+    group.all_reduce(torch.ones(3))
+
+    assert card.current == [fake_card.NUMBER] * asked
 
 
 # --- which group, and with which settings --------------------------------------------------------

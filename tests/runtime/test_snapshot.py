@@ -10,7 +10,8 @@ import torch
 
 from runtime import snapshot
 from runtime.image import Piece, Staged
-from runtime.snapshot import MARKED, Changed, Copying, When, stage, state_of
+from runtime.snapshot import MARKED, Changed, Copying, When, on_host, stage, state_of
+from tests.runtime import fake_card
 
 PATIENCE_S = 30.0
 STATE = {"model": {f"w{n}": torch.randn(n + 1, 50) for n in range(40)}, "step": 3}
@@ -239,3 +240,47 @@ def test_what_was_changed_although_no_step_had_changed_it_is_no_copy(
     with pytest.raises(Changed, match=r"\.model\.frozen was changed while it was copied"):
         copying.finish()
     assert copying.finished.is_set()
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> fake_card.Card:
+    return fake_card.Card(monkeypatch)
+
+
+def test_what_is_copied_from_a_card_begins_to_use_no_other(
+    card: fake_card.Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each process of a node would take memory of the first card."""
+    monkeypatch.setattr(snapshot, "stream_beside", lambda _tensors: fake_card.Stream())
+
+    copying = Copying(STATE, 7, due=later)
+    finishing = threading.Thread(target=copying.finish)
+    finishing.start()
+    finishing.join(PATIENCE_S)
+
+    assert copying.finished.is_set()
+    assert card.current == [fake_card.NUMBER] * 2  # as it begins, and by the thread
+
+
+class OnCard(torch.Tensor):
+    """Says so."""
+
+    is_cuda = True  # type: ignore[assignment]
+    device = fake_card.DEVICE  # type: ignore[assignment]
+
+
+def test_nor_does_what_is_sent_of_one(
+    card: fake_card.Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "empty", lambda *_given, **_how: torch.zeros(3))
+
+    on_host(OnCard(3))
+
+    assert card.current == [fake_card.NUMBER]
+
+
+def test_a_copy_of_what_is_on_no_card_asks_nothing_of_one(card: fake_card.Card) -> None:
+    """Asked for no stream at all, torch begins to use the card that is there."""
+    stage(STATE, 7)
+
+    assert card.current == []
