@@ -29,6 +29,9 @@ log = logging.getLogger("drydock.job")
 
 STANDBY = ("", "migrate", "spare")
 PR_SET_PDEATHSIG = 1
+CONNECT_S = 60  # how long a communicator of NCCL's may wait for its peers
+#: The same for torch, which keeps it locked meanwhile: not even an abort gets at it any sooner.
+PATIENCE = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +99,13 @@ def join(environment: dict[str, str] | None = None) -> Job:
     if threading.current_thread() is threading.main_thread() and not worker:
         # A rank that is still importing notes the wish; the training loop obeys it at its edge.
         take_signal(signal.SIGTERM, lambda _number, _frame: told.set())
+    place = place_of(env)
+    if place.world_replicas > 1:
+        # Torch looks once, at the first that the process does with NCCL, and the ranks of a replica
+        # may do that before their ReplicaGroup is made. A job of one replica may wait as it likes.
+        os.environ.setdefault(PATIENCE, str(CONNECT_S))
     placement = env.get(client.ENV_PLACEMENT) or f"pid-{os.getpid()}-{time.time_ns()}"
     token = need(env, client.ENV_TOKEN)
-    place = place_of(env)
     sender = client.Sender(
         "" if worker else env.get(client.ENV_URL, ""),
         token,

@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import (
     Store,
 )
 
+from runtime.job import CONNECT_S, PATIENCE
 from runtime.replica.gloo import REDUCE_S, Gloo, LinkStore, Rendezvous
 from runtime.replica.gradients import Collectives
 from runtime.replica.link import LinkLost
@@ -43,13 +44,10 @@ POLL_S = 0.0005  # NCCL tells nobody that a collective has ended: it must be ask
 ABORT_S = 180.0  # how long an abort may take before what it was to free is left behind
 ENDED_S = 0.2  # how long a collective may take to end once its group is aborted
 TOLD_S = 2.0  # how long it may take to tell what is wrong with one that ended
-CONNECT_S = 60  # how long a communicator may wait for its peers
 #: After a change that was planned a peer's last sum may still wait for what our kernels have left
 #: to NCCL's threads to send. An abort would be quicker than they are.
 LINGER_S = 1.0
 CLOSE_S = 5.0  # how long threads that are in NCCL may keep the process from ending
-#: The same for torch, which keeps it locked meanwhile: not even an abort gets at it any sooner.
-PATIENCE = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 #: A group that is made while this is 1 has no watchdog. With one, an error of NCCL's would make
 #: torch dump its traces, and after minutes end the process, at the hands of any other group in it.
 NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
@@ -131,7 +129,7 @@ class Nccl:
         self._members = 1
         self._live: Live | None = None
         self._threads: list[threading.Thread] = []  # that may be in NCCL
-        os.environ.setdefault(PATIENCE, str(CONNECT_S))
+        os.environ.setdefault(PATIENCE, str(CONNECT_S))  # of a job that begins with one replica
         os.environ.setdefault(NO_WATCHDOG, "0")  # later it is only changed, which readers survive
 
     def warm_up(self) -> None:

@@ -102,6 +102,39 @@ def test_who_runs_the_script_s_top_again_is_no_rank(start: str, door: Door, tmp_
     assert len(door.messages("hello")) == 1
 
 
+#: What torch would find when it first looks how long NCCL may wait for a peer.
+LOOKS = """
+import os, runtime
+runtime.join().sender.close(0.0)
+print(os.environ.get("TORCH_NCCL_NONBLOCKING_TIMEOUT", "torch's own"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"DRYDOCK_WORLD_REPLICAS": "2"}, "60"),
+        ({"DRYDOCK_WORLD_REPLICAS": "2", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "7"}, "7"),
+        ({"DRYDOCK_WORLD_REPLICAS": "1"}, "torch's own"),
+    ],
+    ids=["of several replicas", "as the script's author says", "of one replica"],
+)
+def test_nccl_waits_no_longer_for_a_dead_peer_from_the_first_on(
+    given: dict[str, str], found: str, tmp_path: Path
+) -> None:
+    """Torch looks once, which may be before a group of ours is made."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKS],
+        env={**told(tmp_path), **given},  # not what a group of ours may have set in this process
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+
+    assert done.stdout.decode().strip() == found
+
+
 def test_what_an_engineer_is_told_stands_in_the_rank_s_own_output(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
