@@ -5,12 +5,14 @@ One card is enough: the replicas share it. Needs torch's build for CUDA.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,15 +111,36 @@ def test_a_digest_is_of_what_kernels_that_came_before_it_were_to_compute() -> No
     assert digest_of({"numbers": numbers}) == expected
 
 
+class Settling(Copying):
+    """Tells when the card was asked for all of it."""
+
+    def __init__(self, *given: Any, **how: Any) -> None:
+        self.asked = threading.Event()
+        super().__init__(*given, **how)
+
+    def _settle(self) -> None:
+        self.asked.set()
+        super()._settle()
+
+
 def test_what_a_copy_was_asked_of_stays_until_it_is_copied() -> None:
     """A `state_dict` may make tensors anew, that nobody else holds."""
     kept = torch.zeros(NUMBERS, device="cuda")
     torch.cuda.synchronize()
 
-    copying = Copying({"kept": kept, "made": kept + 5.0}, 1, due=later)
+    copying = Settling({"kept": kept, "made": kept + 5.0}, 1, due=later)
+    with torch.cuda.stream(copying._stream):
+        busy()
+    made: list[Staged] = []
+    finishing = threading.Thread(target=lambda: made.append(copying.finish()))
+    finishing.start()
+    copying.asked.wait()
+    gc.collect()  # nobody else holds it by chance
     others = [torch.zeros(NUMBERS, device="cuda") for _ in range(4)]
+    torch.cuda.current_stream().synchronize()  # they are written, and nothing is copied yet
+    finishing.join()
 
-    assert torch.equal(state_of(finished(copying))["made"], torch.full((NUMBERS,), 5.0))
+    assert torch.equal(state_of(made[0])["made"], torch.full((NUMBERS,), 5.0))
     del others
 
 

@@ -14,17 +14,18 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import ProcessGroupGloo, Store
+from torch._C._distributed_c10d import HashStore, ProcessGroupGloo, Store
 from torch._subclasses import FakeTensorMode
 
 from runtime.replica import nccl
 from runtime.replica.gloo import Gloo
 from runtime.replica.membership import Severed
-from runtime.replica.nccl import NO_WATCHDOG, Nccl, group_for, without_watchdog
+from runtime.replica.nccl import NO_WATCHDOG, Nccl, group_for, make_group, without_watchdog
 from runtime.replica.shape import cannot_drop
 from tests.runtime import fake_card
 from tests.runtime.fake_groups import (
@@ -194,6 +195,22 @@ def test_a_sum_whose_epoch_breaks_is_none(kind: type[Fake]) -> None:
         waiting.result(30)
     until(lambda: fake.aborts, "it was aborted")
     assert group.broken(1)
+
+
+def test_a_sum_that_an_abort_ended_as_if_all_were_well_is_none() -> None:
+    fake = Ends(Done(), Works())
+    group = built(fake)
+    assert group._live is not None
+    watching = group._live.hands.thread
+
+    def cut() -> None:
+        group.sever(1)
+        until(lambda: fake.aborts and not watching.is_alive(), "who watched it has its answer")
+
+    group.begun = cut  # only then it is looked at
+
+    with pytest.raises(Severed, match="epoch 1 broke"):
+        group.all_reduce(torch.ones(3))
 
 
 def test_an_abort_that_hangs_holds_nobody_up(stuck: Stuck) -> None:
@@ -581,6 +598,43 @@ def test_a_sum_s_threads_use_the_model_s_card_and_no_other(
 
 def test_what_is_in_the_processor_s_memory_is_exchanged_by_gloo() -> None:
     assert isinstance(group_for(torch.nn.Linear(2, 2), "127.0.0.1", 0), Gloo)
+
+
+class Options:
+    """As torch's in a build for CUDA."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(blocking=1)
+        self.is_high_priority_stream = False
+        self._timeout = datetime.timedelta(minutes=10)
+
+
+class Group:
+    """The same; notes how it is made."""
+
+    Options = Options
+
+    def __init__(self, store: Store, rank: int, members: int, options: Any) -> None:
+        self.given = (store, rank, members)
+        self.options = options
+        self.watchdog = os.environ[NO_WATCHDOG] == "0"
+
+
+def test_torch_s_group_is_made_so_that_it_can_be_aborted_and_ends_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setenv(NO_WATCHDOG, "0")
+    store = HashStore()
+
+    made = make_group(store, 1, 2)
+
+    assert made.given == (store, 1, 2)
+    assert made.options.config.blocking == 0  # else it could not be aborted before it is connected
+    assert made.options.is_high_priority_stream  # no kernel of its holds up a stream of ours
+    assert made.options._timeout.total_seconds() == nccl.ABORT_S
+    assert not made.watchdog
+    assert os.environ[NO_WATCHDOG] == "0"
 
 
 def test_only_groups_of_ours_lack_the_watchdog() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -262,11 +264,35 @@ def test_what_is_copied_from_a_card_begins_to_use_no_other(
     assert card.current == [fake_card.NUMBER] * 2  # as it begins, and by the thread
 
 
+def test_what_a_card_was_asked_for_stays_until_it_has_copied_it(
+    card: fake_card.Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `state_dict` may make tensors anew, that nobody else holds."""
+    made = torch.randn(5)
+    there, stayed = weakref.ref(made), []
+
+    def synchronize() -> None:
+        gc.collect()
+        stayed.append(there() is not None)
+
+    stream = fake_card.Stream()
+    monkeypatch.setattr(stream, "synchronize", synchronize)
+    monkeypatch.setattr(snapshot, "stream_beside", lambda _tensors: stream)
+
+    copying = Copying({"made": made}, 7, due=later)
+    del made
+    copying.finish()
+    gc.collect()
+
+    assert stayed == [True]
+    assert there() is None
+
+
 class OnCard(torch.Tensor):
     """Says so."""
 
-    is_cuda = True  # type: ignore[assignment]
-    device = fake_card.DEVICE  # type: ignore[assignment]
+    is_cuda = True
+    device = fake_card.DEVICE
 
 
 def test_nor_does_what_is_sent_of_one(
