@@ -305,6 +305,8 @@ class Nccl:
                 return True
         except torch.AcceleratorError:
             raise
+        except Severed:  # before it began, so nothing is wrong with its group
+            pass
         except (RuntimeError, LinkLost, TimeoutError) as error:
             live.why = str(error)
             self.sever(live.epoch)

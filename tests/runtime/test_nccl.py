@@ -353,6 +353,28 @@ def test_what_was_cut_before_does_not_begin() -> None:
     assert fake.begun == 1
 
 
+def test_what_is_cut_just_before_it_begins_makes_no_peer_a_silent_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others are told that the epoch broke, and look for nobody who says nothing."""
+    fake = Ends(Done())
+    group = built(fake)
+    assert group._live is not None
+    do = group._live.hands.do
+
+    def late(call: Callable[[], Any]) -> Future[Any]:
+        asked = do(lambda: (group.sever(1), call())[1])
+        asked.result(30)  # the training thread looks only then
+        return asked
+
+    monkeypatch.setattr(group._live.hands, "do", late)
+
+    with pytest.raises(Severed, match="epoch 1 broke") as raised:
+        group.all_reduce(torch.ones(3))
+    assert type(raised.value) is Severed
+    assert fake.begun == 1
+
+
 def test_what_ended_before_the_cut_stays() -> None:
     fake = Ends(Done(), Done())
     group = built(fake)
