@@ -443,19 +443,20 @@ def pin(memory: memoryview) -> bool:
     card = next((one for one in cards if used(one)), 0)
     with torch.cuda.device(card):
         failed = int(runtime.cudaHostRegister(address, len(memory), _FOR_ALL_CARDS))
-        # A process's first stream takes a pool of them, for which no save should wait.
-        torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    if failed:
-        log.warning("not_pinned bytes=%s error=%s", len(memory), failed)
-        return False
 
     def unpin() -> None:
         with torch.cuda.device(card):
             runtime.cudaHostUnregister(address)
 
-    area: Any = memory.obj
-    area.before_unmapping = unpin
-    return True
+    if failed:
+        log.warning("not_pinned bytes=%s error=%s", len(memory), failed)
+    else:  # before anything else may fail: what is unmapped pinned is refused where it lay
+        area: Any = memory.obj
+        area.before_unmapping = unpin
+    with torch.cuda.device(card):
+        # A process's first stream takes a pool of them, for which no save should wait.
+        torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    return not failed
 
 
 def allocate(size: int, *, pinned: bool = False) -> memoryview:

@@ -190,6 +190,27 @@ def test_rooms_are_pinned_where_a_card_is_in_use_for_as_long_as_they_are_mapped(
     assert card.still_mapped == [True] * rooms.ROOMS
 
 
+def test_a_room_for_which_the_card_had_too_little_memory_does_not_stay_pinned(
+    card: CudaRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver would refuse another one at that place."""
+
+    def full() -> NoReturn:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "Stream", full)
+    told: list[str] = []
+    made = Rooms(told.append, pin=pin)
+
+    made.prepare(1 << 20)
+    until(lambda: told, "it could not be made")
+    made.close()
+    gc.collect()
+
+    assert card.pinned == {}
+    assert card.still_mapped == [True]
+
+
 def test_what_the_driver_does_not_pin_is_used_all_the_same(card: CudaRuntime) -> None:
     made = Rooms(pytest.fail, pin=pin)
     made.prepare(1 << 25)
