@@ -101,6 +101,11 @@ class RequestServer:
                 self._changed.wait_for(lambda: not self._peers)
                 self._came = False
 
+    def await_parted(self, seconds: float) -> None:
+        """Return once nobody who knows the token is connected, after so long at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._peers, seconds)
+
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()

@@ -3,7 +3,8 @@
     DRYDOCK_TOKEN=... python -m runtime.checkpoint.holder --job JOB --folder FOLDER [--host ADDRESS]
 
 One for each job and node; the job's ranks start it where it does not run. It outlives them, and
-ends when nobody was connected for long. Of each rank it keeps the newest state that came whole, and
+ends when nobody was connected for long, or, if it is told to (SIGTERM), once nobody is: those who
+are told to end with it save once more. Of each rank it keeps the newest state that came whole, and
 receives the next one beside it; what it has of another run, or cut among other ranks, stays until
 these can take its place. Imports no torch.
 
@@ -53,6 +54,7 @@ from runtime.serving import RequestServer
 log = logging.getLogger("drydock.holder")
 
 IDLE_S = 1800.0  # a job that starts anew later than that begins from its disks
+TOLD_S = 30.0  # so long it stays for those who are connected when it is told to end
 SIGN_CHUNKS = 256  # after so many that are copied here the one that waits hears of it
 SILENT_S = 60.0  # a connection on which nothing comes in the middle of a state
 SIGN_S = SILENT_S / 4  # so often who waits for another's state hears that we are there
@@ -375,6 +377,24 @@ def announce(folder: Path, address: str) -> None:
     draft.replace(folder / ADDRESS)
 
 
+def await_end(server: RequestServer, idle_s: float) -> None:
+    """Until nobody was connected for so long, or SIGTERM, which must be blocked, tells to end."""
+    over = threading.Event()
+
+    def idle() -> None:
+        server.await_idle(idle_s)
+        over.set()
+
+    def told() -> None:
+        signal.sigwait({signal.SIGTERM})
+        server.await_parted(TOLD_S)
+        over.set()
+
+    for wait in (idle, told):
+        threading.Thread(target=wait, daemon=True).start()
+    over.wait()
+
+
 def main() -> None:
     """Say the address on standard output, and serve."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
@@ -387,6 +407,7 @@ def main() -> None:
     logging.basicConfig(format="%(asctime)s holder %(message)s", level=logging.INFO)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before there are threads
     folder = given.folder / given.job
     try:
         lock = hold_alone(folder)
@@ -400,7 +421,7 @@ def main() -> None:
     announce(folder, server.address)
     sys.stdout.write(server.address + "\n")
     sys.stdout.flush()
-    server.await_idle(given.idle)
+    await_end(server, given.idle)
     (folder / ADDRESS).unlink(missing_ok=True)
     os.close(lock)
 

@@ -42,6 +42,23 @@ def test_who_does_not_know_the_token_keeps_no_server_from_being_idle() -> None:
     server.close()
 
 
+def test_for_who_knows_the_token_is_waited_and_not_for_ever() -> None:
+    server = RequestServer("127.0.0.1", "right", lambda connection, _: connection.sendall(b"."))
+    requests = Requests(server.address, "right")
+    requests.ask(op="any").recv(1)
+    server.await_parted(0.1)
+    parted = threading.Thread(target=server.await_parted, args=(PATIENCE_S,), daemon=True)
+    parted.start()
+    parted.join(0.5)
+    connected = parted.is_alive()
+    requests.close()
+    parted.join(PATIENCE_S)
+
+    assert connected
+    assert not parted.is_alive()
+    server.close()
+
+
 def test_who_knows_the_token_does_while_it_is_connected_and_for_a_time_after() -> None:
     server = RequestServer("127.0.0.1", "right", lambda connection, _: connection.sendall(b"."))
     requests = Requests(server.address, "right")

@@ -677,6 +677,33 @@ def test_it_ends_when_nobody_came_for_long(folder: Path) -> None:
     assert peer.running(folder / "j") == ""
 
 
+def test_told_to_end_it_takes_what_those_who_are_there_save_at_their_own(folder: Path) -> None:
+    process = run_holder(folder)
+    assert process.stdout is not None
+    address = process.stdout.readline().strip()
+    keeping = Keeping(address, TOKEN)
+    hold(keeping, staged_at(6))
+
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.0)
+    digest, _sent = hold(keeping, staged_at(7))
+    keeping.close()
+
+    assert digest == staged_at(7).digest
+    assert process.wait(PATIENCE_S) == 0
+    assert peer.running(folder / "j") == ""
+
+
+def test_told_to_end_it_does_at_once_where_nobody_is_there(folder: Path) -> None:
+    process = run_holder(folder)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(PATIENCE_S) == 0
+
+
 def test_a_second_one_says_that_it_is_not_needed(folder: Path) -> None:
     peer.ensured(folder, "j", TOKEN, "127.0.0.1")
 
