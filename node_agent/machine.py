@@ -23,7 +23,7 @@ from node_agent.log import log
 
 #: Everything this chassis starts carries it, so that a later life finds what was left behind.
 ENV_CHASSIS_DIR = "DRYDOCK_CHASSIS_DIR"
-#: What every process of a rank carries.
+#: What every process of a rank carries, and none of those that only keep what it saves.
 ENV_RANK = "DRYDOCK_RANK"
 FIRST_RESTART_S, LAST_RESTART_S = 1.0, 30.0
 #: An agent that ran this long is no longer counted as failing at its start.

@@ -17,6 +17,7 @@ from typing import Any
 
 from runtime.checkpoint.rooms import Room
 from runtime.checkpoint.writer import PACKET_BYTES
+from runtime.client import ENV_RANK
 from runtime.forking import keep_from_children
 from runtime.giving_way import NICE
 
@@ -170,6 +171,8 @@ class WriterHandle:
 
 
 def environment() -> dict[str, str]:
-    """The trainer's, with the way to our own modules; the writer needs nothing else of it."""
+    """The trainer's, with the way to our own modules; the writer needs nothing else of it. It is no
+    rank: a card's fault hits those who compute on it."""
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
-    return {**os.environ, "PYTHONPATH": path}
+    ours = {name: value for name, value in os.environ.items() if name != ENV_RANK}
+    return {**ours, "PYTHONPATH": path}

@@ -192,8 +192,10 @@ def _started(folder: Path, job: str, token: str, host: str, port: int) -> str:
     arguments += ["--host", host, "--port", str(port)]
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
     environment = {**os.environ, "PYTHONPATH": path, client.ENV_TOKEN: token}
-    # It belongs to no placement: whoever ends all that a rank has started spares it.
-    environment.pop(client.ENV_PLACEMENT, None)
+    # It belongs to no placement: whoever ends all that a rank has started spares it. Nor is it a
+    # rank: a card's fault hits those who compute on it.
+    for name in (client.ENV_PLACEMENT, client.ENV_RANK):
+        environment.pop(name, None)
     with (folder / job / "holder.log").open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "runtime.checkpoint.holder", *arguments],

@@ -16,12 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from runtime.client import ENV_PLACEMENT, ENV_RANK
+from runtime.client import ENV_PLACEMENT
 from runtime.replica.observing import PHASES
 from runtime.torture.kinds import ANY, KINDS, Order
 
 #: The folder that the runner and the job's processes share.
 ENV_FOLDER = "DRYDOCK_TORTURE"
+#: Which rank a process is, or is a writer of.
+ENV_OF_RANK = "DRYDOCK_TORTURE_RANK"
 
 
 class Hand:
@@ -73,7 +75,7 @@ def from_environment() -> Hand:
     """Of the rank, or of the rank's writer, that this process is."""
     environment = os.environ
     return Hand(
-        Path(environment[ENV_FOLDER]), environment[ENV_PLACEMENT], int(environment[ENV_RANK])
+        Path(environment[ENV_FOLDER]), environment[ENV_PLACEMENT], int(environment[ENV_OF_RANK])
     )
 
 

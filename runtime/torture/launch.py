@@ -26,7 +26,7 @@ from runtime import client
 from runtime.checkpoint.handle import WRITER_MODULE
 from runtime.checkpoint.peer import running
 from runtime.replica.observing import ENV_OBSERVER
-from runtime.torture.hand import ENV_FOLDER
+from runtime.torture.hand import ENV_FOLDER, ENV_OF_RANK
 from runtime.torture.network import ENV_SOCKET, Network
 from runtime.torture.observer import ENV_PACE, ENV_SAVES, end_file
 from runtime.torture.writer import MODULE, all_ended, end_fault, writers
@@ -243,7 +243,7 @@ class Fleet:
         }
         words = [str(self.script.path), *self.script.arguments]
         first, *others = [
-            self._run(name, words, {**environment, client.ENV_RANK: str(number)}, replica)
+            self._run(name, words, {**environment, **_which(number)}, replica)
             for number, name in enumerate(self._log_names(replica))
         ]
         rank = Rank(replica, placement, first, time.monotonic(), tuple(others))
@@ -353,3 +353,7 @@ def _die_with(runner: int) -> None:
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != runner:
         os._exit(1)
+
+
+def _which(rank: int) -> dict[str, str]:
+    return {client.ENV_RANK: str(rank), ENV_OF_RANK: str(rank)}

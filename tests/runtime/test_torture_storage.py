@@ -19,10 +19,10 @@ import pytest
 
 from runtime.checkpoint import disk, store
 from runtime.checkpoint.draft import write
-from runtime.client import ENV_PLACEMENT, ENV_RANK
+from runtime.client import ENV_PLACEMENT
 from runtime.image import pages
 from runtime.torture.damage import DAMAGES
-from runtime.torture.hand import ENV_FOLDER, Hand, around, events_file, order_file
+from runtime.torture.hand import ENV_FOLDER, ENV_OF_RANK, Hand, around, events_file, order_file
 from runtime.torture.kinds import ANY, LOCAL, SHARED
 from runtime.torture.ledger import audit, counted
 from runtime.torture.made import Restart
@@ -177,7 +177,7 @@ def test_what_is_put_around_a_function_is_given_it() -> None:
 def test_a_writer_counts_as_alive_from_its_start_until_it_ends(tmp_path: Path) -> None:
     """It does what it was given though its trainer dies before it has come to itself."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    named = {ENV_FOLDER: str(tmp_path), ENV_PLACEMENT: "plc_0", ENV_RANK: "0"}
+    named = {ENV_FOLDER: str(tmp_path), ENV_PLACEMENT: "plc_0", ENV_OF_RANK: "0"}
     with (
         ours,
         subprocess.Popen(

@@ -558,13 +558,14 @@ def test_it_outlives_whoever_started_it(folder: Path) -> None:
         check=True,
         capture_output=True,
         text=True,
-        env={**os.environ, "DRYDOCK_PLACEMENT": "plc_1"},
+        env={**os.environ, "DRYDOCK_PLACEMENT": "plc_1", "DRYDOCK_RANK": "0"},
     ).stdout.strip()
 
     keep(address, 7)
     assert read(address, 7).digest == staged_at(7).digest
     environment = Path(f"/proc/{pid_of(folder / 'j' / 'holder.json')}/environ").read_bytes()
     assert b"DRYDOCK_PLACEMENT" not in environment
+    assert b"DRYDOCK_RANK" not in environment
 
 
 def test_a_holder_that_dies_is_followed_by_one_at_its_address(folder: Path) -> None:

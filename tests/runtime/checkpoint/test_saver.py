@@ -162,6 +162,19 @@ def test_other_nodes_memory_is_looked_into_as_far_as_it_answers(tmp_path: Path) 
     os.kill(json.loads((tmp_path / "theirs/memory/j/holder.json").read_bytes())["pid"], 9)
 
 
+def test_a_writer_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a card's fault does to ranks spares who writes what they saved."""
+    monkeypatch.setenv("DRYDOCK_RANK", "0")
+    monkeypatch.setenv("DRYDOCK_PLACEMENT", "plc_1")
+    one = OneRank(tmp_path)
+    one.save_all(1)
+    environment = Path(f"/proc/{one.writer()}/environ").read_bytes().split(b"\0")
+    one.saver.finish()
+
+    assert b"DRYDOCK_PLACEMENT=plc_1" in environment
+    assert not [said for said in environment if said.startswith(b"DRYDOCK_RANK=")]
+
+
 def to_peers(tmp_path: Path, *addresses: str) -> OneRank:
     """The first of a job's members, whose holders are there."""
     one = OneRank(tmp_path, holder=True)
