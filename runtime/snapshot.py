@@ -51,6 +51,8 @@ def any_time(_name: str, _tensor: torch.Tensor) -> When:
 
 #: What is taken on in one go of a copy that two threads make: many small tensors, or a large one.
 BATCH_BYTES = 4 << 20
+#: What is taken from a card in one go where it is looked at or sent, and not kept.
+SLICE_BYTES = 16 << 20
 #: Where tensors that are one are kept once. Elsewhere loading could take them apart, and a state
 #: that was loaded would not have the digest of the one that was saved.
 TIED = ".model."
@@ -114,7 +116,8 @@ def digest_of(state: Any, due: Due = any_time) -> str:
         tensor = plain(layout.tensors[place])
         if tensor.is_cuda:  # it may still be computed, and what copies it waits for nothing
             torch.cuda.current_stream(tensor.device).synchronize()
-        hashes.add(bytes_of(tensor))
+        for part in slices_of(tensor):
+            hashes.add(part)
         at = piece.offset + piece.bytes
     hashes.add(memoryview(bytes(layout.table.bytes - at)))
     return layout.table.digest(hashes.end())
@@ -476,6 +479,15 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     memory = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
     memory.tensor = tensor  # type: ignore[attr-defined]  # what owns it
     return memoryview(memory).cast("B")
+
+
+def slices_of(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The same of a tensor of any size: from a card slice by slice, for torch never gives back what
+    it has pinned, and the first is there sooner."""
+    parts = [tensor]
+    if tensor.is_cuda:
+        parts = list(torch.split(tensor.reshape(-1), SLICE_BYTES // tensor.element_size()))
+    return map(bytes_of, parts)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from runtime.giving_way import give_way
 from runtime.image import CHUNK_BYTES, Staged
 from runtime.replica.pacing import Pace
 from runtime.serving import RequestServer
-from runtime.snapshot import Copying, bytes_of
+from runtime.snapshot import Copying, slices_of
 
 log = logging.getLogger("drydock.peers")
 
@@ -241,9 +241,9 @@ class PeerServer:
             return
         size = reduced.buffer.numel() * reduced.buffer.element_size()
         send_json(connection, {"step": step, "epoch": reduced.epoch, "bytes": size})
-        view = bytes_of(reduced.buffer)  # never written again
-        for start in range(0, size, CHUNK_BYTES):
-            send_chunk(connection, view[start : start + CHUNK_BYTES])
+        for view in slices_of(reduced.buffer):  # never written again
+            for start in range(0, len(view), CHUNK_BYTES):
+                send_chunk(connection, view[start : start + CHUNK_BYTES])
 
 
 def _end(offer: Offer | None) -> None:

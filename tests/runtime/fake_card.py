@@ -9,8 +9,30 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from runtime import snapshot
+from runtime.snapshot import size_in_bytes
+
 NUMBER = 1  # a thread that says nothing has the first, 0
 DEVICE = torch.device("cuda", NUMBER)
+
+
+class OnCard(torch.Tensor):
+    """Says that it is there."""
+
+    is_cuda = True
+    device = DEVICE
+
+
+def takes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many bytes are taken from there from now on, each time."""
+    taken: list[int] = []
+
+    def on_host(tensor: torch.Tensor) -> torch.Tensor:
+        taken.append(tensor.is_cuda * size_in_bytes(tensor))
+        return tensor.as_subclass(torch.Tensor)
+
+    monkeypatch.setattr(snapshot, "on_host", on_host)
+    return taken
 
 
 class Stream:

@@ -29,7 +29,8 @@ from runtime.replica.fetching import (
 from runtime.replica.pacing import Pace
 from runtime.replica.peers import PeerServer, Reduced, ReducedLog
 from runtime.replica.spares import Spares
-from runtime.snapshot import Changed, Copying, allocate, stage
+from runtime.snapshot import SLICE_BYTES, Changed, Copying, allocate, stage
+from tests.runtime import fake_card
 from tests.runtime.replicas import until
 
 MEGABYTES = 20
@@ -261,6 +262,21 @@ def test_reduced_gradients_are_handed_over_while_they_are_kept(donor: Donor) -> 
         connection.reduced(4)
     with pytest.raises(PeerFailed, match="made 3 last"):
         fetch_reduced([donor.address], "right", 4)
+
+
+def test_a_step_comes_from_a_card_slice_by_slice(
+    donor: Donor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for it has the first before the last is there; and torch keeps for good what it has
+    pinned at once."""
+    taken = fake_card.takes(monkeypatch)
+    buffer = torch.arange(SLICE_BYTES // 2, dtype=torch.float32)  # two of them
+    donor.kept.add(Reduced(8, 1, buffer[:-3].as_subclass(fake_card.OnCard)))
+
+    found = fetch_reduced([donor.address], "right", 8)
+
+    assert torch.equal(found.buffer, buffer[:-3])
+    assert max(taken) == SLICE_BYTES
 
 
 def test_a_step_that_nobody_went_beyond_is_not_for_followers(donor: Donor) -> None:

@@ -12,7 +12,17 @@ import torch
 
 from runtime import snapshot
 from runtime.image import Piece, Staged
-from runtime.snapshot import MARKED, Changed, Copying, When, on_host, stage, state_of
+from runtime.snapshot import (
+    MARKED,
+    SLICE_BYTES,
+    Changed,
+    Copying,
+    When,
+    digest_of,
+    on_host,
+    stage,
+    state_of,
+)
 from tests.runtime import fake_card
 
 PATIENCE_S = 30.0
@@ -288,21 +298,31 @@ def test_what_a_card_was_asked_for_stays_until_it_has_copied_it(
     assert there() is None
 
 
-class OnCard(torch.Tensor):
-    """Says so."""
-
-    is_cuda = True
-    device = fake_card.DEVICE
-
-
 def test_nor_does_what_is_sent_of_one(
     card: fake_card.Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "empty", lambda *_given, **_how: torch.zeros(3))
 
-    on_host(OnCard(3))
+    on_host(torch.ones(3).as_subclass(fake_card.OnCard))
 
     assert card.current == [fake_card.NUMBER]
+
+
+def test_the_digest_of_what_is_on_a_card_is_taken_slice_by_slice(
+    card: fake_card.Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else torch would pin as much memory as the largest tensor takes, and never give it back."""
+    taken = fake_card.takes(monkeypatch)
+    monkeypatch.setattr(snapshot, "PLAIN", (torch.Tensor, fake_card.OnCard))
+    numbers = torch.arange(3 * SLICE_BYTES // 8)
+    flat, turned = numbers[:40], numbers[40:].view(8, -1).t()
+
+    found = digest_of(
+        {"w": [one.as_subclass(fake_card.OnCard) for one in (flat, turned, torch.ones(0))]}
+    )
+
+    assert found == digest_of({"w": [flat, turned, torch.ones(0)]})
+    assert max(taken) <= SLICE_BYTES
 
 
 def test_a_copy_of_what_is_on_no_card_asks_nothing_of_one(card: fake_card.Card) -> None:
