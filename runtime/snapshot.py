@@ -180,11 +180,13 @@ class Copying:
         into: memoryview | None = None,
         due: Due = any_time,
         steady: Collection[int] = (),
+        computed_on: torch.cuda.Stream | None = None,
     ) -> None:
         """`into`: memory that was touched before; a copy into it costs a fifth. `due`: all but what
         is due now the caller leaves unchanged until `wait` has returned. `steady`: the places
         in memory of weights due whenever that steps do not change: for these nobody waits, unless
-        the state lies on a card, from where all is copied soon. Raises TooSmall."""
+        the state lies on a card, from where all is copied soon. `computed_on`: where a card
+        computes it, if that is not the caller's own stream. Raises TooSmall."""
         layout = Layout(state, due)
         self.step = step
         self.waited_s = 0.0  # how long the training waited for it after it was begun
@@ -201,7 +203,7 @@ class Copying:
         self._under_way: dict[int, Part] = {}  # thread -> the first one of what it copies
         self._changed = threading.Condition()
         self._error: Exception | None = None  # that ended it
-        self._stream = stream_beside(layout.tensors)
+        self._stream = stream_beside(layout.tensors, computed_on)
         #: what a card copies, until it has: freed memory is soon that of another tensor
         self._held = layout.tensors if self._stream is not None else []
         self._awaited = False  # the training waits for it
@@ -212,7 +214,8 @@ class Copying:
             self._settle()
             raise
         if self._stream is not None:  # nothing on the card changes these before they are copied
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            changing = computed_on or torch.cuda.current_stream(self._stream.device)
+            changing.wait_stream(self._stream)
 
     def _begin(self, layout: Layout, steady: Collection[int]) -> None:
         """Copy what is due now, and note the rest."""
@@ -362,14 +365,16 @@ class Copying:
         into.view(tensor.shape).copy_(tensor, non_blocking=beside)
 
 
-def stream_beside(tensors: list[torch.Tensor]) -> torch.cuda.Stream | None:
+def stream_beside(
+    tensors: list[torch.Tensor], computed_on: torch.cuda.Stream | None = None
+) -> torch.cuda.Stream | None:
     """On which to copy them from their card, once they are what they are to be, while the next
-    step is computed; None if they are on none."""
+    step is computed; None if they are on none. `computed_on`: see `Copying`."""
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     if device is None:
         return None
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
+    stream.wait_stream(computed_on or torch.cuda.current_stream(device))
     return stream
 
 

@@ -97,6 +97,10 @@ class TrainingState:
         self._parts_at_edge: tuple[dict[str, Any], Due] | None = None
         self._steadiness = Steadiness(model, self.committed)
         self._left_at, self._left_set = self._paces(), self._settings()
+        devices = {part_of(one).device for one in model.parameters()}
+        self._card = next((one for one in devices if one.type == "cuda"), None)
+        #: of that card: each thread has a current one, and a script may train on another
+        self._stream: torch.cuda.Stream | None = None
 
     def flaw(self) -> str:
         """What the script has done since the last edge that is left to the step, with the remedy;
@@ -175,6 +179,7 @@ class TrainingState:
             self.statistics.changed_at_edge()
         self._left_at, self._left_set = self._paces(), self._settings()
         self._note_parts()
+        self._note_stream()
         self.ledger.record(self.committed, epoch, summed, self.batches.shard_size, drops=drops)
         self.seed(-1)
 
@@ -238,7 +243,7 @@ class TrainingState:
         parts, due = self._parts_at_edge or (self.model.state_dict(), self._due())
         state = {**self._gathered(parts), "ledger": self.ledger.state_dict()}
         state["model"] = {**state["model"], **self.statistics.at_edge()}
-        return Copying(state, self.committed, into, due)
+        return Copying(state, self.committed, into, due, computed_on=self._stream)
 
     def size(self) -> int:
         """Bytes of memory for a copy. May be asked in the middle of a step."""
@@ -297,6 +302,7 @@ class TrainingState:
         self.committed = int(state["step"])
         self._parts_at_edge = None
         self._note_parts()
+        self._note_stream()
         self._steadiness = Steadiness(self.model, self.committed)
         self.seed(-1)
 
@@ -331,6 +337,11 @@ class TrainingState:
         """Which are changed in place from now on."""
         if self.division.divided and self._parts_at_edge is None:
             self._parts_at_edge = (self.model.state_dict(), self._due())
+
+    def _note_stream(self) -> None:
+        """Where a card computes what the edge leaves, for whoever copies it on another thread."""
+        if self._card is not None:
+            self._stream = torch.cuda.current_stream(self._card)
 
     def _due(self) -> Due:
         """Until when each tensor stays as it is."""

@@ -40,8 +40,10 @@ class Stream:
 
     def __init__(self, device: torch.device = DEVICE) -> None:
         self.device = device
+        self.waited: list[Stream] = []  # for these
 
-    def wait_stream(self, _other: Stream) -> None: ...
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append(other)
 
     def synchronize(self) -> None: ...
 

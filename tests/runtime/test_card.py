@@ -72,6 +72,24 @@ def test_a_copy_holds_what_kernels_that_came_before_it_were_to_compute() -> None
     assert torch.equal(state_of(finished(copying))["numbers"], torch.full((NUMBERS,), 3.0))
 
 
+def test_a_copy_by_another_thread_holds_what_the_training_s_stream_was_to_compute() -> None:
+    numbers = torch.zeros(NUMBERS, device="cuda")
+    torch.cuda.synchronize()
+    training = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    made: list[Staged] = []
+
+    with torch.cuda.stream(training):
+        busy()
+        numbers.fill_(3.0)
+    aside = threading.Thread(
+        target=lambda: made.append(Copying({"numbers": numbers}, 1, computed_on=training).finish())
+    )
+    aside.start()
+    aside.join()
+
+    assert torch.equal(state_of(made[0])["numbers"], torch.full((NUMBERS,), 3.0))
+
+
 def test_a_copy_under_way_does_not_wait_for_the_step_beside_it() -> None:
     """The step's kernels come after it in the card's queue, on another stream."""
     numbers = torch.ones(NUMBERS, device="cuda")

@@ -6,12 +6,13 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from runtime import snapshot
-from runtime.image import Piece, Staged
+from runtime.image import Piece, Staged, pages
 from runtime.snapshot import (
     MARKED,
     SLICE_BYTES,
@@ -263,7 +264,7 @@ def test_what_is_copied_from_a_card_begins_to_use_no_other(
     card: fake_card.Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else each process of a node would take memory of the first card."""
-    monkeypatch.setattr(snapshot, "stream_beside", lambda _tensors: fake_card.Stream())
+    monkeypatch.setattr(snapshot, "stream_beside", lambda _tensors, _stream: fake_card.Stream())
 
     copying = Copying(STATE, 7, due=later)
     finishing = threading.Thread(target=copying.finish)
@@ -272,6 +273,21 @@ def test_what_is_copied_from_a_card_begins_to_use_no_other(
 
     assert copying.finished.is_set()
     assert card.current == [fake_card.NUMBER] * 2  # as it begins, and by the thread
+
+
+def test_a_copy_waits_for_the_stream_that_computes_the_state_and_is_waited_for_by_it(
+    card: fake_card.Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks for it may be another thread than the training, with a stream of its own."""
+    monkeypatch.setattr(snapshot, "PLAIN", (torch.Tensor, fake_card.OnCard))
+    monkeypatch.setattr(snapshot, "allocate", lambda size, **_how: pages(size))
+    training: Any = fake_card.Stream()
+
+    state = {"w": torch.ones(3).as_subclass(fake_card.OnCard)}
+    copying: Any = Copying(state, 7, computed_on=training)
+
+    assert copying._stream.waited == [training]
+    assert training.waited == [copying._stream]
 
 
 def test_what_a_card_was_asked_for_stays_until_it_has_copied_it(
@@ -287,7 +303,7 @@ def test_what_a_card_was_asked_for_stays_until_it_has_copied_it(
 
     stream = fake_card.Stream()
     monkeypatch.setattr(stream, "synchronize", synchronize)
-    monkeypatch.setattr(snapshot, "stream_beside", lambda _tensors: stream)
+    monkeypatch.setattr(snapshot, "stream_beside", lambda _tensors, _stream: stream)
 
     copying = Copying({"made": made}, 7, due=later)
     del made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,12 +15,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime import snapshot
 from runtime.data import Batches
 from runtime.image import CHUNK_BYTES, Damaged, Staged
 from runtime.ledger import Summed
 from runtime.replica.optimizers import torchs_own
 from runtime.replica.state import TrainingState
 from runtime.snapshot import TooSmall, digest_of, room_for, size_of, stage, state_of, touched
+from tests.runtime import fake_card
 
 SUMMED = Summed(coverage=[1] * 12, checksums=[5] * 12, who=[1] * 12)
 
@@ -564,3 +567,28 @@ def test_random_numbers_follow_from_the_step_on_every_card(
     training().seed(3)
 
     assert [card.initial_seed() for card in cards] == [torch.initial_seed()] * 2
+
+
+@pytest.mark.parametrize(
+    "edge",
+    [lambda state: train(state, 1), lambda state: state.load(state.copy())],
+    ids=["a step", "a state put back"],
+)
+def test_a_copy_by_another_thread_is_of_what_the_training_s_stream_computes(
+    edge: Callable[[TrainingState], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread has a current one: by its own it would copy what is still being written."""
+    ours = fake_card.Stream()
+    streams = {threading.get_ident(): ours}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: streams[threading.get_ident()])
+    state = training()
+    state._card = fake_card.DEVICE
+    edge(state)
+    waits_for: list[Any] = []
+    monkeypatch.setattr(snapshot, "stream_beside", lambda _, stream: waits_for.append(stream))
+
+    aside = threading.Thread(target=state.begin_copy_aside, args=(None,))
+    aside.start()
+    aside.join()
+
+    assert waits_for == [ours]
