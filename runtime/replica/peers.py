@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ log = logging.getLogger("drydock.peers")
 #: Of reduced gradients, while somebody follows. In the host's memory it may be as much as the copy
 #: that was taken: whoever is given steps faster than they are made catches up before they are gone.
 LOG_BYTES = 64 << 20
-LOG_STEPS = 8  # so many are kept then, however large
+LOG_STEPS = 8  # so many are kept then, however large, unless a card lacks the memory
 #: Once nobody follows, of those that are kept no longer: a step waits for large memory to be given
 #: back, and the one in which a newcomer enters has most to wait for.
 DROPPED_AT_ONCE = 2
@@ -64,6 +65,11 @@ class ReducedLog:
             # On a card the training needs the memory more.
             allowed = LOG_BYTES if reduced.buffer.is_cuda else max(LOG_BYTES, self.copied)
             limit = max(LOG_STEPS, allowed // size) if self.copied else 2
+            if self.copied and reduced.buffer.is_cuda and limit * size > LOG_BYTES:
+                # Two less than there is room for: a step takes one before it is added, and a donor
+                # whose card is full dies.
+                fits = len(self._kept) + room_on(reduced.buffer.device) // size
+                limit = max(2, min(limit, fits - 2))
             for _ in range(min(DROPPED_AT_ONCE, len(self._kept) - limit)):
                 self._kept.popitem(last=False)
             self._epochs[reduced.step] = reduced.epoch
@@ -101,6 +107,16 @@ class ReducedLog:
 
     def _newest(self) -> int:
         return next(reversed(self._kept), -1)
+
+
+def room_on(device: torch.device) -> int:
+    """So many bytes of this card the training has never taken, since it began."""
+    try:
+        free, _total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        return free + reserved - torch.cuda.max_memory_allocated(device)
+    except RuntimeError:  # an allocator that the script brought counts nothing
+        return sys.maxsize
 
 
 class Offer:

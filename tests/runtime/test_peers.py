@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -431,6 +431,50 @@ def test_what_was_kept_for_newcomers_is_given_back_by_and_by() -> None:
         kept.copied = int(step < 7)
 
     assert left == [1, 2, 3, 4, 5, 6, 7, 8, 7, 6, 5, 4, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("fit", "kept"),
+    [(20, 8), (7, 5), (4, 2), (3, 2)],
+)
+def test_a_card_keeps_no_more_steps_than_it_has_room_for(
+    fit: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training that finds its card full ends, and with it whoever was to follow."""
+    log = ReducedLog()
+    log.copied = 1
+    size = peers.LOG_BYTES // 4
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: ((fit - len(log._kept)) * size, 0))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _card: 30 * size)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _card: 30 * size)
+
+    for step in range(10):
+        log.add(Reduced(step, 1, torch.empty(size // 4).as_subclass(fake_card.OnCard)))
+
+    assert len(log._kept) == kept
+
+
+def test_in_a_healthy_step_no_card_is_asked_for_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "room_on", pytest.fail)
+    log = ReducedLog()
+
+    for step in range(3):  # none of which anybody follows
+        buffer = torch.empty(peers.LOG_BYTES // 4).as_subclass(fake_card.OnCard)
+        log.add(Reduced(step, 1, buffer))
+
+    assert len(log._kept) == 2
+
+
+def test_a_card_of_which_nothing_is_counted_keeps_as_many_as_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def uncounted(_card: torch.device) -> NoReturn:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _card: (0, 0))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", uncounted)
+
+    assert peers.room_on(fake_card.DEVICE) > 1 << 50
 
 
 def test_who_takes_a_large_copy_finds_the_steps_since_however_small_they_are(
