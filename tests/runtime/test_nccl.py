@@ -363,7 +363,11 @@ def test_what_is_cut_just_before_it_begins_makes_no_peer_a_silent_one(
     do = group._live.hands.do
 
     def late(call: Callable[[], Any]) -> Future[Any]:
-        asked = do(lambda: (group.sever(1), call())[1])
+        def cut_first() -> Any:
+            group.sever(1)
+            return call()
+
+        asked = do(cut_first)
         asked.result(30)  # the training thread looks only then
         return asked
 
