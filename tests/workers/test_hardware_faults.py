@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import pytest
 from django.utils import timezone
@@ -175,14 +175,20 @@ def test_a_contained_error_moves_the_replica_and_resets_the_node(world: World) -
     assert RepairRecord.objects.get(gpu=world.card_of(node)).rung == Rung.RESET_GPU
 
 
+def only_process(world: World, now: datetime, *, there_for: timedelta) -> Placement:
+    """What is left of the job is one replica, which has been on its node for so long."""
+    world.placements[0].delete()
+    Job.objects.update(world_replicas=1, step=900, step_at=now)
+    began = now - there_for
+    Placement.objects.update(created_at=began, joined_at=began + timedelta(seconds=9))
+    return world.placements[1]
+
+
 def test_a_job_alone_stays_at_what_its_node_saved_rather_than_make_half_an_hour_again(
     world: World,
 ) -> None:
-    alone, now = world.placements[1], timezone.now()
-    world.placements[0].delete()
-    Job.objects.update(world_replicas=1, step=900, step_at=now)
-    began = now - timedelta(hours=2)
-    Placement.objects.update(created_at=began, joined_at=began + timedelta(seconds=9))
+    now = timezone.now()
+    alone = only_process(world, now, there_for=timedelta(hours=2))
     CheckpointFactory(job=world.job, step=900, tier="local", at=now - timedelta(seconds=2))
     CheckpointFactory(job=world.job, step=500, tier="shared", at=now - timedelta(minutes=30))
     world.kernel_says(alone.node, XID_94)
@@ -203,11 +209,8 @@ def test_a_job_alone_stays_at_what_its_node_saved_rather_than_make_half_an_hour_
 def test_what_a_jobs_process_saved_on_a_node_that_it_left_is_not_on_the_one_it_was_lost_on(
     world: World,
 ) -> None:
-    alone, now = world.placements[1], timezone.now()
-    world.placements[0].delete()
-    Job.objects.update(world_replicas=1, step=900, step_at=now)
-    began = now - timedelta(minutes=1)
-    Placement.objects.update(created_at=began, joined_at=began + timedelta(seconds=9))
+    now = timezone.now()
+    alone = only_process(world, now, there_for=timedelta(minutes=1))
     CheckpointFactory(job=world.job, tier="local", at=now - timedelta(minutes=2))
     CheckpointFactory(job=world.job, step=500, tier="shared", at=now - timedelta(minutes=30))
     world.kernel_says(alone.node, XID_94)
