@@ -47,7 +47,8 @@ REDUCE_S = 3600.0  # the coordinator says when a peer is dead; this is only a la
 #: slow is not: its kernel answers, until what it does not read fills its memory.
 SILENT_MS = 1_500
 SEVERED_S = 0.05  # how long a collective may take to fail once its sockets are shut
-LOOK_S = 0.02  # how often it is looked at whether all of them are there, while one waits
+POLL_S = 0.02  # how often who waits for one looks whether its epoch broke
+LOOK_S = 0.1  # after so long also whether all of its sockets are there
 
 
 class Rendezvous(Protocol):
@@ -272,8 +273,10 @@ class Gloo:
     def _ends(self, work: Work) -> bool:
         """Wait for the end of a collective, of its epoch, or of one of its connections; False if it
         outlives that. Raises RuntimeError if it failed."""
-        while not _ended(work, LOOK_S):
-            if self.broken(self._epoch) or not self._are_all_connected():
+        began = time.monotonic()
+        while not _ended(work, POLL_S):
+            is_late = time.monotonic() - began >= LOOK_S
+            if self.broken(self._epoch) or (is_late and not self._are_all_connected()):
                 return _ended(work, SEVERED_S)
         return True
 
