@@ -171,7 +171,7 @@ def seconds_of(value: str) -> float:
         seconds = float(value) if value else GRACE_S
     except ValueError:
         seconds = -1.0
-    if not seconds >= 0:
+    if not 0 <= seconds <= threading.TIMEOUT_MAX:
         raise RuntimeError(f"{client.ENV_GRACE_S} is {value!r}; give seconds")
     return seconds
 

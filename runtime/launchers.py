@@ -55,6 +55,8 @@ def place_of(env: Environment) -> Place:
         replica, world = _within_step(env, tasks)
     else:
         replica, world = _number(env, client.ENV_REPLICA), _number(env, client.ENV_WORLD_REPLICAS)
+    if replica < 0:
+        raise RuntimeError(f"{client.ENV_REPLICA} is {replica}: replicas count from 0")
     meets = by_srun and not torchrun and ranks > 1
     return Place(
         replica=replica,

@@ -299,8 +299,10 @@ class Coordinator(Epochs):
             peer.followed, peer.followed_at = int(message["step"]), self.clock()
 
     def note_step(self, member: Peer, step: int) -> None:
-        """How far it is; a step of this epoch shows that it and all others reach each other."""
-        member.step = step
+        """How far it is; a step of this epoch shows that it and all others reach each other.
+
+        A member only gets further: what says less was written before, by another of its threads."""
+        member.step = max(member.step, step)
         if step > self.record.step:
             member.refusals = 0
 

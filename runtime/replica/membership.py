@@ -197,7 +197,8 @@ class Member:
     def hear(self, message: dict[str, Any]) -> bool:
         """Obey one message; True if it brought us into an epoch, and training goes on."""
         if message["op"] == "epoch":
-            return self._adopt(message)
+            # One that was on its way as our connection ended is said again on the next.
+            return int(message["epoch"]) > self.epoch and self._adopt(message)
         asked: dict[str, Callable[[dict[str, Any]], None]] = {
             "load": self._on_load,
             "sync": self._on_sync,

@@ -251,6 +251,8 @@ def misfit(
     is a member. Members are measured by no newcomer: one that comes back to a new coordinator is
     let in. Before there is a member nobody knows which of two is the wrong one: both are named.
     """
+    if int(join["replica"]) < 0:
+        return f"replica {join['replica']}: replicas count from 0; give it another DRYDOCK_REPLICA"
     shards = int(join["shards"])
     replicas = max(world, int(join["world"]), int(join["replica"]) + 1)
     if shards < replicas and not int(join["epoch"]):

@@ -375,7 +375,7 @@ class Run:
     def _look_after_the_dead(self) -> None:
         coordinator = self.fleet.coordinator
         code = None if coordinator is None else coordinator.poll()
-        if code is not None and not self._coordinator_struck and not self._finishing:
+        if code is not None and not self._coordinator_struck:
             raise Hung(f"the coordinator, untouched, ended with {code}; the run is given up")
         for rank in self.fleet.ended():
             if rank.placement in self._doomed or (self._finishing and not any(rank.codes)):

@@ -712,6 +712,24 @@ def test_who_leaves_alone_goes_at_the_edge_and_the_others_begin_an_epoch_without
     assert others[0].heard("lost") == others[0].heard("broken") == []
 
 
+def test_an_answer_written_before_a_report_and_heard_after_it_takes_no_step_back(
+    play: Play,
+) -> None:
+    scene = play(2)
+    first, other = scene.replicas
+    say_report(first, 41, leaving=True, over=True)
+    first.say("pong", n=0, step=40)
+    say_report(other, 41, leaving=True, over=True)
+
+    assert len(first.heard("dismissed")) == len(other.heard("dismissed")) == 1
+
+
+def test_a_number_below_0_is_that_of_no_replica(play: Play) -> None:
+    assert play(2).join(-1, "p").refused == (
+        "replica -1: replicas count from 0; give it another DRYDOCK_REPLICA"
+    )
+
+
 def test_who_alone_holds_the_last_step_stays_to_hand_it_on(play: Play) -> None:
     scene = play(2)
     leaver, other = scene.replicas

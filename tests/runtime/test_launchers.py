@@ -135,6 +135,7 @@ def test_where_the_launcher_says_where_ranks_meet_torch_reads_it(
         ({}, "DRYDOCK_REPLICA is not set; the launcher must give it"),
         ({"DRYDOCK_REPLICA": "1"}, "DRYDOCK_WORLD_REPLICAS is not set"),
         ({"DRYDOCK_REPLICA": "one"}, "DRYDOCK_REPLICA is 'one'; .* a whole number"),
+        (OURS | {"DRYDOCK_REPLICA": "-1"}, "DRYDOCK_REPLICA is -1: replicas count from 0"),
         (with_(OURS, TORCHRUN, NODES="2"), "is on 2 nodes .* counts 1: leave out --standalone"),
         (TORCHRUN, "DRYDOCK_REPLICA is not set; .* start each replica by a torchrun of its own"),
         (with_(OURS, RANK="2", RANKS="2"), "DRYDOCK_RANK is 2 and DRYDOCK_RANKS is 2"),

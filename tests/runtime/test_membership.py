@@ -127,6 +127,32 @@ def test_who_is_not_handed_a_step_again_begins_anew() -> None:
     assert (member.newcomer, trainer.held) == (True, set())
 
 
+class Entering(Behind):
+    """A trainer that is handed all it lacks."""
+
+    entered = 0
+
+    def replay(self, step: int, donors: list[list[str]]) -> None:
+        self.committed = step
+
+    def enter(self, grant: dict[str, Any]) -> None:
+        self.entered += 1
+
+
+def test_an_epoch_that_is_told_twice_is_entered_once() -> None:
+    """Its connection ended after it was told, and before it had taken part: it is told again."""
+    trainer = Entering()
+    member = Member(1, lambda op, **told: None, cast(Trainer, trainer))
+    entered = member.hear(epoch(2))
+    trainer.committed += 1
+
+    again = member.hear(epoch(2))
+
+    assert (entered, again) == (True, False)
+    assert trainer.entered == 1
+    assert (member.epoch, member.newcomer) == (2, False)
+
+
 class Breaking(Behind):
     """A trainer none of whose groups ever stands."""
 

@@ -157,7 +157,7 @@ def test_options_that_are_no_object_are_refused(value: str) -> None:
         options_of(value)
 
 
-@pytest.mark.parametrize("value", ["soon", "-1", "nan"])
+@pytest.mark.parametrize("value", ["soon", "-1", "nan", "inf", "1e12"])
 def test_a_grace_that_is_no_time_is_refused(value: str) -> None:
     with pytest.raises(RuntimeError, match="DRYDOCK_GRACE_S is"):
         seconds_of(value)
@@ -173,7 +173,10 @@ def test_a_notice_may_leave_less_time_than_usual() -> None:
 
 @pytest.mark.parametrize(
     ("written", "left_s"),
-    [("4\n", 4.0), ("0.5", 0.5), ("", 60.0), ("soon", 60.0), ("-1", 60.0), ("nan", 60.0)],
+    [
+        ("4\n", 4.0), ("0.5", 0.5), ("", 60.0), ("soon", 60.0), ("-1", 60.0), ("nan", 60.0),
+        ("inf", 60.0),
+    ],
 )
 def test_the_deadline_of_a_notice_is_read_and_rubbish_is_none(
     tmp_path: Path, written: str, left_s: float

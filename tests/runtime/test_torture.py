@@ -26,7 +26,7 @@ from runtime.torture.made import Death, Made
 from runtime.torture.measure import Figures, measure
 from runtime.torture.network import impossible
 from runtime.torture.report import Report, Seen, judge
-from runtime.torture.run import Run
+from runtime.torture.run import Hung, Run
 from runtime.torture.watch import Event, Watch
 from tests.runtime.replicas import ROOT, until
 
@@ -690,6 +690,14 @@ def test_a_coordinator_that_ends_by_itself_is_told(tmp_path: Path) -> None:
     told, _ = run.communicate(timeout=300)
 
     assert "the coordinator, untouched, ended with -9" in "\n".join(json.loads(told)["problems"])
+
+
+def test_a_coordinator_that_ends_before_its_job_is_told_also_at_the_end(tmp_path: Path) -> None:
+    process = SimpleNamespace(poll=lambda: 1)
+    fleet = SimpleNamespace(folder=tmp_path, coordinator=process, replicas=1, ended=list)
+
+    with pytest.raises(Hung, match="the coordinator, untouched, ended with 1"):
+        Run(cast(Any, fleet), patience_s=0.0).finish()
 
 
 def is_coordinator(process: psutil.Process) -> bool:
