@@ -76,21 +76,43 @@ def audit(events: Mapping[str, Sequence[Event]], steps: int, *, drops: bool) -> 
 
 
 def _agreed(events: Mapping[str, Sequence[Event]], found: Audit) -> dict[int, dict[str, Any]]:
-    """By step, what was committed; all who committed it must have seen the same."""
+    """By step, what was committed; all who committed it must have seen the same.
+
+    Who alone had a step's sum, and died before anybody asked for it, leaves the others to make that
+    step anew in the next epoch: then theirs is the one that counts.
+    """
     agreed: dict[int, dict[str, Any]] = {}
     for own in events.values():
         for event in own:
+            if event.what == "commit":
+                known = agreed.setdefault(int(event.data["step"]), event.data)
+                if event.data["epoch"] > known["epoch"]:
+                    agreed[int(event.data["step"])] = event.data
+    for own in events.values():
+        for place, event in enumerate(own):
             if event.what != "commit":
                 continue
             step = int(event.data["step"])
-            known = agreed.setdefault(step, event.data)
+            known = agreed[step]
+            anew = event.data["epoch"] < known["epoch"] and _was_left(own[place + 1 :])
             for key in ("coverage", "computed", "samples", "loss", "grad_norm"):
                 theirs, ours = known.get(key), event.data.get(key)
-                if theirs != ours:
+                if theirs != ours and not anew:
                     found.problems.append(
                         f"step {step}: {event.placement} has {key} {ours}, another replica {theirs}"
                     )
     return agreed
+
+
+def _was_left(later: Sequence[Event]) -> bool:
+    """Whether what came before these events led to nothing: whoever was there died, or took the
+    others' state anew."""
+    for event in later:
+        if event.what in ("commit", "ended"):
+            return False
+        if event.what == "phase" and event.data["phase"] == "sync":
+            return True
+    return True
 
 
 def _shard_size(agreed: Mapping[int, dict[str, Any]]) -> int:

@@ -358,6 +358,32 @@ def test_a_replica_that_took_the_state_anew_may_jump_ahead() -> None:
     assert report.ok
 
 
+def made_anew(*later: Event) -> Seen:
+    """The others made step 3 in epoch 2, which plc_2 had made before; what came of that one."""
+    seen = with_events(
+        lambda own: [
+            *own[:3], *(commit(step, 0.0, own[0].placement, epoch=2) for step in range(3, STEPS)),
+            own[-1],
+        ],
+        "plc_0", "plc_1",
+    )  # fmt: skip
+    alone = [commit(step, placement="plc_2") for step in range(3)]
+    alone.append(commit(3, 0.0, "plc_2", loss=9.0))
+    return replace(seen, events={"plc_2": [*alone, *later], **seen.events})
+
+
+def taken_anew() -> list[Event]:
+    later = [commit(step, 0.0, "plc_2", epoch=2) for step in range(4, STEPS)]
+    return [event("phase", 0.0, "plc_2", phase="sync", step=3), *later, ended("plc_2")]
+
+
+@pytest.mark.parametrize("later", [[], taken_anew()], ids=["died", "took the state anew"])
+def test_a_step_that_one_made_alone_and_did_not_hand_on_may_be_made_anew(
+    later: list[Event],
+) -> None:
+    assert judged(made_anew(*later)).problems == []
+
+
 def with_loss(first: float) -> dict[str, list[Event]]:
     """A run in which the first step has this one."""
     return {
@@ -389,6 +415,10 @@ def broken() -> dict[str, tuple[Report, str]]:
         "no end": (judged(good(steps=None)), "did not reach its end"),
         "one did not end": (judged(with_events(lambda own: own[:-1], "plc_1")), "not come to"),
         "sums differ": (judged(other_sum), "plc_1 has loss 9.0"),
+        "a step was made anew, and who made it first went on": (
+            judged(made_anew(commit(4, 0.0, "plc_2"))),
+            "step 3: plc_2 has loss 9.0, another replica 2.2",
+        ),
         "states differ": (judged(other_end), "end with different states"),
         "states differed": (judged(differed), "hold different states were told of 1 times"),
         "parts differ": (judged(other_part), "end with different states"),
