@@ -33,9 +33,22 @@ def in_children(close: Callable[[], None]) -> None:
 
 def take_signal(number: int, handler: Callable[[int, FrameType | None], object]) -> None:
     """Handle this signal here, and leave it alone in every child that is forked: one that is told
-    to end by it would live on."""
-    signal.signal(number, handler)
-    _taken[number] = handler
+    to end by it would live on. One that comes while the handler runs says the same, and is not
+    handled: in the middle of itself it would wait for a lock that it holds."""
+    running = False
+
+    def once(number: int, frame: FrameType | None) -> None:
+        nonlocal running
+        if running:
+            return
+        running = True
+        try:
+            handler(number, frame)
+        finally:
+            running = False
+
+    signal.signal(number, once)
+    _taken[number] = once
 
 
 def _after_fork() -> None:

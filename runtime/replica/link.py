@@ -87,6 +87,8 @@ class Link:
         self._word = threading.Condition()  # something was heard
         self._socket: socket.socket | None = None
         self._write_lock = threading.Lock()
+        #: what an epoch's rendezvous was given, by its key: a coordinator that ended has forgotten
+        self._set: tuple[int, dict[str, str]] = (0, {})
         self._calls: dict[int, Future[str]] = {}
         self._calls_lock = threading.Lock()
         self._next_call = 0
@@ -114,6 +116,10 @@ class Link:
         return True
 
     def set(self, epoch: int, key: str, value: str) -> None:
+        """Leave word for the others of this epoch, also where the coordinator is started anew."""
+        with self._calls_lock:
+            words = self._set[1] if self._set[0] == epoch else {}
+            self._set = (epoch, {**words, key: value})
         self.say("set", epoch=epoch, key=key, value=value)
 
     def get(self, epoch: int, key: str, timeout_s: float) -> str:
@@ -232,7 +238,7 @@ class Link:
         connection.settimeout(self._silent_s)
         self._answered = {0: _now()}
         with self._write_lock:
-            for message in self.introduce():
+            for message in [*self.introduce(), *self._said_before()]:
                 connection.sendall(json.dumps(message).encode() + b"\n")
             self._socket = connection
         pending = b""
@@ -242,6 +248,11 @@ class Link:
                 self._hear(self._parsed(line))
             with self._word:
                 self._word.notify_all()
+
+    def _said_before(self) -> list[dict[str, Any]]:
+        with self._calls_lock:
+            epoch, words = self._set
+        return [{"op": "set", "epoch": epoch, "key": k, "value": v} for k, v in words.items()]
 
     def _parsed(self, line: bytes) -> dict[str, Any]:
         """Raises Strange if we train and it is none of a coordinator's to a member, else

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 import threading
@@ -113,6 +114,27 @@ def test_a_value_is_not_waited_for_while_the_coordinator_is_away() -> None:
 
         with pytest.raises(LinkLost, match="away"):
             link.get(1, "key", timeout_s=30)
+
+
+def test_what_was_left_for_an_epoch_is_said_again_to_a_coordinator_started_anew() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = make_link(server, [])
+        link.set(1, "of an epoch before", "a")
+        link.set(2, "said while it is away", "b")
+        link.start()
+        first, _ = server.accept()
+        with first, first.makefile() as lines:
+            heard = [json.loads(lines.readline()) for _ in range(2)]
+            link.set(2, "said and lost", "c")
+            lines.readline()
+        second, _ = server.accept()
+        with second, second.makefile() as lines:
+            again = [json.loads(lines.readline()) for _ in range(3)]
+        link.close(goodbye=False)
+
+    assert [one.get("value") for one in heard] == [None, "b"]
+    assert [one.get("value") for one in again] == [None, "b", "c"]
+    assert {one["epoch"] for one in again[1:]} == {2}
 
 
 def test_who_finds_no_coordinator_says_where_it_looked(
