@@ -174,7 +174,12 @@ def test_a_notice_may_leave_less_time_than_usual() -> None:
 @pytest.mark.parametrize(
     ("written", "left_s"),
     [
-        ("4\n", 4.0), ("0.5", 0.5), ("", 60.0), ("soon", 60.0), ("-1", 60.0), ("nan", 60.0),
+        ("4\n", 4.0),
+        ("0.5", 0.5),
+        ("", 60.0),
+        ("soon", 60.0),
+        ("-1", 60.0),
+        ("nan", 60.0),
         ("inf", 60.0),
     ],
 )
