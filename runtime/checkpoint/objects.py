@@ -409,7 +409,8 @@ class ObjectStore:
         into: memoryview | None = None,
         progress: store.Progress = store.unseen,
     ) -> None:
-        """Read the objects of a part, each chunk compared. Raises Damaged, OSError."""
+        """Read the objects of a part, each chunk compared; `into` is to be used, and nothing more
+        is asked for once a chunk is wrong. Raises Damaged, OSError."""
         wrong: list[int] = []
         if part.packed:
             coding.demand(posixpath.join(folder, part.name))
@@ -428,6 +429,17 @@ class ObjectStore:
                 elif into is not None:
                     start = chunk * CHUNK_BYTES
                     into[start : start + len(data)] = data
+            if wrong and into is not None:
+                raise flaw()
+
+        def flaw() -> Damaged:
+            names = sorted({part.file_of(chunk) for chunk in wrong})
+            tensors = store.shortened(store.names_in(part, *sorted(wrong)))
+            least = "" if into is None else "at least "
+            return Damaged(
+                f"{folder}: {', '.join(names)} (rank {part.rank}), tensors {tensors}: "
+                f"{least}{len(wrong)} chunks are not what was saved"
+            )
 
         _do_all(
             [
@@ -437,12 +449,7 @@ class ObjectStore:
             ]
         )
         if wrong:
-            names = sorted({part.file_of(chunk) for chunk in wrong})
-            tensors = store.shortened(store.names_in(part, *sorted(wrong)))
-            raise Damaged(
-                f"{folder}: {', '.join(names)} (rank {part.rank}), tensors {tensors}: "
-                f"{len(wrong)} chunks are not what was saved"
-            )
+            raise flaw()
 
     @contextlib.contextmanager
     def _asking(self, path: str) -> Iterator[None]:

@@ -24,6 +24,7 @@ from typing import Any
 
 from runtime import client
 from runtime.checkpoint.holder import ADDRESS, IDLE_S, LOCK, SILENT_S, Label
+from runtime.checkpoint.store import Progress, unseen
 from runtime.framing import PeerFailed, receive_chunk, receive_json, send_chunk, send_json
 from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, chunks_of, hash_of, pages
 from runtime.serving import STRANGER, TIMEOUT_S, Requests
@@ -377,10 +378,12 @@ class Keeping:
         return digest, sent
 
 
-def read(address: str, token: str, rank: int, save: str, digest: str) -> Staged:
+def read(
+    address: str, token: str, rank: int, save: str, digest: str, progress: Progress = unseen
+) -> Staged:
     """A rank's part of one save, each chunk compared, and all of it with the digest with which it
-    was listed. Raises PeerFailed, and Damaged naming the tensors that are not what was given to be
-    kept."""
+    was listed. `progress`: see `store.Progress`. Raises PeerFailed, and Damaged naming the tensors
+    that are not what was given to be kept."""
     requests = Requests(address, token, SILENT_S)
     try:
         connection = requests.ask(op="read", rank=rank, save=save, digest=digest)
@@ -395,6 +398,7 @@ def read(address: str, token: str, rank: int, save: str, digest: str) -> Staged:
             except Damaged as error:
                 names = ", ".join(table.names_in(number))
                 raise Damaged(f"holder {address}, rank {rank}, tensors {names}: {error}") from error
+            progress(len(part))
         return Staged.restore({**described, "digest": digest}, buffer, tuple(hashes))
     except (KeyError, TypeError, ValueError) as error:
         raise PeerFailed(_of_another_version(address, error)) from error

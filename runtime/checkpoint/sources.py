@@ -170,21 +170,29 @@ class Sources:
             self._job.ranks if self._tiers[tier].own else len(self._named(name, tier)[0][1].parts)
         )
 
-    def read(self, name: str, tier: TierName, rank: int) -> Staged:
-        """The part of one rank: where each rank keeps its own, ours. Raises Damaged, OSError."""
+    def read(
+        self, name: str, tier: TierName, rank: int, progress: store.Progress = store.unseen
+    ) -> Staged:
+        """The part of one rank: where each rank keeps its own, ours. `progress`: see
+        `store.Progress`. Raises Damaged, OSError."""
         if tier == "peer":
-            return self._read_held(name, rank)
+            return self._read_held(name, rank, progress)
         asking = self._asking[tier]
+
+        def heard(size: int) -> None:
+            asking.heard(size)
+            progress(size)
+
         if tier == "object":
-            return asking.ask(partial(self._objects.read, name, rank, asking.heard))
+            return asking.ask(partial(self._objects.read, name, rank, heard))
         part = 0 if self._tiers[tier].own else rank
         *others, last = self._named(name, tier)
         for path, _manifest in others:
             try:
-                return asking.ask(partial(store.read, path, part, asking.heard))
+                return asking.ask(partial(store.read, path, part, heard))
             except (Damaged, OSError) as error:
                 self._refuse_copy(tier, error)
-        return asking.ask(partial(store.read, last[0], part, asking.heard))
+        return asking.ask(partial(store.read, last[0], part, heard))
 
     def loaded(self, name: str) -> None:
         """That one is what training goes on from: the log says what has changed since it was made,
@@ -192,18 +200,18 @@ class Sources:
         if changed := changed_since(self._facts.get(name, {})):
             log.warning("changed_since save=%s what=%s", name, changed)
 
-    def _read_held(self, name: str, rank: int) -> Staged:
+    def _read_held(self, name: str, rank: int, progress: store.Progress) -> Staged:
         """Of several who hold it the first whose copy is whole; which is not is told."""
         if name not in self._holders:
             raise Damaged(f"the save {name} is gone")
         *nearer, last = self._holders[name]
         for holder, digest in nearer:
             try:
-                return peer.read(holder, self._job.token, rank, name, digest)
+                return peer.read(holder, self._job.token, rank, name, digest, progress)
             except (Damaged, OSError) as error:
                 self._refuse_copy("peer", error)
         holder, digest = last
-        return peer.read(holder, self._job.token, rank, name, digest)
+        return peer.read(holder, self._job.token, rank, name, digest, progress)
 
     def _refuse_copy(self, tier: TierName, error: Damaged | OSError) -> None:
         self._job.trouble("checkpoint_refused", f"{tier}: {error}; trying another's copy", tier)

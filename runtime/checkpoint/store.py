@@ -48,11 +48,16 @@ WHICH_ARE_WHOLE = "to see which ones are whole: python -m runtime.checkpoint ver
 _WHO_MADE_IT = "to see who made it: python -m runtime.checkpoint inspect"
 _WHAT_IS_THERE = "to see what a job has: python -m runtime.checkpoint ls STATE_DIR"
 
-Progress = Callable[[int], object]  # is told of so many bytes more
+#: Is told of so many bytes more; what it raises ends the reading, and is raised.
+Progress = Callable[[int], object]
 
 
 def unseen(_bytes: int) -> None:
     """Nobody looks on."""
+
+
+class _Enough(Exception):
+    """A chunk is wrong, and whoever wants to use the file needs to know no more."""
 
 
 @dataclass(frozen=True)
@@ -315,16 +320,22 @@ def check(
     into: memoryview | None = None,
     progress: Progress = unseen,
 ) -> list[Finding]:
-    """Read one file and compare its chunks; what is wrong with it. `into`: see `disk.read`;
-    `progress`: see `read`. Raises NotInstalled if it is packed, and nothing here unpacks it."""
+    """Read one file and compare its chunks; what is wrong with it. `into`: see `disk.read`; if it
+    is given the file is to be used, and nothing more is begun once a chunk is wrong. `progress`:
+    see `read`. Raises NotInstalled if it is packed, and nothing here unpacks it."""
     wrong: list[int] = []
+
+    def judge(seen: int) -> None:
+        progress(seen)
+        if wrong and into is not None:
+            raise _Enough
 
     def compare(offset: int, block: memoryview) -> None:
         first = file.first + offset // CHUNK_BYTES
         for chunk, data in enumerate(chunks_of(block), first):
             if hash_of(data) != part.hashes[chunk]:
                 wrong.append(chunk)
-        progress(len(block))
+        judge(len(block))
 
     def unpack(run: Run, block: memoryview) -> None:
         for chunk, stored in part.cut(run, block):
@@ -335,7 +346,7 @@ def check(
             elif into is not None:
                 start = (chunk - file.first) * CHUNK_BYTES
                 into[start : start + length] = data
-            progress(length)
+            judge(length)
 
     try:
         if part.packs(file):
@@ -350,9 +361,12 @@ def check(
         if isinstance(error, FileNotFoundError):
             what = f"it is missing, {part.stored_of(file)} bytes expected"
         return [Finding(file.name, part.rank, names_in(part, *chunks_in(file)), what)]
+    except _Enough:
+        pass
     if not wrong:
         return []
-    what = f"{len(wrong)} of {file.chunks} chunks are not what was saved"
+    least = "" if into is None else "at least "
+    what = f"{least}{len(wrong)} of {file.chunks} chunks are not what was saved"
     return [Finding(file.name, part.rank, names_in(part, *sorted(wrong)), what)]
 
 

@@ -34,6 +34,7 @@ class Led:
         self.link = rank.link = Link(
             first, self.introduce, self.on_break, on_end=self.on_end, silent_s=None
         )
+        self.link.on_give_up = self.on_give_up
         self._shape = shape
         self._leave_job = leave
         self._abandon = abandon
@@ -117,6 +118,10 @@ class Led:
     def on_break(self, epoch: int, _message: dict[str, Any]) -> None:
         """On the link's thread."""
         self.rank.gloo.sever(epoch)
+
+    def on_give_up(self, number: int) -> None:
+        """On the link's thread: another rank refuses what we may be reading."""
+        self.rank.give_up(number)
 
     def on_end(self) -> None:
         """On the link's thread: the first rank hung up, or we did."""

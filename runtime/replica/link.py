@@ -1,7 +1,8 @@
 """A member's one connection to the coordinator: a thread that reads, answers and reconnects.
 
 Imports no torch. The training thread never waits for it on a healthy step; what the coordinator
-says is put into `inbox`, except a broken epoch, which is acted upon at once through `on_break`.
+says is put into `inbox`, except a broken epoch, which is acted upon at once through `on_break`, and
+what the first rank of a replica says of a read.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class Link:
         self.on_connect: Callable[[], None] = lambda: None
         #: whether we train: then only whoever knows that another has our place ends us
         self.trains: Callable[[], bool] = lambda: False
+        #: told, as that comes, that what the read of this number gets is of no use any more
+        self.on_give_up: Callable[[int], object] = lambda _number: None
         #: told why whoever answers there is not taken for our coordinator, once
         self.on_strange: Callable[[str], object] = lambda _why: None
         self._strange = ""
@@ -289,6 +292,9 @@ class Link:
             failed = "error" in message
             value = LinkLost(message["error"]) if failed else str(message["value"])
             self._settle(int(message["id"]), value)
+            return
+        if op == "give_up":
+            self.on_give_up(int(message["number"]))
             return
         if op in ("lost", "broken", "evicted"):
             self.on_break(int(message["epoch"]), message)

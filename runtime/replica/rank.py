@@ -54,12 +54,19 @@ log = logging.getLogger("drydock.replica")
 #: larger it makes a copy, so as not to fall behind.
 IN_PLACE_BYTES = 1 << 30
 FOLLOWED_S = 5.0  # how long one rank may be later than the first with a step that all follow
+
+
+class Unloadable(RuntimeError):
+    """A checkpoint of which the part of one rank fails, and with it those of all."""
+
+
 #: What may go wrong on one rank and is then wrong with the replica, by its name on the wire; what
 #: tells most first.
 FAILURES: dict[str, type[RuntimeError]] = {
     "silent": Silent,
     "severed": Severed,
     "cannot_follow": CannotFollow,
+    "unloadable": Unloadable,
 }
 
 
@@ -126,6 +133,7 @@ class Rank:
             pace_of(job.rate_cap),
         )
         self._read: dict[str, Any] | None = None  # a state
+        self._given_up = 0  # the last read of which another rank says that it is of no use
         self._follower: Follower | None = None
         self._passed_on: Follower | None = None  # who gave us the step that is held
         self._stopped: Follower | None = None  # what it fetched last may be the next step
@@ -158,7 +166,7 @@ class Rank:
             raise ValueError(f"the first rank orders {op!r}, which is not known here")
         try:
             return {"value": getattr(self, op)(**given)}
-        except (Severed, CannotFollow) as error:
+        except (Severed, CannotFollow, Unloadable) as error:
             names = {kind: name for name, kind in FAILURES.items()}
             return {"failed": names[type(error)], "text": str(error)}
 
@@ -186,22 +194,28 @@ class Rank:
         return self.saver.sources.latest_epoch
 
     @order
-    def read(self, name: str, tier: TierName) -> list[str]:
-        """Read and verify our part of a checkpoint: what was trained up to it, and its digest;
-        nothing if it fails. No digest if no part is ours as it is: other ranks saved it, or
-        another tool. Raises NotInstalled."""
+    def read(self, name: str, tier: TierName, number: int) -> list[str]:
+        """Read and verify our part of a checkpoint: what was trained up to it, and its digest. No
+        digest if no part is ours as it is: other ranks saved it, or another tool. Raises Unloadable
+        if it fails, or is given up by its `number`, which is higher each time; NotInstalled."""
         self._read = None
         sources, rank, ranks = self.saver.sources, self.job.rank, self.job.ranks
         digest = ""
+
+        def go_on(_bytes: int) -> None:
+            if self._given_up >= number:
+                raise Unloadable("another rank refused it")
+
         try:
             saved = sources.ranks(name, tier)
             if saved == ranks:
-                staged = sources.read(name, tier, rank)
+                staged = sources.read(name, tier, rank, progress=go_on)
                 self._read, digest = state_of(staged), staged.digest
                 if "ledger" not in self._read:  # weights alone, that another tool made
                     digest = ""
             else:
-                self._read = resharded(partial(sources.read, name, tier), saved, rank, ranks)
+                part = partial(sources.read, name, tier, progress=go_on)
+                self._read = resharded(part, saved, rank, ranks)
             if AS_SAVED in self._read:  # it has no ledger either, and is not of weights alone
                 raise Damaged("a runtime.WholeJob saved it, and no ReplicaGroup can go on from it")
         except NotInstalled:
@@ -209,8 +223,13 @@ class Rank:
         except (Damaged, OSError) as error:
             self._read = None
             self.job.trouble("checkpoint_refused", f"{tier}: {error}", tier)
-            return []
+            raise Unloadable(str(error)) from error
         return [history_of(self._read), digest]
+
+    def give_up(self, number: int) -> None:
+        """Another rank refuses what that read is to get: it ends at its next block. On any
+        thread."""
+        self._given_up = max(self._given_up, number)
 
     @order
     def load(self) -> None:

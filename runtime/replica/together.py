@@ -26,7 +26,7 @@ from runtime.client import CheckpointSaved
 from runtime.replica.gradients import Tail, Wishes
 from runtime.replica.membership import Member, Severed
 from runtime.replica.peers import Reduced
-from runtime.replica.rank import FAILURES, Rank, name_of
+from runtime.replica.rank import FAILURES, Rank, Unloadable, name_of
 from runtime.replica.sharing import Sharing
 from runtime.replica.siblings import NEXT, Incomplete, Siblings
 from runtime.replica.step import NotWhole
@@ -86,6 +86,7 @@ class Together:
             what: {} for what in HASHED_FOR
         }  # by the step
         self._hearing = threading.Lock()
+        self._reads = 0  # how many were ordered
         self._compare_every = compare_every
         self._compared = 0  # after so many times as many steps, or given up
         self._told_late = False
@@ -98,12 +99,11 @@ class Together:
         siblings.on_failed = self._failed_beside
 
     def _all(self, op: str, **order: Any) -> list[Any]:
-        """Have all ranks do the same; what each returns. Raises Severed or CannotFollow if one
-        fails so, once all are done, and Incomplete."""
+        """Have all ranks do the same; what each returns. Raises Severed, CannotFollow or Unloadable
+        if one fails so, once all are done, and Incomplete."""
         self.siblings.tell(op, **order)
         mine = self.rank.obey(op, order)
-        if broke(mine):
-            self.siblings.tell("broken", epoch=self.member.epoch)  # as in `_failed_beside`
+        self._tell_failed(mine)
         answers = [mine, *self.siblings.answers()]
         failed = [answer for answer in answers if "failed" in answer]
         if failed:
@@ -113,11 +113,21 @@ class Together:
 
     def _failed_beside(self, answer: dict[str, Any]) -> None:
         """Another rank failed. We and the others may wait for peers whose replicas wait as we do: a
-        replica reports that its epoch broke once all its ranks have answered. On a thread of its
-        own; no other epoch begins before that answer is read."""
+        replica reports that its epoch broke once all its ranks have answered. Or we may still read
+        what it cannot. On a thread of its own; no other epoch and no other read begins before that
+        answer is read."""
         if broke(answer):
             self.rank.gloo.sever(self.member.epoch)
+        elif refused(answer):
+            self.rank.give_up(self._reads)
+        self._tell_failed(answer)
+
+    def _tell_failed(self, answer: dict[str, Any]) -> None:
+        """To all other ranks, which are at the same, in what way it failed on one."""
+        if broke(answer):
             self.siblings.tell("broken", epoch=self.member.epoch)
+        elif refused(answer):
+            self.siblings.tell("give_up", number=self._reads)
 
     # --- a step ---------------------------------------------------------------------------------
 
@@ -299,8 +309,8 @@ class Together:
         failed: Counter[str] = Counter()
         while there and failed.total() < MAX_TRIES:
             step, name, tier = there.pop(0)
-            parts = self._all("read", name=name, tier=tier)
-            if all(parts) and len({history for history, _digest in parts}) == 1:
+            parts = self._read(name, tier)
+            if len({history for history, _digest in parts}) == 1:
                 self._all("load")
                 self.rank.saver.sources.loaded(name)
                 with self._hearing:
@@ -327,6 +337,15 @@ class Together:
                 f"{WHICH_ARE_WHOLE} {folder}"
             )
         self._all("reload")
+
+    def _read(self, name: str, tier: TierName) -> list[list[str]]:
+        """What `Rank.read` returns, by rank; nothing once one rank refuses it: what the others have
+        not read by then is left, however much that is."""
+        self._reads += 1
+        try:
+            return self._all("read", name=name, tier=tier, number=self._reads)
+        except Unloadable:
+            return []
 
     def _compare(self, step: int, saved: list[str]) -> None:
         """Whether what trains now is what was saved: who takes back less than it gave away trains
@@ -500,3 +519,8 @@ class Together:
 def broke(answer: dict[str, Any]) -> bool:
     """Whether a rank answers that the epoch broke there."""
     return "failed" in answer and issubclass(FAILURES[answer["failed"]], Severed)
+
+
+def refused(answer: dict[str, Any]) -> bool:
+    """Whether a rank answers that its part of a checkpoint fails."""
+    return "failed" in answer and FAILURES[answer["failed"]] is Unloadable

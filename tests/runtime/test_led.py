@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import socket
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,6 +28,27 @@ def test_it_says_in_what_it_must_be_like_the_first_rank() -> None:
 
     (said,) = led.introduce()
     assert (said["rank"], said["shape"]) == (1, {"seed": "7"})
+
+
+def test_a_read_is_given_up_as_that_is_heard_whatever_it_does_meanwhile() -> None:
+    given_up: queue.Queue[int] = queue.Queue()
+    saver = SimpleNamespace(delivery=SimpleNamespace())
+    rank: Any = SimpleNamespace(
+        job=SimpleNamespace(token="t", rank=1), saver=saver, address="here:1", holder={},
+        gloo=SimpleNamespace(address="there:1"), give_up=given_up.put,
+    )  # fmt: skip
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        first = f"127.0.0.1:{server.getsockname()[1]}"
+        led = Led(cast(Rank, rank), first, {}, leave=nothing, abandon=nothing)
+        led.start()
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(b'{"op": "read"}\n{"op": "give_up", "number": 3}\n{"op": "load"}\n')
+            heard = given_up.get(timeout=30)  # and nobody has taken the order to read
+            orders = [led.link.inbox.get(timeout=30)["op"] for _ in range(2)]
+        led._left.set()
+
+    assert (heard, orders) == (3, ["read", "load"])
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ from tests.runtime.replicas import PATIENCE_S, Board, until
 from tests.runtime.told import Told
 
 TOKEN = "of this test"
+REFUSED = {"failed": "unloadable", "text": "a bit"}
 GRANT = {
     "epoch": 1, "members": [{"replica": 0, "placement": "p", "gloo": ["here:1", "here:2"]}],
     "lost": [], "begins": True, "joined": [], "step": -1, "started_at": 1.0,
@@ -61,7 +62,7 @@ class Other:
 
     def __init__(self, address: str) -> None:
         #: empty where it says nothing
-        self.answers: dict[str, Any] = {"seen_epoch": {"value": 0}, "broken": {}}
+        self.answers: dict[str, Any] = {"seen_epoch": {"value": 0}, "broken": {}, "give_up": {}}
         self.heard: list[str] = []
         host, _, port = address.rpartition(":")
         self.connection = socket.create_connection((host, int(port)))
@@ -379,7 +380,7 @@ def test_what_nothing_here_unpacks_is_not_passed_over_for_what_is_older(
     monkeypatch.setattr(pair.saver.sources, "ranks", fails)
 
     with pytest.raises(NotInstalled):
-        pair.rank.obey("read", {"name": "step-00000009", "tier": "shared"})
+        pair.rank.obey("read", {"name": "step-00000009", "tier": "shared", "number": 1})
     assert not pair.told.messages
 
 
@@ -693,11 +694,11 @@ def test_a_tier_of_which_two_checkpoints_fail_comes_after_the_others(
 ) -> None:
     there = [(9, "d", "local"), (8, "c", "local"), (7, "b", "local"), (5, "a", "shared")]
     pair.other.answers["checkpoints"] = {"value": [[*found] for found in there]}
-    pair.other.answers["read"] = {"value": []}
+    pair.other.answers["read"] = REFUSED
     tried: list[str] = []
     monkeypatch.setattr(pair.saver.sources, "saves", lambda _elsewhere, _after: there)
 
-    def read(name: str, *_where: object) -> Staged:
+    def read(name: str, *_where: object, **_also: object) -> Staged:
         tried.append(name)
         raise Damaged("a bit")
 
@@ -714,6 +715,70 @@ def test_a_tier_of_which_two_checkpoints_fail_comes_after_the_others(
         "shared, step 5",
         "local, step 7",
     ]
+
+
+@pytest.fixture
+def saved(pair: Pair) -> str:
+    """A checkpoint that both ranks see, by its name."""
+    staged = trained(5).copy()
+    draft = Draft(pair.saver.folders.shared, 5, "save5", 2, {})
+    for rank in (0, 1):
+        draft.write(rank, staged.table, memoryview(staged.buffer))
+    assert draft.publish()
+    draft.close()
+    pair.other.answers["checkpoints"] = {"value": [[5, "save5", "shared"]]}
+    return "save5"
+
+
+def test_what_another_rank_refuses_is_not_read_to_its_end(
+    pair: Pair, saved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.other.answers["read"] = REFUSED
+
+    def endless(*_where: object, progress: Callable[[int], object]) -> Staged:
+        until(lambda: progress(1), "the block comes after which it is given up")
+        raise AssertionError("nothing was there to be read")
+
+    monkeypatch.setattr(pair.saver.sources, "read", endless)
+
+    with pytest.raises(ValueError, match="none of the 1 checkpoints of this job can be loaded"):
+        pair.together.load([])
+
+    (told,) = [m for m in pair.told.messages if isinstance(m, Trouble)]
+    assert told.text.startswith("shared, step 5: a part is damaged")  # its own part it blames not
+
+
+def test_the_others_hear_at_once_that_the_first_rank_refuses_a_checkpoint(
+    pair: Pair, saved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.other.answers |= {"read": {}, "give_up": REFUSED}  # it reads on until then
+
+    def fails(*_where: object, **_also: object) -> Staged:
+        raise Damaged("a bit")
+
+    monkeypatch.setattr(pair.saver.sources, "read", fails)
+
+    with pytest.raises(ValueError, match="none of the 1 checkpoints of this job can be loaded"):
+        pair.together.load([])
+
+    assert pair.other.heard[-2:] == ["read", "give_up"]
+
+
+def test_what_is_given_up_is_not_used_and_the_next_read_is_not_given_up(
+    pair: Pair, saved: str
+) -> None:
+    """Also if that is known before the read begins: the other rank may be that much quicker."""
+    asked = {"name": saved, "tier": "shared"}
+    pair.rank.give_up(1)
+
+    given_up = pair.rank.obey("read", {**asked, "number": 1})
+    with pytest.raises(RuntimeError, match="no state was read"):
+        pair.rank.obey("load", {})
+    read = pair.rank.obey("read", {**asked, "number": 2})
+
+    assert given_up == {"failed": "unloadable", "text": "another rank refused it"}
+    assert len(read["value"]) == 2
+    assert pair.told.messages == []
 
 
 def test_what_lies_where_all_should_see_it_and_we_do_not_is_no_reason_to_begin_anew(
@@ -734,7 +799,7 @@ def test_a_bounded_number_of_checkpoints_is_tried_before_a_person_has_to_look(
 ) -> None:
     there = [(step, f"save{step}", "shared") for step in range(MAX_TRIES + 3, 0, -1)]
     pair.other.answers["checkpoints"] = {"value": [[*found] for found in there]}
-    pair.other.answers["read"] = {"value": []}
+    pair.other.answers["read"] = REFUSED
     monkeypatch.setattr(pair.saver.sources, "saves", lambda _elsewhere, _after: there)
 
     with pytest.raises(ValueError, match=r"none of the 11 checkpoints of this job can be loaded"):

@@ -207,6 +207,25 @@ def test_what_was_damaged_there_is_refused_by_name(url: str, damage: Break, name
         objects.read("save7", 0)
 
 
+def test_who_loads_asks_for_no_more_once_a_chunk_is_wrong(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.checkpoint.objects.STREAMS", 1)
+    monkeypatch.setattr("runtime.checkpoint.objects.BLOCK_BYTES", CHUNK_BYTES)
+    objects = ObjectStore(folder, "j")
+    put(objects, 7)
+    found = objects.publish(7, "save7", 1, {})
+    assert found is not None
+    turn_a_bit(objects._files, f"{found.path}/rank-0-0000.bin")
+    seen: list[int] = []
+
+    with pytest.raises(Damaged, match=r"rank-0-0000\.bin .* at least 1 chunks are not what was"):
+        objects.read("save7", 0, seen.append)
+
+    assert seen[-1] == CHUNK_BYTES
+    assert sum(seen) < staged_at(7).table.bytes
+
+
 def test_a_manifest_that_was_changed_is_no_checkpoint(url: str) -> None:
     objects = ObjectStore(url, "j")
     put(objects, 7)

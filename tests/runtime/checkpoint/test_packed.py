@@ -18,7 +18,7 @@ import pytest
 import torch
 import zstandard
 
-from runtime.checkpoint import Checkpointer, coding, store
+from runtime.checkpoint import Checkpointer, coding, disk, store
 from runtime.checkpoint.__main__ import main
 from runtime.checkpoint.draft import Draft, read_small, write_small
 from runtime.checkpoint.draft import write as write_plain
@@ -244,6 +244,20 @@ def test_a_length_that_is_wrong_is_a_finding_whether_the_file_has_it_or_not(
     assert ".model.weight" in moved.tensors
     with pytest.raises(Damaged, match=r"rank-0-0001.bin \(rank 0\), tensors"):
         store.read(path)
+
+
+def test_who_loads_unpacks_no_more_once_a_chunk_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "REQUESTS", 1)
+    path, part = save(tmp_path, 7)
+    put_part(path, harmed(part, 3, size=2))
+    seen: list[int] = []
+
+    with pytest.raises(Damaged, match=r"at least 1 of \d+ chunks are not what was saved"):
+        store.read(path, progress=seen.append)
+
+    assert sum(seen) < part.table.bytes
 
 
 def test_elements_of_another_size_are_a_finding(tmp_path: Path) -> None:

@@ -109,6 +109,34 @@ def test_where_none_is_whole_the_last_ones_damage_is_raised(
         sources.read(SAVE, "peer", 0)
 
 
+def test_what_is_of_no_use_any_more_is_read_from_no_other_holder_either(
+    job: Job, sources: Sources, nodes: list[Node]
+) -> None:
+    sources.saves([node.address for node in nodes[1:]])
+
+    def refuse(_bytes: int) -> None:
+        raise RuntimeError("of no use")
+
+    with pytest.raises(RuntimeError, match="of no use"):
+        sources.read(SAVE, "peer", 0, refuse)
+    assert troubles(job) == []
+
+
+def test_what_lies_in_a_folder_is_given_up_and_its_store_is_not_blamed(
+    job: Job, sources: Sources, tmp_path: Path
+) -> None:
+    write(tmp_path / "checkpoints", staged_at(STEP + 1), facts={"epoch": STEP})
+    (_, name, tier), *_ = sources.saves()
+
+    def refuse(_bytes: int) -> None:
+        raise RuntimeError("of no use")
+
+    with pytest.raises(RuntimeError, match="of no use"):
+        sources.read(name, tier, 0, refuse)
+    assert sources.read(name, tier, 0).step == STEP + 1
+    assert troubles(job) == []
+
+
 def test_a_holder_that_has_died_since_costs_nothing(sources: Sources, nodes: list[Node]) -> None:
     sources.saves([node.address for node in nodes[1:]])
     os.kill(nodes[0].pid, signal.SIGKILL)

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.checkpoint import store
+from runtime.checkpoint import disk, store
 from runtime.checkpoint.draft import HOST, write
 from runtime.checkpoint.manifest import sealed
-from runtime.image import Damaged
+from runtime.image import CHUNK_BYTES, Damaged
 from runtime.snapshot import stage, state_of
 from tests.runtime.checkpoint.states import flip_a_bit, staged_at, unreadable
 
@@ -122,6 +122,24 @@ def test_findings_name_tensors_rank_and_file(tmp_path: Path) -> None:
     assert finding.tensors == (".model.weight", ".model.empty")
     with pytest.raises(Damaged, match=r"rank-0-0001.bin \(rank 0\), tensors model\.weight"):
         store.read(path)
+
+
+def test_who_loads_reads_no_further_than_to_the_first_wrong_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "REQUESTS", 1)
+    monkeypatch.setattr(disk, "BLOCK_BYTES", CHUNK_BYTES)
+    path = write(tmp_path, stage({"weight": torch.zeros(4 * CHUNK_BYTES // 4)}, 2))
+    for chunk in (1, 2):
+        flip_a_bit(path / "rank-0-0000.bin", chunk * CHUNK_BYTES)
+    seen: list[int] = []
+
+    with pytest.raises(Damaged, match=r"at least 1 of 4 chunks are not what was saved"):
+        store.read(path, progress=seen.append)
+
+    (finding,) = store.verify(path)
+    assert seen == [CHUNK_BYTES] * 2
+    assert finding.what == "2 of 4 chunks are not what was saved"
 
 
 @pytest.mark.parametrize("ending", ["1", "-x", ".bad", ""])
