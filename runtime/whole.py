@@ -13,6 +13,7 @@ import random
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -49,6 +50,7 @@ from runtime.replica.division import as_part, is_divided, part_of
 from runtime.replica.shape import of_deepspeed
 from runtime.replica.state import GO_ON, Stateful, other_model, own_copy, put_back_optimizer
 from runtime.replica.telling import Teller
+from runtime.replica.together import MAX_TRIES, TRIES_OF_ONE
 from runtime.snapshot import Copying, digest_of, room_for, state_of
 from runtime.stalls import Stalls
 
@@ -386,27 +388,33 @@ class WholeJob:
 
     def _load(self, found: Sequence[Found], here: Collection[Found]) -> None:
         """The first of these, which the first rank sees, of which all ranks can: what some node's
-        own disk has not is passed over, for that node came to the job since. Raises ValueError if
-        one was tried and none can be loaded."""
+        own disk has not is passed over, for that node came to the job since. A tier of which two
+        fail comes after the others, as for a `ReplicaGroup`. Raises ValueError if one was tried and
+        none can be loaded."""
         own = {name for name, tier in self.saver.tiers.items() if tier.own}
         absent = [one[2] in own and one not in here for one in found]
-        tried = False
-        for (step, name, tier), passed_over in zip(found, self._most(absent), strict=True):
+        there: list[Found] = []
+        for one, passed_over in zip(found, self._most(absent), strict=True):
             if passed_over:
-                self._refused.append(f"{tier}: step {step} is not on the disk of every node")
-                continue
-            tried = True
+                self._refused.append(f"{one[2]}: step {one[0]} is not on the disk of every node")
+            else:
+                there.append(one)
+        failed: Counter[str] = Counter()
+        while there and failed.total() < MAX_TRIES:
+            step, name, tier = there.pop(0)
             part = self._read(name, tier)
             if not self._most([part is None])[0]:
                 assert part is not None  # noqa: S101 - all ranks have theirs
                 self._put_back(part)
                 if not self.job.rank:
                     self.saver.sources.loaded(name)
-                self._saved = {there: step for _, save, there in found if save == name}
+                self._saved = {where: step for _, save, where in found if save == name}
                 if tier in own:
                     self.saver.delivery.common = {tier: step}
                 return
-        if tried:
+            failed[tier] += 1
+            there.sort(key=lambda one: failed[one[2]] >= TRIES_OF_ONE)
+        if failed:
             folder = self.saver.folders.shared
             raise ValueError(
                 f"none of the {len(found)} checkpoints of this job can be loaded "

@@ -36,6 +36,7 @@ from runtime.checkpoint.draft import write
 from runtime.checkpoint.manifest import digest_of_all
 from runtime.checkpoint.tiers import TierName
 from runtime.client import CheckpointSaved, Directive
+from runtime.image import Damaged, Staged
 from runtime.job import Job
 from runtime.replica.division import Division
 from runtime.replica.gloo import Gloo
@@ -43,8 +44,9 @@ from runtime.replica.observing import Observer
 from runtime.replica.rank import Rank
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
+from runtime.replica.together import MAX_TRIES
 from runtime.snapshot import stage
-from runtime.whole import generators, set_generators
+from runtime.whole import Found, generators, set_generators
 from tests.ports import free_port
 from tests.runtime.checkpoint.states import hanging
 from tests.runtime.replicas import PATIENCE_S, ROOT, TOKEN, until
@@ -397,6 +399,45 @@ def test_where_none_can_be_loaded_nobody_begins_anew_unasked(copied: Whole) -> N
     assert re.search(r"checkpoints of this job can be loaded \(rank 0: shared: .*rank-0-", said)
     assert f"python -m runtime.checkpoint verify {copied.checkpoints}" in said
     assert not [*copied.folder.glob("digest.*")]
+
+
+def refusing(whole: runtime.WholeJob, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of those that it tries to read, and cannot, from now on."""
+    tried: list[str] = []
+
+    def read(name: str, *_where: object, **_also: object) -> Staged:
+        tried.append(name)
+        raise Damaged("a bit")
+
+    monkeypatch.setattr(whole.saver.sources, "ranks", lambda _name, _tier: 1)
+    monkeypatch.setattr(whole.saver.sources, "read", read)
+    return tried
+
+
+def test_a_tier_of_which_two_checkpoints_fail_comes_after_the_others(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there: list[Found] = [
+        (9, "d", "local"), (8, "c", "local"), (7, "b", "local"), (5, "a", "shared"),
+    ]  # fmt: skip
+    with alone.start() as whole:
+        tried = refusing(whole, monkeypatch)
+        with pytest.raises(ValueError, match="none of the 4 checkpoints of this job can be loaded"):
+            whole._load(there, there)
+
+    assert tried == ["d", "c", "a", "b"]
+
+
+def test_a_bounded_number_of_checkpoints_is_tried_before_a_person_has_to_look(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there: list[Found] = [(step, f"save{step}", "shared") for step in range(MAX_TRIES + 3, 0, -1)]
+    with alone.start() as whole:
+        tried = refusing(whole, monkeypatch)
+        with pytest.raises(ValueError, match="none of the 11 checkpoints of this job can be"):
+            whole._load(there, there)
+
+    assert len(tried) == MAX_TRIES
 
 
 def test_another_number_of_ranks_is_refused_with_the_remedy(copied: Whole) -> None:
