@@ -32,7 +32,7 @@ from runtime.checkpoint.manifest import digest_of_all
 from runtime.checkpoint.resharding import AS_SAVED, replaced
 from runtime.checkpoint.saver import FINISH_S
 from runtime.checkpoint.sources import OF_ALL_NODES
-from runtime.checkpoint.store import WHICH_ARE_WHOLE
+from runtime.checkpoint.store import WHICH_ARE_WHOLE, Progress, unseen
 from runtime.checkpoint.tiers import TierName
 from runtime.client import (
     ENV_STANDBY,
@@ -66,7 +66,12 @@ TIERS: tuple[TierName, ...] = ("local", "shared", "object")
 IN_PARTS = tuple(name for name in TIERS if name not in OF_ALL_NODES)
 OURS = "rank_s_part"  # the key under which a rank's part of a divided tensor is saved
 CURRENT = torch.device("cuda")  # the card that torch takes where none is named
+LOOK_S = 0.5  # so often a rank that reads its part looks whether another refuses its own
 TOLD = 3  # so many of a rank's refusals, the last ones, are in the error that ends the job
+
+
+class _GivenUp(Exception):
+    """Another rank refuses its part of what we read."""
 
 
 class WholeJob:
@@ -438,7 +443,8 @@ class WholeJob:
             )
 
     def _read(self, name: str, tier: TierName) -> Staged | None:
-        """Our part of a checkpoint, verified; None if it is not whole, which is told.
+        """Our part of a checkpoint, verified; None if it is not whole, which is told, or another
+        rank says that its own is not.
 
         Raises ValueError if it is an import, or of another number of ranks, and NotInstalled.
         """
@@ -448,20 +454,39 @@ class WholeJob:
                 "only a runtime.ReplicaGroup begins: load them in the script, before the WholeJob "
                 f"is made, and give the job a state folder other than {self.job.state_dir}"
             )
+        refusal = f"drydock/{self._start}/refused/{tier}/{name}"
         try:
             ranks = self.saver.sources.ranks(name, tier)
             if ranks == self.job.ranks:
-                return self.saver.sources.read(name, tier, self.job.rank)
+                go_on = self._unless_there(refusal) if ranks > 1 else unseen
+                return self.saver.sources.read(name, tier, self.job.rank, progress=go_on)
         except NotInstalled:
             raise  # nothing is wrong with it, and what is older must not take its place
+        except _GivenUp:
+            return None
         except (Damaged, OSError) as error:
             self._refused.append(f"{tier}: {error}")
             self.job.trouble("checkpoint_refused", self._refused[-1], tier)
+            _get_default_store().set(refusal, "")
             return None
         raise ValueError(
             f"the checkpoint is of {ranks} ranks, and this job has {self.job.ranks}: a model that "
             "is divided otherwise than by fully_shard alone goes on with as many"
         )
+
+    def _unless_there(self, refusal: str) -> Progress:
+        """Raises _GivenUp once another rank has left that at the store at which all met: who reads
+        a large part looks there now and then, for in a collective it would wait for the others."""
+        looked = time.monotonic()
+
+        def look(_bytes: int) -> None:
+            nonlocal looked
+            if time.monotonic() - looked >= LOOK_S:
+                looked = time.monotonic()
+                if _get_default_store().check([refusal]):
+                    raise _GivenUp
+
+        return look
 
     def _why(self) -> str:
         """What the ranks refused last, of all of them."""

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ import runtime
 from node_agent import wire
 from node_agent.launch import together
 from runtime import stalls
+from runtime import whole as whole_module
 from runtime.checkpoint import facts, store
 from runtime.checkpoint.__main__ import main
 from runtime.checkpoint.draft import write
@@ -426,6 +427,28 @@ def test_a_tier_of_which_two_checkpoints_fail_comes_after_the_others(
             whole._load(there, there)
 
     assert tried == ["d", "c", "a", "b"]
+
+
+def test_what_another_rank_refuses_is_not_read_to_its_end(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_module, "LOOK_S", 0.0)
+
+    def endless(*_where: object, progress: Callable[[int], object]) -> Staged:
+        until(lambda: progress(1), "the block comes after which it is given up")
+        raise AssertionError("nothing was there to be read")
+
+    with alone.start() as whole:
+        refusing(whole, monkeypatch)
+        refused = whole._read("d", "shared")
+        monkeypatch.setattr(whole, "job", replace(whole.job, ranks=2))
+        monkeypatch.setattr(whole.saver.sources, "ranks", lambda _name, _tier: 2)
+        monkeypatch.setattr(whole.saver.sources, "read", endless)
+        given_up = whole._read("d", "shared")
+        monkeypatch.undo()
+
+    assert refused is given_up is None
+    assert alone.troubles() == ["checkpoint_refused"]  # by the one whose part it is
 
 
 def test_a_bounded_number_of_checkpoints_is_tried_before_a_person_has_to_look(
