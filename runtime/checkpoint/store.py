@@ -14,7 +14,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ KEEP = 3
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _ASIDE = ".damaged-"
 GONE = ".gone-"  # given up or to be removed
+#: The folder of a rank on a node's own disk, in which it is the only one, and so the first.
+OWN = re.compile(r"replica-\d+-rank-(?P<rank>\d+)")
 
 
 #: Commands that help, before a path.
@@ -73,6 +75,16 @@ class Finding:
         whose = "" if self.rank is None else f" (rank {self.rank})"
         tensors = f", tensors {shortened(self.tensors)}" if self.tensors else ""
         return f"{self.file}{whose}{tensors}: {self.what}"
+
+
+def in_job(finding: Finding, folder: Path) -> Finding:
+    """With the rank that the job knows: of a checkpoint in this folder, which may be its own."""
+    return replace(finding, rank=rank_in(folder, finding.rank))
+
+
+def rank_in(folder: Path, rank: int | None) -> int | None:
+    own = OWN.fullmatch(folder.absolute().name)
+    return rank if own is None else int(own["rank"])
 
 
 class Unreadable(Damaged):
@@ -172,8 +184,8 @@ def _part(path: Path, manifest: Manifest, expected: PartHash) -> Part:
         data = disk.read_small(path / expected.name)
     except OSError as error:
         raise Damaged(
-            f"{path / expected.name} cannot be read: the tensors of rank {expected.rank} are "
-            f"expected there, found: {error.strerror}"
+            f"{path / expected.name} cannot be read: the tensors of rank "
+            f"{rank_in(path.parent, expected.rank)} are expected there, found: {error.strerror}"
         ) from error
     return checked_part(data, manifest, expected, str(path / expected.name))
 
@@ -215,7 +227,8 @@ def read(path: Path, rank: int = 0, progress: Progress = unseen) -> Staged:
             start = file.first * CHUNK_BYTES
             into = buffer[start : start + file.bytes]
             for finding in check(part, file, handle, into, progress):
-                raise Damaged(f"{path}: {finding}; {_ALL_THAT_IS_WRONG} {path}")
+                what = in_job(finding, path.parent)
+                raise Damaged(f"{path}: {what}; {_ALL_THAT_IS_WRONG} {path}")
     finally:
         os.close(handle)
     return Staged(part.step, part.table, buffer, part.hashes)
@@ -266,7 +279,7 @@ def verify(path: Path, progress: Progress = unseen) -> list[Finding]:
         os.close(handle)
     if packed and not findings:
         coding.demand(str(path))
-    return findings
+    return [in_job(finding, path.parent) for finding in findings]
 
 
 def _no_checkpoint(path: Path, why: str | None = None) -> str:

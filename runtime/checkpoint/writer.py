@@ -34,7 +34,6 @@ import json
 import logging
 import mmap
 import os
-import re
 import signal
 import socket
 import sys
@@ -60,7 +59,6 @@ log = logging.getLogger("drydock.checkpoint")
 
 PACKET_BYTES = 1 << 16
 MAX_ROOMS = 8
-_OWN = re.compile(r"replica-\d+-(rank-\d+)")  # on a node's own disk
 #: So long the shared folder is asked for the job's run where the trainer has a name for it.
 RUN_S = 5.0
 #: So many saves, one after the other, without the parts of others, until an engineer is told: some
@@ -209,7 +207,7 @@ class Writer:
             draft.publish()
             self._say("durable", written=written.bytes)
             if written.whole and (stale := self._staleness.news(written.whole, before)):
-                self._say("alarm", kind="checkpoint_stale", text=str(stale))
+                self._say("alarm", kind="checkpoint_stale", text=str(store.in_job(stale, folder)))
             self._doubted.add(str(folder))
             self._verify(draft, part, image)
             self._doubted.discard(str(folder))
@@ -388,7 +386,7 @@ class Writer:
             raise Damaged("another rank gave it up")
         self._say(
             "alarm", kind="checkpoint_damaged",
-            text=f"written again, for it was not what was saved: {in_short(findings)}",
+            text=f"written again, for it was not what was saved: {in_short(findings, draft)}",
         )  # fmt: skip
         wrong = {finding.file for finding in findings}
         draft.describe_again(wrong)
@@ -404,7 +402,7 @@ class Writer:
                     disk.write(file.name, image[start : start + file.bytes], draft.handle)
         os.fsync(draft.handle)
         if findings := draft.verify(part):
-            raise Damaged(in_short(findings))
+            raise Damaged(in_short(findings, draft))
 
     def _say(self, op: str, **message: Any) -> None:
         with contextlib.suppress(
@@ -417,8 +415,10 @@ class Writer:
 def neighbours(folder: Path) -> list[Path]:
     """On a node's disk the folders of our rank that processes of other replicas' numbers left, or
     write to. The shared folder has none."""
-    rank = _OWN.fullmatch(folder.name)
-    return [] if rank is None else sorted({*folder.parent.glob(f"replica-*-{rank[1]}")} - {folder})
+    own = store.OWN.fullmatch(folder.name)
+    if own is None:
+        return []
+    return sorted({*folder.parent.glob(f"replica-*-rank-{own['rank']}")} - {folder})
 
 
 def as_told(whole: Manifest, path: str) -> dict[str, Any]:
@@ -426,9 +426,10 @@ def as_told(whole: Manifest, path: str) -> dict[str, Any]:
     return {"path": path, "bytes": whole.size, "stored": whole.stored, "digest": whole.digest}
 
 
-def in_short(findings: list[store.Finding]) -> str:
+def in_short(findings: list[store.Finding], draft: Draft) -> str:
     """A few of them: a message is one packet."""
-    return store.shortened(tuple(map(str, findings)))
+    told = [store.in_job(finding, draft.path.parent) for finding in findings]
+    return store.shortened(tuple(map(str, told)))
 
 
 def last_part(folder: Path, rank: int) -> Part | None:

@@ -340,16 +340,21 @@ def test_a_thread_that_cannot_be_started_costs_no_later_save(
     assert trainer.told.troubles() == ["checkpoint_failed", "checkpoint_recovered"]
 
 
+def rot(path: Path) -> None:
+    """A bit of what every checkpoint has that shares this file."""
+    with path.open("r+b") as file:
+        (byte,) = file.read(1)
+        file.seek(0)
+        file.write(bytes([byte ^ 1]))
+
+
 def test_what_is_not_on_the_disk_as_it_was_written_is_written_again_and_told(
     trainer: OneRank,
 ) -> None:
     """A file that a checkpoint shares with the one before has rotted since."""
     trainer.save_all(1)
     before, after = (trainer.saver.folders.shared / f"step-0000000{step}" for step in (1, 2))
-    with (before / "rank-0-0000.bin").open("r+b") as file:
-        (byte,) = file.read(1)
-        file.seek(0)
-        file.write(bytes([byte ^ 1]))
+    rot(before / "rank-0-0000.bin")
 
     trainer.save_all(2)
 
@@ -488,6 +493,32 @@ def test_bytes_that_do_not_change_are_an_alarm(trainer: OneRank) -> None:
         "step 2, shared: rank-0-0001.bin (rank 0), tensors model.weight: "
         "step 2 holds what step 1 held of all that is trained"
     )
+
+
+def test_what_is_wrong_on_a_node_s_own_disk_is_named_with_the_rank_of_the_job(
+    tmp_path: Path,
+) -> None:
+    """There each rank writes as the only one, into files that are named as the first one's."""
+    trainer = OneRank(tmp_path, 1, 2, own_disk=True)
+    asked: dict[str, Any] = {"tiers": ["local"], "last": True}
+    trainer.saver.save(lambda into: copy_of_step(1, into), "save1", **asked)
+    trainer.told.until(lambda: 1 in trainer.told.saved())
+    (path,) = (tmp_path / "disk").glob("j/*/replica-0-rank-1/step-00000001")
+    flip_a_bit(path / "rank-0-0001.bin", 80)
+    with pytest.raises(Damaged, match=r"rank-0-0001\.bin \(rank 1\), tensors model\.weight"):
+        trainer.saver.sources.read("save1", "local", 1)
+    (found,) = store.verify(path)
+    rot(path / "rank-0-0000.bin")  # which the next one shares with it
+    trainer.saver.save(lambda into: stuck(2, into), "save2", **asked)
+    trainer.told.until(lambda: 2 in trainer.told.saved())
+    (path / "rank-0.json").unlink()
+    (lacking,) = store.verify(path)
+
+    told = {one.kind: one.text for one in trainer.told.messages if isinstance(one, Trouble)}
+    assert "rank-0-0000.bin (rank 1), tensors base" in told["checkpoint_damaged"]
+    assert "rank-0-0001.bin (rank 1), tensors model.weight" in told["checkpoint_stale"]
+    assert (found.rank, lacking.rank) == (1, 1)
+    assert "the tensors of rank 1 are expected there" in lacking.what
 
 
 def stuck(step: int, into: memoryview | None) -> Copying:
