@@ -295,8 +295,9 @@ class Sender:
         #: None until the training loop listens; what is said before then is said again
         self.on_directive: Callable[[Directive], None] | None = None
         self.failures_per_node_day: float | None = None  # of this fleet, as it is known there
-        #: The lowest live replica asks for directives even with no news. The others do so now and
-        #: then, and only whether they are to end: it may be gone, and they stand still.
+        #: The lowest live replica asks for directives even with no news, and obeys for all. The
+        #: others ask now and then, and only whether they are to end: it may be gone, and they stand
+        #: still.
         self.speaks = False
         self._url = urlsplit(url.rstrip("/") + "/v1/runtime") if url else None
         self._token = token
@@ -390,8 +391,8 @@ class Sender:
         )
         said = reply.get("directives", [])
         for raw in said:
-            # Those that only ask do so at different times, and would save one after the other.
-            if batch.messages or self.speaks or raw["verb"] == "stop":
+            # The others hear it at other times, and all would save anew for each of them.
+            if self.speaks or raw["verb"] == "stop":
                 self._obey(Directive(id=raw["id"], verb=raw["verb"], args=raw.get("args", {})))
         self._forget_obeyed({raw["id"] for raw in said})
         return True

@@ -55,8 +55,6 @@ class Loop(Protocol):
 
     def wish_leave(self) -> None: ...
 
-    def wish_checkpoint(self) -> None: ...
-
 
 class ReplicaGroup:
     """One replica's membership. Iterate it for shards; call `backward` once for each.
@@ -245,7 +243,7 @@ class ReplicaGroup:
         """On the sender's thread."""
         if directive.verb == "stop":
             self._loop.wish_stop()
-        else:
+        elif isinstance(self._loop, Leader):  # others do not speak, and are told of no such order
             self._loop.wish_checkpoint()
 
     # --- the end --------------------------------------------------------------------------------

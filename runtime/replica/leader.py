@@ -410,8 +410,6 @@ class Leader:
             self.wish_stop()
         elif message["op"] == "told":
             self.wish_leave()
-        elif message["op"] == "checkpoint":
-            self.wish_checkpoint()
 
     def introduce(self) -> list[dict[str, Any]]:
         """What we say first, and again after each reconnect."""

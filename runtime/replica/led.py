@@ -90,9 +90,6 @@ class Led:
         self.job.told.set()
         self.link.inbox.put({"op": "wished"})
 
-    def wish_checkpoint(self) -> None:
-        self.link.say("checkpoint")
-
     def introduce(self) -> list[dict[str, Any]]:
         """What we say first."""
         return [

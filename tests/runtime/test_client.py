@@ -109,6 +109,7 @@ def test_a_directive_is_obeyed_once_however_often_it_is_said(door: Door) -> None
     obeyed: list[Directive] = []
     door.reply["directives"] = [{"id": "dir_1", "verb": "checkpoint", "args": {}}]
     sender = make_sender(door.url)
+    sender.speaks = True
     sender.on_directive = obeyed.append
     sender.start()
 
@@ -124,6 +125,7 @@ def test_however_many_directives_are_said_at_once_each_is_obeyed_once(door: Door
     obeyed: list[str] = []
     door.reply["directives"] = [{"id": f"dir_{n}", "verb": "checkpoint"} for n in range(300)]
     sender = make_sender(door.url)
+    sender.speaks = True
     sender.on_directive = lambda directive: obeyed.append(directive.id)
     sender.start()
 
@@ -141,6 +143,7 @@ def test_what_was_obeyed_and_is_said_no_more_is_forgotten_in_the_end(
     monkeypatch.setattr(client, "OBEYED_KEPT", 2)
     obeyed: list[str] = []
     sender = make_sender(door.url)
+    sender.speaks = True
     sender.on_directive = lambda directive: obeyed.append(directive.id)
     sender.start()
 
@@ -170,6 +173,25 @@ def test_a_directive_that_is_said_before_anybody_listens_is_obeyed_once_somebody
     sender.close(5.0)
 
     assert [d.verb for d in obeyed] == ["stop"]
+
+
+def test_a_checkpoint_is_made_by_whoever_speaks_by_then(door: Door) -> None:
+    """Not by all who hear of it, each at another time; who spoke before may be gone."""
+    obeyed: list[str] = []
+    door.reply["directives"] = [{"id": "dir_1", "verb": "checkpoint", "args": {}}]
+    sender = make_sender(door.url)
+    sender.on_directive = lambda directive: obeyed.append(directive.id)
+    sender.start()
+    for number in range(2):  # the second one is sent once the first reply was heard
+        sender.tell(Trouble(kind="test", text=str(number), at=1.0))
+        wait_for_troubles(door, number + 1)
+    before = list(obeyed)
+
+    sender.speaks = True
+    until(lambda: obeyed, "it is obeyed")
+    sender.close(5.0)
+
+    assert (before, obeyed) == ([], ["dir_1"])
 
 
 def test_who_has_no_news_asks_now_and_then_whether_it_is_to_end(
