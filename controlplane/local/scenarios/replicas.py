@@ -11,7 +11,7 @@ import random
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from django.db.models import Max, Min
@@ -25,6 +25,7 @@ from controlplane.incidents.models import Incident, PlaybookStep, RmaCase
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import (
     Checkpoint,
+    Directive,
     Interruption,
     Job,
     LedgerRange,
@@ -66,6 +67,10 @@ class Fault:
     planned: bool = False
     #: The field diagnostic finds the card defective: it goes back to its vendor.
     defective: bool = False
+
+
+#: Of its tier's interval: a save that begins sooner after the one before was asked for.
+EARLY = 0.8
 
 
 @dataclass(frozen=True)
@@ -261,8 +266,7 @@ def _measure(
         moments["validated"] = _validated_at(scene)
         moments["returned"] = last_reached(node_id, NodeState.AVAILABLE, scene.at)
     if fault.planned:
-        saved = Checkpoint.objects.filter(job=scene.job, at__gte=incident.opened_at)
-        moments["checkpoint"] = saved.aggregate(first=Min("at"))["first"]
+        moments["checkpoint"] = saved_as_asked(scene.job, scene.at)
     failure = incident.failures.order_by("observed_at").first()
     result = Result(
         scenario=name,
@@ -347,6 +351,32 @@ def _boots(scene: Scene) -> int:
     return AuditEvent.objects.filter(
         verb="node.boot", object_id=scene.victim.node_id, at__gte=scene.at
     ).count()
+
+
+def saved_as_asked(job: Job, since: datetime) -> datetime | None:
+    """When a checkpoint was durable that the job was told to save, as far as that can be told: one
+    that its tier's interval does not explain, or else the first one, if it is on all tiers. None if
+    the job was not told, or saved nothing for it."""
+    told = Directive.objects.filter(job=job, verb="checkpoint", created_at__gte=since)
+    order = told.order_by("created_at").first()
+    if order is None:
+        return None
+    saves = sorted(Checkpoint.objects.filter(job=job), key=_begun)
+    last: dict[str, datetime] = {}
+    after = []
+    for save in saves:
+        if _begun(save) >= order.created_at:
+            after.append(save)
+            pause_s = EARLY * (save.every_s or 0)
+            if save.tier in last and _begun(save) < last[save.tier] + timedelta(seconds=pause_s):
+                return save.at
+        last[save.tier] = _begun(save)
+    first = [save for save in after if save.step == after[0].step]
+    return first[0].at if first and {save.tier for save in first} == {*last} else None
+
+
+def _begun(save: Checkpoint) -> datetime:
+    return save.at - timedelta(seconds=save.seconds)
 
 
 def _loss(scene: Scene) -> Interruption | None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from django.utils import timezone
 
 from controlplane.fleet.choices import NodeState
 from controlplane.incidents.choices import RunState, StepState
 from controlplane.jobs.choices import JobState, ReplicaState
+from controlplane.jobs.models import Directive
 from controlplane.local.scenarios.base import ScenarioError, await_rows
+from controlplane.local.scenarios.replicas import saved_as_asked
 from controlplane.local.scenarios.whole import Beginning, begun_again, first_steps
 from runtime.replica.record import Record, RecordFile
 from tests.factories import (
+    CheckpointFactory,
+    DirectiveFactory,
     IncidentFactory,
     JobFactory,
     LedgerRangeFactory,
@@ -80,3 +86,43 @@ def test_a_killed_job_has_begun_again_once_none_of_the_killed_is_a_member(
     after = {"began": {"epoch": 7, "step": 52}}
     file.advance(7, Record(job="job-1", epoch=8, members={1: "new-1"}, step=52, grant=after))
     assert begun_again("job-1", killed) == Beginning(7, 52, [1])
+
+
+#: Saves by tier, step, and when each began, in seconds after the order; each tier's interval.
+BEFORE = [("peer", 10, -1.0), ("local", 10, -1.0), ("shared", 10, -11.0)]
+EVERY_S = {"peer": 2.0, "local": 5.0, "shared": 20.0}
+TOOK = timedelta(seconds=0.4)
+
+
+@pytest.mark.parametrize(
+    ("saves", "asked"),
+    [
+        ([("peer", 20, 1.0), ("peer", 30, 3.1), ("local", 40, 4.1), ("shared", 50, 9.2)], []),
+        ([("peer", 20, -0.1), ("peer", 30, 0.6), ("local", 30, 0.6)], [0.6]),  # before it is due
+        ([("peer", 20, 1.0), ("peer", 30, 3.0), ("shared", 20, 1.5)], [1.5]),
+        ([("peer", 20, 1.1), ("local", 20, 4.2), ("shared", 20, 9.5)], [1.1]),  # all due just then
+        ([("peer", 20, 1.1), ("local", 20, 4.2), ("shared", 30, 9.5)], []),
+    ],
+)
+def test_a_save_that_was_asked_for_is_told_from_those_that_were_due(
+    saves: list[tuple[str, int, float]], asked: list[float]
+) -> None:
+    order = DirectiveFactory()
+    save(order, *BEFORE, *saves)
+    found = saved_as_asked(order.job, order.created_at - timedelta(seconds=5))
+    assert {found} - {None} == {order.created_at + timedelta(seconds=at) + TOOK for at in asked}
+
+
+def test_without_an_order_no_save_was_asked_for() -> None:
+    order = DirectiveFactory()
+    save(order, ("shared", 10, 1.0), ("shared", 20, 2.0))
+    assert saved_as_asked(order.job, timezone.now()) is None
+
+
+def save(order: Directive, *saves: tuple[str, int, float]) -> None:
+    for tier, step, after_s in saves:
+        durable = order.created_at + timedelta(seconds=after_s) + TOOK
+        CheckpointFactory(
+            job=order.job, tier=tier, step=step, at=durable, seconds=TOOK.total_seconds(),
+            every_s=EVERY_S[tier],
+        )  # fmt: skip
