@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 import psutil
 
 from controlplane import crypto
+from controlplane.health.choices import SignalKind
+from controlplane.health.models import Signal
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED
 from controlplane.incidents.models import Incident
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
@@ -22,6 +25,7 @@ from controlplane.local import runfile
 from controlplane.local.processes import marked
 from controlplane.local.scenarios.base import (
     MENDED_S,
+    TOLD_S,
     Result,
     Say,
     ScenarioError,
@@ -34,6 +38,8 @@ from runtime.checkpoint import peer, store
 from runtime.checkpoint.holder import ADDRESS, MEMORY
 from runtime.client import ENV_PLACEMENT
 from runtime.replica.record import Record, RecordFile
+
+CORRUPT = "corrupt-checkpoint"
 
 
 @dataclass(frozen=True)
@@ -55,34 +61,46 @@ class Beginning:
 
 
 def play(name: str, say: Say) -> Result:
-    """Kill every rank; with `corrupt-checkpoint` flip a bit in each newest checkpoint besides.
-    Raises ScenarioError."""
+    """Kill every rank; with CORRUPT flip a bit in each newest checkpoint besides. Raises
+    ScenarioError."""
     job = ready_job(needs_spare=False)
     await_rows(
         lambda: all(_tiers(job).values()), MENDED_S, "the job has no checkpoint on each tier"
     )
     await_rows(lambda: not _unheard(job), MENDED_S, "a rank has not told its process id")
+    if name == CORRUPT:
+        last = max(_ends(_tiers(job)).values())
+        await_rows(lambda: _ahead(job, last), MENDED_S, "no tier is ahead of the others")
     at = datetime.now(UTC)
     killed = _kill(job)
     ended = _record(job.pk).epoch
     await_rows(lambda: not _living(killed), 30, "the writers did not finish")
     tiers = _tiers(job)
-    there = {tier: max(one.step for one in found) for tier, found in tiers.items()}
+    there = _ends(tiers)
     say(f"SIGKILL of {len(killed)} ranks; newest checkpoints: {there}")
-    # Of one step the quicker tier, which comes first, is taken.
-    expected, following, *_ = sorted(there, key=lambda tier: there[tier], reverse=True)
+    freshest, following = in_order(there)
+    expected = freshest[0]
     facts: dict[str, object] = {"ranks": len(killed), "newest": there}
-    if name == "corrupt-checkpoint":
-        newer = [one for one in tiers[expected] if one.step >= there[following]]
+    damaged: list[str] = []
+    if name == CORRUPT:
+        if following is None:
+            raise ScenarioError(
+                f"all tiers end at one step: where it goes on tells nothing: {facts}"
+            )
+        damaged, expected = freshest, following
+        newer = [one for tier in damaged for one in tiers[tier] if one.step >= there[following]]
         _damage(newer)
-        say(f"a bit flipped in {len(newer)} states on the {expected} tier")
-        facts |= {"damaged": len(newer), "damaged_tier": expected}
-        expected = following
+        words = " and ".join(damaged)
+        say(f"a bit flipped in {len(newer)} states on the {words} tier")
+        facts |= {"damaged": len(newer), "damaged_tier": words}
     began = await_rows(lambda: begun_again(job.pk, killed), MENDED_S, "the job did not begin again")
     first = await_rows(lambda: first_steps(job, ended), MENDED_S, "the job did not go on")
     await_rows(lambda: _whole(job), MENDED_S, "the job is not whole again")
     incidents = await_rows(lambda: _mended(job, at), MENDED_S, "an incident is not resolved")
     facts |= {"went_on_at": began.step + 1, "tier": expected, "incidents": len(incidents)}
+    await_rows(
+        lambda: refused(job, at) >= {*damaged}, TOLD_S, f"nobody refused what {damaged} had to give"
+    )
     samples = _samples(job)
     problems = [f"{count} samples {kind}" for kind, count in samples.items() if count]
     if began.step != there[expected]:
@@ -138,6 +156,38 @@ def _tiers(job: Job) -> dict[str, list[There]]:
         "local": [one for folder in local for one in _written(folder)],
         "shared": _written(home / "shared" / job.pk / "checkpoints"),
     }
+
+
+def _ends(tiers: Mapping[str, list[There]]) -> dict[str, int]:
+    """The newest step on each."""
+    return {tier: max((one.step for one in found), default=-1) for tier, found in tiers.items()}
+
+
+def _ahead(job: Job, last: int) -> bool:
+    """Whether the quickest tier alone has just got a newer step than this one: it is saved to most
+    often, and until its next save no other can have the same step for its newest."""
+    quickest, *others = _ends(_tiers(job)).values()
+    return quickest > max(last, *others)
+
+
+def in_order(there: Mapping[str, int]) -> tuple[list[str], str | None]:
+    """The tiers whose newest step, as given by tier, is the newest of all, and which comes then; of
+    one step the quicker one, as they are given. None if all end at the same."""
+    newest = max(there.values())
+    freshest = [tier for tier, step in there.items() if step == newest]
+    older = [tier for tier in there if tier not in freshest]
+    return freshest, max(older, key=lambda tier: there[tier], default=None)
+
+
+def refused(job: Job, since: datetime) -> set[str]:
+    """The tiers of which a checkpoint was refused, as the job told."""
+    told = Signal.objects.filter(
+        job_id=job.pk,
+        kind=SignalKind.JOB_TROUBLE,
+        observed_at__gte=since,
+        data__kind="checkpoint_refused",
+    )
+    return {*told.values_list("data__subject", flat=True)}
 
 
 def _written(folder: Path) -> list[There]:

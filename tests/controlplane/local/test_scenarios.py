@@ -9,12 +9,19 @@ import pytest
 from django.utils import timezone
 
 from controlplane.fleet.choices import NodeState
+from controlplane.health.choices import SignalKind
 from controlplane.incidents.choices import RunState, StepState
 from controlplane.jobs.choices import JobState, ReplicaState
 from controlplane.jobs.models import Directive
 from controlplane.local.scenarios.base import ScenarioError, await_rows
 from controlplane.local.scenarios.replicas import saved_as_asked
-from controlplane.local.scenarios.whole import Beginning, begun_again, first_steps
+from controlplane.local.scenarios.whole import (
+    Beginning,
+    begun_again,
+    first_steps,
+    in_order,
+    refused,
+)
 from runtime.replica.record import Record, RecordFile
 from tests.factories import (
     CheckpointFactory,
@@ -26,6 +33,7 @@ from tests.factories import (
     PlaybookRunFactory,
     PlaybookStepFactory,
     ReplicaFactory,
+    SignalFactory,
 )
 
 pytestmark = pytest.mark.django_db
@@ -86,6 +94,36 @@ def test_a_killed_job_has_begun_again_once_none_of_the_killed_is_a_member(
     after = {"began": {"epoch": 7, "step": 52}}
     file.advance(7, Record(job="job-1", epoch=8, members={1: "new-1"}, step=52, grant=after))
     assert begun_again("job-1", killed) == Beginning(7, 52, [1])
+
+
+@pytest.mark.parametrize(
+    ("peer", "local", "shared", "freshest", "following"),
+    [
+        (9, 7, 5, ["peer"], "local"),
+        (9, 5, 7, ["peer"], "shared"),
+        (8, 9, 8, ["local"], "peer"),  # of one step the quicker
+        (5, 9, 9, ["local", "shared"], "peer"),  # either of which hides that the other was taken
+        (9, 9, 9, ["peer", "local", "shared"], None),
+    ],
+)
+def test_what_is_newest_and_what_comes_then(
+    peer: int, local: int, shared: int, freshest: list[str], following: str | None
+) -> None:
+    assert in_order({"peer": peer, "local": local, "shared": shared}) == (freshest, following)
+
+
+def test_a_tier_was_refused_if_the_job_said_so_since() -> None:
+    job, since = JobFactory(), timezone.now()
+    told = {"kind": "checkpoint_refused", "subject": "peer"}
+    trouble = {"kind": SignalKind.JOB_TROUBLE, "job_id": job.pk, "observed_at": since}
+    SignalFactory(**trouble | {"observed_at": since - timedelta(seconds=1)}, data=told)
+    SignalFactory(**trouble | {"job_id": JobFactory().pk}, data=told)
+    SignalFactory(**trouble, data=told | {"kind": "checkpoint_late"})
+    assert refused(job, since) == set()
+
+    SignalFactory(**trouble, data=told)
+    SignalFactory(**trouble, data=told)
+    assert refused(job, since) == {"peer"}
 
 
 #: Saves by tier, step, and when each began, in seconds after the order; each tier's interval.
