@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import platform
 import sys
-from collections.abc import Mapping
+import sysconfig
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import xxhash
 
 from runtime.checkpoint.manifest import shown
 from runtime.job import Job
+
+MOST_MODULES = 1000  # that are hashed, and of each so many bytes: milliseconds, usually
+MOST_BYTES = 1 << 18
+INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
 def facts_of(job: Job) -> dict[str, Any]:
@@ -29,6 +37,7 @@ def computes() -> dict[str, Any]:
     """The program that trains here, and the versions of what may give it other numbers."""
     return {
         "script": script(),
+        "modules": modules(),
         "torch": version_of("torch"),
         "numpy": version_of("numpy"),
         "cuda": cuda(),
@@ -49,10 +58,52 @@ def changed_since(facts: Mapping[str, Any]) -> str:
 
 def script() -> dict[str, str]:
     """The name and hash of the program that trains; empty where it is not a file."""
-    path = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
-    if path is None or not path.is_file():
+    path = _script()
+    if path is None:
         return {}
     return {"name": path.name, "xxh3": xxhash.xxh3_128_hexdigest(path.read_bytes())}
+
+
+@functools.cache
+def modules() -> dict[str, Any]:
+    """How many modules from below the script's folder are imported, and one hash of them all, of
+    their names and what is in them; empty if there are none. Looked up once: what is imported later
+    must not pass for a change, for it is not there yet when a checkpoint is looked for."""
+    path = _script()
+    found = {} if path is None else dict(_below(path))
+    if not found:
+        return {}
+    hashed = xxhash.xxh3_128()
+    for name, file in sorted(found.items())[:MOST_MODULES]:
+        try:
+            with Path(file).open("rb") as source:
+                size, start = os.fstat(source.fileno()).st_size, source.read(MOST_BYTES)
+        except OSError:  # it was imported from there, and is gone
+            continue
+        hashed.update(f"{name}\0{size}\0".encode())
+        hashed.update(start)
+    return {"files": len(found), "xxh3": hashed.hexdigest()}
+
+
+def _script() -> Path | None:
+    """The program's file."""
+    path = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
+    return path if path is not None and path.is_file() else None
+
+
+def _below(script: Path) -> Iterator[tuple[str, str]]:
+    """The files of modules that lie beside the script or deeper, and are neither Python's nor of an
+    installed package: their names as seen from there, and where they are."""
+    folders = {f"{script.absolute().parent}/", f"{script.resolve().parent}/"}
+    python = f"{sysconfig.get_path('stdlib')}/"
+    for module in list(sys.modules.values()):
+        file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+        if not isinstance(file, str) or file.startswith(python):
+            continue
+        for folder in folders:
+            name = file.removeprefix(folder)
+            if name not in (file, script.name) and INSTALLED.isdisjoint(Path(file).parts):
+                yield name, file
 
 
 def version_of(module: str) -> str | None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runtime.checkpoint import facts
 from runtime.checkpoint.facts import changed_since, computes
+from tests.runtime.replicas import ROOT
 
 HERE = {
-    "script": {"name": "train.py", "xxh3": "00"},
+    "script": {"name": "train.py", "xxh3": "00"}, "modules": {"files": 2, "xxh3": "11"},
     "torch": "2.13.0", "numpy": None, "cuda": "13.0", "python": "3.11.7",
 }  # fmt: skip
 
@@ -27,6 +32,11 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> None:
         (HERE, ""),
         ({**HERE, "torch": "2.12.1"}, "torch was '2.12.1', is '2.13.0'"),
         ({**HERE, "numpy": "2.4.0"}, ""),  # nobody imported it here
+        ({**HERE, "modules": {}}, ""),  # it was made before these were looked at
+        (
+            {**HERE, "modules": {"files": 1, "xxh3": "12"}},
+            "modules was {'files': 1, 'xxh3': '12'}, is {'files': 2, 'xxh3': '11'}",
+        ),
         (
             {"script": {"name": "old.py", "xxh3": "ff"}, "python": "3.12.1"},
             "script was {'name': 'old.py', 'xxh3': 'ff'}, "
@@ -48,3 +58,59 @@ def test_facts_that_anybody_wrote_make_one_short_line() -> None:
 
 def test_what_computes_here_says_which_torch() -> None:
     assert computes()["torch"].startswith("2.")
+
+
+TRAINS = """
+import json, sys
+sys.path.append("lib/python3/site-packages")
+import model, parts.layers, installed
+from runtime.checkpoint.facts import computes
+first = computes()
+import late
+print(json.dumps([first, computes()]))
+"""
+
+
+def ran(folder: Path) -> list[dict[str, Any]]:
+    """What a script in this folder says of itself, before and after a last import."""
+    words = [sys.executable, "train.py"]
+    said = subprocess.check_output(words, cwd=folder, env={"PYTHONPATH": str(ROOT)})
+    found: list[dict[str, Any]] = json.loads(said)
+    return found
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(TRAINS)
+    for name in ("model", "parts/layers", "late", "lib/python3/site-packages/installed", "unused"):
+        path = tmp_path / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("depth = 2")
+    return tmp_path
+
+
+def test_modules_from_below_the_script_s_folder_count_once_for_all(program: Path) -> None:
+    first, later = ran(program)
+
+    assert first["modules"] == later["modules"]
+    assert first["modules"]["files"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("model.py", True),
+        ("parts/layers.py", True),
+        ("unused.py", False),  # nobody imports it
+        ("lib/python3/site-packages/installed.py", False),
+    ],
+)
+def test_a_module_that_the_script_imports_is_seen_to_change(
+    program: Path, name: str, changed: bool
+) -> None:
+    before, _later = ran(program)
+    (program / name).write_text("depth = 3")
+    after, _later = ran(program)
+
+    assert (before["modules"] != after["modules"]) is changed
+    assert before["script"] == after["script"]
