@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -567,6 +568,41 @@ def test_random_numbers_follow_from_the_step_on_every_card(
     training().seed(3)
 
     assert [card.initial_seed() for card in cards] == [torch.initial_seed()] * 2
+
+
+class Draws:
+    """A generator of a script's own, as it is given to be kept."""
+
+    def __init__(self, state: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        self.state, self.put = state, put
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.put(state["state"])
+
+
+def test_a_script_s_own_generators_go_on_where_they_were_if_extra_has_them() -> None:
+    """No other is known to us: `seed` does not reach it."""
+
+    def made(seed: int) -> tuple[Callable[[], tuple[float, float]], TrainingState]:
+        torchs, pythons = torch.Generator().manual_seed(seed), random.Random(seed)  # noqa: S311
+        extra = {
+            "torch": Draws(torchs.get_state, torchs.set_state),
+            "python": Draws(pythons.getstate, pythons.setstate),
+        }
+        state = TrainingState(torch.nn.Linear(2, 2), [], Batches(samples=24), extra=extra)
+        return lambda: (torch.rand(1, generator=torchs).item(), pythons.random()), state
+
+    draw, state = made(1)
+    draw()
+    copy = state.copy()
+    expected = draw()
+    other, there = made(2)
+    there.load(copy)
+
+    assert other() == expected
 
 
 @pytest.mark.parametrize(
