@@ -78,6 +78,8 @@ class Memory:
     hearing_since: float | None = None
     #: When the nodes' readings were last kept for their charts.
     sampled_at: datetime | None = None
+    #: What each node heard since then showed last, and when.
+    unsampled: dict[str, tuple[datetime, list[dict[str, Any]]]] = field(default_factory=dict)
     #: Where the audit chain stood when the log was last told, and when that was.
     pinned_position: int = 0
     pinned_at: datetime | None = None
@@ -199,9 +201,11 @@ def _flush_beats(client: redis.Redis, memory: Memory) -> None:
     back = fleet.renew_leases({k: v for k, v in news.items() if k in known}, settings.LEASE_S)
     for node_id in back:
         log.info("node.reachable_again", node=node_id)
-    readings = {node: cards for node, cards in readings.items() if node in known and cards}
-    _keep_samples(memory, readings)
-    cards_of = {node: (news[node], cards) for node, cards in readings.items()}
+    cards_of = {
+        node: (news[node], cards) for node, cards in readings.items() if node in known and cards
+    }
+    memory.unsampled.update(cards_of)
+    _keep_samples(memory)
     ports_of = {node: (news[node], ports[node]) for node in known}
     _do(partial(memory.sensors.follow, cards_of, ports_of))
 
@@ -214,14 +218,19 @@ def _hear(ingest: _Hearing, memory: Memory) -> None:
     memory.hearing_since = max(memory.hearing_since or 0.0, ingest.since)
 
 
-def _keep_samples(memory: Memory, readings: dict[str, list[dict[str, Any]]]) -> None:
-    """Keep readings now and then, for the charts; old ones go."""
+def _keep_samples(memory: Memory) -> None:
+    """Keep readings now and then, for the charts; old ones go.
+
+    Nodes beat far less often than we pass, so one pass hears only some of them: of each is kept
+    what it showed last since all were kept.
+    """
     now = timezone.now()
     interval = timedelta(seconds=settings.SAMPLE_INTERVAL_S)
     if memory.sampled_at is not None and now - memory.sampled_at < interval:
         return
     memory.sampled_at = now
-    health.record_samples(readings, now)
+    health.record_samples(memory.unsampled)
+    memory.unsampled = {}
     health.forget_samples(now - timedelta(seconds=settings.SAMPLE_KEEP_S))
 
 

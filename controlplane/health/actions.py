@@ -197,10 +197,10 @@ def record_baselines(nvlink_mb_s: Mapping[str, float]) -> None:
     )
 
 
-def record_samples(readings: dict[str, list[dict[str, Any]]], at: datetime) -> None:
-    """Keep what the nodes' sensors showed at this moment; `readings` by node id."""
+def record_samples(readings: dict[str, tuple[datetime, list[dict[str, Any]]]]) -> None:
+    """Keep what the nodes' sensors showed, and when; `readings` by node id."""
     NodeSample.objects.bulk_create(
-        [NodeSample(node_id=node_id, at=at, gpus=gpus) for node_id, gpus in readings.items()],
+        [NodeSample(node_id=node_id, at=at, gpus=gpus) for node_id, (at, gpus) in readings.items()],
         ignore_conflicts=True,
         batch_size=1000,
     )

@@ -15,7 +15,7 @@ from pytest_django import Settings
 
 from controlplane.fleet.models import Gpu, Lease, Node
 from controlplane.health.choices import SignalKind
-from controlplane.health.models import Signal
+from controlplane.health.models import NodeSample, Signal
 from tests.factories import GpuFactory, NodeFactory
 from workers import keeper
 
@@ -333,3 +333,42 @@ def test_a_card_without_a_counter_says_nothing(
         keeper.keep(beats, memory)
     assert not memory.sensors.counters
     assert not Signal.objects.filter(kind=SignalKind.READING).exists()
+
+
+# --- what is kept for the charts ------------------------------------------------------------------
+
+
+def samples() -> list[tuple[str, float]]:
+    """The node and the temperature in each sample."""
+    return sorted(
+        (sample.node_id, card["temperature_c"])
+        for sample in NodeSample.objects.all()
+        for card in sample.gpus
+    )
+
+
+def test_each_node_s_newest_reading_is_kept_whichever_pass_heard_it(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    first, second = NodeFactory(), NodeFactory()
+    now = time.time()
+    memory.sampled_at = timezone.now()
+    for beaten, node in enumerate((first, second, first, second)):
+        card = {"uuid": "GPU-1", "temperature_c": 40.0 + beaten}
+        read(beats, node, now + beaten, card)
+        keeper.keep(beats, memory)
+    memory.sampled_at -= timedelta(seconds=settings.SAMPLE_INTERVAL_S)
+    keeper.keep(beats, memory)  # which hears nobody
+
+    assert samples() == sorted([(first.pk, 42.0), (second.pk, 43.0)])
+
+
+def test_a_node_that_fell_silent_is_not_kept_again(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    read(beats, NodeFactory(), time.time(), {"uuid": "GPU-1", "temperature_c": 40.0})
+    keeper.keep(beats, memory)
+    memory.sampled_at = timezone.now() - timedelta(seconds=settings.SAMPLE_INTERVAL_S)
+    keeper.keep(beats, memory)
+
+    assert len(samples()) == 1
