@@ -13,7 +13,7 @@ import yaml
 from prometheus_client import REGISTRY, CollectorRegistry
 
 import controlplane.ingest.metrics
-import controlplane.middleware  # noqa: F401 - each for what it registers
+import controlplane.middleware  # for what it registers
 import workers.metrics
 from controlplane.local import runfile
 
@@ -82,6 +82,26 @@ def test_alerts_speak_of_metrics_that_exist(
 ) -> None:
     named = {name for rule in alerts for name in re.findall(r"drydock_\w+", rule["expr"])}
     assert {name.removesuffix("_bucket") for name in named} <= metrics
+
+
+def seconds(duration: str) -> int:
+    return int(duration[:-1]) * {"s": 1, "m": 60, "h": 3600}[duration[-1]]
+
+
+def test_each_range_holds_four_scrapes_or_there_would_be_nothing_to_compare(
+    guide: str, alerts: list[dict[str, Any]]
+) -> None:
+    scraped = guide.split("\n    scrape_interval: ")[1].split()[0]
+    ranges = {found for rule in alerts for found in re.findall(r"\[(\w+)\]", rule["expr"])}
+    assert min(map(seconds, ranges)) >= 4 * seconds(scraped)
+
+
+def test_each_outcome_that_is_alerted_on_is_told_before_it_comes(
+    alerts: list[dict[str, Any]],
+) -> None:
+    asked = [re.findall(r'outcome=~?"([^"]+)"', rule["expr"]) for rule in alerts]
+    named = {outcome for found in asked for choice in found for outcome in choice.split("|")}
+    assert named == set(controlplane.ingest.metrics.WATCHED)
 
 
 def test_each_alert_says_what_is_and_what_to_do(alerts: list[dict[str, Any]]) -> None:

@@ -43,6 +43,8 @@ log = structlog.get_logger(__name__)
 MAX_IN_FLIGHT = 20_000
 #: Bodies of all requests under way together, in bytes.
 MAX_BYTES_IN_FLIGHT = 128 * 1024 * 1024
+#: What a request for a path that there is not is counted as.
+UNKNOWN = "unknown"
 
 
 class App:
@@ -63,6 +65,7 @@ class App:
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()  # lifespan.startup
         self._service = Service()
+        metrics.begin([UNKNOWN, *map(_kind_at, self._service.routes)])
         _before_stopping(self._service.release_polls)
         await send({"type": "lifespan.startup.complete"})
         await receive()  # lifespan.shutdown
@@ -106,7 +109,7 @@ class App:
     def _kind(self, request: Request) -> str:
         """A route's name, never the path that a sender chose."""
         known = self._service is not None and request.path in self._service.routes
-        return request.path.removeprefix("/v1/").strip("/") if known else "unknown"
+        return _kind_at(request.path) if known else UNKNOWN
 
     async def _route(self, request: Request) -> Response:
         if self._service is None:
@@ -120,6 +123,10 @@ class App:
             refused = Refused(405, "method_not_allowed", "", f"this path takes {method} only")
             return replace(problem(refused), headers=[(b"allow", method.encode())])
         return await handler(request)
+
+
+def _kind_at(path: str) -> str:
+    return path.removeprefix("/v1/").strip("/")
 
 
 def _before_stopping(release: Callable[[], None]) -> None:

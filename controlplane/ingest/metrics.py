@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prometheus_client import Counter, Gauge, Histogram
 
 MESSAGES = Counter(
@@ -28,3 +30,23 @@ POLLS_HELD = Gauge("drydock_ingest_polls_held", "Nodes that wait here for orders
 REQUESTS_IN_FLIGHT = Gauge(
     "drydock_ingest_requests_in_flight", "Requests not yet answered, held polls among them."
 )
+
+#: The outcomes that docs/alerts.yml asks for.
+WATCHED = (
+    "unavailable",
+    "internal_error",
+    "bad_signature",
+    "wrong_job_token",
+    "node_revoked",
+    "token_unknown",
+)
+
+
+def begin(kinds: Iterable[str]) -> None:
+    """Tell of each watched outcome from the start, as 0.
+
+    A series that is born with its first value shows no increase: that message would alert nobody.
+    """
+    for kind in kinds:
+        for outcome in WATCHED:
+            MESSAGES.labels(kind, outcome)

@@ -9,6 +9,7 @@ from django.db import connection, transaction
 from prometheus_client.parser import text_string_to_metric_families
 
 from controlplane.health.models import Signal
+from controlplane.ingest.metrics import WATCHED
 from tests.running import get
 
 from .door import Door, NodeClient, Server, wait_until
@@ -75,6 +76,14 @@ def test_messages_are_counted_by_kind_and_outcome(node: NodeClient, stopping: Se
     assert told["drydock_ingest_commit_duration_seconds_count",] >= 1
     assert told["drydock_ingest_writes_waiting",] == 0
     held.hang_up()
+
+
+def test_what_is_alerted_on_is_told_before_it_comes(door: Door) -> None:
+    kinds = ("beat", "commands/poll", "enroll", "events", "runtime", "readyz", "unknown")
+    expected = {
+        ("drydock_ingest_messages_total", kind, outcome) for kind in kinds for outcome in WATCHED
+    }
+    assert expected <= samples(door.port).keys()
 
 
 def test_metrics_are_not_for_everybody(door: Door) -> None:
