@@ -112,8 +112,10 @@ def _by_cluster() -> Iterator[GaugeMetricFamily]:
     for name, text, rows in (
         (
             "drydock_nodes_reachable",
-            "Nodes whose lease holds.",
-            Lease.objects.filter(reachable=True).values_list("node__cluster__name"),
+            "Nodes whose lease holds, without the retired: their leases are left as they were.",
+            Lease.objects.filter(reachable=True)
+            .exclude(node__state=NodeState.RETIRED)
+            .values_list("node__cluster__name"),
         ),
         (
             "drydock_nodes_reserved",

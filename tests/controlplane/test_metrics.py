@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import controlplane.ingest.metrics  # noqa: F401 - for what it registers
 import workers.metrics
 from controlplane import metrics
+from controlplane.fleet.models import Lease
 from tests.factories import NodeFactory
 
 PROMTOOL = shutil.which("promtool")
@@ -124,6 +125,17 @@ def test_labels_are_few_and_hold_no_ids(ours: list[Metric]) -> None:
     allowed = {"cluster", "state", "severity", "route", "method", "status", "kind", "outcome", "le"}
     used = {label for metric in ours for sample in metric.samples for label in sample.labels}
     assert used <= allowed
+
+
+def test_a_node_that_was_retired_while_it_was_heard_does_not_make_up_for_a_silent_one() -> None:
+    silent = NodeFactory()
+    Lease.objects.filter(node=silent).update(reachable=False)
+    NodeFactory(cluster=silent.cluster, state="retired")
+    registry = CollectorRegistry()
+    registry.register(workers.metrics.FleetFigures(lambda: True))
+
+    told = registry.get_sample_value("drydock_nodes_reachable", {"cluster": silent.cluster.name})
+    assert told == 0
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
