@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from django.contrib.auth.models import AnonymousUser
-from django.db.models import Case, Exists, IntegerField, OuterRef, Q, QuerySet, Value, When
+from django.db.models import Case, IntegerField, Q, QuerySet, Value, When
 from django.http import Http404
 
 from controlplane.accounts.ids import person_id
@@ -37,7 +37,7 @@ from controlplane.incidents.models import (
 )
 from controlplane.incidents.plans import NODE_ORDERS
 from controlplane.jobs.models import Job
-from controlplane.jobs.selectors import placeable_nodes
+from controlplane.jobs.selectors import placeable, placeable_nodes
 
 _GRAVITY = Case(
     *(When(severity=severity, then=Value(rank)) for rank, severity in enumerate(Severity)),
@@ -339,7 +339,17 @@ def usable_nodes(cluster_id: str, job_id: str | None = None) -> QuerySet[Node]:
 
     One that a run is about to take out is none of them.
     """
+    return placeable_nodes(cluster_id, job_id).filter(_stays())
+
+
+def usable() -> Q:
+    """Of a node: that it is one of the `usable_nodes` of its cluster."""
+    return placeable() & _stays()
+
+
+def _stays() -> Q:
+    """Of a node: that no run is about to take it out."""
     leaving = PlaybookRun.objects.filter(
-        node_id=OuterRef("pk"), playbook__in=TAKING_OUT, state__in=sorted(RUN_UNFINISHED)
+        node__isnull=False, playbook__in=TAKING_OUT, state__in=sorted(RUN_UNFINISHED)
     )
-    return placeable_nodes(cluster_id, job_id).exclude(Exists(leaving))
+    return ~Q(pk__in=leaving.values("node"))

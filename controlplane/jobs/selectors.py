@@ -15,12 +15,10 @@ from django.db import connection
 from django.db.models import (
     BigIntegerField,
     Count,
-    Exists,
     F,
     Func,
     Max,
     Min,
-    OuterRef,
     Prefetch,
     Q,
     QuerySet,
@@ -85,34 +83,38 @@ def job_for(user: User | AnonymousUser, job_id: str) -> Job:
 
 
 def placeable_nodes(cluster_id: str, job_id: str | None = None) -> QuerySet[Node]:
-    """The nodes of a cluster that may take work at this moment, spares among them.
+    """The nodes of a cluster that may take work at this moment, spares among them; see `placeable`.
+
+    With `job_id` none of those that the job is kept from.
+    """
+    nodes = Node.objects.filter(placeable(job_id), cluster_id=cluster_id)
+    return nodes.exclude(exclusions__job_id=job_id) if job_id is not None else nodes
+
+
+def placeable(job_id: str | None = None) -> Q:
+    """Of a node: that it may take work at this moment.
 
     Available, heard within a lease, trusted, not on hold, not drained by anybody, in no maintenance
-    window; not reserved, unless for this job, and not among those it is kept from.
+    window; not reserved, unless for this job.
     """
     now = timezone.now()
-    nodes = Node.objects.filter(
-        cluster_id=cluster_id,
-        state=NodeState.AVAILABLE,
-        lease__reachable=True,
-        lease__last_beat_at__gte=now - timedelta(seconds=settings.LEASE_S),
-        key_revoked_at=None,
-        hold_reason="",
-        drained_by="",
-    )
-    windows = MaintenanceWindow.objects.filter(
-        cluster_id=cluster_id, starts_at__lte=now, ends_at__gt=now, closed_at=None
-    )
-    whole = windows.filter(rack=None, node=None)
+    windows = MaintenanceWindow.objects.filter(starts_at__lte=now, ends_at__gt=now, closed_at=None)
     reserved = present_reservations()
     if job_id is not None:
         reserved = reserved.exclude(job_id=job_id)
-        nodes = nodes.exclude(exclusions__job_id=job_id)
     return (
-        nodes.exclude(Exists(whole))
-        .exclude(Exists(windows.filter(node_id=OuterRef("pk"))))
-        .exclude(Exists(windows.filter(rack_id=OuterRef("rack_id"))))
-        .exclude(Exists(reserved.filter(node_id=OuterRef("pk"))))
+        Q(
+            state=NodeState.AVAILABLE,
+            lease__reachable=True,
+            lease__last_beat_at__gte=now - timedelta(seconds=settings.LEASE_S),
+            key_revoked_at=None,
+            hold_reason="",
+            drained_by="",
+        )
+        & ~Q(cluster__in=windows.filter(rack=None, node=None).values("cluster"))
+        & ~Q(rack__in=windows.filter(rack__isnull=False).values("rack"))
+        & ~Q(pk__in=windows.filter(node__isnull=False).values("node"))
+        & ~Q(pk__in=reserved.values("node"))
     )
 
 

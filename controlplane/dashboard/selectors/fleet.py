@@ -20,12 +20,18 @@ from controlplane.fleet.selectors import clusters_for
 from controlplane.health.models import Failure
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED, CaseState
 from controlplane.incidents.models import RmaCase
+from controlplane.incidents.selectors import usable
 from controlplane.jobs.choices import JOB_ACTIVE, PlacementState
 from controlplane.jobs.models import Job, Placement
 
 #: A node without a lease has only just enrolled and was never expected to beat.
 UNREACHABLE = Q(lease__reachable=False)
 OPEN_FAULT = Q(incidents__state__in=sorted(INCIDENT_UNRESOLVED))
+
+
+def ready_spare() -> Q:
+    """Of a node: a spare that could take work at this moment."""
+    return Q(spare=True) & usable()
 
 
 def cluster_for(user: User | AnonymousUser, cluster_id: str) -> Cluster:
@@ -73,13 +79,12 @@ def tallies_of(clusters: Iterable[Cluster]) -> dict[str, Tally]:
         present(clusters).values_list("cluster", "state").annotate(Count("pk")).order_by()
     ):
         counted[cluster_id][state] = count
-    ready = Q(spare=True, state=NodeState.AVAILABLE) & ~UNREACHABLE
     flags: dict[str, dict[str, Any]] = {
         row["cluster"]: dict(row)
         for row in present(clusters)
         .values("cluster")
         .annotate(
-            spares=Count("pk", filter=ready),
+            spares=Count("pk", filter=ready_spare()),
             unreachable=Count("pk", filter=UNREACHABLE),
             held=Count("pk", filter=~Q(hold_reason="")),
         )
@@ -144,7 +149,6 @@ class NodeFilter:
         return self._flags(nodes)
 
     def _flags(self, nodes: QuerySet[Node]) -> QuerySet[Node]:
-        ready = Q(spare=True, state=NodeState.AVAILABLE) & ~UNREACHABLE
         for word, condition in (
             (self.reachable, ~UNREACHABLE),
             (self.spare, Q(spare=True)),
@@ -152,7 +156,7 @@ class NodeFilter:
         ):
             if word in ("yes", "no"):
                 nodes = nodes.filter(condition if word == "yes" else ~condition)
-        return nodes.filter(ready) if self.spare == "ready" else nodes
+        return nodes.filter(ready_spare()) if self.spare == "ready" else nodes
 
 
 @dataclass(frozen=True)

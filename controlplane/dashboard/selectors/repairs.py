@@ -13,13 +13,14 @@ from django.http import Http404
 from django.utils import timezone
 
 from controlplane.accounts.models import User
-from controlplane.dashboard.selectors.fleet import UNREACHABLE, nodes_for, present
+from controlplane.dashboard.selectors.fleet import nodes_for, present, ready_spare
 from controlplane.fleet.choices import TAKEN_OUT, NodeState, Rung
 from controlplane.fleet.models import Cluster, Gpu, Node, RepairRecord
 from controlplane.fleet.selectors import clusters_for, repairs_for
 from controlplane.incidents.choices import CaseState
 from controlplane.incidents.models import RmaCase
 from controlplane.jobs.models import SpareReservation
+from controlplane.jobs.selectors import present_reservations
 
 #: At most this many racks with spares, and cards with repairs, are listed.
 LIMIT = 100
@@ -36,12 +37,8 @@ class Pool:
     model: str
     nodes: int
     spares: int
-    ready: int
+    free: int  # that could take work at this moment
     reserved: int
-
-    @property
-    def free(self) -> int:
-        return max(0, self.ready - self.reserved)
 
 
 def pools_of(clusters: Iterable[Cluster]) -> list[Pool]:
@@ -59,9 +56,7 @@ def _pools(
     clusters: Iterable[Cluster], by: tuple[str, ...], *, only_with_spares: bool = False
 ) -> list[Pool]:
     model = Gpu.objects.filter(node=OuterRef("pk")).order_by("index").values("model")[:1]
-    ready = Q(spare=True, state=NodeState.AVAILABLE, hold_reason="") & ~UNREACHABLE
-    now = timezone.now()
-    kept = SpareReservation.objects.filter(released_at=None, expires_at__gt=now).values("node")
+    kept = present_reservations().values("node")
     rows = (
         present(clusters)
         .annotate(gpu_model=Coalesce(Subquery(model), Value("")))
@@ -69,8 +64,8 @@ def _pools(
         .annotate(
             nodes=Count("pk"),
             spares=Count("pk", filter=Q(spare=True)),
-            ready=Count("pk", filter=ready),
-            reserved=Count("pk", filter=ready & Q(pk__in=kept)),
+            free=Count("pk", filter=ready_spare()),
+            reserved=Count("pk", filter=Q(spare=True, pk__in=kept)),
         )
         .order_by(*by[1::2], "gpu_model")
     )
@@ -85,7 +80,7 @@ def _pools(
             row["gpu_model"] or "no GPU",
             row["nodes"],
             row["spares"],
-            row["ready"],
+            row["free"],
             row["reserved"],
         )
         for row in rows[:LIMIT]
