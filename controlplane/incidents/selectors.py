@@ -14,7 +14,7 @@ from controlplane.accounts.ids import person_id
 from controlplane.accounts.models import User
 from controlplane.fleet.models import Node
 from controlplane.fleet.selectors import clusters_for
-from controlplane.health.models import Failure
+from controlplane.health.models import Failure, Signal
 from controlplane.incidents import pricing
 from controlplane.incidents.choices import (
     INCIDENT_UNRESOLVED,
@@ -328,6 +328,21 @@ def breakers_for(user: User | AnonymousUser) -> QuerySet[Breaker]:
 
 def rma_cases_for(user: User | AnonymousUser) -> QuerySet[RmaCase]:
     return RmaCase.objects.filter(cluster__in=clusters_for(user)).select_related("gpu", "node")
+
+
+def waits_for_a_worker(*, since: datetime) -> bool:
+    """Whether a signal, a run or a step waits for a worker since before this moment."""
+    steps = PlaybookStep.objects.filter(
+        run__state__in=sorted(RUN_ACTIVE),
+        state__in=[StepState.READY, StepState.WAITING],
+        wake_at__lt=since,
+    )
+    runs = PlaybookRun.objects.filter(state=RunState.PENDING, created_at__lt=since)
+    # One that was observed again is to be triaged again.
+    signals = Signal.objects.filter(triaged_at=None, recorded_at__lt=since).exclude(
+        repeated_at__gte=since
+    )
+    return steps.exists() or runs.exists() or signals.exists()
 
 
 #: Playbooks that take their node out of service, or are about to.

@@ -26,6 +26,8 @@ from controlplane.jobs.selectors import active_jobs_for
 
 #: The keeper writes the time of its last round here, in ISO 8601; it expires when it falls silent.
 KEEPER_ALIVE_KEY = "drydock:keeper:alive"
+#: A worker takes what is due at once: what has waited for so long says that none does.
+BEHIND_AFTER = timedelta(seconds=30)
 #: A larger cluster is drawn as a map instead of one tile for each node.
 TILES_UP_TO = 96
 #: What interruptions cost is told over this time.
@@ -47,7 +49,7 @@ class Automation:
 
 
 def automation() -> Automation:
-    """The keeper's last sign of life."""
+    """The keeper's last sign of life, and whether the workers keep up with what is due."""
     try:
         told = _redis.get(KEEPER_ALIVE_KEY)
     except redis.RedisError as error:
@@ -55,7 +57,10 @@ def automation() -> Automation:
         return Automation("Automation unknown", "quiet")
     if told is None:
         return Automation("Automation silent", "bad")
-    return Automation("Automation on", "good", datetime.fromisoformat(str(told)))
+    heard_at = datetime.fromisoformat(str(told))
+    if incidents.waits_for_a_worker(since=timezone.now() - BEHIND_AFTER):
+        return Automation("Automation behind", "bad", heard_at)
+    return Automation("Automation on", "good", heard_at)
 
 
 @dataclass(frozen=True)
