@@ -17,7 +17,7 @@ from controlplane.fleet.selectors import clusters_for
 from controlplane.health.choices import Action, FaultClass
 from controlplane.health.models import Failure
 from controlplane.incidents import pricing
-from controlplane.incidents.selectors import failures_for
+from controlplane.incidents.selectors import WINDOWS, failures_in
 from controlplane.live import live_page
 from controlplane.paging import page_of, pages_of
 from workers.lemons import DAYS, LEMON
@@ -56,12 +56,12 @@ def failures(request: HttpRequest) -> HttpResponseBase:
     """Failures by `code`, `fault_class`, `cluster`, `node`, `card`, over `window`; the chart tells
     apart `by` code, model, driver, rack or age of the card."""
     chosen = selectors.FailureFilter.of(request.GET)
-    visible = failures_for(request.user)
-    found = chosen.apply(visible)
+    clusters = list(clusters_for(request.user))
+    within = chosen.within(clusters)
+    found = chosen.apply(failures_in(within))
     if is_wanted(request):
         whole = pages_of(selectors.with_story(found), request.GET, sorts=SORTS)
         return as_file(request, "failures", COLUMNS, map(_with_jobs, whole))
-    clusters = list(clusters_for(request.user))
 
     def context() -> dict[str, Any]:
         page = page_of(selectors.with_story(found), request.GET, sorts=SORTS)
@@ -69,13 +69,13 @@ def failures(request: HttpRequest) -> HttpResponseBase:
             "page": page,
             "jobs": selectors.job_names(page.rows),
             "filter": chosen,
-            "windows": {word: label for word, (label, _) in selectors.WINDOWS.items()},
+            "windows": {word: label for word, (label, _) in WINDOWS.items()},
             "classes": FaultClass,
-            "codes": selectors.codes_of(visible),
+            "codes": selectors.codes_of(failures_in(clusters)),
             "clusters": clusters,
             "by": {word: label for word, (label, _) in selectors.BY.items()},
             "chart": selectors.chart_of(found, chosen),
-            "impacts": pricing.impact_by_code(clusters, chosen.since),
+            "impacts": pricing.impact_by_code(within, chosen.since),
         }
 
     return live_page(request, "dashboard/failures", clusters, context)
@@ -95,7 +95,7 @@ def rule(request: HttpRequest) -> HttpResponse:
         "outcome": outcome,
         "asked": request.GET,
         "actions": [(word, Action(word).label) for word in rules.CHOICES],
-        "windows": {word: label for word, (label, _) in selectors.WINDOWS.items()},
+        "windows": {word: label for word, (label, _) in WINDOWS.items()},
         "default_window": rules.DEFAULT_WINDOW,
         "max_signals": rules.MAX_SIGNALS,
     }

@@ -30,6 +30,7 @@ class CodeImpact:
     """What one cause has cost one cluster over a time."""
 
     code: str
+    cluster_id: str
     cluster: str
     incidents: int
     gpu_seconds: float
@@ -96,6 +97,7 @@ def impact_by_code(clusters: Iterable[Cluster], since: datetime) -> list[CodeImp
         Incident.objects.filter(cluster__in=list(clusters), occurred_at__gte=since)
         .values(
             "code",
+            "cluster_id",
             name=F("cluster__name"),
             price=Cast("cluster__gpu_hour_price", FloatField()),
             currency=F("cluster__currency"),
@@ -105,6 +107,7 @@ def impact_by_code(clusters: Iterable[Cluster], since: datetime) -> list[CodeImp
     impacts = [
         CodeImpact(
             code=row["code"] or "not yet known",
+            cluster_id=row["cluster_id"],
             cluster=row["name"],
             incidents=row["incidents"],
             gpu_seconds=row["gpu_seconds"] or 0.0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -12,7 +12,7 @@ from django.http import Http404
 
 from controlplane.accounts.ids import person_id
 from controlplane.accounts.models import User
-from controlplane.fleet.models import Node
+from controlplane.fleet.models import Cluster, Node
 from controlplane.fleet.selectors import clusters_for
 from controlplane.health.models import Failure, Signal
 from controlplane.incidents import pricing
@@ -38,6 +38,14 @@ from controlplane.incidents.models import (
 from controlplane.incidents.plans import NODE_ORDERS
 from controlplane.jobs.models import Job
 from controlplane.jobs.selectors import placeable, placeable_nodes
+
+#: How far back a list may reach, by the word in the address, in seconds.
+WINDOWS: dict[str, tuple[str, float]] = {
+    "1h": ("1 h", 3600.0),
+    "1d": ("1 d", 86_400.0),
+    "7d": ("7 d", 7 * 86_400.0),
+    "30d": ("30 d", 30 * 86_400.0),
+}
 
 _GRAVITY = Case(
     *(When(severity=severity, then=Value(rank)) for rank, severity in enumerate(Severity)),
@@ -305,8 +313,12 @@ def _usernames(ids: set[str]) -> dict[str, str]:
 
 
 def failures_for(user: User | AnonymousUser) -> QuerySet[Failure]:
-    """Failures of nodes, or of jobs and sites where no node is blamed, in the caller's clusters."""
-    clusters = clusters_for(user)
+    """The failures in the caller's clusters."""
+    return failures_in(clusters_for(user))
+
+
+def failures_in(clusters: Iterable[Cluster]) -> QuerySet[Failure]:
+    """Failures of nodes, or of jobs and sites where no node is blamed, in these clusters."""
     jobs = Job.objects.filter(cluster__in=clusters).values("pk")
     shared = Incident.objects.filter(cluster__in=clusters).values("failures")
     return Failure.objects.filter(

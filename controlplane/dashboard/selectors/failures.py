@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 
@@ -22,16 +22,11 @@ from django.db.models.fields.json import KeyTextTransform, KeyTransform
 from django.db.models.functions import Cast, Extract, Floor
 from django.utils import timezone
 
+from controlplane.fleet.models import Cluster
 from controlplane.health.models import Failure, Signal
+from controlplane.incidents.selectors import WINDOWS
 from controlplane.jobs.models import Job
 
-#: How far back the page may reach, by the word in the address, in seconds.
-WINDOWS: dict[str, tuple[str, float]] = {
-    "1h": ("1 h", 3600.0),
-    "1d": ("1 d", 86_400.0),
-    "7d": ("7 d", 7 * 86_400.0),
-    "30d": ("30 d", 30 * 86_400.0),
-}
 DEFAULT_WINDOW = "7d"
 STRETCHES = 48
 #: What the chart can tell apart, by the word in the address: a label, and where it stands.
@@ -92,14 +87,17 @@ class FailureFilter:
     def since(self) -> datetime:
         return timezone.now() - timedelta(seconds=WINDOWS[self.window][1])
 
+    def within(self, clusters: Iterable[Cluster]) -> list[Cluster]:
+        """Those of the clusters that are asked for."""
+        return [cluster for cluster in clusters if self.cluster in ("", cluster.pk)]
+
     def apply(self, failures: QuerySet[Failure]) -> QuerySet[Failure]:
+        """Of the failures `within` the clusters, those that are asked for."""
         found = failures.filter(observed_at__gte=self.since)
         if self.code:
             found = found.filter(code=self.code)
         if self.fault_class:
             found = found.filter(fault_class=self.fault_class)
-        if self.cluster:
-            found = found.filter(node__cluster=self.cluster)
         if self.node:
             found = found.filter(Q(node__name__icontains=self.node) | Q(node=self.node))
         if self.card:

@@ -10,9 +10,9 @@ from typing import Literal
 from django.utils import timezone
 
 from controlplane.acting import whole
-from controlplane.dashboard.selectors.failures import WINDOWS
 from controlplane.fleet.models import Cluster
 from controlplane.health.catalogue import Kind, edited
+from controlplane.incidents.selectors import WINDOWS
 from workers.replay import Replayed, replay, stored, told_of
 from workers.triage import ACTIONS
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.http.response import HttpResponseBase
 from django.urls import reverse
+from django.utils import timezone
 from django.views.decorators.http import require_POST
 
 from controlplane.accounts.access import Access, needs
@@ -56,7 +58,8 @@ _BULK = ("postmortem", "impact", "node__report", "job__options")
 @signed_in
 @needs(Access.SIGNED_IN)
 def incidents(request: HttpRequest) -> HttpResponseBase:
-    """Incidents by `state` (unresolved, resolved), `severity`, `code`, `cluster`, `node`, `job`."""
+    """Incidents by `state` (unresolved, resolved), `severity`, `code`, `cluster`, `node`, `job`,
+    and by `window`: begun in the time until now."""
     found = _found(request)
     if is_wanted(request):
         whole = pages_of(found.defer(*_BULK), request.GET, sorts=SORTS)
@@ -69,6 +72,7 @@ def incidents(request: HttpRequest) -> HttpResponseBase:
             "query": request.GET,
             "clusters": clusters_for(request.user),
             "severities": Severity,
+            "windows": {word: label for word, (label, _) in selectors.WINDOWS.items()},
         }
 
     return live_page(request, "incidents/list", clusters_for(request.user), context)
@@ -172,6 +176,8 @@ def _found(request: HttpRequest) -> QuerySet[Incident]:
     for name in ("severity", "code", "cluster", "node", "job"):
         if wanted := request.GET.get(name):
             found = found.filter(**{name: wanted})
+    if window := selectors.WINDOWS.get(request.GET.get("window", "")):
+        found = found.filter(occurred_at__gte=timezone.now() - timedelta(seconds=window[1]))
     return found
 
 

@@ -12,16 +12,18 @@ from django.urls import reverse
 from django.utils import timezone
 
 from controlplane.accounts.actions import audit
-from controlplane.accounts.models import SYSTEM
+from controlplane.accounts.models import SYSTEM, User
 from controlplane.dashboard.selectors import lemons
-from controlplane.fleet.models import Gpu, Node
+from controlplane.fleet.models import Cluster, Gpu, Node
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Failure
 from controlplane.incidents.models import Incident
 from tests.controlplane.dashboard.world import Fleet
 from tests.factories import (
+    ClusterFactory,
     FailureFactory,
     GpuFactory,
+    GrantFactory,
     IncidentFactory,
     JobFactory,
     NodeExclusionFactory,
@@ -110,6 +112,65 @@ def test_a_cause_is_priced(viewer: Client, fleet: Fleet) -> None:
     row = page[page.index('data-testid="impacts"') :].split("</tbody>")[0]
     assert "7\u202f200" in row
     assert "4.00\u202fUSD" in row  # two GPU-hours at two dollars
+
+
+@pytest.fixture
+def beta(viewer: Client, fleet: Fleet) -> Cluster:
+    """Another cluster that the viewer sees, with an incident of the same cause."""
+    cluster = ClusterFactory(name="beta")
+    GrantFactory(user=User.objects.get(grants__cluster=fleet.cluster), cluster=cluster)
+    IncidentFactory(cluster=cluster, code="xid-79")
+    return cluster
+
+
+def _causes(client: Client, **query: str) -> list[tuple[str, str, str]]:
+    """The cluster of each cause, where its count leads, and the count."""
+    page = client.get(reverse("failures"), query).content.decode()
+    table = html.unescape(page.split('data-testid="impacts"')[1].split("</table>")[0])
+    return re.findall(r'<td>(\w+)</td><td class="num"><a href="([^"]+)">(\d+)', table)
+
+
+def test_causes_are_priced_in_the_cluster_that_is_asked_for(
+    viewer: Client, fleet: Fleet, beta: Cluster
+) -> None:
+    assert sorted(name for name, _, _ in _causes(viewer)) == ["alpha", "beta"]
+    assert [name for name, _, _ in _causes(viewer, cluster=beta.pk)] == ["beta"]
+
+
+def test_the_count_of_a_cause_leads_to_the_incidents_that_were_counted(
+    viewer: Client, fleet: Fleet, beta: Cluster
+) -> None:
+    long_ago = timezone.now() - timedelta(days=20)
+    IncidentFactory(cluster=fleet.cluster, code="xid-79", occurred_at=long_ago)
+    IncidentFactory(cluster=fleet.cluster, code="xid-79")
+
+    leads = {name: (address, count) for name, address, count in _causes(viewer)}
+    listed = {
+        name: str(viewer.get(address).content.decode().count('data-testid="incident-row"'))
+        for name, (address, _) in leads.items()
+    }
+    assert listed == {name: count for name, (_, count) in leads.items()}
+    assert listed == {"alpha": "2", "beta": "1"}
+
+
+def test_a_failure_without_a_node_belongs_to_the_cluster_of_its_job_or_incident(
+    viewer: Client, fleet: Fleet, beta: Cluster
+) -> None:
+    FailureFactory(node=None, code="exit-1", job_id=fleet.job.id)
+    site = FailureFactory(node=None, code="site-power")
+    fleet.incident.failures.add(site)
+
+    assert {"exit-1", "site-power"} <= set(_codes(viewer, cluster=fleet.cluster.id))
+    assert _codes(viewer, cluster=beta.pk) == []
+
+
+def test_a_cluster_that_one_does_not_see_has_no_failures(viewer: Client, fleet: Fleet) -> None:
+    site = FailureFactory(node=None, code="site-power")
+    hidden = IncidentFactory(cluster=ClusterFactory())
+    for incident in (fleet.incident, hidden):
+        incident.failures.add(site)
+
+    assert _codes(viewer, cluster=hidden.cluster.pk) == []
 
 
 def test_a_calm_fleet_says_so(stranger: Client) -> None:
