@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from controlplane.dashboard.selectors.people import usernames
+from controlplane.accounts.selectors import usernames
 from controlplane.errors import Conflict
 from controlplane.incidents.models import PlaybookRun
 from controlplane.incidents.moves import AS_WHOLE, PLAYBOOK, plan_move, plan_of_move, targets_of

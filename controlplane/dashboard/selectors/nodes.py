@@ -13,8 +13,9 @@ from django.http import Http404
 from django.utils import timezone
 
 from controlplane.accounts.models import AuditEvent, User
+from controlplane.accounts.selectors import usernames
 from controlplane.dashboard.selectors.fleet import OPEN_FAULT, nodes_for
-from controlplane.dashboard.selectors.people import actors, usernames
+from controlplane.dashboard.selectors.people import actors
 from controlplane.fleet.models import Gpu, MaintenanceWindow, Node, RepairRecord
 from controlplane.health.models import Failure, NodeSample
 from controlplane.incidents import limits

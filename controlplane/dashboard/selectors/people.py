@@ -1,20 +1,12 @@
-"""Who stands behind an id: rows keep ids, pages show names."""
+"""Who stands behind what was audited."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from controlplane.accounts.choices import ActorKind
-from controlplane.accounts.ids import person_id
-from controlplane.accounts.models import AuditEvent, User
-
-
-def usernames(ids: Iterable[str]) -> dict[str, str]:
-    """Names by id, in one query. What is no number is no person's id, and stays as it is."""
-    wanted = set(ids)
-    people = User.objects.filter(pk__in=[pk for one in wanted if (pk := person_id(one))])
-    known = {str(pk): name for pk, name in people.values_list("pk", "username")}
-    return {one: known.get(one, one) for one in wanted}
+from controlplane.accounts.models import AuditEvent
+from controlplane.accounts.selectors import usernames
 
 
 def actors(events: Iterable[AuditEvent]) -> dict[int, str]:

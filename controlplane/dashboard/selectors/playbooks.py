@@ -9,7 +9,7 @@ from django.http import Http404
 from django.utils import timezone
 
 from controlplane.accounts.models import User
-from controlplane.dashboard.selectors.people import usernames
+from controlplane.accounts.selectors import usernames
 from controlplane.fleet.models import Cluster, MaintenanceWindow
 from controlplane.fleet.selectors import clusters_for
 from controlplane.incidents import limits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -21,9 +21,11 @@ from controlplane.incidents.plans import NODE_ORDERS
 from tests.controlplane.dashboard.world import Fleet
 from tests.factories import (
     CommandFactory,
+    MaintenanceWindowFactory,
     PlaybookFactory,
     RepairRecordFactory,
     SpareReservationFactory,
+    UserFactory,
 )
 
 
@@ -230,6 +232,26 @@ def test_maintenance_is_announced_from_now_on(operator: Client, fleet: Fleet) ->
     window = MaintenanceWindow.objects.get(node=fleet.node)
     assert window.ends_at - window.starts_at == timedelta(hours=1.5)
     assert "new fans" in _page(operator, fleet)
+
+
+def test_a_maintenance_is_told_with_the_day_of_its_end_and_the_name_of_its_owner(
+    operator: Client, fleet: Fleet
+) -> None:
+    ends_at = datetime(2032, 2, 29, 14, tzinfo=UTC)
+    owner = UserFactory(username="ada")
+    MaintenanceWindowFactory(cluster=fleet.cluster, ends_at=ends_at, owner=str(owner.pk))
+
+    page = _page(operator, fleet, order="reboot")
+
+    assert "Maintenance until 29 Feb, 14:00 UTC" in page
+    assert "maintenance until 2032-02-29 14:00 UTC by ada: cabling" in page
+
+
+def test_a_spare_is_told_as_reserved_with_the_day_of_its_end(viewer: Client, fleet: Fleet) -> None:
+    ends_at = datetime(2032, 2, 29, 14, tzinfo=UTC)
+    SpareReservationFactory(cluster=fleet.cluster, node=fleet.node, expires_at=ends_at)
+
+    assert "until 29 Feb, 14:00 UTC" in _page(viewer, fleet)
 
 
 @pytest.mark.parametrize("hours", ["", "soon", "0", "-1", "9999", "nan", "inf"])
