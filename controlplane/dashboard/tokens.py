@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from django.contrib import messages
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.http.response import HttpResponseBase
 from django.shortcuts import get_object_or_404, render
@@ -28,6 +28,7 @@ from controlplane.export import Column, as_file, is_wanted
 from controlplane.fleet.selectors import clusters_for, is_superuser
 from controlplane.paging import pages_of
 
+#: Of the tokens that open nothing any more only the newest are shown.
 SHOWN = 200
 #: How long a token may live, in days, by the words of the form.
 LIVES = {1: "1 day", 7: "7 days", 30: "30 days", 90: "90 days", 366: "1 year"}
@@ -122,10 +123,13 @@ def _page(
     request: HttpRequest, *, made: ApiToken | None = None, text: str = "", status: int = 200
 ) -> HttpResponse:
     user = _owner(request)
-    # The live ones first: what is revoked or has expired is history.
-    rows = sorted(_rows(_found(request)[:SHOWN]), key=lambda row: not row.live)
+    # What is live can be revoked here, so all of it is shown; what is not is history.
+    live = Q(revoked_at=None, expires_at__gt=timezone.now())
+    found = _found(request)
+    past = list(found.exclude(live)[: SHOWN + 1])
     context = {
-        "rows": rows,
+        "rows": _rows([*found.filter(live), *past[:SHOWN]]),
+        "cut_at": SHOWN if len(past) > SHOWN else None,
         "made": made,
         "text": text,
         "scopes": roles.roles_held(user),

@@ -10,7 +10,7 @@ from typing import Any
 from django.conf import settings
 from django.contrib import messages
 from django.core.exceptions import PermissionDenied
-from django.db.models import QuerySet
+from django.db.models import F, Q, QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.http.response import HttpResponseBase
 from django.shortcuts import get_object_or_404
@@ -31,6 +31,7 @@ from controlplane.fleet.selectors import clusters_for
 from controlplane.live import live_page
 from controlplane.paging import pages_of
 
+#: Of the tokens that let nobody in any more only the newest are shown.
 TOKENS_SHOWN = 50
 NODES_SHOWN = 50
 MAX_USES = 10_000
@@ -128,10 +129,14 @@ def _page(request: HttpRequest, *, made: Made | None = None, status: int = 200) 
 
     def context() -> dict[str, Any]:
         nodes = Node.objects.filter(cluster__in=clusters).select_related("cluster", "rack")
-        rows = _rows(_tokens_in(clusters).order_by("-created_at")[:TOKENS_SHOWN])
+        # What is live can be revoked here, so all of it is shown; what is not is history.
+        live = Q(revoked_at=None, uses__lt=F("max_uses"), expires_at__gt=timezone.now())
+        found = _tokens_in(clusters).order_by("-created_at")
+        past = list(found.exclude(live)[: TOKENS_SHOWN + 1])
         return {
             "live_path": reverse("enrolment"),
-            "rows": sorted(rows, key=lambda row: not row.live),
+            "rows": _rows([*found.filter(live), *past[:TOKENS_SHOWN]]),
+            "cut_at": TOKENS_SHOWN if len(past) > TOKENS_SHOWN else None,
             "nodes": nodes.order_by("-enrolled_at")[:NODES_SHOWN],
             "clusters": clusters,
             "lives": LIVES,

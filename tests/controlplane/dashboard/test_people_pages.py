@@ -14,6 +14,7 @@ from django.utils import timezone
 from controlplane import crypto
 from controlplane.accounts.choices import Role
 from controlplane.accounts.models import ApiToken, AuditEvent, Grant, User
+from controlplane.dashboard import tokens
 from controlplane.fleet.models import Cluster
 from controlplane.fleet.selectors import may
 from tests.factories import (
@@ -283,6 +284,22 @@ def test_what_no_longer_opens_anything_is_marked_and_has_no_revoke(root: Client)
     assert "Expires soon" in page
     assert reverse("token-revoke", args=[live.pk]) in page
     assert all(reverse("token-revoke", args=[token.pk]) not in page for token in dead)
+
+
+def test_a_live_token_is_listed_however_many_dead_ones_are_newer(
+    root: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "SHOWN", 2)
+    owner = User.objects.get(username="root")
+    live = ApiTokenFactory(user=owner)
+    for number in range(3):
+        ApiTokenFactory(user=owner, revoked_at=timezone.now(), name=f"dead-{number}")
+
+    page = words(root.get(reverse("tokens")))
+
+    assert reverse("token-revoke", args=[live.pk]) in page
+    assert re.findall(r"<td>(dead-\d)", page) == ["dead-2", "dead-1"]
+    assert "the newest 2 only" in page
 
 
 def test_without_a_token_the_page_says_what_one_is_for(root: Client) -> None:

@@ -17,6 +17,7 @@ from django.utils import timezone
 from controlplane import crypto
 from controlplane.accounts.choices import Role
 from controlplane.accounts.models import AuditEvent
+from controlplane.fleet import enrolment_views
 from controlplane.fleet.models import Cluster, JoinToken
 from node_agent.config import load_config
 from tests.factories import ClusterFactory, GrantFactory, JoinTokenFactory, NodeFactory
@@ -114,6 +115,22 @@ def test_used_up_and_expired_tokens_are_marked(admin: Client, here: Cluster) -> 
     assert "Used up" in page
     assert "Expired" in page
     assert "Revoke…" not in page
+
+
+def test_a_live_token_is_listed_however_many_dead_ones_are_newer(
+    admin: Client, here: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(enrolment_views, "TOKENS_SHOWN", 2)
+    live = JoinTokenFactory(cluster=here)
+    JoinTokenFactory(cluster=here, uses=1, max_uses=1)
+    JoinTokenFactory(cluster=here, expires_at=timezone.now())
+    JoinTokenFactory(cluster=here, revoked_at=timezone.now())
+
+    page = admin.get(reverse("enrolment")).content.decode()
+
+    assert reverse("join-token-revoke", args=[live.pk]) in page
+    assert page.count('data-testid="join-token-row"') == 3
+    assert "the newest 2 only" in page
 
 
 def test_it_shows_the_newcomers_of_own_clusters_only(admin: Client, here: Cluster) -> None:
