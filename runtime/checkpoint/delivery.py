@@ -410,7 +410,7 @@ class Delivery:
         known = write.alarms | self._alarmed.get(write.tier.name, set())
         write.alarms.add(kind)
         if kind == "checkpoint_stale" or kind not in known:
-            self._job.trouble(kind, f"{write.where}: {text}")
+            self._job.trouble(kind, f"{write.where}: {text}", write.tier.name)
 
     def failed(self, tier: TierName, why: str, shares: int = 1) -> None:
         """One alarm, however often it fails until it is well again. What others have shares in is

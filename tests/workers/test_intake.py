@@ -215,6 +215,46 @@ def test_what_blames_no_replica_opens_nothing(
     assert not Failure.objects.exists()
 
 
+def reads_back_otherwise(placement: Placement, **data: object) -> None:
+    """A rank there says that a tier did not give back what it wrote."""
+    told = {"kind": "checkpoint_damaged", "subject": "local", "text": "step 5, local: a bit"}
+    SignalFactory(
+        kind=SignalKind.JOB_TROUBLE,
+        node=None,
+        job_id=placement.replica.job_id,
+        replica=placement.replica.index,
+        placement_id=placement.pk,
+        data={**told, **data},
+    )
+
+
+def test_a_disk_that_gives_back_other_bytes_is_a_failure_of_its_node_alone(
+    placement: Placement,
+) -> None:
+    """Also where the replica is on several, of which each has its own."""
+    other = PlacementFactory(replica=placement.replica, node_rank=1)
+    reads_back_otherwise(other)
+    intake.triage_signals()
+
+    failure = Failure.objects.get()
+    assert (failure.code, failure.node, failure.urgency) == (
+        "checkpoint_damaged", other.node, "idle",
+    )  # fmt: skip
+    assert Incident.objects.get().node == other.node
+    assert not PlaybookRun.objects.exists()
+
+
+@pytest.mark.parametrize(
+    "data", [{"subject": "shared"}, {"subject": "object"}, {"kind": "checkpoint_stale"}]
+)
+def test_what_is_no_fault_of_a_node_s_own_disk_opens_nothing(
+    placement: Placement, data: dict[str, object]
+) -> None:
+    reads_back_otherwise(placement, **data)
+    intake.triage_signals()
+    assert not Failure.objects.exists()
+
+
 def test_of_several_nodes_of_a_replica_none_is_blamed(placement: Placement) -> None:
     PlacementFactory(replica=placement.replica, node_rank=1)
     blames(placement)

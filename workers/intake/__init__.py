@@ -19,7 +19,13 @@ from controlplane.health.models import Signal
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.models import Job
 from workers.intake.coordinators import coordinators_went_with, is_coordinator_gone
-from workers.intake.hardware import blamed, hardware_spoke, job_blamed_a_replica
+from workers.intake.hardware import (
+    blamed,
+    blames_its_disk,
+    hardware_spoke,
+    job_blamed_a_disk,
+    job_blamed_a_replica,
+)
 from workers.intake.lost_replicas import (
     ended_warm_spare,
     ended_while_stopping,
@@ -94,6 +100,8 @@ def _handle(signal: Signal) -> None:
         replica_was_stopped(signal, stopped)
     elif (index := blamed(signal)) is not None:
         job_blamed_a_replica(signal, index)
+    elif blames_its_disk(signal):
+        job_blamed_a_disk(signal)
     elif signal.node is not None and is_coordinator_gone(signal):
         led = Job.objects.filter(coordinator_placement=signal.placement_id)
         coordinators_went_with(signal.node, signal, led)

@@ -1,4 +1,4 @@
-"""What hardware says of itself, and what a job's peers say of a slow node: each is judged here.
+"""What hardware says of itself, and what a job says of one of its nodes: each is judged here.
 
 What calls for nothing is a note in a timeline; the rest is taken up as a failure of its node.
 """
@@ -11,7 +11,7 @@ from controlplane.fleet.models import Node
 from controlplane.health.actions import card_at
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
-from controlplane.jobs.choices import PlacementState
+from controlplane.jobs.choices import PlacementState, Tier
 from controlplane.jobs.models import Placement
 from workers import triage
 from workers.intake.failures import only_repeats, take_up
@@ -47,6 +47,21 @@ def job_blamed_a_replica(signal: Signal, index: int) -> None:
     if len(held) == 1:
         verdict = triage.judge_blame(str(signal.data["kind"]), str(signal.data.get("text", "")))
         take_up(signal, held[0].node, None, verdict)
+
+
+def job_blamed_a_disk(signal: Signal) -> None:
+    """A rank reads back from its node's own disk what it did not write. The failure is that node's:
+    its own, of however many the replica is on."""
+    told_by = Placement.objects.select_related("node__lease", "node__cluster", "node__rack")
+    for placement in told_by.filter(pk=signal.placement_id, replica__job=signal.job_id):
+        verdict = triage.judge_blame(str(signal.data["kind"]), str(signal.data.get("text", "")))
+        take_up(signal, placement.node, None, verdict)
+
+
+def blames_its_disk(signal: Signal) -> bool:
+    """Whether that is what a rank says. Of what all nodes share nobody knows whose fault it is."""
+    told = signal.kind == SignalKind.JOB_TROUBLE and signal.data.get("kind") == triage.DAMAGED
+    return told and signal.data.get("subject") == Tier.LOCAL
 
 
 def blamed(signal: Signal) -> int | None:

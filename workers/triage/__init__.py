@@ -18,6 +18,7 @@ from workers.triage.loss import (
 )
 from workers.triage.readings import (
     BLAMES,
+    DAMAGED,
     beyond_remapping,
     judge_blame,
     judge_errors,
@@ -42,6 +43,7 @@ from workers.triage.verdicts import (
 __all__ = [
     "ACTIONS",
     "BLAMES",
+    "DAMAGED",
     "FOR_PEOPLE",
     "LASTING",
     "NODE_REPAIRS",

@@ -14,6 +14,8 @@ from workers.triage.verdicts import LineVerdict
 MAX_REMAPPED_ROWS = 512
 #: What a job says of one of its replicas that speaks of the node: kinds of its troubles.
 BLAMES = frozenset({"straggler", "diverged"})
+#: What a rank says of its own node, if its subject is that node's disk.
+DAMAGED = "checkpoint_damaged"
 #: NVML's clocks event reasons, in words.
 _REASONS = {
     0x8: "its hardware slows it",
@@ -36,12 +38,13 @@ def judge_reading(pci: str, data: Mapping[str, Any]) -> LineVerdict | None:
 
 
 def judge_blame(kind: str, told: str) -> LineVerdict:
-    """What it means that a job finds one of its replicas unlike the others, one of BLAMES: `told`
-    in its words.
+    """What it means that a job finds one of its replicas unlike the others, one of BLAMES, or that
+    a node's disk does not give back what was written to it, DAMAGED: `told` in its words.
 
     A straggler may be held back by its card, its host or a neighbour's program; what a replica
     holds that nobody else does may be the error of a card, of memory, or the script's own doing.
-    No node is taken out for what may be a script's: somebody looks.
+    No node is taken out for what may be a script's, nor for a disk of which what was damaged was
+    written again: somebody looks.
     """
     return LineVerdict(kind, "", "unknown", "field_diagnostic", "idle", "told-by-the-job", told)
 

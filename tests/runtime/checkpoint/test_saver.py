@@ -514,7 +514,9 @@ def test_what_is_wrong_on_a_node_s_own_disk_is_named_with_the_rank_of_the_job(
     (path / "rank-0.json").unlink()
     (lacking,) = store.verify(path)
 
-    told = {one.kind: one.text for one in trainer.told.messages if isinstance(one, Trouble)}
+    troubles = [one for one in trainer.told.messages if isinstance(one, Trouble)]
+    told = {one.kind: one.text for one in troubles}
+    assert {one.subject for one in troubles} == {"local"}
     assert "rank-0-0000.bin (rank 1), tensors base" in told["checkpoint_damaged"]
     assert "rank-0-0001.bin (rank 1), tensors model.weight" in told["checkpoint_stale"]
     assert (found.rank, lacking.rank) == (1, 1)
