@@ -226,10 +226,11 @@ class Rank:
             raise Unloadable(str(error)) from error
         return [history_of(self._read), digest]
 
-    def give_up(self, number: int) -> None:
-        """Another rank refuses what that read is to get: it ends at its next block. On any
-        thread."""
-        self._given_up = max(self._given_up, number)
+    def give_up(self, number: int) -> bool:
+        """A rank refuses what that read is to get: it ends at its next block. Whether that was not
+        known yet. On any thread."""
+        known, self._given_up = self._given_up, max(self._given_up, number)
+        return known < number
 
     @order
     def load(self) -> None:

@@ -118,15 +118,14 @@ class Together:
         answer is read."""
         if broke(answer):
             self.rank.gloo.sever(self.member.epoch)
-        elif refused(answer):
-            self.rank.give_up(self._reads)
         self._tell_failed(answer)
 
     def _tell_failed(self, answer: dict[str, Any]) -> None:
-        """To all other ranks, which are at the same, in what way it failed on one."""
+        """To all ranks, which are at the same, in what way it failed on one: that a read is of no
+        use once, for all may refuse it."""
         if broke(answer):
             self.siblings.tell("broken", epoch=self.member.epoch)
-        elif refused(answer):
+        elif refused(answer) and self.rank.give_up(self._reads):
             self.siblings.tell("give_up", number=self._reads)
 
     # --- a step ---------------------------------------------------------------------------------
