@@ -21,16 +21,21 @@ SOME = 5
 #: A step's temporary tensors go back to the system at once: what stays is what is kept.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 GROWTH_BYTES = 4 * MB
-OWN_BYTES = 64 * MB  # beside two copies of the state
+OWN_BYTES = 64 * MB  # beside the copies of the state
+OBJECTS_BYTES = 20 * MB  # and what writes to an object store is one process more
+HELD = 2  # states that a holder needs memory for, of replicas of one rank
+HOLDER_BYTES = 32 * MB  # beside those: it is a process
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Of a trainer and its writers, in bytes; what several processes share counts once."""
+    """Of a trainer, its writers and its node's holder, in bytes; what several processes share
+    counts once."""
 
     trainer: int  # what no file has, after a step: in the middle of one there is more
     rooms: int
     writers: int  # without rooms
+    holder: int
 
     @property
     def own(self) -> int:
@@ -46,7 +51,9 @@ class Memory:
         trainer = psutil.Process(fleet.ranks[0].pid)
         writers = [one for one in trainer.children() if "writer" in " ".join(one.cmdline())]
         inside, outside = zip(*[shares(one.pid) for one in (trainer, *writers)], strict=True)
-        return Memory(fleet.last(0)["anonymous"], sum(inside), sum(outside[1:]))
+        _address, holder = fleet.holder(0)
+        held = sum(shares(holder))
+        return Memory(fleet.last(0)["anonymous"], sum(inside), sum(outside[1:]), held)
 
 
 def shares(pid: int) -> tuple[int, int]:
@@ -69,22 +76,34 @@ def door() -> Iterator[Door]:
     made.close()
 
 
+Train = Callable[[int, int, set[str]], list[Memory]]
+NEAR = {"peer", "local", "shared"}
+
+
 @pytest.fixture
 def trained(
-    make_fleet: Callable[..., Fleet], door: Door, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[int, int], list[Memory]]:
-    """What a rank with a model of this width takes, after each of so many saves to each tier."""
+    make_fleet: Callable[..., Fleet], door: Door, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Train:
+    """What a rank with a model of this width takes, after each of so many saves to each of these
+    tiers, of which only the object store may be left out."""
 
-    def train(width: int, saves: int) -> list[Memory]:
+    def train(width: int, saves: int, tiers: set[str]) -> list[Memory]:
         for name, value in MALLOC.items():
             monkeypatch.setenv(name, value)
         options = {
             "width": width, "pace_s": 0, "checkpoint_s": 0.05, "local_s": 0.05, "peer_s": 0.05,
-            "measures": True,
+            "object_s": 0.05, "measures": True,
         }  # fmt: skip
-        fleet = make_fleet(1, own_disks=True, holders=True, url=door.url, options=options)
+        fleet = make_fleet(
+            1,
+            own_disks=True,
+            holders=True,
+            object_store="".join(f"file://{tmp_path / one}" for one in tiers - NEAR),
+            url=door.url,
+            options=options,
+        )
         fleet.start()
-        found = [after(n, fleet, door) for n in range(1, saves + 1)]
+        found = [after(n, fleet, door, tiers) for n in range(1, saves + 1)]
         fleet.stop()
         return found
 
@@ -92,36 +111,42 @@ def trained(
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize(
+    ("tiers", "copies", "beside"),
+    [(NEAR, 2, OWN_BYTES), ({*NEAR, "object"}, 3, OWN_BYTES + OBJECTS_BYTES)],
+)
 def test_two_hundred_saves_take_no_more_memory_than_twenty(
-    trained: Callable[[int, int], list[Memory]], door: Door
+    tiers: set[str], copies: int, beside: float, trained: Train, door: Door
 ) -> None:
-    """And what is there for them alone are two copies of the state, and 64 MB."""
-    found = trained(WIDTH, MANY.stop)
+    """And what is there for them alone are two copies of the state and 64 MB; a third where one
+    may be on its way to an object store for long, and 20 MB. A holder keeps two of its peers."""
+    found = trained(WIDTH, MANY.stop, tiers)
 
     few, many = found[FEW], found[MANY]
     show("after save 20", few, door)
     show("after save 200", many, door)
     assert kept(many, "all") - kept(few, "all") <= GROWTH_BYTES
-    assert max(one.own for one in found) <= 2 * state_bytes(door) + OWN_BYTES
+    assert kept(many, "holder") - kept(few, "holder") <= GROWTH_BYTES
+    assert max(one.own for one in found) <= copies * state_bytes(door) + beside
+    assert max(one.holder for one in found) <= HELD * state_bytes(door) + HOLDER_BYTES
 
 
 @pytest.mark.soak
-def test_of_a_large_state_too_there_are_no_more_than_two_copies(
-    trained: Callable[[int, int], list[Memory]], door: Door
-) -> None:
+def test_of_a_large_state_too_there_are_no_more_than_two_copies(trained: Train, door: Door) -> None:
     """Nor half of a third, which of a small one would hardly show beside what the writers are."""
-    found = trained(LARGE_WIDTH, SOME)
+    found = trained(LARGE_WIDTH, SOME, NEAR)
 
     show(f"after save {SOME}", found, door)
     assert max(one.own for one in found) <= 2.5 * state_bytes(door)
+    assert max(one.holder for one in found) <= 2.5 * state_bytes(door)
 
 
-def after(saves: int, fleet: Fleet, door: Door) -> Memory:
+def after(saves: int, fleet: Fleet, door: Door, tiers: set[str]) -> Memory:
     """Once so many are durable in each tier."""
 
     def durable() -> bool:
-        tiers = [message["tier"] for message in door.messages("checkpoint")]
-        return min(tiers.count(tier) for tier in ("peer", "local", "shared")) >= saves
+        told = [message["tier"] for message in door.messages("checkpoint")]
+        return min(told.count(tier) for tier in tiers) >= saves
 
     until(durable, f"{saves} saves")
     return Memory.of(fleet)
@@ -141,6 +166,7 @@ def show(when: str, some: list[Memory], door: Door) -> None:
     print(  # noqa: T201
         f"{when}: trainer {kept(some, 'trainer') / MB:.1f} MB, rooms "
         f"{kept(some, 'rooms') / MB:.1f}, writers {kept(some, 'writers') / MB:.1f}, "
-        f"all {kept(some, 'all') / MB:.1f}; own {max(one.own for one in some) / MB:.1f} "
-        f"at most, of a state of {state_bytes(door) / MB:.1f}"
+        f"all {kept(some, 'all') / MB:.1f}, holder {kept(some, 'holder') / MB:.1f}; own "
+        f"{max(one.own for one in some) / MB:.1f} at most, holder "
+        f"{max(one.holder for one in some) / MB:.1f}, of a state of {state_bytes(door) / MB:.1f}"
     )
