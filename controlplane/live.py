@@ -28,6 +28,8 @@ def live_page(
 ) -> HttpResponse:
     """`<template>.html`, or for a refresh its `<template>_live.html`, or 204 if nothing changed.
 
+    The page polls `live_path` with `live_query`, and its links lead on from there. What may be the
+    answer to an order names them in its context: the order's address is no page.
     `clusters` must have been read before `context` is called: a change in between is then shown
     twice, never missed.
     """
@@ -36,7 +38,12 @@ def live_page(
     if refresh and request.GET.get("after") == token:
         return HttpResponse(status=204)
     suffix = "_live" if refresh else ""
-    values = {"live_path": request.path, "live_token": token, "refresh": refresh} | context()
+    values = {
+        "live_path": request.path,
+        "live_query": request.GET,
+        "live_token": token,
+        "refresh": refresh,
+    } | context()
     response = render(request, f"{template}{suffix}.html", values, status=status)
     response["Cache-Control"] = "no-store"
     patch_vary_headers(response, ["HX-Request"])

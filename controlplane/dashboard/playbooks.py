@@ -182,9 +182,19 @@ def _act(
 
 def _page(request: HttpRequest, found: Cluster | None, status: int = 200) -> HttpResponse:
     clusters = list(clusters_for(request.user))
+    query = request.GET.copy()
+    if found is not None:
+        # The address of an order does not say which cluster the page is about, nor does its own
+        # when the first one is meant: another could be the first one by then.
+        query["cluster"] = found.id
 
     def context() -> dict[str, Any]:
-        base = {"live_path": reverse("automation-page"), "clusters": clusters, "cluster": found}
+        base = {
+            "live_path": reverse("automation-page"),
+            "live_query": query,
+            "clusters": clusters,
+            "cluster": found,
+        }
         if found is None:
             return base
         runs = runs_for(request.user).filter(cluster=found)

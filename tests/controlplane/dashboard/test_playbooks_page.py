@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import re
+from html import unescape
 from typing import Any
 
 import pytest
 from django.test import Client
 from django.urls import reverse
 
-from controlplane.fleet.models import MaintenanceWindow
+from controlplane.accounts.choices import Role
+from controlplane.fleet.changes import change, touch
+from controlplane.fleet.models import Cluster, MaintenanceWindow
 from controlplane.incidents.choices import Effect, Mode, Scope
 from controlplane.incidents.limits import limits_of, mode_of
 from controlplane.incidents.models import Breaker
 from tests.controlplane.dashboard.world import Fleet
-from tests.factories import BreakerFactory, PlaybookFactory, ReservationFactory
+from tests.factories import (
+    BreakerFactory,
+    ClusterFactory,
+    GrantFactory,
+    PlaybookFactory,
+    ReservationFactory,
+)
 
 
 def _page(client: Client, **query: str) -> str:
@@ -160,3 +169,52 @@ def test_another_cluster_is_not_found(viewer: Client, stranger: Client, fleet: F
 
     assert viewer.get(address, {"cluster": fleet.cluster.id}).status_code == 200
     assert stranger.get(address, {"cluster": fleet.cluster.id}).status_code == 404
+
+
+@pytest.fixture
+def beta(fleet: Fleet) -> Cluster:
+    return ClusterFactory(name="beta")
+
+
+@pytest.fixture
+def admin_of_both(fleet: Fleet, beta: Cluster) -> Client:
+    user = GrantFactory(role=Role.ADMIN, cluster=fleet.cluster).user
+    GrantFactory(role=Role.ADMIN, cluster=beta, user=user)
+    client = Client()
+    client.force_login(user)
+    return client
+
+
+def _after_a_change(client: Client, page: str, changed: Cluster) -> str:
+    """What the page's own poll brings it next."""
+    poll = re.search(r'id="live-poll"[^>]* hx-get="([^"]+)"', page)
+    assert poll
+    with change():
+        touch(changed.id)
+    return client.get(unescape(poll[1]), headers={"HX-Request": "true"}).content.decode()
+
+
+def test_below_a_refused_order_the_page_stays_with_its_cluster(
+    admin_of_both: Client, fleet: Fleet, beta: Cluster
+) -> None:
+    form = {"hours": "x", "reason": "switch firmware"}
+
+    refused = admin_of_both.post(reverse("maintenance-open", args=[beta.id]), form)
+    fresh = _after_a_change(admin_of_both, refused.content.decode(), beta)
+
+    # What was typed is carried into the fresh forms: they must be those that it was typed in.
+    assert refused.status_code == 409
+    assert f'action="{reverse("maintenance-open", args=[beta.id])}"' in fresh
+    assert fleet.cluster.id not in re.sub(r"<a [^>]*>", "", fresh)
+
+
+def test_a_page_stays_with_its_cluster_when_another_comes_before_it(
+    admin_of_both: Client, fleet: Fleet
+) -> None:
+    page = _page(admin_of_both)
+
+    earlier = ClusterFactory(name="aardvark")
+    GrantFactory(cluster=earlier, user_id=admin_of_both.session["_auth_user_id"])
+    fresh = _after_a_change(admin_of_both, page, earlier)
+
+    assert f'action="{reverse("maintenance-open", args=[fleet.cluster.id])}"' in fresh
