@@ -103,7 +103,9 @@ class RunState(TextChoices):
 
 
 RUN_ACTIVE = frozenset({RunState.PENDING, RunState.RUNNING, RunState.WAITING})
-RUN_UNFINISHED = RUN_ACTIVE | {RunState.PAUSED, RunState.NEEDS_OPERATOR}
+#: These go on only when a person says so.
+RUN_STOPPED = frozenset({RunState.PAUSED, RunState.NEEDS_OPERATOR})
+RUN_UNFINISHED = RUN_ACTIVE | RUN_STOPPED
 RUN_COLOURS: dict[str, str] = {
     RunState.PENDING: "quiet",
     RunState.RUNNING: "busy",

@@ -19,6 +19,7 @@ from controlplane.incidents import pricing
 from controlplane.incidents.choices import (
     INCIDENT_UNRESOLVED,
     RUN_ACTIVE,
+    RUN_STOPPED,
     RUN_UNFINISHED,
     STEP_FINISHED,
     ApprovalState,
@@ -47,6 +48,7 @@ WINDOWS: dict[str, tuple[str, float]] = {
     "30d": ("30 d", 30 * 86_400.0),
 }
 
+_WAITING = ApprovalState.WAITING
 _GRAVITY = Case(
     *(When(severity=severity, then=Value(rank)) for rank, severity in enumerate(Severity)),
     output_field=IntegerField(),
@@ -71,11 +73,27 @@ def incident_for(user: User | AnonymousUser, incident_id: str) -> Incident:
 
 
 def unresolved_for(user: User | AnonymousUser) -> QuerySet[Incident]:
-    """The gravest first, then the oldest."""
+    """Those first that wait for a person; among equals the gravest, then the oldest.
+
+    Each says whether it `signs`, wanting a plan of its runs signed, and whether it `waits`, wanting
+    something else of a person: with all runs but those to sign, `ask_of` tells the same.
+    """
     unresolved = incidents_for(user).filter(state__in=INCIDENT_UNRESOLVED)
-    return unresolved.prefetch_related("runs__steps", "runs__approvals").order_by(
-        _GRAVITY, "occurred_at"
+    runs = PlaybookRun.objects.filter(incident=OuterRef("pk"))
+    stopped = Exists(_unsigned(runs).filter(state__in=RUN_STOPPED))
+    at_work = Exists(runs.filter(state__in=RUN_ACTIVE))
+    signs = Exists(runs.filter(approvals__state=_WAITING))
+    return (
+        unresolved.annotate(signs=signs, waits=Q(stopped) | ~(Q(at_work) | Q(signs)))
+        .prefetch_related("runs__steps", "runs__approvals")
+        .order_by("-waits", _GRAVITY, "occurred_at")
     )
+
+
+def _unsigned(runs: QuerySet[PlaybookRun]) -> QuerySet[PlaybookRun]:
+    """Without those whose plan waits for a signature: that is what they want of a person."""
+    waiting = Approval.objects.filter(run=OuterRef("pk"), state=_WAITING)
+    return runs.exclude(Exists(waiting))
 
 
 def resolved_for(user: User | AnonymousUser, *, limit: int) -> QuerySet[Incident]:
@@ -84,9 +102,11 @@ def resolved_for(user: User | AnonymousUser, *, limit: int) -> QuerySet[Incident
 
 
 def runs_needing_operator_for(user: User | AnonymousUser) -> QuerySet[PlaybookRun]:
-    """Runs that wait for a person, the longest wait first."""
+    """Runs that wait for a person and that no unresolved incident tells, the longest wait first."""
+    runs = PlaybookRun.objects.filter(cluster__in=clusters_for(user), state=RunState.NEEDS_OPERATOR)
     return (
-        PlaybookRun.objects.filter(cluster__in=clusters_for(user), state=RunState.NEEDS_OPERATOR)
+        _unsigned(runs)
+        .exclude(incident__state__in=INCIDENT_UNRESOLVED)
         .select_related("cluster", "job", "node", "incident")
         .order_by("created_at")
     )
@@ -155,14 +175,14 @@ class Moment:
 class Ask:
     """What the incident wants from a person: nothing, or the run that waits for one."""
 
-    kind: str  # "nothing", "watch", "sign", "decide" or "look"
+    kind: str  # "nothing", "watch", "sign", "decide", "resume" or "look"
     text: str
     run: PlaybookRun | None = None
 
     @property
     def waits(self) -> bool:
         """Whether it waits for a person."""
-        return self.kind in ("sign", "decide", "look")
+        return self.kind in ("sign", "decide", "resume", "look")
 
 
 @dataclass(frozen=True)
@@ -215,6 +235,11 @@ def ask_of(incident: Incident, runs: Sequence[PlaybookRun]) -> Ask:
         if run.state == RunState.NEEDS_OPERATOR:
             reason = run.state_reason or "The playbook stopped and waits for a person."
             return Ask("decide", reason, run)
+    for run in runs:
+        if run.state == RunState.PAUSED:
+            why = f" ({run.state_reason})" if run.state_reason else ""
+            text = f"“{run.title}” was paused by a person{why}. Let it go on, or cancel it."
+            return Ask("resume", text, run)
     if not incident.unresolved:
         return Ask("nothing", "Nothing. The post-mortem below is yours to complete.")
     for run in runs:

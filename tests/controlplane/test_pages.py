@@ -18,6 +18,7 @@ from controlplane.fleet.models import Cluster, Lease
 from controlplane.incidents.models import Incident
 from controlplane.jobs.models import Job
 from tests.factories import (
+    ApprovalFactory,
     CheckpointFactory,
     ClusterFactory,
     GrantFactory,
@@ -220,6 +221,47 @@ def test_what_automation_has_in_hand_does_not_ask_for_anybody(
 
     assert 'data-waiting="0"' in page
     assert "nothing waits for you" in page
+
+
+def test_a_run_that_stopped_is_told_beside_a_plan_to_sign(
+    viewer: Client, incident: Incident
+) -> None:
+    ApprovalFactory(run=PlaybookRunFactory(incident=incident, state="waiting"))
+    PlaybookRunFactory(
+        incident=incident, state="needs_operator", state_reason="The BMC does not answer."
+    )
+
+    page = viewer.get(reverse("overview")).content.decode()
+
+    assert 'data-waiting="2"' in page
+    assert "The BMC does not answer." in page
+
+
+def test_what_waits_for_a_person_stands_before_what_is_in_hand(
+    viewer: Client, cluster: Cluster
+) -> None:
+    in_hand = IncidentFactory(cluster=cluster, title="A critical, in hand", severity="critical")
+    PlaybookRunFactory(incident=in_hand, state="running")
+    paused = IncidentFactory(cluster=cluster, title="B minor, paused", severity="minor")
+    PlaybookRunFactory(incident=paused, state="paused")
+
+    page = viewer.get(reverse("overview")).content.decode()
+
+    assert 'data-waiting="1"' in page
+    assert page.index("B minor, paused") < page.index("A critical, in hand")
+
+
+def test_what_there_is_no_room_for_is_counted(viewer: Client, cluster: Cluster) -> None:
+    IncidentFactory.create_batch(53, cluster=cluster)
+    resolved = IncidentFactory(cluster=cluster, state="resolved")
+    PlaybookRunFactory.create_batch(52, incident=resolved, state="needs_operator")
+
+    page = viewer.get(reverse("overview")).content.decode()
+
+    assert 'data-waiting="105"' in page
+    assert "Shown are 50 of 53 open incidents" in page
+    assert "Shown are 50 of 52 stopped playbooks" in page
+    assert page.count('data-testid="needs-incident"') == 50
 
 
 def test_the_gravest_incident_comes_first_then_the_oldest(viewer: Client, cluster: Cluster) -> None:

@@ -46,6 +46,20 @@ def test_a_run_at_work_is_told_by_its_present_step() -> None:
 
 
 @pytest.mark.django_db
+def test_a_paused_run_is_to_go_on_or_to_be_cancelled() -> None:
+    incident = IncidentFactory()
+    PlaybookRunFactory(incident=incident, state="running")
+    paused = PlaybookRunFactory(
+        incident=incident, state="paused", state_reason="wait for the vendor", title="Repair it"
+    )
+
+    ask = ask_of(incident, runs_of(incident))
+
+    assert (ask.kind, ask.run, ask.waits) == ("resume", paused, True)
+    assert "“Repair it” was paused by a person (wait for the vendor)" in ask.text
+
+
+@pytest.mark.django_db
 def test_a_resolved_incident_asks_for_nothing() -> None:
     incident = IncidentFactory(state="resolved")
 

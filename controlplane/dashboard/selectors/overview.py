@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import redis
 import structlog
 from django.conf import settings
 from django.contrib.auth.models import AnonymousUser
+from django.db.models import Model, QuerySet
 from django.utils import timezone
 
 from controlplane.accounts.choices import Role
@@ -20,7 +21,7 @@ from controlplane.fleet.selectors import Cell, clusters_for, fleet_of
 from controlplane.incidents import limits, pricing
 from controlplane.incidents import selectors as incidents
 from controlplane.incidents.choices import ApprovalState, CaseState
-from controlplane.incidents.models import Approval, Breaker, RmaCase
+from controlplane.incidents.models import Approval, Breaker, Incident, RmaCase
 from controlplane.jobs.models import Job
 from controlplane.jobs.selectors import active_jobs_for
 
@@ -30,9 +31,12 @@ KEEPER_ALIVE_KEY = "drydock:keeper:alive"
 BEHIND_AFTER = timedelta(seconds=30)
 #: A larger cluster is drawn as a map instead of one tile for each node.
 TILES_UP_TO = 96
+#: So many of each kind that needs a person are shown; those beyond are counted.
+SHOWN = 50
 #: What interruptions cost is told over this time.
 COST_OVER = timedelta(days=30)
 
+Row = TypeVar("Row", bound=Model)
 log = structlog.get_logger(__name__)
 _redis = redis.Redis.from_url(
     settings.REDIS_URL, socket_timeout=1, socket_connect_timeout=1, decode_responses=True
@@ -121,6 +125,17 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A kind of which there is more than is shown, and the page that shows all of it."""
+
+    label: str
+    shown: int
+    total: int
+    page: str
+    query: str = ""
+
+
+@dataclass(frozen=True)
 class Needs:
     """What is open: what waits for a person, and what automation has in hand."""
 
@@ -128,32 +143,62 @@ class Needs:
     breakers: list[Breaker]
     cases: list[RmaCase]  # evidence collected, not yet with the vendor
     incidents: list[tuple[Any, incidents.Ask]]
-    runs: list[Any]  # waiting for a person, without an incident of their own
-
-    @property
-    def waiting(self) -> int:
-        """How many things a person has to act on."""
-        asked = sum(ask.kind in ("decide", "look") for _, ask in self.incidents)
-        own = len(self.approvals) + len(self.breakers) + len(self.cases)
-        return own + len(self.runs) + asked
+    runs: list[Any]  # waiting for a person, without an open incident of their own
+    waiting: int  # how many things a person has to act on, shown or not
+    left_out: list[LeftOut]
 
     def __bool__(self) -> bool:
         return bool(self.waiting or self.incidents)
 
 
 def needs_for(user: User | AnonymousUser, clusters: list[Cluster]) -> Needs:
-    unresolved = list(incidents.unresolved_for(user)[:50])
-    shown = {incident.id for incident in unresolved}
-    runs = incidents.runs_needing_operator_for(user)[:50]
-    asked = [(one, incidents.ask_of(one, list(one.runs.all()))) for one in unresolved]
-    # A plan to sign stands among the approvals already, with its incident.
-    asks = [(one, ask) for one, ask in asked if ask.kind != "sign"]
     waiting = Approval.objects.filter(cluster__in=clusters, state=ApprovalState.WAITING)
     to_send = RmaCase.objects.filter(cluster__in=clusters, state=CaseState.OPEN)
-    return Needs(
-        list(waiting.select_related("cluster", "run__incident", "run__node")[:50]),
-        list(limits.open_breakers(c.id for c in clusters).select_related("cluster")[:50]),
-        list(to_send.select_related("cluster", "gpu", "node")[:50]),
-        asks,
-        [run for run in runs if run.incident_id not in shown],
+    # A plan to sign stands among the approvals already, with its incident.
+    unresolved = incidents.unresolved_for(user).exclude(signs=True, waits=False)
+    approvals = Top.of(waiting.select_related("cluster", "run__incident", "run__node"))
+    breakers = Top.of(limits.open_breakers(c.id for c in clusters).select_related("cluster"))
+    cases = Top.of(to_send.select_related("cluster", "gpu", "node"))
+    runs = Top.of(incidents.runs_needing_operator_for(user))
+    found = Top.of(unresolved)
+    asking = sum(one.waits for one in found.rows)  # type: ignore[attr-defined]
+    if asking == len(found.rows) < found.total:
+        asking = unresolved.filter(waits=True).count()
+    everywhere = (
+        approvals.left_out("plans to sign", "incidents", "?state=unresolved"),
+        breakers.left_out("open breakers", "automation-page"),
+        runs.left_out("stopped playbooks", "automation-page"),
+        found.left_out("open incidents", "incidents", "?state=unresolved"),
+        cases.left_out("cards to send", "repairs"),
     )
+    return Needs(
+        approvals.rows,
+        breakers.rows,
+        cases.rows,
+        [(one, _ask_beside_approvals(one)) for one in found.rows],
+        runs.rows,
+        approvals.total + breakers.total + cases.total + runs.total + asking,
+        [one for one in everywhere if one.shown < one.total],
+    )
+
+
+def _ask_beside_approvals(incident: Incident) -> incidents.Ask:
+    runs = [run for run in incident.runs.all() if incidents.waiting_approval(run) is None]
+    return incidents.ask_of(incident, runs)
+
+
+@dataclass(frozen=True)
+class Top(Generic[Row]):
+    """The first rows of a list, and how many there are in all."""
+
+    rows: list[Row]
+    total: int
+
+    @classmethod
+    def of(cls, found: QuerySet[Row]) -> Top[Row]:
+        rows = list(found[: SHOWN + 1])
+        # Counted only where it is not known by then.
+        return cls(rows[:SHOWN], len(rows) if len(rows) <= SHOWN else found.count())
+
+    def left_out(self, label: str, page: str, query: str = "") -> LeftOut:
+        return LeftOut(label, len(self.rows), self.total, page, query)
