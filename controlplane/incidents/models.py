@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import partial
 
 from django.conf import settings
@@ -90,6 +91,11 @@ class Incident(models.Model):
     @property
     def unresolved(self) -> bool:
         return self.state in INCIDENT_UNRESOLVED
+
+    @property
+    def postmortem_digest(self) -> str:
+        """Names the post-mortem's present text, for whoever edits it."""
+        return hashlib.sha256(self.postmortem.encode()).hexdigest()
 
 
 class TimelineEntry(models.Model):

@@ -515,15 +515,39 @@ def test_the_longest_gap_is_the_jobs_own(viewer: Client, incident: Incident, job
 def test_the_post_mortem_is_edited_and_exported_as_written(
     operator: Client, incident: Incident
 ) -> None:
-    operator.post(
-        reverse("incident-postmortem", args=[incident.id]), {"text": "# What\n\n- it was"}
-    )
+    page = operator.get(reverse("incident", args=[incident.id])).content.decode()
+    _save_postmortem(operator, incident, page, "# What\n\n- it was")
 
     export = operator.get(reverse("incident-export", args=[incident.id]))
 
     assert export.content.decode() == "# What\n\n- it was"
     assert export["Content-Type"].startswith("text/markdown")
     assert export["Content-Disposition"] == f'attachment; filename="{incident.id}.md"'
+
+
+def test_a_post_mortem_that_nobody_read_is_not_overwritten(
+    operator: Client, incident: Incident
+) -> None:
+    before_it_was_drafted = operator.get(reverse("incident", args=[incident.id])).content.decode()
+    Incident.objects.filter(pk=incident.pk).update(postmortem="Drafted meanwhile.")
+
+    refused = _save_postmortem(operator, incident, before_it_was_drafted, "One sentence.")
+    incident.refresh_from_db()
+    kept = incident.postmortem
+    page = refused.content.decode()
+    _save_postmortem(operator, incident, page, "Drafted meanwhile. One sentence.")
+
+    incident.refresh_from_db()
+    assert (refused.status_code, kept) == (409, "Drafted meanwhile.")
+    assert re.search(r"<textarea id=\"postmortem-text\"[^>]*>\s*One sentence.</textarea>", page)
+    assert incident.postmortem == "Drafted meanwhile. One sentence."
+
+
+def _save_postmortem(operator: Client, incident: Incident, page: str, text: str) -> Page:
+    """Save it in the form that stands on `page`."""
+    editor = page[page.index('class="panel editor"') :]
+    form = dict(re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)"', editor))
+    return operator.post(reverse("incident-postmortem", args=[incident.id]), form | {"text": text})
 
 
 def test_older_incidents_are_paged_by_a_cursor(viewer: Client, cluster: Cluster) -> None:

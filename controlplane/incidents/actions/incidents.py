@@ -244,9 +244,18 @@ def add_note(actor: Actor, incident_id: str, text: str) -> None:
 
 
 @change()
-def save_postmortem(actor: Actor, incident_id: str, text: str) -> None:
-    """Replace the post-mortem's text."""
-    incident = Incident.objects.get(pk=incident_id)
+def save_postmortem(actor: Actor, incident_id: str, text: str, *, edited: str) -> None:
+    """Replace the post-mortem's text.
+
+    `edited` is the digest of the text that was edited; raises Conflict if another one stands there
+    by now: it would be lost unread.
+    """
+    incident = Incident.objects.select_for_update(no_key=True).get(pk=incident_id)
+    if incident.postmortem_digest != edited:
+        raise Conflict(
+            "the post-mortem was written or changed since you opened it, so yours is not saved; "
+            "look at both, then save what shall stand"
+        )
     Incident.objects.filter(pk=incident_id).update(postmortem=text)
     audit(
         actor,

@@ -125,14 +125,28 @@ def resolve(request: HttpRequest, incident_id: str) -> HttpResponse:
 @signed_in
 @needs(Access.OPERATOR)
 def postmortem(request: HttpRequest, incident_id: str) -> HttpResponse:
+    """Save the text, if the one that it was made from (`edited`) is still there."""
     text = request.POST.get("text", "")
+    edited = request.POST.get("edited", "")
     return _act(
-        request, incident_id, lambda actor: actions.save_postmortem(actor, incident_id, text)
+        request,
+        incident_id,
+        lambda actor: actions.save_postmortem(actor, incident_id, text, edited=edited),
+        unsaved=text,
     )
 
 
-def _act(request: HttpRequest, incident_id: str, deed: Callable[[Actor], object]) -> HttpResponse:
-    """Do one action as an operator of the incident's cluster, and show the page anew."""
+def _act(
+    request: HttpRequest,
+    incident_id: str,
+    deed: Callable[[Actor], object],
+    *,
+    unsaved: str | None = None,
+) -> HttpResponse:
+    """Do one action as an operator of the incident's cluster, and show the page anew.
+
+    A post-mortem that was refused is in the editor there, `unsaved`.
+    """
     found = selectors.incident_for(request.user, incident_id)
     return act(
         request,
@@ -140,12 +154,17 @@ def _act(request: HttpRequest, incident_id: str, deed: Callable[[Actor], object]
         deed,
         back=reverse("incident", args=[incident_id]),
         again=lambda status: incident_page(
-            request, selectors.incident_for(request.user, incident_id), status=status
+            request,
+            selectors.incident_for(request.user, incident_id),
+            status=status,
+            unsaved=unsaved,
         ),
     )
 
 
-def incident_page(request: HttpRequest, found: Incident, status: int = 200) -> HttpResponse:
+def incident_page(
+    request: HttpRequest, found: Incident, status: int = 200, unsaved: str | None = None
+) -> HttpResponse:
     """The on-call page; runs and approvals answer with it too, where they belong to an incident."""
 
     def context() -> dict[str, Any]:
@@ -153,6 +172,7 @@ def incident_page(request: HttpRequest, found: Incident, status: int = 200) -> H
         return {
             "live_path": reverse("incident", args=[found.id]),
             "incident": found,
+            "unsaved": unsaved,
             "runs": runs,
             "ask": selectors.ask_of(found, runs),
             "deeds": selectors.deeds_of(runs),
