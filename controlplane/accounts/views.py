@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from django.conf import settings
 from django.contrib.auth.forms import AuthenticationForm
@@ -14,6 +14,7 @@ from django.core.exceptions import ValidationError
 from django.http import HttpRequest
 from django.http.response import HttpResponseBase
 from django.shortcuts import resolve_url
+from django.utils.http import url_has_allowed_host_and_scheme
 from django_htmx.http import HttpResponseClientRedirect
 
 from controlplane.accounts import throttle
@@ -23,19 +24,37 @@ View = Callable[..., HttpResponseBase]
 
 
 def signed_in(view: View) -> View:
-    """Send whoever is not signed in to the login page, also from within a live update."""
+    """Send whoever is not signed in to the login page, also from within a live update.
+
+    From there they come back to the page on which they were.
+    """
 
     @wraps(view)
     def guarded(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
         if request.user.is_authenticated:
             return view(request, *args, **kwargs)
+        login = redirect_to_login(_page_of(request), resolve_url(settings.LOGIN_URL))
         if request.htmx:  # type: ignore[attr-defined]
-            page = urlsplit(request.htmx.current_url_abs_path or "/").path  # type: ignore[attr-defined]
-            login = redirect_to_login(page, resolve_url(settings.LOGIN_URL))
             return HttpResponseClientRedirect(login.url)
-        return redirect_to_login(request.get_full_path(), resolve_url(settings.LOGIN_URL))
+        return login
 
     return guarded
+
+
+def _page_of(request: HttpRequest) -> str:
+    """Where in our pages the browser stands: orders and live updates are sent from there."""
+    if request.htmx:  # type: ignore[attr-defined]
+        return _path_of(request.htmx.current_url_abs_path or "")  # type: ignore[attr-defined]
+    if request.method == "GET":
+        return request.get_full_path()
+    told = request.headers.get("Referer", "")
+    ours = url_has_allowed_host_and_scheme(told, {request.get_host()})
+    return _path_of(told if ours else "")
+
+
+def _path_of(address: str) -> str:
+    parts = urlsplit(address)
+    return urlunsplit(("", "", parts.path or "/", parts.query, ""))
 
 
 class LoginForm(AuthenticationForm):

@@ -128,6 +128,9 @@ def _page(
     found = _found(request)
     past = list(found.exclude(live)[: SHOWN + 1])
     context = {
+        # Where the page stands also when it answers an order, see `live_page`.
+        "live_path": reverse("tokens"),
+        "live_query": request.GET,
         "rows": _rows([*found.filter(live), *past[:SHOWN]]),
         "cut_at": SHOWN if len(past) > SHOWN else None,
         "made": made,

@@ -164,9 +164,14 @@ def _page(
 ) -> HttpResponse:
     asker = _asker(request)
     people = _found(request)
-    told = request.GET.get("user", "")
-    chosen_id = chosen_id or whole(told, 2**31 - 1)
+    query = request.GET.copy()
+    if chosen_id:
+        query["user"] = str(chosen_id)
+    chosen_id = whole(query.get("user", ""), 2**31 - 1)
     context = {
+        # Where the page stands also when it answers an order, see `live_page`.
+        "live_path": reverse("users"),
+        "live_query": query,
         "page": page_of(people, request.GET, sorts=SORTS),
         "q": request.GET.get("q", "").strip(),
         "chosen": roles.people_for(asker).filter(pk=chosen_id).first() if chosen_id else None,

@@ -16,6 +16,11 @@
       .replace(/ hx-swap-oob="true"/g, "")
       .replace(/\s+/g, " ");
 
+  // What answers an order is a page at the order's address, where nothing can be looked at:
+  // reloading it, signing in again or handing the address on must lead to the page itself.
+  const { address } = document.body.dataset;
+  if (address) history.replaceState(history.state, "", address);
+
   for (const region of document.querySelectorAll("[data-region]")) {
     received.set(region.id, newsOf(region.outerHTML));
   }

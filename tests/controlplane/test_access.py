@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import parse_qs, urlsplit
+
 import pytest
 from django.contrib.auth.models import AnonymousUser
 from django.test import Client
@@ -114,6 +116,39 @@ def test_a_live_update_after_signing_out_leads_to_the_login_page(incident: Incid
     )
 
     assert answer["HX-Redirect"] == f"{reverse('login')}?next={page}"
+
+
+def test_after_signing_in_a_live_update_goes_on_with_what_was_shown(incident: Incident) -> None:
+    page = f"{reverse('incidents')}?cluster={incident.cluster_id}"
+
+    answer = Client().get(
+        page, headers={"HX-Request": "true", "HX-Current-URL": f"http://testserver{page}"}
+    )
+
+    assert _next(answer["HX-Redirect"]) == page
+
+
+@pytest.mark.parametrize(
+    ("given_on", "leads_to"),
+    [
+        ("http://testserver/nodes/node_1?order=drain", "/nodes/node_1?order=drain"),
+        ("https://evil.example/nodes/node_1", "/"),
+        ("", "/"),
+    ],
+)
+def test_an_order_after_signing_out_leads_back_to_its_page(
+    given_on: str, leads_to: str, incident: Incident
+) -> None:
+    order = reverse("incident-acknowledge", args=[incident.id])
+
+    answer = Client().post(order, headers={"Referer": given_on})
+
+    assert _next(answer["Location"]) == leads_to
+
+
+def _next(login: str) -> str:
+    """Where the login page leads on to."""
+    return parse_qs(urlsplit(login).query)["next"][0]
 
 
 # --- Acting ---------------------------------------------------------------------------------------

@@ -8,9 +8,12 @@ body is not told in the tables below.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from html import unescape
 from typing import Any
+from urllib.parse import urljoin
 
 import pytest
 from django.db import transaction
@@ -195,15 +198,17 @@ class World:
     def tries(self, route: Route, caller: str) -> str:
         """What this caller hears on this route; whatever it wrote is undone."""
         client = self.clients[caller]
-        address = reverse(
-            route.name, kwargs={name: self._key(route, name) for name in route.arguments}
-        )
+        address = self.address_of(route)
         body = BODIES.get(route.name, {})
         with transaction.atomic():
             sent = {"reason": "because"} | (body(self) if callable(body) else body)
             answer = self._send(client, route, address, sent)
             transaction.set_rollback(True)
         return heard(answer)
+
+    def address_of(self, route: Route) -> str:
+        kwargs = {name: self._key(route, name) for name in route.arguments}
+        return reverse(route.name, kwargs=kwargs)
 
     def _send(self, client: Client, route: Route, address: str, body: dict[str, Any]) -> Any:
         if route.method == "get":
@@ -342,3 +347,30 @@ def test_each_caller_hears_what_the_route_declares(route: Route, settings: Any) 
     heard_by = {caller: world.tries(route, caller) for caller in CALLERS}
 
     assert heard_by == expected(route.access, api=route.api)
+
+
+def test_below_an_answer_to_an_order_all_links_lead_on(settings: Any) -> None:
+    settings.SIMULATED_FLEET = True
+    world = World()
+    client = world.clients["superuser"]
+    pages = [route for route in REACHED if not route.api and route.access is not Access.PUBLIC]
+
+    # Nothing that an order needs is told with it: most are refused, on the page they belong to.
+    sent = [(address, client.post(address)) for address in map(world.address_of, pages)]
+    refused = [(address, answer) for address, answer in sent if answer.status_code == 409]
+
+    # The browser now stands at the order's address, which answers nobody who only looks.
+    led_to = {urljoin(*link) for link in refused_links(refused)}
+    assert len(refused) > 20
+    assert {link for link in led_to if client.get(link).status_code == 405} == set()
+
+
+def refused_links(refused: list[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
+    """What can be followed below each answer, with its address; a form without one of its own."""
+    for address, answer in refused:
+        body = answer.content.decode()
+        forms = re.findall(r'<form [^>]*method="get"[^>]*>', body)
+        actions = [re.search(r'action="([^"]*)"', form) for form in forms]
+        told = re.findall(r'(?:href|hx-get|data-address)="(?!#)([^"]*)"', body)
+        followed = [*told, *(action[1] if action else "" for action in actions)]
+        yield from ((address, unescape(link)) for link in followed)

@@ -207,3 +207,22 @@ def test_a_plan_fits_a_phone(path: str, page: Page, fleet: Fleet) -> None:
 
     expect(page.get_by_role("heading", level=1)).to_be_in_viewport()
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+# --- Refused --------------------------------------------------------------------------------------
+
+
+def test_below_a_refused_order_the_browser_stands_at_the_page(
+    browser: Browser, live_server: LiveServer, fleet: Fleet
+) -> None:
+    refusal = "status of 409"
+    with operator_page(browser, live_server.url, fleet.cluster, expected=refusal) as page:
+        page.goto("/playbooks")
+        page.get_by_text("Announce maintenance").click()
+        page.get_by_label("for hours").fill("some")
+        page.fill("#window-reason", "switch firmware")
+
+        page.get_by_role("button", name="Announce").click()
+
+        expect(page.get_by_role("alert")).to_contain_text("for how many hours")
+        expect(page).to_have_url(f"{live_server.url}/playbooks?cluster={fleet.cluster.id}")

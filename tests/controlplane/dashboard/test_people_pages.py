@@ -201,9 +201,9 @@ def test_a_list_of_people_goes_on_after_the_last_one(root: Client) -> None:
         UserFactory(username=f"person-{number:02d}")
 
     first = words(root.get(reverse("users")))
-    more = re.search(r'href="(\?[^"]*cursor=[^"]+)"', first)
+    more = re.search(r'href="([^"]*cursor=[^"]+)"', first)
     assert more
-    second = words(root.get(reverse("users") + more[1].replace("&amp;", "&")))
+    second = words(root.get(more[1].replace("&amp;", "&")))
 
     assert "person-49" in first
     assert "person-50" not in first
