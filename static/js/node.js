@@ -37,7 +37,18 @@ async function update() {
   const answer = await fetch(`${box.dataset.url}?${query}`, { credentials: "same-origin" }).catch(() => null);
   if (!answer || !answer.ok || answer.redirected) return;
   told = await answer.json();
+  tell();
   draw();
+}
+
+// The table of cards is sent anew when something changes; readings are no change.
+function tell() {
+  for (const { index, present } of told.cards) {
+    for (const cell of document.querySelectorAll(`#node-cards [data-card="${index}"] [data-reading]`)) {
+      const value = present[cell.dataset.reading];
+      cell.textContent = figure(value == null ? null : Math.round(value));
+    }
+  }
 }
 
 // --- Drawing -------------------------------------------------------------------------------------

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from django.conf import settings
 from django.contrib.auth.models import AnonymousUser
 from django.db.models import Count, Q
 from django.http import Http404
@@ -79,7 +81,7 @@ class Card:
     repairs: int
     faults: list[Failure]
     case: RmaCase | None
-    reading: dict[str, Any]  # the newest; None for what could not be read
+    reading: dict[str, Any]  # the present one; None for what is not known
 
 
 def cards_of(node: Node) -> list[Card]:
@@ -98,8 +100,7 @@ def cards_of(node: Node) -> list[Card]:
         case.gpu_id: case
         for case in RmaCase.objects.filter(gpu__in=gpus).exclude(state=CaseState.CLOSED)
     }
-    newest = node.samples.order_by("-at").first()
-    readings = {one.get("uuid"): one for one in newest.gpus} if newest else {}
+    present = _present(node)
     return [
         Card(
             gpu,
@@ -107,7 +108,7 @@ def cards_of(node: Node) -> list[Card]:
             counts.get(gpu.uuid, {}).get("ever", 0),
             faults.get(gpu.uuid, []),
             cases.get(gpu.uuid),
-            dict.fromkeys(METRICS) | readings.get(gpu.uuid, {}),
+            present(gpu.uuid),
         )
         for gpu in gpus
     ]
@@ -156,6 +157,8 @@ WINDOWS: dict[str, tuple[str, float]] = {
 }
 #: A chart has at most this many points; each is the highest (of clocks: the lowest) it stands for.
 MAX_POINTS = 160
+#: A reading is told as the present one for so many intervals of sampling; then none is known.
+FRESH_FOR = 3
 METRICS = (
     "temperature_c",
     "power_w",
@@ -172,6 +175,7 @@ _LOWEST = frozenset({"sm_clock_mhz"})
 def readings_of(node: Node, window_s: float) -> dict[str, Any]:
     """The readings of every card as columns: `at`, and by card one list for each metric.
 
+    `present` is what each card's newest reading says, as long as that tells of the present.
     A missing reading is null: never the same as zero.
     """
     now = timezone.now()
@@ -185,6 +189,7 @@ def readings_of(node: Node, window_s: float) -> dict[str, Any]:
     columns = list(stretches.values())
     gpus = list(node.gpus.order_by("index").values_list("uuid", "index", "serial"))
     by_card = [[_readings(sample) for sample in stretch] for stretch in columns]
+    present = _present(node)
     return {
         "at": [round(stretch[-1].at.timestamp(), 3) for stretch in columns],
         "from": since.timestamp(),
@@ -193,11 +198,20 @@ def readings_of(node: Node, window_s: float) -> dict[str, Any]:
             {
                 "index": index,
                 "serial": serial,
+                "present": present(uuid),
                 **{metric: [_worst(one, uuid, metric) for one in by_card] for metric in METRICS},
             }
             for uuid, index, serial in gpus
         ],
     }
+
+
+def _present(node: Node) -> Callable[[str], dict[str, float | None]]:
+    """What is known of a card at present, by metric."""
+    fresh = timedelta(seconds=FRESH_FOR * settings.SAMPLE_INTERVAL_S)
+    newest = node.samples.filter(at__gte=timezone.now() - fresh).order_by("-at").first()
+    readings = _readings(newest) if newest else {}
+    return lambda uuid: {metric: readings.get(uuid, {}).get(metric) for metric in METRICS}
 
 
 def _readings(sample: NodeSample) -> dict[str, dict[str, Any]]:

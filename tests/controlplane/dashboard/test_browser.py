@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from django.db.models import F
+from django.utils import timezone
 from playwright.sync_api import Browser, Page, expect
 from pytest_django.live_server_helper import LiveServer
 
@@ -154,6 +155,19 @@ def test_readings_are_drawn_and_told_in_numbers(
 
     expect(page.locator('[data-last="temperature_c"]')).to_have_text("59")
     expect(page.locator("#readings-table tbody tr").first).to_contain_text("59")
+
+
+def test_what_a_card_reads_stays_true_without_any_change(
+    page: Page, fleet: Fleet, samples: list[NodeSample]
+) -> None:
+    page.goto(f"/nodes/{fleet.node.id}")
+    cell = page.get_by_test_id("card").nth(2).locator('[data-reading="temperature_c"]')
+    expect(cell).to_have_text("59")
+    reading = {"uuid": fleet.node.gpus.get(index=2).uuid, "temperature_c": 71.4}
+
+    NodeSample.objects.create(node=fleet.node, at=timezone.now(), gpus=[reading])
+
+    expect(cell).to_have_text("71", timeout=LIVE_MS)
 
 
 # --- A job's replica moves ------------------------------------------------------------------------

@@ -135,6 +135,59 @@ def test_a_long_time_is_told_in_a_bounded_number_of_points(viewer: Client, fleet
     assert len(answer.content) < 300_000
 
 
+#: What stands in a table where there is no number to tell.
+UNKNOWN = "\N{EN DASH}"
+
+
+def _sample(fleet: Fleet, ago: timedelta, **readings: float) -> None:
+    reading = {"uuid": fleet.card.uuid, **readings}
+    NodeSample.objects.create(node=fleet.node, at=timezone.now() - ago, gpus=[reading])
+
+
+def _card(client: Client, fleet: Fleet) -> dict[str, str]:
+    """What the table of cards says that the faulty one reads."""
+    page = _page(client, fleet)
+    row = page[page.index(f'data-card="{fleet.card.index}"') :].split("</tr>")[0]
+    cells = re.findall(r'data-reading="(\w+)">(.*?)</(?:td|span)>', row)
+    return {metric: re.sub("<[^>]+>", "", text) for metric, text in cells}
+
+
+def test_a_reading_is_the_present_one_only_while_it_is_new(
+    viewer: Client, fleet: Fleet, settings: Any
+) -> None:
+    settings.SAMPLE_INTERVAL_S = 60
+    address = reverse("node-samples", args=[fleet.node.id])
+    index = fleet.card.index
+
+    _sample(fleet, timedelta(seconds=200), temperature_c=91.0)
+    old = _card(viewer, fleet), viewer.get(address).json()["cards"][index]
+    _sample(fleet, timedelta(seconds=100), temperature_c=52.0, ecc_corrected=7)
+    new = _card(viewer, fleet), viewer.get(address).json()["cards"][index]
+
+    assert old[0]["temperature_c"] == UNKNOWN
+    assert (old[1]["present"]["temperature_c"], old[1]["temperature_c"]) == (None, [91.0])
+    assert new[0] == {
+        "temperature_c": "52",
+        "power_w": UNKNOWN,
+        "ecc_corrected": "7",
+        "ecc_uncorrected": UNKNOWN,
+    }
+    assert new[1]["present"]["temperature_c"] == 52.0
+
+
+def test_since_when_a_node_was_not_heard_is_told_only_of_one_that_is_silent(
+    viewer: Client, fleet: Fleet
+) -> None:
+    """Beats are no change that a page would learn of: what it said of the last one would grow old
+    before its reader's eyes."""
+    heard = _page(viewer, fleet)
+    Lease.objects.filter(node=fleet.node).update(reachable=False)
+    silent = _page(viewer, fleet)
+
+    assert "<dt>Heard</dt><dd>yes</dd>" in heard
+    assert re.search(r"<dt>Not heard for</dt><dd><time", silent)
+
+
 # --- Orders ---------------------------------------------------------------------------------------
 
 #: States in which an order makes sense, where a node at work is none.
