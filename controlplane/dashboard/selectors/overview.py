@@ -155,7 +155,7 @@ def needs_for(user: User | AnonymousUser, clusters: list[Cluster]) -> Needs:
     waiting = Approval.objects.filter(cluster__in=clusters, state=ApprovalState.WAITING)
     to_send = RmaCase.objects.filter(cluster__in=clusters, state=CaseState.OPEN)
     # A plan to sign stands among the approvals already, with its incident.
-    unresolved = incidents.unresolved_for(user).exclude(signs=True, waits=False)
+    unresolved = incidents.unresolved_for(user).exclude(signs=True, waits=False)  # type: ignore[misc]
     approvals = Top.of(waiting.select_related("cluster", "run__incident", "run__node"))
     breakers = Top.of(limits.open_breakers(c.id for c in clusters).select_related("cluster"))
     cases = Top.of(to_send.select_related("cluster", "gpu", "node"))
@@ -163,7 +163,7 @@ def needs_for(user: User | AnonymousUser, clusters: list[Cluster]) -> Needs:
     found = Top.of(unresolved)
     asking = sum(one.waits for one in found.rows)  # type: ignore[attr-defined]
     if asking == len(found.rows) < found.total:
-        asking = unresolved.filter(waits=True).count()
+        asking = unresolved.filter(waits=True).count()  # type: ignore[misc]
     everywhere = (
         approvals.left_out("plans to sign", "incidents", "?state=unresolved"),
         breakers.left_out("open breakers", "automation-page"),
