@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from runtime.checkpoint import store
+from runtime.checkpoint.manifest import Manifest
 from tests.ports import free_port
 from tests.runtime.forking import Forked
 
@@ -220,6 +222,18 @@ class Fleet:
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
+    def saved(self) -> int:
+        """The last step of the latest training of which a checkpoint on these disks is whole, read
+        to its last byte; -1 if there is none. Of a job whose processes are dead, or whose writers
+        alone live: they add later training, and never remove the latest that is whole."""
+        kinds = ("state*/checkpoints", "disk*/*/*/replica-*")
+        folders = [folder for kind in kinds for folder in self.folder.glob(kind)]
+        listed = [one for folder in folders for one in store.listed(folder)]
+        named = [(store.epoch_of(m), m.step, p) for p, m in listed if isinstance(m, Manifest)]
+        latest_first = sorted(named, reverse=True)
+        whole = (step for _epoch, step, path in latest_first if not store.verify(path))
+        return next(whole, -1)
+
     def last(self, replica: int) -> dict[str, Any]:
         steps = self.steps(replica)
         return steps[-1] if steps else {"step": -1, "members": [], "epoch": 0}
@@ -301,3 +315,26 @@ class Fleet:
             return Forked(arguments[0], environment, log)
         words = [sys.executable, *arguments]
         return subprocess.Popen(words, env=environment, stdout=log, stderr=log)
+
+
+@dataclass
+class Lives:
+    """Those of a job all of whose replicas die again and again: where each began. One that begins
+    anew ends with the same bits as one that goes on from what was saved."""
+
+    fleet: Fleet
+    made: list[int] = field(default_factory=lambda: [0])  # before each: so many steps of replica 0
+    saved: list[int] = field(default_factory=lambda: [-1])  # and the last that was saved
+
+    def ended(self) -> None:
+        """The next one is still to be started. It is owed what is saved by now, or later training:
+        a writer that outlives its trainer may add that."""
+        self.made.append(len(self.fleet.steps(0)))
+        self.saved.append(self.fleet.saved())
+
+    def began_too_early(self) -> list[tuple[int, int]]:
+        """With which step, where which was saved. Of one without a step the next tells."""
+        steps = self.fleet.steps(0)
+        began = [steps[made]["step"] for made in self.made]
+        owed = zip(began, self.saved, strict=True)
+        return [(step, saved) for step, saved in owed if step <= saved]

@@ -16,7 +16,7 @@ import pytest
 
 from runtime.checkpoint.suspects import TRIAL_STEPS
 from runtime.ledger.__main__ import main
-from tests.runtime.replicas import Fleet, until
+from tests.runtime.replicas import Fleet, Lives, until
 from tests.runtime.test_replicas import MakeFleet
 
 #: Dropout, AdamW and another optimizer with a schedule each, a scaler that overflows, averages;
@@ -44,21 +44,24 @@ LONG_S = 600.0  # of all steps once more
 def test_a_job_that_is_killed_as_a_whole_at_any_moment_ends_as_one_left_alone(
     make_fleet: MakeFleet, replicas: int, kills: int, seed: int
 ) -> None:
-    """Each step that was made twice has the same loss, too, and the ledger is whole."""
+    """Each step that was made twice has the same loss, too, and the ledger is whole. Each life goes
+    on from the newest checkpoint that is whole on any of the disks: all replicas come, and the one
+    that has it hands it on."""
     chance = random.Random(seed)  # noqa: S311 - moments, not secrets
     fleet = make_fleet(replicas, own_disks=True, options=dict(OPTIONS))
+    lives = Lives(fleet)
 
     for kill in range(kills):
         commits, within_s = moment(chance)
-        before = len(fleet.steps(0))
         fleet.start()
-        until(lambda made=before + commits: len(fleet.steps(0)) >= made, "it trains")  # type: ignore[misc]
+        until(lambda enough=lives.made[-1] + commits: len(fleet.steps(0)) >= enough, "it trains")  # type: ignore[misc]
         threading.Event().wait(within_s)
         assert all(rank.poll() is None for rank in fleet.ranks.values())
         kill_all(fleet)
+        lives.ended()
         print(  # noqa: T201
             f"seed {seed}, kill {kill}: after {commits} commits and {within_s:.3f} s, at step "
-            f"{fleet.last(0)['step']}, with {drafts(fleet)} checkpoints half written by now"
+            f"{fleet.last(0)['step']}, {lives.saved[-1]} is saved, {drafts(fleet)} are half written"
         )
     fleet.options["steps"] = fleet.last(0)["step"] + 1 + LAST
     alone = make_fleet(1, options={**fleet.options, **UNSAVED})
@@ -67,9 +70,10 @@ def test_a_job_that_is_killed_as_a_whole_at_any_moment_ends_as_one_left_alone(
     ended = [rank.wait(LONG_S) for one in (fleet, alone) for rank in one.ranks.values()]
 
     assert ended == [0] * (replicas + 1)
+    assert lives.began_too_early() == []
     assert fleet.weights() == alone.weights()
     assert results(fleet) == results(alone)
-    assert max(beginnings(fleet)) > 0
+    assert len({*lives.saved}) > 1 + kills / 3  # so many have saved something new
     assert main([str(fleet.folder / "state")]) == 0
 
 
@@ -92,10 +96,10 @@ def kill_all(fleet: Fleet) -> None:
             process.kill()
     fleet.kill(*fleet.ranks)
     fleet.coordinator.wait()
-    until(lambda: not any(map(lives, family)), "all are dead")
+    until(lambda: not any(map(is_alive, family)), "all are dead")
 
 
-def lives(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -111,9 +115,3 @@ def results(fleet: Fleet) -> set[str]:
     """What each step gave, in all lives: one line for each, if it gave the same in each."""
     keys = ("step", "loss", "grad_norm", "samples", "coverage")
     return {json.dumps([step[key] for key in keys]) for step in fleet.steps(0)}
-
-
-def beginnings(fleet: Fleet) -> list[int]:
-    """With which step each life began."""
-    first = {step["epoch"]: step["step"] for step in reversed(fleet.steps(0))}
-    return [*first.values()]

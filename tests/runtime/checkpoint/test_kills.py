@@ -22,9 +22,10 @@ from runtime.checkpoint.draft import sweep
 from runtime.snapshot import Copying
 from tests.runtime.checkpoint.one_rank import OneRank
 from tests.runtime.checkpoint.states import due, staged_at, state_of_step
-from tests.runtime.replicas import PATIENCE_S, Fleet, until
+from tests.runtime.replicas import PATIENCE_S, Fleet, Lives, until
 
 FIRST = 4  # step whose writer is killed
+LAST = 30  # so many steps more are made undisturbed
 
 
 def newest(folder: Path) -> int:
@@ -131,21 +132,26 @@ def test_a_job_killed_again_and_again_ends_as_one_left_alone(
 ) -> None:
     chance = random.Random(kills)  # noqa: S311 - moments, not secrets
     settings = {"rich": True, "data": "dataset", "workers": 2, "mode": mode}
-    steps = 40 + 20 * kills
-    alone = make_fleet(1, options={**settings, "steps": steps})
-    alone.start()
-    killed = make_fleet(1, options={**settings, "steps": steps, "checkpoint_s": 0.01})
-    killed.start()
+    killed = make_fleet(1, options={**settings, "checkpoint_s": 0.01})
+    killed.start_coordinator()
     checkpoints = killed.folder / "state" / "checkpoints"
+    lives = Lives(killed)
 
     for _ in range(kills):
+        killed.start_rank(0)
         until(lambda: store.candidates(checkpoints), "a checkpoint")
         saved = store.candidates(checkpoints)[0]
         until(lambda saved=saved: store.candidates(checkpoints)[0] > saved, "it goes on")  # type: ignore[misc]
         threading.Event().wait(chance.uniform(0, 0.5))
         killed.kill(0)
-        killed.start_rank(0)
+        lives.ended()
+    killed.options["steps"] = killed.last(0)["step"] + 1 + LAST
+    killed.start_rank(0)
+    alone = make_fleet(1, options={**settings, "steps": killed.options["steps"]})
+    alone.start()
 
     assert killed.ranks[0].wait(PATIENCE_S) == 0
     assert alone.ranks[0].wait(PATIENCE_S) == 0
+    assert lives.began_too_early() == []
     assert killed.weights() == alone.weights()
+    assert len({*lives.saved}) > 1 + kills / 2  # so many have saved something new
