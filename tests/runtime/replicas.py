@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -338,3 +339,11 @@ class Lives:
         began = [steps[made]["step"] for made in self.made]
         owed = zip(began, self.saved, strict=True)
         return [(step, saved) for step, saved in owed if step <= saved]
+
+    def loaded_by_workers(self) -> int:
+        """How many of them trained on what several workers of replica 0 had loaded; its rows have
+        to be signed."""
+        steps = self.fleet.steps(0)
+        of_each = [steps[a:b] for a, b in itertools.pairwise([*self.made, len(steps)])]
+        loaders = [{pid for step in life for pid in step["workers"]} for life in of_each]
+        return sum(len(pids) > 1 for pids in loaders)

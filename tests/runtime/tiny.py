@@ -10,6 +10,7 @@ bit of a sum decides on anything. If it `measures` it says after each step what 
 the step `evaluate_at` it does something else for a minute, at `forks_at` it forks a child that does
 nothing, from `freezes_at` on its first layer is trained no more. `data` is "ids", "dataset",
 "loader", "stateful" or "streams": what Batches is given; `workers` load it, `drop_last` ends it.
+If rows are `signed` by the process that loaded them it says after each step which workers had.
 The model is divided among the ranks of a replica.
 """
 
@@ -39,7 +40,7 @@ def main() -> None:
         "averages": True, "evaluate_at": -1, "pace_s": 0.003, "data": "ids", "workers": 0,
         "drop_last": False, "dropout": 0.5, "compare_every": 1000, "flips_at": -1,
         "straggler_after_s": 600, "stalled_after_s": 120, "calm": False, "clamps": False,
-        "forks_at": -1, "freezes_at": 1 << 60, "measures": False,
+        "forks_at": -1, "freezes_at": 1 << 60, "measures": False, "signed": False,
         **job.options,
     }  # fmt: skip
     folder = Path(options["folder"])
@@ -76,8 +77,13 @@ def main() -> None:
         kept = Kept(model)
         parts |= {"extra": {"steps": kept}, "after_step": kept.clamp}
 
+    loaders: set[int] = set()  # by their pids, of what was trained on since the last step
+
     def report(step: Any) -> None:
-        also = {"anonymous": anonymous()} if options["measures"] else {}
+        also: dict[str, Any] = {"anonymous": anonymous()} if options["measures"] else {}
+        if options["signed"]:
+            also["workers"] = sorted(loaders - {os.getpid()})
+            loaders.clear()
         steps_log.write(json.dumps({**vars(step), **also}) + "\n")
 
     with runtime.ReplicaGroup(
@@ -96,6 +102,9 @@ def main() -> None:
                 evaluating.touch()
                 time.sleep(60)  # as an evaluation takes long, and no step is made
             rows = data[list(shard.ids)] if options["data"] == "ids" else shard.data
+            if options["signed"]:
+                rows, pids = rows
+                loaders.update(pids.tolist())
             pieces = torch.split(rows, 2) if options["rich"] else [rows]
             for piece in pieces:
                 loss = (model(piece).squeeze(1) - piece.sum(1)).square().mean()
@@ -162,18 +171,19 @@ def divide(model: torch.nn.Sequential) -> None:
 
 def batches_of(options: dict[str, Any], data: torch.Tensor, shard_size: int) -> runtime.Batches:
     seed, workers, drop_last = options["seed"], options["workers"], options["drop_last"]
+    rows = SignedRows(data) if options["signed"] else Rows(data)
     if options["data"] == "ids":
         return runtime.Batches(
             samples=len(data), shard_size=shard_size, seed=seed, drop_last=drop_last
         )
     if options["data"] == "dataset":
         return runtime.Batches(
-            Rows(data), shard_size=shard_size, seed=seed, workers=workers, drop_last=drop_last
+            rows, shard_size=shard_size, seed=seed, workers=workers, drop_last=drop_last
         )
     if options["data"] == "streams":
         return runtime.Batches(factory=streams_of(data), shard_size=shard_size, seed=seed)
     loader = LOADERS[options["data"]]()(
-        Rows(data), batch_size=shard_size, shuffle=True, num_workers=workers, drop_last=drop_last
+        rows, batch_size=shard_size, shuffle=True, num_workers=workers, drop_last=drop_last
     )
     return runtime.Batches(loader, seed=seed)
 
@@ -200,7 +210,7 @@ def streams_of(data: torch.Tensor) -> Callable[[int, int], Iterator[torch.Tensor
     return rows
 
 
-class Rows(Dataset[torch.Tensor]):
+class Rows(Dataset[Any]):
     """The data with noise, as augmentation adds it."""
 
     def __init__(self, data: torch.Tensor) -> None:
@@ -209,8 +219,15 @@ class Rows(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getitem__(self, sample: int) -> torch.Tensor:
+    def __getitem__(self, sample: int) -> Any:
         return self.data[sample] + torch.randn(16) / 10
+
+
+class SignedRows(Rows):
+    """Each with the process that loaded it."""
+
+    def __getitem__(self, sample: int) -> Any:
+        return super().__getitem__(sample), os.getpid()
 
 
 class Momentum:

@@ -131,7 +131,7 @@ def test_a_job_killed_again_and_again_ends_as_one_left_alone(
     make_fleet: Callable[..., Fleet], mode: str, kills: int
 ) -> None:
     chance = random.Random(kills)  # noqa: S311 - moments, not secrets
-    settings = {"rich": True, "data": "dataset", "workers": 2, "mode": mode}
+    settings = {"rich": True, "data": "dataset", "workers": 2, "signed": True, "mode": mode}
     killed = make_fleet(1, options={**settings, "checkpoint_s": 0.01})
     killed.start_coordinator()
     checkpoints = killed.folder / "state" / "checkpoints"
@@ -155,3 +155,4 @@ def test_a_job_killed_again_and_again_ends_as_one_left_alone(
     assert lives.began_too_early() == []
     assert killed.weights() == alone.weights()
     assert len({*lives.saved}) > 1 + kills / 2  # so many have saved something new
+    assert lives.loaded_by_workers() >= (kills + 1) / 2
