@@ -1,6 +1,9 @@
 """The hand of the runner in one process of a job: strikes when it is ordered to, and writes down
 what the process passes through.
 
+A blow that is aimed at a phase of the training falls in it: while the training goes on, but not
+beyond the end of that phase until the blow has fallen.
+
 It talks to the runner through files alone, so that a process whose connections are broken is still
 told and heard. Imports no torch: a checkpoint's writer has none.
 """
@@ -13,6 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,9 @@ from runtime.torture.kinds import ANY, KINDS, Order
 ENV_FOLDER = "DRYDOCK_TORTURE"
 #: Which rank a process is, or is a writer of.
 ENV_OF_RANK = "DRYDOCK_TORTURE_RANK"
+#: Where the training is that is in no phase.
+BETWEEN = "between"
+SOONEST_S = 1e-4  # what is to come sooner than that comes at once
 
 
 class Hand:
@@ -32,13 +39,29 @@ class Hand:
     def __init__(self, folder: Path, placement: str, rank: int) -> None:
         self.folder = folder
         self.rank = rank
+        self.phase = ""  # of the training of this process, if that trains
+        #: whether others still take part in the sum that this process takes part in
+        self.under_way: Callable[[], bool] = lambda: True
+        self._blow = threading.Event()  # set but while one is due that is aimed at a phase
+        self._blow.set()
+        self._put_off: Order | None = None
         self._orders = order_file(folder, placement)
         self._events = os.open(
             events_file(folder, placement), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600
         )
 
+    def enter(self, phase: str) -> None:
+        """The phase of the training before this one is over, once what was aimed at it has
+        fallen."""
+        self._blow.wait()
+        self.phase = phase
+
     def at(self, phase: str, step: int = -1) -> None:
         """A phase has begun: strike, if that is ordered."""
+        if self._put_off is not None and self._put_off.phase == phase:
+            late, self._put_off = self._put_off, None
+            self._obey(late, step)
+            return
         order = self._order()
         # At any moment of the training, that is: a writer's would not be a replica's.
         phases = {phase, ANY} if phase in PHASES else {phase}
@@ -61,14 +84,30 @@ class Hand:
             return None
 
     def _obey(self, order: Order, step: int) -> None:
+        if order.phase in PHASES:
+            self._blow.clear()
+
         def strike() -> None:
-            self.tell("struck", fault=order.fault, step=step)
-            KINDS[order.kind].strike(order)
+            try:
+                self._strike(order, step)
+            finally:
+                self._blow.set()
 
         if order.delay_s:
             threading.Timer(order.delay_s, strike).start()
         else:
             strike()
+
+    def _strike(self, order: Order, step: int) -> None:
+        """At once; but if the sum that was to be struck is whole by now, in the next step, and
+        sooner."""
+        if order.phase == "reduce" and not self.under_way():
+            sooner = order.delay_s / 2 if order.delay_s > SOONEST_S else 0.0
+            self._put_off = replace(order, delay_s=sooner)
+            return
+        self.tell("struck", fault=order.fault, step=step, phase=self.phase)
+        KINDS[order.kind].strike(order)
+        self.tell("landed", fault=order.fault, phase=self.phase)
 
 
 def from_environment() -> Hand:

@@ -116,6 +116,12 @@ def send(number: int) -> Callable[[Order], None]:
     return lambda order: os.kill(order.pid or os.getpid(), number)
 
 
+def halt(_order: Order) -> None:
+    """Stop this process. Sent to this very thread: what is sent to a process may be taken up by
+    another one, and this would run on until that has stopped them all."""
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+
 def cut(_order: Order) -> None:
     """Shut down every TCP connection of this process; its listening sockets stay."""
     for connection in _sockets():
@@ -134,10 +140,15 @@ def blackhole(order: Order) -> None:
 
     Where the run has a network of its own, that does it. Elsewhere a socket filter of the kernel's
     drops what arrives, without privileges; what this process sends still leaves, but with no
-    acknowledgement it soon falls silent.
+    acknowledgement it soon falls silent. A network takes longer than a sum to be cut, so there too
+    the filter drops what arrives until that is done.
     """
+    _swallow()
     if path := os.environ.get(ENV_SOCKET):
-        ask(path, op="isolate", replica=order.replica, seconds=order.seconds)
+        try:
+            ask(path, op="isolate", replica=order.replica, seconds=order.seconds)
+        finally:
+            _filter(SO_DETACH_FILTER, 0)
         return
     threading.Thread(target=swallow, args=(order.seconds,), daemon=True).start()
 
@@ -159,14 +170,17 @@ def nothing(_order: Order) -> None:
 
 def swallow(seconds: float) -> None:
     """Drop what arrives at any TCP socket of this process, for so long."""
-    # One instruction of classic BPF: accept no byte.
-    program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
-    dropping = struct.pack("HP", 1, ctypes.addressof(program))
     until = time.monotonic() + seconds
     while time.monotonic() < until:  # again and again: a new connection must not get out either
-        _filter(SO_ATTACH_FILTER, dropping)
+        _swallow()
         time.sleep(REAPPLY_S)
     _filter(SO_DETACH_FILTER, 0)
+
+
+def _swallow() -> None:
+    # One instruction of classic BPF: accept no byte.
+    program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+    _filter(SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
 
 
 def _filter(option: int, value: bytes | int) -> None:
@@ -218,7 +232,7 @@ KINDS: dict[str, Kind] = {
         Kind(
             name="stop",
             meaning="SIGSTOP: a silent peer; woken or killed once it was given up",
-            strike=send(signal.SIGSTOP),
+            strike=halt,
             signal=signal.SIGSTOP,
             endings=("woken", "killed"),
             seconds=(0.2, 1.5),

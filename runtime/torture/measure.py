@@ -24,6 +24,9 @@ class Figures:
     fault: int
     kind: str
     phase: str
+    #: in which its victims' training was when they were struck, and when the blow had fallen; of
+    #: those who strike themselves
+    landed: list[str]
     ending: str
     hasty: bool  # made while the victims of the fault before it were still away
     replicas: list[int]  # harmed
@@ -68,6 +71,7 @@ def measure(
         fault=fault.number,
         kind=fault.kind,
         phase=fault.phase,
+        landed=_landed(fault.number, watch),
         ending=fault.ending,
         hasty=fault.hasty,
         replicas=list(fault.victims),
@@ -81,6 +85,11 @@ def measure(
         **_resumed(made.restart, watch, first, until),
         **_rejoin(made, watch, started, others, until),
     )
+
+
+def _landed(fault: int, watch: Watch) -> list[str]:
+    told = [event.data for event in (*watch.find("struck"), *watch.find("landed"))]
+    return sorted({one["phase"] for one in told if one["fault"] == fault and one["phase"]})
 
 
 def _given_up(made: Made, beside: Iterable[Made], lost: Iterable[Event], until: float) -> list[int]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from runtime.client import CheckpointSaved, Sender, Trouble
 from runtime.replica.observing import Observer, Phase
 from runtime.torture import hand
-from runtime.torture.hand import Hand, around
+from runtime.torture.hand import BETWEEN, Hand, around
 from runtime.torture.kinds import COPY, LOAD
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from runtime.replica.telling import Committed
 
 ENV_PACE = "DRYDOCK_TORTURE_PACE"  # seconds
+#: What a newcomer passes through for each step that its peers made since it began with theirs.
+REPLAYED = ("apply", "optimizer")
 ENV_SAVES = "DRYDOCK_TORTURE_SAVES"  # seconds between two saves at most; 0: as the script has it
 
 
@@ -33,6 +35,7 @@ def from_environment() -> Observer:
     """What DRYDOCK_OBSERVER names."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the runner asks, should we hang
     ours = hand.from_environment()
+    watch_sums(ours)
     watch_checkpoints(ours)
     if every_s := float(os.environ[ENV_SAVES]):
         save_every(every_s)
@@ -56,6 +59,8 @@ class Torturer(Observer):
         self._job = job
 
     def at(self, phase: Phase, step: int) -> None:
+        if not (phase in REPLAYED and self._is_entering()):
+            self.hand.enter(phase)
         if phase in ("regroup", "sync"):
             self._tell("phase", phase=phase, step=step)
         if phase == "forward" and self.pace_s:
@@ -63,6 +68,8 @@ class Torturer(Observer):
         self.hand.at(phase, step)
 
     def committed(self, step: Committed) -> None:
+        if not self._is_entering():
+            self.hand.enter(BETWEEN)
         self._tell("commit", **vars(step))
         if self.hand.rank:
             return
@@ -72,6 +79,7 @@ class Torturer(Observer):
             self._job.stop.set()  # the wish travels with the next step, after which all stop
 
     def granted(self, message: dict[str, Any]) -> None:
+        self.hand.enter(BETWEEN)
         members = {str(m["replica"]): m["placement"] for m in message["members"]}
         self._tell("granted", epoch=message["epoch"], members=members)
 
@@ -92,9 +100,32 @@ class Torturer(Observer):
             ledger=[asdict(entry) for entry in state.ledger.since()],
         )
 
+    def _is_entering(self) -> bool:
+        """A newcomer takes the state over until it is let in, whatever it replays meanwhile."""
+        return self.hand.phase == "sync"
+
     def _tell(self, what: str, **data: Any) -> None:
         if not self.hand.rank:
             self.hand.tell(what, **data)
+
+
+def watch_sums(hand: Hand) -> None:
+    """Have the hand know whether the sum is under way that the training waits for. Of one on cards
+    it is believed to be: only the thread that began it may ask."""
+    from runtime.replica.gloo import Gloo  # with torch, which a rank has by now
+
+    def run(inner: Callable[..., None], gloo: Gloo, start: Callable[..., Any], *rest: Any) -> None:
+        def begin(group: Any) -> Any:
+            work = start(group)
+            hand.under_way = lambda: not work.is_completed()
+            return work
+
+        try:
+            inner(gloo, begin, *rest)
+        finally:  # its group is freed with the last that knows the sum
+            hand.under_way = lambda: False
+
+    around(Gloo, "_run", run)
 
 
 def watch_checkpoints(hand: Hand) -> None:

@@ -15,7 +15,8 @@ from runtime.torture.hand import events_file
 class Event:
     """One thing that one start of a replica passed through."""
 
-    what: str  # phase, commit, granted, lost, struck, met, trouble, saved, loaded, ended, part
+    #: phase, commit, granted, lost, struck, landed, met, trouble, saved, loaded, ended, part
+    what: str
     at: float  # monotonic, which is one clock for all processes of a machine
     replica: int
     placement: str

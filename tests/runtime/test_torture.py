@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from runtime.torture.__main__ import figures_of, parse
 from runtime.torture.faults import Fault, Settings, plan
-from runtime.torture.kinds import ANY, KINDS, MOMENTS, SHARED, WRITING
+from runtime.torture.hand import Hand, events_file, order_file
+from runtime.torture.kinds import ANY, KINDS, MOMENTS, SHARED, WRITING, Order
 from runtime.torture.made import Death, Made
 from runtime.torture.measure import Figures, measure
 from runtime.torture.network import impossible
@@ -32,9 +33,9 @@ from tests.runtime.replicas import ROOT, until
 
 STEPS = 6
 FIGURES = Figures(
-    fault=1, kind="kill", phase="reduce", ending="replaced", hasty=False, replicas=[1], step=2,
-    detect_s=0.03, regroup_s=0.1, gap_s=0.15, rejoin_s=4.0, rejoin_gap_s=0.1, load_s=None,
-    back_s=None, again=None, given_up=[], alarms={}, recovered=True,
+    fault=1, kind="kill", phase="reduce", landed=["reduce"], ending="replaced", hasty=False,
+    replicas=[1], step=2, detect_s=0.03, regroup_s=0.1, gap_s=0.15, rejoin_s=4.0,
+    rejoin_gap_s=0.1, load_s=None, back_s=None, again=None, given_up=[], alarms={}, recovered=True,
 )  # fmt: skip
 
 made_up_settings = st.builds(
@@ -151,7 +152,13 @@ def test_a_fault_is_timed_by_what_its_survivors_wrote(tmp_path: Path) -> None:
             event("granted", at=14.7, epoch=3, members={"0": "plc_0", "1": "plc_2"}),
             commit(5, at=14.9),
         ],
-        "plc_1": [commit(0, at=9.9, placement="plc_1"), commit(1, at=10.0, placement="plc_1")],
+        "plc_1": [
+            commit(0, at=9.9, placement="plc_1"),
+            commit(1, at=10.0, placement="plc_1"),
+            event("struck", at=10.05, placement="plc_1", fault=1, step=2, phase="forward"),
+            event("landed", at=10.07, placement="plc_1", fault=1, phase="backward"),
+            event("struck", at=10.08, placement="plc_1", fault=2, step=2, phase="apply"),
+        ],
         "plc_2": [
             event("phase", at=14.5, placement="plc_2", phase="sync", step=0),
             event("granted", at=14.7, placement="plc_2", epoch=3, members={"1": "plc_2"}),
@@ -169,6 +176,7 @@ def test_a_fault_is_timed_by_what_its_survivors_wrote(tmp_path: Path) -> None:
 
     figures = measure(made, watch, {"plc_0": 1.0, "plc_1": 1.0, "plc_2": 10.3})
 
+    assert figures.landed == ["backward", "forward"]
     assert figures.detect_s == pytest.approx(0.01)
     assert figures.regroup_s == pytest.approx(0.05)
     assert figures.gap_s == pytest.approx(0.2)
@@ -240,6 +248,61 @@ def test_who_a_fault_struck_itself_is_not_excused_by_it(tmp_path: Path) -> None:
     run.made = [Made(fault, step=1, struck=[10.0], hurt={"plc_1"}, back_at=15.0)]
 
     assert figures_of(cast(Run, run), 0).given_up == [1]
+
+
+# --- the blow -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told_to_strike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A hand with an order for a phase, that strikes only by noting in which it does."""
+
+    def make(phase: str, delay_s: float) -> tuple[Hand, list[str]]:
+        hand, fell = Hand(tmp_path, "plc_0", 0), list[str]()
+        noting = replace(KINDS["cut"], strike=lambda _order: fell.append(hand.phase))
+        monkeypatch.setitem(KINDS, "cut", noting)
+        order = Order(fault=3, kind="cut", phase=phase, delay_s=delay_s, seconds=0.0)
+        order_file(tmp_path, "plc_0").write_text(json.dumps(asdict(order)))
+        return hand, fell
+
+    return make
+
+
+def come_to(hand: Hand, *phases: str) -> None:
+    for phase in phases:
+        hand.enter(phase)
+        hand.at(phase, 7)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.05])
+def test_a_phase_is_not_left_before_the_blow_that_is_aimed_at_it_has_fallen(
+    told_to_strike: Any, delay_s: float
+) -> None:
+    hand, fell = told_to_strike("apply", delay_s)
+
+    come_to(hand, "reduce", "apply", "optimizer")
+
+    assert fell == ["apply"]
+    told = [json.loads(one) for one in events_file(hand.folder, "plc_0").read_text().splitlines()]
+    assert [(one["what"], one["data"]["phase"]) for one in told] == [
+        ("struck", "apply"),
+        ("landed", "apply"),
+    ]
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.02])
+def test_a_blow_aimed_at_a_sum_that_is_there_already_waits_for_the_next(
+    told_to_strike: Any, delay_s: float
+) -> None:
+    hand, fell = told_to_strike("reduce", delay_s)
+
+    hand.under_way = lambda: False
+    come_to(hand, "reduce", "apply")
+    before = [*fell]
+    hand.under_way = lambda: True
+    come_to(hand, "reduce", "apply")
+
+    assert (before, fell) == ([], ["reduce"])
 
 
 # --- the judgement --------------------------------------------------------------------------------
@@ -504,6 +567,7 @@ def test_three_replicas_survive_and_end_as_if_nothing_had_happened(tmp_path: Pat
     assert report["ledger"] == {"lost": 0, "duplicated": 0, "dropped": 0}
     assert report["survivor_deaths"] == 0
     assert {f["phase"] for f in report["failures"]} == {"reduce", "regroup"}
+    assert all(f["landed"] == [f["phase"]] for f in report["failures"])
     assert all(f["detect_s"] < f["regroup_s"] for f in report["failures"])
     assert run.returncode == 0
     assert [*tmp_path.iterdir()] == []
@@ -587,6 +651,7 @@ def test_on_a_network_of_its_own_silent_and_parted_replicas_are_done_without(
 
     assert report["ledger"] == {"lost": 0, "duplicated": 0, "dropped": 0}
     assert [f["kind"] for f in report["failures"]] == ["blackhole", "part"]
+    assert [f["landed"] for f in report["failures"]] == [["reduce"], ["reduce"]]
     assert all(f["detect_s"] is not None for f in report["failures"])
     assert [*tmp_path.iterdir()] == []
 
@@ -601,6 +666,7 @@ def test_where_no_network_can_be_made_a_replica_drops_what_reaches_it(tmp_path: 
 
     assert report["mode"] == "reproducible"
     assert [f["gap_s"] is not None for f in report["failures"]] == [True]
+    assert [f["landed"] for f in report["failures"]] == [["reduce"]]
 
 
 @pytest.mark.skipif(bool(impossible()), reason=f"no network of its own here: {impossible()}")
