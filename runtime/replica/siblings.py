@@ -209,6 +209,7 @@ class Siblings:
         finally:
             late.cancel()
             self._hang_up(connection)
+            hang_up(connection)  # closed alone it stays open for as long as anything has `lines`
             connection.close()
             if sibling is not None:
                 sibling.answers.put({})
