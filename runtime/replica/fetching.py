@@ -5,6 +5,7 @@ What arrived survives a lost connection. Nothing is believed before its hash was
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import threading
@@ -103,6 +104,7 @@ def fetch_state(donors: Sequence[str], token: str, step: int, digest: str) -> St
 
     Raises PeerFailed if they cannot give it whole, Damaged if the whole is not what was announced.
     """
+    began = time.monotonic()
     manifest = _manifest(donors, token, step, digest)
     # The kernel gives large pages in jerks, which whoever trains on this machine feels.
     download = Download(manifest, pages(int(manifest["bytes"]), large=False))
@@ -114,7 +116,10 @@ def fetch_state(donors: Sequence[str], token: str, step: int, digest: str) -> St
         thread.start()
     for thread in threads:
         thread.join()
-    return download.whole()
+    staged = download.whole()
+    took_s, gave = time.monotonic() - began, json.dumps(download.sources)
+    log.info("state_fetched step=%s took_s=%.2f chunks=%s", step, took_s, gave)
+    return staged
 
 
 def fetch_reduced(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import pytest
@@ -95,28 +97,34 @@ class Gate:
 
 
 class Held:
-    """Passes one connection on to a donor, and holds it up after so many bytes until it is let."""
+    """Passes connections on to a donor, one after another, and holds up whatever is longer than so
+    many bytes behind these until it is let."""
 
     def __init__(self, address: str, after: int) -> None:
         host, _, port = address.rpartition(":")
         self.target = (host, int(port))
         self.after = after
+        self.held = threading.Event()
         self.let = threading.Event()
         self.server = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self.server.getsockname()[1]}"
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError), self.server:
+        while True:
             near, _ = self.server.accept()
-            far = socket.create_connection(self.target)
-            threading.Thread(target=Gate._forward, args=(near, far), daemon=True).start()
-            passed = 0
-            while data := far.recv(1 << 16):
-                near.sendall(data)
-                passed += len(data)
-                if passed >= self.after:
-                    self.let.wait(PATIENCE_S)
+            with contextlib.suppress(OSError), near, socket.create_connection(self.target) as far:
+                threading.Thread(target=Gate._forward, args=(near, far), daemon=True).start()
+                self._pass_back(near, far)
+
+    def _pass_back(self, near: socket.socket, far: socket.socket) -> None:
+        passed = 0
+        while data := far.recv(1 << 16):
+            near.sendall(data)
+            passed += len(data)
+            if passed >= self.after:
+                self.held.set()
+                self.let.wait(PATIENCE_S)
 
 
 @pytest.fixture
@@ -149,22 +157,27 @@ def test_a_state_arrives_bit_for_bit(donor: Donor) -> None:
     assert (staged.step, staged.digest) == (7, stage(STATE, 7).digest)
 
 
-def test_several_peers_each_give_a_part(make_donor: Callable[[], Donor]) -> None:
+def test_several_peers_each_give_a_part(
+    make_donor: Callable[[], Donor], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "drydock.peers")
     donors = [make_donor() for _ in range(3)]
-    digests = {donor.offer(STATE) for donor in donors}
-    download = Download(manifest_of(donors[0]), allocate(SIZE))
+    (digest,) = {donor.offer(STATE) for donor in donors}
+    gates = [Held(donor.address, CHUNK_BYTES + HEADER.size) for donor in donors]
 
-    threads = [
-        threading.Thread(target=download.draw, args=(d.address, "right"), daemon=True)
-        for d in donors
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    with ThreadPoolExecutor(1) as newcomer:
+        fetched = newcomer.submit(fetch_state, [gate.address for gate in gates], "right", 7, digest)
+        gave_a_chunk = [gate.held.wait(PATIENCE_S) for gate in gates]  # and no more for now
+        for gate in gates:
+            gate.let.set()
 
-    assert {download.whole().digest} == digests
-    assert sum(download.sources.values()) == MEGABYTES
+    assert gave_a_chunk == [True] * 3
+    assert fetched.result().digest == digest
+    (told,) = caplog.messages  # no connection failed, so all of them gave at the same time
+    assert told.startswith("state_fetched step=7 ")
+    gave = json.loads(told.partition("chunks=")[2])
+    assert set(gave) == {gate.address for gate in gates}
+    assert sum(gave.values()) == MEGABYTES
 
 
 def test_what_arrived_before_a_connection_broke_is_not_fetched_again(donor: Donor) -> None:

@@ -8,8 +8,9 @@ data is drawn), `seed`, `rate`. It `clamps` its weights after each step, and cou
 trains with all that a loop may have besides, with or without `averages`; if it is `calm`, no last
 bit of a sum decides on anything. If it `measures` it says after each step what memory it has. At
 the step `evaluate_at` it does something else for a minute, at `forks_at` it forks a child that does
-nothing, from `freezes_at` on its first layer is trained no more. `data` is "ids", "dataset",
-"loader", "stateful" or "streams": what Batches is given; `workers` load it, `drop_last` ends it.
+nothing, from `freezes_at` on its first layer is trained no more. If it `tells` it logs what
+happens, not only what goes wrong. `data` is "ids", "dataset", "loader", "stateful" or "streams":
+what Batches is given; `workers` load it, `drop_last` ends it.
 If rows are `signed` by the process that loaded them it says after each step which workers had.
 The model is divided among the ranks of a replica.
 """
@@ -17,6 +18,7 @@ The model is divided among the ranks of a replica.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import time
@@ -41,8 +43,11 @@ def main() -> None:
         "drop_last": False, "dropout": 0.5, "compare_every": 1000, "flips_at": -1,
         "straggler_after_s": 600, "stalled_after_s": 120, "calm": False, "clamps": False,
         "forks_at": -1, "freezes_at": 1 << 60, "measures": False, "signed": False,
+        "tells": False,
         **job.options,
     }  # fmt: skip
+    if options["tells"]:
+        logging.basicConfig(level=logging.INFO)
     folder = Path(options["folder"])
     name = f"{job.replica}.{job.rank}" if job.rank else f"{job.replica}"
     steps_log = (folder / f"steps.{name}").open("a", buffering=1)
