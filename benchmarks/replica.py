@@ -7,7 +7,8 @@ silent one, a newcomer.
 All train the same model on the same torch, in turns in one run. torchft 0.2.0 and its nightly of
 2026-10-26 are installed on first use, each in an environment of its own outside the repository.
 docs/replica-benchmark.md says what each column means. A full run takes some 40 minutes where
-processors are slow; more rounds, turns and rejoins tell more.
+processors are slow; more rounds, turns and rejoins tell more. Of newcomers a full run has no time
+for more than two of each; where they alone are asked for there are six, enough for an interval.
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rivals import plot, report
+from benchmarks.rivals.figures import ENOUGH
 from benchmarks.rivals.results import PARTS, Plan, machine, measure
 from benchmarks.rivals.task import State
 
 #: The one of which all is trained is exchanged whole with each step; the others show what sending
 #: costs.
 STATES = (State(10.0), State(100.0, trained=True), State(400.0))
+#: Newcomers of each contender and state: in a run that has other parts too, and in one of them
+#: alone.
+REJOINS, REJOINS_ALONE = 2, ENOUGH
 LEAST = {"rounds": 2, "turns": 6}  # heavy gradients have a half and a third of them
 QUICK = {
     "rounds": 4, "turns": 20, "kills": 8, "rival_kills": 4, "default_kills": 0,
@@ -95,7 +100,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--stops", type=int, default=10, help="of ours, and as many black holes")
     parser.add_argument("--rival-stops", type=int, default=3)
     parser.add_argument("--default-stops", type=int, default=1, help="of rivals as they come")
-    parser.add_argument("--rejoins", type=int, default=2, help="of each, for each size of state")
+    parser.add_argument(
+        "--rejoins", type=int,
+        help=f"of each, for each size of state; {REJOINS}, or {REJOINS_ALONE} if the parts are "
+        "rejoin alone",
+    )  # fmt: skip
     parser.add_argument(
         "--states", type=states, default=STATES, metavar="MB,...",
         help="that newcomers are given: MB, as good as none of it trained; 100t: all of it",
@@ -104,6 +113,8 @@ def arguments() -> argparse.Namespace:
     if options.quick:  # but for what is said beside it
         parser.set_defaults(**QUICK)
         options = parser.parse_args()
+    if options.rejoins is None:
+        options.rejoins = REJOINS_ALONE if options.parts == ("rejoin",) else REJOINS
     for name, least in LEAST.items():
         if getattr(options, name) < least:
             parser.error(f"--{name} is {getattr(options, name)}: give {least} or more")

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks import replica
 from benchmarks.rivals import plot, report
 from benchmarks.rivals.contenders import BOTH, OURS
 from benchmarks.rivals.figures import (
@@ -161,6 +162,85 @@ def test_the_tables_name_everybody_also_who_did_not_survive() -> None:
     assert "a rival" in text
     assert "none: nobody went on" in text
     assert "1 / 2" in text
+
+
+def verdicts(given: dict[str, Any]) -> list[str]:
+    return [line for line in report.lines(given) if line.startswith("ours: ")]
+
+
+def test_each_limit_is_kept_or_missed_beside_its_table() -> None:
+    nobody = "0 died, 0 hung, 0 not back, 0 not made (all 0: kept)"
+    samples = "ours: 12 samples lost, 2 steps of another batch (both 0: MISSED)"
+    assert verdicts(rows()) == [
+        "ours: +1.0%, up to +2.0% (<= 1%: MISSED)",
+        f"ours: p99 0.200 s (<= 0.3: kept), {nobody}",
+        samples,
+        f"ours: worst 2.100 s (<= 2.5: kept), {nobody}",
+        samples,
+        "ours: median 2.00 steps (<= 2: kept), worst 2.00 (<= 2: kept), "
+        "1 never entered (0: MISSED)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("part", "number", "changed", "said"),
+    [
+        ("healthy", 1, {"high": 1.009}, "+1.0%, up to +0.9% (<= 1%: kept)"),
+        ("healthy", 1, {"low": None, "high": None}, "of too few turns for an interval: MISSED"),
+        ("kill", 0, {"gaps_s": [0.1, 0.31]}, "p99 0.310 s (<= 0.3: MISSED)"),
+        ("kill", 0, {"gaps_s": [0.1]}, "p99 never (<= 0.3: MISSED)"),  # the other has no end
+        ("kill", 0, {"died": 1}, "1 died, 0 hung, 0 not back, 0 not made (all 0: MISSED)"),
+        ("kill", 0, {"hung": 1}, "1 hung, 0 not back, 0 not made (all 0: MISSED)"),
+        ("kill", 0, {"not_back": 1}, "1 not back, 0 not made (all 0: MISSED)"),
+        ("kill", 0, {"made": 0, "gaps_s": []}, "2 not made (all 0: MISSED)"),
+        ("silent", 0, {"gaps_s": [1.9, 2.6]}, "worst 2.600 s (<= 2.5: MISSED)"),
+        ("rejoin", 0, {"gaps_steps": [1.5, 2.04, 2.3]}, "median 2.04 steps (<= 2: MISSED)"),
+        ("rejoin", 0, {"gaps_steps": [1.5, 1.6, 2.3]}, "worst 2.30 (<= 2: MISSED)"),
+        ("rejoin", 0, {"failed": 0}, "0 never entered (0: kept)"),
+    ],
+)
+def test_one_that_is_worse_misses_its_limit(
+    part: str, number: int, changed: dict[str, Any], said: str
+) -> None:
+    given = rows()
+    given[part][number] |= changed
+
+    assert said in "\n".join(verdicts(given))
+
+
+def test_where_nobody_of_ours_went_on_the_samples_are_no_proof() -> None:
+    given = rows()
+    given["kill"][0]["samples"] = {**given["kill"][0]["samples"], "steps": 0}
+
+    assert "ours: nobody went on: MISSED" in verdicts(given)
+
+
+def test_six_newcomers_have_an_interval_and_fewer_have_none() -> None:
+    given = rows()
+    six = [1.5, 1.6, 1.7, 1.8, 1.9, 2.0]
+    given["rejoin"].append({**given["rejoin"][0], "name": "a rival", "gaps_steps": six})
+    (ours, theirs) = [line for line in report.lines(given) if line.endswith("0.50 s")]
+
+    assert " 2.0             -    2.0   1.5 " in ours
+    assert " 1.8    1.6 to 1.9    2.0   1.5 " in theirs
+
+
+@pytest.mark.parametrize(
+    ("said", "rejoins"),
+    [
+        ([], 2),  # all parts, for which there are 40 minutes
+        (["--parts", "rejoin"], 6),
+        (["--parts", "rejoin,kill"], 2),
+        (["--parts", "rejoin", "--rejoins", "3"], 3),
+        (["--parts", "rejoin", "--quick"], 1),
+    ],
+)
+def test_newcomers_alone_are_as_many_as_an_interval_takes(
+    monkeypatch: pytest.MonkeyPatch, said: list[str], rejoins: int
+) -> None:
+    monkeypatch.setattr("sys.argv", ["replica.py", *said])
+
+    assert replica.arguments().rejoins == rejoins
 
 
 def test_parts_of_another_day_stand_below_their_own_machine() -> None:
