@@ -34,9 +34,7 @@ from tests.runtime.replicas import TOKEN, Fleet
 
 PATIENCE_S = 30.0
 STAGED = stage({"weight": torch.arange(CHUNK_BYTES >> 2, dtype=torch.float32)}, 7)
-LABEL = Label(
-    run="r", rank=0, ranks=1, step=7, save="save7", epoch=1, bytes=STAGED.table.bytes
-)  # fmt: skip
+LABEL = Label(run="r", rank=0, ranks=1, step=7, save="save7", epoch=1, bytes=STAGED.table.bytes)
 
 
 class Acts:
@@ -85,10 +83,7 @@ ANY_FORM = pytest.mark.parametrize("form", [bare, as_description, as_chunk])
 Form = Callable[[bytes], bytes]
 
 
-# --- sent to those who listen ---------------------------------------------------------------------
-
-
-# Each gives its address, and a first line that it takes from one who knows the token.
+# --- sent to those who listen: each by its address, and a first line that it takes with the token -
 
 
 def state_server(stack: ExitStack) -> tuple[str, dict[str, Any]]:
