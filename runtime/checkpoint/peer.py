@@ -31,6 +31,8 @@ from runtime.serving import STRANGER, TIMEOUT_S, Requests
 
 log = logging.getLogger("drydock.checkpoint")
 
+#: Names another module to run as the holder: one that fails when it is told to, for a trial.
+HOLDER_MODULE = "DRYDOCK_CHECKPOINT_HOLDER"
 START_S = 20.0  # how long a holder may take to start
 AGAIN_S, SELDOM_S = 1.0, 60.0  # after one was lost, and at most once none can be had
 #: So long saves to a holder fail until another is asked: one that died is back in a few seconds.
@@ -197,9 +199,10 @@ def _started(folder: Path, job: str, token: str, host: str, port: int) -> str:
     # rank: a card's fault hits those who compute on it.
     for name in (client.ENV_PLACEMENT, client.ENV_RANK):
         environment.pop(name, None)
+    module = os.environ.get(HOLDER_MODULE, "runtime.checkpoint.holder")
     with (folder / job / "holder.log").open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "runtime.checkpoint.holder", *arguments],
+            [sys.executable, "-m", module, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=output,

@@ -20,9 +20,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from runtime.checkpoint import coding
+from runtime.checkpoint.objects import ObjectStore
 from runtime.torture.faults import Fault, Settings, each, phases_of, plan
-from runtime.torture.kinds import KINDS, MOMENTS, OF_NETWORK
-from runtime.torture.launch import STATE, Fleet, Script
+from runtime.torture.kinds import KINDS, MOMENTS, OF_NETWORK, PACK, TO_OBJECTS
+from runtime.torture.launch import JOB, STATE, Fleet, Script
 from runtime.torture.ledger import counted
 from runtime.torture.measure import Figures, measure, median_step
 from runtime.torture.network import MAX_REPLICAS, NoNetwork, impossible
@@ -35,6 +37,7 @@ MODES = ("reproducible", "cover", "drop")
 DEFAULT_FAULTS = 10
 #: What ends a run: what was waited for did not come, or a coordinator or holder did not answer.
 GIVEN_UP = (Hung, OSError)
+FILE = "file://"
 DUMP_S = 1.0  # how long hung ranks have to write their stacks down
 
 
@@ -67,6 +70,8 @@ def clear(folder: Path, options: argparse.Namespace) -> None:
     shutil.rmtree(folder)
     if options.disk is not None:
         shutil.rmtree(options.disk / STATE, ignore_errors=True)
+    if options.objects:
+        shutil.rmtree(of_job(options.objects), ignore_errors=True)
 
 
 def torture(options: argparse.Namespace, folder: Path) -> Report:
@@ -80,6 +85,7 @@ def torture(options: argparse.Namespace, folder: Path) -> Report:
         options.ranks,
         SAVES_S if options.settings.stores else 0.0,
         options.disk,
+        options.objects,
         networked=options.settings.network,
     ) as fleet:
         run = Run(fleet, options.patience)
@@ -206,7 +212,7 @@ def parser_of_options() -> argparse.ArgumentParser:
     )
     length.add_argument("--minutes", type=float, default=0.0, help="make faults for so long")
     add("--kinds", type=names_of(tuple(KINDS)), help="with commas between; all of them if not said")
-    add("--phases", type=names_of(MOMENTS), default=MOMENTS, help=", ".join(MOMENTS))
+    add("--phases", type=names_of(MOMENTS), help=", ".join(MOMENTS))
     add(
         "--network",
         choices=("own", "shared"),
@@ -218,6 +224,11 @@ def parser_of_options() -> argparse.ArgumentParser:
     add("--at-once", type=int, default=2, help="replicas struck at once, at most")
     add("--pace", type=float, default=0.0, help="seconds that a shard takes besides, while broken")
     add("--disk", type=Path, help="where the shared folder is; a file system of its own is filled")
+    add(
+        "--objects",
+        default="",
+        help=f"file:// URL of a folder that is the job's object store; for {', '.join(TO_OBJECTS)}",
+    )
     add("--patience", type=float, default=PATIENCE_S, help="seconds for each wait")
     add("--keep", action="store_true", help="keep the logs though all is well")
     add("--json", action="store_true", help="one object on standard output, and nothing else there")
@@ -247,6 +258,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
                 f"{options.disk / STATE} exists, and of what is there nothing is to be damaged: "
                 "give another --disk, or remove it if a run left it"
             )
+    if options.objects and (flaw := flaw_of_objects(options.objects)):
+        parser.error(f"--objects {options.objects}: {flaw}")
+    lacking = lacks(options.objects)
+    if options.phases is None:
+        options.phases = tuple(phase for phase in MOMENTS if phase not in lacking)
+    if odd := lacking.keys() & set(options.phases):
+        parser.error("; ".join(f"--phases {phase}: {lacking[phase]}" for phase in sorted(odd)))
     why = impossible() if options.network != "shared" else "--network shared"
     if options.network == "own" and why:
         parser.error(f"--network own: {why}")
@@ -284,6 +302,30 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     return options
+
+
+def flaw_of_objects(url: str) -> str:
+    """Why this cannot be the object store of a run; "" if it can."""
+    if not url.startswith(FILE + "/"):
+        return f"give a folder's, {FILE}/...: what is saved there is damaged and removed"
+    if of_job(url).exists():
+        return f"{of_job(url)} exists: give another folder, or remove it if a run left it"
+    try:
+        ObjectStore(url, JOB)
+    except (ImportError, ValueError) as error:
+        return f"{error}: install fsspec"
+    return ""
+
+
+def of_job(url: str) -> Path:
+    """What a run puts into this store."""
+    return Path(url.removeprefix(FILE)) / JOB
+
+
+def lacks(objects: str) -> dict[str, str]:
+    """The phases that cannot be come to here, and what they need."""
+    found = {} if objects else dict.fromkeys(TO_OBJECTS, "give the job an object store, --objects")
+    return found if coding.is_installed() else {**found, PACK: coding.INSTALL}
 
 
 def object_of(given: str) -> dict[str, Any]:

@@ -16,9 +16,12 @@ from runtime.torture.kinds import (
     DISKS,
     DONOR,
     KINDS,
-    LOAD,
+    LOADING,
     MOMENTS,
+    RECEIVE,
+    SAVING,
     STORING,
+    TO_OBJECTS,
     WRITING,
     Ending,
     Kind,
@@ -38,8 +41,9 @@ REACH_S = {
     DONOR: 0.1,
     AWAY: 0.3,
     COPY: 0.002,
-    LOAD: 0.02,
+    **dict.fromkeys(LOADING, 0.02),
     **dict.fromkeys(WRITING, 0.002),
+    RECEIVE: 0.0,  # a small state would have come whole by then
     **dict.fromkeys(DISKS, 0.1),
     ANY: 0.1,
 }
@@ -57,7 +61,7 @@ class Fault:
     kind: str
     phase: str
     #: the replica that is killed to bring about the phase: regroup, sync, donor; of an outage the
-    #: one that comes to it
+    #: one that comes to it, or on whose node the holder does
     first: int | None
     targets: tuple[int, ...]  # who reads the order; for the coordinator: who strikes it
     ending: Ending
@@ -71,7 +75,7 @@ class Fault:
     @property
     def restarts(self) -> bool:
         """Whether the whole job is killed, and started again."""
-        return KINDS[self.kind].target == "job" or self.phase == LOAD
+        return KINDS[self.kind].target == "job" or self.phase in LOADING
 
     @property
     def victims(self) -> tuple[int, ...]:
@@ -170,6 +174,8 @@ def _fault(
     away = before.victims if before is not None and hasty else ()
     order = [replica for replica in range(settings.replicas) if replica not in away]
     chance.shuffle(order)
+    if phase in TO_OBJECTS:  # the first of all members alone saves there
+        order.sort(key=lambda replica: replica != 0)
     most = min(settings.at_once, len(order) - 1) if kind.several else 1
     count = chance.choice((1, chance.randint(1, most)))
     first: int | None = None
@@ -179,9 +185,9 @@ def _fault(
     elif phase in AFTER_A_DEATH:
         first, targets = order[0], tuple(order[1 : 1 + min(count, settings.replicas - 2)])
     elif kind.target == "job":
-        first = order[0] if phase in (COPY, *WRITING) else None
+        first = order[0] if phase in (COPY, *SAVING) else None
         targets = tuple(order)
-    elif phase == LOAD:
+    elif phase in LOADING:
         targets = tuple(order[:1])
     return Fault(
         number=number,
@@ -190,13 +196,18 @@ def _fault(
         first=first,
         targets=tuple(sorted(targets)),
         ending=chance.choice(kind.endings),
-        delay_s=0.0 if kind.blocks else round(chance.uniform(0, REACH_S[phase]), 6),
+        delay_s=0.0 if kind.blocks else round(chance.uniform(0, _reach_s(kind, phase)), 6),
         seconds=round(chance.uniform(*kind.seconds), 3),
         calm_steps=chance.randint(*CALM_STEPS),
         hasty=hasty,
         rank=chance.randrange(settings.ranks) if settings.ranks > 1 else 0,
         other=next(r for r in order if r not in (*targets, first)) if kind.pairs else None,
     )
+
+
+def _reach_s(kind: Kind, phase: str) -> float:
+    """A holder gives a state in as short a time as it was given it."""
+    return REACH_S[RECEIVE if kind.target == "holder" else phase]
 
 
 def _may_be_hasty(settings: Settings, kind: Kind, phase: str, before: Fault | None) -> bool:
@@ -209,7 +220,7 @@ def _may_be_hasty(settings: Settings, kind: Kind, phase: str, before: Fault | No
         and not kind.pairs
         and before.ending != "stays"
         and 0 < len(before.victims) < settings.replicas - 1
-        and phase not in ("sync", LOAD, *AFTER_A_DEATH)
+        and phase not in ("sync", *LOADING, *AFTER_A_DEATH)
     )
 
 

@@ -26,22 +26,34 @@ ANY = "any"
 DONOR = "donor"  # while a newcomer takes the state over, one of those who have it is struck
 AWAY = "away"  # while the coordinator is dead
 COPY = "copy"  # of a state, for its checkpoint, beside the training
-LOAD = "load"  # the whole job was killed, and reads a checkpoint
+LOAD = "load"  # the whole job was killed, and reads a checkpoint from its disks
+RECALL = "recall"  # the same, but the nodes' memory stayed, and it reads what that holds
+#: In which the whole job begins anew.
+LOADING = (LOAD, RECALL)
+PACK = "pack"  # of a save, in its writer: a file of which some is packed
+#: Of a save to an object store, in its writer.
+TO_OBJECTS: tuple[str, ...] = ("put", "announce", "expire")
 #: Of a save, in its writer.
-WRITING: tuple[str, ...] = ("write", "publish", "verify", "prune", "replicate")
+WRITING: tuple[str, ...] = (
+    *("write", PACK, "publish", "verify", "prune", "replicate"),
+    *TO_OBJECTS,
+)
+RECEIVE = "receive"  # of a save, in the holder to whose memory it comes
+#: Of a save, in another process than the training.
+SAVING = (*WRITING, RECEIVE)
 #: Of the whole job, but not of what its nodes hold in memory.
 CRASH, BAD_MEMORY = "crash", "badmemory"
 LOCAL, SHARED, BOTH = "local", "shared", "both"
 #: Which disks: each node's own, the shared folder's, or both.
 DISKS: tuple[str, ...] = (LOCAL, SHARED, BOTH)
 #: Where a fault may be told to strike.
-MOMENTS: tuple[str, ...] = (*PHASES, DONOR, AWAY, COPY, *WRITING, LOAD, *DISKS, ANY)
+MOMENTS: tuple[str, ...] = (*PHASES, DONOR, AWAY, COPY, *SAVING, *LOADING, *DISKS, ANY)
 #: Those that come only if the job saves and loads.
-STORING = (COPY, *WRITING, LOAD, *DISKS)
+STORING = (COPY, *SAVING, *LOADING, *DISKS)
 AT_A_STEP = tuple(moment for moment in MOMENTS if moment not in STORING)
 
 #: What is struck.
-Target = Literal["replica", "coordinator", "job", "writer", "disk"]
+Target = Literal["replica", "coordinator", "job", "writer", "holder", "disk"]
 
 #: What becomes of whoever was struck.
 Ending = Literal[
@@ -108,7 +120,7 @@ class Kind:
     @property
     def stores(self) -> bool:
         """Whether it needs a job that saves, whatever the phase."""
-        return self.target in ("job", "writer", "disk")
+        return self.target in ("job", "writer", "holder", "disk")
 
 
 def send(number: int) -> Callable[[Order], None]:
@@ -217,7 +229,7 @@ KINDS: dict[str, Kind] = {
             signal=signal.SIGKILL,
             endings=("replaced",),
             several=True,
-            phases=(*AT_A_STEP, COPY, LOAD),
+            phases=(*AT_A_STEP, COPY, *LOADING),
             share=7,
         ),
         Kind(
@@ -308,6 +320,16 @@ KINDS: dict[str, Kind] = {
             phases=WRITING,
         ),
         Kind(
+            name="holder",
+            meaning="SIGKILL of a process that holds states for peers, while it is given or gives",
+            strike=send(signal.SIGKILL),
+            endings=("replaced",),
+            breaks=False,
+            drops=False,
+            target="holder",
+            phases=(RECEIVE, RECALL),
+        ),
+        Kind(
             name="full",
             meaning="a disk of checkpoints is full for some seconds",
             strike=nothing,
@@ -335,7 +357,7 @@ KINDS: dict[str, Kind] = {
             strike=send(signal.SIGKILL),
             endings=("replaced",),
             target="job",
-            phases=(COPY, *WRITING, ANY),
+            phases=(COPY, *SAVING, ANY),
         ),
         Kind(
             name=BAD_MEMORY,

@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -24,8 +25,11 @@ from typing import Any, Self
 import runtime
 from runtime import client
 from runtime.checkpoint.handle import WRITER_MODULE
-from runtime.checkpoint.peer import running
+from runtime.checkpoint.holder import ADDRESS
+from runtime.checkpoint.objects import ObjectStore
+from runtime.checkpoint.peer import HOLDER_MODULE, running
 from runtime.replica.observing import ENV_OBSERVER
+from runtime.torture import holder
 from runtime.torture.hand import ENV_FOLDER, ENV_OF_RANK
 from runtime.torture.network import ENV_SOCKET, Network
 from runtime.torture.observer import ENV_PACE, ENV_SAVES, end_file
@@ -96,14 +100,15 @@ class Fleet:
         ranks: int = 1,
         saves_s: float = 0.0,
         disk: Path | None = None,
+        objects: str = "",
         *,
         networked: bool = False,
     ) -> None:
         """`pace_s`: what each shard takes besides, as if an accelerator computed it. `ranks`: of
         each replica. `saves_s`: each replica has a node of its own, with a disk and a holder, and
         saves to all tiers that often; 0: none has, and it saves as the script does. `disk`: where
-        the shared folder is, if elsewhere. `networked`: each replica has a machine of its own in a
-        network of the run's own."""
+        the shared folder is, if elsewhere. `objects`: the URL of the object store, if there is one.
+        `networked`: each replica has a machine of its own in a network of the run's own."""
         self.folder = folder
         self.script = script
         self.pace_s = pace_s
@@ -111,7 +116,7 @@ class Fleet:
         self.divided = ranks
         self.saves_s = saves_s
         self.state = (disk or folder) / STATE
-        self.holders: list[subprocess.Popen[bytes]] = []
+        self.objects = objects
         self.networked = networked
         self.network: Network | None = None
         self.token = secrets.token_hex(8)
@@ -137,6 +142,7 @@ class Fleet:
             kill(process)
         for process in self._processes:
             process.wait()
+        self.end_holders()  # those that ranks started
         end_fault(self.folder)
         late = time.monotonic() + WRITERS_S
         while not all_ended(self.folder) and time.monotonic() < late:
@@ -165,14 +171,18 @@ class Fleet:
         found = self.disk(replica).glob(f"{JOB}/*/replica-*-rank-*")
         return sorted(path for path in found if path.is_dir())
 
+    def object_store(self) -> ObjectStore | None:
+        return ObjectStore(self.objects, JOB) if self.objects else None
+
     def start_holders(self) -> None:
-        """On each node one. They are ours, so that they end with us."""
+        """On each node one; a rank of that node starts it anew if it dies."""
         for replica in range(self.replicas) if self.saves_s else []:
             memory = str(self.folder / f"memory{replica}")
-            words = ["-m", "runtime.checkpoint.holder", "--job", JOB, "--folder", memory]
+            words = ["-m", holder.MODULE, "--job", JOB, "--folder", memory]
             if self.network:
                 words += ["--host", self.network.address(replica)]
-            self.holders.append(self._run(f"holder{replica}", words, {}, replica))
+            environment = {**self._hand(), client.ENV_REPLICA: str(replica)}
+            self._run(holder.name_of(replica), words, environment, replica)
 
     def hold(self) -> bool:
         """Whether all holders are up, so that no rank starts another."""
@@ -180,14 +190,27 @@ class Fleet:
 
     def holding(self) -> list[str]:
         """The holders' addresses, "" for one that is not up."""
-        memories = [self.folder / f"memory{r}" / JOB for r in range(len(self.holders))]
-        return [running(memory) for memory in memories]
+        return [running(memory) for memory in self._memories()]
+
+    def holders(self) -> list[int]:
+        """Of those that are up the process ids."""
+        up = [memory for memory in self._memories() if running(memory)]
+        return [int(json.loads((memory / ADDRESS).read_bytes())["pid"]) for memory in up]
 
     def end_holders(self) -> None:
         """With all that was in the nodes' memory."""
-        for process in self.holders:
-            end(process)
-        self.holders.clear()
+        gone = []
+        for process in self.holders():
+            gone.append(os.pidfd_open(process))
+            signal.pidfd_send_signal(gone[-1], signal.SIGKILL)
+        for one in gone:
+            select.select([one], [], [])
+            os.close(one)
+
+    def _memories(self) -> list[Path]:
+        """The folders in which the holders are found."""
+        replicas = range(self.replicas) if self.saves_s else []
+        return [self.folder / f"memory{replica}" / JOB for replica in replicas]
 
     def start_coordinator(self) -> None:
         """Start it, on the port it had before if any; `listening` tells when it is up."""
@@ -235,10 +258,11 @@ class Fleet:
             client.ENV_OPTIONS: json.dumps(self.script.options),
             ENV_MODE: self.script.mode,
             ENV_OBSERVER: "runtime.torture.observer:from_environment",
-            ENV_FOLDER: str(self.folder),
+            **self._hand(),
             ENV_PACE: str(self.pace_s),
             ENV_SAVES: str(self.saves_s),
             WRITER_MODULE: MODULE,
+            HOLDER_MODULE: holder.MODULE,
             **(self._node_of(replica) if self.saves_s else {}),
         }
         words = [str(self.script.path), *self.script.arguments]
@@ -289,7 +313,12 @@ class Fleet:
             client.ENV_LOCAL_DIR: str(self.disk(replica)),
             client.ENV_HOLDER_DIR: str(self.folder / f"memory{replica}"),
             client.ENV_DOMAIN: f"node{replica}",
+            **({client.ENV_OBJECT_STORE: self.objects} if self.objects else {}),
         }
+
+    def _hand(self) -> dict[str, str]:
+        """What the runner's hand in a process is to know, and what ends with the runner."""
+        return {ENV_FOLDER: str(self.folder), holder.ENV_RUNNER: str(os.getpid())}
 
     def _log_names(self, replica: int) -> list[str]:
         return [f"replica{replica}", *(f"replica{replica}.{k}" for k in range(1, self.divided))]

@@ -18,10 +18,12 @@ from runtime.client import CheckpointSaved, Sender, Trouble
 from runtime.replica.observing import Observer, Phase
 from runtime.torture import hand
 from runtime.torture.hand import BETWEEN, Hand, around
-from runtime.torture.kinds import COPY, LOAD
+from runtime.torture.kinds import COPY, LOAD, RECALL
 
 if TYPE_CHECKING:
+    from runtime.checkpoint.tiers import TierName
     from runtime.job import Job
+    from runtime.replica.rank import Rank
     from runtime.replica.state import TrainingState
     from runtime.replica.telling import Committed
 
@@ -132,7 +134,7 @@ def watch_checkpoints(hand: Hand) -> None:
     """Pass on what an engineer and the control plane are told of checkpoints, and come to the
     phases of a rank that no observer is told of."""
     from runtime.checkpoint import Checkpointer  # with torch, which a rank has by now
-    from runtime.replica.rank import Rank
+    from runtime.replica import rank as ranks
     from runtime.replica.together import Together
 
     def tell(inner: Callable[..., None], sender: Sender, message: Any) -> None:
@@ -148,9 +150,9 @@ def watch_checkpoints(hand: Hand) -> None:
             hand.at(COPY, copying.step)
         return copying
 
-    def read(inner: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        hand.at(LOAD)
-        return inner(*given, **named)
+    def read(inner: Callable[..., Any], rank: Rank, *, name: str, tier: TierName) -> Any:
+        hand.at(RECALL if tier == "peer" else LOAD)
+        return inner(rank, name=name, tier=tier)
 
     def load(inner: Callable[..., None], together: Together, *given: Any) -> None:
         began = time.monotonic()
@@ -159,7 +161,7 @@ def watch_checkpoints(hand: Hand) -> None:
 
     around(Sender, "tell", tell)
     around(Checkpointer, "save", save)
-    around(Rank, "read", read)
+    around(ranks.Rank, "read", read)
     around(Together, "load", load)
 
 

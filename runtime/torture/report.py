@@ -100,7 +100,7 @@ def judge(
     problems += [
         f"fault {f.fault} ({f.kind}, {f.phase}): {broken}"
         for f in figures
-        for broken in _disk(f, disturbed.step_s or 0.0)
+        for broken in _beside(f, disturbed.step_s or 0.0)
     ]
     digests = _digests(disturbed, problems, "")
     if disturbed.steps is None:
@@ -153,13 +153,17 @@ def judge(
     )
 
 
-def _disk(figures: Figures, step_s: float) -> list[str]:
-    """What a disk that fails should not have done to a job with such steps, in words."""
-    if KINDS[figures.kind].target != "disk":
+def _beside(figures: Figures, step_s: float) -> list[str]:
+    """What a disk or a holder that fails should not have done to a job with such steps, in
+    words."""
+    target = KINDS[figures.kind].target
+    if target not in ("disk", "holder"):
         return []
-    found = [*broken_promises(figures.kind, figures.phase, figures.alarms)]
+    found: list[str] = []
+    if target == "disk":
+        found += broken_promises(figures.kind, figures.phase, figures.alarms)
     if figures.gap_s is not None and figures.gap_s > STALL_S + step_s:
-        found.append(f"the training waited for the disk, {_milliseconds(figures.gap_s)} ms")
+        found.append(f"the training waited for the {target}, {_milliseconds(figures.gap_s)} ms")
     return found
 
 

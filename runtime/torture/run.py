@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 
-from runtime.torture import storage
+from runtime.torture import holder, storage
 from runtime.torture.faults import Fault
 from runtime.torture.hand import order_file
 from runtime.torture.kinds import ANY, AWAY, DONOR, KINDS, Kind, Order
@@ -50,6 +50,7 @@ class Run:
         self.problems: list[str] = []
         self.steps: int | None = None  # once known
         self.damaged: set[tuple[Path, int]] = set()  # checkpoints, as `storage.mark` has them
+        self.flipped: set[str] = set()  # digests of states in holders' memory that we have damaged
         self._doomed: set[str] = set()  # placements that may end
         self._sent_away: set[str] = set()  # of those who end of their own will
         self._struck: set[str] = set()  # placements that a fault was aimed at, and is not over
@@ -157,14 +158,22 @@ class Run:
         made.struck += self.await_blows(made, targets)
         return targets
 
-    def await_blows(self, made: Made, targets: list[Rank]) -> list[float]:
-        """Until who was ordered to strike has; when each did."""
+    def await_blows(
+        self, made: Made, targets: list[Rank], who: Callable[[Rank], str] = storage.of_rank
+    ) -> list[float]:
+        """Until who was ordered to strike has; when each did. `who`: see `order`."""
+        placements = [who(rank) for rank in targets]
+
+        def blows() -> list[float]:
+            found = self.watch.find("struck", *placements)
+            return [event.at for event in found if event.data["fault"] == made.fault.number]
+
         self.until(
-            lambda: len(self._blows(made, targets)) == len(targets),
+            lambda: len(blows()) == len(targets),
             f"replicas {[rank.replica for rank in targets]} come to {made.fault.phase} and are "
             f"struck there, fault {made.fault.number}",
         )
-        return self._blows(made, targets)
+        return blows()
 
     def _newcomer(self, made: Made, *, struck: bool = False) -> Rank:
         """Kill the fault's first victim, and when the others train on start it anew."""
@@ -176,8 +185,9 @@ class Run:
         made.returning.add(rank.placement)
         return rank
 
-    def order(self, made: Made, rank: Rank) -> None:
-        """Have this replica strike, when it comes to the fault's phase."""
+    def order(self, made: Made, rank: Rank, who: Callable[[Rank], str] = storage.of_rank) -> None:
+        """Have this replica strike, when it comes to the fault's phase; or `who` is with it, by the
+        name for its orders."""
         kind = KINDS[made.fault.kind]
         self._aim(made, kind, [rank])
         order = Order(
@@ -187,11 +197,11 @@ class Run:
             delay_s=made.fault.delay_s,
             seconds=made.fault.seconds,
             pid=self._coordinator_pid() if kind.on_coordinator else 0,
-            rank=made.fault.rank,
+            rank=made.fault.rank if who is storage.of_rank else 0,
             replica=rank.replica,
             other=-1 if made.fault.other is None else made.fault.other,
         )
-        path = order_file(self.fleet.folder, rank.placement)
+        path = order_file(self.fleet.folder, who(rank))
         draft = path.with_suffix(".new")
         draft.write_text(json.dumps(asdict(order)))
         draft.replace(path)
@@ -232,10 +242,6 @@ class Run:
         self.doom(made, [rank])
         made.struck.append(time.monotonic())
         rank.processes[made.fault.rank].kill()
-
-    def _blows(self, made: Made, targets: list[Rank]) -> list[float]:
-        found = self.watch.find("struck", *(rank.placement for rank in targets))
-        return [event.at for event in found if event.data["fault"] == made.fault.number]
 
     def _end(self, made: Made, kind: Kind, targets: list[Rank]) -> None:
         """See to those who were struck, each in the way the plan says."""
@@ -363,6 +369,12 @@ class Run:
 
     def start_holders(self) -> None:
         self.fleet.start_holders()
+        for replica in range(self.fleet.replicas) if self.fleet.saves_s else []:
+            if (name := holder.name_of(replica)) not in self.watch.events:
+                self.watch.follow(replica, name)
+        self.await_holders()
+
+    def await_holders(self) -> None:
         self.until(self.fleet.hold, "the holders listen")
 
     def start_replica(self, replica: int, struck: Made | None = None) -> Rank:

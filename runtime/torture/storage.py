@@ -1,5 +1,5 @@
 """Faults of what a job saves to and loads from: the whole job is killed, its checkpoints damaged,
-their writers killed, their disks full or slow.
+their writers and holders killed, their disks full or slow.
 
 What is seen is noted in `Restart` and the run's events; `broken_claims` judges it.
 """
@@ -19,8 +19,22 @@ from typing import TYPE_CHECKING
 from runtime.checkpoint import peer, store
 from runtime.checkpoint.holder import MEMORY
 from runtime.checkpoint.manifest import MANIFEST, Manifest
+from runtime.checkpoint.objects import Found, ObjectStore
+from runtime.framing import PeerFailed
+from runtime.image import Damaged
 from runtime.torture.damage import DAMAGES
-from runtime.torture.kinds import BAD_MEMORY, CRASH, KINDS, LOAD, LOCAL, SHARED
+from runtime.torture.holder import name_of
+from runtime.torture.kinds import (
+    BAD_MEMORY,
+    CRASH,
+    KINDS,
+    LOADING,
+    LOCAL,
+    RECALL,
+    RECEIVE,
+    SHARED,
+    TO_OBJECTS,
+)
 from runtime.torture.made import Made, Restart, State
 from runtime.torture.writer import DiskFault, all_ended, end_fault, set_fault
 
@@ -35,6 +49,16 @@ NEEDED = {LOCAL: 2, SHARED: 3}  # checkpoints that are there before any is damag
 RECOVERED = "checkpoint_recovered"
 NOTHING: State = (0, -1)
 STEPS_MEANWHILE = 5  # that all make while a disk fails
+
+
+def of_rank(rank: Rank) -> str:
+    """By which name it is ordered, and heard."""
+    return rank.placement
+
+
+def of_holder(rank: Rank) -> str:
+    """The same of the holder on its node."""
+    return name_of(rank.replica)
 
 
 def broken_claims(restart: Restart) -> list[str]:
@@ -71,18 +95,21 @@ def restart(run: Run, made: Made) -> None:
     fault, fleet = made.fault, run.fleet
     await_checkpoints(run, fault)
     ranks = list(fleet.ranks.values())
-    holds = fault.kind in (CRASH, BAD_MEMORY)
+    holds = fault.kind in (CRASH, BAD_MEMORY) or fault.phase == RECALL
     if holds:
         run.until(
             lambda: all("peer" in tiers_of(run, rank) for rank in ranks),
             f"each rank has saved to a node's memory, fault {fault.number}",
         )
+    if fault.phase in TO_OBJECTS:
+        await_object(run, made)
     run.doom(made, ranks)
     if fault.first is not None:
         reader = fleet.ranks[fault.first]
-        run.order(made, reader)
-        run.await_blows(made, [reader])
-    elif fault.phase != LOAD:
+        who = of_holder if fault.phase == RECEIVE else of_rank
+        run.order(made, reader, who)
+        run.await_blows(made, [reader], who)
+    elif fault.phase not in LOADING:
         time.sleep(fault.delay_s)
     made.struck.append(time.monotonic())
     for rank in ranks:
@@ -99,28 +126,23 @@ def restart(run: Run, made: Made) -> None:
     if fault.kind in DAMAGES:
         damage(run, fault)
     spoiled = NOTHING
-    if fault.kind == BAD_MEMORY:
-        spoiled = max(what_is_held(fleet))
-        remove_newer(fleet, spoiled)  # else nobody looks at what is damaged
-        flip_what_is_held(fleet, random.Random(f"{fault.number}"))  # noqa: S311 - bytes
+    if fault.kind == BAD_MEMORY or fault.phase == RECALL:
+        newest = max(what_is_held(fleet))
+        remove_newer(fleet, newest)  # else nobody looks at what is held
+        if fault.kind == BAD_MEMORY:
+            spoiled = newest
+            flip_what_is_held(run, random.Random(f"{fault.number}"))  # noqa: S311 - bytes
     sound, least = what_is_left(fleet)
-    if fault.kind == CRASH:
-        held = what_is_held(fleet)
-        sound = tuple(sorted({*sound, *held}))
-        least = max(least, *held, NOTHING)
+    gives = giver(fleet, fault.targets[0]) if fault.kind == "holder" else None
+    if holds and fault.kind != BAD_MEMORY:
+        sound = tuple(sorted({*sound, *what_is_held(fleet)}))
+        least = max(least, *what_is_held(fleet, but=gives), NOTHING)
     run.watch.restart()
     if not holds:
         run.start_holders()
-    for replica in range(fleet.replicas):
-        struck_anew = fault.phase == LOAD and replica in fault.targets
-        made.returning.add(run.start_replica(replica, made if struck_anew else None).placement)
-    if fault.phase == LOAD:
-        for rank in [fleet.ranks[replica] for replica in fault.targets]:
-            run.await_blows(made, [rank])
-            run.reap(rank)
-            made.returning.discard(rank.placement)
-            made.returning.add(run.start_replica(rank.replica).placement)
+    begin_anew(run, made, gives)
     run.until(lambda: bool(run.watch.commits), f"the job goes on after fault {fault.number}")
+    run.await_holders()
     made.restart = Restart(
         fault=fault.number,
         ended=ended,
@@ -132,6 +154,33 @@ def restart(run: Run, made: Made) -> None:
         refused=tuple(str(one.data["text"]) for one in troubles(run, made, "checkpoint_refused")),
         unsound=tuple(unsound),
     )
+
+
+def begin_anew(run: Run, made: Made, gives: int | None) -> None:
+    """Start all replicas, and strike those that read if the fault says so; or the holder on the
+    node of the replica that `gives`."""
+    fault, fleet = made.fault, run.fleet
+    struck = fault.targets if fault.phase in LOADING and gives is None else ()
+    if gives is not None:
+        run.order(made, fleet.ranks[gives], of_holder)
+    for replica in range(fleet.replicas):
+        struck_anew = made if replica in struck else None
+        made.returning.add(run.start_replica(replica, struck_anew).placement)
+    if gives is not None:
+        run.await_blows(made, [fleet.ranks[gives]], of_holder)
+    for rank in [fleet.ranks[replica] for replica in struck]:
+        run.await_blows(made, [rank])
+        run.reap(rank)
+        made.returning.discard(rank.placement)
+        made.returning.add(run.start_replica(rank.replica).placement)
+
+
+def giver(fleet: Fleet, rather: int) -> int:
+    """The replica on whose node the newest is held that any node holds, so that it is read there;
+    this one, if it can be."""
+    newest = max(what_is_held(fleet))
+    able = [one for one in range(fleet.replicas) if newest in held_on(fleet, one)]
+    return rather if rather in able else able[0]
 
 
 def first_step(run: Run, placement: str) -> int:
@@ -178,6 +227,8 @@ def writer(run: Run, made: Made) -> None:
         lambda: {"local", "peer"} <= tiers_of(run, rank),
         f"replica {rank.replica} saves, fault {fault.number}",
     )
+    if fault.phase in TO_OBJECTS:
+        await_object(run, made)
     tiers = tiers_of(run, rank)
     run.order(made, rank)
     made.struck += run.await_blows(made, [rank])
@@ -189,6 +240,41 @@ def writer(run: Run, made: Made) -> None:
 
     run.until(saved_again, f"replica {rank.replica} saves again, fault {fault.number}")
     run.problems += [f"after fault {fault.number}, {one}" for one in what_is_unsound(run)]
+
+
+def holder(run: Run, made: Made) -> None:
+    """Kill one that is given a state, and wait until it is there again, all have saved to peers'
+    memory since, and nobody's alarm is left."""
+    fault, ranks = made.fault, list(run.fleet.ranks.values())
+    run.until(
+        lambda: all("peer" in tiers_of(run, rank) for rank in ranks),
+        f"each rank has saved to a node's memory, fault {fault.number}",
+    )
+    struck = run.fleet.ranks[fault.targets[0]]
+    run.order(made, struck, of_holder)
+    made.struck += run.await_blows(made, [struck], of_holder)
+    step = run.watch.newest()
+
+    def saved_again(rank: Rank) -> bool:
+        held = of_tier(saves(run, rank.placement), "peer")
+        return any(one.data["step"] > step for one in held)
+
+    run.until(
+        lambda: all(map(saved_again, ranks)) and no_alarm_left(run, made) and run.fleet.hold(),
+        f"all save to nodes' memory again, and nobody's alarm left, fault {fault.number}",
+    )
+    made.over_at = time.monotonic()
+    run.problems += [f"after fault {fault.number}, {one}" for one in what_is_unsound(run)]
+
+
+def await_object(run: Run, made: Made) -> None:
+    """The replica that the fault is for saves to the object store."""
+    replica = made.fault.targets[0] if made.fault.first is None else made.fault.first
+    rank = run.fleet.ranks[replica]
+    run.until(
+        lambda: "object" in tiers_of(run, rank),
+        f"replica {replica} saves to the object store, fault {made.fault.number}",
+    )
 
 
 def disk(run: Run, made: Made) -> None:
@@ -223,11 +309,15 @@ def disk(run: Run, made: Made) -> None:
     run.until(
         lambda: (
             any(one.data["step"] > step for one in of_tier(saves(run, *tellers), fault.phase))
-            and len(troubles(run, made, "checkpoint_failed")) == len(troubles(run, made, RECOVERED))
+            and no_alarm_left(run, made)
         ),
         f"a checkpoint on the disk again, and nobody's alarm left, fault {fault.number}",
     )
     run.problems += [f"after fault {fault.number}, {one}" for one in what_is_unsound(run)]
+
+
+def no_alarm_left(run: Run, made: Made) -> bool:
+    return len(troubles(run, made, "checkpoint_failed")) == len(troubles(run, made, RECOVERED))
 
 
 def break_disk(fleet: Fleet, fault: Fault) -> Callable[[], None]:
@@ -273,30 +363,45 @@ def what_is_left(fleet: Fleet) -> tuple[tuple[State, ...], State]:
     shared = whole([fleet.shared_folder()])
     own = [whole(fleet.own_folders(replica)) for replica in range(fleet.replicas)]
     worst = [min(max(each) for each in (shared, one) if each) for one in own if shared or one]
-    return tuple(sorted(shared.union(*own))), max(worst, default=NOTHING)
+    there = shared.union(*own, whole_objects(fleet))
+    return tuple(sorted(there)), max(worst, default=NOTHING)
 
 
-def what_is_held(fleet: Fleet) -> set[State]:
-    """The states of which the nodes hold every rank's part in memory."""
+def what_is_held(fleet: Fleet, but: int | None = None) -> set[State]:
+    """The states of which the nodes, `but` this replica's, hold every rank's part in memory."""
     parts: dict[State, set[int]] = {}
-    for address in fleet.holding():
-        for one in peer.held(address, fleet.token):
-            parts.setdefault((int(one["epoch"]), int(one["step"])), set()).add(int(one["rank"]))
+    for replica in range(fleet.replicas):
+        for state, rank in held_on(fleet, replica).items() if replica != but else ():
+            parts.setdefault(state, set()).update(rank)
     return {state for state, ranks in parts.items() if len(ranks) == fleet.divided}
 
 
+def held_on(fleet: Fleet, replica: int) -> dict[State, set[int]]:
+    """The states that this replica's node holds, and of which ranks the parts."""
+    found: dict[State, set[int]] = {}
+    if address := fleet.holding()[replica]:
+        for one in peer.held(address, fleet.token):
+            found.setdefault((int(one["epoch"]), int(one["step"])), set()).add(int(one["rank"]))
+    return found
+
+
 def remove_newer(fleet: Fleet, than: State) -> None:
-    """From all disks, as if they had been slower than the memory of nodes."""
+    """From all disks, and the object store, as if they had been slower than the memory of nodes."""
     for folder in folders(fleet):
         for path, found in store.listed(folder):
             if isinstance(found, Manifest) and (store.epoch_of(found), found.step) > than:
                 shutil.rmtree(path)
+    for objects, one in in_objects(fleet):
+        if one.age[:2] > than:
+            objects.give_up(one.manifest.step, one.manifest.save)
 
 
-def flip_what_is_held(fleet: Fleet, chance: random.Random) -> None:
+def flip_what_is_held(run: Run, chance: random.Random) -> None:
     """A bit in each, as bad memory would."""
-    for process in fleet.holders:
-        for link in memory_of(process.pid):
+    for address in filter(None, run.fleet.holding()):
+        run.flipped.update(str(one["digest"]) for one in peer.held(address, run.fleet.token))
+    for process in run.fleet.holders():
+        for link in memory_of(process):
             with link.open("r+b") as memory:
                 where = chance.randrange(os.fstat(memory.fileno()).st_size)
                 (byte,) = os.pread(memory.fileno(), 1, where)
@@ -335,7 +440,49 @@ def what_is_unsound(run: Run) -> list[str]:
                 continue
             if (path / MANIFEST).exists():  # else it was removed just now, or never was one
                 found += [f"{path.name} in {folder.name}: {one}" for one in findings]
-    return found
+    return [*found, *unsound_in_memory(run), *unsound_objects(run.fleet)]
+
+
+def unsound_in_memory(run: Run) -> Iterator[str]:
+    """The flaws of what nodes hold."""
+    for address in filter(None, run.fleet.holding()):
+        for one in peer.held(address, run.fleet.token):
+            rank, save, digest = one["rank"], one["save"], one["digest"]
+            try:
+                if digest not in run.flipped:
+                    peer.read(address, run.fleet.token, rank, save, digest)
+            except Damaged as error:
+                yield f"step {one['step']}, held in memory: {error}"
+            except PeerFailed:
+                continue  # a newer one took its place just now
+
+
+def unsound_objects(fleet: Fleet) -> Iterator[str]:
+    """The flaws of what is in the object store."""
+    for objects, one in in_objects(fleet):
+        for flaw in flaws_of(objects, one):
+            if any(one.path == other.path for _objects, other in in_objects(fleet)):
+                yield f"in the object store, {flaw}"  # else it was removed just now
+
+
+def whole_objects(fleet: Fleet) -> set[State]:
+    """The states of which the object store has a checkpoint that verifies."""
+    return {one.age[:2] for objects, one in in_objects(fleet) if not [*flaws_of(objects, one)]}
+
+
+def in_objects(fleet: Fleet) -> Iterator[tuple[ObjectStore, Found]]:
+    """What is complete there. A manifest that cannot be read is not counted: a store shows what is
+    put whole or not at all, but the folder that stands in for one here may have half of it."""
+    if (objects := fleet.object_store()) is not None:
+        yield from ((objects, one) for one in objects.found() if isinstance(one, Found))
+
+
+def flaws_of(objects: ObjectStore, found: Found) -> Iterator[Damaged]:
+    for part in found.manifest.parts:
+        try:
+            objects.read(found.manifest.save, part.rank)
+        except Damaged as error:
+            yield error
 
 
 def intact(run: Run, folder: Path) -> list[Path]:
@@ -384,7 +531,12 @@ def troubles(run: Run, made: Made, kind: str) -> list[Event]:
     return [event for event in found if event.data["kind"] == kind]
 
 
-BY_TARGET: dict[str, Callable[[Run, Made], None]] = {"writer": writer, "disk": disk, "job": restart}
+BY_TARGET: dict[str, Callable[[Run, Made], None]] = {
+    "writer": writer,
+    "holder": holder,
+    "disk": disk,
+    "job": restart,
+}
 
 
 def stored(run: Run, made: Made) -> bool:

@@ -1,5 +1,5 @@
 """In the place of a checkpoint's writer: the same one, which may be struck in each phase of a save,
-and whose disk may be full or slow.
+whose disk may be full or slow, and which packs half of what it may pack.
 
 Named to the rank through DRYDOCK_CHECKPOINT_WRITER. Imports no torch.
 """
@@ -7,6 +7,7 @@ Named to the rank through DRYDOCK_CHECKPOINT_WRITER. Imports no torch.
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import time
@@ -15,8 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint import disk, peer, store, writer
+from runtime.checkpoint import coding, disk, packing, peer, store, writer
 from runtime.checkpoint.draft import Draft
+from runtime.checkpoint.objects import ObjectStore
+from runtime.checkpoint.packing import Packer
 from runtime.torture import hand
 from runtime.torture.hand import Hand, around
 
@@ -24,10 +27,14 @@ MODULE = "runtime.torture.writer"  # under whatever name it was imported
 #: Where each phase of a save begins.
 BEGINNINGS: dict[str, tuple[Any, str]] = {
     "write": (disk, "write"),
+    "pack": (disk, "write_pieces"),
     "publish": (Draft, "publish"),
     "verify": (store, "verify_part"),
     "prune": (store, "prune"),
     "replicate": (peer.Keeping, "hold"),
+    "put": (ObjectStore, "write"),
+    "announce": (ObjectStore, "publish"),
+    "expire": (ObjectStore, "prune"),
 }
 
 
@@ -43,6 +50,7 @@ class DiskFault:
 def main() -> None:
     ours = hand.from_environment()
     break_disk(ours)
+    pack_half()
     for phase, (owner, name) in BEGINNINGS.items():
         come_to(ours, phase, owner, name)
     writer.main()
@@ -54,6 +62,23 @@ def come_to(hand: Hand, phase: str, owner: Any, name: str) -> None:
         return inner(*given, **named)
 
     around(owner, name, begin)
+
+
+def pack_half() -> None:
+    """Pack every other file that may be packed, whether or not that pays: what is small and goes to
+    a quick disk never does, and both ways are to be struck, damaged and loaded."""
+    turns = itertools.cycle((True, False))
+
+    def may_pay(_inner: Callable[..., bool], _packer: Packer) -> bool:
+        return coding.is_installed() and next(turns)
+
+    def pays(
+        inner: Callable[..., bool], sample: packing.Sample, _speed: float, cores: float
+    ) -> bool:
+        return inner(sample, 1.0, cores)
+
+    around(Packer, "may_pay", may_pay)
+    around(packing, "pays", pays)
 
 
 def break_disk(hand: Hand) -> None:

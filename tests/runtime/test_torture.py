@@ -22,7 +22,16 @@ from hypothesis import strategies as st
 from runtime.torture.__main__ import figures_of, parse
 from runtime.torture.faults import Fault, Settings, plan
 from runtime.torture.hand import Hand, events_file, order_file
-from runtime.torture.kinds import ANY, KINDS, MOMENTS, SHARED, WRITING, Order
+from runtime.torture.kinds import (
+    ANY,
+    KINDS,
+    MOMENTS,
+    RECALL,
+    SHARED,
+    TO_OBJECTS,
+    WRITING,
+    Order,
+)
 from runtime.torture.made import Death, Made
 from runtime.torture.measure import Figures, measure
 from runtime.torture.network import impossible
@@ -44,7 +53,9 @@ made_up_settings = st.builds(
     replicas=st.integers(3, 8),
     kinds=st.lists(st.sampled_from(tuple(KINDS)), min_size=1, unique=True).map(tuple),
     phases=st.lists(st.sampled_from(MOMENTS), unique=True).map(
-        lambda given: tuple({*given, ANY, SHARED, WRITING[0]})  # for each kind one is possible
+        lambda given: tuple(
+            {*given, ANY, SHARED, WRITING[0], RECALL}
+        )  # for each kind one is possible
     ),
     at_once=st.integers(1, 9),
     network=st.just(True),
@@ -120,6 +131,15 @@ def test_two_that_are_parted_are_two() -> None:
 
     assert all(fault.other not in (*fault.targets, fault.first, None) for fault in faults)
     assert all(fault.other in fault.victims for fault in faults)
+
+
+def test_who_alone_saves_to_the_object_store_is_struck_there() -> None:
+    given = Settings(seed=1, replicas=4, kinds=("writer", "crash"), phases=TO_OBJECTS)
+
+    faults = first_faults(given)
+
+    assert {fault.targets for fault in faults if fault.kind == "writer"} == {(0,)}
+    assert {fault.first for fault in faults if fault.kind == "crash"} == {0}
 
 
 def test_of_several_ranks_each_is_struck_at_some_time() -> None:
@@ -710,6 +730,8 @@ def test_what_needs_a_network_of_its_own_says_so(tmp_path: Path) -> None:
         (("--options", "[1]"), "--options: '[1]' is no JSON object"),
         (("--options", "{"), "--options: '{' is no JSON: "),
         (("--disk", __file__), "test_torture.py is no folder"),
+        (("--phases", "put"), "--phases put: give the job an object store, --objects"),
+        (("--objects", "s3://ours/now"), "s3://ours/now: give a folder's, file:///"),
         (("--replicas", "1"), "nothing can strike 1 replicas"),
     ],
 )
@@ -736,6 +758,25 @@ def test_a_network_that_has_no_room_for_all_is_refused(capsys: pytest.CaptureFix
         parse(("--replicas", "251"))
 
     assert "a network of the run's own has room for 250" in capsys.readouterr().err
+
+
+def test_what_needs_an_object_store_is_done_where_one_is_given(tmp_path: Path) -> None:
+    with_one = parse(("--objects", f"file://{tmp_path}"))
+
+    assert not {*TO_OBJECTS} & {*parse(()).phases}
+    assert {*TO_OBJECTS} < {*with_one.phases} == {*MOMENTS}
+    assert parse(()).objects == ""
+
+
+def test_an_object_store_that_a_run_left_is_named_with_its_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job_torture").mkdir()
+
+    with pytest.raises(SystemExit):
+        parse(("--objects", f"file://{tmp_path}"))
+
+    assert "remove it if a run left it" in capsys.readouterr().err
 
 
 def test_a_disk_behind_a_link_is_named_as_open_files_name_it(tmp_path: Path) -> None:

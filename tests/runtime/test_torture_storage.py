@@ -12,22 +12,46 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
 
 from runtime.checkpoint import disk, store
 from runtime.checkpoint.draft import write
-from runtime.client import ENV_PLACEMENT
+from runtime.checkpoint.holder import Holder, Label
+from runtime.checkpoint.manifest import MANIFEST
+from runtime.checkpoint.objects import ObjectStore
+from runtime.checkpoint.peer import HOLDER_MODULE, Keeping, running
+from runtime.client import ENV_PLACEMENT, ENV_REPLICA, ENV_TOKEN
 from runtime.image import pages
-from runtime.torture.damage import DAMAGES
+from runtime.serving import RequestServer
+from runtime.torture import holder
+from runtime.torture.damage import DAMAGES, flip
 from runtime.torture.hand import ENV_FOLDER, ENV_OF_RANK, Hand, around, events_file, order_file
-from runtime.torture.kinds import ANY, LOCAL, SHARED
+from runtime.torture.holder import ENV_RUNNER
+from runtime.torture.kinds import (
+    ANY,
+    KINDS,
+    LOADING,
+    LOCAL,
+    SAVING,
+    SHARED,
+)
+from runtime.torture.launch import Fleet
 from runtime.torture.ledger import audit, counted
 from runtime.torture.made import Restart
 from runtime.torture.report import Seen, judge
-from runtime.torture.storage import broken_claims, broken_promises, memory_of
+from runtime.torture.run import Run
+from runtime.torture.storage import (
+    broken_claims,
+    broken_promises,
+    memory_of,
+    unsound_in_memory,
+    unsound_objects,
+    whole_objects,
+)
 from runtime.torture.watch import Event, Watch
 from runtime.torture.writer import (
     BEGINNINGS,
@@ -200,6 +224,68 @@ def test_a_writer_counts_as_alive_from_its_start_until_it_ends(tmp_path: Path) -
     assert all_ended(tmp_path)
 
 
+# --- a holder ------------------------------------------------------------------------------------
+
+
+def test_a_holder_that_nobody_of_ours_started_ends_with_the_runner(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as runner:
+        named = {
+            ENV_FOLDER: str(tmp_path), ENV_RUNNER: str(runner.pid), ENV_REPLICA: "0",
+            ENV_TOKEN: "right", HOLDER_MODULE: holder.MODULE,
+        }  # fmt: skip
+        start = "import sys; from pathlib import Path; from runtime.checkpoint.peer import ensured;"
+        start += "print(ensured(Path(sys.argv[1]), 'j', 'right', '127.0.0.1'))"
+        words = [sys.executable, "-c", start, str(tmp_path)]
+        subprocess.run(words, cwd=ROOT, env=os.environ | named, check=True)
+        meanwhile = running(tmp_path / "j")
+
+        runner.kill()
+
+    assert meanwhile
+    until(lambda: not running(tmp_path / "j"), "it has ended")
+
+
+@pytest.mark.parametrize(("flipped", "flaws"), [(False, 0), (True, 1)])
+def test_what_nodes_hold_is_verified(flipped: bool, flaws: int) -> None:
+    here, staged = Holder(), staged_at(7)
+    server = RequestServer("127.0.0.1", "right", here.serve, idle_s=None)
+    keeping = Keeping(server.address, "right")
+    label = Label(run="r", rank=0, ranks=1, step=7, save="1-7", epoch=1, bytes=staged.table.bytes)
+    digest, _sent = keeping.hold(label, staged.table, {}, memoryview(staged.buffer))
+    here.memory.listed()[0].buffer.memory[5] ^= flipped
+    fleet = SimpleNamespace(holding=lambda: ["", server.address], token="right")
+
+    found = [*unsound_in_memory(cast(Run, SimpleNamespace(fleet=fleet, flipped=set())))]
+    known = [*unsound_in_memory(cast(Run, SimpleNamespace(fleet=fleet, flipped={digest})))]
+    keeping.close()
+    server.close()
+
+    assert (len(found), known) == (flaws, [])
+    assert all("step 7, held in memory: " in one for one in found)
+
+
+def test_what_is_in_an_object_store_is_verified(tmp_path: Path) -> None:
+    objects, staged = ObjectStore(f"file://{tmp_path}", "j"), staged_at(7)
+    image = memoryview(staged.buffer)
+    objects.write(0, staged.table, image, step=7, save="s", ready=lambda _end: None)
+    made = objects.publish(7, "s", 1, {"epoch": 2})
+    assert made is not None
+    fleet = cast(
+        Fleet, SimpleNamespace(object_store=lambda: ObjectStore(f"file://{tmp_path}", "j"))
+    )
+    before = (whole_objects(fleet), [*unsound_objects(fleet)])
+
+    flip(Path(made.path), Path(), random.Random(1))  # noqa: S311 - not secret
+    damaged = (whole_objects(fleet), [*unsound_objects(fleet)])
+    Path(made.path, MANIFEST).write_bytes(b"{")
+    unreadable = (whole_objects(fleet), [*unsound_objects(fleet)])
+
+    assert before == ({(2, 7)}, [])
+    assert damaged[0] == set()
+    assert "in the object store, " in damaged[1][0]
+    assert unreadable == (set(), [])
+
+
 # --- the judgement --------------------------------------------------------------------------------
 
 RESTART = Restart(
@@ -264,6 +350,15 @@ def test_a_training_that_waits_for_the_disk_is_a_problem() -> None:
     report = judge(seen, seen, [waited], mode="cover", seed=1, replicas=2)
 
     assert "the training waited for the disk, 3100 ms" in "\n".join(report.problems)
+
+
+def test_a_training_that_waits_for_a_holder_is_a_problem() -> None:
+    waited = replace(FIGURES, kind="holder", phase="receive", gap_s=3.1)
+    seen = resumed(began=3)
+
+    report = judge(seen, seen, [waited], mode="cover", seed=1, replicas=2)
+
+    assert "the training waited for the holder, 3100 ms" in "\n".join(report.problems)
 
 
 def test_a_long_step_is_no_wait_for_the_disk() -> None:
@@ -340,6 +435,11 @@ def torture(folder: Path, *words: str) -> dict[str, Any]:
     return report
 
 
+def struck(report: dict[str, Any]) -> set[tuple[str, str]]:
+    """What was struck, and in which phase."""
+    return {(one["kind"], one["phase"]) for one in report["failures"]}
+
+
 def alarms(failure: dict[str, Any], kind: str) -> int:
     """How often it was told, of whichever tier."""
     told: dict[str, int] = failure["alarms"]
@@ -357,15 +457,26 @@ def test_a_job_that_was_killed_goes_on_from_what_was_not_damaged(tmp_path: Path)
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_job_goes_on_from_what_nodes_hold_and_notices_bad_memory(tmp_path: Path) -> None:
-    words = ("--kinds", "crash,badmemory", "--phases", "any")
-    report = torture(tmp_path, "--seed", "6", "--each", *words)
+def test_a_job_goes_on_from_what_nodes_hold_and_notices_what_was_lost(tmp_path: Path) -> None:
+    """Memory is bad, a holder dies while it is given a state or gives one, an object store has a
+    checkpoint of which the manifest may not be put any more."""
+    objects = tmp_path / "objects"
+    report = torture(
+        tmp_path, "--seed", "6", "--each", "--kinds", "crash,badmemory,holder",
+        "--phases", "any,receive,announce,recall", "--objects", f"file://{objects}",
+    )  # fmt: skip
 
     assert_every_claim_held(report)
-    crash, bad = sorted(report["failures"], key=lambda one: str(one["kind"]), reverse=True)
-    assert (crash["kind"], bad["kind"]) == ("crash", "badmemory")
-    assert alarms(crash, "checkpoint_refused") == 0
+    crash, given, _put, bad, receives, gives = report["failures"]
+    assert [(one["kind"], one["phase"]) for one in report["failures"]] == [
+        ("crash", "any"), ("crash", "receive"), ("crash", "announce"), ("badmemory", "any"),
+        ("holder", "receive"), ("holder", "recall"),
+    ]  # fmt: skip
+    assert alarms(crash, "checkpoint_refused") == alarms(given, "checkpoint_refused") == 0
     assert alarms(bad, "checkpoint_refused") > 0
+    assert alarms(receives, "checkpoint_failed") == alarms(receives, "checkpoint_recovered") > 0
+    assert alarms(gives, "checkpoint_refused") > 0
+    assert [*objects.iterdir()] == []
 
 
 #: A holder's memory, and connections that come and go.
@@ -402,15 +513,19 @@ def test_every_damage_on_every_disk(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_whoever_is_killed_in_any_phase_of_a_save_or_a_load(tmp_path: Path) -> None:
-    phases = ",".join(("copy", "load", "any", *BEGINNINGS))
+    kinds = ("kill", "writer", "holder", "crash", "outage")
+    phases = ("copy", *SAVING, *LOADING, "any")
 
     report = torture(
-        tmp_path, "--seed", "3", "--each", "--kinds", "kill,writer,crash,outage", "--phases", phases
-    )
+        tmp_path, "--seed", "3", "--each", "--objects", f"file://{tmp_path / 'objects'}",
+        "--kinds", ",".join(kinds), "--phases", ",".join(phases),
+    )  # fmt: skip
 
     assert_every_claim_held(report)
-    struck = {failure["phase"] for failure in report["failures"]}
-    assert struck == {"copy", "load", "any", *BEGINNINGS}
+    pairs = {(kind, phase) for kind in kinds for phase in phases if phase in KINDS[kind].phases}
+    assert len(pairs) == 38
+    assert struck(report) == pairs
+    assert len(report["failures"]) == len(pairs)
 
 
 @pytest.mark.soak
