@@ -11,6 +11,8 @@ from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
+from runtime.checkpoint import store
+from runtime.checkpoint.draft import Draft
 from runtime.checkpoint.manifest import MANIFEST
 
 #: Damages a checkpoint; is given an older one, and returns those that are damaged.
@@ -72,6 +74,25 @@ def half(newest: Path, _older: Path, _chance: random.Random) -> list[Path]:
 DAMAGES: dict[str, Damage] = {
     one.__name__: one for one in (flip, truncate, swap, stale, delete, half)
 }
+
+
+def poison(checkpoint: Path) -> Path:
+    """Put one in its place that verifies, and of which each weight is NaN; where it is."""
+    manifest = store.manifest_of(checkpoint)
+    parts = {part.rank: store.read(checkpoint, part.rank) for part in manifest.parts}
+    store.remove(checkpoint)
+    draft = Draft(checkpoint.parent, manifest.step, manifest.save, len(parts), {**manifest.facts})
+    try:
+        for rank, staged in parts.items():
+            for piece in staged.table.pieces:
+                if piece.name.startswith(".model") and "float" in piece.dtype:
+                    ones = b"\xff" * piece.bytes  # of any width: no number
+                    staged.buffer[piece.offset : piece.offset + piece.bytes] = ones
+            draft.write(rank, staged.table, memoryview(staged.buffer))
+        draft.publish()
+    finally:
+        draft.close()
+    return draft.path
 
 
 def data_files(checkpoint: Path) -> list[Path]:

@@ -43,6 +43,7 @@ RECEIVE = "receive"  # of a save, in the holder to whose memory it comes
 SAVING = (*WRITING, RECEIVE)
 #: Of the whole job, but not of what its nodes hold in memory.
 CRASH, BAD_MEMORY = "crash", "badmemory"
+NAN = "nan"  # what is loaded leads to it
 LOCAL, SHARED, BOTH = "local", "shared", "both"
 #: Which disks: each node's own, the shared folder's, or both.
 DISKS: tuple[str, ...] = (LOCAL, SHARED, BOTH)
@@ -374,6 +375,14 @@ KINDS: dict[str, Kind] = {
             endings=("replaced",),
             target="job",
             phases=(COPY, *WRITING, ANY),
+        ),
+        Kind(
+            name=NAN,
+            meaning="outage; the newest checkpoint has NaN for weights, verifies, and is given up",
+            strike=nothing,
+            endings=("replaced",),
+            target="job",
+            phases=(ANY,),
         ),
         *(_damaging(name, damage) for name, damage in DAMAGES.items()),
     )

@@ -22,7 +22,7 @@ from runtime.checkpoint.manifest import MANIFEST, Manifest
 from runtime.checkpoint.objects import Found, ObjectStore
 from runtime.framing import PeerFailed
 from runtime.image import Damaged
-from runtime.torture.damage import DAMAGES
+from runtime.torture.damage import DAMAGES, poison
 from runtime.torture.holder import name_of
 from runtime.torture.kinds import (
     BAD_MEMORY,
@@ -30,6 +30,7 @@ from runtime.torture.kinds import (
     KINDS,
     LOADING,
     LOCAL,
+    NAN,
     RECALL,
     RECEIVE,
     SHARED,
@@ -132,7 +133,8 @@ def restart(run: Run, made: Made) -> None:
         if fault.kind == BAD_MEMORY:
             spoiled = newest
             flip_what_is_held(run, random.Random(f"{fault.number}"))  # noqa: S311 - bytes
-    sound, least = what_is_left(fleet)
+    poisoned = poison_newest(run) if fault.kind == NAN else None
+    sound, least = what_is_left(fleet, poisoned)
     gives = giver(fleet, fault.targets[0]) if fault.kind == "holder" else None
     if holds and fault.kind != BAD_MEMORY:
         sound = tuple(sorted({*sound, *what_is_held(fleet)}))
@@ -141,6 +143,11 @@ def restart(run: Run, made: Made) -> None:
     if not holds:
         run.start_holders()
     begin_anew(run, made, gives)
+    if poisoned is not None:
+        await_giving_up(run, made, poisoned)
+        ended = frozenset(run.watch.events)
+        run.watch.restart()
+        begin_anew(run, made, gives)
     run.until(lambda: bool(run.watch.commits), f"the job goes on after fault {fault.number}")
     run.await_holders()
     made.restart = Restart(
@@ -173,6 +180,35 @@ def begin_anew(run: Run, made: Made, gives: int | None) -> None:
         run.reap(rank)
         made.returning.discard(rank.placement)
         made.returning.add(run.start_replica(rank.replica).placement)
+
+
+def await_giving_up(run: Run, made: Made, poisoned: State) -> None:
+    """Until the job has ended by itself, for what it loaded does not train. Who came so late that
+    it knows of that, and loads something older, is killed."""
+    ranks = list(run.fleet.ranks.values())
+    run.doom(made, ranks)
+
+    def trains_on(rank: Rank) -> bool:
+        return (
+            rank.placement in run.watch.commits and first_step(run, rank.placement) <= poisoned[1]
+        )
+
+    run.until(
+        lambda: (
+            any(rank.ended for rank in ranks)
+            and all(rank.ended or trains_on(rank) for rank in ranks)
+        ),
+        f"the job gives step {poisoned[1]} up, fault {made.fault.number}",
+    )
+    codes = {code for rank in ranks for code in rank.codes}
+    if codes != {1}:
+        run.problems.append(f"what led to NaN was given up with {codes}, fault {made.fault.number}")
+    for rank in ranks:
+        rank.end()
+        run.fleet.tell_exit(rank)
+    run.until(lambda: all_ended(run.fleet.folder), "the writers have ended")
+    run.watch.poll()
+    made.returning.clear()
 
 
 def giver(fleet: Fleet, rather: int) -> int:
@@ -214,6 +250,22 @@ def damage(run: Run, fault: Fault) -> None:
         newest, older = intact(run, folder)[:2]
         for path in DAMAGES[fault.kind](newest, older, chance):
             run.damaged.add(mark(path))
+
+
+def poison_newest(run: Run) -> State:
+    """Each copy of the newest state on disks, which no memory or object store has then."""
+    fleet = run.fleet
+    own = [whole(fleet.own_folders(replica)) for replica in range(fleet.replicas)]
+    newest = max(whole([fleet.shared_folder()]).union(*own))
+    remove_newer(fleet, newest)
+    for objects, one in in_objects(fleet):
+        if one.age[:2] == newest:
+            objects.give_up(one.manifest.step, one.manifest.save)
+    for folder in folders(fleet):
+        for path, found in store.listed(folder):
+            if isinstance(found, Manifest) and (store.epoch_of(found), found.step) == newest:
+                run.damaged.add(mark(poison(path)))
+    return newest
 
 
 # --- a writer, a disk ---------------------------------------------------------------------------
@@ -357,11 +409,11 @@ def broken_promises(kind: str, disk: str, alarms: Mapping[str, int]) -> Iterator
 # --- what there is ------------------------------------------------------------------------------
 
 
-def what_is_left(fleet: Fleet) -> tuple[tuple[State, ...], State]:
-    """The states of which a checkpoint verifies; and which of them any replica comes to, that takes
-    the newest of one disk if the other failed."""
-    shared = whole([fleet.shared_folder()])
-    own = [whole(fleet.own_folders(replica)) for replica in range(fleet.replicas)]
+def what_is_left(fleet: Fleet, but: State | None = None) -> tuple[tuple[State, ...], State]:
+    """The states of which a checkpoint verifies, `but` this; and which of them any replica comes
+    to, that takes the newest of one disk if the other failed."""
+    shared = whole([fleet.shared_folder()]) - {but}
+    own = [whole(fleet.own_folders(replica)) - {but} for replica in range(fleet.replicas)]
     worst = [min(max(each) for each in (shared, one) if each) for one in own if shared or one]
     there = shared.union(*own, whole_objects(fleet))
     return tuple(sorted(there)), max(worst, default=NOTHING)
