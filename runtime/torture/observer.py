@@ -150,9 +150,9 @@ def watch_checkpoints(hand: Hand) -> None:
             hand.at(COPY, copying.step)
         return copying
 
-    def read(inner: Callable[..., Any], rank: Rank, *, name: str, tier: TierName) -> Any:
+    def read(inner: Callable[..., Any], rank: Rank, *, tier: TierName, **order: Any) -> Any:
         hand.at(RECALL if tier == "peer" else LOAD)
-        return inner(rank, name=name, tier=tier)
+        return inner(rank, tier=tier, **order)
 
     def load(inner: Callable[..., None], together: Together, *given: Any) -> None:
         began = time.monotonic()
