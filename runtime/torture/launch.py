@@ -201,8 +201,9 @@ class Fleet:
         """With all that was in the nodes' memory."""
         gone = []
         for process in self.holders():
-            gone.append(os.pidfd_open(process))
-            signal.pidfd_send_signal(gone[-1], signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                gone.append(os.pidfd_open(process))
+                signal.pidfd_send_signal(gone[-1], signal.SIGKILL)
         for one in gone:
             select.select([one], [], [])
             os.close(one)
