@@ -50,6 +50,7 @@ from tests.runtime.replicas import PATIENCE_S, Board, until
 from tests.runtime.told import Told
 
 TOKEN = "of this test"
+SAVE = "save5"
 REFUSED = {"failed": "unloadable", "text": "a bit"}
 GRANT = {
     "epoch": 1, "members": [{"replica": 0, "placement": "p", "gloo": ["here:1", "here:2"]}],
@@ -671,15 +672,21 @@ def test_only_a_checkpoint_whose_parts_are_of_one_run_is_loaded(
     assert pair.together.digest() == f"{pair.state.digest(ledger=True)}-d1"
 
 
-def test_a_state_that_is_not_what_was_saved_is_told(pair: Pair) -> None:
+@pytest.fixture
+def saved(pair: Pair) -> Staged:
+    """What both ranks see as the checkpoint SAVE."""
     staged = trained(5).copy()
-    draft = Draft(pair.saver.folders.shared, 5, "save5", 2, {})
+    draft = Draft(pair.saver.folders.shared, 5, SAVE, 2, {})
     for rank in (0, 1):
         draft.write(rank, staged.table, memoryview(staged.buffer))
     assert draft.publish()
     draft.close()
-    pair.other.answers["checkpoints"] = {"value": [[5, "save5", "shared"]]}
-    pair.other.answers["read"] = {"value": [rank_module.history_of(state_of(staged)), "saved"]}
+    pair.other.answers["checkpoints"] = {"value": [[5, SAVE, "shared"]]}
+    return staged
+
+
+def test_a_state_that_is_not_what_was_saved_is_told(pair: Pair, saved: Staged) -> None:
+    pair.other.answers["read"] = {"value": [rank_module.history_of(state_of(saved)), "saved"]}
     pair.other.answers["digest"] = {"value": "loaded"}
 
     pair.together.load([])
@@ -717,21 +724,9 @@ def test_a_tier_of_which_two_checkpoints_fail_comes_after_the_others(
     ]
 
 
-@pytest.fixture
-def saved(pair: Pair) -> str:
-    """A checkpoint that both ranks see, by its name."""
-    staged = trained(5).copy()
-    draft = Draft(pair.saver.folders.shared, 5, "save5", 2, {})
-    for rank in (0, 1):
-        draft.write(rank, staged.table, memoryview(staged.buffer))
-    assert draft.publish()
-    draft.close()
-    pair.other.answers["checkpoints"] = {"value": [[5, "save5", "shared"]]}
-    return "save5"
-
-
+@pytest.mark.usefixtures("saved")
 def test_what_another_rank_refuses_is_not_read_to_its_end(
-    pair: Pair, saved: str, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair.other.answers["read"] = REFUSED
 
@@ -748,8 +743,9 @@ def test_what_another_rank_refuses_is_not_read_to_its_end(
     assert told.text.startswith("shared, step 5: a part is damaged")  # its own part it blames not
 
 
+@pytest.mark.usefixtures("saved")
 def test_the_others_hear_at_once_that_the_first_rank_refuses_a_checkpoint(
-    pair: Pair, saved: str, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair.other.answers |= {"read": {}, "give_up": REFUSED}  # it reads on until then
 
@@ -764,11 +760,12 @@ def test_the_others_hear_at_once_that_the_first_rank_refuses_a_checkpoint(
     assert pair.other.heard[-2:] == ["read", "give_up"]
 
 
+@pytest.mark.usefixtures("saved")
 def test_what_is_given_up_is_not_used_and_the_next_read_is_not_given_up(
-    pair: Pair, saved: str
+    pair: Pair,
 ) -> None:
     """Also if that is known before the read begins: the other rank may be that much quicker."""
-    asked = {"name": saved, "tier": "shared"}
+    asked = {"name": SAVE, "tier": "shared"}
     pair.rank.give_up(1)
 
     given_up = pair.rank.obey("read", {**asked, "number": 1})
