@@ -248,6 +248,7 @@ class _Crew:
             generator=torch.Generator(),  # the training's own random numbers stay untouched
         )
         self._iterator: Any = None
+        self._never_set: Any = None  # by which torch would tell the workers that they are to end
         self.error: Exception | None = None  # why they could not be started
         self._closed = False
         self._lock = threading.Lock()
@@ -294,6 +295,11 @@ class _Crew:
         except Exception as error:  # whatever pickling raises; told where shards are fetched
             self.error = error
             return
+        # By this event torch tells workers that they are to end, which we do by killing them. Who
+        # is killed while it looks at it keeps its lock: torch would wait for that for ever. It is
+        # kept, for workers that begin find it by a name that goes with it.
+        self._never_set = iterator._workers_done_event
+        iterator._workers_done_event = threading.Event()
         workers, answers = list(iterator._workers), iterator._worker_result_queue
         with self._lock:
             self._iterator = iterator

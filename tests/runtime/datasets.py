@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -114,6 +116,19 @@ def torn_elsewhere(samples: list[tuple[torch.Tensor, int]]) -> Any:
 
     Connection._send = half  # type: ignore[attr-defined]
     return ids, bytes(2 * TORN_BYTES)
+
+
+def locked_elsewhere(samples: list[tuple[torch.Tensor, int]]) -> Any:
+    """Another one: the worker is killed while it looks whether it is to end, and keeps the lock."""
+    values, _pids = zip(*samples, strict=True)
+    ids = torch.tensor([int(value) for value in values])
+    frame = sys._getframe()
+    while "done_event" not in frame.f_locals:  # torch's loop
+        if frame.f_back is None:
+            return ids, None  # loaded by the rank
+        frame = frame.f_back
+    frame.f_locals["done_event"]._cond.acquire()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die(_worker: int) -> None:

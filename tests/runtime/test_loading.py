@@ -38,6 +38,7 @@ from tests.runtime.datasets import (
     broken_elsewhere,
     die,
     fail,
+    locked_elsewhere,
     say_hello,
     stuck_elsewhere,
     torn_elsewhere,
@@ -303,8 +304,9 @@ def test_a_sample_that_cannot_be_read_is_told_where_it_is_used(opened: Open) -> 
         (broken_elsewhere, "received 0 items of ancdata"),
         (stuck_elsewhere, "worker"),
         (torn_elsewhere, "worker"),
+        (locked_elsewhere, "worker"),
     ],
-    ids=["received", "sent", "sent in part"],
+    ids=["received", "sent", "sent in part", "locked"],
 )
 def test_what_is_lost_between_a_worker_and_the_rank_is_loaded_anew(
     opened: Open, troubles: list[str], collate: Callable[[Any], Any], said: str
