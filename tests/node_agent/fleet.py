@@ -55,7 +55,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        status, answer = self.server.plane.answer(self.path, dict(self.headers), body)
+        plane = self.server.plane
+        status, answer = plane.answer(self.path, dict(self.headers), body, self.connection)
         data = msgspec.json.encode(answer)
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
@@ -80,7 +81,6 @@ class ControlPlane:
         self.refuse: Callable[[str, bytes], wire.Problem | None] = lambda path, body: None
         self.want_report = False
         self.next_in_s = 0.2
-        self.polls = 0
         self._commands: list[wire.SignedCommand] = []
         self._changed = threading.Condition()
         self._sockets: list[socket.socket] = []
@@ -152,10 +152,14 @@ class ControlPlane:
     def events_of(self, kind: str) -> list[wire.Event]:
         return [event for event in list(self.events.values()) if event.kind == kind]
 
-    def answer(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, Any]:
+    def answer(
+        self, path: str, headers: dict[str, str], body: bytes, connection: socket.socket
+    ) -> tuple[int, Any]:
         problem = self.refuse(path, body) or self._unsigned(path, headers, body)
         if problem is not None:
             return problem.status, problem
+        if path == "/v1/commands/poll":
+            return 200, self._await_commands(body, connection)
         handler = getattr(self, "_on_" + path.removeprefix("/v1/").replace("/", "_"))
         return 200, handler(body)
 
@@ -197,14 +201,11 @@ class ControlPlane:
         self.events.update({event.id: event for event in events})
         return wire.Accepted(ids=[event.id for event in events])
 
-    def _on_commands_poll(self, body: bytes) -> wire.Commands:
+    def _await_commands(self, body: bytes, connection: socket.socket) -> wire.Commands:
         poll = msgspec.json.decode(body, type=wire.CommandPoll)
         with self._changed:
-            self.polls += 1
-            mine = self.polls
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._commands or self.polls != mine, poll.wait_s)
-            if self.polls != mine:  # its agent is gone: a later poll has come
+            self._changed.wait_for(lambda: self._commands, poll.wait_s)
+            if has_hung_up(connection):  # an agent that died: they are for the next one
                 return wire.Commands()
             commands, self._commands = self._commands, []
         return wire.Commands(commands=commands)
@@ -213,6 +214,15 @@ class ControlPlane:
         result = msgspec.json.decode(body, type=wire.CommandResult)
         self.results.append(result)
         return wire.Accepted(ids=[result.id])
+
+
+def has_hung_up(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def problem(status: int, code: str, detail: str = "", field: str = "") -> wire.Problem:
