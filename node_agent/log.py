@@ -5,6 +5,7 @@ Standard library only, so that the chassis can use it too.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -21,9 +22,11 @@ def set_level(level: str) -> None:
 
 
 def log(event: str, level: str = "info", **fields: Any) -> None:
-    """Write one event with its fields. A field that is not JSON is written as its text."""
+    """Write one event with its fields. A field that is not JSON is written as its text. What
+    cannot be written, to a full disk or a pipe that nobody reads, is lost."""
     if LEVELS[level] < _threshold:
         return
     line = {"at": round(time.time(), 3), "level": level, "event": event, **fields}
-    sys.stderr.write(json.dumps(line, default=str) + "\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stderr.write(json.dumps(line, default=str) + "\n")
+        sys.stderr.flush()

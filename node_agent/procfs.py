@@ -7,9 +7,16 @@ Standard library only; the chassis uses it too.
 from __future__ import annotations
 
 import os
+import queue
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from node_agent.log import log
+
+#: So long the kernel may take to show a process's environment, which is a copy from its memory.
+ENVIRONMENT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -73,20 +80,40 @@ def descendants(root: int) -> list[Process]:
 def with_environment(name: str, value: str) -> list[Process]:
     """Running processes that were started with `name=value` in their environment.
 
-    Those of other users are passed over where the kernel does not let us look.
+    Those of other users are passed over where the kernel does not let us look, and those whose
+    memory it keeps locked: they hang in a driver.
     """
     wanted = f"{name}={value}".encode()
-    return [
-        process
-        for process in processes()
-        if process.running and wanted in _environment(process.pid)
-    ]
+    running = [process for process in processes() if process.running]
+    return [process for process, environment in _environments(running) if wanted in environment]
 
 
 def has_variable(pid: int, name: str) -> bool:
     """Whether the process was started with this variable in its environment, whatever its value."""
     prefix = f"{name}=".encode()
     return any(variable.startswith(prefix) for variable in _environment(pid))
+
+
+def _environments(left: list[Process]) -> Iterator[tuple[Process, list[bytes]]]:
+    while left:
+        read: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
+        # On a thread that is left behind where it hangs: no signal would wake it.
+        threading.Thread(target=_read_environments, args=(left, read), daemon=True).start()
+        for number, process in enumerate(left, 1):
+            try:
+                environment = read.get(timeout=ENVIRONMENT_S)
+            except queue.Empty:
+                log("environment_not_read", "warning", pid=process.pid, state=process.state)
+                left = left[number:]
+                break
+            yield process, environment
+        else:
+            return
+
+
+def _read_environments(of: list[Process], read: queue.SimpleQueue[list[bytes]]) -> None:
+    for process in of:
+        read.put(_environment(process.pid))
 
 
 def _environment(pid: int) -> list[bytes]:

@@ -218,9 +218,7 @@ class Supervisor:
             if placement.placement not in self._running:
                 # Made by the process that ran before: it would name a port nobody listens on.
                 port_file(self._config, placement.placement).unlink(missing_ok=True)
-            (self._config.shared_dir / placement.job / "coordinator").mkdir(
-                parents=True, exist_ok=True
-            )
+            # It makes its folder itself: a shared folder that hangs would hang all of the agent.
             argv = coordinator_argv(self._config, placement)
             return self._start(placement, argv, coordinator_environment(placement))
 

@@ -22,8 +22,10 @@ def start_thread(name: str, target: Callable[[], None]) -> threading.Thread:
         try:
             target()
         except BaseException:
-            log("thread_died", "error", thread=name, error=traceback.format_exc())
-            os._exit(70)
+            try:
+                log("thread_died", "error", thread=name, error=traceback.format_exc())
+            finally:
+                os._exit(70)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()

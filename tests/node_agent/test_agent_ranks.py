@@ -305,3 +305,17 @@ def test_a_coordinator_that_cannot_start_is_a_failed_command(agent: Node) -> Non
 
     assert result.state == "failed"
     assert "c-1.log" in result.error
+
+
+def test_a_coordinator_whose_folder_cannot_be_made_does_not_take_the_agent_along(
+    agent: Node,
+) -> None:
+    agent.shared.mkdir(exist_ok=True)
+    (agent.shared / "job-1").write_text("no folder")
+    start = wire.StartCoordinator(job="job-1", placement="c-1", token="t", min_replicas=1)
+
+    result = agent.plane.result(agent.plane.send(start))
+
+    assert (result.state, "c-1.log" in result.error) == ("failed", True)
+    assert agent.process is not None
+    assert agent.process.poll() is None
