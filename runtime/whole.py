@@ -456,9 +456,9 @@ class WholeJob:
             )
         refusal = f"drydock/{self._start}/refused/{tier}/{name}"
         try:
-            ranks = self.saver.sources.ranks(name, tier)
+            go_on = self._unless_there(refusal) if self.job.ranks > 1 else unseen
+            ranks = self.saver.sources.ranks(name, tier, progress=go_on)
             if ranks == self.job.ranks:
-                go_on = self._unless_there(refusal) if ranks > 1 else unseen
                 return self.saver.sources.read(name, tier, self.job.rank, progress=go_on)
         except NotInstalled:
             raise  # nothing is wrong with it, and what is older must not take its place

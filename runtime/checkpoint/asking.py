@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 #: wait for 90 s, and has lost nothing: who passes it over sooner may go back to an older state. And
 #: with each second more all cards of the job wait for what may never come.
 ANSWER_S = 120.0
+LOOK_S = 0.2  # so often whoever waits looks whether it still has to
 
 _T = TypeVar("_T")
 
@@ -30,10 +31,15 @@ class Asking:
         self._heard = 0.0  # when it gave the last sign of life
         self._hung: Future[Any] | None = None
 
-    def ask(self, call: Callable[[], _T], patience_s: float | None = None) -> _T:
+    def ask(
+        self,
+        call: Callable[[], _T],
+        patience_s: float | None = None,
+        unless: Callable[[], object] = lambda: None,
+    ) -> _T:
         """What the call returns, on another thread. Raises what it raises, and TimeoutError, which
         is an OSError, if the store gives no sign of life for `patience_s`, else ANSWER_S: by then
-        the call is left to itself."""
+        the call is left to itself. So it is if `unless`, which is called now and then, raises."""
         if self._hung is not None and not self._hung.done():
             raise TimeoutError(f"{self._what} hangs")
         answer: Future[_T] = Future()
@@ -51,7 +57,8 @@ class Asking:
             if left_s <= 0:
                 self._hung = answer
                 raise TimeoutError(f"{self._what} has not answered for {limit_s:g} s")
-            wait([answer], left_s)
+            if not wait([answer], min(left_s, LOOK_S)).done:
+                unless()
         return answer.result()
 
     def heard(self, _bytes: int = 0) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -160,39 +160,36 @@ class Sources:
         """Whether another tool made this one: it has weights alone."""
         return "imported" in self._facts.get(name, {})
 
-    def ranks(self, name: str, tier: TierName) -> int:
-        """How many ranks have saved this checkpoint. Raises Damaged if it is gone, OSError."""
+    def ranks(self, name: str, tier: TierName, progress: store.Progress = store.unseen) -> int:
+        """How many ranks have saved this checkpoint. `progress`: as in `read`. Raises Damaged if it
+        is gone, OSError."""
         if tier == "object":
-            asking = self._asking[tier]
-            found = asking.ask(partial(self._objects.named, name, asking.heard))
-            return len(found.manifest.parts)
-        return (
-            self._job.ranks if self._tiers[tier].own else len(self._named(name, tier)[0][1].parts)
-        )
+            asking, unless = self._asking[tier], partial(progress, 0)
+            find = partial(self._objects.named, name, asking.heard)
+            return len(asking.ask(find, unless=unless).manifest.parts)
+        if self._tiers[tier].own:
+            return self._job.ranks
+        return len(self._named(name, tier, progress)[0][1].parts)
 
     def read(
         self, name: str, tier: TierName, rank: int, progress: store.Progress = store.unseen
     ) -> Staged:
         """The part of one rank: where each rank keeps its own, ours. `progress`: see
-        `store.Progress`. Raises Damaged, OSError."""
+        `store.Progress`; it is also told of 0 bytes now and then, while nothing comes, and what it
+        raises ends the wait. Raises Damaged, OSError."""
         if tier == "peer":
             return self._read_held(name, rank, progress)
         asking = self._asking[tier]
-
-        def heard(size: int) -> None:
-            asking.heard(size)
-            progress(size)
-
         if tier == "object":
-            return asking.ask(partial(self._objects.read, name, rank, heard))
+            return _read(asking, partial(self._objects.read, name, rank), progress)
         part = 0 if self._tiers[tier].own else rank
-        *others, last = self._named(name, tier)
+        *others, last = self._named(name, tier, progress)
         for path, _manifest in others:
             try:
-                return asking.ask(partial(store.read, path, part, heard))
+                return _read(asking, partial(store.read, path, part), progress)
             except (Damaged, OSError) as error:
                 self._refuse_copy(tier, error)
-        return asking.ask(partial(store.read, last[0], part, heard))
+        return _read(asking, partial(store.read, last[0], part), progress)
 
     def loaded(self, name: str) -> None:
         """That one is what training goes on from: the log says what has changed since it was made,
@@ -205,21 +202,27 @@ class Sources:
         if name not in self._holders:
             raise Damaged(f"the save {name} is gone")
         *nearer, last = self._holders[name]
-        for holder, digest in nearer:
+
+        def read(holder: str, digest: str) -> Staged:
+            call = partial(peer.read, holder, self._job.token, rank, name, digest)
+            return _read(Asking(f"the holder {holder}"), call, progress)
+
+        for place in nearer:
             try:
-                return peer.read(holder, self._job.token, rank, name, digest, progress)
+                return read(*place)
             except (Damaged, OSError) as error:
                 self._refuse_copy("peer", error)
-        holder, digest = last
-        return peer.read(holder, self._job.token, rank, name, digest, progress)
+        return read(*last)
 
     def _refuse_copy(self, tier: TierName, error: Damaged | OSError) -> None:
         self._job.trouble("checkpoint_refused", f"{tier}: {error}; trying another's copy", tier)
 
-    def _named(self, name: str, tier: TierName) -> list[tuple[Path, Manifest]]:
+    def _named(
+        self, name: str, tier: TierName, progress: store.Progress
+    ) -> list[tuple[Path, Manifest]]:
         """Where it is: on a node's disk each replica that was there may have left a copy. Raises
         Damaged if it is gone, OSError."""
-        listed = self._folders.listed(tier)
+        listed = self._folders.listed(tier, partial(progress, 0))
         found = [(path, one) for path, one in listed if isinstance(one, Manifest)]
         named = [(path, one) for path, one in found if one.save == name]
         if not named:
@@ -329,3 +332,13 @@ class Sources:
                 f"begin anew move that folder away; {store.WHICH_ARE_WHOLE} {folder}"
             )
         return whole
+
+
+def _read(
+    asking: Asking, call: Callable[[store.Progress], Staged], progress: store.Progress
+) -> Staged:
+    def heard(size: int) -> None:
+        asking.heard(size)
+        progress(size)
+
+    return asking.ask(partial(call, heard), unless=partial(progress, 0))

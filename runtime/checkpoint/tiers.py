@@ -15,7 +15,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -144,9 +144,10 @@ class Folders:
             "folder": str(self._local), "within": within, "shared": shared, "run": self.run,
         }  # fmt: skip
 
-    def to_read(self, name: str) -> list[Path]:
+    def to_read(self, name: str, unless: Callable[[], object] = lambda: None) -> list[Path]:
         """Where there may be some that we can load: the state is the same in all replicas, so also
-        those of another one that was on this node. Changes nothing anywhere.
+        those of another one that was on this node. Changes nothing anywhere. `unless`: see
+        `Asking.ask`.
 
         Raises ValueError if this disk has some and the shared folder knows of no run of the job:
         either it is not mounted, or somebody wants to begin anew; OSError.
@@ -156,11 +157,11 @@ class Folders:
         if self._local is None:
             return []
         asking = self.asking["local"]
-        runs = asking.ask(partial(_runs_in, self._local))
+        runs = asking.ask(partial(_runs_in, self._local), unless=unless)
         if not runs:
             return []
-        run = self.known_run(believed=runs[0].name)  # the last one that was used here
-        if not run and asking.ask(partial(_any_saved_in, runs)):
+        run = self.known_run(believed=runs[0].name, unless=unless)  # the last that was used here
+        if not run and asking.ask(partial(_any_saved_in, runs), unless=unless):
             raise ValueError(
                 f"{self._local} has checkpoints of this job and {self.shared} has none: if it "
                 f"is not mounted, mount it; to begin anew remove {self._local} on all nodes"
@@ -168,11 +169,14 @@ class Folders:
         if not run:
             return []
         ours = (self._local / run).glob(f"replica-*-rank-{self._rank}")
-        return asking.ask(partial(sorted, ours))
+        return asking.ask(partial(sorted, ours), unless=unless)
 
-    def listed(self, name: str) -> list[tuple[Path, Manifest | Damaged]]:
-        """What there is in those; see `store.listed`. Raises ValueError and OSError as they do."""
-        folders, asking = self.to_read(name), self.asking[name]
+    def listed(
+        self, name: str, unless: Callable[[], object] = lambda: None
+    ) -> list[tuple[Path, Manifest | Damaged]]:
+        """What there is in those; see `store.listed`. `unless`: see `Asking.ask`. Raises ValueError
+        and OSError as they do."""
+        folders, asking = self.to_read(name, unless), self.asking[name]
 
         def look() -> list[tuple[Path, Manifest | Damaged]]:
             found = []
@@ -181,13 +185,13 @@ class Folders:
                 found.append(one)
             return found
 
-        return asking.ask(look)
+        return asking.ask(look, unless=unless)
 
-    def known_run(self, believed: str) -> str:
+    def known_run(self, believed: str, unless: Callable[[], object] = lambda: None) -> str:
         """See `known_run`, of the shared folder; as long as that cannot tell, what it told before,
-        or else what is `believed`."""
+        or else what is `believed`. `unless`: see `Asking.ask`."""
         try:
-            run = self.asking["shared"].ask(partial(known_run, self.shared))
+            run = self.asking["shared"].ask(partial(known_run, self.shared), unless=unless)
         except OSError:
             run = self.run or believed
         self.run = run or self.run

@@ -207,7 +207,7 @@ class Rank:
                 raise Unloadable("another rank refused it")
 
         try:
-            saved = sources.ranks(name, tier)
+            saved = sources.ranks(name, tier, progress=go_on)
             if saved == ranks:
                 staged = sources.read(name, tier, rank, progress=go_on)
                 self._read, digest = state_of(staged), staged.digest

@@ -442,7 +442,7 @@ def test_what_another_rank_refuses_is_not_read_to_its_end(
         refusing(whole, monkeypatch)
         refused = whole._read("d", "shared")
         monkeypatch.setattr(whole, "job", replace(whole.job, ranks=2))
-        monkeypatch.setattr(whole.saver.sources, "ranks", lambda _name, _tier: 2)
+        monkeypatch.setattr(whole.saver.sources, "ranks", lambda *_asked, **_also: 2)
         monkeypatch.setattr(whole.saver.sources, "read", endless)
         given_up = whole._read("d", "shared")
         monkeypatch.undo()

@@ -150,6 +150,51 @@ def test_a_checkpoint_is_read_as_long_as_its_store_gives_something_of_it(
     assert digest == staged_at(1).digest
 
 
+class Refused(Exception):
+    """Another rank said so."""
+
+
+def refused_elsewhere(_bytes: int) -> None:
+    raise Refused
+
+
+@pytest.mark.parametrize("call", [(disk, "_fill"), (store, "candidates")])
+def test_who_waits_for_a_store_hears_that_another_rank_refuses_the_checkpoint(
+    on_two_tiers: OneRank, monkeypatch: pytest.MonkeyPatch, call: tuple[Any, str]
+) -> None:
+    """The store is not given up for that."""
+    on_two_tiers.save_all(1)
+    back = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(*call, lambda *_given: [] * back.wait())
+        with pytest.raises(Refused):
+            on_two_tiers.saver.sources.read("save1", "shared", 0, progress=refused_elsewhere)
+    digest = read_from(on_two_tiers, 1, "local")
+    back.set()
+
+    assert digest == read_from(on_two_tiers, 1, "shared") == staged_at(1).digest
+
+
+def test_who_waits_for_a_holder_hears_that_another_rank_refuses_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    one = OneRank(tmp_path, holder=True)
+    place = one.saver.open_holder("127.0.0.1")
+    one.saver.meet([{"replica": 0, "placement": "p", "holders": [place]}], 0)
+    one.save_all(7)
+    found = one.saver.sources.saves()
+    holder = json.loads((tmp_path / "memory/j/holder.json").read_bytes())["pid"]
+
+    os.kill(holder, signal.SIGSTOP)
+    with pytest.raises(Refused):
+        one.saver.sources.read("0-7", "peer", 0, progress=refused_elsewhere)
+    os.kill(holder, signal.SIGCONT)
+    one.saver.finish()
+    os.kill(holder, signal.SIGKILL)
+
+    assert (7, "0-7", "peer") in found
+
+
 def hang_at_the_second_save(trainer: OneRank) -> None:
     """The shared folder does; the disk of our own has it."""
     trainer.save_all(1)
