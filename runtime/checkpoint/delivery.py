@@ -226,9 +226,9 @@ class Delivery:
         was not in time. There it goes on without us."""
         if self._thread is None:
             return []
+        end = time.monotonic() + wait_s
         self._given.put(None)
         self._thread.join(wait_s)
-        end = time.monotonic() + wait_s
         late: list[TierName] = [
             name
             for name, writer in self._writers.items()

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,9 @@ LOST_S = 30.0
 #: So many replicas that follow each other save to one holder where another hall is the farthest:
 #: what they save is one state, so it crosses from hall to hall once for all of them.
 SHARED_BY = 16
+TURN_S = START_S + 5.0  # how long a rank waits for another of its node that starts one
+LOCK_POLL_S = 0.05
+LOG = "holder.log"
 _STARTING = "starting.lock"
 #: What a holder says of each state that it lists.
 _LISTED: dict[str, Callable[[Any], Any]] = {
@@ -159,9 +162,11 @@ def running(folder: Path) -> str:
         with contextlib.suppress(OSError, ValueError, KeyError):
             return str(json.loads((folder / ADDRESS).read_bytes())["address"])
         return ""
+    else:
+        fcntl.flock(lock, fcntl.LOCK_UN)  # a child that is forked meanwhile has it open, too
+        return ""
     finally:
         os.close(lock)
-    return ""
 
 
 def ensured(folder: Path, job: str, token: str, host: str, port: int = 0) -> str:
@@ -169,16 +174,37 @@ def ensured(folder: Path, job: str, token: str, host: str, port: int = 0) -> str
     or where the last one was, which peers know. Raises OSError."""
     inside = folder / job
     inside.mkdir(parents=True, exist_ok=True)
-    lock = os.open(inside / _STARTING, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one rank starts it for all of this node
+    with _starting(inside):
         if found := running(inside):
             return found
         if known := port or _last_port(inside):
             with contextlib.suppress(OSError):  # another process may have it by now
                 return _started(folder, job, token, host, known)
         return _started(folder, job, token, host, 0)
+
+
+@contextlib.contextmanager
+def _starting(folder: Path) -> Iterator[None]:
+    """One rank starts the holder for all of this node. Raises TimeoutError, which is an OSError, if
+    another is at it for too long: it may have been stopped."""
+    lock = os.open(folder / _STARTING, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        end = time.monotonic() + TURN_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > end:
+                    raise TimeoutError(
+                        f"another rank starts a holder for {TURN_S:g} s: see {folder / LOG}, and "
+                        f"which process has {folder / _STARTING} open"
+                    ) from error
+                time.sleep(LOCK_POLL_S)  # a lock has no event to wait for with a limit
+        yield
     finally:
+        with contextlib.suppress(OSError):  # a child that was forked meanwhile has it open, too
+            fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
 
 
@@ -200,7 +226,7 @@ def _started(folder: Path, job: str, token: str, host: str, port: int) -> str:
     for name in (client.ENV_PLACEMENT, client.ENV_RANK):
         environment.pop(name, None)
     module = os.environ.get(HOLDER_MODULE, "runtime.checkpoint.holder")
-    with (folder / job / "holder.log").open("wb") as output:
+    with (folder / job / LOG).open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.DEVNULL,
@@ -212,12 +238,14 @@ def _started(folder: Path, job: str, token: str, host: str, port: int) -> str:
         )
     assert process.stdout is not None  # noqa: S101 - it is a pipe
     with process.stdout as said:
-        ready, _, _ = select.select([said], [], [], START_S)
+        readable = select.poll()  # select knows no descriptor above 1023
+        readable.register(said, select.POLLIN)
+        ready = readable.poll(START_S * 1000)
         address = said.readline().decode().strip() if ready else ""
     if not address:
         process.kill()
         process.wait()
-        raise OSError(f"no holder could be started: see {folder / job / 'holder.log'}")
+        raise OSError(f"no holder could be started: see {folder / job / LOG}")
     return address
 
 
@@ -266,7 +294,7 @@ class OwnHolder:
             try:
                 found = self._start(port=int(self.address.rpartition(":")[2]))
                 pause_s = AGAIN_S
-            except OSError as error:
+            except Exception as error:  # without this thread the node would have none any more
                 pause_s = min(2 * pause_s, SELDOM_S)
                 log.warning("holder_lost error=%s", error)
                 continue

@@ -7,6 +7,7 @@ import fcntl
 import itertools
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -835,3 +836,59 @@ def test_who_was_passed_over_is_asked_again_once_the_members_change(
 
 def test_a_label_is_newer_by_its_epoch_first() -> None:
     assert replace(label(3), epoch=2).age > label(7).age
+
+
+def test_a_rank_waits_a_bounded_time_for_another_that_starts_the_holder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That one may have been stopped."""
+    monkeypatch.setattr(peer, "TURN_S", 0.2)
+    (folder / "j").mkdir(parents=True)
+    with (folder / "j" / "starting.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        with pytest.raises(TimeoutError, match=r"another rank starts a holder for 0\.2 s"):
+            peer.ensured(folder, "j", TOKEN, "127.0.0.1")
+
+
+def test_the_turn_to_start_the_holder_ends_though_a_child_was_forked_meanwhile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the lock's file open for as long as it lives."""
+    left: list[int] = []
+
+    def started(inside: Path, job: str, *_given: Any) -> str:
+        lock = (inside / job / "starting.lock").stat()
+        ours = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
+        left.extend(os.dup(fd) for fd in ours if is_file(fd, lock))
+        return "here:1"
+
+    monkeypatch.setattr(peer, "_started", started)
+    monkeypatch.setattr(peer, "TURN_S", 0.2)
+
+    found = [peer.ensured(folder, "j", TOKEN, "127.0.0.1") for _ in range(2)]
+    for fd in left:
+        os.close(fd)
+
+    assert found == ["here:1"] * 2
+    assert len(left) > 1
+
+
+def is_file(fd: int, other: os.stat_result) -> bool:
+    with contextlib.suppress(OSError):  # the one by which the folder was listed
+        return os.path.samestat(os.fstat(fd), other)
+    return False
+
+
+def test_a_holder_is_started_where_a_rank_has_many_files_open(folder: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    many = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]  # select() knows 1024
+    try:
+        address = peer.ensured(folder, "j", TOKEN, "127.0.0.1")
+    finally:
+        for fd in many:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert address.startswith("127.0.0.1:")
