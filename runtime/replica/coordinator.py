@@ -480,6 +480,7 @@ def main() -> None:
         lease_s=given.lease,
         any_claim=given.adopt == "any",
     )
+    coordinator.folder_answers = keeper.answers
     with lock:
         asyncio.run(run(coordinator, given.host, given.port, given.port_file))
         keeper.release()

@@ -145,8 +145,8 @@ class Epochs(Roster):
                     # By the time that one has loaded its copy it may be proven after the next step.
                     followers = self.newcomers("syncing", "ready")
                     self.proofs.seek(followers, members, self.clock())
-                for member in members if entering else []:
-                    member.tell_once("edge", epoch=self.record.epoch)
+                if entering:
+                    self.call_to_edge(members)
             return
         if len(members) < len(self.alive):
             return
@@ -178,6 +178,16 @@ class Epochs(Roster):
             return
         # Nobody waits for a newcomer: it is handed what it may still lack, while others compute.
         self.grant(seated)
+
+    def call_to_edge(self, members: list[Peer]) -> None:
+        """Have them stop for a newcomer, once it is sure that the next epoch can be recorded: where
+        it cannot they would stand there until it can. Raises OSError."""
+        untold = [member for member in members if "edge" not in member.asked]
+        if not untold or not self.folder_answers():
+            return
+        self.file.draft(self.record)
+        for member in untold:
+            member.tell_once("edge", epoch=self.record.epoch)
 
     def lags(self, peer: Peer, members: list[Peer]) -> bool:
         """Whether one that followed the members makes no step any more: it may hang, and whoever

@@ -36,6 +36,7 @@ class Keeper:
         self._host = host or socket.gethostname()
         self._name = f"{self._host} {os.getpid()} {uuid.uuid4().hex[:8]}"
         self._beats = 0
+        self._beat_at = 0.0  # monotonic
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -65,6 +66,11 @@ class Keeper:
             target=self._run, args=(on_lost,), name="drydock-keeper", daemon=True
         )
         self._thread.start()
+
+    def answers(self) -> bool:
+        """Whether the folder took a sign of life just now: where it hangs nobody is to wait for
+        what is written there."""
+        return time.monotonic() - self._beat_at < SILENT_S
 
     def release(self) -> None:
         """Whoever comes next need not wait."""
@@ -104,3 +110,4 @@ class Keeper:
         draft = self._path.with_name(f"{self._path.name}.{self._host}")
         draft.write_text(f"{self._name} {self._beats}")
         draft.replace(self._path)
+        self._beat_at = time.monotonic()

@@ -98,14 +98,19 @@ class RecordFile:
                 f"{self.path} is at epoch {found}, not {expected_epoch}; is a second coordinator "
                 "running on the same --state-dir?"
             )
-        draft = self.path.with_suffix(".new")
-        with draft.open("w") as file:
-            json.dump(asdict(new), file)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self.path)
+        self.draft(new).replace(self.path)
         folder = os.open(self.path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+    def draft(self, record: Record) -> Path:
+        """Write a record beside the one that holds: whether it could be written now, and the room
+        for the next. Raises OSError."""
+        draft = self.path.with_suffix(".new")
+        with draft.open("w") as file:
+            json.dump(asdict(record), file)
+            file.flush()
+            os.fsync(file.fileno())
+        return draft

@@ -48,6 +48,7 @@ class Roster(ABC):
     ) -> None:
         """`any_claim`: a person decided that what any member tells of a lost record is true."""
         self.file = record_file
+        self.folder_answers: Callable[[], bool] = lambda: True  # see `Keeper.answers`
         self.record = record_file.read()
         self.token = token
         #: how many a job that begins waits for; the ranks know it too, and so does the record

@@ -62,6 +62,18 @@ def test_one_that_gives_no_sign_is_followed_and_ends_when_it_wakes_up(
     assert not kept.is_set()
 
 
+def test_a_folder_that_takes_no_sign_of_life_does_not_answer(first: Keeper, tmp_path: Path) -> None:
+    first.keep(lambda: None)
+    before = first.answers()
+
+    (tmp_path / "coordinator.keeper.first").mkdir()  # in the way of the next
+    until(lambda: not first.answers(), "it does not answer")
+    (tmp_path / "coordinator.keeper.first").rmdir()
+    until(first.answers, "it answers again")
+
+    assert before
+
+
 def test_after_one_that_ended_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SILENT_S", 2 * PATIENCE_S)
     ended = Keeper(tmp_path, "first")

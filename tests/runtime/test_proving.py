@@ -25,6 +25,37 @@ def test_who_is_level_enters_once_it_has_made_a_step_as_the_members_did(play: Pl
     assert scene.members == {0: "p0", 1: "p1", 2: "n"}
 
 
+def test_nobody_stops_for_a_newcomer_while_the_record_cannot_be_written(play: Play) -> None:
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    obstacle = scene.coordinator.file.path.with_suffix(".new")
+    obstacle.mkdir()
+    scene.bring_level(newcomer, 11)
+    before = [member.heard("edge") for member in scene.replicas]
+
+    obstacle.rmdir()
+    scene.coordinator.tick()
+    scene.reach_edge(12)
+
+    assert before == [[], []]
+    assert scene.members == {0: "p0", 1: "p1", 2: "n"}
+
+
+def test_nobody_stops_for_a_newcomer_while_the_folder_of_the_record_hangs(play: Play) -> None:
+    scene = play(2)
+    newcomer = scene.join(2, "n")
+    scene.coordinator.folder_answers = lambda: False
+    scene.bring_level(newcomer, 11)
+    before = [member.heard("edge") for member in scene.replicas]
+
+    scene.coordinator.folder_answers = lambda: True
+    scene.coordinator.tick()
+    scene.reach_edge(12)
+
+    assert before == [[], []]
+    assert scene.members == {0: "p0", 1: "p1", 2: "n"}
+
+
 def test_it_does_not_matter_who_of_the_two_says_first_what_it_held(play: Play) -> None:
     scene = play(2)
     newcomer = scene.join(2, "n")
