@@ -25,10 +25,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from runtime.forking import in_children
+
 log = logging.getLogger("drydock.loading")
 
 START_METHODS = ("forkserver", "spawn")
 PREFETCH = 2  # shards that each worker is ahead, unless a DataLoader says otherwise
+STUCK_S = 2.0  # so long torch may take to end its own thread
 MAX_DEATHS = 3  # of workers; then everything is loaded in the training process
 #: What tells a loader from a dataset that keeps another, and a function to collate.
 _OF_A_LOADER = ("dataset", "collate_fn", "batch_size", "num_workers", "drop_last")
@@ -248,6 +251,7 @@ class _Crew:
             generator=torch.Generator(),  # the training's own random numbers stay untouched
         )
         self._iterator: Any = None
+        self._answers: Any = None  # the queue of what the workers loaded
         self._never_set: Any = None  # by which torch would tell the workers that they are to end
         self.error: Exception | None = None  # why they could not be started
         self._closed = False
@@ -287,7 +291,16 @@ class _Crew:
             self._closed = True
             for worker in self._workers():
                 worker.kill()
+            if self._answers is None:
+                return
+            # torch waits for its thread that pins, if it has one. That may be in the middle of an
+            # answer whose worker is dead by now, and others hold the end that would tell it.
+            stuck = threading.Timer(STUCK_S, self._answers._writer.close)
+            stuck.daemon = True
+            with contextlib.suppress(RuntimeError):  # no more threads
+                stuck.start()
             self._iterator = None
+            stuck.cancel()
 
     def _start(self) -> None:
         try:
@@ -301,8 +314,9 @@ class _Crew:
         self._never_set = iterator._workers_done_event
         iterator._workers_done_event = threading.Event()
         workers, answers = list(iterator._workers), iterator._worker_result_queue
+        in_children(self._close_copies)
         with self._lock:
-            self._iterator = iterator
+            self._iterator, self._answers = iterator, answers
         del iterator  # it is ended by whoever closes us, and not when this thread ends
         if self._closed:
             self.close()
@@ -317,6 +331,13 @@ class _Crew:
                 for worker in workers:
                     worker.kill()
                 answers._writer.close()
+
+    def _close_copies(self) -> None:
+        """In a child of the script: while it held the end of a dead worker's answer nobody would
+        ever hear that the rest does not come."""
+        if self._answers is not None:
+            self._answers._writer.close()
+            self._answers._reader.close()
 
     def _workers(self) -> list[Any]:
         # torch offers no other way to learn of a death than to wait five seconds for an answer.

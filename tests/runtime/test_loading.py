@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import multiprocessing
 import os
 import random
 import signal
+import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -25,9 +28,11 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from runtime import loading
 from runtime.data import Batches
 from runtime.loading import MAX_DEATHS
 from tests.runtime.datasets import (
+    TORN_BYTES,
     Endless,
     Faulty,
     Fetching,
@@ -43,7 +48,7 @@ from tests.runtime.datasets import (
     stuck_elsewhere,
     torn_elsewhere,
 )
-from tests.runtime.replicas import ROOT, until
+from tests.runtime.replicas import PATIENCE_S, ROOT, until
 
 Open = Callable[..., Batches]
 LOADERS = pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
@@ -325,6 +330,64 @@ def test_what_is_lost_between_a_worker_and_the_rank_is_loaded_anew(
     assert said in troubles[0]
     assert "; a loader's workers are started anew" in troubles[0]
     assert "not started again" in troubles[-1]
+
+
+def read_all(answers: Any) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            answers._reader.recv_bytes()
+
+
+class Pinning:
+    """torch's iterator where there is a card: a thread of its own reads the answers, and whoever
+    drops the iterator waits for it."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+        self._workers = iterator._workers
+        answers = iterator._worker_result_queue
+        self._reading = threading.Thread(target=read_all, args=(answers,), daemon=True)
+        self._reading.start()
+
+    def __del__(self) -> None:
+        self._reading.join()
+
+
+def test_whoever_ends_the_workers_waits_for_no_answer_of_which_a_part_was_sent(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "STUCK_S", 0.1)
+    batches = opened(Noisy(), workers=1)
+    first_step_of_workers(batches)
+    assert isinstance(batches._loader, loading.Loader)
+    crew = batches._loader._crew
+    assert crew is not None
+    crew._iterator = Pinning(crew._iterator)
+    os.write(crew._answers._writer.fileno(), struct.pack("!i", TORN_BYTES))  # and no more
+    closing = threading.Thread(target=batches.close, daemon=True)
+
+    closing.start()
+    closing.join(PATIENCE_S)
+
+    assert not closing.is_alive()
+
+
+def test_a_child_of_the_script_makes_nobody_wait_for_the_rest_of_a_dead_worker_s_answer(
+    opened: Open, troubles: list[str]
+) -> None:
+    batches = opened(Noisy(), workers=1, collate=torn_elsewhere)
+    assert isinstance(batches._loader, loading.Loader)
+    crew = batches._loader._crew
+    assert crew is not None
+    until(crew.ready, "the worker begins")
+    child = multiprocessing.get_context("fork").Process(target=signal.pause)
+    child.start()
+
+    until(lambda: batches.shard(0, 0).data and troubles, "the worker's death is told")
+    child.kill()
+    child.join()
+
+    assert "worker" in troubles[0]
 
 
 def test_workers_for_which_something_runs_short_are_started_again(
