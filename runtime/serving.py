@@ -166,6 +166,12 @@ class Requests:
             raise PeerFailed(f"peer {self.address}: {error}") from error
         return self._socket
 
+    def hang_up(self) -> None:
+        """Whoever waits for an answer hears that none will come. On any thread."""
+        connection = self._socket
+        if connection is not None:
+            hang_up(connection)
+
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()

@@ -5,13 +5,14 @@ What arrived survives a lost connection. Nothing is believed before its hash was
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ log = logging.getLogger("drydock.peers")
 WAIT_S = 0.5  # how long a peer may wait for the next step to be made before it says that it was not
 REST_S = 0.5  # so long nothing may come of a step that somebody waits for
 PIECE = 8  # chunks asked for at once
+LOOK_S = 0.05  # so often whoever fetches a step looks whether it is still wanted
 TRIES = 3  # connections to one peer, for one state
 
 
@@ -128,19 +130,41 @@ def fetch_reduced(
     step: int,
     have: Reduced | None = None,
     spares: Spares | None = None,
+    broken: Callable[[], bool] = lambda: False,
 ) -> Reduced:
     """One committed step, from the first donor that has it; `have`, `spares`: see
-    `Connection.reduced`. Raises PeerFailed with all answers."""
+    `Connection.reduced`. Raises PeerFailed with all answers, soon after what it is wanted for is
+    `broken`."""
     answers = []
     for donor in donors:
+        if broken():
+            break
         connection = Connection(donor, token)
         try:
-            return connection.reduced(step, have=have, spares=spares)
+            with _hanging_up(connection, broken):
+                return connection.reduced(step, have=have, spares=spares)
         except (PeerFailed, Damaged) as error:
             answers.append(f"{donor}: {error}")
         finally:
             connection.close()
     raise PeerFailed(f"no peer could hand over step {step}: {answers}")
+
+
+@contextlib.contextmanager
+def _hanging_up(connection: Connection, broken: Callable[[], bool]) -> Iterator[None]:
+    """Whoever waits within for what the connection may never give hears so once it is `broken`."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(LOOK_S):
+            if broken():
+                connection.hang_up()
+
+    threading.Thread(target=watch, name="drydock-fetch", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 @dataclass

@@ -325,9 +325,11 @@ class Link:
         """Nothing more will come: no epoch of ours, present or future, can be trusted."""
         log.error("refused by=%s error=%s", self.target, message.get("error"))
         self._closing.set()
-        self.on_break(sys.maxsize, message)
-        self.abandon_calls()
-        self.inbox.put(message)
+        try:
+            self.on_break(sys.maxsize, message)
+        finally:  # whatever that meets, whoever waits for us is to hear of it
+            self.abandon_calls()
+            self.inbox.put(message)
 
 
 def keep_alive(connection: socket.socket) -> None:

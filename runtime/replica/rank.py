@@ -326,16 +326,22 @@ class Rank:
         self._reduced = reduced if moved is reduced.buffer else replace(reduced, buffer=moved)
 
     @order
-    def fetch(self, donors: list[list[str]]) -> None:
-        """Hold the next step, which peers made. Raises CannotFollow."""
+    def fetch(self, donors: list[list[str]], epoch: int = 0) -> None:
+        """Hold the next step, which peers made. `epoch`: of which we are a member; all wait for our
+        report if it breaks. Raises CannotFollow, and Severed if it broke meanwhile."""
         ours = deque(self._ours(donors))
         ours.rotate(-self.replica)  # others who are behind ask other donors first
         step = self.engine.pending
-        broken = partial(self.gloo.broken, self._epoch_number)
+
+        def broken() -> bool:
+            return epoch > 0 and self.gloo.broken(epoch)
+
         have = None if self._stopped is None else self._stopped.drawn(step, ours, broken)
         try:
-            self._hold(fetch_reduced(ours, self.job.token, step, have, self._spares))
+            self._hold(fetch_reduced(ours, self.job.token, step, have, self._spares, broken))
         except PeerFailed as error:
+            if broken():
+                raise Severed(f"epoch {epoch} broke") from error
             raise CannotFollow(str(error)) from error
 
     # --- a member -------------------------------------------------------------------------------

@@ -384,7 +384,7 @@ class Together:
         while self.committed < step:
             if self.member.epoch and self.rank.gloo.broken(self.member.epoch):
                 raise Severed(f"epoch {self.member.epoch} broke")
-            self._all("fetch", donors=donors)
+            self._all("fetch", donors=donors, epoch=self.member.epoch)
             tail = self.rank.tail
             self.commit()
             if tail is not None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -92,6 +95,22 @@ def test_one_that_trains_ends_if_another_has_its_place() -> None:
             message = link.inbox.get(timeout=30)
 
     assert (message["op"], broken) == ("refused", [sys.maxsize])
+
+
+def test_who_is_refused_hears_so_though_the_epoch_cannot_be_broken() -> None:
+    def runs_short(_epoch: int, _message: dict[str, Any]) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = make_link(server, [])
+        link.on_break = runs_short
+        link.start()
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(b'{"ok": false, "error": "replaced", "must_end": true}\n')
+            message = link.inbox.get(timeout=30)
+
+    assert message["op"] == "refused"
 
 
 def test_closing_after_the_coordinator_hung_up() -> None:

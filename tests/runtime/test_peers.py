@@ -614,6 +614,17 @@ def test_a_step_of_which_nothing_more_comes_is_not_waited_for(
     gate.let.set()
 
 
+def test_a_step_for_an_epoch_that_broke_is_waited_for_from_no_donor(donor: Donor) -> None:
+    donor.kept.add(Reduced(8, 1, torch.zeros(CHUNK_BYTES)))
+    broke = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = "{}:{}".format(*silent.getsockname())
+        threading.Timer(0.2, broke.set).start()
+
+        with pytest.raises(PeerFailed, match="no peer could hand over step 8"):
+            fetch_reduced([address, donor.address], "right", 8, broken=broke.is_set)
+
+
 def test_a_step_whose_bytes_are_here_does_not_come_again_with_another_follower(
     donor: Donor,
 ) -> None:

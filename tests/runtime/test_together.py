@@ -375,7 +375,7 @@ def test_a_proof_leaves_out_what_only_the_loop_changes(pair: Pair) -> None:
 def test_what_nothing_here_unpacks_is_not_passed_over_for_what_is_older(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_given: object) -> None:
+    def fails(*_given: object, **_also: object) -> None:
         raise NotInstalled("it is packed with zstd")
 
     monkeypatch.setattr(pair.saver.sources, "ranks", fails)
@@ -490,6 +490,20 @@ def test_those_who_are_behind_ask_different_donors_first(
 
     assert sorted(asked) == ["a", "b", "c"]
     assert asked[0] == first
+
+
+def test_who_is_behind_in_an_epoch_that_broke_says_so_and_not_that_it_cannot_follow(
+    pair: Pair,
+) -> None:
+    nobody = [["127.0.0.1:1", "127.0.0.1:1"]]
+    pair.rank.gloo.sever(3)
+
+    with pytest.raises(Severed, match="epoch 3 broke"):
+        pair.rank.fetch(nobody, epoch=3)
+    with pytest.raises(CannotFollow):
+        pair.rank.fetch(nobody, epoch=4)
+    with pytest.raises(CannotFollow):
+        pair.rank.fetch(nobody)
 
 
 def test_who_enters_fetches_no_step_again_that_it_was_given_as_it_followed(
@@ -709,7 +723,7 @@ def test_a_tier_of_which_two_checkpoints_fail_comes_after_the_others(
         tried.append(name)
         raise Damaged("a bit")
 
-    monkeypatch.setattr(pair.saver.sources, "ranks", lambda _name, _tier: 2)
+    monkeypatch.setattr(pair.saver.sources, "ranks", lambda *_asked, **_also: 2)
     monkeypatch.setattr(pair.saver.sources, "read", read)
 
     with pytest.raises(ValueError, match="none of the 4 checkpoints of this job can be loaded"):
