@@ -109,6 +109,7 @@ class WriterHandle:
             return self._socket
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         keep_from_children(ours)  # its end is ours, as the writer sees it
+        keep_from_children(theirs)  # and its death is heard once nobody has its end
         with theirs:
             module = os.environ.get(WRITER_MODULE, "runtime.checkpoint.writer")
             try:

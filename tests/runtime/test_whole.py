@@ -410,7 +410,7 @@ def refusing(whole: runtime.WholeJob, monkeypatch: pytest.MonkeyPatch) -> list[s
         tried.append(name)
         raise Damaged("a bit")
 
-    monkeypatch.setattr(whole.saver.sources, "ranks", lambda _name, _tier: 1)
+    monkeypatch.setattr(whole.saver.sources, "ranks", lambda *_asked, **_also: 1)
     monkeypatch.setattr(whole.saver.sources, "read", read)
     return tried
 

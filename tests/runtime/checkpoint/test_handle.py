@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import queue
+import signal
+import subprocess
 import threading
 from typing import Any
 
@@ -27,6 +30,30 @@ def test_a_writer_stands_back_in_its_trainers_session_but_is_not_ended_with_its_
 
     assert handle.close(90.0)
     assert heard.get(timeout=90.0)["code"] == 0
+
+
+def test_a_child_that_the_script_forks_as_a_writer_starts_does_not_hide_its_death(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: queue.Queue[dict[str, Any]] = queue.Queue()
+    handle = WriterHandle(heard.put)
+    child = multiprocessing.get_context("fork").Process(target=signal.pause)
+    popen = subprocess.Popen
+
+    def forking(*given: Any, **more: Any) -> subprocess.Popen[bytes]:
+        child.start()
+        return popen(*given, **more)
+
+    monkeypatch.setattr(subprocess, "Popen", forking)
+    handle.start()
+    pid = handle.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    said = heard.get(timeout=90.0)
+    child.kill()
+    child.join()
+
+    assert (said["op"], said["code"]) == ("died", -signal.SIGKILL)
 
 
 def test_a_writer_that_nobody_would_hear_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
