@@ -130,13 +130,20 @@ class Polls:
         try:
             orders = await self._take(node_ids)
         except Refused as refused:
-            for waiter in self._present(node_ids):
-                waiter.looked = False
-                if waiter.overdue:
-                    waiter.refuse(refused)
-            return
-        for node_id in node_ids:
-            self._hand_over(node_id, orders.get(node_id, []))
+            self._fail(node_ids, refused)
+        except Exception:
+            # One look that failed must not be the last one, or no poll is answered any more.
+            log.exception("ingest.look_failed", nodes=len(node_ids))
+            self._fail(node_ids, unavailable("orders could not be looked up; ask again"))
+        else:
+            for node_id in node_ids:
+                self._hand_over(node_id, orders.get(node_id, []))
+
+    def _fail(self, node_ids: list[str], refused: Refused) -> None:
+        for waiter in self._present(node_ids):
+            waiter.looked = False
+            if waiter.overdue:
+                waiter.refuse(refused)
 
     def _hand_over(self, node_id: str, orders: list[tuple[str, wire.SignedCommand]]) -> None:
         waiter = self._waiters.get(node_id)

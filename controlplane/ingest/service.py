@@ -6,6 +6,8 @@ It decides nothing: a message is checked, handed to the action that records it, 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable
 
 import redis.asyncio
@@ -34,6 +36,8 @@ log = structlog.get_logger(__name__)
 
 #: A part that does not answer within this many seconds makes /readyz say no.
 READY_DEADLINE_S = 3.0
+#: A process that one of its tasks left has this long to end gracefully, in seconds.
+END_S = 20.0
 
 Handler = Callable[[Request], Awaitable[Response]]
 NodeHandler = Callable[[Identity, bytes, Request], Awaitable[Response]]
@@ -61,7 +65,7 @@ class Service:
             )
         ]
         for task in self._tasks:
-            task.add_done_callback(_report_death)
+            task.add_done_callback(_end_without)
         self.routes: dict[str, tuple[str, Handler]] = {
             "/healthz": ("GET", self._healthz),
             "/readyz": ("GET", self._readyz),
@@ -231,6 +235,11 @@ def _select_one() -> None:
         cursor.execute("SELECT 1")
 
 
-def _report_death(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        log.error("ingest.task_ended", exc_info=task.exception())
+def _end_without(task: asyncio.Task[None]) -> None:
+    """End the process, which cannot do its work without this task: whatever keeps the process
+    running starts it again, where one that stayed would leave some messages unanswered for ever."""
+    if task.cancelled():
+        return
+    log.critical("ingest.task_ended", exc_info=task.exception())
+    task.get_loop().call_later(END_S, os._exit, 1)  # what waits for the task may never be answered
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -181,8 +181,9 @@ def inventory(name: str) -> dict[str, Any]:
 class Server:
     """Ingest in a process of its own, on the database of the tests."""
 
-    def __init__(self, **environment: str) -> None:
+    def __init__(self, app: str = "controlplane.ingest.app:app", **environment: str) -> None:
         self.port = free_port()
+        self._app = app
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -194,7 +195,7 @@ class Server:
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "granian", "--interface", "asgi", "--workers", "1"),
-                *("--port", str(self.port), "controlplane.ingest.app:app"),
+                *("--port", str(self.port), self._app),
             ],
             env=environment,
             start_new_session=True,

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
+import pytest
 from redis import Redis
 
 from controlplane.accounts.models import SYSTEM
 from controlplane.doorbell import COMMANDS_CHANNEL
+from controlplane.errors import Refused
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import CommandState
 from controlplane.fleet.models import Command
+from controlplane.ingest.polls import Polls
 from node_agent import wire
 
 from .door import NodeClient, Pending, Server
@@ -119,3 +125,42 @@ def test_a_node_that_hangs_up_does_not_take_its_orders_with_it(node: NodeClient)
     row = order(node)
 
     assert ids(poll(node)) == [row.pk]
+
+
+def test_a_look_that_fails_unforeseen_is_not_the_last() -> None:
+    order = wire.SignedCommand(payload="p", signature="s")
+    take = AsyncMock(side_effect=RuntimeError("a fault of ours"))
+
+    async def two_polls() -> wire.Commands:
+        polls = Polls(take)
+        looking = asyncio.create_task(polls.run())
+        with pytest.raises(Refused, match="could not be looked up"):
+            await polls.wait("nod_1", 0.0)
+        take.side_effect = None
+        take.return_value = {"nod_1": [("cmd_1", order)]}
+        commands = await polls.wait("nod_1", 20.0)
+        looking.cancel()
+        return commands
+
+    assert asyncio.run(asyncio.wait_for(two_polls(), SOONER_S)).commands == [order]
+
+
+@pytest.fixture
+def mortal(node: NodeClient) -> Iterator[Server]:
+    """A server of its own, to which the node speaks, that loses a task with the first order."""
+    server = Server("tests.controlplane.ingest.mortal:app")
+    server.start()
+    node.door = server.door()
+    yield server
+    server.stop()
+
+
+def test_a_server_that_one_of_its_tasks_left_ends_to_be_started_again(
+    node: NodeClient, mortal: Server
+) -> None:
+    call = waits(node)
+
+    order(node)
+
+    assert call.answer(timeout=SOONER_S).status == 200
+    assert mortal.wait() == 1
