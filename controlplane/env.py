@@ -11,6 +11,22 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from django.core.exceptions import ImproperlyConfigured
 
+#: How long we wait for a server whose host has vanished, or the network to it: without these a
+#: query may wait for two hours. Of libpq, which heeds only the first over a socket of this machine.
+PATIENCE = {
+    "connect_timeout": "5",  # s
+    "keepalives_idle": "10",  # s
+    "keepalives_interval": "5",  # s
+    "keepalives_count": "3",
+    "tcp_user_timeout": "25000",  # ms
+}
+#: The same the other way round: how long the server keeps the locks of a process of ours whose host
+#: has vanished, or that stands still in the middle of a transaction.
+SERVERS_PATIENCE = {
+    "options": "-c tcp_keepalives_idle=10 -c tcp_keepalives_interval=5 -c tcp_keepalives_count=3"
+    " -c tcp_user_timeout=25000 -c idle_in_transaction_session_timeout=60000"
+}
+
 
 def env_str(name: str, default: str = "") -> str:
     """The value of NAME, or the content of the file named by NAME_FILE, or `default`.
@@ -63,7 +79,8 @@ def env_list(name: str, default: list[str]) -> list[str]:
 def database_from_url(url: str, password: str = "") -> dict[str, object]:
     """Django's settings for a `postgresql://user:password@host:port/name?host=/socket` URL.
 
-    `password` is for a URL without one. Raises ImproperlyConfigured for another kind of URL.
+    What stands after `?` goes before our own PATIENCE. `password` is for a URL without one. Raises
+    ImproperlyConfigured for another kind of URL.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("postgres", "postgresql"):
@@ -72,15 +89,18 @@ def database_from_url(url: str, password: str = "") -> dict[str, object]:
         raise ImproperlyConfigured(
             "DATABASE_URL holds a password and DATABASE_PASSWORD is set too: take one away"
         )
-    query = dict(parse_qsl(parts.query))
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    host = query.pop("host", "") or parts.hostname or ""
+    over_tcp = "hostaddr" in query or host[:1] not in ("", "/", "@")
+    patience = PATIENCE | (SERVERS_PATIENCE if over_tcp else {})
     return {
         "ENGINE": "django.db.backends.postgresql",
         "NAME": unquote(parts.path.lstrip("/")) or "postgres",
         "USER": unquote(parts.username or ""),
         "PASSWORD": password or unquote(parts.password or ""),
-        "HOST": query.pop("host", None) or parts.hostname or "",
+        "HOST": host,
         "PORT": str(parts.port or ""),
-        "OPTIONS": query,
+        "OPTIONS": patience | query,
         "CONN_MAX_AGE": None,
         "CONN_HEALTH_CHECKS": True,
     }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
+from django.db import connection
 
 from controlplane.env import database_from_url, env_bool, env_int, env_list, env_str
 
@@ -81,3 +83,46 @@ def test_the_password_of_the_database_may_stand_apart_from_its_address() -> None
 def test_two_passwords_of_the_database_are_refused() -> None:
     with pytest.raises(ImproperlyConfigured, match="DATABASE_PASSWORD is set too"):
         database_from_url("postgresql://drydock:one@db/drydock", "two")
+
+
+def options_of(url: str) -> dict[str, str]:
+    options = database_from_url(url)["OPTIONS"]
+    assert isinstance(options, dict)
+    return options
+
+
+def test_nobody_waits_for_ever_for_a_host_that_vanished() -> None:
+    options = options_of("postgresql://drydock@db/drydock")
+
+    assert options["connect_timeout"] == "5"
+    assert options["tcp_user_timeout"] == "25000"
+    assert options["keepalives_idle"] == "10"
+    assert "idle_in_transaction_session_timeout=60000" in options["options"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["postgresql:///drydock", "postgresql:///drydock?host=/run/postgresql"],
+)
+def test_a_server_on_this_machine_is_told_nothing_about_its_network(url: str) -> None:
+    options = options_of(url)
+
+    assert options["connect_timeout"] == "5"
+    assert "options" not in options
+
+
+def test_what_the_url_says_goes_before_our_own_patience() -> None:
+    options = options_of("postgresql://db/drydock?connect_timeout=30&options=&sslmode=require")
+
+    assert (options["connect_timeout"], options["options"]) == ("30", "")
+    assert (options["sslmode"], options["keepalives_count"]) == ("require", "3")
+
+
+@pytest.mark.django_db
+def test_libpq_and_the_server_know_what_we_set() -> None:
+    session = connection.copy()
+    session.settings_dict["OPTIONS"] = options_of("postgresql://db/drydock")
+
+    with closing(session), session.cursor() as cursor:
+        cursor.execute("SHOW idle_in_transaction_session_timeout")
+        assert cursor.fetchone() == ("1min",)
