@@ -1,6 +1,7 @@
 """Power of a node, through the Redfish interface of its management controller.
 
-Reading is free. Whoever switches must have asked the guards before.
+Reading is free. Whoever switches must have asked the guards before, and must still hold its step:
+another worker that took the step over may have brought the node back to work since.
 """
 
 from __future__ import annotations
@@ -9,17 +10,26 @@ import base64
 import http.client
 import json
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from django.utils import timezone
+
 from controlplane.accounts.models import SYSTEM
 from controlplane.crypto import unseal
+from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet
+from controlplane.fleet.changes import change
 from controlplane.fleet.models import Node
+from controlplane.incidents.choices import RUN_ACTIVE, StepState
+from controlplane.incidents.models import PlaybookStep
 
 SYSTEM_PATH = "/redfish/v1/Systems/1"
 #: Well below a step's lease, so that whoever calls still holds the step when the answer comes.
 TIMEOUT_S = 4.0
+#: What must be left of it before a switch: a call may take the time to connect and that to answer.
+CALL = timedelta(seconds=2 * TIMEOUT_S)
 
 ResetType = Literal["On", "ForceOff", "ForceRestart"]
 
@@ -44,11 +54,32 @@ def read(node: Node) -> Power:
     )
 
 
-def switch(node: Node, reset_type: ResetType) -> None:
+def switch(node: Node, reset_type: ResetType, step: PlaybookStep | None) -> None:
     """Switch the node's power. `On` of a node that is on and `ForceOff` of one that is off change
-    nothing. Written into the audit trail before it is done. Raises PowerError."""
-    fleet.record_power_order(SYSTEM, node.pk, reset_type, node.state_reason)
+    nothing. Written into the audit trail before it is done.
+
+    `step`: on whose behalf, as it was claimed; None for whoever plays with a simulated machine.
+    Raises PowerError, and Conflict if the step is not held for as long as the call may take.
+    """
+    with change():
+        if step is not None:
+            _hold(step)
+        fleet.record_power_order(SYSTEM, node.pk, reset_type, node.state_reason)
     _call(node, "POST", f"{SYSTEM_PATH}/Actions/ComputerSystem.Reset", {"ResetType": reset_type})
+
+
+def _hold(claimed: PlaybookStep) -> None:
+    """Keep the step from being taken over before what is about to be done is written down."""
+    now = timezone.now()
+    held = PlaybookStep.objects.select_for_update(no_key=True, of=("self",)).filter(
+        pk=claimed.pk,
+        lock_token=claimed.lock_token,
+        state=StepState.RUNNING,
+        lock_expires_at__gt=now + CALL,
+        run__state__in=sorted(RUN_ACTIVE),
+    )
+    if held.first() is None:
+        raise Conflict("its worker stood still too long to switch the power: it looks again")
 
 
 def fit_new_cards(node: Node) -> None:

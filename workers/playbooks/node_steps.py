@@ -160,7 +160,7 @@ def _cut_power(ctx: StepContext, node: Node, why: str) -> Outcome:
     if not node.bmc_url:
         return Ask(text=f"{why}, and {node.name} has no BMC on record: switch it off by hand")
     # Off when it is off already changes nothing.
-    power.switch(node, "ForceOff")
+    power.switch(node, "ForceOff", ctx.step)
     if power.read(node).on:
         return Wait(text=f"{why}: its BMC has been told to switch it off")
     return Done(
@@ -265,7 +265,7 @@ def examine(ctx: StepContext) -> Outcome:
         return Skip(text="no field diagnostic is called for")
     node = node_of(ctx)
     if node.bmc_url and not power.read(node).on:
-        power.switch(node, "On")  # it may have been emptied by its power
+        power.switch(node, "On", ctx.step)  # it may have been emptied by its power
     limit_s = settings.FIELD_DIAGNOSTIC_S
     requester = ctx.requester()
 
@@ -400,10 +400,10 @@ def _restart(ctx: StepContext, node: Node, rung: Rung) -> Outcome:
         return Ask(text="its BMC cannot tell whether it has been restarted; look before going on")
     try:
         if rung == Rung.POWER_CYCLE and state.on:
-            power.switch(node, "ForceOff")
-            power.switch(node, "On")
+            power.switch(node, "ForceOff", ctx.step)
+            power.switch(node, "On", ctx.step)
         else:
-            power.switch(node, "ForceRestart" if state.on else "On")
+            power.switch(node, "ForceRestart" if state.on else "On", ctx.step)
     except power.PowerError as error:
         if state.boot_id:
             raise  # looked at again: the boot id will tell

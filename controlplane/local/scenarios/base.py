@@ -72,9 +72,9 @@ def fit_new_cards(node: Node) -> None:
 def replace_cards(node: Node, say: Say) -> None:
     """The technician is played: the node is switched off, new cards are fitted, and on again."""
     say(f"{node.name} is switched off, new cards are fitted, and it is switched on")
-    power.switch(node, "ForceOff")
+    power.switch(node, "ForceOff", None)
     power.fit_new_cards(node)
-    power.switch(node, "On")
+    power.switch(node, "On", None)
 
 
 def resolved(incident_id: str) -> Incident | None:

@@ -92,7 +92,7 @@ def _kill_rank(victim: Placement) -> dict[str, Any]:
 
 
 def power_off(victim: Placement) -> dict[str, Any]:
-    power.switch(victim.node, "ForceOff")
+    power.switch(victim.node, "ForceOff", None)
     return {}
 
 
