@@ -106,11 +106,14 @@ def run(stop: threading.Event, pulse: Pulse) -> None:
                     keep(client, memory)
             pulse.turned(leading)
         except (OperationalError, InterfaceError) as error:
-            # The lock went with the connection: start over as a stand-by.
-            log.warning("keeper.database_away", error=str(error))
-            connection.close()
-            leading = False
-            pulse.database_lost()
+            if _holds_its_connection():
+                log.warning("keeper.pass_failed", error=str(error))
+            else:
+                # The lock went with the connection: start over as a stand-by.
+                log.warning("keeper.database_away", error=str(error))
+                connection.close()
+                leading = False
+                pulse.database_lost()
         stop.wait(PASS_S)
     connection.close()
 
@@ -144,10 +147,17 @@ def _do(chore: Callable[[], object]) -> None:
     """One chore that fails must not keep the others from being done."""
     try:
         chore()
-    except (OperationalError, InterfaceError):
-        raise
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OperationalError | InterfaceError) and not _holds_its_connection():
+            raise
         log.exception("keeper.chore_failed", chore=getattr(chore, "func", chore).__name__)
+
+
+def _holds_its_connection() -> bool:
+    """Whether an error was of one statement only: a deadlock that was broken, say. Then the lock is
+    still ours, and what is remembered is still true."""
+    session = connection.connection
+    return session is not None and not session.closed
 
 
 def _chain_audit(memory: Memory, now: datetime) -> None:
@@ -187,18 +197,19 @@ def _flush_beats(client: redis.Redis, memory: Memory) -> None:
         memory.grace_until = _grace()
     else:
         _hear(msgspec.json.decode(said, type=_Hearing), memory)
-    news: dict[str, datetime] = {}
+    heard: dict[str, float] = {}
     readings: dict[str, list[dict[str, Any]]] = {}
     ports: dict[str, list[dict[str, Any]]] = {}
     for key, value in beats.items():
         beat = msgspec.json.decode(value, type=_Beat)
         node_id = key.decode() if isinstance(key, bytes) else key
         if memory.heard.get(node_id) != beat.received_at:
-            memory.heard[node_id] = beat.received_at
-            news[node_id] = datetime.fromtimestamp(beat.received_at, UTC)
+            heard[node_id] = beat.received_at
             readings[node_id], ports[node_id] = beat.readings, beat.ports
+    news = {node_id: datetime.fromtimestamp(at, UTC) for node_id, at in heard.items()}
     known = set(Node.objects.filter(pk__in=news).values_list("pk", flat=True))
     back = fleet.renew_leases({k: v for k, v in news.items() if k in known}, settings.LEASE_S)
+    memory.heard |= heard  # only now: what could not be written is heard again in the next pass
     for node_id in back:
         log.info("node.reachable_again", node=node_id)
     cards_of = {

@@ -97,7 +97,6 @@ class Sensors:
         new = [uuid for uuid, node in heard.items() if self._where.get(uuid) != node]
         if not new:
             return
-        self._where |= {uuid: heard[uuid] for uuid in new}
         known = {
             one.gpu_id: one.nvlink_mb_s
             for one in Baseline.objects.filter(gpu__in=new)
@@ -110,6 +109,8 @@ class Sensors:
                 settings.READING_HOLD_S, known.get(uuid, 0.0), told.get(uuid, ())
             )
             self.flags[uuid] = flags.get(uuid, {})
+        # Only now: whom we failed to read about is met in the next pass.
+        self._where |= {uuid: heard[uuid] for uuid in new}
 
     def _meet_ports(self, heard: Heard) -> None:
         """The same of ports; those that a node has not told of for FORGOTTEN_S are forgotten."""

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from typing import NoReturn
+from unittest.mock import Mock, patch
 
 import pytest
 import redis
 from django.conf import settings
+from django.db import OperationalError, connection
 from django.utils import timezone
 from pytest_django import Settings
 
+from controlplane.fleet import actions as fleet
 from controlplane.fleet.models import Gpu, Lease, Node
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import NodeSample, Signal
+from controlplane.incidents import actions as incidents
 from tests.factories import GpuFactory, NodeFactory
-from workers import keeper
+from workers import keeper, sensors
+from workers.pulse import Pulse
 
 pytestmark = pytest.mark.django_db
 
@@ -49,6 +56,12 @@ def silent_node() -> Node:
     node: Node = NodeFactory()
     Lease.objects.filter(pk=node.pk).update(deadline=timezone.now() - timedelta(seconds=1))
     return node
+
+
+def broken_deadlock(*_: object) -> NoReturn:
+    """A statement fails, and its connection does not."""
+    connection.ensure_connection()
+    raise OperationalError("deadlock detected")
 
 
 def lease_signals() -> int:
@@ -372,3 +385,69 @@ def test_a_node_that_fell_silent_is_not_kept_again(
     keeper.keep(beats, memory)
 
     assert len(samples()) == 1
+
+
+def test_a_deadlock_in_one_chore_keeps_no_other_from_being_done(
+    beats: redis.Redis, memory: keeper.Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm_spares = Mock()
+    monkeypatch.setattr(incidents, "admit_enrolled", broken_deadlock)
+    monkeypatch.setattr(incidents, "keep_warm_spares", warm_spares)
+
+    keeper.keep(beats, memory)
+
+    warm_spares.assert_called_once()
+
+
+def test_a_beat_whose_lease_could_not_be_written_is_heard_again(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    node = silent_node()
+    beat(beats, node, time.time())
+    with (
+        patch.object(fleet, "renew_leases", broken_deadlock),
+        pytest.raises(OperationalError, match="deadlock"),
+    ):
+        keeper.keep(beats, memory)
+
+    keeper.keep(beats, memory)
+
+    assert Lease.objects.get(pk=node.pk).deadline > timezone.now()
+    assert lease_signals() == 0
+
+
+def test_a_card_of_which_nothing_could_be_looked_up_is_met_in_the_next_pass(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    node = NodeFactory()
+    sick = {"uuid": GpuFactory(node=node).uuid, "remap_failed": 1}
+    now = time.time()
+    read(beats, node, now, sick)
+    with patch.object(sensors, "_told_before", broken_deadlock):
+        keeper.keep(beats, memory)
+    read(beats, node, now + 1, sick)
+
+    keeper.keep(beats, memory)
+
+    assert flags_told() == [("remap_failed", 1.0)]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_deadlock_does_not_cost_the_keeper_its_lead(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = threading.Event()
+    memories: list[keeper.Memory] = []
+    passes = iter([broken_deadlock, stop.set])
+
+    def keep(_: redis.Redis, memory: keeper.Memory) -> None:
+        memories.append(memory)
+        next(passes)()
+
+    monkeypatch.setattr(keeper, "keep", keep)
+    monkeypatch.setattr(keeper, "PASS_S", 0.0)
+    take_lead = Mock(side_effect=keeper._take_lead)
+    monkeypatch.setattr(keeper, "_take_lead", take_lead)
+
+    keeper.run(stop, Pulse())
+
+    take_lead.assert_called_once()
+    assert memories[0] is memories[1]
