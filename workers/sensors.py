@@ -60,6 +60,8 @@ class Sensors:
         self._meet_cards({str(card["uuid"]): node for node, _at, card in _each(cards)})
         for node_id, at, card in _each(cards):
             uuid = str(card["uuid"])
+            if self._where.get(uuid) != node_id:
+                continue  # whatever was found could not be written down, and would be lost
             self._follow_errors(node_id, uuid, at, card)
             self._follow_flags(node_id, uuid, at, card)
             for found in self.cards[uuid].read(at.timestamp(), card):
@@ -93,8 +95,13 @@ class Sensors:
     def _meet_cards(self, heard: Mapping[str, str]) -> None:
         """Begin to follow the cards that are new to us, from what is on record of them; `heard`: in
         which node each is. Links of another chassis may be fewer: there its best is yet to be seen.
+
+        One whose node's report is not on record yet is met once it is.
         """
         new = [uuid for uuid, node in heard.items() if self._where.get(uuid) != node]
+        if new:
+            there = dict(Gpu.objects.filter(pk__in=new).values_list("pk", "node"))
+            new = [uuid for uuid in new if there.get(uuid) == heard[uuid]]
         if not new:
             return
         known = {

@@ -416,6 +416,22 @@ def test_a_beat_whose_lease_could_not_be_written_is_heard_again(
     assert lease_signals() == 0
 
 
+def test_a_flag_that_a_card_shows_before_its_node_s_report_is_taken_is_told_after_it(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    node = NodeFactory()
+    sick = {"uuid": "GPU-just-fitted", "remap_failed": 1}
+    now = time.time()
+    read(beats, node, now, sick)
+    keeper.keep(beats, memory)
+    GpuFactory(node=node, uuid=sick["uuid"])
+    read(beats, node, now + 1, sick)
+
+    keeper.keep(beats, memory)
+
+    assert flags_told() == [("remap_failed", 1.0)]
+
+
 def test_a_card_of_which_nothing_could_be_looked_up_is_met_in_the_next_pass(
     beats: redis.Redis, memory: keeper.Memory
 ) -> None:
