@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import DEFAULT, Mock
+
 import pytest
 from django.utils import timezone
 
@@ -13,6 +15,7 @@ from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Placement
 from tests.factories import JobFactory, NodeFactory, PlacementFactory, ReplicaFactory, SignalFactory
 from workers import intake
+from workers.intake.silence import node_went_silent
 
 pytestmark = pytest.mark.django_db
 
@@ -139,6 +142,22 @@ def test_a_signal_that_cannot_be_handled_stops_no_other(placement: Placement) ->
     broken.refresh_from_db()
     assert broken.triaged_at is not None
     assert Incident.objects.count() == 1
+
+
+def test_a_signal_whose_failure_another_worker_joins_with_one_meanwhile_is_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    silent = NodeFactory()
+    Lease.objects.filter(pk=silent.pk).update(reachable=False)
+    SignalFactory(kind=SignalKind.LEASE_LOST, node=silent)
+    went_silent = Mock(
+        wraps=node_went_silent, side_effect=[Failure.DoesNotExist("joined"), DEFAULT]
+    )
+    monkeypatch.setattr(intake, "node_went_silent", went_silent)
+
+    intake.triage_signals()
+
+    assert Incident.objects.get().subject == f"node/{silent.pk}"
 
 
 def test_a_silent_node_that_is_out_for_repair_opens_nothing() -> None:

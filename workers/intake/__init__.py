@@ -71,8 +71,7 @@ def _handle_alone(signal: Signal) -> bool:
     False: what it belongs to ended in this very moment; it is to be handled again.
     """
     try:
-        with change():
-            _handle(signal)
+        _handle_twice(signal)
     except Conflict as conflict:
         log.info("intake.again", signal=signal.pk, reason=conflict.detail)
         return False
@@ -81,6 +80,20 @@ def _handle_alone(signal: Signal) -> bool:
     except Exception:
         log.exception("intake.signal_not_handled", signal=signal.pk)
     return True
+
+
+def _handle_twice(signal: Signal) -> None:
+    """Another worker may have changed what the signal speaks of between two of our looks at it, as
+    by making one failure of two. It has committed by now: a second look sees what it left."""
+    try:
+        with change():
+            _handle(signal)
+    except (Conflict, OperationalError):
+        raise
+    except Exception as error:
+        log.warning("intake.second_look", signal=signal.pk, error=repr(error))
+        with change():
+            _handle(signal)
 
 
 def _handle(signal: Signal) -> None:
