@@ -5,6 +5,8 @@ Truth is in Postgres, so a ring that is lost costs latency only: the keeper ring
 
 from __future__ import annotations
 
+import time
+
 import redis
 import structlog
 from celery import Celery
@@ -19,7 +21,25 @@ DRAIN_TASK = "workers.drain"
 QUEUE = "celery"
 MAX_RINGS = 1000
 COMMANDS_CHANNEL = "drydock:commands"
+#: Once Redis did not answer it is left alone for this long, in seconds. One whose host is silent
+#: makes whoever calls wait for seconds, and a transaction may ring some hundred times.
+PAUSE_S = 2.0
 
+
+class _Pause:
+    """Whether Redis is left alone."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+
+    def begin(self) -> None:
+        self._until = time.monotonic() + PAUSE_S
+
+    def __bool__(self) -> bool:
+        return time.monotonic() < self._until
+
+
+_pause = _Pause()
 _celery = Celery("drydock-doorbell")
 _celery.config_from_object("django.conf:settings", namespace="CELERY")
 _redis = redis.Redis.from_url(
@@ -37,11 +57,14 @@ def ring(subject: str = "") -> None:
 
     `subject` ("node/<id>", "job/<id>", "step/<id>") also wakes the steps that wait for its news.
     """
+    if _pause:
+        return
     try:
         if _redis.llen(QUEUE) >= MAX_RINGS:
             return  # nobody has looked for long, and whoever comes will look at everything
         _celery.send_task(DRAIN_TASK, [subject], ignore_result=True, retry=False)
     except (OperationalError, redis.RedisError, OSError) as error:
+        _pause.begin()
         log.warning("doorbell.lost", error=str(error))
 
 
@@ -51,7 +74,10 @@ def announce_command_after_commit(node_id: str) -> None:
 
 
 def announce_command(node_id: str) -> None:
+    if _pause:
+        return
     try:
         _redis.publish(COMMANDS_CHANNEL, node_id)
     except redis.RedisError as error:
+        _pause.begin()
         log.warning("doorbell.command_announcement_lost", node=node_id, error=str(error))
