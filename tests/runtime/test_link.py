@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -9,21 +10,40 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from runtime.replica import link as module
 from runtime.replica.link import Link, LinkLost
-from tests.runtime.replicas import until
+from tests.runtime.replicas import PATIENCE_S, until
+
+MakeLink = Callable[[socket.socket, list[int]], Link]
 
 
-def make_link(server: socket.socket, broken: list[int]) -> Link:
-    address = f"127.0.0.1:{server.getsockname()[1]}"
-    return Link(address, lambda: [{"op": "join"}], lambda epoch, _message: broken.append(epoch))
+@pytest.fixture
+def make_link() -> Iterator[MakeLink]:
+    """Makes links to a server, whose tests then wait for no connection for ever.
+
+    They are closed at the end: one that went on would knock at the port of a later test's server.
+    """
+    with contextlib.ExitStack() as links:
+
+        def make(server: socket.socket, broken: list[int]) -> Link:
+            server.settimeout(PATIENCE_S)
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+            join = [{"op": "join"}]
+            link = Link(address, lambda: join, lambda epoch, _message: broken.append(epoch))
+            links.callback(link.close, goodbye=False)
+            return link
+
+        yield make
 
 
-def test_nonsense_from_the_coordinator_ends_the_wait_of_the_training_loop() -> None:
+def test_nonsense_from_the_coordinator_ends_the_wait_of_the_training_loop(
+    make_link: MakeLink,
+) -> None:
     broken: list[int] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         link = make_link(server, broken)
@@ -37,7 +57,7 @@ def test_nonsense_from_the_coordinator_ends_the_wait_of_the_training_loop() -> N
     assert broken == [sys.maxsize]
 
 
-def test_a_refusal_is_heard_as_one() -> None:
+def test_a_refusal_is_heard_as_one(make_link: MakeLink) -> None:
     broken: list[int] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         link = make_link(server, broken)
@@ -59,7 +79,7 @@ def test_a_refusal_is_heard_as_one() -> None:
     ],
 )
 def test_one_that_trains_does_without_whoever_answers_in_the_coordinator_s_place(
-    monkeypatch: pytest.MonkeyPatch, answer: bytes, why: str
+    make_link: MakeLink, monkeypatch: pytest.MonkeyPatch, answer: bytes, why: str
 ) -> None:
     monkeypatch.setattr("runtime.replica.link.SHUN_S", 0.0)
     broken: list[int] = []
@@ -83,7 +103,7 @@ def test_one_that_trains_does_without_whoever_answers_in_the_coordinator_s_place
     assert why in told[0]
 
 
-def test_one_that_trains_ends_if_another_has_its_place() -> None:
+def test_one_that_trains_ends_if_another_has_its_place(make_link: MakeLink) -> None:
     broken: list[int] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         link = make_link(server, broken)
@@ -97,7 +117,7 @@ def test_one_that_trains_ends_if_another_has_its_place() -> None:
     assert (message["op"], broken) == ("refused", [sys.maxsize])
 
 
-def test_who_is_refused_hears_so_though_the_epoch_cannot_be_broken() -> None:
+def test_who_is_refused_hears_so_though_the_epoch_cannot_be_broken(make_link: MakeLink) -> None:
     def runs_short(_epoch: int, _message: dict[str, Any]) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -113,7 +133,7 @@ def test_who_is_refused_hears_so_though_the_epoch_cannot_be_broken() -> None:
     assert message["op"] == "refused"
 
 
-def test_closing_after_the_coordinator_hung_up() -> None:
+def test_closing_after_the_coordinator_hung_up(make_link: MakeLink) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         link = make_link(server, [])
         link.start()
@@ -127,7 +147,7 @@ def test_closing_after_the_coordinator_hung_up() -> None:
         link.close(goodbye=True)
 
 
-def test_a_value_is_not_waited_for_while_the_coordinator_is_away() -> None:
+def test_a_value_is_not_waited_for_while_the_coordinator_is_away(make_link: MakeLink) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         link = make_link(server, [])  # never started: it has no connection
 
@@ -135,7 +155,9 @@ def test_a_value_is_not_waited_for_while_the_coordinator_is_away() -> None:
             link.get(1, "key", timeout_s=30)
 
 
-def test_what_was_left_for_an_epoch_is_said_again_to_a_coordinator_started_anew() -> None:
+def test_what_was_left_for_an_epoch_is_said_again_to_a_coordinator_started_anew(
+    make_link: MakeLink,
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         link = make_link(server, [])
         link.set(1, "of an epoch before", "a")
@@ -186,7 +208,7 @@ def test_one_that_nobody_else_can_replace_is_given_up_when_it_cannot_be_reached(
     link.close(goodbye=False)
 
 
-def test_a_number_that_was_never_answered_here_does_no_harm() -> None:
+def test_a_number_that_was_never_answered_here_does_no_harm(make_link: MakeLink) -> None:
     """A new connection may hear of answers that were given on the one before it."""
     broken: list[int] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -201,7 +223,7 @@ def test_a_number_that_was_never_answered_here_does_no_harm() -> None:
     assert broken == []
 
 
-def test_a_value_that_does_not_come_in_time_is_forgotten() -> None:
+def test_a_value_that_does_not_come_in_time_is_forgotten(make_link: MakeLink) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         link = make_link(server, [])
         link.start()
