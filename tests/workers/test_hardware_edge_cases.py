@@ -32,6 +32,7 @@ from controlplane.incidents.models import (
 )
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.models import Job
+from tests.controlplane.ingest.door import wait_until
 from tests.factories import GpuFactory
 from tests.workers.world import World, answer, drain, pass_validation, run_of
 from workers import engine, intake, power
@@ -40,6 +41,8 @@ from workers.playbooks import PLAYBOOKS
 # Commits for real, so that other connections see it.
 pytestmark = pytest.mark.django_db(transaction=True)
 PERSON = Actor(ActorKind.USER, "1")
+#: Two connections meet in milliseconds; where all is slow, in far more.
+PATIENCE_S = 120.0
 LOST = "[ 12.4] NVRM: GPU 0000:1b:00.0: GPU has fallen off the bus."
 
 
@@ -248,22 +251,28 @@ def beside(deed: Callable[[], object], ended: Ended) -> threading.Thread:
         finally:
             connection.close()
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread
+
+
+def finish(*threads: threading.Thread) -> None:
+    """Wait for them: not for ever, since they may wait for a lock that this test holds."""
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert [thread for thread in threads if thread.is_alive()] == []
 
 
 def await_lock(count: int = 1) -> None:
     """Until so many other connections wait for a lock."""
     waiting = "SELECT count(DISTINCT pid) FROM pg_locks WHERE NOT granted"
-    pause = threading.Event()
     with connection.cursor() as cursor:
-        for _ in range(200):
+
+        def enough() -> bool:
             cursor.execute(waiting)
-            if cursor.fetchone()[0] >= count:
-                return
-            pause.wait(0.02)
-    pytest.fail("nobody waits for a lock")
+            return bool(cursor.fetchone()[0] >= count)
+
+        wait_until(enough, PATIENCE_S)
 
 
 @contextmanager
@@ -288,7 +297,7 @@ def test_a_deadlock_loses_no_signal(world: World) -> None:
         thread = beside(intake.triage_signals, ended)
         await_lock()
         Incident.objects.select_for_update(no_key=True, of=("self",)).get(pk=first.pk)
-    thread.join()
+    finish(thread)
     drain()
     told = [one.timeline.filter(kind="signal").count() for one in (first, second)]
     assert (told, intake.untriaged().count()) == ([2, 2], 0)
@@ -305,10 +314,10 @@ def test_what_ends_while_its_run_is_being_called_off_is_brought_back(world: Worl
     ended: Ended = []
     with transaction.atomic():
         incidents.call_off(PERSON, run.pk, "another time")
-        beside(lambda: world.exits(killed, signal=9, requested=True), ended).join()
+        finish(beside(lambda: world.exits(killed, signal=9, requested=True), ended))
         thread = beside(intake.triage_signals, ended)
         await_lock()
-    thread.join()
+    finish(thread)
     drain()
 
     assert [how for how, _ in ended] == ["ok", "ok"], ended
@@ -332,8 +341,7 @@ def test_a_person_and_a_worker_do_not_lock_each_other_out(world: World) -> None:
         await_lock()
         person = beside(lambda: incidents.reject(PERSON, approval.pk, "no"), ended)
         await_lock(2)
-    worker.join()
-    person.join()
+    finish(worker, person)
     assert [how for how, _ in ended] == ["ok", "ok"], ended
 
 
@@ -345,7 +353,6 @@ def test_a_pause_is_not_undone_by_a_worker_that_was_about_to_look(world: World) 
         await_lock()
         person = beside(lambda: incidents.pause_run(PERSON, run.pk, "stop"), ended)
         await_lock(2)
-    worker.join()
-    person.join()
+    finish(worker, person)
     run.refresh_from_db()
     assert (run.state, [how for how, _ in ended]) == (RunState.PAUSED, ["ok", "ok"])
