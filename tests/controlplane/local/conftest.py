@@ -21,8 +21,10 @@ def new_home() -> Iterator[Path]:
     """An empty home that servers run by another user can reach; swept afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="home-", dir=os.environ["DRYDOCK_HOME"])).resolve()
     folder.chmod(0o711)
-    yield folder
-    processes.sweep(folder)
+    try:
+        yield folder
+    finally:
+        processes.sweep(folder)
 
 
 @pytest.fixture
@@ -82,16 +84,18 @@ def product(home: Path) -> Product:
 
 @contextmanager
 def started(home: Path, eventually: Eventually) -> Iterator[Running]:
-    """A product without a fleet, ready; ended whatever the test did to it."""
+    """A product without a fleet, ready; ended whatever the test did to it, or if it never was."""
     product = Product(home)
-    with product.up() as process:
-        eventually(
-            lambda: product.ready.exists() or process.poll() is not None,
-            300,
-            "the product is ready",
-        )
-        yield product, process
-        process.kill()
+    with product.up() as process:  # at whose end its end is waited for, however long that takes
+        try:
+            eventually(
+                lambda: product.ready.exists() or process.poll() is not None,
+                300,
+                "the product is ready",
+            )
+            yield product, process
+        finally:
+            process.kill()
 
 
 @pytest.fixture
