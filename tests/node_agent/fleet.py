@@ -84,7 +84,7 @@ class ControlPlane:
         self._commands: list[wire.SignedCommand] = []
         self._changed = threading.Condition()
         self._sockets: list[socket.socket] = []
-        self._port = 0
+        self._port = free_port()  # one that is still free after it was stopped for a while
         self.start()
 
     @property
@@ -104,7 +104,6 @@ class ControlPlane:
 
         self._server = Server(("127.0.0.1", self._port), _Handler)
         self._server.plane = self
-        self._port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def stop(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from runtime.checkpoint.interchange import foreign_state, to_dcp, to_safetensors
 from runtime.data import Batches
 from runtime.replica.state import TrainingState
 from runtime.snapshot import stage
+from tests.runtime.replicas import PATIENCE_S
 
 pytest.importorskip("numpy")  # without which torch saves no tensor of several ranks
 transformers: Any = pytest.importorskip("transformers")
@@ -39,15 +40,22 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert different == []
 
 
-def save_divided(rank: int, port: int, out: str) -> None:
-    """One rank of a job that divides its model and has torch save it."""
+def save_divided(rank: int, meeting: str, out: str) -> None:
+    """One rank of a job that divides its model and has torch save it.
+
+    They meet in a file, so that nobody else can have taken the port on which they would.
+    """
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict_saver import save
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=PATIENCE_S),
     )
     model = gpt()
     fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
@@ -55,20 +63,19 @@ def save_divided(rank: int, port: int, out: str) -> None:
     dist.destroy_process_group()
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
 def test_what_several_ranks_saved_with_torch_is_read_whole(tmp_path: Path) -> None:
-    start, port, out = multiprocessing.get_context("spawn"), free_port(), str(tmp_path / "theirs")
-    ranks = [start.Process(target=save_divided, args=(rank, port, out)) for rank in range(RANKS)]
+    meeting, out = str(tmp_path / "meeting"), str(tmp_path / "theirs")
+    start = multiprocessing.get_context("spawn")
+    ranks = [
+        start.Process(target=save_divided, args=(rank, meeting, out), daemon=True)
+        for rank in range(RANKS)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join()
+        rank.join(PATIENCE_S)
 
+    assert [rank.exitcode for rank in ranks] == [0] * RANKS
     assert_equal(foreign_state(tmp_path / "theirs")["model"], weights(gpt()))
 
 
