@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 OURS = ("DATABASE_URL", "REDIS_URL", "SECRET_KEY", "PUBLIC_URL", "INGEST_URL")
 START_S = 600.0
 STOP_S = 200.0
+SCENARIO_S = 1500.0
 
 
 @dataclass
@@ -36,6 +39,7 @@ class Product:
     port: int
     ingest_port: int
     process: subprocess.Popen[str] | None = None
+    scenarios: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -87,7 +91,19 @@ class Product:
         """SIGKILL of `up` alone: what it started stays behind."""
         assert self.process is not None
         self.process.kill()
-        self.process.wait()
+        self.process.wait(STOP_S)
+
+    def clear(self) -> None:
+        """Leave nothing running, whatever became of `up` and of the scenarios."""
+        for scenario in self.scenarios:
+            scenario.kill()
+        try:
+            self.stop()
+        finally:
+            self.kill()
+            for process in self.processes():
+                with suppress(psutil.NoSuchProcess):  # its parent took it along
+                    process.kill()
 
     def log(self) -> str:
         return (self.home / "up.log").read_text()
@@ -110,7 +126,7 @@ class Product:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=1500,
+            timeout=SCENARIO_S,
         )
 
     def begin(self, name: str) -> subprocess.Popen[str]:
@@ -123,17 +139,23 @@ class Product:
             stderr=subprocess.PIPE,
             text=True,
         )
+        self.scenarios.append(process)
         assert process.stderr is not None
         told = []
-        for line in process.stderr:
-            told.append(line)
-            if line.startswith("incident:"):
-                return process
+        limit = threading.Timer(SCENARIO_S, process.kill)  # which ends what it tells
+        limit.start()
+        try:
+            for line in process.stderr:
+                told.append(line)
+                if line.startswith("incident:"):
+                    return process
+        finally:
+            limit.cancel()
         pytest.fail(f"{name} did not begin:\n{''.join(told)}")
 
     def end(self, process: subprocess.Popen[str]) -> dict[str, Any]:
         """The JSON object of a scenario that was begun."""
-        output, _ = process.communicate(timeout=1500)
+        output, _ = process.communicate(timeout=SCENARIO_S)
         result: dict[str, Any] = json.loads(output)
         return result
 
@@ -170,12 +192,11 @@ def product(request: pytest.FixtureRequest) -> Iterator[Product]:
     # as root the embedded PostgreSQL is another user.
     home = Path(tempfile.mkdtemp(prefix="drydock-e2e-"))
     product = Product(home, free_port(), free_port())
-    product.start()
-    yield product
-    if product.process is not None and product.process.poll() is None:
-        product.stop()
-    for process in product.processes():
-        process.kill()
+    try:
+        product.start()
+        yield product
+    finally:
+        product.clear()
     if request.session.testsfailed:
         reporter = request.config.pluginmanager.get_plugin("terminalreporter")
         assert reporter is not None

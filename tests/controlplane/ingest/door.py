@@ -200,11 +200,19 @@ class Server:
             env=environment,
             start_new_session=True,
         )
-        wait_until(lambda: self._answers("/healthz"))
+        try:
+            wait_until(lambda: self._answers("/healthz"))
+        except BaseException:
+            self.kill()  # nobody has it yet who would
+            raise
 
     def stop(self) -> None:
         self.terminate()
-        self.wait()
+        try:
+            self.wait()
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
 
     def terminate(self) -> None:
         assert self._process is not None
