@@ -68,3 +68,15 @@ def other_node(door: Door, join_token: str) -> NodeClient:
     from .door import enrolment
 
     return enrolment(door, join_token, "node-2").enrolled()
+
+
+@pytest.fixture
+def stopping(node: NodeClient) -> Iterator[Server]:
+    """A server for a test that ends it, to which the node speaks; it is patient."""
+    from .door import Server
+
+    server = Server("tests.controlplane.ingest.patient:app")
+    server.start()
+    node.door = server.door()
+    yield server
+    server.stop()

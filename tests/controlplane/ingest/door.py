@@ -23,6 +23,9 @@ from controlplane.ids import new_id
 from node_agent import wire
 from tests.ports import free_port
 
+#: Within this a poll that is held for as long as may be is answered only if something ended it.
+SOONER_S = wire.MAX_POLL_S - 5.0
+
 
 @dataclass
 class Answer:

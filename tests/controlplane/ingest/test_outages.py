@@ -18,7 +18,7 @@ from controlplane.health.models import Signal
 from node_agent import wire
 from tests.ports import free_port
 
-from .door import NodeClient, Server, database_url, wait_until
+from .door import SOONER_S, NodeClient, Server, database_url, wait_until
 from .relay import Relay, postgres_relay, tcp_relay
 
 pytestmark = pytest.mark.skipif(
@@ -136,10 +136,10 @@ def test_without_redis_beats_are_refused_and_events_are_taken(
 
 
 def test_without_redis_orders_still_arrive(sender: NodeClient, without_redis: Relay) -> None:
-    pending = sender.begin("/v1/commands/poll", {"boot_id": "b", "wait_s": 20.0})
+    pending = sender.begin("/v1/commands/poll", {"boot_id": "b", "wait_s": wire.MAX_POLL_S})
     row = fleet.queue_command(SYSTEM, sender.node_id, wire.Diagnose(), requester="test")
 
-    assert row.pk in pending.answer(timeout=10).json["commands"][0]["payload"]
+    assert row.pk in pending.answer(timeout=SOONER_S).json["commands"][0]["payload"]
 
 
 def test_without_redis_the_server_is_not_ready_and_recovers(

@@ -20,10 +20,7 @@ from controlplane.fleet.models import Command
 from controlplane.ingest.polls import Polls
 from node_agent import wire
 
-from .door import NodeClient, Pending, Server
-
-#: Within this a held poll is answered only if something ended it.
-SOONER_S = wire.MAX_POLL_S - 5.0
+from .door import SOONER_S, NodeClient, Pending, Server
 
 
 def poll(node: NodeClient, wait_s: float = 20.0) -> Any:
@@ -108,10 +105,7 @@ def test_orders_of_other_nodes_are_not_given(node: NodeClient, other_node: NodeC
     assert ids(poll(node, 0.0)) == []
 
 
-def test_a_stopping_server_answers_those_who_wait(node: NodeClient) -> None:
-    stopping = Server()
-    stopping.start()
-    node.door = stopping.door()
+def test_a_stopping_server_answers_those_who_wait(node: NodeClient, stopping: Server) -> None:
     call = waits(node)
 
     stopping.terminate()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from django.db import connection, transaction
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,16 +13,6 @@ from tests.running import get
 from .door import Door, NodeClient, Server, wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-
-@pytest.fixture
-def stopping(node: NodeClient) -> Iterator[Server]:
-    """A server of its own, to which the node speaks."""
-    server = Server()
-    server.start()
-    node.door = server.door()
-    yield server
-    server.stop()
 
 
 def waits_for_a_lock() -> bool:
