@@ -67,7 +67,7 @@ def pytest_unconfigure() -> None:
 def eventually() -> Eventually[object]:
     """Waits until `predicate()` is true, and returns what it gave; fails after `timeout` s."""
 
-    def wait(predicate: Callable[[], T], timeout: float = 10.0, message: str = "") -> T:
+    def wait(predicate: Callable[[], T], timeout: float = 120.0, message: str = "") -> T:
         deadline = time.monotonic() + timeout
         pause = threading.Event()
         while not (value := predicate()):

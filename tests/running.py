@@ -111,7 +111,7 @@ def worker(log: Path, name: str) -> Iterator[Process]:
 
 def get(port: int, path: str, **headers: str) -> tuple[int, str]:
     """Status and text of one answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", path, headers=headers)
     response = connection.getresponse()
     text = response.read().decode()

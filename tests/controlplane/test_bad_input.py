@@ -108,10 +108,10 @@ def test_who_ask_at_once_each_get_a_spare_of_their_own() -> None:
         statuses.append((answer.status_code, answer.content))
         connection.close()
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(120)
     assert sorted(status for status, _ in statuses) == [201] * 4, statuses
     assert SpareReservation.objects.values("node").distinct().count() == 4

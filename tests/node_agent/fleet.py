@@ -398,7 +398,7 @@ def call(node: Node, path: str, body: Any = None, basic: str = BASIC) -> tuple[i
     url = f"http://127.0.0.1:{node.bmc_port}{path}"
     request = urllib.request.Request(url, data, {"Authorization": f"Basic {basic}"})
     try:
-        with urllib.request.urlopen(request, timeout=20) as response:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:  # noqa: S310
             return response.status, json.loads(response.read() or b"{}")
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from node_agent import bmc, procfs
-from tests.node_agent.fleet import BASIC, REPOSITORY, Node, call, eventually, reset
+from tests.node_agent.fleet import BASIC, DEADLINE_S, REPOSITORY, Node, call, eventually, reset
 
 
 def system(node: Node) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def test_sweep_removes_what_a_killed_chassis_left_behind(chassis: Node) -> None:
     chassis.kill()
     command = [sys.executable, "-m", "node_agent.chassis", "--dir", str(chassis.folder)]
 
-    subprocess.run([*command, "--sweep"], cwd=REPOSITORY, check=True, timeout=20)
+    subprocess.run([*command, "--sweep"], cwd=REPOSITORY, check=True, timeout=DEADLINE_S)
 
     assert not procfs.with_environment("DRYDOCK_CHASSIS_DIR", str(chassis.folder))
 
@@ -160,5 +160,5 @@ def test_a_new_chassis_takes_over_from_one_that_still_lives(chassis: Node) -> No
 
     eventually(lambda: len(chassis.plane.events_of("boot")) == 2)
 
-    assert first.wait(20) == -signal.SIGKILL
+    assert first.wait(DEADLINE_S) == -signal.SIGKILL
     assert not procfs.is_alive(pid, start.start_ticks)

@@ -6,7 +6,7 @@ import json
 import signal
 
 from node_agent import wire
-from tests.node_agent.fleet import ControlPlane, Node, eventually, problem
+from tests.node_agent.fleet import DEADLINE_S, ControlPlane, Node, eventually, problem
 
 
 def test_a_new_node_enrols_with_its_token_and_keeps_its_key_to_itself(agent: Node) -> None:
@@ -42,7 +42,7 @@ def test_a_senseless_enrolment_ends_the_agent(node: Node, plane: ControlPlane) -
     node.start()
     assert node.process is not None
 
-    assert node.process.wait(20) == 78
+    assert node.process.wait(DEADLINE_S) == 78
     assert "name_taken" in node.log("cannot_start")[0]["error"]
 
 
@@ -51,7 +51,7 @@ def test_a_misspelt_key_is_named(node: Node) -> None:
     node.start()
     assert node.process is not None
 
-    assert node.process.wait(20) == 78
+    assert node.process.wait(DEADLINE_S) == 78
     assert "rack_name" in node.log("cannot_start")[0]["error"]
 
 

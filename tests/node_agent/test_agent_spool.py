@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from node_agent.files import Journal, write_atomically
 from node_agent.spool import Spool
+from tests.node_agent.fleet import DEADLINE_S
 
 TEXTS = st.text(max_size=40)
 OPERATIONS = st.lists(
@@ -94,7 +95,7 @@ def test_a_full_spool_holds_back_a_source_until_there_is_room(tmp_path: Path) ->
 
     assert not passed.wait(0.1)
     spool.acknowledge(["ev_1"])
-    assert passed.wait(10)
+    assert passed.wait(DEADLINE_S)
 
 
 def test_a_spool_does_not_grow_with_what_was_acknowledged(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ class Fleet:
 
     def ask(self, **message: Any) -> dict[str, Any]:
         """One line to the coordinator, one line back."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), PATIENCE_S) as connection:
             connection.sendall(json.dumps({"token": TOKEN, **message}).encode() + b"\n")
             answer: dict[str, Any] = json.loads(connection.makefile().readline())
             return answer

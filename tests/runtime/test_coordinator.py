@@ -17,8 +17,8 @@ from runtime.replica import listening
 from runtime.replica.coordinator import PEER_SILENT_S, Coordinator
 from runtime.replica.epochs import GATHER_S
 from runtime.replica.record import Record, RecordFile, StaleEpoch, hold_alone
+from tests.runtime.replicas import PATIENCE_S
 
-PATIENCE_S = 10.0
 REPORT = {
     "op": "report",
     "epoch": 5,

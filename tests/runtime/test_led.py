@@ -11,6 +11,7 @@ import pytest
 
 from runtime.replica.led import Led
 from runtime.replica.rank import Rank
+from tests.runtime.replicas import PATIENCE_S
 
 
 def nothing(*_given: object, **_named: object) -> None:
@@ -38,6 +39,7 @@ def test_a_read_is_given_up_as_that_is_heard_whatever_it_does_meanwhile() -> Non
         gloo=SimpleNamespace(address="there:1"), give_up=given_up.put,
     )  # fmt: skip
     with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(PATIENCE_S)
         first = f"127.0.0.1:{server.getsockname()[1]}"
         led = Led(cast(Rank, rank), first, {}, leave=nothing, abandon=nothing)
         led.start()

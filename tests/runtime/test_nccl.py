@@ -42,7 +42,7 @@ from tests.runtime.fake_groups import (
     Untold,
     Works,
 )
-from tests.runtime.replicas import Board, until
+from tests.runtime.replicas import PATIENCE_S, Board, until
 
 CPU = torch.device("cpu")
 PAIR = ["one", "other"]
@@ -104,7 +104,7 @@ def stuck() -> Iterator[Stuck]:
 def gloo_group(store: Store, rank: int, members: int) -> Any:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
-    options._timeout = datetime.timedelta(seconds=20)
+    options._timeout = datetime.timedelta(seconds=PATIENCE_S)
     return ProcessGroupGloo(store, rank, members, options)
 
 

@@ -608,7 +608,7 @@ def test_a_wrong_token_is_refused_with_one_line(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(1)
     fleet.start_coordinator()
 
-    with socket.create_connection(("127.0.0.1", fleet.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", fleet.port), PATIENCE_S) as connection:
         connection.sendall(b'{"op": "status", "token": "guessed"}\n')
         lines = connection.makefile().readlines()
 

@@ -39,7 +39,7 @@ from runtime.torture.network import impossible
 from runtime.torture.report import Report, Seen, judge
 from runtime.torture.run import Hung, Run
 from runtime.torture.watch import Event, Watch
-from tests.runtime.replicas import ROOT, until
+from tests.runtime.replicas import PATIENCE_S, ROOT, until
 
 STEPS = 6
 FIGURES = Figures(
@@ -704,7 +704,7 @@ def test_a_network_is_gone_with_its_runner_however_that_ends(tmp_path: Path) -> 
     assert (links / f"dd{name}").exists()
 
     runner.kill()
-    runner.communicate()
+    runner.communicate(timeout=PATIENCE_S)
 
     until(lambda: not any(name in link.name for link in links.iterdir()), "its links are gone")
     until(lambda: not [*Path("/run/netns").glob(f"dd{name}-*")], "its machines are gone")
@@ -807,7 +807,7 @@ def test_who_is_told_to_end_leaves_nothing(tmp_path: Path, number: int) -> None:
     until((disk / "state").exists, "it has begun")
 
     run.send_signal(number)
-    run.communicate()
+    run.communicate(timeout=PATIENCE_S)
 
     assert run.returncode == 128 + number
     assert [*scratch.iterdir(), *disk.iterdir()] == []
@@ -854,7 +854,7 @@ def test_a_killed_runner_leaves_no_process_behind(tmp_path: Path) -> None:
     )[0]
 
     run.send_signal(signal.SIGKILL)
-    run.communicate()
+    run.communicate(timeout=PATIENCE_S)
 
     until(lambda: not any(process.is_running() for process in started), "all have ended")
     assert run.returncode == -signal.SIGKILL

@@ -64,7 +64,7 @@ from runtime.torture.writer import (
     set_fault,
 )
 from tests.runtime.checkpoint.states import staged_at
-from tests.runtime.replicas import ROOT, until
+from tests.runtime.replicas import PATIENCE_S, ROOT, until
 from tests.runtime.test_soak import assert_every_claim_held
 from tests.runtime.test_torture import FIGURES, STEPS, commit, ended, judged
 
@@ -236,7 +236,7 @@ def test_a_writer_counts_as_alive_from_its_start_until_it_ends(tmp_path: Path) -
         another_run = all_ended(tmp_path / "other")
         process.send_signal(signal.SIGCONT)
         ours.close()
-        ended = process.wait()
+        ended = process.wait(PATIENCE_S)
 
     assert (at_once, another_run, ended) == (False, True, 0)
     assert all_ended(tmp_path)

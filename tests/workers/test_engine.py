@@ -372,11 +372,11 @@ def test_workers_that_drain_at_once_act_once_and_keep_the_budget(settings: objec
         finally:
             connection.close()
 
-    workers = [threading.Thread(target=work) for _ in range(4)]
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(4)]
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join()
+        worker.join(120)
 
     assert Reservation.objects.filter(released_at=None).count() == 2
     assert acted.count("one") == len(runs)

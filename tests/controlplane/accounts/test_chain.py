@@ -247,11 +247,13 @@ def test_two_callers_at_once_make_one_chain() -> None:
             deed()
         connection.close()
 
-    threads = [Thread(target=in_turn, args=[lambda: chain_audit(limit=20)]) for _ in range(3)]
+    threads = [
+        Thread(target=in_turn, args=[lambda: chain_audit(limit=20)], daemon=True) for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(120)
 
     report = chain.verify()
     assert (report.ok, report.rows, report.unchained) == (True, 300, 0)

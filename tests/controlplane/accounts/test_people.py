@@ -124,11 +124,11 @@ def test_two_superusers_cannot_switch_each_other_off_at_once() -> None:
             refused.append(conflict)
         connection.close()
 
-    threads = [Thread(target=switch_off, args=[user]) for user in pair]
+    threads = [Thread(target=switch_off, args=[user], daemon=True) for user in pair]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(120)
 
     assert len(refused) == 1
     assert User.objects.filter(is_superuser=True, is_active=True).count() == 1

@@ -41,6 +41,7 @@ class Product:
         self.port, self.ingest_port = free_port(), free_port()
         self.ready = home / "ready"
         self.url = f"http://127.0.0.1:{self.port}"
+        self.started: list[subprocess.Popen[str]] = []
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -53,13 +54,15 @@ class Product:
         )
 
     def up(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             self.argv("up", "--no-fleet", "--ready-file", str(self.ready), *arguments),
             env=self.environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
+        self.started.append(process)
+        return process
 
     def argv(self, *arguments: str) -> list[str]:
         return [sys.executable, str(runfile.REPOSITORY / "manage.py"), *arguments]
@@ -95,7 +98,8 @@ def started(home: Path, eventually: Eventually) -> Iterator[Running]:
             )
             yield product, process
         finally:
-            process.kill()
+            for one in product.started:
+                one.kill()
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def program(home: Path, code: str, name: str = "sleeper") -> Program:
 def started(home: Path, wanted: Program, eventually: Eventually) -> Child:
     child = Child(home, wanted)
     child.start()
-    eventually(lambda: "up" in child.tail(), 20, "the program runs")
+    eventually(lambda: "up" in child.tail(), 120, "the program runs")
     return child
 
 
@@ -50,7 +50,7 @@ def test_a_stubborn_child_is_killed(home: Path, eventually: Eventually) -> None:
 
 def test_sweep_ends_the_recorded_and_their_children(home: Path, eventually: Eventually) -> None:
     started(home, program(home, PARENT), eventually)
-    eventually(lambda: len(processes.marked(home)) == 2, 20, "parent and child are marked")
+    eventually(lambda: len(processes.marked(home)) == 2, 120, "parent and child are marked")
     assert processes.sweep(home) == 2
     assert processes.marked(home) == []
 

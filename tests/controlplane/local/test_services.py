@@ -46,7 +46,7 @@ def test_committed_rows_survive_a_killed_postgres(
         session.execute("CREATE TABLE kept AS SELECT 42 AS answer")
     os.kill(children["postgres"].pid or 0, signal.SIGKILL)
     processes.sweep(home)
-    eventually(lambda: children["postgres"].poll() is not None, 10, "it is gone")
+    eventually(lambda: children["postgres"].poll() is not None, 120, "it is gone")
     plan, children = start(home)
     with psycopg.connect(plan.database_url) as session:
         assert session.execute("SELECT answer FROM kept").fetchone() == (42,)

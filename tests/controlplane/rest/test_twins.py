@@ -40,7 +40,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def _hold(operator: Caller, node: Node, start: threading.Barrier, key: str) -> Any:
     client = Caller()
     client.force_login(operator.user)
-    start.wait(10)
+    start.wait(120)
     try:
         path = f"/api/v1/nodes/{node.pk}/hold"
         return client.order(path, {"reason": "x"}, idempotency_key=key)
@@ -54,7 +54,7 @@ def test_of_two_at_once_one_is_done_and_both_are_answered(
     start = threading.Barrier(2)
 
     twins = [pool.submit(_hold, operator, node, start, "k") for _ in range(2)]
-    answers = [twin.result(30) for twin in twins]
+    answers = [twin.result(120) for twin in twins]
 
     assert [answer.status_code for answer in answers] == [200, 200]
     assert answers[0].json() == answers[1].json()

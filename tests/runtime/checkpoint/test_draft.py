@@ -20,6 +20,7 @@ from runtime.checkpoint.manifest import Part
 from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, pages
 from runtime.snapshot import Copying
 from tests.runtime.checkpoint.states import due, flip_a_bit, staged_at
+from tests.runtime.replicas import PATIENCE_S
 
 
 @contextmanager
@@ -70,7 +71,7 @@ def test_it_is_visible_once_its_last_part_is_there(tmp_path: Path, order: tuple[
 def test_writers_that_finish_at_once_make_it_visible_once(tmp_path: Path) -> None:
     staged = staged_at(1)
     drafts = [Draft(tmp_path, 4, "abc", 4, {}) for _ in range(4)]
-    together = threading.Barrier(4)
+    together = threading.Barrier(4, timeout=PATIENCE_S)
     published: list[bool] = []
 
     def finish(rank: int) -> None:
