@@ -30,7 +30,8 @@ def processes_of(product: Product, kind: str) -> list[psutil.Process]:
 
 def words_of(process: psutil.Process) -> list[str]:
     with suppress(psutil.NoSuchProcess):
-        return process.cmdline()
+        words: list[str] = process.cmdline()
+        return words
     return []  # it ended since it was found
 
 
