@@ -20,6 +20,7 @@ from runtime.checkpoint import peer, store
 from runtime.checkpoint.holder import MEMORY
 from runtime.checkpoint.manifest import MANIFEST, Manifest
 from runtime.checkpoint.objects import Found, ObjectStore
+from runtime.checkpoint.sources import OF_ALL_NODES
 from runtime.framing import PeerFailed
 from runtime.image import Damaged
 from runtime.torture.damage import DAMAGES, poison
@@ -287,8 +288,10 @@ def writer(run: Run, made: Made) -> None:
     step = run.watch.newest()
 
     def saved_again() -> bool:
-        later = [one for one in saves(run, rank.placement) if one.data["step"] > step]
-        return tiers <= {one.data["tier"] for one in later}
+        later = [one for one in saves(run) if one.data["step"] > step]
+        ours = {one.data["tier"] for one in later if one.placement == rank.placement}
+        # To what all share one replica saves, and that may be another by now.
+        return tiers <= ours | {one.data["tier"] for one in later}.intersection(OF_ALL_NODES)
 
     run.until(saved_again, f"replica {rank.replica} saves again, fault {fault.number}")
     run.problems += [f"after fault {fault.number}, {one}" for one in what_is_unsound(run)]

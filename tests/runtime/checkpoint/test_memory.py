@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_low
 
 import psutil
 import pytest
@@ -153,8 +154,8 @@ def after(saves: int, fleet: Fleet, door: Door, tiers: set[str]) -> Memory:
 
 
 def kept(some: list[Memory], what: str) -> float:
-    """What was there all the time: a step's own memory comes and goes, by tens of megabytes."""
-    return float(min(getattr(one, what) for one in some))
+    """What was there most of the time: a step's own memory comes and goes, by tens of megabytes."""
+    return float(median_low(getattr(one, what) for one in some))
 
 
 def state_bytes(door: Door) -> int:
