@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -43,14 +44,19 @@ def env_str(name: str, default: str = "") -> str:
     return _content(f"{name}_FILE", Path(path))
 
 
-def env_float(name: str, default: float) -> float:
+def env_float(name: str, default: float, least: float = -math.inf) -> float:
+    """The number that NAME says, or `default`. Raises ImproperlyConfigured for what is no number,
+    or less than `least`."""
     text = env_str(name)
     if not text:
         return default
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
         raise ImproperlyConfigured(f"{name} must be a number, not {text!r}") from None
+    if value < least:
+        raise ImproperlyConfigured(f"{name} must be at least {least:g}, not {text}")
+    return value
 
 
 def env_int(name: str, default: int) -> int:

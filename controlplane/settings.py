@@ -175,8 +175,9 @@ CELERY_WORKER_HIJACK_ROOT_LOGGER = False
 BEAT_INTERVAL_S = env_float("BEAT_INTERVAL_S", 10)
 #: A node that has not been heard for this long is no longer believed alive, in seconds.
 LEASE_S = env_float("LEASE_S", 30)
-#: How long a worker may hold a playbook step before another may take it, in seconds.
-STEP_LEASE_S = env_float("STEP_LEASE_S", 60)
+#: How long a worker may hold a playbook step before another may take it, in seconds. An order to a
+#: node's BMC needs eight of them (`workers.power`), and what comes before it some more.
+STEP_LEASE_S = env_float("STEP_LEASE_S", 60, least=15)
 #: A node back from repair is watched for this long before it counts as healthy, in seconds.
 SOAK_S = env_float("SOAK_S", 1800)
 #: At most this many nodes of one cluster may be out for repair by automation at once.

@@ -9,7 +9,7 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connection
 
-from controlplane.env import database_from_url, env_bool, env_int, env_list, env_str
+from controlplane.env import database_from_url, env_bool, env_float, env_int, env_list, env_str
 
 
 @pytest.fixture
@@ -126,3 +126,11 @@ def test_libpq_and_the_server_know_what_we_set() -> None:
     with closing(session), session.cursor() as cursor:
         cursor.execute("SHOW idle_in_transaction_session_timeout")
         assert cursor.fetchone() == ("1min",)
+
+
+def test_a_number_that_is_too_small_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEP_LEASE_S", "8")
+
+    with pytest.raises(ImproperlyConfigured, match="STEP_LEASE_S must be at least 15, not 8"):
+        env_float("STEP_LEASE_S", 60, least=15)
+    assert env_float("STEP_LEASE_S", 60, least=8) == 8
