@@ -64,6 +64,8 @@ class RecordFile:
 
     def __init__(self, folder: Path, job: str) -> None:
         self.path = folder / "coordinator.json"
+        #: the next one; of this machine, for one that was superseded may still write its own
+        self.next = folder / f"coordinator.{socket.gethostname()}.new"
         self.job = job
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -108,9 +110,8 @@ class RecordFile:
     def draft(self, record: Record) -> Path:
         """Write a record beside the one that holds: whether it could be written now, and the room
         for the next. Raises OSError."""
-        draft = self.path.with_suffix(".new")
-        with draft.open("w") as file:
+        with self.next.open("w") as file:
             json.dump(asdict(record), file)
             file.flush()
             os.fsync(file.fileno())
-        return draft
+        return self.next

@@ -263,7 +263,7 @@ def test_a_full_disk_drops_nobody_and_the_epoch_is_granted_later(
     survivor = Member(0, "a", 5)
 
     async def scene(coordinator: Coordinator, port: int) -> None:
-        obstacle = coordinator.file.path.with_suffix(".new")
+        obstacle = coordinator.file.next
         obstacle.mkdir()
         await survivor.join(port)
         await ask(port, op="exit", replica=1, placement="b")

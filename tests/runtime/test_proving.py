@@ -28,7 +28,7 @@ def test_who_is_level_enters_once_it_has_made_a_step_as_the_members_did(play: Pl
 def test_nobody_stops_for_a_newcomer_while_the_record_cannot_be_written(play: Play) -> None:
     scene = play(2)
     newcomer = scene.join(2, "n")
-    obstacle = scene.coordinator.file.path.with_suffix(".new")
+    obstacle = scene.coordinator.file.next
     obstacle.mkdir()
     scene.bring_level(newcomer, 11)
     before = [member.heard("edge") for member in scene.replicas]

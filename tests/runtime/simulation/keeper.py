@@ -65,6 +65,10 @@ class Disk:
         if dies == "after":
             raise Killed
 
+    def draft(self, _record: Record) -> None:
+        if self.full:
+            raise OSError("no space left on device")
+
     def lose(self) -> None:
         self._text = ""
 
