@@ -23,7 +23,7 @@ def set_level(level: str) -> None:
 
 def log(event: str, level: str = "info", **fields: Any) -> None:
     """Write one event with its fields. A field that is not JSON is written as its text. What
-    cannot be written, to a full disk or a pipe that nobody reads, is lost."""
+    cannot be written, to a full disk or a closed pipe, is lost."""
     if LEVELS[level] < _threshold:
         return
     line = {"at": round(time.time(), 3), "level": level, "event": event, **fields}

@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from node_agent.log import log
 
-#: So long the kernel may take to show a process's environment, which is a copy from its memory.
-ENVIRONMENT_S = 2.0
+#: So long the kernel may take to show the environments of all processes, copies from their memory;
+#: and once that is over, of each of the rest.
+ENVIRONMENTS_S, ONE_S = 10.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,14 @@ def has_variable(pid: int, name: str) -> bool:
 
 
 def _environments(left: list[Process]) -> Iterator[tuple[Process, list[bytes]]]:
+    end = time.monotonic() + ENVIRONMENTS_S
     while left:
         read: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
-        # On a thread that is left behind where it hangs: no signal would wake it.
+        # On a thread that is left behind where it hangs.
         threading.Thread(target=_read_environments, args=(left, read), daemon=True).start()
         for number, process in enumerate(left, 1):
             try:
-                environment = read.get(timeout=ENVIRONMENT_S)
+                environment = read.get(timeout=max(ONE_S, end - time.monotonic()))
             except queue.Empty:
                 log("environment_not_read", "warning", pid=process.pid, state=process.state)
                 left = left[number:]
@@ -120,5 +123,5 @@ def _environment(pid: int) -> list[bytes]:
     """Empty for a process that is gone, or that we may not look into."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
+    except OSError:
         return []
