@@ -299,8 +299,7 @@ class _Crew:
             stuck.daemon = True
             with contextlib.suppress(RuntimeError):  # no more threads
                 stuck.start()
-            self._iterator = None
-            stuck.cancel()
+            self._iterator = None  # an error that it raised may keep it for a moment longer
 
     def _start(self) -> None:
         try:

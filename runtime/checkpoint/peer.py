@@ -40,7 +40,7 @@ LOST_S = 30.0
 #: So many replicas that follow each other save to one holder where another hall is the farthest:
 #: what they save is one state, so it crosses from hall to hall once for all of them.
 SHARED_BY = 16
-TURN_S = START_S + 5.0  # how long a rank waits for another of its node that starts one
+TURN_S = 2 * START_S + 5.0  # how long a rank waits for another of its node that starts one
 LOCK_POLL_S = 0.05
 LOG = "holder.log"
 _STARTING = "starting.lock"

@@ -160,7 +160,8 @@ def _hanging_up(connection: Connection, broken: Callable[[], bool]) -> Iterator[
             if broken():
                 connection.hang_up()
 
-    threading.Thread(target=watch, name="drydock-fetch", daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # no more threads: then it waits for the donor's limit
+        threading.Thread(target=watch, name="drydock-fetch", daemon=True).start()
     try:
         yield
     finally:

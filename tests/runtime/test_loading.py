@@ -353,9 +353,11 @@ class Pinning:
         self._reading.join()
 
 
+@pytest.mark.parametrize("kept", [False, True])
 def test_whoever_ends_the_workers_waits_for_no_answer_of_which_a_part_was_sent(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
+    opened: Open, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
+    """Nor whoever drops the error that kept torch's iterator beyond that."""
     monkeypatch.setattr(loading, "STUCK_S", 0.1)
     batches = opened(Noisy(), workers=1)
     first_step_of_workers(batches)
@@ -364,8 +366,13 @@ def test_whoever_ends_the_workers_waits_for_no_answer_of_which_a_part_was_sent(
     assert crew is not None
     crew._iterator = Pinning(crew._iterator)
     os.write(crew._answers._writer.fileno(), struct.pack("!i", TORN_BYTES))  # and no more
-    closing = threading.Thread(target=batches.close, daemon=True)
+    keeps = [crew._iterator] * kept
 
+    def close() -> None:
+        batches.close()
+        keeps.clear()
+
+    closing = threading.Thread(target=close, daemon=True)
     closing.start()
     closing.join(PATIENCE_S)
 
