@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +26,13 @@ GROWTH_BYTES = 4 * MB
 OWN_BYTES = 64 * MB  # beside the copies of the state
 OBJECTS_BYTES = 20 * MB  # and what writes to an object store is one process more
 HELD = 2  # states that a holder needs memory for, of replicas of one rank
+ROOM = "/memfd:drydock-room"
 HOLDER_BYTES = 32 * MB  # beside those: it is a process
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Of a trainer, its writers and its node's holder, in bytes; what several processes share
-    counts once."""
+    """Of a trainer, its writers and its node's holder, in bytes."""
 
     trainer: int  # what no file has, after a step: in the middle of one there is more
     rooms: int
@@ -51,19 +52,32 @@ class Memory:
     def of(fleet: Fleet) -> Memory:
         trainer = psutil.Process(fleet.ranks[0].pid)
         writers = [one for one in trainer.children() if "writer" in " ".join(one.cmdline())]
-        inside, outside = zip(*[shares(one.pid) for one in (trainer, *writers)], strict=True)
         _address, holder = fleet.holder(0)
-        held = sum(shares(holder))
-        return Memory(fleet.last(0)["anonymous"], sum(inside), sum(outside[1:]), held)
+        return Memory(
+            trainer=fleet.last(0)["anonymous"],
+            rooms=rooms_of(trainer.pid),
+            writers=sum(beside_rooms(one.pid) for one in writers),
+            holder=beside_rooms(holder),
+        )
 
 
-def shares(pid: int) -> tuple[int, int]:
-    """Bytes of the rooms that count for this process, and of all else: a page that several
-    processes map counts in equal parts for each."""
-    whole = pss(Path(f"/proc/{pid}/smaps_rollup").read_text())
+def rooms_of(pid: int) -> int:
+    """Bytes that this process's rooms take, whoever maps them by now."""
+    found = [path.stat() for path in Path(f"/proc/{pid}/fd").iterdir() if ROOM in name_of(path)]
+    return 512 * sum({one.st_ino: one.st_blocks for one in found}.values())
+
+
+def name_of(descriptor: Path) -> str:
+    """Empty for one that is closed meanwhile, as that by which the folder is listed is."""
+    with contextlib.suppress(FileNotFoundError):
+        return str(descriptor.readlink())
+    return ""
+
+
+def beside_rooms(pid: int) -> int:
+    """Bytes of this process: a page that several processes map counts in equal parts for each."""
     mapped = Path(f"/proc/{pid}/smaps").read_text().split("VmFlags:")
-    rooms = sum(pss(one) for one in mapped if "/memfd:drydock-room" in one)
-    return rooms, whole - rooms
+    return sum(pss(one) for one in mapped if ROOM not in one)
 
 
 def pss(smaps: str) -> int:
