@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import pytest
+
 from runtime.replica.proving import AGAIN_S
-from tests.runtime.scene import Play, compare, phase_of
+from tests.runtime.scene import Play, Scene, compare, phase_of
 
 
 def test_who_is_level_enters_once_it_has_made_a_step_as_the_members_did(play: Play) -> None:
@@ -25,30 +31,31 @@ def test_who_is_level_enters_once_it_has_made_a_step_as_the_members_did(play: Pl
     assert scene.members == {0: "p0", 1: "p1", 2: "n"}
 
 
-def test_nobody_stops_for_a_newcomer_while_the_record_cannot_be_written(play: Play) -> None:
-    scene = play(2)
-    newcomer = scene.join(2, "n")
+@contextlib.contextmanager
+def full(scene: Scene) -> Iterator[None]:
     obstacle = scene.coordinator.file.next
     obstacle.mkdir()
-    scene.bring_level(newcomer, 11)
-    before = [member.heard("edge") for member in scene.replicas]
-
+    yield
     obstacle.rmdir()
-    scene.coordinator.tick()
-    scene.reach_edge(12)
-
-    assert before == [[], []]
-    assert scene.members == {0: "p0", 1: "p1", 2: "n"}
 
 
-def test_nobody_stops_for_a_newcomer_while_the_folder_of_the_record_hangs(play: Play) -> None:
+@contextlib.contextmanager
+def hanging(scene: Scene) -> Iterator[None]:
+    scene.coordinator.folder_answers = lambda: False
+    yield
+    scene.coordinator.folder_answers = lambda: True
+
+
+@pytest.mark.parametrize("folder", [full, hanging])
+def test_nobody_stops_for_a_newcomer_while_the_record_cannot_be_written(
+    play: Play, folder: Callable[[Scene], AbstractContextManager[None]]
+) -> None:
     scene = play(2)
     newcomer = scene.join(2, "n")
-    scene.coordinator.folder_answers = lambda: False
-    scene.bring_level(newcomer, 11)
-    before = [member.heard("edge") for member in scene.replicas]
+    with folder(scene):
+        scene.bring_level(newcomer, 11)
+        before = [member.heard("edge") for member in scene.replicas]
 
-    scene.coordinator.folder_answers = lambda: True
     scene.coordinator.tick()
     scene.reach_edge(12)
 

@@ -72,11 +72,8 @@ def other_node(door: Door, join_token: str) -> NodeClient:
 
 @pytest.fixture
 def stopping(node: NodeClient) -> Iterator[Server]:
-    """A server for a test that ends it, to which the node speaks; it is patient."""
-    from .door import Server
+    """A patient server for a test that ends it."""
+    from .door import speaking_to
 
-    server = Server("tests.controlplane.ingest.patient:app")
-    server.start()
-    node.door = server.door()
-    yield server
-    server.stop()
+    with speaking_to("tests.controlplane.ingest.patient:app", node) as server:
+        yield server

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import http.client
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -236,6 +238,18 @@ class Server:
             return self.door().request("GET", path).status == 200
         except OSError:
             return False
+
+
+@contextlib.contextmanager
+def speaking_to(app: str, node: NodeClient) -> Iterator[Server]:
+    """A server of its own, to which the node speaks."""
+    server = Server(app)
+    server.start()
+    node.door = server.door()
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 def database_url() -> str:

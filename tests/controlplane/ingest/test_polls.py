@@ -20,7 +20,7 @@ from controlplane.fleet.models import Command
 from controlplane.ingest.polls import Polls
 from node_agent import wire
 
-from .door import SOONER_S, NodeClient, Pending, Server
+from .door import SOONER_S, NodeClient, Pending, Server, speaking_to
 
 
 def poll(node: NodeClient, wait_s: float = 20.0) -> Any:
@@ -141,12 +141,9 @@ def test_a_look_that_fails_unforeseen_is_not_the_last() -> None:
 
 @pytest.fixture
 def mortal(node: NodeClient) -> Iterator[Server]:
-    """A server of its own, to which the node speaks, that loses a task with the first order."""
-    server = Server("tests.controlplane.ingest.mortal:app")
-    server.start()
-    node.door = server.door()
-    yield server
-    server.stop()
+    """A server that loses a task with the first order."""
+    with speaking_to("tests.controlplane.ingest.mortal:app", node) as server:
+        yield server
 
 
 def test_a_server_that_one_of_its_tasks_left_ends_to_be_started_again(
