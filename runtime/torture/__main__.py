@@ -11,7 +11,6 @@ import json
 import math
 import secrets
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 from runtime.checkpoint import coding
 from runtime.checkpoint.objects import ObjectStore
+from runtime.torture import ending
 from runtime.torture.faults import Fault, Settings, each, phases_of, plan
 from runtime.torture.kinds import KINDS, MOMENTS, OF_NETWORK, PACK, TO_OBJECTS
 from runtime.torture.launch import JOB, STATE, Fleet, Script
@@ -42,14 +42,13 @@ DUMP_S = 1.0  # how long hung ranks have to write their stacks down
 
 
 def main() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            signal.signal(number, lambda number, _frame: sys.exit(128 + number))
+    ending.listen()
     options = parse(sys.argv[1:])
     # As writers' open files tell it, which know no links.
     folder = Path(tempfile.mkdtemp(prefix="drydock-torture-")).resolve()
     try:
         report = torture(options, folder)
+        ending.heed()
     except NoNetwork as error:
         clear(folder, options)
         sys.stderr.write(f"{error}; --network shared does without\n")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 
-from runtime.torture import holder, storage
+from runtime.torture import ending, holder, storage
 from runtime.torture.faults import Fault
 from runtime.torture.hand import order_file
 from runtime.torture.kinds import ANY, AWAY, DONOR, KINDS, Kind, Order
@@ -119,9 +119,10 @@ class Run:
         return over
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait; replace whoever dies meanwhile. Raises Hung."""
+        """Wait; replace whoever dies meanwhile. Raises Hung, and SystemExit if told to end."""
         deadline = time.monotonic() + self.patience_s
         while True:
+            ending.heed()
             self.watch.poll()
             self._look_after_the_dead()
             if condition():

@@ -813,6 +813,31 @@ def test_who_is_told_to_end_leaves_nothing(tmp_path: Path, number: int) -> None:
     assert [*scratch.iterdir(), *disk.iterdir()] == []
 
 
+def test_who_is_told_to_end_while_it_starts_a_process_ends(tmp_path: Path) -> None:
+    """What a handler raises then is dropped, for Python calls what is registered for a fork."""
+    at_a_fork = "os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGTERM))"
+    words = "sys.argv += ['--replicas', '2', '--faults', '0']"
+
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import os, signal, sys; from runtime.torture.__main__ import main; {words}; "
+            f"{at_a_fork}; main()",
+        ],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        timeout=PATIENCE_S,
+    )
+
+    assert run.returncode == 128 + signal.SIGTERM, run.stderr
+    assert "Exception ignored" in run.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_coordinator_that_ends_by_itself_is_told(tmp_path: Path) -> None:
     run = torture(
         tmp_path, "--json", "--seed", "1", "--replicas", "2", "--faults", "1",
