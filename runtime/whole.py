@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import sys
 import time
@@ -33,7 +34,7 @@ from runtime.checkpoint.resharding import AS_SAVED, replaced
 from runtime.checkpoint.saver import FINISH_S
 from runtime.checkpoint.sources import OF_ALL_NODES
 from runtime.checkpoint.store import WHICH_ARE_WHOLE, Progress, unseen
-from runtime.checkpoint.tiers import TierName
+from runtime.checkpoint.tiers import TIERS, TierName
 from runtime.client import (
     ENV_STANDBY,
     ENV_WORLD_REPLICAS,
@@ -47,6 +48,7 @@ from runtime.image import Damaged, Staged
 from runtime.job import Job
 from runtime.ledger import SampleLedger
 from runtime.replica.division import as_part, is_divided, part_of
+from runtime.replica.network import own_address
 from runtime.replica.shape import of_deepspeed
 from runtime.replica.state import GO_ON, Stateful, other_model, own_copy, put_back_optimizer
 from runtime.replica.telling import Teller
@@ -60,8 +62,6 @@ log = logging.getLogger("drydock.whole")
 Found = tuple[int, str, TierName]
 #: Bytes and digest of one rank's part of a checkpoint.
 _Part = tuple[int, str]
-#: Peers' memory is no tier here: nobody of such a job lives on to give it back.
-TIERS: tuple[TierName, ...] = ("local", "shared", "object")
 #: Of these each rank keeps a part of its own, and no writer sees the others'.
 IN_PARTS = tuple(name for name in TIERS if name not in OF_ALL_NODES)
 OURS = "rank_s_part"  # the key under which a rank's part of a divided tensor is saved
@@ -208,11 +208,29 @@ class WholeJob:
     def _begin(self) -> None:
         self._group = dist.new_group(backend="gloo")
         self._start = self._from(0, uuid.uuid4().hex[:8])
-        self._resume()
+        self._resume(self._meet_nodes())
         if not self.job.rank:
             self._teller.members = list(range(self.job.world_replicas))
             self.job.sender.speaks = True
         self.job.sender.on_directive = self._on_directive
+
+    def _meet_nodes(self) -> list[str]:
+        """Start this node's holder, if it and others are to have one; the addresses of the others'.
+        Raises RuntimeError for a network that this machine is not in."""
+        holder: dict[str, str] = {}
+        if self.job.holder_dir is not None and self.job.nodes > 1:
+            try:
+                towards = f"{os.environ.get('MASTER_ADDR', 'localhost')}:0"
+                host = own_address(towards, self.job.network)
+                holder = self.saver.open_holder(host)
+            except OSError as error:
+                self.job.trouble("no_holder", f"peers do not reach this node: {error}")
+        holders = self._from_each(holder)
+        if any(holders) and not all(holders) and not self.job.rank:
+            lacks = holders.index({})
+            text = f"no memory keeps anything of this job: the node of rank {lacks} has no holder"
+            self.job.trouble("no_holder", text)
+        return self.saver.meet_nodes(holders)
 
     def _save_last(self) -> None:
         """To each tier that has not the last step yet, also where saving it has failed; to none if
@@ -221,7 +239,7 @@ class WholeJob:
             self.job.trouble("left_in_a_step", self._left_in_a_step())
             return
         tiers, delivery = self.saver.tiers, self.saver.delivery
-        for name in delivery.unwell() - delivery.busy(tiers):
+        for name in (delivery.unwell() & tiers.keys()) - delivery.busy(tiers):
             if tiers[name].own or self.job.ranks == 1:  # else one alone cannot make it whole
                 self._saved.pop(name, None)
         here = [name for name in TIERS if name in tiers]
@@ -307,8 +325,15 @@ class WholeJob:
         common = self.saver.delivery.common
         for name, last, first in zip(IN_PARTS, told, told[len(IN_PARTS) :], strict=False):
             if last == -first >= 0 and common.get(name) != last:
-                common[name] = last
+                self._note_common([name], last)
                 self._tell_whole(parts[name], self._gathered(parts[name]))
+
+    def _note_common(self, tiers: Collection[TierName], step: int) -> None:
+        """Of these every rank has its part of this step, of the epoch that we are in."""
+        delivery = self.saver.delivery
+        delivery.common |= {name: step for name in tiers if name in IN_PARTS}
+        if "peer" in tiers:
+            delivery.held_by_all = (self.epoch, step)
 
     def _gathered(self, part: CheckpointSaved) -> list[_Part]:
         """Of all ranks. `part`: ours."""
@@ -372,17 +397,18 @@ class WholeJob:
 
     # --- putting back -------------------------------------------------------------------------
 
-    def _resume(self) -> None:
+    def _resume(self, holders: Collection[str] = ()) -> None:
         """Go on from the newest checkpoint of which every rank's part verifies, in an epoch after
         all that were: what is out of reach now, or cannot be loaded, must never be taken for newer
         than what is made from here on.
 
-        Where all that there is lies on the disks of some nodes alone it begins anew, and that is
-        told. Raises ValueError if any other cannot be loaded, or the first rank does not see what
-        lies where all should: nobody begins anew unasked; and what `Sources.saves` raises.
+        Where all that there is lies on some nodes alone it begins anew, and that is told.
+        `holders`: addresses of the other nodes'. Raises ValueError if any other cannot be loaded,
+        or the first rank does not see what lies where all should: nobody begins anew unasked; and
+        what `Sources.saves` raises.
         """
         sources = self.saver.sources
-        here = sources.saves()
+        here = sources.saves(holders)
         self._load([(step, name, tier) for step, name, tier in self._from(0, here)], here)
         (latest,) = self._highest([sources.latest_epoch])
         began, self.epoch = (
@@ -392,16 +418,15 @@ class WholeJob:
         self.saver.delivery.began = {"epoch": began, "step": self.committed, "first": self.epoch}
 
     def _load(self, found: Sequence[Found], here: Collection[Found]) -> None:
-        """The first of these, which the first rank sees, of which all ranks can: what some node's
-        own disk has not is passed over, for that node came to the job since. A tier of which two
-        fail comes after the others, as for a `ReplicaGroup`. Raises ValueError if one was tried and
-        none can be loaded."""
-        own = {name for name, tier in self.saver.tiers.items() if tier.own}
-        absent = [one[2] in own and one not in here for one in found]
+        """The first of these, which the first rank sees, of which all ranks can: what some rank's
+        own disk and memory have not is passed over, for its node came to the job since. A tier of
+        which two fail comes after the others, as for a `ReplicaGroup`. Raises ValueError if one was
+        tried and none can be loaded."""
+        absent = [one[2] not in OF_ALL_NODES and one not in here for one in found]
         there: list[Found] = []
         for one, passed_over in zip(found, self._most(absent), strict=True):
             if passed_over:
-                self._refused.append(f"{one[2]}: step {one[0]} is not on the disk of every node")
+                self._refused.append(f"{one[2]}: of step {one[0]} not every rank's part is there")
             else:
                 there.append(one)
         failed: Counter[str] = Counter()
@@ -414,8 +439,7 @@ class WholeJob:
                 if not self.job.rank:
                     self.saver.sources.loaded(name)
                 self._saved = {where: step for _, save, where in found if save == name}
-                if tier in own:
-                    self.saver.delivery.common = {tier: step}
+                self._note_common([tier, *(t for _, save, t in there if save == name)], step)
                 return
             failed[tier] += 1
             there.sort(key=lambda one: failed[one[2]] >= TRIES_OF_ONE)
@@ -437,8 +461,8 @@ class WholeJob:
         if anywhere and not self.job.rank:
             self.job.trouble(
                 "begins_anew",
-                "there are checkpoints on the disks of some of its nodes alone, and the others "
-                "came to the job since: it begins with step 0. Save to "
+                "there are checkpoints on the disks or in the memory of some of its nodes alone, "
+                "and the others came to the job since: it begins with step 0. Save to "
                 f"{self.saver.folders.shared} more often (every_s)",
             )
 
@@ -490,8 +514,7 @@ class WholeJob:
 
     def _why(self) -> str:
         """What the ranks refused last, of all of them."""
-        ranks = range(self.job.ranks)
-        told = [(rank, self._from(rank, self._refused[-TOLD:])) for rank in ranks]
+        told = enumerate(self._from_each(self._refused[-TOLD:]))
         return "; ".join(f"rank {rank}: {text}" for rank, texts in told for text in texts)
 
     def _put_back(self, part: Staged) -> None:
@@ -539,6 +562,15 @@ class WholeJob:
         told = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
         return _listed(told)
+
+    def _from_each(self, value: Any) -> list[Any]:
+        """What each rank gives, which JSON can say."""
+        words = json.dumps(value).encode()
+        (longest,) = self._highest([len(words)])
+        here = torch.frombuffer(bytearray(words.ljust(longest)), dtype=torch.uint8)
+        there = [torch.empty_like(here) for _ in range(self.job.ranks)]
+        dist.all_gather(there, here, group=self._group)
+        return [json.loads(bytes(one.tolist())) for one in there]
 
     def _from(self, source: int, value: Any) -> Any:
         """What that rank gives, which JSON can say."""

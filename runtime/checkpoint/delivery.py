@@ -112,6 +112,8 @@ class Delivery:
         #: in the folder of all we see what others wrote there
         self.sees_others = False
         self.keepers = Keepers(job.rank, job.domain)  # whose memory keeps what we save
+        #: the address of this node's holder where that is to keep ours too, else ""
+        self.own_holder: Callable[[], str] = lambda: ""
         #: called, on a thread of its own, when another keeps it from now on
         self.on_keeper: Callable[[], None] = _nobody_looks
         #: "epoch" and "step" of the state that the job began from, as far as that is known, and
@@ -120,6 +122,8 @@ class Delivery:
         #: of tiers of our node's own the step of the last save of which every rank has its part: it
         #: stays, for if another rank's saves fail ours are worth nothing
         self.common: dict[TierName, int] = {}
+        #: the same of what is in memory, if it is known: its epoch and step
+        self.held_by_all: tuple[int, int] | None = None
         self._share_flaw = ""  # why we could not write the last one of ours
         #: one alone could not write to the folder of all either, and has told so: until somebody
         #: can, or that one is gone, nobody else does
@@ -137,6 +141,10 @@ class Delivery:
         self._lock = threading.Lock()
         self._asked: dict[tuple[TierName, str], Write] = {}  # of the writers, by the save's name
         self._facts = facts_of(job)
+
+    def leave_out(self, tier: TierName) -> None:
+        """Before anything was saved: it turned out to be none of this job's."""
+        self._writers.pop(tier, None)
 
     def start(self) -> bool:
         """Start the writers, which need a moment; whether there is somebody to give copies to. If
@@ -358,16 +366,19 @@ class Delivery:
         keeper = self.keepers.keeper
         if keeper is None:
             raise OSError("no member of this job has a holder")
+        ours = self.own_holder()
         label = {
             "rank": self._job.rank,
             "ranks": self._job.ranks,
             "step": save.step,
-            "save": f"{save.epoch}-{save.step}",  # all replicas have this state, and one name
+            # Replicas have one state, and so one name; of ours nobody else has any.
+            "save": save.name if ours else f"{save.epoch}-{save.step}",
             "epoch": save.epoch,
             "bytes": size,
         }
         return {
-            "holder": keeper.address,
+            "holders": [ours, keeper.address] if ours else [keeper.address],
+            "kept": self.held_by_all,
             "token": self._job.token,
             "label": label,
             "shared": str(self._folders.shared),

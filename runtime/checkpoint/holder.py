@@ -10,7 +10,8 @@ these can take its place. Imports no torch.
 
 Requests, each behind the job's token (see `runtime.serving`):
     {"op": "list"}  answered by {"held": [...]}, what is held of all ranks, without their tables
-    {"op": "hold", "run", "rank", "ranks", "step", "save", "epoch", "bytes"}  answered by
+    {"op": "hold", "run", "rank", "ranks", "step", "save", "epoch", "bytes"}  and perhaps "kept",
+        epoch and step of the last state of which every rank's part is held; answered by
         {"waits": true} now and then while another replica's of that rank is on its way; then by
         {"held": digest} if that step of that epoch is held already, else by {"newest": save}, the
         last one held of that rank, or ""; the state's table and facts follow, and "same", how many
@@ -174,18 +175,24 @@ class Memory:
             raise
         return spare
 
-    def finish(self, held: Held) -> None:
+    def finish(self, held: Held, kept: tuple[int, int] | None = None) -> None:
         """It is whole. The one that is too old by now makes room for the next, and what there is of
-        another series goes, once there are as many of this one as are kept."""
+        another series goes, once there are as many of this one as are kept. `kept`: the age of the
+        last of which every rank's part is held, which stays, though others of our rank are newer;
+        of no rank, also of one that saves elsewhere by now, an older one is of use."""
         label = held.label
         with self._changed:
             self._held.setdefault(label.rank, []).insert(0, held)
             ours = self._ours(label)
             if len(ours) >= label.keep:
                 self._keep_others(label, 0)
+                # The first, and of the others that which all have before the newer ones.
+                ours[1:] = sorted(ours[1:], key=lambda one: one.label.age != kept)
                 self._held[label.rank] = ours[: label.keep]
             for old in ours[label.keep :]:
                 self._spare[label.rank] = old.buffer
+            if kept is not None:
+                self._drop_before(kept, label)
             self._receiving.discard(label.rank)
             self._changed.notify_all()
 
@@ -195,6 +202,16 @@ class Memory:
                 self._spare[label.rank] = buffer
             self._receiving.discard(label.rank)
             self._changed.notify_all()
+
+    def _drop_before(self, kept: tuple[int, int], label: Label) -> None:
+        """Whoever has nothing left has no buffer for a next one either."""
+        for rank, held in [*self._held.items()]:
+            self._held[rank] = [
+                one for one in held if one.label.series != label.series or one.label.age >= kept
+            ]
+            if not self._held[rank]:
+                del self._held[rank]
+                self._spare.pop(rank, None)
 
     def newest(self, label: Label) -> Held | None:
         """Of its rank and series."""
@@ -284,7 +301,8 @@ class Holder:
             rank, save, digest = int(request["rank"]), str(request["save"]), str(request["digest"])
             self._give(connection, rank, save, digest)
         elif op == "hold":
-            self._receive(connection, Label(**request))
+            kept = request.pop("kept", None)
+            self._receive(connection, Label(**request), None if kept is None else tuple(kept))
         else:
             raise PeerFailed(f"unknown op {op!r}")
 
@@ -299,7 +317,9 @@ class Holder:
         finally:
             self.memory.give_back(held)
 
-    def _receive(self, connection: socket.socket, label: Label) -> None:
+    def _receive(
+        self, connection: socket.socket, label: Label, kept: tuple[int, int] | None
+    ) -> None:
         while (found := self.memory.begin(label, connection)) is None:
             send_json(connection, {"waits": True})
         if isinstance(found, Held):
@@ -331,7 +351,7 @@ class Holder:
             label=label, facts=facts, table=table, hashes=tuple(hashes), digest=digest,
             buffer=found,
         )  # fmt: skip
-        self.memory.finish(held)
+        self.memory.finish(held, kept)
         log.info("held step=%s rank=%s save=%s", label.step, label.rank, label.save)
         send_json(connection, {"held": held.digest})
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,25 @@ def holder_for(
     return far[at // SHARED_BY % len(far)] if far else None
 
 
+def in_turn(nodes: Collection[Place], ours: Place) -> list[Place]:
+    """The holders of the other nodes of a job each of whose nodes has a part of the state: first
+    the one that keeps our part too. It is that of one node alone, and of another group of nodes
+    unless more than half of them are of one: the groups are those that the largest things which
+    fail together, and in which not all are, make."""
+    domains = [place.domain.split("/") for place in nodes]
+    level = 0
+    while (
+        len({tuple(domain[: level + 1]) for domain in domains}) == 1 < len({*map(tuple, domains)})
+    ):
+        level += 1
+    ordered = sorted(nodes, key=lambda place: (place.domain.split("/"), place.address))
+    sizes = Counter(tuple(domain[: level + 1]) for domain in domains)
+    shift = max(sizes.values()) % len(ordered) or 1
+    first = ordered.index(ours) + shift
+    turned = [ordered[(first + place) % len(ordered)] for place in range(len(ordered))]
+    return [place for place in turned if place != ours]
+
+
 class Keepers:
     """Which holder keeps ours, by whether what we save reaches it."""
 
@@ -105,18 +125,19 @@ class Keepers:
         self.keeper: Place | None = None
         self._rank = rank
         self._domain = domain
-        self._members: Sequence[Mapping[str, Any]] = ()
-        self._replica = 0
+        #: the one that does, of all but those at lost addresses
+        self._of: Callable[[Collection[str]], Place | None] = lambda _lost: None
         self._lost: set[str] = set()  # addresses
         self._failing = ("", 0.0)  # the address to which saves fail, and since when, monotonic
         self._lock = threading.Lock()
 
     def meet(self, members: Sequence[Mapping[str, Any]], replica: int) -> None:
         """The members of an epoch: what was lost may be well by now, or be elsewhere."""
-        with self._lock:
-            self._members, self._replica = members, replica
-            self._lost.clear()
-            self._choose()
+        self._choose_by(lambda lost: holder_for(members, replica, self._rank, self._domain, lost))
+
+    def follow(self, places: Sequence[Place]) -> None:
+        """The first of these to which saves do not fail."""
+        self._choose_by(lambda lost: next((one for one in places if one.address not in lost), None))
 
     def failed(self, address: str) -> bool:
         """A save to it did; whether another keeps ours from now on."""
@@ -139,12 +160,17 @@ class Keepers:
         with self._lock:
             self._failing = ("", 0.0)
 
+    def _choose_by(self, of: Callable[[Collection[str]], Place | None]) -> None:
+        with self._lock:
+            self._of = of
+            self._lost.clear()
+            self._choose()
+
     def _choose(self) -> None:
-        asked = (self._members, self._replica, self._rank, self._domain)
-        self.keeper = holder_for(*asked, self._lost)
+        self.keeper = self._of(self._lost)
         if self.keeper is None and self._lost:  # then one of them may be back
             self._lost.clear()
-            self.keeper = holder_for(*asked)
+            self.keeper = self._of(())
 
 
 # --- the holder of this node --------------------------------------------------------------------
@@ -359,13 +385,19 @@ class Keeping:
         self._before: tuple[str, list[str]] = ("", [])  # the last save, and its chunks' hashes
 
     def hold(
-        self, label: Label, table: Table, facts: dict[str, Any], image: memoryview
+        self,
+        label: Label,
+        table: Table,
+        facts: dict[str, Any],
+        image: memoryview,
+        kept: Sequence[int] | None = None,
     ) -> tuple[str, int]:
         """Have a state kept; its digest, once it is there whole, and how many bytes were sent: what
-        the last save held already of weights that are frozen is not. Raises PeerFailed, OSError,
-        and Damaged if what is there is not what was sent."""
+        the last save held already of weights that are frozen is not. `kept`: epoch and step of the
+        last of which every rank's part is held. Raises PeerFailed, OSError, and Damaged if what is
+        there is not what was sent."""
         try:
-            return self._hold(label, table, facts, image)
+            return self._hold(label, table, facts, image, kept)
         except (OSError, Damaged):
             self.close()
             raise
@@ -375,9 +407,15 @@ class Keeping:
         self._before = ("", [])  # what made us close may have been that it is another there
 
     def _hold(
-        self, label: Label, table: Table, facts: dict[str, Any], image: memoryview
+        self,
+        label: Label,
+        table: Table,
+        facts: dict[str, Any],
+        image: memoryview,
+        kept: Sequence[int] | None,
     ) -> tuple[str, int]:
-        connection = self._requests.ask(op="hold", **vars(label))
+        also = {} if kept is None else {"kept": kept}
+        connection = self._requests.ask(op="hold", **vars(label), **also)
         hashes: list[str] = []
         sent = 0
         while (answer := receive_json(connection)).get("waits"):

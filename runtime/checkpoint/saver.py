@@ -11,7 +11,7 @@ from typing import Any
 
 from runtime.checkpoint import peer, store
 from runtime.checkpoint.delivery import Delivery, Save
-from runtime.checkpoint.peer import Place
+from runtime.checkpoint.peer import Place, in_turn
 from runtime.checkpoint.rooms import ROOMS, Rooms
 from runtime.checkpoint.sources import Sources
 from runtime.checkpoint.tiers import TIERS, Folders, Interval, Packing, TierName, tiers_of
@@ -94,6 +94,22 @@ class Checkpointer:
             return
         self.delivery.keepers.meet(members, replica)
         self._note_keeper()
+
+    def meet_nodes(self, holders: Sequence[Mapping[str, str]]) -> list[str]:
+        """The holders of a job that lives and dies as one, as each rank names that of its node, {}
+        if it has none: one of another node keeps our part, and ours too, so that all parts are left
+        wherever one node is lost. Unless each node has one, of several, memory is no tier of this
+        job. Returns the addresses of the others."""
+        nodes = {Place(**one) for one in holders if one}
+        if len(nodes) < 2 or not all(holders):
+            self.tiers.pop("peer", None)
+            self.delivery.leave_out("peer")
+            return []
+        others = in_turn(nodes, Place(**holders[self.job.rank]))
+        self.delivery.own_holder = lambda: self.sources.holder
+        self.delivery.keepers.follow(others)
+        self._note_keeper()
+        return [place.address for place in others]
 
     def _note_keeper(self) -> None:
         """Another keeps what we save, perhaps."""

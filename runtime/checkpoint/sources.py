@@ -276,11 +276,12 @@ class Sources:
             if not elsewhere:
                 raise
             self._job.trouble("checkpoints_out_of_reach", f"peer: {error}", "peer")
-        run = self._known_run(there)
+        others = self._held_at(elsewhere)
+        run = self._known_run(there, [one for _holder, held in others for one in held])
         mine = (run, self._job.rank, self._job.ranks)
         self._holders = {}
         found = []
-        for holder, held in ((self.holder, there), *self._held_at(elsewhere)):
+        for holder, held in ((self.holder, there), *others):
             for one in held:
                 if (one["run"], one["rank"], one["ranks"]) == mine:
                     save = one["save"]
@@ -307,9 +308,10 @@ class Sources:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return [*zip(holders, pool.map(ask, holders), strict=True)]
 
-    def _known_run(self, there: list[dict[str, Any]]) -> str:
-        """Of which run of the job those that are held here must be. Raises ValueError."""
-        runs = {one["run"] for one in there}
+    def _known_run(self, there: list[dict[str, Any]], elsewhere: list[dict[str, Any]]) -> str:
+        """Of which run of the job those that are held must be. Raises ValueError if some are here
+        and nobody knows."""
+        runs = {one["run"] for one in (*there, *elsewhere)}
         # Of two the later may not be whole yet: only the folder knows which is the job's.
         run = self._folders.known_run(believed=runs.pop() if len(runs) == 1 else "")
         if there and not run:

@@ -11,11 +11,11 @@ It is told, as JSON in single packets:
     {"op": "save", "room", "image", "described", "step", "save", "facts", ...}  `image` bytes from
      the room's start will be the state, `described` from the next page on are its table. Either
      "folder", "rank", "ranks", "share" and "shares" say where which share of it is to be written
-     (in a folder of the job's run, "within" that, if the folder is not "shared"), or "holder",
-     "token" and "label" which peer's memory keeps it ("run" is that run as far as the trainer
-     knows it, or ""), or "objects", "job", "rank" and "ranks" which object store; "keep",
-     "keep_for_s" and "common" which others stay there (see `store.stays`), "pack" whether chunks
-     may be packed
+     (in a folder of the job's run, "within" that, if the folder is not "shared"), or "holders",
+     "token" and "label" whose memory keeps it, the last of which is a peer's ("run" is that run as
+     far as the trainer knows it, or "", for "kept" see `holder`), or "objects", "job", "rank" and
+     "ranks" which object store; "keep", "keep_for_s" and "common" which others stay there (see
+     `store.stays`), "pack" whether chunks may be packed
     {"op": "look", "folder", "save"}  whether one whose name begins so is there: "looked", "seen"
     {"op": "copied", "save", "bytes"}  so much of the state is there by now
     {"op": "not_copied", "save", "error"}  it never will be
@@ -74,6 +74,10 @@ class NotCopied(Exception):
 class KeeperFailed(OSError):
     """The holder that was to keep it does not, and another may."""
 
+    def __init__(self, keeper: str, why: str) -> None:
+        super().__init__(why)
+        self.keeper = keeper  # its address
+
 
 class GivenUp(Exception):
     """Another rank's writer failed, and says so: this checkpoint will never be complete."""
@@ -85,7 +89,7 @@ class Writer:
     def __init__(self, trainer: socket.socket) -> None:
         self._trainer = trainer
         self._rooms: dict[int, memoryview] = {}
-        self._keeping: Keeping | None = None  # the peer that keeps what we save
+        self._keeping: dict[str, Keeping] = {}  # address -> the holder that keeps what we save
         self._objects: ObjectStore | None = None
         self._before: dict[str, Part] = {}  # folder -> the last part that was written there
         #: folders in which what was written could not be read back: what an earlier checkpoint has
@@ -165,7 +169,7 @@ class Writer:
     def _save(self, asked: dict[str, Any]) -> None:
         self._name, self._copied, self._flaw = str(asked["save"]), 0, ""
         try:
-            if "holder" in asked:
+            if "holders" in asked:
                 self._replicate(asked)
             elif "objects" in asked:
                 self._put(asked)
@@ -174,7 +178,7 @@ class Writer:
         except GivenUp:
             self._say("given_up")
         except KeeperFailed as error:
-            self._say("failed", error=str(error), keeper=asked["holder"])
+            self._say("failed", error=str(error), keeper=error.keeper)
         except (OSError, Damaged, NotCopied) as error:
             self._say("failed", error=str(error))
         except Exception as error:  # the next save may succeed
@@ -283,24 +287,32 @@ class Writer:
         return self._known_run or believed
 
     def _replicate(self, asked: dict[str, Any]) -> None:
-        """Have a peer's holder keep it: durable and verified once it has it whole."""
+        """Have a peer's holder keep it, our own node's before that if it is to have it too: durable
+        and verified once all have it whole."""
         image, table = self._copy(asked)
-        keeping = self._keeping
-        if keeping is None or keeping.address != asked["holder"]:
-            if keeping is not None:
-                keeping.close()
-            keeping = self._keeping = Keeping(str(asked["holder"]), str(asked["token"]))
+        addresses = [str(address) for address in asked["holders"]]
+        for address in self._keeping.keys() - addresses:
+            self._keeping.pop(address).close()
         self._await_copy(len(image))
         label = Label(**asked["label"], run=self._run(asked))
-        try:
-            digest, sent = keeping.hold(label, table, asked["facts"], image)
-        except Refused:
-            raise
-        except OSError as error:
-            raise KeeperFailed(str(error)) from error
-        self._say("durable", written=sent)
+        written, failed = 0, None
+        for address in addresses:
+            if address not in self._keeping:
+                self._keeping[address] = Keeping(address, str(asked["token"]))
+            keeping = self._keeping[address]
+            try:
+                digest, sent = keeping.hold(label, table, asked["facts"], image, asked["kept"])
+            except Refused:
+                raise
+            except OSError as error:  # one of two is better than none
+                failed = KeeperFailed(address, str(error))
+            else:
+                written += sent
+        if failed is not None:
+            raise failed
+        self._say("durable", written=written)
         size = len(image)
-        whole = {"path": keeping.address, "bytes": size, "stored": size, "digest": digest}
+        whole = {"path": addresses[-1], "bytes": size, "stored": size, "digest": digest}
         self._say("verified", whole=whole)
 
     def _put(self, asked: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ Eventually = Callable[..., Any]
 
 STARTED_S = 120.0
 RANKS = 4  # two on each node
+TIERS = {"peer", "local", "shared"}
 SPARE_AGAIN = """
 from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions, models
@@ -31,12 +32,12 @@ for node in models.Node.objects.filter(cluster__name="quay", name="quay-02"):
 def path(api: Api, product: Product, eventually: Eventually) -> Iterator[str]:
     """Where the API has the job, which trains and has saved; it is ended afterwards."""
     order = {"cluster": "quay", "name": "two-nodes", "program": "train-tensor-parallel"}
-    options = {"nice": 10, "checkpoint_s": {"local": 1.0, "shared": 2.0}}
+    options = {"nice": 10, "checkpoint_s": {"peer": 1.0, "local": 1.0, "shared": 2.0}}
     made = api("jobs", **order, world_replicas=1, nodes_per_replica=2, options=options)["result"]
     path = f"jobs/{made['id']}"
     api(f"{path}/start", reason="an end-to-end test")
     eventually(lambda: api(path)["step"] > 20, STARTED_S, "it trains")
-    eventually(lambda: api(f"checkpoints?job={made['id']}")["results"], 60.0, "it has saved")
+    eventually(lambda: _saved_to(api, made["id"]) == TIERS, 60.0, "it has saved everywhere")
     yield path
     api(f"{path}/end", reason="the test is over")
     eventually(lambda: api(path)["state"] == "stopped", 60.0, "it has ended")
@@ -64,6 +65,10 @@ def test_a_rank_that_dies_on_the_second_node_is_one_incident_and_all_go_on(
     eventually(lambda: _states(api, path) == ["resolved"], 60.0, "its one incident is over")
     (incident,) = api(f"incidents?job={_id(path)}")["results"]
     assert f"lost replica 0 on {second['node_name']}" in incident["title"]
+
+
+def _saved_to(api: Api, job: str) -> set[str]:
+    return {one["tier"] for one in api(f"checkpoints?job={job}")["results"]}
 
 
 def _id(path: str) -> str:

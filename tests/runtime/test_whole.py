@@ -121,11 +121,13 @@ class Whole:
         self,
         *disks: str,
         states: tuple[str, str] = ("state", "state"),
+        memories: tuple[str, str] = ("", ""),
         url: str = "",
         **options: object,
     ) -> tuple[list[int], str]:
         """A rank on each, with the environment that the nodes' agents give: both exit statuses.
-        `states`: what each has mounted as the folder of all."""
+        `states`: what each has mounted as the folder of all. `memories`: where each node's holder
+        is found; "" for one that has none."""
         meet = {"address": "127.0.0.1", "port": free_port(), "start": "plc_1"}
         processes = [
             self.start(
@@ -134,6 +136,8 @@ class Whole:
                 {
                     **together(wire.Together(nodes=2, node_rank=node, **meet)),  # type: ignore[arg-type]
                     "DRYDOCK_STATE_DIR": str(self.folder / states[node]),
+                    "DRYDOCK_HOLDER_DIR": memories[node] and str(self.folder / memories[node]),
+                    "DRYDOCK_DOMAIN": f"rack/node-{node}",
                     "DRYDOCK_URL": url,
                 },
                 **options,
@@ -168,6 +172,12 @@ class Whole:
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+    def lose(self, memory: str) -> None:
+        """That node's holder, and all that it kept."""
+        there = self.folder / memory / "job_t"
+        os.kill(json.loads((there / "holder.json").read_bytes())["pid"], signal.SIGKILL)
+        shutil.rmtree(there)
 
     def parts(self, step: int, *, disk: str = "disk") -> list[Path]:
         """Of its ranks, in their order, on that node's disk."""
@@ -311,6 +321,67 @@ def test_over_two_nodes_all_go_on_from_what_all_have(undisturbed: Whole, tmp_pat
     assert whole.digests() == undisturbed.digests()
 
 
+MEMORIES = ("memory-of-0", "memory-of-1")
+
+
+@pytest.fixture
+def with_memories(tmp_path: Path) -> Iterator[Whole]:
+    """Of its nodes each has a holder."""
+    whole = Whole(tmp_path)
+    yield whole
+    for memory in MEMORIES:
+        with contextlib.suppress(FileNotFoundError):  # it was never started
+            whole.lose(memory)
+
+
+@pytest.mark.parametrize("lost", MEMORIES)
+def test_what_one_node_takes_with_it_the_other_s_memory_has_of_both(
+    undisturbed: Whole, with_memories: Whole, lost: str
+) -> None:
+    whole = with_memories
+    died, _ = whole.run_on_two_nodes("disk-of-0", "disk-of-1", memories=MEMORIES, dies=True)
+    whole.lose(lost)
+    for step in whole.checkpoints.glob("step-*"):
+        shutil.rmtree(step)
+    ended, said = whole.run_on_two_nodes("another-disk", "and-another", memories=MEMORIES)
+
+    assert 0 not in died
+    assert ended == [0, 0], said
+    assert whole.begins(epoch=2) > 0
+    assert whole.digests() == undisturbed.digests()
+
+
+def test_what_is_in_memory_is_told_of_as_of_one_checkpoint(with_memories: Whole) -> None:
+    door = Door()
+    ended, said = with_memories.run_on_two_nodes("0", "1", memories=MEMORIES, url=door.url)
+    door.close()
+    told = [one for one in door.messages("checkpoint") if one["tier"] == "peer"]
+    parts = [store.manifest_of(with_memories.parts(STEPS - 1, disk=disk)[0]) for disk in "01"]
+
+    assert ended == [0, 0], said
+    assert told[-1]["step"] == STEPS - 1
+    assert told[-1]["digest"] == digest_of_all([part.digest for part in parts])
+    assert "checkpoint_not_apart" not in said
+
+
+def test_if_one_node_has_no_holder_none_keeps_anything_and_that_is_told(
+    with_memories: Whole,
+) -> None:
+    """Else each start would look for what was kept before, which one of them cannot."""
+    door = Door()
+    with_memories.run_on_two_nodes("0", "1", memories=MEMORIES)
+    ended, said = with_memories.run_on_two_nodes(
+        "0", "1", memories=(MEMORIES[0], ""), url=door.url, steps=STEPS + 1
+    )
+    door.close()
+
+    assert ended == [0, 0], said
+    assert with_memories.begins(epoch=2) == STEPS
+    assert {one["tier"] for one in door.messages("checkpoint")} == {"local", "shared"}
+    (told,) = [one["text"] for one in door.messages("trouble") if one["kind"] == "no_holder"]
+    assert told.endswith("the node of rank 1 has no holder")
+
+
 @pytest.mark.parametrize(
     "disks", [("disk-of-another", "disk-of-1"), ("disk-of-0", "disk-of-another")]
 )
@@ -353,7 +424,8 @@ def test_what_is_whole_on_all_ranks_is_known_from_what_each_has(
 
     def most(told: torch.Tensor, _op: Any, group: Any) -> None:
         other = next(others)
-        told[-2:] = torch.maximum(told[-2:], torch.tensor([other, -other]))
+        of_local = told[-3::2]  # that of peers' memory comes before each
+        of_local[:] = torch.maximum(of_local, torch.tensor([other, -other]))
 
     known = []
     with alone.start() as whole:
@@ -654,6 +726,20 @@ def test_where_there_is_no_room_for_what_is_due_that_is_told(
 
     assert alone.troubles() == ["checkpoint_late"]
     assert alone.door.messages("trouble")[0]["text"].endswith(": local, shared")
+
+
+def test_on_one_node_memory_is_no_tier(alone: Alone, tmp_path: Path) -> None:
+    """It would be lost with the node, whose disk is not."""
+    job = alone.join(DRYDOCK_HOLDER_DIR=str(tmp_path / "memory"))
+    saver = runtime.Checkpointer(job, every_s=NEVER_S)
+
+    with runtime.WholeJob(job, *trainee(), saver) as whole:
+        list(whole.steps(1))
+
+    assert sorted(saver.tiers) == ["local", "shared"]
+    assert alone.saved(whole, "local") == alone.saved(whole, "shared") == [0]
+    assert not (tmp_path / "memory").exists()
+    assert alone.troubles() == []
 
 
 def test_what_could_not_be_copied_at_the_last_edge_is_saved_at_the_end(alone: Alone) -> None:

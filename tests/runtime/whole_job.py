@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (  # noqa: E402
 #: Computes the gradients of these samples; what the loss is, on the last rank at least.
 Backward = Callable[[torch.Tensor], float]
 
-#: Its last rank goes on with this step only once there is a checkpoint.
+#: Of this step, once there is a checkpoint.
 KILLED_IN = 20
 
 
@@ -125,12 +125,13 @@ def await_all(sent: list[dist.Work | None]) -> None:
 
 
 def wait_and_die(folder: Path) -> None:
+    if not job.options.get("dies") or (folder / "died").exists():
+        return
     pause = threading.Event()
     while not [*(job.state_dir / "checkpoints").glob("step-*/manifest.json")]:
         pause.wait(0.01)
-    if job.options.get("dies") and not (folder / "died").exists():
-        (folder / "died").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+    (folder / "died").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

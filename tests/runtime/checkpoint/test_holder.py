@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from runtime import framing, serving
 from runtime.checkpoint import holder, memory_left, peer
 from runtime.checkpoint.holder import Buffer, Holder, Label
-from runtime.checkpoint.peer import Keepers, Keeping, Place, holder_for
+from runtime.checkpoint.peer import Keepers, Keeping, Place, holder_for, in_turn
 from runtime.framing import PeerFailed, receive_json, send_chunk, send_json
 from runtime.image import CHUNK_BYTES, Damaged, Staged, chunks_of
 from runtime.serving import Requests, RequestServer
@@ -59,7 +61,8 @@ def label(step: int, **more: Any) -> Label:
 def hold(keeping: Keeping, staged: Staged, **more: Any) -> tuple[str, int]:
     """Its digest, and how many bytes were sent."""
     image = memoryview(staged.buffer)
-    return keeping.hold(label(staged.step, **more), staged.table, {"job": "j"}, image)
+    kept = more.pop("kept", None)
+    return keeping.hold(label(staged.step, **more), staged.table, {"job": "j"}, image, kept)
 
 
 def keep(address: str, step: int, *, token: str = TOKEN, **more: Any) -> str:
@@ -387,6 +390,30 @@ def test_of_a_job_that_is_cut_otherwise_the_last_state_stays_until_two_of_each_p
 
     assert with_the_first == [(0, 8), (0, 7), (1, 8)]
     assert kept(address) == [(0, 9), (0, 8), (1, 8)]
+
+
+def test_of_what_all_parts_are_held_none_goes_before_the_next_is_there_in_all(
+    address: str,
+) -> None:
+    """One rank's saves fail, and the others go on."""
+    for step in (6, 7):
+        keep(address, step, ranks=2)
+    for step in (8, 9):
+        keep(address, step, ranks=2, kept=(1, 7))
+
+    assert kept(address) == [(0, 9), (0, 7)]
+
+
+def test_what_is_older_than_that_goes_also_of_who_saves_elsewhere_by_now(address: str) -> None:
+    for step in (6, 7):
+        keep(address, step, ranks=2, rank=1)
+    keep(address, 7, ranks=2)
+    keep(address, 8, ranks=2, kept=(1, 7))
+    with_the_last = kept(address)
+    keep(address, 9, ranks=2, kept=(1, 8))
+
+    assert with_the_last == [(1, 7), (0, 8), (0, 7)]
+    assert kept(address) == [(0, 9), (0, 8)]
 
 
 def test_what_is_whole_in_one_part_replaces_all_parts_of_before(address: str) -> None:
@@ -770,6 +797,37 @@ def test_of_a_job_in_two_halls_no_holder_is_for_more_than_a_few() -> None:
 
     assert apart == [True] * 512
     assert set(Counter(found).values()) == {peer.SHARED_BY}
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("cdef")), min_size=2, max_size=12))
+def test_of_parts_no_node_keeps_more_than_one_and_another_group_does_where_it_can(
+    racks: list[tuple[str, str]],
+) -> None:
+    nodes = [Place(f"h{n}:1", f"{hall}/{rack}/{n}") for n, (hall, rack) in enumerate(racks)]
+    groups = [hall if len({hall for hall, _ in racks}) > 1 else rack for hall, rack in racks]
+    group_of = dict(zip(nodes, groups, strict=True))
+    largest = max(map(groups.count, groups))
+
+    keepers = {node: in_turn(nodes, node) for node in nodes}
+    together = [one for one in nodes if group_of[keepers[one][0]] == group_of[one]]
+
+    assert {keeper for keeper, *_ in keepers.values()} == {*nodes}
+    assert all({node, *found} == {*nodes} for node, found in keepers.items())
+    assert all(node not in found for node, found in keepers.items())
+    assert not together or largest > len(nodes) / 2
+
+
+def test_of_several_that_could_keep_it_the_next_one_does_if_the_first_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peer, "LOST_S", 0.0)
+    keepers = Keepers(0, "a/0")
+    keepers.follow([Place("h1:1", "a/1"), Place("h2:1", "a/2")])
+    there = []
+    for gone in ("h1:1", "h2:1"):
+        there += [keepers.failed(gone), keepers.failed(gone), address_of(keepers)]
+
+    assert there == [False, True, "h2:1", False, True, "h1:1"]  # which may be back
 
 
 def test_where_nobody_has_a_holder_nobody_keeps_it() -> None:

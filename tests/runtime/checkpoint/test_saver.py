@@ -162,6 +162,38 @@ def test_other_nodes_memory_is_looked_into_as_far_as_it_answers(tmp_path: Path) 
     os.kill(json.loads((tmp_path / "theirs/memory/j/holder.json").read_bytes())["pid"], 9)
 
 
+def test_whose_node_came_to_the_job_since_finds_its_part_also_without_the_shared_folder(
+    tmp_path: Path,
+) -> None:
+    """Of which run it is those say who hold it."""
+    ours, theirs = (OneRank(tmp_path / name, holder=True) for name in ("ours", "theirs"))
+    address = theirs.saver.open_holder("127.0.0.1")["address"]
+    place = {"address": address, "domain": "n"}
+    theirs.saver.meet([{"replica": 0, "placement": "p", "holders": [place]}], 0)
+    theirs.save_all(7)
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "checkpoints").write_text("no folder")
+
+    assert ours.saver.sources.saves([address]) == [(7, "0-7", "peer")]
+    for one in (ours, theirs):
+        one.saver.finish()
+    os.kill(json.loads((tmp_path / "theirs/memory/j/holder.json").read_bytes())["pid"], 9)
+
+
+def test_what_our_own_node_cannot_keep_another_still_does(tmp_path: Path) -> None:
+    server = RequestServer("127.0.0.1", "t", Holder().serve)
+    one = OneRank(tmp_path, holder=True)
+    one.saver.sources.look_into(gone_address())
+    one.saver.delivery.own_holder = lambda: one.saver.sources.holder
+    one.saver.delivery.keepers.follow([peer.Place(server.address, "node-1")])
+    one.save_all(1)
+    one.saver.finish()
+
+    assert [held["step"] for held in peer.held(server.address, "t")] == [1]
+    assert one.told.troubles() == ["checkpoint_failed"]
+    server.close()
+
+
 def test_a_writer_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a card's fault does to ranks spares who writes what they saved."""
     monkeypatch.setenv("DRYDOCK_RANK", "0")
