@@ -22,7 +22,6 @@ Requests, each behind the job's token (see `runtime.serving`):
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import json
 import logging
@@ -417,6 +416,8 @@ def await_end(server: RequestServer, idle_s: float) -> None:
 
 def main() -> None:
     """Say the address on standard output, and serve."""
+    import argparse  # writers import this module, too, and do without
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--job", required=True)
     parser.add_argument("--folder", required=True, type=Path, help="on this node, of all jobs")

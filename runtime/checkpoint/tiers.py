@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from runtime.checkpoint import store
 from runtime.checkpoint.asking import Asking
@@ -28,7 +28,9 @@ from runtime.checkpoint.interval import FAILURES_PER_NODE_DAY, Pace, nodes_of
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.objects import ObjectStore
 from runtime.image import Damaged
-from runtime.job import Job
+
+if TYPE_CHECKING:  # a tenth of the memory of writers, of which each rank has some
+    from runtime.job import Job
 
 TierName = Literal["peer", "local", "shared", "object"]
 #: Seconds between two saves, or as many as are best.
