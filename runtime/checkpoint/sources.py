@@ -311,7 +311,7 @@ class Sources:
     def _known_run(self, there: list[dict[str, Any]], elsewhere: list[dict[str, Any]]) -> str:
         """Of which run of the job those that are held must be. Raises ValueError if some are here
         and nobody knows."""
-        runs = {one["run"] for one in (*there, *elsewhere)}
+        runs = {one["run"] for one in there or elsewhere}
         # Of two the later may not be whole yet: only the folder knows which is the job's.
         run = self._folders.known_run(believed=runs.pop() if len(runs) == 1 else "")
         if there and not run:

@@ -180,6 +180,27 @@ def test_whose_node_came_to_the_job_since_finds_its_part_also_without_the_shared
     os.kill(json.loads((tmp_path / "theirs/memory/j/holder.json").read_bytes())["pid"], 9)
 
 
+def test_without_the_shared_folder_our_own_node_knows_better_than_others_which_run_it_is(
+    tmp_path: Path,
+) -> None:
+    """They may be nodes that the job has left before it began anew."""
+    ours, theirs = (OneRank(tmp_path / name, holder=True) for name in ("ours", "theirs"))
+    places = [one.saver.open_holder("127.0.0.1") for one in (ours, theirs)]
+    for step, one, place in zip((7, 9), (ours, theirs), places, strict=True):
+        one.saver.meet([{"replica": 0, "placement": "p", "holders": [place]}], 0)
+        one.save_all(step)
+        one.saver.finish()
+    shutil.rmtree(tmp_path / "ours" / "checkpoints")
+    (tmp_path / "ours" / "checkpoints").write_text("no folder")
+    again = OneRank(tmp_path / "ours", holder=True)
+    again.saver.open_holder("127.0.0.1")
+
+    assert again.saver.sources.saves([places[1]["address"]]) == [(7, "0-7", "peer")]
+    again.saver.finish()
+    for name in ("ours", "theirs"):
+        os.kill(json.loads((tmp_path / f"{name}/memory/j/holder.json").read_bytes())["pid"], 9)
+
+
 def test_what_our_own_node_cannot_keep_another_still_does(tmp_path: Path) -> None:
     server = RequestServer("127.0.0.1", "t", Holder().serve)
     one = OneRank(tmp_path, holder=True)
