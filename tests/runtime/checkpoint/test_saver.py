@@ -141,14 +141,19 @@ def test_two_replicas_that_one_holder_keeps_have_one_name_for_each_state(tmp_pat
     os.kill(json.loads((tmp_path / "memory/j/holder.json").read_bytes())["pid"], signal.SIGKILL)
 
 
-def test_other_nodes_memory_is_looked_into_as_far_as_it_answers(tmp_path: Path) -> None:
+def held_elsewhere(tmp_path: Path) -> tuple[OneRank, OneRank, str]:
+    """Ours, which has nothing, and one whose step 7 its own node's holder has, at that address."""
     ours, theirs = (OneRank(tmp_path / name, holder=True) for name in ("ours", "theirs"))
-    address = theirs.saver.open_holder("127.0.0.1")["address"]
-    (tmp_path / "ours").mkdir()
-    (tmp_path / "ours" / "checkpoints").symlink_to(tmp_path / "theirs" / "checkpoints")
-    place = {"address": address, "domain": "n"}
+    place = theirs.saver.open_holder("127.0.0.1")
     theirs.saver.meet([{"replica": 0, "placement": "p", "holders": [place]}], 0)
     theirs.save_all(7)
+    return ours, theirs, place["address"]
+
+
+def test_other_nodes_memory_is_looked_into_as_far_as_it_answers(tmp_path: Path) -> None:
+    ours, theirs, address = held_elsewhere(tmp_path)
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "checkpoints").symlink_to(tmp_path / "theirs" / "checkpoints")
     sources = ours.saver.sources
     there = [gone_address(), address]
 
@@ -166,11 +171,7 @@ def test_whose_node_came_to_the_job_since_finds_its_part_also_without_the_shared
     tmp_path: Path,
 ) -> None:
     """Of which run it is those say who hold it."""
-    ours, theirs = (OneRank(tmp_path / name, holder=True) for name in ("ours", "theirs"))
-    address = theirs.saver.open_holder("127.0.0.1")["address"]
-    place = {"address": address, "domain": "n"}
-    theirs.saver.meet([{"replica": 0, "placement": "p", "holders": [place]}], 0)
-    theirs.save_all(7)
+    ours, theirs, address = held_elsewhere(tmp_path)
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "checkpoints").write_text("no folder")
 
