@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import random
-import sys
 import time
 import uuid
 from collections import Counter
@@ -19,7 +17,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from itertools import chain, repeat
 from types import TracebackType
 from typing import Any, Self
 
@@ -44,10 +41,11 @@ from runtime.client import (
     Directive,
     Stopped,
 )
+from runtime.generators import generators, set_generators
 from runtime.image import Damaged, Staged
 from runtime.job import Job
 from runtime.ledger import SampleLedger
-from runtime.replica.division import as_part, is_divided, part_of
+from runtime.parts import put_together, taken_apart
 from runtime.replica.network import own_address
 from runtime.replica.shape import of_deepspeed
 from runtime.replica.state import GO_ON, Stateful, other_model, own_copy, put_back_optimizer
@@ -64,8 +62,6 @@ Found = tuple[int, str, TierName]
 _Part = tuple[int, str]
 #: Of these each rank keeps a part of its own, and no writer sees the others'.
 IN_PARTS = tuple(name for name in TIERS if name not in OF_ALL_NODES)
-OURS = "rank_s_part"  # the key under which a rank's part of a divided tensor is saved
-CURRENT = torch.device("cuda")  # the card that torch takes where none is named
 LOOK_S = 0.5  # so often a rank that reads its part looks whether another refuses its own
 TOLD = 3  # so many of a rank's refusals, the last ones, are in the error that ends the job
 
@@ -391,7 +387,7 @@ class WholeJob:
             AS_SAVED: True,
             "step": self.committed,
             "epoch": self.epoch,
-            **replaced(parts, _taken_apart),
+            **replaced(parts, taken_apart),
             "random": generators(self.model),
         }
 
@@ -525,7 +521,7 @@ class WholeJob:
                 "start the job with the script that saved it, or give it another state folder and "
                 "load in the script what python -m runtime.checkpoint export makes of this one"
             )
-        theirs = _put_together(state["model"], self.model, "model")
+        theirs = put_together(state["model"], self.model, "model")
         try:
             self.model.load_state_dict(theirs)
         except RuntimeError as error:
@@ -540,11 +536,11 @@ class WholeJob:
             )
         for index, optimizer in enumerate(self.optimizers):
             joined = partial(
-                _put_together, one=optimizer, where=f"optimizers.{index}", model=self.model
+                put_together, one=optimizer, where=f"optimizers.{index}", model=self.model
             )
             put_back_optimizer(str(index), optimizer, state["optimizers"][index], joined)
         for name, one in self.extra.items():
-            one.load_state_dict(_put_together(state["extra"][name], one, f"extra.{name}"))
+            one.load_state_dict(put_together(state["extra"][name], one, f"extra.{name}"))
         self.committed, self.epoch = int(state["step"]), int(state["epoch"])
         set_generators(state["random"], self.model)
         if digest_of(self._state()) != part.digest:
@@ -591,122 +587,3 @@ def _steps_of(parts: Mapping[str, CheckpointSaved]) -> list[int]:
 
 def _listed(numbers: torch.Tensor) -> list[int]:
     return [int(one) for one in numbers.tolist()]
-
-
-def generators(model: object = None) -> dict[str, Any]:
-    """What the generators of this process will draw next; of cards those of the model's."""
-    version, numbers, gauss = random.getstate()
-    state = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(numbers), gauss]}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        of_cards = [torch.cuda.get_rng_state(card) for card in _cards_of(model)]
-        state["cuda"] = of_cards[0] if len(of_cards) == 1 else of_cards
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [kind, torch.tensor(keys.tolist()), *rest]
-    return state
-
-
-def set_generators(state: Mapping[str, Any], model: object = None) -> None:
-    """Let them draw what they would have drawn when `generators` was asked."""
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers.tolist()), gauss))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state:
-        given = state["cuda"]
-        of_cards = given if isinstance(given, list) else [given]
-        for card, numbers_of_card in zip(_cards_of(model), of_cards, strict=False):
-            torch.cuda.set_rng_state(numbers_of_card, card)
-    if "numpy" in state and "numpy" in sys.modules:
-        kind, keys, *rest = state["numpy"]
-        sys.modules["numpy"].random.set_state((kind, keys.tolist(), *rest))
-
-
-def _cards_of(model: object) -> list[torch.device]:
-    """Which have its weights, in their order. If none is seen to, the current one, which is the
-    model's only if the script has said so."""
-    weights = model.parameters() if isinstance(model, torch.nn.Module) else ()
-    numbers = {one.device.index for one in map(part_of, weights) if one.is_cuda}
-    return [torch.device("cuda", number) for number in sorted(numbers)] or [CURRENT]
-
-
-def _taken_apart(value: Any) -> Any:
-    """Our part of a divided tensor, and what of; anything else as it is."""
-    return {OURS: part_of(value), "of": _described(value)} if is_divided(value) else value
-
-
-def _described(tensor: Any) -> str:
-    """How a tensor is divided, to be compared."""
-    placements = ", ".join(str(placement) for placement in tensor.placements)
-    return f"{tuple(tensor.shape)} as {placements} over {tensor.device_mesh.mesh.tolist()}"
-
-
-def _put_together(saved: Any, one: Stateful, where: str, model: Any = None) -> Any:
-    """What `one` is to be given of what was saved of it; see `_rejoined`. `model`: of an optimizer.
-    Raises ValueError."""
-    if not _has_parts(saved):
-        return saved  # and asks nobody for a state: a loader may start its workers to give it
-    return _rejoined(saved, one.state_dict(), where, _weights_of(one, model))
-
-
-def _has_parts(saved: Any) -> bool:
-    """Whether there is a part of a divided tensor in it."""
-    if isinstance(saved, dict):
-        return OURS in saved or any(map(_has_parts, saved.values()))
-    return isinstance(saved, list | tuple) and any(map(_has_parts, saved))
-
-
-def _rejoined(
-    saved: Any, now: Any, where: str, weights: Mapping[Any, Any], weight: Any = None
-) -> Any:
-    """What was saved, in which our parts of divided tensors are such tensors again, divided as
-    those at their places in `now`, the state as this process has it before. An optimizer has none
-    before its first step: what it will have is divided as its `weights`, by the keys that its state
-    has for them, of which `weight` is the one that this is about.
-
-    Raises ValueError, which names the first that cannot be.
-    """
-    if isinstance(saved, dict) and OURS in saved:
-        return _joined(saved, now, where, [weight, *weights.values()])
-    if isinstance(saved, dict):
-        here = now if isinstance(now, dict) else {}
-        return {
-            key: _rejoined(item, here.get(key), f"{where}.{key}", weights, weights.get(key, weight))
-            for key, item in saved.items()
-        }
-    if isinstance(saved, list | tuple):
-        known = now if isinstance(now, list | tuple) else ()
-        beside = zip(saved, chain(known, repeat(None)), strict=False)
-        return type(saved)(
-            _rejoined(item, like, f"{where}.{place}", weights, weight)
-            for place, (item, like) in enumerate(beside)
-        )
-    return saved
-
-
-def _joined(saved: dict[str, Any], now: Any, where: str, weights: Sequence[Any]) -> Any:
-    """The divided tensor of which a state has our part. Raises ValueError if neither `now` nor any
-    of the weights is divided as it was."""
-    for like in (now, *weights):
-        if is_divided(like) and _described(like) == saved["of"]:
-            return as_part(saved[OURS], like)
-    shown = next((one for one in (now, *weights[:1]) if isinstance(one, torch.Tensor)), None)
-    if shown is None:
-        raise ValueError(
-            f"{where} is in the checkpoint a tensor of {saved['of']}, and here there is none yet: "
-            "have it made before the WholeJob is entered, so that its state_dict shows how it is "
-            "divided, or start the job with the script that saved it"
-        )
-    here = _described(shown) if is_divided(shown) else "not divided"
-    raise ValueError(
-        f"{where} is in the checkpoint a tensor of {saved['of']}, which is here {here}: start the "
-        "job with the script and the number of ranks that saved it"
-    )
-
-
-def _weights_of(optimizer: Any, model: Any) -> dict[Any, Any]:
-    """By the keys that optimizers have for them: torch's their numbers, others their names in
-    the model. None of what is no optimizer."""
-    groups = getattr(optimizer, "param_groups", [])
-    numbered = enumerate(weight for group in groups for weight in group["params"])
-    named = model.named_parameters() if isinstance(model, torch.nn.Module) else ()
-    return {**dict(numbered), **dict(named)}

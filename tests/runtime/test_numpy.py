@@ -12,10 +12,10 @@ import torch
 
 from runtime.content import content_of
 from runtime.data import Batches
+from runtime.generators import generators, set_generators
 from runtime.loading import random_numbers
 from runtime.replica.state import TrainingState
 from runtime.snapshot import stage, state_of
-from runtime.whole import generators, set_generators
 
 numpy: Any = pytest.importorskip("numpy")
 

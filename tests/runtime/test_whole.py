@@ -37,6 +37,7 @@ from runtime.checkpoint.draft import write
 from runtime.checkpoint.manifest import digest_of_all
 from runtime.checkpoint.tiers import TierName
 from runtime.client import CheckpointSaved, Directive
+from runtime.generators import generators, set_generators
 from runtime.image import Damaged, Staged
 from runtime.job import Job
 from runtime.replica.division import Division
@@ -47,7 +48,7 @@ from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
 from runtime.replica.together import MAX_TRIES
 from runtime.snapshot import stage
-from runtime.whole import Found, generators, set_generators
+from runtime.whole import Found
 from tests.ports import free_port
 from tests.runtime.checkpoint.states import hanging
 from tests.runtime.replicas import PATIENCE_S, ROOT, TOKEN, until
