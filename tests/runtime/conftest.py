@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from runtime.replica.gloo import Gloo
 from tests.runtime.replicas import Board, Fleet
 from tests.runtime.scene import Play, Scene
+from tests.runtime.whole_runs import Alone
 
 
 @pytest.fixture
@@ -51,3 +55,14 @@ def collectives() -> Callable[[int], list[Gloo]]:
 def play(tmp_path: Path) -> Play:
     """A coordinator and a job of so many replicas, for which the test speaks."""
     return lambda world: Scene(tmp_path, world)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Alone]:
+    handler = signal.getsignal(signal.SIGTERM)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    made = Alone(tmp_path)
+    yield made
+    dist.destroy_process_group()
+    signal.signal(signal.SIGTERM, handler)
+    made.door.close()

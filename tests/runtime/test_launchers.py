@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +15,9 @@ import psutil
 import pytest
 
 from runtime.launchers import Place, place_of
-from tests.runtime.replicas import PATIENCE_S, Fleet
+from tests.runtime.replicas import PATIENCE_S, ROOT, Fleet
 from tests.runtime.test_replicas import assert_every_sample_once
+from tests.runtime.whole_runs import told
 
 SCRIPT = Path(__file__).with_name("tiny.py")
 
@@ -255,11 +258,77 @@ def test_a_job_in_one_step_of_srun_and_a_replica_anew_in_another(fleet: Launched
     fleet.ranks[1] = anew[0]
     fleet.wait_for_members([0, 1])
     fleet.train_on()
-    for told in (tasks[1], anew[1]):
-        told.terminate()
+    for one in (tasks[1], anew[1]):
+        one.terminate()
     ended = [task.wait(PATIENCE_S) for task in [*tasks[:2], *anew]]
 
     assert status != 0
     assert ended == [0, 0, 0, 0]
     assert_every_sample_once(fleet.steps(0), 0)
     assert len(fleet.digests()) == len(fleet.digests_of_rank(1)) == 1
+
+
+#: A launcher of one rank, and a rank that tells when it has joined, and that its launcher is gone.
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+RANK = """
+import os, threading
+import runtime
+launcher = os.getppid()
+runtime.join()
+print("joined", flush=True)
+while os.getppid() == launcher:
+    threading.Event().wait(0.01)
+print("trains on", flush=True)
+"""
+
+
+ORPHAN = """
+import os
+import runtime
+parents = iter([7, 1])
+os.getppid = lambda: next(parents)
+runtime.join()
+print("trains on")
+"""
+
+
+UNDER_TORCHRUN = {"TORCHELASTIC_RUN_ID": "r", "RANK": "0", "WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (UNDER_TORCHRUN, ""),
+        ({}, "trains on\n"),
+        ({**UNDER_TORCHRUN, "DRYDOCK_RANK": "0", "DRYDOCK_RANKS": "1"}, "trains on\n"),
+    ],
+)
+def test_from_join_on_a_rank_dies_with_torchrun_and_with_no_other_launcher(
+    environment: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, RANK],
+        env={**os.environ, **told(tmp_path), **environment, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout is not None
+    joined = launcher.stdout.readline()
+
+    launcher.kill()
+    after, _ = launcher.communicate(timeout=PATIENCE_S)  # until the rank has ended too
+
+    assert (joined, after) == ("joined\n", said)
+
+
+def test_a_rank_whose_torchrun_died_while_it_joined_ends(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ORPHAN],
+        env={**os.environ, **told(tmp_path), **UNDER_TORCHRUN, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        timeout=PATIENCE_S,
+    )
+
+    assert (done.returncode, done.stdout) == (1, b"")
