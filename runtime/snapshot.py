@@ -192,7 +192,7 @@ class Copying:
         self.waited_s = 0.0  # how long the training waited for it after it was begun
         self.table = layout.table
         if into is not None and len(into) < self.table.bytes:
-            raise TooSmall(self.table.bytes)
+            raise TooSmall(room_of(self.table))
         if into is None:
             pinned = any(tensor.is_cuda for tensor in layout.tensors)
             into = allocate(self.table.bytes, pinned=pinned)
@@ -404,7 +404,10 @@ def size_of(state: Any, due: Due = any_time) -> int:
 
 def room_for(state: Any, due: Due = any_time) -> int:
     """Bytes of memory for such a copy and, from the next page on, for what describes it."""
-    table = Layout(state, due).table
+    return room_of(Layout(state, due).table)
+
+
+def room_of(table: Table) -> int:
     return aligned(table.bytes, mmap.PAGESIZE) + len(json.dumps(table.describe()))
 
 
@@ -422,6 +425,8 @@ def state_of(staged: Staged) -> Any:
     try:
         tensors = [view_of(staged.buffer, piece) for piece in staged.table.pieces]
         return decode(staged.table.skeleton, tensors)
+    except Damaged:
+        raise
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise Damaged(f"what was saved does not make a state: {error!r}") from error
 
@@ -512,10 +517,16 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def view_of(buffer: Buffer, piece: Piece) -> torch.Tensor:
+    """A tensor where its elements lie. Raises Damaged, if these are not as many as it has."""
     dtype = getattr(torch, piece.dtype)
-    if piece.bytes == 0:
+    count = math.prod(piece.shape)
+    if piece.bytes != count * dtype.itemsize:
+        raise Damaged(
+            f"tensor {piece.name.removeprefix('.')}, {piece.dtype} of {piece.shape}, has "
+            f"{piece.bytes} bytes, {count * dtype.itemsize} expected"
+        )
+    if count == 0:
         return torch.empty(piece.shape, dtype=dtype)
-    count = piece.bytes // dtype.itemsize
     flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=piece.offset)
     return flat.view(piece.shape)
 
@@ -545,7 +556,11 @@ def encode(state: Any, names: list[str], tensors: list[torch.Tensor]) -> Any:
 
     def place_of(tensor: torch.Tensor, name: str) -> int:
         if name.startswith(TIED) and tensor.numel():
-            memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+            memory = (
+                *(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device),
+                # The bytes alone do not say what is read from them.
+                *(tensor.is_conj(), tensor.is_neg()),
+            )
             if memory in tied:
                 return tied[memory]
             tied[memory] = len(tensors)

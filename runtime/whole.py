@@ -269,7 +269,8 @@ class WholeJob:
         """Between two steps: save what is due, if all ranks can. Whether all are to leave, which
         is when nothing is saved here: at the end it is, to all tiers."""
         here = [name for name in TIERS if name in self.saver.tiers]
-        wanted = self._due() if not self.job.rank else set()
+        # Where one rank's state outgrew its room none has a checkpoint.
+        wanted = self.saver.again() if self.job.rank else self._due()
         flags = [self.job.stop.is_set(), self.job.told.is_set()]
         flags += [name in wanted for name in TIERS]
         flags += [not (name in here and self.saver.is_free(name)) for name in TIERS]

@@ -351,7 +351,8 @@ def failing_tiers(job: Job, checkpoints: list[Checkpoint]) -> dict[str, dict[int
         data__kind__in=("checkpoint_failed", "checkpoint_recovered"),
     )
     whom = ("placement_id", "data__rank", "data__subject")
-    last = told.order_by(*whom, "-observed_at", "-recorded_at").distinct(*whom)
+    # By when we heard of it: in the order in which it was told, also where a clock was put back.
+    last = told.order_by(*whom, "-recorded_at", "-observed_at").distinct(*whom)
     failed = [one for one in last if one.data["kind"] == "checkpoint_failed"]
     whole = [one.at for one in checkpoints if one.tier == Tier.OBJECT]
     found: dict[str, dict[int, str]] = {}

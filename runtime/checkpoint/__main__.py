@@ -25,7 +25,6 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
-from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -134,6 +133,8 @@ def inspect(asked: argparse.Namespace) -> list[Answer]:
         manifest = store.manifest_of(path)
         parts = [store.part_of(path, manifest, one.rank) for one in manifest.parts]
     except Damaged as error:
+        if _is_gone(path):
+            return [_removed(path)]
         return [(_not_read(path, error), [str(error)])]
     tensors = [{"rank": part.rank, **vars(piece)} for part in parts for piece in part.table.pieces]
     answer = {
@@ -197,19 +198,26 @@ def verify(asked: argparse.Namespace) -> list[Answer]:
 
 
 def _looked_into(asked: argparse.Namespace, path: Path) -> Answer:
-    findings, not_checked = [], ""
+    found: list[store.Finding] = []
+    not_checked = ""
     try:
-        findings = [str(finding) for finding in _verified(asked, path)]
+        found = _verified(asked, path)
     except NotInstalled as error:
         not_checked = str(error)
-    if findings and _is_gone(path):
+    if found and _is_gone(path):
         return _removed(path)
-    if findings and _may_be_whole(path):
-        findings, not_checked = [], findings[0]
+    findings = [str(finding) for finding in found]
+    if _is_not_judged(found):
+        findings, not_checked = [], "; ".join(findings)
     word = "DAMAGED" if findings else "NOT CHECKED" if not_checked else "well"
     why = [f"  {one}" for one in findings or [not_checked] if one]
     answer = {"path": str(path), "findings": findings, "not_checked": not_checked}
     return answer, [f"{path.name:<16} {word}", *why]
+
+
+def _is_not_judged(findings: Sequence[store.Finding]) -> bool:
+    """Whether it may be whole, for all that is known."""
+    return bool(findings) and all(finding.not_judged for finding in findings)
 
 
 def _is_gone(path: Path) -> bool:
@@ -286,28 +294,41 @@ def prune(asked: argparse.Namespace) -> list[Answer]:
     stays. If nothing here unpacks those all stay."""
     paths = store.found_in(asked.path)
     known = _suspects(paths)
-    trains = (path for path in paths if _state_of(path) not in {None, *known})
+    trains = [path for path in paths if _state_of(path) not in {None, *known}]
+    kept: list[Path] = []
+    not_judged: list[Path] = []
     try:
-        kept = [*islice((path for path in trains if not _verified(asked, path)), asked.keep)]
+        for path in trains:
+            findings = _verified(asked, path)
+            if _is_not_judged(findings):
+                not_judged.append(path)
+            elif not findings:
+                kept.append(path)
+            if len(kept) == asked.keep:
+                break
     except NotInstalled as error:
         raise NotInstalled(f"{error}; until it was checked, nothing is removed") from error
     if not kept:
-        raise Damaged(f"none of the {len(paths)} checkpoints in {asked.path} verifies: all stay")
+        why = "verifies" if trains else "can be read and is not known to lead to NaN"
+        raise Damaged(
+            f"none of the {len(paths)} checkpoints in {asked.path} {why}: all stay; "
+            f"{store.WHICH_ARE_WHOLE} {asked.path}"
+        )
     newer = paths[: paths.index(kept[-1])]
     answers = []
     for path in paths:
-        if path in kept or _may_be_whole(path):
+        if path in [*kept, *not_judged] or _may_be_whole(path):
             continue
         if (path in newer or len(kept) < asked.keep) and _state_of(path) not in known:
             continue  # it may be well, and the disk ill
         if asked.older_than is not None and _age_s(path) <= asked.older_than * DAY_S:
             continue
         left = None if asked.dry_run else store.remove(path)
-        findings = [] if left is None else [f"{path.name} could not be removed: {left} is left"]
+        flaws = [] if left is None else [f"{path.name} could not be removed: {left} is left"]
         word = "would remove" if asked.dry_run else "removed"
-        removed = not (asked.dry_run or findings)
-        answer = {"path": str(path), "removed": removed, "findings": findings}
-        answers.append((answer, findings or [f"{word} {path.name}"]))
+        removed = not (asked.dry_run or flaws)
+        answer = {"path": str(path), "removed": removed, "findings": flaws}
+        answers.append((answer, flaws or [f"{word} {path.name}"]))
     return answers or [({"path": str(asked.path), "removed": False}, ["nothing to remove"])]
 
 

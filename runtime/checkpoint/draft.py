@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import socket
 import time
@@ -40,6 +41,8 @@ from runtime.checkpoint.manifest import (
 from runtime.checkpoint.meter import Meter
 from runtime.checkpoint.packing import Packer
 from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, hash_of, pages
+
+log = logging.getLogger("drydock.checkpoint")
 
 #: Locks are seen here alone on some file systems; a container that shares the folder is another
 #: host.
@@ -371,16 +374,21 @@ def write(
         draft.publish()
         if findings := draft.verify(written.part, progress):
             raise Damaged("; ".join(map(str, findings)))
-    except BaseException:
-        if (visible := draft.where()) is not None:
+    except BaseException as error:
+        if (visible := draft.where()) is None:
+            draft.give_up()
+        elif isinstance(error, Damaged):
             store.set_aside(visible)
         else:
-            draft.give_up()
+            store.remove(visible)
         raise
     finally:
         draft.close()
-    store.prune(folder, draft.path, keep)
-    sweep(folder)
+    try:
+        store.prune(folder, draft.path, keep)
+        sweep(folder)
+    except (OSError, Damaged) as error:  # it is complete all the same
+        log.warning("checkpoint_not_cleaned folder=%s error=%s", folder, error)
     return draft.path
 
 
@@ -401,7 +409,7 @@ def is_abandoned(draft: Path, newest: int = -1) -> bool:
     try:
         changed = max(p.stat().st_mtime for p in [draft, *draft.iterdir()])
         locks = [*draft.glob("*.lock")]
-        ours = [lock for lock in locks if lock.read_text() == HOST]
+        ours = [lock for lock in locks if lock.read_text(errors="replace") == HOST]
         free = [lock for lock in ours if not is_locked(lock)]
         if any(not lock.with_suffix(".json").exists() for lock in free):
             return True

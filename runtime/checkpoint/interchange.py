@@ -291,6 +291,11 @@ def _indexed(index: Path, read: Callable[[Path], State]) -> State:
         named = {key for key, file in where.items() if file == name}
         if missing := sorted(named - found.keys()):
             raise Odd(f"{index} says that {name} has {store.shortened(tuple(missing))}: {_OF_TWO}")
+        if beside := sorted(found.keys() - where.keys()):
+            raise Odd(
+                f"{name} has {store.shortened(tuple(beside))}, of which {index} does not know: "
+                f"{_OF_TWO}"
+            )
         if astray := sorted(found.keys() & where.keys() - named):
             raise Odd(
                 f"{name} has {store.shortened(tuple(astray))}, which is in {where[astray[0]]} as "

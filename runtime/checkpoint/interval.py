@@ -19,7 +19,7 @@ NODE_RANKS = 8  # of one node at most, where a job does not say
 RESTART_S = 30.0
 FIRST_S = 10.0  # between saves until one was measured
 LEAST_S, MOST_S = 1.0, 3600.0
-MEASURED = 5  # saves of which the median counts
+MEASURED = 5  # saves of which the median counts; of fewer one may have met an outage
 MEANINGLESS = 1e-4  # seconds; a shorter stall is the clock's
 
 
@@ -28,11 +28,13 @@ def nodes_of(replicas: int, ranks: int, said: int = 1) -> int:
     return replicas * max(said, -(-ranks // NODE_RANKS))
 
 
-def best_interval(stall_s: float, durable_s: float, mtbf_s: float) -> float:
+def best_interval(stall_s: float, durable_s: float, mtbf_s: float, *, usual: bool = True) -> float:
     """Young's optimum, the square root of twice the stall times the mean time between failures
-    (CACM 17(9), 1974); never so short that a tier is written to more than half the time."""
+    (CACM 17(9), 1974); never so short that a tier is written to more than half the time. `usual`:
+    saves are known to take so long; else it is an hour at most."""
     young = math.sqrt(2 * max(stall_s, MEANINGLESS) * mtbf_s)
-    return min(max(young, 2 * durable_s, LEAST_S), max(MOST_S, 2 * durable_s))
+    most_s = max(MOST_S, 2 * durable_s) if usual else MOST_S
+    return min(max(young, 2 * durable_s, LEAST_S), most_s)
 
 
 def expected_ettr(stall_s: float, durable_s: float, interval_s: float, mtbf_s: float) -> float:
@@ -84,7 +86,9 @@ class Pace:
             return self._fixed_s
         if not self._stalls:
             return FIRST_S
-        return best_interval(median(self._stalls), median(self._durable), self.mtbf_s)
+        usual = len(self._durable) == MEASURED
+        stall_s, durable_s = median(self._stalls), median(self._durable)
+        return best_interval(stall_s, durable_s, self.mtbf_s, usual=usual)
 
     @property
     def ettr(self) -> float | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -34,8 +35,12 @@ ITEM_BYTES = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1,
     "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1,
     "bool": 1, "complex128": 16, "complex64": 8, "complex32": 4,
+    "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
 }  # fmt: skip
 LARGEST_ITEM = max(ITEM_BYTES.values())
+#: What a file system and its encoding take.
+_NAME_OF_FILE = re.compile(r"[^/\0\ud800-\udfff]+")
 #: Of what is found in a file, in a message.
 SHOWN = 80
 
@@ -202,14 +207,13 @@ def _refuse_odd_tensors(table: Table, what: str) -> None:
 
 def _refuse_odd_files(part: Part, what: str) -> None:
     """Raises Damaged, or TypeError for what is no number or text."""
-    table, chunk = part.table, 0
+    table, chunk, as_laid_out = part.table, 0, True
     for file in part.files:
         refuse_odd_name(file.name, what)
         size = min(_count(file.chunks) * CHUNK_BYTES, table.bytes - chunk * CHUNK_BYTES)
-        if _count(file.first) != chunk or _count(file.bytes) != size:
-            break
+        as_laid_out &= _count(file.first) == chunk and _count(file.bytes) == size
         chunk += file.chunks
-    if (chunk, len(part.hashes)) != (table.chunks, table.chunks):
+    if not as_laid_out or (chunk, len(part.hashes)) != (table.chunks, table.chunks):
         raise Damaged(f"{what}: its files do not hold each of {table.chunks} chunks once")
 
 
@@ -231,7 +235,7 @@ def _refuse_odd_packing(part: Part, what: str) -> None:
 
 def refuse_odd_name(name: object, what: str) -> None:
     """A file lies in its checkpoint's folder, wherever that is moved. Raises Damaged."""
-    if not isinstance(name, str) or {"/", "\0"} & {*name} or name in ("", ".", ".."):
+    if not isinstance(name, str) or not _NAME_OF_FILE.fullmatch(name) or name in (".", ".."):
         raise Damaged(f"{what} names {shown(name)}, which is no file in its folder")
 
 

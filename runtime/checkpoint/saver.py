@@ -128,6 +128,10 @@ class Checkpointer:
         over = [n for n, tier in self.tiers.items() if now - self._last[n] >= tier.pace.every_s]
         return self._again.union(over)
 
+    def again(self) -> set[TierName]:
+        """Those to which no copy could be made for want of room, which is being made."""
+        return set(self._again)
+
     def agreed(self, tiers: Collection[TierName]) -> None:
         """All members are to save to these now, as soon as each has room: the next save is due an
         interval later, also if we are not the one that writes."""

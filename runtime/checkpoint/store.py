@@ -7,6 +7,7 @@ Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -70,6 +71,8 @@ class Finding:
     rank: int | None
     tensors: tuple[str, ...]
     what: str
+    #: it could not be read, or is of another version: nothing is known to be wrong with it
+    not_judged: bool = False
 
     def __str__(self) -> str:
         whose = "" if self.rank is None else f" (rank {self.rank})"
@@ -94,6 +97,11 @@ class Unreadable(Damaged):
 
 #: Of these nobody can tell here whether they are needed: they stay.
 NOT_JUDGED = (OtherVersion, Unreadable)
+#: There is no such file, which no disk or server that is well again will bring.
+_NO_FILE = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ESPIPE, errno.ELOOP, errno.EINVAL),
+    *(errno.ENXIO, errno.ENAMETOOLONG),
+}
 
 
 def candidates(folder: Path) -> list[Path]:
@@ -157,18 +165,22 @@ def manifest_of(path: Path) -> Manifest:
     command helps; as Unreadable if that cannot be told."""
     try:
         data = disk.read_small(path / MANIFEST)
-    except (FileNotFoundError, NotADirectoryError, disk.NoFile) as error:
-        raise Damaged(_no_checkpoint(path, error.strerror)) from error
     except OSError as error:
-        raise Unreadable(
-            f"{path / MANIFEST} could not be read ({error.strerror}): it may be whole; see to "
-            f"its disk or server; {WHICH_ARE_WHOLE} {path.parent}"
-        ) from error
+        if error.errno in _NO_FILE:
+            raise Damaged(_no_checkpoint(path, error.strerror)) from error
+        raise _unreadable(path / MANIFEST, error) from error
     with _pointing_to(f"{WHICH_ARE_WHOLE} {path.parent}"):
         manifest = Manifest.from_json(data, str(path / MANIFEST))
         if is_named(path) and number_of(path)[0] != manifest.step:
             raise Damaged(f"{path} holds step {manifest.step}: it was renamed")
     return manifest
+
+
+def _unreadable(path: Path, error: OSError) -> Unreadable:
+    return Unreadable(
+        f"{path} could not be read ({error.strerror}): it may be whole; see to its disk or server; "
+        f"{WHICH_ARE_WHOLE} {path.parent.parent}"
+    )
 
 
 def part_of(path: Path, manifest: Manifest, rank: int) -> Part:
@@ -183,7 +195,8 @@ def _part(path: Path, manifest: Manifest, expected: PartHash) -> Part:
     try:
         data = disk.read_small(path / expected.name)
     except OSError as error:
-        raise Damaged(
+        kind = Damaged if error.errno in _NO_FILE else Unreadable
+        raise kind(
             f"{path / expected.name} cannot be read: the tensors of rank "
             f"{rank_in(path.parent, expected.rank)} are expected there, found: {error.strerror}"
         ) from error
@@ -197,6 +210,8 @@ def _pointing_to(command: str) -> Iterator[None]:
         yield
     except OtherVersion:  # which says what to do itself
         raise
+    except Unreadable as error:
+        raise Unreadable(f"{error}; {command}") from error
     except Damaged as error:
         raise Damaged(f"{error}; {command}") from error
 
@@ -205,10 +220,21 @@ def checked_part(data: bytes, manifest: Manifest, expected: PartHash, what: str)
     """The description of a part, if it is the one that the manifest names. Raises Damaged, which
     begins with `what`."""
     part = Part.from_json(data, what)
-    if xxhash.xxh3_128_hexdigest(data) != expected.hash:
+    whose = (part.rank, part.save, part.step)
+    if whose != (expected.rank, manifest.save, manifest.step):
         raise Damaged(
             f"{what} is rank {part.rank} of save {part.save} at step {part.step}, "
             f"not of this checkpoint: save {manifest.save} at step {manifest.step}"
+        )
+    if (found := xxhash.xxh3_128_hexdigest(data)) != expected.hash:
+        raise Damaged(
+            f"{what} was changed after its {MANIFEST} was written: hash {expected.hash} expected, "
+            f"found {found}"
+        )
+    if (part.table.bytes, part.digest) != (expected.bytes, expected.digest):
+        raise Damaged(
+            f"{what} is an image of {part.table.bytes} bytes, digest {part.digest}; its "
+            f"{MANIFEST} has {expected.bytes}, {expected.digest}"
         )
     return part
 
@@ -259,16 +285,18 @@ def verify(path: Path, progress: Progress = unseen) -> list[Finding]:
     NotInstalled if some of it is packed, nothing here unpacks it, and nothing else is wrong."""
     try:
         manifest = manifest_of(path)
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except Damaged as error:
-        return [Finding(MANIFEST, None, (), str(error))]
+        return [_finding(MANIFEST, None, error)]
+    except OSError as error:
+        return [_finding(MANIFEST, None, _unreadable(path / MANIFEST, error))]
     findings, packed = [], False
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for expected in manifest.parts:
             try:
                 part = _part(path, manifest, expected)
             except Damaged as error:
-                findings.append(Finding(expected.name, expected.rank, (), str(error)))
+                findings.append(_finding(expected.name, expected.rank, error))
                 continue
             for file in part.files:
                 try:
@@ -280,6 +308,10 @@ def verify(path: Path, progress: Progress = unseen) -> list[Finding]:
     if packed and not findings:
         coding.demand(str(path))
     return [in_job(finding, path.parent) for finding in findings]
+
+
+def _finding(file: str, rank: int | None, error: Damaged) -> Finding:
+    return Finding(file, rank, (), str(error), not_judged=isinstance(error, NOT_JUDGED))
 
 
 def _no_checkpoint(path: Path, why: str | None = None) -> str:
@@ -373,7 +405,9 @@ def check(
         what = str(error)
         if isinstance(error, FileNotFoundError):
             what = f"it is missing, {part.stored_of(file)} bytes expected"
-        return [Finding(file.name, part.rank, names_in(part, *chunks_in(file)), what)]
+        unread = isinstance(error, OSError) and error.errno not in _NO_FILE
+        tensors = names_in(part, *chunks_in(file))
+        return [Finding(file.name, part.rank, tensors, what, not_judged=unread)]
     except _Enough:
         pass
     if not wrong:

@@ -215,10 +215,10 @@ def known_run(folder: Path) -> str:
     if that cannot be told."""
     path = folder / _RUN
     try:
-        found = (path / _NAME if path.is_dir() else path).read_text().strip()
+        text = (path / _NAME if path.is_dir() else path).read_text(errors="replace")
     except FileNotFoundError:
         return ""
-    if not found.isalnum():
+    if not (found := text.strip()).isalnum():
         raise OSError(f"{path} is damaged: it holds {found[:40]!r}")
     return found
 

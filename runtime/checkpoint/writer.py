@@ -304,7 +304,7 @@ class Writer:
                 digest, sent = keeping.hold(label, table, asked["facts"], image, asked["kept"])
             except Refused:
                 raise
-            except OSError as error:  # one of two is better than none
+            except (OSError, Damaged) as error:  # one of two is better than none
                 failed = KeeperFailed(address, str(error))
             else:
                 written += sent

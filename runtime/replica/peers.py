@@ -14,10 +14,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from runtime.beside import beside
 from runtime.framing import PeerFailed, send_chunk, send_json
 from runtime.giving_way import give_way
 from runtime.image import CHUNK_BYTES, Staged
@@ -131,10 +133,10 @@ class Offer:
         self._users = 2  # whoever offers it, and whoever finishes it
         self._lock = threading.Lock()
 
-    def finish(self) -> Staged:
-        """Make it whole, and hash it; once. Gives way once the training waits for it no longer."""
+    def finish(self, *, give_way: bool) -> Staged:
+        """Make it whole, and hash it; once. `give_way`: see `Copying.finish`."""
         assert self._copying is not None  # noqa: S101 - its finisher has not dropped it
-        staged = self._copying.finish(give_way=True)
+        staged = self._copying.finish(give_way=give_way)
         _ = staged.digest
         self.staged = staged
         return staged
@@ -191,7 +193,7 @@ class PeerServer:
         self.kept.copied = copying.table.bytes
         former, self._offer = self._offer, Offer(copying, gone)
         _end(former)
-        threading.Thread(target=self._hold, args=(self._offer,), name="drydock-hold").start()
+        beside("drydock-hold", partial(self._hold, self._offer))
 
     def release(self, *, log: bool) -> None:
         former, self._offer = self._offer, None
@@ -204,10 +206,10 @@ class PeerServer:
             self._pace.close()
         self._server.close()
 
-    def _hold(self, offer: Offer) -> None:
+    def _hold(self, offer: Offer, give_way: bool) -> None:
         try:
             try:
-                digest = offer.finish().digest
+                digest = offer.finish(give_way=give_way).digest
             except Exception as error:  # newcomers wait for it: they have to hear
                 log.error("not_staged step=%s error=%r", offer.step, error)
                 digest = ""
@@ -265,4 +267,4 @@ class PeerServer:
 def _end(offer: Offer | None) -> None:
     """To give hundreds of megabytes back takes the kernel as long as half a short step."""
     if offer is not None:
-        threading.Thread(target=offer.drop, name="drydock-free").start()
+        beside("drydock-free", lambda _give_way: offer.drop())

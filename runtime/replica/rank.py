@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from runtime.beside import beside
 from runtime.checkpoint import Checkpointer
 from runtime.checkpoint.coding import NotInstalled
 from runtime.checkpoint.resharding import AS_SAVED, resharded
@@ -532,11 +533,15 @@ class Rank:
     def _make_spare_room(self, size: int) -> None:
         if self.has_room() or self._spare_room is not None:
             return
-        self._spare_room = Future()
-        threading.Thread(
-            target=self._touch, args=(self._spare_room, size), name="drydock-room",
-            daemon=True,
-        ).start()  # fmt: skip
+        room: Future[memoryview | None] = Future()
+        try:
+            threading.Thread(
+                target=self._touch, args=(room, size), name="drydock-room", daemon=True
+            ).start()
+        except RuntimeError as error:  # no more threads: a later step tries again
+            log.warning("no_room_made error=%s", error)
+        else:
+            self._spare_room = room
 
     def has_room(self) -> bool:
         """Whether there is memory for a copy."""
@@ -566,9 +571,7 @@ class Rank:
             self.job.trouble("not_compared", f"the state could not be hashed: {error!r}")
             self.on_hashed("proved", self.state.committed, "")
             return
-        threading.Thread(
-            target=self._hash, args=("proved", copying, gone), name="drydock-prove", daemon=True
-        ).start()
+        beside("drydock-prove", partial(self._hash, "proved", copying, gone))
 
     def _begin_copy(
         self, begin: Callable[[memoryview | None], Copying]
@@ -604,16 +607,11 @@ class Rank:
             return
         self._copies.append(copying)
         gone = partial(self.saver.rooms.give_back, room)
-        threading.Thread(
-            target=self._hash,
-            args=("compared", copying, gone),
-            name="drydock-compare",
-            daemon=True,
-        ).start()
+        beside("drydock-compare", partial(self._hash, "compared", copying, gone))
 
-    def _hash(self, op: str, copying: Copying, gone: Callable[[], None]) -> None:
+    def _hash(self, op: str, copying: Copying, gone: Callable[[], None], give_way: bool) -> None:
         try:
-            digest = copying.finish(give_way=True).digest
+            digest = copying.finish(give_way=give_way).digest
         except Exception as error:
             self.job.trouble("not_compared", f"step {copying.step}: {error!r}")
             digest = ""

@@ -34,6 +34,7 @@ from runtime.replica.spares import Spares
 from runtime.snapshot import SLICE_BYTES, Changed, Copying, allocate, stage
 from tests.runtime import fake_card
 from tests.runtime.replicas import until
+from tests.runtime.test_beside import refuses
 
 MEGABYTES = 20
 STATE: dict[str, Any] = {"weight": torch.arange(MEGABYTES << 18, dtype=torch.float32), "count": 3}
@@ -415,6 +416,20 @@ def test_the_memory_of_a_copy_is_another_s_only_once_nobody_is_sent_of_it(donor:
         receive_chunk(source, chunk)
     assert gone.wait(PATIENCE_S)
     connection.close()
+
+
+def test_where_no_thread_can_be_had_a_copy_is_held_all_the_same(
+    donor: Donor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[str] = []
+    with monkeypatch.context() as crowded:
+        crowded.setattr(threading.Thread, "start", refuses)
+        donor.server.offer(Copying(STATE, 6), lambda: given_back.append("first"))
+        donor.staged.get(timeout=PATIENCE_S)
+        digest = donor.offer(STATE)
+
+    assert given_back == ["first"]
+    assert fetch_state([donor.address], "right", 7, digest).digest == digest
 
 
 def test_the_next_copy_takes_the_place_of_the_one_before(donor: Donor) -> None:

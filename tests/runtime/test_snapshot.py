@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from runtime import snapshot
-from runtime.image import Piece, Staged, pages
+from runtime.image import Damaged, Piece, Staged, Table, pages
 from runtime.snapshot import (
     MARKED,
     SLICE_BYTES,
@@ -108,6 +108,25 @@ def test_tensors_of_any_kind_are_copied_however_many_at_a_time(
             name: one.dtype for name, one in kinds.items()
         }
         assert all(torch.equal(found[name], one) for name, one in kinds.items())
+
+
+def test_what_shares_memory_and_is_read_otherwise_is_kept_apart() -> None:
+    value = torch.randn(3, dtype=torch.complex64)
+    state = {"model": {"a": value, "tied": value, "conj": value.conj(), "neg": value.conj().imag,
+                       "imag": value.imag}}  # fmt: skip
+
+    copied = state_of(stage(state, 0))["model"]
+
+    assert copied["a"] is copied["tied"]
+    assert all(torch.equal(copied[name], one) for name, one in state["model"].items())
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("float8_e5m2", [9]), ("half", [3]), ("uint4", [9])])
+def test_memory_that_nobody_saved_makes_no_tensor(dtype: str, shape: list[int]) -> None:
+    piece = Piece(name=".w", dtype=dtype, shape=shape, offset=0, bytes=0)
+
+    with pytest.raises(Damaged, match=f"tensor w, {dtype} of .*, has 0 bytes, . expected"):
+        state_of(Staged(0, Table({"$tensor": 0}, (piece,), 0, 0, 0), pages(0), ()))
 
 
 def test_what_is_told_is_there() -> None:

@@ -254,7 +254,7 @@ def test_a_copy_into_memory_that_is_there_is_the_same_copy() -> None:
     reused = stage(state, 4, touched(size_of(state)))
 
     assert fresh.digest == reused.digest
-    with pytest.raises(TooSmall, match=f"takes {size_of(state)} bytes"):
+    with pytest.raises(TooSmall, match=f"takes {room_for(state)} bytes"):  # described, too
         stage(state, 4, touched(1))
 
 

@@ -18,6 +18,7 @@ from runtime import stalls
 from runtime import whole as whole_module
 from runtime.checkpoint import facts, store
 from runtime.checkpoint.draft import write
+from runtime.checkpoint.tiers import TIERS
 from runtime.client import CheckpointSaved, Directive
 from runtime.image import Damaged, Staged
 from runtime.replica.division import Division
@@ -27,6 +28,7 @@ from runtime.replica.rank import Rank
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
 from runtime.replica.together import MAX_TRIES
+from runtime.snapshot import room_for
 from runtime.whole import Found
 from tests.runtime.checkpoint.states import hanging
 from tests.runtime.replicas import PATIENCE_S, until
@@ -69,6 +71,24 @@ def test_what_is_whole_on_all_ranks_is_known_from_what_each_has(
 
     assert known == [5, 5, 9]
     assert [one["step"] for one in local_saves(alone.door)] == [5, 9]
+
+
+def test_a_rank_whose_state_outgrew_its_room_has_all_save_again(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[int]] = []
+    with alone.start() as whole:
+        until(lambda: whole.saver.prepare(lambda: room_for(whole._state())), "there is room")
+        alone.kept.held = torch.zeros(8 << 20)
+        whole._save(["local", "shared"])
+        monkeypatch.setattr(whole, "job", replace(whole.job, rank=1))
+        monkeypatch.setattr(dist, "all_reduce", lambda told, *_, **__: asked.append(told.tolist()))
+        whole._at_edge()
+        monkeypatch.undo()
+
+    (told,) = asked
+    wanted = {name for name, flag in zip(TIERS, told[2:], strict=False) if flag}
+    assert wanted == {"local", "shared"}
 
 
 def refusing(whole: runtime.WholeJob, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -92,6 +92,17 @@ def test_a_tier_that_fails_on_a_replica_is_shown_until_it_is_well(
     assert "checkpoint_recovered (local), replica 10, 11" in well.split('data-testid="troubles"')[1]
 
 
+def test_a_tier_is_well_again_also_if_the_node_s_clock_was_put_back_meanwhile(
+    operator: Client, job: Job
+) -> None:
+    CheckpointFactory(job=job, tier="local")
+    placement = PlacementFactory(replica=ReplicaFactory(job=job, index=10))
+    told(job, "checkpoint_failed", 10, ago_s=-3000, placement=placement)
+    told(job, "checkpoint_recovered", 10, ago_s=10, placement=placement)
+
+    assert "failing" not in page(operator, job).split('data-tier="local"')[1].split("</tr>")[0]
+
+
 def test_a_tier_that_fails_is_shown_whatever_else_was_told_since(
     operator: Client, job: Job
 ) -> None:

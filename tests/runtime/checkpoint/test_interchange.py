@@ -281,6 +281,7 @@ def test_a_folder_of_bin_files_is_read_by_its_index(tmp_path: Path) -> None:
     [
         ({"b": torch.ones(1), "a": torch.zeros(1)}, "part-1.bin has a, which is in part-0.bin as "),
         ({"c": torch.ones(1)}, "says that part-1.bin has b: "),
+        ({"b": torch.ones(1), "c": torch.ones(1)}, "part-1.bin has c, of which "),
     ],
 )
 def test_files_of_two_saves_are_not_taken_for_one(
@@ -733,6 +734,7 @@ def test_tensors_are_compared_by_their_bits() -> None:
         ({"j": {1: 2, "1": 3}}, {"j": {1: 4, "1": 3}}),
         ({"k.l": 1, "k": {"l": 2}}, {"k.l": 3, "k": {"l": 2}}),
         ({"h": torch.tensor([1 + 1j])}, {"h": torch.tensor([1 + 3j])}),
+        ({"m": torch.tensor([1 << 62])}, {"m": torch.tensor([(1 << 62) + 2])}),
     ],
 )
 def test_kinds_keys_and_both_parts_of_a_number_count(left: Any, right: Any) -> None:

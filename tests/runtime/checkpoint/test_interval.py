@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from runtime.checkpoint.interval import (
     FIRST_S,
     LEAST_S,
+    MEASURED,
     MOST_S,
     Pace,
     best_interval,
@@ -75,6 +76,16 @@ def test_one_slow_save_changes_nothing() -> None:
     for stall_s in (0.01, 0.01, 5.0):
         pace.note(stall_s, 0.5)
     assert pace.every_s == best_interval(0.01, 0.5, pace.mtbf_s)
+
+
+def test_a_first_save_that_met_an_outage_puts_the_next_off_for_an_hour_at_most() -> None:
+    pace = Pace(None, 8, lambda: 6.5e-3)
+    after = []
+    for _ in range(MEASURED):  # and it turns out to be always so slow
+        pace.note(0.01, 6 * 3600.0)
+        after.append(pace.every_s)
+
+    assert after == [MOST_S] * (MEASURED - 1) + [12 * 3600.0]
 
 
 def test_a_fixed_interval_stays_and_its_ettr_is_told() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from runtime.checkpoint import store
+from runtime.checkpoint import disk, store
 from runtime.checkpoint.__main__ import main
 from runtime.checkpoint.draft import write
 from runtime.checkpoint.manifest import Manifest, sealed
@@ -59,6 +59,24 @@ def test_damage_is_named_and_is_the_exit_status(tmp_path: Path, capsys: Capture)
     for verb in ("ls", "verify"):
         (tmp_path / "step-00000002" / "manifest.json").write_text("{}")
         assert main([verb, str(tmp_path), "--json"]) == 1
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify"])
+def test_nor_is_what_it_removes_while_it_is_looked_into(
+    tmp_path: Path, verb: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, staged_at(1))
+    manifest_of = store.manifest_of
+
+    def just_in_time(path: Path) -> Manifest:
+        found = manifest_of(path)
+        store.remove(path)
+        return found
+
+    monkeypatch.setattr(store, "manifest_of", just_in_time)
+
+    assert main([verb, str(path)]) == 0
+    assert capsys.readouterr().out == "step-00000001    removed meanwhile\n"
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify"])
@@ -356,6 +374,54 @@ def test_what_could_not_be_read_is_not_removed(tmp_path: Path) -> None:
         assert main(["prune", str(tmp_path), "--keep", "1"]) == 0
 
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def test_tensors_that_could_not_be_read_are_not_said_to_be_damaged(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(name: str, *_where: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), name)
+
+    path = write(tmp_path, staged_at(1))
+    monkeypatch.setattr(disk, "read", read)
+
+    assert main(["verify", str(path), "--json"]) == 2
+
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["findings"] == []
+    assert "rank-0-0001.bin (rank 0), tensors model.weight" in found["not_checked"]
+    assert "Input/output error" in found["not_checked"]
+
+
+def test_what_one_disk_does_not_give_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, staged_at(step), keep=3)
+    verify = store.verify
+
+    def verified(path: Path, progress: store.Progress) -> list[store.Finding]:
+        ill = [store.Finding("rank-0-0000.bin", 0, (), "Input/output error", not_judged=True)]
+        return ill if path.name == "step-00000003" else verify(path, progress)
+
+    monkeypatch.setattr(store, "verify", verified)
+
+    assert main(["prune", str(tmp_path), "--keep", "1"]) == 0
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+
+
+def test_where_nothing_trains_nothing_is_removed_and_that_is_why(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    write(tmp_path, staged_at(1))
+    (tmp_path / "suspects.json").write_text(json.dumps([{"epoch": 0, "step": 1}]))
+
+    assert main(["prune", str(tmp_path)]) == 2
+
+    said = capsys.readouterr().err
+    assert "none of the 1 checkpoints" in said
+    assert "is not known to lead to NaN: all stay" in said
+    assert f"python -m runtime.checkpoint verify {tmp_path}" in said
 
 
 def test_where_too_few_verify_all_stay_for_the_disk_may_be_ill(tmp_path: Path) -> None:

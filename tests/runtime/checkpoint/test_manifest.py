@@ -25,6 +25,7 @@ WELL: dict[str, Any] = {
 }  # fmt: skip
 OTHER = {**WELL, "name": "rank-1.json", "rank": 1}
 FILE = {"name": "rank-1-0000.bin", "first": 0, "chunks": 3, "bytes": 3 * CHUNK_BYTES}
+MORE = {"name": "x", "first": 9, "chunks": 0, "bytes": 0}
 PIECE = {"name": ".w", "dtype": "float32", "shape": [6], "offset": 0, "bytes": 24}
 ABSENT = object()
 JSON = st.recursive(
@@ -100,8 +101,15 @@ def test_rubbish_is_refused(data: bytes) -> None:
         ({"files": [{**FILE, "name": "../x.bin"}]}, "names '../x.bin', which is no file in its"),
         ({"files": [{**FILE, "chunks": 10**30}]}, "its files do not hold each of 3 chunks once"),
         ({"files": [{**FILE, "bytes": 2**60}]}, "its files do not hold each of 3 chunks once"),
+        ({"files": [FILE, MORE]}, "its files do not hold each of 3 chunks once"),
+        ({"files": [FILE, {**MORE, "first": 3, "name": "../x"}]}, "names '../x', which is no file"),
+        ({"files": [{**FILE, "name": "\ud800"}]}, "names '.ud800', which is no file in its folder"),
         ({"files": [{**FILE, "first": None}]}, "None, a whole number expected, is missing"),
         ({"pieces": [{**PIECE, "bytes": 0}]}, "tensor w, float32 of .6., has 0 bytes, 24 expected"),
+        (
+            {"pieces": [{**PIECE, "dtype": "float8_e4m3fn"}]},
+            "float8_e4m3fn of .6., has 24 bytes",
+        ),
         ({"pieces": [{**PIECE, "shape": [-6]}]}, "-6, below 0, is missing or wrong"),
         ({"pieces": [{**PIECE, "offset": 2**40}]}, "tensor w does not lie in the image's"),
     ],

@@ -217,6 +217,24 @@ def test_what_our_own_node_cannot_keep_another_still_does(tmp_path: Path) -> Non
     server.close()
 
 
+def test_what_our_own_node_has_otherwise_another_keeps(tmp_path: Path) -> None:
+    own, lost, there = (RequestServer("127.0.0.1", "t", Holder().serve) for _ in range(3))
+    one = OneRank(tmp_path, holder=True)
+    one.saver.sources.look_into(own.address)
+    one.saver.delivery.own_holder = lambda: one.saver.sources.holder
+    one.saver.delivery.keepers.follow([peer.Place(lost.address, "node-1")])
+    one.save_all(1)
+    one.saver.delivery.keepers.follow([peer.Place(there.address, "node-2")])
+    one.saver.save(lambda into: Copying({"w": torch.ones(9)}, 1, into), "save1", ["peer"])
+    one.saver.finish()
+
+    (held,) = peer.held(there.address, "t")
+    assert (held["step"], held["save"]) == (1, "save1")
+    assert one.told.troubles() == ["checkpoint_failed"]
+    for server in (own, lost, there):
+        server.close()
+
+
 def test_a_writer_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a card's fault does to ranks spares who writes what they saved."""
     monkeypatch.setenv("DRYDOCK_RANK", "0")

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from runtime.checkpoint import disk, store
 from runtime.checkpoint.draft import HOST, write
@@ -251,6 +252,51 @@ def test_what_is_not_as_it_was_written_is_said_with_what_to_do(
     assert said.startswith(f"{path / name} ")
     assert said.endswith(f": python -m runtime.checkpoint verify {looked_into}")
     assert said.count("python -m") == 1
+
+
+def forged(path: Path, **also: object) -> None:
+    """Somebody changes a part, and then what the manifest says of its bytes."""
+    part = path / "rank-0.json"
+    raw = json.loads(part.read_bytes())
+    del raw["self"]
+    part.write_bytes(sealed(raw | also))
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    del manifest["self"]
+    manifest["parts"][0]["hash"] = xxhash.xxh3_128_hexdigest(part.read_bytes())
+    (path / "manifest.json").write_bytes(sealed(manifest))
+
+
+def test_parts_of_two_saves_are_not_one_checkpoint_whatever_the_manifest_says(
+    tmp_path: Path,
+) -> None:
+    path, other = (write(tmp_path / name, staged_at(step)) for name, step in (("a", 1), ("b", 2)))
+    for name in FILES[:3]:
+        (path / name).unlink()
+        shutil.copy(other / name, path / name)
+    forged(path)
+
+    with pytest.raises(Damaged, match=r"is rank 0 of save \w+ at step 2, not of this checkpoint"):
+        store.read(path)
+
+
+def test_a_part_with_another_state_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, stage({"one": 1, "w": torch.ones(3)}, 1))
+    forged(path, skeleton={"$dict": [["two", 1], ["w", {"$tensor": 0}]]})
+
+    with pytest.raises(
+        Damaged, match=r"is an image of .* bytes, digest .*; its manifest\.json has"
+    ):
+        store.read(path)
+
+
+def test_a_part_that_was_changed_with_its_seal_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, staged_at(1))
+    raw = json.loads((path / "rank-0.json").read_bytes())
+    del raw["self"]
+    (path / "rank-0.json").write_bytes(sealed({**raw, "note": "mine"}))
+
+    with pytest.raises(Damaged, match=r"was changed after its manifest.json was written: hash \w"):
+        store.read(path)
 
 
 def test_whoever_verifies_is_not_told_to_verify(tmp_path: Path) -> None:

@@ -137,6 +137,15 @@ def test_where_the_shared_folder_cannot_be_asked_the_last_run_is_believed(tmp_pa
     assert found == [[before]] * 3
 
 
+@pytest.mark.parametrize("bit", [0, 1, 7])
+def test_a_run_whose_name_has_a_flipped_bit_is_said_to_be_damaged(tmp_path: Path, bit: int) -> None:
+    run = tmp_path / "run"
+    run.write_bytes(bytes([ord("'") ^ 1 << bit]) + b"1c0ffee1234")
+
+    with pytest.raises(OSError, match=f"{run} is damaged: it holds "):
+        known_run(tmp_path)
+
+
 def test_two_jobs_on_one_disk_do_not_meet(tmp_path: Path) -> None:
     ours = kept_by(tmp_path)
     assert ours.relative_to(tmp_path / "disk").parts[0] == "j"

@@ -1,0 +1,20 @@
+"""Work on a thread beside the training. Standard library only."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+log = logging.getLogger("drydock.beside")
+
+
+def beside(name: str, work: Callable[[bool], object]) -> None:
+    """Do this on a thread of its own, which may give way to the others: `work` is told so. Where no
+    thread can be had it is done here: that takes the training some time, and is better than to
+    leave what was begun, or to die of it."""
+    try:
+        threading.Thread(target=work, args=(True,), name=name, daemon=True).start()
+    except RuntimeError as error:  # so many threads as the process may have are there
+        log.warning("no_thread name=%s error=%s", name, error)
+        work(False)
