@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from types import FrameType
 
+_told_pipe = -1  # to which the numbers of signals are written
 _kept: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _taken: dict[int, Callable[[int, FrameType | None], object]] = {}
 _closers: list[weakref.WeakMethod[Callable[[], None]]] = []
@@ -51,7 +52,38 @@ def take_signal(number: int, handler: Callable[[int, FrameType | None], object])
     _taken[number] = once
 
 
+def is_taken(number: int) -> bool:
+    """Whether this signal is still handled as `take_signal` has it."""
+    return number in _taken and signal.getsignal(number) is _taken[number]
+
+
+def write_signals(pipe: int) -> None:
+    """Have the number of each signal that is handled written to this pipe, which must not block:
+    the moment it comes, where a handler waits until the main thread is out of a library's call. Not
+    off the main thread, nor where the script has it done for itself."""
+    global _told_pipe
+    with contextlib.suppress(ValueError):
+        before = signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
+        if before in (-1, _told_pipe):
+            _told_pipe = pipe
+        else:
+            signal.set_wakeup_fd(before)
+
+
+def leave_signals(pipe: int) -> None:
+    """Have no more written to it."""
+    global _told_pipe
+    if pipe == -1 or pipe != _told_pipe:
+        return
+    with contextlib.suppress(ValueError):  # off the main thread: nobody listens, that is all
+        now = signal.set_wakeup_fd(-1)
+        _told_pipe = -1
+        if now != pipe:
+            signal.set_wakeup_fd(now)
+
+
 def _after_fork() -> None:
+    leave_signals(_told_pipe)
     for number, handler in _taken.items():
         if signal.getsignal(number) is handler:
             signal.signal(number, signal.SIG_DFL)

@@ -178,6 +178,7 @@ class ReplicaGroup:
         self._begun = True
         if threading.current_thread() is threading.main_thread():
             take_signal(signal.SIGTERM, lambda _number, _frame: self._on_term())
+            self._rank.preemption.listen(signal.SIGTERM, self._on_term)
         self.job.sender.on_directive = self._on_directive
         try:
             self._loop.start()
@@ -236,6 +237,7 @@ class ReplicaGroup:
         return self._engine.pending
 
     def _on_term(self) -> None:
+        """In the signal's handler, and on another thread: whichever comes first."""
         self._rank.preemption.notice(self.job.kill_in_s())
         self._loop.wish_leave()
 

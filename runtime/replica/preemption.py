@@ -7,14 +7,18 @@ the training thread does.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
+import select
 import threading
 import time
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import TypeVar
+
+from runtime.forking import is_taken, leave_signals, write_signals
 
 log = logging.getLogger("drydock.replica")
 
@@ -76,19 +80,31 @@ class Preemption:
         self._save = save
         self._deadline: float | None = None  # monotonic
         self._reached = threading.Event()
+        self._heard: dict[int, Callable[[], None]] = {}
         self._told, self._tell = os.pipe()  # never closed: a handler may be about to write
+        os.set_blocking(self._tell, False)
         threading.Thread(target=self._run, name="drydock-preempted", daemon=True).start()
 
+    def listen(self, number: int, heard: Callable[[], None]) -> None:
+        """Have `heard` called as soon as this signal comes, which `take_signal` handles too: a
+        handler waits for the main thread, and that may be in a library's call for longer than is
+        left. On a thread of ours, and not off the main thread."""
+        self._heard[number] = heard
+        write_signals(self._tell)
+
     def notice(self, grace_s: float | None = None) -> None:
-        """The process is killed `grace_s` from now; as long as usual if it is not said."""
-        if self._deadline is None:
-            self.grace_s = self.grace_s if grace_s is None else grace_s
-            self._deadline = time.monotonic() + self.grace_s
-            os.write(self._tell, b"!")
+        """The process is killed `grace_s` from now; as long as usual if it is not said. Of several
+        notices the one that leaves least time counts."""
+        grace_s = self.grace_s if grace_s is None else grace_s
+        deadline = time.monotonic() + grace_s
+        if self._deadline is None or deadline < self._deadline:
+            self.grace_s, self._deadline = grace_s, deadline
+            self._wake()
 
     def edge(self) -> None:
         """The last save has begun, or none is wanted any more."""
         self._reached.set()
+        self._wake()
 
     def is_over(self) -> bool:
         """Whether the last save has begun, or none is wanted any more."""
@@ -100,16 +116,34 @@ class Preemption:
         return math.inf if end is None else max(0.0, end - time.monotonic())
 
     def close(self) -> None:
-        self._reached.set()
-        os.write(self._tell, b"!")
+        leave_signals(self._tell)
+        self.edge()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it has enough to wake up for
+            os.write(self._tell, b"\0")
 
     def _run(self) -> None:
-        while self._deadline is None and not self._reached.is_set():
-            os.read(self._told, 1)  # a child that was forked has this pipe too
-        if self._reached.is_set() or self._reached.wait(max(0.0, self.left_s() - self._needs_s())):
+        told = select.poll()
+        told.register(self._told, select.POLLIN)
+        while (wait_s := self._wait_s()) > 0:
+            if told.poll(None if wait_s == math.inf else math.ceil(wait_s * 1000)):
+                # A child that was forked has this pipe too.
+                for number in os.read(self._told, select.PIPE_BUF):
+                    if number in self._heard and is_taken(number):
+                        self._heard[number]()
+            if self._reached.is_set():
+                return
+        if self._reached.is_set():
             return
         log.warning("preempted left_s=%.1f", self.left_s())
         try:
             self._save()
         except Exception:  # the edge may still come
             log.exception("preemption_save_failed")
+
+    def _wait_s(self) -> float:
+        """Until a save has to begin that is durable in time."""
+        if self._deadline is None:
+            return math.inf
+        return max(0.0, self.left_s() - self._needs_s())

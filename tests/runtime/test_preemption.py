@@ -83,6 +83,57 @@ print(saved.wait(30.0))
 """
 
 
+#: A script whose main thread is in a library's call that only the save ends.
+IN_A_CALL = """
+import ctypes, os, signal, threading
+from runtime.forking import take_signal
+from runtime.replica.preemption import Preemption
+
+libc = ctypes.CDLL(None)
+mutex = ctypes.create_string_buffer(64)
+libc.pthread_mutex_lock(mutex)
+
+def save():
+    print("saved", flush=True)
+    libc.pthread_mutex_unlock(mutex)
+
+handled = []
+preemption = Preemption(60.0, lambda: 60.0, save)
+take_signal(signal.SIGTERM, lambda number, _frame: handled.append(number))
+preemption.listen(signal.SIGTERM, preemption.notice)
+
+def send():
+    while mutex.raw[0] != 2:  # somebody waits for it
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=send).start()
+libc.pthread_mutex_lock(mutex)
+print("out", handled)
+preemption.close()
+print(signal.set_wakeup_fd(-1))
+"""
+
+
+def test_a_signal_is_heard_while_the_main_thread_is_in_a_library_s_call() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", IN_A_CALL], capture_output=True, text=True, check=True, timeout=60
+    )
+
+    assert told.stdout.split() == ["saved", "out", f"[{int(signal.SIGTERM)}]", "-1"]
+
+
+def test_a_later_notice_that_leaves_less_time_counts() -> None:
+    preemption, saved = noticed(600.0, 0.2)
+    preemption.notice()
+    preemption.notice(900.0)
+    later_s = preemption.left_s()
+    preemption.notice(0.4)
+
+    assert saved.wait(PATIENCE_S)
+    assert later_s <= 600.0
+
+
 def test_a_child_that_is_told_to_end_ends_and_saves_nothing() -> None:
     told = subprocess.run(
         [sys.executable, "-c", FORKS], capture_output=True, text=True, check=True, timeout=60
