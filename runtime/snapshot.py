@@ -49,6 +49,16 @@ def any_time(_name: str, _tensor: torch.Tensor) -> When:
     return "now"
 
 
+def as_laid_out(table: Table) -> Due:
+    """Has tensors of these names lie as they do in this image, whatever is trained by now."""
+    ends: tuple[tuple[int, When], ...] = ((table.frozen, "whenever"), (table.trained, "soon"))
+    there: dict[str, When] = {
+        piece.name: next((when for end, when in ends if piece.offset < end), "now")
+        for piece in table.pieces
+    }
+    return lambda name, _tensor: there.get(name, "now")
+
+
 #: What is taken on in one go of a copy that two threads make: many small tensors, or a large one.
 BATCH_BYTES = 4 << 20
 #: What is taken from a card in one go where it is looked at or sent, and not kept.

@@ -48,10 +48,17 @@ from runtime.ledger import SampleLedger
 from runtime.parts import put_together, taken_apart
 from runtime.replica.network import own_address
 from runtime.replica.shape import of_deepspeed
-from runtime.replica.state import GO_ON, Stateful, other_model, own_copy, put_back_optimizer
+from runtime.replica.state import (
+    GO_ON,
+    Stateful,
+    other_model,
+    own_copy,
+    places_of,
+    put_back_optimizer,
+)
 from runtime.replica.telling import Teller
 from runtime.replica.together import MAX_TRIES, TRIES_OF_ONE
-from runtime.snapshot import Copying, digest_of, room_for, state_of
+from runtime.snapshot import Copying, Due, When, as_laid_out, digest_of, room_for, state_of
 from runtime.stalls import Stalls
 
 log = logging.getLogger("drydock.whole")
@@ -283,7 +290,7 @@ class WholeJob:
         busy = dict(zip(TIERS, told[len(TIERS) :], strict=True))
         # Each rank tells of its own stores that are late: no other sees them.
         ready = self.saver.ready([name for name in due if name in here])
-        self.saver.prepare(lambda: room_for(self._state()), ready)
+        self.saver.prepare(lambda: room_for(self._state(), due_in(self.model)), ready)
         free = [name for name in due if not busy[name]]
         over = stop or sent_away
         if over:
@@ -300,10 +307,12 @@ class WholeJob:
 
     def _save(self, tiers: Collection[TierName], *, last: bool = False) -> None:
         def begin(room: memoryview | None) -> Copying:
-            return Copying(self._state(), self.committed, room)
+            return Copying(self._state(), self.committed, room, due_in(self.model))
 
         name = f"{self._start}x{self.committed}"
-        if self.saver.save(begin, name, tiers, epoch=self.epoch, last=last) is not None:
+        copying = self.saver.save(begin, name, tiers, epoch=self.epoch, last=last)
+        if copying is not None:
+            copying.wait()  # the script may do what it likes with its weights from here on
             self._saved |= dict.fromkeys(tiers, self.committed)
             self._owed -= {*tiers}
 
@@ -544,7 +553,7 @@ class WholeJob:
             one.load_state_dict(put_together(state["extra"][name], one, f"extra.{name}"))
         self.committed, self.epoch = int(state["step"]), int(state["epoch"])
         set_generators(state["random"], self.model)
-        if digest_of(self._state()) != part.digest:
+        if digest_of(self._state(), as_laid_out(part.table)) != part.digest:
             text = "what was put back is not what was saved: some load_state_dict gives back less"
             self.job.trouble("checkpoint_not_restored", text)
 
@@ -577,6 +586,23 @@ class WholeJob:
         told = words if self.job.rank == source else torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(told, src=source, group=self._group)
         return json.loads(bytes(told.tolist()))
+
+
+def due_in(model: torch.nn.Module | Stateful) -> Due:
+    """What each step changes, and what none does: weights that are not trained lie apart from the
+    others in a checkpoint and are written once, and those that are have to change."""
+    weights = [*model.parameters()] if isinstance(model, torch.nn.Module) else []
+    trained = places_of(one for one in weights if one.requires_grad)
+    frozen = places_of(weights) - trained
+
+    def due(name: str, tensor: torch.Tensor) -> When:
+        if not name.startswith((".model.", ".optimizers.")):
+            return "now"
+        if name.startswith(".optimizers.") or not weights or tensor.data_ptr() in trained:
+            return "soon"
+        return "whenever" if tensor.data_ptr() in frozen else "now"
+
+    return due
 
 
 def _steps_of(parts: Mapping[str, CheckpointSaved]) -> list[int]:

@@ -91,6 +91,54 @@ def test_a_rank_whose_state_outgrew_its_room_has_all_save_again(
     assert wanted == {"local", "shared"}
 
 
+def test_what_is_saved_again_and_does_not_train_is_told(alone: Alone) -> None:
+    alone.door.refuses = "none of these"
+    with alone.start(local=0.0) as whole:
+        steps = whole.steps(NEVER)
+        until(
+            lambda: next(steps) >= 0 and len({*alone.saved(whole, "local")}) >= 2,
+            "two are there",
+        )
+
+    told = next(one for one in alone.door.messages("trouble") if one["kind"] == "checkpoint_stale")
+    assert "tensors model.weight, model.bias" in told["text"]
+    assert "either nothing is learnt, or what is saved is not what is trained" in told["text"]
+
+
+def test_what_is_not_trained_is_written_once_and_taken_up_by_a_script_that_trains_it(
+    alone: Alone, tmp_path: Path
+) -> None:
+    def trainee() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        base, head = torch.nn.Linear(600, 600), torch.nn.Linear(600, 2)
+        model = torch.nn.Sequential(base.requires_grad_(requires_grad=False), head)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    alone.trainee = trainee
+    with alone.start(shared=0.0) as whole:
+        model: Any = whole.model
+        optimizer: Any = whole.optimizers[0]
+        steps = whole.steps(NEVER)
+
+        def two_are_there() -> bool:
+            model(torch.ones(600)).sum().backward()
+            optimizer.step()
+            return next(steps) >= 0 and len({*alone.saved(whole, "shared")}) >= 2
+
+        next(steps)
+        until(two_are_there, "two are there")
+    files = [
+        [one.stat().st_ino for one in sorted(path.glob("*.bin"))]
+        for path in store.candidates(tmp_path / "state" / "checkpoints")[:2]
+    ]
+    again: Any = alone.start()
+    again.model.requires_grad_()
+    with again:
+        list(again.steps(1))
+
+    assert [one == other for one, other in zip(*files, strict=True)] == [True, False]
+    assert "checkpoint_not_restored" not in alone.troubles()
+
+
 def refusing(whole: runtime.WholeJob, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of those that it tries to read, and cannot, from now on."""
     tried: list[str] = []
