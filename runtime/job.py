@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -66,7 +67,7 @@ class Job:
     #: the whole job is to end at the next edge; a script may set it, on any rank
     stop: threading.Event = field(default_factory=threading.Event)
     #: set by SIGTERM: this process is to end
-    told: threading.Event = field(default_factory=threading.Event)
+    told: Told = field(default_factory=lambda: Told())
 
     def kill_in_s(self) -> float:
         """At SIGTERM: seconds until SIGKILL, as its sender says, else as usual."""
@@ -75,6 +76,11 @@ class Job:
             return seconds_of(noticed) if noticed else self.grace_s
         except (OSError, ValueError, RuntimeError):  # none was written, or what is there is no time
             return self.grace_s
+
+    def left_s(self) -> float:
+        """Seconds until SIGKILL, endless as long as nobody told us to end."""
+        at = self.told.at
+        return math.inf if at is None else max(0.0, self.kill_in_s() - (time.monotonic() - at))
 
     def trouble(self, kind: str, text: str, subject: str = "") -> None:
         """Tell an engineer, in this process's own output too: there may be no control plane.
@@ -90,7 +96,7 @@ def join(environment: dict[str, str] | None = None) -> Job:
     Raises RuntimeError naming the variable that is missing.
     """
     env = dict(os.environ) if environment is None else environment
-    told = threading.Event()
+    told = Told()
     # A loader's worker runs the script's top again: it is no rank, and tells nobody. It does so
     # while multiprocessing prepares it, and a rank that multiprocessing started joins after that.
     worker = getattr(multiprocessing.current_process(), "_inheriting", False)
@@ -142,6 +148,17 @@ def join(environment: dict[str, str] | None = None) -> Job:
         sender=sender,
         told=told,
     )
+
+
+class Told(threading.Event):
+    """That this process is to end, and since when."""
+
+    at: float | None = None  # monotonic
+
+    def set(self) -> None:
+        if self.at is None:
+            self.at = time.monotonic()
+        super().set()
 
 
 def end_with_launcher() -> None:

@@ -47,6 +47,7 @@ from runtime.job import Job
 from runtime.ledger import SampleLedger
 from runtime.parts import put_together, taken_apart
 from runtime.replica.network import own_address
+from runtime.replica.preemption import in_time, usual_s_in
 from runtime.replica.shape import of_deepspeed
 from runtime.replica.state import (
     GO_ON,
@@ -144,6 +145,7 @@ class WholeJob:
         self._in_step = False  # the loop makes one
         self._over = False  # all ranks are to leave
         self._wish: Because = ""  # why they are
+        self._too_late: set[TierName] = set()  # the last save is for none of these
         self._because: Because = ""  # why we leave the loop
         self._refused: list[str] = []  # why this rank could not load what it tried
         self._said = (0.0, 0)  # loss and samples of the step under way
@@ -245,7 +247,7 @@ class WholeJob:
         for name in (delivery.unwell() & tiers.keys()) - delivery.busy(tiers):
             if tiers[name].own or self.job.ranks == 1:  # else one alone cannot make it whole
                 self._saved.pop(name, None)
-        here = [name for name in TIERS if name in tiers]
+        here = [name for name in TIERS if name in tiers and name not in self._too_late]
         self._save([n for n in here if self._saved.get(n, -1) < self.committed], last=True)
 
     def _left_in_a_step(self) -> str:
@@ -281,13 +283,14 @@ class WholeJob:
         flags = [self.job.stop.is_set(), self.job.told.is_set()]
         flags += [name in wanted for name in TIERS]
         flags += [not (name in here and self.saver.is_free(name)) for name in TIERS]
+        flags += [name not in self._in_time(here) for name in TIERS]
         # Looked up after that: of a tier that is busy on no rank nothing new is verified any more.
         parts = dict(self._verified)
         highest = self._highest([*flags, *_steps_of(parts)])
         stop, sent_away, *told = map(bool, highest[: len(flags)])
         self._note_whole(parts, highest[len(flags) :])
         due = [name for name, said in zip(TIERS, told, strict=False) if said]
-        busy = dict(zip(TIERS, told[len(TIERS) :], strict=True))
+        busy = dict(zip(TIERS, told[len(TIERS) :], strict=False))
         # Each rank tells of its own stores that are late: no other sees them.
         ready = self.saver.ready([name for name in due if name in here])
         self.saver.prepare(lambda: room_for(self._state(), due_in(self.model)), ready)
@@ -295,9 +298,17 @@ class WholeJob:
         over = stop or sent_away
         if over:
             self._wish = "over" if stop else "told"
+            too_late = zip(TIERS, told[2 * len(TIERS) :], strict=True)
+            self._too_late = {name for name, said in too_late if said}
         elif free:
             self._save(free)
         return over
+
+    def _in_time(self, tiers: Collection[TierName]) -> set[TierName]:
+        """Those of these to which a last save goes before this rank is killed."""
+        if not self.job.told.is_set():
+            return {*tiers}
+        return in_time(tiers, usual_s_in(self.saver, tiers), self.job.left_s())
 
     def _due(self) -> set[TierName]:
         """The tiers to which it is time to save."""

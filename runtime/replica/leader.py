@@ -294,7 +294,7 @@ class Leader:
         if members and members[self.sharing.turn % len(members)] == self.teller.replica:
             tiers |= {"shared"}  # whose turn it was before may be who cannot write there
         if self.together.committed >= 0 and tiers:
-            self.together.save(tiers, last=True)
+            self.together.save(self.rank.in_time(tiers), last=True)
 
     def _ours(self) -> set[TierName]:
         """The tiers that we save to: each replica to those of its own, one of them for all to the

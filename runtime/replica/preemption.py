@@ -14,11 +14,15 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import accumulate
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from runtime.forking import is_taken, leave_signals, write_signals
+
+if TYPE_CHECKING:
+    from runtime.checkpoint import Checkpointer
+    from runtime.checkpoint.tiers import TierName
 
 log = logging.getLogger("drydock.replica")
 
@@ -38,6 +42,30 @@ def durable_in(usual_s: Mapping[Name, float | None], left_s: float) -> set[Name]
     sure = {one for one, usual in usual_s.items() if needed_s(usual) <= left_s}
     likely = {one for one, end in in_turn.items() if end <= left_s}
     return sure | likely or {*[*in_turn][:1]}
+
+
+def in_time(
+    tiers: Collection[Name], usual_s: Mapping[Name, float | None], left_s: float
+) -> set[Name]:
+    """To which of these tiers a last save goes: not to one that will not be durable and would take
+    from the others the disk or wire that they share. `usual_s`: of those that are known to be well;
+    `left_s` is endless where no kill was announced."""
+    if math.isinf(left_s):
+        return {*tiers}
+    return {*tiers} - (usual_s.keys() - durable_in(usual_s, left_s))
+
+
+def usual_s_in(saver: Checkpointer, tiers: Collection[TierName]) -> dict[TierName, float | None]:
+    """How long a save usually takes in those of these tiers that neither fail nor hang now; in all
+    of them, if none is well."""
+    unwell = saver.delivery.unwell()
+    usual_s = {one: saver.tiers[one].pace.alone_s for one in tiers}
+    well = {
+        one: seconds
+        for one, seconds in usual_s.items()
+        if one not in unwell and not hangs(saver.delivery.under_way_s(one), seconds)
+    }
+    return well or usual_s
 
 
 def needed_s(usual_s: float | None) -> float:

@@ -39,7 +39,7 @@ from runtime.replica.nccl import EpochGroup
 from runtime.replica.observing import Observer
 from runtime.replica.pacing import pace_of
 from runtime.replica.peers import PeerServer, Reduced, ReducedLog
-from runtime.replica.preemption import Preemption, durable_in, hangs, longest_s
+from runtime.replica.preemption import Preemption, durable_in, in_time, longest_s, usual_s_in
 from runtime.replica.reach import unreached
 from runtime.replica.siblings import NEXT
 from runtime.replica.state import TrainingState
@@ -473,27 +473,18 @@ class Rank:
             speaks = self.replica == min(self._members)
             tiers = self.saver.tiers
             ours = [one for one in TIERS if one in tiers and (speaks or tiers[one].own)]
-            in_time = durable_in(self._usual_s(ours), self.preemption.left_s())
+            in_time = durable_in(usual_s_in(self.saver, ours), self.preemption.left_s())
             # Not by the epoch of the step alone: who was told to end before the next step of it
             # may have saved it, and be told again.
             name = f"stop{epoch}x{step}x{self._epoch}"
             self._save(self.state.begin_copy_aside, name, in_time, last=True)
 
     def _save_takes_s(self) -> float:
-        return longest_s(self._usual_s(self.saver.tiers), self.preemption.grace_s)
+        return longest_s(usual_s_in(self.saver, self.saver.tiers), self.preemption.grace_s)
 
-    def _usual_s(self, tiers: Collection[TierName]) -> dict[TierName, float | None]:
-        """How long a save usually takes in those of these tiers that neither fail nor hang now; in
-        all of them, if none is well."""
-        delivery = self.saver.delivery
-        unwell = delivery.unwell()
-        usual_s = {one: self.saver.tiers[one].pace.alone_s for one in tiers}
-        well = {
-            one: seconds
-            for one, seconds in usual_s.items()
-            if one not in unwell and not hangs(delivery.under_way_s(one), seconds)
-        }
-        return well or usual_s
+    def in_time(self, tiers: Collection[TierName]) -> set[TierName]:
+        """Those of these to which a last save goes before we are killed."""
+        return in_time(tiers, usual_s_in(self.saver, tiers), self.preemption.left_s())
 
     def _save(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -21,7 +22,7 @@ from torch import nn
 from runtime.checkpoint import store
 from runtime.data import Batches
 from runtime.job import Job, join, options_of, seconds_of
-from runtime.replica.preemption import Preemption, durable_in, hangs, longest_s
+from runtime.replica.preemption import Preemption, durable_in, hangs, in_time, longest_s
 from runtime.replica.state import TrainingState
 from tests.runtime.replicas import PATIENCE_S, Fleet, until
 from tests.runtime.test_client import Door
@@ -46,6 +47,33 @@ def test_the_tiers_that_will_be_durable_in_time_are_chosen(
     usual_s: dict[str, float | None], left_s: float, tiers: set[str]
 ) -> None:
     assert durable_in(usual_s, left_s) == tiers
+
+
+@pytest.mark.parametrize(
+    ("usual_s", "left_s", "tiers"),
+    [
+        # Both would be durable alone, and neither beside the other on one disk.
+        ({"local": 14.0, "shared": 17.0}, 30.0, {"local", "peer"}),
+        ({"local": 14.0, "shared": 15.0}, 30.0, {"local", "shared", "peer"}),
+        ({"local": 14.0, "shared": 17.0}, math.inf, {"local", "shared", "peer"}),
+    ],
+)
+def test_a_last_save_leaves_out_what_would_hold_up_the_others(
+    usual_s: dict[str, float | None], left_s: float, tiers: set[str]
+) -> None:
+    """And goes to one that fails all the same: it may be well again."""
+    assert in_time(["local", "shared", "peer"], usual_s, left_s) == tiers
+
+
+def test_how_long_is_left_counts_from_the_signal(tmp_path: Path) -> None:
+    (tmp_path / "notice").write_text("100")
+    told: Any = job(DRYDOCK_NOTICE_FILE=str(tmp_path / "notice"))
+    before = told.left_s()
+    told.told.set()
+    told.told.at -= 70.0
+    told.told.set()
+
+    assert (before, 29.0 < told.left_s() <= 30.0) == (math.inf, True)
 
 
 def noticed(grace_s: float, needs_s: float) -> tuple[Preemption, threading.Event]:

@@ -212,6 +212,19 @@ def test_told_to_stop_it_saves_its_last_step_to_every_tier(alone: Alone) -> None
     assert alone.saved(whole, "local") == alone.saved(whole, "shared") == [1]
 
 
+def test_told_to_stop_it_saves_to_no_tier_that_would_hold_up_another(alone: Alone) -> None:
+    with alone.start() as whole:
+        steps = whole.steps(NEVER)
+        next(steps)
+        whole.saver.tiers["local"].pace.note(0.0, 14.0)
+        whole.saver.tiers["shared"].pace.note(0.0, 17.0)
+        whole.job.told.set()  # 30 s are left
+        assert list(steps) == []
+
+    assert alone.saved(whole, "local") == [0]
+    assert alone.saved(whole, "shared") == []
+
+
 @pytest.mark.parametrize(("wish", "because"), [("stop", "over"), ("told", "told")])
 def test_it_says_whether_its_job_is_over_or_it_alone_was_told_to_end(
     alone: Alone, wish: str, because: str
