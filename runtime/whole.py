@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 import uuid
@@ -31,6 +32,7 @@ from runtime.checkpoint.resharding import AS_SAVED, replaced
 from runtime.checkpoint.saver import FINISH_S
 from runtime.checkpoint.sources import OF_ALL_NODES
 from runtime.checkpoint.store import WHICH_ARE_WHOLE, Progress, unseen
+from runtime.checkpoint.suspects import HELD_BACK_S, DoesNotTrain, Trial
 from runtime.checkpoint.tiers import TIERS, TierName
 from runtime.client import (
     ENV_STANDBY,
@@ -149,6 +151,9 @@ class WholeJob:
         self._because: Because = ""  # why we leave the loop
         self._refused: list[str] = []  # why this rank could not load what it tried
         self._said = (0.0, 0)  # loss and samples of the step under way
+        self._loss: float | None = None  # of the same, if it was told
+        self._trial: Trial | None = None  # of the state that the job began from
+        self._held_back_until = 0.0  # while it shows that it trains
         self._asked = False  # the control plane wants a checkpoint
         self._owed: set[TierName] = set()  # and had none yet in these tiers
         self._teller = Teller(job, SampleLedger({}), 0, whole=True)
@@ -202,7 +207,8 @@ class WholeJob:
     def tell(self, loss: float | torch.Tensor, samples: int = 0) -> None:
         """What the job's page is to show of the step under way."""
         value = loss.detach() if isinstance(loss, torch.Tensor) else loss
-        self._said = (float(value), samples)
+        self._loss = float(value)
+        self._said = (self._loss, samples)
 
     def digest(self) -> str:
         """Equal for every run whose rank trained the same, however often it was started anew."""
@@ -280,15 +286,23 @@ class WholeJob:
         here = [name for name in TIERS if name in self.saver.tiers]
         # Where one rank's state outgrew its room none has a checkpoint.
         wanted = self.saver.again() if self.job.rank else self._due()
+        if self._trial is not None and (
+            self._trial.doubtful or time.monotonic() < self._held_back_until
+        ):
+            wanted = set()
         flags = [self.job.stop.is_set(), self.job.told.is_set()]
         flags += [name in wanted for name in TIERS]
         flags += [not (name in here and self.saver.is_free(name)) for name in TIERS]
         flags += [name not in self._in_time(here) for name in TIERS]
+        loss, self._loss = self._loss, None
+        flags += [loss is not None, loss is not None and not math.isfinite(loss)]
         # Looked up after that: of a tier that is busy on no rank nothing new is verified any more.
         parts = dict(self._verified)
         highest = self._highest([*flags, *_steps_of(parts)])
-        stop, sent_away, *told = map(bool, highest[: len(flags)])
+        stop, sent_away, *told, was_told, is_nan = map(bool, highest[: len(flags)])
         self._note_whole(parts, highest[len(flags) :])
+        if was_told:
+            self._judge(math.nan if is_nan else 0.0)
         due = [name for name, said in zip(TIERS, told, strict=False) if said]
         busy = dict(zip(TIERS, told[len(TIERS) :], strict=False))
         # Each rank tells of its own stores that are late: no other sees them.
@@ -303,6 +317,23 @@ class WholeJob:
         elif free:
             self._save(free)
         return over
+
+    def _judge(self, loss: float) -> None:
+        """A step's loss, as far as it is a number on all ranks that told it. Raises DoesNotTrain on
+        all ranks alike."""
+        if self._trial is None:
+            return
+        try:
+            self._trial.note(loss)
+        except DoesNotTrain:
+            if not self.job.rank:
+                self.saver.suspect(self._trial.state)
+            self._from(0, None)  # with the first of us to end torchrun ends the others
+            raise
+        if self._trial.over:
+            self._trial = None
+        elif not self._held_back_until:
+            self._held_back_until = time.monotonic() + HELD_BACK_S
 
     def _in_time(self, tiers: Collection[TierName]) -> set[TierName]:
         """Those of these to which a last save goes before this rank is killed."""
@@ -432,6 +463,8 @@ class WholeJob:
             self.epoch,
             self._from(0, None if self.job.rank else sources.next_epoch(latest)),
         )
+        if self.committed >= 0:
+            self._trial = Trial((began, self.committed))
         self.saver.delivery.began = {"epoch": began, "step": self.committed, "first": self.epoch}
 
     def _load(self, found: Sequence[Found], here: Collection[Found]) -> None:

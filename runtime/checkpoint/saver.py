@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from runtime.checkpoint import peer, store
@@ -14,6 +15,7 @@ from runtime.checkpoint.delivery import Delivery, Save
 from runtime.checkpoint.peer import Place, in_turn
 from runtime.checkpoint.rooms import ROOMS, Rooms
 from runtime.checkpoint.sources import Sources
+from runtime.checkpoint.suspects import State, suspect
 from runtime.checkpoint.tiers import TIERS, Folders, Interval, Packing, TierName, tiers_of
 from runtime.job import Job
 from runtime.snapshot import Copying, TooSmall, pin
@@ -236,6 +238,16 @@ class Checkpointer:
             return copying
         self.job.trouble("checkpoint_skipped", "the store has not taken the ones before")
         return None
+
+    def suspect(self, state: State) -> None:
+        """This state leads to NaN, and nobody is to load it again. An engineer is told if that
+        cannot be noted."""
+        folders = self.folders
+        try:
+            folders.asking["shared"].ask(partial(suspect, folders.shared, state))
+        except OSError as error:  # another replica, or a person, has to
+            what = f"{folders.shared} cannot be told, and the next start may load it: {error}"
+            self.job.trouble("suspect_not_noted", what)
 
     def finish(self) -> None:
         """Wait until everything handed over is durable or was refused, for FINISH_S at most. What

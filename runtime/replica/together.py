@@ -19,7 +19,6 @@ from runtime.checkpoint.suspects import (
     TRIAL_STEPS,
     DoesNotTrain,
     Trial,
-    suspect,
 )
 from runtime.checkpoint.tiers import TierName
 from runtime.client import CheckpointSaved
@@ -263,13 +262,7 @@ class Together:
         try:
             self._trial.note(loss)
         except DoesNotTrain:
-            folders = self.rank.saver.folders
-            said = functools.partial(suspect, folders.shared, self._trial.state)
-            try:
-                folders.asking["shared"].ask(said)
-            except OSError as error:  # another replica, or a person, has to
-                what = f"{folders.shared} cannot be told, and the next start may load it: {error}"
-                self.trouble("suspect_not_noted", what)
+            self.rank.saver.suspect(self._trial.state)
             raise
         if self._trial.over:
             self._trial = None

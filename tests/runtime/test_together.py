@@ -877,7 +877,7 @@ def test_a_suspect_that_cannot_be_noted_is_told(
     def full(_folder: Path, _state: tuple[int, int]) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(together_module, "suspect", full)
+    monkeypatch.setattr("runtime.checkpoint.saver.suspect", full)
     pair.state.committed = 5
     pair.together.put_on_trial({**GRANT, "began": {"epoch": 1, "step": 5}, "begins": True})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from runtime import stalls
 from runtime import whole as whole_module
 from runtime.checkpoint import facts, store
 from runtime.checkpoint.draft import write
+from runtime.checkpoint.suspects import TOO_MANY, TRIAL_STEPS, DoesNotTrain
 from runtime.checkpoint.tiers import TIERS
 from runtime.client import CheckpointSaved, Directive
 from runtime.image import Damaged, Staged
@@ -137,6 +139,40 @@ def test_what_is_not_trained_is_written_once_and_taken_up_by_a_script_that_train
 
     assert [one == other for one, other in zip(*files, strict=True)] == [True, False]
     assert "checkpoint_not_restored" not in alone.troubles()
+
+
+def test_a_state_that_leads_to_nan_is_not_saved_nor_loaded_again(alone: Alone) -> None:
+    def diverge(whole: runtime.WholeJob) -> None:
+        with whole:
+            for _step in whole.steps(NEVER):
+                whole.tell(math.nan)
+
+    first, _ = alone.trained(3)
+    alone.trained(2)
+    bad = alone.start(local=0.0)
+    with pytest.raises(DoesNotTrain, match="after the state of step 4 "):
+        diverge(bad)
+    saved = alone.saved(bad, "local")
+    with alone.start() as whole:
+        begins = whole.committed + 1
+        list(whole.steps(begins + 1))
+
+    assert bad.committed == 4 + TOO_MANY
+    assert (max(saved), begins) == (4, 3)
+    assert whole.saver.delivery.began["epoch"] == first
+
+
+def test_a_state_that_trains_is_saved_again_once_that_shows(alone: Alone) -> None:
+    alone.trained(1)
+    saved = []
+    with alone.start(local=0.0) as whole:
+        for step in whole.steps(TRIAL_STEPS + 1):
+            whole.tell(1.0)
+            saved += [step] if whole.saver.delivery.busy(["local"]) else []
+        until(lambda: not whole.saver.delivery.busy(["local"]), "it is durable")
+
+    assert saved == []
+    assert whole._trial is None
 
 
 def refusing(whole: runtime.WholeJob, monkeypatch: pytest.MonkeyPatch) -> list[str]:
