@@ -54,9 +54,9 @@ from runtime.replica.shape import of_deepspeed
 from runtime.replica.state import (
     GO_ON,
     Stateful,
-    other_model,
     own_copy,
     places_of,
+    put_back_model,
     put_back_optimizer,
 )
 from runtime.replica.telling import Teller
@@ -576,12 +576,7 @@ class WholeJob:
                 "load in the script what python -m runtime.checkpoint export makes of this one"
             )
         theirs = put_together(state["model"], self.model, "model")
-        try:
-            self.model.load_state_dict(theirs)
-        except RuntimeError as error:
-            if not str(error).startswith("Error(s) in loading state_dict"):
-                raise
-            raise other_model(self.model, error) from error
+        put_back_model(self.model, theirs)
         has = (len(state["optimizers"]), sorted(state["extra"]))
         if has != (len(self.optimizers), sorted(self.extra)):
             raise ValueError(

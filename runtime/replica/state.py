@@ -273,7 +273,7 @@ class TrainingState:
             state = {**state, "model": with_tied(state["model"], self.model)}
         state = self._cut(state)
         if alone:
-            self._put_back_model(state["model"])
+            put_back_model(self.model, state["model"], cast=True)
             self.statistics.reload()
             self._steadiness = Steadiness(self.model, self.committed)
             return
@@ -283,7 +283,7 @@ class TrainingState:
             name: own_copy(one) if name.endswith("_extra_state") else one
             for name, one in state["model"].items()
         }
-        self._put_back_model(model)
+        put_back_model(self.model, model)
         self.statistics.reload()
         for name, parts in self._parts().items():
             given = state[name]
@@ -305,15 +305,6 @@ class TrainingState:
         self._note_stream()
         self._steadiness = Steadiness(self.model, self.committed)
         self.seed(-1)
-
-    def _put_back_model(self, weights: dict[str, Any]) -> None:
-        """Raises ValueError if they are another model's."""
-        try:
-            self.model.load_state_dict(weights)
-        except RuntimeError as error:  # many lines, of which the first names the model
-            if not str(error).startswith("Error(s) in loading state_dict"):
-                raise
-            raise other_model(self.model, error) from error
 
     def _cut(self, state: dict[str, Any]) -> dict[str, Any]:
         """As this model is divided, where a state is of one that was not."""
@@ -424,13 +415,36 @@ def with_tied(weights: Mapping[str, Any], model: torch.nn.Module) -> dict[str, A
     return {**weights, **tied}
 
 
-def other_model(model: torch.nn.Module | Stateful, error: RuntimeError) -> ValueError:
-    """What to raise where torch cannot put a state into this model."""
-    flaws = [line.strip() for line in str(error).splitlines()[1:]] or [""]
-    return ValueError(
-        f"the state is of another model than this script's {type(model).__name__} "
-        f"({flaws[0][:MAX_FLAW]}); {GO_ON}"
-    )
+def put_back_model(model: torch.nn.Module | Stateful, weights: Any, *, cast: bool = False) -> None:
+    """Raises ValueError if they are another model's; also for elements of another type, which torch
+    would round, unless they are to be `cast`."""
+    try:
+        if not cast:
+            _refuse_other_types(model.state_dict(), weights)
+        model.load_state_dict(weights)
+    except RuntimeError as error:  # many lines, of which the first names the model
+        if not str(error).startswith("Error(s) in loading state_dict"):
+            raise
+        flaws = [line.strip() for line in str(error).splitlines()[1:]] or [""]
+        raise ValueError(
+            f"the state is of another model than this script's {type(model).__name__} "
+            f"({flaws[0][:MAX_FLAW]}); {GO_ON}"
+        ) from error
+
+
+def _refuse_other_types(ours: Any, theirs: Any) -> None:
+    """Raises RuntimeError, as torch does for another shape."""
+    if not (isinstance(ours, Mapping) and isinstance(theirs, Mapping)):
+        return
+    for name in ours.keys() & theirs.keys():
+        here, given = ours[name], theirs[name]
+        if not (isinstance(here, torch.Tensor) and isinstance(given, torch.Tensor)):
+            continue
+        if here.dtype != given.dtype:
+            raise RuntimeError(
+                f"Error(s) in loading state_dict:\ntype mismatch for {name}: {given.dtype} in the "
+                f"state, {here.dtype} in the model"
+            )
 
 
 def put_back_optimizer(

@@ -514,6 +514,10 @@ def test_why_it_cannot_start_is_told_before_the_process_goes(alone: Alone) -> No
     ("change", "words"),
     [
         (lambda whole: setattr(whole, "model", torch.nn.Linear(2, 3)), "of another model than"),
+        (
+            lambda whole: whole.model.half(),
+            "another model than this script's Linear (type mismatch",
+        ),
         (lambda whole: whole.optimizers.clear(), "the state has 1 optimizers and the extras"),
         (lambda whole: whole.extra.clear(), "extras ['kept'], this script 1 and []"),
         (
