@@ -238,13 +238,13 @@ def _verified(asked: argparse.Namespace, path: Path) -> list[store.Finding]:
 def diff(asked: argparse.Namespace) -> list[Answer]:
     """What is not the same in two."""
     from runtime.checkpoint.difference import differences, unchanged
-    from runtime.checkpoint.interchange import whole_state
+    from runtime.checkpoint.interchange import comparable_state
 
     paths = [_newest(asked.left), _newest(asked.right)]
     states = []
     for path in paths:
         with _bar(asked, path.name, size_of(path)) as bar:
-            states.append(whole_state(path, bar))
+            states.append(comparable_state(path, bar))
     found = list(differences(*states))
     same = unchanged(*states)
     answer = {

@@ -59,7 +59,7 @@ def unchanged(left: Any, right: Any) -> list[str]:
     return [
         _name_of(place)
         for place in sorted(ours.keys() & theirs.keys(), key=_name_of)
-        if place[:1] == ("model",)
+        if "model" in place[:2]  # or of a rank
         and isinstance(ours[place], torch.Tensor)
         and not [*_compared("", ours[place], theirs[place])]
     ]

@@ -23,10 +23,10 @@ from runtime.checkpoint import draft, store
 from runtime.checkpoint.manifest import refuse_odd_name, shown
 from runtime.checkpoint.progress import watched
 from runtime.checkpoint.records import Odd, in_a_line, refuse_damaged
-from runtime.checkpoint.resharding import resharded
+from runtime.checkpoint.resharding import AS_SAVED, resharded
 from runtime.checkpoint.tiers import epochs_taken, known_run
 from runtime.image import Damaged, Staged
-from runtime.snapshot import stage
+from runtime.snapshot import stage, state_of
 
 #: Bytes of one safetensors file at most, as Hugging Face cuts them.
 SHARD_BYTES = 5_000_000_000
@@ -64,6 +64,18 @@ def whole_state(path: Path, progress: store.Progress = store.unseen) -> State:
             raise Damaged(f"{path}: {error}") from error
         raise Damaged(f"{path}: its tensors do not make a state: {shown(error)}") from error
     return state
+
+
+def comparable_state(path: Path, progress: store.Progress = store.unseen) -> State:
+    """The same; of what only its script can put together each rank's, as "rank 0" and so on. Raises
+    Damaged."""
+    manifest = store.manifest_of(path)
+    skeleton = store.part_of(path, manifest, 0).table.skeleton
+    keys = [pair[0] for pair in skeleton["$dict"]] if "$dict" in skeleton else []
+    if AS_SAVED not in keys:
+        return whole_state(path, progress)
+    ranks = (part.rank for part in manifest.parts)
+    return {f"rank {rank}": state_of(store.read(path, rank, progress)) for rank in ranks}
 
 
 # --- out ------------------------------------------------------------------------------------------

@@ -277,6 +277,21 @@ def test_weights_that_another_tool_made_are_refused_with_the_remedy(tmp_path: Pa
     assert "is of 1 ranks" not in said
 
 
+def test_two_of_its_checkpoints_are_compared_rank_by_rank(
+    copied: Whole, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer, older, *_ = store.candidates(copied.checkpoints)
+    same = main(["diff", str(newer), str(newer)])
+    capsys.readouterr()
+    differ = main(["diff", str(older), str(newer), "--json"])
+    (found,) = json.loads(capsys.readouterr().out)
+    names = {one["name"] for one in found["findings"]}
+
+    assert (same, differ) == (0, 1)
+    assert {"rank 0.step", "rank 1.step"} <= names
+    assert any(name.startswith("rank 1.model.") for name in names)
+
+
 def test_its_checkpoints_are_verified_and_not_exported_in_part(
     copied: Whole, capsys: pytest.CaptureFixture[str]
 ) -> None:
