@@ -5,10 +5,11 @@
     python -m runtime.checkpoint export PATH OUT --to torch|safetensors|dcp
     python -m runtime.checkpoint import SOURCE STATE_DIR
 
-A PATH is a checkpoint, a folder of them, or a job's state folder; of several the newest is meant,
-where one is, but none that led to NaN. Exit status: 0 if all is well, 1 if something is damaged or
-differs, 2 if it cannot be done, or one of several could not be checked here, 130 if it was
-interrupted. What looks and removes needs no torch.
+A PATH is a checkpoint, a folder of them, or a job's state folder; of `ls` and `verify` also the URL
+of a job in an object store, as s3://bucket/prefix/JOB. Of several the newest is meant, where one
+is, but none that led to NaN. Exit status: 0 if all is well, 1 if something is damaged or differs, 2
+if it cannot be done, or one of several could not be checked here, 130 if it was interrupted. What
+looks and removes needs no torch.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from runtime.checkpoint import store
 from runtime.checkpoint.coding import NotInstalled
@@ -34,6 +36,9 @@ from runtime.checkpoint.manifest import Manifest, OtherVersion, shown
 from runtime.checkpoint.progress import Bar
 from runtime.checkpoint.suspects import State, suspects
 from runtime.image import Damaged
+
+if TYPE_CHECKING:
+    from runtime.checkpoint.objects import Found, ObjectStore
 
 NOT_WELL, CANNOT, INTERRUPTED = 1, 2, 130
 #: What reading something that only looks like a checkpoint may come to.
@@ -103,6 +108,8 @@ def _in_json(value: Any) -> Any:
 
 def ls(asked: argparse.Namespace) -> list[Answer]:
     """What each one's manifest says."""
+    if isinstance(asked.path, str):
+        return _in_store(asked.path, lambda _objects, _found: ([], ""))
     paths = store.found_in(asked.path)
     known = _suspects(paths)
     return [_listed(path, known) for path in paths]
@@ -117,13 +124,58 @@ def _listed(path: Path, known: Collection[State]) -> Answer:
         return _not_read(path, error), [f"{path.name:<16} {error}"]
     leads_to_nan = (store.epoch_of(manifest), manifest.step) in known
     answer = {
-        "path": str(path), "step": manifest.step, **_sizes(manifest), "ranks": len(manifest.parts),
-        "digest": manifest.digest, "facts": manifest.facts, "leads_to_nan": leads_to_nan,
-        "findings": [],
+        "path": str(path), **_described(manifest), "leads_to_nan": leads_to_nan, "findings": [],
     }  # fmt: skip
-    line = f"{path.name:<16} {at(manifest)}  {manifest.size:>15,} bytes{_packed(manifest)}"
     nan = "  led to NaN" if leads_to_nan else ""
-    return answer, [f"{line}  {len(manifest.parts)} ranks  {manifest.digest}{nan}"]
+    return answer, [f"{path.name:<16} {_in_a_line(manifest)}{nan}"]
+
+
+def _described(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "step": manifest.step, **_sizes(manifest), "ranks": len(manifest.parts),
+        "digest": manifest.digest, "facts": manifest.facts,
+    }  # fmt: skip
+
+
+def _in_a_line(manifest: Manifest) -> str:
+    size = f"{manifest.size:>15,} bytes{_packed(manifest)}"
+    return f"{at(manifest)}  {size}  {len(manifest.parts)} ranks  {manifest.digest}"
+
+
+def _in_store(
+    url: str, look: Callable[[ObjectStore, Found], tuple[list[str], str]]
+) -> list[Answer]:
+    """Of each one in an object store what it is, and what a closer look finds, or why there was
+    none."""
+    from runtime.checkpoint.objects import found_at
+
+    objects, there = found_at(url)
+    answers: list[Answer] = []
+    for one in there:
+        if isinstance(one, Damaged):
+            answers.append((_not_read(url, one), [str(one)]))
+            continue
+        path = objects.url_of(one)
+        findings, not_checked = look(objects, one)
+        word = "DAMAGED" if findings else "NOT CHECKED" if not_checked else ""
+        why = [f"  {flaw}" for flaw in findings or [not_checked] if flaw]
+        answer = {
+            "path": path, **_described(one.manifest), "findings": findings,
+            "not_checked": not_checked,
+        }  # fmt: skip
+        line = f"{path.rpartition('/')[2]:<24} {_in_a_line(one.manifest)}"
+        answers.append((answer, [f"{line}  {word}".rstrip(), *why]))
+    return answers
+
+
+def _verified_there(
+    asked: argparse.Namespace, objects: ObjectStore, found: Found
+) -> tuple[list[str], str]:
+    with _bar(asked, found.path.rpartition("/")[2], found.manifest.size) as bar:
+        try:
+            return objects.verify(found, bar), ""
+        except (NotInstalled, OSError) as error:
+            return [], str(error)
 
 
 def inspect(asked: argparse.Namespace) -> list[Answer]:
@@ -168,7 +220,7 @@ def _newest(path: Path) -> Path:
     return trains
 
 
-def _not_read(path: Path, error: Damaged) -> dict[str, Any]:
+def _not_read(path: Path | str, error: Damaged) -> dict[str, Any]:
     """Of one that is damaged; or that nobody can tell here."""
     if isinstance(error, store.NOT_JUDGED):
         return {"path": str(path), "findings": [], "not_checked": str(error)}
@@ -194,6 +246,8 @@ def _packed(manifest: Manifest) -> str:
 
 def verify(asked: argparse.Namespace) -> list[Answer]:
     """Read every byte of each. What is packed, and nothing here unpacks, hides no other."""
+    if isinstance(asked.path, str):
+        return _in_store(asked.path, partial(_verified_there, asked))
     return [_looked_into(asked, path) for path in store.found_in(asked.path)]
 
 
@@ -389,6 +443,11 @@ def _age_s(path: Path) -> float:
         return 0.0
 
 
+def _path_or_url(text: str) -> Path | str:
+    """Of an object store."""
+    return text if "://" in text else Path(text)
+
+
 def _count(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError("at least 1 is kept")
@@ -438,7 +497,9 @@ def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
     }.items():
         one[verb] = verbs.add_parser(verb, help=text)
         one[verb].add_argument("--json", action="store_true", help="print one list of objects")
-    for verb in ("ls", "inspect", "verify", "export", "prune"):
+    for verb in ("ls", "verify"):
+        one[verb].add_argument("path", type=_path_or_url)
+    for verb in ("inspect", "export", "prune"):
         one[verb].add_argument("path", type=Path)
     one["diff"].add_argument("left", type=Path)
     one["diff"].add_argument("right", type=Path)

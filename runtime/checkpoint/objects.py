@@ -54,6 +54,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": _PATIENCE, "default_cache_type": "none"},
     "file": {"auto_mkdir": True},
 }
+_GIVE = "give the store's URL and the job, as s3://bucket/prefix/JOB"
 #: Kinds whose first name is a bucket, which may be misspelt, or not be restored yet.
 _WITH_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az"})
 
@@ -70,6 +71,26 @@ class Found:
         """Later is larger."""
         manifest = self.manifest
         return store.epoch_of(manifest), manifest.step, store.saved_at(manifest)
+
+
+def found_at(url: str) -> tuple[ObjectStore, list[Found | Damaged]]:
+    """The store of a job that a person names as s3://bucket/prefix/JOB, and what it has; or the one
+    checkpoint that is named, as `ObjectStore.url_of` does. Raises Damaged if there is none, OSError
+    and ValueError."""
+    place, _, last = url.rstrip("/").rpartition("/")
+    one = last if store.is_name(last) else ""
+    of_job = (place if one else url).rstrip("/").removesuffix("/checkpoints")
+    root, _, job = of_job.rpartition("/")
+    if not root.partition("://")[2]:
+        raise ValueError(f"{url} names no job's place: {_GIVE}")
+    objects = ObjectStore(root, job)
+    found = objects.found()
+    if one:
+        there = (each for each in found if isinstance(each, Found))
+        found = [each for each in there if posixpath.basename(each.path) == one]
+    if not found:
+        raise Damaged(f"{url} has no checkpoint: {_GIVE}")
+    return objects, found
 
 
 class ObjectStore:
@@ -127,6 +148,20 @@ class ObjectStore:
         buffer = pages(part.table.bytes)
         self._compare(found.path, part, buffer, progress)
         return Staged(part.step, part.table, buffer, part.hashes)
+
+    def verify(self, found: Found, progress: store.Progress = store.unseen) -> list[str]:
+        """All that is wrong with a checkpoint, reading every byte of it. `progress`: see
+        `store.read`. Raises OSError, and NotInstalled if it is packed, and nothing here unpacks
+        it."""
+        findings = []
+        for expected in found.manifest.parts:
+            try:
+                self._compare(found.path, self._part(found, expected.rank), progress=progress)
+            except coding.NotInstalled:
+                raise
+            except Damaged as error:
+                findings.append(str(error))
+        return findings
 
     # --- writing --------------------------------------------------------------------------------
 

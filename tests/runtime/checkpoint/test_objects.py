@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from runtime.checkpoint import asking, store
+from runtime.checkpoint.__main__ import main
 from runtime.checkpoint.draft import write
 from runtime.checkpoint.manifest import MANIFEST, sealed
 from runtime.checkpoint.objects import Found, ObjectStore
@@ -205,6 +206,63 @@ def test_what_was_damaged_there_is_refused_by_name(url: str, damage: Break, name
 
     with pytest.raises(Damaged, match=name):
         objects.read("save7", 0)
+
+
+def test_they_are_listed_and_verified_where_they_are(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    objects = ObjectStore(url, "j")
+    for step in (6, 7):
+        put(objects, step)
+        objects.publish(step, f"save{step}", 1, {})
+    newer, older = (one for one in objects.found() if isinstance(one, Found))
+    turn_a_bit(objects._files, f"{older.path}/rank-0-0000.bin")
+
+    listed = main(["ls", f"{url}/j", "--json"])
+    there = json.loads(capsys.readouterr().out)
+    verified = main(["verify", f"{url}/j/checkpoints/"])
+    said = capsys.readouterr().out.splitlines()
+    one_alone = main(["verify", objects.url_of(newer), "--json"])
+    (well,) = json.loads(capsys.readouterr().out)
+
+    assert (listed, verified, one_alone) == (0, 1, 0)
+    assert [(one["path"], one["step"]) for one in there] == [
+        (objects.url_of(newer), 7), (objects.url_of(older), 6),
+    ]  # fmt: skip
+    assert [line.endswith("DAMAGED") for line in said] == [False, True, False]
+    assert "rank-0-0000.bin (rank 0), tensors base: 1 chunks are not what was saved" in said[2]
+    assert (well["digest"], well["findings"]) == (newer.manifest.digest, [])
+
+
+@pytest.mark.parametrize(
+    ("named", "words"), [("{url}/other", "has no checkpoint: give"), ("s3://j", "names no job's")]
+)
+def test_a_url_that_leads_to_none_is_said(
+    folder: str, named: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    objects = ObjectStore(folder, "j")
+    put(objects, 7)
+    objects.publish(7, "save7", 1, {})
+
+    assert main(["verify", named.format(url=folder)]) == 2
+    assert f"{words}" in (said := capsys.readouterr().err)
+    assert "s3://bucket/prefix/JOB" in said
+
+
+def test_of_a_store_that_gives_nothing_more_nothing_is_said_to_be_damaged(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = ObjectStore(folder, "j")
+    put(objects, 7)
+    objects.publish(7, "save7", 1, {})
+
+    def compare(*_given: object, **_named: object) -> None:
+        raise OSError(errno.ETIMEDOUT, "Connection timed out")
+
+    monkeypatch.setattr(ObjectStore, "_compare", compare)
+
+    assert main(["verify", f"{folder}/j"]) == 2
+    assert "NOT CHECKED" in capsys.readouterr().out
 
 
 def test_who_loads_asks_for_no_more_once_a_chunk_is_wrong(
