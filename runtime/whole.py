@@ -629,17 +629,17 @@ class WholeJob:
 
 def due_in(model: torch.nn.Module | Stateful) -> Due:
     """What each step changes, and what none does: weights that are not trained lie apart from the
-    others in a checkpoint and are written once, and those that are have to change."""
+    others in a checkpoint and are written once, and those that are have to change. Of weights that
+    something else keeps, as an engine, nobody knows which are trained."""
     weights = [*model.parameters()] if isinstance(model, torch.nn.Module) else []
     trained = places_of(one for one in weights if one.requires_grad)
     frozen = places_of(weights) - trained
 
     def due(name: str, tensor: torch.Tensor) -> When:
-        if not name.startswith((".model.", ".optimizers.")):
-            return "now"
-        if name.startswith(".optimizers.") or not weights or tensor.data_ptr() in trained:
+        in_model = name.startswith(".model.")
+        if name.startswith(".optimizers.") or (in_model and tensor.data_ptr() in trained):
             return "soon"
-        return "whenever" if tensor.data_ptr() in frozen else "now"
+        return "whenever" if in_model and tensor.data_ptr() in frozen else "now"
 
     return due
 

@@ -420,10 +420,10 @@ def is_abandoned(draft: Path, newest: int = -1) -> bool:
             return True
     except FileNotFoundError:
         return False  # it was made visible, or removed, meanwhile
-    return _now_at(draft.parent) - changed > IDLE_S
+    return now_at(draft.parent) - changed > IDLE_S
 
 
-def _now_at(folder: Path) -> float:
+def now_at(folder: Path) -> float:
     """By the clock that dates what is written there: a server's, of which ours may be far from."""
     probe = folder / f"{store.GONE}now-{uuid.uuid4().hex}"
     try:

@@ -7,6 +7,7 @@ makes a checkpoint one, is put last, and only after everything else was read bac
 from __future__ import annotations
 
 import contextlib
+import math
 import posixpath
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -309,10 +310,13 @@ class ObjectStore:
             if isinstance(found, Manifest) and store.is_passed_over(found, newest.manifest):
                 manifests[path] = Damaged("the job did not go on from it")
         manifests[newest.path] = newest.manifest
+        now = math.inf
+        with contextlib.suppress(OSError):  # it does not say when anything was put there
+            now = self._changed(posixpath.join(newest.path, MANIFEST)).timestamp()
         kept = {
             one.path: one.manifest.step
             for place, one in enumerate(_newest_first(manifests))
-            if store.stays(place, one.manifest, newest.manifest, keep, keep_for_s)
+            if store.stays(place, one.manifest, newest.manifest, keep, keep_for_s, now=now)
         }
         for path, found in manifests.items():
             step = store.numbers_in(posixpath.basename(path))[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import re
 import shutil
@@ -441,15 +442,17 @@ def stays(
     keep: int,
     keep_for_s: float,
     common: int | None = None,
+    now: float = math.inf,
 ) -> bool:
     """Whether a complete checkpoint is not to be removed now that `newest` was verified: it is
     that one or of later training, of which its own writer decides; or one of the `keep` of the
     latest training (`place`: how many are later), or was saved within `keep_for_s` seconds before
     that one, or is of the step `common`, which every rank has. Age only ever adds to what the
-    number keeps.
+    number keeps. `now`: by the clock of whatever they lie on, for the one that `newest` was dated
+    by may be ahead.
     """
     later = (epoch_of(found), found.step) > (epoch_of(newest), newest.step)
-    recent = keep_for_s > 0 and saved_at(found) >= saved_at(newest) - keep_for_s
+    recent = keep_for_s > 0 and saved_at(found) >= min(saved_at(newest), now) - keep_for_s
     known = found.step == common or found.save == newest.save
     return place < keep or recent or later or known
 
@@ -491,6 +494,7 @@ def prune(
     keep: int = KEEP,
     keep_for_s: float = 0.0,
     common: int | None = None,
+    now: float = math.inf,
 ) -> None:
     """Remove all complete checkpoints but those that stay (see `stays`). What is damaged is not
     counted, and goes once it is older than all that are kept. What could not be read, or is of
@@ -518,7 +522,11 @@ def prune(
     for path in reversed(astray):  # the latest is the last, and stays
         set_aside(path)
     latest = sorted(whole, key=lambda path: (epoch_of(whole[path]), number_of(path)), reverse=True)
-    kept = [p for n, p in enumerate(latest) if stays(n, whole[p], ours, keep, keep_for_s, common)]
+    kept = [
+        path
+        for place, path in enumerate(latest)
+        if stays(place, whole[path], ours, keep, keep_for_s, common, now)
+    ]
     oldest = min(map(number_of, kept))
     for path in latest:
         if path not in kept:
@@ -547,6 +555,15 @@ def prune_others(folder: Path, others: Iterable[Path], keep: int) -> None:
                 earlier = number_of(path)[0] < first
             if earlier:
                 remove(path)
+
+
+def prune_left(folder: Path, common: int) -> None:
+    """Remove what a rank left on this disk that is on another node by now: all that is there is of
+    earlier steps than `common`, of which every rank has its part where it is."""
+    there = candidates(folder)
+    if all(number_of(path)[0] < common for path in there):
+        for path in there:
+            remove(path)
 
 
 def remove(path: Path) -> Path | None:

@@ -43,7 +43,7 @@ from typing import Any
 
 from runtime.checkpoint import disk, store
 from runtime.checkpoint.asking import Asking
-from runtime.checkpoint.draft import IDLE_S, Draft, sweep
+from runtime.checkpoint.draft import IDLE_S, Draft, now_at, sweep
 from runtime.checkpoint.holder import Label
 from runtime.checkpoint.large_pages import mapped
 from runtime.checkpoint.manifest import Manifest, Part
@@ -369,12 +369,15 @@ class Writer:
         """Remove what is not needed any more. The checkpoint is safe, whatever fails here."""
         try:
             keep = int(asked["keep"])
-            store.prune(folder, newest, keep, float(asked["keep_for_s"]), asked["common"])
+            self._prune(folder, newest, asked)
             sweep(folder)
             if others := neighbours(folder):
                 store.prune_others(folder, others, keep)
             for other in others:
                 sweep(other)
+            if asked["common"] is not None:
+                for other in siblings(folder):
+                    store.prune_left(other, asked["common"])
         except (OSError, Damaged) as error:
             self._say("alarm", kind="checkpoint_not_pruned", text=str(error))
 
@@ -386,7 +389,11 @@ class Writer:
             store.drop_aside(folder)
             whole = [path for path, found in store.listed(folder) if isinstance(found, Manifest)]
             if len(whole) > keep and not store.verify(whole[0]):
-                store.prune(folder, whole[0], keep, float(asked["keep_for_s"]), asked["common"])
+                self._prune(folder, whole[0], asked)
+
+    def _prune(self, folder: Path, newest: Path, asked: dict[str, Any]) -> None:
+        keep, keep_for_s = int(asked["keep"]), float(asked["keep_for_s"])
+        store.prune(folder, newest, keep, keep_for_s, asked["common"], now_at(folder))
 
     def _verify(self, draft: Draft, part: Part, image: memoryview) -> None:
         """Read all of it back; write anew what is not what was saved. Raises Damaged if that is no
@@ -431,6 +438,15 @@ def neighbours(folder: Path) -> list[Path]:
     if own is None:
         return []
     return sorted({*folder.parent.glob(f"replica-*-rank-{own['rank']}")} - {folder})
+
+
+def siblings(folder: Path) -> list[Path]:
+    """On a node's disk the folders of our replica's other ranks, which are here or once were."""
+    own = store.OWN.fullmatch(folder.name)
+    if own is None:
+        return []
+    replica = folder.name.removesuffix(f"-rank-{own['rank']}")
+    return sorted({*folder.parent.glob(f"{replica}-rank-*")} - {folder})
 
 
 def as_told(whole: Manifest, path: str) -> dict[str, Any]:

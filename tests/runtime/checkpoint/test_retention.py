@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from runtime.checkpoint import Checkpointer, store
 from runtime.checkpoint.draft import write
 from runtime.checkpoint.manifest import Manifest, PartHash, sealed
 from runtime.checkpoint.objects import Found, ObjectStore
+from runtime.checkpoint.writer import siblings
 from tests.runtime.checkpoint.one_rank import OneRank
 from tests.runtime.checkpoint.states import staged_at
 
@@ -108,6 +110,45 @@ def test_a_writer_that_is_late_removes_no_later_training_from_an_object_store(
     objects.prune(late, keep)
 
     assert [one.manifest.step for one in objects.found() if isinstance(one, Found)] == [2, 1]
+
+
+def test_a_clock_that_is_ahead_makes_nothing_old(tmp_path: Path) -> None:
+    day = Saved(1, 1, 1_000_000), Saved(1, 2, 1_000_100), Saved(1, 3, 1_000_200 + 2 * 86_400)
+    laid_out(tmp_path, [*day])
+
+    store.prune(tmp_path, tmp_path / day[-1].name, 1, DAY_S, now=1_000_200.0)
+
+    assert len(store.candidates(tmp_path)) == 3
+
+
+def test_nor_does_one_that_is_ahead_of_the_store_s(tmp_path: Path) -> None:
+    objects = ObjectStore(f"file://{tmp_path}", "j")
+    now = time.time()
+    for step, at in ((1, now - 60), (2, now + 2 * DAY_S)):
+        staged = staged_at(step)
+        image = memoryview(staged.buffer)
+        objects.write(0, staged.table, image, step=step, save=f"s{step}", ready=lambda _end: None)
+        newest = objects.publish(step, f"s{step}", 1, {"at": at})
+    assert newest is not None
+
+    objects.prune(newest, 1, DAY_S)
+
+    assert len(objects.found()) == 2
+
+
+def test_what_a_rank_left_on_a_node_that_it_is_not_on_any_more_goes(tmp_path: Path) -> None:
+    gone, here, fails = (tmp_path / f"replica-0-rank-{rank}" for rank in (1, 2, 3))
+    other = tmp_path / "replica-1-rank-1"
+    for folder, steps in ((gone, (3, 4)), (here, (4, 7)), (fails, (7,)), (other, (3, 4))):
+        folder.mkdir()
+        laid_out(folder, [Saved(1, step, 0) for step in steps])
+
+    for folder in siblings(tmp_path / "replica-0-rank-0"):
+        store.prune_left(folder, common=7)
+
+    left = {one.name: len(store.candidates(one)) for one in (gone, here, fails, other)}
+    assert left == {gone.name: 0, here.name: 2, fails.name: 1, other.name: 2}
+    assert siblings(tmp_path / "checkpoints") == []
 
 
 @pytest.mark.parametrize(
