@@ -32,7 +32,7 @@ from runtime.checkpoint.resharding import AS_SAVED, replaced
 from runtime.checkpoint.saver import FINISH_S
 from runtime.checkpoint.sources import OF_ALL_NODES
 from runtime.checkpoint.store import WHICH_ARE_WHOLE, Progress, unseen
-from runtime.checkpoint.suspects import HELD_BACK_S, DoesNotTrain, Trial
+from runtime.checkpoint.suspects import HELD_BACK_S, TRIAL_STEPS, DoesNotTrain, Trial
 from runtime.checkpoint.tiers import TIERS, TierName
 from runtime.client import (
     ENV_STANDBY,
@@ -49,7 +49,7 @@ from runtime.job import Job
 from runtime.ledger import SampleLedger
 from runtime.parts import put_together, taken_apart
 from runtime.replica.network import own_address
-from runtime.replica.preemption import in_time, usual_s_in
+from runtime.replica.preemption import UNMEASURED_S, in_time, usual_s_in
 from runtime.replica.shape import of_deepspeed
 from runtime.replica.state import (
     GO_ON,
@@ -72,6 +72,7 @@ Found = tuple[int, str, TierName]
 _Part = tuple[int, str]
 #: Of these each rank keeps a part of its own, and no writer sees the others'.
 IN_PARTS = tuple(name for name in TIERS if name not in OF_ALL_NODES)
+NEVER_MS = 1 << 50  # no kill was announced
 LOOK_S = 0.5  # so often a rank that reads its part looks whether another refuses its own
 TOLD = 3  # so many of a rank's refusals, the last ones, are in the error that ends the job
 
@@ -154,6 +155,7 @@ class WholeJob:
         self._loss: float | None = None  # of the same, if it was told
         self._trial: Trial | None = None  # of the state that the job began from
         self._held_back_until = 0.0  # while it shows that it trains
+        self._losses = False  # the loop tells some
         self._asked = False  # the control plane wants a checkpoint
         self._owed: set[TierName] = set()  # and had none yet in these tiers
         self._teller = Teller(job, SampleLedger({}), 0, whole=True)
@@ -286,25 +288,23 @@ class WholeJob:
         here = [name for name in TIERS if name in self.saver.tiers]
         # Where one rank's state outgrew its room none has a checkpoint.
         wanted = self.saver.again() if self.job.rank else self._due()
-        if self._trial is not None and (
-            self._trial.doubtful or time.monotonic() < self._held_back_until
-        ):
-            wanted = set()
         flags = [self.job.stop.is_set(), self.job.told.is_set()]
         flags += [name in wanted for name in TIERS]
         flags += [not (name in here and self.saver.is_free(name)) for name in TIERS]
-        flags += [name not in self._in_time(here) for name in TIERS]
         loss, self._loss = self._loss, None
         flags += [loss is not None, loss is not None and not math.isfinite(loss)]
         # Looked up after that: of a tier that is busy on no rank nothing new is verified any more.
         parts = dict(self._verified)
-        highest = self._highest([*flags, *_steps_of(parts)])
+        times, steps = self._times(here), _steps_of(parts)
+        highest = self._highest([*flags, *times, *steps])
         stop, sent_away, *told, was_told, is_nan = map(bool, highest[: len(flags)])
-        self._note_whole(parts, highest[len(flags) :])
+        self._note_whole(parts, highest[-len(steps) :])
         if was_told:
             self._judge(math.nan if is_nan else 0.0)
         due = [name for name, said in zip(TIERS, told, strict=False) if said]
-        busy = dict(zip(TIERS, told[len(TIERS) :], strict=False))
+        if self._holds_back(highest[len(flags)]):
+            due = []
+        busy = dict(zip(TIERS, told[len(TIERS) :], strict=True))
         # Each rank tells of its own stores that are late: no other sees them.
         ready = self.saver.ready([name for name in due if name in here])
         self.saver.prepare(lambda: room_for(self._state(), due_in(self.model)), ready)
@@ -312,8 +312,7 @@ class WholeJob:
         over = stop or sent_away
         if over:
             self._wish = "over" if stop else "told"
-            too_late = zip(TIERS, told[2 * len(TIERS) :], strict=True)
-            self._too_late = {name for name, said in too_late if said}
+            self._too_late = _too_late(here, highest[len(flags) + 1 : -len(steps)])
         elif free:
             self._save(free)
         return over
@@ -330,16 +329,31 @@ class WholeJob:
                 self.saver.suspect(self._trial.state)
             self._from(0, None)  # with the first of us to end torchrun ends the others
             raise
+        self._losses = True
         if self._trial.over:
             self._trial = None
-        elif not self._held_back_until:
-            self._held_back_until = time.monotonic() + HELD_BACK_S
 
-    def _in_time(self, tiers: Collection[TierName]) -> set[TierName]:
-        """Those of these to which a last save goes before this rank is killed."""
+    def _holds_back(self, still_young: int) -> bool:
+        """Whether nothing is to be saved: the state that the job began from has not shown yet that
+        it trains. Of a loop that tells no losses none shows that. `still_young`: whether any rank
+        says so."""
+        if self._trial is None:
+            return False
+        shown = self._losses or self.committed < self._trial.state[1] + TRIAL_STEPS
+        return self._trial.doubtful or (shown and bool(still_young))
+
+    def _times(self, tiers: Collection[TierName]) -> list[int]:
+        """For `_highest`: whether what the job began from is young, by our clock. Then in ms, once
+        this rank was told to end: how long a save takes, of each of TIERS, or -1; and below zero in
+        how long the rank is killed."""
+        young = time.monotonic() < self._held_back_until
         if not self.job.told.is_set():
-            return {*tiers}
-        return in_time(tiers, usual_s_in(self.saver, tiers), self.job.left_s())
+            return [young, *(-1 for _ in TIERS), -NEVER_MS]
+        usual_s = usual_s_in(self.saver, tiers)
+        takes = (UNMEASURED_S if one is None else one for one in usual_s.values())
+        known = dict(zip(usual_s, takes, strict=True))
+        in_ms = [round(1000 * known[name]) if name in known else -1 for name in TIERS]
+        return [young, *in_ms, -round(1000 * self.job.left_s())]
 
     def _due(self) -> set[TierName]:
         """The tiers to which it is time to save."""
@@ -465,6 +479,7 @@ class WholeJob:
         )
         if self.committed >= 0:
             self._trial = Trial((began, self.committed))
+            self._held_back_until = time.monotonic() + HELD_BACK_S
         self.saver.delivery.began = {"epoch": began, "step": self.committed, "first": self.epoch}
 
     def _load(self, found: Sequence[Found], here: Collection[Found]) -> None:
@@ -637,11 +652,22 @@ def due_in(model: torch.nn.Module | Stateful) -> Due:
 
     def due(name: str, tensor: torch.Tensor) -> When:
         in_model = name.startswith(".model.")
+        if not tensor.numel():  # it lies nowhere
+            return "now"
         if name.startswith(".optimizers.") or (in_model and tensor.data_ptr() in trained):
             return "soon"
         return "whenever" if in_model and tensor.data_ptr() in frozen else "now"
 
     return due
+
+
+def _too_late(tiers: Collection[TierName], told: Sequence[int]) -> set[TierName]:
+    """To which of these a last save does not go, the same on all ranks. `told`: of `_times` the
+    times, of all ranks the highest."""
+    *takes, left = told
+    usual_s = {name: ms / 1000 for name, ms in zip(TIERS, takes, strict=True) if ms >= 0}
+    left_s = math.inf if -left >= NEVER_MS else -left / 1000
+    return {*tiers} - in_time(tiers, {n: s for n, s in usual_s.items() if n in tiers}, left_s)
 
 
 def _steps_of(parts: Mapping[str, CheckpointSaved]) -> list[int]:

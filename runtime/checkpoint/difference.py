@@ -59,10 +59,16 @@ def unchanged(left: Any, right: Any) -> list[str]:
     return [
         _name_of(place)
         for place in sorted(ours.keys() & theirs.keys(), key=_name_of)
-        if "model" in place[:2]  # or of a rank
+        if _is_weight(place)
         and isinstance(ours[place], torch.Tensor)
         and not [*_compared("", ours[place], theirs[place])]
     ]
+
+
+def _is_weight(place: _Place) -> bool:
+    """Of the model, or of a rank's; see `interchange.comparable_state`."""
+    first, second, *_ = (*place, None, None)
+    return first == "model" or (str(first).startswith("rank ") and second == "model")
 
 
 def _leaves(state: Any, place: _Place = ()) -> Iterator[tuple[_Place, Any]]:

@@ -87,11 +87,17 @@ def found_at(url: str) -> tuple[ObjectStore, list[Found | Damaged]]:
     objects = ObjectStore(root, job)
     found = objects.found()
     if one:
-        there = (each for each in found if isinstance(each, Found))
-        found = [each for each in there if posixpath.basename(each.path) == one]
+        found = [each for each in found if _is_of(each, one)]
     if not found:
         raise Damaged(f"{url} has no checkpoint: {_GIVE}")
     return objects, found
+
+
+def _is_of(found: Found | Damaged, name: str) -> bool:
+    """Whether it has this name, or is what is wrong with one that has."""
+    if isinstance(found, Found):
+        return posixpath.basename(found.path) == name
+    return f"/{name}/" in str(found) or f"/{name}:" in str(found)
 
 
 class ObjectStore:
@@ -152,16 +158,19 @@ class ObjectStore:
 
     def verify(self, found: Found, progress: store.Progress = store.unseen) -> list[str]:
         """All that is wrong with a checkpoint, reading every byte of it. `progress`: see
-        `store.read`. Raises OSError, and NotInstalled if it is packed, and nothing here unpacks
-        it."""
-        findings = []
+        `store.read`. Raises, where nothing else is wrong, OSError, and NotInstalled if it is packed
+        and nothing here unpacks it."""
+        findings: list[str] = []
+        not_checked: list[Exception] = []
         for expected in found.manifest.parts:
             try:
                 self._compare(found.path, self._part(found, expected.rank), progress=progress)
-            except coding.NotInstalled:
-                raise
+            except (coding.NotInstalled, OSError) as error:
+                not_checked.append(error)
             except Damaged as error:
                 findings.append(str(error))
+        if not_checked and not findings:
+            raise not_checked[0]
         return findings
 
     # --- writing --------------------------------------------------------------------------------

@@ -33,7 +33,10 @@ class Staleness:
         first, end = table.frozen // CHUNK_BYTES, table.trained // CHUNK_BYTES
         alike = (old.frozen, old.trained) == (table.frozen, table.trained)
         if alike and first < end and part.hashes[first:end] == before.hashes[first:end]:
-            return _finding(part, before, _trained(part), _ALL)
+            trained = _trained(part)
+            # What an optimizer keeps may stay, and where the weights are not known that is all.
+            if any(piece.name.startswith(_WEIGHTS) for piece in trained):
+                return _finding(part, before, trained, _ALL)
         stale = unchanged(part, before)
         new = [piece for piece in stale if piece.name not in self._told]
         names = frozenset(piece.name for piece in stale)

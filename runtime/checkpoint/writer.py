@@ -375,7 +375,7 @@ class Writer:
                 store.prune_others(folder, others, keep)
             for other in others:
                 sweep(other)
-            if asked["common"] is not None:
+            if asked["common"] is not None and asked["common"] < asked["step"]:
                 for other in siblings(folder):
                     store.prune_left(other, asked["common"])
         except (OSError, Damaged) as error:

@@ -193,7 +193,7 @@ class PeerServer:
         self.kept.copied = copying.table.bytes
         former, self._offer = self._offer, Offer(copying, gone)
         _end(former)
-        beside("drydock-hold", partial(self._hold, self._offer))
+        beside("drydock-hold", partial(self._hold, self._offer), awaited=True)
 
     def release(self, *, log: bool) -> None:
         former, self._offer = self._offer, None
@@ -267,4 +267,4 @@ class PeerServer:
 def _end(offer: Offer | None) -> None:
     """To give hundreds of megabytes back takes the kernel as long as half a short step."""
     if offer is not None:
-        beside("drydock-free", lambda _give_way: offer.drop())
+        beside("drydock-free", lambda _give_way: offer.drop(), awaited=True)

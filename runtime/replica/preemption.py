@@ -29,6 +29,7 @@ log = logging.getLogger("drydock.replica")
 GRACE_S = 30.0  # from SIGTERM to SIGKILL: what Kubernetes and Slurm give unless told otherwise
 SAFETY = 2.0  # a save may take so many times as long as usual
 UNMEASURED_S = 5.0  # and is thought to take so long before one was measured
+LOOK_S = 86_400.0  # longer than this no call may be told to wait
 BEGIN_S = 1.0  # until a copy is with its writers
 
 Name = TypeVar("Name", bound=str)
@@ -155,7 +156,7 @@ class Preemption:
         told = select.poll()
         told.register(self._told, select.POLLIN)
         while (wait_s := self._wait_s()) > 0:
-            if told.poll(None if wait_s == math.inf else math.ceil(wait_s * 1000)):
+            if told.poll(math.ceil(1000 * min(wait_s, LOOK_S))):
                 # A child that was forked has this pipe too.
                 for number in os.read(self._told, select.PIPE_BUF):
                     if number in self._heard and is_taken(number):

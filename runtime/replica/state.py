@@ -440,11 +440,19 @@ def _refuse_other_types(ours: Any, theirs: Any) -> None:
         here, given = ours[name], theirs[name]
         if not (isinstance(here, torch.Tensor) and isinstance(given, torch.Tensor)):
             continue
-        if here.dtype != given.dtype:
+        if _is_rounded(given.dtype, here.dtype) and not name.endswith("_extra_state"):
             raise RuntimeError(
                 f"Error(s) in loading state_dict:\ntype mismatch for {name}: {given.dtype} in the "
                 f"state, {here.dtype} in the model"
             )
+
+
+def _is_rounded(given: torch.dtype, here: torch.dtype) -> bool:
+    """Whether not every number of the one kind is one of the other."""
+    try:
+        return given != here and torch.promote_types(given, here) != here
+    except RuntimeError:  # kinds that torch never brings together
+        return True
 
 
 def put_back_optimizer(

@@ -353,6 +353,7 @@ class Together:
             )
 
     def take(self, step: int, digest: str, donors: list[list[str]]) -> None:
+        self._common = {}  # of what we held before
         self._all("take", step=step, digest=digest, donors=donors)
         self._all("load")
 

@@ -151,6 +151,15 @@ def test_a_signal_is_heard_while_the_main_thread_is_in_a_library_s_call() -> Non
     assert told.stdout.split() == ["saved", "out", f"[{int(signal.SIGTERM)}]", "-1"]
 
 
+def test_a_deadline_in_a_year_is_followed_by_one_that_is_near() -> None:
+    preemption, saved = noticed(600.0, 0.2)
+    preemption.notice(4e7)
+    assert not saved.wait(0.3)
+    preemption.notice(0.4)
+
+    assert saved.wait(PATIENCE_S)
+
+
 def test_a_later_notice_that_leaves_less_time_counts() -> None:
     preemption, saved = noticed(600.0, 0.2)
     preemption.notice()

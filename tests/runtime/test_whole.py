@@ -141,11 +141,13 @@ def test_what_is_not_trained_is_written_once_and_taken_up_by_a_script_that_train
     assert "checkpoint_not_restored" not in alone.troubles()
 
 
-def test_a_state_that_leads_to_nan_is_not_saved_nor_loaded_again(alone: Alone) -> None:
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_state_that_leads_to_nan_is_not_saved_nor_loaded_again(alone: Alone, every: int) -> None:
     def diverge(whole: runtime.WholeJob) -> None:
         with whole:
-            for _step in whole.steps(NEVER):
-                whole.tell(math.nan)
+            for step in whole.steps(NEVER):
+                for _ in range(step % every == 0):
+                    whole.tell(math.nan)
 
     first, _ = alone.trained(3)
     alone.trained(2)
@@ -157,9 +159,18 @@ def test_a_state_that_leads_to_nan_is_not_saved_nor_loaded_again(alone: Alone) -
         begins = whole.committed + 1
         list(whole.steps(begins + 1))
 
-    assert bad.committed == 4 + TOO_MANY
+    assert bad.committed == -(-5 // every) * every + (TOO_MANY - 1) * every
     assert (max(saved), begins) == (4, 3)
     assert whole.saver.delivery.began["epoch"] == first
+
+
+def test_of_a_loop_that_tells_no_losses_some_steps_are_waited_for(alone: Alone) -> None:
+    alone.trained(1)
+    with alone.start(local=0.0) as whole:
+        steps = whole.steps(NEVER)
+        until(lambda: next(steps) >= 0 and max(alone.saved(whole, "local")) > 0, "one is there")
+
+    assert max(alone.saved(whole, "local")) >= TRIAL_STEPS
 
 
 def test_a_state_that_trains_is_saved_again_once_that_shows(alone: Alone) -> None:
@@ -246,6 +257,34 @@ def test_told_to_stop_it_saves_its_last_step_to_every_tier(alone: Alone) -> None
 
     assert made == [0, 1]
     assert alone.saved(whole, "local") == alone.saved(whole, "shared") == [1]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "late"),
+    [
+        # What each rank would choose by itself another would leave out, and none would be left.
+        ({"local": 14.0, "shared": 17.0}, {"local": 17.0, "shared": 14.0}, {"shared"}),
+        ({"local": 14.0, "shared": 17.0}, {}, {"shared"}),
+        ({"local": 5.0, "shared": 17.0}, {"local": 5.0}, set()),
+        ({}, {}, set()),
+    ],
+)
+def test_all_ranks_leave_out_the_same_tiers(
+    first: dict[str, float], second: dict[str, float], late: set[str]
+) -> None:
+    def told(usual_s: dict[str, float]) -> list[int]:
+        left = -30_000 if usual_s else -whole_module.NEVER_MS
+        return [*(int(1000 * usual_s.get(name, -0.001)) for name in TIERS), left]
+
+    highest = [max(pair) for pair in zip(told(first), told(second), strict=True)]
+    assert whole_module._too_late(["local", "shared"], highest) == late
+
+
+def test_a_weight_without_elements_lies_where_it_lay() -> None:
+    model = torch.nn.Linear(3, 0).requires_grad_(requires_grad=False)
+    due = whole_module.due_in(model)
+
+    assert due(".model.weight", model.weight) == "now"
 
 
 def test_told_to_stop_it_saves_to_no_tier_that_would_hold_up_another(alone: Alone) -> None:
@@ -538,6 +577,17 @@ def test_what_is_no_state_of_this_script_is_refused_in_a_sentence(
 
     with pytest.raises(ValueError, match=f"{re.escape(words)}.*or start a new job"):
         other.__enter__()
+
+
+def test_elements_of_a_type_that_has_them_all_are_put_back(alone: Alone) -> None:
+    with alone.start() as whole:
+        list(whole.steps(1))
+    other: Any = alone.start()
+    other.model.double()
+    with other:
+        list(other.steps(2))
+
+    assert torch.equal(other.model.weight, whole.model.state_dict()["weight"].double())
 
 
 def test_a_replica_group_does_not_take_its_checkpoint_for_weights_alone(alone: Alone) -> None:

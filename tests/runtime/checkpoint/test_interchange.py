@@ -744,6 +744,13 @@ def test_kinds_keys_and_both_parts_of_a_number_count(left: Any, right: Any) -> N
     assert not [*differences(left, left)]
 
 
+def test_only_the_model_s_tensors_are_weights() -> None:
+    one = {"model": {"w": torch.ones(1)}, "extra": {"model": {"x": torch.ones(1)}}}
+
+    assert unchanged(one, one) == ["model.w"]
+    assert unchanged({"rank 1": one}, {"rank 1": one}) == ["rank 1.model.w"]
+
+
 def test_old_ones_are_pruned_and_the_newest_good_one_never(tmp_path: Path, capsys: Capture) -> None:
     state = trained()
     paths = []

@@ -10,6 +10,7 @@ import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,47 @@ def test_a_url_that_leads_to_none_is_said(
     assert main(["verify", named.format(url=folder)]) == 2
     assert f"{words}" in (said := capsys.readouterr().err)
     assert "s3://bucket/prefix/JOB" in said
+
+
+def test_what_is_damaged_is_said_though_other_parts_could_not_be_read(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = ObjectStore(folder, "j")
+    for rank in (0, 1):
+        put(objects, 7, rank=rank)
+    objects.publish(7, "save7", 2, {})
+    compare = ObjectStore._compare
+
+    def compared(self: ObjectStore, where: str, part: Any, **also: Any) -> None:
+        by_rank: list[Any] = [partial(compare, self), out_of_reach]
+        by_rank[part.rank](where, part, **also)
+
+    def out_of_reach(*_given: object, **_also: object) -> None:
+        raise OSError(errno.ETIMEDOUT, "Connection timed out")
+
+    monkeypatch.setattr(ObjectStore, "_compare", compared)
+    (found,) = (one for one in objects.found() if isinstance(one, Found))
+    unread = main(["verify", objects.url_of(found)])
+    turn_a_bit(objects._files, f"{found.path}/rank-0-0000.bin")
+    damaged = main(["verify", objects.url_of(found)])
+
+    assert (unread, damaged) == (2, 1)
+    assert "rank-0-0000.bin (rank 0)" in capsys.readouterr().out
+
+
+def test_one_that_is_named_and_damaged_is_said_to_be(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    objects = ObjectStore(url, "j")
+    for step in (6, 7):
+        put(objects, step)
+        objects.publish(step, f"save{step}", 1, {})
+    newer, older = (one for one in objects.found() if isinstance(one, Found))
+    change_manifest(objects, older)
+
+    assert main(["verify", objects.url_of(older)]) == 1
+    assert "was changed after it was written" in capsys.readouterr().out
+    assert main(["verify", objects.url_of(newer)]) == 0
 
 
 def test_of_a_store_that_gives_nothing_more_nothing_is_said_to_be_damaged(

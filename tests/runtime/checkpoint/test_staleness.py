@@ -112,3 +112,10 @@ def test_saves_of_one_step_or_of_other_weights_are_not_compared() -> None:
     assert Staleness().news(part_at(2, body=1.0), part_at(2)) is None
     assert Staleness().news(part_at(2, body=1.0), other) is None
     assert Staleness().news(part_at(2), None) is None
+
+
+def test_where_the_weights_are_not_known_what_an_optimizer_keeps_may_stay() -> None:
+    """As a learning rate that is a tensor."""
+    parts = [part_of(step, {"optimizers": {"lr": torch.ones(1)}}) for step in (1, 2)]
+
+    assert Staleness().news(parts[1], parts[0]) is None
