@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed as dist
@@ -15,7 +15,9 @@ from torch._C._distributed_c10d import HashStore
 from runtime.replica.gloo import Gloo
 from tests.runtime.replicas import Board, Fleet
 from tests.runtime.scene import Play, Scene
-from tests.runtime.whole_runs import Alone
+
+if TYPE_CHECKING:
+    from tests.runtime.whole_runs import Alone
 
 
 @pytest.fixture
@@ -59,6 +61,8 @@ def play(tmp_path: Path) -> Play:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[Alone]:
+    from tests.runtime.whole_runs import Alone  # the adapters' environment has not all it needs
+
     handler = signal.getsignal(signal.SIGTERM)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     made = Alone(tmp_path)
