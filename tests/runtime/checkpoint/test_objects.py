@@ -210,14 +210,20 @@ def test_what_was_damaged_there_is_refused_by_name(url: str, damage: Break, name
         objects.read("save7", 0)
 
 
-def test_they_are_listed_and_verified_where_they_are(
-    url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def two(url: str) -> tuple[ObjectStore, Found, Found]:
+    """Of steps 7 and 6."""
     objects = ObjectStore(url, "j")
     for step in (6, 7):
         put(objects, step)
         objects.publish(step, f"save{step}", 1, {})
     newer, older = (one for one in objects.found() if isinstance(one, Found))
+    return objects, newer, older
+
+
+def test_they_are_listed_and_verified_where_they_are(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    objects, newer, older = two(url)
     turn_a_bit(objects._files, f"{older.path}/rank-0-0000.bin")
 
     listed = main(["ls", f"{url}/j", "--json"])
@@ -280,11 +286,7 @@ def test_what_is_damaged_is_said_though_other_parts_could_not_be_read(
 def test_one_that_is_named_and_damaged_is_said_to_be(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    objects = ObjectStore(url, "j")
-    for step in (6, 7):
-        put(objects, step)
-        objects.publish(step, f"save{step}", 1, {})
-    newer, older = (one for one in objects.found() if isinstance(one, Found))
+    objects, newer, older = two(url)
     change_manifest(objects, older)
 
     assert main(["verify", objects.url_of(older)]) == 1
