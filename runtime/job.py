@@ -16,6 +16,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,12 +154,17 @@ def join(environment: dict[str, str] | None = None) -> Job:
 class Told(threading.Event):
     """That this process is to end, and since when."""
 
-    at: float | None = None  # monotonic
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: float | None = None  # monotonic
+        #: called each time it is said, which a signal's handler may do in the middle of anything
+        self.heard: Callable[[], None] = lambda: None
 
     def set(self) -> None:
         if self.at is None:
             self.at = time.monotonic()
         super().set()
+        self.heard()
 
 
 def end_with_launcher() -> None:

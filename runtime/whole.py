@@ -7,6 +7,7 @@ can read. The script makes its steps itself: this only counts, saves, tells and 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -43,13 +44,13 @@ from runtime.client import (
     Directive,
     Stopped,
 )
+from runtime.ending import AtRest, Ending
 from runtime.generators import generators, set_generators
 from runtime.image import Damaged, Staged
 from runtime.job import Job
 from runtime.ledger import SampleLedger
 from runtime.parts import put_together, taken_apart
 from runtime.replica.network import own_address
-from runtime.replica.preemption import UNMEASURED_S, in_time, usual_s_in
 from runtime.replica.shape import of_deepspeed
 from runtime.replica.state import (
     GO_ON,
@@ -72,7 +73,6 @@ Found = tuple[int, str, TierName]
 _Part = tuple[int, str]
 #: Of these each rank keeps a part of its own, and no writer sees the others'.
 IN_PARTS = tuple(name for name in TIERS if name not in OF_ALL_NODES)
-NEVER_MS = 1 << 50  # no kill was announced
 LOOK_S = 0.5  # so often a rank that reads its part looks whether another refuses its own
 TOLD = 3  # so many of a rank's refusals, the last ones, are in the error that ends the job
 
@@ -148,7 +148,6 @@ class WholeJob:
         self._in_step = False  # the loop makes one
         self._over = False  # all ranks are to leave
         self._wish: Because = ""  # why they are
-        self._too_late: set[TierName] = set()  # the last save is for none of these
         self._because: Because = ""  # why we leave the loop
         self._refused: list[str] = []  # why this rank could not load what it tried
         self._said = (0.0, 0)  # loss and samples of the step under way
@@ -160,6 +159,7 @@ class WholeJob:
         self._owed: set[TierName] = set()  # and had none yet in these tiers
         self._teller = Teller(job, SampleLedger({}), 0, whole=True)
         self._stalls = Stalls(job.trouble, stalled_after_s)
+        self._ending: Ending  # from `with` on
         self._group: Any = None
         self._start = ""
 
@@ -167,6 +167,7 @@ class WholeJob:
         try:
             self._begin()
         except BaseException as error:
+            self._ending.close()
             self._tell_end(error)
             self.job.sender.close(3.0)
             raise
@@ -179,6 +180,7 @@ class WholeJob:
         _trace: TracebackType | None,
     ) -> None:
         self._stalls.close()
+        self._ending.close()
         if error is None:
             self._save_last()
         self._tell_end(error)
@@ -206,6 +208,18 @@ class WholeJob:
             self._over = self._at_edge()
         self._because = "over" if self.committed + 1 >= count else self._wish
 
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """For what takes long and changes nothing that is saved, as an evaluation: once the step
+        under way has made its update, or between two loops. If its process is told to end in there,
+        and killed before the next edge, that step is saved all the same: where all ranks are in
+        such a block at that step, or wait at its edge. Of what random numbers are drawn in there
+        such a save knows nothing."""
+        step = self.committed + self._in_step
+        state = self._state(step)
+        with self._ending.at_rest(step, lambda: state):
+            yield
+
     def tell(self, loss: float | torch.Tensor, samples: int = 0) -> None:
         """What the job's page is to show of the step under way."""
         value = loss.detach() if isinstance(loss, torch.Tensor) else loss
@@ -219,6 +233,7 @@ class WholeJob:
     # --- begin and end ------------------------------------------------------------------------
 
     def _begin(self) -> None:
+        self._ending = Ending(self.job, self.saver, self._save_aside)
         self._group = dist.new_group(backend="gloo")
         self._start = self._from(0, uuid.uuid4().hex[:8])
         self._resume(self._meet_nodes())
@@ -226,6 +241,7 @@ class WholeJob:
             self._teller.members = list(range(self.job.world_replicas))
             self.job.sender.speaks = True
         self.job.sender.on_directive = self._on_directive
+        self._ending.begin()
 
     def _meet_nodes(self) -> list[str]:
         """Start this node's holder, if it and others are to have one; the addresses of the others'.
@@ -255,7 +271,7 @@ class WholeJob:
         for name in (delivery.unwell() & tiers.keys()) - delivery.busy(tiers):
             if tiers[name].own or self.job.ranks == 1:  # else one alone cannot make it whole
                 self._saved.pop(name, None)
-        here = [name for name in TIERS if name in tiers and name not in self._too_late]
+        here = [name for name in TIERS if name in tiers and name not in self._ending.too_late]
         self._save([n for n in here if self._saved.get(n, -1) < self.committed], last=True)
 
     def _left_in_a_step(self) -> str:
@@ -295,9 +311,12 @@ class WholeJob:
         flags += [loss is not None, loss is not None and not math.isfinite(loss)]
         # Looked up after that: of a tier that is busy on no rank nothing new is verified any more.
         parts = dict(self._verified)
-        times, steps = self._times(here), _steps_of(parts)
-        highest = self._highest([*flags, *times, *steps])
+        young = time.monotonic() < self._held_back_until
+        times, steps = self._ending.times(here), _steps_of(parts)
+        with self._ending.at_rest(self.committed, self._state):
+            highest = self._highest([*flags, young, *times, *steps])
         stop, sent_away, *told, was_told, is_nan = map(bool, highest[: len(flags)])
+        self._ending.hear(here, highest[len(flags) + 1 : -len(steps)])
         self._note_whole(parts, highest[-len(steps) :])
         if was_told:
             self._judge(math.nan if is_nan else 0.0)
@@ -312,7 +331,6 @@ class WholeJob:
         over = stop or sent_away
         if over:
             self._wish = "over" if stop else "told"
-            self._too_late = _too_late(here, highest[len(flags) + 1 : -len(steps)])
         elif free:
             self._save(free)
         return over
@@ -342,19 +360,6 @@ class WholeJob:
         shown = self._losses or self.committed < self._trial.state[1] + TRIAL_STEPS
         return self._trial.doubtful or (shown and bool(still_young))
 
-    def _times(self, tiers: Collection[TierName]) -> list[int]:
-        """For `_highest`: whether what the job began from is young, by our clock. Then in ms, once
-        this rank was told to end: how long a save takes, of each of TIERS, or -1; and below zero in
-        how long the rank is killed."""
-        young = time.monotonic() < self._held_back_until
-        if not self.job.told.is_set():
-            return [young, *(-1 for _ in TIERS), -NEVER_MS]
-        usual_s = usual_s_in(self.saver, tiers)
-        takes = (UNMEASURED_S if one is None else one for one in usual_s.values())
-        known = dict(zip(usual_s, takes, strict=True))
-        in_ms = [round(1000 * known[name]) if name in known else -1 for name in TIERS]
-        return [young, *in_ms, -round(1000 * self.job.left_s())]
-
     def _due(self) -> set[TierName]:
         """The tiers to which it is time to save."""
         if self._asked:
@@ -362,15 +367,30 @@ class WholeJob:
         return (self._owed | self.saver.due()).intersection(TIERS)
 
     def _save(self, tiers: Collection[TierName], *, last: bool = False) -> None:
-        def begin(room: memoryview | None) -> Copying:
-            return Copying(self._state(), self.committed, room, due_in(self.model))
-
-        name = f"{self._start}x{self.committed}"
-        copying = self.saver.save(begin, name, tiers, epoch=self.epoch, last=last)
+        here = AtRest(self.committed, self._state, None)
+        copying = self._begin_save(here, tiers, last=last)
         if copying is not None:
             copying.wait()  # the script may do what it likes with its weights from here on
-            self._saved |= dict.fromkeys(tiers, self.committed)
+
+    def _save_aside(self, there: AtRest, tiers: Collection[TierName]) -> Copying | None:
+        """Under the name that the same step has if it is saved at its edge, as on other ranks."""
+        lacking = [name for name in TIERS if name in tiers]
+        lacking = [name for name in lacking if self._saved.get(name, -1) < there.step]
+        return self._begin_save(there, lacking, last=True)
+
+    def _begin_save(
+        self, what: AtRest, tiers: Collection[TierName], *, last: bool
+    ) -> Copying | None:
+        def begin(room: memoryview | None) -> Copying:
+            due, stream = due_in(self.model), what.computed_on
+            return Copying(what.state(), what.step, room, due, computed_on=stream)
+
+        name = f"{self._start}x{what.step}"
+        copying = self.saver.save(begin, name, tiers, epoch=self.epoch, last=last)
+        if copying is not None:
+            self._saved |= dict.fromkeys(tiers, what.step)
             self._owed -= {*tiers}
+        return copying
 
     def _on_saved(self, part: CheckpointSaved) -> None:
         """What we wrote was verified: in a folder of all the whole, else our part of it. On a
@@ -442,8 +462,9 @@ class WholeJob:
         else:
             self._asked = True
 
-    def _state(self) -> dict[str, Any]:
-        """What this rank holds."""
+    def _state(self, step: int | None = None) -> dict[str, Any]:
+        """What this rank holds: of the last step, unless another is under way and has changed it
+        already."""
         parts = {
             "model": self.model.state_dict(),
             "optimizers": [one.state_dict() for one in self.optimizers],
@@ -451,7 +472,7 @@ class WholeJob:
         }
         return {
             AS_SAVED: True,
-            "step": self.committed,
+            "step": self.committed if step is None else step,
             "epoch": self.epoch,
             **replaced(parts, taken_apart),
             "random": generators(self.model),
@@ -659,15 +680,6 @@ def due_in(model: torch.nn.Module | Stateful) -> Due:
         return "whenever" if in_model and tensor.data_ptr() in frozen else "now"
 
     return due
-
-
-def _too_late(tiers: Collection[TierName], told: Sequence[int]) -> set[TierName]:
-    """To which of these a last save does not go, the same on all ranks. `told`: of `_times` the
-    times, of all ranks the highest."""
-    *takes, left = told
-    usual_s = {name: ms / 1000 for name, ms in zip(TIERS, takes, strict=True) if ms >= 0}
-    left_s = math.inf if -left >= NEVER_MS else -left / 1000
-    return {*tiers} - in_time(tiers, {n: s for n, s in usual_s.items() if n in tiers}, left_s)
 
 
 def _steps_of(parts: Mapping[str, CheckpointSaved]) -> list[int]:

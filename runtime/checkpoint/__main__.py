@@ -6,10 +6,11 @@
     python -m runtime.checkpoint import SOURCE STATE_DIR
 
 A PATH is a checkpoint, a folder of them, or a job's state folder; of `ls` and `verify` also the URL
-of a job in an object store, as s3://bucket/prefix/JOB. Of several the newest is meant, where one
-is, but none that led to NaN. Exit status: 0 if all is well, 1 if something is damaged or differs, 2
-if it cannot be done, or one of several could not be checked here, 130 if it was interrupted. What
-looks and removes needs no torch.
+of a job in an object store, as s3://bucket/prefix/JOB, and a node's holder, which keeps peers'
+states in memory: its folder there, or holder://HOST:PORT, with the job's token in DRYDOCK_TOKEN. Of
+several the newest is meant, where one is, but none that led to NaN. Exit status: 0 if all is well,
+1 if something is damaged or differs, 2 if it cannot be done, or one of several could not be checked
+here, 130 if it was interrupted. What looks and removes needs no torch.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from runtime.checkpoint import store
+from runtime.checkpoint import in_memory, store
 from runtime.checkpoint.coding import NotInstalled
+from runtime.checkpoint.facts import saved_at
 from runtime.checkpoint.manifest import Manifest, OtherVersion, shown
 from runtime.checkpoint.progress import Bar
-from runtime.checkpoint.suspects import State, suspects
+from runtime.checkpoint.suspects import FILE, State, suspects
 from runtime.image import Damaged
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ def _in_json(value: Any) -> Any:
 
 def ls(asked: argparse.Namespace) -> list[Answer]:
     """What each one's manifest says."""
+    if (holder := in_memory.address_of(asked.path)) is not None:
+        return [*in_memory.listed(holder)]
     if isinstance(asked.path, str):
         return _in_store(asked.path, lambda _objects, _found: ([], ""))
     paths = store.found_in(asked.path)
@@ -139,7 +142,7 @@ def _described(manifest: Manifest) -> dict[str, Any]:
 
 def _in_a_line(manifest: Manifest) -> str:
     size = f"{manifest.size:>15,} bytes{_packed(manifest)}"
-    return f"{at(manifest)}  {size}  {len(manifest.parts)} ranks  {manifest.digest}"
+    return f"{saved_at(manifest.facts)}  {size}  {len(manifest.parts)} ranks  {manifest.digest}"
 
 
 def _in_store(
@@ -193,7 +196,7 @@ def inspect(asked: argparse.Namespace) -> list[Answer]:
         "path": str(path), "step": manifest.step, **_sizes(manifest), "digest": manifest.digest,
         "facts": manifest.facts, "tensors": tensors, "findings": [],
     }  # fmt: skip
-    lines = [f"step {manifest.step}, saved {at(manifest)}, digest {manifest.digest}"]
+    lines = [f"step {manifest.step}, saved {saved_at(manifest.facts)}, digest {manifest.digest}"]
     lines += [f"{manifest.size:,} bytes{_packed(manifest)}"]
     lines += [f"{name}: {value}" for name, value in manifest.facts.items()]
     lines += [
@@ -246,6 +249,8 @@ def _packed(manifest: Manifest) -> str:
 
 def verify(asked: argparse.Namespace) -> list[Answer]:
     """Read every byte of each. What is packed, and nothing here unpacks, hides no other."""
+    if (holder := in_memory.address_of(asked.path)) is not None:
+        return [*in_memory.listed(holder, partial(_bar, asked))]
     if isinstance(asked.path, str):
         return _in_store(asked.path, partial(_verified_there, asked))
     return [_looked_into(asked, path) for path in store.found_in(asked.path)]
@@ -388,7 +393,10 @@ def prune(asked: argparse.Namespace) -> list[Answer]:
 
 def _suspects(paths: Sequence[Path]) -> set[State]:
     """The states that led to NaN, of those in the folder of these. Raises OSError, ValueError."""
-    return suspects(paths[0].absolute().parent)
+    folder = paths[0].absolute().parent
+    if (file := folder / FILE).exists() and not file.is_file():  # nobody may ever write to it
+        raise ValueError(f"{file} is no regular file: remove it")
+    return suspects(folder)
 
 
 def _state_of(path: Path) -> State | None:
@@ -419,14 +427,6 @@ def _bar(asked: argparse.Namespace, what: str, size: int) -> closing[Bar]:
     return closing(Bar(what, size, shown=not asked.json))
 
 
-def at(manifest: Manifest) -> str:
-    """When it was saved, as far as it says so."""
-    try:
-        return f"{datetime.fromtimestamp(manifest.facts['at'], UTC):%Y-%m-%d %H:%M:%S}Z"
-    except (KeyError, TypeError, ValueError, OverflowError, OSError):
-        return "-"
-
-
 def size_of(path: Path) -> int:
     """Bytes of tensors; 0 if that cannot be told."""
     try:
@@ -444,7 +444,7 @@ def _age_s(path: Path) -> float:
 
 
 def _path_or_url(text: str) -> Path | str:
-    """Of an object store."""
+    """Of an object store, or a holder."""
     return text if "://" in text else Path(text)
 
 

@@ -8,6 +8,7 @@ import platform
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,6 +44,14 @@ def computes() -> dict[str, Any]:
         "cuda": cuda(),
         "python": platform.python_version(),
     }
+
+
+def saved_at(facts: Mapping[str, Any]) -> str:
+    """When it was saved, as far as they say so: they may be anybody's."""
+    try:
+        return f"{datetime.fromtimestamp(facts['at'], UTC):%Y-%m-%d %H:%M:%S}Z"
+    except (KeyError, TypeError, ValueError, OverflowError, OSError):
+        return "-"
 
 
 def changed_since(facts: Mapping[str, Any]) -> str:

@@ -43,6 +43,8 @@ LARGEST_ITEM = max(ITEM_BYTES.values())
 _NAME_OF_FILE = re.compile(r"[^/\0\ud800-\udfff]+")
 #: Of what is found in a file, in a message.
 SHOWN = 80
+#: Facts are a few words each; what is deeper no one of those who show them could follow.
+DEEPEST = 32
 
 
 class OtherVersion(Damaged):
@@ -342,6 +344,8 @@ class Manifest:
             sizes = [_count(part.bytes) for part in manifest.parts]
             _count(manifest.stored)
             ours, theirs = manifest.digest, found["digest"]
+        if is_deeper(manifest.facts, DEEPEST):
+            raise Damaged(f"{what}: its facts are nested in each other more than {DEEPEST} times")
         if not sizes:
             raise Damaged(f"{what}: it has no parts, one for each rank expected")
         for part in manifest.parts:
@@ -352,6 +356,12 @@ class Manifest:
         if ours != theirs:
             raise Damaged(f"{what}: its digest is not that of its parts")
         return manifest
+
+
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether more objects and lists than that are in each other."""
+    within = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(not levels or is_deeper(one, levels - 1) for one in within)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from typing import Any
 
 from runtime.checkpoint import peer, store
 from runtime.checkpoint.asking import Asking
+from runtime.checkpoint.coding import NotInstalled
 from runtime.checkpoint.facts import changed_since
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.objects import Found, ObjectStore
@@ -183,13 +184,22 @@ class Sources:
         if tier == "object":
             return _read(asking, partial(self._objects.read, name, rank), progress)
         part = 0 if self._tiers[tier].own else rank
-        *others, last = self._named(name, tier, progress)
-        for path, _manifest in others:
+
+        def read(path: Path) -> Staged:
             try:
                 return _read(asking, partial(store.read, path, part), progress)
+            except Damaged as error:
+                if path.exists():  # else it was pruned meanwhile
+                    self._blame_disk(tier, error)
+                raise
+
+        *others, last = [path for path, _manifest in self._named(name, tier, progress)]
+        for path in others:
+            try:
+                return read(path)
             except (Damaged, OSError) as error:
                 self._refuse_copy(tier, error)
-        return _read(asking, partial(store.read, last[0], part), progress)
+        return read(last)
 
     def loaded(self, name: str) -> None:
         """That one is what training goes on from: the log says what has changed since it was made,
@@ -216,6 +226,11 @@ class Sources:
 
     def _refuse_copy(self, tier: TierName, error: Damaged | OSError) -> None:
         self._job.trouble("checkpoint_refused", f"{tier}: {error}; trying another's copy", tier)
+
+    def _blame_disk(self, tier: TierName, error: Damaged) -> None:
+        """What is there is not what was saved: if nobody else writes to it, it is the disk."""
+        if tier == "local" and not isinstance(error, (*store.NOT_JUDGED, NotInstalled)):
+            self._job.trouble("checkpoint_damaged", f"{tier}, when it was read: {error}", tier)
 
     def _named(
         self, name: str, tier: TierName, progress: store.Progress
@@ -326,6 +341,7 @@ class Sources:
         found = [one for _path, one in self._folders.listed(tier)]
         for damaged in (one for one in found if isinstance(one, Damaged)):
             self._job.trouble("checkpoint_refused", f"{tier}: {damaged}", tier)
+            self._blame_disk(tier, damaged)
         whole = [one for one in found if isinstance(one, Manifest)]
         if found and not whole and not self._tiers[tier].own:
             folder = self._folders.shared

@@ -255,7 +255,8 @@ def read(path: Path, rank: int = 0, progress: Progress = unseen) -> Staged:
             into = buffer[start : start + file.bytes]
             for finding in check(part, file, handle, into, progress):
                 what = in_job(finding, path.parent)
-                raise Damaged(f"{path}: {what}; {_ALL_THAT_IS_WRONG} {path}")
+                kind = Unreadable if finding.not_judged else Damaged
+                raise kind(f"{path}: {what}; {_ALL_THAT_IS_WRONG} {path}")
     finally:
         os.close(handle)
     return Staged(part.step, part.table, buffer, part.hashes)

@@ -20,7 +20,7 @@ TRIAL_STEPS = 20  # after a load: so long a state is on trial, and none is saved
 #: again and again before the trial is over would come nowhere.
 HELD_BACK_S = 300.0
 TOO_MANY = 3  # losses in a row that are no numbers: a single one may be a bad batch
-_FILE = "suspects.json"
+FILE = "suspects.json"
 
 State = tuple[int, int]  # epoch and step
 
@@ -65,12 +65,12 @@ class Trial:
 def suspects(folder: Path) -> set[State]:
     """Of the checkpoints in this folder. Raises OSError, ValueError if that cannot be read."""
     try:
-        found = json.loads((folder / _FILE).read_bytes())
+        found = json.loads((folder / FILE).read_bytes())
         return {(int(one["epoch"]), int(one["step"])) for one in found}
     except FileNotFoundError:
         return set()
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / _FILE} is damaged ({error!r}): remove it") from error
+        raise ValueError(f"{folder / FILE} is damaged ({error!r}): remove it") from error
 
 
 def suspect(folder: Path, state: State) -> None:
@@ -80,10 +80,10 @@ def suspect(folder: Path, state: State) -> None:
         known = suspects(folder)
     data = [{"epoch": epoch, "step": step} for epoch, step in sorted(known | {state})]
     make_folder(folder)  # a job that goes on from elsewhere has saved nothing here yet
-    draft = folder / f".{_FILE}-{uuid.uuid4().hex}"
+    draft = folder / f".{FILE}-{uuid.uuid4().hex}"
     with draft.open("x") as file:
         json.dump(data, file)
         file.flush()
         os.fsync(file.fileno())
-    draft.replace(folder / _FILE)
+    draft.replace(folder / FILE)
     sync(folder)

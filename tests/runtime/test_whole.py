@@ -259,27 +259,6 @@ def test_told_to_stop_it_saves_its_last_step_to_every_tier(alone: Alone) -> None
     assert alone.saved(whole, "local") == alone.saved(whole, "shared") == [1]
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "late"),
-    [
-        # What each rank would choose by itself another would leave out, and none would be left.
-        ({"local": 14.0, "shared": 17.0}, {"local": 17.0, "shared": 14.0}, {"shared"}),
-        ({"local": 14.0, "shared": 17.0}, {}, {"shared"}),
-        ({"local": 5.0, "shared": 17.0}, {"local": 5.0}, set()),
-        ({}, {}, set()),
-    ],
-)
-def test_all_ranks_leave_out_the_same_tiers(
-    first: dict[str, float], second: dict[str, float], late: set[str]
-) -> None:
-    def told(usual_s: dict[str, float]) -> list[int]:
-        left = -30_000 if usual_s else -whole_module.NEVER_MS
-        return [*(int(1000 * usual_s.get(name, -0.001)) for name in TIERS), left]
-
-    highest = [max(pair) for pair in zip(told(first), told(second), strict=True)]
-    assert whole_module._too_late(["local", "shared"], highest) == late
-
-
 def test_a_weight_without_elements_lies_where_it_lay() -> None:
     model = torch.nn.Linear(3, 0).requires_grad_(requires_grad=False)
     due = whole_module.due_in(model)

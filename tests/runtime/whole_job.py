@@ -3,7 +3,8 @@ the stages of a pipeline.
 
 Its options: `folder` for what it says, `steps`, `pipeline`, `every_s` (of its Checkpointer; it
 saves at each edge without it), `dies` (its last rank kills itself in the middle of the step
-KILLED_IN, once) and `as_replica` (it asks for a ReplicaGroup, which refuses it).
+KILLED_IN, once), `evaluates` (of ranks the step in which each begins to evaluate, and never ends)
+and `as_replica` (it asks for a ReplicaGroup, which refuses it).
 """
 
 from __future__ import annotations
@@ -62,6 +63,10 @@ def main() -> None:
             schedule.step()
             whole.tell(loss, len(rows))
             steps.write(f"{whole.epoch} {step}\n")
+            if step == job.options.get("evaluates", {}).get(str(job.rank)):
+                with whole.evaluating():
+                    (folder / f"evaluates.{job.rank}").touch()
+                    threading.Event().wait()
         (folder / f"digest.{job.rank}").write_text(whole.digest())
 
 

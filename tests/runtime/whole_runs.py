@@ -223,9 +223,11 @@ class Alone:
         shared: float = NEVER_S,
         disk: str = "disk",
         stalled_after_s: float = NEVER_S,
+        grace_s: float = 30.0,
     ) -> runtime.WholeJob:
         """`local`, `shared`: seconds between two saves. `disk`: of which node it is."""
-        job = self.join(DRYDOCK_LOCAL_DIR=str(self.folder / disk))
+        place = str(self.folder / disk)
+        job = self.join(DRYDOCK_LOCAL_DIR=place, DRYDOCK_GRACE_S=str(grace_s))
         model, optimizer = self.trainee()
         saver = runtime.Checkpointer(job, every_s={"local": local, "shared": shared})
         return runtime.WholeJob(

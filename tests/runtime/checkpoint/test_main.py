@@ -238,11 +238,13 @@ def test_what_is_nested_too_deep_is_said_in_a_line(tmp_path: Path, capsys: Captu
     deep: Any = 1
     for _ in range(700):
         deep = [deep]
-    path = write(tmp_path, staged_at(1), facts={"odd": deep})
+    write(tmp_path, staged_at(1), facts={"odd": deep})
+    write(tmp_path, staged_at(2))
 
-    assert main(["ls", str(path), "--json"]) in (0, 2)
-    (said,) = json.loads(capsys.readouterr().out)
-    assert said
+    assert main(["ls", str(tmp_path), "--json"]) == 1
+    whole, odd = json.loads(capsys.readouterr().out)
+    assert whole["step"] == 2
+    assert "its facts are nested in each other more than 32 times" in odd["findings"][0]
 
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:
@@ -291,6 +293,16 @@ def test_what_does_not_train_is_not_the_one_that_is_kept(tmp_path: Path) -> None
     assert main(["prune", str(tmp_path), "--keep", "1"]) == 0
 
     assert names(tmp_path) == ["step-00000001"]
+
+
+def test_nobody_waits_for_what_is_no_list_of_what_does_not_train(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    write(tmp_path, staged_at(1))
+    os.mkfifo(tmp_path / "suspects.json")
+
+    assert main(["ls", str(tmp_path)]) == 2
+    assert f"{tmp_path}/suspects.json is no regular file: remove it" in capsys.readouterr().err
 
 
 def test_what_does_not_train_is_not_the_one_that_is_exported(

@@ -122,6 +122,19 @@ def test_a_part_with_a_flaw_is_refused_for_it(changed: dict[str, Any], said: str
         Part.from_json(sealed({**found, **changed}), "it")
 
 
+def nested(levels: int) -> dict[str, Any]:
+    """So many lists in each other, in an object."""
+    deep: list[Any] = []
+    for _level in range(levels):
+        deep = [deep]
+    return {"deep": deep}
+
+
+def test_facts_may_be_nested_a_little() -> None:
+    manifest = Manifest(step=3, save="s", parts=(PartHash(**WELL),), facts=nested(30))
+    assert Manifest.from_json(manifest.to_json(), "it") == manifest
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -130,6 +143,7 @@ def test_a_part_with_a_flaw_is_refused_for_it(changed: dict[str, Any], said: str
         ({"digest": ABSENT}, "'digest' is missing or wrong"),
         ({"parts": [{**WELL, "digest": 3}, OTHER]}, "is missing or wrong"),
         ({"facts": 3}, "is missing or wrong"),
+        ({"facts": nested(33)}, "its facts are nested in each other more than 32 times"),
         ({"parts": []}, "it has no parts"),
         ({"parts": [{**WELL, "name": "../rank-0.json"}]}, "the part of rank 0 is '../rank-0.json'"),
         ({"parts": [{**WELL, "bytes": None}]}, "None, a whole number expected, is missing"),

@@ -10,12 +10,13 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
-from runtime.checkpoint import peer
+from runtime.checkpoint import disk, peer
 from runtime.checkpoint.draft import write
 from runtime.checkpoint.sources import Sources
 from runtime.checkpoint.tiers import Folders, epochs_taken, next_epoch, run_of, tiers_of
@@ -24,7 +25,7 @@ from runtime.framing import send_json
 from runtime.image import Damaged
 from runtime.job import Job
 from runtime.serving import RequestServer
-from tests.runtime.checkpoint.states import flip_held_bits, staged_at
+from tests.runtime.checkpoint.states import flip_a_bit, flip_held_bits, staged_at, unreadable
 from tests.runtime.checkpoint.test_holder import TOKEN, answering, label
 from tests.runtime.replicas import until
 from tests.runtime.told import Told
@@ -306,3 +307,71 @@ def test_a_folder_that_hangs_is_asked_by_one_thread_to_note_an_epoch(
     until(lambda: sources.note_epoch(4) or sources._noted == 4, "so is the next one")  # type: ignore[func-returns-value]
 
     assert asked == [3, 4]
+
+
+@pytest.fixture
+def on_disk(job: Job, tmp_path: Path) -> tuple[Sources, Path]:
+    """Who looks for what this node's own disk has, and a checkpoint there."""
+    run = run_of(tmp_path / "checkpoints")
+    folder = tmp_path / "disk" / "j" / run / "replica-0-rank-0"
+    path = write(folder, staged_at(STEP), facts={"epoch": 1, "ranks": 1})
+    return sources_of(replace(job, local_dir=tmp_path / "disk", holder_dir=None)), path
+
+
+def told_of(sources: Sources) -> list[tuple[str, str]]:
+    return [(one.kind, one.subject) for one in troubles(sources._job)]
+
+
+def read_again(sources: Sources) -> None:
+    for _step, name, tier in sources.saves():
+        with pytest.raises(Damaged):
+            sources.read(name, tier, 0)
+
+
+def test_a_bit_that_flipped_on_the_own_disk_is_a_fault_of_it(on_disk: tuple[Sources, Path]) -> None:
+    sources, path = on_disk
+    flip_a_bit(path / "rank-0-0000.bin", 80)
+    read_again(sources)
+
+    (told,) = troubles(sources._job)
+    assert (told.kind, told.subject) == ("checkpoint_damaged", "local")
+    assert told.text.startswith(f"local, when it was read: {path}: rank-0-0000.bin (rank 0)")
+
+
+def test_so_is_one_in_its_manifest(on_disk: tuple[Sources, Path]) -> None:
+    sources, path = on_disk
+    flip_a_bit(path / "manifest.json", 80)
+
+    assert sources.saves() == []
+    assert told_of(sources) == [("checkpoint_refused", "local"), ("checkpoint_damaged", "local")]
+
+
+def test_what_was_pruned_meanwhile_is_no_fault_of_a_disk(on_disk: tuple[Sources, Path]) -> None:
+    sources, path = on_disk
+    there = sources.saves()
+    flip_a_bit(path / "rank-0-0000.bin", 80)
+    listed = sources._folders.listed("local")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Folders, "listed", lambda *_: listed)
+        path.rename(path.with_name("gone"))
+        with pytest.raises(Damaged):
+            sources.read(there[0][1], "local", 0)
+
+    assert told_of(sources) == []
+
+
+def test_what_only_could_not_be_read_is_none_either(on_disk: tuple[Sources, Path]) -> None:
+    sources, path = on_disk
+    there = sources.saves()
+    with unreadable(path):
+        sources.saves()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "_fill", no_bytes)
+        with pytest.raises(Damaged):
+            sources.read(there[0][1], "local", 0)
+
+    assert told_of(sources) == [("checkpoint_refused", "local")]
+
+
+def no_bytes(*_: object) -> NoReturn:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -1,0 +1,182 @@
+"""A job that lives as one, and is killed before its next edge, has saved by then what may be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import runtime
+from runtime.checkpoint.tiers import TIERS
+from runtime.ending import NEVER_MS, Ending
+from tests.runtime.replicas import until
+from tests.runtime.whole_runs import NEVER, STEPS, Alone, Whole, kill
+
+EVALUATES_IN = 20
+GRACE = {"DRYDOCK_GRACE_S": "4"}
+GRACE_S = 1.5  # a save that takes a tenth of a second begins after a fifth of it
+
+
+def quick(whole: runtime.WholeJob) -> None:
+    """Its saves were, so far."""
+    for tier in whole.saver.tiers.values():
+        tier.pace.note(0.0, 0.1)
+
+
+def saved(alone: Alone, whole: runtime.WholeJob) -> list[list[int]]:
+    return [alone.saved(whole, "local"), alone.saved(whole, "shared")]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "late"),
+    [
+        # What each rank would choose by itself another would leave out, and none would be left.
+        ({"local": 14.0, "shared": 17.0}, {"local": 17.0, "shared": 14.0}, {"shared"}),
+        ({"local": 14.0, "shared": 17.0}, {}, {"shared"}),
+        ({"local": 5.0, "shared": 17.0}, {"local": 5.0}, set()),
+        ({}, {}, set()),
+    ],
+)
+def test_all_ranks_leave_out_the_same_tiers(
+    alone: Alone, first: dict[str, float], second: dict[str, float], late: set[str]
+) -> None:
+    def told(usual_s: dict[str, float]) -> list[int]:
+        left = -30_000 if usual_s else -NEVER_MS
+        return [*(int(1000 * usual_s.get(name, -0.001)) for name in TIERS), left]
+
+    job = alone.join()
+    ending = Ending(job, runtime.Checkpointer(job), lambda *_: None)
+    ending.hear(
+        ["local", "shared"],
+        [max(pair) for pair in zip(told(first), told(second), strict=True)],
+    )
+    ending.close()
+    assert ending.too_late == late
+
+
+def test_told_to_end_while_it_evaluates_the_step_is_saved_that_has_made_its_update(
+    alone: Alone,
+) -> None:
+    with alone.start(grace_s=GRACE_S) as whole:
+        quick(whole)
+        steps = whole.steps(NEVER)
+        next(steps)
+        with whole.evaluating():
+            whole.job.told.set()
+            until(lambda: saved(alone, whole) == [[0], [0]], "both tiers have it")
+        assert list(steps) == []
+
+    assert saved(alone, whole) == [[0], [0]]
+    assert alone.trained(1) == (2, 1)
+
+
+def test_the_same_between_two_loops(alone: Alone) -> None:
+    with alone.start(grace_s=GRACE_S) as whole:
+        quick(whole)
+        list(whole.steps(3))
+        with whole.evaluating():
+            whole.job.told.set()
+            until(lambda: saved(alone, whole) == [[2], [2]], "both tiers have it")
+
+
+def test_what_is_told_in_the_middle_of_a_step_waits_until_its_update_is_made(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+    with alone.start(grace_s=GRACE_S) as whole:
+        quick(whole)
+        await_free = whole.saver.rooms.await_free
+
+        def asks(wait_s: float) -> bool:
+            asked.set()
+            return await_free(wait_s)
+
+        monkeypatch.setattr(whole.saver.rooms, "await_free", asks)
+        next(whole.steps(NEVER))
+        whole.job.told.set()
+        until(asked.is_set, "it is time to save aside")
+        before = saved(alone, whole)
+        with whole.evaluating():
+            until(lambda: saved(alone, whole) == [[0], [0]], "both tiers have it")
+
+    assert before == [[], []]
+
+
+def test_an_evaluation_that_ends_in_time_leaves_the_save_to_the_edge(alone: Alone) -> None:
+    with alone.start(grace_s=GRACE_S) as whole:
+        quick(whole)
+        steps = whole.steps(NEVER)
+        next(steps)
+        with whole.evaluating():
+            whole.job.told.set()
+        assert list(steps) == []
+
+    assert saved(alone, whole) == [[0], [0]]
+    assert len(alone.door.messages("checkpoint")) == 2
+
+
+def test_what_the_loop_changes_after_it_is_not_in_what_was_saved_aside(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with alone.start(grace_s=GRACE_S) as whole:
+        quick(whole)
+        model: Any = whole.model
+        given: list[Any] = []
+        give = whole.saver.delivery.give
+        monkeypatch.setattr(whole.saver.delivery, "give", given.append)
+        next(whole.steps(NEVER))
+        weight = model.weight.detach().clone()
+        with whole.evaluating():
+            whole.job.told.set()
+            until(lambda: given != [], "a copy is begun, and nobody makes it")
+        with torch.no_grad():
+            model.weight.zero_()
+        give(given[0])
+        until(lambda: saved(alone, whole) == [[0], [0]], "both tiers have it")
+
+    again: Any = alone.start()
+    with again:
+        assert torch.equal(again.model.weight, weight)
+
+
+@pytest.mark.parametrize("evaluates", [[0, 1], [0]])
+def test_of_several_ranks_one_that_waits_at_the_edge_saves_its_part_of_the_same_step(
+    tmp_path: Path, evaluates: list[int]
+) -> None:
+    calm, whole = (Whole(tmp_path / name) for name in ("calm", "killed"))
+    for one in (calm, whole):
+        one.folder.mkdir()
+    assert calm.run()[0] == 0
+    arguments = ["--standalone", "--nproc-per-node=2"]
+    steps = dict.fromkeys(evaluates, EVALUATES_IN)
+    process = whole.start(arguments, "disk", GRACE, every_s=1e9, evaluates=steps)
+    try:
+        for rank in evaluates:
+            until((whole.folder / f"evaluates.{rank}").exists, "it evaluates")
+        until(lambda: whole.steps(1)[-1][1] == EVALUATES_IN, "the other has made the step")
+        for rank in range(2):
+            os.kill(int((whole.folder / f"pid.{rank}").read_text()), signal.SIGTERM)
+        until(lambda: len(whole.parts(EVALUATES_IN)) == 2, "their disks have it")
+    finally:
+        kill(process)
+    status, said = whole.run()
+
+    assert status == 0, said
+    assert (whole.begins(epoch=2), whole.steps(0)[-1][1]) == (EVALUATES_IN + 1, STEPS - 1)
+    assert whole.digests() == calm.digests()
+
+
+def test_a_rank_that_ended_listens_no_more(alone: Alone) -> None:
+    before = threading.active_count()
+    with alone.start() as whole:
+        list(whole.steps(1))
+    until(lambda: threading.active_count() <= before, "its threads have ended")
+
+    os.kill(psutil.Process().pid, signal.SIGTERM)
+    until(whole.job.told.is_set, "it is noted")
