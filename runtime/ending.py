@@ -25,7 +25,7 @@ from runtime.replica.preemption import (
     longest_s,
     usual_s_in,
 )
-from runtime.snapshot import Copying
+from runtime.snapshot import Copying, Due
 
 NEVER_MS = 1 << 50  # no kill was announced
 
@@ -35,8 +35,8 @@ class AtRest:
     """What may be saved at any moment of a while."""
 
     step: int  # the last one that is in it
-    state: Callable[[], Any]
-    computed_on: torch.cuda.Stream | None  # where a card made it what it is
+    state: Callable[[], tuple[Any, Due]]  # and until when each tensor stays as it is
+    computed_on: torch.cuda.Stream | None = None  # where a card made it what it is
 
 
 #: Begins a copy of that for these tiers, of which some may have it already.
@@ -53,21 +53,29 @@ class Ending:
         #: to these tiers the last save does not go: they would not have it in time
         self.too_late: set[TierName] = set()
         self._usual_s: dict[TierName, float] = {}  # of a save, on the slowest rank
-        self._preemption = Preemption(job.grace_s, self._needs_s, self._save_aside)
+        self._preemption: Preemption | None = None  # between begin and close
         self._rest: AtRest | None = None
         self._copying: Copying | None = None  # that was begun aside
         self._changed = threading.Condition()  # held by whoever begins a copy aside
 
     def begin(self) -> None:
         """From here on it is heard that we are to end."""
-        self._job.told.heard = lambda: self._preemption.notice(self._job.kill_in_s())
+        preemption = Preemption(
+            self._job.grace_s,
+            lambda: longest_s(self._takes_s(), preemption.grace_s),
+            lambda: self._save_aside(preemption),
+        )
+        self._preemption = preemption
+        self._job.told.heard = lambda: preemption.notice(self._job.kill_in_s())
         if self._job.told.is_set():
-            self._preemption.notice(self._job.left_s())
+            preemption.notice(self._job.left_s())
         if threading.current_thread() is threading.main_thread():
-            self._preemption.listen(signal.SIGTERM, self._job.told.set)
+            preemption.listen(signal.SIGTERM, self._job.told.set)
 
     def close(self) -> None:
         """Nothing is saved aside any more; what is being copied is copied."""
+        if self._preemption is None:
+            return
         self._job.told.heard = _nothing
         self._preemption.close()
         with self._changed:
@@ -75,12 +83,10 @@ class Ending:
         self._await_copy()
 
     @contextlib.contextmanager
-    def at_rest(self, step: int, state: Callable[[], Any]) -> Iterator[None]:
-        """Nothing in here changes the state of that step, until it is left."""
-        on_card: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        stream = torch.cuda.current_stream() if on_card else None
+    def at_rest(self, what: AtRest) -> Iterator[None]:
+        """Nothing in here changes that, until it is left."""
         with self._changed:
-            before, self._rest = self._rest, AtRest(step, state, stream)
+            before, self._rest = self._rest, what
             self._changed.notify_all()
         try:
             yield
@@ -115,16 +121,13 @@ class Ending:
         """As all ranks know it, if they have met at an edge: each is to choose the same tiers."""
         return self._usual_s or usual_s_in(self._saver, self._saver.tiers)
 
-    def _needs_s(self) -> float:
-        return longest_s(self._takes_s(), self._preemption.grace_s)
-
-    def _save_aside(self) -> None:
+    def _save_aside(self, preemption: Preemption) -> None:
         """On a thread of its own, once there is no more time to wait for an edge."""
         self._saver.rooms.await_free(FINISH_S)  # before the lock: the loop may go on meanwhile
         with self._changed:
-            self._changed.wait_for(lambda: self._rest is not None or self._preemption.is_over())
-            if self._rest is not None and not self._preemption.is_over():
-                tiers = durable_in(self._takes_s(), self._preemption.left_s())
+            self._changed.wait_for(lambda: self._rest is not None or preemption.is_over())
+            if self._rest is not None and not preemption.is_over():
+                tiers = durable_in(self._takes_s(), preemption.left_s())
                 self._copying = self._save(self._rest, tiers)
 
     def _await_copy(self) -> None:

@@ -19,7 +19,7 @@ def generators(model: object = None) -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     state = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(numbers), gauss]}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        of_cards = [torch.cuda.get_rng_state(card) for card in _cards_of(model)]
+        of_cards = [torch.cuda.get_rng_state(card) for card in cards_of(model)]
         state["cuda"] = of_cards[0] if len(of_cards) == 1 else of_cards
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
@@ -35,14 +35,14 @@ def set_generators(state: Mapping[str, Any], model: object = None) -> None:
     if "cuda" in state:
         given = state["cuda"]
         of_cards = given if isinstance(given, list) else [given]
-        for card, numbers_of_card in zip(_cards_of(model), of_cards, strict=False):
+        for card, numbers_of_card in zip(cards_of(model), of_cards, strict=False):
             torch.cuda.set_rng_state(numbers_of_card, card)
     if "numpy" in state and "numpy" in sys.modules:
         kind, keys, *rest = state["numpy"]
         sys.modules["numpy"].random.set_state((kind, keys.tolist(), *rest))
 
 
-def _cards_of(model: object) -> list[torch.device]:
+def cards_of(model: object) -> list[torch.device]:
     """Which have its weights, in their order. If none is seen to, the current one, which is the
     model's only if the script has said so."""
     weights = model.parameters() if isinstance(model, torch.nn.Module) else ()

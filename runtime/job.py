@@ -23,7 +23,13 @@ from typing import Any
 
 from runtime import client
 from runtime.forking import take_signal
-from runtime.launchers import FROM_ENVIRONMENT, by_torchrun, need, place_of
+from runtime.launchers import (
+    FROM_ENVIRONMENT,
+    by_torchrun,
+    need,
+    patience_of_torchrun,
+    place_of,
+)
 from runtime.replica.pacing import bytes_per_second
 from runtime.replica.preemption import GRACE_S
 
@@ -62,6 +68,8 @@ class Job:
     network: str = ""  # at which peers reach us; "" for that which leads to the coordinator
     grace_s: float = GRACE_S  # from SIGTERM to SIGKILL, unless the notice says otherwise
     notice_file: Path | None = None
+    #: so long after SIGTERM its launcher kills this process, whatever the notice says
+    at_most_s: float = math.inf
     rate_cap: int | None = None  # bytes per second of state for newcomers
     options: dict[str, Any] = field(default_factory=dict)
     sender: client.Sender
@@ -74,9 +82,10 @@ class Job:
         """At SIGTERM: seconds until SIGKILL, as its sender says, else as usual."""
         try:
             noticed = self.notice_file.read_text().strip() if self.notice_file else ""
-            return seconds_of(noticed) if noticed else self.grace_s
+            grace_s = seconds_of(noticed) if noticed else self.grace_s
         except (OSError, ValueError, RuntimeError):  # none was written, or what is there is no time
-            return self.grace_s
+            grace_s = self.grace_s
+        return min(grace_s, self.at_most_s)
 
     def left_s(self) -> float:
         """Seconds until SIGKILL, endless as long as nobody told us to end."""
@@ -144,6 +153,7 @@ def join(environment: dict[str, str] | None = None) -> Job:
         network=env.get(client.ENV_NETWORK, ""),
         grace_s=seconds_of(env.get(client.ENV_GRACE_S, "")),
         notice_file=Path(env[client.ENV_NOTICE_FILE]) if env.get(client.ENV_NOTICE_FILE) else None,
+        at_most_s=patience_of_torchrun(env) if by_torchrun(env) else math.inf,
         rate_cap=bytes_per_second(env.get(client.ENV_RATE_CAP, "")),
         options=options_of(env.get(client.ENV_OPTIONS, "")),
         sender=sender,

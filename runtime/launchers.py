@@ -16,6 +16,8 @@ FROM_ENVIRONMENT = "env://"
 #: Replicas that srun started meet at ports from here on, below those that systems give out freely.
 FIRST_PORT, PORTS, PORTS_OF_STEP = 20_000, 12_000, 1_000
 
+SHUTDOWN_S = 30.0  # torchrun's, unless it is told otherwise
+
 Environment = Mapping[str, str]
 
 
@@ -75,6 +77,16 @@ def by_torchrun(env: Environment) -> bool:
     """Whether torchrun itself started this process, and not a launcher that torchrun started."""
     said = client.ENV_RANK in env and client.ENV_RANKS in env
     return "TORCHELASTIC_RUN_ID" in env and not said
+
+
+def patience_of_torchrun(env: Environment) -> float:
+    """How many seconds after a SIGTERM, which it passes on, torchrun kills its ranks: 30, or what
+    this variable says (torch/distributed/launcher/api.py). What its command line says instead no
+    rank hears."""
+    try:
+        return float(env.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or SHUTDOWN_S)
+    except ValueError:  # then it has not started us
+        return SHUTDOWN_S
 
 
 def need(env: Environment, name: str) -> str:

@@ -45,7 +45,7 @@ from runtime.client import (
     Stopped,
 )
 from runtime.ending import AtRest, Ending
-from runtime.generators import generators, set_generators
+from runtime.generators import cards_of, generators, set_generators
 from runtime.image import Damaged, Staged
 from runtime.job import Job
 from runtime.ledger import SampleLedger
@@ -62,7 +62,16 @@ from runtime.replica.state import (
 )
 from runtime.replica.telling import Teller
 from runtime.replica.together import MAX_TRIES, TRIES_OF_ONE
-from runtime.snapshot import Copying, Due, When, as_laid_out, digest_of, room_for, state_of
+from runtime.snapshot import (
+    Copying,
+    Due,
+    When,
+    as_laid_out,
+    digest_of,
+    queued_on,
+    room_for,
+    state_of,
+)
 from runtime.stalls import Stalls
 
 log = logging.getLogger("drydock.whole")
@@ -146,6 +155,7 @@ class WholeJob:
         self._verified: dict[str, CheckpointSaved] = {}
         saver.delivery.on_saved = self._on_saved
         self._in_step = False  # the loop makes one
+        self._left = False  # in the middle of a step
         self._over = False  # all ranks are to leave
         self._wish: Because = ""  # why they are
         self._because: Because = ""  # why we leave the loop
@@ -159,7 +169,7 @@ class WholeJob:
         self._owed: set[TierName] = set()  # and had none yet in these tiers
         self._teller = Teller(job, SampleLedger({}), 0, whole=True)
         self._stalls = Stalls(job.trouble, stalled_after_s)
-        self._ending: Ending  # from `with` on
+        self._ending = Ending(job, saver, self._save_aside)
         self._group: Any = None
         self._start = ""
 
@@ -198,8 +208,12 @@ class WholeJob:
         self._because = ""  # several loops may follow each other
         while not self._over and self.committed + 1 < count:
             self._in_step = True
-            with self._stalls.computing():
-                yield self.committed + 1
+            try:
+                with self._stalls.computing():
+                    yield self.committed + 1
+            except GeneratorExit:
+                self._left = True
+                raise
             self._in_step = False
             self.committed += 1
             loss, samples = self._said
@@ -215,9 +229,16 @@ class WholeJob:
         and killed before the next edge, that step is saved all the same: where all ranks are in
         such a block at that step, or wait at its edge. Of what random numbers are drawn in there
         such a save knows nothing."""
-        step = self.committed + self._in_step
-        state = self._state(step)
-        with self._ending.at_rest(step, lambda: state):
+        with contextlib.ExitStack() as stack:
+            if not self._left:  # else nobody knows what the state is
+                try:
+                    step = self.committed + self._in_step
+                    made = self._state(step), due_in(self.model)
+                except Exception as error:  # no checkpoint is worth the training
+                    self.job.trouble("not_saved_aside", f"there is no state to save: {error!r}")
+                else:
+                    rest = AtRest(step, lambda: made, self._stream())
+                    stack.enter_context(self._ending.at_rest(rest))
             yield
 
     def tell(self, loss: float | torch.Tensor, samples: int = 0) -> None:
@@ -233,7 +254,6 @@ class WholeJob:
     # --- begin and end ------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._ending = Ending(self.job, self.saver, self._save_aside)
         self._group = dist.new_group(backend="gloo")
         self._start = self._from(0, uuid.uuid4().hex[:8])
         self._resume(self._meet_nodes())
@@ -313,7 +333,7 @@ class WholeJob:
         parts = dict(self._verified)
         young = time.monotonic() < self._held_back_until
         times, steps = self._ending.times(here), _steps_of(parts)
-        with self._ending.at_rest(self.committed, self._state):
+        with self._ending.at_rest(self._at_rest()):
             highest = self._highest([*flags, young, *times, *steps])
         stop, sent_away, *told, was_told, is_nan = map(bool, highest[: len(flags)])
         self._ending.hear(here, highest[len(flags) + 1 : -len(steps)])
@@ -327,7 +347,9 @@ class WholeJob:
         # Each rank tells of its own stores that are late: no other sees them.
         ready = self.saver.ready([name for name in due if name in here])
         self.saver.prepare(lambda: room_for(self._state(), due_in(self.model)), ready)
-        free = [name for name in due if not busy[name]]
+        # What we have begun aside while we waited, the others begin now.
+        begun = {name for name, step in self._saved.items() if step == self.committed}
+        free = [name for name in due if not busy[name] and name not in begun]
         over = stop or sent_away
         if over:
             self._wish = "over" if stop else "told"
@@ -367,8 +389,7 @@ class WholeJob:
         return (self._owed | self.saver.due()).intersection(TIERS)
 
     def _save(self, tiers: Collection[TierName], *, last: bool = False) -> None:
-        here = AtRest(self.committed, self._state, None)
-        copying = self._begin_save(here, tiers, last=last)
+        copying = self._begin_save(self._at_rest(), tiers, last=last)
         if copying is not None:
             copying.wait()  # the script may do what it likes with its weights from here on
 
@@ -382,8 +403,9 @@ class WholeJob:
         self, what: AtRest, tiers: Collection[TierName], *, last: bool
     ) -> Copying | None:
         def begin(room: memoryview | None) -> Copying:
-            due, stream = due_in(self.model), what.computed_on
-            return Copying(what.state(), what.step, room, due, computed_on=stream)
+            with queued_on(what.computed_on):  # also the card whose generators are asked
+                state, due = what.state()
+            return Copying(state, what.step, room, due, computed_on=what.computed_on)
 
         name = f"{self._start}x{what.step}"
         copying = self.saver.save(begin, name, tiers, epoch=self.epoch, last=last)
@@ -391,6 +413,17 @@ class WholeJob:
             self._saved |= dict.fromkeys(tiers, what.step)
             self._owed -= {*tiers}
         return copying
+
+    def _at_rest(self) -> AtRest:
+        """Between two steps."""
+        stream = self._stream()
+        return AtRest(self.committed, lambda: (self._state(), due_in(self.model)), stream)
+
+    def _stream(self) -> torch.cuda.Stream | None:
+        """On which the model's card computes; None if no card does."""
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return None
+        return torch.cuda.current_stream(cards_of(self.model)[0])
 
     def _on_saved(self, part: CheckpointSaved) -> None:
         """What we wrote was verified: in a folder of all the whole, else our part of it. On a

@@ -20,7 +20,6 @@ from controlplane.fleet.selectors import may, nodes_for
 from controlplane.incidents import actions as incidents
 from controlplane.jobs import actions as jobs
 from controlplane.jobs import selectors
-from controlplane.jobs.choices import JobState
 from controlplane.jobs.models import Job
 from controlplane.jobs.views import WINDOWS, window_word
 from controlplane.live import live_page
@@ -78,9 +77,7 @@ def checkpoint(request: HttpRequest, job_id: str) -> HttpResponse:
     found = selectors.job_for(request.user, job_id)
 
     def deed(actor: Actor) -> None:
-        if found.state != JobState.RUNNING:
-            state = found.get_state_display().lower()
-            raise Conflict(f"{found.name} is {state}: nobody is there to save a checkpoint")
+        selectors.demand_ranks(found)
         jobs.direct(actor, found.pk, "checkpoint", reason="asked for on the job's page")
 
     return _act(request, found, deed, "#checkpoints-h")

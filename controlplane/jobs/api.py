@@ -10,7 +10,6 @@ from django.db.models import Q, QuerySet
 from django.http import QueryDict
 
 from controlplane.accounts.models import Actor
-from controlplane.errors import Conflict
 from controlplane.fleet.api import IN_CLUSTER, OF_NODE, Spares
 from controlplane.fleet.models import Cluster
 from controlplane.fleet.selectors import nodes_for, racks_for
@@ -127,11 +126,9 @@ class Jobs(Resource):
         """Give an order to a job's ranks
 
         They obey it once, at a step's edge, if they hear of it before it expires. Of a job that
-        does not run nobody would: that is a conflict.
+        does not run, or of which only its scheduler tells, nobody would: that is a conflict.
         """
-        if job.state != JobState.RUNNING:
-            state = job.get_state_display().lower()
-            raise Conflict(f"{job.name} is {state}: nobody is there to obey")
+        selectors.demand_ranks(job)
         return actions.direct(
             actor, job.pk, order["verb"], ttl_s=order["ttl_s"], reason=order["reason"]
         )

@@ -273,6 +273,7 @@ class Checkpoint(models.Model):
         constraints = [
             models.UniqueConstraint(fields=["job", "step", "tier"], name="checkpoint_once_per_tier")
         ]
+        indexes = [models.Index(fields=["at", "id"], name="checkpoint_by_time")]
 
     @property
     def packed_to(self) -> float | None:

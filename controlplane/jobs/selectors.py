@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from itertools import groupby, pairwise
+from itertools import pairwise
 from statistics import median
 from typing import Any, Protocol
 
@@ -15,6 +15,9 @@ from django.db import connection
 from django.db.models import (
     BigIntegerField,
     Count,
+    DateTimeField,
+    DurationField,
+    ExpressionWrapper,
     F,
     Func,
     Max,
@@ -23,6 +26,7 @@ from django.db.models import (
     Q,
     QuerySet,
     Sum,
+    Value,
     Window,
 )
 from django.db.models.fields.json import KeyTextTransform
@@ -31,6 +35,7 @@ from django.http import Http404
 from django.utils import timezone
 
 from controlplane.accounts.models import User
+from controlplane.errors import Conflict
 from controlplane.fleet.choices import CommandState, NodeState
 from controlplane.fleet.models import Command, Gpu, MaintenanceWindow, Node
 from controlplane.fleet.selectors import clusters_for
@@ -54,6 +59,8 @@ from controlplane.jobs.models import (
 MAX_POINTS = 1000
 #: How far an incident's fault may lie from the interruption it explains.
 NEAR = timedelta(seconds=120)
+#: So far a rank's clock may be behind ours, or its word on its way, before it is not believed.
+CLOCKS_DIFFER = timedelta(seconds=15)
 #: How far apart two processes may tell of one and the same moment.
 AT_ONCE = timedelta(seconds=10)
 
@@ -284,6 +291,28 @@ def _explaining(
     return min(near)[2] if near else None
 
 
+def demand_ranks(job: Job) -> None:
+    """Raises Conflict unless ranks of the job train and hear what it is told: of one that only its
+    scheduler tells of, nobody does."""
+    if job.state != JobState.RUNNING:
+        raise Conflict(f"{job.name} is {job.get_state_display().lower()}: nobody is there to obey")
+    placed = Placement.objects.filter(replica__job=job).exclude(state=PlacementState.ENDED)
+    if not placed.exists() and not job.progress.exists():
+        raise Conflict(
+            f"no rank of {job.name} has told of a step: nobody is there to obey. Give its ranks "
+            "DRYDOCK_URL and DRYDOCK_TOKEN, with which they tell and hear"
+        )
+
+
+def saved_since(checkpoints: QuerySet[Checkpoint], since: datetime) -> QuerySet[Checkpoint]:
+    """Those whose state was taken since then, and not only finished: what was trained before it is
+    in them. As exactly as the clocks of ranks are believed."""
+    second = Value(timedelta(seconds=1), output_field=DurationField())
+    took = ExpressionWrapper(F("seconds") * second, output_field=DurationField())
+    began = ExpressionWrapper(F("at") - took, output_field=DateTimeField())
+    return checkpoints.alias(began=began).filter(began__gte=since - CLOCKS_DIFFER)
+
+
 def last_checkpoints(job: Job) -> list[Checkpoint]:
     """The newest few of each tier, newest first."""
     place = Window(RowNumber(), partition_by=[F("tier")], order_by=F("at").desc())
@@ -299,7 +328,8 @@ class TierHealth:
     tier: Tier
     newest: Checkpoint | None
     usual_s: float | None  # between two saves, as told or as seen; None if that is not known
-    late: bool
+    late_after_s: float | None  # its newest is late once it is so old; None if nobody waits for one
+    late: bool  # by now
     failing: tuple[int, ...] = ()  # the replicas whose saves to it fail
     why: str = ""  # one of them said
     not_taken: str = ""  # why, if the job went back since and could not use the newest
@@ -309,6 +339,8 @@ class TierHealth:
 LATE_TIMES = 3.0
 #: So many checkpoints of each tier are looked at.
 LAST = 8
+#: What ranks tell of a tier in which nothing has come whole for long, or ever.
+NEVER_WHOLE = ("checkpoint_not_whole", "checkpoint_late")
 #: And so much of what ranks told.
 TROUBLES = 200
 
@@ -321,19 +353,19 @@ def troubles_of(job: Job) -> list[Signal]:
 
 @dataclass(frozen=True)
 class Told:
-    """What one or several replicas told alike, one after the other."""
+    """What one or several replicas told alike, how often ever."""
 
     newest: Signal
     replicas: list[int]
 
 
 def told_alike(troubles: list[Signal]) -> list[Told]:
-    """The same, newest first, with one entry for what many say at once, as of a shared folder."""
-    found = []
-    for _, group in groupby(troubles, lambda one: (one.data["kind"], one.data.get("subject"))):
-        alike = list(group)
-        found.append(Told(alike[0], sorted({one.replica or 0 for one in alike})))
-    return found
+    """The same, newest first, with one entry for what many say, as of a shared folder, or one says
+    again and again: it hides nothing that was told once and still holds."""
+    alike: dict[tuple[str, str], list[Signal]] = {}
+    for one in troubles:
+        alike.setdefault((one.data["kind"], one.data.get("subject", "")), []).append(one)
+    return [Told(group[0], sorted({s.replica or 0 for s in group})) for group in alike.values()]
 
 
 def failing_tiers(job: Job, checkpoints: list[Checkpoint]) -> dict[str, dict[int, str]]:
@@ -341,25 +373,29 @@ def failing_tiers(job: Job, checkpoints: list[Checkpoint]) -> dict[str, dict[int
     It tells that once, however long it lasts and whatever else is told meanwhile.
 
     To the object store one replica writes for all: what came whole later, whoever wrote it, shows
-    that it is well.
+    that it is well. So it does where a rank's own part is well and others' never came
+    (`checkpoint_not_whole`); and where a store hangs, which is late, there is none yet.
     """
     there = Placement.objects.filter(replica__job=job).exclude(state=PlacementState.ENDED)
     told = Signal.objects.filter(
         job_id=job.pk,
         kind=SignalKind.JOB_TROUBLE,
         placement_id__in=there.values("pk"),
-        data__kind__in=("checkpoint_failed", "checkpoint_recovered"),
+        data__kind__in=("checkpoint_failed", "checkpoint_recovered", *NEVER_WHOLE),
     )
     whom = ("placement_id", "data__rank", "data__subject")
     # By when we heard of it: in the order in which it was told, also where a clock was put back.
     last = told.order_by(*whom, "-recorded_at", "-observed_at").distinct(*whom)
-    failed = [one for one in last if one.data["kind"] == "checkpoint_failed"]
-    whole = [one.at for one in checkpoints if one.tier == Tier.OBJECT]
+    failed = [one for one in last if one.data["kind"] != "checkpoint_recovered"]
     found: dict[str, dict[int, str]] = {}
     for signal in sorted(failed, key=lambda one: one.observed_at):
-        tier = signal.data.get("subject", "")
-        if tier != Tier.OBJECT or all(at < signal.observed_at for at in whole):
-            found.setdefault(tier, {})[signal.replica or 0] = signal.data["text"]
+        tier, kind = signal.data.get("subject", ""), signal.data["kind"]
+        whole = [one.at for one in checkpoints if one.tier == tier]
+        shown_well = any(at >= signal.observed_at for at in whole)
+        by_all = tier == Tier.OBJECT or kind in NEVER_WHOLE
+        if (by_all and shown_well) or (kind == "checkpoint_late" and whole):
+            continue
+        found.setdefault(tier, {})[signal.replica or 0] = signal.data["text"]
     return found
 
 
@@ -399,11 +435,12 @@ def tiers_of(job: Job, checkpoints: list[Checkpoint]) -> list[TierHealth]:
         newest = next(iter(last), None)
         usual_s = (newest and newest.every_s) or (median(gaps) if gaps else None)
         age_s = (timezone.now() - newest.at).total_seconds() if newest else 0.0
-        running = job.state == JobState.RUNNING
-        late = running and usual_s is not None and age_s > LATE_TIMES * usual_s + AT_ONCE.seconds
+        due = job.state == JobState.RUNNING and newest is not None and usual_s is not None
+        late_s = LATE_TIMES * (usual_s or 0.0) + AT_ONCE.seconds if due else None
+        late = late_s is not None and age_s > late_s
         text = next(iter(why.values()), "")
         replicas, gone = tuple(sorted(why)), not_taken.get(tier, "")
-        found.append(TierHealth(Tier(tier), newest, usual_s, late, replicas, text, gone))
+        found.append(TierHealth(Tier(tier), newest, usual_s, late_s, late, replicas, text, gone))
     return found
 
 

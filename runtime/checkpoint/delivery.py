@@ -416,7 +416,8 @@ class Delivery:
             self._end(write, "")
 
     def _alarm(self, write: Write, kind: str, text: str) -> None:
-        """Told once until a save to that tier is without it; what is stale is another each time."""
+        """Told once until a save to that tier is without it; who finds what is stale tells only
+        what is new."""
         log.warning("alarm kind=%s tier=%s text=%s", kind, write.tier.name, text)
         known = write.alarms | self._alarmed.get(write.tier.name, set())
         write.alarms.add(kind)

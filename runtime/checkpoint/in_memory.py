@@ -5,7 +5,9 @@ Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,22 +16,28 @@ from typing import Any
 from runtime import client
 from runtime.checkpoint import peer
 from runtime.checkpoint.facts import saved_at
-from runtime.checkpoint.holder import ADDRESS
+from runtime.checkpoint.holder import LOCK
 from runtime.checkpoint.progress import Bar
 from runtime.image import Damaged
 
 SCHEME = "holder://"
+_ADDRESS = re.compile(r"[^/\s]+:\d{1,5}")
 
 
 def address_of(path: Path | str) -> str | None:
     """Of the holder that this means, by its URL, holder://HOST:PORT, or by its folder on this node;
-    None if it means none. Raises ValueError if none runs there."""
+    None if it means none. Raises ValueError if that is no address, or none runs there; OSError."""
     if isinstance(path, str):
-        return path.removeprefix(SCHEME) if path.startswith(SCHEME) else None
-    if not (path / ADDRESS).is_file():
+        if not path.startswith(SCHEME):
+            return None
+        if _ADDRESS.fullmatch(address := path.removeprefix(SCHEME)) is None:
+            raise ValueError(f"{path} is no address of a holder: give {SCHEME}HOST:PORT")
+        return address
+    if not (path / LOCK).is_file():
         return None
+    os.close(os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC))  # else it cannot be told who runs
     if not (found := peer.running(path)):
-        raise ValueError(f"no holder runs in {path} any more: what it kept is gone with it")
+        raise ValueError(f"no holder runs in {path}: what one kept there is gone with it")
     return found
 
 
@@ -68,9 +76,10 @@ def _verified(
         answer["findings"] = [str(error)]
         return "  DAMAGED"
     except OSError as error:
-        if one not in peer.held(address, token):
-            answer["removed"] = True
-            return "  replaced meanwhile"
+        with contextlib.suppress(OSError):
+            if one not in peer.held(address, token):
+                answer["removed"] = True
+                return "  replaced meanwhile"
         answer["not_checked"] = str(error)
         return "  NOT CHECKED"
     return "  well"

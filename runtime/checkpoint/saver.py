@@ -180,10 +180,9 @@ class Checkpointer:
         self._held_up |= tiers
         if new := tiers - self._late:
             self._late |= new
-            names = ", ".join(sorted(new))
-            self.job.trouble(
-                "checkpoint_late", f"the store is slower than checkpoints are due: {names}"
-            )
+            for name in sorted(new):
+                text = f"{name}: the store is slower than checkpoints are due"
+                self.job.trouble("checkpoint_late", text, name)
 
     def save(
         self,

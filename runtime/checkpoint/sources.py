@@ -18,7 +18,7 @@ from runtime.checkpoint import peer, store
 from runtime.checkpoint.asking import Asking
 from runtime.checkpoint.coding import NotInstalled
 from runtime.checkpoint.facts import changed_since
-from runtime.checkpoint.manifest import Manifest
+from runtime.checkpoint.manifest import MANIFEST, Manifest
 from runtime.checkpoint.objects import Found, ObjectStore
 from runtime.checkpoint.suspects import State, suspects
 from runtime.checkpoint.tiers import (
@@ -40,6 +40,9 @@ AT_ONCE = 32  # other nodes' holders that are asked
 ELSEWHERE_S = 2.0  # how long one may take to answer: its node may be gone
 #: If such a tier cannot be read nobody knows whether there is something to go on from.
 OF_ALL_NODES: tuple[TierName, ...] = ("shared", "object")
+#: What is told of one that does not verify: the newest of its tier; one in whose stead another copy
+#: or a newer one is loaded.
+REFUSED, PASSED_OVER = "checkpoint_refused", "checkpoint_passed_over"
 #: Epoch, step, minus the place of the tier in TIERS, name, tier.
 _Found = tuple[int, int, int, str, TierName]
 
@@ -189,8 +192,7 @@ class Sources:
             try:
                 return _read(asking, partial(store.read, path, part), progress)
             except Damaged as error:
-                if path.exists():  # else it was pruned meanwhile
-                    self._blame_disk(tier, error)
+                self._blame_disk(tier, path, error)
                 raise
 
         *others, last = [path for path, _manifest in self._named(name, tier, progress)]
@@ -225,11 +227,18 @@ class Sources:
         return read(*last)
 
     def _refuse_copy(self, tier: TierName, error: Damaged | OSError) -> None:
-        self._job.trouble("checkpoint_refused", f"{tier}: {error}; trying another's copy", tier)
+        self._job.trouble(PASSED_OVER, f"{tier}: {error}; trying another's copy", tier)
 
-    def _blame_disk(self, tier: TierName, error: Damaged) -> None:
-        """What is there is not what was saved: if nobody else writes to it, it is the disk."""
-        if tier == "local" and not isinstance(error, (*store.NOT_JUDGED, NotInstalled)):
+    def _blame_disk(self, tier: TierName, path: Path, error: Damaged) -> None:
+        """What is there is not what was saved: if nobody else writes to it, it is the disk. Not if
+        it was pruned meanwhile."""
+        if tier != "local" or isinstance(error, (*store.NOT_JUDGED, NotInstalled)):
+            return
+        try:
+            there = self._asking[tier].ask((path / MANIFEST).exists)
+        except OSError:
+            return
+        if there:
             self._job.trouble("checkpoint_damaged", f"{tier}, when it was read: {error}", tier)
 
     def _named(
@@ -272,7 +281,7 @@ class Sources:
         asking = self._asking["object"]
         found = asking.ask(partial(self._objects.found, asking.heard))
         for damaged in (one for one in found if isinstance(one, Damaged)):
-            self._job.trouble("checkpoint_refused", f"object: {damaged}", "object")
+            self._job.trouble(REFUSED, f"object: {damaged}", "object")
         whole = [one.manifest for one in found if isinstance(one, Found)]
         if found and not whole:
             raise ValueError(
@@ -338,11 +347,16 @@ class Sources:
         return run
 
     def _written(self, tier: TierName) -> list[Manifest]:
-        found = [one for _path, one in self._folders.listed(tier)]
-        for damaged in (one for one in found if isinstance(one, Damaged)):
-            self._job.trouble("checkpoint_refused", f"{tier}: {damaged}", tier)
-            self._blame_disk(tier, damaged)
+        listed = self._folders.listed(tier)
+        found = [one for _path, one in listed]
         whole = [one for one in found if isinstance(one, Manifest)]
+        newest = max((one.step for one in whole), default=-1)
+        for path, damaged in listed:
+            if isinstance(damaged, Damaged):
+                # Where a newer one is there nothing is lost by it.
+                kind = REFUSED if store.number_of(path)[0] > newest else PASSED_OVER
+                self._job.trouble(kind, f"{tier}: {damaged}", tier)
+                self._blame_disk(tier, path, damaged)
         if found and not whole and not self._tiers[tier].own:
             folder = self._folders.shared
             raise ValueError(

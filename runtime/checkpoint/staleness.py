@@ -20,10 +20,12 @@ _WEIGHTS = ".model."
 
 
 class Staleness:
-    """Tells each weight that stays as it is once, and a state that stays as it is every time."""
+    """Tells each weight that stays as it is once, and once that a whole state does, until one of
+    them changes: what is told with each save would bury all else."""
 
     def __init__(self) -> None:
         self._told: frozenset[str] = frozenset()
+        self._all_told = False
 
     def news(self, part: Part, before: Part | None) -> Finding | None:
         """What is to be told of a part, beside the one that was saved before."""
@@ -36,7 +38,9 @@ class Staleness:
             trained = _trained(part)
             # What an optimizer keeps may stay, and where the weights are not known that is all.
             if any(piece.name.startswith(_WEIGHTS) for piece in trained):
-                return _finding(part, before, trained, _ALL)
+                told, self._all_told = self._all_told, True
+                return None if told else _finding(part, before, trained, _ALL)
+        self._all_told = False
         stale = unchanged(part, before)
         new = [piece for piece in stale if piece.name not in self._told]
         names = frozenset(piece.name for piece in stale)

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 import runtime
 from runtime.checkpoint.tiers import TIERS
@@ -98,7 +99,8 @@ def test_what_is_told_in_the_middle_of_a_step_waits_until_its_update_is_made(
             return await_free(wait_s)
 
         monkeypatch.setattr(whole.saver.rooms, "await_free", asks)
-        next(whole.steps(NEVER))
+        steps = whole.steps(NEVER)
+        next(steps)
         whole.job.told.set()
         until(asked.is_set, "it is time to save aside")
         before = saved(alone, whole)
@@ -130,7 +132,8 @@ def test_what_the_loop_changes_after_it_is_not_in_what_was_saved_aside(
         given: list[Any] = []
         give = whole.saver.delivery.give
         monkeypatch.setattr(whole.saver.delivery, "give", given.append)
-        next(whole.steps(NEVER))
+        steps = whole.steps(NEVER)
+        next(steps)
         weight = model.weight.detach().clone()
         with whole.evaluating():
             whole.job.told.set()
@@ -180,3 +183,58 @@ def test_a_rank_that_ended_listens_no_more(alone: Alone) -> None:
 
     os.kill(psutil.Process().pid, signal.SIGTERM)
     until(whole.job.told.is_set, "it is noted")
+
+
+def test_a_step_that_was_left_in_the_middle_is_not_saved_aside_either(alone: Alone) -> None:
+    """The loader of a `zip` ended: nothing was trained in the step that was begun."""
+    with alone.start(grace_s=GRACE_S) as whole:
+        quick(whole)
+        list(zip(whole.steps(NEVER), range(2), strict=False))
+        with whole.evaluating():
+            whole.job.told.set()
+            threading.Event().wait(GRACE_S)
+
+    assert saved(alone, whole) == [[], []]
+
+
+def test_what_was_begun_aside_at_an_edge_is_not_begun_again_there(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits at the edge for ranks that were not told, and so the job goes on."""
+    with alone.start(local=0.0, shared=0.0, grace_s=GRACE_S) as whole:
+        quick(whole)
+        steps = whole.steps(NEVER)
+        next(steps)
+        until(lambda: whole.saver.prepare(lambda: 1 << 20), "there is room")
+        given: list[list[str]] = []
+        give = whole.saver.delivery.give
+
+        def gives(save: Any) -> None:
+            given.append([tier.name for tier in save.tiers])
+            give(save)
+
+        def meets(_told: torch.Tensor, *_: Any, **__: Any) -> None:
+            whole.job.told.set()
+            until(lambda: given != [], "a save aside is begun")
+
+        monkeypatch.setattr(whole.saver.delivery, "give", gives)
+        monkeypatch.setattr(dist, "all_reduce", meets)
+        next(steps)
+        monkeypatch.undo()
+        list(steps)
+
+    assert given == [["local", "shared"]]
+
+
+def test_a_state_that_cannot_be_made_ends_no_evaluation(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with alone.start() as whole:
+        steps = whole.steps(NEVER)
+        next(steps)
+        monkeypatch.setattr(whole, "_state", lambda _step: 1 / 0)
+        with whole.evaluating():
+            pass
+        monkeypatch.undo()
+
+    assert "not_saved_aside" in alone.troubles()

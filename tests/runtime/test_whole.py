@@ -332,8 +332,8 @@ def test_where_there_is_no_room_for_what_is_due_that_is_told(
         whole.job.stop.set()
         list(steps)
 
-    assert alone.troubles() == ["checkpoint_late"]
-    assert alone.door.messages("trouble")[0]["text"].endswith(": local, shared")
+    assert alone.troubles() == ["checkpoint_late"] * 2
+    assert [one["subject"] for one in alone.door.messages("trouble")] == ["local", "shared"]
 
 
 def test_on_one_node_memory_is_no_tier(alone: Alone, tmp_path: Path) -> None:
@@ -522,9 +522,12 @@ def test_why_it_cannot_start_is_told_before_the_process_goes(alone: Alone) -> No
     with pytest.raises(ValueError, match=r"none of the 2 .* \(rank 0: local: .*; rank 0: shared: "):
         alone.start().__enter__()
 
-    assert alone.troubles() == ["checkpoint_refused", "checkpoint_refused", "exception"]
-    refused = [one["subject"] for one in alone.door.messages("trouble")[:2]]
-    assert refused == ["local", "shared"]
+    assert alone.troubles() == [
+        *("checkpoint_damaged", "checkpoint_refused"),  # on its own disk
+        *("checkpoint_refused", "exception"),
+    ]
+    refused = [one["subject"] for one in alone.door.messages("trouble")[:3]]
+    assert refused == ["local", "local", "shared"]
     assert not any(one.name == "drydock-sender" for one in threading.enumerate())
 
 

@@ -50,7 +50,7 @@ def told_by(placement: Placement, *messages: client.Message) -> None:
         replica=placement.replica.index,
         rank=0,
         placement=placement.pk,
-        sent_at=1.0,
+        sent_at=time.time(),
         messages=[],
     )
     jobs.record_runtime_batch(placement.replica.job_id, batch, list(messages))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -459,7 +460,7 @@ def test_cancelling_leaves_no_coordinator_that_its_job_does_not_know(world: Worl
 def test_a_rank_that_died_of_an_exception_is_mended(world: World) -> None:
     lost = world.placements[1]
     batch = client.Batch(
-        job=world.job.pk, replica=1, rank=0, placement=lost.pk, sent_at=1.0, messages=[]
+        job=world.job.pk, replica=1, rank=0, placement=lost.pk, sent_at=time.time(), messages=[]
     )
     stopped = client.Stopped(step=3, reason="exception", at=1.0, clean=False)
     jobs.record_runtime_batch(world.job.pk, batch, [stopped])

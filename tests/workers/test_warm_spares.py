@@ -90,7 +90,7 @@ def takes_place(spare: Placement, index: int = 1) -> None:
         replica=index,
         rank=0,
         placement=spare.pk,
-        sent_at=1.0,
+        sent_at=time.time(),
         messages=[],
     )
     hello = client.Hello(pid=7, at=time.time(), stage="entered")
@@ -669,7 +669,7 @@ def test_steps_that_it_tells_of_say_that_it_has_a_place(world: World, spare: Pla
     world.exits(world.placements[0], signal=9)
     drain()
     batch = client.Batch(
-        job=world.job.pk, replica=0, rank=0, placement=spare.pk, sent_at=1.0, messages=[]
+        job=world.job.pk, replica=0, rank=0, placement=spare.pk, sent_at=time.time(), messages=[]
     )
     jobs.record_runtime_batch(world.job.pk, batch, [committed()])
 

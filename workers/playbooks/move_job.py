@@ -21,6 +21,7 @@ from controlplane.incidents.moves import AS_WHOLE, SAVE_S
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import OF_ALL_NODES, PlacementState
 from controlplane.jobs.models import LEFT, Placement
+from controlplane.jobs.selectors import saved_since
 from workers import losses
 from workers.playbooks.base import (
     Ask,
@@ -63,7 +64,7 @@ def save(ctx: StepContext) -> Outcome:
             apply=lambda: jobs.direct(actor_of(ctx), job.pk, "checkpoint", reason=ctx.run.title),
         )
     since = datetime.fromisoformat(asked_at)
-    saved = job.checkpoints.filter(tier__in=OF_ALL_NODES, at__gte=since).first()
+    saved = saved_since(job.checkpoints.filter(tier__in=OF_ALL_NODES), since).first()
     if saved is not None:
         return Done(text=f"step {saved.step} is saved")
     if before.state == PlacementState.ENDED or _being_brought_back(ctx):

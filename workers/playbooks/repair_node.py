@@ -20,6 +20,7 @@ from controlplane.incidents.choices import Effect
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, OF_ALL_NODES, PlacementState
 from controlplane.jobs.models import IN_ITS_PLACE, Checkpoint, Job, Placement
+from controlplane.jobs.selectors import saved_since
 from workers import guards, triage
 from workers.playbooks import node_steps
 from workers.playbooks.base import (
@@ -122,7 +123,8 @@ def _await_checkpoints(ctx: StepContext, busy: QuerySet[Placement], words: str) 
     since = datetime.fromisoformat(asked)
     goes_on = [job for job in there.values() if _others_train(job, busy)]
     left = Q(tier__in=OF_ALL_NODES) | Q(job__in=goes_on)
-    saved = Checkpoint.objects.filter(left, job__in=there, at__gt=since).order_by("step")
+    found = Checkpoint.objects.filter(left, job__in=there)
+    saved = saved_since(found, since).order_by("step")
     steps = dict(saved.values_list("job_id", "step"))
     missing = ", ".join(sorted(job.name for pk, job in there.items() if pk not in steps))
     if not missing:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import TypeVar
 
 from django.db.models import Q
 from django.utils import timezone
@@ -30,7 +32,7 @@ from controlplane.jobs.models import (
     ProgressSample,
 )
 from controlplane.jobs.reliability import recent_rate
-from controlplane.jobs.selectors import ordered_to_end
+from controlplane.jobs.selectors import CLOCKS_DIFFER, ordered_to_end
 from runtime import client
 
 #: What a process says that another has replaced, before the other's placement.
@@ -49,6 +51,12 @@ TOLD = (
 )
 #: Clocks may differ by so much.
 MAX_AHEAD = timedelta(minutes=5)
+#: What a rank has just sent cannot be of the future, nor older than its POST and our queue take:
+#: if it says so by more than this, in seconds, its clock is wrong, and its times are moved to ours.
+AHEAD_S, BEHIND_S = 1.0, CLOCKS_DIFFER.total_seconds()
+Said = TypeVar("Said", bound=client.Message)
+#: What messages say of when something was, in Unix time.
+TIMES = ("at", "started_at", "committed_at")
 
 
 @change()
@@ -60,7 +68,8 @@ def record_runtime_batch(
         return _reply(Job.objects.get(pk=job_id))
     # One job's batches take turns, so that the ledger's end is read and moved by one at a time.
     job = Job.objects.select_for_update(no_key=True).get(pk=job_id)
-    for message in messages:
+    for told in messages:
+        message = _by_our_clock(batch, told)
         if isinstance(message, client.Hello):
             _record_hello(job, batch, message)
         elif isinstance(message, client.Progress):
@@ -73,9 +82,9 @@ def record_runtime_batch(
             _record_regrouped(job, message)
         elif isinstance(message, client.CheckpointSaved):
             _record_checkpoint(job, message)
-        elif isinstance(message, client.Trouble):
-            _record_trouble(job, batch, message)
-        else:
+        elif isinstance(told, client.Trouble):
+            _record_trouble(job, batch, told)
+        elif isinstance(message, client.Stopped):
             _record_stopped(job, batch, message)
     job.save(update_fields=TOLD)
     touch(job.cluster_id, ("job", job.pk))
@@ -288,12 +297,13 @@ def _record_checkpoint(job: Job, message: client.CheckpointSaved) -> None:
 
 
 def _record_trouble(job: Job, batch: client.Batch, message: client.Trouble) -> None:
+    # By its rank's clock: the same however often it is sent.
     key = f"{batch.placement or job.pk}:{message.kind}:{message.subject}:{message.at}"
     record_signal(
         f"trouble:{hashlib.sha256(key.encode()).hexdigest()[:40]}",
         SignalKind.JOB_TROUBLE,
         source=f"replica {batch.replica}",
-        observed_at=_moment(message.at),
+        observed_at=_moment(_by_our_clock(batch, message).at),
         job_id=job.pk,
         replica=batch.replica,
         placement_id=batch.placement,
@@ -422,6 +432,15 @@ def _moved(job: Job, placement_id: str, replica: int, at: datetime) -> None:
             placement_id=standby.pk,
             data={"how": "agent", "step": job.step},
         )
+
+
+def _by_our_clock(batch: client.Batch, message: Said) -> Said:
+    """The same, if its rank's clock is wrong, with its times by ours."""
+    ahead_s = batch.sent_at - timezone.now().timestamp()
+    if -BEHIND_S <= ahead_s <= AHEAD_S:
+        return message
+    times = {name: getattr(message, name) for name in TIMES if hasattr(message, name)}
+    return replace(message, **{name: at - ahead_s for name, at in times.items()})
 
 
 def _moment(unix_time: float) -> datetime:

@@ -38,7 +38,9 @@ def test_each_tier_is_shown_with_its_age_and_whether_it_is_late(operator: Client
 
     local, shared = shown.split('data-tier="')[1:3]
     assert local.startswith('local"')
-    assert "late" in local
+    assert "data-is-late" in local
+    assert 'data-late="25"' in local  # three times five seconds, and ten
+    assert "data-is-late" not in shared.split("</tr>")[0]
     assert (now - timedelta(seconds=100)).isoformat() in local  # its age, kept ticking
     assert (now - timedelta(seconds=10)).isoformat() in shared
     assert shared.startswith('shared"')
@@ -178,9 +180,8 @@ def test_what_many_replicas_say_alike_is_one_line(operator: Client, job: Job) ->
 
     lines = [line.split("</span>")[0] for line in shown.split('<span class="told"><span>')[1:]]
     assert lines == [
-        "checkpoint_failed (local), replica 10",
-        "checkpoint_recovered (local), replica 10",
         "checkpoint_failed (local), replica 10 to 12, 14",
+        "checkpoint_recovered (local), replica 10",
     ]
 
 
@@ -248,5 +249,55 @@ def test_of_a_job_that_does_not_run_none_can_be_had(operator: Client, job: Job) 
     answer = operator.post(reverse("job-checkpoint", args=[job.pk]))
 
     assert answer.status_code == 409
-    assert "nobody is there to save a checkpoint" in answer.content.decode()
+    assert "nobody is there to obey" in answer.content.decode()
     assert not Directive.objects.exists()
+
+
+def test_nor_of_one_whose_ranks_do_not_listen(operator: Client, job: Job) -> None:
+    job.progress.all().delete()
+    Placement.objects.filter(replica__job=job).delete()
+
+    answer = operator.post(reverse("job-checkpoint", args=[job.pk]))
+
+    assert answer.status_code == 409
+    assert "Give its ranks DRYDOCK_URL and DRYDOCK_TOKEN" in answer.content.decode()
+    assert not Directive.objects.exists()
+
+
+def test_what_was_told_once_is_not_hidden_by_what_is_told_often(operator: Client, job: Job) -> None:
+    placement = PlacementFactory(replica=ReplicaFactory(job=job, index=10))
+    told(job, "no_holder", 10, ago_s=90, placement=placement, tier="")
+    for ago_s in range(20):
+        kind = ("straggler", "straggler_recovered")[ago_s % 2]
+        told(job, kind, 10, ago_s=ago_s, placement=placement, tier="replica 10")
+
+    shown = page(operator, job).split('data-testid="troubles"')[1].split("</section>")[0]
+
+    assert "no_holder" in shown
+
+
+@pytest.mark.parametrize(("whole_ago_s", "failing"), [(None, True), (40, True), (10, False)])
+def test_a_tier_in_which_nothing_comes_whole_fails_until_something_does(
+    operator: Client, job: Job, whole_ago_s: float | None, failing: bool
+) -> None:
+    """Each rank's own part is well: only where they lie together it shows that others' lack."""
+    placement = PlacementFactory(replica=ReplicaFactory(job=job, index=10))
+    told(job, "checkpoint_not_whole", 10, ago_s=30, placement=placement, tier="shared")
+    for ago_s in [one for one in [whole_ago_s] if one is not None]:
+        CheckpointFactory(job=job, tier="shared", at=timezone.now() - timedelta(seconds=ago_s))
+
+    row = page(operator, job).split('data-tier="shared"')[1].split("</tr>")[0]
+
+    assert ("failing on replica 10" in row) == failing
+
+
+def test_a_store_that_hangs_from_the_first_save_is_shown(operator: Client, job: Job) -> None:
+    placement = PlacementFactory(replica=ReplicaFactory(job=job, index=10))
+    told(job, "checkpoint_late", 10, ago_s=30, placement=placement, tier="shared")
+    told(job, "checkpoint_late", 10, ago_s=30, placement=placement, tier="local")
+    CheckpointFactory(job=job, tier="local", at=timezone.now() - timedelta(seconds=40))
+
+    local, shared = (row.split("</tr>")[0] for row in page(operator, job).split("data-tier=")[1:3])
+
+    assert "failing" not in local
+    assert "failing on replica 10" in shared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,9 @@ def tell(job: Job, *messages: client.Message) -> int:
 
 def answered(job: Job, *messages: client.Message) -> tuple[int, int]:
     """Step and epoch of the last entry that the control plane says it holds."""
-    batch = client.Batch(job=job.pk, replica=0, rank=0, placement="", sent_at=1.0, messages=[])
+    batch = client.Batch(
+        job=job.pk, replica=0, rank=0, placement="", sent_at=time.time(), messages=[]
+    )
     reply = actions.record_runtime_batch(job.pk, batch, list(messages))
     return reply.ledger_step, reply.ledger_epoch
 

@@ -49,13 +49,15 @@ def placement() -> Placement:
     return made
 
 
-def tell(placement: Placement, *messages: client.Message) -> client.Reply:
+def tell(
+    placement: Placement, *messages: client.Message, sent_at: float | None = None
+) -> client.Reply:
     batch = client.Batch(
         job=placement.replica.job_id,
         replica=placement.replica.index,
         rank=0,
         placement=placement.pk,
-        sent_at=1.0,
+        sent_at=time.time() if sent_at is None else sent_at,
         messages=[],
     )
     return actions.record_runtime_batch(placement.replica.job_id, batch, list(messages))
@@ -259,7 +261,7 @@ def test_a_stranger_cannot_end_a_placement_of_another_job(placement: Placement) 
         replica=0,
         rank=0,
         placement=other.pk,
-        sent_at=1.0,
+        sent_at=time.time(),
         messages=[],
     )
     actions.record_runtime_batch(
@@ -377,3 +379,28 @@ def test_who_saves_is_told_how_often_nodes_fail(placement: Placement) -> None:
         6.5e-3
     )
     assert tell(placement, progress(5)).failures_per_node_day is None
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, 240.0])
+def test_times_by_a_clock_that_is_wrong_are_moved_to_ours(
+    placement: Placement, ahead_s: float
+) -> None:
+    now = time.time()
+    trouble = client.Trouble(kind="checkpoint_failed", text="", subject="local", at=now + ahead_s)
+    for _ in range(2):
+        tell(placement, saved(7, now + ahead_s, "d"), trouble, sent_at=now + ahead_s + 1)
+
+    (checkpoint,) = Checkpoint.objects.all()
+    (signal,) = Signal.objects.filter(kind=SignalKind.JOB_TROUBLE)
+    assert abs(checkpoint.at.timestamp() - now + 1) < 5
+    assert abs(signal.observed_at.timestamp() - now + 1) < 5
+
+
+@pytest.mark.parametrize("behind_s", [0.0, 10.0])
+def test_what_was_on_its_way_for_a_while_keeps_its_times(
+    placement: Placement, behind_s: float
+) -> None:
+    at = time.time() - 60.0
+    tell(placement, saved(7, at, "d"), sent_at=time.time() - behind_s)
+
+    assert Checkpoint.objects.get().at.timestamp() == pytest.approx(at, abs=1e-3)

@@ -15,6 +15,7 @@ from runtime import client
 from runtime.checkpoint import peer
 from runtime.checkpoint.__main__ import main
 from runtime.framing import PeerFailed
+from runtime.image import Damaged
 from tests.runtime.checkpoint.states import flip_held_bits, staged_at
 from tests.runtime.checkpoint.test_holder import TOKEN, label
 from tests.runtime.replicas import until
@@ -32,9 +33,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         mine = label(7, rank=rank, ranks=2)
         keeping.hold(mine, staged.table, {"at": 1e9}, memoryview(staged.buffer))
         keeping.close()
+    pid = pid_of(tmp_path / "j")
     yield tmp_path / "j"
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid_of(tmp_path / "j"), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
 
 
 def pid_of(folder: Path) -> int:
@@ -116,4 +118,37 @@ def test_a_folder_of_a_holder_that_was_killed_says_so(folder: Path, capsys: Capt
     until(lambda: not peer.running(folder), "it is gone")
 
     assert main(["verify", str(folder)]) == 2
-    assert f"no holder runs in {folder} any more" in capsys.readouterr().err
+    assert f"no holder runs in {folder}: what one kept there is gone" in capsys.readouterr().err
+
+
+def test_so_does_that_of_one_that_ended(folder: Path, capsys: Capture) -> None:
+    os.kill(pid_of(folder), signal.SIGTERM)
+    until(lambda: not (folder / "holder.json").exists(), "it has ended")
+
+    assert main(["ls", str(folder)]) == 2
+    assert f"no holder runs in {folder}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["holder://node-3", "holder://node-3:4000/", "holder://"])
+def test_what_is_no_address_is_not_taken_for_a_holder_of_another_version(
+    url: str, capsys: Capture
+) -> None:
+    assert main(["verify", url]) == 2
+    assert f"{url} is no address of a holder: give holder://HOST:PORT" in capsys.readouterr().err
+
+
+def test_what_was_found_damaged_is_told_though_the_holder_dies_meanwhile(
+    folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(_address: str, _token: str, rank: int, *_: object) -> None:
+        if rank == 0:
+            raise Damaged("a bit")
+        os.kill(pid_of(folder), signal.SIGKILL)
+        raise PeerFailed("the connection was cut")
+
+    monkeypatch.setattr(peer, "read", dies)
+    assert main(["verify", str(folder)]) == 1
+
+    said = capsys.readouterr().out
+    assert "DAMAGED\n  a bit" in said
+    assert "NOT CHECKED\n  the connection was cut" in said

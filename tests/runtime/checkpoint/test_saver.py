@@ -368,7 +368,7 @@ def test_of_several_copies_on_this_disk_one_that_is_whole_is_read(
 
     assert saver.sources.saves() == [(7, "save7", "local")]
     assert read_from(on_two_tiers, 7, "local") == staged_at(7).digest
-    assert on_two_tiers.told.troubles() == ["checkpoint_refused"]
+    assert on_two_tiers.told.troubles() == ["checkpoint_damaged", "checkpoint_passed_over"]
 
 
 def test_what_a_dead_writer_left_goes_before_more_is_written(

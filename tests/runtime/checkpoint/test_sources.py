@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from runtime.checkpoint import disk, peer
+from runtime.checkpoint import disk, peer, store
 from runtime.checkpoint.draft import write
 from runtime.checkpoint.sources import Sources
 from runtime.checkpoint.tiers import Folders, epochs_taken, next_epoch, run_of, tiers_of
@@ -94,7 +94,7 @@ def test_the_nearest_whole_copy_is_read(job: Job, sources: Sources, nodes: list[
 
     assert sources.read(SAVE, "peer", 0).digest == staged_at(STEP).digest
     assert [(one.kind, one.subject) for one in troubles(job)] == [
-        ("checkpoint_refused", "peer")
+        ("checkpoint_passed_over", "peer")
     ] * 2
     assert nodes[0].address in troubles(job)[0].text
 
@@ -191,7 +191,7 @@ def test_of_a_holder_that_gives_nothing_that_we_know_the_next_ones_copy_is_read(
 
     assert sources.read(SAVE, "peer", 0).digest == staged_at(STEP).digest
     (trouble,) = troubles(job)
-    assert (trouble.kind, trouble.subject) == ("checkpoint_refused", "peer")
+    assert (trouble.kind, trouble.subject) == ("checkpoint_passed_over", "peer")
     assert f"holder {of_another_version} is of another version" in trouble.text
 
 
@@ -344,6 +344,34 @@ def test_so_is_one_in_its_manifest(on_disk: tuple[Sources, Path]) -> None:
 
     assert sources.saves() == []
     assert told_of(sources) == [("checkpoint_refused", "local"), ("checkpoint_damaged", "local")]
+
+
+def test_where_a_newer_one_is_whole_what_is_damaged_is_only_passed_over(
+    on_disk: tuple[Sources, Path],
+) -> None:
+    sources, path = on_disk
+    write(path.parent, staged_at(STEP + 1), facts={"epoch": 1, "ranks": 1})
+    flip_a_bit(path / "manifest.json", 80)
+    sources.saves()
+
+    assert told_of(sources)[0] == ("checkpoint_passed_over", "local")
+
+
+def test_what_is_pruned_while_it_is_listed_is_no_fault_of_a_disk(
+    on_disk: tuple[Sources, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources, path = on_disk
+    candidates = store.candidates
+
+    def pruned(folder: Path) -> list[Path]:
+        found = candidates(folder)
+        store.remove(path)
+        return found
+
+    monkeypatch.setattr(store, "candidates", pruned)
+    sources.saves()
+
+    assert told_of(sources) == [("checkpoint_refused", "local")]
 
 
 def test_what_was_pruned_meanwhile_is_no_fault_of_a_disk(on_disk: tuple[Sources, Path]) -> None:
