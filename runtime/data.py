@@ -161,6 +161,28 @@ class Batches:
             return "not looked at"
         return content_of(self.source.dataset) or NOT_IN_MEMORY
 
+    @functools.cached_property
+    def told(self) -> dict[str, str]:
+        """What a checkpoint says of the samples: the `fingerprint` of their dataset, or what it
+        holds in memory; "" for what nobody knows."""
+        if self.source is None:
+            return {"fingerprint": "", "content": ""}
+        said = fingerprint_of(self.source.dataset)
+        return {"fingerprint": said, "content": "" if said else content_of(self.source.dataset)}
+
+    def demand_told(self, told: Mapping[str, str]) -> str:
+        """What has changed since a checkpoint told that, in words; "" if nothing is known to have.
+        Raises ValueError for another fingerprint."""
+        for what, ours in self.told.items():
+            theirs = told.get(what, "")
+            if not ours or not theirs or ours == theirs:
+                continue
+            said = f"the {what} of the dataset was {theirs!r}, and is {ours!r}"
+            if what == "fingerprint":
+                raise ValueError(f"{said}: resume with the same data, or start a new job")
+            return f"{said}: the ids of the steps to come are other samples than they were"
+        return ""
+
     def shard(self, step: int, index: int) -> Shard:
         """One shard, or our part of it; the same on every replica and after every restart."""
         ids = self._ids_at(step, index)

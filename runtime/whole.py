@@ -165,6 +165,7 @@ class WholeJob:
         self._trial: Trial | None = None  # of the state that the job began from
         self._held_back_until = 0.0  # while it shows that it trains
         self._losses = False  # the loop tells some
+        self._tried = False  # our only rank has saved the last step to a tier of all, and failed
         self._asked = False  # the control plane wants a checkpoint
         self._owed: set[TierName] = set()  # and had none yet in these tiers
         self._teller = Teller(job, SampleLedger({}), 0, whole=True)
@@ -290,7 +291,8 @@ class WholeJob:
         tiers, delivery = self.saver.tiers, self.saver.delivery
         for name in (delivery.unwell() & tiers.keys()) - delivery.busy(tiers):
             if tiers[name].own or self.job.ranks == 1:  # else one alone cannot make it whole
-                self._saved.pop(name, None)
+                last = self._saved.pop(name, -1) == self.committed
+                self._tried |= last and name in OF_ALL_NODES
         here = [name for name in TIERS if name in tiers and name not in self._ending.too_late]
         self._save([n for n in here if self._saved.get(n, -1) < self.committed], last=True)
 
@@ -407,7 +409,8 @@ class WholeJob:
                 state, due = what.state()
             return Copying(state, what.step, room, due, computed_on=what.computed_on)
 
-        name = f"{self._start}x{what.step}"
+        # Of what failed some may be there after all: what is written anew takes no place of it.
+        name = f"{self._start}x{what.step}" + ("again" if self._tried else "")
         copying = self.saver.save(begin, name, tiers, epoch=self.epoch, last=last)
         if copying is not None:
             self._saved |= dict.fromkeys(tiers, what.step)

@@ -24,6 +24,7 @@ COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 WEIGHTS = 3  # the stage of ZeRO that divides the weights too
 SCALER = "loss_scaler"  # the key of an optimizer's state that has one; of it these count
 SCALER_COUNTS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+COMPRESSED = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")  # optimizers that send fewer bits
 DERIVED = ("param_slice_mappings",)  # follow from the model
 
 
@@ -179,11 +180,28 @@ def unmet(engine: Any) -> Iterator[tuple[bool, str]]:
         "master weights of 16 bits: what is put back would be rounded; let them have 32",
     )
     yield divided and muon, "Muon where the weights are divided too: use stage 2, or AdamW"
+    yield (
+        type(engine.basic_optimizer).__name__ in COMPRESSED,
+        f"{type(engine.basic_optimizer).__name__}: when it is put back it forgets the errors of "
+        "what it sent; use AdamW or Lamb",
+    )
+    yield (
+        any(_is_compressed(one) for one in engine.module.modules()),
+        "compression_training: how far its schedule has come is saved nowhere; leave it out",
+    )
+    yield (
+        engine.random_ltd_enabled(),
+        "random_ltd: how far its schedule has come is saved nowhere; leave it out",
+    )
     yield engine.is_deepcompile_enabled(), "DeepCompile: it cannot begin at a later step"
     yield (
         engine.training_dataloader is not None and engine.curriculum_learning_enabled(),
         "curriculum learning: what its sampler has drawn is not seen; leave it out",
     )
+
+
+def _is_compressed(module: Any) -> bool:
+    return type(module).__module__.startswith("deepspeed.compression")
 
 
 def expressed(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 
 from runtime.adapters.refusals import overridden
 from runtime.data import Batches
@@ -110,6 +110,19 @@ def unmet_of_module(trainer: Any, *, again: bool) -> Iterator[tuple[bool, str]]:
         f"{', '.join(names)} of {type(module).__name__}: the group takes the backward, clips, and "
         "steps optimizer and schedules; leave them out",
     )
+    keeping: list[tuple[object, type, tuple[str, ...]]] = [
+        (module, LightningModule, ("on_load_checkpoint",))
+    ]
+    if isinstance(data := trainer.datamodule, LightningDataModule):
+        keeping.append((data, LightningDataModule, ("load_state_dict", "on_load_checkpoint")))
+    for one, base, methods in keeping:
+        names = overridden(one, base, methods)
+        yield (
+            bool(names),
+            f"{', '.join(names)} of {type(one).__name__}: the job's checkpoints keep nothing of "
+            "what it gives Lightning's, and it would begin anew after a restart; give that to "
+            "ReplicaTrainer(extra=…), and leave this out",
+        )
     yield (
         trainer._val_check_time_interval is not None,
         "val_check_interval by time: replicas would validate at different steps; say after how "

@@ -275,11 +275,15 @@ def _from_hugging_face(source: Path) -> State:
         "pytorch_model.bin": _unpickled,
     }
     for name, read in kinds.items():
-        if (source / name).exists():
-            return read(source / name)
-        index = source / f"{name}.index.json"
-        if index.exists():
-            return _indexed(index, read)
+        there = [one for one in (name, f"{name}.index.json") if os.path.lexists(source / one)]
+        for one in there:
+            if not (source / one).exists():
+                raise Odd(f"{source / one} is a link that leads nowhere: the folder is not whole")
+        if len(there) > 1:
+            raise Odd(f"{source} has {' and '.join(there)}: {_OF_TWO}; move one of them away")
+        if there:
+            only = source / there[0]
+            return read(only) if only.name == name else _indexed(only, read)
     expected = ", ".join([*kinds, *(f"{name}.index.json" for name in kinds), ".metadata (DCP)"])
     found = store.shortened(tuple(sorted(path.name for path in source.iterdir()))) or "nothing"
     raise Odd(f"{source} has none of {expected}; found {found}")

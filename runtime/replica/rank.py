@@ -241,6 +241,8 @@ class Rank:
         with self._changing:
             self.await_copies(whole=True)
             self.state.restore(self._read)
+        if self.state.data_changed:
+            self.job.trouble("data_changed", self.state.data_changed)
         self.engine.trained.at_edge()
         self._read = self._stopped = None
         self._kept.clear()

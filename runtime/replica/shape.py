@@ -178,6 +178,11 @@ def cannot_drop(
             f"on the model that ReplicaGroup is given: call it, or, if the model is tensor "
             f"parallel, know that {_OTHERWISE}"
         )
+    if divided and any("Adafactor" in type(one).__name__ for one in optimizers):
+        return (
+            "the model is divided by fully_shard and its optimizer is Adafactor, whose state is "
+            "then divided otherwise than the weights and could not be saved: use another, as AdamW"
+        )
     if divided and whole:
         return (
             f"the parameter {whole[0]} is whole on each rank and {divided[0]} is divided: let "

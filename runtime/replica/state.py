@@ -92,6 +92,8 @@ class TrainingState:
         self.after_step = after_step
         self.ledger = SampleLedger(batches.state_dict())
         self.committed = -1
+        #: since what was restored was saved, in words
+        self.data_changed = ""
         #: of a divided model, as the last edges had it: in the middle of forward its own
         #: state_dict would take apart what forward has put together
         self._parts_at_edge: tuple[dict[str, Any], Due] | None = None
@@ -278,6 +280,7 @@ class TrainingState:
             self._steadiness = Steadiness(self.model, self.committed)
             return
         self.batches.load_state_dict(state["batches"])
+        self.data_changed = self.batches.demand_told(state.get("data", {}))
         # What a module's set_extra_state is given it may keep.
         model = {
             name: own_copy(one) if name.endswith("_extra_state") else one
@@ -381,6 +384,7 @@ class TrainingState:
             "step": self.committed,
             **self.division.taken_apart(trained),
             "batches": self.batches.state_dict(),
+            "data": self.batches.told,
         }
 
     def _parts(self) -> dict[str, dict[str, Stateful]]:
@@ -406,7 +410,14 @@ def with_tied(weights: Mapping[str, Any], model: torch.nn.Module) -> dict[str, A
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
-    there = {id(one): weights[name] for name, one in every if name in weights}
+    there: dict[int, Any] = {}
+    for name, one in every:
+        if name in weights and not _alike(there.setdefault(id(one), weights[name]), weights[name]):
+            first = next(n for n, other in every if other is one and n in weights)
+            raise ValueError(
+                f"the state has {first} and {name} with other elements, and in this script's model "
+                f"they are one weight: untie them there, or leave {name} out of what is imported"
+            )
     tied = {
         name: there[id(one)]
         for name, one in every
@@ -415,12 +426,17 @@ def with_tied(weights: Mapping[str, Any], model: torch.nn.Module) -> dict[str, A
     return {**weights, **tied}
 
 
+def _alike(one: Any, other: Any) -> bool:
+    if one is other or not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return True
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
 def put_back_model(model: torch.nn.Module | Stateful, weights: Any, *, cast: bool = False) -> None:
     """Raises ValueError if they are another model's; also for elements of another type, which torch
-    would round, unless they are to be `cast`."""
+    would round, unless floating numbers are to be `cast` to floating ones."""
     try:
-        if not cast:
-            _refuse_other_types(model.state_dict(), weights)
+        _refuse_other_types(model.state_dict(), weights, cast=cast)
         model.load_state_dict(weights)
     except RuntimeError as error:  # many lines, of which the first names the model
         if not str(error).startswith("Error(s) in loading state_dict"):
@@ -432,7 +448,7 @@ def put_back_model(model: torch.nn.Module | Stateful, weights: Any, *, cast: boo
         ) from error
 
 
-def _refuse_other_types(ours: Any, theirs: Any) -> None:
+def _refuse_other_types(ours: Any, theirs: Any, *, cast: bool) -> None:
     """Raises RuntimeError, as torch does for another shape."""
     if not (isinstance(ours, Mapping) and isinstance(theirs, Mapping)):
         return
@@ -440,7 +456,9 @@ def _refuse_other_types(ours: Any, theirs: Any) -> None:
         here, given = ours[name], theirs[name]
         if not (isinstance(here, torch.Tensor) and isinstance(given, torch.Tensor)):
             continue
-        if _is_rounded(given.dtype, here.dtype) and not name.endswith("_extra_state"):
+        if name.endswith("_extra_state") or not _is_rounded(given.dtype, here.dtype):
+            continue
+        if not (cast and given.is_floating_point() and here.is_floating_point()):
             raise RuntimeError(
                 f"Error(s) in loading state_dict:\ntype mismatch for {name}: {given.dtype} in the "
                 f"state, {here.dtype} in the model"
@@ -449,8 +467,13 @@ def _refuse_other_types(ours: Any, theirs: Any) -> None:
 
 def _is_rounded(given: torch.dtype, here: torch.dtype) -> bool:
     """Whether not every number of the one kind is one of the other."""
+    if given == here:
+        return False
+    whole = not (given.is_floating_point or given.is_complex or given == torch.bool)
+    if whole and here.is_floating_point:  # torch promotes these, and rounds large ones
+        return torch.iinfo(given).max > 2 / torch.finfo(here).eps
     try:
-        return given != here and torch.promote_types(given, here) != here
+        return torch.promote_types(given, here) != here
     except RuntimeError:  # kinds that torch never brings together
         return True
 

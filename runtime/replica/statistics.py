@@ -68,7 +68,8 @@ class RunningStatistics:
         parts = torch.split(self._edge, [tensor.numel() for tensor in self._tensors])
         edges = {id(one): part for one, part in zip(self._tensors, parts, strict=True)}
         found = {}
-        for name, buffer in self._model.named_buffers():
+        # By all its names: a state has a layer that is used twice by both.
+        for name, buffer in self._model.named_buffers(remove_duplicate=False):
             if id(buffer) in edges:
                 values = edges[id(buffer)].view_as(buffer)
                 exact = values if buffer.is_floating_point() else values.round()

@@ -52,6 +52,15 @@ def test_a_model_divided_among_the_replica_s_ranks_can() -> None:
     assert cannot_drop(divided(), 0, 1) == ""
 
 
+@pytest.mark.usefixtures("_one_process_group")
+def test_an_optimizer_whose_state_is_divided_otherwise_is_refused_at_the_start() -> None:
+    parted, whole = divided(), model()
+    others = [torch.optim.Adafactor(one.parameters()) for one in (parted, whole)]
+
+    assert "its optimizer is Adafactor" in cannot_drop(parted, 0, 1, others[:1])
+    assert cannot_drop(whole, 0, 1, others[1:]) == ""
+
+
 def test_ranks_with_a_whole_model_each_are_no_replica() -> None:
     assert "this is rank 1 of 2 of its replica, and its model is not divided" in cannot_drop(
         model(), 1, 2

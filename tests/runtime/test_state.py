@@ -628,3 +628,73 @@ def test_a_copy_by_another_thread_is_of_what_the_training_s_stream_computes(
     aside.join()
 
     assert waits_for == [ours]
+
+
+def imported(state: TrainingState, **weights: Any) -> None:
+    """What another tool made."""
+    state.restore({"model": {**state.model.state_dict(), **weights}})
+
+
+def test_floating_numbers_of_another_tool_are_taken_as_the_model_has_them() -> None:
+    state = training()
+    imported(state, bias=torch.tensor([0.1, 0.2], dtype=torch.float64))
+
+    assert torch.equal(state.model.state_dict()["bias"], torch.tensor([0.1, 0.2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
+def test_what_is_no_floating_number_is_not_taken_for_one(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"type mismatch for bias: {dtype} in the state"):
+        imported(training(), bias=torch.ones(2).to(dtype))
+
+
+def test_weights_that_are_one_here_and_were_two_there_are_not_taken() -> None:
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    second.weight = first.weight
+    model = torch.nn.Sequential(first, second)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TrainingState(model, [optimizer], Batches(samples=48))
+    imported(state, **{"1.weight": first.weight.detach().clone()})
+
+    with pytest.raises(ValueError, match=r"has 0\.weight and 1\.weight with other elements"):
+        imported(state, **{"1.weight": torch.full((2, 2), 7.0)})
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    """Rows of numbers, which may say what they are."""
+
+    def __init__(self, first: float, fingerprint: str = "") -> None:
+        self.rows = torch.arange(48.0).view(48, 1) + first
+        self.fingerprint = fingerprint
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[index]
+
+
+def state_of_data(data: Rows) -> TrainingState:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return TrainingState(model, [optimizer], Batches(data, shard_size=1))
+
+
+def test_samples_that_say_that_they_are_others_are_refused() -> None:
+    saved = state_of_data(Rows(0.0, "january")).copy()
+
+    same = state_of_data(Rows(0.0, "january"))
+    same.load(saved)
+    assert same.data_changed == ""
+    with pytest.raises(ValueError, match="the fingerprint of the dataset was 'january', and is"):
+        state_of_data(Rows(0.0, "june")).load(saved)
+
+
+def test_of_samples_that_hold_something_else_in_memory_that_is_told() -> None:
+    saved = state_of_data(Rows(0.0)).copy()
+
+    same, other = state_of_data(Rows(0.0)), state_of_data(Rows(1.0))
+    same.load(saved)
+    other.load(saved)
+    assert same.data_changed == ""
+    assert "the content of the dataset was '192 bytes" in other.data_changed

@@ -139,3 +139,18 @@ def test_what_all_change_after_a_step_is_the_edge() -> None:
     statistics.restore()
 
     assert {float(one) for buffer in subject.buffers() for one in buffer.flatten()} == {3.0}
+
+
+def test_a_layer_that_is_used_twice_has_its_edge_under_both_names() -> None:
+    norm = torch.nn.BatchNorm1d(3)
+    subject = torch.nn.Sequential(norm, torch.nn.Linear(3, 3), norm)
+    statistics = RunningStatistics(subject)
+    step(subject, statistics, [0, 1, 2, 3])
+    edge = norm.running_var.clone() if norm.running_var is not None else None
+    statistics.begin()
+    subject(SHARDS[0])
+
+    found = statistics.at_edge()
+    assert edge is not None
+    assert torch.equal(found["0.running_var"], edge)
+    assert torch.equal(found["2.running_var"], edge)

@@ -377,6 +377,23 @@ def test_what_failed_at_the_last_edge_is_saved_at_the_end(alone: Alone) -> None:
     assert alone.saved(whole, "local") == alone.saved(whole, "shared") == [1]
 
 
+def test_what_is_tried_again_where_all_save_takes_no_place_of_what_may_be_there(
+    alone: Alone,
+) -> None:
+    with alone.start(shared=0.0) as whole:
+        steps = whole.steps(2)
+        made = [next(steps), next(steps)]
+        until(lambda: whole.saver.is_free("shared"), "there is room")
+        made += steps
+        until(lambda: alone.saved(whole, "shared") == [1], "it is there")
+        until(lambda: whole.saver.is_free("shared"), "its writer is done")
+        whole.saver.delivery.failed("shared", "no word of it came")
+
+    (path, *others) = store.candidates(alone.folder / "state" / "checkpoints")
+    assert store.manifest_of(path).save == f"{whole._start}x1again"
+    assert store.manifest_of(others[0]).save == f"{whole._start}x1"
+
+
 def test_what_a_tier_has_is_not_saved_to_it_again(alone: Alone) -> None:
     with alone.start() as first:
         list(first.steps(2))

@@ -118,6 +118,8 @@ class DeepSpeedEngine:
         self._is_gradient_accumulation_boundary = None
         self.optimizer = self.basic_optimizer = torch.optim.SGD([torch.zeros(1)])
         self.zenflow = changed.pop("zenflow", False)
+        self.basic_optimizer = changed.pop("basic_optimizer", self.optimizer)
+        self.module = changed.pop("module", torch.nn.Linear(1, 1))
         self.training_dataloader = None
         settings = {
             "zero_optimization_stage": 3,
@@ -131,6 +133,7 @@ class DeepSpeedEngine:
             "fp16_master_weights_and_gradients": False,
             "bf16_master_weights_and_gradients": False,
             "is_deepcompile_enabled": False,
+            "random_ltd_enabled": False,
             "gradient_accumulation_steps": 4,
             **changed,
         }
@@ -146,6 +149,15 @@ class Setting:
         return self.value
 
 
+#: As they are named there.
+LinearLayer_Compress = type(
+    "LinearLayer_Compress",
+    (torch.nn.Module,),
+    {"__module__": "deepspeed.compression.basic_layer"},
+)
+OnebitAdam = type("OnebitAdam", (), {})
+
+
 @pytest.mark.parametrize(
     ("changed", "remedy"),
     [
@@ -155,6 +167,9 @@ class Setting:
         ({"zenflow": True}, "what it selects is saved nowhere; leave it out"),
         ({"zero_elastic_checkpoint": True}, "the job goes on with as many ranks; leave it out"),
         ({"fp16_master_weights_and_gradients": True}, "would be rounded; let them have 32"),
+        ({"random_ltd_enabled": True}, "how far its schedule has come is saved nowhere"),
+        ({"module": LinearLayer_Compress()}, "compression_training: how far its schedule has come"),
+        ({"basic_optimizer": OnebitAdam()}, "OnebitAdam: when it is put back it forgets"),
         ({"is_deepcompile_enabled": True}, "DeepCompile: it cannot begin at a later step"),
     ],
     ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",

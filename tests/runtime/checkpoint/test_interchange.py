@@ -791,3 +791,23 @@ def test_where_none_verifies_all_stay(path: Path, capsys: Capture) -> None:
     assert main(["prune", str(path.parent)]) == 2
     assert "none of the 1 checkpoints" in capsys.readouterr().err
     assert path.exists()
+
+
+def test_a_folder_that_was_saved_whole_and_later_in_parts_is_refused(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {}}))
+
+    assert main(["import", str(tmp_path), str(tmp_path / "new")]) == 2
+    assert "files of two saves" in capsys.readouterr().err
+
+
+def test_no_other_file_is_taken_in_the_place_of_a_link_that_leads_nowhere(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "model.safetensors").symlink_to("gone")
+    torch.save({"a": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+
+    assert main(["import", str(tmp_path), str(tmp_path / "new")]) == 2
+    assert "model.safetensors is a link that leads nowhere" in capsys.readouterr().err
