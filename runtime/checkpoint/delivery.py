@@ -225,9 +225,12 @@ class Delivery:
 
     def regrouped(self, *, came: bool, gone: bool) -> None:
         """There are other members: whether who came has the same folder as we nobody knows, and
-        what who is gone has told is told no more."""
+        what who is gone has told is told no more. Nor is it known that the object store still
+        fails, if another wrote there meanwhile: if it does that is told anew."""
         self.sees_others &= not came
         self._told_by_one &= not gone
+        with self._lock:
+            self._failing.discard("object")
 
     def close(self, wait_s: float) -> list[TierName]:
         """Take no more, and wait until what was given is durable or was refused; of which tiers it

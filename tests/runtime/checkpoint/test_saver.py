@@ -975,3 +975,19 @@ def test_a_copy_that_fails_becomes_no_checkpoint(
         "step-00000003",
     ]
     assert not list((tmp_path / "checkpoints").glob(".writing-*"))
+
+
+def test_that_the_object_store_fails_is_told_anew_once_others_may_have_written_there(
+    trainer: OneRank,
+) -> None:
+    delivery = trainer.saver.delivery
+    for came, gone in ((False, False), (False, True)):
+        delivery.failed("object", "no route")
+        delivery.failed("object", "no route")
+        delivery.regrouped(came=came, gone=gone)
+    delivery.failed("local", "no space")
+    delivery.regrouped(came=True, gone=True)
+    delivery.failed("local", "no space")
+
+    told = [one.subject for one in trainer.told.messages if isinstance(one, Trouble)]
+    assert told == ["object", "object", "local"]
