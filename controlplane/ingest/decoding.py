@@ -99,9 +99,8 @@ _BY_NAME: dict[str, Any] = {
     **dict.fromkeys(("pid", "replica", "rank"), _Small),
     "steps": Annotated[int, Meta(ge=1, le=2**31 - 1)],
     # JSON has no word but null for what is not a number; that a loss is none is worth keeping.
-    **dict.fromkeys(("loss", "grad_norm"), _Real | None),
+    **dict.fromkeys(("loss", "grad_norm", "every_s"), _Real | None),
     **dict.fromkeys(("seconds", "stall_s"), _Seconds),
-    "every_s": _Seconds | None,
     "ettr": Annotated[float, Meta(ge=-1, le=1)] | None,
     "stored": Annotated[int, Meta(ge=0, le=2**63 - 1)] | None,
     "job": wire.Id,

@@ -310,7 +310,7 @@ def saved_since(checkpoints: QuerySet[Checkpoint], since: datetime) -> QuerySet[
     second = Value(timedelta(seconds=1), output_field=DurationField())
     took = ExpressionWrapper(F("seconds") * second, output_field=DurationField())
     began = ExpressionWrapper(F("at") - took, output_field=DateTimeField())
-    return checkpoints.alias(began=began).filter(began__gte=since - CLOCKS_DIFFER)
+    return checkpoints.alias(began=began).filter(at__gte=since, began__gte=since - CLOCKS_DIFFER)
 
 
 def last_checkpoints(job: Job) -> list[Checkpoint]:
@@ -341,6 +341,12 @@ LATE_TIMES = 3.0
 LAST = 8
 #: What ranks tell of a tier in which nothing has come whole for long, or ever.
 NEVER_WHOLE = ("checkpoint_not_whole", "checkpoint_late")
+#: With the first of these a rank tells that the second is over.
+OVER = {
+    "checkpoint_recovered": "checkpoint_failed",
+    "stall_over": "stalled",
+    "straggler_recovered": "straggler",
+}
 #: And so much of what ranks told.
 TROUBLES = 200
 
@@ -361,10 +367,18 @@ class Told:
 
 def told_alike(troubles: list[Signal]) -> list[Told]:
     """The same, newest first, with one entry for what many say, as of a shared folder, or one says
-    again and again: it hides nothing that was told once and still holds."""
-    alike: dict[tuple[str, str], list[Signal]] = {}
+    again and again: it hides nothing that was told once and still holds. What a replica has said to
+    be over is left out."""
+    alike: dict[tuple[str, str, str], list[Signal]] = {}
+    over: set[tuple[str, str, int]] = set()
     for one in troubles:
-        alike.setdefault((one.data["kind"], one.data.get("subject", "")), []).append(one)
+        kind, subject, replica = one.data["kind"], one.data.get("subject", ""), one.replica or 0
+        if (kind, subject, replica) in over:
+            continue
+        if kind in OVER:
+            over.add((OVER[kind], subject, replica))
+        # Exceptions are told with no subject, and are not all one.
+        alike.setdefault((kind, subject, "" if subject else one.data["text"]), []).append(one)
     return [Told(group[0], sorted({s.replica or 0 for s in group})) for group in alike.values()]
 
 
@@ -381,12 +395,14 @@ def failing_tiers(job: Job, checkpoints: list[Checkpoint]) -> dict[str, dict[int
         job_id=job.pk,
         kind=SignalKind.JOB_TROUBLE,
         placement_id__in=there.values("pk"),
-        data__kind__in=("checkpoint_failed", "checkpoint_recovered", *NEVER_WHOLE),
     )
     whom = ("placement_id", "data__rank", "data__subject")
     # By when we heard of it: in the order in which it was told, also where a clock was put back.
-    last = told.order_by(*whom, "-recorded_at", "-observed_at").distinct(*whom)
-    failed = [one for one in last if one.data["kind"] != "checkpoint_recovered"]
+    told = told.order_by(*whom, "-recorded_at", "-observed_at").distinct(*whom)
+    failed: list[Signal] = []
+    for kinds in (("checkpoint_failed", "checkpoint_recovered"), *((one,) for one in NEVER_WHOLE)):
+        failed += told.filter(data__kind__in=kinds)
+    failed = [one for one in failed if one.data["kind"] != "checkpoint_recovered"]
     found: dict[str, dict[int, str]] = {}
     for signal in sorted(failed, key=lambda one: one.observed_at):
         tier, kind = signal.data.get("subject", ""), signal.data["kind"]

@@ -110,15 +110,15 @@ def unmet_of_module(trainer: Any, *, again: bool) -> Iterator[tuple[bool, str]]:
         f"{', '.join(names)} of {type(module).__name__}: the group takes the backward, clips, and "
         "steps optimizer and schedules; leave them out",
     )
-    keeping: list[tuple[object, type, tuple[str, ...]]] = [
-        (module, LightningModule, ("on_load_checkpoint",))
-    ]
+    hooks = ("on_save_checkpoint", "on_load_checkpoint")
+    keeping: list[tuple[object, type, tuple[str, str]]] = [(module, LightningModule, hooks)]
     if isinstance(data := trainer.datamodule, LightningDataModule):
-        keeping.append((data, LightningDataModule, ("load_state_dict", "on_load_checkpoint")))
+        keeping.append((data, LightningDataModule, hooks))
+        keeping.append((data, LightningDataModule, ("state_dict", "load_state_dict")))
     for one, base, methods in keeping:
         names = overridden(one, base, methods)
         yield (
-            bool(names),
+            len(names) == len(methods),  # who gives, and takes back
             f"{', '.join(names)} of {type(one).__name__}: the job's checkpoints keep nothing of "
             "what it gives Lightning's, and it would begin anew after a restart; give that to "
             "ReplicaTrainer(extra=…), and leave this out",

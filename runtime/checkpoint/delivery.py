@@ -131,6 +131,7 @@ class Delivery:
         self._looking = False  # the writer is asked whether we do
         self._unseen = 0  # how often we did not, one time after the other
         self._failing: set[TierName] = set()  # of which an engineer was told
+        self._object_told = False  # that it fails, since the members are these
         self._alarmed: dict[TierName, set[str]] = {}  # what the last save had, though it is whole
         #: tiers and saves -> when they were asked for, monotonic
         self._under_way: dict[tuple[TierName, str], float] = {}
@@ -229,8 +230,7 @@ class Delivery:
         fails, if another wrote there meanwhile: if it does that is told anew."""
         self.sees_others &= not came
         self._told_by_one &= not gone
-        with self._lock:
-            self._failing.discard("object")
+        self._object_told = False
 
     def close(self, wait_s: float) -> list[TierName]:
         """Take no more, and wait until what was given is durable or was refused; of which tiers it
@@ -436,8 +436,9 @@ class Delivery:
             log.warning("share_failed error=%s", why)
             return
         with self._lock:
-            new = tier not in self._failing
+            new = tier not in self._failing or (tier == "object" and not self._object_told)
             self._failing.add(tier)
+        self._object_told |= tier == "object"
         log.warning("checkpoint_failed tier=%s error=%s", tier, why)
         if new:
             self._job.trouble("checkpoint_failed", why, tier)
@@ -473,7 +474,8 @@ class Delivery:
                 seconds=write.durable_s,
                 every_s=pace.every_s,
                 ettr=pace.ettr,
-                at=time.time(),
+                # When it was durable: it was read back since.
+                at=time.time() - (time.monotonic() - write.save.asked - write.durable_s),
             )
         )
 

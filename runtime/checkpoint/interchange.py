@@ -279,21 +279,26 @@ def _from_hugging_face(source: Path) -> State:
         for one in there:
             if not (source / one).exists():
                 raise Odd(f"{source / one} is a link that leads nowhere: the folder is not whole")
-        if len(there) > 1:
+        if len(there) > 1 and {*map(str, _weight_map(source / there[1]).values())} != {name}:
             raise Odd(f"{source} has {' and '.join(there)}: {_OF_TWO}; move one of them away")
         if there:
-            only = source / there[0]
-            return read(only) if only.name == name else _indexed(only, read)
+            last = source / there[-1]
+            return read(last) if last.name == name else _indexed(last, read)
     expected = ", ".join([*kinds, *(f"{name}.index.json" for name in kinds), ".metadata (DCP)"])
     found = store.shortened(tuple(sorted(path.name for path in source.iterdir()))) or "nothing"
     raise Odd(f"{source} has none of {expected}; found {found}")
 
 
-def _indexed(index: Path, read: Callable[[Path], State]) -> State:
+def _weight_map(index: Path) -> dict[Any, Any]:
+    """In which file each tensor is. Raises Odd."""
     try:
-        where = dict(json.loads(index.read_bytes())["weight_map"])
+        return dict(json.loads(index.read_bytes())["weight_map"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Odd(f"{index} is no index of weights: {in_a_line(error)}") from error
+
+
+def _indexed(index: Path, read: Callable[[Path], State]) -> State:
+    where = _weight_map(index)
     try:
         for name in where.values():
             refuse_odd_name(name, str(index))

@@ -94,6 +94,9 @@ class TrainingState:
         self.committed = -1
         #: since what was restored was saved, in words
         self.data_changed = ""
+        #: what the state says of the samples: as it was restored, until a step was trained on ours
+        self._told_of_data: dict[str, str] | None = None
+        self._restored = False
         #: of a divided model, as the last edges had it: in the middle of forward its own
         #: state_dict would take apart what forward has put together
         self._parts_at_edge: tuple[dict[str, Any], Due] | None = None
@@ -174,6 +177,7 @@ class TrainingState:
         if self.ema is not None:
             self.ema.update_parameters(self.model)
         self.committed += 1
+        self._restored = False
         if self.after_step is not None:
             self.seed(-1)
             with torch.no_grad():
@@ -281,6 +285,7 @@ class TrainingState:
             return
         self.batches.load_state_dict(state["batches"])
         self.data_changed = self.batches.demand_told(state.get("data", {}))
+        self._told_of_data, self._restored = own_copy(state.get("data")), True
         # What a module's set_extra_state is given it may keep.
         model = {
             name: own_copy(one) if name.endswith("_extra_state") else one
@@ -384,8 +389,14 @@ class TrainingState:
             "step": self.committed,
             **self.division.taken_apart(trained),
             "batches": self.batches.state_dict(),
-            "data": self.batches.told,
+            **self._data(),
         }
+
+    def _data(self) -> dict[str, Any]:
+        """What is said of the samples of the last step; nothing in a state of an older version."""
+        if not self._restored:
+            return {"data": self.batches.told}
+        return {} if self._told_of_data is None else {"data": self._told_of_data}
 
     def _parts(self) -> dict[str, dict[str, Stateful]]:
         """What is saved and loaded alike, by kind and name."""
@@ -458,11 +469,19 @@ def _refuse_other_types(ours: Any, theirs: Any, *, cast: bool) -> None:
             continue
         if name.endswith("_extra_state") or not _is_rounded(given.dtype, here.dtype):
             continue
-        if not (cast and given.is_floating_point() and here.is_floating_point()):
+        floating = given.is_floating_point() and here.is_floating_point()
+        if not (cast and (floating or _is_exact(given, here.dtype))):
             raise RuntimeError(
                 f"Error(s) in loading state_dict:\ntype mismatch for {name}: {given.dtype} in the "
                 f"state, {here.dtype} in the model"
             )
+
+
+def _is_exact(given: torch.Tensor, here: torch.dtype) -> bool:
+    """Whether these numbers are all numbers of that kind."""
+    if given.is_complex() and not here.is_complex:
+        return False
+    return torch.equal(given.to(here).to(given.dtype), given)
 
 
 def _is_rounded(given: torch.dtype, here: torch.dtype) -> bool:

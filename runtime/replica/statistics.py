@@ -67,14 +67,14 @@ class RunningStatistics:
         """By the buffers' names, as the last edge left them; changes nothing."""
         parts = torch.split(self._edge, [tensor.numel() for tensor in self._tensors])
         edges = {id(one): part for one, part in zip(self._tensors, parts, strict=True)}
-        found = {}
-        # By all its names: a state has a layer that is used twice by both.
-        for name, buffer in self._model.named_buffers(remove_duplicate=False):
-            if id(buffer) in edges:
-                values = edges[id(buffer)].view_as(buffer)
-                exact = values if buffer.is_floating_point() else values.round()
-                found[name] = exact.to(buffer.dtype)
-        return found
+        made: dict[int, torch.Tensor] = {}
+        for buffer in self._tensors:
+            values = edges[id(buffer)].view_as(buffer)
+            exact = values if buffer.is_floating_point() else values.round()
+            made[id(buffer)] = exact.to(buffer.dtype)
+        # By all its names: a state has a layer that is used twice by both, and ties them.
+        every = self._model.named_buffers(remove_duplicate=False)
+        return {name: made[id(buffer)] for name, buffer in every if id(buffer) in made}
 
     def restore(self) -> None:
         """Forget what shards changed since the last edge.

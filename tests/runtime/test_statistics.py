@@ -154,3 +154,4 @@ def test_a_layer_that_is_used_twice_has_its_edge_under_both_names() -> None:
     assert edge is not None
     assert torch.equal(found["0.running_var"], edge)
     assert torch.equal(found["2.running_var"], edge)
+    assert found["0.num_batches_tracked"] is found["2.num_batches_tracked"]

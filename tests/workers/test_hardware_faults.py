@@ -544,6 +544,10 @@ def test_a_card_that_drifts_is_emptied_at_a_checkpoint_before_the_fault(world: W
     assert step_of("repair-node", "decide").state == StepState.WAITING
     assert not Command.objects.filter(verb="stop_process").exists()
     assert not PlaybookRun.objects.filter(playbook="replica-lost").exists()
+    began_before = {"step": 7, "seconds": 600.0, "at": timezone.now()}
+    CheckpointFactory(job=world.job, tier="local", **began_before)
+    drain()
+    assert step_of("repair-node", "decide").state == StepState.WAITING
 
     saves_checkpoint(world)
     quarantine(world, node)

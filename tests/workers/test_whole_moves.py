@@ -57,17 +57,17 @@ def order(world: World, node_id: str = "") -> None:
     saves(world)
 
 
-def saves(world: World) -> None:
+def saves(world: World, step: int = 11, took_s: float = 1.0) -> None:
     told_by(
         world.placements[0],
         client.CheckpointSaved(
-            step=11,
+            step=step,
             tier="shared",
             path="/c",
             bytes=10,
             digest="d",
             stall_s=0.0,
-            seconds=1.0,
+            seconds=took_s,
             at=time.time(),
         ),
     )
@@ -118,6 +118,17 @@ def test_it_saves_before_it_is_told_to_end(world: World) -> None:
     assert world.job.directives.get().verb == "checkpoint"
     assert commands("stop_process") == []
     saves(world)
+    assert len(commands("stop_process")) == 1
+
+
+def test_a_save_that_had_begun_before_is_not_the_one_that_it_waits_for(world: World) -> None:
+    incidents.move_replica(PERSON, world.job.pk, 0, reason="it is warm there")
+    drain()
+    saves(world, took_s=600.0)
+    before = commands("stop_process")
+    saves(world, step=12)
+
+    assert before == []
     assert len(commands("stop_process")) == 1
 
 

@@ -170,7 +170,9 @@ def _is_news(job: Job, batch: client.Batch, message: client.Progress) -> bool:
     if job.step_at is None:
         return message.epoch >= job.epoch
     if message.epoch >= job.epoch:
-        return (message.epoch, _moment(message.at)) > (job.epoch, job.step_at)
+        # A rank whose clock is wrong told the future before its times were moved to ours.
+        known = min(job.step_at, timezone.now())
+        return (message.epoch, _moment(message.at)) > (job.epoch, known)
     # What lives as one and finds no checkpoint any more counts its epochs from the first again.
     began = Placement.objects.filter(
         pk=batch.placement, replica__job=job, created_at__gt=job.step_at

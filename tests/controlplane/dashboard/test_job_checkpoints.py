@@ -291,6 +291,30 @@ def test_a_tier_in_which_nothing_comes_whole_fails_until_something_does(
     assert ("failing on replica 10" in row) == failing
 
 
+def test_a_tier_that_fails_still_does_if_it_is_late_too(operator: Client, job: Job) -> None:
+    placement = PlacementFactory(replica=ReplicaFactory(job=job, index=10))
+    CheckpointFactory(job=job, tier="shared", at=timezone.now() - timedelta(seconds=90))
+    told(job, "checkpoint_failed", 10, ago_s=60, placement=placement, tier="shared")
+    told(job, "checkpoint_late", 10, ago_s=30, placement=placement, tier="shared")
+
+    row = page(operator, job).split('data-tier="shared"')[1].split("</tr>")[0]
+
+    assert "failing on replica 10" in row
+
+
+def test_what_a_replica_says_to_be_over_is_not_shown_beside_others(
+    operator: Client, job: Job
+) -> None:
+    for index, ago_s in ((10, 30), (11, 5)):
+        placement = PlacementFactory(replica=ReplicaFactory(job=job, index=index))
+        told(job, "checkpoint_failed", index, ago_s=ago_s, placement=placement)
+    told(job, "checkpoint_recovered", 10, ago_s=20, placement=placement)
+
+    shown = page(operator, job).split('data-testid="troubles"')[1].split("</section>")[0]
+
+    assert "checkpoint_failed (local), replica 11<" in shown
+
+
 def test_a_store_that_hangs_from_the_first_save_is_shown(operator: Client, job: Job) -> None:
     placement = PlacementFactory(replica=ReplicaFactory(job=job, index=10))
     told(job, "checkpoint_late", 10, ago_s=30, placement=placement, tier="shared")

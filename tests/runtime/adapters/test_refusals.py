@@ -149,6 +149,8 @@ class Steps(Sums):
 
 
 class Queue(Sums):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
 
 
@@ -194,7 +196,7 @@ def test_a_lightning_trainer_that_would_leave_a_card_idle_is_refused(
         (Manual, {}, "automatic_optimization=False: the group takes the backward"),
         (Steps, {}, "optimizer_step of Steps: the group takes the backward"),
         (ByMetric, {}, "ReduceLROnPlateau: it steps by a metric"),
-        (Queue, {}, "on_load_checkpoint of Queue: the job's checkpoints keep nothing of"),
+        (Queue, {}, "on_save_checkpoint, on_load_checkpoint of Queue: the job's checkpoints"),
         (Sums, {"callbacks": [Watches()]}, "Watches.on_before_zero_grad: the group steps"),
         (Sums, {"val_check_interval": "00:00:10:00"}, "val_check_interval by time: replicas"),
         (Sums, {"val_check_interval": 3}, "so an epoch may have only 2 steps and be over before"),

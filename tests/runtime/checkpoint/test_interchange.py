@@ -797,10 +797,13 @@ def test_a_folder_that_was_saved_whole_and_later_in_parts_is_refused(
     tmp_path: Path, capsys: Capture
 ) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "pytorch_model.bin")
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {}}))
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "part-0.bin"}}))
 
     assert main(["import", str(tmp_path), str(tmp_path / "new")]) == 2
     assert "files of two saves" in capsys.readouterr().err
+    index.write_text(json.dumps({"weight_map": {"a": "pytorch_model.bin"}}))
+    assert same(foreign_state(tmp_path)["model"], {"a": torch.ones(1)})
 
 
 def test_no_other_file_is_taken_in_the_place_of_a_link_that_leads_nowhere(
