@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import posixpath
+import re
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": _PATIENCE, "default_cache_type": "none"},
     "file": {"auto_mkdir": True},
 }
+_STEP = re.compile(r"/step-(\d+)[./:]")
 _GIVE = "give the store's URL and the job, as s3://bucket/prefix/JOB"
 #: Kinds whose first name is a bucket, which may be misspelt, or not be restored yet.
 _WITH_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az"})
@@ -98,6 +100,12 @@ def _is_of(found: Found | Damaged, name: str) -> bool:
     if isinstance(found, Found):
         return posixpath.basename(found.path) == name
     return f"/{name}/" in str(found) or f"/{name}:" in str(found)
+
+
+def step_of(damaged: Damaged) -> int:
+    """Of the checkpoint that is told of; -1 if none is named."""
+    named = _STEP.search(str(damaged))
+    return -1 if named is None else int(named[1])
 
 
 class ObjectStore:

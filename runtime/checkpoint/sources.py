@@ -19,7 +19,7 @@ from runtime.checkpoint.asking import Asking
 from runtime.checkpoint.coding import NotInstalled
 from runtime.checkpoint.facts import changed_since
 from runtime.checkpoint.manifest import MANIFEST, Manifest
-from runtime.checkpoint.objects import Found, ObjectStore
+from runtime.checkpoint.objects import Found, ObjectStore, step_of
 from runtime.checkpoint.suspects import State, suspects
 from runtime.checkpoint.tiers import (
     TIERS,
@@ -280,9 +280,11 @@ class Sources:
         """What is in the object store."""
         asking = self._asking["object"]
         found = asking.ask(partial(self._objects.found, asking.heard))
-        for damaged in (one for one in found if isinstance(one, Damaged)):
-            self._job.trouble(REFUSED, f"object: {damaged}", "object")
         whole = [one.manifest for one in found if isinstance(one, Found)]
+        newest = max((one.step for one in whole), default=-1)
+        for damaged in (one for one in found if isinstance(one, Damaged)):
+            kind = REFUSED if step_of(damaged) > newest else PASSED_OVER
+            self._job.trouble(kind, f"object: {damaged}", "object")
         if found and not whole:
             raise ValueError(
                 f"none of the {len(found)} checkpoints in {self._objects.url} can be read: mend "

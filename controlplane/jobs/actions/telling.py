@@ -167,12 +167,10 @@ def _record_progress(job: Job, batch: client.Batch, message: client.Progress) ->
 def _is_news(job: Job, batch: client.Batch, message: client.Progress) -> bool:
     """Whether these steps come after those that are known: in a later epoch whatever its node's
     clock says."""
-    if job.step_at is None:
-        return message.epoch >= job.epoch
+    if job.step_at is None or job.step_at > timezone.now() + MAX_AHEAD:
+        return message.epoch >= job.epoch  # by a wrong clock, taken when such were believed
     if message.epoch >= job.epoch:
-        # A rank whose clock is wrong told the future before its times were moved to ours.
-        known = min(job.step_at, timezone.now())
-        return (message.epoch, _moment(message.at)) > (job.epoch, known)
+        return (message.epoch, _moment(message.at)) > (job.epoch, job.step_at)
     # What lives as one and finds no checkpoint any more counts its epochs from the first again.
     began = Placement.objects.filter(
         pk=batch.placement, replica__job=job, created_at__gt=job.step_at

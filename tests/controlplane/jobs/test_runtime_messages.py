@@ -404,3 +404,16 @@ def test_what_was_on_its_way_for_a_while_keeps_its_times(
     tell(placement, saved(7, at, "d"), sent_at=time.time() - behind_s)
 
     assert Checkpoint.objects.get().at.timestamp() == pytest.approx(at, abs=1e-3)
+
+
+def test_a_step_that_was_told_of_the_future_holds_up_none_that_is_told_now(
+    placement: Placement,
+) -> None:
+    job = placement.replica.job
+    Job.objects.filter(pk=job.pk).update(
+        step=5, epoch=1, step_at=timezone.now() + timedelta(hours=1)
+    )
+    tell(placement, progress(9, at=time.time()))
+
+    job.refresh_from_db()
+    assert job.step == 9

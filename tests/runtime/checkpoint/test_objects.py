@@ -21,7 +21,7 @@ from runtime.checkpoint import asking, store
 from runtime.checkpoint.__main__ import main
 from runtime.checkpoint.draft import write
 from runtime.checkpoint.manifest import MANIFEST, sealed
-from runtime.checkpoint.objects import Found, ObjectStore
+from runtime.checkpoint.objects import Found, ObjectStore, step_of
 from runtime.image import CHUNK_BYTES, Damaged
 from runtime.snapshot import stage
 from tests.runtime.checkpoint.one_rank import OneRank
@@ -773,3 +773,13 @@ def test_a_job_goes_on_from_the_store_alone(make_fleet: Callable[..., Fleet], fo
     assert lost
     assert fleet.steps(0)[before]["step"] - 1 in saved
     assert len(fleet.digests()) == 1
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_what_is_wrong_with_one_says_of_which_step_it_is(url: str, which: int) -> None:
+    """By that a job tells whether it goes on from an older one."""
+    objects, *both = two(url)
+    change_manifest(objects, both[which])
+
+    (damaged,) = [one for one in objects.found() if isinstance(one, Damaged)]
+    assert step_of(damaged) == both[which].manifest.step
