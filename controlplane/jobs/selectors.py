@@ -14,6 +14,8 @@ from django.contrib.auth.models import AnonymousUser
 from django.db import connection
 from django.db.models import (
     BigIntegerField,
+    Case,
+    CharField,
     Count,
     DateTimeField,
     DurationField,
@@ -27,6 +29,7 @@ from django.db.models import (
     QuerySet,
     Sum,
     Value,
+    When,
     Window,
 )
 from django.db.models.fields.json import KeyTextTransform
@@ -395,14 +398,15 @@ def failing_tiers(job: Job, checkpoints: list[Checkpoint]) -> dict[str, dict[int
         job_id=job.pk,
         kind=SignalKind.JOB_TROUBLE,
         placement_id__in=there.values("pk"),
+        data__kind__in=("checkpoint_failed", "checkpoint_recovered", *NEVER_WHOLE),
     )
-    whom = ("placement_id", "data__rank", "data__subject")
+    # What is told of one of these says nothing of the others.
+    kinds = [When(data__kind=kind, then=Value(kind)) for kind in NEVER_WHOLE]
+    told = told.annotate(about=Case(*kinds, default=Value(""), output_field=CharField()))
+    whom = ("placement_id", "data__rank", "data__subject", "about")
     # By when we heard of it: in the order in which it was told, also where a clock was put back.
-    told = told.order_by(*whom, "-recorded_at", "-observed_at").distinct(*whom)
-    failed: list[Signal] = []
-    for kinds in (("checkpoint_failed", "checkpoint_recovered"), *((one,) for one in NEVER_WHOLE)):
-        failed += told.filter(data__kind__in=kinds)
-    failed = [one for one in failed if one.data["kind"] != "checkpoint_recovered"]
+    last = told.order_by(*whom, "-recorded_at", "-observed_at").distinct(*whom)
+    failed = [one for one in last if one.data["kind"] != "checkpoint_recovered"]
     found: dict[str, dict[int, str]] = {}
     for signal in sorted(failed, key=lambda one: one.observed_at):
         tier, kind = signal.data.get("subject", ""), signal.data["kind"]

@@ -81,6 +81,11 @@ def _start(world: World) -> Order:
     return Order(f"{world.path('jobs')}/start", status=202)
 
 
+def _direct(world: World) -> Order:
+    make.ProgressSampleFactory(job=world.objects["jobs"])
+    return Order(f"{world.path('jobs')}/directives", WHY | {"verb": "checkpoint"}, 201)
+
+
 def _exclude(world: World) -> Order:
     node = world.objects["nodes"].pk
     return Order(f"{world.path('jobs')}/exclusions", WHY | {"node": node}, 201)
@@ -123,7 +128,7 @@ ORDERS: dict[str, Callable[[World], Order]] = {
     "incidents/note": lambda world: Order(f"{world.path('incidents')}/note", {"text": "words"}),
     "incidents/resolve": _resolve,
     "jobs/create": _register,
-    "jobs/directives": _on("jobs", "directives", {"verb": "checkpoint"}, 201),
+    "jobs/directives": _direct,
     "jobs/end": _on("jobs", "end"),
     "jobs/exclusions": _exclude,
     "jobs/include": _include,
