@@ -58,6 +58,8 @@ def test_all_ranks_leave_out_the_same_tiers(
         [max(pair) for pair in zip(told(first), told(second), strict=True)],
     )
     ending.close()
+    job.sender.close(3.0)
+
     assert ending.too_late == late
 
 
