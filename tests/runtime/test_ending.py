@@ -87,6 +87,8 @@ def test_the_same_between_two_loops(alone: Alone) -> None:
             whole.job.told.set()
             until(lambda: saved(alone, whole) == [[2], [2]], "both tiers have it")
 
+    assert saved(alone, whole) == [[2], [2]]
+
 
 def test_what_is_told_in_the_middle_of_a_step_waits_until_its_update_is_made(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
@@ -185,6 +187,7 @@ def test_a_rank_that_ended_listens_no_more(alone: Alone) -> None:
 
     os.kill(psutil.Process().pid, signal.SIGTERM)
     until(whole.job.told.is_set, "it is noted")
+    assert threading.active_count() <= before
 
 
 def test_a_step_that_was_left_in_the_middle_is_not_saved_aside_either(alone: Alone) -> None:
