@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from runtime.checkpoint import in_memory, store
 from runtime.checkpoint.coding import NotInstalled
-from runtime.checkpoint.facts import saved_at
+from runtime.checkpoint.facts import saved_when
 from runtime.checkpoint.manifest import Manifest, OtherVersion, shown
 from runtime.checkpoint.progress import Bar
 from runtime.checkpoint.suspects import FILE, State, suspects
@@ -142,7 +142,7 @@ def _described(manifest: Manifest) -> dict[str, Any]:
 
 def _in_a_line(manifest: Manifest) -> str:
     size = f"{manifest.size:>15,} bytes{_packed(manifest)}"
-    return f"{saved_at(manifest.facts)}  {size}  {len(manifest.parts)} ranks  {manifest.digest}"
+    return f"{saved_when(manifest.facts)}  {size}  {len(manifest.parts)} ranks  {manifest.digest}"
 
 
 def _in_store(
@@ -196,7 +196,7 @@ def inspect(asked: argparse.Namespace) -> list[Answer]:
         "path": str(path), "step": manifest.step, **_sizes(manifest), "digest": manifest.digest,
         "facts": manifest.facts, "tensors": tensors, "findings": [],
     }  # fmt: skip
-    lines = [f"step {manifest.step}, saved {saved_at(manifest.facts)}, digest {manifest.digest}"]
+    lines = [f"step {manifest.step}, saved {saved_when(manifest.facts)}, digest {manifest.digest}"]
     lines += [f"{manifest.size:,} bytes{_packed(manifest)}"]
     lines += [f"{name}: {value}" for name, value in manifest.facts.items()]
     lines += [

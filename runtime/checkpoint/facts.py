@@ -46,7 +46,7 @@ def computes() -> dict[str, Any]:
     }
 
 
-def saved_at(facts: Mapping[str, Any]) -> str:
+def saved_when(facts: Mapping[str, Any]) -> str:
     """When it was saved, as far as they say so: they may be anybody's."""
     try:
         return f"{datetime.fromtimestamp(facts['at'], UTC):%Y-%m-%d %H:%M:%S}Z"

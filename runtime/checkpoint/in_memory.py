@@ -15,7 +15,7 @@ from typing import Any
 
 from runtime import client
 from runtime.checkpoint import peer
-from runtime.checkpoint.facts import saved_at
+from runtime.checkpoint.facts import saved_when
 from runtime.checkpoint.holder import LOCK
 from runtime.checkpoint.progress import Bar
 from runtime.image import Damaged
@@ -59,7 +59,7 @@ def listed(
             with bar(f"{one['save']} of rank {one['rank']}", int(one["bytes"])) as shown:
                 word = _verified(address, token, one, answer, shown)
         line = (
-            f"step {one['step']:<11} {saved_at(one['facts'])}  {one['bytes']:>15,} bytes  "
+            f"step {one['step']:<11} {saved_when(one['facts'])}  {one['bytes']:>15,} bytes  "
             f"rank {one['rank']} of {one['ranks']}  {one['digest']}{word}"
         )
         why = answer["findings"] or [answer["not_checked"]]

@@ -94,9 +94,9 @@ class TrainingState:
         self.committed = -1
         #: since what was restored was saved, in words
         self.data_changed = ""
-        #: what the state says of the samples: as it was restored, until a step was trained on ours
-        self._told_of_data: dict[str, str] | None = None
-        self._restored = False
+        #: what the state says of the samples: as it was restored (None: by an older version, that
+        #: said nothing), until a step was trained on ours
+        self._data: dict[str, str] | None = batches.told
         #: of a divided model, as the last edges had it: in the middle of forward its own
         #: state_dict would take apart what forward has put together
         self._parts_at_edge: tuple[dict[str, Any], Due] | None = None
@@ -177,7 +177,7 @@ class TrainingState:
         if self.ema is not None:
             self.ema.update_parameters(self.model)
         self.committed += 1
-        self._restored = False
+        self._data = self.batches.told
         if self.after_step is not None:
             self.seed(-1)
             with torch.no_grad():
@@ -285,7 +285,7 @@ class TrainingState:
             return
         self.batches.load_state_dict(state["batches"])
         self.data_changed = self.batches.demand_told(state.get("data", {}))
-        self._told_of_data, self._restored = own_copy(state.get("data")), True
+        self._data = own_copy(state.get("data"))
         # What a module's set_extra_state is given it may keep.
         model = {
             name: own_copy(one) if name.endswith("_extra_state") else one
@@ -389,14 +389,8 @@ class TrainingState:
             "step": self.committed,
             **self.division.taken_apart(trained),
             "batches": self.batches.state_dict(),
-            **self._data(),
+            **({} if self._data is None else {"data": self._data}),
         }
-
-    def _data(self) -> dict[str, Any]:
-        """What is said of the samples of the last step; nothing in a state of an older version."""
-        if not self._restored:
-            return {"data": self.batches.told}
-        return {} if self._told_of_data is None else {"data": self._told_of_data}
 
     def _parts(self) -> dict[str, dict[str, Stateful]]:
         """What is saved and loaded alike, by kind and name."""
