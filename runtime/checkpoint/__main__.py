@@ -321,7 +321,7 @@ def diff(asked: argparse.Namespace) -> list[Answer]:
 
 def export(asked: argparse.Namespace) -> list[Answer]:
     """Write the newest one as another tool reads it."""
-    from runtime.checkpoint.interchange import EXPORTS, size_as, whole_state
+    from runtime.checkpoint.interchange import EXPORTS, left_out, size_as, whole_state
 
     path = _newest(asked.path)
     if path.resolve() in asked.out.resolve().parents:
@@ -330,8 +330,13 @@ def export(asked: argparse.Namespace) -> list[Answer]:
         state = whole_state(path, bar)
     with _bar(asked, asked.out.name, size_as(asked.to, state)) as bar:
         EXPORTS[asked.to](state, asked.out, bar)
-    answer = {"path": str(path), "out": str(asked.out), "to": asked.to}
-    return [(answer, [f"{path.name} is in {asked.out} ({asked.to})"])]
+    lines = [f"{path.name} is in {asked.out} ({asked.to})"]
+    if names := left_out(asked.to, state):
+        lines.append(
+            f"without {store.shortened(names)}, which {asked.to} cannot keep: it holds no tensor"
+        )
+    answer = {"path": str(path), "out": str(asked.out), "to": asked.to, "left_out": names}
+    return [(answer, lines)]
 
 
 def import_(asked: argparse.Namespace) -> list[Answer]:

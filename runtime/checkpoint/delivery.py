@@ -28,9 +28,9 @@ from runtime.snapshot import Copying
 
 log = logging.getLogger("drydock.checkpoint")
 
-#: A copy's progress is told after so many bytes, and so many times at most: what a writer that
-#: hangs has not read must fit in its socket.
-TOLD_BYTES, TOLD_TIMES = 64 << 20, 16
+#: A copy's progress is told after so many bytes, then more and more rarely, about so many times in
+#: all: what a writer that hangs has not read must fit in its socket.
+TOLD_BYTES, TOLD_TIMES = 8 << 20, 32
 #: Looks for what others wrote, in vain, until an engineer is told: a network file system may show
 #: it later.
 UNSEEN = 3
@@ -300,7 +300,8 @@ class Delivery:
         if save.flaws is None:
             save.flaws = self._ask_all(save)
         whole = save.copying.table.bytes
-        if copied < whole and copied - save.told < max(TOLD_BYTES, whole // TOLD_TIMES):
+        rarely = max(TOLD_BYTES, min(save.told, whole // TOLD_TIMES))
+        if copied < whole and copied - save.told < rarely:
             return
         save.told = copied
         for tier in save.tiers:

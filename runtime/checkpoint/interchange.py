@@ -153,6 +153,13 @@ EXPORTS: dict[str, Callable[..., None]] = {
 }  # fmt: skip
 
 
+def left_out(kind: str, state: State) -> tuple[str, ...]:
+    """What the model has that an export of this kind does not take with it: what modules give that
+    is no tensor (`get_extra_state`)."""
+    model = state["model"] if kind == "safetensors" else {}
+    return tuple(name for name, one in model.items() if not isinstance(one, torch.Tensor))
+
+
 def size_as(kind: str, state: State) -> int:
     """Bytes of the tensors that an export of this kind writes."""
     return size_of(state.get("model") if kind == "safetensors" else state)

@@ -144,6 +144,8 @@ class Writer:
 
     def _await_copy(self, end: int) -> None:
         """Until the state that is saved is copied up to there. Raises NotCopied."""
+        if end <= self._copied and not self._flaw:
+            return  # past whoever waits for more of it
         with self._hearing:
             while self._copied < end and not self._flaw:
                 heard = self._hear()

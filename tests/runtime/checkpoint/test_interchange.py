@@ -98,7 +98,7 @@ def test_programs_are_told_what_was_exported_and_imported(
     exported = told(capsys, "export", str(path), str(out), "--to", "torch")
     brought = told(capsys, "import", str(out), str(new))
 
-    assert exported == {"path": str(path), "out": str(out), "to": "torch"}
+    assert exported == {"path": str(path), "out": str(out), "to": "torch", "left_out": []}
     (there,) = store.candidates(new / "checkpoints")
     assert brought == {"source": str(out), "path": str(there), "tensors": len(weights(path))}
 
@@ -262,6 +262,21 @@ def test_what_modules_keep_beside_their_weights_is_imported_with_them(tmp_path: 
 
     (found,) = store.candidates(tmp_path / "new" / "checkpoints")
     assert state_of(store.read(found))["model"]["_extra_state"] == {"seen": 3}
+
+
+def test_what_an_export_to_safetensors_leaves_out_is_said(tmp_path: Path, capsys: Capture) -> None:
+    torch.save(Counting(2, 2).state_dict(), tmp_path / "theirs.pt")
+    main(["import", str(tmp_path / "theirs.pt"), str(tmp_path / "new")])
+    (found,) = map(str, store.candidates(tmp_path / "new" / "checkpoints"))
+    capsys.readouterr()
+
+    assert main(["export", found, str(tmp_path / "out"), "--to", "safetensors"]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    answers = [told(capsys, "export", found, str(tmp_path / to), "--to", to) for to in EXPORTS]
+
+    assert "without _extra_state, which safetensors cannot keep" in said
+    names = {answer["to"]: answer["left_out"] for answer in answers}
+    assert names == {"dcp": [], "safetensors": ["_extra_state"], "torch": []}
 
 
 def test_a_folder_of_bin_files_is_read_by_its_index(tmp_path: Path) -> None:
