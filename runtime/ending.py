@@ -104,7 +104,8 @@ class Ending:
         takes = (UNMEASURED_S if one is None else one for one in usual_s.values())
         known = dict(zip(usual_s, takes, strict=True))
         in_ms = [round(1000 * known[name]) if name in known else -1 for name in TIERS]
-        left_s = self._job.left_s()
+        # Of several notices the one counts that leaves the least time.
+        left_s = (self._preemption or self._job).left_s()
         return [*in_ms, -NEVER_MS if math.isinf(left_s) else -round(1000 * left_s)]
 
     def hear(self, tiers: Collection[TierName], told: Sequence[int]) -> None:

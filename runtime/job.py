@@ -173,8 +173,8 @@ class Told(threading.Event):
     def set(self) -> None:
         if self.at is None:
             self.at = time.monotonic()
+        self.heard()  # first: who sees that it is set may ask how much time is left
         super().set()
-        self.heard()
 
 
 def end_with_launcher() -> None:

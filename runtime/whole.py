@@ -24,7 +24,11 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import (
+    _get_default_group,
+    _get_default_store,
+    default_pg_timeout,
+)
 
 from runtime.checkpoint import Checkpointer
 from runtime.checkpoint.coding import NotInstalled
@@ -55,6 +59,7 @@ from runtime.replica.shape import of_deepspeed
 from runtime.replica.state import (
     GO_ON,
     Stateful,
+    in_kinds_of,
     own_copy,
     places_of,
     put_back_model,
@@ -175,6 +180,8 @@ class WholeJob:
         self._start = ""
 
     def __enter__(self) -> Self:
+        """Go on from the newest checkpoint. Raises ValueError if there are some and none can be
+        loaded, and TypeError for a state of which no copy can be made."""
         try:
             self._begin()
         except BaseException as error:
@@ -228,8 +235,9 @@ class WholeJob:
         """For what takes long and changes nothing that is saved, as an evaluation: once the step
         under way has made its update, or between two loops. If its process is told to end in there,
         and killed before the next edge, that step is saved all the same: where all ranks are in
-        such a block at that step, or wait at its edge. Of what random numbers are drawn in there
-        such a save knows nothing."""
+        such a block at that step, or wait at its edge. What random numbers are drawn in there
+        changes nothing either: after it the generators of torch, Python and NumPy go on from where
+        they were."""
         with contextlib.ExitStack() as stack:
             if not self._left:  # else nobody knows what the state is
                 try:
@@ -240,6 +248,7 @@ class WholeJob:
                 else:
                     rest = AtRest(step, lambda: made, self._stream())
                     stack.enter_context(self._ending.at_rest(rest))
+                    stack.callback(set_generators, made[0]["random"], self.model)
             yield
 
     def tell(self, loss: float | torch.Tensor, samples: int = 0) -> None:
@@ -255,9 +264,10 @@ class WholeJob:
     # --- begin and end ------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._group = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo", timeout=_patience())
         self._start = self._from(0, uuid.uuid4().hex[:8])
         self._resume(self._meet_nodes())
+        room_for(self._state(), due_in(self.model))  # refuses now what no copy could be made of
         if not self.job.rank:
             self._teller.members = list(range(self.job.world_replicas))
             self.job.sender.speaks = True
@@ -661,8 +671,10 @@ class WholeJob:
             )
             put_back_optimizer(str(index), optimizer, state["optimizers"][index], joined)
         for name, one in self.extra.items():
-            one.load_state_dict(put_together(state["extra"][name], one, f"extra.{name}"))
+            given = put_together(state["extra"][name], one, f"extra.{name}")
+            one.load_state_dict(in_kinds_of(one, given))
         self.committed, self.epoch = int(state["step"]), int(state["epoch"])
+        self._state()  # a loader that is asked for its state the first time draws from them
         set_generators(state["random"], self.model)
         if digest_of(self._state(), as_laid_out(part.table)) != part.digest:
             text = "what was put back is not what was saved: some load_state_dict gives back less"
@@ -716,6 +728,15 @@ def due_in(model: torch.nn.Module | Stateful) -> Due:
         return "whenever" if in_model and tensor.data_ptr() in frozen else "now"
 
     return due
+
+
+def _patience() -> timedelta:
+    """How long a rank waits at an edge for the others, one of which may evaluate alone: as long as
+    the script's own group would, or torch's default if that is more."""
+    group = _get_default_group()
+    backends = [group._get_backend(torch.device(kind)) for kind in group._device_types]
+    given = [getattr(one.options, "_timeout", default_pg_timeout) for one in backends]
+    return max([default_pg_timeout, *given])
 
 
 def _steps_of(parts: Mapping[str, CheckpointSaved]) -> list[int]:

@@ -362,8 +362,11 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def _safetensors() -> Any:
     try:
         import safetensors
-    except ImportError as error:
-        raise Odd("the package safetensors is missing: pip install 'safetensors>=0.8'") from error
+
+        safetensors.TensorSpec  # noqa: B018 - which 0.8 is the first to have
+    except (ImportError, AttributeError) as error:
+        wanted = "pip install 'safetensors>=0.8'"
+        raise Odd(f"the package safetensors is missing, or too old: {wanted}") from error
     return safetensors
 
 

@@ -5,6 +5,7 @@ The order of calls is the training loop's; nothing here talks to anyone.
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import sys
@@ -304,7 +305,7 @@ class TrainingState:
                 if name == "optimizers":
                     put_back_optimizer(key, part, given[key])
                 else:
-                    part.load_state_dict(own_copy(given[key]))
+                    part.load_state_dict(in_kinds_of(part, own_copy(given[key])))
         self._left_at, self._left_set = self._paces(), self._settings()
         self.ledger.load_state_dict(state["ledger"])
         self.committed = int(state["step"])
@@ -537,6 +538,34 @@ class Steadiness:
             elif since < step:
                 steady.add(place)
         return steady
+
+
+def in_kinds_of(part: Stateful, given: Any) -> Any:
+    """What was saved of it, each dict and tuple of the class that is in its place in the state that
+    it has now: a checkpoint has plain ones, and some ask more of theirs (of its `Counter` a
+    `MultiStepLR`, once a `SequentialLR` comes to it). Not of what is iterated over: a data loader
+    starts its workers to tell its state."""
+    return given if isinstance(part, Iterable) else _in_kinds_of(part.state_dict(), given)
+
+
+def _in_kinds_of(present: Any, given: Any) -> Any:
+    if isinstance(given, dict):
+        there: Any = present if isinstance(present, dict) else {}
+        items = {key: _in_kinds_of(there.get(key), item) for key, item in given.items()}
+        if type(there) is dict:
+            return items
+        same = copy.copy(there)
+        same.clear()
+        same.update(items)
+        return same
+    if isinstance(given, list | tuple):
+        alike = isinstance(present, list | tuple) and len(present) == len(given)
+        there = present if alike else [None] * len(given)
+        each = [_in_kinds_of(like, one) for like, one in zip(there, given, strict=True)]
+        if isinstance(given, list):
+            return each
+        return there._make(each) if hasattr(there, "_make") else tuple(each)
+    return given
 
 
 def own_copy(value: Any) -> Any:

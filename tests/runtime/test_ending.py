@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 from pathlib import Path
@@ -229,6 +230,20 @@ def test_what_was_begun_aside_at_an_edge_is_not_begun_again_there(
         list(steps)
 
     assert given == [["local", "shared"]]
+
+
+def test_what_an_evaluation_draws_changes_nothing(alone: Alone) -> None:
+    with alone.start() as whole:
+        steps = whole.steps(2)
+        next(steps)
+        before = whole.digest()
+        with whole.evaluating():
+            drawn = (torch.rand(1), random.random())  # noqa: S311 - what it is like is no secret
+        after, again = whole.digest(), (torch.rand(1), random.random())  # noqa: S311
+        list(steps)
+
+    assert before == after
+    assert again == drawn
 
 
 def test_a_state_that_cannot_be_made_ends_no_evaluation(

@@ -6,10 +6,11 @@ import json
 import math
 import random
 import threading
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -79,6 +80,65 @@ def test_a_schedule_is_stepped_by_the_group_alone() -> None:
 
     assert trained == loaded == ""
     assert "has stepped a schedule: leave that to ReplicaGroup" in state.flaw()
+
+
+def warmed_up() -> TrainingState:
+    """It warms up for five steps, then has milestones, which torch keeps in a Counter."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with_milestones = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+    parts = [torch.optim.lr_scheduler.LinearLR(optimizer), with_milestones]
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[5])
+    return TrainingState(model, [optimizer], Batches(samples=48), schedules=[schedule])
+
+
+def test_a_schedule_put_back_while_it_warms_up_goes_on_to_the_next_one() -> None:
+    undisturbed, again = warmed_up(), warmed_up()
+    train(undisturbed, 3)
+    again.load(undisturbed.copy())
+
+    train(undisturbed, 6)
+    train(again, 6)
+
+    assert again.schedules[0].state_dict()["_last_lr"] == [pytest.approx(0.001)]
+    assert again.schedules[0].state_dict() == undisturbed.schedules[0].state_dict()
+
+
+class Pair(NamedTuple):
+    left: float
+    right: list[int]
+
+
+class Kinds:
+    """Keeps its state as it is given it."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def test_what_a_script_keeps_comes_back_in_its_kinds() -> None:
+    def kept(seen: int) -> Kinds:
+        by_kind: defaultdict[str, list[int]] = defaultdict(list, rows=[seen])
+        return Kinds({
+            "seen": Counter({"a": seen}), "by_kind": by_kind, "pairs": [Pair(0.5, [seen])],
+            "order": OrderedDict(last=seen), "new" if seen else "old": {"plain": 1},
+        })  # fmt: skip
+
+    saved, fresh = kept(7), kept(0)
+    state = training(extra={"kept": fresh})
+
+    state.load(training(extra={"kept": saved}).copy())
+
+    assert fresh.state == saved.state
+    assert [*map(type, fresh.state.values())] == [*map(type, saved.state.values())]
+    assert fresh.state["by_kind"]["none yet"] == []
+    assert fresh.state["pairs"][0].right == [7]
 
 
 def test_a_copy_put_back_is_the_same_to_the_bit() -> None:

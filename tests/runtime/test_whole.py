@@ -7,12 +7,15 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import runtime
 from runtime import stalls
@@ -43,6 +46,14 @@ from tests.runtime.whole_runs import (
     told,
     trainee,
 )
+
+
+class Odd(torch.Tensor):
+    """More than its elements."""
+
+
+def loader() -> Any:
+    return StatefulDataLoader(range(8), shuffle=True)
 
 
 def part_of_rank(step: int) -> CheckpointSaved:
@@ -273,6 +284,25 @@ def test_told_to_stop_it_saves_to_no_tier_that_would_hold_up_another(alone: Alon
         whole.saver.tiers["local"].pace.note(0.0, 14.0)
         whole.saver.tiers["shared"].pace.note(0.0, 17.0)
         whole.job.told.set()  # 30 s are left
+        assert list(steps) == []
+
+    assert alone.saved(whole, "local") == [0]
+    assert alone.saved(whole, "shared") == []
+
+
+@pytest.mark.parametrize("notices", [["30", "3600"], ["3600", "30"]])
+def test_of_several_notices_the_one_counts_that_leaves_the_least_time(
+    alone: Alone, notices: list[str]
+) -> None:
+    notice = alone.folder / "notice"
+    with alone.start(notice_file=notice) as whole:
+        steps = whole.steps(NEVER)
+        next(steps)
+        whole.saver.tiers["local"].pace.note(0.0, 14.0)
+        whole.saver.tiers["shared"].pace.note(0.0, 17.0)
+        for seconds in notices:
+            notice.write_text(seconds)
+            whole.job.told.set()
         assert list(steps) == []
 
     assert alone.saved(whole, "local") == [0]
@@ -629,6 +659,41 @@ def test_it_takes_a_replica_group_s_checkpoint_for_none_of_its_own(alone: Alone)
 
     with pytest.raises(ValueError, match=r"is of a runtime\.ReplicaGroup, .*: start the job with"):
         alone.start().__enter__()
+
+
+def test_a_state_of_which_no_copy_can_be_made_is_refused_before_it_trains(alone: Alone) -> None:
+    alone.kept.held = Odd(torch.zeros(1))
+
+    with pytest.raises(TypeError, match=r"state\.extra\.kept\.held is a Odd"), alone.start():
+        pass
+
+    assert alone.troubles() == ["exception"]
+
+
+@pytest.mark.parametrize(("given", "ours"), [(180, 180), (1, 30)])
+def test_who_waits_for_one_that_evaluates_alone_is_as_patient_as_the_script(
+    alone: Alone, given: int, ours: int
+) -> None:
+    _set_pg_timeout(timedelta(minutes=given))
+    with alone.start() as whole:
+        backend = whole._group._get_backend(torch.device("cpu"))
+
+    assert backend.options._timeout == timedelta(minutes=ours)
+
+
+def test_a_loader_that_is_put_back_draws_no_random_numbers(alone: Alone) -> None:
+    """It makes its order once it is asked for its state."""
+    alone.kept = loader()
+    with alone.start() as whole:
+        list(whole.steps(1))
+    drawn = torch.rand(1)
+    alone.kept = begins = loader()
+    with alone.start():
+        iter(begins)
+        again = torch.rand(1)
+
+    assert torch.equal(again, drawn)
+    assert alone.troubles() == []
 
 
 def test_several_replicas_are_refused(alone: Alone) -> None:

@@ -224,10 +224,15 @@ class Alone:
         disk: str = "disk",
         stalled_after_s: float = NEVER_S,
         grace_s: float = 30.0,
+        notice_file: Path | None = None,
     ) -> runtime.WholeJob:
         """`local`, `shared`: seconds between two saves. `disk`: of which node it is."""
         place = str(self.folder / disk)
-        job = self.join(DRYDOCK_LOCAL_DIR=place, DRYDOCK_GRACE_S=str(grace_s))
+        job = self.join(
+            DRYDOCK_LOCAL_DIR=place,
+            DRYDOCK_GRACE_S=str(grace_s),
+            DRYDOCK_NOTICE_FILE=str(notice_file or ""),
+        )
         model, optimizer = self.trainee()
         saver = runtime.Checkpointer(job, every_s={"local": local, "shared": shared})
         return runtime.WholeJob(

@@ -695,6 +695,25 @@ def test_nobody_begins_anew_because_the_store_is_out_of_reach(tmp_path: Path) ->
         one.saver.sources.saves()
 
 
+def test_nobody_begins_with_an_import_while_the_store_is_out_of_reach(tmp_path: Path) -> None:
+    """It has what the job of that name trained before, which would be taken for later."""
+    (tmp_path / "in-the-way").write_text("no folder")
+    one = OneRank(tmp_path, object_store=f"file://{tmp_path}/in-the-way")
+    (tmp_path / "checkpoints").mkdir()
+    write(tmp_path / "checkpoints", staged_at(0), facts={"imported": "theirs.pt", "epoch": 0})
+
+    with pytest.raises(OSError, match="in-the-way"):
+        one.saver.sources.saves()
+
+
+def test_who_holds_a_state_needs_none_of_a_store_that_is_out_of_reach(tmp_path: Path) -> None:
+    (tmp_path / "in-the-way").write_text("no folder")
+    one = OneRank(tmp_path, object_store=f"file://{tmp_path}/in-the-way")
+
+    assert one.saver.sources.saves(after=(1, 5)) == []
+    assert one.told.troubles() == ["checkpoints_out_of_reach"]
+
+
 def test_nobody_begins_anew_where_nothing_in_the_store_can_be_read(
     folder: str, tmp_path: Path
 ) -> None:
