@@ -571,6 +571,8 @@ class WholeJob:
                 if not self.job.rank:
                     self.saver.sources.loaded(name)
                 self._saved = {where: step for _, save, where in found if save == name}
+                older = {where: at for at, _, where in reversed(there) if where in IN_PARTS}
+                self.saver.delivery.common |= older
                 self._note_common([tier, *(t for _, save, t in there if save == name)], step)
                 return
             failed[tier] += 1

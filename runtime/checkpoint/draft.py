@@ -44,9 +44,18 @@ from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, hash_of, pages
 
 log = logging.getLogger("drydock.checkpoint")
 
-#: Locks are seen here alone on some file systems; a container that shares the folder is another
-#: host.
-HOST = socket.gethostname()
+
+def _host() -> str:
+    """Locks are seen here alone on some file systems. A container that shares the folder is another
+    host, and of containers that are all given one name those of one machine are."""
+    try:
+        started = disk.read_small(Path("/proc/sys/kernel/random/boot_id")).decode().strip()
+    except OSError:
+        started = ""
+    return f"{socket.gethostname()} {started}".strip()
+
+
+HOST = _host()
 IDLE_S = 600.0  # a draft in which nothing changed for so long will not be finished any more
 _PREFIX = ".writing-"
 _VERIFIED = "verified"
@@ -276,7 +285,8 @@ class Draft:
             part = Part.from_json(data, f"{self.path}/{part_name(rank)}")
             parts.append(hash_of_part(part, data))
         manifest = Manifest(step=self.step, save=self.save, parts=tuple(parts), facts=self.facts)
-        self._describe(MANIFEST, manifest.to_json())
+        if not self._is_described(manifest):
+            self._describe(MANIFEST, manifest.to_json())
         os.fsync(self.handle)
         used = [n for step, n in map(store.number_of, store.candidates(self.folder))
                 if step == self.step]  # fmt: skip
@@ -296,6 +306,19 @@ class Draft:
             sync(self.folder)
             return True
 
+    def _is_described(self, manifest: Manifest) -> bool:
+        """Whether another writer that saw all parts has written it already: it reads back what it
+        wrote, so that is left alone."""
+        try:
+            data = read_small(MANIFEST, self.handle)
+            found = Manifest.from_json(data, MANIFEST)
+        except (FileNotFoundError, Damaged):
+            return False
+        if (found.save, found.parts) != (manifest.save, manifest.parts):
+            return False
+        self._described[MANIFEST] = data
+        return True
+
     def where(self) -> Path | None:
         """The checkpoint that it became, whichever writer made it visible; None if none did."""
         path = Path(f"/proc/self/fd/{self.handle}").readlink()
@@ -308,8 +331,7 @@ class Draft:
 
     def is_given_up(self) -> bool:
         """Whether another writer failed, so that it will never be complete."""
-        name = Path(f"/proc/self/fd/{self.handle}").readlink().name
-        if name.startswith(store.GONE) or name.endswith(" (deleted)"):
+        if Path(f"/proc/self/fd/{self.handle}").readlink().name.startswith(store.GONE):
             return True
         return not self.path.exists() and self.where() is None  # another host's rename
 
@@ -322,8 +344,13 @@ class Draft:
         """It cannot be completed any more. First out of sight, for another writer may be about to
         make it visible: only one of the two renames succeeds."""
         gone = self.folder / f"{store.GONE}{self.path.name}-{uuid.uuid4().hex}"
-        with contextlib.suppress(OSError):
+        try:
             self.path.rename(gone)
+        except OSError:
+            with contextlib.suppress(OSError):
+                if (visible := self.where()) is not None:  # the other was faster
+                    store.set_aside(visible)
+        else:
             store.remove(gone)
 
     def _lock(self, written: str) -> None:
@@ -392,10 +419,13 @@ def write(
     return draft.path
 
 
-def sweep(folder: Path) -> None:
-    """Remove drafts that no writer will finish."""
+def sweep(folder: Path, *, sparing: str = "") -> None:
+    """Remove drafts that no writer will finish. `sparing`: the name of the save that is under way:
+    of several writers some may have come to their end already."""
     newest = next((store.number_of(path)[0] for path in store.candidates(folder)), -1)
     for path in folder.glob(f"{_PREFIX}*"):
+        if sparing and path.name.endswith(f"-{sparing}"):
+            continue
         if path.is_dir() and is_abandoned(path, newest):
             store.remove(path)
     for path in folder.glob(f"{store.GONE}*"):
@@ -472,7 +502,11 @@ def write_small(name: str, data: bytes, folder: int) -> None:
 def read_back(name: str, folder: int) -> bytes:
     """All of a small file, from the disk itself. Raises OSError; EOFError if it has another length
     meanwhile."""
-    data = pages(os.stat(name, dir_fd=folder).st_size, large=False)
+    file = os.open(name, os.O_RDONLY, dir_fd=folder)
+    try:  # of the open file: what a host knows of a name may be older, over a network
+        data = pages(os.fstat(file).st_size, large=False)
+    finally:
+        os.close(file)
     disk.read(name, len(data), folder, lambda _offset, _block: None, data)
     return bytes(data)
 

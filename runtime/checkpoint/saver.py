@@ -220,8 +220,12 @@ class Checkpointer:
                 if not last:
                     return None
                 continue
-            except Exception as error:  # no checkpoint is worth the training
+            except BaseException as error:
                 self.rooms.give_back(room)
+                if not isinstance(
+                    error, Exception
+                ):  # an interrupt; else it is not worth the training
+                    raise
                 self._began(names)
                 for one in wanted:
                     self.delivery.failed(one.name, f"no copy could be made: {error!r}")

@@ -201,7 +201,7 @@ class Writer:
         if (not rank and not share) or alone >= LEFT_ALONE:  # one for all that write to this folder
             with contextlib.suppress(OSError):  # what dead writers left may be what fills the disk
                 for one in [folder, *neighbours(folder)]:
-                    sweep(one)
+                    sweep(one, sparing=self._name)
         draft = Draft(folder, step, self._name, int(asked["ranks"]), asked["facts"], shares)
         begun, verified = draft.path, False
         try:
@@ -223,13 +223,18 @@ class Writer:
         except BaseException as error:
             if verified:
                 pass  # it is whole: that a note could not be made is no flaw of it
-            elif (visible := draft.where()) is not None:
+            elif (visible := _visible(draft)) is not None:
                 store.set_aside(visible)
             elif draft.is_given_up() and isinstance(error, OSError | Damaged):
                 if draft.is_overdue():  # perhaps nobody else says so
                     raise TimeoutError(
                         f"it took more than {IDLE_S:g} s and is gone from {folder}, where others "
                         f"remove what was left alone for so long ({error}): see why that is slow"
+                    ) from error
+                if draft.ranks * shares == 1:
+                    raise OSError(
+                        f"it was removed from {folder} while it was written ({error}): see what "
+                        "else removes things there"
                     ) from error
                 raise GivenUp from error
             else:
@@ -469,6 +474,14 @@ def last_part(folder: Path, rank: int) -> Part | None:
             with contextlib.suppress(Damaged):
                 return store.part_of(path, manifest, rank)
     return None
+
+
+def _visible(draft: Draft) -> Path | None:
+    """See `Draft.where`; None also if that cannot be told."""
+    try:
+        return draft.where()
+    except OSError:
+        return None
 
 
 def main() -> None:

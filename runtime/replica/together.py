@@ -305,8 +305,9 @@ class Together:
             if len({history for history, _digest in parts}) == 1:
                 self._all("load")
                 self.rank.saver.sources.loaded(name)
+                newest = {where: at for at, _, where in reversed([(step, name, tier), *there])}
                 with self._hearing:
-                    self._common = {} if tier in OF_ALL_NODES else {tier: step}
+                    self._common = {t: newest[t] for t in newest if t not in OF_ALL_NODES}
                 self._compare(step, [digest for _history, digest in parts])
                 return
             failed[tier] += 1

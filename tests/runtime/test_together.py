@@ -699,6 +699,22 @@ def saved(pair: Pair) -> Staged:
     return staged
 
 
+def test_what_all_ranks_have_on_their_disks_is_known_from_the_start(
+    pair: Pair, saved: Staged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And stays, if a disk fails before they have another one."""
+    there = [(5, SAVE, "shared"), (4, "c", "local"), (3, "b", "local"), (2, "a", "peer")]
+    pair.other.answers["checkpoints"] = {"value": [[*found] for found in there if found[0] != 4]}
+    history = rank_module.history_of(state_of(saved))
+    pair.other.answers["read"] = {"value": [history, "d"]}
+    pair.other.answers["digest"] = {"value": "d"}
+    monkeypatch.setattr(pair.saver.sources, "saves", lambda _elsewhere, _after: there)
+
+    pair.together.load([])
+
+    assert pair.together._common == {"local": 3, "peer": 2}
+
+
 def test_a_state_that_is_not_what_was_saved_is_told(pair: Pair, saved: Staged) -> None:
     pair.other.answers["read"] = {"value": [rank_module.history_of(state_of(saved)), "saved"]}
     pair.other.answers["digest"] = {"value": "loaded"}

@@ -197,6 +197,20 @@ def test_a_state_that_trains_is_saved_again_once_that_shows(alone: Alone) -> Non
     assert whole._trial is None
 
 
+def test_what_all_ranks_have_on_their_disks_is_known_from_the_start(alone: Alone) -> None:
+    """And stays, if a disk fails before they have another one."""
+    alone.trained(1)
+    alone.trained(2)
+    (newest, older) = store.candidates(next((alone.folder / "disk").glob("*/*/*")))
+    store.remove(newest)
+
+    with alone.start() as whole:
+        common = dict(whole.saver.delivery.common)
+
+    assert whole.committed == 2
+    assert common == {"local": store.number_of(older)[0]} == {"local": 0}
+
+
 def refusing(whole: runtime.WholeJob, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of those that it tries to read, and cannot, from now on."""
     tried: list[str] = []

@@ -181,6 +181,34 @@ def test_a_part_that_waits_for_another_is_not_swept_away(tmp_path: Path) -> None
     assert draft.path.exists()
 
 
+def test_a_part_of_the_save_under_way_is_not_swept_away(tmp_path: Path) -> None:
+    """The job went back to before what is complete, and another writer was quick."""
+    with draft_at(tmp_path, 5, "later", ranks=1) as later:
+        write(later, 0, staged_at(1))
+        later.publish()
+    with draft_at(tmp_path, 4) as draft:
+        write(draft, 0, staged_at(1))
+    sweep(tmp_path, sparing="abc")
+    spared = draft.path.exists()
+    sweep(tmp_path, sparing="bc")
+
+    assert (spared, draft.path.exists()) == (True, False)
+
+
+def test_what_another_made_visible_meanwhile_is_set_aside_by_who_knows_that_it_is_bad(
+    tmp_path: Path,
+) -> None:
+    with draft_at(tmp_path, 4) as bad, draft_at(tmp_path, 4) as well:
+        write(bad, 0, staged_at(1))
+        write(well, 1, staged_at(1))
+        assert well.publish()
+        bad.give_up()
+
+    assert store.candidates(tmp_path) == []
+    (aside,) = tmp_path.glob(".damaged-*")
+    assert "step-00000004" in aside.name
+
+
 def test_a_part_that_waited_in_vain_goes_once_a_newer_checkpoint_is_complete(
     tmp_path: Path,
 ) -> None:
@@ -216,15 +244,16 @@ def test_json_that_is_not_on_the_disk_as_it_was_written_is_found_by_whoever_wrot
         draft.close()
 
 
-def test_a_manifest_that_another_made_of_the_same_parts_is_no_flaw(tmp_path: Path) -> None:
-    drafts = [Draft(tmp_path, 4, "abc", 2, {"replica": number}) for number in range(2)]
+def test_a_manifest_that_another_made_of_the_same_parts_stays(tmp_path: Path) -> None:
+    """They differ in who made them, and so in their length."""
+    drafts = [Draft(tmp_path, 4, "abc", 2, {"replica": number}) for number in (9, 10)]
     parts = [write(draft, rank, staged_at(1)).part for rank, draft in enumerate(drafts)]
     published = [draft.publish() for draft in drafts]
 
     findings = [draft.verify(part) for draft, part in zip(drafts, parts, strict=True)]
 
     assert published == [True, False]
-    assert store.manifest_of(tmp_path / "step-00000004").facts == {"replica": 1}
+    assert store.manifest_of(tmp_path / "step-00000004").facts == {"replica": 9}
     assert findings == [[], []]
     for draft in drafts:
         draft.close()

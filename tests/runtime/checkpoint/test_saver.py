@@ -647,6 +647,18 @@ def test_checkpoints_of_which_none_can_be_read_are_not_taken_for_none(trainer: O
         trainer.saver.sources.saves()
 
 
+def test_a_copy_that_is_interrupted_keeps_no_room(trainer: OneRank) -> None:
+    def begin(_into: memoryview | None) -> Copying:
+        raise KeyboardInterrupt
+
+    trainer.save_all(1)
+    trainer.told.until(trainer.saver.rooms.all_free)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.saver.save(begin, "x", last=True)
+
+    assert trainer.saver.rooms.all_free()
+
+
 def test_a_state_of_which_no_copy_can_be_made_costs_no_step(trainer: OneRank) -> None:
     def begin(_into: memoryview | None) -> Copying:
         raise TypeError("state.extra is a set")

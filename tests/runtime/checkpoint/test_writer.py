@@ -136,11 +136,15 @@ def test_where_the_disk_does_not_give_the_json_back_the_one_before_stays(
 
 
 @pytest.mark.parametrize(
-    ("idle_s", "op", "text"),
-    [(IDLE_S, "given_up", ""), (-1.0, "failed", "it took more than 600 s and is gone from ")],
+    ("ranks", "idle_s", "op", "text"),
+    [
+        (2, IDLE_S, "given_up", ""),
+        (2, -1.0, "failed", "it took more than 600 s and is gone from "),
+        (1, IDLE_S, "failed", "it was removed from "),
+    ],
 )
-def test_a_draft_that_is_gone_was_given_up_by_another_or_else_took_too_long_and_that_is_told(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch, idle_s: float, op: str, text: str
+def test_a_draft_that_is_gone_was_given_up_by_another_or_else_that_is_told(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, ranks: int, idle_s: float, op: str, text: str
 ) -> None:
     def write(_name: str, _data: memoryview, folder: int, *_more: Any) -> NoReturn:
         store.remove(Path(f"/proc/self/fd/{folder}").readlink())
@@ -149,7 +153,7 @@ def test_a_draft_that_is_gone_was_given_up_by_another_or_else_took_too_long_and_
     monkeypatch.setattr("runtime.checkpoint.draft.IDLE_S", idle_s)
     monkeypatch.setattr(disk, "write", write)
 
-    said = asked.to_save(1)
+    said = asked.to_save(1, ranks=ranks)
 
     assert ops(said) == [op, "done"]
     assert said[0].get("error", "").startswith(text)
