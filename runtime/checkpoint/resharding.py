@@ -106,6 +106,11 @@ def resharded(read: Callable[[int], Staged], saved: int, rank: int, ranks: int) 
     )
 
 
+def has_parts(state: Any) -> bool:
+    """Whether it was divided, if only among one rank."""
+    return any(True for _ in _divided(state))
+
+
 def _divided(state: Any) -> Iterator[dict[str, Any]]:
     """What is a part of something, in its order."""
     if is_part(state):

@@ -41,6 +41,7 @@ class Peer:
     promoted: bool = False  # it stood by, and was given its number
     step: int = -1
     trained_in: int = 0  # the epoch in which that step was made
+    loaded: bool = False  # from a checkpoint, an import or peers
     seen_epoch: int = 0  # the latest of which its node, or the folder of all, tells
     searched: bool = False  # it was told of the holders on nodes of which nobody came
     digest: str = ""

@@ -314,6 +314,7 @@ class Coordinator(Epochs):
         peer.step, peer.digest = int(message["step"]), str(message["digest"])
         peer.trained_in = int(message.get("trained_in", 0))
         peer.seen_epoch = int(message.get("seen", 0))
+        peer.loaded = bool(message.get("loaded", False))
         peer.asked.clear()
         if self.record.members.get(peer.replica) == peer.placement:
             self.fenced = True

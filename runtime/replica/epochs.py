@@ -74,8 +74,9 @@ class Epochs(Roster):
         if not enough or not ready or self.may_train_unseen() or self.may_be_claimed():
             return
         # A later epoch goes on from what was settled: what an earlier one made beyond that, and
-        # somebody still has on a disk, is no part of the training.
-        source = max(there, key=lambda p: (p.trained_in, p.step, -p.replica))
+        # somebody still has on a disk, is no part of the training. Before the first step who has an
+        # import goes before who does not see it.
+        source = max(there, key=lambda p: (p.trained_in, p.step, p.loaded, -p.replica))
         if (holders := self.unattended(there)) and not source.searched:
             source.searched = True
             source.order("load", "loading", holders=holders)

@@ -54,6 +54,10 @@ class Trainer(Protocol):
         """The epoch in which the last step was made; 0 for none."""
 
     @property
+    def loaded(self) -> bool:
+        """Whether the state is from a checkpoint, an import or peers, and not the script's own."""
+
+    @property
     def seen_epoch(self) -> int:
         """The latest of which a checkpoint was there when one was looked for, or anything else
         told; 0 for none."""
@@ -440,6 +444,7 @@ class Member:
             step=step,
             trained_in=self._trainer.trained_in,
             seen=self._trainer.seen_epoch,
+            loaded=self._trainer.loaded,
             digest=digest,
         )
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from runtime.beside import beside
 from runtime.checkpoint import Checkpointer
 from runtime.checkpoint.coding import NotInstalled
-from runtime.checkpoint.resharding import AS_SAVED, resharded
+from runtime.checkpoint.resharding import AS_SAVED, has_parts, resharded
 from runtime.checkpoint.saver import FINISH_S
 from runtime.checkpoint.tiers import TIERS, TierName
 from runtime.framing import PeerFailed
@@ -212,6 +212,9 @@ class Rank:
             if saved == ranks:
                 staged = sources.read(name, tier, rank, progress=go_on)
                 self._read, digest = state_of(staged), staged.digest
+                if ranks == 1 and not self.state.division.divided and has_parts(self._read):
+                    # It was divided among as many as one.
+                    self._read, digest = resharded(lambda _rank: staged, 1, 0, 1), ""
                 if "ledger" not in self._read:  # weights alone, that another tool made
                     digest = ""
             else:

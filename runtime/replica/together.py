@@ -92,6 +92,7 @@ class Together:
         #: tier -> step -> by rank
         self._saved: dict[str, dict[int, dict[int, CheckpointSaved]]] = {}
         self._common: dict[str, int] = {}  # see `Delivery.common`
+        self.loaded = False  # see `membership.Trainer`
         rank.saver.delivery.on_saved = functools.partial(self.saved, 0)
         rank.saver.delivery.on_shared_failed = self.shared_failed
         rank.on_hashed = functools.partial(self.hashed, rank=0)
@@ -304,6 +305,7 @@ class Together:
             parts = self._read(name, tier)
             if len({history for history, _digest in parts}) == 1:
                 self._all("load")
+                self.loaded = True
                 self.rank.saver.sources.loaded(name)
                 newest = {where: at for at, _, where in reversed([(step, name, tier), *there])}
                 with self._hearing:
@@ -357,6 +359,7 @@ class Together:
         self._common = {}  # of what we held before
         self._all("take", step=step, digest=digest, donors=donors)
         self._all("load")
+        self.loaded = True
 
     def follow(self, donors: list[list[str]]) -> None:
         self._all("follow", donors=donors)

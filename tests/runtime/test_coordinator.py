@@ -622,6 +622,25 @@ def test_who_begins_looks_into_the_memory_of_nodes_of_which_nobody_came(tmp_path
     serve(tmp_path, {0: "a", 1: "b", 2: "c"}, scene, clock=clock)
 
 
+def test_who_has_an_import_goes_before_who_does_not_see_it(tmp_path: Path) -> None:
+    blind, sees = Member(0, "new-0", 0), Member(1, "new-1", 0)
+
+    async def scene(coordinator: Coordinator, port: int) -> None:
+        for replica, placement in {0: "a", 1: "b"}.items():
+            await ask(port, op="exit", replica=replica, placement=placement)
+        for member, loaded in ((blind, False), (sees, True)):
+            await member.join(port)
+            order = (await member.hear("load"))["order"]
+            member.say(op="ready", order=order, step=-1, loaded=loaded, digest=f"of {loaded}")
+            await member.settled()
+        assert coordinator.admission.staging is not None
+
+    serve(tmp_path, {0: "a", 1: "b"}, scene)
+
+    asked = ["stage" in [message["op"] for message in one.heard] for one in (blind, sees)]
+    assert asked == [False, True]
+
+
 def test_a_member_that_answers_no_more_is_lost_after_two_seconds(tmp_path: Path) -> None:
     clock = Clock()
 

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import fully_shard
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import runtime
@@ -654,6 +656,34 @@ def test_a_replica_group_does_not_take_its_checkpoint_for_weights_alone(alone: A
     (told,) = alone.door.messages("trouble")
     assert "a runtime.WholeJob" in told["text"]
     assert told["subject"] == tier
+
+
+def test_a_state_that_was_divided_among_one_rank_is_put_back_whole(alone: Alone) -> None:
+    divided, others = trainee()
+    fully_shard(divided, mesh=init_device_mesh("cpu", (1,)))
+    others = torch.optim.AdamW(divided.parameters())
+    theirs = TrainingState(
+        divided, [others], runtime.Batches(samples=24, shards=2), Division(divided, 0)
+    )
+    theirs.committed = 0
+    write(alone.folder / "state" / "checkpoints", theirs.copy(), facts={"epoch": 1, "ranks": 1})
+    job, (model, _) = alone.join(), trainee()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = TrainingState(model, [optimizer], runtime.Batches(samples=24, shards=2))
+    gloo, saver = Gloo("127.0.0.1"), runtime.Checkpointer(job)
+    engine = StepEngine(
+        state, gloo, Observer(), Division(model, 0), mode="cover", max_grad_norm=None
+    )
+    rank = Rank(job, state, engine, gloo, saver, Observer(), host="127.0.0.1", on_step=None)
+    (_, name, tier), *_ = rank.checkpoints([])
+
+    rank.obey("read", {"name": name, "tier": tier, "number": 1})
+    state.restore(rank._read)
+    rank.close()
+    job.sender.close(PATIENCE_S)
+
+    for name, whole in model.state_dict().items():
+        assert torch.equal(whole, divided.state_dict()[name].full_tensor())
 
 
 def test_it_takes_weights_alone_for_no_checkpoint_of_its_own(alone: Alone) -> None:

@@ -54,6 +54,10 @@ class SimulatedTrainer:
         return 0 if self.state.made is None else self.state.made.epoch
 
     @property
+    def loaded(self) -> bool:
+        return self.state.step >= 0
+
+    @property
     def seen_epoch(self) -> int:
         return 0
 
