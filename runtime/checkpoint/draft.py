@@ -419,17 +419,18 @@ def write(
     return draft.path
 
 
-def sweep(folder: Path, *, sparing: str = "") -> None:
-    """Remove drafts that no writer will finish. `sparing`: the name of the save that is under way:
-    of several writers some may have come to their end already."""
+def sweep(folder: Path, *, sparing: str = "") -> list[Path]:
+    """Remove drafts that no writer will finish, and what is left of what was removed; what of that
+    could not be. `sparing`: the name of the save that is under way: of several writers some may
+    have come to their end already."""
     newest = next((store.number_of(path)[0] for path in store.candidates(folder)), -1)
     for path in folder.glob(f"{_PREFIX}*"):
         if sparing and path.name.endswith(f"-{sparing}"):
             continue
         if path.is_dir() and is_abandoned(path, newest):
             store.remove(path)
-    for path in folder.glob(f"{store.GONE}*"):
-        store.remove(path)
+    left = map(store.remove, folder.glob(f"{store.GONE}*"))
+    return [path for path in left if path is not None]
 
 
 def is_abandoned(draft: Path, newest: int = -1) -> bool:

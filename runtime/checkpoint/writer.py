@@ -100,6 +100,7 @@ class Writer:
         self._unfinished: dict[str, tuple[Path, int]] = {}
         #: steps and names of the last saves to the object store to which parts of others lack
         self._unpublished: list[tuple[int, str]] = []
+        self._left: set[Path] = set()  # what was to be removed after the last save, and is there
         self._staleness = Staleness()
         self._packer = Packer()
         self._name = ""  # of the save under way
@@ -377,11 +378,16 @@ class Writer:
         try:
             keep = int(asked["keep"])
             self._prune(folder, newest, asked)
-            sweep(folder)
+            left = sweep(folder)
             if others := neighbours(folder):
                 store.prune_others(folder, others, keep)
             for other in others:
-                sweep(other)
+                left += sweep(other)
+            if stays := self._left.intersection(left):  # not what another removes just now
+                names = store.shortened(tuple(sorted(map(str, stays))))
+                text = f"what is left of old ones cannot be removed, and fills the disk: {names}"
+                self._say("alarm", kind="checkpoint_not_pruned", text=text)
+            self._left = {*left}
             if asked["common"] is not None and asked["common"] < asked["step"]:
                 for other in siblings(folder):
                     store.prune_left(other, asked["common"])

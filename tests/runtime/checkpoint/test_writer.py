@@ -159,6 +159,19 @@ def test_a_draft_that_is_gone_was_given_up_by_another_or_else_that_is_told(
     assert said[0].get("error", "").startswith(text)
 
 
+def test_what_cannot_be_removed_is_told(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked.to_save(1)
+    (asked.folder / ".gone-step-00000000-x").mkdir()
+    monkeypatch.setattr("shutil.rmtree", lambda *_path, **_how: None)
+
+    said = [asked.to_save(step) for step in (2, 3)]
+
+    quiet = ["durable", "verified", "done"]
+    assert [ops(one) for one in said] == [quiet, ["durable", "verified", "alarm", "done"]]
+    assert said[1][2]["kind"] == "checkpoint_not_pruned"
+    assert f"{asked.folder}/.gone-step-00000000-x" in said[1][2]["text"]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_saves_that_never_have_the_parts_of_others_are_told(asked: Asked, rank: int) -> None:
     """As where each node has mounted another folder: what each writes there is durable."""
