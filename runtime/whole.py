@@ -15,7 +15,7 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -267,12 +267,26 @@ class WholeJob:
         self._group = dist.new_group(backend="gloo", timeout=_patience())
         self._start = self._from(0, uuid.uuid4().hex[:8])
         self._resume(self._meet_nodes())
-        room_for(self._state(), due_in(self.model))  # refuses now what no copy could be made of
+        self._refuse_odd()
         if not self.job.rank:
             self._teller.members = list(range(self.job.world_replicas))
             self.job.sender.speaks = True
         self.job.sender.on_directive = self._on_directive
         self._ending.begin()
+
+    def _refuse_odd(self) -> None:
+        """Raises TypeError for what no copy could be made of. What has no state yet is not asked
+        again, nor what is iterated over: see `in_kinds_of`."""
+        parts = {
+            "model": self.model,
+            **{f"optimizers.{n}": one for n, one in enumerate(self.optimizers)},
+            **{f"extra.{n}": one for n, one in self.extra.items() if not isinstance(one, Iterable)},
+        }
+        there = {}
+        for name, part in parts.items():
+            with contextlib.suppress(Exception):  # it may have one after its first step
+                there[name] = part.state_dict()
+        room_for(replaced(there, taken_apart), due_in(self.model))
 
     def _meet_nodes(self) -> list[str]:
         """Start this node's holder, if it and others are to have one; the addresses of the others'.
@@ -735,10 +749,11 @@ def due_in(model: torch.nn.Module | Stateful) -> Due:
 def _patience() -> timedelta:
     """How long a rank waits at an edge for the others, one of which may evaluate alone: as long as
     the script's own group would, or torch's default if that is more."""
-    group = _get_default_group()
-    backends = [group._get_backend(torch.device(kind)) for kind in group._device_types]
-    given = [getattr(one.options, "_timeout", default_pg_timeout) for one in backends]
-    return max([default_pg_timeout, *given])
+    group, longest = _get_default_group(), default_pg_timeout
+    for kind in group._device_types:
+        with contextlib.suppress(RuntimeError, AttributeError):  # some backends do not tell
+            longest = max(longest, group._get_backend(torch.device(kind)).options._timeout)
+    return longest
 
 
 def _steps_of(parts: Mapping[str, CheckpointSaved]) -> list[int]:

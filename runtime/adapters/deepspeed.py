@@ -18,6 +18,7 @@ import torch
 import xxhash
 
 from runtime.adapters.refusals import refuse
+from runtime.replica.state import in_kinds_of
 
 #: What of an engine counts, by its attributes.
 COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
@@ -97,7 +98,8 @@ class EngineState:
         if (scaler := self._autocast_scaler()) is not None:
             scaler.load_state_dict(state["scaler"])
         if engine.lr_scheduler is not None:
-            engine.lr_scheduler.load_state_dict(state["schedule"])
+            given = in_kinds_of(engine.lr_scheduler, state["schedule"])
+            engine.lr_scheduler.load_state_dict(given)
         for name in COUNTS:
             setattr(engine, name, state["counts"][name])
 

@@ -55,6 +55,15 @@ def _host() -> str:
     return f"{socket.gethostname()} {started}".strip()
 
 
+def _is_ours(lock: Path) -> bool:
+    """Whether a process of this host took it. In a folder on the node's own disk there is no other,
+    but this one may have been started anew since."""
+    taken_by = lock.read_text(errors="replace")
+    if store.OWN.fullmatch(lock.parent.parent.name):
+        return taken_by.split(" ")[0] == HOST.split(" ")[0]
+    return taken_by == HOST
+
+
 HOST = _host()
 IDLE_S = 600.0  # a draft in which nothing changed for so long will not be finished any more
 _PREFIX = ".writing-"
@@ -312,7 +321,7 @@ class Draft:
         try:
             data = read_small(MANIFEST, self.handle)
             found = Manifest.from_json(data, MANIFEST)
-        except (FileNotFoundError, Damaged):
+        except (OSError, Damaged):  # another may write it just now
             return False
         if (found.save, found.parts) != (manifest.save, manifest.parts):
             return False
@@ -440,7 +449,7 @@ def is_abandoned(draft: Path, newest: int = -1) -> bool:
     try:
         changed = max(p.stat().st_mtime for p in [draft, *draft.iterdir()])
         locks = [*draft.glob("*.lock")]
-        ours = [lock for lock in locks if lock.read_text(errors="replace") == HOST]
+        ours = [lock for lock in locks if _is_ours(lock)]
         free = [lock for lock in ours if not is_locked(lock)]
         if any(not lock.with_suffix(".json").exists() for lock in free):
             return True

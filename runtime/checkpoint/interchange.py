@@ -33,6 +33,7 @@ SHARD_BYTES = 5_000_000_000
 #: Of what there can be no tensors there.
 UNKNOWN = (torch.complex128, torch.complex32)
 INDEX = "model.safetensors.index.json"
+_NEWER = "pip install 'safetensors>=0.8'"
 _OF_TWO = "the folder has files of two saves, get it anew"
 #: Under which key other tools keep a model's weights beside other things.
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
@@ -113,6 +114,8 @@ def to_safetensors(
     """A folder with the model's weights in files of so many bytes at most, and their index; tied
     weights are in it under each of their names. Raises Odd without the package safetensors."""
     library = _safetensors()
+    if not hasattr(library, "TensorSpec"):
+        raise Odd(f"the package safetensors is too old to write with: {_NEWER}")
     if "model" not in state:
         raise Odd(f"the checkpoint has no model, only {store.shortened(tuple(map(str, state)))}")
     model = state["model"]  # of tensors, and of values that hold none
@@ -362,11 +365,8 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def _safetensors() -> Any:
     try:
         import safetensors
-
-        safetensors.TensorSpec  # noqa: B018 - which 0.8 is the first to have
-    except (ImportError, AttributeError) as error:
-        wanted = "pip install 'safetensors>=0.8'"
-        raise Odd(f"the package safetensors is missing, or too old: {wanted}") from error
+    except ImportError as error:
+        raise Odd(f"the package safetensors is missing: {_NEWER}") from error
     return safetensors
 
 

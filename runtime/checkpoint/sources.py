@@ -80,9 +80,9 @@ class Sources:
         and step of what is in memory; only later training is named.
 
         A tier that cannot be read or does not answer in time, or has some and none that could be
-        ours, is told. If nothing is in memory and there is no other checkpoint, or only an import
-        or what the object store has, it is raised as ValueError, and as OSError if it is a tier of
-        all nodes.
+        ours, is told. If nothing is in memory and there is no other checkpoint, or only in the
+        object store, it is raised as ValueError, and as OSError if it is a tier of all nodes; this
+        also if there is only an import.
         """
         found: list[_Found] = []
         self._facts = {}
@@ -101,10 +101,12 @@ class Sources:
                 continue
             found += [(epoch, step, -order, save, name) for epoch, step, save in ours]
             self.latest_epoch = max([self.latest_epoch, *(epoch for epoch, *_ in ours)])
-        begun = [save for *_, save, tier in found if tier != "object" and not self.imported(save)]
-        if failed is not None and not begun and after[1] < 0:
-            # What the object store has is old: nobody goes back to it unasked. And what began with
-            # an import while that was out of reach would be taken for older than what is in there.
+        here = [save for *_, save, tier in found if tier != "object"]
+        begun = [save for save in here if not self.imported(save)]
+        # What the object store has is old: nobody goes back to it unasked. And what began with an
+        # import while that was out of reach would be taken for older than what is in there.
+        unknown = not here or isinstance(failed, OSError)
+        if failed is not None and unknown and not begun and after[1] < 0:
             raise failed
         known = self._suspects(told="shared" in out_of_reach)
         trains = sorted(self._without(known, found), reverse=True)

@@ -543,9 +543,15 @@ class Steadiness:
 def in_kinds_of(part: Stateful, given: Any) -> Any:
     """What was saved of it, each dict and tuple of the class that is in its place in the state that
     it has now: a checkpoint has plain ones, and some ask more of theirs (of its `Counter` a
-    `MultiStepLR`, once a `SequentialLR` comes to it). Not of what is iterated over: a data loader
-    starts its workers to tell its state."""
-    return given if isinstance(part, Iterable) else _in_kinds_of(part.state_dict(), given)
+    `MultiStepLR`, once a `SequentialLR` comes to it). Not of what has none yet, nor of what is
+    iterated over: a data loader starts its workers to tell its state."""
+    if isinstance(part, Iterable):
+        return given
+    try:
+        present = part.state_dict()
+    except Exception:
+        return given
+    return _in_kinds_of(present, given)
 
 
 def _in_kinds_of(present: Any, given: Any) -> Any:

@@ -714,6 +714,33 @@ def test_a_state_of_which_no_copy_can_be_made_is_refused_before_it_trains(alone:
     assert alone.troubles() == ["exception"]
 
 
+class Mean:
+    """Has no state before its first step."""
+
+    count = total = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.total / self.count, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count, self.total = state["count"], state["mean"] * state["count"]
+
+
+def test_what_has_no_state_before_its_first_step_is_saved_after_it_and_put_back(
+    alone: Alone,
+) -> None:
+    alone.kept = first = Mean()
+    with alone.start() as whole:
+        for _step in whole.steps(1):
+            first.count, first.total = 2, 6
+    alone.kept = again = Mean()
+    with alone.start():
+        pass
+
+    assert vars(again) == {"count": 2, "total": 6}
+    assert alone.troubles() == []
+
+
 @pytest.mark.parametrize(("given", "ours"), [(180, 180), (1, 30)])
 def test_who_waits_for_one_that_evaluates_alone_is_as_patient_as_the_script(
     alone: Alone, given: int, ours: int

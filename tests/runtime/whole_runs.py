@@ -204,7 +204,7 @@ class Alone:
 
     def __init__(self, folder: Path) -> None:
         self.door = Door()
-        self.kept = Kept()
+        self.kept: Any = Kept()
         self.trainee: Callable[[], tuple[Any, Any]] = trainee
         self.folder = folder
         self._environment = told(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from runtime.checkpoint import manifest, store
-from runtime.checkpoint.draft import Draft, Written, sweep
+from runtime.checkpoint.draft import HOST, Draft, Written, sweep
 from runtime.checkpoint.manifest import Part
 from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, pages
 from runtime.snapshot import Copying
@@ -179,6 +179,22 @@ def test_a_part_that_waits_for_another_is_not_swept_away(tmp_path: Path) -> None
     sweep(tmp_path)
 
     assert draft.path.exists()
+
+
+def test_on_a_node_s_own_disk_what_was_written_before_a_reboot_is_swept_away(
+    tmp_path: Path,
+) -> None:
+    """In a folder of all nodes that may be another host's, which was given our name."""
+    folders = [tmp_path / "replica-0-rank-1", tmp_path / "checkpoints"]
+    drafts = []
+    for folder in folders:
+        with draft_at(folder, 4) as draft:
+            draft._lock("rank-0.json")
+            (draft.path / "rank-0.lock").write_text(f"{HOST.split(' ')[0]} 1f0c-of-before")
+        sweep(folder)
+        drafts.append(draft.path.exists())
+
+    assert drafts == [False, True]
 
 
 def test_a_part_of_the_save_under_way_is_not_swept_away(tmp_path: Path) -> None:

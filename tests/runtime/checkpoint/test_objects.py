@@ -706,6 +706,19 @@ def test_nobody_begins_with_an_import_while_the_store_is_out_of_reach(tmp_path: 
         one.saver.sources.saves()
 
 
+def test_an_import_hides_behind_no_disk_of_a_job_that_had_its_name(tmp_path: Path) -> None:
+    before = OneRank(tmp_path, own_disk=True)
+    before.save_all(7)
+    before.saver.finish()
+    (tmp_path / "checkpoints").rename(tmp_path / "away")
+    again = OneRank(tmp_path, own_disk=True)
+    (tmp_path / "checkpoints").mkdir()
+    write(tmp_path / "checkpoints", staged_at(0), facts={"imported": "theirs.pt", "epoch": 0})
+
+    assert [tier for *_, tier in again.saver.sources.saves()] == ["shared"]
+    assert again.told.troubles() == ["checkpoints_out_of_reach"]
+
+
 def test_who_holds_a_state_needs_none_of_a_store_that_is_out_of_reach(tmp_path: Path) -> None:
     (tmp_path / "in-the-way").write_text("no folder")
     one = OneRank(tmp_path, object_store=f"file://{tmp_path}/in-the-way")
