@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -635,21 +636,27 @@ def test_elements_of_a_type_that_has_them_all_are_put_back(alone: Alone) -> None
     assert torch.equal(other.model.weight, whole.model.state_dict()["weight"].double())
 
 
+@contextmanager
+def rank_of_a_group(alone: Alone, state: TrainingState) -> Iterator[Rank]:
+    """The only one, with what the job has in its folders."""
+    job, division = alone.join(), Division(state.model, 0)
+    gloo, saver = Gloo("127.0.0.1"), runtime.Checkpointer(job)
+    engine = StepEngine(state, gloo, Observer(), division, mode="cover", max_grad_norm=None)
+    rank = Rank(job, state, engine, gloo, saver, Observer(), host="127.0.0.1", on_step=None)
+    yield rank
+    rank.close()
+    job.sender.close(PATIENCE_S)
+
+
 def test_a_replica_group_does_not_take_its_checkpoint_for_weights_alone(alone: Alone) -> None:
     with alone.start() as whole:
         list(whole.steps(1))
-    job, (model, optimizer) = alone.join(), trainee()
+    model, optimizer = trainee()
     state = TrainingState(model, [optimizer], runtime.Batches(samples=24, shards=2))
-    gloo, saver = Gloo("127.0.0.1"), runtime.Checkpointer(job)
-    engine = StepEngine(
-        state, gloo, Observer(), Division(model, 0), mode="cover", max_grad_norm=None
-    )
-    rank = Rank(job, state, engine, gloo, saver, Observer(), host="127.0.0.1", on_step=None)
-    (_, name, tier), *_ = rank.checkpoints([])
 
-    given = rank.obey("read", {"name": name, "tier": tier, "number": 1})
-    rank.close()
-    job.sender.close(PATIENCE_S)
+    with rank_of_a_group(alone, state) as rank:
+        (_, name, tier), *_ = rank.checkpoints([])
+        given = rank.obey("read", {"name": name, "tier": tier, "number": 1})
 
     assert given["failed"] == "unloadable"
     assert alone.troubles() == ["checkpoint_refused"]
@@ -659,31 +666,26 @@ def test_a_replica_group_does_not_take_its_checkpoint_for_weights_alone(alone: A
 
 
 def test_a_state_that_was_divided_among_one_rank_is_put_back_whole(alone: Alone) -> None:
-    divided, others = trainee()
+    def trained(model: torch.nn.Module) -> TrainingState:
+        batches, optimizer = (
+            runtime.Batches(samples=24, shards=2),
+            torch.optim.AdamW(model.parameters()),
+        )
+        return TrainingState(model, [optimizer], batches, Division(model, 0))
+
+    (divided, _), (whole, _) = trainee(), trainee()
     fully_shard(divided, mesh=init_device_mesh("cpu", (1,)))
-    others = torch.optim.AdamW(divided.parameters())
-    theirs = TrainingState(
-        divided, [others], runtime.Batches(samples=24, shards=2), Division(divided, 0)
-    )
+    theirs, ours = trained(divided), trained(whole)
     theirs.committed = 0
     write(alone.folder / "state" / "checkpoints", theirs.copy(), facts={"epoch": 1, "ranks": 1})
-    job, (model, _) = alone.join(), trainee()
-    optimizer = torch.optim.AdamW(model.parameters())
-    state = TrainingState(model, [optimizer], runtime.Batches(samples=24, shards=2))
-    gloo, saver = Gloo("127.0.0.1"), runtime.Checkpointer(job)
-    engine = StepEngine(
-        state, gloo, Observer(), Division(model, 0), mode="cover", max_grad_norm=None
-    )
-    rank = Rank(job, state, engine, gloo, saver, Observer(), host="127.0.0.1", on_step=None)
-    (_, name, tier), *_ = rank.checkpoints([])
 
-    rank.obey("read", {"name": name, "tier": tier, "number": 1})
-    state.restore(rank._read)
-    rank.close()
-    job.sender.close(PATIENCE_S)
+    with rank_of_a_group(alone, ours) as rank:
+        (_, name, tier), *_ = rank.checkpoints([])
+        rank.obey("read", {"name": name, "tier": tier, "number": 1})
+        ours.restore(rank._read)
 
-    for name, whole in model.state_dict().items():
-        assert torch.equal(whole, divided.state_dict()[name].full_tensor())
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, divided.state_dict()[name].full_tensor())
 
 
 def test_it_takes_weights_alone_for_no_checkpoint_of_its_own(alone: Alone) -> None:
