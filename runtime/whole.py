@@ -275,8 +275,8 @@ class WholeJob:
         self._ending.begin()
 
     def _refuse_odd(self) -> None:
-        """Raises TypeError for what no copy could be made of. What has no state yet is not asked
-        again, nor what is iterated over: see `in_kinds_of`."""
+        """Raises TypeError for what no copy could be made of, while nothing is trained yet. Passed
+        over are what has no state before its first step, and what `in_kinds_of` does not ask."""
         parts = {
             "model": self.model,
             **{f"optimizers.{n}": one for n, one in enumerate(self.optimizers)},
@@ -284,7 +284,7 @@ class WholeJob:
         }
         there = {}
         for name, part in parts.items():
-            with contextlib.suppress(Exception):  # it may have one after its first step
+            with contextlib.suppress(Exception):
                 there[name] = part.state_dict()
         room_for(replaced(there, taken_apart), due_in(self.model))
 

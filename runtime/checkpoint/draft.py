@@ -46,22 +46,14 @@ log = logging.getLogger("drydock.checkpoint")
 
 
 def _host() -> str:
-    """Locks are seen here alone on some file systems. A container that shares the folder is another
-    host, and of containers that are all given one name those of one machine are."""
+    """What a lock says of who took it, for on some file systems locks are seen on their own host
+    alone. A container that shares the folder is another host; containers of one name on two
+    machines are told apart by when these were started."""
     try:
         started = disk.read_small(Path("/proc/sys/kernel/random/boot_id")).decode().strip()
     except OSError:
         started = ""
     return f"{socket.gethostname()} {started}".strip()
-
-
-def _is_ours(lock: Path) -> bool:
-    """Whether a process of this host took it. In a folder on the node's own disk there is no other,
-    but this one may have been started anew since."""
-    taken_by = lock.read_text(errors="replace")
-    if store.OWN.fullmatch(lock.parent.parent.name):
-        return taken_by.split(" ")[0] == HOST.split(" ")[0]
-    return taken_by == HOST
 
 
 HOST = _host()
@@ -294,8 +286,10 @@ class Draft:
             part = Part.from_json(data, f"{self.path}/{part_name(rank)}")
             parts.append(hash_of_part(part, data))
         manifest = Manifest(step=self.step, save=self.save, parts=tuple(parts), facts=self.facts)
-        if not self._is_described(manifest):
+        if (theirs := self._written_by_another(manifest)) is None:
             self._describe(MANIFEST, manifest.to_json())
+        else:  # who wrote it reads it back too, so it is left alone
+            self._described[MANIFEST] = theirs
         os.fsync(self.handle)
         used = [n for step, n in map(store.number_of, store.candidates(self.folder))
                 if step == self.step]  # fmt: skip
@@ -315,18 +309,16 @@ class Draft:
             sync(self.folder)
             return True
 
-    def _is_described(self, manifest: Manifest) -> bool:
-        """Whether another writer that saw all parts has written it already: it reads back what it
-        wrote, so that is left alone."""
+    def _written_by_another(self, manifest: Manifest) -> bytes | None:
+        """The same manifest as another writer that saw all parts has written it already, if one
+        has: its facts are its own."""
         try:
             data = read_small(MANIFEST, self.handle)
             found = Manifest.from_json(data, MANIFEST)
         except (OSError, Damaged):  # another may write it just now
-            return False
-        if (found.save, found.parts) != (manifest.save, manifest.parts):
-            return False
-        self._described[MANIFEST] = data
-        return True
+            return None
+        same = (found.save, found.parts) == (manifest.save, manifest.parts)
+        return data if same else None
 
     def where(self) -> Path | None:
         """The checkpoint that it became, whichever writer made it visible; None if none did."""
@@ -476,6 +468,15 @@ def now_at(folder: Path) -> float:
         os.close(file)
         with contextlib.suppress(OSError):
             probe.unlink()
+
+
+def _is_ours(lock: Path) -> bool:
+    """Whether a process of this host took it. In a folder on the node's own disk there is no other,
+    but this one may have been started anew since."""
+    taken_by = lock.read_text(errors="replace")
+    if store.OWN.fullmatch(lock.parent.parent.name):
+        return taken_by.split(" ")[0] == HOST.split(" ")[0]
+    return taken_by == HOST
 
 
 def is_locked(path: Path) -> bool:

@@ -112,7 +112,7 @@ def to_safetensors(
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """A folder with the model's weights in files of so many bytes at most, and their index; tied
-    weights are in it under each of their names. Raises Odd without the package safetensors."""
+    weights are in it under each of their names. Raises Odd without a recent safetensors."""
     library = _safetensors()
     if not hasattr(library, "TensorSpec"):
         raise Odd(f"the package safetensors is too old to write with: {_NEWER}")

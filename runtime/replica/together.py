@@ -307,9 +307,9 @@ class Together:
                 self._all("load")
                 self.loaded = True
                 self.rank.saver.sources.loaded(name)
-                newest = {where: at for at, _, where in reversed([(step, name, tier), *there])}
+                left = reversed([(step, name, tier), *there])  # of each tier the newest is the last
                 with self._hearing:
-                    self._common = {t: newest[t] for t in newest if t not in OF_ALL_NODES}
+                    self._common = {t: at for at, _, t in left if t not in OF_ALL_NODES}
                 self._compare(step, [digest for _history, digest in parts])
                 return
             failed[tier] += 1
