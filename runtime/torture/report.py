@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from runtime.torture.kinds import AWAY, KINDS
-from runtime.torture.ledger import audit
+from runtime.torture.ledger import Audit, audit
 from runtime.torture.made import Death, Restart
 from runtime.torture.measure import Figures
 from runtime.torture.storage import broken_claims, broken_promises
@@ -69,6 +69,37 @@ def _differed(seen: Seen) -> list[str]:
     return [text + "which"] if told else []
 
 
+def _claims_of_any_run(seen: Seen, *, drops: bool) -> tuple[Audit, set[str], list[str]]:
+    """What became of the samples, the digests at the end, and what should not have been."""
+    ledger = audit(seen.events, seen.steps or 0, drops=drops)
+    digests, apart = _digests(seen)
+    deaths = [_obituary(death) for death in seen.deaths]
+    return ledger, digests, [
+        *seen.problems, *_shortened(ledger.problems), *deaths, *_differed(seen), *apart,
+    ]  # fmt: skip
+
+
+def _claims_of_faults(seen: Seen, figures: Sequence[Figures]) -> list[str]:
+    """What should not have become of a run after what it was struck with."""
+    found: list[str] = []
+    for f in figures:
+        where = f"fault {f.fault} ({f.kind} in {f.phase})"
+        if not f.recovered:
+            found.append(f"{where}: the replicas did not come back")
+        if f.given_up:
+            found.append(
+                f"{where}: replicas {f.given_up} were given up, and nothing had ended them"
+            )
+        found += [f"{where}: {broken}" for broken in _beside(f, seen.step_s or 0.0)]
+    return found + [broken for one in seen.restarts for broken in broken_claims(one)]
+
+
+def _lost(undisturbed: Seen) -> list[str]:
+    events = chain.from_iterable(undisturbed.events.values())
+    lost = sorted({event.placement for event in events if event.what == "lost"})
+    return [f"{lost} gave replicas up, and nothing had ended them"] if lost else []
+
+
 def judge(
     disturbed: Seen,
     undisturbed: Seen | None,
@@ -79,50 +110,17 @@ def judge(
     replicas: int,
 ) -> Report:
     """Hold what was seen against every claim. `undisturbed` is None if it was not run."""
-    problems = [*disturbed.problems]
     drops = mode == "drop"
-    ledger = audit(disturbed.events, disturbed.steps or 0, drops=drops)
-    problems += _shortened(ledger.problems)
-    problems += [_obituary(death) for death in disturbed.deaths]
-    problems += [
-        f"fault {f.fault} ({f.kind} in {f.phase}): the replicas did not come back"
-        for f in figures
-        if not f.recovered
-    ]
-    problems += [
-        f"fault {f.fault} ({f.kind} in {f.phase}): replicas {f.given_up} were given up, and "
-        "nothing had ended them"
-        for f in figures
-        if f.given_up
-    ]
-    problems += _differed(disturbed)
-    problems += [broken for one in disturbed.restarts for broken in broken_claims(one)]
-    problems += [
-        f"fault {f.fault} ({f.kind}, {f.phase}): {broken}"
-        for f in figures
-        for broken in _beside(f, disturbed.step_s or 0.0)
-    ]
-    digests = _digests(disturbed, problems, "")
+    ledger, digests, problems = _claims_of_any_run(disturbed, drops=drops)
+    problems += _claims_of_faults(disturbed, figures)
     if disturbed.steps is None:
         problems.append("the run did not reach its end")
     equal: bool | None = None
     if undisturbed is None:
         problems.append("there is no undisturbed run to compare with")
     else:
-        before = "the undisturbed run: "
-        problems += [before + problem for problem in undisturbed.problems]
-        problems += [before + _obituary(death) for death in undisturbed.deaths]
-        alone = audit(undisturbed.events, undisturbed.steps or 0, drops=drops)
-        problems += _shortened([before + problem for problem in alone.problems])
-        problems += [before + problem for problem in _differed(undisturbed)]
-        lost = {
-            e.placement
-            for e in chain.from_iterable(undisturbed.events.values())
-            if e.what == "lost"
-        }
-        if lost:
-            problems.append(f"{before}{sorted(lost)} gave replicas up, and nothing had ended them")
-        expected = _digests(undisturbed, problems, before)
+        _, expected, alone = _claims_of_any_run(undisturbed, drops=drops)
+        problems += [f"the undisturbed run: {problem}" for problem in alone + _lost(undisturbed)]
         if mode == "reproducible":
             equal = len(digests) == 1 and digests == expected
             if not equal and expected:
@@ -234,25 +232,25 @@ def _gaps(failures: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _digests(seen: Seen, problems: list[str], before: str) -> set[str]:
-    """Of the replicas' final states; says which replica has none, or which differ."""
+def _digests(seen: Seen) -> tuple[set[str], list[str]]:
+    """Of the replicas' final states; and which replica has none, or which differ, in words."""
     found: dict[str, str] = {}
+    problems: list[str] = []
     for placement in seen.present:
         ends = [event for event in seen.events.get(placement, ()) if event.what == "ended"]
         if not ends:
-            problems.append(f"{before}{placement} did not come to the end")
+            problems.append(f"{placement} did not come to the end")
         elif ends[-1].data["step"] + 1 != seen.steps:
             problems.append(
-                f"{before}{placement} ended after {ends[-1].data['step'] + 1} steps, "
-                f"not {seen.steps}"
+                f"{placement} ended after {ends[-1].data['step'] + 1} steps, not {seen.steps}"
             )
         if ends:
             parts = [one.data for one in seen.events[placement] if one.what == "part"]
             parts.sort(key=lambda part: int(part["rank"]))
             found[placement] = "-".join([ends[-1].data["digest"], *(p["digest"] for p in parts)])
     if len(set(found.values())) > 1:
-        problems.append(f"{before}the replicas end with different states: {found}")
-    return set(found.values())
+        problems.append(f"the replicas end with different states: {found}")
+    return set(found.values()), problems
 
 
 def _difference(disturbed: Seen, undisturbed: Seen) -> str:

@@ -22,7 +22,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import runtime
 from runtime import stalls
-from runtime import whole as whole_module
 from runtime.checkpoint import facts, store
 from runtime.checkpoint.draft import write
 from runtime.checkpoint.suspects import TOO_MANY, TRIAL_STEPS, DoesNotTrain
@@ -37,7 +36,9 @@ from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
 from runtime.replica.together import MAX_TRIES
 from runtime.snapshot import room_for
-from runtime.whole import Found
+from runtime.whole import newest
+from runtime.whole.job import due_in
+from runtime.whole.newest import Found, Newest
 from tests.runtime.checkpoint.states import hanging
 from tests.runtime.replicas import PATIENCE_S, until
 from tests.runtime.whole_runs import (
@@ -227,6 +228,10 @@ def refusing(whole: runtime.WholeJob, monkeypatch: pytest.MonkeyPatch) -> list[s
     return tried
 
 
+def newest_of(whole: runtime.WholeJob) -> Newest:
+    return Newest(whole.job, whole.saver, whole._ranks, whole._start)
+
+
 def test_a_tier_of_which_two_checkpoints_fail_comes_after_the_others(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +241,7 @@ def test_a_tier_of_which_two_checkpoints_fail_comes_after_the_others(
     with alone.start() as whole:
         tried = refusing(whole, monkeypatch)
         with pytest.raises(ValueError, match="none of the 4 checkpoints of this job can be loaded"):
-            whole._load(there, there)
+            newest_of(whole).load(there, there)
 
     assert tried == ["d", "c", "a", "b"]
 
@@ -244,7 +249,7 @@ def test_a_tier_of_which_two_checkpoints_fail_comes_after_the_others(
 def test_what_another_rank_refuses_is_not_read_to_its_end(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole_module, "LOOK_S", 0.0)
+    monkeypatch.setattr(newest, "LOOK_S", 0.0)
 
     def endless(*_where: object, progress: Callable[[int], object]) -> Staged:
         until(lambda: progress(1), "the block comes after which it is given up")
@@ -252,11 +257,11 @@ def test_what_another_rank_refuses_is_not_read_to_its_end(
 
     with alone.start() as whole:
         refusing(whole, monkeypatch)
-        refused = whole._read("d", "shared")
+        refused = newest_of(whole).read("d", "shared")
         monkeypatch.setattr(whole, "job", replace(whole.job, ranks=2))
         monkeypatch.setattr(whole.saver.sources, "ranks", lambda *_asked, **_also: 2)
         monkeypatch.setattr(whole.saver.sources, "read", endless)
-        given_up = whole._read("d", "shared")
+        given_up = newest_of(whole).read("d", "shared")
         monkeypatch.undo()
 
     assert refused is given_up is None
@@ -270,7 +275,7 @@ def test_a_bounded_number_of_checkpoints_is_tried_before_a_person_has_to_look(
     with alone.start() as whole:
         tried = refusing(whole, monkeypatch)
         with pytest.raises(ValueError, match="none of the 11 checkpoints of this job can be"):
-            whole._load(there, there)
+            newest_of(whole).load(there, there)
 
     assert len(tried) == MAX_TRIES
 
@@ -289,7 +294,7 @@ def test_told_to_stop_it_saves_its_last_step_to_every_tier(alone: Alone) -> None
 
 def test_a_weight_without_elements_lies_where_it_lay() -> None:
     model = torch.nn.Linear(3, 0).requires_grad_(requires_grad=False)
-    due = whole_module.due_in(model)
+    due = due_in(model)
 
     assert due(".model.weight", model.weight) == "now"
 
@@ -749,7 +754,7 @@ def test_who_waits_for_one_that_evaluates_alone_is_as_patient_as_the_script(
 ) -> None:
     _set_pg_timeout(timedelta(minutes=given))
     with alone.start() as whole:
-        backend = whole._group._get_backend(torch.device("cpu"))
+        backend = whole._ranks.group._get_backend(torch.device("cpu"))
 
     assert backend.options._timeout == timedelta(minutes=ours)
 

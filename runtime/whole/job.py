@@ -14,7 +14,6 @@ import math
 import os
 import time
 import uuid
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -25,18 +24,14 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
-    _get_default_group,
     _get_default_store,
-    default_pg_timeout,
 )
 
 from runtime.checkpoint import Checkpointer
-from runtime.checkpoint.coding import NotInstalled
 from runtime.checkpoint.manifest import digest_of_all
 from runtime.checkpoint.resharding import AS_SAVED, replaced
 from runtime.checkpoint.saver import FINISH_S
 from runtime.checkpoint.sources import OF_ALL_NODES
-from runtime.checkpoint.store import WHICH_ARE_WHOLE, Progress, unseen
 from runtime.checkpoint.suspects import HELD_BACK_S, TRIAL_STEPS, DoesNotTrain, Trial
 from runtime.checkpoint.tiers import TIERS, TierName
 from runtime.client import (
@@ -50,7 +45,7 @@ from runtime.client import (
 )
 from runtime.ending import AtRest, Ending
 from runtime.generators import cards_of, generators, set_generators
-from runtime.image import Damaged, Staged
+from runtime.image import Staged
 from runtime.job import Job
 from runtime.ledger import SampleLedger
 from runtime.parts import put_together, taken_apart
@@ -66,7 +61,6 @@ from runtime.replica.state import (
     put_back_optimizer,
 )
 from runtime.replica.telling import Teller
-from runtime.replica.together import MAX_TRIES, TRIES_OF_ONE
 from runtime.snapshot import (
     Copying,
     Due,
@@ -78,21 +72,13 @@ from runtime.snapshot import (
     state_of,
 )
 from runtime.stalls import Stalls
+from runtime.whole.newest import Found, Loaded, Newest
+from runtime.whole.ranks import Part, Ranks
 
 log = logging.getLogger("drydock.whole")
 
-#: Step, name and tier of a checkpoint.
-Found = tuple[int, str, TierName]
-#: Bytes and digest of one rank's part of a checkpoint.
-_Part = tuple[int, str]
 #: Of these each rank keeps a part of its own, and no writer sees the others'.
 IN_PARTS = tuple(name for name in TIERS if name not in OF_ALL_NODES)
-LOOK_S = 0.5  # so often a rank that reads its part looks whether another refuses its own
-TOLD = 3  # so many of a rank's refusals, the last ones, are in the error that ends the job
-
-
-class _GivenUp(Exception):
-    """Another rank refuses its part of what we read."""
 
 
 class WholeJob:
@@ -164,7 +150,6 @@ class WholeJob:
         self._over = False  # all ranks are to leave
         self._wish: Because = ""  # why they are
         self._because: Because = ""  # why we leave the loop
-        self._refused: list[str] = []  # why this rank could not load what it tried
         self._said = (0.0, 0)  # loss and samples of the step under way
         self._loss: float | None = None  # of the same, if it was told
         self._trial: Trial | None = None  # of the state that the job began from
@@ -176,8 +161,7 @@ class WholeJob:
         self._teller = Teller(job, SampleLedger({}), 0, whole=True)
         self._stalls = Stalls(job.trouble, stalled_after_s)
         self._ending = Ending(job, saver, self._save_aside)
-        self._group: Any = None
-        self._start = ""
+        self._start = ""  # a word of this start, the same on all ranks
 
     def __enter__(self) -> Self:
         """Go on from the newest checkpoint. Raises ValueError if there are some and none can be
@@ -264,8 +248,8 @@ class WholeJob:
     # --- begin and end ------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=_patience())
-        self._start = self._from(0, uuid.uuid4().hex[:8])
+        self._ranks = Ranks(self.job.rank, self.job.ranks)
+        self._start = self._ranks.from_first(uuid.uuid4().hex[:8])
         self._resume(self._meet_nodes())
         self._refuse_odd()
         if not self.job.rank:
@@ -299,7 +283,7 @@ class WholeJob:
                 holder = self.saver.open_holder(host)
             except OSError as error:
                 self.job.trouble("no_holder", f"peers do not reach this node: {error}")
-        holders = self._from_each(holder)
+        holders = self._ranks.from_each(holder)
         if any(holders) and not all(holders) and not self.job.rank:
             lacks = holders.index({})
             text = f"no memory keeps anything of this job: the node of rank {lacks} has no holder"
@@ -360,7 +344,7 @@ class WholeJob:
         young = time.monotonic() < self._held_back_until
         times, steps = self._ending.times(here), _steps_of(parts)
         with self._ending.at_rest(self._at_rest()):
-            highest = self._highest([*flags, young, *times, *steps])
+            highest = self._ranks.highest([*flags, young, *times, *steps])
         stop, sent_away, *told, was_told, is_nan = map(bool, highest[: len(flags)])
         self._ending.hear(here, highest[len(flags) + 1 : -len(steps)])
         self._note_whole(parts, highest[-len(steps) :])
@@ -393,7 +377,7 @@ class WholeJob:
         except DoesNotTrain:
             if not self.job.rank:
                 self.saver.suspect(self._trial.state)
-            self._from(0, None)  # with the first of us to end torchrun ends the others
+            self._ranks.from_first(None)  # with the first of us to end torchrun ends the others
             raise
         self._losses = True
         if self._trial.over:
@@ -468,7 +452,8 @@ class WholeJob:
         for name, last, first in zip(IN_PARTS, told, told[len(IN_PARTS) :], strict=False):
             if last == -first >= 0 and common.get(name) != last:
                 self._note_common([name], last)
-                self._tell_whole(parts[name], self._gathered(parts[name]))
+                part = parts[name]
+                self._tell_whole(part, self._ranks.parts(part.bytes, part.digest))
 
     def _note_common(self, tiers: Collection[TierName], step: int) -> None:
         """Of these every rank has its part of this step, of the epoch that we are in."""
@@ -477,14 +462,7 @@ class WholeJob:
         if "peer" in tiers:
             delivery.held_by_all = (self.epoch, step)
 
-    def _gathered(self, part: CheckpointSaved) -> list[_Part]:
-        """Of all ranks. `part`: ours."""
-        here = torch.tensor([part.bytes, *part.digest.encode()])
-        there = [torch.empty_like(here) for _ in range(self.job.ranks)]
-        dist.all_gather(there, here, group=self._group)
-        return [(size, bytes(digest).decode()) for size, *digest in map(_listed, there)]
-
-    def _tell_whole(self, part: CheckpointSaved, parts: Sequence[_Part]) -> None:
+    def _tell_whole(self, part: CheckpointSaved, parts: Sequence[Part]) -> None:
         """By the first rank, for all. `part`: ours, `parts`: of all."""
         if not self.job.rank:
             sizes, digests = zip(*parts, strict=True)
@@ -545,125 +523,33 @@ class WholeJob:
         all that were: what is out of reach now, or cannot be loaded, must never be taken for newer
         than what is made from here on.
 
-        Where all that there is lies on some nodes alone it begins anew, and that is told.
-        `holders`: addresses of the other nodes'. Raises ValueError if any other cannot be loaded,
-        or the first rank does not see what lies where all should: nobody begins anew unasked; and
-        what `Sources.saves` raises.
+        `holders`: addresses of the other nodes'. Raises what `Newest.load` and `Sources.saves`
+        raise.
         """
         sources = self.saver.sources
         here = sources.saves(holders)
-        self._load([(step, name, tier) for step, name, tier in self._from(0, here)], here)
-        (latest,) = self._highest([sources.latest_epoch])
+        found: list[Found] = [(*one,) for one in self._ranks.from_first(here)]
+        if loaded := Newest(self.job, self.saver, self._ranks, self._start).load(found, here):
+            self._go_on_from(loaded, found)
+        (latest,) = self._ranks.highest([sources.latest_epoch])
         began, self.epoch = (
             self.epoch,
-            self._from(0, None if self.job.rank else sources.next_epoch(latest)),
+            self._ranks.from_first(None if self.job.rank else sources.next_epoch(latest)),
         )
         if self.committed >= 0:
             self._trial = Trial((began, self.committed))
             self._held_back_until = time.monotonic() + HELD_BACK_S
         self.saver.delivery.began = {"epoch": began, "step": self.committed, "first": self.epoch}
 
-    def _load(self, found: Sequence[Found], here: Collection[Found]) -> None:
-        """The first of these, which the first rank sees, of which all ranks can: what some rank's
-        own disk and memory have not is passed over, for its node came to the job since. A tier of
-        which two fail comes after the others, as for a `ReplicaGroup`. Raises ValueError if one was
-        tried and none can be loaded."""
-        absent = [one[2] not in OF_ALL_NODES and one not in here for one in found]
-        there: list[Found] = []
-        for one, passed_over in zip(found, self._most(absent), strict=True):
-            if passed_over:
-                self._refused.append(f"{one[2]}: of step {one[0]} not every rank's part is there")
-            else:
-                there.append(one)
-        failed: Counter[str] = Counter()
-        while there and failed.total() < MAX_TRIES:
-            step, name, tier = there.pop(0)
-            part = self._read(name, tier)
-            if not self._most([part is None])[0]:
-                assert part is not None  # noqa: S101 - all ranks have theirs
-                self._put_back(part)
-                if not self.job.rank:
-                    self.saver.sources.loaded(name)
-                self._saved = {where: step for _, save, where in found if save == name}
-                older = {where: at for at, _, where in reversed(there) if where in IN_PARTS}
-                self.saver.delivery.common |= older
-                self._note_common([tier, *(t for _, save, t in there if save == name)], step)
-                return
-            failed[tier] += 1
-            there.sort(key=lambda one: failed[one[2]] >= TRIES_OF_ONE)
-        if failed:
-            folder = self.saver.folders.shared
-            raise ValueError(
-                f"none of the {len(found)} checkpoints of this job can be loaded "
-                f"({self._why()}): mend that, or to begin anew move {folder} away; "
-                f"{WHICH_ARE_WHOLE} {folder}"
-            )
-        of_all = any(tier in OF_ALL_NODES for *_, tier in here)
-        elsewhere, anywhere = self._most([of_all, bool(here)])
-        if elsewhere:
-            folder = self.saver.folders.shared
-            raise ValueError(
-                f"the first rank sees no checkpoint of this job in {folder}, and others do: mount "
-                "it on all nodes, or to begin anew move it away"
-            )
-        if anywhere and not self.job.rank:
-            self.job.trouble(
-                "begins_anew",
-                "there are checkpoints on the disks or in the memory of some of its nodes alone, "
-                "and the others came to the job since: it begins with step 0. Save to "
-                f"{self.saver.folders.shared} more often (every_s)",
-            )
-
-    def _read(self, name: str, tier: TierName) -> Staged | None:
-        """Our part of a checkpoint, verified; None if it is not whole, which is told, or another
-        rank says that its own is not.
-
-        Raises ValueError if it is an import, or of another number of ranks, and NotInstalled.
-        """
-        if self.saver.sources.imported(name):
-            raise ValueError(
-                "the checkpoint was imported from another tool and has weights alone, with which "
-                "only a runtime.ReplicaGroup begins: load them in the script, before the WholeJob "
-                f"is made, and give the job a state folder other than {self.job.state_dir}"
-            )
-        refusal = f"drydock/{self._start}/refused/{tier}/{name}"
-        try:
-            go_on = self._unless_there(refusal) if self.job.ranks > 1 else unseen
-            ranks = self.saver.sources.ranks(name, tier, progress=go_on)
-            if ranks == self.job.ranks:
-                return self.saver.sources.read(name, tier, self.job.rank, progress=go_on)
-        except NotInstalled:
-            raise  # nothing is wrong with it, and what is older must not take its place
-        except _GivenUp:
-            return None
-        except (Damaged, OSError) as error:
-            self._refused.append(f"{tier}: {error}")
-            self.job.trouble("checkpoint_refused", self._refused[-1], tier)
-            _get_default_store().set(refusal, "")
-            return None
-        raise ValueError(
-            f"the checkpoint is of {ranks} ranks, and this job has {self.job.ranks}: a model that "
-            "is divided otherwise than by fully_shard alone goes on with as many"
-        )
-
-    def _unless_there(self, refusal: str) -> Progress:
-        """Raises _GivenUp once another rank has left that at the store at which all met: who reads
-        a large part looks there now and then, for in a collective it would wait for the others."""
-        looked = time.monotonic()
-
-        def look(_bytes: int) -> None:
-            nonlocal looked
-            if time.monotonic() - looked >= LOOK_S:
-                looked = time.monotonic()
-                if _get_default_store().check([refusal]):
-                    raise _GivenUp
-
-        return look
-
-    def _why(self) -> str:
-        """What the ranks refused last, of all of them."""
-        told = enumerate(self._from_each(self._refused[-TOLD:]))
-        return "; ".join(f"rank {rank}: {text}" for rank, texts in told for text in texts)
+    def _go_on_from(self, loaded: Loaded, found: Sequence[Found]) -> None:
+        self._put_back(loaded.part)
+        if not self.job.rank:
+            self.saver.sources.loaded(loaded.name)
+        self._saved = {tier: loaded.step for _, name, tier in found if name == loaded.name}
+        older = {tier: step for step, _, tier in reversed(loaded.untried) if tier in IN_PARTS}
+        self.saver.delivery.common |= older
+        also = [tier for _, name, tier in loaded.untried if name == loaded.name]
+        self._note_common([loaded.tier, *also], loaded.step)
 
     def _put_back(self, part: Staged) -> None:
         state = own_copy(state_of(part))
@@ -696,36 +582,6 @@ class WholeJob:
             text = "what was put back is not what was saved: some load_state_dict gives back less"
             self.job.trouble("checkpoint_not_restored", text)
 
-    # --- all ranks ----------------------------------------------------------------------------
-
-    def _most(self, flags: Sequence[bool]) -> list[bool]:
-        """Each of them, if it is true on any rank."""
-        return [bool(one) for one in self._highest(flags)]
-
-    def _highest(self, numbers: Sequence[int]) -> list[int]:
-        """Of each, what is the highest that a rank gives."""
-        told = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
-        return _listed(told)
-
-    def _from_each(self, value: Any) -> list[Any]:
-        """What each rank gives, which JSON can say."""
-        words = json.dumps(value).encode()
-        (longest,) = self._highest([len(words)])
-        here = torch.frombuffer(bytearray(words.ljust(longest)), dtype=torch.uint8)
-        there = [torch.empty_like(here) for _ in range(self.job.ranks)]
-        dist.all_gather(there, here, group=self._group)
-        return [json.loads(bytes(one.tolist())) for one in there]
-
-    def _from(self, source: int, value: Any) -> Any:
-        """What that rank gives, which JSON can say."""
-        words = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        size = torch.tensor(len(words))
-        dist.broadcast(size, src=source, group=self._group)
-        told = words if self.job.rank == source else torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(told, src=source, group=self._group)
-        return json.loads(bytes(told.tolist()))
-
 
 def due_in(model: torch.nn.Module | Stateful) -> Due:
     """What each step changes, and what none does: weights that are not trained lie apart from the
@@ -746,22 +602,8 @@ def due_in(model: torch.nn.Module | Stateful) -> Due:
     return due
 
 
-def _patience() -> timedelta:
-    """How long a rank waits at an edge for the others, one of which may evaluate alone: as long as
-    the script's own group would, or torch's default if that is more."""
-    group, longest = _get_default_group(), default_pg_timeout
-    for kind in group._device_types:
-        with contextlib.suppress(RuntimeError, AttributeError):  # some backends do not tell
-            longest = max(longest, group._get_backend(torch.device(kind)).options._timeout)
-    return longest
-
-
 def _steps_of(parts: Mapping[str, CheckpointSaved]) -> list[int]:
-    """For `_highest`: of each tier IN_PARTS the step of this part, -1 if there is none; then the
-    same below zero, of which the highest is the lowest."""
+    """For `Ranks.highest`: of each tier IN_PARTS the step of this part, -1 if there is none; then
+    the same below zero, of which the highest is the lowest."""
     steps = [parts[name].step if name in parts else -1 for name in IN_PARTS]
     return [*steps, *(-step for step in steps)]
-
-
-def _listed(numbers: torch.Tensor) -> list[int]:
-    return [int(one) for one in numbers.tolist()]
