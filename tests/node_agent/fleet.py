@@ -279,7 +279,7 @@ class Node:
             "quit": ["python", "-c", "raise SystemExit(3)"],
             "fork": ["python", "-c", FORKING],
             "child": ["python", "-c", f"import os; os.fork()\n{RANK}"],
-            "whole": [*TORCHRUN, str(REPOSITORY / "tests/runtime/whole_job.py")],
+            "whole": [*TORCHRUN, str(REPOSITORY / "tests/runtime/whole/script.py")],
         }
         lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
         lines += ["[programs]", *(f"{name} = {json.dumps(v)}" for name, v in programs.items())]

@@ -17,7 +17,7 @@ from tests.runtime.replicas import Board, Fleet
 from tests.runtime.scene import Play, Scene
 
 if TYPE_CHECKING:
-    from tests.runtime.whole_runs import Alone
+    from tests.runtime.whole.runs import Alone
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def play(tmp_path: Path) -> Play:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[Alone]:
-    from tests.runtime.whole_runs import Alone  # the adapters' environment has not all it needs
+    from tests.runtime.whole.runs import Alone  # the adapters' environment has not all it needs
 
     handler = signal.getsignal(signal.SIGTERM)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)

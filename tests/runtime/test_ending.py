@@ -18,7 +18,7 @@ import runtime
 from runtime.checkpoint.tiers import TIERS
 from runtime.ending import NEVER_MS, Ending
 from tests.runtime.replicas import until
-from tests.runtime.whole_runs import NEVER, STEPS, Alone, Whole, kill
+from tests.runtime.whole.runs import NEVER, STEPS, Alone, Whole, kill
 
 EVALUATES_IN = 20
 GRACE = {"DRYDOCK_GRACE_S": "4"}

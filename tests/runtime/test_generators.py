@@ -9,7 +9,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from runtime.generators import generators, set_generators
-from tests.runtime.whole_runs import Alone
+from tests.runtime.whole.runs import Alone
 
 
 def test_generators_draw_again_what_they_drew() -> None:

@@ -20,7 +20,7 @@ from runtime.client import Sender
 from runtime.job import Job
 from tests.runtime.replicas import PATIENCE_S, ROOT
 from tests.runtime.test_client import Door
-from tests.runtime.whole_runs import told
+from tests.runtime.whole.runs import told
 
 NEW_PROCESSES = ("spawn", "forkserver")
 OBEYED = 7  # the exit status of a rank that was told to end, and noted it

@@ -17,7 +17,7 @@ import pytest
 from runtime.launchers import Place, place_of
 from tests.runtime.replicas import PATIENCE_S, ROOT, Fleet
 from tests.runtime.test_replicas import assert_every_sample_once
-from tests.runtime.whole_runs import told
+from tests.runtime.whole.runs import told
 
 SCRIPT = Path(__file__).with_name("tiny.py")
 

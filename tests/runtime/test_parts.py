@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from tests.runtime.whole_runs import Alone
+from tests.runtime.whole.runs import Alone
 
 
 def divided() -> torch.nn.Module:

@@ -16,8 +16,8 @@ from runtime.checkpoint import peer
 from runtime.checkpoint.__main__ import main
 from runtime.framing import PeerFailed
 from runtime.image import Damaged
+from tests.runtime.checkpoint.holding import TOKEN, label
 from tests.runtime.checkpoint.states import flip_held_bits, staged_at
-from tests.runtime.checkpoint.test_holder import TOKEN, label
 from tests.runtime.replicas import until
 
 Capture = pytest.CaptureFixture[str]

@@ -25,8 +25,8 @@ from runtime.framing import send_json
 from runtime.image import Damaged
 from runtime.job import Job
 from runtime.serving import RequestServer
+from tests.runtime.checkpoint.holding import TOKEN, answering, label
 from tests.runtime.checkpoint.states import flip_a_bit, flip_held_bits, staged_at, unreadable
-from tests.runtime.checkpoint.test_holder import TOKEN, answering, label
 from tests.runtime.replicas import until
 from tests.runtime.told import Told
 

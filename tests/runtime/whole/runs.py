@@ -29,7 +29,7 @@ from tests.ports import free_port
 from tests.runtime.replicas import PATIENCE_S, ROOT, TOKEN, until
 from tests.runtime.test_client import Door
 
-SCRIPT = Path(__file__).with_name("whole_job.py")
+SCRIPT = Path(__file__).with_name("script.py")
 STEPS = 30
 NEVER_S = 1e9
 NEVER = 1 << 40  # steps

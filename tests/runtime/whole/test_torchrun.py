@@ -17,7 +17,7 @@ from runtime.checkpoint import store
 from runtime.checkpoint.__main__ import main
 from runtime.checkpoint.manifest import digest_of_all
 from tests.runtime.test_client import Door
-from tests.runtime.whole_runs import STEPS, Whole, all_of, imported_into, local_saves
+from tests.runtime.whole.runs import STEPS, Whole, all_of, imported_into, local_saves
 
 
 @pytest.fixture(scope="module")
