@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -31,16 +32,15 @@ def record_events(node_id: str, events: list[wire.Event]) -> list[str]:
 
     Returns the ids that may be forgotten by the sender: all of them.
     """
+    rows = _row_ids(node_id, events)
     cards = set(
         Gpu.objects.filter(uuid__in={e.gpu_uuid for e in events}).values_list("uuid", flat=True)
     )
-    told_before = set(
-        Signal.objects.filter(pk__in=[e.id for e in events]).values_list("pk", flat=True)
-    )
+    told_before = set(Signal.objects.filter(pk__in=rows.values()).values_list("pk", flat=True))
     Signal.objects.bulk_create(
         [
             Signal(
-                id=event.id,
+                id=rows[event.id],
                 kind=SignalKind(event.kind),
                 source=event.source,
                 node_id=node_id,
@@ -58,22 +58,40 @@ def record_events(node_id: str, events: list[wire.Event]) -> list[str]:
         ignore_conflicts=True,
     )
     for event in events:
-        _count_repeats(event)
+        _count_repeats(rows[event.id], event)
         # A boot that is told again must not turn a later one back.
-        if event.kind == "boot" and event.id not in told_before:
+        if event.kind == "boot" and rows[event.id] not in told_before:
             fleet.record_boot(node_id, event.boot_id, _moment(event.at))
     doorbell.ring_after_commit()
     return [event.id for event in events]
 
 
-def _count_repeats(event: wire.Event) -> None:
+def _row_ids(node_id: str, events: Iterable[wire.Event]) -> dict[str, str]:
+    """By the ids that the sender gave: who guesses another node's ids must not hide its events, so
+    one that is taken by what another node told is a row of its own all the same."""
+    of_others = set(
+        Signal.objects.filter(pk__in=[event.id for event in events])
+        .exclude(node_id=node_id)
+        .values_list("pk", flat=True)
+    )
+    return {
+        event.id: _own_id(node_id, event.id) if event.id in of_others else event.id
+        for event in events
+    }
+
+
+def _own_id(node_id: str, event_id: str) -> str:
+    return f"ev_{hashlib.sha256(f'{node_id} {event_id}'.encode()).hexdigest()[:32]}"
+
+
+def _count_repeats(row: str, event: wire.Event) -> None:
     """An agent tells of repeats as a count of the first: told late, or twice, it changes nothing.
     They are to be triaged again, for the node may have been repaired in between."""
     count, last_at = event.data.get("count"), event.data.get("last_at")
     if event.kind != "kernel_line" or not isinstance(last_at, int | float):
         return
     if isinstance(count, int) and 1 < count < MAX_COUNT and event.at <= last_at < LAST_MOMENT:
-        Signal.objects.filter(pk=event.id, count__lt=count).update(
+        Signal.objects.filter(pk=row, count__lt=count).update(
             count=count, repeated_at=_moment(last_at), triaged_at=None
         )
 

@@ -20,11 +20,11 @@ from controlplane import crypto
 from controlplane import metrics as prometheus
 from controlplane.errors import Refused
 from controlplane.fleet import actions as fleet
-from controlplane.health import actions as health
 from controlplane.ingest import authentication, decoding
 from controlplane.ingest.authentication import Directory, Identity
 from controlplane.ingest.beats import Beats
 from controlplane.ingest.http import DisconnectedError, Request, Response, accepted, unavailable
+from controlplane.ingest.own_processes import record_events
 from controlplane.ingest.polls import Orders, Polls
 from controlplane.ingest.writer import Writer
 from controlplane.jobs import actions as jobs
@@ -178,9 +178,7 @@ class Service:
 
     async def _events(self, node: Identity, body: bytes, _: Request) -> Response:
         events = decoding.decode(body, wire.Events).events
-        ids = await self._writer.submit(
-            lambda: health.record_events(node.node_id, events), len(body)
-        )
+        ids = await self._writer.submit(lambda: record_events(node.node_id, events), len(body))
         return accepted(wire.Accepted(ids=ids))
 
     async def _command_result(self, node: Identity, body: bytes, _: Request) -> Response:

@@ -13,6 +13,7 @@ from controlplane.fleet import actions as fleet
 from controlplane.fleet.models import Node
 from controlplane.health.models import Signal
 from node_agent import wire
+from tests.factories import JobFactory, PlacementFactory
 
 from .door import Door, NodeClient, Server, enrolment, wait_until
 
@@ -76,6 +77,55 @@ def test_events_sent_twice_are_stored_once(node: NodeClient) -> None:
     ids = [event["id"] for event in events["events"]]
     assert [answer.json["ids"] for answer in answers] == [ids, ids]
     assert Signal.objects.count() == 2
+
+
+def exit_of(sender: NodeClient, placement: str, **process: object) -> dict[str, object]:
+    data = {"kind": "rank", "placement": placement, "exit_code": 1, **process}
+    return sender.event(kind="process_exited", data=data)
+
+
+def test_a_node_is_believed_about_its_own_processes_alone(
+    node: NodeClient, other_node: NodeClient, transactional_db: None
+) -> None:
+    placement = PlacementFactory(node_id=node.node_id)
+    job = placement.replica.job
+    claims = [
+        exit_of(sender, placement.pk, job=job.pk, replica=placement.replica.index)
+        for sender in (other_node, node)
+    ]
+
+    other_node.post("/v1/events", {"events": [claims[0], exit_of(other_node, "", job=job.pk)]})
+    node.post("/v1/events", {"events": [claims[1]]})
+
+    own = Signal.objects.get(node_id=node.node_id)
+    assert (own.placement_id, own.job_id, own.replica) == (placement.pk, job.pk, 0)
+    of_others = Signal.objects.filter(node_id=other_node.node_id)
+    believed = of_others.values_list("placement_id", "job_id", "replica")
+    assert list(believed) == [("", "", None)] * 2
+    assert of_others.get(pk=claims[0]["id"]).data["said_of"]["placement"] == placement.pk
+
+
+def test_a_coordinator_is_its_own_node_s_too(
+    node: NodeClient, other_node: NodeClient, transactional_db: None
+) -> None:
+    job = JobFactory(coordinator_node_id=node.node_id, coordinator_placement="crd_1")
+
+    for sender in (node, other_node):
+        sender.post("/v1/events", {"events": [exit_of(sender, "crd_1", job=job.pk)]})
+
+    assert Signal.objects.get(placement_id="crd_1").node_id == node.node_id
+
+
+def test_whoever_guesses_the_ids_of_another_nodes_events_hides_none(
+    node: NodeClient, other_node: NodeClient, transactional_db: None
+) -> None:
+    event = node.event(raw="NVRM: Xid (PCI:0000:04:00): 79")
+
+    other_node.post("/v1/events", {"events": [{**event, "raw": "nothing"}]})
+    answers = [node.post("/v1/events", {"events": [event]}) for _ in range(2)]
+
+    assert [answer.json["ids"] for answer in answers] == [[event["id"]]] * 2
+    assert Signal.objects.get(node_id=node.node_id).raw == event["raw"]
 
 
 def test_answered_events_survive_a_killed_server(
