@@ -37,24 +37,34 @@ class Page(Generic[Row]):
 
 @dataclass(frozen=True)
 class Cursor:
-    """A place between two rows, and the way to go from there."""
+    """A place between two rows of the list at `path`, and the way to go from there.
 
+    It is one under any filter, so filters are no part of it.
+    """
+
+    path: str
     sort: str
     key: Any
     pk: Any
     backwards: bool
 
     def encode(self) -> str:
-        """Signed, so that what comes back needs no checking."""
+        """Signed, so that what comes back needs no checking.
+
+        Without a time: a page that has not changed has the same cursors, and so the same tag.
+        """
         key = self.key.isoformat() if isinstance(self.key, datetime) else self.key
-        return signing.dumps([self.sort, key, self.pk, self.backwards], salt=_SALT)
+        told = [self.path, self.sort, key, self.pk, self.backwards]
+        return signing.Signer(salt=_SALT).sign_object(told)
 
     @classmethod
-    def decode(cls, text: str, sort: str) -> Cursor:
+    def decode(cls, text: str, path: str, sort: str) -> Cursor:
         try:
-            cursor = cls(*signing.loads(text, salt=_SALT))
+            cursor = cls(*signing.Signer(salt=_SALT).unsign_object(text))
         except (signing.BadSignature, ValueError, TypeError):
             raise invalid("cursor", "this is no cursor of ours", "invalid_cursor") from None
+        if cursor.path != path:
+            raise invalid("cursor", "this cursor belongs to another list", "invalid_cursor")
         if cursor.sort != sort:
             raise invalid("cursor", "this cursor belongs to another sort", "invalid_cursor")
         return cursor
@@ -76,7 +86,7 @@ def page_of(
         limit = whole("limit", values_of(request.GET, "limit", many=False)[0], 1, MAX_LIMIT)
     cursor = None
     if "cursor" in request.GET:
-        cursor = Cursor.decode(request.GET["cursor"], sort)
+        cursor = Cursor.decode(request.GET["cursor"], request.path, sort)
     downwards = sort.startswith("-") != (cursor is not None and cursor.backwards)
     if cursor is not None:
         rows = rows.filter(_beyond(column, cursor, downwards))
@@ -111,7 +121,7 @@ def _page(
     def link(row: Row, way_back: bool) -> str:
         key = row.pk if column == "pk" else reduce(getattr, column.split("__"), row)
         query = request.GET.copy()
-        query["cursor"] = Cursor(sort, key, row.pk, way_back).encode()
+        query["cursor"] = Cursor(request.path, sort, key, row.pk, way_back).encode()
         return f"{request.path}?{query.urlencode()}"
 
     if not rows:

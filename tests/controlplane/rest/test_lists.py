@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -147,6 +148,23 @@ def test_what_has_not_changed_is_not_sent_again(name: str, world: World, viewer:
         assert viewer.get(path, headers={"If-None-Match": '"other"'}).status_code == 200
 
 
+@pytest.mark.parametrize("name", sorted(set(RESOURCES) - {"clusters"}))  # a viewer sees one of them
+def test_a_page_between_others_that_has_not_changed_is_not_sent_again_later(
+    name: str, world: World, viewer: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        ROWS[name](world.cluster)
+    path = viewer.get(f"/api/v1/{name}?limit=1").json()["next"]
+    first = viewer.get(path)
+    later = time.time() + 60
+    monkeypatch.setattr("time.time", lambda: later)
+
+    again = viewer.get(path, headers={"If-None-Match": first["ETag"]})
+
+    assert all(first.json()[way] for way in ("next", "previous"))
+    assert (again.status_code, again["ETag"], again.content) == (304, first["ETag"], b"")
+
+
 # --- nodes, as an example of the rest -------------------------------------------------------------
 
 
@@ -203,6 +221,31 @@ def test_a_cursor_belongs_to_its_sort(fleet: None, viewer: Caller) -> None:
 
     assert (answer.status_code, answer.json()["code"]) == (400, "invalid_cursor")
     assert urlsplit(onward).path == "/api/v1/nodes"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param("incidents", "audit", id="whose ids are of another type"),
+        pytest.param("incidents", "runs", id="with ids alike"),
+        pytest.param("nodes", "racks", id="with names alike"),
+    ],
+)
+def test_a_cursor_belongs_to_its_list(one: str, other: str, world: World, viewer: Caller) -> None:
+    ROWS[one](world.cluster)
+    onward = viewer.get(f"/api/v1/{one}?limit=1").json()["next"]
+
+    answer = viewer.get(f"/api/v1/{other}?{urlsplit(onward).query}")
+
+    assert viewer.get(onward).status_code == 200
+    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_cursor")
+
+
+def test_a_cursor_is_a_place_in_its_list_under_any_filter(fleet: None, viewer: Caller) -> None:
+    onward = viewer.get("/api/v1/nodes?name=a1,a2,b1&limit=1").json()["next"]
+    cursor = parse_qs(urlsplit(onward).query)["cursor"][0]
+
+    assert names(viewer, f"name=a1,b1&cursor={cursor}") == ["b1"]
 
 
 @pytest.mark.parametrize("limit", ["0", "501", "many", "-1", "9" * 30])
