@@ -191,6 +191,13 @@ def _record_ledger(job: Job, message: client.Ledger) -> None:
         if not message.merged:
             job.recomputed_steps += job.ledger_step - message.step_from + 1
         _take_back_ledger(job, message.step_from)
+    job.ledger_step = message.step_to
+    last = LedgerRange.objects.filter(job=job).order_by("-step_from").first()
+    if last is not None and _goes_on(last, message):
+        last.step_to, last.proof = message.step_to, message.proof
+        last.samples += message.samples
+        last.save(update_fields=["step_to", "proof", "samples"])
+        return
     LedgerRange.objects.create(
         job=job,
         step_from=message.step_from,
@@ -205,7 +212,23 @@ def _record_ledger(job: Job, message: client.Ledger) -> None:
         proof=message.proof,
         order=message.order,
     )
-    job.ledger_step = message.step_to
+
+
+def _goes_on(last: LedgerRange, message: client.Ledger) -> bool:
+    """Whether these steps follow on a range to which they are alike, so that both are one: a job
+    tells of its steps each second, for months."""
+    told = (message.lost, message.duplicated, message.merged)
+    here = (last.lost, last.duplicated, last.merged)
+    steps, before = message.step_to - message.step_from + 1, last.step_to - last.step_from + 1
+    return (
+        last.step_to + 1 == message.step_from
+        and last.proof != ""
+        and not any(told)
+        and not any(here)
+        and (last.epoch, last.computed, last.dropped, last.order)
+        == (message.epoch, message.computed, message.dropped, message.order)
+        and last.samples * steps == message.samples * before
+    )
 
 
 def _ledger_epoch(job: Job) -> int:

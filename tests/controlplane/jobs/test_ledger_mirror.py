@@ -85,7 +85,21 @@ def test_what_was_told_in_parts_is_whole_by_the_command(
     path.write_text(json.dumps(viewer.get(f"/api/v1/jobs/{job.pk}/ledger").json()))
 
     assert main([str(path)]) == 0
-    assert len(mirrored(viewer, job, limit=2)) == LedgerRange.objects.count() == 6
+    assert len(mirrored(viewer, job, limit=2)) == LedgerRange.objects.count() == 3
+
+
+def test_what_is_told_each_second_is_one_range_while_nothing_changes(
+    job: Job, viewer: Client
+) -> None:
+    steps = [HEALTHY] * 6
+    for end in range(1, 7):
+        tell(job, *trained(*steps[:end]).since(end - 2, 1))
+
+    (row,) = mirrored(viewer, job)
+    assert (row["step_from"], row["step_to"]) == (0, 5)
+    (told,) = trained(*steps).since()
+    assert (row["samples"], row["proof"]) == (told.samples, told.proof)
+    assert check([row]).whole
 
 
 def test_a_range_cut_by_a_roll_back_is_proven_by_the_next(job: Job, viewer: Client) -> None:
