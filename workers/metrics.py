@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 from django.db import DatabaseError, InterfaceError
 from django.db.models import Count, Min, QuerySet
+from django.db.models.functions import Greatest
 from django.utils import timezone
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
@@ -159,7 +160,9 @@ def _backlog(now: datetime) -> Iterator[GaugeMetricFamily]:
         wake_at__lte=now,
     )
     untriaged = Signal.objects.filter(triaged_at=None)
-    signals = untriaged.aggregate(count=Count("pk"), oldest=Min("recorded_at"))
+    # One that was observed again is to be triaged again, and waits since then.
+    since = Greatest("recorded_at", "repeated_at")
+    signals = untriaged.aggregate(count=Count("pk"), oldest=Min(since))
     for name, text, value in (
         (
             "drydock_steps_oldest_due_age_seconds",

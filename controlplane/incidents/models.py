@@ -79,7 +79,14 @@ class Incident(models.Model):
                 condition=Q(state__in=IncidentState.values), name="incident_state_known"
             ),
         ]
-        indexes = [models.Index(fields=["cluster", "-opened_at"], name="incident_by_cluster")]
+        indexes = [
+            models.Index(fields=["cluster", "-opened_at"], name="incident_by_cluster"),
+            models.Index(
+                fields=["-resolved_at"],
+                condition=Q(resolved_at__isnull=False),
+                name="incident_by_end",
+            ),
+        ]
 
     def __str__(self) -> str:
         return self.title
@@ -204,6 +211,11 @@ class PlaybookStep(models.Model):
                 fields=["lock_expires_at"],
                 condition=Q(state=StepState.RUNNING),
                 name="step_lease",
+            ),
+            models.Index(
+                fields=["-finished_at", "-id"],
+                condition=Q(finished_at__isnull=False),
+                name="step_by_end",
             ),
         ]
 

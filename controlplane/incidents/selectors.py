@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
 from django.contrib.auth.models import AnonymousUser
-from django.db.models import Case, Exists, IntegerField, OuterRef, Q, QuerySet, Value, When
+from django.db.models import (
+    Case,
+    Exists,
+    IntegerField,
+    OuterRef,
+    Prefetch,
+    Q,
+    QuerySet,
+    Value,
+    When,
+)
 from django.http import Http404
 
 from controlplane.accounts.ids import person_id
@@ -47,6 +58,8 @@ WINDOWS: dict[str, tuple[str, float]] = {
     "7d": ("7 d", 7 * 86_400.0),
     "30d": ("30 d", 30 * 86_400.0),
 }
+#: So many of a failure's signals are shown, the first ones: each repeat is one more of them.
+SIGNALS_SHOWN = 5
 
 _WAITING = ApprovalState.WAITING
 _GRAVITY = Case(
@@ -233,8 +246,8 @@ def ask_of(incident: Incident, runs: Sequence[PlaybookRun]) -> Ask:
         if waiting_approval(run) is not None:
             return Ask("sign", f"Sign or reject the plan of “{run.title}”.", run)
         if run.state == RunState.NEEDS_OPERATOR:
-            reason = run.state_reason or "The playbook stopped and waits for a person."
-            return Ask("decide", reason, run)
+            reason = run.state_reason or "it stopped, and does not say why."
+            return Ask("decide", f"“{run.title}” waits for a person: {reason}", run)
     for run in runs:
         if run.state == RunState.PAUSED:
             why = f" ({run.state_reason})" if run.state_reason else ""
@@ -298,9 +311,15 @@ def _gaps_of(incident: Incident) -> list[float]:
 
 
 def failures_of(incident: Incident) -> list[Failure]:
-    """What triage found behind the incident, oldest first, each with the signals it was made of."""
-    failures = incident.failures.select_related("node", "gpu").prefetch_related("signals")
-    return list(failures.order_by("observed_at")[:100])
+    """What triage found behind the incident, oldest first, each with its `first_signals`."""
+    failures = incident.failures.select_related("node", "gpu").defer("node__report")
+    return list(failures.prefetch_related(first_signals()).order_by("observed_at")[:100])
+
+
+def first_signals() -> Prefetch[Any, Any, Any]:
+    """Of failures, the signals that are shown of each, as `first_signals`."""
+    shown = Signal.objects.order_by("observed_at", "pk")[:SIGNALS_SHOWN]
+    return Prefetch("signals", shown, to_attr="first_signals")
 
 
 @dataclass(frozen=True)

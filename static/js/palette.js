@@ -26,7 +26,7 @@
     },
     { at: "#incident-head a[href^='#']", words: () => "Read the plan that waits for a signature" },
     { at: "form[action$='/acknowledge'] button", words: () => "Acknowledge this incident" },
-    { at: "#run-reason", words: () => "Try the step again, or cancel the playbook" },
+    { at: "[id^='run-reason']", words: () => "Try the step again, or cancel the playbook" },
     { at: "#resolve-reason", words: () => "Resolve this incident by hand" },
     { at: "#note", words: () => "Write a note for whoever is next" },
   ];

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from datetime import timedelta
 
 import pytest
 from django.test import Client, override_settings
+from django.utils import timezone
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -16,7 +18,8 @@ import controlplane.ingest.metrics  # noqa: F401 - for what it registers
 import workers.metrics
 from controlplane import metrics
 from controlplane.fleet.models import Lease
-from tests.factories import NodeFactory
+from controlplane.health.models import Signal
+from tests.factories import NodeFactory, SignalFactory
 
 PROMTOOL = shutil.which("promtool")
 ELSEWHERE = "198.51.100.7"
@@ -136,6 +139,29 @@ def test_a_node_that_was_retired_while_it_was_heard_does_not_make_up_for_a_silen
 
     told = registry.get_sample_value("drydock_nodes_reachable", {"cluster": silent.cluster.name})
     assert told == 0
+
+
+@pytest.mark.parametrize(
+    ("ago_s", "age_s"),
+    [
+        pytest.param({"recorded_at": 3600}, 3600, id="observed once"),
+        pytest.param({"recorded_at": 3600, "repeated_at": 20}, 20, id="observed again"),
+        pytest.param({"recorded_at": 20, "repeated_at": 3600}, 20, id="told late of its repeats"),
+    ],
+)
+def test_a_signal_waits_for_its_triage_since_it_was_last_observed(
+    ago_s: dict[str, float], age_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signal = SignalFactory()
+    now = timezone.now()
+    moments = {field: now - timedelta(seconds=ago) for field, ago in ago_s.items()}
+    Signal.objects.filter(pk=signal.pk).update(**moments)
+    monkeypatch.setattr("workers.metrics.timezone.now", lambda: now)
+    registry = CollectorRegistry()
+    registry.register(workers.metrics.FleetFigures(lambda: True))
+
+    told = registry.get_sample_value("drydock_signals_oldest_untriaged_age_seconds")
+    assert told == age_s
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")

@@ -21,6 +21,7 @@ from tests.factories import (
     ApprovalFactory,
     CheckpointFactory,
     ClusterFactory,
+    FailureFactory,
     GrantFactory,
     IncidentFactory,
     InterruptionFactory,
@@ -32,6 +33,7 @@ from tests.factories import (
     PlaybookStepFactory,
     ProgressSampleFactory,
     ReplicaFactory,
+    SignalFactory,
     TimelineEntryFactory,
 )
 
@@ -406,6 +408,25 @@ def test_a_raw_line_is_shown_verbatim_and_never_as_markup(
     assert "<script>alert" not in page
     assert "<b>line" not in page
     assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; &amp; &quot;more&quot;" in page
+
+
+def test_of_each_failure_the_first_five_signals_are_shown(
+    viewer: Client, incident: Incident
+) -> None:
+    now = timezone.now()
+    for name in ("a", "b"):
+        failure = FailureFactory()
+        incident.failures.add(failure)
+        for age in range(8):  # the last to be told was observed first
+            seen = now - timedelta(seconds=age)
+            raw = f"{name}, {age} s ago"
+            failure.signals.add(SignalFactory(node=failure.node, raw=raw, observed_at=seen))
+
+    page = viewer.get(reverse("incident", args=[incident.id])).content.decode()
+
+    shown = re.findall(r'data-testid="failure-raw"[^>]*>([^<]+)<', page)
+    assert shown == [f"{name}, {age} s ago" for name in ("a", "b") for age in (7, 6, 5, 4, 3)]
+    assert "2 failures" in page
 
 
 def test_prose_and_evidence_are_never_markup(viewer: Client, incident: Incident) -> None:

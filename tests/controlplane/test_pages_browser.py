@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Page, expect
 from pytest_django.live_server_helper import LiveServer
 
 from controlplane.fleet.models import Cluster
-from controlplane.incidents.models import Incident, PlaybookStep
+from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
 from tests.browser import LIVE_MS, operator_page
 from tests.factories import (
     IncidentFactory,
@@ -41,6 +41,9 @@ def incident() -> Incident:
     return incident
 
 
+REASON = "[id^=run-reason]"
+
+
 @pytest.fixture
 def page(browser: Browser, live_server: LiveServer, incident: Incident) -> Iterator[Page]:
     with operator_page(browser, live_server.url, incident.cluster, expected=CUT_OFF) as page:
@@ -54,7 +57,7 @@ def _changed(cluster: Cluster) -> None:
 def test_a_change_arrives_and_the_reader_keeps_their_place(page: Page, incident: Incident) -> None:
     page.goto(f"/incidents/{incident.id}")
     page.locator("[data-step=look] summary").click()
-    page.fill("#run-reason", "cable reseated")
+    page.fill(REASON, "cable reseated")
 
     Incident.objects.filter(pk=incident.pk).update(cause="The node lost power.")
     PlaybookStep.objects.filter(key="cycle").update(outcome="still no beat")
@@ -63,13 +66,32 @@ def test_a_change_arrives_and_the_reader_keeps_their_place(page: Page, incident:
     expect(page.get_by_text("still no beat")).to_be_visible(timeout=LIVE_MS)
     expect(page.get_by_test_id("incident-cause")).to_have_text("The node lost power.")
     expect(page.get_by_text("Look there.")).to_be_visible()
-    expect(page.locator("#run-reason")).to_have_value("cable reseated")
-    expect(page.locator("#run-reason")).to_be_focused()
+    expect(page.locator(REASON)).to_have_value("cable reseated")
+    expect(page.locator(REASON)).to_be_focused()
+
+
+def test_a_reason_is_given_for_no_other_playbook_than_it_was_typed_for(
+    page: Page, incident: Incident
+) -> None:
+    page.goto(f"/incidents/{incident.id}")
+    page.fill(REASON, "cable reseated")
+
+    PlaybookRun.objects.filter(incident=incident).update(state="running")
+    other = PlaybookRunFactory(
+        incident=incident, state="needs_operator", title="Bring it back", state_reason="No spare."
+    )
+    _changed(incident.cluster)
+
+    expect(page.get_by_test_id("ask")).to_contain_text("“Bring it back” waits", timeout=LIVE_MS)
+    expect(page.locator(REASON)).to_have_value("")
+    expect(page.locator(REASON)).not_to_be_focused()
+    form = page.locator("form", has=page.locator(REASON))
+    expect(form).to_have_attribute("action", f"/runs/{other.pk}/retry")
 
 
 def test_the_one_button_lets_the_playbook_go_on(page: Page, incident: Incident) -> None:
     page.goto(f"/incidents/{incident.id}")
-    page.fill("#run-reason", "cable reseated")
+    page.fill(REASON, "cable reseated")
 
     page.get_by_test_id("retry").click()
 

@@ -9,10 +9,11 @@ from django.utils import timezone
 
 from controlplane.dashboard.templatetags.drydock import coarse, evidence, number, prose, seconds
 from controlplane.fleet.selectors import fleet_of
-from controlplane.incidents.selectors import Ask, ask_of, deeds_of, runs_of
+from controlplane.incidents.selectors import Ask, ask_of, deeds_of, failures_of, runs_of
 from controlplane.jobs.selectors import last_checkpoints, marks, sample_ledger, tiers_of
 from tests.factories import (
     CheckpointFactory,
+    FailureFactory,
     IncidentFactory,
     InterruptionFactory,
     JobFactory,
@@ -20,6 +21,7 @@ from tests.factories import (
     NodeFactory,
     PlaybookRunFactory,
     PlaybookStepFactory,
+    SignalFactory,
 )
 
 
@@ -27,9 +29,12 @@ from tests.factories import (
 def test_a_run_that_waits_for_a_person_comes_before_one_at_work() -> None:
     incident = IncidentFactory()
     PlaybookRunFactory(incident=incident, state="running")
-    waiting = PlaybookRunFactory(incident=incident, state="needs_operator", state_reason="Stuck.")
+    waiting = PlaybookRunFactory(
+        incident=incident, state="needs_operator", state_reason="Stuck.", title="Repair it"
+    )
 
-    assert ask_of(incident, runs_of(incident)) == Ask("decide", "Stuck.", waiting)
+    expected = Ask("decide", "“Repair it” waits for a person: Stuck.", waiting)
+    assert ask_of(incident, runs_of(incident)) == expected
 
 
 @pytest.mark.django_db
@@ -78,6 +83,21 @@ def test_deeds_are_told_in_the_order_in_which_they_finished() -> None:
     PlaybookStepFactory(run=second, state="blocked", outcome="not yet")
 
     assert [step.outcome for step in deeds_of(runs_of(incident))] == ["early", "late"]
+
+
+@pytest.mark.django_db
+def test_of_the_signals_of_a_failure_only_the_first_are_read() -> None:
+    incident, failure = IncidentFactory(), FailureFactory()
+    incident.failures.add(failure)
+    now = timezone.now()
+    for age in range(8):
+        seen = now - timedelta(seconds=age)
+        failure.signals.add(SignalFactory(node=failure.node, raw=str(age), observed_at=seen))
+
+    (found,) = failures_of(incident)
+
+    read = found.first_signals  # type: ignore[attr-defined]
+    assert [signal.raw for signal in read] == ["7", "6", "5", "4", "3"]
 
 
 @pytest.mark.django_db

@@ -12,7 +12,6 @@ from django.db.models import (
     Expression,
     F,
     FloatField,
-    Prefetch,
     Q,
     QuerySet,
     Value,
@@ -23,8 +22,8 @@ from django.db.models.functions import Cast, Extract, Floor
 from django.utils import timezone
 
 from controlplane.fleet.models import Cluster
-from controlplane.health.models import Failure, Signal
-from controlplane.incidents.selectors import WINDOWS
+from controlplane.health.models import Failure
+from controlplane.incidents.selectors import WINDOWS, first_signals
 from controlplane.jobs.models import Job
 
 DEFAULT_WINDOW = "7d"
@@ -58,8 +57,6 @@ BY: dict[str, tuple[str, Expression | F]] = {
 }
 #: This many codes are told apart in the chart; the rest are one.
 CODES_APART = 5
-#: So many of a failure's signals are shown, the first ones: each repeat is one more of them.
-SIGNALS_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -107,11 +104,10 @@ class FailureFilter:
 
 def with_story(failures: QuerySet[Failure]) -> QuerySet[Failure]:
     """The same, with all that a row of the table shows; its signals as `first_signals`."""
-    signals = Signal.objects.order_by("observed_at", "pk")[:SIGNALS_SHOWN]
     return (
         failures.select_related("node__cluster", "gpu")
         .defer("node__report")
-        .prefetch_related(Prefetch("signals", signals, to_attr="first_signals"), "incidents")
+        .prefetch_related(first_signals(), "incidents")
     )
 
 
