@@ -7,10 +7,19 @@ from collections.abc import Iterable
 from controlplane.accounts.ids import person_id
 from controlplane.accounts.models import User
 
+#: Before the id of a person, where others than people may own a thing too.
+OWNED = "user/"
+
 
 def usernames(ids: Iterable[str]) -> dict[str, str]:
-    """Names by id, in one query. What is no number is no person's id, and stays as it is."""
-    wanted = set(ids)
-    people = User.objects.filter(pk__in=[pk for one in wanted if (pk := person_id(one))])
-    known = {str(pk): name for pk, name in people.values_list("pk", "username")}
-    return {one: known.get(one, one) for one in wanted}
+    """Names by id, in one query; of who owns a thing also by "user/" and the id. What is neither is
+    no person's id, and stays as it is."""
+    wanted = {one: person_id(one.removeprefix(OWNED)) for one in ids}
+    people = User.objects.filter(pk__in=[pk for pk in wanted.values() if pk])
+    known = dict(people.values_list("pk", "username"))
+    return {one: known.get(pk, one) if pk else one for one, pk in wanted.items()}
+
+
+def username(owner: str) -> str:
+    """One of `usernames`."""
+    return usernames([owner])[owner]

@@ -19,7 +19,7 @@ from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Cluster
 from controlplane.fleet.selectors import clusters_for
 from controlplane.incidents import limits
-from controlplane.jobs.selectors import active_jobs_for
+from controlplane.jobs.selectors import unfinished_jobs_for
 from controlplane.live import live_page
 from controlplane.paging import page_of, pages_of
 
@@ -76,7 +76,7 @@ NODE_COLUMNS: tuple[Column[selectors.Row], ...] = (
     Column("replica", lambda row: row.job.replica.index if row.job else None),
     Column("spare", lambda row: row.node.spare),
     Column("hold_reason", lambda row: row.node.hold_reason),
-    Column("drained_by", lambda row: row.node.drained_by),
+    Column("drained_by", lambda row: row.drained_by),
     Column("reset_pending", lambda row: row.node.reset_pending),
     Column("boot_id", lambda row: row.node.boot_id),
     Column("booted_at", lambda row: row.node.booted_at),
@@ -98,7 +98,7 @@ def clusters(request: HttpRequest) -> HttpResponseBase:
         return HttpResponseRedirect(reverse("cluster", args=[found[0].id]))
 
     def context() -> dict[str, Any]:
-        return {"cards": overview.cards_of(found, list(active_jobs_for(request.user)))}
+        return {"cards": overview.cards_of(found, list(unfinished_jobs_for(request.user)))}
 
     return live_page(request, "dashboard/clusters", found, context)
 

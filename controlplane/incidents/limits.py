@@ -14,7 +14,7 @@ from django.conf import settings
 from django.db.models import Q, QuerySet
 from django.utils import timezone
 
-from controlplane.accounts.selectors import usernames
+from controlplane.accounts.selectors import username
 from controlplane.fleet.actions.nodes import OUR_DRAIN
 from controlplane.fleet.choices import IN_SERVICE, TAKEN_OUT, NodeState
 from controlplane.fleet.models import Cluster, MaintenanceWindow, Node
@@ -192,12 +192,12 @@ def _peoples_words(node: Node) -> list[str]:
         found.append(f"{node.name} is on hold: {node.hold_reason}")
     window = maintenance_of(node).first()
     if window is not None:
-        owner = usernames([window.owner])[window.owner]
+        owner = username(window.owner)
         found.append(
             f"maintenance until {window.ends_at:%Y-%m-%d %H:%M} UTC by {owner}: {window.reason}"
         )
     if node.drained_by and not node.drained_by.startswith(OUR_DRAIN):
-        found.append(f"{node.name} was drained by {node.drained_by}: theirs to give back")
+        found.append(f"{node.name} was drained by {username(node.drained_by)}: theirs to give back")
     return found
 
 

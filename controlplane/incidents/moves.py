@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from django.utils import timezone
 
+from controlplane.accounts.selectors import username
 from controlplane.errors import Conflict
 from controlplane.fleet.models import Gpu, Node
 from controlplane.incidents import limits, pricing
@@ -223,7 +224,7 @@ def _why_not(node: Node, before: Placement) -> str:
     if node.hold_reason:
         return f"it is on hold: {node.hold_reason}"
     if node.drained_by:
-        return f"it was drained by {node.drained_by}"
+        return f"it was drained by {username(node.drained_by)}"
     exclusion = node.exclusions.filter(job=job).first()
     if exclusion is not None:
         return f"{job.name} is kept from it: {exclusion.reason}"

@@ -15,6 +15,8 @@ class JobState(TextChoices):
 
 
 JOB_ACTIVE = frozenset({JobState.PENDING, JobState.STARTING, JobState.RUNNING})
+#: One that is told to stop holds its nodes until its last rank has left.
+JOB_UNFINISHED = JOB_ACTIVE | {JobState.STOPPING}
 
 
 class ReplicaState(TextChoices):

@@ -44,7 +44,7 @@ from controlplane.fleet.models import Command, Gpu, MaintenanceWindow, Node
 from controlplane.fleet.selectors import clusters_for
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
-from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState, Tier
+from controlplane.jobs.choices import JOB_UNFINISHED, JobState, PlacementState, ReplicaState, Tier
 from controlplane.jobs.models import (
     IN_ITS_PLACE,
     SENT_AWAY,
@@ -77,8 +77,8 @@ def jobs_for(user: User | AnonymousUser) -> QuerySet[Job]:
     )
 
 
-def active_jobs_for(user: User | AnonymousUser) -> QuerySet[Job]:
-    return jobs_for(user).filter(state__in=JOB_ACTIVE).order_by("name")
+def unfinished_jobs_for(user: User | AnonymousUser) -> QuerySet[Job]:
+    return jobs_for(user).filter(state__in=JOB_UNFINISHED).order_by("name")
 
 
 def job_for(user: User | AnonymousUser, job_id: str) -> Job:

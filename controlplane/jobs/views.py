@@ -12,7 +12,7 @@ from controlplane.accounts.views import signed_in
 from controlplane.export import Column, as_file, is_wanted
 from controlplane.fleet.selectors import clusters_for
 from controlplane.jobs import selectors
-from controlplane.jobs.choices import JOB_ACTIVE
+from controlplane.jobs.choices import JOB_UNFINISHED
 from controlplane.jobs.models import Job
 from controlplane.live import live_page
 from controlplane.paging import page_of, pages_of
@@ -60,9 +60,9 @@ def jobs(request: HttpRequest) -> HttpResponseBase:
     found = selectors.jobs_for(request.user)
     state = request.GET.get("state", "")
     if state == "active":
-        found = found.filter(state__in=JOB_ACTIVE)
+        found = found.filter(state__in=JOB_UNFINISHED)
     elif state == "ended":
-        found = found.exclude(state__in=JOB_ACTIVE)
+        found = found.exclude(state__in=JOB_UNFINISHED)
     if cluster := request.GET.get("cluster"):
         found = found.filter(cluster=cluster)
     if is_wanted(request):

@@ -232,3 +232,25 @@ def test_signing_out_takes_a_post(ada: User) -> None:
     assert client.get(reverse("logout")).status_code == 405
     assert client.post(reverse("logout"))["Location"] == reverse("login")
     assert client.get(reverse("overview")).status_code == 302
+
+
+# --- Who is refused is told why -------------------------------------------------------------------
+
+
+def test_who_lacks_a_role_is_told_which(operator: Client) -> None:
+    page = operator.get(reverse("enrolment"))
+
+    assert page.status_code == 403
+    assert "Only admins of a cluster let nodes in." in page.content.decode()
+
+
+def test_a_cluster_without_nodes_leads_only_those_to_tokens_who_may_make_them(
+    incident: Incident, operator: Client
+) -> None:
+    admin = _client(Role.ADMIN, incident.cluster)
+    address = reverse("cluster", args=[incident.cluster.pk])
+
+    empty = {who: who.get(address).content.decode() for who in (operator, admin)}
+
+    assert "An administrator makes a join token" in empty[operator]
+    assert "Make a join token</a>" in empty[admin]

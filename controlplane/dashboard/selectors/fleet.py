@@ -14,6 +14,7 @@ from django.db.models.functions import Coalesce
 from django.http import Http404
 
 from controlplane.accounts.models import User
+from controlplane.accounts.selectors import usernames
 from controlplane.fleet.choices import COLOURS, NodeState
 from controlplane.fleet.models import Cluster, Gpu, Node
 from controlplane.fleet.selectors import clusters_for
@@ -21,7 +22,7 @@ from controlplane.health.models import Failure
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED, CaseState
 from controlplane.incidents.models import RmaCase
 from controlplane.incidents.selectors import usable
-from controlplane.jobs.choices import JOB_ACTIVE, PlacementState
+from controlplane.jobs.choices import JOB_UNFINISHED, PlacementState
 from controlplane.jobs.models import Job, Placement
 
 #: A node without a lease has only just enrolled and was never expected to beat.
@@ -173,7 +174,7 @@ def choices_of(cluster: Cluster) -> Choices:
     return Choices(
         racks=list(cluster.racks.order_by("name").values_list("pk", "name")),
         jobs=list(
-            Job.objects.filter(cluster=cluster, state__in=JOB_ACTIVE)
+            Job.objects.filter(cluster=cluster, state__in=JOB_UNFINISHED)
             .order_by("name")
             .values_list("pk", "name")
         ),
@@ -204,6 +205,7 @@ class Row:
     cards: int
     faulty: list[tuple[int | None, str]]  # card index (None: the node itself) and code
     job: Placement | None
+    drained_by: str  # by name
 
     @property
     def colour(self) -> str:
@@ -224,7 +226,8 @@ def listed(cluster: Cluster, chosen: NodeFilter) -> QuerySet[Node]:
 
 
 def rows_of(nodes: list[Node]) -> list[Row]:
-    """The same nodes with cards, open faults and jobs, in three queries."""
+    """The same nodes with cards, open faults, jobs and who drained them, in four queries."""
+    drained = usernames(node.drained_by for node in nodes)
     cards = dict(Gpu.objects.filter(node__in=nodes).values_list("node").annotate(Count("pk")))
     faults = faults_by_node(Failure.objects.filter(node__in=nodes))
     jobs = {
@@ -240,6 +243,7 @@ def rows_of(nodes: list[Node]) -> list[Row]:
             cards.get(node.id, 0),
             faults.get(node.id, []),
             jobs.get(node.id),
+            drained[node.drained_by],
         )
         for node in nodes
     ]

@@ -23,7 +23,7 @@ from controlplane.incidents import selectors as incidents
 from controlplane.incidents.choices import ApprovalState, CaseState
 from controlplane.incidents.models import Approval, Breaker, Incident, RmaCase
 from controlplane.jobs.models import Job
-from controlplane.jobs.selectors import active_jobs_for
+from controlplane.jobs.selectors import unfinished_jobs_for
 
 #: The keeper writes the time of its last round here, in ISO 8601; it expires when it falls silent.
 KEEPER_ALIVE_KEY = "drydock:keeper:alive"
@@ -83,7 +83,7 @@ def overview(user: User | AnonymousUser) -> dict[str, Any]:
     impacts = pricing.impact_by_code(clusters, timezone.now() - COST_OVER)
     return {
         "needs": needs_for(user, clusters),
-        "cards": cards_of(clusters, list(active_jobs_for(user))),
+        "cards": cards_of(clusters, list(unfinished_jobs_for(user))),
         "resolved": incidents.resolved_for(user, limit=8),
         "decisions": incidents.decisions_for(user, limit=8),
         "cost": Cost.of(impacts),

@@ -21,7 +21,7 @@ from controlplane.fleet.selectors import clusters_for, gpus_for, racks_for
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED, CaseState
 from controlplane.incidents.models import Incident, PlaybookRun, RmaCase
 from controlplane.incidents.selectors import incidents_for, runs_for
-from controlplane.jobs.choices import JOB_ACTIVE
+from controlplane.jobs.choices import JOB_UNFINISHED
 from controlplane.jobs.models import Job
 from controlplane.jobs.selectors import jobs_for
 
@@ -108,7 +108,7 @@ def _cards(user: User | AnonymousUser, text: str) -> QuerySet[Gpu]:
 
 
 def _jobs(user: User | AnonymousUser, text: str) -> QuerySet[Job]:
-    active = _first(Q(state__in=sorted(JOB_ACTIVE)))
+    active = _first(Q(state__in=sorted(JOB_UNFINISHED)))
     return jobs_for(user).filter(_named(text)).order_by(active, "-created_at")
 
 

@@ -9,6 +9,7 @@ from datetime import datetime
 from django.db.models import Count, Max
 
 from controlplane.accounts.models import AuditEvent
+from controlplane.accounts.selectors import username
 from controlplane.dashboard.selectors.people import actors
 from controlplane.fleet.choices import NodeState, Rung
 from controlplane.fleet.models import Command, Node
@@ -144,7 +145,7 @@ def _told(event: AuditEvent) -> str:
     elif event.verb == "node.power":
         words = f"Power order to its chassis: {event.after.get('order', '')}"
     elif event.verb == "node.drain":
-        words = f"Drained by {event.after.get('drained_by', '')}"
+        words = f"Drained by {username(event.after.get('drained_by', ''))}"
     else:
         words = _WORDS.get(event.verb, event.verb.removeprefix("node.").replace("_", " "))
     return f"{words}: {event.reason}" if event.reason else words

@@ -245,6 +245,14 @@ def may_administer(context: Context) -> bool:
 
 
 @register.simple_tag(takes_context=True)
+def narrowed(context: Context) -> bool:
+    """Whether the address asks for a part of the list, and not only for where to look in it or for
+    what is new."""
+    given = context["request"].GET
+    return any(given[name] for name in given if name not in ("after", "cursor", "sort"))
+
+
+@register.simple_tag(takes_context=True)
 def sort_head(
     context: Context, words: str, word: str, sort: str, number: bool = False
 ) -> SafeString:

@@ -12,6 +12,7 @@ from controlplane import crypto, doorbell
 from controlplane.accounts.actions import audit
 from controlplane.accounts.choices import ActorKind
 from controlplane.accounts.models import SYSTEM, Actor
+from controlplane.accounts.selectors import username
 from controlplane.errors import Conflict
 from controlplane.fleet.changes import change, touch
 from controlplane.fleet.choices import (
@@ -225,7 +226,8 @@ def set_drained_by(actor: Actor, node_id: str, owner: str, reason: str) -> None:
     node = Node.objects.get(pk=node_id)
     foreign = node.drained_by and not node.drained_by.startswith(OUR_DRAIN)
     if actor.kind == ActorKind.SYSTEM and foreign:
-        raise Conflict(f"{node.name} was drained by {node.drained_by}; only they give it back")
+        owner = username(node.drained_by)
+        raise Conflict(f"{node.name} was drained by {owner}; only they give it back")
     if node.drained_by == owner:
         return
     Node.objects.filter(pk=node_id).update(drained_by=owner)

@@ -8,8 +8,9 @@ import pytest
 from django.test import Client
 from django.urls import reverse
 
-from tests.controlplane.dashboard.world import Fleet
-from tests.factories import IncidentFactory, JobFactory
+from controlplane.accounts.choices import Role
+from tests.controlplane.dashboard.world import Fleet, client_of
+from tests.factories import ClusterFactory, IncidentFactory, JobFactory
 
 
 def _rows(client: Client, name: str, what: str, **query: str) -> list[str]:
@@ -33,6 +34,27 @@ def test_jobs_by_state_cluster_and_order(
     JobFactory(cluster=fleet.cluster, name="ended", state="stopped")
 
     assert _rows(viewer, "jobs", "job-row", **query) == found
+
+
+def test_a_job_that_is_told_to_stop_has_not_ended(viewer: Client, fleet: Fleet) -> None:
+    JobFactory(cluster=fleet.cluster, name="leaving", state="stopping")
+
+    assert _rows(viewer, "jobs", "job-row", state="active") == ["leaving", "pretrain"]
+    assert _rows(viewer, "jobs", "job-row", state="ended") == []
+    assert "leaving" in viewer.get(reverse("overview")).content.decode()
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("name", ["jobs", "incidents", "failures"])
+def test_a_list_without_a_row_says_the_same_when_it_is_refreshed(name: str) -> None:
+    nobody = client_of(Role.VIEWER, ClusterFactory())
+    words = [
+        nobody.get(reverse(name), query, headers=headers).content.decode()
+        for query, headers in (({}, {}), ({"after": "x.1"}, {"HX-Request": "true"}))
+    ]
+
+    assert ["fits th" in one for one in words] == [False, False]
+    assert "fits th" in nobody.get(reverse(name), {"cluster": "nonsense"}).content.decode()
 
 
 def test_no_job_is_left_off_the_list(viewer: Client, fleet: Fleet) -> None:

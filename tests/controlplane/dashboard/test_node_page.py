@@ -11,11 +11,14 @@ from django.test import Client
 from django.urls import reverse
 from django.utils import timezone
 
-from controlplane.accounts.models import SYSTEM, AuditEvent
+from controlplane.accounts.choices import ActorKind
+from controlplane.accounts.models import SYSTEM, Actor, AuditEvent
+from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet_actions
 from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Lease, MaintenanceWindow, Node
 from controlplane.health.models import NodeSample
+from controlplane.incidents import limits
 from controlplane.incidents.models import PlaybookRun
 from controlplane.incidents.plans import NODE_ORDERS
 from tests.controlplane.dashboard.world import Fleet
@@ -49,6 +52,25 @@ def test_it_says_how_the_node_stands_and_who_said_so(viewer: Client, fleet: Flee
         assert words in page
     assert 'data-testid="unreachable"' in page
     assert ", by Drydock" in page
+
+
+def test_who_drained_it_is_named_wherever_that_is_said(viewer: Client, fleet: Fleet) -> None:
+    person = UserFactory(username="grace")
+    fleet_actions.set_drained_by(
+        Actor(ActorKind.USER, str(person.pk)), fleet.node.pk, f"user/{person.pk}", "new cables"
+    )
+
+    page = _page(viewer, fleet)
+    table = viewer.get(reverse("cluster", args=[fleet.cluster.pk])).content.decode()
+
+    assert "<dd>grace</dd>" in page
+    assert "Drained by grace: new cables" in page
+    assert 'title="Drained by grace"' in table
+    with pytest.raises(Conflict, match="was drained by grace; only they give it back"):
+        fleet_actions.set_drained_by(SYSTEM, fleet.node.pk, "", "it is back")
+    fleet.node.refresh_from_db()
+    refused = f"{fleet.node.name} was drained by grace: theirs to give back"
+    assert refused in limits.objections(fleet.node)
 
 
 def test_a_faulty_card_is_named_with_its_record(viewer: Client, fleet: Fleet) -> None:
