@@ -347,6 +347,7 @@ NEVER_WHOLE = ("checkpoint_not_whole", "checkpoint_late")
 #: With the first of these a rank tells that the second is over.
 OVER = {
     "checkpoint_recovered": "checkpoint_failed",
+    "loss_finite_again": "loss_not_finite",
     "stall_over": "stalled",
     "straggler_recovered": "straggler",
 }

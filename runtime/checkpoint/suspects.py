@@ -29,6 +29,26 @@ class DoesNotTrain(RuntimeError):
     """The state that the job began from leads to NaN."""
 
 
+class Losses:
+    """Of a job, as they come. While the last one is no number nothing is saved: a state that leads
+    nowhere verifies too, and would take the place of the last good one."""
+
+    def __init__(self) -> None:
+        self.odd = 0  # so many of the last ones were no numbers
+
+    def note(self, loss: float) -> tuple[str, str] | None:
+        """The loss of the next step; kind and text of what an engineer is to be told."""
+        before, self.odd = self.odd, 0 if math.isfinite(loss) else self.odd + 1
+        if self.odd == TOO_MANY:
+            return "loss_not_finite", (
+                f"the last {TOO_MANY} losses were no numbers: no more is saved until one is, so "
+                "that what was saved before stays. End the job to go on from that"
+            )
+        if before >= TOO_MANY and not self.odd:
+            return "loss_finite_again", f"after {before} losses that were none it is a number again"
+        return None
+
+
 class Trial:
     """One state, from the load on."""
 
@@ -42,11 +62,6 @@ class Trial:
     def over(self) -> bool:
         """It trains."""
         return not self._left and not self._bad
-
-    @property
-    def doubtful(self) -> bool:
-        """The last loss was no number."""
-        return self._bad > 0
 
     def note(self, loss: float) -> None:
         """The loss of the next step. Raises DoesNotTrain."""

@@ -18,6 +18,7 @@ from runtime.checkpoint.suspects import (
     HELD_BACK_S,
     TRIAL_STEPS,
     DoesNotTrain,
+    Losses,
     Trial,
 )
 from runtime.checkpoint.tiers import TierName
@@ -78,6 +79,7 @@ class Together:
         self._alone_since = 0.0  # monotonic: when it was decided that we write alone for all
         self._passed_on = False  # it was another's turn since ours took too long
         self.epoch_name = ""  # the same on all members, and never used again
+        self._losses = Losses()
         self._trial: Trial | None = None  # of the state that the job began from
         self._tried_since = 0.0  # monotonic
         self._digests: list[str] = []  # of what was loaded just now, by rank
@@ -250,15 +252,18 @@ class Together:
 
     @property
     def holds_back(self) -> bool:
-        """Whether nothing is to be saved: the state that the job began from has not shown yet that
-        it trains."""
-        if self._trial is None:
-            return False
-        return self._trial.doubtful or time.monotonic() - self._tried_since < HELD_BACK_S
+        """Whether nothing is to be saved: the last loss is no number, or the state that the job
+        began from has not shown yet that it trains."""
+        if self._losses.odd:
+            return True
+        return self._trial is not None and time.monotonic() - self._tried_since < HELD_BACK_S
 
     def judge(self, loss: float) -> None:
         """The loss of a step that all made. Raises DoesNotTrain on all replicas alike."""
+        told = self._losses.note(loss)
         if self._trial is None:
+            if told is not None and self.teller.speaks():
+                self.trouble(*told)
             return
         try:
             self._trial.note(loss)
@@ -357,6 +362,7 @@ class Together:
 
     def take(self, step: int, digest: str, donors: list[list[str]]) -> None:
         self._common = {}  # of what we held before
+        self._losses, self._trial = Losses(), None  # what it leads to the others know
         self._all("take", step=step, digest=digest, donors=donors)
         self._all("load")
         self.loaded = True
@@ -411,6 +417,7 @@ class Together:
             before_s = float(grant["started_at"]) - float(began.get("at", grant["started_at"]))
             self._tried_since = time.monotonic() - max(0.0, before_s)
             self._trial = Trial(state, left) if began["step"] >= 0 else None
+            self._losses = Losses()
 
     def stage(self) -> None:
         self._begin_to_hash("staged")

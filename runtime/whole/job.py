@@ -32,7 +32,7 @@ from runtime.checkpoint.manifest import digest_of_all
 from runtime.checkpoint.resharding import AS_SAVED, replaced
 from runtime.checkpoint.saver import FINISH_S
 from runtime.checkpoint.sources import OF_ALL_NODES
-from runtime.checkpoint.suspects import HELD_BACK_S, TRIAL_STEPS, DoesNotTrain, Trial
+from runtime.checkpoint.suspects import HELD_BACK_S, TRIAL_STEPS, DoesNotTrain, Losses, Trial
 from runtime.checkpoint.tiers import TIERS, TierName
 from runtime.client import (
     ENV_STANDBY,
@@ -154,7 +154,8 @@ class WholeJob:
         self._loss: float | None = None  # of the same, if it was told
         self._trial: Trial | None = None  # of the state that the job began from
         self._held_back_until = 0.0  # while it shows that it trains
-        self._losses = False  # the loop tells some
+        self._losses = Losses()
+        self._tells_losses = False
         self._tried = False  # our only rank has saved the last step to a tier of all, and failed
         self._asked = False  # the control plane wants a checkpoint
         self._owed: set[TierName] = set()  # and had none yet in these tiers
@@ -370,7 +371,10 @@ class WholeJob:
     def _judge(self, loss: float) -> None:
         """A step's loss, as far as it is a number on all ranks that told it. Raises DoesNotTrain on
         all ranks alike."""
+        told = self._losses.note(loss)
         if self._trial is None:
+            if told is not None and not self.job.rank:
+                self.job.trouble(*told)
             return
         try:
             self._trial.note(loss)
@@ -379,18 +383,18 @@ class WholeJob:
                 self.saver.suspect(self._trial.state)
             self._ranks.from_first(None)  # with the first of us to end torchrun ends the others
             raise
-        self._losses = True
+        self._tells_losses = True
         if self._trial.over:
             self._trial = None
 
     def _holds_back(self, still_young: int) -> bool:
-        """Whether nothing is to be saved: the state that the job began from has not shown yet that
-        it trains. Of a loop that tells no losses none shows that. `still_young`: whether any rank
-        says so."""
-        if self._trial is None:
-            return False
-        shown = self._losses or self.committed < self._trial.state[1] + TRIAL_STEPS
-        return self._trial.doubtful or (shown and bool(still_young))
+        """Whether nothing is to be saved: the last loss that was told is no number, or the state
+        that the job began from has not shown yet that it trains. Of a loop that tells no losses
+        none shows that. `still_young`: whether any rank says so."""
+        if self._trial is None or self._losses.odd:
+            return self._losses.odd > 0
+        shown = self._tells_losses or self.committed < self._trial.state[1] + TRIAL_STEPS
+        return shown and bool(still_young)
 
     def _due(self) -> set[TierName]:
         """The tiers to which it is time to save."""

@@ -885,6 +885,42 @@ def test_with_long_steps_a_trial_holds_saves_back_for_some_minutes_and_goes_on(
         pair.together.judge(math.nan)
 
 
+def test_nothing_is_saved_while_losses_are_no_numbers_however_long_the_job_has_trained(
+    pair: Pair,
+) -> None:
+    """What leads nowhere verifies too, and would take the place of all that is good."""
+    pair.together.teller.members = [0]
+    pair.together.judge(1.0)
+    assert not pair.together.holds_back
+    for _ in range(TOO_MANY + 2):
+        pair.together.judge(math.nan)
+        assert pair.together.holds_back
+    pair.together.judge(1.0)
+
+    assert not pair.together.holds_back
+    told = [one.kind for one in pair.told.messages if isinstance(one, Trouble)]
+    assert told == ["loss_not_finite", "loss_finite_again"]
+
+
+def test_who_was_away_during_a_trial_comes_back_with_none_of_before(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would end alone, and have a state that trains remembered as one that does not."""
+    pair.state.committed = 5
+    began = {"epoch": 1, "step": 5}
+    pair.together.put_on_trial({**GRANT, "began": began, "begins": True})
+    pair.together.judge(math.nan)
+
+    monkeypatch.setattr(pair.together, "_all", lambda *_order, **_with: [])  # it has the state
+    pair.together.take(5000, "", [])
+    pair.state.committed = 5000
+    pair.together.put_on_trial({**GRANT, "began": began, "begins": False})
+
+    assert not pair.together.holds_back
+    for _ in range(TOO_MANY):
+        pair.together.judge(math.nan)
+
+
 def test_a_suspect_that_cannot_be_noted_is_told(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

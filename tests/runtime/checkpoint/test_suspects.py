@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from runtime.checkpoint.suspects import (
     TOO_MANY,
     TRIAL_STEPS,
     DoesNotTrain,
+    Losses,
     Trial,
     suspect,
     suspects,
@@ -30,6 +34,20 @@ def noted(*losses: float) -> Trial:
 def test_losses_that_stay_no_numbers_condemn_a_state(bad: list[float]) -> None:
     with pytest.raises(DoesNotTrain, match=r"state of step 40 \(epoch 2\)"):
         noted(*bad)
+
+
+@given(st.lists(st.sampled_from([1.0, NAN, INF]), max_size=30))
+def test_of_losses_that_are_no_numbers_each_run_is_told_once_and_its_end(
+    losses: list[float],
+) -> None:
+    seen = Losses()
+    told = [kind for kind, _text in filter(None, map(seen.note, losses))]
+
+    text = "".join("x" if math.isfinite(loss) else "o" for loss in losses)
+    runs = re.findall(r"o{3,}", text)
+    assert told.count("loss_not_finite") == len(runs)
+    assert told.count("loss_finite_again") == len(re.findall(r"o{3,}x", text))
+    assert seen.odd == len(text) - len(text.rstrip("o"))
 
 
 def test_a_bad_batch_does_not() -> None:

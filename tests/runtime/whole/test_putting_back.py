@@ -136,6 +136,28 @@ def test_a_state_that_trains_is_saved_again_once_that_shows(alone: Alone) -> Non
     assert whole._trial is None
 
 
+def test_a_state_that_turns_bad_much_later_takes_the_place_of_no_good_one(alone: Alone) -> None:
+    with alone.start(local=0.0) as whole:
+        steps = whole.steps(NEVER)
+
+        def go_on(loss: float) -> int:
+            made = next(steps)
+            whole.tell(loss)
+            return made
+
+        until(lambda: go_on(1.0) and alone.saved(whole, "local"), "one is there")
+        last_good = go_on(1.0)
+        for _ in range(TOO_MANY + 3):
+            go_on(math.nan)
+            until(lambda: not whole.saver.delivery.busy(["local"]), "nothing is being saved")
+        kept = alone.saved(whole, "local")
+        until(lambda: go_on(1.0) and max(alone.saved(whole, "local")) > last_good, "it goes on")
+
+    assert max(kept) <= last_good
+    told = [kind for kind in alone.troubles() if kind.startswith("loss")]
+    assert told == ["loss_not_finite", "loss_finite_again"]
+
+
 def test_what_all_ranks_have_on_their_disks_is_known_from_the_start(alone: Alone) -> None:
     """And stays, if a disk fails before they have another one."""
     alone.trained(1)
