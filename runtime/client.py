@@ -32,6 +32,8 @@ INTERVAL_S = 1.0
 MAX_BACKOFF_S = 15.0
 ASK_S = 15.0  # on average, between two questions of who has no news
 POST_TIMEOUT_S = 5.0
+UNHEARD_S = 10.0  # a restart of the control plane takes less
+SAID_S = 600.0  # no more often than this is the log told that we are not heard
 MAX_QUEUED = 10_000
 MAX_TEXT = 8192  # characters
 MAX_PER_POST = 100
@@ -254,6 +256,31 @@ class Reply:
 _jitter = random.Random()  # noqa: S311
 
 
+class Unheard:
+    """That the control plane does not hear us, said in this process's log once it has lasted; now
+    and then again, if the reason is another."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._said_at = -math.inf
+        self._said = ""
+
+    def by(self, error: Exception) -> None:
+        """Nothing was heard, for this reason."""
+        text, now = str(error) or repr(error), time.monotonic()
+        self._since = now if self._since is None else self._since
+        if now - self._since < UNHEARD_S or now - self._said_at < SAID_S or text == self._said:
+            return
+        self._said_at, self._said = now, text
+        log.warning(
+            "control_plane_unheard error=%s: the training goes on, and is told of later; is %s the "
+            "control plane's address, and %s this job's?",
+            text,
+            ENV_URL,
+            ENV_TOKEN,
+        )
+
+
 class Rejected(RuntimeError):
     """The control plane will never accept this batch as it is."""
 
@@ -306,6 +333,7 @@ class Sender:
         self._closing = threading.Event()
         self._per_post = MAX_PER_POST
         self._ranges_per_post = MAX_PER_POST  # of the ledger
+        self._unheard = Unheard()
         self._obeyed: dict[str, None] = {}  # the ids of directives, the oldest first
         self._asks_at = _next_question()
         self._thread = threading.Thread(target=self._run, name="drydock-sender", daemon=True)
@@ -375,8 +403,9 @@ class Sender:
             self._set_aside(kept, known, error)
             return False
         except (OSError, ValueError) as error:
-            log.debug("post_failed error=%r", error)
+            self._unheard.by(error)
             return False
+        self._unheard = Unheard()
         self._per_post = MAX_PER_POST
         if known and len(known) == len(ledger):  # it holds all by now
             self._ranges_per_post = MAX_PER_POST

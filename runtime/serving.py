@@ -58,7 +58,7 @@ class RequestServer:
                         request = admitted(self.connection, line, known)
                         stranger.cancel()
                         outer._admit(self.connection)
-                        serve(self.connection, request)
+                        outer._answer(serve, self.connection, request)
                 finally:
                     stranger.cancel()
 
@@ -93,6 +93,17 @@ class RequestServer:
         threading.Thread(
             target=self._server.serve_forever, name="drydock-peers", daemon=True
         ).start()
+
+    def _answer(self, serve: Serve, connection: socket.socket, request: dict[str, Any]) -> None:
+        """Raises what `serve` does. Who asked only sees the end of its connection: what is no
+        fault of the network is ours, and is said here."""
+        try:
+            serve(connection, request)
+        except OSError:
+            raise
+        except Exception:
+            log.exception("request_not_served op=%s", request.get("op"))
+            raise
 
     def await_idle(self, seconds: float) -> None:
         """Return once nobody who knows the token was connected for so long."""

@@ -26,7 +26,7 @@ from runtime.replica.listening import TICK_S, options, run
 from runtime.replica.places import MustEnd
 from runtime.replica.plan import Report
 from runtime.replica.proving import Difference
-from runtime.replica.record import RecordFile, StaleEpoch, hold_alone
+from runtime.replica.record import RecordFile, StaleEpoch, Unusable, hold_alone
 from runtime.replica.roster import FROZEN_S
 from runtime.replica.shape import misfit
 
@@ -473,14 +473,17 @@ def main() -> None:
         raise SystemExit(str(error)) from error
     # At once: no member is to hear of us any more, or its lease would not run out.
     keeper.keep(lambda: os._exit(1))
-    coordinator = Coordinator(
-        RecordFile(given.state_dir, given.job),
-        given.token,
-        given.world,
-        given.min_replicas,
-        lease_s=given.lease,
-        any_claim=given.adopt == "any",
-    )
+    try:
+        coordinator = Coordinator(
+            RecordFile(given.state_dir, given.job),
+            given.token,
+            given.world,
+            given.min_replicas,
+            lease_s=given.lease,
+            any_claim=given.adopt == "any",
+        )
+    except Unusable as error:
+        raise SystemExit(str(error)) from error
     coordinator.folder_answers = keeper.answers
     with lock:
         asyncio.run(run(coordinator, given.host, given.port, given.port_file))

@@ -6,11 +6,14 @@ Standard library only.
 from __future__ import annotations
 
 import errno
+import logging
 import selectors
 import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+
+log = logging.getLogger("drydock.reach")
 
 TRIES = 2  # one packet may be lost
 #: A kernel answers within milliseconds, however busy its machine is; members wait for it.
@@ -66,12 +69,20 @@ def waited_s(try_s: float) -> float:
 
 
 def unreached(addresses: Sequence[str], try_s: float = TRY_S) -> list[int]:
-    """The places of those whose machine does not answer; one that refuses answers.
+    """The places of those whose machine does not answer; one that refuses answers, and of whom we
+    could not ask, as without a free file descriptor, we say nothing.
 
     The first try is waited for beside the next: what was lost is sent again soon, and an answer
     that comes from far away still counts.
     """
-    silent = dict(enumerate(addresses))
+    try:
+        return _unreached(dict(enumerate(addresses)), try_s)
+    except OSError as error:
+        log.warning("peers_not_asked error=%s", error)
+        return []
+
+
+def _unreached(silent: dict[int, str], try_s: float) -> list[int]:
     with selectors.DefaultSelector() as selector, ExitStack() as stack:
         for _ in range(TRIES):
             until = time.monotonic() + try_s
@@ -101,4 +112,5 @@ def _answers(selector: selectors.BaseSelector, limit_s: float) -> list[int]:
         connection: socket.socket = key.fileobj  # type: ignore[assignment]
         if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) not in NO_ANSWER:
             found.append(key.data)
+        connection.close()  # of a large job each takes as many as there are members
     return found

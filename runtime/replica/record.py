@@ -31,6 +31,10 @@ class Record:
     holders: dict[int, list[str]] = field(default_factory=dict)
 
 
+class Unusable(ValueError):
+    """What is on disk is no record of this job."""
+
+
 class StaleEpoch(RuntimeError):
     """The record moved on: read it again and judge anew."""
 
@@ -72,25 +76,31 @@ class RecordFile:
     def read(self) -> Record:
         """The record on disk, or an empty one.
 
-        Raises ValueError if the file belongs to another job.
+        Raises Unusable if the file belongs to another job, or is damaged.
         """
         if not self.path.exists():
             return Record(job=self.job)
-        raw = json.loads(self.path.read_text())
-        if raw["job"] != self.job:
-            raise ValueError(
-                f"{self.path} belongs to job {raw['job']}, not {self.job}; give another --state-dir"
+        try:
+            raw = json.loads(self.path.read_bytes())
+            found = Record(
+                job=str(raw["job"]),
+                epoch=raw["epoch"],
+                members={int(replica): placed for replica, placed in raw["members"].items()},
+                step=raw["step"],
+                grant=raw["grant"],
+                superseded=raw.get("superseded", []),
+                holders={int(replica): at for replica, at in raw.get("holders", {}).items()},
             )
-        members = {int(replica): placement for replica, placement in raw["members"].items()}
-        return Record(
-            job=self.job,
-            epoch=raw["epoch"],
-            members=members,
-            step=raw["step"],
-            grant=raw["grant"],
-            superseded=raw.get("superseded", []),
-            holders={int(replica): at for replica, at in raw.get("holders", {}).items()},
-        )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Unusable(
+                f"{self.path} is damaged ({error!r}): move it away, and the coordinator takes the "
+                "epoch from a majority of the last members"
+            ) from error
+        if found.job != self.job:
+            raise Unusable(
+                f"{self.path} belongs to job {found.job}, not {self.job}; give another --state-dir"
+            )
+        return found
 
     def advance(self, expected_epoch: int, new: Record) -> None:
         """Replace the record if it still names `expected_epoch`; durable when it returns."""

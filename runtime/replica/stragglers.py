@@ -41,8 +41,11 @@ class Stragglers:
         ever."""
         self._after_s = after_s
         self._mean: dict[int, float] = {}  # seconds for a shard, by replica
-        self._slow_since: dict[int, float] = {}
+        self._slow_since: dict[int, float] = {}  # in seconds in which steps were made
         self._told: set[int] = set()
+        self._noted_at: float | None = None
+        self._step_s = 0.0  # the running mean from one step to the next
+        self._trained_s = 0.0
 
     def note(self, who: Sequence[int], seconds: Sequence[float], now: float) -> list[Pace]:
         """Take in one step: for each shard 1 + the replica that computed it (0: nobody), and how
@@ -58,14 +61,26 @@ class Stragglers:
             for gone in set(known) - there:
                 del known[gone]
         self._told &= there
-        news = [self._judge(replica, now) for replica in sorted(took)] if self._after_s else []
+        trained_s = self._trained(now)
+        news = [self._judge(one, trained_s) for one in sorted(took)] if self._after_s else []
         return [one for one in news if one is not None]
+
+    def _trained(self, now: float) -> float:
+        """For how long steps were made by now: while all evaluate, or wait for others, nothing
+        shows of anybody's pace."""
+        lasted = 0.0 if self._noted_at is None else now - self._noted_at
+        self._noted_at = now
+        self._step_s = self._step_s or lasted
+        lasted = min(lasted, LONGEST * self._step_s)
+        self._step_s += WEIGHT * (lasted - self._step_s)
+        self._trained_s += lasted
+        return self._trained_s
 
     def _add(self, replica: int, lasted: float) -> None:
         mean = self._mean.get(replica, lasted)
         self._mean[replica] = mean + WEIGHT * (min(lasted, LONGEST * mean) - mean)
 
-    def _judge(self, replica: int, now: float) -> Pace | None:
+    def _judge(self, replica: int, trained_s: float) -> Pace | None:
         peers = [mean for other, mean in self._mean.items() if other != replica]
         times = self._mean[replica] / median(peers) if peers else 1.0
         if times < WELL:
@@ -78,7 +93,7 @@ class Stragglers:
             self._slow_since.pop(replica, None)  # so many seconds in a row
         if times < SLOW or replica in self._told:
             return None
-        if now - self._slow_since.setdefault(replica, now) < self._after_s:
+        if trained_s - self._slow_since.setdefault(replica, trained_s) < self._after_s:
             return None
         self._told.add(replica)
         return Pace(replica, slow=True, times=times)

@@ -90,6 +90,38 @@ def test_messages_are_kept_while_the_door_is_shut_and_arrive_in_order() -> None:
     assert opened.batches[0]["placement"] == "plc_0"
 
 
+def test_that_the_control_plane_does_not_hear_it_is_in_its_log_once(
+    door: Door, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client, "UNHEARD_S", 0.0)
+    sender = Sender(door.url, "wrong", job="job_t", replica=0, rank=0, placement="plc_0")
+    sender.start()
+    for number in range(3):
+        sender.tell(Trouble(kind="test", text=str(number), at=1.0))
+        wait_for_troubles(door, number + 1)
+    sender.close(5.0)
+
+    (said,) = [one.getMessage() for one in caplog.records if "unheard" in one.getMessage()]
+    assert "answered 401" in said
+    assert "is DRYDOCK_URL the control plane's address, and DRYDOCK_TOKEN this job's?" in said
+
+
+def test_a_restart_of_the_control_plane_is_in_no_log(
+    door: Door, caplog: pytest.LogCaptureFixture
+) -> None:
+    shut = Door()
+    shut.close()
+    sender = make_sender(shut.url)
+    sender.start()
+    sender.tell(Trouble(kind="test", text="0", at=1.0))
+    opened = Door(shut.port)
+    wait_for_troubles(opened, 1)
+    sender.close(5.0)
+    opened.close()
+
+    assert "unheard" not in caplog.text
+
+
 def test_what_the_script_draws_is_the_same_while_the_control_plane_is_away(door: Door) -> None:
     door.refuses = "trouble"
     random.seed(7)

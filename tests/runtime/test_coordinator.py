@@ -16,7 +16,7 @@ import pytest
 from runtime.replica import listening
 from runtime.replica.coordinator import PEER_SILENT_S, Coordinator
 from runtime.replica.epochs import GATHER_S
-from runtime.replica.record import Record, RecordFile, StaleEpoch, hold_alone
+from runtime.replica.record import Record, RecordFile, StaleEpoch, Unusable, hold_alone
 from tests.runtime.replicas import PATIENCE_S
 
 REPORT = {
@@ -280,6 +280,24 @@ def test_a_full_disk_drops_nobody_and_the_epoch_is_granted_later(
 
     assert survivor.heard[-1]["epoch"] == 6
     assert "record_not_written" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["", "{}", "[]", '{"job": "j", "epoch": 5, "members": 3}'])
+def test_a_record_that_is_damaged_is_said_with_its_path_and_the_remedy(
+    tmp_path: Path, damage: str
+) -> None:
+    file = RecordFile(tmp_path, "j")
+    file.path.write_text(damage)
+
+    with pytest.raises(Unusable, match=r"coordinator\.json is damaged .*: move it away, and the"):
+        Coordinator(file, "t", 1, 1)
+
+
+def test_the_record_of_another_job_is_not_taken(tmp_path: Path) -> None:
+    RecordFile(tmp_path, "other").advance(0, Record(job="other", epoch=1))
+
+    with pytest.raises(Unusable, match="belongs to job other, not j; give another --state-dir"):
+        Coordinator(RecordFile(tmp_path, "j"), "t", 1, 1)
 
 
 def test_a_second_coordinator_on_the_same_record_ends_the_first(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import selectors
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -44,6 +45,46 @@ def test_only_who_answers_nothing_is_out_of_reach(silent: str) -> None:
         assert unreached([listening, silent, ended]) == [1]
 
 
+def test_who_may_open_no_more_files_says_nothing_of_others(
+    silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault is its own, and it tries on: see `epochs_break`."""
+
+    def full() -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "socket", full)
+
+    assert unreached([silent]) == []
+
+
+def test_of_who_answered_no_connection_is_kept_while_others_are_waited_for(
+    silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[socket.socket] = []
+    make = socket.socket
+
+    def kept() -> socket.socket:
+        asked.append(make())
+        return asked[-1]
+
+    open_while_waited: list[int] = []
+    answers = reach._answers
+
+    def watched(selector: selectors.BaseSelector, limit_s: float) -> list[int]:
+        found = answers(selector, limit_s)
+        open_while_waited.append(sum(one.fileno() >= 0 for one in asked))
+        return found
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        listening = "{}:{}".format(*server.getsockname())
+        monkeypatch.setattr(socket, "socket", kept)
+        monkeypatch.setattr(reach, "_answers", watched)
+        assert unreached([listening, silent]) == [1]
+
+    assert open_while_waited[-1] == 2  # both tries of the silent one
+
+
 class Far:
     """A connection to a machine so far away that the first try is answered during the second."""
 
@@ -82,6 +123,9 @@ class Far:
         return self
 
     def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._ours.close()
         self._theirs.close()
 

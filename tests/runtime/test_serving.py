@@ -73,3 +73,21 @@ def test_who_knows_the_token_does_while_it_is_connected_and_for_a_time_after() -
     assert connected
     assert not idle.is_alive()
     server.close()
+
+
+def test_what_is_no_fault_of_the_network_is_said_where_it_happened(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whoever asked sees no more than that it was hung up on."""
+
+    def fails(_connection: socket.socket, _request: object) -> None:
+        raise RuntimeError("no memory can be pinned")
+
+    server = RequestServer("127.0.0.1", "right", fails)
+    asking = Requests(server.address, "right", PATIENCE_S)
+    assert asking.ask(op="give").recv(1) == b""
+    asking.close()
+    server.close()
+
+    assert "request_not_served op=give" in caplog.text
+    assert "RuntimeError: no memory can be pinned" in caplog.text

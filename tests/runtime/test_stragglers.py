@@ -69,6 +69,18 @@ def test_a_replica_that_was_away_begins_anew() -> None:
     assert stragglers.note(THREE, [1.0, 1.0, 1.0, 1.0, 2.0, 2.0], 3600.0) == []
 
 
+def test_time_in_which_no_step_is_made_makes_nobody_slow() -> None:
+    """As while all evaluate, or wait for another."""
+    stragglers = Stragglers(AFTER_S)
+    for second in range(50):
+        stragglers.note(THREE, [1.0] * 6, float(second))
+    hiccup = [1.0, 1.0, 1.0, 1.0, 2.0, 2.0]
+    for second in range(50, 60):
+        assert stragglers.note(THREE, hiccup, float(second)) == []
+
+    assert stragglers.note(THREE, hiccup, 3600.0) == []
+
+
 def test_what_is_hardly_slower_for_long_does_not_add_up() -> None:
     steps = steps_of(1.0, 1.0, 1.6, times=20) + steps_of(1.0, 1.0, 1.22, times=300)
     assert told(steps + steps_of(1.0, 1.0, 1.6, times=20)) == []
