@@ -24,6 +24,10 @@ class Refused(PeerFailed):
     """It is not done, and another who is asked would not do it either."""
 
 
+class Busy(PeerFailed):
+    """It serves as many as it can: ask again."""
+
+
 def send_json(connection: socket.socket, message: dict[str, Any]) -> None:
     """Raises PeerFailed if it is more than a peer takes, and tells the peer, who waits for it."""
     data = json.dumps(message).encode()
@@ -39,7 +43,7 @@ def send_json(connection: socket.socket, message: dict[str, Any]) -> None:
 
 def receive_json(connection: socket.socket) -> dict[str, Any]:
     """Raises PeerFailed if the peer hung up, says that it failed, or sends no JSON object; Refused
-    if it says that so would others."""
+    if it says that so would others, and Busy if it serves too many."""
     (size,) = LENGTH.unpack(receive_exactly(connection, LENGTH.size))
     if size > MAX_JSON:
         raise PeerFailed(f"a description of {size} bytes is not believable")
@@ -50,7 +54,8 @@ def receive_json(connection: socket.socket) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise PeerFailed(f"what came is no description: {message!r:.100}")
     if "error" in message:
-        raise (Refused if message.get("everywhere") else PeerFailed)(message["error"])
+        told = Busy if message.get("busy") else PeerFailed
+        raise (Refused if message.get("everywhere") else told)(message["error"])
     return message
 
 

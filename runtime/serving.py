@@ -145,7 +145,7 @@ class RequestServer:
                 self._changed.notify_all()
         if full:
             why = f"{MAX_CONNECTIONS} are connected to it already, and no more may be"
-            send_json(connection, {"error": why})
+            send_json(connection, {"error": why, "busy": True})
             raise PermissionError(why)
 
     def _leave(self, connection: socket.socket) -> None:

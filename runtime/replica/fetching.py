@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from runtime.framing import PeerFailed, receive_chunk, receive_json
+from runtime.framing import Busy, PeerFailed, receive_chunk, receive_json
 from runtime.giving_way import give_way
 from runtime.image import CHUNK_BYTES, Damaged, Staged, pages
 from runtime.replica.peers import Reduced
@@ -31,6 +31,8 @@ log = logging.getLogger("drydock.peers")
 WAIT_S = 0.5  # how long a peer may wait for the next step to be made before it says that it was not
 REST_S = 0.5  # so long nothing may come of a step that somebody waits for
 PIECE = 8  # chunks asked for at once
+#: For so long those who serve too many are asked again, so often.
+BUSY_S, ASK_AGAIN_S = 30.0, 0.5
 LOOK_S = 0.05  # so often whoever fetches a step looks whether it is still wanted
 TRIES = 3  # connections to one peer, for one state
 
@@ -133,21 +135,29 @@ def fetch_reduced(
     broken: Callable[[], bool] = lambda: False,
 ) -> Reduced:
     """One committed step, from the first donor that has it; `have`, `spares`: see
-    `Connection.reduced`. Raises PeerFailed with all answers, soon after what it is wanted for is
-    `broken`."""
-    answers = []
-    for donor in donors:
-        if broken():
-            break
-        connection = Connection(donor, token)
-        try:
-            with _hanging_up(connection, broken):
-                return connection.reduced(step, have=have, spares=spares)
-        except (PeerFailed, Damaged) as error:
-            answers.append(f"{donor}: {error}")
-        finally:
-            connection.close()
-    raise PeerFailed(f"no peer could hand over step {step}: {answers}")
+    `Connection.reduced`. Donors that serve too many are asked again: of a large job most may be
+    behind one. Raises PeerFailed with all answers, soon after what it is wanted for is `broken`."""
+    asked, pause = list(donors), threading.Event()
+    until = time.monotonic() + BUSY_S
+    while True:
+        answers: dict[str, Exception] = {}
+        for donor in asked:
+            if broken():
+                break
+            connection = Connection(donor, token)
+            try:
+                with _hanging_up(connection, broken):
+                    return connection.reduced(step, have=have, spares=spares)
+            except (PeerFailed, Damaged) as error:
+                answers[donor] = error
+            finally:
+                connection.close()
+        busy = [donor for donor, error in answers.items() if isinstance(error, Busy)]
+        if not busy or broken() or time.monotonic() > until:
+            told = [f"{donor}: {error}" for donor, error in answers.items()]
+            raise PeerFailed(f"no peer could hand over step {step}: {told}")
+        asked = busy
+        pause.wait(ASK_AGAIN_S)
 
 
 @contextlib.contextmanager

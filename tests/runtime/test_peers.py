@@ -347,6 +347,46 @@ def test_strangers_take_no_place_of_a_peer(donor: Donor, monkeypatch: pytest.Mon
     peer.close()
 
 
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What servers said to those whom they could not serve."""
+    told: list[str] = []
+    say = serving.send_json
+
+    def noted(connection: socket.socket, message: dict[str, Any]) -> None:
+        told.append(message["error"])
+        say(connection, message)
+
+    monkeypatch.setattr(serving, "send_json", noted)
+    return told
+
+
+def test_who_serves_too_many_is_asked_again(
+    donor: Donor, refused: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a large job most may be behind the one that made the last step."""
+    monkeypatch.setattr(serving, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(fetching, "ASK_AGAIN_S", 0.01)
+    donor.kept.add(Reduced(8, 1, torch.zeros(5)))
+    first = Connection(donor.address, "right")
+    assert first.reduced(8).step == 8
+
+    with ThreadPoolExecutor() as pool:
+        asking = pool.submit(fetch_reduced, [donor.address], "right", 8)
+        until(lambda: len(refused) > 1, "it was refused, and asked again")
+        first.close()
+        assert asking.result(PATIENCE_S).step == 8
+
+
+def test_once_the_step_is_not_wanted_who_serves_too_many_is_asked_no_longer(
+    donor: Donor, refused: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "MAX_CONNECTIONS", 0)
+
+    with pytest.raises(PeerFailed, match="no peer could hand over step 8"):
+        fetch_reduced([donor.address], "right", 8, broken=lambda: len(refused) > 1)
+
+
 class Gated(Copying):
     """A copy that is finished once it is let."""
 
