@@ -186,6 +186,9 @@ BUDGET_NODES_PER_CLUSTER = env_int("BUDGET_NODES_PER_CLUSTER", 2)
 BUDGET_NODES_PER_RACK = env_int("BUDGET_NODES_PER_RACK", 2)
 BUDGET_NODES_PER_JOB = env_int("BUDGET_NODES_PER_JOB", 2)
 BUDGET_NODES_PER_CODE = env_int("BUDGET_NODES_PER_CODE", 2)
+#: A node that goes back to its vendor is away for weeks, and counts for this many seconds: so no
+#: fault that looks like broken hardware, as a bad driver's, empties a cluster in a night.
+RMA_COUNTS_S = env_float("RMA_COUNTS_S", 3600)
 #: One failure code on this many nodes of a cluster within the window opens its breaker.
 BREAKER_NODES = env_int("BREAKER_NODES", 5)
 BREAKER_WINDOW_S = env_float("BREAKER_WINDOW_S", 600)

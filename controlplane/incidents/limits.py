@@ -244,7 +244,12 @@ def _out_nodes(cluster_id: str) -> list[_Out]:
         node_id: _Out(node_id, rack_id, job_id, code)
         for node_id, rack_id, job_id, code in held.values_list("node", "rack", "job", "code")
     }
-    taken = Node.objects.filter(cluster_id=cluster_id, state__in=OUT, admitted_at__isnull=False)
+    lately = timezone.now() - timedelta(seconds=settings.RMA_COUNTS_S)
+    taken = Node.objects.filter(
+        Q(state__in=OUT) | Q(state=NodeState.RMA, state_since__gte=lately),
+        cluster_id=cluster_id,
+        admitted_at__isnull=False,
+    )
     for node_id, rack_id in taken.values_list("pk", "rack"):
         out.setdefault(node_id, _Out(node_id, rack_id, None, ""))
     return list(out.values())

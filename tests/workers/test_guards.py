@@ -277,6 +277,23 @@ def test_a_node_that_is_tested_on_its_way_back_is_still_out(cluster: Cluster) ->
     assert "limit 2" in first_words(run)
 
 
+def test_what_looks_like_broken_hardware_empties_no_cluster_in_a_night(
+    cluster: Cluster, settings: Settings
+) -> None:
+    """A node in RMA is away for weeks; until an hour has passed its place is taken by no other."""
+    settings.RMA_COUNTS_S = 3600
+    lately, before = timezone.now() - timedelta(minutes=59), timezone.now() - timedelta(minutes=61)
+    NodeFactory.create_batch(5, cluster=cluster, state=NodeState.RMA, state_since=before)
+    assert limits.budgets_of(cluster)[0].used == 0
+
+    NodeFactory.create_batch(2, cluster=cluster, state=NodeState.RMA, state_since=lately)
+    run = request(cluster)
+    drain(run)
+
+    assert (acted, run.state) == ([], RunState.RUNNING)
+    assert "limit 2" in first_words(run)
+
+
 def test_new_nodes_that_fail_their_first_diagnostics_stop_no_repair(cluster: Cluster) -> None:
     soon = timezone.now() + timedelta(hours=1)
     new = {"cluster": cluster, "admitted_at": None}
