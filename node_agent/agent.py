@@ -101,7 +101,10 @@ class Agent:
         if path.exists() and path.read_text() == self._boot_id:
             return
         self._emit("boot", "boot", {})
-        write_atomically(path, self._boot_id.encode())
+        try:
+            write_atomically(path, self._boot_id.encode())
+        except OSError as error:  # told again at the next start, it counts once
+            log("boot_not_noted", "error", error=str(error))
 
     def _start_senders(self, identity: Identity) -> None:
         events = Sender(
@@ -271,7 +274,8 @@ class Agent:
             backoff.reset()
             new = [commands.handle(signed) for signed in answer.commands]
             if new and not any(new):
-                # Offered once more before their results arrived: do not ask in a tight loop.
+                # Offered once more, before their results arrived or since they get none: do not ask
+                # in a tight loop.
                 self._stopped.wait(REPEATED_PAUSE_S)
 
     def _diagnose(self, level: int) -> dict[str, Any]:

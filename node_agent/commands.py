@@ -2,6 +2,9 @@
 
 A command's id is written down before its effect. An id seen before is never executed again: its
 stored result is sent once more; a start whose end is unknown is settled by looking at the world.
+
+What is not proven to be an order to this node gets no answer: it may be a genuine order that was
+altered on its way, of which "nothing was executed" would be untrue once the order itself arrives.
 """
 
 from __future__ import annotations
@@ -35,17 +38,14 @@ FAILURES = (CannotStart, CannotStop, CardsInUse, HardwareUnknown, NoVerdict, Res
 
 
 class _Refusal(Exception):
-    """Why a command is not executed. `remember`: its sender is proven, so the verdict is final."""
-
-    def __init__(self, reason: str, remember: bool = True) -> None:
-        super().__init__(reason)
-        self.remember = remember
+    """Why an order to this node is not executed, now or ever."""
 
 
-class _Named(msgspec.Struct, frozen=True):
+class _Head(msgspec.Struct, frozen=True):
     """As much of a command as is needed to answer it."""
 
     id: wire.Id
+    node_id: wire.Id
 
 
 class Commands:
@@ -71,7 +71,10 @@ class Commands:
         self._lock = threading.Lock()
         self._journal = Journal(config.state_dir / "commands.jsonl")
         self._seen = _recent(self._journal.load())
-        self._journal.rewrite(self._seen.values())
+        try:
+            self._journal.rewrite(self._seen.values())
+        except OSError as error:  # it is only longer than it needs to be
+            log("command_journal_not_shortened", "error", error=str(error))
 
     def recover(self) -> None:
         """Settle commands that were under way when the agent died.
@@ -85,38 +88,45 @@ class Commands:
     def handle(self, signed: wire.SignedCommand) -> bool:
         """Check one command and execute it. Returns soon: what takes long goes on in a thread.
 
-        False if the command was known already, so that nothing new came of it.
+        To be called by one thread. False if nothing new came of it.
         """
         payload = signed.payload.encode()
         try:
-            named = msgspec.json.decode(payload, type=_Named)
+            head = msgspec.json.decode(payload, type=_Head)
         except msgspec.DecodeError as error:
             log("command_unreadable", "error", error=str(error))
             return False
+        if not self._is_order_to_us(head, payload, signed.signature):
+            return False
+        if head.id in self._seen:
+            self._repeat(self._seen[head.id])
+            return False
         try:
-            command = self._check(payload, signed.signature)
+            command = self._check(payload)
         except _Refusal as refusal:
-            return self._refuse(named.id, refusal)
+            self._refuse(head.id, str(refusal))
+            return False
         with self._lock:
-            seen = self._seen.get(command.id)
-            begun = seen is None and self._begin(command)
-        if seen is not None:
-            self._repeat(seen)
+            begun = self._begin(command)
         if begun:
             self._execute(command)
         return begun
 
-    def _check(self, payload: bytes, signature: str) -> wire.Command:
+    def _is_order_to_us(self, head: _Head, payload: bytes, signature: str) -> bool:
         if not self._identity.trusts(payload, signature):
-            raise _Refusal("signature: no enrolled key made it", remember=False)
+            reason = "signature: no enrolled key made it"
+        elif head.node_id != self._identity.node_id:
+            reason = f"node: it is for {head.node_id}"
+        else:
+            return True
+        log("command_not_proven", "error", id=head.id, reason=reason)
+        return False
+
+    def _check(self, payload: bytes) -> wire.Command:
         try:
             command = msgspec.json.decode(payload, type=wire.Command)
         except msgspec.DecodeError as error:
-            raise _Refusal(f"allow-list: {error}", remember=False) from error
-        if command.node_id != self._identity.node_id:
-            raise _Refusal(f"node: it is for {command.node_id}", remember=False)
-        if command.id in self._seen:
-            return command
+            raise _Refusal(f"allow-list: {error}") from error
         now = time.time()
         if command.expires_at <= now:
             raise _Refusal(_late(command, now))
@@ -147,7 +157,10 @@ class Commands:
             self._journal.append([entry])
         except OSError as error:
             log("command_journal_full", "error", id=command.id, error=str(error))
-            self._send(_failed(command.id, f"not executed: the journal refused it: {error}"))
+            result = _failed(command.id, f"not executed: the journal refused it: {error}")
+            # Nor is it executed when it is offered again, once there is room.
+            self._seen[command.id] = {**entry, "result": msgspec.to_builtins(result)}
+            self._send(result)
             return False
         self._seen[command.id] = entry
         return True
@@ -245,19 +258,12 @@ class Commands:
         self._remember({**self._seen[command_id], "result": msgspec.to_builtins(result)})
         self._send(result)
 
-    def _refuse(self, command_id: str, refusal: _Refusal) -> bool:
-        """Say no: always False. A verdict on an unproven sender is not written down, or it could
-        use up the id of a genuine command.
-        """
-        log("command_refused", "error", id=command_id, reason=str(refusal))
-        result = wire.CommandResult(
-            id=command_id, state="refused", at=time.time(), error=str(refusal)
-        )
-        if refusal.remember:
-            entry = {"id": command_id, "expires_at": time.time(), "verb": "", "placement": ""}
-            self._remember({**entry, "result": msgspec.to_builtins(result)})
+    def _refuse(self, command_id: str, reason: str) -> None:
+        log("command_refused", "error", id=command_id, reason=reason)
+        result = wire.CommandResult(id=command_id, state="refused", at=time.time(), error=reason)
+        entry = {"id": command_id, "expires_at": time.time(), "verb": "", "placement": ""}
+        self._remember({**entry, "result": msgspec.to_builtins(result)})
         self._send(result)
-        return False
 
     def _repeat(self, entry: dict[str, Any]) -> None:
         if "result" not in entry:

@@ -57,8 +57,11 @@ def take_alone(path: Path) -> int:
         pid = os.pread(fd, 20, 0).decode().strip()
         os.close(fd)
         raise TakenByAnother(pid or "not yet written") from error
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    except OSError as error:  # a full disk: the lock holds all the same
+        log("lock_without_pid", "warning", path=path, error=str(error))
     return fd
 
 
@@ -106,12 +109,16 @@ class Journal:
         self._size += len(data)
 
     def rewrite(self, entries: Iterable[dict[str, Any]]) -> None:
-        """Replace the whole content, atomically."""
+        """Replace the whole content, atomically. On OSError all that was appended still stands."""
         data = _encode(entries)
-        write_atomically(self.path, data)
-        os.close(self._fd)
-        self._fd = self._open()
-        self._size = len(data)
+        try:
+            write_atomically(self.path, data)
+        finally:
+            # Also after an error: it may have come behind the rename.
+            fd = self._open()
+            os.close(self._fd)
+            self._fd = fd
+            self._size = os.fstat(fd).st_size
 
     def close(self) -> None:
         os.close(self._fd)

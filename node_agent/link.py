@@ -23,6 +23,10 @@ TIMEOUT_S = 10.0
 #: The code we give to a refusal that is not a Problem.
 UNKNOWN = "unknown"
 MAX_ANSWER_BYTES = 4 * wire.MAX_BODY_BYTES
+#: Statuses that speak of a message, if its handler gave them. 401 and 403 speak of who sends it,
+#: which may be mended, but for the code below.
+OF_A_MESSAGE = frozenset({400, 404, 409, 413, 422})
+NOT_ITS_COMMAND = "command_of_other_node"
 
 
 class Refused(Exception):
@@ -39,7 +43,7 @@ class Refused(Exception):
         Only the handler of the message can say so: neither a page that some proxy puts in its
         place nor a wrong address is such a verdict.
         """
-        at_fault = self.problem.status in {400, 404, 409, 413, 422}
+        at_fault = self.problem.status in OF_A_MESSAGE or self.problem.code == NOT_ITS_COMMAND
         return at_fault and self.problem.code not in {UNKNOWN, "unknown_path"}
 
 

@@ -1,15 +1,15 @@
 """Messages that must not be lost: kept on disk until the control plane says that it has them.
 
 A message leaves the spool in two ways only: its id was acknowledged, or it was refused for what it
-is and now lies in the dead-letter file, with the reason.
+is and now lies in the dead-letter file (on a full disk: in the log), with the reason.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from node_agent.log import log
 
 #: Above this many waiting messages `wait_for_room` holds back those who can be held back.
 MAX_WAITING = 20_000
-#: The file is rewritten when it holds this many lines more than there are messages waiting.
+#: The file is rewritten once it holds this many dead lines, and more of them than live ones: so a
+#: line costs the same, however many wait.
 MAX_DEAD_LINES = 2_000
 
 
@@ -31,6 +32,7 @@ class Spool:
         self._max_waiting = max_waiting
         self._changed = threading.Condition()
         self._waiting: dict[str, dict[str, Any]] = {}
+        self._dead_lines_borne = MAX_DEAD_LINES
         entries = self._journal.load()
         for entry in entries:
             self._apply(entry)
@@ -53,6 +55,7 @@ class Spool:
             for entry in entries:
                 self._apply(entry)
             self._append(entries)
+            self._compact()
             self._changed.notify_all()
 
     def oldest(self, count: int, timeout_s: float | None = None) -> list[dict[str, Any]]:
@@ -75,13 +78,18 @@ class Spool:
                 self._changed.notify_all()
 
     def bury(self, message_id: str, reason: dict[str, Any]) -> None:
-        """Move a message that will never be accepted to the dead-letter file."""
+        """Move a message that will never be accepted to the dead-letter file.
+
+        If the disk refuses, to the log: kept here, it would hold up all others.
+        """
         with self._changed:
             message = self._waiting[message_id]
-        line = json.dumps({"message": message, "reason": reason}).encode() + b"\n"
-        with self._dead_letters.open("ab") as file:
-            file.write(line)
         log("dead_letter", "error", id=message_id, reason=reason, file=self._dead_letters)
+        try:
+            with closing(Journal(self._dead_letters)) as dead_letters:
+                dead_letters.append([{"message": message, "reason": reason}])
+        except OSError as error:
+            log("dead_letter_not_kept", "error", message=message, error=str(error))
         self.acknowledge([message_id])
 
     def wait_for_room(self) -> None:
@@ -104,11 +112,14 @@ class Spool:
         self._lines += len(entries)
 
     def _compact(self) -> None:
-        if self._lines - len(self._waiting) <= MAX_DEAD_LINES:
+        dead = self._lines - len(self._waiting)
+        if dead <= max(self._dead_lines_borne, len(self._waiting)):
             return
         try:
             self._journal.rewrite({"put": message} for message in self._waiting.values())
         except OSError as error:
             log("spool_not_compacted", "error", path=self._journal.path, error=str(error))
+            self._dead_lines_borne = 2 * dead  # not again with each message of a full disk
             return
+        self._dead_lines_borne = MAX_DEAD_LINES
         self._lines = len(self._waiting)

@@ -91,7 +91,10 @@ class Supervisor:
     def recover(self) -> None:
         """Adopt what still runs of this boot, report what does not, and begin to watch."""
         known = _fold(self._journal.load())
-        self._journal.rewrite(_put(placement) for placement in known.values())
+        try:
+            self._journal.rewrite(_put(placement) for placement in known.values())
+        except OSError as error:  # it is only longer than it needs to be
+            log("placements_not_shortened", "error", error=str(error))
         for placement in known.values():
             if placement.boot_id != self._boot_id:
                 self._report_exit(placement, None, reason="reboot")

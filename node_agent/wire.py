@@ -226,7 +226,7 @@ class CommandPoll(Message, frozen=True):
 
 class CommandResult(Message, frozen=True):
     id: Id
-    #: `refused`: signature, node, expiry, allow-list or journal said no; nothing was executed.
+    #: `refused`: its expiry or the node's own list said no; it was not and will not be executed.
     state: Literal["done", "failed", "refused"]
     at: UnixTime
     output: dict[str, Any] = {}

@@ -3,7 +3,7 @@ repeats of one as a count.
 
 Independent of NVML: a card that blocks every NVML caller still speaks here. Where it stopped is
 kept in a cursor file, with what was counted by then; a line read twice after a crash has the same
-key, so it counts once.
+key, so it counts once. What programs write into the kernel's log is passed over.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from typing import Any
 
 import msgspec
 
+from node_agent.collectors import host_lines
 from node_agent.collectors.repeats import Repeats, Told
 from node_agent.files import write_atomically
 from node_agent.log import log
 from node_agent.watch import FolderWatch
 
+#: What the driver says, and more of the machine's checks and of want of memory than `host_lines`
+#: reads.
 WORDS = (b"NVRM", b"Xid", b"SXid", b"nvidia", b"mce:", b"Out of memory")
 #: In the agent's state folder.
 CURSOR_FILE = "kernel-log-cursor.json"
@@ -50,8 +53,13 @@ def follow(
     path: Path, cursor_file: Path, boot_id: str, deliver: Deliver, was_reset: threading.Event
 ) -> None:
     """Never returns. A log that cannot be read is logged, loudly, and waited for. `was_reset` is
-    set by others once cards were reset: what they say again after that is news."""
+    set by others once cards were reset: what they say again after that is news.
+
+    On a full disk the cursor stays where it was: lines read again then count once, as after a
+    crash.
+    """
     cursor, repeats = _load(cursor_file, boot_id)
+    kept = True
 
     def wait_s() -> float | None:
         return repeats.wait_s(time.time())
@@ -71,7 +79,13 @@ def follow(
         if told:
             deliver(told)
         stored = {**asdict(cursor), "repeats": repeats.state()}
-        write_atomically(cursor_file, msgspec.json.encode(stored))
+        try:
+            write_atomically(cursor_file, msgspec.json.encode(stored))
+            kept = True
+        except OSError as error:
+            if kept:  # said once, not for each line
+                log("kernel_log_cursor_not_kept", "error", path=cursor_file, error=str(error))
+            kept = False
 
 
 def position(path: Path, cursor_file: Path, boot_id: str) -> Cursor:
@@ -102,7 +116,7 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def matters(line: bytes) -> bool:
-    return any(word in line for word in WORDS)
+    return any(word in line for word in WORDS) or host_lines.parse(_text(line)) is not None
 
 
 def _load(path: Path, boot_id: str) -> tuple[Cursor, Repeats]:
@@ -167,7 +181,7 @@ def _device(path: Path, cursor: Cursor, wait_s: Wait) -> Iterator[Step]:
             if number > last:
                 last = number
                 line = record.split(b"\n", 1)[0]  # what follows describes the device, indented
-                if matters(line):
+                if _is_kernels(record) and matters(line):
                     lines.append((f"record {number}", _text(line)))
         if last != cursor.offset:
             cursor = replace(cursor, offset=last)
@@ -194,15 +208,24 @@ def _records(fd: int) -> Iterator[bytes]:
 
 
 def _all_records(fd: int) -> Iterator[tuple[int, bytes]]:
-    """Every record that is there now: its number, and its first line."""
+    """Every record of the kernel's that is there now: its number, and its first line."""
     while batch := list(_records(fd)):
         for record in batch:
-            yield _number(record), record.split(b"\n", 1)[0]
+            if _is_kernels(record):
+                yield _number(record), record.split(b"\n", 1)[0]
 
 
 def _number(record: bytes) -> int:
     fields = record.split(b";", 1)[0].split(b",")
     return int(fields[1]) if len(fields) > 1 and fields[1].isdigit() else 0
+
+
+def _is_kernels(record: bytes) -> bool:
+    """Whether the kernel wrote it itself: its facility, above the level's three bits, is 0, and the
+    kernel lets no program write with that.
+    """
+    priority = record.split(b",", 1)[0]
+    return priority.isdigit() and int(priority) >> 3 == 0
 
 
 def _text(line: bytes) -> str:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class XidLine:
-    """One Xid. `pci` is "domain:bus:device" in lower case, as far as the line gives it."""
+    """One Xid. `pci` is "domain:bus:device" in lower case, or "bus:device" where the line has no
+    more."""
 
     code: int
     pci: str
@@ -85,20 +86,20 @@ class LostGpu:
 
 Parsed = XidLine | SxidLine | LostGpu
 
-#: The driver's printk, its tracepoint (`nv-tracepoint.h` of NVIDIA's open modules), and before
-#: 2013 no "PCI:"; then the place, which may carry a function and a MIG instance.
-_XID = re.compile(
-    r"(?:NVRM|nvidia_dev_xid):\s*Xid(?:\s*\((?P<place>[^)\n]{0,200})\))?"
-    r"\s*:\s*(?P<code>[0-9]{1,9})(?![0-9])(?P<body>.*)"
+#: What the driver always says of where it was: the card's address (before 2013 without "PCI:"), and
+#: perhaps its function and a MIG instance. A program's name, which the kernel prints too, has 15
+#: characters: too few for the driver's words with an address.
+_WHERE = (
+    r"\s+\((?P<place>(?:PCI:)?[0-9A-Fa-f]{1,8}(?::[0-9A-Fa-f]{1,4}){1,2}[^)\n]{0,200})\)"
+    r"\s*:\s*(?P<code>[0-9]{1,9})(?=[,\s]|$)(?P<body>.*)"
 )
+#: The driver's printk, and its tracepoint (`nv-tracepoint.h` of NVIDIA's open modules).
+_XID = re.compile(r"(?:NVRM|nvidia_dev_xid):\s+Xid" + _WHERE)
 #: The same tracepoint as an eBPF reader prints it.
 _TRACED = re.compile(
     r"XID event received:\s*code=(?P<code>[0-9]{1,9})\s+pci=(?P<place>\S+)\s+msg=(?P<body>.*)"
 )
-_SXID = re.compile(
-    r"(?<![\w])SXid(?:\s*\((?P<place>[^)\n]{0,200})\))?"
-    r"\s*:\s*(?P<code>[0-9]{1,9})(?![0-9])(?P<body>.*)"
-)
+_SXID = re.compile(r"nvidia-nvswitch[0-9]{1,4}:?\s+SXid" + _WHERE)
 _PROCESS = re.compile(r"pid='?(?P<pid>[0-9]{0,10})[^,]*(?:,\s*name=(?P<name>[^,]*))?,?\s*")
 _PLACE = re.compile(r"(?:PCI:)?(?P<pci>[0-9A-Fa-f]{1,8}(?::[0-9A-Fa-f]{1,4}){1,2})(?![0-9A-Fa-f])")
 _MIG = re.compile(r"GPU-I:\S+(?:\s+GPU-CI:\S+)?")
@@ -163,7 +164,7 @@ def same_card(line_pci: str, nvml_pci: str) -> bool:
 
 
 def _xid(found: re.Match[str]) -> XidLine:
-    place = found["place"] or ""
+    place = found["place"]
     body = found["body"].lstrip(", \t")
     pid, process = None, ""
     told = _PROCESS.match(body)
@@ -187,7 +188,7 @@ def _sxid(found: re.Match[str]) -> SxidLine:
     severity = _SEVERITY.match(text)
     return SxidLine(
         code=int(found["code"]),
-        pci=_pci(found["place"] or ""),
+        pci=_pci(found["place"]),
         fatal=_fatal(text) if severity is None else severity[1] != "0",
         link=_link(text),
         trunk=_TRUNK.search(text) is not None,

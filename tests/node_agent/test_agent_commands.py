@@ -11,24 +11,42 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node_agent import procfs, wire
-from tests.node_agent.fleet import DEADLINE_S, Node, eventually
+from tests.node_agent.fleet import DEADLINE_S, Node, eventually, problem
 
 
+class Format(wire.Message, frozen=True, tag="format_disk", tag_field="verb"):
+    """A verb that no agent knows."""
+
+    path: str
+
+
+@pytest.mark.parametrize("verb", ["start_rank", "format_disk"])
 @pytest.mark.parametrize(
     ("how", "why"),
     [
         ({"node_id": "node-2"}, "node:"),
-        ({"expires_at": time.time() - 1}, "expiry:"),
         ({"key": Ed25519PrivateKey.generate()}, "signature:"),
     ],
 )
-def test_a_command_that_is_not_ours_runs_nothing(
-    agent: Node, how: dict[str, Any], why: str
+def test_what_is_no_order_to_this_node_runs_nothing_and_gets_no_answer(
+    agent: Node, how: dict[str, Any], why: str, verb: str
 ) -> None:
-    result = agent.plane.result(agent.plane.send(agent.rank(), **how))
+    actions = {"start_rank": agent.rank(), "format_disk": Format(path="/")}
+    agent.plane.send(actions[verb], **how)
+    ours = agent.plane.send(wire.StopProcess(placement="p-9"))
+
+    agent.plane.result(ours)
+
+    assert [result.id for result in agent.plane.results] == [ours]
+    assert [line["reason"][: len(why)] for line in agent.log("command_not_proven")] == [why]
+    assert not procfs.with_environment("DRYDOCK_PLACEMENT", "p-1")
+
+
+def test_a_command_whose_time_is_over_is_refused(agent: Node) -> None:
+    result = agent.plane.result(agent.plane.send(agent.rank(), expires_at=time.time() - 1))
 
     assert result.state == "refused"
-    assert result.error.startswith(why)
+    assert result.error.startswith("expiry:")
     assert not procfs.with_environment("DRYDOCK_PLACEMENT", "p-1")
 
 
@@ -59,9 +77,6 @@ def test_a_name_that_would_leave_its_folder_is_refused(agent: Node) -> None:
 
 
 def test_a_verb_that_the_agent_does_not_know_is_refused(agent: Node) -> None:
-    class Format(wire.Message, frozen=True, tag="format_disk", tag_field="verb"):
-        path: str
-
     result = agent.plane.result(agent.plane.send(Format(path="/")))
 
     assert result.state == "refused"
@@ -77,6 +92,26 @@ def test_a_repeated_id_is_not_executed_again_and_its_result_is_sent_again(agent:
     assert agent.plane.results[1] == agent.plane.results[0]
     assert agent.plane.results[1].output["pid"] == pid
     assert not procfs.with_environment("DRYDOCK_PLACEMENT", "p-2")
+
+
+def test_a_repeated_id_is_known_though_its_verb_is_not(agent: Node) -> None:
+    agent.started_rank()
+    agent.plane.send(Format(path="/"), id=agent.plane.results[0].id)
+    eventually(lambda: len(agent.plane.results) == 2)
+
+    assert agent.plane.results[1] == agent.plane.results[0]
+
+
+def test_a_refused_verb_is_refused_for_ever(agent: Node) -> None:
+    command_id = agent.plane.send(Format(path="/"))
+    agent.plane.result(command_id)
+    agent.kill()
+    agent.start()
+    agent.plane.send(agent.rank(), id=command_id)
+    eventually(lambda: len(agent.plane.results) == 2)
+
+    assert agent.plane.results[1] == agent.plane.results[0]
+    assert not procfs.with_environment("DRYDOCK_PLACEMENT", "p-1")
 
 
 def test_a_repeated_id_is_known_after_the_agent_was_killed(agent: Node) -> None:
@@ -105,14 +140,17 @@ def test_a_second_agent_in_the_same_folder_says_so_and_ends(agent: Node) -> None
     assert agent.plane.result(agent.plane.send(agent.rank())).state == "done"
 
 
-def test_a_forged_command_does_not_use_up_the_id_of_the_genuine_one(agent: Node) -> None:
+def test_of_an_order_that_was_altered_on_its_way_nothing_is_said_before_it_arrives(
+    agent: Node,
+) -> None:
     stranger = Ed25519PrivateKey.generate()
-    agent.plane.result(agent.plane.send(agent.rank(), id="cmd_1", key=stranger))
-    agent.plane.results.clear()
+    agent.plane.send(agent.rank(), id="cmd_1", key=stranger)
+    eventually(lambda: agent.log("command_not_proven"))
+    agent.plane.send(agent.rank(), id="cmd_1")
 
-    result = agent.plane.result(agent.plane.send(agent.rank(), id="cmd_1"))
+    agent.plane.result("cmd_1")
 
-    assert result.state == "done"
+    assert [result.state for result in agent.plane.results] == ["done"]
 
 
 def test_a_start_interrupted_by_a_crash_is_done_if_its_process_lives(agent: Node) -> None:
@@ -157,6 +195,31 @@ def test_a_result_waits_for_a_server_that_is_away(agent: Node) -> None:
     agent.kill()
     agent.plane.refuse = lambda path, body: None
     agent.start()
+
+    assert agent.plane.result(command_id).state == "done"
+
+
+def test_a_result_of_another_nodes_command_is_put_aside_and_holds_up_no_other(
+    agent: Node,
+) -> None:
+    not_ours = problem(403, "command_of_other_node", "this command was given to another node", "id")
+    agent.plane.refuse = lambda _path, body: {True: not_ours}.get(b"cmd_1" in body)
+    agent.plane.send(wire.StopProcess(placement="p-8"), id="cmd_1")
+
+    result = agent.plane.result(agent.plane.send(wire.StopProcess(placement="p-9")))
+
+    assert result.state == "done"
+    dead = (agent.state / "results.dead.jsonl").read_text().splitlines()
+    assert [json.loads(line)["message"]["id"] for line in dead] == ["cmd_1"]
+
+
+def test_a_refusal_of_the_node_is_no_verdict_on_a_result(agent: Node) -> None:
+    agent.plane.refuse = lambda path, _body: {
+        "/v1/commands/result": problem(403, "node_revoked")
+    }.get(path)
+    command_id = agent.plane.send(wire.StopProcess(placement="p-9"))
+    eventually(lambda: refused_results(agent))
+    agent.plane.refuse = lambda _path, _body: None
 
     assert agent.plane.result(command_id).state == "done"
 

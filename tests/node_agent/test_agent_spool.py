@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import tempfile
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, create_autospec
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node_agent.files import Journal, write_atomically
+from node_agent import files, spool
+from node_agent.files import Journal, TakenByAnother, take_alone, write_atomically
 from node_agent.spool import Spool
 from tests.node_agent.fleet import DEADLINE_S
 
+FULL = OSError(errno.ENOSPC, "No space left on device")
+#: Dead lines that the spool's file may have in tests that would write too much else.
+FEW = 20
 TEXTS = st.text(max_size=40)
 OPERATIONS = st.lists(
     st.one_of(
@@ -106,6 +114,90 @@ def test_a_spool_does_not_grow_with_what_was_acknowledged(tmp_path: Path) -> Non
 
     assert len(path.read_text().splitlines()) == 1
     assert [item["id"] for item in Spool(path).oldest(9)] == ["ev_2999"]
+
+
+@pytest.fixture
+def few_dead_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool, "MAX_DEAD_LINES", FEW)
+
+
+@pytest.mark.usefixtures("few_dead_lines")
+def test_a_spool_does_not_grow_with_what_was_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    events = Spool(path)
+    events.put([message(0, "waits")])
+    for count in range(5 * FEW):
+        events.put([message(1, f"counted {count}")])
+
+    assert len(path.read_text().splitlines()) <= FEW + 2
+    assert Spool(path).oldest(9) == [message(0, "waits"), message(1, f"counted {5 * FEW - 1}")]
+
+
+@pytest.mark.usefixtures("few_dead_lines")
+def test_a_message_costs_a_spool_the_same_however_many_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewrite = create_autospec(Journal.rewrite, side_effect=Journal.rewrite)
+    monkeypatch.setattr(Journal, "rewrite", rewrite)
+    events = Spool(tmp_path / "events.jsonl")
+    waiting = 10 * FEW
+    events.put(message(number, "first") for number in range(waiting))
+    for count in range(3 * waiting):
+        events.put([message(count % waiting, f"counted {count}")])
+
+    assert 1 <= rewrite.call_count <= 3  # each of `waiting` lines, for as many that were put
+
+
+@pytest.mark.usefixtures("few_dead_lines")
+def test_a_full_disk_does_not_have_all_rewritten_with_each_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewrite = Mock(side_effect=FULL)
+    monkeypatch.setattr(Journal, "rewrite", rewrite)
+    events = Spool(tmp_path / "events.jsonl")
+    for count in range(5 * FEW):
+        events.put([message(1, f"counted {count}")])
+
+    assert 1 <= rewrite.call_count <= 3
+
+
+def test_what_is_appended_after_a_rewrite_that_failed_late_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "commands.jsonl"
+    journal = Journal(path)
+    journal.append([{"id": "a"}])
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sync_folder", Mock(side_effect=FULL))
+        with pytest.raises(OSError, match="No space"):
+            journal.rewrite([{"id": "a"}])
+    journal.append([{"id": "b"}])
+
+    assert Journal(path).load() == [{"id": "a"}, {"id": "b"}]
+
+
+def test_a_dead_letter_that_a_full_disk_refuses_is_logged_and_holds_up_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "events.dead.jsonl").mkdir()  # so that it cannot be opened
+    spool = Spool(tmp_path / "events.jsonl")
+    spool.put([message(1, "bad"), message(2, "good")])
+    spool.bury("ev_1", {"code": "invalid"})
+
+    assert spool.oldest(9) == [message(2, "good")]
+    logged = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["message"] for line in logged if "message" in line] == [message(1, "bad")]
+
+
+def test_a_lock_holds_though_a_full_disk_has_no_room_for_the_pid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pwrite", Mock(side_effect=FULL))
+    held = take_alone(tmp_path / "agent.lock")
+
+    with pytest.raises(TakenByAnother):
+        take_alone(tmp_path / "agent.lock")
+    os.close(held)
 
 
 def test_a_dead_letter_keeps_the_message_and_the_reason(tmp_path: Path) -> None:

@@ -38,12 +38,22 @@ LINES = [
         "disk_error", False, "nvme1",
         "nvme nvme1: controller is down; will reset: CSTS=0xffffffff, PCI_STATUS=0x10",
     ),
+    ("disk_error", False, "nvme0", "nvme nvme0: I/O 12 QID 3 timeout, aborting"),
+    (
+        "disk_error", False, "nvme2",
+        "nvme nvme2: I/O tag 0 (1000) opcode 0x2 (I/O Cmd) QID 1 timeout, aborting req_op:READ(0)",
+    ),
     ("disk_error", False, "nvme0n1", "blk_update_request: I/O error, dev nvme0n1, sector 2048 op"),
     (
         "filesystem_error", False, "nvme0n1p1",
         "EXT4-fs error (device nvme0n1p1): ext4_find_entry:1455: inode #2: comm python",
     ),
     ("filesystem_error", False, "sda1", "XFS (sda1): Corruption of in-memory data detected."),
+    (
+        "filesystem_error", False, "sda2",
+        "BTRFS error (device sda2 state EA): bdev /dev/sda2 errs: wr 1, rd 0, flush 0, corrupt 0",
+    ),
+    ("filesystem_error", False, "sdb1", "EXT4-fs (sdb1): Remounting filesystem read-only"),
     ("link_down", False, "eth0", "mlx5_core 0000:17:00.0 eth0: Link down"),
     ("link_down", False, "enp1s0", "igb 0000:01:00.0 enp1s0: igb: enp1s0 NIC Link is Down"),
     (

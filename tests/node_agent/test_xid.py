@@ -70,7 +70,6 @@ def test_what_only_looks_like_one_is_nothing(row: dict[str, str]) -> None:
         ("NVRM: Xid (1b:00): 31, Ch 02", XidLine(31, "1b:00", "", None, "", "Ch 02")),
         ("NVRM: Xid (PCI:0000:1b:00): 79,", XidLine(79, "0000:1b:00", "", None, "", "")),
         ("NVRM: Xid (PCI:0000:1b:00): 79", XidLine(79, "0000:1b:00", "", None, "", "")),
-        ("NVRM: Xid: 79, " + BUS, XidLine(79, "", "", None, "", BUS)),
         (
             "NVRM: Xid (PCI:0000:1b:00): 45, pid='<unk",
             XidLine(45, "0000:1b:00", "", None, "", ""),
@@ -163,6 +162,38 @@ def test_other_words_of_and_about_the_driver_are_nothing(line: str) -> None:
 )
 def test_an_address_is_compared_as_an_address(line: str, nvml: str, same: bool) -> None:
     assert same_card(line, nvml) is same
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVRM: Xid: 79",
+        "NVRM:Xid(1:0):7",
+        "NVRM: Xid(1:0):",
+        "SXid(1:0):20034",
+        "SXid (1:0): 7",
+        "SXid: 20034",
+    ],
+)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{}[4242]: segfault at 0 ip 000055d5c0a0 sp 00007ffd2a10 error 4 in a[55d5c0a0+1000]",
+        "traps: {}[4242] general protection fault ip:55d5c0a0 sp:7ffd2a10 error:0",
+        "oom-kill:constraint=CONSTRAINT_NONE,nodemask=(null),task={},pid=4242,uid=1000",
+        "Out of memory: Killed process 4242 ({}) total-vm:1kB, anon-rss:1kB",
+        "CPU: 3 PID: 4242 Comm: {} Tainted: P           OE",
+        "INFO: task {}:4242 blocked for more than 120 seconds.",
+    ],
+)
+def test_a_programs_name_is_never_taken_for_the_drivers_words(line: str, name: str) -> None:
+    assert len(name) <= 15  # the kernel keeps no more of it
+    assert parse(line.format(name)) is None
+
+
+def test_a_line_that_names_no_card_is_not_the_drivers() -> None:
+    assert parse("NVRM: Xid: 31, pid=4242, name=a, Ch 00000008") is None
+    assert parse("NVRM: Xid (PCI): 31, pid=4242, name=a, Ch 00000008") is None
 
 
 PREFIXES = st.from_regex(r"\A(\[[ 0-9.:TZ+-]{1,30}\]|[A-Za-z0-9 ,;<>.äé-]{0,40}: )*\Z")
