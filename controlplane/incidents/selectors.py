@@ -23,6 +23,7 @@ from django.http import Http404
 
 from controlplane.accounts.ids import person_id
 from controlplane.accounts.models import User
+from controlplane.accounts.selectors import username, usernames
 from controlplane.fleet.models import Cluster, Node
 from controlplane.fleet.selectors import clusters_for
 from controlplane.health.models import Failure, Signal
@@ -154,7 +155,7 @@ def approval_for(user: User | AnonymousUser, approval_id: str) -> Approval:
 
 def requester_of(run: PlaybookRun) -> str:
     """The name of the person who asked for a run; empty: automation did."""
-    return _usernames({run.requested_by}).get(run.requested_by, run.requested_by)
+    return username(run.requested_by)
 
 
 def decisions_for(user: User | AnonymousUser, *, limit: int) -> QuerySet[PlaybookStep]:
@@ -343,14 +344,10 @@ class Told:
 def timeline_of(incident: Incident, *, limit: int = 500) -> list[Told]:
     """The newest entries, oldest of them first."""
     entries = list(incident.timeline.order_by("-at", "-id")[:limit])[::-1]
-    names = _usernames({str(entry.data.get("by", "")) for entry in entries})
-    return [Told(entry, names.get(str(entry.data.get("by", "")), "")) for entry in entries]
-
-
-def _usernames(ids: set[str]) -> dict[str, str]:
-    """Names by id. An id that is no number belongs to no person."""
-    people = User.objects.filter(pk__in=[pk for one in ids if (pk := person_id(one))])
-    return {str(pk): name for pk, name in people.values_list("pk", "username")}
+    said_by = [str(entry.data.get("by", "")) for entry in entries]
+    names = usernames(said_by)
+    people = [names[by] if person_id(by) else "" for by in said_by]
+    return [Told(entry, person) for entry, person in zip(entries, people, strict=True)]
 
 
 # --- Lists of the API -----------------------------------------------------------------------------
