@@ -113,6 +113,34 @@ def test_a_beat_from_before_is_not_heard_again(beats: redis.Redis, memory: keepe
     assert lease_signals() == 1
 
 
+def test_a_keeper_that_begins_to_lead_takes_no_old_beat_for_news(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    node = NodeFactory()
+    beat(beats, node, time.time())
+    keeper.keep(beats, memory)
+    ran_out = timezone.now() - timedelta(seconds=1)
+    Lease.objects.filter(pk=node.pk).update(deadline=ran_out)
+    keeper.keep(beats, memory)
+
+    keeper.keep(beats, keeper.Memory(heard={}, grace_until=keeper._grace()))
+
+    lease = Lease.objects.get(pk=node.pk)
+    assert (lease.reachable, lease.deadline) == (False, ran_out)
+
+
+def test_what_a_node_said_while_no_keeper_led_is_heard(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    node = silent_node()
+    keeper.keep(beats, memory)
+    beat(beats, node, time.time())
+
+    keeper.keep(beats, keeper.Memory(heard={}, grace_until=keeper._grace()))
+
+    assert Lease.objects.get(pk=node.pk).reachable
+
+
 def test_a_lost_node_that_beats_again_is_reachable(
     beats: redis.Redis, memory: keeper.Memory
 ) -> None:

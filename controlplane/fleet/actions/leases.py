@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
+from django.db import connection
 from django.utils import timezone
 
 from controlplane import doorbell
@@ -15,6 +16,17 @@ from controlplane.fleet.models import (
     Lease,
     Node,
 )
+
+# For each beat Lease.filter(node=node, last_beat_at__lt=at).update(last_beat_at=at, ...): who has
+# just begun to lead knows no beat, and must not take what Redis still holds of the dead for news.
+_RENEW_SQL = """
+UPDATE fleet_lease
+SET last_beat_at = beat.at, deadline = beat.at + make_interval(secs => %s),
+    reachable = true, unreachable_since = NULL
+FROM unnest(%s::text[], %s::timestamptz[]) AS beat(node_id, at)
+WHERE fleet_lease.node_id = beat.node_id AND fleet_lease.last_beat_at < beat.at
+RETURNING fleet_lease.node_id
+"""
 
 
 @change()
@@ -30,24 +42,19 @@ def extend_leases(seconds: float) -> None:
 def renew_leases(beats: dict[str, datetime], lease_s: float) -> list[str]:
     """Extend the leases of the nodes that were heard, and return those that had been lost.
 
-    `beats` holds, by node id, when ingest received the newest beat.
+    `beats` holds, by node id, when ingest received the newest beat; one that is known changes
+    nothing.
     """
-    back = list(
+    lost = dict(
         Node.objects.filter(pk__in=beats, lease__reachable=False).values_list("pk", "cluster_id")
     )
-    rows = [
-        Lease(node_id=node_id, last_beat_at=at, deadline=at + timedelta(seconds=lease_s))
-        for node_id, at in beats.items()
-    ]
-    for row in rows:
-        row.reachable = True
-    Lease.objects.bulk_update(
-        rows, ["last_beat_at", "deadline", "reachable", "unreachable_since"], batch_size=1000
-    )
-    for node_id, cluster_id in back:
-        touch(cluster_id, ("node", node_id))
+    with connection.cursor() as cursor:
+        cursor.execute(_RENEW_SQL, [lease_s, [*beats], [*beats.values()]])
+        back = [node_id for (node_id,) in cursor.fetchall() if node_id in lost]
+    for node_id in back:
+        touch(lost[node_id], ("node", node_id))
         doorbell.ring_after_commit(f"node/{node_id}")
-    return [node_id for node_id, _ in back]
+    return back
 
 
 @change()
