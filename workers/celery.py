@@ -9,7 +9,7 @@ from typing import Any
 
 from billiard import pool
 from celery import Celery
-from celery.signals import setup_logging, worker_shutting_down
+from celery.signals import setup_logging, worker_init, worker_shutting_down
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.local.settings")
 
@@ -32,6 +32,17 @@ def drain(subject: str = "") -> None:
 
     owner = f"{socket.gethostname()}/{os.getpid()}"
     engine.drain(subject, owner=owner, stopping=lambda: bool(_stopping.value))
+
+
+@worker_init.connect  # type: ignore[untyped-decorator]
+def _refuse_what_manage_py_refuses(**_: Any) -> None:
+    """Celery runs Django's checks too, but goes on whatever they find."""
+    from django.core.management.base import BaseCommand, SystemCheckError
+
+    try:
+        BaseCommand().check()
+    except SystemCheckError as error:
+        raise SystemExit(str(error)) from error
 
 
 @worker_shutting_down.connect  # type: ignore[untyped-decorator]

@@ -73,7 +73,8 @@ _T = TypeVar("_T")
 
 
 class CatalogueError(Exception):
-    """A catalogue's file has a row that cannot be understood; the message names both."""
+    """A catalogue cannot be read, or has a row that cannot be understood; the message names the
+    file, the row and the column."""
 
 
 @cache
@@ -108,7 +109,10 @@ def read(folder: Path, overlay: Path | None = None, edits: Sequence[Row] = ()) -
 
 
 def _overlay() -> Path | None:
-    return Path(os.environ[OVERLAY]) if os.environ.get(OVERLAY) else None
+    named = os.environ.get(OVERLAY)
+    if named and not Path(named).is_dir():
+        raise CatalogueError(f"{OVERLAY} names {named}, which is no folder")
+    return Path(named) if named else None
 
 
 def _rows(
@@ -135,9 +139,11 @@ def _rows(
 def _read(path: Path) -> list[Row]:
     try:
         with path.open(newline="") as file:
-            return list(csv.DictReader(file))
+            return list(csv.DictReader(file, restkey="without a name"))
     except OSError as error:
         raise CatalogueError(f"{path} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise CatalogueError(f"{path} cannot be read: {error}") from error
 
 
 def _each(rows: list[Row], name: str, make: Callable[[Row], _T]) -> list[_T]:
@@ -157,7 +163,7 @@ def _xid(row: Row) -> CatalogueEntry:
         mnemonic=row["mnemonic"],
         description=row["short_description"],
         fault=_FAULTS.get(row["class"], "hardware"),
-        action=_action(row["immediate_action"]),
+        action=_action(row, "immediate_action"),
         follow_up=_follow_up(row["follow_up_action"]),
         unused=row["nvidia_marks_unused"] == "yes",
         warning=row["severity"] in ("info", "warning", "not listed"),
@@ -171,7 +177,7 @@ def _sxid(row: Row) -> SxidEntry:
         number=int(row["sxid"]),
         description=row["short_description"] or row["name"],
         group=row["group"],
-        action=_action(row["immediate_action"]),
+        action=_action(row, "immediate_action"),
         warning=row["severity"] in ("info", "warning"),
         source=f"site overlay {row['overlay']}" if "overlay" in row else "sxid-catalogue",
     )
@@ -183,7 +189,7 @@ def _registers(row: Row) -> RegisterRule:
         word=-1 if other else _WORDS.index(row["register_word"]),
         bits=frozenset() if other else frozenset(int(bit) for bit in row["bits_lsb0"].split(";")),
         group=row["group"],
-        action=_action(row["action"]),
+        action=_action(row, "action"),
         note=row["note"],
     )
 
@@ -194,8 +200,8 @@ def _units(row: Row) -> list[UnitRule]:
     if row["error_status"] != "any":
         statuses = frozenset(int(one, 16) for one in row["error_status"].split("|"))
     rules = []
-    for prefix, action in (("", row["immediate_action"]), ("alt_", row["alt_action"])):
-        if action:
+    for prefix, column in (("", "immediate_action"), ("alt_", "alt_action")):
+        if row[column]:
             layouts = tuple(
                 Layout(
                     mask=int(row[f"{prefix}{version}_mask"], 16),
@@ -209,17 +215,18 @@ def _units(row: Row) -> list[UnitRule]:
                     units=frozenset(row["unit"].split("/")),
                     layouts=layouts,
                     statuses=statuses,
-                    action=_action(action),
+                    action=_action(row, column),
                     follow_up=_follow_up(row["follow_up_action"]),
                 )
             )
     return rules
 
 
-def _action(word: str) -> str:
+def _action(row: Row, column: str) -> str:
+    word = row[column]
     action = _ACTIONS.get(word, word)
     if action not in (*ACTIONS, XID_154):
-        raise ValueError(f"unknown action {word!r}; use one of {', '.join(ACTIONS)}")
+        raise ValueError(f"{column}: unknown action {word!r}; use one of {', '.join(ACTIONS)}")
     return action
 
 

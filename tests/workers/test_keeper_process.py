@@ -86,3 +86,15 @@ def test_an_address_that_is_none_is_said_in_a_sentence(log: Path) -> None:
     with running(log, "manage.py", "keeper", KEEPER_METRICS_ADDRESS="8002") as process:
         assert process.wait() == 1
     assert "must be host:port" in log.read_text()
+
+
+def test_a_keeper_refuses_to_run_by_a_catalogue_that_it_cannot_understand(
+    log: Path, tmp_path: Path
+) -> None:
+    overlay = tmp_path / "xid.csv"
+    overlay.write_text("xid,immediate_action\n31,EXPLODE\n")
+
+    with running(log, "manage.py", "keeper", DRYDOCK_CATALOGUE=str(tmp_path)) as process:
+        assert process.wait(timeout=20) == 1
+
+    assert f"{overlay}, row ['31'" in log.read_text()

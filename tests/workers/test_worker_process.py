@@ -18,7 +18,7 @@ from controlplane.incidents.choices import StepState
 from controlplane.incidents.models import PlaybookRun, PlaybookStep
 from tests.controlplane.ingest.door import wait_until
 from tests.factories import NodeFactory
-from tests.running import worker
+from tests.running import running, worker
 from workers.celery import app
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -114,3 +114,19 @@ def test_a_worker_writes_lines_of_json_only(log: Path) -> None:
         process.terminate()
         process.wait()
         assert all(line["level"] and line["time"] for line in process.lines())
+
+
+def test_a_worker_refuses_to_run_by_a_catalogue_that_it_cannot_understand(
+    log: Path, tmp_path: Path
+) -> None:
+    overlay = tmp_path / "xid.csv"
+    overlay.write_text("xid,immediate_action\n31,EXPLODE\n")
+    argv = ("-m", "celery", "--quiet", "-A", "workers.celery:app", "worker", "-n", NAME)
+
+    with running(log, *argv, DRYDOCK_CATALOGUE=str(tmp_path)) as process:
+        assert process.wait() == 1
+
+    told = log.read_text()
+    assert f"{overlay}, row ['31'" in told
+    assert "immediate_action: unknown action 'EXPLODE'; use one of ignore" in told
+    assert "DRYDOCK_CATALOGUE" in told

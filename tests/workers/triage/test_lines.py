@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from controlplane.health.catalogue import DATA, CatalogueError, catalogue, read
+from controlplane.health.catalogue import (
+    DATA,
+    OVERLAY,
+    CatalogueError,
+    catalogue,
+    edited,
+    read,
+)
 from workers.triage import LineVerdict, condemns_node, judge_line
 from workers.triage.lines import Near
 from workers.triage.verdicts import ACTIONS, stronger
@@ -333,18 +340,29 @@ def test_a_site_sees_a_code_otherwise_and_the_verdict_says_so(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("xid,immediate_action\n31,EXPLODE\n", "unknown action 'EXPLODE'"),
+        ("xid,immediate_action\n31,EXPLODE\n", "immediate_action: unknown action 'EXPLODE'"),
         ("xid,imediate_action\n31,IGNORE\n", r"unknown columns \['imediate_action'\]"),
+        ("xid,imediate_action\n31,IGNORE,\n", r"\['imediate_action', 'without a name'\]"),
         ("code,immediate_action\n31,IGNORE\n", "no xid"),
+        ("xid,immediate_action\n31,\xff\n", r"xid\.csv cannot be read: .*utf-8"),
     ],
 )
 def test_an_overlay_that_cannot_be_understood_is_refused(
     text: str, error: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "xid.csv").write_text(text)
+    (tmp_path / "xid.csv").write_text(text, encoding="latin-1")
 
     with pytest.raises(CatalogueError, match=error):
         read(DATA, tmp_path)
+
+
+def test_an_overlay_that_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(OVERLAY, str(tmp_path / "mistyped"))
+
+    with pytest.raises(CatalogueError, match=r"DRYDOCK_CATALOGUE names .*mistyped, which is no"):
+        edited("xid", 31, "IGNORE")
 
 
 def test_of_two_actions_the_stronger_does_more() -> None:
