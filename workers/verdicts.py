@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 
+from controlplane.health.actions import card_at
 from controlplane.health.catalogue import catalogue
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Failure, Signal
 from node_agent.collectors.xid import SxidLine, XidLine
 from workers import triage
-from workers.triage.logs import NEAR_S, Stamp, judge_log
+from workers.triage.lines import LOST, NVLINK
+from workers.triage.logs import DAY_S, IN_BURSTS, NEAR_S, SEEN_LATER_S, Stamp, judge_log
 
 #: Signals in which hardware speaks for itself.
 HARDWARE_SPEAKS = (SignalKind.KERNEL_LINE, SignalKind.READING)
@@ -21,38 +23,69 @@ HARDWARE_SPEAKS = (SignalKind.KERNEL_LINE, SignalKind.READING)
 KINDS, SIGNALS = 20, 1000
 #: Codes of which each line may say something else.
 _EACH_ITS_OWN = frozenset({74, *range(144, 151), 154})
-#: So many lines around one are looked at.
-AROUND = 200
+#: So many lines around one are looked at, and as many of before.
+AT_MOST = 200
+_NEAR = timedelta(seconds=NEAR_S)
 #: Of them those that may decide on another.
 _DECIDING = Q(raw__contains="Xid") | Q(raw__contains="NVIDIA GPU") | Q(raw__contains="fallen off")
+#: Those that may say that a card is lost.
+_LOST = Q(raw__contains=f": {LOST},") | Q(raw__contains="fallen off")
 
 
 def verdict_of(signal: Signal, rules: triage.Catalogue | None = None) -> triage.LineVerdict | None:
-    """What a kernel line, with what its node said around it, or a card's readings mean; None if
-    nothing. `rules`: the catalogues to judge by, those of today if not given."""
+    """What a kernel line, with what its node said around it and long before, or a card's readings
+    mean; None if nothing. `rules`: the catalogues to judge by, those of today if not given."""
     rules = rules or catalogue()
     if signal.kind == SignalKind.READING:
         return triage.judge_reading(signal.gpu.pci_address if signal.gpu else "", signal.data)
     alone = triage.judge_line(signal.raw, rules)
     if alone is None or signal.node_id is None:
         return alone
-    reach = timedelta(seconds=NEAR_S)
-    around = (
-        Signal.objects.filter(
-            _DECIDING,
-            node_id=signal.node_id,
-            kind=SignalKind.KERNEL_LINE,
-            observed_at__range=(signal.observed_at - reach, signal.observed_at + reach),
-        )
-        .exclude(pk=signal.pk)
-        .order_by("-observed_at")
-        .values_list("observed_at", "raw")[:AROUND]
-    )
-    lines = sorted([*around, (signal.observed_at, signal.raw)], key=lambda one: one[0])
-    ours = lines.index((signal.observed_at, signal.raw))
-    stamps = [Stamp("wall", at.timestamp()) for at, _raw in lines]
-    found = list(judge_log([raw for _at, raw in lines], rules, stamps))[ours]
+    this = (signal.observed_at, signal.raw, signal.repeated_at, signal.count)
+    others = [
+        *_newest(_around(signal).exclude(pk=signal.pk)),
+        *_newest(_long_before(signal)),
+    ]
+    lines = sorted([*others, this], key=lambda one: one[0])
+    stamps = [
+        Stamp("wall", at.timestamp(), until.timestamp() if until else None, count)
+        for at, _raw, until, count in lines
+    ]
+    found = list(judge_log([raw for _at, raw, *_ in lines], rules, stamps))[lines.index(this)]
     return alone if found is None else found.verdict
+
+
+def _around(signal: Signal) -> QuerySet[Signal]:
+    """What its node said near it."""
+    near = (signal.observed_at - _NEAR, signal.observed_at + _NEAR)
+    return _lines_of(signal).filter(_DECIDING, observed_at__range=near)
+
+
+def _long_before(signal: Signal) -> QuerySet[Signal]:
+    """What was said before that, and decides all the same: that a card was lost on what a switch
+    sees; and the same code on what repeats, if this card said it and not the one in its place."""
+    told = _lines_of(signal).filter(observed_at__lt=signal.observed_at - _NEAR)
+    parsed = triage.parse(signal.raw)
+    if isinstance(parsed, SxidLine):
+        since = signal.observed_at - timedelta(seconds=SEEN_LATER_S)
+        return told.filter(_LOST, observed_at__gte=since)
+    if not isinstance(parsed, XidLine) or parsed.code not in {*IN_BURSTS, NVLINK}:
+        return told.none()
+    card = signal.gpu or card_at(signal.node_id or "", parsed.pci)
+    told = told.filter(gpu=card, raw__contains=f": {parsed.code},")
+    if parsed.code == NVLINK:
+        return told  # however long ago
+    return told.filter(observed_at__gte=signal.observed_at - timedelta(seconds=DAY_S))
+
+
+def _lines_of(signal: Signal) -> QuerySet[Signal]:
+    return Signal.objects.filter(node_id=signal.node_id, kind=SignalKind.KERNEL_LINE)
+
+
+def _newest(told: QuerySet[Signal]) -> list[tuple[datetime, str, datetime | None, int]]:
+    """When each line was said, its words, when for the last time, and how often."""
+    lines = told.order_by("-observed_at").values_list("observed_at", "raw", "repeated_at", "count")
+    return list(lines[:AT_MOST])
 
 
 def deciding_signals(failure: Failure) -> list[Signal]:

@@ -20,12 +20,22 @@ class Bmc:
         self.on = True
         self.boots = 1
         self.orders: list[str] = []
+        #: How often it still says that the node is on once it was told to switch it off.
+        self.lingers = 0
+        self._going_off = False
 
     def order(self, kind: str) -> None:
         self.orders.append(kind)
         starts = kind == "ForceRestart" or (kind == "On" and not self.on)
         self.boots += int(starts)
-        self.on = kind != "ForceOff"
+        self._going_off |= kind == "ForceOff" and self.lingers > 0  # nothing keeps it from that
+        self.on = kind != "ForceOff" or self._going_off
+
+    def state(self) -> str:
+        if self._going_off:
+            self.on = self._going_off = self.lingers > 0
+            self.lingers -= 1
+        return "On" if self.on else "Off"
 
 
 @contextmanager
@@ -35,9 +45,8 @@ def bmc_of(node: Node) -> Iterator[Bmc]:
 
     class Door(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            power = "On" if bmc.on else "Off"
             oem = {"Drydock": {"BootId": f"boot-{bmc.boots}"}}
-            self.answer({"PowerState": power, "Oem": oem})
+            self.answer({"PowerState": bmc.state(), "Oem": oem})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

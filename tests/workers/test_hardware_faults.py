@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime, timedelta
 
 import pytest
+from django.db.models import F
 from django.utils import timezone
 from pytest_django import Settings
 
-from controlplane.accounts.models import SYSTEM
+from controlplane.accounts.choices import ActorKind
+from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import NodeState, Rung
 from controlplane.fleet.models import Command, Gpu, Lease, Node, RepairRecord
@@ -22,13 +25,16 @@ from controlplane.incidents.choices import (
     Severity,
     StepState,
 )
-from controlplane.incidents.models import Incident, PlaybookRun, RmaCase
+from controlplane.incidents.models import Incident, PlaybookRun, Reservation, RmaCase
 from controlplane.jobs import actions as jobs
+from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Job, Placement
 from tests.factories import (
     CheckpointFactory,
     GpuFactory,
     NodeFactory,
+    PlacementFactory,
+    ReplicaFactory,
 )
 from tests.workers.world import (
     HEALTHY,
@@ -47,6 +53,7 @@ from tests.workers.world import (
     silent,
     step_of,
 )
+from workers.playbooks import PLAYBOOKS
 
 pytestmark = pytest.mark.django_db
 
@@ -56,6 +63,8 @@ XID_63 = "NVRM: Xid (PCI:0000:1b:00): 63, pid=7, name=python3, Row Remapper: New
 XID_94 = "NVRM: Xid (PCI:0000:1b:00): 94, pid=7, name=python3, Ch 00000008"
 XID_48 = "NVRM: Xid (PCI:0000:1b:00): 48, An uncorrectable double bit error (DBE) has been detected"
 XID_54 = "NVRM: Xid (PCI:0000:1b:00): 54, Auxiliary power is not connected"
+XID_119 = "NVRM: Xid (PCI:0000:1b:00): 119, pid=1, name=q, Timeout waiting"
+PERSON = Actor(ActorKind.USER, "1")
 
 
 def test_a_lost_card_takes_its_node_out_and_its_replica_to_a_spare(world: World) -> None:
@@ -252,7 +261,7 @@ def test_a_graver_fault_overtakes_a_reset_that_waits(poor_world: World) -> None:
 
 def test_a_reset_that_fails_is_followed_by_a_reboot(world: World) -> None:
     node = world.spares[0]
-    world.kernel_says(node, "NVRM: Xid (PCI:0000:1b:00): 119, pid=1, name=q, Timeout waiting")
+    world.kernel_says(node, XID_119)
     drain()
     answer("reset_gpus", state="failed")
     drain()
@@ -366,6 +375,49 @@ def test_a_decision_shows_the_record_that_it_rests_on(world: World) -> None:
     evidence = step_of("repair-node", "decide").evidence
     assert evidence["tried in vain for this code"] == "reboot"
     assert f"reboot on {node.name}, " in evidence[f"card {card.serial}, repairs of 30 days"]
+
+
+def three_days_pass() -> None:
+    days = timedelta(days=3)
+    for moment in ("observed_at", "last_seen_at"):
+        Failure.objects.update(**{moment: F(moment) - days})
+    Signal.objects.update(observed_at=F("observed_at") - days)
+    RepairRecord.objects.update(at=F("at") - days)
+
+
+def is_power_cycled_for_its_silence(world: World, node: Node) -> None:
+    world.silence(node)
+    drain()
+    come_back(world, node)
+
+
+def is_rebooted_by_a_person(world: World, node: Node) -> None:
+    incidents.publish_playbooks([playbook.as_row() for playbook in PLAYBOOKS.values()])
+    incidents.order_node(PERSON, node.pk, "reboot", "an upgrade")
+    drain()
+    come_back(world, node)
+
+
+@pytest.mark.parametrize("happens", [is_power_cycled_for_its_silence, is_rebooted_by_a_person])
+def test_what_was_done_for_another_reason_is_not_tried_in_vain_for_a_code(
+    world: World, happens: Callable[[World, Node], None]
+) -> None:
+    node = world.spares[0]
+    world.kernel_says(node, XID_119)
+    drain()
+    reset_and_watched(world, node)
+    three_days_pass()
+    happens(world, node)
+    assert RepairRecord.objects.filter(gpu=world.card_of(node)).count() == 2
+    assert node.state == NodeState.AVAILABLE
+    three_days_pass()
+    world.kernel_says(node, XID_119)
+    drain()
+
+    decision = step_of("repair-node", "decide")
+    assert decision.outcome.startswith("Reboot: ")
+    assert decision.evidence["tried in vain for this code"] == "reset_gpu"
+    assert not RmaCase.objects.exists()
 
 
 def test_another_card_of_the_same_node_begins_at_the_first_rung(world: World) -> None:
@@ -488,6 +540,33 @@ def test_a_remap_that_is_pending_waits_until_the_node_is_idle(world: World) -> N
     assert Failure.objects.get().urgency == Urgency.IDLE
     assert Incident.objects.get().severity == Severity.MINOR
     assert not PlaybookRun.objects.filter(playbook="replica-lost").exists()
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_node_that_was_given_work_before_its_repair_was_let_go_is_idle_no_more(
+    world: World, heard: bool
+) -> None:
+    node = world.spares[0]
+    fleet.set_hold(SYSTEM, node.pk, "not yet")
+    world.shows(node, "remap_pending")
+    drain()
+    assert step_of("repair-node", "quarantine").state == StepState.WAITING
+    Node.objects.filter(pk=node.pk).update(state=NodeState.ALLOCATED, hold_reason="")
+    replica = ReplicaFactory(job=world.job, index=2)
+    placement = PlacementFactory(replica=replica, node=node, state=PlacementState.RUNNING)
+    Lease.objects.filter(node=node).update(reachable=heard)
+    drain()
+
+    assert not Command.objects.filter(verb="stop_process").exists()
+    assert not world.bmcs[node.pk].orders
+    decide = step_of("repair-node", "decide")
+    assert decide.state == StepState.WAITING
+    assert decide.outcome.endswith("once spare-0 is idle")
+    assert not Reservation.objects.filter(released_at=None).exists()
+    Lease.objects.filter(node=node).update(reachable=True)
+    jobs.end_placement(SYSTEM, placement.pk, "its job is over", free_node=True)
+    drain()
+    assert Command.objects.filter(verb="reset_gpus", node=node).count() == 1
 
 
 def all_silent(world: World, nodes: list[Node]) -> None:

@@ -27,9 +27,11 @@ from controlplane.jobs.models import Job, Placement, ProgressSample
 from node_agent import wire
 from runtime import client
 from tests.factories import (
+    GpuFactory,
     NodeFactory,
     PlacementFactory,
     ProgressSampleFactory,
+    ReplicaFactory,
 )
 from tests.workers.moving import commands
 from tests.workers.world import World, answer, drain, mend, run_of, step_of, unanswered
@@ -220,6 +222,23 @@ def test_two_replicas_lost_at_once_get_two_spares(world: World) -> None:
     drain(8)
     nodes = {world.placement_of(0).node_id, world.placement_of(1).node_id}
     assert nodes == {spare.pk for spare in world.spares}
+
+
+def test_however_many_replicas_want_the_same_spare_each_gets_one(world: World) -> None:
+    lost = list(world.placements)
+    for index in range(2, 8):
+        replica = ReplicaFactory(job=world.job, index=index)
+        card = GpuFactory(node__cluster=world.cluster, node__state=NodeState.ALLOCATED)
+        lost.append(PlacementFactory(replica=replica, node=card.node))
+    for placement in lost:
+        GpuFactory(node__cluster=world.cluster, node__spare=True)
+        fleet.set_hold(SYSTEM, placement.node_id, "nobody starts anything here")
+        world.kill(placement)
+    drain(12)
+
+    assert PlaybookRun.objects.filter(state=RunState.NEEDS_OPERATOR).count() == 0
+    told = Command.objects.filter(verb="start_rank").values_list("node", flat=True)
+    assert (len(told), len(set(told))) == (8, 8)
 
 
 def test_a_second_loss_while_the_first_is_being_mended_is_mended_too(world: World) -> None:

@@ -9,9 +9,10 @@ import pytest
 from django.db.models import F
 from django.utils import timezone
 
-from controlplane.accounts.models import AuditEvent
+from controlplane.accounts.models import SYSTEM, AuditEvent
 from controlplane.errors import Conflict
 from controlplane.fleet.models import Node
+from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import RunState, StepState
 from controlplane.incidents.models import PlaybookRun, PlaybookStep
 from tests.factories import PlaybookStepFactory
@@ -90,3 +91,17 @@ def test_a_step_that_was_released_while_its_worker_looked_is_looked_at_again(
     quarantine = step_of("repair-node", "quarantine")
     assert (quarantine.state, quarantine.attempts) == (StepState.DONE, 2)
     assert world.bmcs[lost.node_id].orders.count("ForceOff") == 1
+
+
+@pytest.mark.parametrize("lingers", [0, 1, 3])
+def test_a_node_that_is_to_be_power_cycled_is_off_before_it_is_switched_on(
+    world: World, lingers: int
+) -> None:
+    node = world.spares[0]
+    bmc = world.bmcs[node.pk]
+    bmc.lingers = lingers
+    incidents.repair_node(SYSTEM, node.pk, None, "x", gpu_uuid=world.card_of(node).pk)
+    drain(8)
+
+    assert (bmc.state(), bmc.boots, bmc.orders[-1]) == ("On", 2, "On")
+    assert step_of("repair-node", "repair").outcome in ("restarted through its BMC", "switched on")

@@ -21,12 +21,15 @@ from controlplane.jobs.models import Job
 from runtime import client
 from tests.factories import CheckpointFactory
 from tests.workers.moving import told_by
-from tests.workers.world import World
+from tests.workers.test_earlier_lines import PARITY, SXID
+from tests.workers.world import XID_79, World
 from workers import losses
+from workers.verdicts import verdict_of
 
 pytestmark = pytest.mark.django_db
 
 EACH = 10_000
+LINE = SignalKind.KERNEL_LINE
 KINDS = (SignalKind.PROCESS_EXITED, SignalKind.PEER_LOST, SignalKind.JOB_TROUBLE)
 
 
@@ -41,8 +44,7 @@ def told(world: World) -> World:
         for n in range(EACH)
     )  # fmt: skip
     Signal.objects.bulk_create(
-        Signal(id=f"line-{n}", kind=SignalKind.KERNEL_LINE, observed_at=now, triaged_at=now)
-        for n in range(EACH)
+        Signal(id=f"line-{n}", kind=LINE, observed_at=now, triaged_at=now) for n in range(EACH)
     )
     with connection.cursor() as cursor:
         cursor.execute("ANALYZE health_signal, jobs_placement")
@@ -86,6 +88,13 @@ def _not_taken(world: World) -> None:
     selectors.tiers_not_taken(world.job, [CheckpointFactory(job=world.job)])
 
 
+def _verdicts(world: World) -> None:
+    node, now = world.placements[0].node, timezone.now()
+    for card in (None, world.card_of(node)):
+        for line in (XID_79, PARITY, SXID):
+            verdict_of(Signal(node=node, gpu=card, raw=line, kind=LINE, observed_at=now))
+
+
 @pytest.mark.parametrize(
     "lookup",
     [
@@ -98,6 +107,7 @@ def _not_taken(world: World) -> None:
         _troubles,
         _failing,
         _not_taken,
+        _verdicts,
     ],
 )
 def test_what_is_told_of_a_process_or_a_job_is_found_by_an_index(

@@ -17,6 +17,7 @@ from controlplane.health.actions import record_events, record_signal
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
 from controlplane.ids import new_id
+from controlplane.incidents.choices import RunState
 from controlplane.incidents.models import PlaybookRun, PlaybookStep
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Job, Placement
@@ -30,6 +31,7 @@ from tests.factories import (
     JobFactory,
     NodeFactory,
     PlacementFactory,
+    PlaybookStepFactory,
     ReplicaFactory,
 )
 from tests.workers.bmc import Bmc, bmc_of
@@ -325,7 +327,13 @@ def failed_before(node: Node, gpu: Gpu) -> None:
     """The card had an XID 79 yesterday, was rebooted for it, and worked since."""
     yesterday = timezone.now() - timedelta(days=1, hours=2)
     FailureFactory(node=node, gpu=gpu, code="xid-79", observed_at=yesterday, last_seen_at=yesterday)
-    fleet.record_repair(node.pk, Rung.REBOOT, "stp_earlier", gpu_uuid=gpu.pk)
+    step = PlaybookStepFactory(
+        run__incident=None,
+        run__cluster=node.cluster,
+        run__state=RunState.SUCCEEDED,
+        run__context={"gpu": gpu.pk, "code": "xid-79", "action": "reboot"},
+    )
+    fleet.record_repair(node.pk, Rung.REBOOT, step.pk, gpu_uuid=gpu.pk)
     RepairRecord.objects.update(at=yesterday + timedelta(minutes=5))
 
 

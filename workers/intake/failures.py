@@ -57,12 +57,15 @@ def take_up(signal: Signal, node: Node, card: Gpu | None, verdict: triage.LineVe
         incidents.merge_into(incident, [one for one in minor if one.subject == f"node/{node.pk}"])
 
 
-def only_repeats(signal: Signal, node: Node) -> bool:
-    """Whether it is counted with a failure of before; not if it came again after a repair."""
+def only_repeats(signal: Signal, node: Node, verdict: triage.LineVerdict) -> bool:
+    """Whether it is counted with a failure of before; not if it came again after a repair, or calls
+    for more by now."""
     failure = signal.failures.order_by("-observed_at").first()
     back = _back_since(node)
     again = signal.repeated_at is not None and signal.repeated_at >= back
     if failure is None or (again and failure.observed_at < back):
+        return False
+    if again and not any(_covers(one, verdict) for one in signal.failures.all()):
         return False
     repeat_failure(failure, signal)
     return True

@@ -27,7 +27,7 @@ def hardware_spoke(signal: Signal) -> None:
     if node is None or verdict is None or triage.is_note(verdict):
         tell_node_incident(signal)
         return
-    if signal.repeated_at is not None and only_repeats(signal, node):
+    if signal.repeated_at is not None and only_repeats(signal, node, verdict):
         return
     card = signal.gpu or card_at(node.pk, verdict.pci)
     if card is not None and signal.gpu_id is None:

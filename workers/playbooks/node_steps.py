@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 from django.conf import settings
+from django.db.models import QuerySet
 from django.utils import timezone
 
 from controlplane.accounts.choices import ActorKind
@@ -25,13 +26,14 @@ from controlplane.fleet.choices import (
     Rung,
 )
 from controlplane.fleet.models import Command, Gpu, Node, RepairRecord
+from controlplane.health.choices import Urgency
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import Effect
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, PlacementState
 from controlplane.jobs.models import IN_ITS_PLACE, Placement
 from node_agent import wire
-from workers import losses, power, triage
+from workers import guards, losses, power, triage
 from workers.playbooks.base import (
     Ask,
     Back,
@@ -76,6 +78,12 @@ def quarantine(ctx: StepContext) -> Outcome:
     being_emptied = {NodeState.DRAINING, NodeState.DRAIN_FAILED}
     if node.state in TAKEN_OUT - being_emptied or node.state == NodeState.RMA:
         return Done(text=f"{node.name} is out already: {node.get_state_display().lower()}")
+    if ctx.values.get("urgency") == Urgency.IDLE and held_on(node).exists():
+        return Back(
+            to="decide",
+            text=f"{node.name} was given work meanwhile, and what is wanted can wait",
+            apply=lambda: guards.release(ctx.run),  # it is in service, for however long
+        )
     live = losses.may_run_on(node)
     if not node.lease.reachable:
         return _cut_power(ctx, node, "its agent is not heard")
@@ -103,6 +111,13 @@ def quarantine(ctx: StepContext) -> Outcome:
             apply=_take_out(ctx, node, told),
         )
     return _cut_power(ctx, node, "its agent could not kill what runs there")
+
+
+def held_on(node: Node) -> QuerySet[Placement]:
+    """What has its place on a node. A warm spare keeps nobody from taking the node out: its job has
+    another when the node is out."""
+    there = Placement.objects.filter(IN_ITS_PLACE, node=node)
+    return there.exclude(state=PlacementState.ENDED)
 
 
 def words_of_quarantine(_context: Mapping[str, Any]) -> Sequence[str]:
@@ -401,6 +416,8 @@ def _restart(ctx: StepContext, node: Node, rung: Rung) -> Outcome:
     try:
         if rung == Rung.POWER_CYCLE and state.on:
             power.switch(node, "ForceOff", ctx.step)
+            if power.read(node).on:  # to switch it on now would change nothing
+                return Wait(text="its BMC has been told to switch it off")
             power.switch(node, "On", ctx.step)
         else:
             power.switch(node, "ForceRestart" if state.on else "On", ctx.step)

@@ -15,11 +15,11 @@ from controlplane.fleet.choices import Rung
 from controlplane.fleet.models import Gpu, Node, RepairRecord
 from controlplane.health.actions import memory_of
 from controlplane.health.choices import Urgency
-from controlplane.health.models import Failure
 from controlplane.incidents.choices import Effect
+from controlplane.incidents.models import PlaybookStep
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, OF_ALL_NODES, PlacementState
-from controlplane.jobs.models import IN_ITS_PLACE, Checkpoint, Job, Placement
+from controlplane.jobs.models import Checkpoint, Job, Placement
 from controlplane.jobs.selectors import saved_since
 from workers import guards, triage
 from workers.playbooks import node_steps
@@ -74,9 +74,7 @@ def decide(ctx: StepContext) -> Outcome:
             evidence=evidence,
         )
     words = f"{Rung(choice.rung).label}: {choice.reason}"
-    # A warm spare keeps nobody from it: its job has another when the node is out.
-    there = Placement.objects.filter(IN_ITS_PLACE, node=node)
-    busy = there.exclude(state=PlacementState.ENDED)
+    busy = node_steps.held_on(node)
     urgency = ctx.values.get("urgency", Urgency.NOW)
     if urgency == Urgency.IDLE and busy.exists():
         return Wait(text=f"{words}; once {node.name} is idle", wake_s=30.0, evidence=evidence)
@@ -290,21 +288,22 @@ def _record(ctx: StepContext, card: str) -> Record:
     beyond = triage.beyond_remapping(memory_of(card)) if card else ""
     if not card or not code:
         return Record(attempts, beyond_remapping=beyond)
+    return Record(attempts, _in_vain(ctx, card, code), beyond)
+
+
+def _in_vain(ctx: StepContext, card: str, code: str) -> frozenset[str]:
+    """The rungs that other runs took for this very code of this card: what was done to the card for
+    another reason says nothing of it. What this run did shows in `not_helped`."""
     since = timezone.now() - IN_VAIN_WITHIN
-    earlier = Failure.objects.filter(gpu_id=card, observed_at__gte=since)
+    repairs = RepairRecord.objects.filter(gpu_id=card, at__gte=since)
+    found = repairs.values_list("rung", "step_id")
+    taken = [(rung, step.partition(".")[0]) for rung, step in found]  # it may name a turn of it
+    steps = PlaybookStep.objects.filter(pk__in=[step for _, step in taken], run__context__gpu=card)
     # A card that is gone may bear any code: what called for the same is the same fault.
     vague = code in triage.VAGUE_CODES
-    earlier = earlier.filter(needed=ctx.values["action"]) if vague else earlier.filter(code=code)
-    first = earlier.order_by("observed_at").first()
-    if first is None:
-        return Record(attempts, beyond_remapping=beyond)
-    repairs = RepairRecord.objects.filter(gpu_id=card, at__gte=first.observed_at)
-    # What this very run did shows in `not_helped`, not as an earlier attempt in vain.
-    own = tuple(ctx.run.steps.values_list("pk", flat=True))
-    in_vain = {
-        rung for rung, step in repairs.values_list("rung", "step_id") if not step.startswith(own)
-    }
-    return Record(attempts, frozenset(in_vain), beyond)
+    same = Q(run__context__action=ctx.values["action"]) if vague else Q(run__context__code=code)
+    ours = set(steps.filter(same).exclude(run=ctx.run).values_list("pk", flat=True))
+    return frozenset(rung for rung, step in taken if step in ours)
 
 
 def _shown_record(card: str) -> dict[str, str]:

@@ -519,7 +519,9 @@ def order_start(
         text=f"{target.name} is told to start it",
         context={"placement": placement_id},
         apply=apply,
-        on_conflict=Back(to="choose-place", text=f"{target.name} was taken meanwhile"),
+        on_conflict=Back(
+            to="choose-place", node_id=target.pk, text=f"{target.name} was taken meanwhile"
+        ),
     )
 
 

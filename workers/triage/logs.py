@@ -40,6 +40,8 @@ DAY_S = 86_400.0
 #: Of one code at one place, so many bursts are remembered.
 MAX_BURSTS = 50
 _EXCEPTION, _MEMORY_FAULT = 13, 31
+#: Codes of which the bursts of a day are counted.
+IN_BURSTS = frozenset({_EXCEPTION, _MEMORY_FAULT, LOST})
 #: What a switch sees of a GPU that is gone, it may see a while later.
 SEEN_LATER_S = 600.0
 #: So many of one kind are looked at on either side.
@@ -57,6 +59,13 @@ class Stamp:
 
     clock: str  # "up": since the boot; "wall"; "year-less"
     seconds: float
+    #: When it was heard last, if its repeats have no lines of their own, and how often.
+    until: float | None = None
+    count: int = 1
+
+    @property
+    def end(self) -> float:
+        return self.seconds if self.until is None else self.until
 
 
 @dataclass(frozen=True)
@@ -77,12 +86,20 @@ class _Seen:
     parsed: Parsed
 
     def apart_s(self, other: _Seen) -> float | None:
-        """Seconds from the other to this one; None if their stamps cannot be compared."""
+        """Seconds from the other, or the repeat of it that is nearest, to this one; None if their
+        stamps cannot be compared."""
         if self.stamp is None or other.stamp is None or self.stamp.clock != other.stamp.clock:
             return None
         if self.stamp.clock == "up" and self.boot != other.boot:
             return None
-        return self.stamp.seconds - other.stamp.seconds
+        nearest = min(max(self.stamp.seconds, other.stamp.seconds), other.stamp.end)
+        return self.stamp.seconds - nearest
+
+    def outlasts(self, other: _Seen) -> bool:
+        """Whether it was heard again after the other was for the last time."""
+        if self.stamp is None or other.stamp is None or self.stamp.clock != other.stamp.clock:
+            return False
+        return self.stamp.until is not None and self.stamp.until > other.stamp.end
 
     def is_near(self, other: _Seen, within_s: float = NEAR_S) -> bool:
         """Nothing of before a boot is near what came after it."""
@@ -134,7 +151,8 @@ class _Bursts:
                     break
                 self.count += 1
             self.began.append(one)
-        self.last = one
+        if self.last is None or not self.last.outlasts(one):
+            self.last = one
         return self.count
 
 
@@ -171,7 +189,7 @@ def judge_log(
             parsed = _with_its_message(found, parsed, messages)
         near = _near(found, by_card.get(_card(parsed), {}), lost, switches, catalogue)
         if isinstance(parsed, xid.XidLine):
-            if parsed.code in (_EXCEPTION, _MEMORY_FAULT, LOST):
+            if parsed.code in IN_BURSTS:
                 place = parsed.place_in_gpu if parsed.code != LOST else None
                 count = bursts[parsed.code, _card(parsed), parsed.mig, place].before(found)
                 # An exception of a shader that names no place says nothing of the card.
@@ -179,9 +197,11 @@ def judge_log(
                     near = replace(near, bursts_before=count)
             elif parsed.code == NVLINK:
                 link = (_card(parsed), parsed.link)
-                near = replace(near, parity_before=parity[link])
+                times = found.stamp.count if found.stamp is not None else 1
+                near = replace(near, parity_before=parity[link] + times - 1)
                 decoded = nvlink.decode_registers(parsed, catalogue, 0)
-                parity[link] += decoded is not None and decoded.parity
+                if decoded is not None and decoded.parity:
+                    parity[link] += times
         yield Judged(parsed, judge(parsed, catalogue, near))
 
 

@@ -1,0 +1,132 @@
+"""What a line means after what its card, or its machine, said long before."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+from django.utils import timezone
+
+from controlplane.fleet.models import Gpu
+from controlplane.health.models import Failure, Signal
+from tests.factories import GpuFactory, SignalFactory
+from tests.workers.world import World
+from workers import intake
+from workers.triage import LineVerdict
+from workers.verdicts import verdict_of
+
+pytestmark = pytest.mark.django_db
+
+XID = "NVRM: Xid (PCI:0000:1b:00):"
+XID_13 = f"{XID} 13, pid=1, name=a, Graphics SM Warp Exception on (GPC 8, TPC 5, SM 1): Out"
+XID_31 = f"{XID} 31, pid=7, name=python3, Ch 0000000d, intr 0. MMU Fault"
+XID_79 = f"{XID} 79, pid=7, name=python3, GPU has fallen off the bus."
+LOST = "NVRM: GPU 0000:3b:00.0: GPU has fallen off the bus."
+PARITY = f"{XID} 74, NVLink: fatal error detected on link 1(0x10, 0x0, 0x0, 0x0, 0x0, 0x0, 0x0)"
+SXID = "nvidia-nvswitch0: SXid (PCI:0000:a9:00.0): 20034, Fatal, Link 30 LTSSM Fault Up"
+NOW = timezone.now()
+
+
+@pytest.fixture
+def card() -> Gpu:
+    return GpuFactory(pci_address="00000000:1B:00.0")
+
+
+def told(card: Gpu, raw: str, at: datetime = NOW, **fields: Any) -> Signal:
+    """One that was taken up as its card's."""
+    return SignalFactory(node=card.node, gpu=card, raw=raw, observed_at=at, **fields)
+
+
+def said_now(card: Gpu, raw: str, **fields: Any) -> LineVerdict:
+    """Of a line of which nobody has said yet which card it is about."""
+    verdict = verdict_of(SignalFactory(node=card.node, raw=raw, observed_at=NOW, **fields))
+    assert verdict is not None
+    return verdict
+
+
+def ago(**time: float) -> datetime:
+    return NOW - timedelta(**time)
+
+
+@pytest.mark.parametrize("line", [XID_13, XID_31])
+@pytest.mark.parametrize(("hours", "repeats"), [(1, True), (23, True), (25, False)])
+def test_what_a_program_met_on_a_card_is_met_there_again_the_same_day(
+    card: Gpu, line: str, hours: float, repeats: bool
+) -> None:
+    told(card, line, ago(hours=hours))
+
+    verdict = said_now(card, line)
+
+    assert (verdict.follow_up == "field_diagnostic") == repeats
+    assert verdict.action == "restart_app"
+
+
+def test_a_card_off_the_bus_a_second_time_was_not_mended_by_its_restart(card: Gpu) -> None:
+    told(card, XID_79, ago(hours=20))
+
+    assert "again on the same card" in said_now(card, XID_79).summary
+
+
+@pytest.mark.parametrize("line", [XID_31, XID_79])
+def test_what_another_card_said_in_its_place_is_not_this_ones(card: Gpu, line: str) -> None:
+    replaced = GpuFactory(node=None, index=None, pci_address="00000000:1B:00.0")
+    SignalFactory(node=card.node, gpu=replaced, raw=line, observed_at=ago(hours=1))
+
+    assert "again on" not in said_now(card, line).summary
+
+
+def test_one_burst_that_goes_on_is_one(card: Gpu) -> None:
+    told(card, XID_31, ago(minutes=59), repeated_at=ago(minutes=2), count=900)
+    told(card, XID_31.replace("pid=7", "pid=8"), ago(minutes=30))
+
+    assert said_now(card, XID_31.replace("pid=7", "pid=9")).follow_up != "field_diagnostic"
+
+
+def test_a_third_error_of_parity_is_the_vendors_however_long_ago_the_others_were(
+    card: Gpu,
+) -> None:
+    told(card, PARITY, ago(days=400))
+    assert said_now(card, PARITY).action == "reset_gpu"
+    told(card, PARITY, ago(days=30))
+
+    assert said_now(card, PARITY).action == "contact_vendor"
+    assert said_now(card, PARITY.replace("link 1", "link 2")).action == "reset_gpu"
+
+
+def test_errors_of_parity_that_an_agent_counted_are_as_many(card: Gpu) -> None:
+    assert said_now(card, PARITY, count=2).action == "reset_gpu"
+    assert said_now(card, PARITY, count=3).action == "contact_vendor"
+
+
+def test_a_link_of_a_new_card_has_no_errors_of_parity(card: Gpu) -> None:
+    replaced = GpuFactory(node=None, index=None, pci_address="00000000:1B:00.0")
+    SignalFactory(node=card.node, gpu=replaced, raw=PARITY, observed_at=ago(days=9), count=5)
+
+    assert said_now(card, PARITY).action == "reset_gpu"
+
+
+@pytest.mark.parametrize("lost", [XID_79, LOST])
+@pytest.mark.parametrize(
+    ("minutes", "action"), [(2, "follow_primary"), (9, "follow_primary"), (11, "reset_gpu")]
+)
+def test_a_switch_sees_a_card_that_is_gone_for_ten_minutes(
+    card: Gpu, lost: str, minutes: float, action: str
+) -> None:
+    told(card, lost, ago(minutes=minutes))
+
+    assert said_now(card, SXID).action == action
+
+
+def test_a_line_that_calls_for_more_once_it_was_repeated_is_acted_on(world: World) -> None:
+    node = world.spares[0]
+    world.kernel_says(node, PARITY)
+    intake.triage_signals()
+    for count in (2, 3, 4):
+        world.kernel_repeats(PARITY, count)
+        intake.triage_signals()
+
+    failures = Failure.objects.filter(gpu=world.card_of(node)).order_by("created_at")
+    assert [(one.needed, one.count) for one in failures] == [
+        ("reset_gpu", 2), ("contact_vendor", 4)
+    ]  # fmt: skip
