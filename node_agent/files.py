@@ -7,6 +7,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -76,7 +77,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = self._open()
+        self._fd = _appended_to(path)
         self._size = os.fstat(self._fd).st_size
 
     def load(self) -> list[dict[str, Any]]:
@@ -111,21 +112,28 @@ class Journal:
     def rewrite(self, entries: Iterable[dict[str, Any]]) -> None:
         """Replace the whole content, atomically. On OSError all that was appended still stands."""
         data = _encode(entries)
+        temporary = self.path.with_name(self.path.name + ".new")
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()  # what a process left that died
+        fd = _appended_to(temporary)
         try:
-            write_atomically(self.path, data)
-        finally:
-            # Also after an error: it may have come behind the rename.
-            fd = self._open()
-            os.close(self._fd)
-            self._fd = fd
-            self._size = os.fstat(fd).st_size
+            _write_all(fd, data)
+            os.fsync(fd)
+            temporary.replace(self.path)
+        except BaseException:
+            os.close(fd)
+            raise
+        # Nothing is opened after the rename: what is appended must never go to a file without name.
+        os.close(self._fd)
+        self._fd, self._size = fd, len(data)
+        sync_folder(self.path.parent)
 
     def close(self) -> None:
         os.close(self._fd)
 
-    def _open(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        return os.open(self.path, flags, 0o600)
+
+def _appended_to(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 
 def _encode(entries: Iterable[dict[str, Any]]) -> bytes:

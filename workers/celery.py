@@ -35,14 +35,10 @@ def drain(subject: str = "") -> None:
 
 
 @worker_init.connect  # type: ignore[untyped-decorator]
-def _refuse_what_manage_py_refuses(**_: Any) -> None:
-    """Celery runs Django's checks too, but goes on whatever they find."""
-    from django.core.management.base import BaseCommand, SystemCheckError
+def _refuse_what_cannot_be_judged(**_: Any) -> None:
+    from workers.checks import refuse_what_cannot_be_judged  # once Celery has set Django up
 
-    try:
-        BaseCommand().check()
-    except SystemCheckError as error:
-        raise SystemExit(str(error)) from error
+    refuse_what_cannot_be_judged()
 
 
 @worker_shutting_down.connect  # type: ignore[untyped-decorator]

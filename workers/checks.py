@@ -1,4 +1,4 @@
-"""What must hold before a process is started: `manage.py check`, the keeper and the workers ask."""
+"""What must hold before a keeper or a worker is started."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from django.core.checks import CheckMessage, Error, register
 from controlplane.health.catalogue import OVERLAY, CatalogueError, catalogue
 
 
-@register
+def refuse_what_cannot_be_judged() -> None:
+    """Raises SystemExit for a catalogue that cannot be understood: nothing that hardware says can
+    be judged by it, and each signal is taken only once."""
+    for found in catalogue_is_understood():
+        raise SystemExit(f"{found.msg}. {found.hint}")
+
+
+@register(deploy=True)
 def catalogue_is_understood(**_: object) -> list[CheckMessage]:
-    """Without it nothing that hardware says can be judged, and each signal is taken only once."""
+    """For `manage.py check --deploy`; other processes start without it."""
     try:
         catalogue()
     except CatalogueError as error:

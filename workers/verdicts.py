@@ -72,7 +72,9 @@ def _long_before(signal: Signal) -> QuerySet[Signal]:
     if not isinstance(parsed, XidLine) or parsed.code not in {*IN_BURSTS, NVLINK}:
         return told.none()
     card = signal.gpu or card_at(signal.node_id or "", parsed.pci)
-    told = told.filter(gpu=card, raw__contains=f": {parsed.code},")
+    # Triage names the card of no note, nor one that had left its node's report by then.
+    nameless = Q(gpu=None, observed_at__gte=card.first_seen_at) if card else Q(gpu=None)
+    told = told.filter(Q(gpu=card) | nameless, raw__contains=f": {parsed.code},")
     if parsed.code == NVLINK:
         return told  # however long ago
     return told.filter(observed_at__gte=signal.observed_at - timedelta(seconds=DAY_S))

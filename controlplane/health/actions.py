@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from django.db.models import Sum, Value
 from django.db.models.functions import Greatest, Least
+from django.utils.crypto import salted_hmac
 
 from controlplane import doorbell
 from controlplane.fleet import actions as fleet
@@ -45,9 +45,9 @@ def record_events(node_id: str, events: list[wire.Event]) -> list[str]:
                 source=event.source,
                 node_id=node_id,
                 gpu_id=event.gpu_uuid if event.gpu_uuid in cards else None,
-                job_id=_text(event.data.get("job")),
+                job_id=text_of(event.data.get("job")),
                 replica=_index(event.data.get("replica")),
-                placement_id=_text(event.data.get("placement")),
+                placement_id=text_of(event.data.get("placement")),
                 raw=event.raw,
                 data=event.data,
                 boot_id=event.boot_id,
@@ -68,7 +68,8 @@ def record_events(node_id: str, events: list[wire.Event]) -> list[str]:
 
 def _row_ids(node_id: str, events: Iterable[wire.Event]) -> dict[str, str]:
     """By the ids that the sender gave: who guesses another node's ids must not hide its events, so
-    one that is taken by what another node told is a row of its own all the same."""
+    one that is taken by what another node told is a row of its own all the same, under an id that
+    nobody can guess."""
     of_others = set(
         Signal.objects.filter(pk__in=[event.id for event in events])
         .exclude(node_id=node_id)
@@ -81,7 +82,7 @@ def _row_ids(node_id: str, events: Iterable[wire.Event]) -> dict[str, str]:
 
 
 def _own_id(node_id: str, event_id: str) -> str:
-    return f"ev_{hashlib.sha256(f'{node_id} {event_id}'.encode()).hexdigest()[:32]}"
+    return f"ev_{salted_hmac('signal', f'{node_id} {event_id}').hexdigest()[:32]}"
 
 
 def _count_repeats(row: str, event: wire.Event) -> None:
@@ -245,7 +246,7 @@ def memory_of(gpu_uuid: str) -> dict[str, float]:
     return {signal.data["reading"]: float(signal.data["value"]) for signal in told}
 
 
-def _text(value: object) -> str:
+def text_of(value: object) -> str:
     return value[:40] if isinstance(value, str) else ""
 
 

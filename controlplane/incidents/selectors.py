@@ -346,7 +346,7 @@ def timeline_of(incident: Incident, *, limit: int = 500) -> list[Told]:
     entries = list(incident.timeline.order_by("-at", "-id")[:limit])[::-1]
     said_by = [str(entry.data.get("by", "")) for entry in entries]
     names = usernames(said_by)
-    people = [names[by] if person_id(by) else "" for by in said_by]
+    people = [names[by] if person_id(by) and names[by] != by else "" for by in said_by]
     return [Told(entry, person) for entry, person in zip(entries, people, strict=True)]
 
 

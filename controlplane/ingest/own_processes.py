@@ -23,7 +23,7 @@ def record_events(node_id: str, events: list[wire.Event]) -> list[str]:
     has ended: who holds one node's key must not take replicas off others.
     """
     named = {
-        event.id: str(event.data.get("placement", ""))
+        event.id: health.text_of(event.data.get("placement"))
         for event in events
         if any(event.data.get(key) is not None for key in WHOSE)
     }

@@ -219,7 +219,7 @@ class LedgerRange(models.Model):
     proof = models.CharField(max_length=32, blank=True)
     #: how to make the samples' ids
     order = models.JSONField(default=dict)
-    recorded_at = models.DateTimeField(auto_now_add=True)
+    recorded_at = models.DateTimeField(auto_now_add=True)  # the last of these steps
 
     class Meta:
         constraints = [

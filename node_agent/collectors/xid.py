@@ -87,10 +87,10 @@ class LostGpu:
 Parsed = XidLine | SxidLine | LostGpu
 
 #: What the driver always says of where it was: the card's address (before 2013 without "PCI:"), and
-#: perhaps its function and a MIG instance. A program's name, which the kernel prints too, has 15
-#: characters: too few for the driver's words with an address.
+#: perhaps its function and a MIG instance. A program's name, which the kernel prints too, has at
+#: most 15 characters: too few for the driver's words with an address, whose parts have two digits.
 _WHERE = (
-    r"\s+\((?P<place>(?:PCI:)?[0-9A-Fa-f]{1,8}(?::[0-9A-Fa-f]{1,4}){1,2}[^)\n]{0,200})\)"
+    r"\s+\((?P<place>(?:PCI:)?(?:[0-9A-Fa-f]{2,8}:)?[0-9A-Fa-f]{2,4}:[0-9A-Fa-f]{2}[^)\n]{0,200})\)"
     r"\s*:\s*(?P<code>[0-9]{1,9})(?=[,\s]|$)(?P<body>.*)"
 )
 #: The driver's printk, and its tracepoint (`nv-tracepoint.h` of NVIDIA's open modules).

@@ -36,13 +36,19 @@ class Losses:
     def __init__(self) -> None:
         self.odd = 0  # so many of the last ones were no numbers
 
+    @property
+    def lost(self) -> bool:
+        """The state leads nowhere: not even what ends saves it."""
+        return self.odd >= TOO_MANY
+
     def note(self, loss: float) -> tuple[str, str] | None:
         """The loss of the next step; kind and text of what an engineer is to be told."""
         before, self.odd = self.odd, 0 if math.isfinite(loss) else self.odd + 1
         if self.odd == TOO_MANY:
             return "loss_not_finite", (
-                f"the last {TOO_MANY} losses were no numbers: no more is saved until one is, so "
-                "that what was saved before stays. End the job to go on from that"
+                f"the last {TOO_MANY} losses were no numbers: no more is saved until one is, not "
+                "at its end either, so that what was saved before stays. End the job, and it goes "
+                "on from that"
             )
         if before >= TOO_MANY and not self.odd:
             return "loss_finite_again", f"after {before} losses that were none it is a number again"

@@ -32,7 +32,7 @@ WAIT_S = 0.5  # how long a peer may wait for the next step to be made before it 
 REST_S = 0.5  # so long nothing may come of a step that somebody waits for
 PIECE = 8  # chunks asked for at once
 #: For so long those who serve too many are asked again, so often.
-BUSY_S, ASK_AGAIN_S = 30.0, 0.5
+BUSY_S, ASK_AGAIN_S = 10.0, 0.5
 LOOK_S = 0.05  # so often whoever fetches a step looks whether it is still wanted
 TRIES = 3  # connections to one peer, for one state
 
@@ -139,8 +139,8 @@ def fetch_reduced(
     behind one. Raises PeerFailed with all answers, soon after what it is wanted for is `broken`."""
     asked, pause = list(donors), threading.Event()
     until = time.monotonic() + BUSY_S
+    answers: dict[str, Exception] = {}
     while True:
-        answers: dict[str, Exception] = {}
         for donor in asked:
             if broken():
                 break
@@ -152,11 +152,11 @@ def fetch_reduced(
                 answers[donor] = error
             finally:
                 connection.close()
-        busy = [donor for donor, error in answers.items() if isinstance(error, Busy)]
+        busy = any(isinstance(error, Busy) for error in answers.values())
         if not busy or broken() or time.monotonic() > until:
             told = [f"{donor}: {error}" for donor, error in answers.items()]
             raise PeerFailed(f"no peer could hand over step {step}: {told}")
-        asked = busy
+        asked = [one for one, error in answers.items() if isinstance(error, Busy | NotYet)]
         pause.wait(ASK_AGAIN_S)
 
 

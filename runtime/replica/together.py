@@ -258,9 +258,15 @@ class Together:
             return True
         return self._trial is not None and time.monotonic() - self._tried_since < HELD_BACK_S
 
+    @property
+    def leads_nowhere(self) -> bool:
+        """Whether nothing is to be saved at the end either."""
+        return self._losses.lost
+
     def judge(self, loss: float) -> None:
         """The loss of a step that all made. Raises DoesNotTrain on all replicas alike."""
         told = self._losses.note(loss)
+        self.rank.saves_aside = not self._losses.lost
         if self._trial is None:
             if told is not None and self.teller.speaks():
                 self.trouble(*told)

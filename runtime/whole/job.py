@@ -293,9 +293,11 @@ class WholeJob:
 
     def _save_last(self) -> None:
         """To each tier that has not the last step yet, also where saving it has failed; to none if
-        nobody knows which step that is."""
+        nobody knows which step that is, or it leads nowhere."""
         if self._in_step:
             self.job.trouble("left_in_a_step", self._left_in_a_step())
+            return
+        if self._losses.lost:
             return
         tiers, delivery = self.saver.tiers, self.saver.delivery
         for name in (delivery.unwell() & tiers.keys()) - delivery.busy(tiers):
@@ -409,6 +411,8 @@ class WholeJob:
 
     def _save_aside(self, there: AtRest, tiers: Collection[TierName]) -> Copying | None:
         """Under the name that the same step has if it is saved at its edge, as on other ranks."""
+        if self._losses.lost:
+            return None
         lacking = [name for name in TIERS if name in tiers]
         lacking = [name for name in lacking if self._saved.get(name, -1) < there.step]
         return self._begin_save(there, lacking, last=True)

@@ -170,6 +170,7 @@ def test_an_address_is_compared_as_an_address(line: str, nvml: str, same: bool) 
         "NVRM: Xid: 79",
         "NVRM:Xid(1:0):7",
         "NVRM: Xid(1:0):",
+        "NVRM: Xid (1:0)",
         "SXid(1:0):20034",
         "SXid (1:0): 7",
         "SXid: 20034",
@@ -184,6 +185,7 @@ def test_an_address_is_compared_as_an_address(line: str, nvml: str, same: bool) 
         "Out of memory: Killed process 4242 ({}) total-vm:1kB, anon-rss:1kB",
         "CPU: 3 PID: 4242 Comm: {} Tainted: P           OE",
         "INFO: task {}:4242 blocked for more than 120 seconds.",
+        "{}: 79 output lines suppressed due to ratelimiting",
     ],
 )
 def test_a_programs_name_is_never_taken_for_the_drivers_words(line: str, name: str) -> None:

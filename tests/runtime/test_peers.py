@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from runtime import serving
-from runtime.framing import HEADER, PeerFailed, receive_chunk
+from runtime.framing import HEADER, PeerFailed, receive_chunk, send_json
 from runtime.image import CHUNK_BYTES, Damaged, Staged
 from runtime.replica import fetching, peers
 from runtime.replica.fetching import (
@@ -351,11 +351,10 @@ def test_strangers_take_no_place_of_a_peer(donor: Donor, monkeypatch: pytest.Mon
 def refused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What servers said to those whom they could not serve."""
     told: list[str] = []
-    say = serving.send_json
 
     def noted(connection: socket.socket, message: dict[str, Any]) -> None:
         told.append(message["error"])
-        say(connection, message)
+        send_json(connection, message)
 
     monkeypatch.setattr(serving, "send_json", noted)
     return told

@@ -1009,6 +1009,21 @@ def spied(of: object, name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
+@pytest.mark.parametrize(("bad", "saves"), [(TOO_MANY - 1, ["_save"]), (TOO_MANY, [])])
+def test_what_leads_nowhere_is_not_saved_aside_either(
+    pair: Pair, bad: int, saves: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = spied(pair.rank, "_save", monkeypatch)
+    pair.rank._members, pair.state.committed = [0], 6
+    for _ in range(bad):
+        pair.together.judge(math.nan)
+
+    pair.rank.save_aside()
+
+    assert saved == saves
+    assert pair.together.leads_nowhere is not bool(saves)
+
+
 def test_who_waits_for_room_to_save_aside_holds_up_no_step(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,17 @@ def test_a_card_off_the_bus_a_second_time_was_not_mended_by_its_restart(card: Gp
     assert "again on the same card" in said_now(card, XID_79).summary
 
 
+@pytest.mark.parametrize(("hours", "again"), [(1, True), (3, False)])
+def test_a_line_whose_card_nobody_named_counts_if_the_card_was_there(
+    card: Gpu, hours: float, again: bool
+) -> None:
+    """As of one that had left its node's report by the time that it was said to be lost."""
+    Gpu.objects.filter(pk=card.pk).update(first_seen_at=ago(hours=2))
+    SignalFactory(node=card.node, gpu=None, raw=XID_79, observed_at=ago(hours=hours))
+
+    assert ("again on the same card" in said_now(card, XID_79).summary) is again
+
+
 @pytest.mark.parametrize("line", [XID_31, XID_79])
 def test_what_another_card_said_in_its_place_is_not_this_ones(card: Gpu, line: str) -> None:
     replaced = GpuFactory(node=None, index=None, pci_address="00000000:1B:00.0")

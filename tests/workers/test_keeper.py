@@ -129,6 +129,21 @@ def test_a_keeper_that_begins_to_lead_takes_no_old_beat_for_news(
     assert (lease.reachable, lease.deadline) == (False, ran_out)
 
 
+def test_a_beat_of_the_future_holds_up_none_once_the_clock_is_right(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    node = NodeFactory()
+    Lease.objects.filter(pk=node.pk).update(
+        last_beat_at=timezone.now() + timedelta(hours=1),
+        deadline=timezone.now() + timedelta(hours=1),
+    )
+    beat(beats, node, time.time())
+
+    keeper.keep(beats, memory)
+
+    assert Lease.objects.get(pk=node.pk).deadline < timezone.now() + timedelta(minutes=30)
+
+
 def test_what_a_node_said_while_no_keeper_led_is_heard(
     beats: redis.Redis, memory: keeper.Memory
 ) -> None:

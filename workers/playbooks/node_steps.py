@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -48,6 +49,8 @@ from workers.playbooks.base import (
 
 #: A rank that its agent was told to kill is gone within this time, or the power is cut.
 KILL_S = 4.0
+#: A BMC that was told to switch its node off is told again after so long, in seconds.
+GOES_OFF_S = 30.0
 #: A reset of the cards takes some seconds each.
 RESET_S = 180.0
 #: A field diagnostic is over by then, begun in a node that had to boot first.
@@ -415,9 +418,13 @@ def _restart(ctx: StepContext, node: Node, rung: Rung) -> Outcome:
         return Ask(text="its BMC cannot tell whether it has been restarted; look before going on")
     try:
         if rung == Rung.POWER_CYCLE and state.on:
+            goes_off = "its BMC has been told to switch it off"
+            told_off = float(ctx.values.get("told_off") or 0.0)
+            if time.time() - told_off < GOES_OFF_S:  # a second order may be refused
+                return Wait(text=goes_off)
             power.switch(node, "ForceOff", ctx.step)
             if power.read(node).on:  # to switch it on now would change nothing
-                return Wait(text="its BMC has been told to switch it off")
+                return Wait(text=goes_off, context={"told_off": time.time()})
             power.switch(node, "On", ctx.step)
         else:
             power.switch(node, "ForceRestart" if state.on else "On", ctx.step)

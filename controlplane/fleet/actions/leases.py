@@ -19,12 +19,15 @@ from controlplane.fleet.models import (
 
 # For each beat Lease.filter(node=node, last_beat_at__lt=at).update(last_beat_at=at, ...): who has
 # just begun to lead knows no beat, and must not take what Redis still holds of the dead for news.
+# A beat of the future was told while a clock was wrong: any counts after it.
 _RENEW_SQL = """
 UPDATE fleet_lease
 SET last_beat_at = beat.at, deadline = beat.at + make_interval(secs => %s),
     reachable = true, unreachable_since = NULL
 FROM unnest(%s::text[], %s::timestamptz[]) AS beat(node_id, at)
-WHERE fleet_lease.node_id = beat.node_id AND fleet_lease.last_beat_at < beat.at
+WHERE fleet_lease.node_id = beat.node_id
+    AND (fleet_lease.last_beat_at < beat.at
+         OR fleet_lease.last_beat_at > now() + interval '1 minute')
 RETURNING fleet_lease.node_id
 """
 

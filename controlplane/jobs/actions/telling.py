@@ -196,7 +196,8 @@ def _record_ledger(job: Job, message: client.Ledger) -> None:
     if last is not None and _goes_on(last, message):
         last.step_to, last.proof = message.step_to, message.proof
         last.samples += message.samples
-        last.save(update_fields=["step_to", "proof", "samples"])
+        last.recorded_at = timezone.now()
+        last.save(update_fields=["step_to", "proof", "samples", "recorded_at"])
         return
     LedgerRange.objects.create(
         job=job,

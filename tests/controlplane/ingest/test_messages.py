@@ -79,7 +79,7 @@ def test_events_sent_twice_are_stored_once(node: NodeClient) -> None:
     assert Signal.objects.count() == 2
 
 
-def exit_of(sender: NodeClient, placement: str, **process: object) -> dict[str, object]:
+def exit_of(sender: NodeClient, placement: object, **process: object) -> dict[str, object]:
     data = {"kind": "rank", "placement": placement, "exit_code": 1, **process}
     return sender.event(kind="process_exited", data=data)
 
@@ -94,14 +94,19 @@ def test_a_node_is_believed_about_its_own_processes_alone(
         for sender in (other_node, node)
     ]
 
-    other_node.post("/v1/events", {"events": [claims[0], exit_of(other_node, "", job=job.pk)]})
+    odd = [exit_of(other_node, one, job=job.pk, replica=0) for one in ("", ["x"], 1)]
+    other_node.post("/v1/events", {"events": [claims[0], *odd]})
     node.post("/v1/events", {"events": [claims[1]]})
 
     own = Signal.objects.get(node_id=node.node_id)
-    assert (own.placement_id, own.job_id, own.replica) == (placement.pk, job.pk, 0)
+    assert (own.placement_id, own.job_id, own.replica) == (
+        placement.pk,
+        job.pk,
+        placement.replica.index,
+    )
     of_others = Signal.objects.filter(node_id=other_node.node_id)
     believed = of_others.values_list("placement_id", "job_id", "replica")
-    assert list(believed) == [("", "", None)] * 2
+    assert list(believed) == [("", "", None)] * 4
     assert of_others.get(pk=claims[0]["id"]).data["said_of"]["placement"] == placement.pk
 
 

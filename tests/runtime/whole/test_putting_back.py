@@ -158,6 +158,18 @@ def test_a_state_that_turns_bad_much_later_takes_the_place_of_no_good_one(alone:
     assert told == ["loss_not_finite", "loss_finite_again"]
 
 
+@pytest.mark.parametrize(("bad", "saved"), [(TOO_MANY - 1, [3]), (TOO_MANY, [])])
+def test_what_leads_nowhere_is_not_saved_at_its_end_either(
+    alone: Alone, bad: int, saved: list[int]
+) -> None:
+    losses = [1.0] * (4 - bad) + [math.nan] * bad
+    with alone.start() as whole:
+        for step in whole.steps(4):
+            whole.tell(losses[step])
+
+    assert alone.saved(whole, "shared") == saved
+
+
 def test_what_all_ranks_have_on_their_disks_is_known_from_the_start(alone: Alone) -> None:
     """And stays, if a disk fails before they have another one."""
     alone.trained(1)

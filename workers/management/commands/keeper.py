@@ -9,13 +9,14 @@ from typing import Any
 from django.conf import settings
 from django.core.management.base import BaseCommand
 
-from workers import keeper, metrics, pulse
+from workers import checks, keeper, metrics, pulse
 
 
 class Command(BaseCommand):
     help = "Run the keeper: leases, timers, deadlines. One leads; others stand by."
 
     def handle(self, *_args: Any, **_options: Any) -> None:
+        checks.refuse_what_cannot_be_judged()
         stop = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
