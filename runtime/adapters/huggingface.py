@@ -10,6 +10,8 @@ change the state that members share, for a newcomer replays steps without any ca
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +20,8 @@ from typing import Any
 
 import torch
 from transformers import PrinterCallback, ProgressCallback, Trainer
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from runtime.adapters.huggingface_refusals import (
     unmet_of_call,
@@ -33,6 +36,8 @@ from runtime.replica.group import ReplicaGroup
 from runtime.replica.state import Averages, Stateful
 from runtime.replica.step import Mode
 from runtime.replica.telling import Committed
+
+PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"  # of the Trainer's own folders; the step follows
 
 
 class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not installed
@@ -338,3 +343,34 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
             for one in self.callback_handler.callbacks:
                 if getattr(one, "_initialized", False):
                     one._initialized = False  # for who does not speak wandb and others begin no run
+            if self.state.global_step and self.args.metric_for_best_model is not None:
+                self._recall_best()
+
+    def _recall_best(self) -> None:
+        """Who wrote before us knew what was best; else the first that we evaluate would be, and the
+        folder of what is better be removed."""
+        state, output = self.state, Path(self._get_output_dir(None))
+        if (found := best_in(output, state.global_step)) is None:
+            return
+        better = max if self.args.greater_is_better else min
+        if state.best_metric is None or better(found[0], state.best_metric) == found[0]:
+            state.best_metric, state.best_global_step = found
+            state.best_model_checkpoint = str(_folder(output, found[1]))
+
+
+def best_in(output: Path, step: int) -> tuple[float, int] | None:
+    """What was best, and after how many steps, as the newest says that can be read of the Trainer's
+    own folders, of no later step than this; None if none says so, or if the best one is gone."""
+    numbers = (path.name.removeprefix(PREFIX) for path in output.glob(f"{PREFIX}*"))
+    steps = (int(number) for number in numbers if number.isdecimal())
+    for one in sorted((one for one in steps if one <= step), reverse=True):
+        with contextlib.suppress(OSError, ValueError):  # whoever wrote it died meanwhile
+            said = json.loads((_folder(output, one) / TRAINER_STATE_NAME).read_bytes())
+            best = said.get("best_global_step")
+            there = best is not None and _folder(output, best).exists()
+            return (float(said["best_metric"]), best) if there else None
+    return None
+
+
+def _folder(output: Path, step: int) -> Path:
+    return output / f"{PREFIX}{step}"

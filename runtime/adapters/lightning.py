@@ -99,6 +99,13 @@ class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not 
         """The group that `fit` trains in; None before."""
         return self.fit_loop.group
 
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """After so many steps the job ends: as epochs follow each other without a seam, fewer than
+        if each had whole ones."""
+        steps = self.fit_loop.steps()
+        return math.inf if steps is None else steps
+
 
 class _OneReplica(SingleDeviceStrategy):  # type: ignore[misc]
     """One process, which writes if it speaks for the job."""
@@ -141,10 +148,9 @@ class _ReplicaLoop(_FitLoop):  # type: ignore[misc]
     def run(self) -> None:
         trainer = self.trainer
         refuse("ReplicaTrainer", unmet_of_module(trainer, again=self.group is not None))
-        self.setup_data()
+        self._end = self.steps()
         batches = self._batches
         assert batches is not None  # noqa: S101 - set up
-        self._end = self._steps(batches)
         self.group = ReplicaGroup(
             trainer.job,
             trainer.lightning_module,
@@ -179,16 +185,19 @@ class _ReplicaLoop(_FitLoop):  # type: ignore[misc]
         refuse("ReplicaTrainer", [(not hasattr(loader, "collate_fn"), several)])
         self._batches = batches = Batches(loader, **self._settings)
         self.max_batches = math.ceil(batches.per_epoch / batches.global_batch)
-        refuse("ReplicaTrainer", unmet_of_interval(trainer, batches))
-        often = trainer.val_check_interval
+        often = getattr(trainer, "val_check_interval", None)  # by time it has none, and is refused
+        refuse("ReplicaTrainer", unmet_of_interval(trainer, often, batches))
         if often == 1.0 and isinstance(often, float):
             often = math.inf  # at an epoch's last step, which varies
         elif isinstance(often, float):
             often = max(1, int(self.max_batches * often))
         trainer.val_check_batch = often
 
-    def _steps(self, batches: Batches) -> int | None:
-        """After so many the job ends."""
+    def steps(self) -> int | None:
+        """After so many the job ends; None if it goes on until it is stopped."""
+        self.setup_data()
+        batches = self._batches
+        assert batches is not None  # noqa: S101 - set up
         limits = [] if self.max_steps == -1 else [self.max_steps]
         if self.max_epochs is not None and self.max_epochs != -1:
             limits.append(math.ceil(self.max_epochs * batches.per_epoch / batches.global_batch))

@@ -156,9 +156,9 @@ def unmet_of_module(trainer: Any, *, again: bool) -> Iterator[tuple[bool, str]]:
     )
 
 
-def unmet_of_interval(trainer: Any, batches: Batches) -> Iterator[tuple[bool, str]]:
+def unmet_of_interval(trainer: Any, often: Any, batches: Batches) -> Iterator[tuple[bool, str]]:
     """Of how often it validates within an epoch, which is counted in steps."""
-    often, fewest = trainer.val_check_interval, batches.per_epoch // batches.global_batch
+    fewest = batches.per_epoch // batches.global_batch
     counts = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
     yield (
         counts and isinstance(often, int) and often > fewest,

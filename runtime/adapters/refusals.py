@@ -17,5 +17,9 @@ def refuse(adapter: str, checks: Iterable[tuple[bool, str]]) -> None:
 
 
 def overridden(one: object, base: type, names: Iterable[str]) -> list[str]:
-    """Which of the methods are not those of `base`."""
-    return [name for name in names if getattr(type(one), name) is not getattr(base, name)]
+    """Which of the methods are not those of `base`, by its class or as set on itself."""
+    return [
+        name
+        for name in names
+        if name in vars(one) or getattr(type(one), name) is not getattr(base, name)
+    ]

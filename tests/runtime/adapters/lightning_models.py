@@ -48,6 +48,7 @@ class Sums(LightningModule):  # type: ignore[misc]
         self.log("val_loss", self._loss(batch))
 
     def configure_optimizers(self) -> dict[str, Any]:
+        self.steps = self.trainer.estimated_stepping_batches  # as OneCycleLR asks for them
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
         paced = {"scheduler": schedule, "interval": self.interval}

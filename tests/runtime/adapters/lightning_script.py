@@ -48,7 +48,7 @@ class Heard(Callback):  # type: ignore[misc]
         self.file = (FOLDER / f"heard.{job.replica}").open("a", buffering=1)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._note("begin", trainer)
+        self._note("begin", trainer, steps=pl_module.steps)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int

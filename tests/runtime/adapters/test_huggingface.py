@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel, Trainer
 
 import runtime
+from runtime.adapters.huggingface import best_in
 from runtime.ledger.__main__ import main as check_ledger
 from tests.runtime.adapters.fleets import (
     ScriptFleet,
@@ -136,6 +137,54 @@ def test_who_spoke_before_leaves_the_trainers_folder_to_who_speaks(make_fleet: M
 
     assert [note["first"] for note in heard(fleet, 1, "end")] == [False]
     assert len(list((fleet.folder / "output").glob("checkpoint-*"))) == 1
+
+
+def test_a_job_that_is_started_again_removes_no_folder_that_is_better(
+    make_fleet: MakeFleet,
+) -> None:
+    best = {"save_strategy": "best", "metric_for_best_model": "loss", "save_total_limit": 1}
+    asked = {**best, "eval_strategy": "steps", "eval_steps": 2}
+    fleet = make_fleet(SCRIPT, 1, arguments=asked)
+    fleet.start()
+    fleet.wait_for_step(5)
+    fleet.stop()
+    (folder,) = (fleet.folder / "output").glob("checkpoint-*")
+    state = json.loads((folder / "trainer_state.json").read_text())
+    (folder / "trainer_state.json").write_text(json.dumps({**state, "best_metric": 0.0}))
+    stopped = fleet.newest()
+    fleet.start_rank(0)
+    fleet.wait_for_step(stopped + 5)
+    fleet.stop()
+
+    assert [*(fleet.folder / "output").glob("checkpoint-*")] == [folder]
+
+
+def write_folder(output: Path, step: int, best: int, metric: float) -> None:
+    """As the Trainer does."""
+    folder = output / f"checkpoint-{step}"
+    folder.mkdir()
+    state = {"best_global_step": best, "best_metric": metric}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+
+
+def test_what_was_best_is_known_from_the_newest_folder_that_can_be_read(tmp_path: Path) -> None:
+    for step, best, metric in ((8, 8, 2.0), (12, 8, 1.0), (20, 20, 0.5)):
+        write_folder(tmp_path, step, best, metric)
+    (tmp_path / "checkpoint-14").mkdir()  # whoever wrote it died
+    (tmp_path / "checkpoint-15").mkdir()
+    (tmp_path / "checkpoint-15" / "trainer_state.json").write_text('{"best_')
+    (tmp_path / "checkpoint-of-mine").mkdir()
+
+    assert best_in(tmp_path, step=19) == (1.0, 8)
+    assert best_in(tmp_path, step=20) == (0.5, 20)
+    assert best_in(tmp_path, step=7) is None
+    assert best_in(tmp_path / "elsewhere", step=7) is None
+
+
+def test_of_a_best_one_that_is_gone_nothing_is_known(tmp_path: Path) -> None:
+    write_folder(tmp_path, 12, 8, 1.0)
+
+    assert best_in(tmp_path, step=12) is None
 
 
 @pytest.mark.parametrize("loss", sorted(LOSSES))

@@ -128,6 +128,7 @@ def test_epochs_validation_and_checkpoints_are_the_trainers(make_fleet: MakeFlee
 
     for replica in (0, 1):
         # 130 samples, 24 a step: epochs end in the steps 6, 11 and 17
+        assert [note["steps"] for note in heard(fleet, replica, "begin")] == [17]
         assert [note["step"] for note in heard(fleet, replica, "validate")] == [6, 11, 17]
         epochs = heard(fleet, replica, "epoch")
         assert [(note["step"], note["epoch"]) for note in epochs] == [(6, 0), (11, 1), (17, 2)]

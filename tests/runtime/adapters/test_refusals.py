@@ -15,6 +15,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
 
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from transformers import TrainerCallback
 
 import runtime
@@ -198,6 +199,11 @@ def test_a_lightning_trainer_that_would_leave_a_card_idle_is_refused(
         (ByMetric, {}, "ReduceLROnPlateau: it steps by a metric"),
         (Queue, {}, "on_save_checkpoint, on_load_checkpoint of Queue: the job's checkpoints"),
         (Sums, {"callbacks": [Watches()]}, "Watches.on_before_zero_grad: the group steps"),
+        (
+            Sums,
+            {"callbacks": [LambdaCallback(on_after_backward=print)]},
+            "LambdaCallback.on_after_backward: the group steps",
+        ),
         (Sums, {"val_check_interval": "00:00:10:00"}, "val_check_interval by time: replicas"),
         (Sums, {"val_check_interval": 3}, "so an epoch may have only 2 steps and be over before"),
     ],
