@@ -30,6 +30,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -372,10 +373,23 @@ def _copied(before: Held | None, table: Table, chunks: int, into: Buffer) -> Ite
         yield before.hashes[number]
 
 
+def make_ours(folder: Path) -> None:
+    """Make the folder in which a job's ranks find the holder of their node. Raises PermissionError
+    if another user may put an address there, where they would tell the job's token; OSError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()  # all may write to a link, and so it is refused
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            f"{folder} is of user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}: another "
+            "user could put an address there, and would be told the job's token: remove it, or "
+            f"set {client.ENV_HOLDER_DIR} to a folder of your own"
+        )
+
+
 def hold_alone(folder: Path) -> int:
     """Be the one holder of this folder, for as long as the descriptor is open. Raises
-    BlockingIOError if another is."""
-    folder.mkdir(parents=True, exist_ok=True)
+    BlockingIOError if another is, PermissionError as `make_ours` does."""
+    make_ours(folder)
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     end = time.monotonic() + LOOKS_S
     while True:
@@ -435,6 +449,8 @@ def main() -> None:
         (folder / ADDRESS).unlink(missing_ok=True)  # of one that was killed
     except BlockingIOError:
         raise SystemExit(f"a holder runs in {folder} already") from None
+    except PermissionError as error:
+        raise SystemExit(str(error)) from None
     token = os.environ.get(client.ENV_TOKEN, "")
     if not token:
         raise SystemExit(f"give the job's token in {client.ENV_TOKEN}")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime import client
-from runtime.checkpoint.holder import ADDRESS, IDLE_S, LOCK, SILENT_S, Label
+from runtime.checkpoint.holder import ADDRESS, IDLE_S, LOCK, SILENT_S, Label, make_ours
 from runtime.checkpoint.store import Progress, unseen
 from runtime.framing import PeerFailed, receive_chunk, receive_json, send_chunk, send_json
 from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, chunks_of, hash_of, pages
@@ -199,7 +199,7 @@ def ensured(folder: Path, job: str, token: str, host: str, port: int = 0) -> str
     """The address of this node's holder, which is started if none runs: if it can be at that port,
     or where the last one was, which peers know. Raises OSError."""
     inside = folder / job
-    inside.mkdir(parents=True, exist_ok=True)
+    make_ours(inside)
     with _starting(inside):
         if found := running(inside):
             return found

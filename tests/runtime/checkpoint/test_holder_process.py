@@ -11,11 +11,12 @@ import resource
 import select
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from tests.runtime.checkpoint.holding import (
     kept,
     read,
 )
+from tests.runtime.checkpoint.one_rank import OneRank
 from tests.runtime.checkpoint.states import flip_held_bits, staged_at
 from tests.runtime.replicas import until
 
@@ -218,6 +220,54 @@ def test_while_its_rank_lives_a_holder_does_not_end(folder: Path) -> None:
 
     own.close()
     assert process.wait(PATIENCE_S) == 0
+
+
+def test_no_other_user_has_a_way_into_the_folder(folder: Path) -> None:
+    peer.ensured(folder, "j", TOKEN, "127.0.0.1")
+
+    assert stat.S_IMODE((folder / "j").stat().st_mode) == 0o700
+
+
+def open_to_all(inside: Path) -> None:
+    inside.mkdir(parents=True)
+    inside.chmod(0o777)
+
+
+def open_to_the_group(inside: Path) -> None:
+    inside.mkdir(parents=True)
+    inside.chmod(0o770)
+
+
+def another_place(inside: Path) -> None:
+    inside.parent.mkdir()
+    (inside.parent / "of-another").mkdir()
+    inside.symlink_to("of-another")
+
+
+@pytest.mark.parametrize("make", [open_to_all, open_to_the_group, another_place])
+def test_where_others_could_put_an_address_nobody_asks_for_a_holder(
+    folder: Path, make: Callable[[Path], None]
+) -> None:
+    """They would be told the job's token."""
+    make(folder / "j")
+
+    with pytest.raises(PermissionError, match=f"{folder}/j is of user .*: remove it, or"):
+        peer.ensured(folder, "j", TOKEN, "127.0.0.1")
+    _out, error = run_holder(folder).communicate(timeout=PATIENCE_S)
+    assert error.startswith(f"{folder}/j is of user ")
+
+
+def test_in_the_folder_of_another_user_nobody_asks_for_a_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = OneRank(tmp_path, holder=True)
+    (tmp_path / "memory" / "j").mkdir(parents=True)
+    ours = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: ours + 1)
+
+    assert one.saver.open_holder("127.0.0.1") == {}
+    assert one.told.troubles() == ["no_holder"]
+    assert f"{tmp_path}/memory/j is of user {ours}" in one.told.messages[0].text
 
 
 def test_a_holder_that_does_not_come_up_is_told(
