@@ -45,17 +45,17 @@ SMALL_STREAMS = 8
 MAX_UNREADABLE = 8  # manifests that a store refuses; of more it is not they that are wrong
 #: Bytes of one request, a multiple of a chunk. S3 wants at least 5 MiB, and 10,000 at most.
 BLOCK_BYTES = 16 << 20
+#: What is only compared is read in smaller pieces, for each is held in memory beside three rooms.
+COMPARED_BYTES = 4 << 20
 #: Where nothing was put for so many seconds no writer is at work. A store shows an object only once
 #: it is whole, so this is longer than the largest takes.
 IDLE_S = 6 * 3600.0
-#: Seconds, and tries. By its defaults botocore, and s3fs around it, would hold a job's start up for
-#: a quarter of an hour for each request to a store that hangs.
-_PATIENCE = {"connect_timeout": 5, "read_timeout": 20, "retries": {"max_attempts": 1}}
-_TRIES = 1
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "s3": {"config_kwargs": _PATIENCE, "default_cache_type": "none"},
-    "file": {"auto_mkdir": True},
-}
+#: Seconds. By its defaults botocore, and s3fs around it, would hold a job's start up for a quarter
+#: of an hour for each request to a store that hangs.
+_PATIENCE = {"connect_timeout": 5, "read_timeout": 20}
+#: So often botocore makes a request in all: where a job waits for it, and for a writer, for which
+#: nobody waits, and which gives up what all ranks have saved.
+TRIES, WRITERS_TRIES = 2, 5
 _STEP = re.compile(r"/step-(\d+)[./:]")
 _GIVE = "give the store's URL and the job, as s3://bucket/prefix/JOB"
 #: Kinds whose first name is a bucket, which may be misspelt, or not be restored yet.
@@ -102,6 +102,16 @@ def _is_of(found: Found | Damaged, name: str) -> bool:
     return f"/{name}/" in str(found) or f"/{name}:" in str(found)
 
 
+def _options(protocol: str, tries: int) -> dict[str, Any]:
+    """Of fsspec, for this kind of store."""
+    retries = {"total_max_attempts": tries, "mode": "standard"}
+    kinds: dict[str, dict[str, Any]] = {
+        "s3": {"config_kwargs": {**_PATIENCE, "retries": retries}, "default_cache_type": "none"},
+        "file": {"auto_mkdir": True},
+    }
+    return kinds.get(protocol, {})
+
+
 def step_of(damaged: Damaged) -> int:
     """Of the checkpoint that is told of; -1 if none is named."""
     named = _STEP.search(str(damaged))
@@ -111,8 +121,9 @@ def step_of(damaged: Damaged) -> int:
 class ObjectStore:
     """The checkpoints of one job, by the URL of its place: s3://bucket/prefix."""
 
-    def __init__(self, url: str, job: str) -> None:
-        """Reaches for nothing yet. Raises ValueError for a URL that cannot be used."""
+    def __init__(self, url: str, job: str, tries: int = TRIES) -> None:
+        """Reaches for nothing yet. `tries`: so often a request is made to a store that is busy or
+        does not answer. Raises ValueError for a URL that cannot be used."""
         import fsspec  # takes longer than all else here, and few need it
 
         protocol, _, place = url.partition("://")
@@ -123,11 +134,11 @@ class ObjectStore:
             )
         fresh = {"use_listings_cache": False, "skip_instance_cache": True}
         try:
-            self._files, root = fsspec.core.url_to_fs(url, **fresh, **_OPTIONS.get(protocol, {}))
+            self._files, root = fsspec.core.url_to_fs(url, **fresh, **_options(protocol, tries))
         except (ImportError, ValueError) as error:
             raise ValueError(f"the object store {url!r} cannot be used: {error}") from error
         if hasattr(self._files, "retries"):
-            self._files.retries = _TRIES  # around those of botocore
+            self._files.retries = 1  # around those of botocore
         self.url = url.rstrip("/")
         self._bucket = root.strip("/").partition("/")[0] if protocol in _WITH_BUCKETS else ""
         self._job = job
@@ -200,8 +211,8 @@ class ObjectStore:
         returns once it is there; what it raises is raised. `packer` says what is packed, and learns
         how quick the store is.
 
-        Raises OSError, Damaged. What was put of ours by then is removed, but not once all of it was
-        there: another rank may have made it a checkpoint.
+        Raises OSError, Damaged. What was put of ours by then is removed, as far as the store does
+        it, but not once all of it was there: another rank may have made it a checkpoint.
         """
         folder = self._folder(step, save)
         files = layout_of(table, rank, STREAMS)
@@ -221,8 +232,10 @@ class ObjectStore:
                 part = putting.part(step, save, rank)
                 self._compare(folder, part)
         except BaseException:
-            for file in files:
-                with contextlib.suppress(OSError):
+            # The first that fails ends it: one that hangs takes its time for each, and the room
+            # is held, and nobody hears that the save failed. What is left goes with older ones.
+            with contextlib.suppress(OSError):
+                for file in files:
                     self._remove_one(posixpath.join(folder, file.name))
             raise
         self._put_small(posixpath.join(folder, part.name), part.to_json())
@@ -436,9 +449,29 @@ class ObjectStore:
                 out.close()
         except BaseException:
             with contextlib.suppress(Exception):  # some kinds know no such thing
-                out.discard()
-                out.closed = True
+                try:
+                    out.discard()
+                finally:
+                    out.closed = True  # else it is put there when it is removed from memory
             raise
+
+    def _piece(self, path: str, run: Run, stopped: threading.Event) -> memoryview:
+        """What is in an object there. Of thousands of answers one may break off on its way: it is
+        asked for once more, unless another request has failed. Raises Damaged if there is no such
+        object, OSError."""
+
+        def ask() -> memoryview:
+            with _missing_is_damage(path), self._asking(path):
+                return memoryview(self._files.cat_file(path, start=run.start, end=run.end))
+
+        try:
+            return ask()
+        except PermissionError:
+            raise
+        except OSError:
+            if stopped.is_set():
+                raise
+            return ask()
 
     def _small(self, path: str) -> bytes:
         with self._asking(path):
@@ -455,8 +488,13 @@ class ObjectStore:
     def _remove(self, folder: str) -> None:
         """The manifest first, so that what is left of it when we die is no checkpoint."""
         self._remove_one(posixpath.join(folder, MANIFEST))
-        with contextlib.suppress(FileNotFoundError), self._asking(folder):
-            self._files.rm(folder, recursive=True)
+        # Not `rm` of the folder, which takes the name of a job that has brackets for a pattern.
+        with contextlib.suppress(FileNotFoundError):
+            left = self._ls(folder)
+            at_once(self._remove_one, left, min(SMALL_STREAMS, len(left)), "drydock-removals")
+        # Where a folder is a thing of its own; another rank may put something there just now.
+        with contextlib.suppress(OSError), self._asking(folder):
+            self._files.rmdir(folder)
 
     def _compare(
         self,
@@ -467,13 +505,13 @@ class ObjectStore:
     ) -> None:
         """Read the objects of a part, each chunk compared; `into` is to be used, and nothing more
         is asked for once a chunk is wrong. Raises Damaged, OSError."""
+        longest = COMPARED_BYTES if into is None else BLOCK_BYTES
         wrong: list[int] = []
         if part.packed:
             coding.demand(posixpath.join(folder, part.name))
 
-        def get(path: str, file: DataFile, run: Run, _stopped: threading.Event) -> None:
-            with _missing_is_damage(path), self._asking(path):
-                block = memoryview(self._files.cat_file(path, start=run.start, end=run.end))
+        def get(path: str, file: DataFile, run: Run, stopped: threading.Event) -> None:
+            block = self._piece(path, run, stopped)
             progress(len(block))
             if len(block) != run.end - run.start:
                 stored = part.stored_of(file)
@@ -501,7 +539,7 @@ class ObjectStore:
             [
                 partial(get, posixpath.join(folder, file.name), file, run)
                 for file in part.files
-                for run in part.runs_of(file, BLOCK_BYTES)
+                for run in part.runs_of(file, longest)
             ]
         )
         if wrong:

@@ -184,10 +184,13 @@ class Rooms:
             return self._generation, [*self._free, *self._used]
 
     def close(self) -> None:
-        """Whoever uses one keeps it for as long as that takes."""
+        """Whoever uses one keeps it for as long as that takes; the others' memory goes back."""
         with self._changed:
-            self._free.clear()
-            self._used.clear()
+            unused = [*self._free, *self._former]
+            for some in (self._free, self._former, self._used):
+                some.clear()
+        for room in unused:
+            room.give_up()
 
     def _make(self) -> None:
         """On a thread of its own. Each is there for use as soon as it is made."""

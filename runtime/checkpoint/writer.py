@@ -47,7 +47,7 @@ from runtime.checkpoint.draft import IDLE_S, Draft, now_at, sweep
 from runtime.checkpoint.holder import Label
 from runtime.checkpoint.large_pages import mapped
 from runtime.checkpoint.manifest import Manifest, Part
-from runtime.checkpoint.objects import ObjectStore
+from runtime.checkpoint.objects import WRITERS_TRIES, ObjectStore
 from runtime.checkpoint.packing import Packer, packed_again
 from runtime.checkpoint.peer import Keeping
 from runtime.checkpoint.staleness import Staleness
@@ -327,9 +327,11 @@ class Writer:
         """Into an object store: durable once it is there, and was read back."""
         image, table = self._copy(asked)
         if self._objects is None:
-            self._objects = ObjectStore(str(asked["objects"]), str(asked["job"]))
+            url, job = str(asked["objects"]), str(asked["job"])
+            self._objects = ObjectStore(url, job, WRITERS_TRIES)
         objects, step = self._objects, int(asked["step"])
-        self._tell_unpublished(objects)
+        with contextlib.suppress(OSError):  # what became of those before is no reason to save none
+            self._tell_unpublished(objects)
         written = objects.write(
             int(asked["rank"]), table, image,
             step=step, save=self._name, ready=self._await_copy, packer=self._packer_for(asked),

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import select
 import signal
 import threading
 from functools import partial
@@ -252,6 +253,29 @@ def test_a_state_that_grows_while_a_store_hangs_is_saved_to_the_others(
     assert left == 0
     assert all(len(room.memory) > again.table.bytes for room in saver.rooms._free)
     assert on_two_tiers.told.troubles() == []
+
+
+def test_a_writer_that_hangs_keeps_no_more_than_its_save_once_the_trainer_has_ended(
+    on_two_tiers: OneRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has all rooms mapped, and the job's next start on this node needs the memory."""
+    saver = on_two_tiers.saver
+    hang_at_the_second_save(on_two_tiers)
+    on_two_tiers.told.until(saver.rooms.any_free)
+    (free,) = [os.dup(room.fd) for room in saver.rooms._free]
+    writer = on_two_tiers.writer("shared")
+    ended = os.pidfd_open(writer)
+    monkeypatch.setattr("runtime.checkpoint.saver.FINISH_S", SOON_S)
+
+    saver.finish()
+    left = os.fstat(free).st_blocks
+    os.close(free)
+    os.kill(writer, signal.SIGCONT)
+    select.select([ended], [], [], PATIENCE_S)
+    os.close(ended)
+
+    assert left == 0
+    assert store.verify(tmp_path / "checkpoints" / "step-00000002") == []
 
 
 def test_a_shared_folder_that_hangs_holds_no_copy_up(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import torch
 
 from runtime.checkpoint import asking, store
 from runtime.checkpoint.__main__ import main
+from runtime.checkpoint.disk import all_there
 from runtime.checkpoint.draft import write
 from runtime.checkpoint.manifest import MANIFEST, sealed
 from runtime.checkpoint.objects import Found, ObjectStore, step_of
@@ -38,11 +40,18 @@ def folder(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def server() -> Iterator[Any]:
+    """It plays S3."""
     server_of = pytest.importorskip("moto.server")
     pytest.importorskip("s3fs")
-    server = server_of.ThreadedMotoServer("127.0.0.1", port=0)
-    server.start()
+    started = server_of.ThreadedMotoServer("127.0.0.1", port=0)
+    started.start()
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def bucket(server: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     host, port = server.get_host_and_port()
     for name, value in {
         "AWS_ENDPOINT_URL": f"http://{host}:{port}",
@@ -53,8 +62,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         monkeypatch.setenv(name, value)
     name = f"bucket-{uuid.uuid4().hex}"  # the server's memory is that of the process
     pytest.importorskip("boto3").client("s3").create_bucket(Bucket=name)
-    yield f"s3://{name}/of/ours"
-    server.stop()
+    return f"s3://{name}/of/ours"
 
 
 @pytest.fixture(params=["folder", "bucket"])
@@ -77,6 +85,13 @@ def put(objects: ObjectStore, step: int, *, rank: int = 0, save: str = "") -> in
     return objects.write(
         rank, staged.table, image, step=step, save=save or f"save{step}", ready=lambda _end: None
     )
+
+
+def put_large(objects: ObjectStore, ready: Callable[[int], None] = all_there) -> None:
+    """A state that is read in several requests, whatever they take."""
+    staged = stage({"weight": torch.zeros(40 * CHUNK_BYTES, dtype=torch.uint8)}, 7)
+    image = memoryview(staged.buffer)
+    objects.write(0, staged.table, image, step=7, save="save7", ready=ready)
 
 
 def there(objects: ObjectStore) -> list[tuple[int, str]]:
@@ -378,6 +393,22 @@ def test_the_newest_are_kept_and_what_was_never_complete_goes(
     assert steps == ["00000003", "00000004", "00000005"]
 
 
+@pytest.mark.parametrize("job", ["llama[sft]", "llama?", "llama*"])
+def test_the_name_of_a_job_is_no_pattern(url: str, job: str) -> None:
+    ours, other = ObjectStore(url, job), ObjectStore(url, "llama1")
+    for step in (1, 2):
+        put(other, step)
+        other.publish(step, f"save{step}", 1, {})
+        put(ours, step)
+        newest = ours.publish(step, f"save{step}", 1, {})
+    assert newest is not None
+
+    ours.prune(newest, 1)
+
+    assert ours._folders() == [newest.path]
+    assert read_in(other, "save1") == staged_at(1).digest
+
+
 def test_a_folder_of_which_nothing_is_known_keeps_no_other_from_being_pruned(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -589,9 +620,7 @@ def test_after_a_request_that_failed_no_more_are_made(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     objects = ObjectStore(url, "j")
-    staged = stage({"weight": torch.zeros(40 * CHUNK_BYTES, dtype=torch.uint8)}, 7)
-    image = memoryview(staged.buffer)
-    objects.write(0, staged.table, image, step=7, save="save7", ready=lambda _end: None)
+    put_large(objects)
     assert objects.publish(7, "save7", 1, {}) is not None
     monkeypatch.setattr("runtime.checkpoint.objects.BLOCK_BYTES", CHUNK_BYTES)
     asked: list[str] = []
@@ -608,6 +637,110 @@ def test_after_a_request_that_failed_no_more_are_made(
         objects.read("save7", 0)
 
     assert len(asked) < 40 / 4
+
+
+def test_what_is_only_compared_is_read_in_small_pieces(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each that is under way has memory of its own, and other tiers read back meanwhile."""
+    objects = ObjectStore(folder, "j")
+    read: list[int] = []
+    cat_file = objects._files.cat_file
+
+    def noted(path: str, **limits: int) -> bytes:
+        found = bytes(cat_file(path, **limits))
+        read.append(len(found))
+        return found
+
+    monkeypatch.setattr(objects._files, "cat_file", noted)
+    put_large(objects)
+    compared = max(read)
+    objects.publish(7, "save7", 1, {})
+    objects.read("save7", 0)
+
+    assert compared == 4 << 20
+    assert max(read) > 2 * compared
+
+
+def break_off(monkeypatch: pytest.MonkeyPatch, objects: ObjectStore, error: Exception) -> None:
+    """The first answer with each piece of data does."""
+    cat_file, asked = objects._files.cat_file, set()
+
+    def once(path: str, **limits: int) -> bytes:
+        piece = path, limits.get("start", 0)
+        if limits and piece not in asked:
+            asked.add(piece)
+            raise error
+        return bytes(cat_file(path, **limits))
+
+    monkeypatch.setattr(objects._files, "cat_file", once)
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("reset"), RuntimeError("not all came")])
+def test_what_broke_off_on_its_way_is_asked_for_again(
+    folder: str, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    objects = ObjectStore(folder, "j")
+    break_off(monkeypatch, objects, error)
+    put(objects, 7)
+    monkeypatch.undo()
+    objects.publish(7, "save7", 1, {})
+    break_off(monkeypatch, objects, error)
+
+    assert read_in(objects, "save7") == staged_at(7).digest
+
+
+@pytest.mark.parametrize("error", [PermissionError("forbidden"), FileNotFoundError("gone")])
+def test_what_is_refused_or_gone_is_asked_for_once(
+    folder: str, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    objects = ObjectStore(folder, "j")
+    put(objects, 7)
+    objects.publish(7, "save7", 1, {})
+    break_off(monkeypatch, objects, error)
+
+    with pytest.raises((PermissionError, Damaged)):
+        objects.read("save7", 0)
+
+
+def busy(server: Any, method: str, name: str) -> None:
+    """The next three requests for an object of this name are told to come later."""
+    answer, left = server._server.app, iter(range(3))
+
+    def app(request: dict[str, Any], start: Callable[..., Any]) -> Any:
+        asked = request["REQUEST_METHOD"], request["PATH_INFO"].rpartition("/")[2]
+        if asked != (method, name) or next(left, None) is None:
+            return answer(request, start)
+        request["wsgi.input"].read(int(request.get("CONTENT_LENGTH") or 0))
+        start("503 Slow Down", [("Content-Type", "application/xml")])
+        return [b"<Error><Code>SlowDown</Code><Message>Reduce the rate.</Message></Error>"]
+
+    server._server.app = app
+
+
+def test_a_writer_outlasts_a_store_that_is_busy_for_a_while(
+    bucket: str, server: Any, tmp_path: Path
+) -> None:
+    """Nobody waits for it, and what it gives up is given up by all ranks."""
+    busy(server, "PUT", "rank-0-0000.bin")
+    one = OneRank(tmp_path, object_store=bucket)
+    one.save_all(7)
+    one.told.until(lambda: len(one.told.messages) == 2)
+    one.saver.finish()
+
+    assert one.told.troubles() == []
+    assert there(ObjectStore(bucket, "j")) == [(7, "save7")]
+
+
+def test_who_loads_waits_less_for_a_store_that_is_busy(bucket: str, server: Any) -> None:
+    """All cards of the job wait with it, and there are other tiers."""
+    objects = ObjectStore(bucket, "j")
+    put(objects, 7)
+    objects.publish(7, "save7", 1, {})
+    busy(server, "GET", "rank-0.json")
+
+    with pytest.raises(OSError, match="Reduce the rate"):
+        objects.read("save7", 0)
 
 
 def test_a_bucket_that_is_not_there_is_an_error(bucket: str) -> None:
@@ -637,6 +770,51 @@ def test_a_copy_that_never_comes_leaves_nothing_to_load(url: str) -> None:
         objects.write(0, staged.table, memoryview(staged.buffer), step=7, save="save7", ready=fail)
 
     assert there(objects) == []
+    assert objects._files.find(objects._root) == []
+
+
+def test_the_first_object_that_cannot_be_removed_ends_the_clean_up(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that hangs lets each request wait, and until then nobody hears that it failed."""
+    objects = ObjectStore(url, "j")
+    asked: list[str] = []
+
+    def hang(path: str) -> None:
+        asked.append(path)
+        raise TimeoutError("no answer")
+
+    def fail(_end: int) -> None:
+        raise RuntimeError("the trainer is gone")
+
+    monkeypatch.setattr(objects._files, "rm_file", hang)
+    staged = staged_at(7)
+    with pytest.raises(RuntimeError, match="the trainer is gone"):
+        objects.write(0, staged.table, memoryview(staged.buffer), step=7, save="save7", ready=fail)
+
+    assert len(asked) == 1
+
+
+def test_what_cannot_be_discarded_is_not_put_there_later(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As whoever removes an open file from memory would do."""
+    monkeypatch.setattr("runtime.checkpoint.objects.STREAMS", 1)
+    monkeypatch.setattr("runtime.checkpoint.objects.BLOCK_BYTES", 5 << 20)
+    objects = ObjectStore(bucket, "j")
+
+    def refuse(*_given: object) -> None:
+        raise PermissionError(errno.EACCES, "Forbidden")
+
+    def ready(end: int) -> None:
+        if end > 7 * CHUNK_BYTES:
+            raise RuntimeError("the trainer is gone")
+
+    monkeypatch.setattr(objects._files, "abort_mpu", refuse)
+    with pytest.raises(RuntimeError, match="the trainer is gone"):
+        put_large(objects, ready)
+    gc.collect()
+
     assert objects._files.find(objects._root) == []
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from runtime.checkpoint import disk, store
 from runtime.checkpoint.draft import IDLE_S, Draft
+from runtime.checkpoint.objects import ObjectStore
 from runtime.checkpoint.tiers import known_run
 from runtime.checkpoint.writer import PACKET_BYTES, Writer
 from runtime.image import aligned, pages
@@ -227,6 +228,20 @@ def test_of_puts_that_never_have_the_parts_of_others_the_last_few_stay_and_it_is
     assert said[3][0]["text"].startswith(f"the last saves to {url}")
     left = sorted(path.name[:13] for path in asked.folder.rglob("step-*"))
     assert left == [f"step-{step:08d}" for step in (5, 6, 7, 8)]
+
+
+def test_a_put_is_made_though_nobody_can_tell_what_became_of_those_before(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{asked.folder / 'objects'}"
+    asked.to_put(url, 1, 0, 2)
+
+    def refuse(*_given: object) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Forbidden")
+
+    monkeypatch.setattr(ObjectStore, "is_whole", refuse)
+
+    assert ops(asked.to_put(url, 2, 0, 2)) == ["durable", "verified", "done"]
 
 
 def test_puts_that_have_all_parts_in_the_end_are_not_told(asked: Asked, other: Asked) -> None:
