@@ -45,6 +45,12 @@ def _changed(fleet: Fleet) -> None:
     Cluster.objects.filter(pk=fleet.cluster.pk).update(change_seq=F("change_seq") + 1)
 
 
+def _open(page: Page, address: str) -> None:
+    """Until it was drawn: keys that are pressed before that Chromium drops."""
+    page.goto(address)
+    page.evaluate("() => new Promise((drawn) => requestAnimationFrame(() => setTimeout(drawn)))")
+
+
 def _at(path: str) -> re.Pattern[str]:
     return re.compile(rf"^https?://[^/]+{re.escape(path)}$")
 
@@ -127,7 +133,7 @@ def test_nothing_found_is_said(page: Page) -> None:
 
 
 def test_an_order_from_the_palette_is_only_its_dry_run(page: Page, fleet: Fleet) -> None:
-    page.goto(f"/nodes/{fleet.node.id}")
+    _open(page, f"/nodes/{fleet.node.id}")
     page.keyboard.press("/")
     page.keyboard.type("quar")
     expect(_chosen(page)).to_contain_text("Quarantine alpha-01…")
@@ -143,7 +149,7 @@ def test_an_order_from_the_palette_is_only_its_dry_run(page: Page, fleet: Fleet)
 
 
 def test_the_name_of_a_node_means_the_node_and_not_its_orders(page: Page, fleet: Fleet) -> None:
-    page.goto(f"/nodes/{fleet.node.id}")
+    _open(page, f"/nodes/{fleet.node.id}")
     page.keyboard.press("/")
     page.keyboard.type("alpha-01")
     expect(_chosen(page)).to_have_attribute("href", f"/nodes/{fleet.node.id}")
@@ -153,7 +159,7 @@ def test_the_name_of_a_node_means_the_node_and_not_its_orders(page: Page, fleet:
 
 
 def test_an_incident_offers_what_its_page_can_do(page: Page, fleet: Fleet) -> None:
-    page.goto(f"/incidents/{fleet.incident.id}")
+    _open(page, f"/incidents/{fleet.incident.id}")
     page.keyboard.press("/")
     page.keyboard.type("ackn")
     page.keyboard.press("Enter")
@@ -177,7 +183,7 @@ def test_the_theme_is_a_command(page: Page) -> None:
 
 
 def test_focus_returns_though_a_live_update_replaced_what_had_it(page: Page, fleet: Fleet) -> None:
-    page.goto("/incidents/")
+    _open(page, "/incidents/")
     page.keyboard.press("j")
     page.keyboard.press("/")
 
@@ -225,7 +231,7 @@ def test_g_and_a_letter_go_to_a_page(letter: str, heading: str, page: Page) -> N
 
 
 def test_the_help_tells_every_key(page: Page) -> None:
-    page.goto("/jobs/")
+    _open(page, "/jobs/")
     page.keyboard.press("?")
     told = page.get_by_test_id("keys")
 
@@ -239,7 +245,7 @@ def test_the_help_tells_every_key(page: Page) -> None:
 
 
 def test_keys_rest_while_somebody_types_or_holds_another_key(page: Page, fleet: Fleet) -> None:
-    page.goto("/incidents/")
+    _open(page, "/incidents/")
     code = page.get_by_label("Code")
     code.focus()
     page.keyboard.type("/?gjk")
@@ -257,7 +263,7 @@ def test_keys_rest_while_somebody_types_or_holds_another_key(page: Page, fleet: 
 
 def test_j_and_k_move_through_rows_and_o_opens(page: Page, fleet: Fleet) -> None:
     rows = [IncidentFactory(cluster=fleet.cluster, title=f"Number {n}") for n in (1, 2, 3)]
-    page.goto("/incidents/")
+    _open(page, "/incidents/")
 
     page.keyboard.press("j")
     expect(page.get_by_role("link", name="Number 3")).to_be_focused()
@@ -274,7 +280,7 @@ def test_j_and_k_move_through_rows_and_o_opens(page: Page, fleet: Fleet) -> None
 
 def test_the_row_is_kept_through_live_updates(page: Page, fleet: Fleet) -> None:
     NodeFactory(cluster=fleet.cluster, name="alpha-03")
-    page.goto(f"/clusters/{fleet.cluster.id}")
+    _open(page, f"/clusters/{fleet.cluster.id}")
     page.keyboard.press("j")
     page.keyboard.press("j")
     expect(page.get_by_role("link", name="alpha-02", exact=True)).to_be_focused()
@@ -292,7 +298,7 @@ def test_the_row_is_kept_through_live_updates(page: Page, fleet: Fleet) -> None:
 
 def test_a_row_that_left_the_list_passes_its_place_on(page: Page, fleet: Fleet) -> None:
     gone = [NodeFactory(cluster=fleet.cluster, name=f"alpha-{number}") for number in ("03", "04")]
-    page.goto(f"/clusters/{fleet.cluster.id}?text=alpha-0")
+    _open(page, f"/clusters/{fleet.cluster.id}?text=alpha-0")
     for _ in range(3):
         page.keyboard.press("j")
     expect(page.get_by_role("link", name="alpha-03", exact=True)).to_be_focused()
@@ -306,7 +312,7 @@ def test_a_row_that_left_the_list_passes_its_place_on(page: Page, fleet: Fleet) 
 
 
 def test_on_an_incident_they_move_through_the_steps(page: Page, fleet: Fleet) -> None:
-    page.goto(f"/incidents/{fleet.incident.id}")
+    _open(page, f"/incidents/{fleet.incident.id}")
 
     page.keyboard.press("j")
     page.keyboard.press("Enter")
@@ -315,7 +321,7 @@ def test_on_an_incident_they_move_through_the_steps(page: Page, fleet: Fleet) ->
 
 
 def test_rows_are_about_things_and_not_about_the_list_itself(page: Page, fleet: Fleet) -> None:
-    page.goto("/failures")
+    _open(page, "/failures")
     page.keyboard.press("j")
 
     expect(page.get_by_test_id("failure-row").get_by_role("link", name="alpha-01")).to_be_focused()
