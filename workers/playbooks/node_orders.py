@@ -11,6 +11,7 @@ from django.db.models import QuerySet
 from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM
+from controlplane.accounts.selectors import OWNED
 from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.actions.nodes import OUR_DRAIN
@@ -55,7 +56,7 @@ def drain(ctx: StepContext) -> Outcome:
 
     def apply() -> None:
         fleet.transition(actor, node.pk, NodeState.DRAINING, reason=reason, deadline_s=DRAIN_S)
-        fleet.set_drained_by(actor, node.pk, f"user/{actor.id}", reason)
+        fleet.set_drained_by(actor, node.pk, f"{OWNED}{actor.id}", reason)
 
     return Done(text=f"{node.name} takes no new work", apply=apply)
 

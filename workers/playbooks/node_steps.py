@@ -15,6 +15,7 @@ from django.utils import timezone
 
 from controlplane.accounts.choices import ActorKind
 from controlplane.accounts.models import SYSTEM, Actor
+from controlplane.accounts.selectors import OWNED
 from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.actions.nodes import OUR_DRAIN
@@ -515,7 +516,7 @@ def return_to_service(ctx: StepContext) -> Outcome:
     spare = bool(ctx.values.get("spare", not ctx.run.requested_by))
     if node.state in IN_SERVICE - {NodeState.SUSPECT}:
         return Skip(text=f"{node.name} is in service already")
-    theirs = (f"user/{ctx.run.requested_by}", "")
+    theirs = (f"{OWNED}{ctx.run.requested_by}", "")
     if (
         ctx.run.playbook != "return-node"
         and node.drained_by not in theirs
