@@ -288,12 +288,12 @@ class Leader:
 
     def _save_last(self) -> None:
         """Before we go: also where the shared folder cannot be written. Not before the first step:
-        nothing was trained, and no job goes on from that."""
+        nothing was trained, and no job goes on from that; nor what leads nowhere."""
         tiers = self._ours() - {"shared"}
         members = self.teller.present
         if members and members[self.sharing.turn % len(members)] == self.teller.replica:
             tiers |= {"shared"}  # whose turn it was before may be who cannot write there
-        if self.together.committed >= 0 and tiers and not self.together.leads_nowhere:
+        if self.together.committed >= 0 and tiers and not self.rank.losses.lost:
             self.together.save(self.rank.in_time(tiers), last=True)
 
     def _ours(self) -> set[TierName]:

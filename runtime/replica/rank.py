@@ -26,6 +26,7 @@ from runtime.checkpoint import Checkpointer
 from runtime.checkpoint.coding import NotInstalled
 from runtime.checkpoint.resharding import AS_SAVED, has_parts, resharded
 from runtime.checkpoint.saver import FINISH_S
+from runtime.checkpoint.suspects import Losses
 from runtime.checkpoint.tiers import TIERS, TierName
 from runtime.framing import PeerFailed
 from runtime.giving_way import give_way
@@ -145,7 +146,7 @@ class Rank:
         #: held by whoever changes the state, or begins a copy of it
         self._changing = threading.Lock()
         self._torn = False  # a step was applied in part: what is held is no state
-        self.saves_aside = True  # what is held leads somewhere
+        self.losses = Losses()  # on the first rank of a replica, which judges them
         self.stalls = Stalls(job.trouble, stalled_after_s)
         self.preemption = Preemption(job.grace_s, self._save_takes_s, self.save_aside)
         self._copies: list[Copying] = []  # under way, for newcomers and checkpoints
@@ -471,7 +472,7 @@ class Rank:
         durable before we are killed. All ranks of a replica do it each for itself."""
         self.saver.rooms.await_free(FINISH_S)  # before the lock: an edge may come meanwhile
         with self._changing:
-            if self._torn or self.preemption.is_over() or not self.saves_aside:
+            if self._torn or self.preemption.is_over() or self.losses.lost:
                 return
             epoch, step = self.state.ledger.epoch, self.state.committed
             if not self._members or step < 0:

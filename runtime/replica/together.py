@@ -79,7 +79,6 @@ class Together:
         self._alone_since = 0.0  # monotonic: when it was decided that we write alone for all
         self._passed_on = False  # it was another's turn since ours took too long
         self.epoch_name = ""  # the same on all members, and never used again
-        self._losses = Losses()
         self._trial: Trial | None = None  # of the state that the job began from
         self._tried_since = 0.0  # monotonic
         self._digests: list[str] = []  # of what was loaded just now, by rank
@@ -254,19 +253,13 @@ class Together:
     def holds_back(self) -> bool:
         """Whether nothing is to be saved: the last loss is no number, or the state that the job
         began from has not shown yet that it trains."""
-        if self._losses.odd:
+        if self.rank.losses.odd:
             return True
         return self._trial is not None and time.monotonic() - self._tried_since < HELD_BACK_S
 
-    @property
-    def leads_nowhere(self) -> bool:
-        """Whether nothing is to be saved at the end either."""
-        return self._losses.lost
-
     def judge(self, loss: float) -> None:
         """The loss of a step that all made. Raises DoesNotTrain on all replicas alike."""
-        told = self._losses.note(loss)
-        self.rank.saves_aside = not self._losses.lost
+        told = self.rank.losses.note(loss)
         if self._trial is None:
             if told is not None and self.teller.speaks():
                 self.trouble(*told)
@@ -368,7 +361,7 @@ class Together:
 
     def take(self, step: int, digest: str, donors: list[list[str]]) -> None:
         self._common = {}  # of what we held before
-        self._losses, self._trial = Losses(), None  # what it leads to the others know
+        self.rank.losses, self._trial = Losses(), None  # what it leads to the others know
         self._all("take", step=step, digest=digest, donors=donors)
         self._all("load")
         self.loaded = True
@@ -423,7 +416,7 @@ class Together:
             before_s = float(grant["started_at"]) - float(began.get("at", grant["started_at"]))
             self._tried_since = time.monotonic() - max(0.0, before_s)
             self._trial = Trial(state, left) if began["step"] >= 0 else None
-            self._losses = Losses()
+            self.rank.losses = Losses()
 
     def stage(self) -> None:
         self._begin_to_hash("staged")

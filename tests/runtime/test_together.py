@@ -1021,7 +1021,6 @@ def test_what_leads_nowhere_is_not_saved_aside_either(
     pair.rank.save_aside()
 
     assert saved == saves
-    assert pair.together.leads_nowhere is not bool(saves)
 
 
 def test_who_waits_for_room_to_save_aside_holds_up_no_step(
