@@ -27,6 +27,9 @@ from runtime.adapters.deepspeed import EngineState  # noqa: E402
 
 MICRO_BATCHES = 2
 
+#: For the room that the first edge has begun to make, seconds: a busy machine is long about it.
+PATIENCE_S = 120.0
+
 
 class Counted(nn.Module):
     """What it divides by follows from how often it, and who shares its buffer, was asked."""
@@ -91,6 +94,8 @@ def main() -> None:
     steps = (folder / f"steps.{job.rank}").open("a", buffering=1)
     with runtime.WholeJob(job, EngineState(engine), [], saver) as whole:
         for step in whole.steps(job.options["steps"]):
+            if step == 1:
+                saver.rooms.await_free(PATIENCE_S)  # then this step's edge does save
             for _ in range(MICRO_BATCHES):
                 rows = torch.randn(8, 16, dtype=kind)
                 loss = (engine(rows) - rows.flip(1)).float().square().mean()

@@ -658,8 +658,8 @@ def test_what_is_only_compared_is_read_in_small_pieces(
     objects.publish(7, "save7", 1, {})
     objects.read("save7", 0)
 
-    assert compared == 2 << 20
-    assert max(read) > 4 * compared
+    assert compared == CHUNK_BYTES
+    assert max(read) > 8 * compared
 
 
 def break_off(monkeypatch: pytest.MonkeyPatch, objects: ObjectStore, error: Exception) -> None:

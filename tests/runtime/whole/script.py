@@ -35,6 +35,9 @@ Backward = Callable[[torch.Tensor], float]
 #: Of this step, once there is a checkpoint.
 KILLED_IN = 20
 
+#: For the room that the first edge has begun to make, seconds: a busy machine is long about it.
+PATIENCE_S = 120.0
+
 
 def main() -> None:
     folder = Path(job.options["folder"])
@@ -56,6 +59,8 @@ def main() -> None:
         for step in whole.steps(job.options["steps"]):
             rows = torch.randn(8, 16) * random.uniform(0.5, 1.5)  # noqa: S311
             loss = backward(rows)
+            if step == 1:
+                saver.rooms.await_free(PATIENCE_S)  # then this step's edge does save
             if step == KILLED_IN and job.rank == job.ranks - 1:
                 wait_and_die(folder)
             optimizer.step()
