@@ -19,12 +19,13 @@ from pathlib import Path
 from runtime.checkpoint.asking import at_once
 from runtime.checkpoint.manifest import Run
 from runtime.checkpoint.meter import Meter
-from runtime.image import Buffer, aligned, pages
+from runtime.image import CHUNK_BYTES, Buffer, aligned, pages
 
 #: Bytes of one request. Disks and networks reach their speed with it.
 BLOCK_BYTES = 4 << 20
-#: The same, where what is read goes nowhere: each request under way has memory of its own then.
-LOOKED_AT_BYTES = 2 << 20
+#: The same, where what is read goes nowhere: each request under way has memory of its own then, and
+#: writers of several tiers may read back at once. A chunk, for no less of it can be compared.
+LOOKED_AT_BYTES = CHUNK_BYTES
 #: And of what is packed, where as much again goes to packing and unpacking it.
 PACKED_BYTES = 1 << 20
 #: What O_DIRECT demands of memory, offset and length.

@@ -45,8 +45,8 @@ SMALL_STREAMS = 8
 MAX_UNREADABLE = 8  # manifests that a store refuses; of more it is not they that are wrong
 #: Bytes of one request, a multiple of a chunk. S3 wants at least 5 MiB, and 10,000 at most.
 BLOCK_BYTES = 16 << 20
-#: What is only compared is read in smaller pieces, for each is held in memory beside three rooms.
-COMPARED_BYTES = 2 << 20
+#: What is only compared is read chunk by chunk, for each is held in memory beside three rooms.
+COMPARED_BYTES = CHUNK_BYTES
 #: Where nothing was put for so many seconds no writer is at work. A store shows an object only once
 #: it is whole, so this is longer than the largest takes.
 IDLE_S = 6 * 3600.0
