@@ -111,20 +111,23 @@ def disturbed(run: Run, options: argparse.Namespace) -> list[Figures]:
     """Break it as often as asked, then let it end in peace."""
     settings: Settings = options.settings
     say(options, f"seed {settings.seed}, {settings.replicas} replicas, {options.mode}\n\n{HEADING}")
-    enough_at = time.monotonic() + options.minutes * 60 if options.minutes else None
     faults: Iterable[Fault] = plan(settings)
     if options.each:
         faults = each(settings)
-    elif not enough_at:
+    elif not options.minutes:
         faults = itertools.islice(faults, options.faults)
     try:
         run.start()
+        recover(run, options)
+        enough_at = time.monotonic() + options.minutes * 60  # of faults: a start may take long
         for fault in faults:
             if not fault.hasty:
                 recover(run, options)
-            if enough_at and time.monotonic() > enough_at:
+            if options.minutes and time.monotonic() > enough_at:
                 break
             run.disturb(fault)
+        if options.minutes and not run.made:
+            run.problems.append("no fault was made: give it more --minutes")
         recover(run, options)
         run.settle_soon(options.steps)
         run.finish()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.ledger.check import check
+from runtime.replica.plan import fixed_shares
 from runtime.torture.made import Restart
 from runtime.torture.watch import Event
 
@@ -41,10 +42,13 @@ def counted(
     return left
 
 
-def audit(events: Mapping[str, Sequence[Event]], steps: int, *, drops: bool) -> Audit:
+def audit(
+    events: Mapping[str, Sequence[Event]], steps: int, *, drops_of: int | None = None
+) -> Audit:
     """Compare what all placements wrote down with a run of so many steps.
 
-    `drops`: a shard that nobody summed was given up by policy.
+    `drops_of`: of how many replicas the absent ones' shards are given up by policy; None if others
+    take them over.
     """
     found = Audit()
     agreed = _agreed(events, found)
@@ -57,13 +61,12 @@ def audit(events: Mapping[str, Sequence[Event]], steps: int, *, drops: bool) -> 
         )
     for step in sorted(agreed):
         coverage = agreed[step]["coverage"]
-        absent = sum(count == 0 for count in coverage) * shard_size
-        if drops:
-            found.dropped += absent
-        else:
-            found.lost += absent
+        given_up = _given_up(agreed[step], drops_of)
+        absent = {shard for shard, count in enumerate(coverage) if count == 0}
+        found.dropped += len(absent & given_up) * shard_size
+        found.lost += len(absent - given_up) * shard_size
         found.duplicated += sum(count - 1 for count in coverage if count > 1) * shard_size
-        if any(count != 1 for count in coverage) and not drops:
+        if absent - given_up or any(count > 1 for count in coverage):
             found.problems.append(f"step {step} summed its shards {coverage} times")
         if agreed[step]["samples"] != sum(coverage) * shard_size:
             found.problems.append(f"step {step} trained on {agreed[step]['samples']} samples")
@@ -73,6 +76,14 @@ def audit(events: Mapping[str, Sequence[Event]], steps: int, *, drops: bool) -> 
         _follow(placement, own, shards * shard_size, found)
     _compare_held(events, steps, found)
     return found
+
+
+def _given_up(record: Mapping[str, Any], drops_of: int | None) -> set[int]:
+    """The shards of this step that are those of replicas which were no members of it."""
+    if drops_of is None:
+        return set()
+    shares = fixed_shares(len(record["coverage"]), drops_of)
+    return {shard for one in shares.keys() - record["members"] for shard in shares[one]}
 
 
 def _agreed(events: Mapping[str, Sequence[Event]], found: Audit) -> dict[int, dict[str, Any]]:

@@ -69,13 +69,24 @@ def _differed(seen: Seen) -> list[str]:
     return [text + "which"] if told else []
 
 
-def _claims_of_any_run(seen: Seen, *, drops: bool) -> tuple[Audit, set[str], list[str]]:
+def _not_put_back(seen: Seen) -> list[str]:
+    """Who went on with another state than the one that had been saved, in words."""
+    told = [
+        event.placement
+        for event in chain.from_iterable(seen.events.values())
+        if event.what == "trouble" and event.data["kind"] == "checkpoint_not_restored"
+    ]
+    return [f"{sorted({*told})} loaded a state that is not the one that was saved"] if told else []
+
+
+def _claims_of_any_run(seen: Seen, drops_of: int | None) -> tuple[Audit, set[str], list[str]]:
     """What became of the samples, the digests at the end, and what should not have been."""
-    ledger = audit(seen.events, seen.steps or 0, drops=drops)
+    ledger = audit(seen.events, seen.steps or 0, drops_of=drops_of)
     digests, apart = _digests(seen)
     deaths = [_obituary(death) for death in seen.deaths]
     return ledger, digests, [
-        *seen.problems, *_shortened(ledger.problems), *deaths, *_differed(seen), *apart,
+        *seen.problems, *_shortened(ledger.problems), *deaths, *_differed(seen),
+        *_not_put_back(seen), *apart,
     ]  # fmt: skip
 
 
@@ -110,8 +121,8 @@ def judge(
     replicas: int,
 ) -> Report:
     """Hold what was seen against every claim. `undisturbed` is None if it was not run."""
-    drops = mode == "drop"
-    ledger, digests, problems = _claims_of_any_run(disturbed, drops=drops)
+    drops_of = replicas if mode == "drop" else None
+    ledger, digests, problems = _claims_of_any_run(disturbed, drops_of)
     problems += _claims_of_faults(disturbed, figures)
     if disturbed.steps is None:
         problems.append("the run did not reach its end")
@@ -119,7 +130,7 @@ def judge(
     if undisturbed is None:
         problems.append("there is no undisturbed run to compare with")
     else:
-        _, expected, alone = _claims_of_any_run(undisturbed, drops=drops)
+        _, expected, alone = _claims_of_any_run(undisturbed, drops_of)
         problems += [f"the undisturbed run: {problem}" for problem in alone + _lost(undisturbed)]
         if mode == "reproducible":
             equal = len(digests) == 1 and digests == expected

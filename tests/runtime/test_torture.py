@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -369,11 +369,12 @@ def with_events(change: Callable[[list[Event]], list[Event]], *placements: str) 
     )
 
 
-def covering(coverage: list[int], samples: int) -> Seen:
+def covering(coverage: list[int], samples: int, members: Sequence[int] = (0, 1)) -> Seen:
     """All replicas saw step 3 with this coverage."""
+    seen = {"coverage": coverage, "samples": samples, "members": members}
 
     def change(own: list[Event]) -> list[Event]:
-        changed = commit(3, 0.0, own[0].placement, coverage=coverage, samples=samples)
+        changed = commit(3, 0.0, own[0].placement, **seen)
         return [*own[:3], changed, *own[4:]]
 
     return with_events(change, "plc_0", "plc_1")
@@ -406,11 +407,33 @@ def test_a_lost_shard_is_counted_in_samples() -> None:
 
 
 def test_a_shard_given_up_by_policy_is_not_lost() -> None:
-    report = judged(covering([1, 0, 1, 1], 6), mode="drop")
+    report = judged(covering([1, 1, 0, 0], 4, members=[0]), mode="drop")
 
     assert report.ok
     assert report.digest_equal is None
-    assert report.ledger == {"lost": 0, "duplicated": 0, "dropped": 2}
+    assert report.ledger == {"lost": 0, "duplicated": 0, "dropped": 4}
+
+
+@pytest.mark.parametrize(
+    ("coverage", "members", "dropped"), [([1, 0, 1, 1], [0, 1], 0), ([0, 1, 0, 0], [0], 4)]
+)
+def test_a_shard_of_a_member_is_given_up_by_no_policy(
+    coverage: list[int], members: list[int], dropped: int
+) -> None:
+    report = judged(covering(coverage, 2 * sum(coverage), members), mode="drop")
+
+    assert not report.ok
+    assert report.problems == [f"step 3 summed its shards {coverage} times"]
+    assert report.ledger == {"lost": 2, "duplicated": 0, "dropped": dropped}
+
+
+def test_whoever_loaded_another_state_than_was_saved_is_named() -> None:
+    told = event("trouble", 0.2, kind="checkpoint_not_restored", text="the optimizer's")
+
+    report = judged(with_events(lambda own: [told, *own], "plc_0"))
+
+    assert not report.ok
+    assert report.problems == ["['plc_0'] loaded a state that is not the one that was saved"]
 
 
 def test_a_shard_summed_twice_is_a_duplicate() -> None:
