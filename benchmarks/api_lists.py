@@ -13,11 +13,9 @@ import http.client
 import json
 import os
 import secrets
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -25,13 +23,8 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
-HOME = Path(tempfile.mkdtemp(prefix="drydock-bench-"))
-os.environ["DRYDOCK_HOME"] = str(HOME)
-os.environ["DJANGO_SETTINGS_MODULE"] = "controlplane.local.settings"
 
-import django  # noqa: E402
-
-from controlplane.local import processes, services  # noqa: E402
+from benchmarks.servers.own import own_servers  # noqa: E402 - the path must be set first
 
 NODES = 12_500
 CARDS = 8
@@ -74,21 +67,10 @@ LISTS = {
 
 
 def main(count: int) -> int:
-    plan = services.plan(HOME, os.environ, print, durable=True)
-    children = [processes.Child(HOME, program) for program in plan.programs]
-    try:
-        for child in children:
-            child.start()
-        services.wait_ready(plan, children)
-        os.environ.update(plan.environment)
-        django.setup()
+    with own_servers() as home:
         print(f"making {NODES} nodes with {CARDS} cards each ...", flush=True)
         token, cluster = make_fleet()
-        return measure(token, cluster, count)
-    finally:
-        for child in reversed(children):
-            child.stop()
-        shutil.rmtree(HOME, ignore_errors=True)
+        return measure(home, token, cluster, count)
 
 
 def make_fleet() -> tuple[str, str]:
@@ -160,9 +142,9 @@ def make_fleet() -> tuple[str, str]:
     return token, cluster.pk
 
 
-def measure(token: str, cluster: str, count: int) -> int:
-    (HOME / "bench_settings.py").write_text(BENCH_SETTINGS)
-    (HOME / "bench_urls.py").write_text(BENCH_URLS)
+def measure(home: Path, token: str, cluster: str, count: int) -> int:
+    (home / "bench_settings.py").write_text(BENCH_SETTINGS)
+    (home / "bench_urls.py").write_text(BENCH_URLS)
     server = subprocess.Popen(
         [
             *(sys.executable, "-m", "granian", "--interface", "wsgi", "--workers", "1"),
@@ -171,7 +153,7 @@ def measure(token: str, cluster: str, count: int) -> int:
         ],
         env={
             **os.environ,
-            "PYTHONPATH": f"{HOME}:{REPOSITORY}",
+            "PYTHONPATH": f"{home}:{REPOSITORY}",
             "DJANGO_SETTINGS_MODULE": "bench_settings",
             "LOG_LEVEL": "WARNING",
         },

@@ -7,10 +7,7 @@ The limit is reading the same rows from the same database and doing nothing with
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,31 +15,15 @@ from typing import TypeVar
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
-HOME = Path(tempfile.mkdtemp(prefix="drydock-bench-"))
-os.environ["DRYDOCK_HOME"] = str(HOME)
-os.environ["DJANGO_SETTINGS_MODULE"] = "controlplane.local.settings"
 
-import django  # noqa: E402
-
-from controlplane.local import processes, services  # noqa: E402
+from benchmarks.servers.own import own_servers  # noqa: E402 - the path must be set first
 
 T = TypeVar("T")
 
 
 def main(rows: int) -> None:
-    plan = services.plan(HOME, os.environ, print, durable=True)
-    children = [processes.Child(HOME, program) for program in plan.programs]
-    try:
-        for child in children:
-            child.start()
-        services.wait_ready(plan, children)
-        os.environ.update(plan.environment)
-        django.setup()
+    with own_servers():
         measure(rows)
-    finally:
-        for child in reversed(children):
-            child.stop()
-        shutil.rmtree(HOME, ignore_errors=True)
 
 
 def measure(rows: int) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.first_light import play  # noqa: E402
+from benchmarks.first_light import need_product, play  # noqa: E402
 
 TARGET_S = 2.0
 STAGES = ("seen", "recorded", "incident", "survivors_commit", "quarantined", "replica_commit")
@@ -29,6 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--runs", type=int, default=20)
     options = parser.parse_args()
+    need_product()
     results = []
     for number in range(1, options.runs + 1):
         result = play("xid79")

@@ -12,25 +12,19 @@ import asyncio
 import base64
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
-HOME = Path(tempfile.mkdtemp(prefix="drydock-bench-"))
-os.environ["DRYDOCK_HOME"] = str(HOME)
-os.environ["DJANGO_SETTINGS_MODULE"] = "controlplane.local.settings"
 
-import django  # noqa: E402
 import msgspec  # noqa: E402
 from cryptography.hazmat.primitives import serialization  # noqa: E402
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey  # noqa: E402
 
-from controlplane.local import processes, services  # noqa: E402
+from benchmarks.servers.own import own_servers  # noqa: E402
 from node_agent import wire  # noqa: E402
 
 NODES = 200
@@ -48,25 +42,14 @@ async def app(scope, receive, send):
 
 
 def main(beats: int) -> None:
-    plan = services.plan(HOME, os.environ, print, durable=True)
-    children = [processes.Child(HOME, program) for program in plan.programs]
-    try:
-        for child in children:
-            child.start()
-        services.wait_ready(plan, children)
-        os.environ.update(plan.environment)
-        django.setup()
+    with own_servers() as home:
         requests = signed_beats(beats)
-        (HOME / "bare.py").write_text(BARE)
-        limit = rate_of("bare:app", 18101, requests)
-        ours = rate_of("controlplane.ingest.app:app", 18102, requests)
+        (home / "bare.py").write_text(BARE)
+        limit = rate_of(home, "bare:app", 18101, requests)
+        ours = rate_of(home, "controlplane.ingest.app:app", 18102, requests)
         print(f"ingest, beats accepted:       {ours:8.0f} /s")
         print(f"limit, a server that answers: {limit:8.0f} /s")
         print(f"ratio:                        {ours / limit:8.2f}")
-    finally:
-        for child in reversed(children):
-            child.stop()
-        shutil.rmtree(HOME, ignore_errors=True)
 
 
 def signed_beats(count: int) -> list[bytes]:
@@ -118,14 +101,14 @@ def signed_beats(count: int) -> list[bytes]:
     return requests
 
 
-def rate_of(target: str, port: int, requests: list[bytes]) -> float:
-    """Answers a second by a server of this application; all of them must be 200."""
+def rate_of(home: Path, target: str, port: int, requests: list[bytes]) -> float:
+    """Answers a second by a server of this application, in `home` or ours; all must be 200."""
     server = subprocess.Popen(
         [
             *(sys.executable, "-m", "granian", "--interface", "asgi", "--workers", "1"),
             *("--log-level", "warning", "--port", str(port), target),
         ],
-        env={**os.environ, "PYTHONPATH": f"{HOME}:{REPOSITORY}"},
+        env={**os.environ, "PYTHONPATH": f"{home}:{REPOSITORY}"},
     )
     try:
         return asyncio.run(_drive(port, requests))

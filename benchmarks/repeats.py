@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import shutil
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -23,13 +20,8 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
-HOME = Path(tempfile.mkdtemp(prefix="drydock-bench-"))
-os.environ["DRYDOCK_HOME"] = str(HOME)
-os.environ["DJANGO_SETTINGS_MODULE"] = "controlplane.local.settings"
 
-import django  # noqa: E402
-
-from controlplane.local import processes, services  # noqa: E402
+from benchmarks.servers.own import own_servers  # noqa: E402
 from node_agent.collectors import kmsg  # noqa: E402
 from node_agent.collectors.repeats import Told  # noqa: E402
 
@@ -43,19 +35,8 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=800_000)
     parser.add_argument("--cards", type=int, default=29)
     given = parser.parse_args()
-    plan = services.plan(HOME, os.environ, print, durable=True)
-    children = [processes.Child(HOME, program) for program in plan.programs]
-    try:
-        for child in children:
-            child.start()
-        services.wait_ready(plan, children)
-        os.environ.update(plan.environment)
-        django.setup()
-        measure(given.lines, given.cards)
-    finally:
-        for child in reversed(children):
-            child.stop()
-        shutil.rmtree(HOME, ignore_errors=True)
+    with own_servers() as home:
+        measure(home, given.lines, given.cards)
 
 
 class Spool:
@@ -77,7 +58,7 @@ class Spool:
             return taken
 
 
-def measure(lines: int, cards: int) -> None:
+def measure(home: Path, lines: int, cards: int) -> None:
     # Django's models can be imported only once its settings are made.
     from django.core.management import call_command
     from django.db.models import Sum
@@ -85,7 +66,7 @@ def measure(lines: int, cards: int) -> None:
     from controlplane.health.models import Failure, Signal
 
     call_command("migrate", verbosity=0)
-    logs = written(lines, cards)
+    logs = written(home, lines, cards)
     limit_s = read_alone(logs)
     nodes = enrolled(logs)
     spool = Spool()
@@ -106,11 +87,11 @@ def measure(lines: int, cards: int) -> None:
     print(f"  only read in {limit_s:.1f} s, ratio {took / limit_s:.1f}")
 
 
-def written(lines: int, cards: int) -> dict[str, Path]:
+def written(home: Path, lines: int, cards: int) -> dict[str, Path]:
     """One log for each node, by its name; the cards speak in turns."""
     paths = {}
     for node in range(-(-cards // CARDS_PER_NODE)):
-        paths[f"node-{node:02d}"] = HOME / f"node-{node:02d}" / "kernel.log"
+        paths[f"node-{node:02d}"] = home / f"node-{node:02d}" / "kernel.log"
     for path in paths.values():
         path.parent.mkdir()
     with contextlib.ExitStack() as stack:

@@ -47,11 +47,11 @@ class Figures:
     lost: int  # samples
     duplicated: int
     states: int  # that the replicas ended with: one, if all is well
-    problems: Sequence[str]  # of the sample ledger
+    problems: Sequence[str]  # of the sample ledger, and of replicas that crashed
 
     @property
     def whole(self) -> bool:
-        """Nothing was lost, nothing trained on twice, and all ended with one state."""
+        """Nothing was lost, nothing trained on twice, and all ended well with one state."""
         return self.states == 1 and not (self.lost or self.duplicated or self.problems)
 
 
@@ -61,15 +61,41 @@ class Job:
     def __init__(self, fleet: launch.Fleet) -> None:
         self.fleet = fleet
         self.watch = Watch(fleet.folder)
+        self._settled = False
 
     def start(self, replica: int, standby: str = "") -> launch.Rank:
         rank = self.fleet.start(replica, standby=standby)
         self.watch.follow(replica, rank.placement)
         return rank
 
+    def settle(self, steps: int) -> None:
+        """Let all end at this number of steps."""
+        self._settled = True
+        self.fleet.settle(steps)
+
+    def unwell(self) -> list[str]:
+        """Of each present replica that did not come to the job's end: how it ended."""
+        found = []
+        for rank in self.fleet.ranks.values():
+            told = bool(self.watch.find("ended", rank.placement))
+            if any(rank.codes) or not told:
+                found.append(
+                    f"replica {rank.replica} ended with {rank.codes}"
+                    + ("" if told else " and without the last step")
+                )
+        return found
+
     def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for it. Raises SystemExit when it takes too long, or when a replica ends of which
+        nobody wanted that."""
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
+            fallen = [] if self._settled else self.fleet.ended()
+            if fallen:
+                first = fallen[0]
+                raise SystemExit(
+                    f"replica {first.replica} ended with {first.codes} before this: {what}"
+                )
             if time.monotonic() > deadline:
                 raise SystemExit(f"not within {PATIENCE_S:g} s: {what}")
             time.sleep(0.01)
@@ -132,7 +158,7 @@ def measure(job: Job, times: int) -> Figures:
         rescues.append(gap)
         services.append(service)
     steps = job.watch.newest() + 2 * CALM_STEPS
-    fleet.settle(steps)
+    job.settle(steps)
     job.until(lambda: len(fleet.ended()) == fleet.replicas, "all have ended")
     job.watch.poll()
     present = {rank.placement for rank in fleet.ranks.values()}
@@ -140,7 +166,7 @@ def measure(job: Job, times: int) -> Figures:
         placement: [e for e in own if e.what != "ended" or placement in present]
         for placement, own in job.watch.events.items()
     }
-    found = audit(events, steps, drops=False)
+    found = audit(events, steps)
     ends = {e.data["digest"] for e in job.watch.find("ended", *present)}
     return Figures(
         replicas=fleet.replicas,
@@ -152,7 +178,7 @@ def measure(job: Job, times: int) -> Figures:
         lost=found.lost,
         duplicated=found.duplicated,
         states=len(ends),
-        problems=[str(problem) for problem in found.problems],
+        problems=[*job.unwell(), *(str(problem) for problem in found.problems)],
     )
 
 

@@ -23,7 +23,7 @@ from controlplane.incidents import actions as incidents
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, JobState
 from controlplane.jobs.models import Job
-from controlplane.local import runfile
+from controlplane.local import fleet, runfile
 from controlplane.local.fleet import MAIN_CLUSTER, NodePlan
 from node_agent.bmc import USER as BMC_USER
 
@@ -43,6 +43,8 @@ BOOT_GRACE_S = 60.0
 Say = Callable[[str], None]
 
 UNTESTED = (NodeState.ENROLLED, NodeState.VALIDATING)
+#: What a person keeps out of service, and what nothing need be waited for.
+TAKEN_OUT = Q(state=NodeState.RETIRED) | Q(key_revoked_at__isnull=False) | ~Q(hold_reason="")
 
 
 class DemoError(Exception):
@@ -63,13 +65,14 @@ def believe_all_alive() -> None:
     fleet_actions.extend_leases(BOOT_GRACE_S)
 
 
-def choose_nodes(plans: list[NodePlan]) -> None:
-    """Let the fleet be this run's nodes: those that stay off are held, so nobody misses them."""
-    names = {plan.name for plan in plans}
-    for node in Node.objects.exclude(state=NodeState.RETIRED):
-        if node.name not in names:
+def choose_nodes(home: Path, plans: list[NodePlan]) -> None:
+    """Let the simulated fleet be this run's nodes: those that stay off are held, so nobody misses
+    them. A person's hold stays as it is, and a node that this home does not simulate as well."""
+    wanted = {plan.name for plan in plans}
+    for plan, node in _rows(fleet.made(home)):
+        if plan.name not in wanted and not node.hold_reason:
             fleet_actions.set_hold(SYSTEM, node.pk, NOT_STARTED)
-        elif node.hold_reason == NOT_STARTED:
+        elif plan.name in wanted and node.hold_reason == NOT_STARTED:
             fleet_actions.set_hold(SYSTEM, node.pk, "")
 
 
@@ -105,16 +108,16 @@ def ensure_clusters(nodes: list[NodePlan]) -> None:
 
 
 def admit_fleet(plans: list[NodePlan], say: Say) -> None:
-    """Wait until all nodes have enrolled, introduce each once, and await that they are admitted."""
-    rows = _await_enrolment(plans, say)
-    for plan in plans:
-        node = rows[plan.name]
-        if plan.spare and not node.bmc_url:
-            fleet_actions.set_spare(SYSTEM, node.pk, True)
-        url = f"http://127.0.0.1:{plan.bmc_port}"
-        if (node.bmc_url, node.bmc_username) != (url, BMC_USER):
-            fleet_actions.set_bmc(SYSTEM, node.pk, url, BMC_USER, plan.bmc_password)
-    _await_admission([node.pk for node in rows.values() if node.state in UNTESTED], say)
+    """Wait until all nodes have enrolled, introduce each once, and await that they are admitted.
+
+    Those that a person took out are waited for nowhere. Raises DemoError when one comes too late;
+    the others have been introduced by then.
+    """
+    try:
+        _await_enrolment(plans, say)
+    finally:
+        _introduce(plans)
+    _await_admission([node.pk for _, node in _rows(plans) if node.state in UNTESTED], say)
 
 
 def start_job(say: Say) -> Job:
@@ -144,23 +147,47 @@ def start_job(say: Say) -> Job:
     return _await_first_steps(job, say)
 
 
-def _await_enrolment(plans: list[NodePlan], say: Say) -> dict[str, Node]:
-    names = [plan.name for plan in plans]
+def _on_record(plans: list[NodePlan]) -> Q:
+    """Of a node: that it is one of these. Another cluster may have a namesake."""
+    clusters = {plan.cluster for plan in plans}
+    return Q(cluster__name__in=clusters, name__in=[plan.name for plan in plans])
+
+
+def _rows(plans: list[NodePlan]) -> list[tuple[NodePlan, Node]]:
+    """Those of the plans that are on record and have not retired."""
+    nodes = Node.objects.filter(_on_record(plans)).exclude(state=NodeState.RETIRED)
+    known = {node.name: node for node in nodes}
+    return [(plan, known[plan.name]) for plan in plans if plan.name in known]
+
+
+def _introduce(plans: list[NodePlan]) -> None:
+    """Tell of each node which is a spare, and where its management controller answers."""
+    for plan, node in _rows(plans):
+        if plan.spare and not node.bmc_url:
+            fleet_actions.set_spare(SYSTEM, node.pk, True)
+        url = f"http://127.0.0.1:{plan.bmc_port}"
+        if (node.bmc_url, node.bmc_username) != (url, BMC_USER):
+            fleet_actions.set_bmc(SYSTEM, node.pk, url, BMC_USER, plan.bmc_password)
+
+
+def _await_enrolment(plans: list[NodePlan], say: Say) -> None:
     since = timezone.now()  # a lease of the run before says nothing
 
-    def enrolled() -> int:
-        heard = Node.objects.filter(name__in=names, lease__last_beat_at__gte=since)
-        return heard.filter(lease__reachable=True).count()
+    def enrolled() -> tuple[int, int]:
+        nodes = Node.objects.filter(_on_record(plans))
+        awaited = nodes.exclude(TAKEN_OUT)
+        heard = awaited.filter(lease__last_beat_at__gte=since, lease__reachable=True)
+        return heard.count(), len(plans) - nodes.filter(TAKEN_OUT).count()
 
-    _await_count(enrolled, len(plans), "nodes enrolled", ENROL_DEADLINE_S, say)
-    return {node.name: node for node in Node.objects.filter(name__in=names)}
+    _await_count(enrolled, "nodes enrolled", ENROL_DEADLINE_S, say)
 
 
 def _await_admission(node_ids: list[str], say: Say) -> None:
-    def tested() -> int:
-        return Node.objects.filter(pk__in=node_ids).exclude(state__in=UNTESTED).count()
+    def tested() -> tuple[int, int]:
+        awaited = Node.objects.filter(pk__in=node_ids).exclude(TAKEN_OUT)
+        return awaited.exclude(state__in=UNTESTED).count(), awaited.count()
 
-    _await_count(tested, len(node_ids), "nodes went through diagnostics", ADMISSION_DEADLINE_S, say)
+    _await_count(tested, "nodes went through diagnostics", ADMISSION_DEADLINE_S, say)
     failed = Node.objects.filter(pk__in=node_ids, state=NodeState.VALIDATION_FAILED)
     for name in failed.values_list("name", flat=True):
         say(f"{name} failed its diagnostics; see its page")
@@ -169,28 +196,32 @@ def _await_admission(node_ids: list[str], say: Say) -> None:
 def _await_first_steps(job: Job, say: Say) -> Job:
     since = timezone.now()
 
-    def running() -> int:
+    def running() -> tuple[int, int]:
         job.refresh_from_db()
         fresh = job.step_at is not None and job.step_at >= since
-        return int(job.state == JobState.RUNNING and fresh)
+        return int(job.state == JobState.RUNNING and fresh), 1
 
-    _await_count(running, 1, "job training", FIRST_STEPS_DEADLINE_S, say)
+    _await_count(running, "job training", FIRST_STEPS_DEADLINE_S, say)
     return job
 
 
 def _await_count(
-    count: Callable[[], int], wanted: int, what: str, deadline_s: float, say: Say
+    count: Callable[[], tuple[int, int]], what: str, deadline_s: float, say: Say
 ) -> None:
-    """Poll until `count` reaches `wanted`, telling each change. Raises DemoError when too late."""
+    """Poll until what `count` finds is all that it wants, telling each change.
+
+    Raises DemoError when that is too late.
+    """
     deadline = time.monotonic() + deadline_s
     pause = threading.Event()
-    told = -1
-    while (now := count()) < wanted:
-        if now != told:
+    told = (-1, -1)
+    while True:
+        now, wanted = count()
+        if wanted and (now, wanted) != told:
             say(f"{now} of {wanted} {what}")
-            told = now
+            told = (now, wanted)
+        if now >= wanted:
+            return
         if time.monotonic() > deadline:
             raise DemoError(f"Only {now} of {wanted} {what} within {deadline_s:.0f} s.")
         pause.wait(0.25)
-    if wanted and now != told:
-        say(f"{now} of {wanted} {what}")

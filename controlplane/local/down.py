@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import time
@@ -21,21 +20,52 @@ STOP_S = 120.0
 def down(home: Path, say: Callable[[str], None]) -> bool:
     """Stop the product of this home, or what a killed run has left. False if it did not end."""
     running = holder(home)
-    if running is None:
-        swept = processes.sweep(home)
-        say(f"stopped {swept} processes that a killed run had left" if swept else "nothing runs")
-        return True
-    process = psutil.Process(int(running["pid"]))
-    say(f"stopping {running['url']} (process {process.pid})")
-    os.kill(process.pid, signal.SIGTERM)
+    if running is not None and not _stop(int(running["pid"]), str(running["url"]), say):
+        return False
+    swept = processes.sweep(home)
+    if swept:
+        say(f"stopped {swept} processes that a killed run had left")
+    elif running is None:
+        say("nothing runs")
+    return True
+
+
+def _stop(pid: int, url: str, say: Callable[[str], None]) -> bool:
+    """Ask an `up` to stop, and wait until it has. False if it did not end."""
+    say(f"stopping {url} (process {pid})")
     began = time.monotonic()
+    try:
+        process = psutil.Process(pid)
+        process.send_signal(signal.SIGTERM)
+    except psutil.NoSuchProcess:
+        return True
     if processes.wait_gone([process], STOP_S):
-        say(f"process {process.pid} still stops after {STOP_S:.0f} s; kill it and try again")
+        say(f"process {pid} still stops after {STOP_S:.0f} s; kill it and try again")
         return False
     say(f"stopped in {time.monotonic() - began:.0f} s")
     return True
 
 
+def forgotten(home: Path) -> Path:
+    """Where the data of a home lies while it is deleted."""
+    return home.with_name(f"{home.name}.forgotten")
+
+
 def forget(home: Path) -> None:
-    """Delete the data of a home that does not run."""
-    shutil.rmtree(home)
+    """Delete the data of a home that does not run, and what an earlier call was not let delete.
+
+    Cut short, it leaves no home that has its database without its keys.
+    """
+    doomed = forgotten(home)
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    if not home.exists():
+        return
+    try:
+        home.rename(doomed)
+    except OSError:  # a mount point, or a folder that we may not write to
+        (home / "postgres" / "PG_VERSION").unlink(missing_ok=True)
+        shutil.rmtree(home / "postgres", ignore_errors=True)
+        shutil.rmtree(home)
+    else:
+        shutil.rmtree(doomed)

@@ -9,6 +9,7 @@ import json
 import secrets
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,14 +81,24 @@ def plan(home: Path, nodes: int) -> list[NodePlan]:
     ]
 
 
-def prepare(node: NodePlan, ingest_url: str, shared: Path) -> None:
-    """Write the node's folder: what its chassis and its agent read. Keeps what is there."""
+def made(home: Path) -> list[NodePlan]:
+    """The nodes that runs of this home, of whatever size, have simulated."""
+    return [node for node in plan(home, MAX_NODES) if node.chassis.is_dir()]
+
+
+def prepare(node: NodePlan, ingest_url: str, shared: Path, taken: Collection[int] = ()) -> None:
+    """Write the node's folder: what its chassis and its agent read. Keeps what is there.
+
+    `taken`: the ports of other nodes, whose chassis may not listen yet. Raises ServiceError when no
+    port is free.
+    """
     node.chassis.mkdir(mode=0o700, parents=True, exist_ok=True)
     password = node.chassis / "bmc-password"
     if not password.exists():
         runfile.write_private(password, secrets.token_urlsafe(24))
     port = node.folder / "bmc-port"
-    runfile.write_private(port, str(free_port(int(port.read_text()) if port.exists() else None)))
+    earlier = int(port.read_text()) if port.exists() else None
+    runfile.write_private(port, str(free_port(earlier, taken)))
     runfile.write_private(node.folder / "agent.toml", _agent_settings(node, ingest_url, shared))
 
 

@@ -71,7 +71,7 @@ class Child:
     def start(self) -> None:
         """Start in a session of its own, so that a Ctrl-C in the terminal reaches only us.
 
-        Raises OSError when the program cannot be started.
+        Raises OSError when the program cannot be started or remembered: then it does not run.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.bound_log()
@@ -89,7 +89,11 @@ class Child:
                 stderr=log,
                 start_new_session=True,
             )
-        self._remember(self._popen.pid)
+        try:
+            self._remember(self._popen.pid)
+        except OSError:
+            self.kill()
+            raise
 
     @property
     def pid(self) -> int | None:
@@ -127,9 +131,16 @@ class Child:
         return self.finish(time.monotonic() + self.program.stop_s)
 
     def bound_log(self) -> None:
-        """Begin a large log anew, also under a running program: it appends, wherever that is."""
+        """Begin a large log anew, also under a running program: it appends, wherever that is.
+
+        Where there is no room for the old one, it is not kept.
+        """
         if self.log.exists() and self.log.stat().st_size > MAX_LOG_BYTES:
-            shutil.copyfile(self.log, self.log.with_suffix(".log.1"))
+            old = self.log.with_suffix(".log.1")
+            try:
+                shutil.copyfile(self.log, old)
+            except OSError:  # a full disk: beginning anew is what makes room
+                old.unlink(missing_ok=True)
             os.truncate(self.log, 0)
 
     def tail(self, lines: int = 12) -> str:

@@ -75,11 +75,18 @@ def secret_key() -> str:
 
 
 def write_private(target: Path, text: str) -> None:
-    """Write atomically with mode 0600: the file is whole or absent, whenever we die."""
+    """Write atomically with mode 0600: the file is whole or absent, whenever we die.
+
+    Raises OSError where it cannot be written; then it is as it was.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    with os.fdopen(descriptor, "w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    Path(temporary).replace(target)
+    try:
+        with os.fdopen(descriptor, "w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(temporary).replace(target)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import os
 import pwd
+import random
 import secrets
 import shutil
 import signal
@@ -19,9 +20,10 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import psycopg
 import redis
@@ -33,6 +35,10 @@ from controlplane.local.processes import Child, Program
 SERVICE_USER = "drydock"
 
 READY_S = 120.0
+
+#: Below those that the system gives to outgoing connections, each of which could take a server's
+#: port between the moment it was found free and the moment its server binds it.
+SERVER_PORTS = range(15_000, 32_000)
 
 POSTGRES_SETTINGS = {
     "listen_addresses": "",
@@ -70,10 +76,18 @@ class Plan:
         return {"DATABASE_URL": self.database_url, "REDIS_URL": self.redis_url}
 
 
-def plan(home: Path, environ: Mapping[str, str], say: Say, *, durable: bool = True) -> Plan:
+def plan(
+    home: Path,
+    environ: Mapping[str, str],
+    say: Say,
+    *,
+    durable: bool = True,
+    taken: Collection[int] = (),
+) -> Plan:
     """Prepare the folders, users and addresses of the services that `environ` does not name.
 
-    Raises ServiceError when this machine cannot run them.
+    `taken`: the ports of servers that will be started beside them. Raises ServiceError when this
+    machine cannot run them.
     """
     programs: list[Program] = []
     database_url, redis_url = environ.get("DATABASE_URL", ""), environ.get("REDIS_URL", "")
@@ -82,10 +96,10 @@ def plan(home: Path, environ: Mapping[str, str], say: Say, *, durable: bool = Tr
     if not database_url:
         data = home / "postgres"
         sockets = _socket_folder(home, user)
-        database_url = f"postgresql://postgres@/drydock?host={sockets}"
+        database_url = f"postgresql://postgres@/drydock?host={quote(str(sockets))}"
         programs.append(_postgres(home, data, sockets, user, say, durable=durable))
     if not redis_url:
-        port, password = free_port(_earlier_port(home)), secrets.token_urlsafe(24)
+        port, password = free_port(_earlier_port(home), taken), secrets.token_urlsafe(24)
         redis_url = f"redis://:{password}@127.0.0.1:{port}/0"
         programs.append(_redis(home, port, password, user, say))
     return Plan(database_url, redis_url, tuple(programs), data)
@@ -103,14 +117,18 @@ def wait_ready(
     _until(lambda: _ping(plan.redis_url), "Redis", children, pause)
 
 
-def free_port(wanted: int | None = None) -> int:
-    """A free TCP port on the loopback: `wanted` if that one is free."""
-    for port in (wanted or 0, 0):
+def free_port(wanted: int | None = None, taken: Collection[int] = ()) -> int:
+    """A free TCP port on the loopback: `wanted` if that one is free. None of `taken`, whose servers
+    may not listen yet. Raises ServiceError when there is none."""
+    tries = random.sample(SERVER_PORTS, min(100, len(SERVER_PORTS)))
+    for port in [wanted, *tries] if wanted else tries:
+        if port in taken:
+            continue
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             with contextlib.suppress(OSError):
                 probe.bind(("127.0.0.1", port))
-                return int(probe.getsockname()[1])
+                return port
     raise ServiceError("No free TCP port on 127.0.0.1: close some programs and try again.")
 
 
@@ -124,7 +142,7 @@ def _postgres(
     _open_path(binaries, user, say)
     _open_path(data, user, say)
     if not (data / "PG_VERSION").exists():
-        _make_cluster(binaries, data, user)
+        _make_cluster(binaries, data, user, say)
     settings = {**POSTGRES_SETTINGS, "unix_socket_directories": str(sockets)}
     if not durable:
         settings["fsync"] = "off"
@@ -140,7 +158,7 @@ def _postgres(
     )
 
 
-def _make_cluster(binaries: Path, data: Path, user: str | None) -> None:
+def _make_cluster(binaries: Path, data: Path, user: str | None, say: Say) -> None:
     """Make the data folder whole or not at all: a killed initdb leaves only its own folder."""
     fresh = data.with_name(data.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -161,6 +179,11 @@ def _make_cluster(binaries: Path, data: Path, user: str | None) -> None:
     )
     if done.returncode != 0:
         raise ServiceError(f"PostgreSQL cannot make its data folder:\n{done.stderr.strip()}")
+    if data.exists() and any(data.iterdir()):
+        half = data.with_name(data.name + ".half")
+        shutil.rmtree(half, ignore_errors=True)
+        data.rename(half)
+        say(f"{data} held no whole database: what was there lies in {half} now.")
     fresh.rename(data)
 
 
@@ -175,7 +198,8 @@ def _ensure_database(url: str) -> bool:
 def _socket_folder(home: Path, user: str | None) -> Path:
     """A folder that only the server's user enters: whoever reaches the socket is trusted."""
     folder = home / "sockets"
-    if len(str(folder / ".s.PGSQL.5432.lock")) > 100:  # the kernel's limit is 107 bytes
+    too_long = len(str(folder / ".s.PGSQL.5432.lock")) > 100  # the kernel's limit is 107 bytes
+    if too_long or "," in str(folder):  # which to clients of PostgreSQL divides hosts
         digest = hashlib.sha256(str(home).encode()).hexdigest()[:12]
         folder = Path(tempfile.gettempdir()) / f"drydock-{os.getuid()}-{digest}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -203,7 +227,7 @@ def _redis(home: Path, port: int, password: str, user: str | None, say: Say) -> 
         "appendonly no",
         "maxmemory 64mb",
         "maxmemory-policy noeviction",
-        f"dir {config.parent}",
+        f"dir {_redis_word(str(config.parent))}",
     ]
     runfile.write_private(config, "\n".join(lines) + "\n")
     _give(config.parent, user)
@@ -216,6 +240,11 @@ def _redis(home: Path, port: int, password: str, user: str | None, say: Say) -> 
         stop_s=5.0,
         stop_order=8,
     )
+
+
+def _redis_word(text: str) -> str:
+    """Of redis.conf, where spaces divide words."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _earlier_port(home: Path) -> int | None:

@@ -41,7 +41,8 @@ class Supervisor:
         self._home = home
         self._say = say
         self._kept: list[_Kept] = []
-        self._stops_asked = 0
+        self._stop_asked = False
+        self._interrupts = 0
         self._next_log_check = 0.0
 
     def __enter__(self) -> Supervisor:
@@ -77,12 +78,13 @@ class Supervisor:
         finally:
             child.stop()
         if status != 0:
-            raise ProgramFailed(f"{program.name} failed (status {status}):\n{child.tail()}".strip())
+            tail = f":\n{child.tail()}" if program.logged else ""  # else it has told it itself
+            raise ProgramFailed(f"{program.name} failed (status {status}){tail}")
 
     def wait(self, seconds: float) -> None:
         """Look after the programs for `seconds` or until a signal. Raises Interrupted."""
         self._sleep(min(seconds, self._tend()))
-        if self._stops_asked:
+        if self._stop_asked:
             raise Interrupted
 
     def _tend(self) -> float:
@@ -103,23 +105,37 @@ class Supervisor:
                     f"{delay:.1f} s, see {kept.child.log}"
                 )
             elif now >= kept.start_at:
-                kept.start()
+                self._start_again(kept, now)
         due = [kept.start_at - now for kept in self._kept if kept.start_at is not None]
         return max(0.0, min([*due, LOG_CHECK_S]))
+
+    def _start_again(self, kept: _Kept, now: float) -> None:
+        try:
+            kept.start()
+        except OSError as error:  # a full disk, mostly: the others go on meanwhile
+            delay = kept.plan_restart(now)
+            self._say(
+                f"{kept.child.program.name} cannot be started ({error}); trying again in "
+                f"{delay:.1f} s"
+            )
 
     def _sleep(self, seconds: float) -> None:
         select.select([self._wake_read], [], [], seconds)
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
 
-    def _note_stop(self, _number: int, _frame: FrameType | None) -> None:
-        self._stops_asked += 1
+    def _note_stop(self, number: int, _frame: FrameType | None) -> None:
+        self._stop_asked = True
+        self._interrupts += number == signal.SIGINT
 
     # --- stopping ---------------------------------------------------------------------------------
 
     def _stop_everything(self) -> None:
-        """In order, each group together; a further Ctrl-C kills what is left at once."""
-        patience = max(1, self._stops_asked)
+        """In order, each group together; a second Ctrl-C kills what is left at once.
+
+        No other signal does: `make down` and a closing terminal ask for a stop that is under way.
+        """
+        patience = max(1, self._interrupts)
         children = [kept.child for kept in self._kept]
         for order in sorted({child.program.stop_order for child in children}):
             group = [child for child in children if child.program.stop_order == order]
@@ -137,7 +153,7 @@ class Supervisor:
             child.ask_to_stop()
         deadline = time.monotonic() + max((c.program.stop_s for c in alive), default=0.0)
         while any(child.poll() is None for child in alive):
-            if self._stops_asked > patience or time.monotonic() > deadline:
+            if self._interrupts > patience or time.monotonic() > deadline:
                 break
             self._sleep(0.2)
         for child in group:

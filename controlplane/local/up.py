@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,8 +58,8 @@ def up(options: Options) -> int:
         with _only_one(options):
             _check_machine(options)
             _sweep(options.home)
-            _check_ports(options)
-            return _run(options, nodes)
+            with _ports(options):
+                return _run(options, nodes)
     except (UpError, fleet.FleetError, services.ServiceError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
@@ -88,8 +88,8 @@ def _run(options: Options, nodes: list[fleet.NodePlan]) -> int:
     interrupted = False
     with Supervisor(options.home, say) as supervisor:
         try:
-            _start(options, nodes, supervisor)
-            _greet(options)
+            whole = _start(options, nodes, supervisor)
+            _greet(options, whole=whole)
             while True:
                 supervisor.wait(3600)
         except Interrupted:
@@ -104,9 +104,11 @@ def _run(options: Options, nodes: list[fleet.NodePlan]) -> int:
     return 0 if interrupted and not left else 1
 
 
-def _start(options: Options, nodes: list[fleet.NodePlan], supervisor: Supervisor) -> None:
+def _start(options: Options, nodes: list[fleet.NodePlan], supervisor: Supervisor) -> bool:
+    """Start all there is. False if only the demo did not come up, which has been said."""
     say(f"starting Drydock in {options.home}")
-    plan = services.plan(options.home, os.environ, say)
+    ports = {options.port, options.ingest_port}
+    plan = services.plan(options.home, os.environ, say, taken=ports)
     children = [supervisor.keep(program) for program in plan.programs]
     services.wait_ready(plan, children, supervisor.wait)
     product = _product_environment(options, plan)
@@ -114,8 +116,7 @@ def _start(options: Options, nodes: list[fleet.NodePlan], supervisor: Supervisor
     environment = {**os.environ, **product}
     say("PostgreSQL and Redis answer")
 
-    count = str(len(nodes))
-    supervisor.run(_manage(environment, "demo", "prepare", "--nodes", count))
+    supervisor.run(_manage(environment, "demo", "prepare", "--nodes", str(len(nodes))))
     say("database ready")
     for program in _servers(options, environment):
         supervisor.keep(program)
@@ -123,14 +124,28 @@ def _start(options: Options, nodes: list[fleet.NodePlan], supervisor: Supervisor
     _await_port(options.ingest_port, supervisor)
     say(f"pages and ingest answer: {options.url}")
     if not nodes:
-        return
+        return True
     for node in nodes:
-        fleet.prepare(node, options.ingest_url, options.home / "shared")
+        fleet.prepare(node, options.ingest_url, options.home / "shared", ports)
+        ports.add(node.bmc_port)
         supervisor.keep(fleet.chassis_program(node))
     say(f"{len(nodes)} simulated nodes booting")
-    supervisor.run(_manage(environment, "demo", "admit", "--nodes", count))
-    if options.with_job:
-        supervisor.run(_manage(environment, "demo", "job", "--nodes", count))
+    return _show_demo(options, environment, supervisor)
+
+
+def _show_demo(options: Options, environment: dict[str, str], supervisor: Supervisor) -> bool:
+    """Admit the fleet and start the demo job. False, with a word, for what did not come up.
+
+    What keeps it back is mended on the pages, which answer by now: so it ends nothing.
+    """
+    whole = True
+    for part in ("admit", "job") if options.with_job else ("admit",):
+        try:
+            supervisor.run(_manage(environment, "demo", part, "--nodes", str(options.nodes)))
+        except ProgramFailed as error:
+            whole = False
+            say(f"{error}; going on without, see {options.url}")
+    return whole
 
 
 def _product_environment(options: Options, plan: services.Plan) -> dict[str, str]:
@@ -202,7 +217,7 @@ def _await_port(port: int, supervisor: Supervisor) -> None:
         supervisor.wait(0.1)
 
 
-def _greet(options: Options) -> None:
+def _greet(options: Options, *, whole: bool) -> None:
     password = (options.home / "admin-password").read_text().strip()
     _print(
         f"\n  Drydock runs:  {options.url}\n"
@@ -212,7 +227,7 @@ def _greet(options: Options) -> None:
         "                 python manage.py scenario kill-process\n\n"
         "  Ctrl-C stops everything and keeps the data; `make up` goes on from there.\n",
     )
-    if options.ready_file is not None:
+    if whole and options.ready_file is not None:
         options.ready_file.touch()
 
 
@@ -255,17 +270,37 @@ def _check_machine(options: Options) -> None:
         )
 
 
-def _check_ports(options: Options) -> None:
-    for port, variable in ((options.port, "PORT"), (options.ingest_port, "INGEST_PORT")):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+@contextmanager
+def _ports(options: Options) -> Iterator[None]:
+    """Hold the ports that the servers will listen on. Raises UpError for one that is taken."""
+    with ExitStack() as claims:
+        for port, variable in ((options.port, "PORT"), (options.ingest_port, "INGEST_PORT")):
             try:
-                probe.bind(("127.0.0.1", port))
+                claims.enter_context(_claimed(port))
+                with socket.socket() as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(("127.0.0.1", port))
             except OSError as error:
                 raise UpError(
                     f"Port {port} cannot be used ({error.strerror}). Stop what listens there, or "
                     f"choose another: make up {variable}={port + 100}"
                 ) from error
+        yield
+
+
+def _claimed(port: int) -> socket.socket:
+    """The only one of its name in this machine's network, while it is open. Raises OSError.
+
+    Servers of one user may listen on one port together: each of two that start at the same time
+    finds it free, and each gets half of the other's requests.
+    """
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0drydock-port-{port}")
+    except OSError:
+        claim.close()
+        raise
+    return claim
 
 
 def _sweep(home: Path) -> None:

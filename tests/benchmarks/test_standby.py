@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from benchmarks import standby
-from benchmarks.standby import Figures
+from benchmarks.standby import Figures, Job
+from runtime.torture import launch
+from runtime.torture.watch import Event
 
 WELL = Figures(
     replicas=4,
@@ -74,3 +80,52 @@ def status(monkeypatch: pytest.MonkeyPatch, found: Figures) -> object:
     with pytest.raises(SystemExit) as ended:
         standby.main()
     return ended.value.code
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    """One whose two replicas a test puts in itself."""
+    with launch.Fleet(tmp_path / "run", launch.Script(Path("none.py")), 2) as fleet:
+        yield Job(fleet)
+
+
+def put_in(job: Job, replica: int, code: str, *ended: str) -> subprocess.Popen[bytes]:
+    """A replica whose process runs this, and what its ranks wrote down."""
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    rank = launch.Rank(replica, f"plc_{replica}", process, 0.0)
+    job.fleet.ranks[replica] = rank
+    job.watch.events[rank.placement] = [
+        Event(what, 0.0, replica, rank.placement, {"digest": "same"}) for what in ended
+    ]
+    return process
+
+
+def test_one_that_ends_while_it_is_needed_ends_the_benchmark(job: Job) -> None:
+    running = put_in(job, 0, "input()")
+    put_in(job, 1, "raise SystemExit(3)").wait()
+    with pytest.raises(SystemExit, match=r"replica 1 ended with \[3\] before this: more"):
+        job.until(lambda: False, "more")
+    running.communicate(b"\n")
+
+
+def test_those_that_end_when_they_are_told_to_end_nothing(job: Job) -> None:
+    put_in(job, 0, "", "ended").wait()
+    put_in(job, 1, "", "ended").wait()
+    job.settle(7)
+    job.until(lambda: len(job.fleet.ended()) == 2, "all have ended")
+    assert job.unwell() == []
+
+
+@pytest.mark.parametrize(
+    ("code", "ended", "said"),
+    [
+        ("raise SystemExit(3)", ("ended",), "replica 1 ended with [3]"),
+        ("", (), "replica 1 ended with [0] and without the last step"),
+    ],
+)
+def test_one_that_does_not_end_as_the_others_is_a_problem(
+    job: Job, code: str, ended: tuple[str, ...], said: str
+) -> None:
+    put_in(job, 0, "", "ended").wait()
+    put_in(job, 1, code, *ended).wait()
+    assert job.unwell() == [said]

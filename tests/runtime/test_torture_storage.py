@@ -421,7 +421,7 @@ def test_what_was_rolled_back_may_have_had_other_losses() -> None:
     }
     restart = replace(RESTART, ended=frozenset({"plc_0"}), began=-1)
 
-    found = audit(counted(events, [restart]), STEPS, drops=False)
+    found = audit(counted(events, [restart]), STEPS)
 
     assert found.problems == []
 

@@ -46,3 +46,12 @@ def test_preparing_again_keeps_port_and_password(tmp_path: Path) -> None:
     before = (node.bmc_port, node.bmc_password)
     fleet.prepare(node, "http://127.0.0.1:9001", tmp_path / "shared")
     assert (node.bmc_port, node.bmc_password) == before
+
+
+def test_no_two_nodes_answer_on_one_port(tmp_path: Path) -> None:
+    first, second, *_ = fleet.plan(tmp_path, 8)
+    fleet.prepare(first, "http://127.0.0.1:8001", tmp_path / "shared")
+    second.folder.mkdir(parents=True)
+    (second.folder / "bmc-port").write_text(str(first.bmc_port))  # as one run gave it to both
+    fleet.prepare(second, "http://127.0.0.1:8001", tmp_path / "shared", {first.bmc_port})
+    assert second.bmc_port != first.bmc_port

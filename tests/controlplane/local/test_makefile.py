@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from benchmarks.first_light import LEFT_OUT
 from controlplane.local import runfile
 
 
@@ -45,3 +48,35 @@ def test_a_missing_python_is_said_in_a_sentence() -> None:
     )
     assert done.returncode != 0
     assert "Drydock needs Python 3.11 or later" in done.stderr
+
+
+def test_all_benchmarks_run_and_those_that_fail_are_named_at_the_end(tmp_path: Path) -> None:
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    (folder / "a_fails.py").write_text("raise SystemExit(1)")
+    (folder / "b_is_left_out.py").write_text(f"raise SystemExit({LEFT_OUT})")
+    (folder / "c_runs.py").write_text("print('c runs')")
+    done = bench(tmp_path)
+    assert done.returncode != 0
+    assert "c runs" in done.stdout
+    assert "failed: benchmarks/a_fails.py\n" in done.stderr
+
+
+def test_benchmarks_that_are_left_out_are_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "one.py").write_text(f"raise SystemExit({LEFT_OUT})")
+    assert bench(tmp_path).returncode == 0
+
+
+def bench(folder: Path) -> subprocess.CompletedProcess[str]:
+    """`make bench` on the benchmarks of another checkout, which has been installed."""
+    return subprocess.run(
+        [
+            *("make", "--file", str(runfile.REPOSITORY / "Makefile"), "bench"),
+            *("--old-file", ".venv/installed-dev", f"BIN={Path(sys.executable).parent}"),
+        ],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -89,3 +90,35 @@ def test_a_large_log_is_begun_anew_under_the_running_program(
     assert child.log.read_text() == ""
     assert child.log.with_suffix(".log.1").read_text() == "up\n"
     child.stop()
+
+
+def full_disk(*arguments: object, **_: object) -> None:
+    """As a copy or a write does where there is no room: something of it is there."""
+    Path(str(arguments[1])).write_text("u")
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_large_log_is_begun_anew_also_where_there_is_no_room_for_the_old_one(
+    home: Path, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "MAX_LOG_BYTES", 1)
+    child = started(home, program(home, SLEEPER), eventually)
+    monkeypatch.setattr("shutil.copyfile", full_disk)
+    child.bound_log()
+    assert child.log.read_text() == ""
+    assert not child.log.with_suffix(".log.1").exists()
+    child.stop()
+
+
+def test_what_cannot_be_remembered_does_not_run(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = Child(home, program(home, SLEEPER))
+    monkeypatch.setattr("controlplane.local.runfile.write_private", no_room)
+    with pytest.raises(OSError, match="No space"):
+        child.start()
+    assert processes.marked(home) == []
+
+
+def no_room(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -56,6 +57,16 @@ def test_readers_never_see_half_a_file() -> None:
     stop.set()
     writer.join()
     assert seen <= texts
+
+
+def test_a_write_that_fails_leaves_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", no_room)
+    with pytest.raises(OSError, match="No space"):
+        runfile.write_private(home / "pids" / "keeper.json", "{}")
+    assert list((home / "pids").iterdir()) == []
 
 
 def test_the_secret_key_stays_the_same() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import redis
 from django.conf import settings
 from django.db import connection
 
+from controlplane.env import database_from_url
 from controlplane.local import processes, services
 from controlplane.local.processes import Child
 
@@ -53,16 +55,31 @@ def test_committed_rows_survive_a_killed_postgres(
     assert [child.stop() for child in children.values()] == [True, True]
 
 
+def socket_folder(plan: services.Plan) -> Path:
+    """As Django is told it."""
+    return Path(str(database_from_url(plan.database_url)["HOST"]))
+
+
+@pytest.mark.parametrize("name", ["my work", "50% #1 & a+b", 'so, "quoted" \\'])
+def test_any_folder_will_do(home: Path, name: str) -> None:
+    plan, children = start(home / name)
+    assert (socket_folder(plan) / ".s.PGSQL.5432").is_socket()
+    with psycopg.connect(plan.database_url) as session:
+        assert session.execute("SELECT 42").fetchone() == (42,)
+    assert [child.stop() for child in children.values()] == [True, True]
+    socket_folder(plan).rmdir()
+
+
 def test_the_database_socket_is_closed_to_other_users(home: Path) -> None:
     plan = services.plan(home, {}, print)
-    folder = Path(plan.database_url.split("host=")[1])
+    folder = socket_folder(plan)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def test_a_long_path_gets_a_short_socket(home: Path) -> None:
     deep = home / ("d" * 90)
     plan = services.plan(deep, {}, print)
-    folder = Path(plan.database_url.split("host=")[1])
+    folder = socket_folder(plan)
     assert len(str(folder)) < 80
     folder.rmdir()
 
@@ -84,3 +101,29 @@ def test_a_wrong_binary_says_why(home: Path) -> None:
         services.wait_ready(plan, children)
     for child in children:
         child.stop()
+
+
+def test_a_port_is_one_that_no_connection_takes_and_nobody_was_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(services, "SERVER_PORTS", range(15_000, 15_100))
+    given: set[int] = set()
+    for _ in range(20):
+        port = services.free_port(taken=given)
+        assert port not in given
+        assert port in services.SERVER_PORTS
+        given.add(port)
+
+
+def test_the_wanted_port_is_had_unless_it_is_taken() -> None:
+    wanted = services.free_port()
+    assert services.free_port(wanted) == wanted
+    assert services.free_port(wanted, {wanted}) != wanted
+    with socket.create_server(("127.0.0.1", wanted)):
+        assert services.free_port(wanted) != wanted
+
+
+def test_where_all_ports_are_taken_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "SERVER_PORTS", range(15_000, 15_002))
+    with pytest.raises(services.ServiceError, match="close some programs"):
+        services.free_port(taken={15_000, 15_001})

@@ -27,7 +27,7 @@ class Command(BaseCommand):
             if options["part"] == "prepare":
                 call_command("migrate", verbosity=0, interactive=False)
                 demo.ensure_admin(home)
-                demo.choose_nodes(nodes)
+                demo.choose_nodes(home, nodes)
                 demo.resume()
                 demo.believe_all_alive()
                 demo.ensure_clusters(nodes)

@@ -21,6 +21,7 @@ class Command(BaseCommand):
     def handle(self, *_args: Any, **options: Any) -> None:
         home = runfile.home()
         if not home.exists():
+            forget(home)  # what an earlier one was not let delete
             self.stdout.write(f"nothing to delete: {home} does not exist")
             return
         self.stdout.write(f"This deletes {home}: database, checkpoints, keys, logs.")
