@@ -89,6 +89,15 @@ def test_the_migrations_wait_for_the_database_and_run_once(services: dict[str, A
 
 
 @pytest.mark.parametrize("name", OURS)
+def test_a_site_sets_what_it_likes_in_one_file_that_need_not_be_there(
+    services: dict[str, Any], name: str
+) -> None:
+    assert services[name]["env_file"] == [{"path": ".env", "required": False}]
+    assert "/.env" in (runfile.REPOSITORY / ".gitignore").read_text().split()
+    assert ".env" in (runfile.REPOSITORY / ".dockerignore").read_text().split()
+
+
+@pytest.mark.parametrize("name", OURS)
 def test_our_processes_may_do_no_more_than_they_must(services: dict[str, Any], name: str) -> None:
     service = services[name]
     assert service["read_only"] is True

@@ -6,6 +6,7 @@ import ast
 import re
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +16,13 @@ from prometheus_client import REGISTRY, CollectorRegistry
 import controlplane.ingest.metrics
 import controlplane.middleware  # for what it registers
 import workers.metrics
+from controlplane.health.catalogue import OVERLAY
 from controlplane.local import runfile
 
 DOCS = runfile.REPOSITORY / "docs"
 PROMTOOL = shutil.which("promtool")
-#: Read by a library, not by our settings.
-FOREIGN = {"PROMETHEUS_MULTIPROC_DIR"}
+#: Read elsewhere than in our settings: by a library, and where the catalogues are.
+FOREIGN = {"PROMETHEUS_MULTIPROC_DIR", OVERLAY}
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +79,16 @@ def test_every_metric_is_in_the_guide(guide: str, metrics: set[str]) -> None:
     assert named == metrics - abbreviated
 
 
+def test_each_alert_that_the_guide_names_is_a_rule(
+    guide: str, alerts: list[dict[str, Any]]
+) -> None:
+    section = guide.split("\n## Monitor\n")[1].split("\n## ")[0]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    promised = [re.findall(r"`(\w+)", names) for names, *_, when in rows if when.strip(" |")]
+    asked = " ".join(rule["expr"] for rule in alerts)
+    assert [names for names in promised if not any(name in asked for name in names)] == []
+
+
 def test_alerts_speak_of_metrics_that_exist(
     alerts: list[dict[str, Any]], metrics: set[str]
 ) -> None:
@@ -109,6 +121,42 @@ def test_each_alert_says_what_is_and_what_to_do(alerts: list[dict[str, Any]]) ->
         assert rule["alert"].startswith("Drydock")
         assert rule["labels"]["severity"] in {"warning", "critical"}
         assert rule["annotations"].keys() == {"summary", "remedy"}
+
+
+@pytest.fixture
+def helper(guide: str, tmp_path: Path) -> str:
+    """The guide's function, for a host on which whoever tries it may be anybody."""
+    (line,) = re.findall(r"^drydock\(\) \{.*\}$", guide, re.MULTILINE)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$DATABASE_URL" "$#" "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "environment").write_text("DATABASE_URL=postgresql://drydock@/drydock?host=/run\n")
+    line = line.replace("/etc/drydock", str(tmp_path)).replace("/srv/drydock", str(tmp_path))
+    return f'sudo() {{ shift 2; "$@"; }}\n{line}\n'
+
+
+@pytest.mark.parametrize(
+    ("before", "database"),
+    [
+        ("", "postgresql://drydock@/drydock?host=/run"),
+        ("DATABASE_URL=postgresql:///mine ", "postgresql://drydock@/drydock?host=/run"),
+        ("WITH=DATABASE_URL=postgresql:///restored ", "postgresql:///restored"),
+    ],
+)
+def test_the_guides_function_runs_a_command_in_the_hosts_environment(
+    helper: str, before: str, database: str
+) -> None:
+    script = f"{helper}{before}drydock user 'two words' --superuser"
+    told = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
+    assert told.stdout.splitlines() == [
+        database,
+        "4",
+        "manage.py",
+        "user",
+        "two words",
+        "--superuser",
+    ]
 
 
 def test_links_between_the_guides_lead_somewhere() -> None:

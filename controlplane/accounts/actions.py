@@ -123,6 +123,24 @@ def set_user_active(actor: Actor, user: User, active: bool, reason: str) -> None
 
 
 @transaction.atomic
+def make_superuser(actor: Actor, user: User, *, reason: str = "") -> None:
+    """Let a person hold every role in every cluster, and see to people and everybody's tokens."""
+    if not User.objects.filter(pk=user.pk, is_superuser=False).update(is_superuser=True):
+        return
+    user.is_superuser = True
+    audit(
+        actor,
+        "user.make_superuser",
+        "user",
+        str(user.pk),
+        cluster_id=None,
+        before={"superuser": False},
+        after={"superuser": True},
+        reason=reason,
+    )
+
+
+@transaction.atomic
 def grant_role(
     actor: Actor, user: User, role: Role, cluster_id: str | None, *, reason: str = ""
 ) -> Grant:

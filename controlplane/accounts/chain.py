@@ -71,7 +71,7 @@ class Report:
             self.problems.append(Problem(position, event_id, what))
 
     def as_dict(self) -> dict[str, Any]:
-        return {"ok": self.ok, **asdict(self)}
+        return {"ok": self.ok, **asdict(self), "head": str(self.head)}
 
 
 @transaction.atomic  # so that the rows are streamed, all as of one moment

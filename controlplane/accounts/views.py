@@ -11,16 +11,19 @@ from django.conf import settings
 from django.contrib.auth.forms import AuthenticationForm
 from django.contrib.auth.views import LoginView, LogoutView, redirect_to_login
 from django.core.exceptions import ValidationError
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.http.response import HttpResponseBase
-from django.shortcuts import resolve_url
+from django.middleware import csrf
+from django.shortcuts import render, resolve_url
 from django.utils.http import url_has_allowed_host_and_scheme
-from django_htmx.http import HttpResponseClientRedirect
+from django_htmx.http import HttpResponseClientRedirect, HttpResponseClientRefresh
 
 from controlplane.accounts import throttle
 from controlplane.accounts.access import Access, needs
 
 View = Callable[..., HttpResponseBase]
+#: How a refusal begins that does not come from an old page: the form was sent from elsewhere.
+_FROM_ELSEWHERE = (csrf.REASON_BAD_ORIGIN.split("%")[0], csrf.REASON_BAD_REFERER.split("%")[0])
 
 
 def signed_in(view: View) -> View:
@@ -89,3 +92,23 @@ class Logout(LogoutView):
 
 login = needs(Access.PUBLIC)(Login.as_view())
 logout = needs(Access.PUBLIC)(Logout.as_view())
+
+
+def csrf_failure(request: HttpRequest, reason: str = "") -> HttpResponse:
+    """What a form hears whose token does not fit: most often its page is from before signing in.
+
+    A page that htmx keeps loads anew. Whoever signs in a second time is led on, as they are where
+    the token fits: they are signed in.
+    """
+    if request.htmx:  # type: ignore[attr-defined]
+        return HttpResponseClientRefresh()
+    if request.user.is_authenticated and request.path == resolve_url(settings.LOGIN_URL):
+        view = Login()
+        view.setup(request)
+        return HttpResponseRedirect(view.get_success_url())
+    told = {
+        "reason": reason,
+        "from_elsewhere": reason.startswith(_FROM_ELSEWHERE),
+        "back": _page_of(request),
+    }
+    return render(request, "403_csrf.html", told, status=403)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from django.db.models import QuerySet
@@ -48,32 +47,37 @@ COLUMNS: tuple[Column[Written], ...] = (
 def audit(request: HttpRequest) -> HttpResponseBase:
     """What was written in one's clusters, newest first, narrowed by the form's fields."""
     asked = trail.Asked.of(request.GET)
+    visible = audit_for(request.user)
     if is_wanted(request):
-        return as_file(request, "audit", COLUMNS, map(_with_names, _whole(request, asked)))
+        found = trail.narrowed(visible, asked).select_related("cluster")
+        whole = pages_of(found, request.GET, sorts=SORTS)
+        return as_file(request, "audit", COLUMNS, map(_with_names, whole))
+    clusters = list(clusters_for(request.user))
 
     def context() -> dict[str, Any]:
-        page = page_of(_found(request, asked), request.GET, sorts=SORTS)
+        page = page_of(trail.narrowed(visible, asked), request.GET, sorts=SORTS)
         whole_trail = may_everywhere(request.user, Role.ADMIN)
         return {
             "asked": asked,
             "page": page,
             "rows": trail.rows_of(page.rows),
-            "clusters": clusters_for(request.user),
+            "clusters": clusters,
             "whole_trail": whole_trail,
             "head": chain.head() if whole_trail else None,
             "unchained": chain.unchained() if whole_trail else 0,
             "verification": trail.last_verification() if whole_trail else None,
         }
 
-    return live_page(request, "audit/list", clusters_for(request.user), context)
+    return live_page(request, "audit/list", clusters, context, also=_news(visible))
 
 
-def _found(request: HttpRequest, asked: trail.Asked) -> QuerySet[AuditEvent]:
-    return trail.narrowed(audit_for(request.user), asked)
+def _news(visible: QuerySet[AuditEvent]) -> str:
+    """What of the trail has been seen: its newest row, and the oldest that is not chained yet.
 
-
-def _whole(request: HttpRequest, asked: trail.Asked) -> Iterator[list[AuditEvent]]:
-    return pages_of(_found(request, asked).select_related("cluster"), request.GET, sorts=SORTS)
+    Neither what belongs to no cluster nor what the keeper chains is a change of a cluster.
+    """
+    ids = visible.values_list("pk", flat=True)
+    return f".{ids.first()}-{ids.filter(position=None).order_by('pk').first()}"
 
 
 def _with_names(events: list[AuditEvent]) -> list[Written]:

@@ -124,6 +124,7 @@ def _page(request: HttpRequest, found: Job, status: int = 200) -> HttpResponse:
         return {
             "live_path": reverse("job", args=[found.pk]),
             "job": found,
+            "commit_late_after_s": selectors.commit_late_after_s(found),
             "seats": selectors.seats(found),
             "warm_spares": list(found.held_warm_spares),
             "marks": selectors.marks(found),

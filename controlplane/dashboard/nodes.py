@@ -1,9 +1,9 @@
-"""The page of one node, its readings, and what an operator may have done to it."""
+"""The page of one node, its readings, and what people may have done to it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -27,22 +27,35 @@ from controlplane.fleet.models import Node
 from controlplane.fleet.selectors import may
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.plans import NODE_ORDERS, ORDER_STATES, Plan, plan_of_order
+from controlplane.jobs import actions as jobs
+from controlplane.jobs.selectors import may_be_spare
 from controlplane.live import live_page
 
 
 @dataclass(frozen=True)
 class Order:
-    """Something that an operator may ask for, and what it means in a sentence."""
+    """Something that a person may ask for, and what it means in a sentence."""
 
     verb: str
     label: str
     effect: str
     disruptive: bool = True
+    #: The name of the address that takes it.
+    route: str = "node-order"
+    role: Role = Role.OPERATOR
+    #: What is asked, where label and name do not say it: "{}" stands for the name.
+    words: str = ""
+    #: What it takes beside a state that the playbook allows.
+    allows: Callable[[Node], bool] = field(default=lambda _node: True)
 
     def fits(self, node: Node) -> bool:
         """Whether the node's present state allows it."""
         allowed = ORDER_STATES.get(self.verb)
-        return allowed is None or node.state in allowed
+        return (allowed is None or node.state in allowed) and self.allows(node)
+
+    def of(self, node: Node) -> str:
+        """The whole order in words."""
+        return (self.words or f"{self.label} {{}}").format(node.name)
 
 
 ORDERS: dict[str, Order] = {
@@ -55,13 +68,54 @@ ORDERS: dict[str, Order] = {
         Order("reboot", "Reboot", "Restarts it through its chassis; what runs there is ended."),
         Order("return", "Return", "Validates it and gives it back to the fleet.", False),
         Order("retire", "Retire", "Strikes it off the fleet for good; its history stays."),
-        Order("hold", "Hold", "Automation keeps its hands off until it is released.", False),
-        Order("release", "Release", "Lifts the hold: automation may act on it again.", False),
+        Order(
+            "hold",
+            "Hold",
+            "Automation keeps its hands off until it is released.",
+            disruptive=False,
+            route="node-hold",
+        ),
+        Order(
+            "release",
+            "Release",
+            "Lifts the hold: automation may act on it again.",
+            disruptive=False,
+            route="node-release",
+        ),
+        Order(
+            "spare",
+            "Make it a spare",
+            "Kept free for replicas that lose their node, and for whoever reserves one.",
+            disruptive=False,
+            route="node-spare",
+            words="Make {} a spare",
+            allows=may_be_spare,
+        ),
+        Order(
+            "unspare",
+            "No longer a spare",
+            "Jobs may start on it as on any other node.",
+            disruptive=False,
+            route="node-unspare",
+            words="Let {} be a spare no longer",
+            allows=lambda node: node.spare,
+        ),
         Order(
             "maintenance",
             "Maintenance",
             "Announces work on it: automation keeps its hands off for that time.",
-            False,
+            disruptive=False,
+            route="node-maintenance",
+        ),
+        Order(
+            "revoke-key",
+            "Revoke key",
+            "Nothing that it says is taken any more, and it is given no orders. What runs there"
+            " goes on until a quarantine cuts its power. It comes back only under another name.",
+            route="node-revoke-key",
+            role=Role.ADMIN,
+            words="Revoke the key of {}",
+            allows=lambda node: node.key_revoked_at is None,
         ),
     )
 }
@@ -133,6 +187,35 @@ def release(request: HttpRequest, node_id: str) -> HttpResponse:
 @require_POST
 @signed_in
 @needs(Access.OPERATOR)
+def spare(request: HttpRequest, node_id: str) -> HttpResponse:
+    return _act(request, node_id, lambda actor: jobs.make_spare(actor, node_id, reason_of(request)))
+
+
+@require_POST
+@signed_in
+@needs(Access.OPERATOR)
+def unspare(request: HttpRequest, node_id: str) -> HttpResponse:
+    return _act(
+        request, node_id, lambda actor: jobs.unmake_spare(actor, node_id, reason_of(request))
+    )
+
+
+@require_POST
+@signed_in
+@needs(Access.ADMIN)
+def revoke_key(request: HttpRequest, node_id: str) -> HttpResponse:
+    """Hear this node no more."""
+    return _act(
+        request,
+        node_id,
+        lambda actor: fleet.revoke_node_key(actor, node_id, reason_of(request)),
+        role=Role.ADMIN,
+    )
+
+
+@require_POST
+@signed_in
+@needs(Access.OPERATOR)
 def maintenance(request: HttpRequest, node_id: str) -> HttpResponse:
     """Announce work on this node, from now on for `hours`."""
 
@@ -161,7 +244,12 @@ def hours_of(request: HttpRequest) -> float:
     return hours
 
 
-def _act(request: HttpRequest, node_id: str, deed: Callable[[Actor], object]) -> HttpResponse:
+def _act(
+    request: HttpRequest,
+    node_id: str,
+    deed: Callable[[Actor], object],
+    role: Role = Role.OPERATOR,
+) -> HttpResponse:
     found = selectors.node_for(request.user, node_id)
     return act(
         request,
@@ -171,6 +259,7 @@ def _act(request: HttpRequest, node_id: str, deed: Callable[[Actor], object]) ->
         again=lambda status: _page(
             request, selectors.node_for(request.user, node_id), status=status
         ),
+        role=role,
     )
 
 
@@ -179,10 +268,19 @@ def _page(request: HttpRequest, found: Node, status: int = 200) -> HttpResponse:
         cards = selectors.cards_of(found)
         own = selectors.faults_of_itself(found)
         story, older = story_of(found, before=_moment(request.GET.get("before")))
-        asked = ORDERS.get(request.GET.get("order", ""))
-        may_act = may(request.user, Role.OPERATOR, found.cluster_id)
+        administers = may(request.user, Role.ADMIN, found.cluster_id)
+        may_act = administers or may(request.user, Role.OPERATOR, found.cluster_id)
+        held = {Role.OPERATOR: may_act, Role.ADMIN: administers}
+        asked = ORDERS.get(_asked_verb(request))
+        if asked is not None and not held[asked.role]:
+            asked = None
+        query = request.GET.copy()
+        if asked is not None:
+            query["order"] = asked.verb
         return {
             "live_path": reverse("node", args=[found.id]),
+            "live_query": query,
+            "typed": request.POST,
             "node": found,
             "reachable": found.reachable,
             "standing": selectors.standing_of(found),
@@ -196,19 +294,33 @@ def _page(request: HttpRequest, found: Node, status: int = 200) -> HttpResponse:
             "windows": {word: label for word, (label, _) in selectors.WINDOWS.items()},
             "window": _window_word(request),
             "may_act": may_act,
-            "orders": [(one, one.fits(found)) for one in _offered(found)],
-            "asked": asked if may_act else None,
+            "orders": [(one, one.fits(found)) for one in _offered(found) if held[one.role]],
+            "asked": asked,
+            "asked_words": asked.of(found) if asked else "",
             "fits": asked is not None and asked.fits(found),
-            "plan": _plan(found, asked) if may_act and asked else None,
+            "plan": _plan(found, asked) if asked else None,
             "faults": _faults(found) if may_act else {},
         }
 
     return live_page(request, "nodes/node", [found.cluster], context, status=status)
 
 
+def _asked_verb(request: HttpRequest) -> str:
+    """Of the order whose form is shown: the one that the address asks for, or that was refused."""
+    if request.method != "POST":
+        return request.GET.get("order", "")
+    route = request.resolver_match.view_name if request.resolver_match else ""
+    own = (one.verb for one in ORDERS.values() if one.route == route != "node-order")
+    return next(own, request.POST.get("verb", ""))
+
+
 def _offered(found: Node) -> list[Order]:
-    hidden = "hold" if found.hold_reason else "release"
-    return [one for one in ORDERS.values() if one.verb != hidden]
+    hidden = {
+        "hold" if found.hold_reason else "release",
+        "spare" if found.spare else "unspare",
+        "revoke-key" if found.key_revoked_at else "",
+    }
+    return [one for one in ORDERS.values() if one.verb not in hidden]
 
 
 def _plan(found: Node, asked: Order) -> Plan | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -83,15 +83,15 @@ def playbooks(request: HttpRequest) -> HttpResponseBase:
 def set_mode(request: HttpRequest, cluster_id: str) -> HttpResponse:
     """Say how far `playbook` may go by itself."""
     found = cluster_for(request.user, cluster_id)
+    playbook = request.POST.get("playbook", "")
 
     def deed(actor: Actor) -> None:
         mode = request.POST.get("mode", "")
         if mode not in Mode.values:
             raise Conflict(f"a mode is one of {', '.join(Mode.values)}")
-        playbook = request.POST.get("playbook", "")
         incidents.set_mode(actor, cluster_id, playbook, Mode(mode), reason_of(request))
 
-    return _act(request, found, deed, role=Role.ADMIN)
+    return _act(request, found, deed, role=Role.ADMIN, form=f"mode-{playbook}")
 
 
 @require_POST
@@ -100,15 +100,15 @@ def set_mode(request: HttpRequest, cluster_id: str) -> HttpResponse:
 def set_limit(request: HttpRequest, cluster_id: str) -> HttpResponse:
     """Say how many nodes automation may have out at once, over a `scope`."""
     found = cluster_for(request.user, cluster_id)
+    scope = request.POST.get("scope", "")
 
     def deed(actor: Actor) -> None:
-        scope = request.POST.get("scope", "")
         nodes = whole(request.POST.get("nodes", ""), 100_000)
         if scope not in Scope.values or nodes is None:
             raise Conflict("a limit is a number of nodes, for one of the scopes shown")
         incidents.set_limit(actor, cluster_id, Scope(scope), nodes, reason_of(request))
 
-    return _act(request, found, deed, role=Role.ADMIN)
+    return _act(request, found, deed, role=Role.ADMIN, form=f"limit-{scope}")
 
 
 @require_POST
@@ -141,7 +141,7 @@ def open_maintenance(request: HttpRequest, cluster_id: str) -> HttpResponse:
             rack_id=request.POST.get("rack") or None,
         )
 
-    return _act(request, found, deed)
+    return _act(request, found, deed, form="announce")
 
 
 @require_POST
@@ -172,15 +172,27 @@ def _act(
     deed: Callable[[Actor], object],
     *,
     role: Role = Role.OPERATOR,
+    form: str = "",
 ) -> HttpResponse:
+    """Do one action in this cluster, and show the page anew.
+
+    Where it was refused, `form` on the page holds what was typed in it.
+    """
+
     def again(status: int) -> HttpResponse:
-        return _page(request, cluster_for(request.user, found.id), status=status)
+        found_now = cluster_for(request.user, found.id)
+        return _page(request, found_now, status=status, refused={form: request.POST})
 
     back = f"{reverse('automation-page')}?cluster={found.id}"
     return act(request, found.id, deed, back=back, again=again, role=role)
 
 
-def _page(request: HttpRequest, found: Cluster | None, status: int = 200) -> HttpResponse:
+def _page(
+    request: HttpRequest,
+    found: Cluster | None,
+    status: int = 200,
+    refused: Mapping[str, Mapping[str, str]] | None = None,
+) -> HttpResponse:
     clusters = list(clusters_for(request.user))
     query = request.GET.copy()
     if found is not None:
@@ -194,6 +206,7 @@ def _page(request: HttpRequest, found: Cluster | None, status: int = 200) -> Htt
             "live_query": query,
             "clusters": clusters,
             "cluster": found,
+            "refused": refused or {},
         }
         if found is None:
             return base

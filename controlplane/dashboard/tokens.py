@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from django.conf import settings
 from django.contrib import messages
 from django.db.models import Q, QuerySet
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
@@ -135,6 +136,7 @@ def _page(
         "cut_at": SHOWN if len(past) > SHOWN else None,
         "made": made,
         "text": text,
+        "public_url": settings.PUBLIC_URL.rstrip("/"),
         "scopes": roles.roles_held(user),
         "clusters": clusters_for(user),
         "lives": LIVES,

@@ -12,6 +12,7 @@ from typing import Any
 from django.db.models import Prefetch, Q, QuerySet
 from django.utils import timezone
 
+from controlplane.accounts.access import Access
 from controlplane.accounts.models import Actor
 from controlplane.fleet import actions, selectors
 from controlplane.fleet.choices import NodeState, Rung
@@ -103,6 +104,15 @@ class Nodes(NodeList):
     def release(self, actor: Actor, node: Node, order: dict[str, Any]) -> None:
         """Lift the hold of a node"""
         actions.set_hold(actor, node.pk, "", lifted_because=order["reason"])
+
+    @verb(access=Access.ADMIN, path="revoke-key")
+    def revoke_key(self, actor: Actor, node: Node, order: dict[str, Any]) -> None:
+        """Revoke a node's key
+
+        Nothing that it says is taken any more, and it is given no orders. It comes back only under
+        another key and another name.
+        """
+        actions.revoke_node_key(actor, node.pk, order["reason"])
 
 
 class Spares(NodeList):

@@ -27,7 +27,7 @@ from controlplane.errors import Conflict
 from controlplane.export import Column, as_file, is_wanted
 from controlplane.fleet import actions
 from controlplane.fleet.models import Cluster, JoinToken, Node
-from controlplane.fleet.selectors import clusters_for
+from controlplane.fleet.selectors import clusters_for, may_everywhere
 from controlplane.live import live_page
 from controlplane.paging import pages_of
 
@@ -143,13 +143,17 @@ def _page(request: HttpRequest, *, made: Made | None = None, status: int = 200) 
             "made": made,
         }
 
-    return live_page(request, "enrolment/enrolment", clusters, context, status=status)
+    expiring = _tokens_in(clusters), ("expires_at",)
+    return live_page(
+        request, "enrolment/enrolment", clusters, context, moments=[expiring], status=status
+    )
 
 
 def _administered(request: HttpRequest) -> QuerySet[Cluster]:
-    """The clusters that one is admin of. Raises PermissionDenied if there are none."""
+    """The clusters that one is admin of. Raises PermissionDenied if there are none, but to whoever
+    is admin of all that will be: the first is yet to be made."""
     clusters = clusters_for(request.user, Role.ADMIN)
-    if not clusters:
+    if not clusters and not may_everywhere(request.user, Role.ADMIN):
         raise PermissionDenied("Only admins of a cluster let nodes in.")
     return clusters
 

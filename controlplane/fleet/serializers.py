@@ -63,6 +63,7 @@ class NodeSerializer(RowSerializer):
             "gpu_model",
             "gpu_count",
             "enrolled_at",
+            "key_revoked_at",
         )
 
     def get_gpu_model(self, node: Node) -> str:

@@ -243,7 +243,7 @@ def _plan(name: str, node: Node, _order: dict[str, Any]) -> Mapping[str, Any]:
     return plan_of_order(node, name).as_dict()
 
 
-class Nodes(fleet.Nodes):
+class Nodes(jobs.NodesToSpare):
     drain = _order("drain", "Empty a node, the scheduler's way")
     quarantine = _order("quarantine", "Take a node out, so that nothing lands on it")
     diagnose = _order("diagnose", "Run a node's diagnostics")

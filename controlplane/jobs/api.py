@@ -10,8 +10,8 @@ from django.db.models import Q, QuerySet
 from django.http import QueryDict
 
 from controlplane.accounts.models import Actor
-from controlplane.fleet.api import IN_CLUSTER, OF_NODE, Spares
-from controlplane.fleet.models import Cluster
+from controlplane.fleet.api import IN_CLUSTER, OF_NODE, Nodes, Spares
+from controlplane.fleet.models import Cluster, Node
 from controlplane.fleet.selectors import nodes_for, racks_for
 from controlplane.jobs import actions, selectors
 from controlplane.jobs.choices import JobState, ReplicaState, Tier
@@ -216,6 +216,24 @@ class SpareReservations(Resource):
     def release(self, actor: Actor, reservation: SpareReservation, order: dict[str, Any]) -> None:
         """Give a spare back before its time"""
         actions.release_spare(actor, reservation.pk, order["reason"])
+
+
+class NodesToSpare(Nodes):
+    @verb()
+    def spare(self, actor: Actor, node: Node, order: dict[str, Any]) -> None:
+        """Keep a node free as a spare
+
+        A conflict unless it is available: for a node that is free and in service.
+        """
+        actions.make_spare(actor, node.pk, order["reason"])
+
+    @verb()
+    def unspare(self, actor: Actor, node: Node, order: dict[str, Any]) -> None:
+        """Give a spare to the common pool
+
+        A conflict while it is reserved: release that first.
+        """
+        actions.unmake_spare(actor, node.pk, order["reason"])
 
 
 class SparesToReserve(Spares):

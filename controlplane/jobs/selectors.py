@@ -24,9 +24,11 @@ from django.db.models import (
     Func,
     Max,
     Min,
+    OuterRef,
     Prefetch,
     Q,
     QuerySet,
+    Subquery,
     Sum,
     Value,
     When,
@@ -54,6 +56,7 @@ from controlplane.jobs.models import (
     LedgerRange,
     NodeExclusion,
     Placement,
+    ProgressSample,
     Replica,
     SpareReservation,
 )
@@ -82,8 +85,11 @@ def unfinished_jobs_for(user: User | AnonymousUser) -> QuerySet[Job]:
 
 
 def job_for(user: User | AnonymousUser, job_id: str) -> Job:
-    """Raises Http404 if there is none, or none the caller may see."""
-    job = jobs_for(user).filter(pk=job_id).first()
+    """With `newest_step_s`, how long its newest steps took. Raises Http404 if there is none, or
+    none the caller may see."""
+    newest = ProgressSample.objects.filter(job=OuterRef("pk")).order_by("-at")
+    found = jobs_for(user).annotate(newest_step_s=Subquery(newest.values("step_s")[:1]))
+    job = found.filter(pk=job_id).first()
     if job is None:
         raise Http404("no such job")
     return job
@@ -107,25 +113,38 @@ def placeable(job_id: str | None = None) -> Q:
     Available, heard within a lease, trusted, not on hold, not drained by anybody, in no maintenance
     window; not reserved, unless for this job.
     """
-    now = timezone.now()
-    windows = MaintenanceWindow.objects.filter(starts_at__lte=now, ends_at__gt=now, closed_at=None)
+    heard_since = timezone.now() - timedelta(seconds=settings.LEASE_S)
     reserved = present_reservations()
     if job_id is not None:
         reserved = reserved.exclude(job_id=job_id)
+    heard = Q(lease__reachable=True, lease__last_beat_at__gte=heard_since)
     return (
-        Q(
-            state=NodeState.AVAILABLE,
-            lease__reachable=True,
-            lease__last_beat_at__gte=now - timedelta(seconds=settings.LEASE_S),
-            key_revoked_at=None,
-            hold_reason="",
-            drained_by="",
-        )
+        Q(heard, state=NodeState.AVAILABLE) & _kept_by_nobody() & ~Q(pk__in=reserved.values("node"))
+    )
+
+
+def may_return(node: Node, job: Job) -> bool:
+    """Whether nobody keeps this job, or all work, from a node that it is on: what it has there may
+    be started anew there."""
+    kept = node.exclusions.filter(job=job).exists()
+    return not kept and Node.objects.filter(_kept_by_nobody(), pk=node.pk).exists()
+
+
+def _kept_by_nobody() -> Q:
+    """Of a node: trusted, not on hold, not drained by anybody, in no maintenance window."""
+    now = timezone.now()
+    windows = MaintenanceWindow.objects.filter(starts_at__lte=now, ends_at__gt=now, closed_at=None)
+    return (
+        Q(key_revoked_at=None, hold_reason="", drained_by="")
         & ~Q(cluster__in=windows.filter(rack=None, node=None).values("cluster"))
         & ~Q(rack__in=windows.filter(rack__isnull=False).values("rack"))
         & ~Q(pk__in=windows.filter(node__isnull=False).values("node"))
-        & ~Q(pk__in=reserved.values("node"))
     )
+
+
+def may_be_spare(node: Node) -> bool:
+    """Whether the node is free and in service: what no job has yet, and what will be heard."""
+    return node.state == NodeState.AVAILABLE and node.key_revoked_at is None
 
 
 def present_reservations() -> QuerySet[SpareReservation]:
@@ -338,8 +357,11 @@ class TierHealth:
     not_taken: str = ""  # why, if the job went back since and could not use the newest
 
 
-#: A running job whose next checkpoint takes so many times as long as usual is late with it.
+#: A running job whose next checkpoint or commit takes so many times as long as usual is late with
+#: it.
 LATE_TIMES = 3.0
+#: However short its steps are, a commit is not late before so many seconds.
+COMMIT_MAY_TAKE_S = 30.0
 #: So many checkpoints of each tier are looked at.
 LAST = 8
 #: What ranks tell of a tier in which nothing has come whole for long, or ever.
@@ -463,6 +485,12 @@ def tiers_of(job: Job, checkpoints: list[Checkpoint]) -> list[TierHealth]:
         replicas, gone = tuple(sorted(why)), not_taken.get(tier, "")
         found.append(TierHealth(Tier(tier), newest, usual_s, late_s, late, replicas, text, gone))
     return found
+
+
+def commit_late_after_s(job: Job) -> float:
+    """How old the last commit of a running job is once the next is late. See `job_for`."""
+    step_s: float = job.newest_step_s or 0.0  # type: ignore[attr-defined]
+    return max(COMMIT_MAY_TAKE_S, LATE_TIMES * step_s + AT_ONCE.seconds)
 
 
 def sample_ledger(job: Job) -> SampleLedger:

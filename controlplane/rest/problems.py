@@ -16,8 +16,10 @@ from django.db import DatabaseError, IntegrityError, OperationalError
 from django.http import Http404, HttpRequest, HttpResponse
 from django.urls import reverse
 from django.views import defaults
+from django.views.decorators.csrf import csrf_exempt
 from rest_framework import exceptions
 
+from controlplane.accounts import views
 from controlplane.accounts.authentication import CsrfFailed
 from controlplane.errors import Conflict
 
@@ -169,6 +171,7 @@ def answer(request: HttpRequest, problem: Problem) -> HttpResponse:
     return response
 
 
+@csrf_exempt  # what is wrong is the address, and a program with a token has no cookie
 def not_found(request: HttpRequest, **_path: str) -> HttpResponse:
     """The view behind every address under the API that is none."""
     return answer(request, Problem("not_found", f"there is nothing at {request.path}"))
@@ -186,6 +189,13 @@ def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
     if not request.path.startswith("/api/"):
         return defaults.bad_request(request, exception)
     return answer(request, Problem("bad_request", "the request cannot be read"))
+
+
+def csrf_failure(request: HttpRequest, reason: str = "") -> HttpResponse:
+    """Django's CSRF_FAILURE_VIEW, for what is refused before a view is reached."""
+    if not request.path.startswith("/api/"):
+        return views.csrf_failure(request, reason)
+    return answer(request, Problem("csrf_failed", reason))
 
 
 #: What the framework raises, and the code under which it is told.

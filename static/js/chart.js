@@ -2,7 +2,7 @@
 // Fetches what is new each second and appends; drawn as SVG, so that CSS gives the colours and
 // marks are links.
 
-import { clock, element, figure, TICK_S } from "./svg.js";
+import { ask, clock, day, DAY_S, element, figure, tickStep } from "./svg.js";
 
 const LEFT = 52, RIGHT = 62, LANE = 36, LOSS = 132, BETWEEN = 22, RATE = 92, CKPT = 22, AXIS = 20;
 const RATE_TOP = LANE + LOSS + BETWEEN;
@@ -17,16 +17,28 @@ const series = Object.fromEntries(COLUMNS.map((name) => [name, []]));
 const marks = new Map(); // epoch -> mark
 const checkpoints = new Map(); // step and tier -> checkpoint
 let cursor = null; // index of the point under the crosshair
+let timer = 0;
+let isAsking = false;
 
+/** A moment, with its day where the curves are of more than one. */
+const moment = (at) =>
+  series.at.at(-1) - series.at[0] > DAY_S ? `${day(at)} ${clock(at)}` : clock(at);
 const span = (value) => (value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(1)} s`);
 
 // --- What is new ---------------------------------------------------------------------------------
 
+// What an ended job has to tell, it tells once.
 async function poll() {
+  if (isAsking) return; // it goes on by itself
+  clearTimeout(timer);
+  isAsking = true;
+  let heard = false;
   try {
-    if (!document.hidden) await update();
+    if (!document.hidden) heard = await update();
   } finally {
-    if (box.dataset.live === "yes") setTimeout(poll, 1000);
+    isAsking = false;
+    if (!heard || box.dataset.live === "yes") timer = setTimeout(poll, 1000);
+    else document.removeEventListener("visibilitychange", poll);
   }
 }
 
@@ -34,15 +46,15 @@ async function update() {
   if (series.step.length > 2500) for (const name of COLUMNS) series[name].length = 0;
   const query = new URLSearchParams({ window: box.dataset.window });
   if (series.at.length) query.set("after", series.at.at(-1));
-  const answer = await fetch(`${box.dataset.url}?${query}`, { credentials: "same-origin" }).catch(() => null);
-  if (!answer || answer.status !== 200 || answer.redirected) return;
-  const news = await answer.json();
+  const { heard, news } = await ask(`${box.dataset.url}?${query}`);
+  if (!news) return heard;
   for (const name of COLUMNS) series[name].push(...news[name]);
   for (const mark of news.marks) marks.set(mark.epoch, mark);
   for (const one of news.checkpoints) checkpoints.set(`${one.step} ${one.tier}`, one);
   forgetOld();
   draw();
   fillTable();
+  return heard;
 }
 
 function forgetOld() {
@@ -67,7 +79,7 @@ function draw() {
     "svg",
     { viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT, tabindex: 0, role: "img",
       "aria-label": "Loss and throughput over time. Arrow keys read the values; the numbers are in the table below." },
-    ...degraded(shown, x, to),
+    ...degraded(from, to, x),
     ...axis("loss", loss, width),
     ...axis("samples/s", rate, width),
     ...timeAxis(from, to, x),
@@ -153,12 +165,14 @@ function axis(title, { top, height, ticks, digits, y }, width) {
 }
 
 function timeAxis(from, to, x) {
-  const step = TICK_S.find((seconds) => (to - from) / seconds <= 8) ?? 86400;
+  const step = tickStep(to - from, 8);
+  const told = (at) =>
+    to - from > DAY_S && at % DAY_S === 0 ? day(at).slice(5) : clock(at).slice(0, step < 60 ? 8 : 5);
   const made = [];
   for (let at = Math.ceil(from / step) * step; at <= to; at += step) {
     made.push(
       element("line", { class: "c-notch", x1: x(at), x2: x(at), y1: BOTTOM + CKPT, y2: BOTTOM + CKPT + 4 }),
-      element("text", { class: "c-tick", x: x(at), y: HEIGHT - 3, "text-anchor": "middle" }, clock(at).slice(0, step < 60 ? 8 : 5)),
+      element("text", { class: "c-tick", x: x(at), y: HEIGHT - 3, "text-anchor": "middle" }, told(at)),
     );
   }
   return made;
@@ -172,13 +186,34 @@ function ends(width, loss, rate) {
       element("text", { class: `c-end ${name}`, x: width - RIGHT + 8, y: y(value) + 4 }, figure(value)));
 }
 
-// The stretches in which a replica was missing: from its loss until it joined again.
-function degraded(shown, x, to) {
-  return shown.filter((mark) => mark.lost.length).map((mark) => {
-    const back = shown.find((later) => later.at > mark.at && mark.lost.some((replica) => later.joined.includes(replica)));
-    const end = back ? back.at : to;
-    return element("rect", { class: "c-degraded", x: x(mark.at), y: LANE, width: Math.max(1, x(end) - x(mark.at)), height: BOTTOM - LANE });
+// The stretches in which any replica was missing: from its loss until it joined again.
+function degraded(from, to, x) {
+  return together(missing(to), from).map(([since, until]) => {
+    const width = Math.max(1, x(until) - x(since));
+    return element("rect", { class: "c-degraded", x: x(since), y: LANE, width, height: BOTTOM - LANE });
   });
+}
+
+/** From when to when each lost replica was missing, whatever of it the curves show. */
+function missing(to) {
+  const told = [...marks.values()].sort((one, other) => one.at - other.at);
+  return told.flatMap(({ at, lost }, index) =>
+    lost.map((replica) => {
+      const back = told.slice(index).find(({ joined }) => joined.includes(replica));
+      return [at, Math.min(to, back?.at ?? to)];
+    }));
+}
+
+/** Stretches that overlap made one: laid over one another they would look darker. */
+function together(stretches, from) {
+  const made = [];
+  for (const [since, until] of stretches.map(([start, end]) => [Math.max(from, start), end])) {
+    const last = made.at(-1);
+    if (until <= since) continue;
+    if (last && since <= last[1]) last[1] = Math.max(last[1], until);
+    else made.push([since, until]);
+  }
+  return made;
 }
 
 function checkpointTicks(from, to, x) {
@@ -187,7 +222,7 @@ function checkpointTicks(from, to, x) {
   return [title, ...shown.map((one) => {
     const at = x(one.at);
     const tick = element("path", { class: `c-ckpt c-ckpt--${one.tier}`, d: `M${at - 3.5} ${BOTTOM + 14}l3.5 -5 3.5 5 -3.5 5z` });
-    tick.append(element("title", {}, `Checkpoint of step ${one.step} (${one.tier}), ${clock(one.at)} UTC`));
+    tick.append(element("title", {}, `Checkpoint of step ${one.step} (${one.tier}), ${moment(one.at)} UTC`));
     return tick;
   })];
 }
@@ -209,7 +244,7 @@ function markLines(shown, x, width) {
     const group = element(mark.incident ? "a" : "g", { class: `c-mark c-mark--${kind}` });
     if (mark.incident) group.setAttribute("href", box.dataset.incident.replace("ID", mark.incident));
     group.append(
-      element("title", {}, `${words}, ${clock(mark.at)} UTC, gap ${span(mark.gap_s)}`),
+      element("title", {}, `${words}, ${moment(mark.at)} UTC, gap ${span(mark.gap_s)}`),
       element("line", { x1: at, x2: at, y1: row === 1 ? 19 : 6, y2: BOTTOM }),
     );
     if (row >= 0) {
@@ -260,7 +295,7 @@ function point(index, hair, x, loss, rate) {
       .map(([value, { y }]) => element("circle", { cx: at, cy: y(value), r: 3.5 })),
   );
   box.querySelector(".chart-read").textContent =
-    `${clock(series.at[index])} UTC · step ${figure(series.step[index])} · loss ${figure(series.loss[index])}` +
+    `${moment(series.at[index])} UTC · step ${figure(series.step[index])} · loss ${figure(series.loss[index])}` +
     ` · ${figure(series.throughput[index])} samples/s · longest gap ${span(series.gap_s[index])}`;
 }
 
@@ -275,7 +310,7 @@ function fillTable() {
   const rows = [];
   for (let index = series.at.length - 1; index >= 0 && rows.length < 300; index -= 1) {
     const row = document.createElement("tr");
-    const cells = [clock(series.at[index]), series.step[index], figure(series.loss[index]), figure(series.throughput[index]), span(series.gap_s[index])];
+    const cells = [moment(series.at[index]), series.step[index], figure(series.loss[index]), figure(series.throughput[index]), span(series.gap_s[index])];
     cells.forEach((text, number) => {
       const cell = document.createElement("td");
       if (number) cell.className = "num";
@@ -289,4 +324,5 @@ function fillTable() {
 
 body.closest("details").addEventListener("toggle", fillTable);
 new ResizeObserver(() => draw()).observe(box);
+document.addEventListener("visibilitychange", poll);
 poll();

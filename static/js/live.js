@@ -1,5 +1,6 @@
 // Live regions: swaps only those whose content changed, keeps what the reader opened, typed,
-// chose or focused, and says since when the page is stale if the server does not answer.
+// chose or focused, waits while they press or select there, and says since when the page is stale
+// if the server does not answer.
 "use strict";
 
 (() => {
@@ -7,6 +8,9 @@
   const toggled = new Map(); // details key -> whether the reader wants it open
   const beacon = document.getElementById("beacon");
   let heardAt = new Date();
+
+  const isPoll = (event) => event.detail.elt?.id === "live-poll";
+  const utc = (date) => date.toISOString().slice(11, 19);
 
   // Every answer differs in its CSRF mask and its relative times: neither is news.
   const newsOf = (html) =>
@@ -32,6 +36,54 @@
       if (!menu.contains(event.target)) menu.open = false;
     }
   });
+
+  // --- What waits for the reader -----------------------------------------------------------------
+
+  const pressed = new Map(); // id of each pointer that is down -> what it was pressed on
+
+  document.addEventListener("pointerdown", ({ button, pointerId, target }) => {
+    if (button === 0) pressed.set(pointerId, target);
+  }, true);
+  // Not every release is told: of a drag, into a menu or list of the browser's, in another window.
+  for (const name of ["pointerup", "pointercancel", "pointermove"]) {
+    document.addEventListener(name, ({ buttons, pointerId, type }) => {
+      if (type !== "pointermove" || buttons === 0) pressed.delete(pointerId);
+    }, true);
+  }
+  for (const name of ["contextmenu", "dragend"]) {
+    document.addEventListener(name, () => pressed.clear(), true);
+  }
+  addEventListener("blur", () => pressed.clear());
+
+  // A press whose target is replaced before the release is no click, and takes a selection with it.
+  // Left unswapped, the poll asks for the same news again in a second.
+  document.addEventListener("htmx:beforeSwap", (event) => {
+    const { serverResponse, target } = event.detail;
+    const changing = isPoll(event) ? regionsOf(serverResponse) : [target];
+    const isHeld = isPoll(event) && changing.some(isSelectedIn);
+    if (isHeld || changing.some(isPressedIn)) event.detail.shouldSwap = false;
+    if (isPoll(event)) tellHeld(isHeld);
+  });
+
+  /** The regions of the page that an answer would replace. */
+  function regionsOf(html) {
+    if (!pressed.size && getSelection().isCollapsed) return [];
+    const answer = new DOMParser().parseFromString(html, "text/html");
+    return [...answer.querySelectorAll("[data-region]")]
+      .filter((fresh) => received.get(fresh.id) !== newsOf(fresh.outerHTML))
+      .map((fresh) => document.getElementById(fresh.id))
+      .filter(Boolean);
+  }
+
+  function isPressedIn(region) {
+    return [...pressed.values()].some((target) => region.contains(target));
+  }
+
+  // What is selected in a field is carried over: it counts as collapsed here.
+  function isSelectedIn(region) {
+    const selection = getSelection();
+    return !selection.isCollapsed && selection.getRangeAt(0).intersectsNode(region);
+  }
 
   document.addEventListener("htmx:oobBeforeSwap", (event) => {
     const { target, fragment } = event.detail;
@@ -69,42 +121,76 @@
   function placeOf(region) {
     const scrolls = [...region.querySelectorAll(".scroll")].map((box) => [box.scrollTop, box.scrollLeft]);
     const active = region.contains(document.activeElement) ? document.activeElement : null;
-    const selector = active && selectorOf(active);
-    const caret = active && "selectionStart" in active ? [active.selectionStart, active.selectionEnd] : null;
+    const find = active && finderOf(active);
+    const caret = active?.selectionStart != null ? [active.selectionStart, active.selectionEnd] : null;
     return (successor) => {
       if (!successor) return;
       [...successor.querySelectorAll(".scroll")].forEach((box, number) => {
         [box.scrollTop, box.scrollLeft] = scrolls[number] ?? [0, 0];
       });
-      const heir = selector && successor.querySelector(selector);
+      const heir = find?.(successor);
       if (!heir) return;
       heir.focus({ preventScroll: true });
       if (caret) heir.setSelectionRange(...caret);
     };
   }
 
-  function selectorOf(element) {
-    if (element.id) return `#${CSS.escape(element.id)}`;
-    const key = element.parentElement?.dataset.key;
-    if (element.tagName === "SUMMARY" && key) return `[data-key="${CSS.escape(key)}"] > summary`;
-    const href = element.getAttribute("href");
-    if (href) return `a[href="${CSS.escape(href)}"]`;
-    const testid = element.dataset.testid;
-    return testid ? `[data-testid="${CSS.escape(testid)}"]` : null;
+  // How to find an element again in its region's successor: the same one in the same form, details
+  // or part of the page, never one that only looks like it. What is not there any more is not found.
+  function finderOf(element) {
+    if (element.id) return (successor) => successor.querySelector(`#${CSS.escape(element.id)}`);
+    const home = homeOf(element);
+    const alike = alikeIn([home], element);
+    return (successor) => {
+      const homes = [successor, ...successor.querySelectorAll(HOMES)];
+      const heirs = alikeIn(homes.filter((one) => nameOf(one) === nameOf(home)), element);
+      return heirs.length === alike.length ? heirs[alike.indexOf(element)] : null;
+    };
+  }
+
+  const HOMES = "form, [data-key], [id]";
+  const homeOf = (element) => element.closest(HOMES);
+
+  function nameOf(home) {
+    if (home.tagName !== "FORM") return home.dataset.key ?? home.id;
+    // Forms of a list may go to one address, and tell by a hidden field what they are about.
+    const told = [...home.querySelectorAll("input[type=hidden]:not([name=csrfmiddlewaretoken])")];
+    return [home.getAttribute("action"), ...told.map(({ name, value }) => `${name}=${value}`)].join(" ");
+  }
+
+  function alikeIn(homes, element) {
+    return homes
+      .flatMap((home) => [...home.querySelectorAll(element.tagName)].filter((one) => homeOf(one) === home))
+      .filter((one) => looksOf(one) === looksOf(element));
+  }
+
+  function looksOf(element) {
+    const looks = ["href", "name", "type", "formaction"].map((name) => element.getAttribute(name));
+    // A button that says something else does something else.
+    if (["BUTTON", "PRE"].includes(element.tagName)) looks.push(element.value, element.textContent);
+    return JSON.stringify(looks);
   }
 
   // --- The beacon --------------------------------------------------------------------------------
 
-  const isPoll = (event) => event.detail.elt?.id === "live-poll";
-
   document.addEventListener("htmx:beforeOnLoad", (event) => {
     if (!isPoll(event) || event.detail.xhr.status >= 400) return;
     heardAt = new Date();
-    tell("live", "Live");
+    if (beacon?.dataset.live === "stale") tell("live", "Live");
   });
+
+  /** Whether a selection keeps from the page what is new. */
+  function tellHeld(isHeld) {
+    const isTold = beacon?.dataset.live === "held";
+    if (isHeld && !isTold) {
+      tell("held", "Waits for your selection");
+      beacon.title = `Not shown is what came since ${utc(heardAt)} UTC, until nothing is selected`;
+    } else if (!isHeld && isTold) tell("live", "Live");
+  }
+
   for (const name of ["htmx:sendError", "htmx:responseError", "htmx:timeout"]) {
     document.addEventListener(name, (event) => {
-      if (isPoll(event)) tell("stale", `Stale since ${heardAt.toISOString().slice(11, 19)} UTC`);
+      if (isPoll(event)) tell("stale", `Stale since ${utc(heardAt)} UTC`);
     });
   }
   if (beacon && !document.getElementById("live-poll")) beacon.hidden = true;
@@ -112,6 +198,7 @@
   function tell(state, words) {
     if (!beacon || (beacon.dataset.live === state && state === "live")) return;
     beacon.dataset.live = state;
+    beacon.title = "";
     const text = beacon.querySelector(".beacon-text");
     if (text.textContent !== words) text.textContent = words;
   }

@@ -2,6 +2,8 @@
 // canvas from one packed answer, so that a hundred thousand cells cost as little as eighty; each
 // cell is reached by pointer and by keyboard, and the table below the map holds the same.
 
+import { ask } from "./svg.js";
+
 const MATCHES = 1, HEARD = 2, SPARE = 4, HELD = 8;
 const AVAILABLE = "Available";
 /** Cell and gap in pixels, by how many nodes there are; names stand beside the largest only. */
@@ -13,10 +15,11 @@ const SIZES = [
 ];
 const COLUMN = 48; // at most this many nodes stand below one another
 const TITLE = 16, APART = 14;
+const RETRY_MS = 1000;
 
 const canvas = document.getElementById("map");
 const read = document.getElementById("map-read");
-const hint = read.textContent;
+const advice = read.textContent;
 const base = document.createElement("canvas"); // all but the cursor
 const tip = document.createElement("div");
 tip.className = "map-tip";
@@ -28,15 +31,39 @@ let blocks = [];
 let size = SIZES[0];
 let nameWidth = 0;
 let cursor = null; // { node: index, card }
+let resting = null; // the last the pointer told, while it is above the map
+let isAsking = false;
+let isWanted = false; // since the last was asked for
 
 // --- What there is -------------------------------------------------------------------------------
 
-async function update() {
-  const answer = await fetch(canvas.dataset.url + location.search, { credentials: "same-origin" }).catch(() => null);
-  if (!answer || !answer.ok || answer.redirected) return;
-  unpack(await answer.json());
+/** Ask until there is an answer to the newest change, for one at a time: the newest comes last. */
+async function refresh() {
+  isWanted = true;
+  if (isAsking) return;
+  isAsking = true;
+  try {
+    while (isWanted) {
+      isWanted = false;
+      const { news } = await ask(canvas.dataset.url + location.search);
+      if (news) update(news);
+      else {
+        isWanted = true;
+        await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+      }
+    }
+  } finally {
+    isAsking = false;
+  }
+}
+
+function update(news) {
+  unpack(news);
   lay();
-  if (document.activeElement === canvas && nodes.length) move(present(cursor));
+  const found = resting && at(resting);
+  if (resting) hint(resting, found);
+  if (document.activeElement !== canvas) move(found);
+  else move(nodes.length ? present(cursor) : null);
 }
 
 /** The same place, or the first where that is gone. */
@@ -244,11 +271,18 @@ function told({ node: index, card }) {
 function move(to) {
   cursor = to;
   show();
-  read.textContent = to ? told(to) : hint;
+  read.textContent = to ? told(to) : advice;
 }
 
 function follow(event) {
+  resting = event;
   const found = at(event);
+  hint(event, found);
+  if (found && (cursor?.node !== found.node || cursor?.card !== found.card)) move(found);
+}
+
+/** Tell beside the pointer what is below it. */
+function hint(event, found) {
   canvas.style.cursor = found ? "pointer" : "default";
   tip.hidden = !found;
   if (!found) return;
@@ -261,7 +295,6 @@ function follow(event) {
   const y = event.clientY - frame.top + canvas.offsetTop;
   tip.style.top = `${below ? y + 16 : y - tip.offsetHeight - 10}px`;
   tip.style.left = `${Math.max(0, Math.min(x + 12, frame.width - tip.offsetWidth))}px`;
-  if (!cursor || cursor.node !== found.node || cursor.card !== found.card) move(found);
 }
 
 function open(place) {
@@ -291,6 +324,7 @@ function step(key, { node, card }) {
 
 canvas.addEventListener("pointermove", follow);
 canvas.addEventListener("pointerleave", () => {
+  resting = null;
   tip.hidden = true;
   if (document.activeElement !== canvas) move(null);
 });
@@ -319,7 +353,7 @@ canvas.addEventListener("keydown", (event) => {
 
 // The page's own poll says when anything changed here.
 document.addEventListener("htmx:beforeOnLoad", ({ detail }) => {
-  if (detail.elt?.id === "live-poll" && detail.xhr.status === 200) update();
+  if (detail.elt?.id === "live-poll" && detail.xhr.status === 200) refresh();
 });
 new MutationObserver(paint).observe(document.documentElement, { attributeFilter: ["data-theme"] });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
@@ -329,4 +363,4 @@ new ResizeObserver(() => {
   before = canvas.parentElement.clientWidth;
   lay();
 }).observe(canvas.parentElement);
-update();
+refresh();

@@ -1,7 +1,7 @@
 // A node's readings: one small chart for each sensor, one line for each card. A chosen card stands
 // out in all of them; a crosshair reads every card at one moment; the numbers are in the table.
 
-import { clock, element, figure, ticksOf, TICK_S } from "./svg.js";
+import { ask, clock, element, figure, ticksOf, tickStep } from "./svg.js";
 
 const METRICS = [
   { key: "temperature_c", title: "Temperature", unit: "°C" },
@@ -23,20 +23,26 @@ const every = { "10m": 5000, "1h": 15000, "1d": 60000 }[box.dataset.window];
 let told = null;
 let chosen = null; // a card's index
 let moment = null; // index of the time under the crosshair
+let timer = 0;
+let isAsking = false;
 
 async function poll() {
+  if (isAsking) return; // it goes on by itself
+  clearTimeout(timer);
+  isAsking = true;
   try {
     if (!document.hidden) await update();
   } finally {
-    setTimeout(poll, every);
+    isAsking = false;
+    timer = setTimeout(poll, every);
   }
 }
 
 async function update() {
   const query = new URLSearchParams({ window: box.dataset.window });
-  const answer = await fetch(`${box.dataset.url}?${query}`, { credentials: "same-origin" }).catch(() => null);
-  if (!answer || !answer.ok || answer.redirected) return;
-  told = await answer.json();
+  const { news } = await ask(`${box.dataset.url}?${query}`);
+  if (!news) return;
+  told = news;
   tell();
   draw();
 }
@@ -60,6 +66,10 @@ function draw() {
     none.className = "empty";
     none.textContent = "No reading was kept over this time. Readings are kept while the node’s agent beats.";
     box.replaceChildren(none);
+    moment = null;
+    pick();
+    point();
+    fill();
     return;
   }
   const focused = box.contains(document.activeElement) ? document.activeElement.dataset.key : null;
@@ -141,7 +151,7 @@ function scale(values, { low: floor, counts }) {
 }
 
 function times(width, x) {
-  const step = TICK_S.find((seconds) => (told.to - told.from) / seconds <= 4) ?? 86400;
+  const step = tickStep(told.to - told.from, 4);
   const made = [];
   for (let at = Math.ceil(told.from / step) * step; at <= told.to; at += step) {
     if (x(at) > width - 24 || x(at) < LEFT + 14) continue;
@@ -175,6 +185,10 @@ function nearest(at, x) {
 }
 
 function point() {
+  if (told.at.length === 0) {
+    head.textContent = "";
+    return;
+  }
   const index = moment === null ? told.at.length - 1 : Math.min(moment, told.at.length - 1);
   for (const metric of METRICS) {
     const svg = box.querySelector(`svg[data-key="${metric.key}"]`);
@@ -187,8 +201,14 @@ function point() {
     if (moment !== null && line?.values[index] != null) hair.append(element("circle", { cx: at, cy: y(line.values[index]), r: 3 }));
     box.querySelector(`[data-last="${metric.key}"]`).textContent = line ? figure(line.values[index]) : spread(lines, index);
   }
-  const when = moment === null ? "now" : `${clock(told.at[index])} UTC`;
+  const at = `${clock(told.at[index])} UTC`;
+  const when = moment !== null ? at : isFresh() ? "now" : `last read ${at}`;
   head.textContent = `${chosen === null ? "all cards, lowest to highest" : `GPU ${chosen}`}, ${when}`;
+}
+
+/** Whether anything is known of the present: the server says how old a reading may be for that. */
+function isFresh() {
+  return told.cards.some(({ present }) => Object.values(present).some((value) => value != null));
 }
 
 function spread(lines, index) {
@@ -244,4 +264,5 @@ new ResizeObserver(() => {
   draw();
 }).observe(box);
 if (picker.dataset.faulty) chosen = Number(picker.dataset.faulty);
+document.addEventListener("visibilitychange", poll);
 poll();

@@ -1,9 +1,34 @@
-// What the charts share: making elements, and telling numbers and times.
+// What the charts and the map share: asking the server, making elements, and telling numbers and
+// times.
 
 const NS = "http://www.w3.org/2000/svg";
-export const TICK_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
+const PATIENCE_MS = 30_000; // an answer that never comes must not keep the next from being asked for
+export const DAY_S = 86400;
+const TICK_S = [
+  1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200,
+  DAY_S, 2 * DAY_S, 7 * DAY_S, 30 * DAY_S,
+];
 
 export const clock = (at) => new Date(at * 1000).toISOString().slice(11, 19);
+export const day = (at) => new Date(at * 1000).toISOString().slice(0, 10);
+
+/** Seconds between round times, so that at most about `count` of them lie in a span. */
+export function tickStep(span, count) {
+  const longest = TICK_S.at(-1);
+  return TICK_S.find((seconds) => span / seconds <= count) ?? Math.ceil(span / count / longest) * longest;
+}
+
+/** Whether the server answered, and its news where it had any. */
+export async function ask(url) {
+  try {
+    const signal = AbortSignal.timeout(PATIENCE_MS);
+    const answer = await fetch(url, { credentials: "same-origin", signal });
+    const heard = answer.ok && !answer.redirected;
+    return { heard, news: heard && answer.status === 200 ? await answer.json() : null };
+  } catch {
+    return { heard: false, news: null };
+  }
+}
 
 export const figure = (value) =>
   value == null ? "–"

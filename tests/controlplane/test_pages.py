@@ -316,6 +316,29 @@ def test_an_interruption_leads_to_the_incident_that_explains_it(
     assert "lost replica 2" in page
 
 
+@pytest.mark.parametrize(
+    ("step_s", "late_s"),
+    [(0.1, 30), (45.0, 145)],  # three times as long as a step takes, and ten seconds
+)
+def test_a_commit_is_late_by_how_long_the_jobs_steps_take(
+    step_s: float, late_s: int, viewer: Client, job: Job
+) -> None:
+    ProgressSampleFactory(job=job, step=9, step_s=600.0)
+    ProgressSampleFactory(job=job, step=19, step_s=step_s)
+
+    page = viewer.get(reverse("job", args=[job.id])).content.decode()
+
+    assert f'<div data-late="{late_s}"><dt>Last commit</dt>' in page
+
+
+def test_a_commit_of_a_job_that_has_told_no_step_is_late_after_a_while(
+    viewer: Client, job: Job
+) -> None:
+    page = viewer.get(reverse("job", args=[job.id])).content.decode()
+
+    assert '<div data-late="30"><dt>Last commit</dt>' in page
+
+
 def test_the_ledger_names_what_was_lost(viewer: Client, job: Job) -> None:
     LedgerRangeFactory(job=job, step_from=0, lost=[[7, 1], [8, 1]])
 

@@ -26,6 +26,7 @@ _WORDS: dict[str, str] = {
     "node.drain": "Drained",
     "node.undrain": "Drain given back",
     "node.set_spare": "Spare flag changed",
+    "node.revoke_key": "Key revoked",
     "node.set_bmc": "Management controller set",
     "node.cards": "Cards fitted",
     "node.unreachable": "Lease lost",

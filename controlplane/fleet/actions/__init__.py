@@ -16,6 +16,7 @@ from controlplane.fleet.actions.enrolment import (
     enroll,
     revoke_join_token,
     revoke_node_key,
+    set_price,
 )
 from controlplane.fleet.actions.leases import extend_leases, lose_leases, renew_leases
 from controlplane.fleet.actions.maintenance import close_maintenance, open_maintenance
@@ -57,6 +58,7 @@ __all__ = [
     "set_bmc",
     "set_drained_by",
     "set_hold",
+    "set_price",
     "set_reset_pending",
     "set_spare",
     "take_commands",

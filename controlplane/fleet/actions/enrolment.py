@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from datetime import timedelta
+from decimal import Decimal
 
 from django.db.models import F
 from django.utils import timezone
@@ -29,18 +30,52 @@ from node_agent import wire
 
 
 @change()
-def create_cluster(actor: Actor, name: str, *, gpu_hour_price: float = 2.0) -> Cluster:
-    """Add an empty cluster. `gpu_hour_price` is money per GPU-hour in the cluster's currency."""
-    cluster = Cluster.objects.create(name=name, gpu_hour_price=gpu_hour_price)
+def create_cluster(
+    actor: Actor, name: str, *, gpu_hour_price: Decimal = Decimal("2.00"), currency: str = "USD"
+) -> Cluster:
+    """Add an empty cluster. `gpu_hour_price` is money per GPU-hour in the cluster's currency.
+
+    Raises Conflict if the name is taken.
+    """
+    cluster, made = Cluster.objects.get_or_create(
+        name=name, defaults={"gpu_hour_price": gpu_hour_price, "currency": currency}
+    )
+    if not made:
+        raise Conflict(f"there is a cluster {name!r} already; choose another name")
     audit(
         actor,
         "cluster.create",
         "cluster",
         cluster.pk,
         cluster_id=cluster.pk,
-        after={"name": name, "gpu_hour_price": str(gpu_hour_price)},
+        after={"name": name, **_price(cluster)},
     )
     return cluster
+
+
+@change()
+def set_price(
+    actor: Actor, cluster_id: str, *, gpu_hour_price: Decimal, currency: str, reason: str = ""
+) -> None:
+    """Price the cluster's GPU-hours anew. What incidents lost is kept in GPU-seconds, so what they
+    cost is shown at the new price from now on, the past ones' too."""
+    cluster = Cluster.objects.select_for_update(no_key=True).get(pk=cluster_id)
+    before = _price(cluster)
+    cluster.gpu_hour_price, cluster.currency = gpu_hour_price, currency
+    if _price(cluster) == before:
+        return
+    cluster.save(update_fields=["gpu_hour_price", "currency"])
+    audit(
+        actor,
+        "cluster.set_price",
+        "cluster",
+        cluster_id,
+        cluster_id=cluster_id,
+        before=before,
+        after=_price(cluster),
+        reason=reason,
+    )
+    touch(cluster_id)
 
 
 @change()
@@ -139,11 +174,26 @@ def enroll(message: wire.Enroll) -> Node:
 
 @change()
 def revoke_node_key(actor: Actor, node_id: str, reason: str) -> None:
-    """Hear this node no more; it must be enrolled anew under another key."""
+    """Hear this node no more. The machine comes back only under another key and another name, for
+    this one stays on record. Raises Conflict if its key was revoked already."""
     node = Node.objects.get(pk=node_id)
-    Node.objects.filter(pk=node_id, key_revoked_at=None).update(key_revoked_at=timezone.now())
-    audit(actor, "node.revoke_key", "node", node_id, cluster_id=node.cluster_id, reason=reason)
+    now = timezone.now()
+    if not Node.objects.filter(pk=node_id, key_revoked_at=None).update(key_revoked_at=now):
+        raise Conflict(f"the key of {node.name} was revoked already")
+    audit(
+        actor,
+        "node.revoke_key",
+        "node",
+        node_id,
+        cluster_id=node.cluster_id,
+        after={"key_revoked_at": now.isoformat()},
+        reason=reason,
+    )
     touch(node.cluster_id)
+
+
+def _price(cluster: Cluster) -> dict[str, str]:
+    return {"gpu_hour_price": f"{cluster.gpu_hour_price:.2f}", "currency": cluster.currency}
 
 
 def _usable_token(token: str) -> JoinToken:

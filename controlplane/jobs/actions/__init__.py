@@ -20,8 +20,10 @@ from controlplane.jobs.actions.spares import (
     exclude_node,
     expire_reservations,
     include_node,
+    make_spare,
     release_spare,
     reserve_spare,
+    unmake_spare,
 )
 from controlplane.jobs.actions.telling import record_progress, record_runtime_batch
 from controlplane.jobs.actions.warm import end_warm_spare, place_warm_spare, set_warm_spares
@@ -38,6 +40,7 @@ __all__ = [
     "give_up_move",
     "include_node",
     "keep_as_spare",
+    "make_spare",
     "place",
     "place_warm_spare",
     "record_progress",
@@ -50,5 +53,6 @@ __all__ = [
     "set_warm_spares",
     "stand_by",
     "take_place",
+    "unmake_spare",
     "vacate",
 ]

@@ -1,4 +1,4 @@
-"""What schedulers and owners ask of nodes: keep this one from my job, keep a spare for me."""
+"""What people and schedulers ask of nodes: be a spare, keep one for me, stay away from my job."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from django.utils import timezone
 from controlplane.accounts.actions import audit
 from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.errors import Conflict
+from controlplane.fleet import actions as fleet
 from controlplane.fleet.changes import change, touch
 from controlplane.fleet.models import Node
 from controlplane.jobs import selectors
@@ -59,6 +60,38 @@ def include_node(actor: Actor, job_id: str, node_id: str, reason: str) -> None:
         reason=reason,
     )
     touch(job.cluster_id)
+
+
+@change()
+def make_spare(actor: Actor, node_id: str, reason: str) -> None:
+    """Keep a node free for replicas that lose theirs.
+
+    Raises Conflict if it is a spare already, or not free and in service.
+    """
+    node = Node.objects.select_for_update(no_key=True).get(pk=node_id)
+    if node.spare:
+        raise Conflict(f"{node.name} is a spare already")
+    if node.key_revoked_at is not None:
+        raise Conflict(f"{node.name} is heard no more: its key was revoked")
+    if not selectors.may_be_spare(node):
+        state = node.get_state_display().lower()
+        raise Conflict(f"{node.name} is {state}: a spare is made of a node that is available")
+    fleet.set_spare(actor, node_id, True, reason=reason)
+
+
+@change()
+def unmake_spare(actor: Actor, node_id: str, reason: str) -> None:
+    """Give a spare to the common pool. Raises Conflict if it is none, or reserved by somebody."""
+    node = Node.objects.select_for_update(no_key=True).get(pk=node_id)
+    if not node.spare:
+        raise Conflict(f"{node.name} is no spare")
+    kept = selectors.present_reservations().filter(node=node).first()
+    if kept is not None:
+        raise Conflict(
+            f"{node.name} is reserved for {kept.holder} until {kept.expires_at:%Y-%m-%d %H:%M} UTC;"
+            " release that first"
+        )
+    fleet.set_spare(actor, node_id, False, reason=reason)
 
 
 @change()

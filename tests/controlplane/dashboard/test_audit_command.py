@@ -82,6 +82,13 @@ def test_the_json_answer_holds_all_of_it(node: Node) -> None:
     assert not AuditEvent.objects.filter(verb="audit.verify").exists()
 
 
+def test_the_head_in_the_json_answer_is_what_the_option_takes(node: Node) -> None:
+    told: dict[str, Any] = json.loads(say("verify", "--json"))
+
+    assert told["head"] == str(chain.head())
+    assert json.loads(say("verify", "--json", "--head", told["head"]))["ok"]
+
+
 def test_a_pinned_head_finds_what_was_cut_off(node: Node) -> None:
     head = str(chain.head())
     say("verify", "--head", head)

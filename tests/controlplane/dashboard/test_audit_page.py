@@ -97,6 +97,49 @@ def test_each_row_says_whether_it_is_chained(viewer: Client, node: Node) -> None
     assert AuditEvent.objects.get().hash in page
 
 
+def poll(client: Client, token: str = "") -> Page:
+    return client.get(reverse("audit"), {"after": token}, headers={"HX-Request": "true"})
+
+
+def token_on(page: Page) -> str:
+    found = re.search(r'data-token="([^"]+)"', text(page))
+    assert found
+    return found[1]
+
+
+def test_a_mark_of_the_chain_arrives_although_no_cluster_changed(
+    viewer: Client, node: Node
+) -> None:
+    shown = token_on(poll(viewer))
+    still = poll(viewer, shown)
+
+    chain_audit()
+
+    marked = poll(viewer, shown)
+    assert (still.status_code, marked.status_code) == (204, 200)
+    assert "not yet" not in text(marked)
+
+
+def test_what_belongs_to_no_cluster_arrives(client: Client, node: Node) -> None:
+    client.force_login(UserFactory(is_superuser=True))
+    shown = token_on(poll(client))
+    still = poll(client, shown)
+
+    AuditEventFactory(cluster=None, reason="joined us")
+
+    assert still.status_code == 204
+    assert "joined us" in text(poll(client, shown))
+
+
+def test_what_others_wrote_brings_a_viewer_nothing(viewer: Client, node: Node) -> None:
+    shown = token_on(poll(viewer))
+
+    AuditEventFactory(cluster=ClusterFactory())
+    AuditEventFactory(cluster=None)
+
+    assert poll(viewer, shown).status_code == 204
+
+
 def test_other_clusters_and_the_people_are_not_shown_to_a_viewer(
     viewer: Client, here: Cluster
 ) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import redis
+from django.conf import settings
 from django.db.models import F
 from django.utils import timezone
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import APIResponse, Browser, Page, Route, expect
 from pytest_django.live_server_helper import LiveServer
 
+from controlplane.dashboard.selectors.overview import KEEPER_ALIVE_KEY
 from controlplane.fleet.models import Cluster, Node
 from controlplane.health.models import NodeSample
 from controlplane.incidents.models import Approval, PlaybookRun
@@ -23,6 +27,13 @@ pytestmark = [
     pytest.mark.browser,
     pytest.mark.django_db(transaction=True),
 ]
+
+#: A page that nobody looks at, and that somebody looks at again.
+AWAY = """
+away = true;
+Object.defineProperty(Document.prototype, "hidden", { get: () => away });
+"""
+BACK = "away = false; document.dispatchEvent(new Event('visibilitychange'))"
 
 PLAN: dict[str, Any] = {
     "steps": [{"title": "Reboot it", "disruptive": True, "does": ["power cycle alpha-01"]}],
@@ -113,6 +124,67 @@ def test_a_list_is_downloaded_as_it_is_filtered(page: Page, fleet: Fleet) -> Non
     assert RAW in download.value.path().read_text()
 
 
+@pytest.fixture
+def failing_page(browser: Browser, live_server: LiveServer, fleet: Fleet) -> Iterator[Page]:
+    """One that may be cut off for a moment."""
+    with operator_page(browser, live_server.url, fleet.cluster, expected="ERR_FAILED") as page:
+        yield page
+
+
+def test_what_the_map_missed_it_asks_for_again(failing_page: Page, fleet: Fleet) -> None:
+    page = failing_page
+    page.goto(f"/clusters/{fleet.cluster.id}")
+    told = page.get_by_test_id("map-read")
+    page.get_by_test_id("map").focus()
+    expect(told).to_contain_text("Allocated")
+    page.route("**/map", lambda route: route.abort(), times=1)
+
+    Node.objects.filter(pk=fleet.node.pk).update(state="quarantined")
+    _changed(fleet)
+
+    expect(told).to_contain_text("Quarantined", timeout=LIVE_MS)
+
+
+def test_a_resting_pointer_is_told_what_changes_below_it(page: Page, fleet: Fleet) -> None:
+    page.goto(f"/clusters/{fleet.cluster.id}")
+    page.get_by_test_id("map").focus()
+    expect(page.get_by_test_id("map-read")).to_contain_text("alpha-01")
+    page.get_by_test_id("map").blur()
+    page.get_by_test_id("map").hover(position={"x": 75, "y": 24})
+    expect(page.locator(".map-tip")).to_contain_text("Allocated")
+
+    Node.objects.filter(pk=fleet.node.pk).update(state="quarantined")
+    _changed(fleet)
+
+    expect(page.locator(".map-tip")).to_contain_text("Quarantined", timeout=LIVE_MS)
+    expect(page.get_by_test_id("map-read")).to_contain_text("Quarantined")
+
+
+def test_an_older_answer_never_overtakes_a_newer_map(page: Page, fleet: Fleet) -> None:
+    page.goto(f"/clusters/{fleet.cluster.id}")
+    told, row = page.get_by_test_id("map-read"), page.locator('[data-node="alpha-01"]')
+    page.get_by_test_id("map").focus()
+    expect(told).to_contain_text("Allocated")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    held: list[tuple[Route, APIResponse]] = []
+    page.route("**/map", lambda route: held.append((route, route.fetch())), times=1)
+
+    Node.objects.filter(pk=fleet.node.pk).update(state="quarantined")
+    _changed(fleet)
+    expect(row).to_have_attribute("data-state", "quarantined", timeout=LIVE_MS)
+    Node.objects.filter(pk=fleet.node.pk).update(state="suspect")
+    _changed(fleet)
+    expect(row).to_have_attribute("data-state", "suspect", timeout=LIVE_MS)
+    assert sum(url.endswith("/map") for url in asked) == 1
+
+    [(route, answer)] = held
+    route.fulfill(response=answer)
+
+    expect(told).to_contain_text("Suspect", timeout=LIVE_MS)
+    assert sum(url.endswith("/map") for url in asked) == 2
+
+
 # --- A node ---------------------------------------------------------------------------------------
 
 
@@ -170,6 +242,52 @@ def test_what_a_card_reads_stays_true_without_any_change(
     expect(cell).to_have_text("71", timeout=LIVE_MS)
 
 
+def test_old_readings_are_not_told_as_of_now(
+    page: Page, fleet: Fleet, samples: list[NodeSample]
+) -> None:
+    page.goto(f"/nodes/{fleet.node.id}")
+    expect(page.locator("#readings-read")).to_have_text("GPU 3, now")
+
+    NodeSample.objects.update(at=F("at") - timedelta(minutes=5))
+    page.reload()
+
+    at = NodeSample.objects.latest("at").at
+    expect(page.locator("#readings-read")).to_have_text(f"GPU 3, last read {at:%H:%M:%S} UTC")
+
+
+def test_without_a_reading_left_there_is_nothing_to_be_read(
+    page: Page, fleet: Fleet, samples: list[NodeSample]
+) -> None:
+    page.clock.install()
+    page.goto(f"/nodes/{fleet.node.id}")
+    page.get_by_text("The numbers").click()
+    expect(page.locator("#readings-table tbody tr")).not_to_have_count(0)
+
+    NodeSample.objects.all().delete()
+    page.clock.fast_forward(10_000)
+
+    expect(page.get_by_text("No reading was kept")).to_be_visible()
+    expect(page.locator("#readings-read")).to_have_text("")
+    expect(page.locator("#readings-table tbody tr")).to_have_count(0)
+    chosen = page.get_by_role("button", name="GPU 2")
+    chosen.click()
+    expect(chosen).to_have_attribute("aria-pressed", "true")
+    expect(page.locator("#readings-read")).to_have_text("")
+
+
+def test_readings_are_drawn_once_their_tab_is_looked_at(
+    page: Page, fleet: Fleet, samples: list[NodeSample]
+) -> None:
+    page.add_init_script(AWAY)
+    page.clock.install()
+    page.goto(f"/nodes/{fleet.node.id}")
+    page.clock.pause_at(timezone.now() + timedelta(hours=1))
+
+    page.evaluate(BACK)
+
+    expect(page.locator("#readings svg")).to_have_count(8)
+
+
 # --- A job's replica moves ------------------------------------------------------------------------
 
 
@@ -210,6 +328,55 @@ def test_a_plan_is_read_and_signed(page: Page, fleet: Fleet) -> None:
     assert Approval.objects.get(pk=approval.pk).state == "approved"
 
 
+#: Tells which button of the page sent a form, and sends none.
+NOTE_PRESSED = """
+pressed = [];
+document.addEventListener("submit", (event) => {
+  event.preventDefault();
+  pressed.push(event.submitter.dataset.testid);
+});
+"""
+
+
+def test_enter_in_the_reason_for_a_plan_neither_signs_nor_rejects(page: Page, fleet: Fleet) -> None:
+    approval = ApprovalFactory(run=fleet.run, plan=PLAN)
+    page.goto("/")
+    page.evaluate(NOTE_PRESSED)
+    page.get_by_text("The exact plan, and to sign it").click()
+
+    page.fill(f"#approval-{approval.id}", "not on a Friday")
+    page.keyboard.press("Enter")
+    page.get_by_test_id("reject").click()
+
+    assert page.evaluate("pressed") == ["reject"]
+
+
+@pytest.mark.parametrize(
+    ("path", "state", "field", "deed"),
+    [
+        ("incidents", "needs_operator", "run-reason-", "cancel"),
+        ("incidents", "paused", "resume-reason-", "cancel"),
+        ("incidents", "paused", "deed-", "cancel-run"),
+        ("incidents", "running", "deed-", "cancel-run"),
+        ("runs", "needs_operator", "run-reason", "cancel"),
+    ],
+)
+def test_enter_in_the_reason_for_a_playbook_does_neither_of_two_deeds(
+    path: str, state: str, field: str, deed: str, page: Page, fleet: Fleet
+) -> None:
+    PlaybookRun.objects.filter(pk=fleet.run.pk).update(state=state)
+    found = {"incidents": fleet.incident.id, "runs": fleet.run.id}[path]
+    page.goto(f"/{path}/{found}")
+    page.evaluate(NOTE_PRESSED)
+    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+
+    page.fill(f"[id^={field}]", "not on a Friday")
+    page.keyboard.press("Enter")
+    page.get_by_test_id(deed).click()
+
+    assert page.evaluate("pressed") == [deed]
+
+
 @pytest.mark.parametrize("path", ["incidents", "nodes"])
 def test_a_plan_fits_a_phone(path: str, page: Page, fleet: Fleet) -> None:
     ApprovalFactory(run=fleet.run, plan=PLAN)
@@ -220,6 +387,26 @@ def test_a_plan_fits_a_phone(path: str, page: Page, fleet: Fleet) -> None:
     )
 
     expect(page.get_by_role("heading", level=1)).to_be_in_viewport()
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+# --- The header -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [390, 700, 1000])
+def test_that_nobody_keeps_watch_is_seen_however_narrow_the_page(
+    width: int, page: Page, fleet: Fleet
+) -> None:
+    redis.Redis.from_url(settings.REDIS_URL).delete(KEEPER_ALIVE_KEY)
+    page.set_viewport_size({"width": width, "height": 844})
+
+    page.goto("/")
+
+    told = page.get_by_test_id("automation")
+    expect(told).to_have_text("Automation silent")
+    expect(told).to_be_in_viewport(ratio=1)
+    expect(told.locator(".icon")).to_be_in_viewport(ratio=1)
+    expect(page.get_by_test_id("account")).to_be_in_viewport(ratio=1)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 

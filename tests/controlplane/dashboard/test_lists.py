@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import re
+from html import unescape
+from urllib.parse import urljoin
 
 import pytest
 from django.test import Client
@@ -10,7 +14,7 @@ from django.urls import reverse
 
 from controlplane.accounts.choices import Role
 from tests.controlplane.dashboard.world import Fleet, client_of
-from tests.factories import ClusterFactory, IncidentFactory, JobFactory
+from tests.factories import AuditEventFactory, ClusterFactory, IncidentFactory, JobFactory
 
 
 def _rows(client: Client, name: str, what: str, **query: str) -> list[str]:
@@ -70,6 +74,38 @@ def test_no_job_is_left_off_the_list(viewer: Client, fleet: Fleet) -> None:
         address = link[1] if link else reverse("jobs")
 
     assert len(seen) == len(set(seen)) == 121
+
+
+@pytest.mark.parametrize(
+    ("name", "beyond"),
+    [
+        ("jobs", ["", ""]),
+        ("incidents", ["", ""]),
+        ("failures", ["1970-01-01T00:00:00+00:00", ""]),
+        ("automation-page", ["", ""]),
+        ("audit", [0, 0]),
+        ("cluster", ["zzz", "zzz"]),
+        ("users", ["zzz", 2**31 - 1]),
+    ],
+)
+def test_a_page_whose_rows_have_gone_leads_to_the_first(
+    name: str, beyond: list[str | int], admin: Client, fleet: Fleet
+) -> None:
+    AuditEventFactory(cluster=fleet.cluster)
+    address = reverse(name, args=[fleet.cluster.pk] * (name == "cluster"))
+    cursor = base64.urlsafe_b64encode(json.dumps(beyond).encode()).decode()
+
+    page = admin.get(address, {"cursor": cursor}).content.decode()
+
+    assert "Nothing is left on this page" in page
+    assert not re.search(
+        r"enrolled yet|written yet|run in alpha yet|role in your clusters yet", page
+    )
+    first = re.search(r'<a href="([^"]*)"[^>]*>First page</a>', page)
+    assert first
+    shown = admin.get(urljoin(address, unescape(first[1])))
+    assert (shown.status_code, "Nothing is left" in shown.content.decode()) == (200, False)
+    assert "cursor" not in first[1]
 
 
 @pytest.mark.parametrize(

@@ -341,6 +341,131 @@ def test_a_maintenance_of_no_sensible_length_is_refused(
     assert not MaintenanceWindow.objects.exists()
 
 
+@pytest.mark.parametrize(
+    ("route", "form", "kept"),
+    [
+        (
+            "node-maintenance",
+            {"hours": "1,5", "reason": "new fans"},
+            ['value="1,5"', 'value="new fans"', "order=maintenance"],
+        ),
+        ("node-order", {"verb": "drain", "reason": ""}, ['data-verb="drain"', "order=drain"]),
+    ],
+)
+def test_an_order_that_was_refused_stands_there_as_it_was_typed(
+    route: str, form: dict[str, str], kept: list[str], operator: Client, fleet: Fleet
+) -> None:
+    answer = operator.post(reverse(route, args=[fleet.node.id]), form)
+
+    page = answer.content.decode()
+    assert answer.status_code == 409
+    assert [word for word in kept if word not in page] == []
+
+
+# --- Spares ---------------------------------------------------------------------------------------
+
+
+def _free(fleet: Fleet) -> None:
+    Node.objects.filter(pk=fleet.node.pk).update(state="available")
+
+
+def test_a_free_node_is_made_a_spare_and_is_one_no_longer(operator: Client, fleet: Fleet) -> None:
+    _free(fleet)
+    asked = _page(operator, fleet, order="spare")
+    operator.post(reverse("node-spare", args=[fleet.node.id]), {"reason": "the pool is empty"})
+    spare = _page(operator, fleet)
+    operator.post(reverse("node-unspare", args=[fleet.node.id]), {"reason": "we need it"})
+    common = _page(operator, fleet)
+
+    assert "Make alpha-01 a spare" in asked
+    assert 'data-testid="ask-unspare"' not in asked
+    assert 'data-testid="ask-unspare"' in spare
+    assert 'data-testid="ask-spare"' not in spare
+    assert 'data-testid="ask-spare"' in common
+    changes = AuditEvent.objects.filter(verb="node.set_spare").order_by("pk")
+    assert [event.reason for event in changes] == ["the pool is empty", "we need it"]
+    assert [event.after for event in changes] == [{"spare": True}, {"spare": False}]
+
+
+def test_a_node_at_work_is_not_made_a_spare(operator: Client, fleet: Fleet) -> None:
+    page = _page(operator, fleet, order="spare")
+    answer = operator.post(reverse("node-spare", args=[fleet.node.id]), {"reason": "why not"})
+
+    assert 'data-testid="do-order"' not in page
+    assert answer.status_code == 409
+    assert "alpha-01 is allocated" in answer.content.decode()
+    fleet.node.refresh_from_db()
+    assert not fleet.node.spare
+
+
+def test_a_spare_that_is_kept_for_somebody_stays_one(operator: Client, fleet: Fleet) -> None:
+    SpareReservationFactory(cluster=fleet.cluster, node=fleet.other, holder="slurm")
+
+    answer = operator.post(reverse("node-unspare", args=[fleet.other.id]), {"reason": "why not"})
+
+    assert answer.status_code == 409
+    assert "alpha-02 is reserved for slurm" in answer.content.decode()
+    fleet.other.refresh_from_db()
+    assert fleet.other.spare
+
+
+@pytest.mark.parametrize("route", ["node-spare", "node-unspare", "node-revoke-key"])
+def test_what_changes_nothing_at_work_takes_its_reason_too(
+    route: str, admin: Client, fleet: Fleet
+) -> None:
+    before = AuditEvent.objects.count()
+
+    assert admin.post(reverse(route, args=[fleet.other.id])).status_code == 409
+    assert AuditEvent.objects.count() == before
+
+
+# --- A node's key ---------------------------------------------------------------------------------
+
+
+def test_an_admin_revokes_a_nodes_key_and_the_page_says_so(admin: Client, fleet: Fleet) -> None:
+    asked = _page(admin, fleet, order="revoke-key")
+    answer = admin.post(reverse("node-revoke-key", args=[fleet.node.id]), {"reason": "stolen"})
+    page = _page(admin, fleet)
+
+    fleet.node.refresh_from_db()
+    assert "Revoke the key of alpha-01" in asked
+    assert answer["Location"] == reverse("node", args=[fleet.node.id])
+    assert fleet.node.key_revoked_at is not None
+    assert 'data-testid="key-revoked"' in page
+    assert "under another name" in page
+    assert "Key revoked: stolen" in page
+    assert 'data-testid="ask-revoke-key"' not in page
+
+
+def test_a_key_is_revoked_once(admin: Client, fleet: Fleet) -> None:
+    admin.post(reverse("node-revoke-key", args=[fleet.node.id]), {"reason": "stolen"})
+
+    again = admin.post(reverse("node-revoke-key", args=[fleet.node.id]), {"reason": "stolen"})
+
+    assert again.status_code == 409
+    assert "do-order" not in _page(admin, fleet, order="revoke-key")
+    assert AuditEvent.objects.filter(verb="node.revoke_key").count() == 1
+
+
+def test_an_operator_is_not_offered_a_nodes_key(operator: Client, fleet: Fleet) -> None:
+    page = _page(operator, fleet, order="revoke-key")
+    answer = operator.post(reverse("node-revoke-key", args=[fleet.node.id]), {"reason": "stolen"})
+
+    assert 'data-testid="ask-revoke-key"' not in page
+    assert 'data-testid="do-order"' not in page
+    assert answer.status_code == 403
+
+
+def test_a_node_that_is_heard_no_more_is_not_made_a_spare(operator: Client, fleet: Fleet) -> None:
+    _free(fleet)
+    fleet_actions.revoke_node_key(SYSTEM, fleet.node.id, "stolen")
+
+    answer = operator.post(reverse("node-spare", args=[fleet.node.id]), {"reason": "why not"})
+
+    assert answer.status_code == 409
+    assert "its key was revoked" in answer.content.decode()
+
+
 def test_real_hardware_is_not_broken_from_a_page(
     operator: Client, fleet: Fleet, settings: Any
 ) -> None:

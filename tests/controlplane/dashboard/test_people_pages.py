@@ -233,6 +233,18 @@ def test_a_token_is_shown_once_and_kept_as_a_hash(here: Cluster) -> None:
     assert secret(page) not in words(client.get(reverse("tokens")))
 
 
+def test_a_token_is_told_to_be_sent_to_where_people_reach_the_pages(
+    root: Client, settings: Any
+) -> None:
+    # A proxy that speaks TLS asks this process without it, so a request does not tell the scheme.
+    settings.PUBLIC_URL = "https://drydock.example.org"
+
+    page = make_token(root)
+
+    told = f'Bearer {secret(page)}" https://drydock.example.org/api/v1/nodes<'
+    assert told in words(page)
+
+
 @pytest.mark.parametrize(
     "body", [{"name": " "}, {"scope": "emperor"}, {"days": "9999"}, {"days": "x"}]
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from html import unescape
 from typing import Any
 
 import pytest
 from django.test import Client
 from django.urls import reverse
+from django.utils import timezone
 
 from controlplane.accounts.choices import Role
 from controlplane.fleet.changes import change, touch
@@ -21,6 +23,7 @@ from tests.factories import (
     BreakerFactory,
     ClusterFactory,
     GrantFactory,
+    MaintenanceWindowFactory,
     PlaybookFactory,
     ReservationFactory,
 )
@@ -162,6 +165,71 @@ def test_maintenance_without_sense_is_refused(
 
     assert operator.post(address, form).status_code == 409
     assert not MaintenanceWindow.objects.exists()
+
+
+def _form(page: str, key: str) -> str:
+    """The opening tag of the part that is shown by `key`, and its form."""
+    return re.split(rf'(?=<details[^>]* data-key="{key}")', page)[1].split("</form>")[0]
+
+
+def test_a_mode_that_was_refused_stands_there_as_it_was_typed(
+    admin: Client, fleet: Fleet, playbook: str
+) -> None:
+    form = {"playbook": playbook, "mode": "off", "reason": " "}
+
+    refused = admin.post(reverse("playbook-mode", args=[fleet.cluster.id]), form).content.decode()
+
+    again = _form(refused, f"mode-{playbook}")
+    assert '<option value="off" selected>' in again
+    assert again.count(" selected>") == 1
+    assert re.match(r"<details[^>]* open>", again)
+
+
+def test_a_limit_that_was_refused_stands_there_as_it_was_typed(admin: Client, fleet: Fleet) -> None:
+    form = {"scope": "rack", "nodes": "many", "reason": "larger <racks>"}
+
+    refused = admin.post(reverse("budget-limit", args=[fleet.cluster.id]), form).content.decode()
+
+    again = _form(refused, "limit-rack")
+    assert 'value="many"' in again
+    assert 'value="larger &lt;racks&gt;"' in again
+    assert "many" not in _form(refused, "limit-cluster")
+    assert re.match(r"<details[^>]* open>", again)
+
+
+def test_maintenance_that_was_refused_stands_there_as_it_was_typed(
+    operator: Client, fleet: Fleet
+) -> None:
+    form = {"rack": fleet.rack.id, "delay": "12", "hours": "some", "reason": "switch firmware"}
+
+    refused = operator.post(reverse("maintenance-open", args=[fleet.cluster.id]), form)
+
+    again = _form(refused.content.decode(), "announce")
+    assert f'<option value="{fleet.rack.id}" selected>' in again
+    assert [value in again for value in ('value="12"', 'value="some"')] == [True, True]
+    assert 'value="switch firmware"' in again
+    assert re.match(r"<details[^>]* open>", again)
+
+
+@pytest.mark.parametrize("page", ["automation-page", "overview"])
+@pytest.mark.parametrize("moment", ["starts_at", "ends_at"])
+def test_a_window_begins_and_ends_although_nobody_did_anything(
+    moment: str, page: str, viewer: Client, fleet: Fleet
+) -> None:
+    starts_at = timezone.now() + {"starts_at": 1, "ends_at": -1}[moment] * timedelta(minutes=9)
+    window = MaintenanceWindowFactory(
+        cluster=fleet.cluster, starts_at=starts_at, ends_at=starts_at + timedelta(minutes=20)
+    )
+    htmx = {"HX-Request": "true"}
+    shown = viewer.get(reverse(page), headers=htmx).content.decode()
+    token = re.search(r'data-token="([^"]+)"', shown)
+    assert token
+    still = viewer.get(reverse(page), {"after": token[1]}, headers=htmx)
+
+    MaintenanceWindow.objects.filter(pk=window.pk).update(**{moment: timezone.now()})
+
+    told = viewer.get(reverse(page), {"after": token[1]}, headers=htmx)
+    assert (still.status_code, told.status_code) == (204, 200)
 
 
 def test_another_cluster_is_not_found(viewer: Client, stranger: Client, fleet: Fleet) -> None:

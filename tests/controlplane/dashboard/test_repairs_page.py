@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from html import unescape
 
 import pytest
 from django.test import Client
@@ -13,6 +15,7 @@ from controlplane.incidents.models import RmaCase
 from tests.controlplane.dashboard.world import Fleet
 from tests.factories import (
     GpuFactory,
+    NodeFactory,
     RepairRecordFactory,
     RmaCaseFactory,
     SpareReservationFactory,
@@ -106,6 +109,43 @@ def test_a_case_is_not_sent_without_a_reference(operator: Client, case: RmaCase)
 
     assert answer.status_code == 409
     assert RmaCase.objects.get(pk=case.pk).state == "open"
+
+
+def _next(page: str) -> str:
+    link = re.search(r'<a href="([^"]*)" rel="next"', page)
+    assert link
+    return unescape(link[1])
+
+
+def test_a_page_of_nodes_that_are_back_does_not_call_the_others_so(
+    viewer: Client, fleet: Fleet
+) -> None:
+    out = [NodeFactory(cluster=fleet.cluster, state="quarantined") for _ in range(51)]
+    second = reverse("repairs") + _next(_page(viewer, cases="all"))
+
+    Node.objects.filter(pk=out[-1].pk).update(state="available")
+
+    page = viewer.get(second).content.decode()
+    first = re.search(r'<a href="([^"]*)"[^>]*>First page</a>', page)
+    assert "Every node is in service" not in page
+    assert first
+    answer = viewer.get(unescape(first[1])).content.decode()
+    assert answer.count('data-testid="out-row"') == 50
+    assert first[1].endswith("?cases=all")
+
+
+def test_a_page_of_cases_that_were_closed_does_not_say_that_there_is_none(
+    viewer: Client, fleet: Fleet
+) -> None:
+    gpus = [GpuFactory(node=fleet.node, index=100 + number) for number in range(51)]
+    cases = [RmaCaseFactory(gpu=gpu) for gpu in gpus]
+    second = reverse("repairs") + _next(_page(viewer))
+
+    RmaCase.objects.filter(pk=cases[0].pk).update(state="closed")
+
+    page = viewer.get(second).content.decode()
+    assert "No such case" not in page
+    assert "Nothing is left on this page" in page
 
 
 def test_a_fleet_in_service_says_so(stranger: Client) -> None:

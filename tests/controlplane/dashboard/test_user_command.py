@@ -7,11 +7,12 @@ from io import StringIO
 import pytest
 from django.core.management import CommandError, call_command
 from django.test import Client
+from django.urls import reverse
 
 from controlplane.accounts.choices import Role
 from controlplane.accounts.models import AuditEvent, User
 from controlplane.fleet.selectors import may
-from tests.factories import ClusterFactory
+from tests.factories import ClusterFactory, UserFactory
 
 pytestmark = pytest.mark.django_db
 
@@ -45,3 +46,54 @@ def test_an_unknown_cluster_is_named_and_nobody_is_made() -> None:
     with pytest.raises(CommandError, match="no cluster 'nowhere'"):
         say("carol", "--role", "viewer", "--cluster", "nowhere")
     assert not User.objects.filter(username="carol").exists()
+
+
+def test_the_first_superuser_logs_in_and_makes_people() -> None:
+    answer = say("alice", "--superuser")
+
+    client = Client()
+    password = answer.splitlines()[0].rpartition(" ")[2]
+    assert client.login(username="alice", password=password)
+    assert "alice is a superuser: every role in every cluster" in answer
+    assert client.post(reverse("user-create"), {"username": "bob"}).status_code == 200
+    assert AuditEvent.objects.get(verb="user.create", actor_id="drydock").after == {
+        "username": "alice",
+        "superuser": True,
+    }
+
+
+def test_a_person_becomes_a_superuser_with_their_password_and_once_on_record() -> None:
+    user = UserFactory(username="bob")
+
+    answers = [say("bob", "--superuser") for _ in range(2)]
+
+    user.refresh_from_db()
+    event = AuditEvent.objects.get()
+    assert user.is_superuser
+    assert not any("password" in answer for answer in answers)
+    assert (event.verb, event.object_id) == ("user.make_superuser", str(user.pk))
+    assert (event.before, event.after) == ({"superuser": False}, {"superuser": True})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "one of the arguments --role --superuser is required"),
+        (("--superuser", "--role", "admin"), "--role: not allowed with argument --superuser"),
+        (("--superuser", "--cluster", "here"), "--cluster: not allowed with argument --superuser"),
+    ],
+)
+def test_a_superuser_holds_every_role_everywhere_so_none_is_named(
+    arguments: tuple[str, ...], words: str
+) -> None:
+    ClusterFactory(name="here")
+
+    with pytest.raises(CommandError, match=words):
+        say("carol", *arguments)
+
+    assert not User.objects.exists()
+
+
+def test_a_name_that_is_none_is_refused_in_words() -> None:
+    with pytest.raises(CommandError, match="a name is made of letters"):
+        say("two words", "--role", "viewer")

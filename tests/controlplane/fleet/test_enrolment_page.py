@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tomllib
+from configparser import ConfigParser
 from html import unescape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,8 @@ from controlplane.accounts.choices import Role
 from controlplane.accounts.models import AuditEvent
 from controlplane.fleet import enrolment_views
 from controlplane.fleet.models import Cluster, JoinToken
-from node_agent.config import load_config
+from node_agent.__main__ import EX_CONFIG
+from node_agent.config import REPOSITORY, load_config
 from tests.factories import ClusterFactory, GrantFactory, JoinTokenFactory, NodeFactory
 
 if TYPE_CHECKING:
@@ -57,26 +59,54 @@ def test_a_join_token_is_shown_once_and_kept_as_a_hash(admin: Client, here: Clus
     assert shown[1] not in admin.get(reverse("enrolment")).content.decode()
 
 
-def test_the_commands_to_paste_make_a_file_that_the_agent_reads(
-    admin: Client, here: Cluster, tmp_path: Path
-) -> None:
+@pytest.fixture
+def pasted(admin: Client, here: Cluster, tmp_path: Path) -> Path:
+    """The folder that stands for / once the commands were pasted, all but the last."""
     page = create(admin, here).content.decode()
     block = re.search(r'data-testid="agent-commands">(.*?)</pre>', page, re.DOTALL)
     assert block
     commands = unescape(re.sub(r"<[^>]+>", "", block[1]))
     shell, _, start = commands.rpartition("\n")
-    shell = shell.replace("/etc/drydock", f"{tmp_path}/etc").replace("/var/lib", f"{tmp_path}/var")
-
+    assert start == "systemctl enable --now drydock-agent"
+    for folder in ("/etc/", "/var/lib"):
+        shell = shell.replace(folder, f"{tmp_path}{folder}")
+    (tmp_path / "etc" / "systemd" / "system").mkdir(parents=True)
     subprocess.run(["bash", "-e", "-c", shell], check=True)
+    return tmp_path
 
-    assert start == "python3 -m node_agent --config /etc/drydock/agent.toml"
-    written = tmp_path / "etc" / "agent.toml"
+
+def test_the_commands_to_paste_make_a_file_that_the_agent_reads(pasted: Path) -> None:
+    written = pasted / "etc" / "drydock" / "agent.toml"
+
     config = load_config(written)
+
     assert config.name == tomllib.loads(written.read_text())["name"]
     assert config.join_token_file is not None
     token = config.join_token_file.read_text()
     assert JoinToken.objects.get().hash == crypto.token_hash(token)
     assert config.join_token_file.stat().st_mode & 0o077 == 0
+
+
+def test_it_names_a_program_or_the_node_would_refuse_every_start(pasted: Path) -> None:
+    config = load_config(pasted / "etc" / "drydock" / "agent.toml")
+
+    (argv,) = config.programs.values()
+
+    assert (REPOSITORY / argv[1]).exists()
+
+
+def test_the_agent_is_a_service_that_its_ranks_outlive(pasted: Path) -> None:
+    unit = ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read(pasted / "etc" / "systemd" / "system" / "drydock-agent.service")
+
+    service = unit["Service"]
+    config = f"{pasted}/etc/drydock/agent.toml"
+    assert service["ExecStart"].endswith(f"/python -m node_agent --config {config}")
+    assert service["ExecStart"].startswith(service["WorkingDirectory"])
+    assert service["KillMode"] == "process"
+    assert service["Restart"] == "always"
+    assert service["RestartPreventExitStatus"] == str(EX_CONFIG)
 
 
 @pytest.mark.parametrize(("uses", "ttl_s"), [("0", "7200"), ("x", "7200"), ("1", "7"), ("1", "")])
@@ -117,6 +147,24 @@ def test_used_up_and_expired_tokens_are_marked(admin: Client, here: Cluster) -> 
     assert "Revoke…" not in page
 
 
+def test_a_token_that_runs_out_is_told_although_nobody_did_anything(
+    admin: Client, here: Cluster
+) -> None:
+    JoinTokenFactory(cluster=here)
+    htmx = {"HX-Request": "true"}
+    found = re.search(
+        r'data-token="([^"]+)"', admin.get(reverse("enrolment"), headers=htmx).content.decode()
+    )
+    assert found
+    still = admin.get(reverse("enrolment"), {"after": found[1]}, headers=htmx)
+
+    JoinToken.objects.update(expires_at=timezone.now())
+
+    told = admin.get(reverse("enrolment"), {"after": found[1]}, headers=htmx)
+    assert still.status_code == 204
+    assert "Expired" in told.content.decode()
+
+
 def test_a_live_token_is_listed_however_many_dead_ones_are_newer(
     admin: Client, here: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +189,19 @@ def test_it_shows_the_newcomers_of_own_clusters_only(admin: Client, here: Cluste
 
     assert "newcomer-here" in page
     assert "newcomer-elsewhere" not in page
+
+
+def test_of_what_a_stolen_token_let_in_it_shows_whose_key_is_revoked(
+    admin: Client, here: Cluster
+) -> None:
+    NodeFactory(cluster=here)
+    before = admin.get(reverse("enrolment")).content.decode()
+    NodeFactory(cluster=here, key_revoked_at=timezone.now())
+
+    page = admin.get(reverse("enrolment")).content.decode()
+
+    assert "Key revoked" not in before
+    assert page.count("Key revoked") == 1
 
 
 def test_empty_it_says_what_to_do(admin: Client) -> None:

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from controlplane.accounts.models import SYSTEM, AuditEvent
 from controlplane.errors import Conflict
 from controlplane.fleet import actions
-from controlplane.fleet.choices import COLOURS, EDGES, FAILED_TWIN, STABLE, TRANSIENT, NodeState
+from controlplane.fleet.choices import (
+    COLOURS,
+    EDGES,
+    FAILED_TWIN,
+    STABLE,
+    TAKEN_OUT,
+    TRANSIENT,
+    NodeState,
+)
 from controlplane.fleet.models import Node
 from tests.factories import AuditEventFactory, NodeFactory
 
@@ -74,10 +82,14 @@ def test_each_transient_state_can_fall_into_its_twin() -> None:
     assert all(FAILED_TWIN[state] in EDGES[state] for state in TRANSIENT)
 
 
-def test_nothing_comes_back_to_work_but_through_validation() -> None:
+def test_nothing_that_was_emptied_comes_back_to_work_but_through_validation() -> None:
+    called_off = {NodeState.DRAINING, NodeState.DRAIN_FAILED}  # never emptied
     doors = {state for state in NodeState if NodeState.AVAILABLE in EDGES[state]}
-    assert doors == {NodeState.VALIDATING, NodeState.ALLOCATED}
-    assert {s for s in NodeState if NodeState.ALLOCATED in EDGES[s]} == {NodeState.AVAILABLE}
+    assert doors == {NodeState.VALIDATING, NodeState.ALLOCATED} | called_off
+    assert {s for s in NodeState if NodeState.ALLOCATED in EDGES[s]} == {
+        NodeState.AVAILABLE
+    } | called_off
+    assert all(EDGES[s].isdisjoint(called_off) for s in TAKEN_OUT - called_off)
 
 
 def test_every_state_but_retired_has_a_way_out() -> None:

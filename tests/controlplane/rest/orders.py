@@ -64,6 +64,11 @@ def _release(world: World) -> Order:
     return Order(f"{world.path('nodes')}/release")
 
 
+def _unspare(world: World) -> Order:
+    _changed(world, "nodes", spare=True)
+    return Order(f"{world.path('nodes')}/unspare")
+
+
 def _resolve(world: World) -> Order:
     return Order(f"{world.path('incidents')}/resolve")
 
@@ -149,6 +154,9 @@ ORDERS: dict[str, Callable[[World], Order]] = {
     "nodes/reset": _on("nodes", "reset", status=202),
     "nodes/retire": _retire,
     "nodes/return_node": _return,
+    "nodes/revoke_key": _on("nodes", "revoke-key"),
+    "nodes/spare": _on("nodes", "spare"),
+    "nodes/unspare": _unspare,
     "playbooks/mode": _mode,
     "rma-cases/close": _on("rma-cases", "close"),
     "rma-cases/send": _on("rma-cases", "send", {"vendor_reference": "NV-1"}),

@@ -8,6 +8,7 @@ import pytest
 from django.apps import apps
 
 from controlplane.accounts.models import AuditEvent, IdempotentRequest
+from controlplane.fleet.models import Node
 from tests.controlplane.rest.orders import ORDERS, Order, verbs
 from tests.controlplane.rest.world import Caller, World
 
@@ -156,6 +157,31 @@ def test_the_dry_run_of_a_nodes_order_shows_its_plan(world: World, operator: Cal
 
 def test_only_an_admin_sets_a_playbooks_mode(world: World, operator: Caller) -> None:
     assert send(operator, ORDERS["playbooks/mode"](world)).status_code == 403
+
+
+def test_only_an_admin_revokes_a_nodes_key(world: World, operator: Caller) -> None:
+    assert send(operator, ORDERS["nodes/revoke_key"](world)).status_code == 403
+
+
+def test_a_node_tells_when_its_key_was_revoked(world: World, admin: Caller) -> None:
+    before = admin.get(world.path("nodes")).json()["key_revoked_at"]
+
+    told = admin.order(f"{world.path('nodes')}/revoke-key", {"reason": "stolen"}).json()["result"]
+
+    assert (before, told["key_revoked_at"] is None) == (None, False)
+
+
+def test_a_new_fleet_is_given_a_spare_and_it_can_be_reserved(
+    world: World, operator: Caller
+) -> None:
+    Node.objects.update(spare=False)
+    wanted = {"cluster": world.cluster.name, "holder": "slurm", "ttl_s": 60, "reason": "mine"}
+    before = operator.order("/api/v1/spares/reserve", wanted)
+
+    operator.order(f"{world.path('nodes')}/spare", {"reason": "the pool is empty"})
+
+    assert before.status_code == 409
+    assert operator.order("/api/v1/spares/reserve", wanted).status_code == 201
 
 
 def test_a_key_belongs_to_one_request(world: World, operator: Caller) -> None:

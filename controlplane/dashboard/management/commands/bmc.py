@@ -39,9 +39,8 @@ class Command(BaseCommand):
             state = power.read(node)
         except power.PowerError as error:
             raise CommandError(f"Recorded, but it does not work: {error}") from error
-        self.stdout.write(
-            f"{node.name}: its BMC answers; the node is {'on' if state.on else 'off'}"
-        )
+        words = state.state.lower() if state.on or state.off else f"in between ({state.state})"
+        self.stdout.write(f"{node.name}: its BMC answers; the node is {words}")
 
     def _node(self, name: str) -> Node:
         cluster, _, short = name.rpartition("/")

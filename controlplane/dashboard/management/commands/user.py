@@ -1,4 +1,7 @@
-"""`manage.py user NAME --role ROLE [--cluster CLUSTER]`: let a person in, or change their role."""
+"""`manage.py user NAME`: let a person in, or change their role.
+
+`--role ROLE [--cluster CLUSTER]` gives a role; `--superuser` all of them, and the care for people.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +13,48 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from controlplane.accounts import actions
 from controlplane.accounts.choices import Role
 from controlplane.accounts.models import SYSTEM, User
+from controlplane.errors import Conflict
 from controlplane.fleet.models import Cluster
 
 
 class Command(BaseCommand):
-    help = "Give a person a role in one cluster, or in all; a new one gets a password, shown once."
+    help = (
+        "Give a person a role in one cluster, or in all, or make them a superuser; a new one gets"
+        " a password, shown once."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("name")
-        parser.add_argument("--role", required=True, choices=Role.values)
+        given = parser.add_mutually_exclusive_group(required=True)
+        given.add_argument("--role", choices=Role.values)
+        given.add_argument(
+            "--superuser",
+            action="store_true",
+            help="every role in every cluster; makes people, sees and revokes everybody's tokens",
+        )
         parser.add_argument("--cluster", help="its name; without it the role holds in all clusters")
 
     def handle(self, *_args: Any, **options: Any) -> None:
+        name, superuser = options["name"], options["superuser"]
+        if superuser and options["cluster"] is not None:
+            raise CommandError("argument --cluster: not allowed with argument --superuser")
         cluster_id = self._cluster_id(options["cluster"])
-        user = User.objects.filter(username=options["name"]).first()
-        if user is None:
-            password = secrets.token_urlsafe(12)
-            user = actions.create_user(SYSTEM, options["name"], password)
-            self.stdout.write(f"password of {user}: {password}")
-        grant = actions.grant_role(SYSTEM, user, Role(options["role"]), cluster_id)
-        self.stdout.write(str(grant))
+        user = User.objects.filter(username=name).first() or self._made(name, superuser)
+        if superuser:
+            actions.make_superuser(SYSTEM, user)
+            self.stdout.write(f"{user} is a superuser: every role in every cluster")
+        else:
+            grant = actions.grant_role(SYSTEM, user, Role(options["role"]), cluster_id)
+            self.stdout.write(str(grant))
+
+    def _made(self, name: str, superuser: bool) -> User:
+        password = secrets.token_urlsafe(12)
+        try:
+            user = actions.create_user(SYSTEM, name, password, superuser=superuser)
+        except Conflict as conflict:
+            raise CommandError(f"argument name: {conflict.detail}") from conflict
+        self.stdout.write(f"password of {user}: {password}")
+        return user
 
     def _cluster_id(self, name: str | None) -> str | None:
         if name is None:
