@@ -57,6 +57,8 @@ MAX_ATTEMPTS = 5
 MAX_ROUNDS = 5
 #: A step that the guards refused is asked about again after this long, in seconds.
 GUARD_RETRY_S = 5.0
+#: How the outcome of a step begins that the guards refused when it was last due.
+NOT_NOW = "not now: "
 #: A plan that waits for a signature is held against the world this often: a change voids it.
 SIGNATURE_RETRY_S = 10.0
 
@@ -414,6 +416,10 @@ def _let_go(step: PlaybookStep, verdict: guards.Verdict, now: datetime) -> bool:
     """Whether the guards said go; where they did not, what they said is written down."""
     run = step.run
     if verdict.word == "go":
+        if step.outcome.startswith(NOT_NOW):
+            # However long they held it up: that time was not the step's.
+            step.started_at = None
+            step.outcome = ""
         if verdict.context:
             run.context = {**run.context, **verdict.context}
             run.save(update_fields=["context"])
@@ -433,11 +439,15 @@ def _let_go(step: PlaybookStep, verdict: guards.Verdict, now: datetime) -> bool:
         run.state_reason = verdict.text
         run.deadline = max(run.deadline, now + timedelta(days=7))
         run.save(update_fields=["state", "state_reason", "deadline"])
-    elif verdict.word == "ask" or (now - step.started_at).total_seconds() > step.timeout_s:
+    elif verdict.word == "ask" or (
+        not verdict.passes and (now - step.started_at).total_seconds() > step.timeout_s
+    ):
         _ask(run, step, f"not done: {verdict.text}")
         run.save(update_fields=["state", "state_reason"])
     else:
-        step.outcome = f"not now: {verdict.text}"
+        if verdict.passes:  # as long as the run may take
+            step.started_at = None
+        step.outcome = f"{NOT_NOW}{verdict.text}"
         step.state = StepState.WAITING
         step.wake_at = now + timedelta(seconds=GUARD_RETRY_S)
     step.save()

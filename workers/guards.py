@@ -6,6 +6,7 @@ share of the budgets is reserved with it: a limit cannot be exceeded by two work
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,9 +36,16 @@ class Verdict:
     plan: Plan | None = None
     #: What the run must remember, where the word is `go`.
     context: Mapping[str, object] | None = None
+    #: Where the word is `wait`: whether it ends without anybody's doing, and is awaited for as long
+    #: as the run may take.
+    passes: bool = False
 
 
 GO = Verdict("go")
+
+#: What ends by itself, as `limits.objections` puts it: a window that was announced, and a place in
+#: a budget that other repairs give back.
+PASSES = re.compile(r"maintenance until |\d+ nodes are out for repair already, of ")
 
 
 def judge(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Verdict:
@@ -72,7 +80,7 @@ def judge(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Verdict:
         # Closing the breaker does not replay what it stopped: by then it is stale.
         return Verdict("ask", "; ".join(objections))
     if objections:
-        return Verdict("wait", "; ".join(objections))
+        return Verdict("wait", "; ".join(objections), passes=all(map(PASSES.match, objections)))
     return _reserve(run, node, code, job_id) or Verdict("go", context=context)
 
 

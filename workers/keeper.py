@@ -33,6 +33,7 @@ from controlplane.incidents import actions as incidents
 from controlplane.jobs import actions as jobs
 from controlplane.rest.idempotency import forget_old_answers
 from workers import engine, metrics
+from workers.intake import silence
 from workers.playbooks import PLAYBOOKS
 from workers.pulse import Pulse
 from workers.sensors import Sensors
@@ -124,6 +125,7 @@ def keep(client: redis.Redis, memory: Memory) -> None:
     _flush_beats(client, memory)
     if memory.hearing_until is not None and timezone.now() >= memory.grace_until:
         _declare_lost(min(now, memory.hearing_until))
+        _do(partial(_tell_of_the_let_go, now))
     for chore in (
         partial(fleet.fail_overdue_nodes, SYSTEM, now),
         partial(fleet.expire_commands, now),
@@ -251,14 +253,27 @@ def _declare_lost(now: datetime) -> None:
     for node in fleet.lose_leases(now):
         log.warning("node.lease_lost", node=node.name)
         metrics.LEASES_LOST.inc()
-        record_signal(
-            f"lease:{node.pk}:{node.lease.deadline.timestamp():.3f}",
-            SignalKind.LEASE_LOST,
-            source="keeper",
-            observed_at=now,
-            node=node,
-            data={"last_beat_at": node.lease.last_beat_at.isoformat()},
-        )
+        _tell_lost(f"lease:{node.pk}:{node.lease.deadline.timestamp():.3f}", node, now)
+
+
+@change()
+def _tell_of_the_let_go(now: datetime) -> None:
+    """Tell again of nodes whose silence led to nothing, since they were on hold."""
+    for node, word in silence.let_go_while_silent():
+        log.warning("node.let_go_silent", node=node.name)
+        # Told after the word, by whichever clock, so that it is not told of again.
+        _tell_lost(f"lease:{node.pk}:let-go:{word.pk}", node, max(now, word.at))
+
+
+def _tell_lost(signal_id: str, node: Node, now: datetime) -> None:
+    record_signal(
+        signal_id,
+        SignalKind.LEASE_LOST,
+        source="keeper",
+        observed_at=now,
+        node=node,
+        data={"last_beat_at": node.lease.last_beat_at.isoformat()},
+    )
 
 
 def _grace() -> datetime:

@@ -26,6 +26,8 @@ from controlplane.incidents.choices import RUN_ACTIVE, StepState
 from controlplane.incidents.models import PlaybookStep
 
 SYSTEM_PATH = "/redfish/v1/Systems/1"
+#: What Redfish knows. While a machine goes off, what ran on it may run still.
+POWER_STATES = ("On", "Off", "PoweringOn", "PoweringOff", "Paused")
 #: Well below a step's lease, so that whoever calls still holds the step when the answer comes.
 TIMEOUT_S = 4.0
 #: What must be left of it before a switch: a call may take the time to connect and that to answer.
@@ -40,23 +42,37 @@ class PowerError(Exception):
 
 @dataclass(frozen=True)
 class Power:
-    on: bool
+    """Of the states in between neither `on` nor `off` is true: whoever meets one looks again."""
+
+    #: One of `POWER_STATES`.
+    state: str
     #: The boot that the machine is in; changes with each start. Empty where the BMC cannot tell.
     boot_id: str
 
+    @property
+    def on(self) -> bool:
+        return self.state == "On"
+
+    @property
+    def off(self) -> bool:
+        return self.state == "Off"
+
 
 def read(node: Node) -> Power:
-    """Whether the node is on, and its boot id. Raises PowerError."""
+    """The node's power, and its boot id. Raises PowerError, also where the BMC names no state."""
     answer = _call(node, "GET", SYSTEM_PATH, None)
+    state = answer.get("PowerState")
+    if state not in POWER_STATES:
+        raise PowerError(f"the BMC of {node.name} names no power state: {state!r}")
     return Power(
-        on=answer.get("PowerState") == "On",
+        state=state,
         boot_id=str(answer.get("Oem", {}).get("Drydock", {}).get("BootId", "")),
     )
 
 
 def switch(node: Node, reset_type: ResetType, step: PlaybookStep | None) -> None:
-    """Switch the node's power. `On` of a node that is on and `ForceOff` of one that is off change
-    nothing. Written into the audit trail before it is done.
+    """Switch the node's power; look before: an order that changes nothing some BMCs refuse, and
+    others do not. Written into the audit trail before it is done.
 
     `step`: on whose behalf, as it was claimed; None for whoever plays with a simulated machine.
     Raises PowerError, and Conflict if the step is not held for as long as the call may take.

@@ -35,8 +35,11 @@ FAILED_TWIN: dict[NodeState, NodeState] = {
 TRANSIENT = frozenset(FAILED_TWIN)
 STABLE = frozenset(NodeState) - TRANSIENT
 
-#: Every allowed change of state. Nothing reaches `available` but from validation or from work:
-#: a node that was taken out comes back through its diagnostics.
+#: Where a node goes back to whose drain is called off before it was emptied.
+_BACK = frozenset({_S.AVAILABLE, _S.ALLOCATED, _S.SUSPECT})
+
+#: Every allowed change of state. Nothing reaches `available` but from validation, from work, or
+#: from a drain that was called off: a node that was emptied comes back through its diagnostics.
 EDGES: dict[NodeState, frozenset[NodeState]] = {
     _S.ENROLLED: frozenset({_S.VALIDATING, _S.RETIRED}),
     _S.VALIDATING: frozenset({_S.AVAILABLE, _S.VALIDATION_FAILED, _S.QUARANTINED}),
@@ -46,8 +49,8 @@ EDGES: dict[NodeState, frozenset[NodeState]] = {
     _S.AVAILABLE: frozenset({_S.ALLOCATED, _S.SUSPECT, _S.DRAINING, _S.QUARANTINED}),
     _S.ALLOCATED: frozenset({_S.AVAILABLE, _S.SUSPECT, _S.DRAINING, _S.QUARANTINED}),
     _S.SUSPECT: frozenset({_S.VALIDATING, _S.DRAINING, _S.QUARANTINED}),
-    _S.DRAINING: frozenset({_S.QUARANTINED, _S.DRAIN_FAILED}),
-    _S.DRAIN_FAILED: frozenset({_S.DRAINING, _S.QUARANTINED}),
+    _S.DRAINING: frozenset({_S.QUARANTINED, _S.DRAIN_FAILED}) | _BACK,
+    _S.DRAIN_FAILED: frozenset({_S.DRAINING, _S.QUARANTINED}) | _BACK,
     _S.QUARANTINED: frozenset({_S.REPAIRING, _S.VALIDATING, _S.RMA, _S.RETIRED}),
     _S.REPAIRING: frozenset({_S.VALIDATING, _S.REPAIR_FAILED}),
     _S.REPAIR_FAILED: frozenset({_S.REPAIRING, _S.VALIDATING, _S.RMA, _S.RETIRED}),

@@ -20,21 +20,35 @@ class Bmc:
         self.on = True
         self.boots = 1
         self.orders: list[str] = []
-        #: How often it still says that the node is on once it was told to switch it off.
+        #: How often it says of the node that this is the case once it was told to switch it off.
         self.lingers = 0
+        self.meanwhile = "On"
         self._going_off = False
+        #: Whether it refuses an order that changes nothing, or that is under way, as some do.
+        self.strict = False
+        #: Whether it refuses every order.
+        self.broken = False
+        #: What it says instead of a state, as some do that are being started.
+        self.answers: dict[str, object] | None = None
 
-    def order(self, kind: str) -> None:
+    def order(self, kind: str) -> bool:
+        """False if it refuses."""
         self.orders.append(kind)
+        vain = self._going_off or self.on == (kind == "On")
+        if self.broken or (self.strict and vain and kind != "ForceRestart"):
+            return False
         starts = kind == "ForceRestart" or (kind == "On" and not self.on)
         self.boots += int(starts)
         self._going_off |= kind == "ForceOff" and self.lingers > 0  # nothing keeps it from that
         self.on = kind != "ForceOff" or self._going_off
+        return True
 
     def state(self) -> str:
         if self._going_off:
             self.on = self._going_off = self.lingers > 0
             self.lingers -= 1
+        if self._going_off:
+            return self.meanwhile
         return "On" if self.on else "Off"
 
 
@@ -46,16 +60,16 @@ def bmc_of(node: Node) -> Iterator[Bmc]:
     class Door(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             oem = {"Drydock": {"BootId": f"boot-{bmc.boots}"}}
-            self.answer({"PowerState": bmc.state(), "Oem": oem})
+            says = {"PowerState": bmc.state()} if bmc.answers is None else bmc.answers
+            self.answer(200, {**says, "Oem": oem})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            bmc.order(body["ResetType"])
-            self.answer({})
+            self.answer(200 if bmc.order(body["ResetType"]) else 409, {})
 
-        def answer(self, content: dict[str, object]) -> None:
+        def answer(self, status: int, content: dict[str, object]) -> None:
             body = json.dumps(content).encode()
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

@@ -77,6 +77,15 @@ def test_the_cause_follows_from_the_evidence(
     assert (cause.code, cause.node_fit) == (code, fit)
 
 
+def test_a_node_that_booted_anew_has_its_cards_reset_before_it_returns() -> None:
+    known = evidence(process_exited=True, exit_reason="reboot")
+    cause = triage.cause_of_loss(known)
+    assert isinstance(cause, triage.Cause)
+    choice = repair.choose_rung(cause.action, repair.Record(), limit=2, card_known=False)
+    assert choice is not None
+    assert choice.rung == "reset_gpu"
+
+
 HERE: dict[str, object] = {}
 GONE: dict[str, object] = {"process_exited": True, "exit_code": 1}
 SILENT: dict[str, object] = {"node_reachable": False, "silent_s": 31.0}

@@ -40,12 +40,14 @@ from tests.factories import (
 )
 from workers import engine
 from workers.playbooks import PLAYBOOKS
-from workers.playbooks.base import Back, Done, Outcome, Playbook, StepContext, StepDefinition
+from workers.playbooks.base import Back, Done, Outcome, Playbook, StepContext, StepDefinition, Wait
 
 pytestmark = pytest.mark.django_db
 PERSON = Actor(ActorKind.USER, "1")
 acted: list[str] = []
 goes_back: list[str] = []
+#: What a step is to wait for, once each.
+waits: list[str] = []
 
 
 def act(ctx: StepContext) -> Outcome:
@@ -53,6 +55,8 @@ def act(ctx: StepContext) -> Outcome:
     if goes_back and ctx.step.key == "second":
         goes_back.clear()
         return Back(to="first", text="it did not help")
+    if waits:
+        return Wait(text=waits.pop(), wake_s=60)
     return Done(text="done")
 
 
@@ -94,6 +98,7 @@ GENTLE = Playbook(
 def playbook() -> Iterator[None]:
     acted.clear()
     goes_back.clear()
+    waits.clear()
     with patch.dict(PLAYBOOKS, {"guarded": PLAYBOOK, "gentle": GENTLE}):
         incidents.publish_playbooks([playbook.as_row() for playbook in PLAYBOOKS.values()])
         yield
@@ -120,6 +125,11 @@ def request(
         node_id=node.pk,
         **fields,  # type: ignore[arg-type]
     )
+
+
+def node_of(run: PlaybookRun) -> Node:
+    assert run.node is not None
+    return run.node
 
 
 def drain(run: PlaybookRun) -> PlaybookRun:
@@ -213,6 +223,139 @@ def test_a_step_that_the_guards_hold_up_too_long_asks_for_a_person(cluster: Clus
     drain(run)
     run.steps.update(started_at=timezone.now() - timedelta(hours=1))
     assert drain(run).state == RunState.NEEDS_OPERATOR
+
+
+def lifted(run: PlaybookRun) -> None:
+    fleet.set_hold(PERSON, str(run.node_id), "")
+
+
+def test_the_time_that_the_guards_hold_a_step_up_is_not_its_own(cluster: Cluster) -> None:
+    run = request(cluster)
+    hold(node_of(run))
+    drain(run)
+    run.steps.filter(key="first").update(started_at=timezone.now() - timedelta(seconds=55))
+    waits.append("the reset is under way")
+    lifted(run)
+    let_go_at = timezone.now()
+    drain(run)
+
+    first = run.steps.get(key="first")
+    assert (first.state, first.outcome) == (StepState.WAITING, "the reset is under way")
+    assert first.started_at is not None
+    assert first.started_at >= let_go_at
+
+
+def test_a_step_that_the_guards_hold_up_once_it_has_begun_has_its_time_again(
+    cluster: Cluster,
+) -> None:
+    run = request(cluster)
+    waits.append("the reset is under way")
+    drain(run)
+    hold(node_of(run))
+    drain(run)
+    run.steps.filter(key="first").update(started_at=timezone.now() - timedelta(seconds=55))
+    lifted(run)
+    waits.append("the reset is under way")
+    let_go_at = timezone.now()
+    drain(run)
+
+    started_at = run.steps.get(key="first").started_at
+    assert started_at is not None
+    assert started_at >= let_go_at
+
+
+def test_the_time_of_a_step_runs_on_while_the_guards_let_it_go(cluster: Cluster) -> None:
+    run = request(cluster)
+    waits.extend(["the reset is under way"] * 2)
+    drain(run)
+    run.steps.filter(key="first").update(started_at=timezone.now() - timedelta(seconds=61))
+    drain(run)
+
+    assert run.state == RunState.NEEDS_OPERATOR
+    assert "the reset is under way" in run.state_reason
+
+
+def no_place_left(node: Node) -> None:
+    incidents.set_limit(PERSON, node.cluster_id, Scope.CLUSTER, 0, "full")
+
+
+def full_and_in_maintenance(node: Node) -> None:
+    no_place_left(node)
+    window_of_node(node)
+
+
+def place_left(node: Node) -> None:
+    incidents.set_limit(PERSON, node.cluster_id, Scope.CLUSTER, 1, "room again")
+
+
+def window_over(node: Node) -> None:
+    for window in node.cluster.maintenance.all():
+        fleet.close_maintenance(PERSON, window.pk, "done")
+
+
+def both_over(node: Node) -> None:
+    place_left(node)
+    window_over(node)
+
+
+@pytest.mark.parametrize(
+    ("stop", "over"),
+    [
+        (no_place_left, place_left),
+        (window_of_cluster, window_over),
+        (full_and_in_maintenance, both_over),
+    ],
+)
+def test_what_passes_by_itself_is_awaited_for_as_long_as_the_run_may_take(
+    stop: Callable[[Node], None], over: Callable[[Node], None], cluster: Cluster
+) -> None:
+    run = request(cluster)
+    node = node_of(run)
+    stop(node)
+    drain(run)
+    run.steps.update(started_at=timezone.now() - timedelta(hours=1))
+    drain(run)
+    words, state = first_words(run), run.state
+    over(node)
+    drain(run)
+
+    assert words.startswith("not now: ")
+    assert (state, run.state) == (RunState.RUNNING, RunState.SUCCEEDED)
+
+
+def test_what_passes_by_itself_is_not_awaited_beyond_the_run_s_deadline(cluster: Cluster) -> None:
+    run = request(cluster)
+    no_place_left(node_of(run))
+    drain(run)
+    assert incidents.pause_overdue_runs(timezone.now() + timedelta(hours=1)) == 1
+    run.refresh_from_db()
+    assert run.state == RunState.NEEDS_OPERATOR
+
+
+@pytest.mark.parametrize("stop", [hold, foreign_drain])
+def test_what_only_a_person_ends_asks_for_them_whatever_else_there_is(
+    stop: Callable[[Node], None], cluster: Cluster
+) -> None:
+    run = request(cluster)
+    stop(node_of(run))
+    full_and_in_maintenance(node_of(run))
+    drain(run)
+    run.steps.update(started_at=timezone.now() - timedelta(hours=1))
+    assert drain(run).state == RunState.NEEDS_OPERATOR
+
+
+def test_a_hold_that_follows_on_a_full_budget_has_its_own_time(cluster: Cluster) -> None:
+    run = request(cluster)
+    no_place_left(node_of(run))
+    drain(run)
+    run.steps.update(started_at=timezone.now() - timedelta(hours=1))
+    drain(run)
+    hold(node_of(run))
+    drain(run)
+    held = run.state
+    run.steps.update(started_at=timezone.now() - timedelta(hours=1))
+
+    assert (held, drain(run).state) == (RunState.RUNNING, RunState.NEEDS_OPERATOR)
 
 
 # --- budgets --------------------------------------------------------------------------------------

@@ -12,16 +12,18 @@ from unittest.mock import patch
 import pytest
 from django.db import connection, transaction
 from django.utils import timezone
+from pytest_django import Settings
 
 from controlplane.accounts.choices import ActorKind
 from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.fleet import actions as fleet
-from controlplane.fleet.choices import NodeState
-from controlplane.fleet.models import Cluster, Command, Node, RepairRecord
+from controlplane.fleet.changes import change
+from controlplane.fleet.choices import NodeState, Rung
+from controlplane.fleet.models import Cluster, Command, Lease, Node, RepairRecord
 from controlplane.health.choices import Action, Urgency
 from controlplane.health.models import Failure
 from controlplane.incidents import actions as incidents
-from controlplane.incidents.choices import IncidentState, Mode, RunState
+from controlplane.incidents.choices import IncidentState, Mode, RunState, StepState
 from controlplane.incidents.models import (
     Approval,
     Breaker,
@@ -31,10 +33,22 @@ from controlplane.incidents.models import (
     Reservation,
 )
 from controlplane.jobs import actions as jobs
-from controlplane.jobs.models import Job
+from controlplane.jobs.choices import PlacementState
+from controlplane.jobs.models import Checkpoint, Job, Placement
+from node_agent import wire
 from tests.controlplane.ingest.door import wait_until
-from tests.factories import GpuFactory
-from tests.workers.world import World, answer, drain, pass_validation, run_of
+from tests.factories import CheckpointFactory, GpuFactory, ReplicaFactory
+from tests.workers.moving import commands
+from tests.workers.world import (
+    World,
+    answer,
+    drain,
+    pass_validation,
+    reset_and_watched,
+    run_of,
+    saves_checkpoint,
+    step_of,
+)
 from workers import engine, intake, power
 from workers.playbooks import PLAYBOOKS
 
@@ -91,6 +105,123 @@ def test_a_code_for_people_on_a_node_at_work_is_an_incident_without_a_playbook(
     drain()
     assert Incident.objects.get().state != IncidentState.RESOLVED
     assert not PlaybookRun.objects.exists()
+
+
+@pytest.mark.parametrize("ends", ["seen", "unseen"])
+def test_a_node_that_only_people_can_mend_is_emptied_before_they_are_asked(
+    world: World, ends: str
+) -> None:
+    lost = world.placements[1]
+    told = {"seen": world.kill, "unseen": world.peers_lose}
+    world.kernel_says(lost.node, xid(54))
+    told[ends](lost)
+    drain()
+    answer("stop_process", stopped=True)
+    drain()
+
+    lost.node.refresh_from_db()
+    run = run_of("repair-node")
+    assert (lost.node.state, run.state) == (NodeState.QUARANTINED, RunState.NEEDS_OPERATOR)
+    assert "only people can mend it (check seating and cables)" in run.state_reason
+    assert world.placement_of(1).node == world.spares[0]
+    assert not world.bmcs[lost.node_id].orders
+
+
+def test_what_people_are_asked_about_an_emptied_node_is_decided_anew_when_it_is_tried_again(
+    world: World,
+) -> None:
+    lost = world.placements[1]
+    world.kernel_says(lost.node, xid(54))
+    world.kill(lost)
+    drain()
+    incidents.retry_run(PERSON, run_of("repair-node").pk, "its cable is in")
+    drain()
+
+    lost.node.refresh_from_db()
+    run = run_of("repair-node")
+    assert (lost.node.state, run.state) == (NodeState.QUARANTINED, RunState.NEEDS_OPERATOR)
+    assert step_of("repair-node", "decide").state == "needs_operator"
+
+
+def test_what_can_wait_and_has_no_rung_left_takes_no_node_out(world: World) -> None:
+    node = world.spares[0]
+    for attempt in range(2):
+        for rung in (Rung.RESET_GPU, Rung.REBOOT, Rung.POWER_CYCLE):
+            fleet.record_repair(node.pk, rung, f"stp_{attempt}")
+    incidents.repair_node(
+        SYSTEM, node.pk, None, "its fabric", action=Action.RESET_GPU, urgency=Urgency.IDLE
+    )
+    drain()
+
+    node.refresh_from_db()
+    assert (node.state, run_of("repair-node").state) == ("available", RunState.NEEDS_OPERATOR)
+
+
+def emptied_long_after_it_saved(world: World, settings: Settings) -> None:
+    """A card of replica 1 drifts; its job saved a checkpoint ten minutes before the guards let its
+    repair go."""
+    settings.BUDGET_NODES_PER_CLUSTER = 0
+    world.errors_accelerate(world.placements[1].node)
+    drain()
+    saves_checkpoint(world)
+    drain()
+    assert "out for repair" in step_of("repair-node", "quarantine").outcome
+    run, ago = run_of("repair-node"), timezone.now() - timedelta(minutes=10)
+    asked = (ago - timedelta(minutes=1)).isoformat()
+    PlaybookRun.objects.filter(pk=run.pk).update(context={**run.context, "checkpoint_asked": asked})
+    Checkpoint.objects.update(at=ago)
+    settings.BUDGET_NODES_PER_CLUSTER = 2
+    drain()
+
+
+def test_a_job_that_saved_long_before_the_guards_let_go_saves_once_more(
+    world: World, settings: Settings
+) -> None:
+    emptied_long_after_it_saved(world, settings)
+    asked = world.job.directives.filter(verb="checkpoint").count()
+    before = Command.objects.exists()
+    CheckpointFactory(job=world.job, tier="local", at=timezone.now())
+    drain()
+
+    assert (asked, before) == (2, False)
+    assert Command.objects.get().verb == "stop_process"
+
+
+def test_a_job_that_does_not_save_once_more_is_waited_for_no_longer_than_allowed(
+    world: World, settings: Settings
+) -> None:
+    emptied_long_after_it_saved(world, settings)
+    settings.CHECKPOINT_WAIT_S = 0
+    drain()
+
+    assert Command.objects.get().verb == "stop_process"
+
+
+def test_a_node_that_booted_anew_is_reset_validated_and_returned(world: World) -> None:
+    lost = world.placements[1]
+    world.exits(lost, reason="reboot")
+    world.survivors_commit(lost)
+    drain()
+    reset_and_watched(world, lost.node)
+
+    lost.node.refresh_from_db()
+    assert (lost.node.state, lost.node.spare) == (NodeState.AVAILABLE, True)
+    assert world.placement_of(1).node == world.spares[0]
+
+
+def test_a_replica_whose_process_was_seen_to_end_waits_for_no_repair_that_is_held_up(
+    world: World,
+) -> None:
+    lost = world.placements[1]
+    fleet.set_hold(PERSON, lost.node_id, "hands off")
+    world.kernel_says(lost.node, xid(79))
+    world.kill(lost)
+    drain()
+
+    lost.node.refresh_from_db()
+    assert "on hold" in step_of("repair-node", "quarantine").outcome
+    assert world.placement_of(1).node == world.spares[0]
+    assert not Command.objects.exclude(verb="start_rank").exists()
 
 
 def test_a_lesser_fault_does_not_take_the_headline(world: World) -> None:
@@ -356,3 +487,81 @@ def test_a_pause_is_not_undone_by_a_worker_that_was_about_to_look(world: World) 
     finish(worker, person)
     run.refresh_from_db()
     assert (run.state, [how for how, _ in ended]) == (RunState.PAUSED, ["ok", "ok"])
+
+
+def about_to_quarantine(world: World, node: Node) -> PlaybookStep:
+    """The step of a repair that quarantines its node next, which holds nothing."""
+    run = repair(world, node, action=Action.RESET_GPU, code="xid-95")
+    engine.unfold_runs()
+    engine.take_step("test")
+    return run.steps.get(key="quarantine", state=StepState.READY)
+
+
+def place_another(world: World, node: Node) -> Placement:
+    """One more replica of the job is given this node."""
+    replica = ReplicaFactory(job=world.job, index=2)
+    return jobs.place(SYSTEM, replica.pk, node.pk, placement_id="plc_late")
+
+
+def test_what_is_placed_on_a_node_in_the_moment_that_it_is_taken_out_is_killed_first(
+    world: World,
+) -> None:
+    node = world.spares[0]
+    step = about_to_quarantine(world, node)
+    ended: Ended = []
+    with change():
+        late = place_another(world, node)
+        worker = beside(lambda: engine.take_step("worker"), ended)
+        await_lock()
+    finish(worker)
+    node.refresh_from_db()
+    still = node.state
+    drain()
+    told = commands("stop_process")
+    answer("stop_process", stopped=True)
+    drain()
+
+    assert (still, [how for how, _ in ended]) == (NodeState.ALLOCATED, ["ok"])
+    assert told == [wire.StopProcess(placement=late.pk, grace_s=0)]
+    late.refresh_from_db()
+    step.refresh_from_db()
+    assert (late.state, step.state) == (PlacementState.ENDED, StepState.DONE)
+
+
+def test_what_returns_to_its_node_in_the_moment_that_its_power_was_cut_is_brought_back(
+    world: World,
+) -> None:
+    lost = world.placements[1]
+    jobs.end_placement(SYSTEM, lost.pk, "its process ended", free_node=False)
+    about_to_quarantine(world, lost.node)
+    Lease.objects.filter(pk=lost.node_id).update(reachable=False)
+    ended: Ended = []
+    with change():
+        late = jobs.place(SYSTEM, lost.replica_id, lost.node_id, placement_id="plc_late")
+        worker = beside(lambda: engine.take_step("worker"), ended)
+        await_lock()
+    finish(worker)
+    drain()
+
+    late.refresh_from_db()
+    assert late.state == PlacementState.ENDED
+    assert run_of("replica-lost").context["lost_placement"] == late.pk
+
+
+def test_what_runs_on_a_node_that_is_out_already_is_killed_before_anything_is_done_to_it(
+    world: World,
+) -> None:
+    node = world.spares[0]
+    about_to_quarantine(world, node)
+    late = place_another(world, node)
+    fleet.transition(SYSTEM, node.pk, NodeState.QUARANTINED, reason="by hand")
+    drain()
+    told = commands("stop_process")
+    reset = Command.objects.filter(verb="reset_gpus")
+    early = reset.exists()
+    answer("stop_process", stopped=True)
+    drain()
+
+    late.refresh_from_db()
+    assert told == [wire.StopProcess(placement=late.pk, grace_s=0)]
+    assert (late.state, early, reset.count()) == (PlacementState.ENDED, False, 1)

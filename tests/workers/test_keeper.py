@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import NoReturn
 from unittest.mock import Mock, patch
@@ -17,13 +17,17 @@ from django.db import OperationalError, connection
 from django.utils import timezone
 from pytest_django import Settings
 
+from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
+from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Gpu, Lease, Node
+from controlplane.health.actions import record_signal
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import NodeSample, Signal
 from controlplane.incidents import actions as incidents
-from tests.factories import GpuFactory, NodeFactory
-from workers import keeper, sensors
+from controlplane.incidents.models import Incident, PlaybookRun
+from tests.factories import GpuFactory, IncidentFactory, NodeFactory, PlaybookRunFactory
+from workers import intake, keeper, sensors
 from workers.pulse import Pulse
 
 pytestmark = pytest.mark.django_db
@@ -82,6 +86,130 @@ def test_a_node_without_beats_is_lost_once(beats: redis.Redis, memory: keeper.Me
     keeper.keep(beats, memory)
     keeper.keep(beats, memory)
     assert not Lease.objects.get(pk=node.pk).reachable
+    assert lease_signals() == 1
+
+
+@pytest.fixture
+def forgotten(beats: redis.Redis, memory: keeper.Memory) -> Node:
+    """A node that fell silent while it was on hold, which led to nothing, and is not held now."""
+    node = silent_node()
+    fleet.set_hold(SYSTEM, node.pk, "mine")
+    keeper.keep(beats, memory)
+    intake.triage_signals()
+    keeper.keep(beats, memory)
+    assert not PlaybookRun.objects.exists()
+    assert lease_signals() == 1
+    fleet.set_hold(SYSTEM, node.pk, "")
+    return node
+
+
+def keep_on(beats: redis.Redis, memory: keeper.Memory) -> None:
+    """Two passes, and what the workers make of each."""
+    for _ in range(2):
+        keeper.keep(beats, memory)
+        intake.triage_signals()
+
+
+def test_a_node_that_fell_silent_on_hold_is_looked_at_once_it_is_let_go(
+    beats: redis.Redis, memory: keeper.Memory, forgotten: Node
+) -> None:
+    keeper.keep(beats, memory)
+    keep_on(beats, memory)
+
+    run = PlaybookRun.objects.get()
+    assert (run.playbook, run.node, lease_signals()) == ("repair-node", forgotten, 2)
+
+
+def test_a_node_is_looked_at_once_each_time_that_it_is_let_go(
+    beats: redis.Redis, memory: keeper.Memory, forgotten: Node
+) -> None:
+    keep_on(beats, memory)
+    incidents.cancel_run(SYSTEM, PlaybookRun.objects.get().pk, "let it be")
+    incidents.resolve_by_hand(SYSTEM, Incident.objects.get().pk, "let it be")
+    keep_on(beats, memory)
+    once = lease_signals()
+    fleet.set_hold(SYSTEM, forgotten.pk, "mine again")
+    keep_on(beats, memory)
+    held = lease_signals()
+    fleet.set_hold(SYSTEM, forgotten.pk, "")
+    keep_on(beats, memory)
+
+    assert (once, held, lease_signals()) == (2, 2, 3)
+
+
+def heard_again(node: Node) -> None:
+    Lease.objects.filter(pk=node.pk).update(reachable=True, unreachable_since=None)
+
+
+def taken_out(node: Node) -> None:
+    fleet.transition(SYSTEM, node.pk, NodeState.QUARANTINED, reason="by hand")
+
+
+def in_the_hands_of_a_run(node: Node) -> None:
+    PlaybookRunFactory(node=node, cluster=node.cluster)
+
+
+def watched_with_its_site(node: Node) -> None:
+    PlaybookRunFactory(playbook="site-silent", cluster=node.cluster)
+
+
+def with_an_open_incident(node: Node) -> None:
+    IncidentFactory(node=node, cluster=node.cluster)
+
+
+def handed_over_a_moment_ago(node: Node) -> None:
+    record_signal(
+        "sig_alone",
+        SignalKind.LEASE_LOST,
+        source="site-silent",
+        observed_at=timezone.now(),
+        node=node,
+    )
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "signals"),
+    [
+        (heard_again, 1),
+        (taken_out, 1),
+        (in_the_hands_of_a_run, 1),
+        (watched_with_its_site, 1),
+        (with_an_open_incident, 1),
+        (handed_over_a_moment_ago, 2),
+    ],
+)
+def test_a_node_that_is_let_go_and_seen_to_is_left_to_whoever_does(
+    beats: redis.Redis,
+    memory: keeper.Memory,
+    forgotten: Node,
+    meanwhile: Callable[[Node], None],
+    signals: int,
+) -> None:
+    Lease.objects.update(deadline=timezone.now() + timedelta(hours=1))
+    meanwhile(forgotten)
+    keeper.keep(beats, memory)
+
+    assert lease_signals() == signals
+
+
+def test_a_node_that_is_let_go_is_not_missed_before_ingest_hears(
+    beats: redis.Redis, memory: keeper.Memory, forgotten: Node
+) -> None:
+    beats.delete(keeper.INGEST_ALIVE_KEY)
+    keeper.keep(beats, memory)
+
+    assert lease_signals() == 1
+
+
+def test_a_hold_that_was_lifted_before_its_node_fell_silent_tells_of_nothing(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    node = silent_node()
+    fleet.set_hold(SYSTEM, node.pk, "mine")
+    fleet.set_hold(SYSTEM, node.pk, "")
+    keeper.keep(beats, memory)
+    keeper.keep(beats, memory)
+
     assert lease_signals() == 1
 
 

@@ -17,11 +17,12 @@ from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import IncidentState, RunState
 from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
 from controlplane.incidents.plans import NODE_ORDERS, ORDER_STATES, plan_of_order
+from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Job, Placement
 from node_agent import wire
 from tests.factories import ApprovalFactory
-from tests.workers.moving import commands
+from tests.workers.moving import commands, no_spare
 from tests.workers.world import HEALTHY, World, answer, drain, run_of
 from workers import engine
 from workers.playbooks import PLAYBOOKS
@@ -252,6 +253,66 @@ def test_a_node_that_is_given_work_in_that_very_moment_is_not_taken_out_yet(worl
     assert outcome.apply is not None
     with pytest.raises(Conflict, match="was given work meanwhile"):
         outcome.apply()
+
+
+# --- a drain that is called off -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["draining", "drain_failed"])
+def test_a_node_whose_drain_is_called_off_goes_on_with_its_work(world: World, state: str) -> None:
+    node = world.placements[1].node
+    run = incidents.order_node(PERSON, node.pk, "drain", "new cables")
+    engine.unfold_runs()
+    engine.take_step("test")
+    before = (state_of(node), node.drained_by)
+    deadline = {"draining": node.state_deadline, "drain_failed": None}[state]
+    Node.objects.filter(pk=node.pk).update(state=state, state_deadline=deadline)
+    incidents.call_off(PERSON, run.pk, "the cables did not come")
+    drain()
+
+    assert before == (NodeState.DRAINING, "user/1")
+    assert (state_of(node), node.drained_by) == (NodeState.ALLOCATED, "")
+    assert world.placement_of(1) == world.placements[1]
+    assert AuditEvent.objects.filter(verb="node.undrain", reason__contains="did not come").exists()
+
+
+@pytest.mark.parametrize("before", ["available", "suspect"])
+def test_an_idle_node_whose_drain_is_called_off_is_what_it_was(world: World, before: str) -> None:
+    node = world.spares[0]
+    Node.objects.filter(pk=node.pk).update(state=before, drained_by="slurm")
+    run = incidents.order_node(PERSON, node.pk, "drain", "new cables")
+    engine.unfold_runs()
+    engine.take_step("test")
+    incidents.call_off(PERSON, run.pk, "the cables did not come")
+
+    assert (state_of(node), node.drained_by) == (before, "slurm")
+
+
+def test_a_node_whose_replica_has_moved_away_is_free_once_its_process_has_ended(
+    world: World,
+) -> None:
+    moved = world.placements[1]
+    run = incidents.order_node(PERSON, moved.node_id, "drain", "new cables")
+    engine.unfold_runs()
+    engine.take_step("test")
+    jobs.end_placement(SYSTEM, moved.pk, "moved to spare-0", free_node=False)
+    incidents.call_off(PERSON, run.pk, "the cables did not come")
+    leaving = state_of(moved.node)
+    world.exits(moved, exit_code=0, requested=True)
+    drain()
+
+    assert leaving == NodeState.ALLOCATED
+    assert state_of(moved.node) == NodeState.AVAILABLE
+
+
+def test_a_node_that_is_being_emptied_stays_out_when_its_drain_is_called_off(
+    world: World, only_one: Placement
+) -> None:
+    no_spare(world)  # it cannot move away
+    run = kill_ordered(only_one, "drain")
+    incidents.call_off(PERSON, run.pk, "too late")
+
+    assert state_of(only_one.node) == NodeState.DRAINING
 
 
 # --- called off when what runs there has been killed ----------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -11,7 +12,9 @@ from pytest_django import Settings
 
 from controlplane.accounts.choices import ActorKind
 from controlplane.accounts.models import SYSTEM, Actor, AuditEvent
+from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet
+from controlplane.fleet.actions.commands import RESULT_GRACE_S
 from controlplane.fleet.choices import CommandState, NodeState, Rung
 from controlplane.fleet.models import Command, Lease, Node, RepairRecord
 from controlplane.health.actions import record_signal
@@ -28,6 +31,7 @@ from node_agent import wire
 from runtime import client
 from tests.factories import (
     GpuFactory,
+    MaintenanceWindowFactory,
     NodeFactory,
     PlacementFactory,
     ProgressSampleFactory,
@@ -37,6 +41,7 @@ from tests.workers.moving import commands
 from tests.workers.world import World, answer, drain, mend, run_of, step_of, unanswered
 from workers import guards
 from workers.playbooks import PLAYBOOKS
+from workers.playbooks.orders import START_ORDER_S
 
 pytestmark = pytest.mark.django_db
 PERSON = Actor(ActorKind.USER, "1")
@@ -204,6 +209,39 @@ def unresponsive(world: World, placement: Placement) -> None:
     assert Incident.objects.get().code == "replica-unresponsive"
 
 
+def keep_out(world: World, node: Node, how: str) -> None:
+    """Somebody keeps the job, or all work, from the node."""
+    kept: dict[str, Callable[[], object]] = {
+        "exclusion": lambda: jobs.exclude_node(PERSON, world.job.pk, node.pk, "it is slow there"),
+        "window": lambda: MaintenanceWindowFactory(cluster=world.cluster, node=node),
+        "drain": lambda: fleet.set_drained_by(PERSON, node.pk, "slurm", "new cables"),
+    }
+    kept[how]()
+
+
+@pytest.mark.parametrize("how", ["exclusion", "window", "drain"])
+def test_a_replica_does_not_return_to_a_node_that_it_is_kept_from(world: World, how: str) -> None:
+    lost = world.placements[1]
+    keep_out(world, lost.node, how)
+    world.kill(lost)
+    mend(world, 1)
+
+    assert world.placement_of(1).node == world.spares[0]
+    assert run_of("replica-lost").state == RunState.SUCCEEDED
+
+
+@pytest.mark.parametrize("how", ["exclusion", "window", "drain"])
+def test_a_node_that_a_replica_is_kept_from_after_it_was_chosen_is_not_taken(
+    world: World, how: str
+) -> None:
+    lost = world.placements[1]
+    jobs.end_placement(SYSTEM, lost.pk, "lost", free_node=False)
+    keep_out(world, lost.node, how)
+
+    with pytest.raises(Conflict, match="not free"):
+        jobs.place(SYSTEM, lost.replica_id, lost.node_id, placement_id="plc_back")
+
+
 def test_an_unfit_node_is_repaired_even_when_no_other_is_free(poor_world: World) -> None:
     lost = poor_world.placements[1]
     poor_world.silence(lost.node)
@@ -283,6 +321,70 @@ def test_a_start_that_nobody_answered_is_stopped_before_another_is_made(world: W
     answer("stop_process", stopped=True)
     drain()
     assert world.placement_of(1).node != world.placements[1].node
+
+
+def start_came_to_nothing(world: World) -> Placement:
+    """Replica 1 was killed; its node answered neither the order to start it nor that to stop it."""
+    world.kill(world.placements[1])
+    drain()
+    unanswered()
+    unanswered()
+    assert run_of("replica-lost").state == RunState.NEEDS_OPERATOR
+    return world.placement_of(1)
+
+
+def test_a_start_that_is_tried_again_is_made_once_the_one_before_is_ended(world: World) -> None:
+    begun = start_came_to_nothing(world)
+    incidents.retry_run(PERSON, run_of("replica-lost").pk, "its agent answers again")
+    drain()
+    before = len(commands("start_rank"))
+    answer("stop_process", stopped=True)
+    mend(world, 1)
+
+    assert before == 1
+    assert commands("stop_process") == 2 * [wire.StopProcess(placement=begun.pk, grace_s=0)]
+    assert run_of("replica-lost").state == RunState.SUCCEEDED
+    assert world.placement_of(1).pk != begun.pk
+
+
+def test_a_start_that_nobody_says_is_ended_is_not_made_again(world: World) -> None:
+    start_came_to_nothing(world)
+    incidents.retry_run(PERSON, run_of("replica-lost").pk, "once more")
+    drain()
+    answer("stop_process", "failed")
+    drain()
+
+    assert run_of("replica-lost").state == RunState.NEEDS_OPERATOR
+    assert len(commands("start_rank")) == 1
+
+
+def test_what_was_started_after_all_trains_on_when_its_start_is_tried_again(world: World) -> None:
+    begun = start_came_to_nothing(world)
+    world.join(begun)
+    incidents.retry_run(PERSON, run_of("replica-lost").pk, "it is there")
+    drain()
+
+    assert run_of("replica-lost").state == RunState.SUCCEEDED
+    assert world.placement_of(1) == begun
+
+
+def test_a_node_that_falls_silent_after_a_start_came_to_nothing_is_taken_out(world: World) -> None:
+    begun = start_came_to_nothing(world)
+    world.silence(begun.node)
+    drain()
+
+    assert world.bmcs[begun.node_id].orders[0] == "ForceOff"
+    assert world.placement_of(1).node == world.spares[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "step"), [("replica-lost", "start-replica"), ("move-job", "start")]
+)
+def test_a_start_is_given_the_time_of_all_its_orders(name: str, step: str) -> None:
+    started, ended = START_ORDER_S + RESULT_GRACE_S, 60 + RESULT_GRACE_S
+    definition = PLAYBOOKS[name].step(step)
+    assert definition is not None
+    assert definition.timeout_s > started + 2 * ended
 
 
 def test_a_node_that_was_only_silent_and_beats_again_is_left_alone(

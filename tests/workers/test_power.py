@@ -9,18 +9,27 @@ import pytest
 from django.db.models import F
 from django.utils import timezone
 
-from controlplane.accounts.models import SYSTEM, AuditEvent
+from controlplane.accounts.choices import ActorKind
+from controlplane.accounts.models import SYSTEM, Actor, AuditEvent
 from controlplane.errors import Conflict
+from controlplane.fleet.choices import Rung
 from controlplane.fleet.models import Node
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import RunState, StepState
 from controlplane.incidents.models import PlaybookRun, PlaybookStep
+from controlplane.jobs.models import Placement
 from tests.factories import PlaybookStepFactory
-from tests.workers.world import World, drain, step_of
+from tests.workers.bmc import Bmc
+from tests.workers.world import World, drain, run_of, step_of
 from workers import engine, losses, power
+from workers.playbooks import node_steps
+from workers.playbooks.base import Done, Outcome, StepContext, Wait
 
 pytestmark = pytest.mark.django_db
 LEASE_S = 60.0
+PERSON = Actor(ActorKind.USER, "1")
+#: Longer than a step may wait.
+LONG = timedelta(hours=1)
 
 
 @pytest.fixture
@@ -93,13 +102,14 @@ def test_a_step_that_was_released_while_its_worker_looked_is_looked_at_again(
     assert world.bmcs[lost.node_id].orders.count("ForceOff") == 1
 
 
+@pytest.mark.parametrize("meanwhile", ["On", "PoweringOff", "Paused"])
 @pytest.mark.parametrize("lingers", [0, 1, 3])
 def test_a_node_that_is_to_be_power_cycled_is_off_before_it_is_switched_on(
-    world: World, lingers: int
+    world: World, lingers: int, meanwhile: str
 ) -> None:
     node = world.spares[0]
     bmc = world.bmcs[node.pk]
-    bmc.lingers = lingers
+    bmc.lingers, bmc.meanwhile = lingers, meanwhile
     incidents.repair_node(SYSTEM, node.pk, None, "x", gpu_uuid=world.card_of(node).pk)
     for _look in range(lingers + 1):  # nothing changes while it is going off
         drain(8)
@@ -107,3 +117,135 @@ def test_a_node_that_is_to_be_power_cycled_is_off_before_it_is_switched_on(
     assert (bmc.state(), bmc.boots) == ("On", 2)
     assert bmc.orders == ["ForceOff", "On"]  # some refuse a second order while one is under way
     assert step_of("repair-node", "repair").outcome in ("restarted through its BMC", "switched on")
+
+
+@pytest.mark.parametrize(
+    ("says", "on_off"),
+    [
+        ("On", (True, False)),
+        ("Off", (False, True)),
+        ("PoweringOn", (False, False)),
+        ("PoweringOff", (False, False)),
+        ("Paused", (False, False)),
+    ],
+)
+def test_a_node_is_off_only_where_its_bmc_says_just_that(
+    world: World, says: str, on_off: tuple[bool, bool]
+) -> None:
+    node = Node.objects.get(pk=world.spares[0].pk)
+    world.bmcs[node.pk].answers = {"PowerState": says}
+
+    state = power.read(node)
+
+    assert (state.on, state.off) == on_off
+
+
+@pytest.mark.parametrize(
+    ("answers", "named"),
+    [({}, "None"), ({"PowerState": None}, "None"), ({"PowerState": "Asleep"}, "'Asleep'")],
+)
+def test_a_bmc_that_does_not_say_whether_its_node_is_on_has_told_nothing(
+    world: World, answers: dict[str, object], named: str
+) -> None:
+    node = Node.objects.get(pk=world.spares[0].pk)
+    world.bmcs[node.pk].answers = answers
+
+    with pytest.raises(power.PowerError, match=f"names no power state: {named}"):
+        power.read(node)
+
+
+def lose(world: World) -> Bmc:
+    """A node falls silent and its replica's peers lost it; its controller."""
+    lost = world.placements[1]
+    world.silence(lost.node)
+    world.peers_lose(lost)
+    return world.bmcs[lost.node_id]
+
+
+def emptied(world: World) -> bool:
+    """Whether the lost replica may start elsewhere, and does."""
+    started = Placement.objects.filter(replica=world.placements[1].replica, state="starting")
+    return step_of("repair-node", "quarantine").state == StepState.DONE and started.exists()
+
+
+@pytest.mark.parametrize("meanwhile", ["On", "PoweringOff", "PoweringOn", "Paused"])
+def test_nothing_starts_elsewhere_before_the_node_is_off(world: World, meanwhile: str) -> None:
+    bmc = lose(world)
+    bmc.lingers, bmc.meanwhile = 3, meanwhile
+    drain(2)
+    too_soon, orders = emptied(world), list(bmc.orders)
+    drain()
+
+    assert (too_soon, orders) == (False, ["ForceOff"])
+    assert emptied(world)
+
+
+@pytest.mark.parametrize("answers", [{}, {"PowerState": "Asleep"}])
+def test_nothing_starts_elsewhere_while_nobody_knows_whether_the_node_is_off(
+    world: World, answers: dict[str, object]
+) -> None:
+    lose(world).answers = answers
+    drain()
+
+    assert not emptied(world)
+    assert "names no power state" in step_of("repair-node", "quarantine").outcome
+
+
+def test_a_node_that_is_told_to_go_off_is_told_once(world: World) -> None:
+    bmc = lose(world)
+    bmc.lingers, bmc.strict = 2, True
+    drain()
+
+    assert bmc.orders[:2] == ["ForceOff", "On"]
+    assert emptied(world)
+
+
+def test_a_node_that_does_not_go_off_is_told_again_after_a_while(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bmc = lose(world)
+    bmc.lingers = 8
+    drain(3)
+    monkeypatch.setattr(node_steps, "GOES_OFF_S", 0.0)
+    drain(1)
+
+    assert bmc.orders == ["ForceOff", "ForceOff"]
+
+
+def test_a_node_that_a_person_switched_off_by_hand_is_found_off(world: World) -> None:
+    bmc = lose(world)
+    bmc.broken = True
+    drain()
+    PlaybookStep.objects.filter(key="quarantine").update(started_at=timezone.now() - LONG)
+    drain()
+    run = run_of("repair-node")
+    bmc.on = False
+    bmc.orders.clear()
+    incidents.resume_run(PERSON, run.pk, "switched off by hand")
+    drain()
+
+    assert run.state == RunState.NEEDS_OPERATOR
+    assert "ForceOff" not in bmc.orders
+    assert emptied(world)
+
+
+@pytest.mark.parametrize(
+    ("says", "orders", "expected"),
+    [("Off", ["On"], Done), ("PoweringOff", [], Wait), ("PoweringOn", [], Wait), ("On", [], Done)],
+)
+def test_a_node_that_is_to_be_examined_is_switched_on_once_it_is_off(
+    world: World, says: str, orders: list[str], expected: type[Outcome]
+) -> None:
+    node = world.spares[0]
+    step = PlaybookStepFactory(
+        run__node=node,
+        run__context={"rung": Rung.FIELD_DIAGNOSTIC},
+        state=StepState.RUNNING,
+        lock_expires_at=timezone.now() + timedelta(seconds=LEASE_S),
+    )
+    world.bmcs[node.pk].answers = {"PowerState": says}
+
+    outcome = node_steps.examine(StepContext(step))
+
+    assert world.bmcs[node.pk].orders == orders
+    assert type(outcome) is expected

@@ -437,6 +437,32 @@ def test_a_node_that_does_not_start_it_is_passed_over_once_all_are_ended(world: 
     assert state(world.placements[0].node) == (NodeState.AVAILABLE, False)
 
 
+def test_a_start_that_is_tried_again_is_made_once_all_of_the_one_before_are_ended(
+    world: World,
+) -> None:
+    ended_by(world, world.placements[1])
+    unanswered()
+    unanswered()
+    asked = run_of(LOSS).state
+    incidents.retry_run(PERSON, run_of(LOSS).pk, "they answer again")
+    drain()
+    before, told = len(orders("start_rank")), unfinished("stop_process")
+    answer("stop_process", stopped=True)
+    drain()
+
+    assert (asked, before, told) == (RunState.NEEDS_OPERATOR, 2, ["node-0", "node-1"])
+    assert unfinished("start_rank") == ["node-0", "node-1"]
+    all_train(world)
+    assert run_of(LOSS).state == RunState.SUCCEEDED
+
+
+def test_its_place_goes_elsewhere_where_the_job_is_kept_from_the_node(world: World) -> None:
+    jobs.exclude_node(PERSON, world.job.pk, world.placements[0].node_id, "it is slow there")
+    ended_by(world, world.placements[1])
+
+    assert names() == ["spare-0", "node-1"]
+
+
 def test_one_that_is_lost_again_while_it_starts_is_brought_back_by_the_same_run(
     world: World,
 ) -> None:

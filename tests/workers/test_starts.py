@@ -383,6 +383,46 @@ def test_a_coordinator_that_failed_to_start_is_ended(world: World) -> None:
     assert commands("stop_process") == [wire.StopProcess(placement=coordinators()[0].placement)]
 
 
+def test_a_node_that_does_not_start_the_coordinator_is_passed_over(world: World) -> None:
+    all_free(world)
+    begin(world, "wide", world_replicas=1)
+    drain()
+    answer("start_coordinator", "failed")
+    drain()
+    answer("start_coordinator", address="127.0.0.1:4001")
+    drain()
+
+    told = Command.objects.filter(verb="start_coordinator").order_by("created_at")
+    assert [one.node.name for one in told] == ["node-1", "node-0"]
+    assert unfinished("start_rank") == ["node-0"]
+
+
+def test_a_start_that_has_passed_over_the_nodes_it_needs_says_so(poor_world: World) -> None:
+    all_free(poor_world)
+    begin(poor_world, "wide")
+    drain()
+    answer("start_coordinator", "failed")
+    drain()
+
+    said = step_of(START, "choose-nodes").outcome
+    assert said == "1 of 2 nodes are free; passed over, for they did not start their part: node-0"
+
+
+def test_a_node_that_was_silent_when_it_was_to_start_the_coordinator_is_not_passed_over(
+    world: World,
+) -> None:
+    all_free(world)
+    begin(world, "wide", world_replicas=1)
+    drain()
+    node = Node.objects.get(name="node-1")
+    world.silence(node)
+    fleet.expire_commands(timezone.now() + timedelta(hours=1))
+    world.hear(node)
+    drain()
+
+    assert unfinished("start_coordinator") == ["node-1"]
+
+
 def test_a_silent_node_is_told_for_long_to_end_a_coordinator_that_nobody_knows(
     world: World,
 ) -> None:

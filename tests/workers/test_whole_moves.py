@@ -301,6 +301,29 @@ def test_a_node_that_does_not_start_it_is_passed_over(world: World) -> None:
     assert state(world.spares[0]) == (NodeState.AVAILABLE, False)
 
 
+def start_came_to_nothing(world: World) -> Placement:
+    """The new node answered neither the order to start it nor that to stop it."""
+    order(world)
+    saves_and_ends(world)
+    unanswered()
+    unanswered()
+    assert run_of(MOVE).state == RunState.NEEDS_OPERATOR
+    return present()
+
+
+def test_a_start_that_is_tried_again_is_made_once_the_one_before_is_ended(world: World) -> None:
+    begun = start_came_to_nothing(world)
+    incidents.retry_run(PERSON, run_of(MOVE).pk, "its agent answers again")
+    drain()
+    before = len(commands("start_rank"))
+    answer("stop_process", stopped=True)
+    drain()
+
+    assert (before, len(commands("start_rank"))) == (1, 2)
+    assert present().pk != begun.pk
+    assert present().node == begun.node
+
+
 def test_one_that_is_lost_before_it_ends_is_brought_back_by_its_incident(world: World) -> None:
     order(world)
     Command.objects.filter(verb="stop_process").update(state=CommandState.DELIVERED)
@@ -383,6 +406,31 @@ def test_one_that_is_being_started_cannot_be_called_off(world: World) -> None:
         incidents.call_off(PERSON, run_of(MOVE).pk, "not today")
     assert run_of(MOVE).state == RunState.WAITING
     assert not PlaybookRun.objects.filter(playbook="replica-lost").exists()
+
+
+def test_one_whose_start_was_never_carried_is_called_off_and_brought_back(world: World) -> None:
+    begun = start_came_to_nothing(world)
+    incidents.call_off(PERSON, run_of(MOVE).pk, "not today")
+    begun.refresh_from_db()
+
+    assert (begun.state, run_of(MOVE).state) == (PlacementState.ENDED, RunState.CANCELLED)
+    assert state(begun.node)[0] == NodeState.AVAILABLE
+    assert run_of("replica-lost").context["lost_placement"] == world.placements[0].pk
+
+
+def test_one_that_may_have_been_started_cannot_be_called_off_before_that_is_known(
+    world: World,
+) -> None:
+    begun = start_came_to_nothing(world)
+    Command.objects.filter(verb="start_rank").update(delivered_at=timezone.now())
+    with pytest.raises(Conflict, match="may have started it"):
+        incidents.call_off(PERSON, run_of(MOVE).pk, "not today")
+
+    world.exits(begun, signal=9)
+    incidents.call_off(PERSON, run_of(MOVE).pk, "not today")
+
+    assert run_of(MOVE).state == RunState.CANCELLED
+    assert not Placement.objects.exclude(state=PlacementState.ENDED).exists()
 
 
 def test_one_that_ended_without_a_word_is_brought_back_when_it_is_called_off(

@@ -6,16 +6,17 @@ Many together are one incident, and nothing disruptive is done to any of them.
 from __future__ import annotations
 
 from django.conf import settings
+from django.db.models import Exists, F, OuterRef, Q, Subquery
 
-from controlplane.accounts.models import SYSTEM
+from controlplane.accounts.models import SYSTEM, AuditEvent
 from controlplane.fleet.choices import IN_SERVICE
 from controlplane.fleet.models import Node
 from controlplane.health.actions import record_failure, repeat_failure
-from controlplane.health.choices import Action, FaultClass
+from controlplane.health.choices import Action, FaultClass, SignalKind
 from controlplane.health.models import Signal
 from controlplane.incidents import actions as incidents
 from controlplane.incidents import limits
-from controlplane.incidents.choices import RUN_UNFINISHED, Severity
+from controlplane.incidents.choices import INCIDENT_UNRESOLVED, RUN_UNFINISHED, Severity
 from controlplane.incidents.models import Incident, PlaybookRun
 from controlplane.jobs.choices import JOB_ACTIVE
 from controlplane.jobs.models import Job, Placement
@@ -72,6 +73,40 @@ def node_went_silent(signal: Signal) -> None:
     )
     incidents.open_breaker_on_burst(node.cluster_id, failure.code)
     incidents.repair_node(SYSTEM, node.pk, incident, "it went silent", only_if_silent=True)
+
+
+def let_go_while_silent() -> list[tuple[Node, AuditEvent]]:
+    """Nodes in service that are silent, that were on hold since they fell silent, and of which
+    nobody was told since they are not: while somebody had them in hand their silence led to
+    nothing. With the word that lifted each hold.
+
+    None that a run, an open incident or the watch over its whole site has in hand.
+    """
+    node = OuterRef("pk")
+    words = AuditEvent.objects.filter(object_type="node", object_id=node, verb="node.hold")
+    last = words.order_by("-id")
+    told = Signal.objects.filter(
+        Q(triaged_at=None) | Q(observed_at__gte=OuterRef("let_go_at")),
+        kind=SignalKind.LEASE_LOST,
+        node=node,
+    )
+    runs = PlaybookRun.objects.filter(state__in=sorted(RUN_UNFINISHED))
+    watch = runs.filter(playbook="site-silent", cluster=OuterRef("cluster"))
+    incident = Incident.objects.filter(node=node, state__in=sorted(INCIDENT_UNRESOLVED))
+    silent = Node.objects.select_related("lease").filter(
+        state__in=sorted(IN_SERVICE), hold_reason="", lease__reachable=False
+    )
+    let_go = silent.annotate(
+        word=Subquery(last.values("pk")[:1]), let_go_at=Subquery(last.values("at")[:1])
+    ).filter(
+        ~Exists(told),
+        ~Exists(runs.filter(node=node)),
+        ~Exists(watch),
+        ~Exists(incident),
+        let_go_at__gte=F("lease__unreachable_since"),
+    )
+    found = {one.word: one for one in let_go}
+    return [(found[pk], word) for pk, word in AuditEvent.objects.in_bulk([*found]).items()]
 
 
 def _site_went_silent(signal: Signal, node: Node, silence: limits.Silence) -> None:

@@ -1,4 +1,5 @@
-"""What `replica-lost` does where the replica is on several nodes; see `together`."""
+"""What `replica-lost` does where the replica is on several nodes; see `together`. And what it and
+`move-job` do alike on one."""
 
 from __future__ import annotations
 
@@ -12,8 +13,11 @@ from controlplane.incidents import actions as incidents
 from controlplane.incidents.candidates import free_nodes, wanted_by
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState
-from controlplane.jobs.models import Placement, Replica
+from controlplane.jobs.models import Job, Placement, Replica
+from controlplane.jobs.selectors import may_return
+from workers import losses
 from workers.playbooks.base import (
+    Ask,
     Back,
     Done,
     Outcome,
@@ -29,6 +33,8 @@ from workers.playbooks.together import (
     placements_of,
     refused,
     start_all,
+    starts_of,
+    went_unheard,
 )
 from workers.spares import Candidate, choose_spare
 
@@ -113,7 +119,7 @@ def choose_places(ctx: StepContext, replica: Replica) -> Outcome:
 
 def _last_at(replica: Replica, node_rank: int) -> Placement:
     stays = replica.placements.filter(node_rank=node_rank)
-    return stays.select_related("node__rack", "node__lease").latest("created_at")
+    return stays.select_related("node__rack", "node__lease", "replica__job").latest("created_at")
 
 
 def _stays(ctx: StepContext, last: Placement, free: Mapping[str, Candidate]) -> bool:
@@ -121,8 +127,51 @@ def _stays(ctx: StepContext, last: Placement, free: Mapping[str, Candidate]) -> 
     if last.node_id in ctx.values["passed_over"] or not last.node.lease.reachable:
         return False
     lost_to_it = last.pk == ctx.values["lost_placement"] and not ctx.values["node_fit"]
-    holds_it = last.state != PlacementState.ENDED and may_stay(last.node)
+    holds_it = last.state != PlacementState.ENDED and may_stay(last.node, last.replica.job)
     return not lost_to_it and (holds_it or last.node_id in free)
+
+
+def end_what_was_begun(ctx: StepContext, replica: Replica) -> Outcome | None:
+    """Before a start that is tried again: have ended what an earlier turn of this run had begun and
+    nobody saw train, for two starts of one replica must never meet; or go on with it if it is up by
+    now. None once nothing is left of it."""
+    begun = _begun(ctx, replica)
+    if not begun:
+        return None
+    up = [one for one in begun if one.state == PlacementState.RUNNING and losses.lives(one)]
+    if len(up) == replica.job.nodes_per_replica:
+        return Done(text=f"it runs on {names_of(up)} by now")
+    left = [
+        (one, None if stop is not None and went_unheard(ctx, stop) else stop)
+        for one, stop in left_of(ctx, begun)
+    ]
+    bad = refused(left)
+    if bad is not None:
+        return Ask(text=f"{bad[0].node.name} does not say that nothing of it runs there")
+    names = names_of([one for one, _ in left])
+    if any(stop is None for _, stop in left):
+        return Wait(
+            text=f"{names} may have started it after all: told to end it first",
+            apply=lambda: order_ends(ctx, left, grace_s=0, ttl_s=KILL_ORDER_S),
+        )
+    if left:
+        return Wait(text=f"waiting for {names} to say that nothing of it runs")
+
+    def end() -> None:
+        for one in begun:
+            jobs.end_placement(SYSTEM, one.pk, "its start came to nothing", free_node=True)
+
+    return Wait(text="nothing is left of the start before", wake_s=0, apply=end)
+
+
+def _begun(ctx: StepContext, replica: Replica) -> list[Placement]:
+    """What this run had placed, and nobody has seen to since."""
+    ours = [ctx.values.get("placement", ""), *ctx.values.get("placements", [])]
+    begun = replica.alive.filter(pk__in=ours, standby=False)
+    settled = ctx.run.steps.filter(key="end-what-is-left").first()
+    if settled is not None and settled.finished_at is not None:
+        begun = begun.filter(created_at__gt=settled.finished_at)
+    return list(begun)
 
 
 def start_together(ctx: StepContext, replica: Replica) -> Outcome:
@@ -135,6 +184,8 @@ def start_together(ctx: StepContext, replica: Replica) -> Outcome:
             text=f"{silent.node.name} went silent before all had started it",
             context={"lost_placement": silent.pk},
         )
+    if not starts_of(ctx) and (ending := end_what_was_begun(ctx, replica)) is not None:
+        return ending
     targets = ctx.values["targets"]
 
     def end() -> None:
@@ -184,5 +235,8 @@ def replica_of(ctx: StepContext) -> Replica:
     )
 
 
-def may_stay(node: Node) -> bool:
-    return node.state in (NodeState.ALLOCATED, NodeState.AVAILABLE) and not node.hold_reason
+def may_stay(node: Node, job: Job) -> bool:
+    """Whether a replica may be started anew on the node that it has: it works, and nobody keeps the
+    job, or all work, from it."""
+    works = node.state in (NodeState.ALLOCATED, NodeState.AVAILABLE)
+    return works and may_return(node, job)

@@ -33,8 +33,9 @@ from workers.playbooks.base import (
     StepDefinition,
     Wait,
 )
+from workers.playbooks.lost_together import end_what_was_begun
 from workers.playbooks.node_steps import actor_of
-from workers.playbooks.replica_lost import order_start, runs_on, start_failed
+from workers.playbooks.replica_lost import START_S, order_start, runs_on, start_failed
 from workers.playbooks.together import (
     Left,
     left_of,
@@ -43,6 +44,7 @@ from workers.playbooks.together import (
     placements_of,
     refused,
     start_all,
+    starts_of,
     went_unheard,
 )
 from workers.spares import choose_spare
@@ -181,10 +183,13 @@ def start(ctx: StepContext) -> Outcome:
     if _being_brought_back(ctx):
         return _not_moved("it is brought back by a run of its own")
     replica = _placement(ctx, "from").replica
+    command = Command.objects.filter(requester=ctx.requester(), verb="start_rank").first()
+    ordered = command is not None or starts_of(ctx).exists()
+    if not ordered and (ending := end_what_was_begun(ctx, replica)) is not None:
+        return ending
     if len(_there(ctx)) > 1:
         return start_all(ctx, replica, ctx.values["targets"], again="choose-place")
     target = Node.objects.get(pk=ctx.values["target"])
-    command = Command.objects.filter(requester=ctx.requester(), verb="start_rank").first()
     if command is None:
         return order_start(ctx, replica, target)
     if command.state == CommandState.DONE:
@@ -255,7 +260,7 @@ PLAYBOOK = Playbook(
             title="Start it there",
             act=start,
             effect=Effect.FENCED,
-            timeout_s=120,
+            timeout_s=START_S,
             prose="Start its program on the chosen node with the job's coordinator and token, and "
             "on its other nodes.",
             undo="Stop the process on the chosen node.",

@@ -58,7 +58,9 @@ def drain(ctx: StepContext) -> Outcome:
         fleet.transition(actor, node.pk, NodeState.DRAINING, reason=reason, deadline_s=DRAIN_S)
         fleet.set_drained_by(actor, node.pk, f"{OWNED}{actor.id}", reason)
 
-    return Done(text=f"{node.name} takes no new work", apply=apply)
+    # What it goes back to if the drain is called off before anything there is killed.
+    found = {"state": node.state, "drained_by": node.drained_by}
+    return Done(text=f"{node.name} takes no new work", context={"found": found}, apply=apply)
 
 
 def move_away(ctx: StepContext) -> Outcome:

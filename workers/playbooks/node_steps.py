@@ -58,6 +58,10 @@ RESET_S = 180.0
 EXAMINED_S = settings.BOOT_DEADLINE_S + settings.FIELD_DIAGNOSTIC_S
 
 
+#: States in which nothing can be placed on a node any more.
+OUT_ALREADY = TAKEN_OUT - {NodeState.DRAINING, NodeState.DRAIN_FAILED} | {NodeState.RMA}
+
+
 def node_of(ctx: StepContext) -> Node:
     return Node.objects.select_related("lease", "cluster", "rack").get(pk=ctx.run.node_id)
 
@@ -79,10 +83,10 @@ def quarantine(ctx: StepContext) -> Outcome:
     if decision_is_stale(ctx):
         return _decide_anew()
     node = node_of(ctx)
-    being_emptied = {NodeState.DRAINING, NodeState.DRAIN_FAILED}
-    if node.state in TAKEN_OUT - being_emptied or node.state == NodeState.RMA:
+    out = node.state in OUT_ALREADY
+    if out and not _alive_on(node).exists():
         return Done(text=f"{node.name} is out already: {node.get_state_display().lower()}")
-    if ctx.values.get("urgency") == Urgency.IDLE and held_on(node).exists():
+    if ctx.values.get("urgency") == Urgency.IDLE and not out and held_on(node).exists():
         return Back(
             to="decide",
             text=f"{node.name} was given work meanwhile, and what is wanted can wait",
@@ -120,8 +124,11 @@ def quarantine(ctx: StepContext) -> Outcome:
 def held_on(node: Node) -> QuerySet[Placement]:
     """What has its place on a node. A warm spare keeps nobody from taking the node out: its job has
     another when the node is out."""
-    there = Placement.objects.filter(IN_ITS_PLACE, node=node)
-    return there.exclude(state=PlacementState.ENDED)
+    return _alive_on(node).filter(IN_ITS_PLACE)
+
+
+def _alive_on(node: Node) -> QuerySet[Placement]:
+    return Placement.objects.filter(node=node).exclude(state=PlacementState.ENDED)
 
 
 def words_of_quarantine(_context: Mapping[str, Any]) -> Sequence[str]:
@@ -178,14 +185,25 @@ def _order_kill(ctx: StepContext, node: Node, live: list[Placement], first: int)
 def _cut_power(ctx: StepContext, node: Node, why: str) -> Outcome:
     if not node.bmc_url:
         return Ask(text=f"{why}, and {node.name} has no BMC on record: switch it off by hand")
-    # Off when it is off already changes nothing.
-    power.switch(node, "ForceOff", ctx.step)
-    if power.read(node).on:
-        return Wait(text=f"{why}: its BMC has been told to switch it off")
+    waits = None if power.read(node).off else _switch_off(ctx, node)
+    if waits is not None:
+        return replace(waits, text=f"{why}: {waits.text}")
     return Done(
-        text=f"{why}: {node.name} was switched off by its BMC, and quarantined",
+        text=f"{why}: {node.name} is off, as its BMC says, and quarantined",
         apply=_take_out(ctx, node),
     )
+
+
+def _switch_off(ctx: StepContext, node: Node) -> Wait | None:
+    """Have a node switched off that is not off. None once it is; what to wait for before."""
+    goes_off = "its BMC has been told to switch it off"
+    told_off = float(ctx.values.get("told_off") or 0.0)
+    if time.time() - told_off < GOES_OFF_S:  # a second order may be refused
+        return Wait(text=goes_off)
+    power.switch(node, "ForceOff", ctx.step)
+    if power.read(node).off:
+        return None
+    return Wait(text=goes_off, context={"told_off": time.time()})
 
 
 def _take_out(ctx: StepContext, node: Node, killed: Collection[str] | None = None) -> Any:
@@ -194,8 +212,7 @@ def _take_out(ctx: StepContext, node: Node, killed: Collection[str] | None = Non
     reason = str(ctx.values.get("reason", "")) or ctx.run.title
 
     def apply() -> None:
-        there = Placement.objects.select_related("replica__job", "node").filter(node=node)
-        live = there.exclude(state=PlacementState.ENDED)
+        live = list(_alive_on(node).select_related("replica__job", "node"))
         if killed is not None and any(placement.pk not in killed for placement in live):
             raise Conflict(f"{node.name} was given work meanwhile, which is to be killed too")
         for placement in live:
@@ -205,7 +222,12 @@ def _take_out(ctx: StepContext, node: Node, killed: Collection[str] | None = Non
             if placement.replica.job.state in JOB_ACTIVE and not placement.standby:
                 # Its loss may be told only after this, and would then be old news.
                 incidents.bring_back(placement, timezone.now(), emptied=True)
-        fleet.transition(actor_of(ctx), node.pk, NodeState.QUARANTINED, reason=reason)
+        # Locked only now: whoever ends or places a process locks its replica before its node.
+        locked = Node.objects.select_for_update(no_key=True).get(pk=node.pk)
+        if locked.state not in OUT_ALREADY:
+            fleet.transition(actor_of(ctx), node.pk, NodeState.QUARANTINED, reason=reason)
+        if _alive_on(node).exists():
+            raise Conflict(f"{node.name} was given work in this very moment")
         if not node.drained_by:
             owner = f"{OUR_DRAIN}{ctx.run.incident_id or ctx.run.pk}"
             fleet.set_drained_by(SYSTEM, node.pk, owner, reason)
@@ -283,8 +305,11 @@ def examine(ctx: StepContext) -> Outcome:
     if ctx.values["rung"] != Rung.FIELD_DIAGNOSTIC:
         return Skip(text="no field diagnostic is called for")
     node = node_of(ctx)
-    if node.bmc_url and not power.read(node).on:
-        power.switch(node, "On", ctx.step)  # it may have been emptied by its power
+    state = power.read(node) if node.bmc_url else None
+    if state is not None and not (state.on or state.off):
+        return _in_between(node, state)
+    if state is not None and state.off:  # it may have been emptied by its power
+        power.switch(node, "On", ctx.step)
     limit_s = settings.FIELD_DIAGNOSTIC_S
     requester = ctx.requester()
 
@@ -397,6 +422,8 @@ def _given_up(
 def _restart(ctx: StepContext, node: Node, rung: Rung) -> Outcome:
     """Reboot or power-cycle, proven by the boot id; looks first whether it happened already."""
     state = power.read(node)
+    if not (state.on or state.off):
+        return _in_between(node, state)
     before = ctx.values.get("boot_before")
     words = rung.label.lower()
     if before is None or node.state == NodeState.REPAIR_FAILED:
@@ -408,7 +435,7 @@ def _restart(ctx: StepContext, node: Node, rung: Rung) -> Outcome:
         return Wait(
             text=f"about to {words}",
             wake_s=0,
-            context={"boot_before": before or node.boot_id, "was_off": not state.on},
+            context={"boot_before": before or node.boot_id, "was_off": state.off},
             apply=enter,
         )
     if state.on and state.boot_id and state.boot_id != before:
@@ -419,13 +446,9 @@ def _restart(ctx: StepContext, node: Node, rung: Rung) -> Outcome:
         return Ask(text="its BMC cannot tell whether it has been restarted; look before going on")
     try:
         if rung == Rung.POWER_CYCLE and state.on:
-            goes_off = "its BMC has been told to switch it off"
-            told_off = float(ctx.values.get("told_off") or 0.0)
-            if time.time() - told_off < GOES_OFF_S:  # a second order may be refused
-                return Wait(text=goes_off)
-            power.switch(node, "ForceOff", ctx.step)
-            if power.read(node).on:  # to switch it on now would change nothing
-                return Wait(text=goes_off, context={"told_off": time.time()})
+            waits = _switch_off(ctx, node)
+            if waits is not None:  # to switch it on now would change nothing, or not last
+                return waits
             power.switch(node, "On", ctx.step)
         else:
             power.switch(node, "ForceRestart" if state.on else "On", ctx.step)
@@ -437,6 +460,11 @@ def _restart(ctx: StepContext, node: Node, rung: Rung) -> Outcome:
         text="restarted through its BMC" if state.on else "switched on",
         evidence={"boot_before": before},
     )
+
+
+def _in_between(node: Node, state: power.Power) -> Wait:
+    """An order that is given while the power changes may be lost, or undo what is under way."""
+    return Wait(text=f"{node.name} is neither on nor off: its BMC says {state.state}")
 
 
 def _enter_repair(ctx: StepContext, node: Node, rung: Rung, deadline_s: float) -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
+from typing import Any
 
 from django.conf import settings
 from django.db.models import Q, QuerySet
 from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM
-from controlplane.fleet.choices import Rung
-from controlplane.fleet.models import Gpu, Node, RepairRecord
+from controlplane.fleet.choices import IN_SERVICE, NodeState, Rung
+from controlplane.fleet.models import Command, Gpu, Node, RepairRecord
 from controlplane.health.actions import memory_of
-from controlplane.health.choices import Urgency
+from controlplane.health.choices import Action, Urgency
 from controlplane.incidents.choices import Effect
 from controlplane.incidents.models import PlaybookStep
 from controlplane.jobs import actions as jobs
@@ -25,6 +26,7 @@ from workers import guards, triage
 from workers.playbooks import node_steps
 from workers.playbooks.base import (
     Ask,
+    Back,
     Done,
     End,
     Outcome,
@@ -36,6 +38,12 @@ from workers.playbooks.base import (
 from workers.playbooks.validation import await_soak, run_diagnostic
 from workers.repair import Record, cards_named, choose_rung, next_rung
 
+#: States in which a node may hold work, that is emptied before anybody is asked about it.
+MAY_HOLD_WORK = IN_SERVICE | {NodeState.DRAINING, NodeState.DRAIN_FAILED}
+#: What people are asked to do with a node that is out.
+ONCE_WELL = "once it is well, cancel this and return it"
+#: A job that saved longer ago than this saves once more before its node is emptied.
+SAVE_HOLDS = timedelta(minutes=5)
 #: The same fault of the same card within this time after a repair means that it did not help.
 IN_VAIN_WITHIN = timedelta(days=30)
 
@@ -63,19 +71,14 @@ def decide(ctx: StepContext) -> Outcome:
         "tried in vain for this code": ", ".join(sorted(record.in_vain)) or "nothing",
         **_shown_record(card),
     }
-    if choice is None:
-        why = ""
-        if tried:
-            why = (
-                f": {ctx.values.get('not_helped_why')}; once it is well, cancel this and return it"
-            )
-        return Ask(
-            text=f"no rung of the repair ladder is left for automation to take{why}",
-            evidence=evidence,
-        )
-    words = f"{Rung(choice.rung).label}: {choice.reason}"
-    busy = node_steps.held_on(node)
     urgency = ctx.values.get("urgency", Urgency.NOW)
+    if choice is None and (urgency == Urgency.IDLE or node.state not in MAY_HOLD_WORK):
+        out = "" if node.state in MAY_HOLD_WORK else f"; {ONCE_WELL}"
+        return Ask(text=f"{_nothing_left(ctx)}{out}", evidence=evidence)
+    words = f"{_nothing_left(ctx)}; it is emptied first"
+    if choice is not None:
+        words = f"{Rung(choice.rung).label}: {choice.reason}"
+    busy = node_steps.held_on(node)
     if urgency == Urgency.IDLE and busy.exists():
         return Wait(text=f"{words}; once {node.name} is idle", wake_s=30.0, evidence=evidence)
     if urgency == Urgency.NEXT_CHECKPOINT:
@@ -88,24 +91,39 @@ def decide(ctx: StepContext) -> Outcome:
         text=words,
         evidence=evidence,
         context={
-            "rung": choice.rung,
-            "why": choice.reason,
+            "rung": choice.rung if choice else "",
+            "why": choice.reason if choice else f"{_nothing_left(ctx)}; {ONCE_WELL}",
             "boot_before": None,
             "not_helped": tried,
+            "decided_in": ctx.values.get("retry", 0),
+            "asked_again": None,
             "decided_for": str(ctx.values.get("action", "")),
             "cards": ctx.values.get("cards") or [*node.gpus.values_list("pk", flat=True)],
         },
     )
 
 
-def _await_checkpoints(ctx: StepContext, busy: QuerySet[Placement], words: str) -> Wait | str:
+def _nothing_left(ctx: StepContext) -> str:
+    """Why automation takes no rung, with what came of the one that did not help."""
+    action = str(ctx.values.get("action", Action.POWER_CYCLE))
+    left = "no rung of the repair ladder is left for automation to take"
+    if action not in triage.NODE_REPAIRS:
+        left = f"only people can mend it ({Action(action).label.lower()})"
+    why = ctx.values.get("not_helped_why") if ctx.values.get("not_helped") else ""
+    return f"{left}: {why}" if why else left
+
+
+def _await_checkpoints(
+    ctx: StepContext, busy: QuerySet[Placement], words: str, noted: str = "checkpoint_asked"
+) -> Wait | str:
     """Wait until each job on the node has saved a checkpoint since the repair was wanted, which it
     is told to do at its next step's edge: one that is left when the node is not. In words what came
-    of it, once there is no more to wait for."""
+    of it, once there is no more to wait for. `noted`: where the run's context says when it was
+    asked for."""
     there = {p.replica.job_id: p.replica.job for p in busy.select_related("replica__job")}
     if not there:
         return "it holds no job"
-    asked = ctx.values.get("checkpoint_asked")
+    asked = ctx.values.get(noted)
     if asked is None:
 
         def ask() -> None:
@@ -115,14 +133,12 @@ def _await_checkpoints(ctx: StepContext, busy: QuerySet[Placement], words: str) 
         return Wait(
             text=f"{words}; at the next checkpoint, which is asked for",
             wake_s=1.0,
-            context={"checkpoint_asked": timezone.now().isoformat()},
+            context={noted: timezone.now().isoformat()},
             apply=ask,
         )
     since = datetime.fromisoformat(asked)
     goes_on = [job for job in there.values() if _others_train(job, busy)]
-    left = Q(tier__in=OF_ALL_NODES) | Q(job__in=goes_on)
-    found = Checkpoint.objects.filter(left, job__in=there)
-    saved = saved_since(found, since).order_by("step")
+    saved = _left_by(busy, since).order_by("step")
     steps = dict(saved.values_list("job_id", "step"))
     missing = ", ".join(sorted(job.name for pk, job in there.items() if pk not in steps))
     if not missing:
@@ -132,6 +148,14 @@ def _await_checkpoints(ctx: StepContext, busy: QuerySet[Placement], words: str) 
     alone = any(job not in goes_on for pk, job in there.items() if pk not in steps)
     where = " that does not go with the node" if alone else ""
     return Wait(text=f"{words}; once {missing} has saved a checkpoint{where}", wake_s=1.0)
+
+
+def _left_by(busy: QuerySet[Placement], since: datetime) -> QuerySet[Checkpoint]:
+    """What was saved since then that is left when the node is not."""
+    there = {p.replica.job_id: p.replica.job for p in busy.select_related("replica__job")}
+    goes_on = [job for job in there.values() if _others_train(job, busy)]
+    left = Q(tier__in=OF_ALL_NODES) | Q(job__in=goes_on)
+    return saved_since(Checkpoint.objects.filter(left, job__in=there), since)
 
 
 def _others_train(job: Job, busy: QuerySet[Placement]) -> bool:
@@ -147,6 +171,46 @@ def _others_train(job: Job, busy: QuerySet[Placement]) -> bool:
 def _has_step(ctx: StepContext, key: str) -> bool:
     """Not every run does: one keeps the steps of the version that it began with."""
     return ctx.run.steps.filter(key=key).exists()
+
+
+def quarantine(ctx: StepContext) -> Outcome:
+    """As everywhere; but where what the job had saved is old by the time that the guards let the
+    run go, it saves once more first."""
+    node = node_steps.node_of(ctx)
+    busy = node_steps.held_on(node).filter(replica__job__state__in=JOB_ACTIVE)
+    if node.lease.reachable and _saved_long_ago(ctx, busy):
+        words = f"what was saved is older than {SAVE_HOLDS.total_seconds():.0f} s"
+        saved = _await_checkpoints(ctx, busy, words, noted="asked_again")
+        if isinstance(saved, Wait):
+            return saved
+    return node_steps.quarantine(ctx)
+
+
+def _saved_long_ago(ctx: StepContext, busy: QuerySet[Placement]) -> bool:
+    """Whether what waited for the next checkpoint has one that is old by now, and has not begun.
+    A job that saved none is not waited for again."""
+    asked = ctx.values.get("checkpoint_asked")
+    begun = Command.objects.filter(requester__startswith=f"{ctx.requester()}.")
+    if ctx.values.get("urgency") != Urgency.NEXT_CHECKPOINT or asked is None or begun.exists():
+        return False
+    newest = _left_by(busy, datetime.fromisoformat(asked)).order_by("at").last()
+    return newest is not None and timezone.now() - newest.at > SAVE_HOLDS
+
+
+def repair(ctx: StepContext) -> Outcome:
+    """Take the rung that was decided on. Where there is none the node is empty by now, and people
+    are asked; once they have it tried again it is decided anew."""
+    if ctx.values["rung"]:
+        return node_steps.repair(ctx)
+    again = ctx.values.get("retry", 0) != ctx.values["decided_in"]
+    if again or node_steps.decision_is_stale(ctx):
+        return Back(to="decide", text="it is tried again, or a graver failure came meanwhile")
+    return Ask(text=str(ctx.values["why"]))
+
+
+def words_of_repair(context: Mapping[str, Any]) -> Sequence[str]:
+    """Nothing, where it was decided that only people can mend the node."""
+    return () if context.get("rung") == "" else node_steps.words_of_repair(context)
 
 
 def validate(ctx: StepContext) -> Outcome:
@@ -218,17 +282,22 @@ PLAYBOOK = Playbook(
             "at the job's next checkpoint (if no other replica of it trains, one in shared or "
             "object storage), or when the node holds no work.",
         ),
-        node_steps.QUARANTINE,
+        replace(
+            node_steps.QUARANTINE,
+            act=quarantine,
+            timeout_s=node_steps.QUARANTINE.timeout_s + settings.CHECKPOINT_WAIT_S,
+        ),
         StepDefinition(
             key="repair",
             title="Repair it",
-            act=node_steps.repair,
+            act=repair,
             effect=Effect.NON_REPEATABLE,
             disruptive=True,
-            does=node_steps.words_of_repair,
+            does=words_of_repair,
             timeout_s=600,
             prose="Note the boot id, then take the rung that was decided on. If you are not sure "
-            "whether somebody did so already, compare the boot id first.",
+            "whether somebody did so already, compare the boot id first. What only people can mend "
+            "stays quarantined until they have.",
         ),
         StepDefinition(
             key="examine",

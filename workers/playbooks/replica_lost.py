@@ -47,6 +47,7 @@ from workers.playbooks.lost_together import (
     await_all,
     choose_places,
     end_what_is_left,
+    end_what_was_begun,
     lacks_a_place,
     may_stay,
     replica_of,
@@ -55,6 +56,9 @@ from workers.playbooks.lost_together import (
 from workers.playbooks.orders import START_ORDER_S, start_rank_command
 from workers.spares import choose_spare
 
+#: A start takes so long at most, in seconds, with the orders to end what hangs and what was begun
+#: before, and that to end it if nobody answers: each is awaited until its result is given up.
+START_S = 400.0
 #: Who leaves says so once what it had saved is written, for which it waits half a minute at most.
 FAREWELL_TAKES = timedelta(seconds=40)
 
@@ -195,7 +199,7 @@ def choose_place(ctx: StepContext) -> Outcome:
     situation = recovery.Situation(
         node_fit=bool(ctx.values["node_fit"])
         and not going
-        and may_stay(placement.node)
+        and may_stay(placement.node, job)
         and placement.node_id not in ctx.values["passed_over"],
         reset_pending=bool(placement.node.reset_pending),
         saved=losses.saved_for(placement),
@@ -247,8 +251,24 @@ def take_node_out(ctx: StepContext) -> Outcome:
     if ctx.values.get("code") in triage.SILENCE_ALONE and losses.lives(placement):
         return Back(to="find-cause", text=f"it lives on {node.name}, which beats again")
     repairs = PlaybookRun.objects.filter(playbook="repair-node", node=node)
-    if repairs.filter(state__in=sorted(RUN_UNFINISHED), context__urgency=Urgency.NOW).exists():
+    under_way = repairs.filter(state__in=sorted(RUN_UNFINISHED), context__urgency=Urgency.NOW)
+    # One that asked for a person before this was lost is asked again, and knows more then.
+    asked_before = Q(state=RunState.NEEDS_OPERATOR) & ~Q(context__lost_placement=placement.pk)
+    gone = losses.seen_to_end(placement)
+    if under_way.exclude(asked_before).exists() and gone:
+        return Done(text=f"its process ended; {node.name} is being taken out by its repair run")
+    if under_way.exclude(asked_before).exists():
         return Wait(text=f"{node.name} is being taken out by its repair run", wake_s=1.0)
+    for_this = repairs.filter(
+        context__lost_placement=placement.pk,
+        context__urgency=Urgency.NOW,
+        finished_at__gt=ctx.incident.occurred_at,
+    )
+    if gone and for_this.exclude(state=RunState.SUCCEEDED).exists():
+        return Done(
+            text=f"its process ended; {node.name} was not taken out, and takes no new work",
+            apply=lambda: _mark_suspect(node.pk, ctx.incident.cause),
+        )
     since = ctx.step.started_at or timezone.now()
     ended = repairs.filter(finished_at__gt=max(since, placement.created_at)).last()
     if ended is not None and ended.state == RunState.SUCCEEDED and steps.count() == 0:
@@ -274,6 +294,13 @@ def take_node_out(ctx: StepContext) -> Outcome:
     return Wait(text=f"{node.name} is to be taken out by its repair run", wake_s=1.0, apply=apply)
 
 
+def _mark_suspect(node_id: str, reason: str) -> None:
+    """Nobody takes the node out: until somebody has looked nothing else is placed there."""
+    node = Node.objects.get(pk=node_id)
+    if node.state in (NodeState.ALLOCATED, NodeState.AVAILABLE):
+        fleet.transition(SYSTEM, node_id, NodeState.SUSPECT, reason=reason)
+
+
 def start_replica(ctx: StepContext) -> Outcome:
     replica = replica_of(ctx)
     if replica.job.nodes_per_replica > 1:
@@ -282,6 +309,8 @@ def start_replica(ctx: StepContext) -> Outcome:
     lost = Placement.objects.select_related("node__lease").get(pk=ctx.values["lost_placement"])
     command = Command.objects.filter(requester=ctx.requester(), verb="start_rank").first()
     if command is None and (ending := _ending_of_what_hangs(ctx, lost)) is not None:
+        return ending
+    if command is None and (ending := _ending_of_a_start(ctx, replica)) is not None:
         return ending
     if ctx.values["strategy"] == "standby":
         return _let_standby_have_it(ctx, replica, lost, target)
@@ -326,6 +355,19 @@ def _ending_of_what_hangs(ctx: StepContext, lost: Placement) -> Outcome | None:
             context={"node_fit": False, "action": Action.POWER_CYCLE},
         )
     return see_ended(ctx, lost, f"nobody saw its process on {node.name} end")
+
+
+def _ending_of_a_start(ctx: StepContext, replica: Replica) -> Outcome | None:
+    """See `end_what_was_begun`; a node that fell silent since is taken out first."""
+    begun = replica.alive.filter(pk=ctx.values.get("placement", ""), node__lease__reachable=False)
+    silent = begun.exclude(pk=ctx.values["lost_placement"]).first()
+    if silent is not None:
+        return Back(
+            to="find-cause",
+            text=f"{silent.node.name} went silent before it started it",
+            context={"lost_placement": silent.pk},
+        )
+    return end_what_was_begun(ctx, replica)
 
 
 def _let_standby_have_it(
@@ -434,6 +476,7 @@ PLAYBOOK = Playbook(
             title="Find the cause",
             act=find_cause,
             effect=Effect.NONE,
+            timeout_s=7 * 86_400,  # an agent may be away for days while its replica trains
             prose="Look at how the process ended (the agent's event), at the node's kernel log and "
             "cards, and at the node's last beat. A node that is silent or has a hardware fault is "
             "unfit; a process that merely died is not its node's fault.",
@@ -469,7 +512,7 @@ PLAYBOOK = Playbook(
             title="Choose where it returns",
             act=choose_place,
             effect=Effect.NONE,
-            timeout_s=900,
+            timeout_s=2700,  # where none is free, its own may have to wait for its repair
             prose="In place if the node is fit, unless its cards want a reset and a spare costs "
             "less. Otherwise a spare of the same cluster, in the rack that holds the fewest of the "
             "job's other replicas. With no other replica what is newer on the node's own disk than "
@@ -481,7 +524,7 @@ PLAYBOOK = Playbook(
             title="Start it",
             act=start_replica,
             effect=Effect.FENCED,
-            timeout_s=120,
+            timeout_s=START_S,
             prose="Start the rank on the chosen node with the job's coordinator and token; of a "
             "replica on several nodes all, on each of them.",
             undo="Stop the process on the chosen node.",

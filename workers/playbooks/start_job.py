@@ -47,6 +47,9 @@ def choose(ctx: StepContext) -> Outcome:
         too_small = len(candidates) - len(fitting)
         if too_small:
             text += f"; {too_small} more have fewer than the {job.gpus_per_node} cards it needs"
+        failed = sorted(one.name for one in free if one.node_id in passed_over)
+        if failed:
+            text += f"; passed over, for they did not start their part: {', '.join(failed)}"
         return Wait(text=text)
     coordinator = choose_coordinator_node(candidates, chosen)
     names = ", ".join(node.name for node in chosen)
@@ -89,9 +92,11 @@ def start_coordinator(ctx: StepContext) -> Outcome:
     if command.state not in COMMAND_FINISHED:
         return Wait(text="it is starting")
     if command.state != CommandState.DONE:
+        at_fault = [] if went_unheard(ctx, command) else [command.node_id]
         return Back(
             to="choose-nodes",
             text=f"it did not start: {command.error or command.state}",
+            context={"passed_over": [*ctx.values.get("passed_over", []), *at_fault]},
             apply=lambda: _stop_unknown(ctx),
         )
     address = str(command.output["address"])
@@ -271,7 +276,7 @@ PLAYBOOK = Playbook(
             timeout_s=1800,
             prose="One free node for each replica, spread over racks, spares left alone; for one "
             "that is on several, nodes of as few racks as possible. Another for the coordinator if "
-            "there is one.",
+            "there is one. A node that did not start its part is passed over.",
         ),
         StepDefinition(
             key="start-coordinator",

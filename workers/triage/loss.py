@@ -119,7 +119,9 @@ def cause_of_loss(evidence: LossEvidence) -> Cause | NotYet | NothingLost:
         # Also where the process still stands: it hangs on the card, and its node is being emptied.
         return _line_cause(line, node_fit=False)
     if not gone and evidence.still_commits and not evidence.node_reachable:
-        return NotYet(1.0, "its node's agent is silent, but the replica commits steps")
+        # It may be away for days: whoever loses the replica says so.
+        wait_s = 1.0 if evidence.waited_s < evidence.patience_s else 10.0
+        return NotYet(wait_s, "its node's agent is silent, but the replica commits steps")
     if not gone and evidence.node_reachable:
         if line is not None and line.action == "restart_app" and evidence.waited_s < PROGRAM_ENDS_S:
             # The kernel speaks first; the program that it speaks of ends a moment later.
@@ -207,6 +209,7 @@ def _process_cause(evidence: LossEvidence) -> Cause:
             False,
             "its node booted anew, which ended its process",
             "boot-id-changed",
+            "reset_gpu",  # the gentlest rung after which it is validated: it has had its restart
         )
     if evidence.exit_signal is not None:
         name = _signal_name(evidence.exit_signal)

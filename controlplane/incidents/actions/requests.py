@@ -13,7 +13,7 @@ from controlplane.accounts.choices import ActorKind
 from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.errors import Conflict
 from controlplane.fleet.changes import change
-from controlplane.fleet.choices import CommandState, NodeState
+from controlplane.fleet.choices import COMMAND_FINISHED, CommandState, NodeState
 from controlplane.fleet.models import Command, Node
 from controlplane.health.choices import Action, SignalKind, Urgency
 from controlplane.health.models import Signal
@@ -25,10 +25,11 @@ from controlplane.incidents.actions.merging import (
     open_for_replica,
     title_of_loss,
 )
-from controlplane.incidents.actions.runs import cancel_run, lock_run, request_run
+from controlplane.incidents.actions.runs import cancel_run, lock_run, look_again, request_run
 from controlplane.incidents.choices import (
     INCIDENT_UNRESOLVED,
     RUN_UNFINISHED,
+    RunState,
     StepState,
 )
 from controlplane.incidents.models import (
@@ -199,15 +200,34 @@ def _stopped_on(node_id: str | None) -> list[Placement]:
 
 def _ended_for_move(run: PlaybookRun) -> Placement | None:
     """The process of a job that is to move that this run has ended, the one that it moves before
-    others. Raises Conflict if one may be ending, or is being started again."""
+    others. Raises Conflict if one may be ending, or may be started again: a start that came to
+    nothing is none."""
     begun = [run.context.get("placement", ""), *run.context.get("placements", [])]
     now = Placement.objects.filter(pk__in=begun).exclude(state=PlacementState.ENDED)
     for placement in now.select_related("node"):
-        raise Conflict(f"it is being started on {placement.node.name}: wait until it trains there")
+        _demand_not_started(placement)
     moved = run.context["from"]
     there = Placement.objects.filter(pk__in=run.context.get("there", [moved]))
     ended = [one for one in there.select_related("replica__job", "node") if _has_ended(run, one)]
     return min(ended, key=lambda one: one.pk != moved, default=None)
+
+
+def _demand_not_started(placement: Placement) -> None:
+    """Raises Conflict unless it is known that nothing of this start runs, or ever will."""
+    name = placement.node.name
+    about = Command.objects.filter(node=placement.node_id, payload__contains=f'"{placement.pk}"')
+    ends = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=placement.pk)
+    if ends.exists() or about.filter(verb="stop_process", state=CommandState.DONE).exists():
+        return
+    start = about.filter(verb="start_rank").first()
+    over = start is not None and start.state in COMMAND_FINISHED - {CommandState.DONE}
+    if start is None or not over or placement.state != PlacementState.STARTING:
+        raise Conflict(f"it is being started on {name}: wait until it trains there")
+    if start.state == CommandState.EXPIRED and start.delivered_at is not None:
+        raise Conflict(
+            f"{name} may have started it: have the step tried again, which ends it there first, "
+            f"or have {name} quarantined"
+        )
 
 
 def _has_ended(run: PlaybookRun, before: Placement) -> bool:
@@ -246,7 +266,8 @@ def repair_node(
     `action` is what the failure calls for, `gpu_uuid` the card that failed where one is known,
     `code` the failure's.
     A repair that waits until the node is idle is nobody's incident: it may take days. One that is
-    under way for less takes over what this one calls for, and decides anew.
+    under way for less takes over what this one calls for, and decides anew, also if it had asked
+    for a person.
     """
     node = Node.objects.get(pk=node_id)
     context: dict[str, Any] = {
@@ -278,7 +299,25 @@ def repair_node(
             incident=incident, title=f"Repair {node.name}", context=wanted
         )
         PlaybookStep.objects.filter(run=run, state=StepState.WAITING).update(wake_at=timezone.now())
+        if news := _news_of_need(run.context, wanted):
+            look_again(run.pk, news, afresh=True)
     return run
+
+
+def _news_of_need(before: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """What a repair is for that it was not for before, in words; "" if only the words differ."""
+    news = {
+        ("action", "gpu"): "a graver failure came meanwhile",
+        ("urgency",): "it is wanted sooner by now",
+        ("only_if_silent", "hardware"): "more than silence speaks against the node by now",
+        ("lost_placement",): "another replica was lost with the node",
+    }
+    told = (
+        text
+        for keys, text in news.items()
+        if any(key in before and before[key] != wanted[key] for key in keys)
+    )
+    return next(told, "")
 
 
 def _both(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -396,13 +435,13 @@ def bring_back(placement: Placement, occurred_at: datetime, *, emptied: bool = F
     """Open the incident of the replica that this placement held, and have it brought back.
 
     What is lost with other replicas of its job is one incident with them; not one that went because
-    its node was `emptied`.
+    its node was `emptied`. A run that had asked for a person, and did not know of this, goes on.
     """
     job = placement.replica.job
     index = placement.replica.index
     opened = open_for_replica if emptied else open_for_loss
     incident = opened(placement, occurred_at)
-    request_run(
+    run = request_run(
         SYSTEM,
         "replica-lost",
         f"{job.pk}/{index}",
@@ -413,10 +452,34 @@ def bring_back(placement: Placement, occurred_at: datetime, *, emptied: bool = F
         node_id=placement.node_id,
         context={"replica": index, "lost_placement": placement.pk},
     )
+    if run.state == RunState.NEEDS_OPERATOR and (news := _news_of_loss(run, placement)):
+        # What never trained is no other story: of that there are as many as a run may start.
+        look_again(run.pk, news, afresh=placement.joined_at is not None)
     if incident.replica is None:
         title = title_of_loss(incident, incident.code)
         Incident.objects.filter(pk=incident.pk).update(title=title[:200])
     return incident
+
+
+def _news_of_loss(run: PlaybookRun, lost: Placement) -> str:
+    """What a loss tells a run that asked for a person and that it did not know, in words; "" if
+    nothing. What is told of one process again and again is news once."""
+    where = lost.node.name
+    looked_into = run.context.get("lost_placement")
+    together = run.context.get("placements", [])  # of several nodes they are lost as one
+    if lost.pk != looked_into and not {lost.pk, looked_into} <= {*together}:
+        return f"what it has by now, on {where}, was lost too"
+    step = run.steps.filter(state=StepState.NEEDS_OPERATOR).first()
+    if step is None or step.started_at is None:
+        return ""
+    if step.key == "find-cause":
+        return f"more was told of its loss on {where}"
+    ends = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=lost.pk)
+    gone = ends.filter(recorded_at__gt=step.started_at).exists()
+    gone = gone or (lost.ended_at is not None and lost.ended_at > step.started_at)
+    # These ask because nobody saw to it that nothing of it runs there.
+    ending = step.key in ("take-node-out", "end-what-is-left")
+    return f"its process on {where} has ended" if gone and ending else ""
 
 
 #: Where the process of a replica that was sent away runs on after its farewell it is ended after so

@@ -12,10 +12,14 @@ from django.utils import timezone
 from controlplane import doorbell
 from controlplane.accounts.actions import audit
 from controlplane.accounts.models import SYSTEM, Actor
+from controlplane.accounts.selectors import OWNED
 from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.changes import change, touch
-from controlplane.fleet.models import Command
+from controlplane.fleet.choices import NodeState
+from controlplane.fleet.models import Command, Node
+from controlplane.health.choices import SignalKind
+from controlplane.health.models import Signal
 from controlplane.incidents.actions.incidents import tell
 from controlplane.incidents.choices import (
     RUN_ACTIVE,
@@ -33,11 +37,15 @@ from controlplane.incidents.models import (
     PlaybookStep,
     Reservation,
 )
+from controlplane.incidents.plans import NODE_ORDERS
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.actions.jobs import STOP_TTL_S
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Placement
 from node_agent import wire
+
+#: States of a node that is to be emptied and is not yet.
+BEING_DRAINED = (NodeState.DRAINING, NodeState.DRAIN_FAILED)
 
 
 @change()
@@ -107,22 +115,41 @@ def retry_run(actor: Actor, run_id: str, reason: str) -> None:
     run = PlaybookRun.objects.select_for_update(no_key=True).get(pk=run_id)
     if run.state not in (RunState.NEEDS_OPERATOR, RunState.PAUSED):
         raise Conflict(f"this run is {run.get_state_display().lower()}; it waits for nobody")
+    _take_turn(actor, run, reason or "tried again", "run.retry", afresh=True)
+
+
+@change()
+def look_again(run_id: str, news: str, *, afresh: bool) -> None:
+    """Let a run that asked for a person try its step again by itself: `news` is what it did not
+    know when it asked, in words. Nothing for one that did not ask; a person's pause holds.
+
+    `afresh`: it is about something else by now, so that its rounds count from here.
+    """
+    run = PlaybookRun.objects.select_for_update(no_key=True, of=("self",)).get(pk=run_id)
+    if run.state == RunState.NEEDS_OPERATOR:
+        _take_turn(SYSTEM, run, news, "run.news", afresh=afresh)
+
+
+def _take_turn(actor: Actor, run: PlaybookRun, reason: str, verb: str, *, afresh: bool) -> None:
+    """Another turn: what was refused before is asked for anew, and `afresh` the rounds count from
+    here."""
     now = timezone.now()
     PlaybookStep.objects.filter(run=run, state=StepState.NEEDS_OPERATOR).update(
         state=StepState.READY, wake_at=now, started_at=now, attempts=0
     )
     to = RunState.RUNNING if run.steps.exists() else RunState.PENDING
-    _set_run(actor, run, to, reason or "tried again", "run.retry")
-    # Another turn: what was refused before is asked for anew, and the rounds count from here.
-    turn = {**run.context, "retry": int(run.context.get("retry", 0)) + 1, "round": 0}
+    _set_run(actor, run, to, reason, verb)
+    turn = {**run.context, "retry": int(run.context.get("retry", 0)) + 1}
     turn.pop("signed", None)
-    turn.pop("went_for", None)
-    if "passed_over" in turn:  # nodes that did not start it, perhaps for what has been mended
-        turn["passed_over"] = []
+    if afresh:
+        turn["round"] = 0
+        turn.pop("went_for", None)
+        if "passed_over" in turn:  # nodes that did not start it, perhaps for what has been mended
+            turn["passed_over"] = []
     Approval.objects.filter(
         run=run, state__in=[ApprovalState.WAITING, ApprovalState.APPROVED]
     ).update(state=ApprovalState.VOID, decided_at=now)
-    PlaybookRun.objects.filter(pk=run_id).update(deadline=_fresh_deadline(run), context=turn)
+    PlaybookRun.objects.filter(pk=run.pk).update(deadline=_fresh_deadline(run), context=turn)
     doorbell.ring_after_commit()
 
 
@@ -151,7 +178,8 @@ def resume_run(actor: Actor, run_id: str, reason: str) -> None:
         retry_run(actor, run_id, reason)
         return
     now = timezone.now()
-    PlaybookStep.objects.filter(run=run, state=StepState.WAITING).update(
+    # Also one that was worked on, or had failed and was to be tried again: its time is its own.
+    PlaybookStep.objects.filter(run=run, state__in=[StepState.WAITING, StepState.READY]).update(
         wake_at=now, started_at=now
     )
     to = RunState.RUNNING if run.steps.exists() else RunState.PENDING
@@ -165,11 +193,13 @@ def cancel_run(actor: Actor, run_id: str, reason: str) -> None:
     """Stop a run where it stands; what is done stays done. Raises Conflict if it is finished.
 
     Orders that no node has finished are called back, and what it had started and does not train
-    yet is killed.
+    yet is killed. A node that it was to drain, and where nothing was killed yet, goes on as it was.
     """
     run = lock_run(run_id)
     if run.state not in RUN_UNFINISHED:
         raise Conflict(f"this run is {run.get_state_display().lower()} already")
+    if run.playbook == NODE_ORDERS["drain"] and run.node is not None:
+        _end_drain(actor, run, run.node, reason)
     for step_id in run.steps.values_list("pk", flat=True):
         fleet.call_back_commands(step_id)
     _stop_standby(actor, run, reason)
@@ -193,6 +223,33 @@ def cancel_run(actor: Actor, run_id: str, reason: str) -> None:
         state=ApprovalState.VOID, decided_at=timezone.now()
     )
     _set_run(actor, run, RunState.CANCELLED, reason or "cancelled", "run.cancel")
+
+
+def _end_drain(actor: Actor, run: PlaybookRun, node: Node, reason: str) -> None:
+    """Give a node back to what it did before this drain, unless its emptying has begun, or it is in
+    other hands by now."""
+    found = run.context.get("found")
+    emptied = run.steps.filter(key="quarantine", started_at__isnull=False)
+    if found is None or emptied.exists() or node.state not in BEING_DRAINED:
+        return
+    why = f"its drain was called off: {reason}"
+    fleet.transition(actor, node.pk, _state_before(node, found["state"]), reason=why)
+    if node.drained_by == f"{OWNED}{run.requested_by}":
+        fleet.set_drained_by(actor, node.pk, found["drained_by"], why)
+
+
+def _state_before(node: Node, found: str) -> NodeState:
+    """That in which its drain found a node; by now its replica may have moved away. Where a process
+    is not seen to have left, nothing else may be placed beside it yet."""
+    if found == NodeState.SUSPECT:
+        return NodeState.SUSPECT
+    last = Placement.objects.filter(node=node).order_by("created_at").last()
+    if last is None:
+        return NodeState.AVAILABLE
+    ends = Signal.objects.filter(kind=SignalKind.PROCESS_EXITED, placement_id=last.pk)
+    left = last.state == PlacementState.ENDED
+    free = left and (found == NodeState.AVAILABLE or ends.exists())
+    return NodeState.AVAILABLE if free else NodeState.ALLOCATED
 
 
 def _stop_coordinators(actor: Actor, run: PlaybookRun) -> None:

@@ -25,7 +25,7 @@ from controlplane.jobs.models import (
     Replica,
     SpareReservation,
 )
-from controlplane.jobs.selectors import placeable_nodes
+from controlplane.jobs.selectors import may_return, placeable_nodes
 from node_agent import wire
 
 #: How long a job's processes may take to hear that they are to stop: also where a node is silent.
@@ -178,16 +178,14 @@ def take_node(actor: Actor, node_id: str, replica: Replica) -> bool:
     node = Node.objects.select_for_update(no_key=True).get(pk=node_id)
     if Placement.objects.filter(node_id=node_id).exclude(state=PlacementState.ENDED).exists():
         raise Conflict("this node holds another replica")
-    if node.state != NodeState.ALLOCATED:  # as that of a replica is that returns in place
-        job = replica.job
-        if not placeable_nodes(job.cluster_id, job.pk).filter(pk=node_id).exists():
-            raise Conflict(f"{node.name} is not free for {job.name} any more")
-        fleet.transition(
-            actor,
-            node_id,
-            NodeState.ALLOCATED,
-            reason=f"replica {replica.index} of {replica.job.name}",
-        )
+    job = replica.job
+    in_place = node.state == NodeState.ALLOCATED
+    free = placeable_nodes(job.cluster_id, job.pk).filter(pk=node_id)
+    if not (may_return(node, job) if in_place else free.exists()):
+        raise Conflict(f"{node.name} is not free for {job.name} any more")
+    if not in_place:
+        reason = f"replica {replica.index} of {job.name}"
+        fleet.transition(actor, node_id, NodeState.ALLOCATED, reason=reason)
         # It is needed now; another may take its part.
         fleet.set_spare(actor, node_id, False, reason="it takes a replica")
     SpareReservation.objects.filter(node_id=node_id, released_at=None).update(
