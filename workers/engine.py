@@ -7,6 +7,7 @@ taken by another once its lease ends. An outcome is applied only by whoever stil
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 import structlog
@@ -59,6 +60,8 @@ MAX_ROUNDS = 5
 GUARD_RETRY_S = 5.0
 #: How the outcome of a step begins that the guards refused when it was last due.
 NOT_NOW = "not now: "
+#: How the outcome of a step begins that was to ask, and looks at what it has just been told first.
+ONCE_MORE = "looks once more: "
 #: A plan that waits for a signature is held against the world this often: a change voids it.
 SIGNATURE_RETRY_S = 10.0
 
@@ -270,7 +273,12 @@ def _apply_guarded(claimed: PlaybookStep, outcome: Outcome) -> None:
         outcome = Wait(text="its incident was merged into another: it looks again", wake_s=0)
     now = timezone.now()
     news_meanwhile = step.wake_at is not None
-    looks_again = news_meanwhile and _ends(outcome, run, step)
+    puts_off = news_meanwhile and _may_put_off(outcome, step, now)
+    if puts_off:
+        outcome = replace(outcome, text=f"{ONCE_MORE}{outcome.text}")
+    looks_again = (puts_off and isinstance(outcome, Ask)) or (
+        news_meanwhile and _ends(outcome, run, step)
+    )
     if looks_again:
         # It may be what the run is there for: nothing is applied before the step has looked again.
         outcome = Wait(text=outcome.text, wake_s=0)
@@ -288,7 +296,12 @@ def _apply_guarded(claimed: PlaybookStep, outcome: Outcome) -> None:
     elif isinstance(outcome, Wait):
         if looks_again:  # however long it took to come to this
             step.started_at = now
-        _wait(run, step, outcome, now, news_meanwhile)
+        if _waited_s(step, now) > step.timeout_s and not puts_off:
+            _ask(run, step, f"waited {_waited_s(step, now):.0f} s: {outcome.text}")
+        else:
+            step.state = StepState.WAITING
+            step.wake_at = now if news_meanwhile else now + timedelta(seconds=outcome.wake_s)
+            run.state = RunState.WAITING
     elif isinstance(outcome, _Failed):
         step.state = StepState.READY
         step.wake_at = now + timedelta(seconds=min(2**step.attempts, 60))
@@ -309,6 +322,23 @@ def _ends(outcome: Outcome, run: PlaybookRun, step: PlaybookStep) -> bool:
     if isinstance(outcome, End):
         return True
     return isinstance(outcome, Done | Skip) and not _following(run, step).exists()
+
+
+def _may_put_off(outcome: Outcome, step: PlaybookStep, now: datetime) -> bool:
+    """Whether the step was to ask for a person and may look at what it was told meanwhile first.
+
+    Once: news that keep coming must keep nobody from being asked.
+    """
+    if step.outcome.startswith(ONCE_MORE):
+        return False
+    if isinstance(outcome, Ask):
+        # It may ask because it cannot tell what it did: to look is to do it again.
+        return step.effect != Effect.NON_REPEATABLE
+    return isinstance(outcome, Wait) and _waited_s(step, now) > step.timeout_s
+
+
+def _waited_s(step: PlaybookStep, now: datetime) -> float:
+    return (now - (step.started_at or now)).total_seconds()
 
 
 def _finish_step(run: PlaybookRun, step: PlaybookStep, outcome: Outcome, now: datetime) -> None:
@@ -389,18 +419,6 @@ def _go_back(run: PlaybookRun, step: PlaybookStep, outcome: Back, now: datetime)
         PlaybookStep.objects.filter(pk=target.pk).update(state=StepState.READY, wake_at=now)
     run.state = RunState.RUNNING
     _tell(run, step, f"{outcome.text}; going back to “{target.title}”")
-
-
-def _wait(
-    run: PlaybookRun, step: PlaybookStep, outcome: Wait, now: datetime, news_meanwhile: bool
-) -> None:
-    waited = (now - (step.started_at or now)).total_seconds()
-    if waited > step.timeout_s:
-        _ask(run, step, f"waited {waited:.0f} s: {outcome.text}")
-        return
-    step.state = StepState.WAITING
-    step.wake_at = now if news_meanwhile else now + timedelta(seconds=outcome.wake_s)
-    run.state = RunState.WAITING
 
 
 def _ask(run: PlaybookRun, step: PlaybookStep, text: str) -> None:

@@ -6,7 +6,6 @@ share of the budgets is reserved with it: a limit cannot be exceeded by two work
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,16 +35,12 @@ class Verdict:
     plan: Plan | None = None
     #: What the run must remember, where the word is `go`.
     context: Mapping[str, object] | None = None
-    #: Where the word is `wait`: whether it ends without anybody's doing, and is awaited for as long
-    #: as the run may take.
+    #: Where the word is `wait`: whether it ends without anybody's doing before the run's deadline,
+    #: and is awaited until then.
     passes: bool = False
 
 
 GO = Verdict("go")
-
-#: What ends by itself, as `limits.objections` puts it: a window that was announced, and a place in
-#: a budget that other repairs give back.
-PASSES = re.compile(r"maintenance until |\d+ nodes are out for repair already, of ")
 
 
 def judge(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Verdict:
@@ -75,12 +70,14 @@ def judge(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Verdict:
         context = signature
     code = code_of(run)
     job_id = _job_on(node) or _job_that_lost(run) or run.job_id
-    objections = limits.objections(node, code=code, job_id=job_id, run=run)
-    if any(objection.startswith("the breaker is open") for objection in objections):
+    objections = limits.speaks_against(node, code=code, job_id=job_id, run=run)
+    words = "; ".join(objection.text for objection in objections)
+    kinds = {objection.kind for objection in objections}
+    if "breaker" in kinds:
         # Closing the breaker does not replay what it stopped: by then it is stale.
-        return Verdict("ask", "; ".join(objections))
+        return Verdict("ask", words)
     if objections:
-        return Verdict("wait", "; ".join(objections), passes=all(map(PASSES.match, objections)))
+        return Verdict("wait", words, passes=kinds == {"passes"})
     return _reserve(run, node, code, job_id) or Verdict("go", context=context)
 
 

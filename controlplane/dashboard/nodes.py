@@ -89,7 +89,7 @@ ORDERS: dict[str, Order] = {
             disruptive=False,
             route="node-spare",
             words="Make {} a spare",
-            allows=may_be_spare,
+            allows=lambda node: not node.spare and may_be_spare(node),
         ),
         Order(
             "unspare",
@@ -294,7 +294,9 @@ def _page(request: HttpRequest, found: Node, status: int = 200) -> HttpResponse:
             "windows": {word: label for word, (label, _) in selectors.WINDOWS.items()},
             "window": _window_word(request),
             "may_act": may_act,
-            "orders": [(one, one.fits(found)) for one in _offered(found) if held[one.role]],
+            "orders": [
+                (one, one.fits(found), one.of(found)) for one in _offered(found) if held[one.role]
+            ],
             "asked": asked,
             "asked_words": asked.of(found) if asked else "",
             "fits": asked is not None and asked.fits(found),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
+from typing import Literal
 
 from django.conf import settings
 from django.db.models import Q, QuerySet
@@ -18,7 +19,7 @@ from controlplane.accounts.selectors import username
 from controlplane.fleet.actions.nodes import OUR_DRAIN
 from controlplane.fleet.choices import IN_SERVICE, TAKEN_OUT, NodeState
 from controlplane.fleet.models import Cluster, MaintenanceWindow, Node
-from controlplane.incidents.choices import Mode, Scope
+from controlplane.incidents.choices import RUN_ACTIVE, Mode, Scope
 from controlplane.incidents.models import (
     Breaker,
     BudgetLimit,
@@ -51,6 +52,18 @@ class BudgetUse:
     @property
     def left(self) -> int:
         return max(0, self.limit - self.used)
+
+
+@dataclass(frozen=True)
+class Objection:
+    """One thing that speaks against taking a node out, in words.
+
+    `passes`: it ends without anybody's doing, within the time of the run that asks. `breaker`: what
+    it stops is stale once it is over. `stays`: nobody knows when it ends, or only a person ends it.
+    """
+
+    text: str
+    kind: Literal["passes", "breaker", "stays"] = "stays"
 
 
 @dataclass(frozen=True)
@@ -88,13 +101,21 @@ def open_breakers(cluster_ids: Iterable[str]) -> QuerySet[Breaker]:
 def objections(
     node: Node, *, code: str = "", job_id: str | None = None, run: PlaybookRun | None = None
 ) -> list[str]:
-    """Why automation may not take this node out now, in words; empty if it may.
+    """The same as `speaks_against`, in words alone."""
+    return [found.text for found in speaks_against(node, code=code, job_id=job_id, run=run)]
+
+
+def speaks_against(
+    node: Node, *, code: str = "", job_id: str | None = None, run: PlaybookRun | None = None
+) -> list[Objection]:
+    """Why automation may not take this node out now; empty if it may.
 
     `code` and `job_id` name the failure and the job that it would count against; `run` is the one
-    that asks, whose own reservation is no objection.
+    that asks, whose own reservation is no objection. Without it nothing counts as passing.
     """
+    deadline = run.deadline if run is not None else None
     found = [
-        *_peoples_words(node),
+        *_peoples_words(node, deadline),
         *_open_breaker(node, code),
         *_silence(node),
     ]
@@ -104,14 +125,8 @@ def objections(
             return found  # its share is reserved already
         held = held.exclude(run=run)
     if held.exists():
-        return [*found, f"another run has {node.name} in hand"]
-    uses = _uses_with(node, code, job_id)
-    found += [
-        f"{use.used} nodes are out for repair already, of {use.label} (limit {use.limit})"
-        for use in uses
-        if use.left == 0
-    ]
-    return found
+        return [*found, Objection(f"another run has {node.name} in hand")]
+    return [*found, *_full_budgets(node, code, job_id, deadline)]
 
 
 def budgets_of(cluster: Cluster) -> list[BudgetUse]:
@@ -186,51 +201,82 @@ def maintenance_of(node: Node) -> QuerySet[MaintenanceWindow]:
 # --- single objections ----------------------------------------------------------------------------
 
 
-def _peoples_words(node: Node) -> list[str]:
+def _peoples_words(node: Node, deadline: datetime | None) -> list[Objection]:
     found = []
     if node.hold_reason:
-        found.append(f"{node.name} is on hold: {node.hold_reason}")
-    window = maintenance_of(node).first()
+        found.append(Objection(f"{node.name} is on hold: {node.hold_reason}"))
+    window = maintenance_of(node).order_by("ends_at").last()
     if window is not None:
         owner = username(window.owner)
-        found.append(
-            f"maintenance until {window.ends_at:%Y-%m-%d %H:%M} UTC by {owner}: {window.reason}"
-        )
+        words = f"maintenance until {window.ends_at:%Y-%m-%d %H:%M} UTC by {owner}: {window.reason}"
+        in_time = deadline is not None and window.ends_at < deadline
+        found.append(Objection(words, "passes" if in_time else "stays"))
     if node.drained_by and not node.drained_by.startswith(OUR_DRAIN):
-        found.append(f"{node.name} was drained by {username(node.drained_by)}: theirs to give back")
+        owner = username(node.drained_by)
+        found.append(Objection(f"{node.name} was drained by {owner}: theirs to give back"))
     return found
 
 
-def _open_breaker(node: Node, code: str) -> list[str]:
+def _open_breaker(node: Node, code: str) -> list[Objection]:
     breaker = open_breakers([node.cluster_id]).filter(code__in=["", code]).first()
-    return [f"the breaker is open: {breaker.reason}"] if breaker else []
+    return [Objection(f"the breaker is open: {breaker.reason}", "breaker")] if breaker else []
 
 
-def _silence(node: Node) -> list[str]:
+def _silence(node: Node) -> list[Objection]:
     if node.reachable:
         return []
     silence = silence_around(node)
-    return [f"{silence}: its state is unknown"] if silence else []
+    return [Objection(f"{silence}: its state is unknown")] if silence else []
 
 
 # --- counting -------------------------------------------------------------------------------------
 
 
-def _uses_with(node: Node, code: str, job_id: str | None) -> list[BudgetUse]:
-    """The limits that taking this node out would count against, with what others use of them."""
+def _full_budgets(
+    node: Node, code: str, job_id: str | None, deadline: datetime | None
+) -> list[Objection]:
+    """The limits that others have used up, of those that taking this node out would count against.
+
+    A limit of 0 is a person's word: nobody gives a place of it back.
+    """
     limits = limits_of(node.cluster_id)
     out = [o for o in _out_nodes(node.cluster_id) if o.node_id != node.pk]
-    uses = [BudgetUse(Scope.CLUSTER, "this cluster", limits[Scope.CLUSTER], len(out))]
+    counted = [(Scope.CLUSTER, "this cluster", out)]
     if node.rack_id is not None:
-        used = sum(o.rack_id == node.rack_id for o in out)
-        uses.append(BudgetUse(Scope.RACK, "its rack", limits[Scope.RACK], used))
+        of_rack = [o for o in out if o.rack_id == node.rack_id]
+        counted.append((Scope.RACK, "its rack", of_rack))
     if job_id:
-        used = sum(o.job_id == job_id for o in out)
-        uses.append(BudgetUse(Scope.JOB, "its job", limits[Scope.JOB], used))
+        counted.append((Scope.JOB, "its job", [o for o in out if o.job_id == job_id]))
     if code:
-        used = sum(o.code == code for o in out)
-        uses.append(BudgetUse(Scope.CODE, f"failure code {code}", limits[Scope.CODE], used))
-    return uses
+        of_code = [o for o in out if o.code == code]
+        counted.append((Scope.CODE, f"failure code {code}", of_code))
+    found = []
+    for scope, label, used in counted:
+        limit = limits[scope]
+        if len(used) >= limit:
+            words = f"{len(used)} nodes are out for repair already, of {label} (limit {limit})"
+            passes = limit > 0 and _comes_free([o.node_id for o in used], deadline)
+            found.append(Objection(words, "passes" if passes else "stays"))
+    return found
+
+
+def _comes_free(node_ids: list[str], deadline: datetime | None) -> bool:
+    """Whether any of these nodes that are out gives its place back by then, without a person's
+    doing: a run at work has it in hand or validates it, or it went to its vendor long enough ago.
+
+    Another run that is merely about it gives nothing back: it may wait for a place itself.
+    """
+    if deadline is None:
+        return False
+    held = Reservation.objects.filter(node__in=node_ids, released_at=None)
+    if held.filter(run__state__in=sorted(RUN_ACTIVE)).exists():
+        return True
+    counted_since = deadline - timedelta(seconds=settings.RMA_COUNTS_S)
+    others = Node.objects.filter(pk__in=node_ids).exclude(pk__in=held.values("node"))
+    return others.filter(
+        Q(state=NodeState.VALIDATING, runs__state__in=sorted(RUN_ACTIVE))
+        | Q(state=NodeState.RMA, state_since__lt=counted_since)
+    ).exists()
 
 
 def _out_nodes(cluster_id: str) -> list[_Out]:

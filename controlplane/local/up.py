@@ -94,7 +94,7 @@ def _run(options: Options, nodes: list[fleet.NodePlan]) -> int:
                 supervisor.wait(3600)
         except Interrupted:
             interrupted = True
-            say("stopping; the demo job writes a checkpoint first (Ctrl-C again to kill at once)")
+            say("stopping; the demo job writes a checkpoint first (a second Ctrl-C kills at once)")
         except (ProgramFailed, services.ServiceError, OSError) as error:
             say(f"cannot go on: {error}")
             say(f"stopping; the logs are in {options.home / 'logs'}")

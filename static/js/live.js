@@ -1,13 +1,14 @@
 // Live regions: swaps only those whose content changed, keeps what the reader opened, typed,
-// chose or focused, waits while they press or select there, and says since when the page is stale
-// if the server does not answer.
+// chose or focused, leaves those alone in which they press or select, and says since when the page
+// is stale if the server does not answer.
 "use strict";
 
 (() => {
   const received = new Map(); // region id -> its content as the server last sent it
   const toggled = new Map(); // details key -> whether the reader wants it open
   const beacon = document.getElementById("beacon");
-  let heardAt = new Date();
+  // By the server's clock, as all times of the page.
+  let shownAt = new Date(1000 * document.body.dataset.now); // nothing later is missing
 
   const isPoll = (event) => event.detail.elt?.id === "live-poll";
   const utc = (date) => date.toISOString().slice(11, 19);
@@ -55,25 +56,18 @@
   }
   addEventListener("blur", () => pressed.clear());
 
+  const held = new Set(); // ids of the regions whose news waits
+
   // A press whose target is replaced before the release is no click, and takes a selection with it.
-  // Left unswapped, the poll asks for the same news again in a second.
   document.addEventListener("htmx:beforeSwap", (event) => {
-    const { serverResponse, target } = event.detail;
-    const changing = isPoll(event) ? regionsOf(serverResponse) : [target];
-    const isHeld = isPoll(event) && changing.some(isSelectedIn);
-    if (isHeld || changing.some(isPressedIn)) event.detail.shouldSwap = false;
-    if (isPoll(event)) tellHeld(isHeld);
+    if (!isPoll(event) && isPressedIn(event.detail.target)) event.detail.shouldSwap = false;
   });
 
-  /** The regions of the page that an answer would replace. */
-  function regionsOf(html) {
-    if (!pressed.size && getSelection().isCollapsed) return [];
-    const answer = new DOMParser().parseFromString(html, "text/html");
-    return [...answer.querySelectorAll("[data-region]")]
-      .filter((fresh) => received.get(fresh.id) !== newsOf(fresh.outerHTML))
-      .map((fresh) => document.getElementById(fresh.id))
-      .filter(Boolean);
-  }
+  // Whoever has seen nothing is told all there is, so also what was left out.
+  document.addEventListener("htmx:configRequest", (event) => {
+    const { detail } = event;
+    if (isPoll(event) && held.size) detail.path = detail.path.replace(/([?&]after=)[^&]*/, "$1");
+  });
 
   function isPressedIn(region) {
     return [...pressed.values()].some((target) => region.contains(target));
@@ -89,7 +83,11 @@
     const { target, fragment } = event.detail;
     const fresh = fragment.firstElementChild;
     const news = newsOf(fresh.outerHTML);
-    if (received.get(target.id) === news) {
+    const isNew = received.get(target.id) !== news;
+    const isHeld = isNew && (isPressedIn(target) || isSelectedIn(target));
+    if (isHeld) held.add(target.id);
+    else held.delete(target.id);
+    if (isHeld || !isNew) {
       event.detail.shouldSwap = false;
       return;
     }
@@ -173,24 +171,19 @@
 
   // --- The beacon --------------------------------------------------------------------------------
 
-  document.addEventListener("htmx:beforeOnLoad", (event) => {
-    if (!isPoll(event) || event.detail.xhr.status >= 400) return;
-    heardAt = new Date();
-    if (beacon?.dataset.live === "stale") tell("live", "Live");
-  });
-
-  /** Whether a selection keeps from the page what is new. */
-  function tellHeld(isHeld) {
-    const isTold = beacon?.dataset.live === "held";
-    if (isHeld && !isTold) {
+  document.addEventListener("htmx:afterOnLoad", (event) => {
+    const { requestConfig, xhr } = event.detail; // who asked has been replaced by now
+    if (requestConfig.elt.id !== "live-poll" || xhr.status >= 400) return;
+    if (!held.size) shownAt = new Date(xhr.getResponseHeader("Date"));
+    if ([...held].some((id) => isSelectedIn(document.getElementById(id)))) {
       tell("held", "Waits for your selection");
-      beacon.title = `Not shown is what came since ${utc(heardAt)} UTC, until nothing is selected`;
-    } else if (!isHeld && isTold) tell("live", "Live");
-  }
+      beacon.title = `Where you select nothing is shown that came after ${utc(shownAt)} UTC`;
+    } else tell("live", "Live");
+  });
 
   for (const name of ["htmx:sendError", "htmx:responseError", "htmx:timeout"]) {
     document.addEventListener(name, (event) => {
-      if (isPoll(event)) tell("stale", `Stale since ${utc(heardAt)} UTC`);
+      if (isPoll(event)) tell("stale", `Stale since ${utc(shownAt)} UTC`);
     });
   }
   if (beacon && !document.getElementById("live-poll")) beacon.hidden = true;

@@ -20,7 +20,7 @@
     },
     {
       at: "#node-orders .orders a",
-      words: (link) => `${link.textContent} ${document.querySelector("h1").textContent}…`,
+      words: (link) => `${link.dataset.words}…`,
       verb: (link) => link.textContent,
       note: (link) => link.title,
     },

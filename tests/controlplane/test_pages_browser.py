@@ -200,11 +200,13 @@ def test_what_is_selected_stays_and_the_page_says_what_it_waits_for(
     cause.select_text()
 
     Incident.objects.filter(pk=incident.pk).update(cause="The node lost power.")
+    TimelineEntryFactory(incident=incident, kind="note", text="Ada looks at it")
     _changed(incident.cluster)
 
     beacon = page.get_by_test_id("live")
     expect(beacon).to_have_text("Waits for your selection")
-    expect(beacon).to_have_attribute("title", re.compile(r"since \d\d:\d\d:\d\d UTC"))
+    expect(beacon).to_have_attribute("title", re.compile(r"after \d\d:\d\d:\d\d UTC"))
+    expect(page.get_by_text("Ada looks at it")).to_be_visible()
     assert page.evaluate("String(getSelection())").strip() == "Not known."
 
     page.get_by_role("heading", level=1).click()

@@ -115,6 +115,18 @@ def due_now(run: PlaybookRun) -> None:
     run.steps.filter(state__in=[StepState.READY, StepState.WAITING]).update(wake_at=timezone.now())
 
 
+def looks(run: PlaybookRun, outcome: Outcome, *, news: bool = True, late: bool = False) -> None:
+    """The first step comes to this, and hears something while it does; `late`: past its time."""
+    engine.unfold_runs()
+    step = engine.claim("test")
+    assert step is not None
+    if late:
+        run.steps.filter(key="one").update(started_at=timezone.now() - timedelta(hours=1))
+    if news:
+        engine.wake(f"node/{run.node_id}")
+    engine._apply(step, outcome)
+
+
 @pytest.mark.django_db
 class TestOneWorker:
     def test_a_run_goes_through_its_steps_and_resolves_its_incident(self) -> None:
@@ -184,6 +196,60 @@ class TestOneWorker:
         drain()
         run.refresh_from_db()
         assert (run.state, applied) == (RunState.SUCCEEDED, ["second look"])
+
+    def test_a_step_asks_nobody_what_it_was_told_meanwhile(self) -> None:
+        run = request()
+        applied: list[str] = []
+        asks = Ask(text="is it gone?", apply=lambda: applied.append("asked"))
+        looks(run, asks)
+        assert (steps(run)["one"], applied) == (StepState.WAITING, [])
+        drain()
+        run.refresh_from_db()
+        assert (run.state, applied) == (RunState.SUCCEEDED, [])
+
+    def test_a_step_that_asks_was_told_nothing_new(self) -> None:
+        run = request()
+        looks(run, Ask(text="is it gone?"), news=False)
+        run.refresh_from_db()
+        assert (run.state, run.state_reason) == (RunState.NEEDS_OPERATOR, "is it gone?")
+
+    def test_a_step_that_waited_too_long_looks_at_the_news_before_it_asks(self) -> None:
+        run = request()
+        applied: list[str] = []
+        waits = Wait(text="nothing heard", context={"told": 1}, apply=lambda: applied.append("it"))
+        looks(run, waits, late=True)
+        run.refresh_from_db()
+        assert (steps(run)["one"], applied) == (StepState.WAITING, ["it"])
+        assert run.context["told"] == 1
+        drain()
+        run.refresh_from_db()
+        assert run.state == RunState.SUCCEEDED
+
+    @pytest.mark.parametrize(
+        ("outcome", "late", "reason"),
+        [
+            (Ask(text="is it gone?"), False, "is it gone?"),
+            (Wait(text="nothing heard"), True, "nothing heard"),
+        ],
+    )
+    def test_news_that_keep_coming_put_a_question_off_once(
+        self, outcome: Outcome, late: bool, reason: str
+    ) -> None:
+        run = request()
+        looks(run, outcome, late=late)
+        looks(run, outcome, late=late)
+        run.refresh_from_db()
+        assert run.state == RunState.NEEDS_OPERATOR
+        assert run.state_reason.endswith(reason)
+
+    def test_a_step_that_must_not_be_done_twice_asks_whatever_it_was_told(self) -> None:
+        """It may ask because it cannot tell what it has done."""
+        run = request()
+        engine.unfold_runs()
+        run.steps.update(effect=Effect.NON_REPEATABLE)
+        looks(run, Ask(text="was it restarted?"))
+        run.refresh_from_db()
+        assert run.state == RunState.NEEDS_OPERATOR
 
     def test_a_skipped_step_lets_the_next_begin(self) -> None:
         run = request()

@@ -36,6 +36,7 @@ from tests.factories import (
     IncidentFactory,
     NodeFactory,
     PlacementFactory,
+    PlaybookRunFactory,
     RackFactory,
 )
 from workers import engine
@@ -146,11 +147,21 @@ def first_words(run: PlaybookRun) -> str:
 # --- what stops automation ------------------------------------------------------------------------
 
 
-def open_window(cluster_id: str, **where: str | None) -> str:
+#: Before the deadline of a run of these playbooks, and after it.
+SOON, LATE = timedelta(minutes=5), timedelta(hours=1)
+#: A node that went back to its vendor counts for so long where a test sets it so.
+RMA_COUNTS_S = 3600
+
+
+def open_window(cluster_id: str, *, lasts: timedelta = SOON, **where: str | None) -> str:
     now = timezone.now()
-    hour = timedelta(hours=1)
     window = fleet.open_maintenance(
-        PERSON, cluster_id, starts_at=now - hour, ends_at=now + hour, reason="hands off", **where
+        PERSON,
+        cluster_id,
+        starts_at=now - timedelta(hours=1),
+        ends_at=now + lasts,
+        reason="hands off",
+        **where,
     )
     return window.pk
 
@@ -275,8 +286,36 @@ def test_the_time_of_a_step_runs_on_while_the_guards_let_it_go(cluster: Cluster)
     assert "the reset is under way" in run.state_reason
 
 
+def reserve(node: Node, limit: int, state: RunState) -> None:
+    """The cluster's limit, and another node that a run in this state has in hand."""
+    incidents.set_limit(PERSON, node.cluster_id, Scope.CLUSTER, limit, "few at a time")
+    run = PlaybookRunFactory(incident__cluster=node.cluster, state=state)
+    other = NodeFactory(cluster=node.cluster, state=NodeState.QUARANTINED)
+    Reservation.objects.create(cluster=node.cluster, node=other, run=run)
+
+
 def no_place_left(node: Node) -> None:
-    incidents.set_limit(PERSON, node.cluster_id, Scope.CLUSTER, 0, "full")
+    reserve(node, 1, RunState.RUNNING)
+
+
+def one_of_many_at_work(node: Node) -> None:
+    reserve(node, 2, RunState.NEEDS_OPERATOR)
+    reserve(node, 2, RunState.WAITING)
+
+
+def on_its_way_back(node: Node) -> None:
+    """No run has it in hand, but one validates it."""
+    incidents.set_limit(PERSON, node.cluster_id, Scope.CLUSTER, 1, "few at a time")
+    soon = timezone.now() + timedelta(hours=1)
+    other = NodeFactory(cluster=node.cluster, state=NodeState.VALIDATING, state_deadline=soon)
+    PlaybookRunFactory(incident__cluster=node.cluster, node=other, playbook="return-node")
+
+
+def counts_no_longer_soon(node: Node) -> None:
+    """One that went back to its vendor counts for an hour, and the hour is nearly over."""
+    incidents.set_limit(PERSON, node.cluster_id, Scope.CLUSTER, 1, "few at a time")
+    since = timezone.now() - timedelta(seconds=RMA_COUNTS_S) + SOON
+    NodeFactory(cluster=node.cluster, state=NodeState.RMA, state_since=since)
 
 
 def full_and_in_maintenance(node: Node) -> None:
@@ -285,7 +324,7 @@ def full_and_in_maintenance(node: Node) -> None:
 
 
 def place_left(node: Node) -> None:
-    incidents.set_limit(PERSON, node.cluster_id, Scope.CLUSTER, 1, "room again")
+    incidents.set_limit(PERSON, node.cluster_id, Scope.CLUSTER, 3, "room again")
 
 
 def window_over(node: Node) -> None:
@@ -302,13 +341,20 @@ def both_over(node: Node) -> None:
     ("stop", "over"),
     [
         (no_place_left, place_left),
+        (one_of_many_at_work, place_left),
+        (on_its_way_back, place_left),
+        (counts_no_longer_soon, place_left),
         (window_of_cluster, window_over),
         (full_and_in_maintenance, both_over),
     ],
 )
 def test_what_passes_by_itself_is_awaited_for_as_long_as_the_run_may_take(
-    stop: Callable[[Node], None], over: Callable[[Node], None], cluster: Cluster
+    stop: Callable[[Node], None],
+    over: Callable[[Node], None],
+    cluster: Cluster,
+    settings: Settings,
 ) -> None:
+    settings.RMA_COUNTS_S = RMA_COUNTS_S
     run = request(cluster)
     node = node_of(run)
     stop(node)
@@ -323,11 +369,89 @@ def test_what_passes_by_itself_is_awaited_for_as_long_as_the_run_may_take(
     assert (state, run.state) == (RunState.RUNNING, RunState.SUCCEEDED)
 
 
+def limit_of_zero(node: Node) -> None:
+    reserve(node, 0, RunState.RUNNING)
+
+
+def held_by_one_that_asks(node: Node) -> None:
+    reserve(node, 1, RunState.NEEDS_OPERATOR)
+
+
+def held_by_one_that_is_paused(node: Node) -> None:
+    reserve(node, 1, RunState.PAUSED)
+
+
+def left_for_a_person(node: Node) -> None:
+    """Nobody has it in hand, but its replica still looks for another place."""
+    incidents.set_limit(PERSON, node.cluster_id, Scope.CLUSTER, 1, "one at a time")
+    other = NodeFactory(cluster=node.cluster, state=NodeState.QUARANTINED)
+    PlaybookRunFactory(incident__cluster=node.cluster, node=other)
+
+
+def sent_back_just_now(node: Node) -> None:
+    incidents.set_limit(PERSON, node.cluster_id, Scope.CLUSTER, 1, "one at a time")
+    NodeFactory(cluster=node.cluster, state=NodeState.RMA, state_since=timezone.now())
+
+
+def window_beyond_the_deadline(node: Node) -> None:
+    open_window(node.cluster_id, lasts=LATE)
+
+
+def a_second_window_beyond_the_deadline(node: Node) -> None:
+    window_beyond_the_deadline(node)
+    window_of_node(node)
+
+
+def full_in_maintenance_beyond_the_deadline(node: Node) -> None:
+    no_place_left(node)
+    window_beyond_the_deadline(node)
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [
+        limit_of_zero,
+        held_by_one_that_asks,
+        held_by_one_that_is_paused,
+        left_for_a_person,
+        sent_back_just_now,
+        window_beyond_the_deadline,
+        a_second_window_beyond_the_deadline,
+        full_in_maintenance_beyond_the_deadline,
+    ],
+)
+def test_what_does_not_pass_in_the_run_s_time_asks_after_the_step_s(
+    stop: Callable[[Node], None], cluster: Cluster, settings: Settings
+) -> None:
+    settings.RMA_COUNTS_S = RMA_COUNTS_S
+    run = request(cluster)
+    stop(node_of(run))
+    drain(run)
+    words, state = first_words(run), run.state
+    run.steps.filter(key="first").update(started_at=timezone.now() - timedelta(seconds=61))
+    drain(run)
+
+    assert words.startswith("not now: ")
+    assert (state, run.state) == (RunState.RUNNING, RunState.NEEDS_OPERATOR)
+
+
+def test_a_full_budget_asks_once_nobody_who_is_at_work_has_a_place(cluster: Cluster) -> None:
+    run = request(cluster)
+    no_place_left(node_of(run))
+    drain(run)
+    PlaybookRun.objects.exclude(pk=run.pk).update(state=RunState.NEEDS_OPERATOR)
+    drain(run)
+    held = run.state
+    run.steps.filter(key="first").update(started_at=timezone.now() - timedelta(seconds=61))
+
+    assert (held, drain(run).state) == (RunState.RUNNING, RunState.NEEDS_OPERATOR)
+
+
 def test_what_passes_by_itself_is_not_awaited_beyond_the_run_s_deadline(cluster: Cluster) -> None:
     run = request(cluster)
     no_place_left(node_of(run))
     drain(run)
-    assert incidents.pause_overdue_runs(timezone.now() + timedelta(hours=1)) == 1
+    assert incidents.pause_overdue_runs(timezone.now() + timedelta(minutes=20)) == 1
     run.refresh_from_db()
     assert run.state == RunState.NEEDS_OPERATOR
 

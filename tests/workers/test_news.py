@@ -120,6 +120,7 @@ def test_the_time_of_a_pause_is_not_a_step_s_that_was_about_to_be_tried_again(
     poor_world.peers_lose(lost)
     drain()
     hours_ago = timezone.now() - timedelta(hours=2)
+    PlaybookRun.objects.filter(playbook=REPAIR).update(state=RunState.NEEDS_OPERATOR)
     step = step_of(LOSS, "choose-place")
     PlaybookStep.objects.filter(pk=step.pk).update(state=StepState.READY, started_at=hours_ago)
     incidents.pause_run(PERSON, step.run_id, "a moment")
@@ -179,6 +180,24 @@ def test_a_replica_whose_node_nobody_takes_out_goes_on_once_its_process_has_ende
     assert asked == "needs_operator"
     assert world.placement_of(1).node == world.spares[0]
     assert lost.node.state == NodeState.SUSPECT
+
+
+def test_a_replica_goes_on_once_a_person_had_its_silent_node_quarantined(world: World) -> None:
+    lost = world.placements[1]
+    address = Node.objects.get(pk=lost.node_id).bmc_url
+    Node.objects.filter(pk=lost.node_id).update(bmc_url="")
+    world.silence(lost.node)
+    world.peers_lose(lost)
+    drain()
+    incidents.cancel_run(PERSON, run_of(REPAIR).pk, "its address was missing")
+    drain()
+    asked = step_of(LOSS, "take-node-out").state
+    Node.objects.filter(pk=lost.node_id).update(bmc_url=address)
+    incidents.order_node(PERSON, lost.node_id, "quarantine", "it is dead")
+    drain()
+
+    assert asked == "needs_operator"
+    assert world.placement_of(1).node == world.spares[0]
 
 
 def test_a_repair_that_asked_before_a_replica_was_lost_there_is_asked_again(world: World) -> None:

@@ -14,14 +14,14 @@ from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Command, Node
 from controlplane.incidents import actions as incidents
-from controlplane.incidents.choices import IncidentState, RunState
-from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
+from controlplane.incidents.choices import IncidentState, RunState, StepState
+from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep, Reservation
 from controlplane.incidents.plans import NODE_ORDERS, ORDER_STATES, plan_of_order
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Job, Placement
 from node_agent import wire
-from tests.factories import ApprovalFactory
+from tests.factories import ApprovalFactory, PlaybookRunFactory
 from tests.workers.moving import commands, no_spare
 from tests.workers.world import HEALTHY, World, answer, drain, run_of
 from workers import engine
@@ -286,6 +286,76 @@ def test_an_idle_node_whose_drain_is_called_off_is_what_it_was(world: World, bef
     incidents.call_off(PERSON, run.pk, "the cables did not come")
 
     assert (state_of(node), node.drained_by) == (before, "slurm")
+
+
+@pytest.mark.parametrize("failed", ["user/1", "user/2"])
+def test_a_second_drain_of_one_that_failed_leaves_no_name_once_called_off(
+    world: World, failed: str
+) -> None:
+    """What the first one wrote is no drain of its own any more."""
+    node = world.spares[0]
+    Node.objects.filter(pk=node.pk).update(state="drain_failed", drained_by=failed)
+    run = incidents.order_node(PERSON, node.pk, "drain", "new cables")
+    engine.unfold_runs()
+    engine.take_step("test")
+    incidents.call_off(PERSON, run.pk, "the cables did not come")
+
+    assert (state_of(node), node.drained_by) == (NodeState.AVAILABLE, "")
+
+
+def test_a_drain_of_ones_own_is_not_found_again_once_called_off(world: World) -> None:
+    node = world.spares[0]
+    Node.objects.filter(pk=node.pk).update(drained_by="user/1")
+    run = incidents.order_node(PERSON, node.pk, "drain", "new cables")
+    engine.unfold_runs()
+    engine.take_step("test")
+    incidents.call_off(PERSON, run.pk, "the cables did not come")
+
+    assert (state_of(node), node.drained_by) == (NodeState.AVAILABLE, "")
+
+
+def to_be_emptied(node: Node) -> PlaybookRun:
+    """A drain whose next step is to empty its node."""
+    run = incidents.order_node(PERSON, node.pk, "drain", "new cables")
+    engine.unfold_runs()
+    engine.take_step("test")
+    engine.take_step("test")
+    assert run.steps.get(key="quarantine").state == StepState.READY
+    return run
+
+
+def test_a_node_that_the_guards_kept_from_being_emptied_is_what_it_was(world: World) -> None:
+    node = world.spares[0]
+    other = PlaybookRunFactory(incident__cluster=world.cluster, node=node)
+    Reservation.objects.create(cluster=world.cluster, node=node, run=other)
+    run = to_be_emptied(node)
+    engine.take_step("test")
+    refused = run.steps.get(key="quarantine")
+    incidents.call_off(PERSON, run.pk, "the cables did not come")
+
+    assert refused.started_at is not None
+    assert "another run" in refused.outcome
+    assert (state_of(node), node.drained_by) == (NodeState.AVAILABLE, "")
+
+
+def test_a_node_whose_emptying_was_put_off_is_what_it_was(world: World) -> None:
+    node = world.spares[0]
+    run = to_be_emptied(node)
+    incidents.pause_run(PERSON, run.pk, "wait a moment")
+    incidents.resume_run(PERSON, run.pk, "go on")
+    resumed = run.steps.get(key="quarantine")
+    incidents.call_off(PERSON, run.pk, "the cables did not come")
+
+    assert resumed.started_at is not None
+    assert (state_of(node), node.drained_by) == (NodeState.AVAILABLE, "")
+
+
+def test_a_node_whose_power_may_be_cut_in_this_moment_stays_out(world: World) -> None:
+    run = to_be_emptied(world.spares[0])
+    assert engine.claim("test") is not None
+    incidents.call_off(PERSON, run.pk, "too late")
+
+    assert state_of(world.spares[0]) == NodeState.DRAINING
 
 
 def test_a_node_whose_replica_has_moved_away_is_free_once_its_process_has_ended(

@@ -251,6 +251,26 @@ def test_an_unfit_node_is_repaired_even_when_no_other_is_free(poor_world: World)
     assert step_of("replica-lost", "choose-place").state == StepState.WAITING
 
 
+@pytest.mark.parametrize(
+    ("repair", "then"),
+    [(RunState.RUNNING, RunState.WAITING), (RunState.NEEDS_OPERATOR, RunState.NEEDS_OPERATOR)],
+)
+def test_a_person_is_asked_for_a_node_once_none_is_being_repaired(
+    repair: RunState, then: RunState, poor_world: World
+) -> None:
+    lost = poor_world.placements[1]
+    poor_world.silence(lost.node)
+    poor_world.peers_lose(lost)
+    drain()
+    hours_ago = timezone.now() - timedelta(hours=2)
+    PlaybookRun.objects.filter(playbook="repair-node").update(state=repair)
+    PlaybookStep.objects.filter(run__playbook="repair-node").update(wake_at=None)
+    PlaybookStep.objects.filter(key="choose-place").update(started_at=hours_ago)
+    drain()
+
+    assert run_of("replica-lost").state == then
+
+
 def test_two_replicas_lost_at_once_get_two_spares(world: World) -> None:
     for _ in range(3):  # so that two are no large share of the cluster
         NodeFactory(cluster=world.cluster, state=NodeState.ALLOCATED)

@@ -364,6 +364,25 @@ def test_a_lost_node_is_taken_out_and_only_its_place_goes_to_a_spare(world: Worl
     assert run_of(LOSS).state == RunState.SUCCEEDED
 
 
+def test_the_end_of_its_other_process_begins_no_repair_anew_that_a_person_called_off(
+    world: World,
+) -> None:
+    lost, other = world.placements
+    Node.objects.filter(pk=lost.node_id).update(bmc_url="")
+    world.silence(lost.node)
+    lost_a_peer(other, 2)
+    drain()
+    incidents.cancel_run(PERSON, run_of("repair-node").pk, "I look myself")
+    drain()
+    asked = step_of("replica-lost", "take-node-out").state
+    world.exits(other, exit_code=1)
+    drain()
+
+    assert asked == "needs_operator"
+    assert PlaybookRun.objects.filter(playbook="repair-node").count() == 1
+    assert step_of("replica-lost", "take-node-out").state == "needs_operator"
+
+
 def test_a_node_that_was_lost_just_after_its_job_told_of_a_step_is_found_out(world: World) -> None:
     world.silence(world.placements[1].node)
     ProgressSampleFactory(job=world.job, step=19, epoch=1, replicas=[0], at=timezone.now())

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from django.utils import timezone
+
 from controlplane.accounts.models import SYSTEM
 from controlplane.fleet.choices import NodeState
-from controlplane.fleet.models import Node
+from controlplane.fleet.models import MaintenanceWindow, Node
 from controlplane.health.choices import Action
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.candidates import free_nodes, wanted_by
+from controlplane.incidents.choices import RUN_ACTIVE
+from controlplane.incidents.models import PlaybookRun
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Job, Placement, Replica
@@ -40,6 +44,11 @@ from workers.spares import Candidate, choose_spare
 
 #: A node that was told to kill a process answers within this many seconds.
 KILL_ORDER_S = 30.0
+#: A person is asked for a node after so many seconds, once nothing is under way that gives one
+#: back: a boot, a diagnostic and the watch after it take most of that.
+PLACE_S = 2700.0
+#: What gives a node back at its end.
+RETURNING = ("repair-node", "return-node", "admit-node")
 
 
 def end_what_is_left(ctx: StepContext) -> Outcome:
@@ -108,13 +117,27 @@ def choose_places(ctx: StepContext, replica: Replica) -> Outcome:
             wanted_by(one.node, job.gpus_per_node),
         )
         if choice is None:
-            return Wait(text=f"no node is free for the place of {one.node.name}", wake_s=2.0)
+            return await_free(ctx, f"no node is free for the place of {one.node.name}")
         chosen[one.node_rank] = Node.objects.select_related("rack").get(pk=choice.node_id)
         reasons.append(f"{choice.name} for {one.node.name}: {choice.reason}")
     return Done(
         text="; ".join(reasons) or "it returns on the nodes that it had",
         context={"targets": [chosen[rank].pk for rank in range(job.nodes_per_replica)]},
     )
+
+
+def await_free(ctx: StepContext, why: str, evidence: dict[str, str] | None = None) -> Outcome:
+    """Wait until a node is free: for as long as one is being repaired, or kept for a while by an
+    announced work, and else for PLACE_S."""
+    now = timezone.now()
+    waited_s = (now - (ctx.step.started_at or now)).total_seconds()
+    there = {"cluster": ctx.run.cluster_id}
+    repairs = PlaybookRun.objects.filter(**there, playbook__in=RETURNING, state__in=RUN_ACTIVE)
+    works = MaintenanceWindow.objects.filter(**there, closed_at=None)
+    comes = repairs.exists() or works.filter(starts_at__lte=now, ends_at__gt=now).exists()
+    if waited_s > PLACE_S and not comes:
+        return Ask(text=f"waited {waited_s:.0f} s: {why}", evidence=evidence or {})
+    return Wait(text=why, wake_s=2.0, evidence=evidence or {})
 
 
 def _last_at(replica: Replica, node_rank: int) -> Placement:

@@ -220,6 +220,7 @@ def _take_out(ctx: StepContext, node: Node, killed: Collection[str] | None = Non
                 actor_of(ctx), placement.pk, f"{node.name} was taken out", free_node=False
             )
             if placement.replica.job.state in JOB_ACTIVE and not placement.standby:
+                placement.refresh_from_db(fields=["ended_at"])  # who asked hears that it has
                 # Its loss may be told only after this, and would then be old news.
                 incidents.bring_back(placement, timezone.now(), emptied=True)
         # Locked only now: whoever ends or places a process locks its replica before its node.

@@ -45,6 +45,7 @@ from workers.playbooks.base import (
 )
 from workers.playbooks.lost_together import (
     await_all,
+    await_free,
     choose_places,
     end_what_is_left,
     end_what_was_begun,
@@ -222,7 +223,7 @@ def choose_place(ctx: StepContext) -> Outcome:
     if situation.survivors == 0:
         evidence["checkpoints"] = recovery.shown(situation.saved)
     if decision.strategy == "wait":
-        return Wait(text=decision.reason, wake_s=2.0, evidence=evidence)
+        return await_free(ctx, decision.reason, evidence)
     in_place = decision.strategy == "in_place"
     target = placement.node_id if in_place else spare.node_id if spare else ""
     where = (
@@ -255,19 +256,29 @@ def take_node_out(ctx: StepContext) -> Outcome:
     # One that asked for a person before this was lost is asked again, and knows more then.
     asked_before = Q(state=RunState.NEEDS_OPERATOR) & ~Q(context__lost_placement=placement.pk)
     gone = losses.seen_to_end(placement)
-    if under_way.exclude(asked_before).exists() and gone:
-        return Done(text=f"its process ended; {node.name} is being taken out by its repair run")
+    silence = ctx.values.get("code") in triage.SILENCE_ALONE  # which may be over by itself
+
+    def set_aside() -> None:
+        _mark_suspect(node.pk, ctx.incident.cause)
+
+    if under_way.exclude(asked_before).exists() and gone and not silence:
+        return Done(
+            text=f"its process ended; {node.name} is being taken out by its repair run, and takes "
+            "no new work",
+            apply=set_aside,
+        )
     if under_way.exclude(asked_before).exists():
         return Wait(text=f"{node.name} is being taken out by its repair run", wake_s=1.0)
     for_this = repairs.filter(
         context__lost_placement=placement.pk,
         context__urgency=Urgency.NOW,
         finished_at__gt=ctx.incident.occurred_at,
-    )
-    if gone and for_this.exclude(state=RunState.SUCCEEDED).exists():
+    ).last()
+    # A dry run succeeds, and has shown its steps.
+    if gone and for_this and (for_this.state != RunState.SUCCEEDED or steps.exists()):
         return Done(
             text=f"its process ended; {node.name} was not taken out, and takes no new work",
-            apply=lambda: _mark_suspect(node.pk, ctx.incident.cause),
+            apply=set_aside,
         )
     since = ctx.step.started_at or timezone.now()
     ended = repairs.filter(finished_at__gt=max(since, placement.created_at)).last()
@@ -295,7 +306,8 @@ def take_node_out(ctx: StepContext) -> Outcome:
 
 
 def _mark_suspect(node_id: str, reason: str) -> None:
-    """Nobody takes the node out: until somebody has looked nothing else is placed there."""
+    """Nobody has taken the node out yet, and whoever is to may be called off: until somebody has
+    looked nothing else is placed there."""
     node = Node.objects.get(pk=node_id)
     if node.state in (NodeState.ALLOCATED, NodeState.AVAILABLE):
         fleet.transition(SYSTEM, node_id, NodeState.SUSPECT, reason=reason)
@@ -512,7 +524,7 @@ PLAYBOOK = Playbook(
             title="Choose where it returns",
             act=choose_place,
             effect=Effect.NONE,
-            timeout_s=2700,  # where none is free, its own may have to wait for its repair
+            timeout_s=7 * 86_400,  # where none is free, its own may have to wait for its repair
             prose="In place if the node is fit, unless its cards want a reset and a spare costs "
             "less. Otherwise a spare of the same cluster, in the rack that holds the fewest of the "
             "job's other replicas. With no other replica what is newer on the node's own disk than "

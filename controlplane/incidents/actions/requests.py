@@ -465,9 +465,9 @@ def _news_of_loss(run: PlaybookRun, lost: Placement) -> str:
     """What a loss tells a run that asked for a person and that it did not know, in words; "" if
     nothing. What is told of one process again and again is news once."""
     where = lost.node.name
-    looked_into = run.context.get("lost_placement")
-    together = run.context.get("placements", [])  # of several nodes they are lost as one
-    if lost.pk != looked_into and not {lost.pk, looked_into} <= {*together}:
+    looked_into = Placement.objects.filter(pk=run.context.get("lost_placement")).first()
+    itself = looked_into is not None and looked_into.pk == lost.pk
+    if not itself and (looked_into is None or not _lost_as_one(looked_into, lost)):
         return f"what it has by now, on {where}, was lost too"
     step = run.steps.filter(state=StepState.NEEDS_OPERATOR).first()
     if step is None or step.started_at is None:
@@ -478,8 +478,15 @@ def _news_of_loss(run: PlaybookRun, lost: Placement) -> str:
     gone = ends.filter(recorded_at__gt=step.started_at).exists()
     gone = gone or (lost.ended_at is not None and lost.ended_at > step.started_at)
     # These ask because nobody saw to it that nothing of it runs there.
-    ending = step.key in ("take-node-out", "end-what-is-left")
+    ending = step.key == "end-what-is-left" or (itself and step.key == "take-node-out")
     return f"its process on {where} has ended" if gone and ending else ""
+
+
+def _lost_as_one(before: Placement, lost: Placement) -> bool:
+    """Whether they are parts of one replica on several nodes, which start and end together."""
+    one = before.replica_id == lost.replica_id and before.node_rank != lost.node_rank
+    stood_by = (before.moved_from_id is None) != (lost.moved_from_id is None)
+    return one and not stood_by and (before.ended_at is None or lost.created_at < before.ended_at)
 
 
 #: Where the process of a replica that was sent away runs on after its farewell it is ended after so

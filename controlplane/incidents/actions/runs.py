@@ -229,13 +229,18 @@ def _end_drain(actor: Actor, run: PlaybookRun, node: Node, reason: str) -> None:
     """Give a node back to what it did before this drain, unless its emptying has begun, or it is in
     other hands by now."""
     found = run.context.get("found")
-    emptied = run.steps.filter(key="quarantine", started_at__isnull=False)
-    if found is None or emptied.exists() or node.state not in BEING_DRAINED:
+    # Nothing there is killed or switched off before the guards have reserved it for this run; a
+    # step that they refused, or that a pause put off, has a time at which it started all the same.
+    let_go = run.reservations.filter(node=node)
+    if found is None or let_go.exists() or node.state not in BEING_DRAINED:
         return
     why = f"its drain was called off: {reason}"
     fleet.transition(actor, node.pk, _state_before(node, found["state"]), reason=why)
-    if node.drained_by == f"{OWNED}{run.requested_by}":
-        fleet.set_drained_by(actor, node.pk, found["drained_by"], why)
+    own = f"{OWNED}{run.requested_by}"
+    if node.drained_by == own:
+        # An earlier drain that came to nothing wrote what this one found: it is over with this.
+        over = found["state"] == NodeState.DRAIN_FAILED or found["drained_by"] == own
+        fleet.set_drained_by(actor, node.pk, "" if over else found["drained_by"], why)
 
 
 def _state_before(node: Node, found: str) -> NodeState:

@@ -126,11 +126,16 @@ def test_where_there_is_no_cluster_yet_whoever_lets_nodes_in_is_told_how_to_make
     admin.force_login(GrantFactory(role="admin", cluster=None).user)
     operator.force_login(GrantFactory(role="operator", cluster=None).user)
     before = admin.get(reverse("enrolment"))
+    overview = admin.get(reverse("overview")).content.decode()
+    automation = admin.get(reverse("automation-page")).content.decode()
 
     say("alpha")
 
     assert before.status_code == 200
     assert "manage.py cluster NAME" in before.content.decode()
+    assert "manage.py cluster NAME" in overview
+    assert f'href="{reverse("enrolment")}"' in overview
+    assert "manage.py cluster NAME" in automation
     assert "create-join-token" not in before.content.decode()
     assert "create-join-token" in admin.get(reverse("enrolment")).content.decode()
     assert operator.get(reverse("enrolment")).status_code == 403

@@ -132,6 +132,14 @@ def test_nothing_found_is_said(page: Page) -> None:
     )
 
 
+def test_an_order_is_told_in_its_own_words(page: Page, fleet: Fleet) -> None:
+    _open(page, f"/nodes/{fleet.node.id}")
+    page.keyboard.press("/")
+    page.keyboard.type("spare")
+
+    expect(_chosen(page)).to_contain_text("Make alpha-01 a spare…")
+
+
 def test_an_order_from_the_palette_is_only_its_dry_run(page: Page, fleet: Fleet) -> None:
     _open(page, f"/nodes/{fleet.node.id}")
     page.keyboard.press("/")

@@ -374,6 +374,7 @@ def test_a_free_node_is_made_a_spare_and_is_one_no_longer(operator: Client, flee
     asked = _page(operator, fleet, order="spare")
     operator.post(reverse("node-spare", args=[fleet.node.id]), {"reason": "the pool is empty"})
     spare = _page(operator, fleet)
+    again = _page(operator, fleet, order="spare")
     operator.post(reverse("node-unspare", args=[fleet.node.id]), {"reason": "we need it"})
     common = _page(operator, fleet)
 
@@ -381,6 +382,7 @@ def test_a_free_node_is_made_a_spare_and_is_one_no_longer(operator: Client, flee
     assert 'data-testid="ask-unspare"' not in asked
     assert 'data-testid="ask-unspare"' in spare
     assert 'data-testid="ask-spare"' not in spare
+    assert 'data-testid="do-order"' not in again
     assert 'data-testid="ask-spare"' in common
     changes = AuditEvent.objects.filter(verb="node.set_spare").order_by("pk")
     assert [event.reason for event in changes] == ["the pool is empty", "we need it"]
