@@ -209,51 +209,51 @@ def test_a_node_that_booted_anew_is_reset_validated_and_returned(world: World) -
     assert world.placement_of(1).node == world.spares[0]
 
 
-def test_a_replica_whose_process_was_seen_to_end_waits_for_no_repair_that_is_held_up(
-    world: World,
-) -> None:
+def dies_of_its_card(world: World) -> Node:
+    """The node of replica 1, whose process was seen to end."""
     lost = world.placements[1]
-    fleet.set_hold(PERSON, lost.node_id, "hands off")
     world.kernel_says(lost.node, xid(79))
     world.kill(lost)
     drain()
+    return lost.node
 
-    lost.node.refresh_from_db()
-    assert "on hold" in step_of("repair-node", "quarantine").outcome
+
+def went_on_and_left_suspect(world: World, node: Node) -> None:
+    node.refresh_from_db()
     assert world.placement_of(1).node == world.spares[0]
+    assert node.state == NodeState.SUSPECT
+
+
+def test_a_replica_whose_process_was_seen_to_end_waits_for_no_repair_that_is_held_up(
+    world: World,
+) -> None:
+    fleet.set_hold(PERSON, world.placements[1].node_id, "hands off")
+    node = dies_of_its_card(world)
+
+    assert "on hold" in step_of("repair-node", "quarantine").outcome
     assert not Command.objects.exclude(verb="start_rank").exists()
-    assert lost.node.state == NodeState.SUSPECT
+    went_on_and_left_suspect(world, node)
 
 
 def test_an_unfit_node_whose_repair_is_called_off_once_its_replica_has_gone_takes_no_work(
     world: World,
 ) -> None:
-    lost = world.placements[1]
-    fleet.set_hold(PERSON, lost.node_id, "hands off")
-    world.kernel_says(lost.node, xid(79))
-    world.kill(lost)
-    drain()
+    fleet.set_hold(PERSON, world.placements[1].node_id, "hands off")
+    node = dies_of_its_card(world)
     incidents.cancel_run(PERSON, run_of("repair-node").pk, "I look myself")
-    fleet.set_hold(PERSON, lost.node_id, "")
+    fleet.set_hold(PERSON, node.pk, "")
     drain()
 
-    lost.node.refresh_from_db()
-    assert world.placement_of(1).node == world.spares[0]
-    assert lost.node.state == NodeState.SUSPECT
+    went_on_and_left_suspect(world, node)
 
 
 def test_a_replica_whose_process_ended_waits_for_no_repair_that_is_only_shown(
     world: World,
 ) -> None:
-    lost = world.placements[1]
     incidents.set_mode(PERSON, world.cluster.pk, "repair-node", Mode.DRY_RUN, "we look")
-    world.kernel_says(lost.node, xid(79))
-    world.kill(lost)
-    drain()
+    node = dies_of_its_card(world)
 
-    lost.node.refresh_from_db()
-    assert world.placement_of(1).node == world.spares[0]
-    assert lost.node.state == NodeState.SUSPECT
+    went_on_and_left_suspect(world, node)
 
 
 def test_a_lesser_fault_does_not_take_the_headline(world: World) -> None:
