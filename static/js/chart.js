@@ -2,7 +2,7 @@
 // Fetches what is new each second and appends; drawn as SVG, so that CSS gives the colours and
 // marks are links.
 
-import { ask, clock, day, DAY_S, element, figure, tickStep } from "./svg.js";
+import { ask, clock, day, DAY_S, element, figure, keepAsking, tickStep } from "./svg.js";
 
 const LEFT = 52, RIGHT = 62, LANE = 36, LOSS = 132, BETWEEN = 22, RATE = 92, CKPT = 22, AXIS = 20;
 const RATE_TOP = LANE + LOSS + BETWEEN;
@@ -17,8 +17,6 @@ const series = Object.fromEntries(COLUMNS.map((name) => [name, []]));
 const marks = new Map(); // epoch -> mark
 const checkpoints = new Map(); // step and tier -> checkpoint
 let cursor = null; // index of the point under the crosshair
-let timer = 0;
-let isAsking = false;
 
 /** A moment, with its day where the curves are of more than one. */
 const moment = (at) =>
@@ -26,21 +24,6 @@ const moment = (at) =>
 const span = (value) => (value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(1)} s`);
 
 // --- What is new ---------------------------------------------------------------------------------
-
-// What an ended job has to tell, it tells once.
-async function poll() {
-  if (isAsking) return; // it goes on by itself
-  clearTimeout(timer);
-  isAsking = true;
-  let heard = false;
-  try {
-    if (!document.hidden) heard = await update();
-  } finally {
-    isAsking = false;
-    if (!heard || box.dataset.live === "yes") timer = setTimeout(poll, 1000);
-    else document.removeEventListener("visibilitychange", poll);
-  }
-}
 
 async function update() {
   if (series.step.length > 2500) for (const name of COLUMNS) series[name].length = 0;
@@ -324,5 +307,5 @@ function fillTable() {
 
 body.closest("details").addEventListener("toggle", fillTable);
 new ResizeObserver(() => draw()).observe(box);
-document.addEventListener("visibilitychange", poll);
-poll();
+// What an ended job has to tell, it tells once.
+keepAsking(update, 1000, { once: box.dataset.live !== "yes" });

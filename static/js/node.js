@@ -1,7 +1,7 @@
 // A node's readings: one small chart for each sensor, one line for each card. A chosen card stands
 // out in all of them; a crosshair reads every card at one moment; the numbers are in the table.
 
-import { ask, clock, element, figure, ticksOf, tickStep } from "./svg.js";
+import { ask, clock, element, figure, keepAsking, ticksOf, tickStep } from "./svg.js";
 
 const METRICS = [
   { key: "temperature_c", title: "Temperature", unit: "°C" },
@@ -23,20 +23,6 @@ const every = { "10m": 5000, "1h": 15000, "1d": 60000 }[box.dataset.window];
 let told = null;
 let chosen = null; // a card's index
 let moment = null; // index of the time under the crosshair
-let timer = 0;
-let isAsking = false;
-
-async function poll() {
-  if (isAsking) return; // it goes on by itself
-  clearTimeout(timer);
-  isAsking = true;
-  try {
-    if (!document.hidden) await update();
-  } finally {
-    isAsking = false;
-    timer = setTimeout(poll, every);
-  }
-}
 
 async function update() {
   const query = new URLSearchParams({ window: box.dataset.window });
@@ -264,5 +250,4 @@ new ResizeObserver(() => {
   draw();
 }).observe(box);
 if (picker.dataset.faulty) chosen = Number(picker.dataset.faulty);
-document.addEventListener("visibilitychange", poll);
-poll();
+keepAsking(update, every);

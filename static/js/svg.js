@@ -30,6 +30,32 @@ export async function ask(url) {
   }
 }
 
+/**
+ * Calls `update` now, `ms` after each call is over, and at once when a hidden page is looked at again.
+ * It is not called while the page is hidden. With `once` no more after one that returned true.
+ */
+export function keepAsking(update, ms, { once = false } = {}) {
+  let timer = 0;
+  let isAsking = false;
+
+  async function poll() {
+    if (isAsking) return; // it goes on by itself
+    clearTimeout(timer);
+    isAsking = true;
+    let heard = false;
+    try {
+      if (!document.hidden) heard = await update();
+    } finally {
+      isAsking = false;
+      if (once && heard) document.removeEventListener("visibilitychange", poll);
+      else timer = setTimeout(poll, ms);
+    }
+  }
+
+  document.addEventListener("visibilitychange", poll);
+  poll();
+}
+
 export const figure = (value) =>
   value == null ? "–"
     : Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en").replaceAll(",", "\u202f")
