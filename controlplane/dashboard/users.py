@@ -28,7 +28,7 @@ from controlplane.acting import reason_of, whole
 from controlplane.dashboard.selectors import roles
 from controlplane.errors import Conflict
 from controlplane.export import Column, as_file, is_wanted
-from controlplane.fleet.selectors import clusters_for, is_superuser
+from controlplane.fleet.selectors import clusters_for, is_superuser, may_somewhere
 from controlplane.paging import page_of, pages_of
 
 SORTS = {"name": "username"}
@@ -189,7 +189,7 @@ def _page(
 def _found(request: HttpRequest) -> QuerySet[User]:
     """The people that the asking person manages. Raises PermissionDenied if they manage none."""
     asker = _asker(request)
-    if not is_superuser(asker) and not roles.administered(asker).exists():
+    if not may_somewhere(asker, Role.ADMIN):
         raise PermissionDenied("Only admins manage who may do what.")
     people = roles.people_for(asker)
     if q := request.GET.get("q", "").strip():

@@ -27,7 +27,7 @@ from controlplane.errors import Conflict
 from controlplane.export import Column, as_file, is_wanted
 from controlplane.fleet import actions
 from controlplane.fleet.models import Cluster, JoinToken, Node
-from controlplane.fleet.selectors import clusters_for, may_everywhere
+from controlplane.fleet.selectors import clusters_for, may_somewhere
 from controlplane.live import live_page
 from controlplane.paging import pages_of
 
@@ -152,10 +152,9 @@ def _page(request: HttpRequest, *, made: Made | None = None, status: int = 200) 
 def _administered(request: HttpRequest) -> QuerySet[Cluster]:
     """The clusters that one is admin of. Raises PermissionDenied if there are none, but to whoever
     is admin of all that will be: the first is yet to be made."""
-    clusters = clusters_for(request.user, Role.ADMIN)
-    if not clusters and not may_everywhere(request.user, Role.ADMIN):
+    if not may_somewhere(request.user, Role.ADMIN):
         raise PermissionDenied("Only admins of a cluster let nodes in.")
-    return clusters
+    return clusters_for(request.user, Role.ADMIN)
 
 
 def _tokens_in(clusters: QuerySet[Cluster]) -> QuerySet[JoinToken]:

@@ -53,6 +53,20 @@ def may_everywhere(user: User | AnonymousUser, role: Role) -> bool:
     return user.is_active
 
 
+def may_somewhere(user: User | AnonymousUser, role: Role) -> bool:
+    """Whether `user` holds `role` in any cluster, or in all that will be: the first is yet to be
+    made."""
+    token = _token_of(user)
+    if not user.is_active or (token and token.scope not in ROLES_INCLUDING[role]):
+        return False
+    if user.is_superuser:
+        return True
+    grants = Grant.objects.filter(user_id=user.pk, role__in=ROLES_INCLUDING[role])
+    if token and token.cluster_id is not None:
+        grants = grants.filter(Q(cluster=None) | Q(cluster=token.cluster_id))
+    return grants.exists()
+
+
 def is_superuser(user: User | AnonymousUser) -> bool:
     """Whether `user` may do everything: a token only if neither scope nor cluster restricts it."""
     return user.is_superuser and may_everywhere(user, Role.ADMIN)

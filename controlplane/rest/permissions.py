@@ -17,7 +17,7 @@ from __future__ import annotations
 from controlplane.accounts.choices import Role
 from controlplane.accounts.models import User
 from controlplane.fleet.models import Cluster
-from controlplane.fleet.selectors import clusters_for, may
+from controlplane.fleet.selectors import clusters_for, may, may_somewhere
 from controlplane.rest.problems import Problem, invalid
 
 
@@ -29,7 +29,7 @@ def demand(user: User, role: Role, cluster_id: str) -> None:
 
 def demand_somewhere(user: User, role: Role) -> None:
     """403 unless the caller holds `role` in at least one cluster."""
-    if not clusters_for(user, role).exists():
+    if not may_somewhere(user, role):
         raise _lacking(role)
 
 

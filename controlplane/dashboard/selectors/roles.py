@@ -7,7 +7,12 @@ from django.db.models import Prefetch, Q, QuerySet
 from controlplane.accounts.choices import Role
 from controlplane.accounts.models import ApiToken, Grant, User
 from controlplane.fleet.models import Cluster
-from controlplane.fleet.selectors import clusters_for, is_superuser, may_everywhere
+from controlplane.fleet.selectors import (
+    clusters_for,
+    is_superuser,
+    may_everywhere,
+    may_somewhere,
+)
 
 
 def administered(user: User) -> QuerySet[Cluster]:
@@ -44,4 +49,4 @@ def tokens_for(user: User) -> QuerySet[ApiToken]:
 
 def roles_held(user: User) -> list[Role]:
     """The roles that `user` holds in some cluster or other, the least first."""
-    return [role for role in Role if may_everywhere(user, role) or clusters_for(user, role)]
+    return [role for role in Role if may_somewhere(user, role)]

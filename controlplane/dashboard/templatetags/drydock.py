@@ -19,7 +19,7 @@ from django.utils.safestring import SafeString, mark_safe
 
 from controlplane.accounts.choices import Role
 from controlplane.fleet.choices import COLOURS, NodeState
-from controlplane.fleet.selectors import clusters_for, may_everywhere
+from controlplane.fleet.selectors import may_somewhere
 from controlplane.incidents.models import Approval, PlaybookRun
 from controlplane.incidents.selectors import waiting_approval
 
@@ -241,8 +241,7 @@ def nav_link(context: Context, name: str, words: str, also: str = "") -> SafeStr
 @register.simple_tag(takes_context=True)
 def may_administer(context: Context) -> bool:
     """Whether the reader is an administrator of any cluster, or of all that will be."""
-    user = context["request"].user
-    return may_everywhere(user, Role.ADMIN) or clusters_for(user, Role.ADMIN).exists()
+    return may_somewhere(context["request"].user, Role.ADMIN)
 
 
 @register.simple_tag(takes_context=True)

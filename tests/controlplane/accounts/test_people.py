@@ -18,7 +18,14 @@ from controlplane.accounts.choices import ActorKind, Role
 from controlplane.accounts.models import Actor, ApiToken, AuditEvent, Grant, User
 from controlplane.errors import Conflict
 from controlplane.fleet.models import Cluster
-from controlplane.fleet.selectors import audit_for, clusters_for, is_superuser, may, may_everywhere
+from controlplane.fleet.selectors import (
+    audit_for,
+    clusters_for,
+    is_superuser,
+    may,
+    may_everywhere,
+    may_somewhere,
+)
 from tests.factories import (
     ApiTokenFactory,
     AuditEventFactory,
@@ -262,6 +269,28 @@ def test_a_token_of_a_cluster_that_its_owner_does_not_see_reaches_nothing(here: 
     assert not clusters_for(user).exists()
 
 
+@pytest.mark.parametrize("asked", Role)
+@pytest.mark.parametrize("scope", Role)
+@pytest.mark.parametrize("limited", [False, True], ids=["anywhere", "one cluster"])
+@pytest.mark.parametrize("owner", ["superuser", "operator here", "operator of all", "elsewhere"])
+def test_one_may_somewhere_what_one_may_in_some_cluster(
+    owner: str, limited: bool, scope: Role, asked: Role, here: Cluster
+) -> None:
+    owners = {
+        "superuser": lambda: UserFactory(is_superuser=True),
+        "operator here": lambda: GrantFactory(role=Role.OPERATOR, cluster=here).user,
+        "operator of all": lambda: GrantFactory(role=Role.OPERATOR, cluster=None).user,
+        "elsewhere": lambda: GrantFactory(role=Role.ADMIN, cluster=ClusterFactory()).user,
+    }
+    user = bearing(owners[owner](), scope, here if limited else None)
+
+    assert may_somewhere(user, asked) == clusters_for(user, asked).exists()
+
+
+def test_an_admin_of_all_clusters_is_one_before_there_is_any() -> None:
+    assert may_somewhere(GrantFactory(role=Role.ADMIN, cluster=None).user, Role.ADMIN)
+
+
 @pytest.mark.parametrize("scope", Role)
 def test_a_superusers_token_is_one_only_with_the_widest_scope(scope: Role) -> None:
     user = bearing(UserFactory(is_superuser=True), scope)
@@ -274,6 +303,7 @@ def test_a_switched_off_superuser_is_none() -> None:
 
     assert not is_superuser(user)
     assert not may_everywhere(user, Role.VIEWER)
+    assert not may_somewhere(user, Role.VIEWER)
 
 
 # --- Who reads the audit trail --------------------------------------------------------------------

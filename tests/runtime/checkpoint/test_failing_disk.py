@@ -168,21 +168,23 @@ def test_a_disk_that_hangs_is_told_once_and_costs_no_step(
     until(lambda: saved(door, "local") >= 0, "a checkpoint on the disk")
 
     with disk.hanging():
-        until(lambda: psutil.STATUS_DISK_SLEEP in states_of_writers(fleet), "a writer hangs")
+        until(lambda: hung(fleet), "a writer hangs")
         until(lambda: "checkpoint_late" in troubles(door), "an engineer is told")
         goes_on(fleet, door)
         goes_on(fleet, door)
-        hung = states_of_writers(fleet).count(psutil.STATUS_DISK_SLEEP)
+        # The shared folder's writer may wait for its own disk in that moment, but not for ever.
+        until(lambda: hung(fleet) == 1, "no more than one writer hangs")
         told = troubles(door)
     is_recovered(fleet, door)
     fleet.stop()
 
-    assert hung == 1
     assert told == ["checkpoint_late"]
     assert store.number_of(on_disk(fleet)[0])[0] == fleet.newest()
     assert [store.verify(path) for path in on_disk(fleet)] == [[], []]
     assert [step["step"] for step in fleet.steps(0)] == [*range(fleet.newest() + 1)]
 
 
-def states_of_writers(fleet: Fleet) -> list[str]:
-    return [one.status() for one in psutil.Process(fleet.ranks[0].pid).children()]
+def hung(fleet: Fleet) -> int:
+    """How many of a rank's writers wait for a disk."""
+    writers = psutil.Process(fleet.ranks[0].pid).children()
+    return [one.status() for one in writers].count(psutil.STATUS_DISK_SLEEP)
