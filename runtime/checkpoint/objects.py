@@ -43,8 +43,11 @@ STREAMS = 4
 #: Manifests that are read at once: what takes long of each is the answer's way.
 SMALL_STREAMS = 8
 MAX_UNREADABLE = 8  # manifests that a store refuses; of more it is not they that are wrong
-#: Bytes of one request, a multiple of a chunk. S3 wants at least 5 MiB, and 10,000 at most.
+#: Bytes that are asked for at once, a multiple of a chunk.
 BLOCK_BYTES = 16 << 20
+#: The same of what is put, of which s3fs holds several copies at once beside the room. S3 wants at
+#: least 5 MiB; it is what AWS's own tools take.
+PUT_BYTES = 8 << 20
 #: What is only compared is read chunk by chunk, for each is held in memory beside three rooms.
 COMPARED_BYTES = CHUNK_BYTES
 #: Where nothing was put for so many seconds no writer is at work. A store shows an object only once
@@ -442,7 +445,7 @@ class ObjectStore:
     def _opened(self, path: str, meter: Meter) -> Iterator[Any]:
         """To be written; not there at all if anything fails."""
         with self._asking(path), meter.request():
-            out = self._files.open(path, "wb", block_size=BLOCK_BYTES)
+            out = self._files.open(path, "wb", block_size=PUT_BYTES)
         try:
             yield out
             with self._asking(path), meter.request():
