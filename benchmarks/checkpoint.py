@@ -1,7 +1,7 @@
 """Our checkpoints beside torch.save, DCP, safetensors and torchsnapshot, and the machine's limits.
 
     python benchmarks/checkpoint.py [--quick] [--ours] [--device cuda] [--sizes 0.25,1,4]
-                                    [--json F] [--plot F]
+                                    [--rounds 5,5,1] [--json F] [--plot F]
 
 All save the same float32 state, in turns in one run, each turn in a process of its own. safetensors
 and torchsnapshot are installed on first use, outside the repository (`--here`: they are taken from
@@ -46,11 +46,11 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="drydock-checkpoint-", dir=options.folder))
     try:
         plan = Plan(
-            options.sizes, options.rounds, options.step_ms, only_ours=options.ours,
+            options.rounds, options.step_ms, only_ours=options.ours,
             device=options.device, here=options.here,
         )  # fmt: skip
         say("memory is touched")
-        have_at_hand(int(STATES * max(options.sizes) * (1 << 30)))
+        have_at_hand(int(STATES * max(options.rounds) * (1 << 30)))
         results = {"machine": machine(), "step_ms": options.step_ms, "rows": [], "failed": {}}
         for rows, failed in measure(plan, folder, say):
             results |= {"rows": rows, "failed": failed}
@@ -79,12 +79,19 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="0.25 GiB, 2 rounds")
+    parser.add_argument("--quick", action="store_true", help="0.25 GiB, 2 turns")
     parser.add_argument("--ours", action="store_true", help="and the limits, without the others")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--here", action="store_true", help="install nothing")
-    parser.add_argument("--sizes", type=sizes, default=(0.25, 1.0), help="of the state, in GiB")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
+    parser.add_argument(
+        "--sizes", type=sizes, default=(0.25, 1.0, 4.0), help="of the state, in GiB"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=turns,
+        default=(5, 5, 1),
+        help="turns of each contender, for each size or all",
+    )
     parser.add_argument("--step-ms", type=float, default=200.0, help="of work between two steps")
     parser.add_argument(
         "--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk"
@@ -93,8 +100,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="an SVG")
     options = parser.parse_args()
     if options.quick:
-        options.sizes, options.rounds = (0.25,), 2
+        options.sizes, options.rounds = (0.25,), (2,)
+    if len(options.rounds) == 1:
+        options.rounds *= len(options.sizes)
+    if len(options.rounds) != len(options.sizes):
+        parser.error(
+            f"--rounds has {len(options.rounds)} numbers for {len(options.sizes)} --sizes: give "
+            "one for each, or one for all"
+        )
+    options.rounds = dict(zip(options.sizes, options.rounds, strict=True))
     return options
+
+
+def turns(text: str) -> tuple[int, ...]:
+    return tuple(int(count) for count in text.split(",") if count)
 
 
 def sizes(text: str) -> tuple[float, ...]:

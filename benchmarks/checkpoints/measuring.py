@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +30,7 @@ END_S = 60.0  # that a contender has to end
 
 @dataclass(frozen=True)
 class Plan:
-    sizes_gib: tuple[float, ...]
-    rounds: int
+    rounds: Mapping[float, int]  # of each size in GiB, in this order
     step_ms: float
     only_ours: bool = False  # and the limits
     device: str = "cpu"
@@ -54,12 +53,12 @@ def measure(
             failed[contender.name] = str(error)
             say(f"{contender.name} is left out: {error}")
     yield [], failed
-    for gib in plan.sizes_gib:
-        for number in range(plan.rounds):
+    for gib, rounds in plan.rounds.items():
+        for number in range(rounds):
             for contender in contenders:
                 if contender.name in failed:
                     continue
-                say(f"{gib:g} GiB, round {number + 1} of {plan.rounds}: {contender.name}")
+                say(f"{gib:g} GiB, round {number + 1} of {rounds}: {contender.name}")
                 try:
                     with Turn(contender, pythons[contender.name], gib, plan, folder) as turn:
                         turn.play(rows, look_at_memory=number == 0)

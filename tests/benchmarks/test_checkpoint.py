@@ -84,7 +84,7 @@ def test_a_state_has_the_size_that_was_asked_for(size: int) -> None:
 
 def test_a_turn_of_ours_saves_and_loads(tmp_path: Path) -> None:
     rows: dict[tuple[float, str], dict[str, Any]] = {}
-    plan = Plan((1 / 64,), 1, 20.0)
+    plan = Plan({1 / 64: 1}, 20.0)
     with Turn(OVERLAPPED, sys.executable, 1 / 64, plan, tmp_path) as turn:
         turn.play(rows, look_at_memory=True)
 
@@ -114,7 +114,7 @@ def test_one_that_fails_keeps_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(measuring, "Turn", Failing)
     monkeypatch.setattr(measuring, "ALL", [OVERLAPPED])
 
-    found = list(measure(Plan((1.0,), 2, 20.0, here=True), tmp_path, lambda _: None))
+    found = list(measure(Plan({1.0: 2}, 20.0, here=True), tmp_path, lambda _: None))
 
     assert [rows for rows, _ in found] == [[], [ROWS[2]], []]
     assert "1 GiB: what it loaded" in found[-1][1][OVERLAPPED.name]
