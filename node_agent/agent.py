@@ -36,6 +36,10 @@ REPEATED_PAUSE_S = 0.5
 #: A beat that got no answer by then is given up: the next one is worth more.
 BEAT_TIMEOUT_S = 5.0
 FAILED_BEAT_RETRY_S = 1.0
+#: A report that did not arrive is sent again after so long: first, and at most.
+FIRST_REPORT_RETRY_S, LAST_REPORT_RETRY_S = 1.0, 10.0
+#: Beats never come faster or more slowly, whatever the answers say.
+LEAST_BEAT_S, MOST_BEAT_S = 0.1, 60.0
 #: The driver lists its cards for the first time within this time.
 FIRST_LIST_S = 60.0
 
@@ -131,23 +135,32 @@ class Agent:
     def _beat(self, identity: Identity) -> None:
         link = identity.link(self._config)
         interval = identity.beat_interval_s
-        next_at = report_retry_at = 0.0
+        retry = Backoff(FIRST_REPORT_RETRY_S, LAST_REPORT_RETRY_S)
+        next_at = report_at = 0.0
         change_fd = self._hardware.change_fd()
         also = () if change_fd is None else (change_fd,)
         while not self._stopping:
-            self._notice_unreadable(self._hardware.readings().unreadable)
+            # Once a turn: what changes after that rings.
+            readings = self._hardware.readings()
+            self._notice_unreadable(readings.unreadable)
             now = time.monotonic()
-            if now >= report_retry_at and not self._report_if_changed(link):
-                report_retry_at = now + interval
+            if now >= report_at:
+                if self._report_if_changed(link):
+                    retry.reset()
+                else:
+                    report_at = now + retry.next()
             if now >= next_at:
+                reported = self._reported
+                interval = self._send_beat(link, interval, readings.values)
                 # Up to a tenth early, never late: a fleet must not beat in step.
-                interval = self._send_beat(link, interval)
-                next_at = now + interval * random.uniform(0.9, 1.0)  # noqa: S311 - spreads load
-                if not self._reported and now >= report_retry_at:
+                in_s = min(max(interval, LEAST_BEAT_S), MOST_BEAT_S)
+                next_at = now + in_s * random.uniform(0.9, 1.0)  # noqa: S311 - spreads load
+                if reported and not self._reported:  # it is wanted again
                     continue
-            self._wake.wait(next_at - time.monotonic(), also)
+            wake_at = min(next_at, report_at) if report_at > now else next_at
+            self._wake.wait(wake_at - time.monotonic(), also)
 
-    def _send_beat(self, link: Link, interval: float) -> float:
+    def _send_beat(self, link: Link, interval: float, readings: list[wire.GpuReading]) -> float:
         """One beat. Returns the time to the next one in seconds."""
         beat = wire.Beat(
             boot_id=self._boot_id,
@@ -155,7 +168,7 @@ class Agent:
             seq=time.monotonic_ns() // 1_000_000,
             at=time.time(),
             report_digest=self._reported,
-            readings=self._hardware.readings().values,
+            readings=readings,
             ports=self._hardware.ports(),
         )
         body = msgspec.json.encode(beat)
@@ -169,12 +182,10 @@ class Agent:
         return answer.next_in_s
 
     def _report_if_changed(self, link: Link) -> bool:
-        """Send the full report unless the last one still holds. False: try again later."""
-        try:
-            inventory = self._hardware.inventory()
-        except HardwareUnknown as error:
-            log("hardware_unknown", "error", error=str(error))
-            return False
+        """Send the full report unless the last one still holds. False: it did not arrive."""
+        inventory = self._inventory()
+        if inventory is None:  # `change_fd` rings once it is known
+            return True
         processes = sorted(self._supervisor.processes(), key=lambda process: process.placement)
         has_diagnostic = bool(self._config.field_diagnostic)
         said = (inventory, processes, self._config.switch, has_diagnostic)

@@ -23,6 +23,7 @@ from node_agent.config import Config
 from node_agent.field_diagnostic import NoVerdict
 from node_agent.files import Journal
 from node_agent.identity import Identity
+from node_agent.link import NOT_UNDERSTOOD
 from node_agent.log import log
 from node_agent.spool import Spool
 from node_agent.supervisor import CannotStart, CannotStop, CardsInUse, Supervisor
@@ -93,7 +94,7 @@ class Commands:
         payload = signed.payload.encode()
         try:
             head = msgspec.json.decode(payload, type=_Head)
-        except msgspec.DecodeError as error:
+        except NOT_UNDERSTOOD as error:
             log("command_unreadable", "error", error=str(error))
             return False
         if not self._is_order_to_us(head, payload, signed.signature):
@@ -125,7 +126,7 @@ class Commands:
     def _check(self, payload: bytes) -> wire.Command:
         try:
             command = msgspec.json.decode(payload, type=wire.Command)
-        except msgspec.DecodeError as error:
+        except NOT_UNDERSTOOD as error:
             raise _Refusal(f"allow-list: {error}") from error
         now = time.time()
         if command.expires_at <= now:

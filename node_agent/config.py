@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from node_agent.wire import GpuInfo, Name, Short
+from node_agent.wire import GpuInfo, Name, RackName, Short
 
 #: What stands for the card in the arguments of `field_diagnostic`.
 CARD_NAMES = ("{pci}", "{uuid}", "{index}")
@@ -34,7 +34,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     #: DRYDOCK_HOLDER_DIR of a rank
     holder_dir: Path | None = None
     hardware: Literal["nvml", "simulated"]
-    rack: Short = ""
+    rack: RackName = ""
     switch: Short = ""  # that its fabric hangs on
     join_token_file: Path | None = None  # needed until the node is enrolled
     hardware_dir: Path | None = None  # simulated only: what the chassis writes

@@ -17,6 +17,7 @@ from typing import Any
 
 from node_agent import procfs
 from node_agent.config import Config
+from node_agent.launch import DIAGNOSTIC_LOG, launch
 from node_agent.log import log
 from node_agent.wire import GpuInfo
 
@@ -37,20 +38,14 @@ def examine(config: Config, card: GpuInfo, limit_s: float) -> dict[str, Any]:
     No process may use the card. Raises NoVerdict.
     """
     argv = config.field_diagnostic_argv(card)
-    path = config.state_dir / "logs" / f"field-diagnostic-{card.uuid}.log"
+    path = config.state_dir / "logs" / DIAGNOSTIC_LOG.format(card.uuid)
     log("field_diagnostic_began", uuid=card.uuid, argv=argv)
     started = time.monotonic()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as output:
-            tool = subprocess.Popen(
-                argv,
-                cwd=config.workdir,
-                env={**os.environ, ENV_MARK: _mark(config)},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+            environment = {**os.environ, ENV_MARK: _mark(config)}
+            tool = launch(argv, config.workdir, environment, output)
     except OSError as error:
         raise NoVerdict(
             f"{error.filename or argv[0]}: {error.strerror}: set `field_diagnostic` right in the"

@@ -8,6 +8,7 @@ Standard library only.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -51,7 +52,7 @@ def take_alone(path: Path) -> int:
     The kernel lets go of it when we die, however we die: a lock left behind is nobody's. Returns
     the descriptor that holds it; whoever closes it lets go.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = _open(path)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -61,7 +62,7 @@ def take_alone(path: Path) -> int:
     try:
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    except OSError as error:  # a full disk: the lock holds all the same
+    except OSError as error:  # a disk that is full or read-only: the lock holds all the same
         log("lock_without_pid", "warning", path=path, error=str(error))
     return fd
 
@@ -71,13 +72,14 @@ class Journal:
 
     A torn last line (the writer was killed in the middle) is cut off when the file is opened: its
     append never returned, so nobody relies on it. A broken line elsewhere is logged and left out.
+    Where the disk is read-only it can be read, and each append fails until that is mended.
     Not safe for several threads at once; the owner holds a lock.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = _appended_to(path)
+        self._fd = _open(path)
         self._size = os.fstat(self._fd).st_size
 
     def load(self) -> list[dict[str, Any]]:
@@ -86,7 +88,8 @@ class Journal:
         whole = data.rfind(b"\n") + 1
         if whole != len(data):
             log("journal_torn_tail", "warning", path=self.path, bytes=len(data) - whole)
-            os.ftruncate(self._fd, whole)
+            if not self._read_only:
+                os.ftruncate(self._fd, whole)
         self._size = whole
         entries = []
         for number, line in enumerate(data[:whole].splitlines(), start=1):
@@ -100,6 +103,8 @@ class Journal:
     def append(self, entries: Iterable[dict[str, Any]]) -> None:
         """Add entries with one write and one fsync. On OSError none of them is in the file."""
         data = _encode(entries)
+        if self._read_only:
+            self._open_to_write()
         try:
             _write_all(self._fd, data)
             os.fsync(self._fd)
@@ -130,6 +135,27 @@ class Journal:
 
     def close(self) -> None:
         os.close(self._fd)
+
+    @property
+    def _read_only(self) -> bool:
+        return fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+
+    def _open_to_write(self) -> None:
+        """The disk may have been mended. Raises OSError if it was not."""
+        fd = _appended_to(self.path)
+        os.ftruncate(fd, self._size)
+        os.close(self._fd)
+        self._fd = fd
+
+
+def _open(path: Path) -> int:
+    """As `_appended_to`; where the disk is read-only, to read what is there."""
+    try:
+        return _appended_to(path)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _appended_to(path: Path) -> int:

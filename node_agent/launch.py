@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -16,6 +19,28 @@ from node_agent.config import Config
 
 #: Log files kept per node; the oldest go when a new process starts.
 MAX_LOGS = 100
+#: Beside them; in it stands the card's UUID.
+DIAGNOSTIC_LOG = "field-diagnostic-{}.log"
+#: A start that takes longer counts as one: its folder may hang.
+LAUNCH_S = 3.0
+#: What a process begins as. It tells the error's number, and of which name.
+_LAUNCHER = """
+import os, signal, sys
+tells, folder, *argv = sys.argv[1:]
+tells = int(tells)
+os.set_inheritable(tells, False)
+wanted = folder
+try:
+    os.chdir(folder)
+    wanted = argv[0]
+    for number in signal.SIGPIPE, signal.SIGXFSZ:  # Python ignores them, and programs inherit that
+        signal.signal(number, signal.SIG_DFL)
+    os.execvp(wanted, argv)
+except OSError as error:
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    os.write(tells, os.fsencode(f"{error.errno} {wanted}"))
+    sys.exit(f"{wanted}: {error.strerror}")
+"""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,36 +132,79 @@ def notice_file(config: Config, placement: str) -> Path:
 
 
 def spawn(
-    config: Config, placement: str, argv: list[str], environment: dict[str, str]
+    config: Config,
+    placement: str,
+    argv: list[str],
+    environment: dict[str, str],
+    running: Collection[str],
 ) -> tuple[subprocess.Popen[bytes], float, int]:
     """Start a process in a session of its own: (process, Unix time, start ticks). OSError if not.
 
-    It outlives the agent. What it prints goes to state_dir/logs/PLACEMENT.log.
+    It outlives the agent. What it prints goes to state_dir/logs/PLACEMENT.log, as it does for the
+    `running` placements.
     """
     paths = [str(config.workdir), *filter(None, [os.environ.get("PYTHONPATH")])]
     inherited = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    with _fresh_log(config.state_dir / "logs", placement).open("wb") as output:
-        process = subprocess.Popen(
-            argv,
-            cwd=config.workdir,
-            env={**inherited, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+    with _fresh_log(config.state_dir / "logs", placement, running).open("wb") as output:
+        process = launch(
+            argv, config.workdir, {**inherited, **environment}, output, start_new_session=True
         )
     # It cannot have been reaped yet, so its entry in /proc is there even if it has died already.
     stat = procfs.read(process.pid)
     return process, time.time(), stat.start_ticks if stat is not None else 0
 
 
-def _fresh_log(folder: Path, placement: str) -> Path:
-    """An empty log; the one before it is kept as .1, and the oldest of all are removed."""
+def launch(
+    argv: list[str],
+    workdir: Path,
+    environment: dict[str, str],
+    output: BinaryIO,
+    start_new_session: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Start a program in its working folder. OSError, naming the folder or the program, if not.
+
+    The process itself goes to the folder and becomes the program. It is not waited for beyond
+    LAUNCH_S; what keeps it from that later is in its output. Popen alone would hold all of our
+    threads meanwhile, and a shared folder may hang.
+    """
+    hears, tells = os.pipe()
+    try:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(tells), str(workdir), *argv],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=start_new_session,
+                pass_fds=[tells],
+            )
+        finally:
+            os.close(tells)
+        ready, _, _ = select.select([hears], [], [], LAUNCH_S)
+        trouble = os.read(hears, 8192) if ready else b""
+    finally:
+        os.close(hears)
+    if trouble:
+        process.wait()
+        number, _, name = os.fsdecode(trouble).partition(" ")
+        raise OSError(int(number), os.strerror(int(number)), name)
+    return process
+
+
+def _fresh_log(folder: Path, placement: str, running: Collection[str]) -> Path:
+    """An empty log; the one before it is kept as .1, and the oldest of all are removed.
+
+    Never one that is still written to, nor what a field diagnostic said.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{placement}.log"
     if path.exists():
         path.replace(path.with_suffix(".log.1"))
-    old = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)
+    kept = {f"{name}.log" for name in running}
+    diagnostics = DIAGNOSTIC_LOG.format("*")
+    old = [f for f in folder.iterdir() if f.name not in kept and not f.match(diagnostics)]
+    old.sort(key=lambda file: file.stat().st_mtime, reverse=True)
     for file in old[MAX_LOGS:]:
         file.unlink()
     return path

@@ -20,6 +20,8 @@ from node_agent import wire
 T = TypeVar("T", bound=wire.Answer)
 
 TIMEOUT_S = 10.0
+#: Raised by what is no message: not JSON of its kind, no text, or brackets too deep to be read.
+NOT_UNDERSTOOD = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 #: The code we give to a refusal that is not a Problem.
 UNKNOWN = "unknown"
 MAX_ANSWER_BYTES = 4 * wire.MAX_BODY_BYTES
@@ -134,11 +136,11 @@ def _decode(path: str, status: int, data: bytes, answer: type[T]) -> T:
     if 200 <= status < 300:
         try:
             return msgspec.json.decode(data, type=answer)
-        except msgspec.DecodeError as error:
+        except NOT_UNDERSTOOD as error:
             raise Unreachable(f"{path}: answer {status} not understood: {error}") from error
     try:
         problem = msgspec.json.decode(data, type=wire.Problem)
-    except msgspec.DecodeError:
+    except NOT_UNDERSTOOD:
         text = data[:200].decode(errors="replace")
         problem = wire.Problem(status=status, code=UNKNOWN, title="Refused", detail=text)
     # The status line is what a proxy also understands: it wins over the body's copy.

@@ -33,6 +33,7 @@ class Spool:
         self._changed = threading.Condition()
         self._waiting: dict[str, dict[str, Any]] = {}
         self._dead_lines_borne = MAX_DEAD_LINES
+        self._refused = False  # something that the file lacks
         entries = self._journal.load()
         for entry in entries:
             self._apply(entry)
@@ -47,7 +48,8 @@ class Spool:
         """Keep messages (each with its `id`), durable on return. A newer one of an id replaces it.
 
         If the disk refuses, they are kept in memory alone and the log says so: a message that may
-        still be delivered is worth more than an error nobody can handle.
+        still be delivered is worth more than an error nobody can handle. Once there is room, all
+        that waits is written.
         """
         with self._changed:
             new = [m for m in messages if self._waiting.get(m["id"]) != m]
@@ -55,7 +57,6 @@ class Spool:
             for entry in entries:
                 self._apply(entry)
             self._append(entries)
-            self._compact()
             self._changed.notify_all()
 
     def oldest(self, count: int, timeout_s: float | None = None) -> list[dict[str, Any]]:
@@ -74,7 +75,6 @@ class Spool:
                 entry = {"gone": known}
                 self._apply(entry)
                 self._append([entry])
-                self._compact()
                 self._changed.notify_all()
 
     def bury(self, message_id: str, reason: dict[str, Any]) -> None:
@@ -108,18 +108,22 @@ class Spool:
             self._journal.append(entries)
         except OSError as error:
             log("spool_not_durable", "error", path=self._journal.path, error=str(error))
+            self._refused = True
             return
         self._lines += len(entries)
+        self._compact()
 
     def _compact(self) -> None:
         dead = self._lines - len(self._waiting)
-        if dead <= max(self._dead_lines_borne, len(self._waiting)):
+        if not self._refused and dead <= max(self._dead_lines_borne, len(self._waiting)):
             return
         try:
             self._journal.rewrite({"put": message} for message in self._waiting.values())
         except OSError as error:
             log("spool_not_compacted", "error", path=self._journal.path, error=str(error))
-            self._dead_lines_borne = 2 * dead  # not again with each message of a full disk
+            # Not again with each message of a full disk.
+            self._dead_lines_borne = max(self._dead_lines_borne, 2 * dead)
             return
         self._dead_lines_borne = MAX_DEAD_LINES
+        self._refused = False
         self._lines = len(self._waiting)

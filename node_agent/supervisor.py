@@ -6,6 +6,7 @@ Processes outlive the agent (an init system must not kill them with it: systemd'
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -104,9 +105,8 @@ class Supervisor:
         start_thread("exits", self._watcher.run)
 
     def processes(self) -> list[wire.ProcessInfo]:
-        with self._lock:
-            placements = [running.placement for running in self._running.values()]
-        return [_info(placement) for placement in placements]
+        # Without the lock: no beat waits for a start that takes long.
+        return [_info(running.placement) for running in list(self._running.values())]
 
     def find(self, placement: str) -> Placement | None:
         """The running process of a placement."""
@@ -187,7 +187,7 @@ class Supervisor:
             if running is None or running.placement.pid != placement.pid:
                 raise CannotStart(f"the coordinator ended at once; see {output}")
             up = msgspec.structs.replace(placement, port=_port(path), up=True)
-            if running.placement != up:
+            if running.placement != up and not running.stopping:
                 running.placement = up
                 self._record(_put(up))
         return f"{self._config.address}:{up.port}"
@@ -199,15 +199,20 @@ class Supervisor:
             self._restarts.pop(placement, None)
             running = self._running.get(placement)
             if running is None:
+                # It may wait for its next start: the next agent is not to start it either.
+                self._record({"gone": placement})
                 return True
             running.stopping = True
+            if running.placement.up:  # nor one whose stop we do not live to see through
+                self._record(_put(msgspec.structs.replace(running.placement, up=False)))
             _write_notice(notice, grace_s)
             _signal(running, signal.SIGTERM)
         if not running.gone.wait(grace_s):
             self._kill(running)
         gone = running.gone.wait(KILL_WAIT_S)
         if gone:
-            notice.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                notice.unlink()
         return gone
 
     def _kill(self, running: Running) -> None:
@@ -220,7 +225,8 @@ class Supervisor:
         with self._lock:
             if placement.placement not in self._running:
                 # Made by the process that ran before: it would name a port nobody listens on.
-                port_file(self._config, placement.placement).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    port_file(self._config, placement.placement).unlink()
             # It makes its folder itself: a shared folder that hangs would hang all of the agent.
             argv = coordinator_argv(self._config, placement)
             return self._start(placement, argv, coordinator_environment(placement))
@@ -239,9 +245,12 @@ class Supervisor:
             try:
                 # Written first: after a crash right here the process is still found as an orphan.
                 self._journal.append([_put(placement)])
-                child, at, ticks = spawn(self._config, placement.placement, argv, environment)
+                child, at, ticks = spawn(
+                    self._config, placement.placement, argv, environment, self._running
+                )
             except OSError as error:
-                self._record({"gone": placement.placement})
+                if not placement.up:  # else it is tried again, by the next agent too
+                    self._record({"gone": placement.placement})
                 raise CannotStart(f"{argv[0]}: {error}") from error
             started = msgspec.structs.replace(
                 placement, pid=child.pid, start_ticks=ticks, started_at=at
@@ -307,8 +316,7 @@ class Supervisor:
 
         Its journal entry stands meanwhile, so an agent restarted during the delay takes it up.
         """
-        deaths = self._restarts.get(placement.placement, 1)
-        delay = 0.0 if deaths == 1 else min(MAX_RESTART_DELAY_S, 0.25 * 2**deaths)
+        delay = restart_delay(self._restarts.get(placement.placement, 1))
         again = msgspec.structs.replace(placement, pid=0, start_ticks=0)
 
         def restart() -> None:
@@ -326,7 +334,7 @@ class Supervisor:
                 started = self._start_coordinator(placement)
             except CannotStart as error:
                 log("coordinator_not_started", "error", job=placement.job, error=str(error))
-                self._count_death(placement)
+                self._restarts[placement.placement] += 1  # however long it had lived before
                 self._restart_coordinator(placement)
                 return
             running = self._running.get(started.placement)
@@ -386,6 +394,11 @@ class Supervisor:
             self._journal.append([entry])
         except OSError as error:
             log("placements_not_durable", "error", error=str(error))
+
+
+def restart_delay(deaths: int) -> float:
+    """Before a coordinator is started again that died so often in a row."""
+    return 0.0 if deaths == 1 else min(MAX_RESTART_DELAY_S, 0.25 * 2 ** min(deaths, 10))
 
 
 def _is_rank(running: Running) -> bool:

@@ -47,6 +47,7 @@ Id = Annotated[
 PortName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,40}/[0-9]{1,3}\Z")]
 Text = Annotated[str, msgspec.Meta(max_length=8192)]
 Short = Annotated[str, msgspec.Meta(max_length=255)]
+RackName = Annotated[str, msgspec.Meta(max_length=63)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 #: Seconds since the Unix epoch, by the sender's clock.
@@ -166,7 +167,7 @@ class Enroll(Message, frozen=True):
     address: Short
     agent_version: Short
     inventory: Inventory
-    rack: Short = ""
+    rack: RackName = ""
 
 
 class Beat(Message, frozen=True):

@@ -51,8 +51,11 @@ class Ports:
 
 
 def read_ports(adapters: Path = ADAPTERS) -> list[PortReading]:
-    """Every port, by name; [] where there is no such adapter."""
-    ports = sorted(adapters.glob("*/ports/*"))[:MAX_PORTS]
+    """Every port, by name; [] where there is no such adapter, or one is just being removed."""
+    try:
+        ports = sorted(adapters.glob("*/ports/*"))[:MAX_PORTS]
+    except OSError:
+        return []
     return [_read(port) for port in ports if _text(port / "state")]
 
 

@@ -3,7 +3,7 @@ repeats of one as a count.
 
 Independent of NVML: a card that blocks every NVML caller still speaks here. Where it stopped is
 kept in a cursor file, with what was counted by then; a line read twice after a crash has the same
-key, so it counts once. What programs write into the kernel's log is passed over.
+key, so it counts once. What programs write into the kernel's log, or have it print, is passed over.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from node_agent.collectors import host_lines
+from node_agent.collectors import host_lines, xid
 from node_agent.collectors.repeats import Repeats, Told
 from node_agent.files import write_atomically
 from node_agent.log import log
@@ -35,6 +35,8 @@ CURSOR_FILE = "kernel-log-cursor.json"
 #: wire.Text: what is longer is cut.
 MAX_LINE = 8192
 BLOCK = 65536
+#: So long to the next attempt, where the log cannot be read.
+RETRY_S = 10.0
 
 #: deliver([...]): keep these lines and counts, durably, before it returns.
 Deliver = Callable[[list[Told]], None]
@@ -58,17 +60,13 @@ def follow(
     On a full disk the cursor stays where it was: lines read again then count once, as after a
     crash.
     """
-    cursor, repeats = _load(cursor_file, boot_id)
+    start, repeats = _load(cursor_file, boot_id)
     kept = True
 
     def wait_s() -> float | None:
         return repeats.wait_s(time.time())
 
-    if path.exists() and stat.S_ISCHR(path.stat().st_mode):
-        steps = _device(path, cursor, wait_s)
-    else:
-        steps = _file(path, cursor, wait_s)
-    for cursor, lines in steps:
+    for cursor, lines in _steps(path, start, wait_s):
         now = time.time()
         told = []
         if was_reset.is_set():
@@ -138,25 +136,44 @@ Step = tuple[Cursor, list[tuple[str, str]]]
 Wait = Callable[[], float | None]
 
 
+def _steps(path: Path, cursor: Cursor, wait_s: Wait) -> Iterator[Step]:
+    """Never ends: what cannot be read is tried again, from where it was read to."""
+    told = False
+    while True:
+        try:
+            is_device = path.exists() and stat.S_ISCHR(path.stat().st_mode)
+            for step in (_device if is_device else _file)(path, cursor, wait_s):
+                cursor, told = step[0], False
+                yield step
+        except OSError as error:
+            if not told:  # said once, not for each attempt
+                log("kernel_log_unreadable", "error", path=path, error=str(error))
+            told = True
+        time.sleep(RETRY_S)
+
+
 def _file(path: Path, cursor: Cursor, wait_s: Wait) -> Iterator[Step]:
     """A plain file that grows, as a simulated node has. It may be cut or replaced."""
     watch = FolderWatch(path.parent)
-    while True:
-        data, cursor = _read_file(path, cursor)
-        whole = data.rfind(b"\n") + 1
-        if whole == 0 and len(data) < BLOCK:
-            if not watch.wait(wait_s()):
-                yield cursor, []
-            continue
-        # A block without any line end is rubbish: it passes as one long line.
-        whole = whole or len(data)
-        lines, at = [], cursor.offset
-        for line in data[:whole].split(b"\n"):
-            if matters(line):
-                lines.append((f"{cursor.generation} {at}", _text(line)))
-            at += len(line) + 1
-        cursor = replace(cursor, offset=cursor.offset + whole)
-        yield cursor, lines
+    try:
+        while True:
+            data, cursor = _read_file(path, cursor)
+            whole = data.rfind(b"\n") + 1
+            if whole == 0 and len(data) < BLOCK:
+                if not watch.wait(wait_s()):
+                    yield cursor, []
+                continue
+            # A block without any line end is rubbish: it passes as one long line.
+            whole = whole or len(data)
+            lines, at = [], cursor.offset
+            for line in data[:whole].split(b"\n"):
+                if matters(line):
+                    lines.append((f"{cursor.generation} {at}", _text(line)))
+                at += len(line) + 1
+            cursor = replace(cursor, offset=cursor.offset + whole)
+            yield cursor, lines
+    finally:
+        watch.close()
 
 
 def _read_file(path: Path, cursor: Cursor) -> tuple[bytes, Cursor]:
@@ -174,21 +191,24 @@ def _device(path: Path, cursor: Cursor, wait_s: Wait) -> Iterator[Step]:
     """/dev/kmsg: each read is one record, "priority,number,microseconds,flags;text"."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     last = cursor.offset
-    while True:
-        lines = []
-        for record in _records(fd):
-            number = _number(record)
-            if number > last:
-                last = number
-                line = record.split(b"\n", 1)[0]  # what follows describes the device, indented
-                if _is_kernels(record) and matters(line):
-                    lines.append((f"record {number}", _text(line)))
-        if last != cursor.offset:
-            cursor = replace(cursor, offset=last)
-            yield cursor, lines
-        ready, _, _ = select.select([fd], [], [], wait_s())
-        if not ready:
-            yield cursor, []
+    try:
+        while True:
+            lines = []
+            for record in _records(fd):
+                number = _number(record)
+                if number > last:
+                    last = number
+                    line = _first_line(record)
+                    if _is_genuine(record) and matters(line):
+                        lines.append((f"record {number}", _text(line)))
+            if last != cursor.offset:
+                cursor = replace(cursor, offset=last)
+                yield cursor, lines
+            ready, _, _ = select.select([fd], [], [], wait_s())
+            if not ready:
+                yield cursor, []
+    finally:
+        os.close(fd)
 
 
 def _records(fd: int) -> Iterator[bytes]:
@@ -208,16 +228,26 @@ def _records(fd: int) -> Iterator[bytes]:
 
 
 def _all_records(fd: int) -> Iterator[tuple[int, bytes]]:
-    """Every record of the kernel's that is there now: its number, and its first line."""
+    """Every record that is the kernel's own and is there now: its number, and its first line."""
     while batch := list(_records(fd)):
         for record in batch:
-            if _is_kernels(record):
-                yield _number(record), record.split(b"\n", 1)[0]
+            if _is_genuine(record):
+                yield _number(record), _first_line(record)
 
 
 def _number(record: bytes) -> int:
     fields = record.split(b";", 1)[0].split(b",")
     return int(fields[1]) if len(fields) > 1 and fields[1].isdigit() else 0
+
+
+def _first_line(record: bytes) -> bytes:
+    return record.split(b"\n", 1)[0]  # what follows describes the device, indented
+
+
+def _is_genuine(record: bytes) -> bool:
+    """Whether the kernel wrote it itself, and its driver what the record reports of cards."""
+    words = _first_line(record).partition(b";")[2]
+    return _is_kernels(record) and not xid.is_forged(_text(words))
 
 
 def _is_kernels(record: bytes) -> bool:

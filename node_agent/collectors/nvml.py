@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from node_agent.collectors import HardwareUnknown, Readings, ResetFailed, fabric, host, nvidia_smi
 from node_agent.log import log
 from node_agent.threads import start_thread
-from node_agent.wire import GpuInfo, GpuReading, Inventory, PortReading
+from node_agent.wire import GpuInfo, GpuReading, Id, Inventory, PortReading
 
 COMMAND = [sys.executable, "-m", "node_agent.collectors.nvml"]
 PERIOD_S = 1.0
@@ -43,6 +43,7 @@ KILL_WAIT_S = 1.0
 _LONG = (2, 3, 4)
 
 Lines = list[dict[str, Any]]
+T = TypeVar("T")
 
 
 class NoAnswer(Exception):
@@ -57,8 +58,8 @@ def look_once() -> tuple[Inventory, Readings]:
     """Ask now and wait for the answer. Raises HardwareUnknown."""
     child = NvmlProcess(COMMAND)
     try:
-        inventory = _inventory(child.ask("inventory", FIRST_DEADLINE_S))
-        return inventory, _readings(child.ask("readings", DEADLINE_S))
+        inventory = _inventory(child.ask("inventory", FIRST_DEADLINE_S), [])
+        return inventory, _readings(child.ask("readings", DEADLINE_S), inventory.gpus)
     except NoAnswer as error:
         raise HardwareUnknown(f"NVML: {error}") from error
     finally:
@@ -152,10 +153,13 @@ class NvmlHardware:
 
     def _ask(self) -> None:
         """Raises NoAnswer."""
-        if time.monotonic() - self._listed_at > LIST_PERIOD_S or self._inventory is None:
-            self._inventory = _inventory(self._child.ask("inventory", FIRST_DEADLINE_S))
-            self._listed_at = time.monotonic()
-        self._readings = _readings(self._child.ask("readings", DEADLINE_S))
+        inventory = self._inventory
+        if time.monotonic() - self._listed_at > LIST_PERIOD_S or inventory is None:
+            # After a reset a card answers for itself, or is missing.
+            before = inventory.gpus if inventory is not None and self._listed_at else []
+            inventory = _inventory(self._child.ask("inventory", FIRST_DEADLINE_S), before)
+            self._inventory, self._listed_at = inventory, time.monotonic()
+        self._readings = _readings(self._child.ask("readings", DEADLINE_S), inventory.gpus)
         self._read_at = time.monotonic()
 
 
@@ -232,11 +236,25 @@ def _lines(fd: int, deadline: float) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def _inventory(lines: Lines) -> Inventory:
-    cards = [line["gpu"] for line in lines if "gpu" in line]
+def _inventory(lines: Lines, before: list[GpuInfo]) -> Inventory:
+    """`before`: the cards as they were listed last. One that is lost since stays what it was, for
+    it is still fitted; one that was lost before it was ever listed is not there. Raises NoAnswer.
+    """
+    known = {gpu.uuid: msgspec.to_builtins(gpu) for gpu in before}
+    told = [line["gpu"] for line in lines if "gpu" in line]
+    listed = [
+        _converted({**_untold(card["uuid"]), **known.get(card["uuid"], {}), **card}, GpuInfo)
+        for card in told
+    ]
+    silent = {line["silent"] for line in lines if "silent" in line}
+    kept = [
+        gpu
+        for gpu in before
+        if gpu.index in silent and gpu.uuid not in {card.uuid for card in listed}
+    ]
     driver = next((line["driver"] for line in lines if "driver" in line), "")
     return Inventory(
-        gpus=[msgspec.convert(card, GpuInfo) for card in cards],
+        gpus=sorted([*listed, *kept], key=lambda gpu: gpu.index),
         cpus=host.cpus(),
         memory_bytes=host.memory_bytes(),
         kernel=host.kernel(),
@@ -244,10 +262,28 @@ def _inventory(lines: Lines) -> Inventory:
     )
 
 
-def _readings(lines: Lines) -> Readings:
-    values = [msgspec.convert(line["reading"], GpuReading) for line in lines if "reading" in line]
-    silent = {line["unreadable"]: line["why"] for line in lines if "unreadable" in line}
+def _untold(uuid: str) -> dict[str, Any]:
+    """Consumer cards have no serial; the UUID is then the only name they have."""
+    return {"serial": uuid, "model": "", "pci_address": "", "memory_bytes": 0}
+
+
+def _readings(lines: Lines, listed: list[GpuInfo]) -> Readings:
+    """`listed` names cards of which only the index is left. Raises NoAnswer."""
+    values = [_converted(line["reading"], GpuReading) for line in lines if "reading" in line]
+    names = {gpu.index: gpu.uuid for gpu in listed}
+    silent = {
+        line["unreadable"] or names.get(line["index"], ""): line["why"]
+        for line in lines
+        if "unreadable" in line
+    }
     return Readings(values, silent)
+
+
+def _converted(told: dict[str, Any], kind: type[T]) -> T:
+    try:
+        return msgspec.convert(told, kind)
+    except msgspec.ValidationError as error:
+        raise NoAnswer(f"{told}: {error}") from error
 
 
 # --- in the child -----------------------------------------------------------------------------
@@ -275,20 +311,35 @@ def _say(line: dict[str, Any]) -> None:
 def _list(nvml: Any) -> None:
     _say({"driver": nvml.nvmlSystemGetDriverVersion()})
     for index in range(nvml.nvmlDeviceGetCount()):
-        card = nvml.nvmlDeviceGetHandleByIndex(index)
-        uuid = nvml.nvmlDeviceGetUUID(card)
+        try:
+            card = nvml.nvmlDeviceGetHandleByIndex(index)
+            uuid = nvml.nvmlDeviceGetUUID(card)
+        except nvml.NVMLError:  # this one is lost, and says nothing of the others
+            _say({"silent": index})
+            continue
         _say({"card": uuid})
-        _say({"gpu": {"index": index, "uuid": uuid, **_describe(nvml, card, uuid)}})
+        _say({"gpu": {"index": index, "uuid": uuid, **_describe(nvml, card)}})
 
 
-def _describe(nvml: Any, card: Any, uuid: str) -> dict[str, Any]:
-    return {
-        # Consumer cards have no serial; the UUID is then the only name they have.
-        "serial": _or_none(nvml, lambda: nvml.nvmlDeviceGetSerial(card)) or uuid,
-        "model": nvml.nvmlDeviceGetName(card),
-        "pci_address": nvml.nvmlDeviceGetPciInfo(card).busId,
-        "memory_bytes": nvml.nvmlDeviceGetMemoryInfo(card).total,
+def _describe(nvml: Any, card: Any) -> dict[str, Any]:
+    """What the card tells of itself: one that is lost may tell nothing more."""
+    told = {
+        "serial": _if_known(nvml, lambda: _serial(nvml, card)),
+        "model": _if_known(nvml, lambda: nvml.nvmlDeviceGetName(card)),
+        "pci_address": _if_known(nvml, lambda: nvml.nvmlDeviceGetPciInfo(card).busId),
+        "memory_bytes": _if_known(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(card).total),
     }
+    return {name: value for name, value in told.items() if value is not None}
+
+
+def _serial(nvml: Any, card: Any) -> str | None:
+    """None where it names nothing: it may be "N/A", or memory that nobody has written."""
+    try:
+        serial = str(nvml.nvmlDeviceGetSerial(card)).strip()
+        msgspec.convert(serial, Id)
+    except (msgspec.ValidationError, UnicodeDecodeError):
+        return None
+    return serial
 
 
 def _read(nvml: Any) -> None:
@@ -300,7 +351,7 @@ def _read(nvml: Any) -> None:
             _say({"card": uuid})
             _say({"reading": {"uuid": uuid, **_sensors(nvml, card)}})
         except nvml.NVMLError as error:
-            _say({"unreadable": uuid, "why": f"card {index}: {error}"})
+            _say({"unreadable": uuid, "index": index, "why": f"card {index}: {error}"})
 
 
 def _sensors(nvml: Any, card: Any) -> dict[str, float | None]:

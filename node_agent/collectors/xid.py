@@ -123,6 +123,10 @@ _UNIT = re.compile(
 )
 _TPC = re.compile(r"\bGPC\s*([0-9]{1,3})\s*,?\s*TPC\s*([0-9]{1,3})", re.IGNORECASE)
 _LOST = "fallen off the bus"
+#: A line of it from its beginning.
+_LOST_LINE = re.compile(
+    r"NVRM:\s+(?:GPU\s+(?:at\s+)?(?:PCI:)?[0-9A-Fa-f:.]{5,20}\s+(?:GPU\s+)?has\s+)?" + _LOST
+)
 #: The driver prints it in one line, or in three of which the first names the card.
 _CARD = re.compile(
     r"\bGPU\s+(?:at\s+)?(?:PCI:)?"
@@ -132,6 +136,8 @@ _CARD = re.compile(
 _FIRST_OF_THREE = re.compile(
     r"NVRM:\s+The NVIDIA GPU\s+(?P<pci>(?:[0-9A-Fa-f]{4,8}:)?[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2})"
 )
+#: How the driver begins a line that reports something.
+_BEGINNINGS = (_XID, _SXID, _FIRST_OF_THREE, _LOST_LINE)
 
 
 def parse(line: str) -> Parsed | None:
@@ -145,6 +151,16 @@ def parse(line: str) -> Parsed | None:
         if found is not None:
             return _sxid(found)
     return _lost(line) if _LOST in line else None
+
+
+def is_forged(text: str) -> bool:
+    """Whether a record of the kernel reports something that its driver did not say.
+
+    The kernel prints names of files and of groups of processes: long enough for all of the driver's
+    words. No record begins with those, and the name of a program, with which some do, is too short.
+    """
+    reports = parse(text) is not None or named_card(text) != ""
+    return reports and not any(words.match(text) for words in _BEGINNINGS)
 
 
 def named_card(line: str) -> str:

@@ -135,11 +135,14 @@ class ControlPlane:
         payload = msgspec.json.encode(command)
         key = more.pop("key", self.key)
         signature = base64.b64encode(key.sign(wire.COMMAND_CONTEXT + payload)).decode()
+        self.offer(wire.SignedCommand(payload=payload.decode(), signature=signature))
+        return str(command_id)
+
+    def offer(self, signed: wire.SignedCommand) -> None:
+        """Let the next poll carry it, whatever it is."""
         with self._changed:
-            signed = wire.SignedCommand(payload=payload.decode(), signature=signature)
             self._commands.append(signed)
             self._changed.notify_all()
-        return str(command_id)
 
     def result(self, command_id: str) -> wire.CommandResult:
         """Wait for a command's result."""
@@ -233,6 +236,10 @@ RANK = "import os,pathlib,signal; p=pathlib.Path(os.environ['DRYDOCK_STATE_DIR']
 RANK += "p.mkdir(parents=True, exist_ok=True); "
 RANK += "(p/os.environ['DRYDOCK_PLACEMENT']).write_text(str(os.getpid())); signal.pause()"
 
+#: The same, in another language.
+SHELL = 'mkdir -p "$DRYDOCK_STATE_DIR"; echo $$ > "$DRYDOCK_STATE_DIR/$DRYDOCK_PLACEMENT"; '
+SHELL += "exec sleep 600"
+
 #: All ranks of a job that lives and dies as one, on one node.
 TORCHRUN = [
     *("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
@@ -279,6 +286,8 @@ class Node:
             "quit": ["python", "-c", "raise SystemExit(3)"],
             "fork": ["python", "-c", FORKING],
             "child": ["python", "-c", f"import os; os.fork()\n{RANK}"],
+            "shell": ["sh", "-c", SHELL],
+            "missing": ["./no-such-program"],
             "whole": [*TORCHRUN, str(REPOSITORY / "tests/runtime/whole/script.py")],
         }
         lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]

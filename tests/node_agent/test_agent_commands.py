@@ -83,6 +83,25 @@ def test_a_verb_that_the_agent_does_not_know_is_refused(agent: Node) -> None:
     assert result.error.startswith("allow-list")
 
 
+@pytest.mark.parametrize(
+    "payload",
+    [
+        "no JSON",
+        "{}",
+        '{"id": "c", "node_id": "node-1", "x": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    ],
+    ids=["words", "nothing", "depth"],
+)
+def test_what_cannot_be_read_as_a_command_is_logged_and_holds_up_no_other(
+    agent: Node, payload: str
+) -> None:
+    agent.plane.offer(wire.SignedCommand(payload=payload, signature=""))
+
+    assert agent.plane.result(agent.plane.send(wire.StopProcess(placement="p-9"))).state == "done"
+    assert len(agent.log("command_unreadable")) == 1
+    assert len(agent.log("agent_started")) == 1
+
+
 def test_a_repeated_id_is_not_executed_again_and_its_result_is_sent_again(agent: Node) -> None:
     pid = agent.started_rank()
     command_id = agent.plane.results[0].id

@@ -1,13 +1,19 @@
-"""An agent whose disk is full goes on telling, and executes nothing that it cannot write down."""
+"""An agent whose disk is full, or read-only, goes on telling, and executes nothing that it cannot
+write down."""
 
 from __future__ import annotations
 
 import os
 import resource
+import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from node_agent import procfs
+import pytest
+
+from node_agent import procfs, wire
 from tests.node_agent.fleet import Node, eventually
 from tests.node_agent.test_agent_events import XID, kernel, lines
 
@@ -19,6 +25,19 @@ def full_disk(pid: int) -> Iterator[None]:
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, room[1]))
     yield
     resource.prlimit(pid, resource.RLIMIT_FSIZE, room)
+
+
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """What is opened in it meanwhile cannot be written to."""
+    subprocess.run(["mount", "--bind", "-o", "ro", folder, folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def pid_of(node: Node) -> int:
@@ -66,3 +85,48 @@ def test_a_boot_with_a_full_disk_is_told_and_what_ran_before_it(agent: Node) -> 
 
     assert [event.data["reason"] for event in exits] == ["reboot"]
     assert [event.boot_id for event in agent.plane.events_of("boot")] == ["boot-1", "boot-2"]
+
+
+@only_root
+def test_an_agent_begins_on_a_read_only_disk_and_obeys_again_once_it_is_mended(
+    agent: Node,
+) -> None:
+    pid = agent.started_rank()
+    agent.kill()
+    reported = len(agent.plane.reports)
+    with read_only(agent.state):
+        agent.start()
+        kernel(agent, XID)
+        eventually(lambda: lines(agent.plane) and len(agent.plane.reports) > reported)
+        unrecorded = agent.plane.result(agent.plane.send(agent.rank("p-2")))
+
+    assert [process.pid for process in agent.plane.reports[-1].processes] == [pid]
+    assert (unrecorded.state, "Read-only file system" in unrecorded.error) == ("failed", True)
+    assert agent.started_rank("p-3") > 0
+
+
+@only_root
+def test_a_disk_that_becomes_read_only_during_a_stop_ends_no_agent(agent: Node) -> None:
+    pid = agent.started_rank()
+    os.kill(pid, signal.SIGSTOP)
+    order = agent.plane.send(wire.StopProcess(placement="p-1", grace_s=600))
+    eventually((agent.state / "notices" / "p-1").exists)
+    with read_only(agent.state):
+        os.kill(pid, signal.SIGKILL)
+        result = agent.plane.result(order)
+
+    assert result.output == {"stopped": True}
+
+
+@only_root
+def test_a_coordinator_is_back_once_a_read_only_disk_is_mended(agent: Node) -> None:
+    start = wire.StartCoordinator(job="job-1", placement="c-1", token="t", min_replicas=1)
+    started = agent.plane.result(agent.plane.send(start))
+    with read_only(agent.state):
+        os.kill(started.output["pid"], signal.SIGKILL)
+        eventually(lambda: agent.log("coordinator_not_started"))
+
+    event = eventually(lambda: agent.plane.events_of("coordinator_restarted"))[0]
+
+    assert event.data["address"] == started.output["address"]
+    assert len(agent.log("agent_started")) == 1

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from node_agent.collectors import HardwareUnknown, nvml
+from tests.node_agent.fleet import eventually
 
 #: A stand-in for the vendor's library: three cards, of which one is lost and one may hang.
 DRIVER = """
@@ -152,3 +153,101 @@ def test_a_driver_that_cannot_be_loaded_is_not_an_empty_node(
 
     with pytest.raises(HardwareUnknown, match="Driver Not Loaded"):
         nvml.look_once()
+
+
+#: And one card gives no answer to what is asked of it by this.
+LOST = """
+def lost(card):
+    if card == 1: raise NVMLError("GPU is lost")
+    return card
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "def nvmlDeviceGetHandleByIndex(index): return lost(index)",
+        "def nvmlDeviceGetUUID(card): return f'GPU-{lost(card)}'",
+    ],
+)
+def test_a_card_that_tells_nothing_hides_no_other(driver: None, tmp_path: Path, call: str) -> None:
+    (tmp_path / "pynvml.py").write_text(f"{DRIVER}{LOST}{call}\n")
+
+    inventory, readings = nvml.look_once()
+
+    assert [card.uuid for card in inventory.gpus] == ["GPU-0", "GPU-2"]
+    assert [value.uuid for value in readings.values] == ["GPU-0", "GPU-2"]
+    assert readings.unreadable == {"": "card 1: GPU is lost"}
+
+
+def test_a_card_that_tells_little_is_listed_with_that(driver: None, tmp_path: Path) -> None:
+    calls = """
+def nvmlDeviceGetMemoryInfo(card): return Box(total=1000 + lost(card), used=10)
+def nvmlDeviceGetSerial(card): return f"132{lost(card)}"
+"""
+    (tmp_path / "pynvml.py").write_text(DRIVER + LOST + calls)
+
+    inventory, _ = nvml.look_once()
+
+    assert [(card.uuid, card.serial, card.memory_bytes) for card in inventory.gpus] == [
+        ("GPU-0", "1320", 1000), ("GPU-1", "GPU-1", 0), ("GPU-2", "1322", 1002)
+    ]  # fmt: skip
+    assert {card.model for card in inventory.gpus} == {"NVIDIA H200"}
+
+
+@pytest.mark.parametrize(
+    ("told", "serial"),
+    [
+        ("'N/A'", "GPU-0"),
+        ("''", "GPU-0"),
+        ("bytes([255]).decode()", "GPU-0"),
+        ("'1320000000000 '", "1320000000000"),
+    ],
+)
+def test_a_serial_that_names_nothing_is_none(
+    driver: None, tmp_path: Path, told: str, serial: str
+) -> None:
+    odd = f"def nvmlDeviceGetSerial(card): return {told}\n"
+    (tmp_path / "pynvml.py").write_text(DRIVER + odd)
+
+    inventory, _ = nvml.look_once()
+
+    assert inventory.gpus[0].serial == serial
+
+
+def test_a_driver_that_tells_what_no_card_can_be_is_not_known(driver: None, tmp_path: Path) -> None:
+    odd = "def nvmlDeviceGetUUID(card): return 'no card'\n"
+    (tmp_path / "pynvml.py").write_text(DRIVER + odd)
+
+    with pytest.raises(HardwareUnknown, match="no card"):
+        nvml.look_once()
+
+
+@pytest.mark.parametrize("gone", ["handle", "details"])
+def test_a_card_that_is_lost_later_stays_what_it_was_until_a_reset(
+    driver: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    lost_later = f"""
+def lost(card, what):
+    if card == 2 and os.path.exists(f"{tmp_path}/{{what}}"): raise NVMLError("GPU is lost")
+    return card
+def nvmlDeviceGetHandleByIndex(index): return lost(index, "handle")
+def nvmlDeviceGetSerial(card): return f"132{{lost(card, 'details')}}"
+def nvmlDeviceGetMemoryInfo(card): return Box(total=1000 + lost(card, "details"), used=10)
+"""
+    (tmp_path / "pynvml.py").write_text(DRIVER + lost_later)
+    monkeypatch.setattr(nvml, "LIST_PERIOD_S", 0.0)
+    hardware = nvml.NvmlHardware(tmp_path / "nvidia-smi")
+    eventually(lambda: hardware.readings().values)
+    before = hardware.inventory()
+    (tmp_path / gone).touch()
+    eventually(lambda: "GPU-2" in hardware.readings().unreadable)
+    seen = hardware.inventory()
+    listed_again = eventually(lambda: hardware.inventory() is not seen and hardware.inventory())
+    with hardware.let_go():
+        answers = {"handle": ["GPU-0", "GPU-1"], "details": ["GPU-0", "GPU-1", "GPU-2"]}[gone]
+    eventually(lambda: [card.uuid for card in hardware.inventory().gpus] == answers)
+    hardware.close()
+
+    assert listed_again == before
+    assert [card.serial for card in before.gpus] == ["1320", "1321", "1322"]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import re
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,8 @@ import msgspec
 import pytest
 
 from node_agent import procfs, wire
+from node_agent.launch import MAX_LOGS
+from node_agent.supervisor import restart_delay
 from tests.node_agent.fleet import ControlPlane, Node, eventually
 
 
@@ -319,3 +325,163 @@ def test_a_coordinator_whose_folder_cannot_be_made_does_not_take_the_agent_along
     assert (result.state, "c-1.log" in result.error) == ("failed", True)
     assert agent.process is not None
     assert agent.process.poll() is None
+
+
+def journal_of(node: Node) -> list[dict[str, Any]]:
+    lines = (node.state / "placements.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def started_coordinator(node: Node) -> dict[str, Any]:
+    start = wire.StartCoordinator(job="job-1", placement="c-1", token="t", min_replicas=1)
+    result = node.plane.result(node.plane.send(start))
+    assert result.state == "done", result.error
+    return result.output
+
+
+@contextmanager
+def nothing_starts(node: Node) -> Iterator[None]:
+    """There is no folder for what processes print."""
+    logs = node.state / "logs"
+    kept = logs.rename(node.folder / "kept")
+    logs.write_text("no folder")
+    yield
+    logs.unlink()
+    kept.rename(logs)
+
+
+def test_a_coordinator_that_cannot_be_started_again_is_tried_ever_more_rarely(
+    agent: Node,
+) -> None:
+    coordinator = started_coordinator(agent)
+    agent.kill()
+    journal = agent.state / "placements.jsonl"
+    last = journal_of(agent)[-1]["put"]
+    journal.write_text(json.dumps({"put": {**last, "started_at": 0.0}}) + "\n")  # it has settled
+    os.kill(coordinator["pid"], signal.SIGKILL)
+    with nothing_starts(agent):
+        agent.start()
+        eventually(lambda: agent.log("coordinator_not_started")[2:])
+        failed = agent.log("coordinator_not_started")
+        agent.kill()
+    known = journal_of(agent)
+    agent.start()
+
+    event = eventually(lambda: agent.plane.events_of("coordinator_restarted"))[0]
+
+    assert failed[2]["at"] - failed[1]["at"] > 1.5  # twice the pause before
+    assert {"gone": "c-1"} not in known
+    assert event.data["address"] == coordinator["address"]
+
+
+def test_a_stop_of_a_coordinator_that_waits_for_its_next_start_is_for_ever(agent: Node) -> None:
+    coordinator = started_coordinator(agent)
+    with nothing_starts(agent):
+        os.kill(coordinator["pid"], signal.SIGKILL)
+        eventually(lambda: agent.log("coordinator_not_started"))
+        stop = agent.plane.send(wire.StopProcess(placement="c-1"))
+        assert agent.plane.result(stop).output == {"stopped": True}
+        known = journal_of(agent)
+
+    assert known[-1] == {"gone": "c-1"}
+
+
+def test_a_coordinator_whose_stop_the_agent_did_not_survive_is_not_started_again(
+    agent: Node,
+) -> None:
+    coordinator = started_coordinator(agent)
+    os.kill(coordinator["pid"], signal.SIGSTOP)
+    agent.plane.send(wire.StopProcess(placement="c-1", grace_s=600))
+    eventually((agent.state / "notices" / "c-1").exists)
+    agent.kill()
+    os.kill(coordinator["pid"], signal.SIGKILL)
+    agent.start()
+
+    event = eventually(lambda: exits(agent.plane))[0]
+
+    assert event.data["pid"] == coordinator["pid"]
+    assert journal_of(agent)[-1] == {"gone": "c-1"}
+
+
+@pytest.mark.parametrize(
+    ("deaths", "delay_s"), [(1, 0.0), (2, 1.0), (3, 2.0), (6, 10.0), (100_000, 10.0)]
+)
+def test_a_coordinator_is_started_again_ever_later_up_to_a_bound(
+    deaths: int, delay_s: float
+) -> None:
+    assert restart_delay(deaths) == delay_s
+
+
+def test_a_folder_or_a_program_that_is_missing_is_named(node: Node) -> None:
+    node.configure(workdir=str(node.folder / "work"))
+    node.start()
+    first = node.plane.result(node.plane.send(node.rank("p-1")))
+    (node.folder / "work").mkdir()
+    second = node.plane.result(node.plane.send(node.rank("p-2", program="missing")))
+
+    assert (first.state, second.state) == ("failed", "failed")
+    assert f"No such file or directory: '{node.folder / 'work'}'" in first.error
+    assert "No such file or directory: './no-such-program'" in second.error
+
+
+def test_a_rank_starts_in_its_folder_with_the_signals_that_any_program_has(node: Node) -> None:
+    (node.folder / "work").mkdir()
+    node.configure(workdir=str(node.folder / "work"))
+    node.start()
+
+    pid = node.started_rank(program="shell")
+
+    status = Path(f"/proc/{pid}/status").read_text()
+    (ignored,) = re.findall(r"^SigIgn:\s+(\w+)$", status, re.MULTILINE)
+    of_python = [signal.SIGPIPE, signal.SIGXFSZ]
+    assert Path(f"/proc/{pid}/cwd").resolve() == node.folder / "work"
+    assert [number for number in of_python if int(ignored, 16) >> (number - 1) & 1] == []
+
+
+@contextmanager
+def hanging(folder: Path) -> Iterator[None]:
+    """A file system that answers nothing."""
+    folder.mkdir()
+    daemon = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    options = f"fd={daemon},rootmode=40000,user_id=0,group_id=0".encode()
+    libc = ctypes.CDLL(None, use_errno=True)
+    mounted = libc.mount(b"hangs", os.fsencode(folder), b"fuse", 0, options)
+    assert mounted == 0, os.strerror(ctypes.get_errno())
+    try:
+        yield
+    finally:
+        os.close(daemon)  # whoever waits for it gets an error
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not Path("/dev/fuse").exists(), reason="only root may mount, with FUSE"
+)
+def test_a_folder_that_hangs_holds_up_its_rank_and_nothing_else(node: Node) -> None:
+    with hanging(node.folder / "work"):
+        node.configure(workdir=str(node.folder / "work"))
+        node.start()
+        order = node.plane.send(node.rank())
+        eventually(lambda: node.log("command"))
+        beats = len(node.plane.beats)
+        eventually(lambda: len(node.plane.beats) > beats + 3)
+        started = node.plane.result(order)
+        stopped = node.plane.result(node.plane.send(wire.StopProcess(placement="p-1", grace_s=0)))
+
+    assert (started.state, stopped.output) == ("done", {"stopped": True})
+
+
+def test_old_logs_make_way_and_never_those_that_are_written_to(agent: Node) -> None:
+    agent.started_rank("p-1")
+    logs = agent.state / "logs"
+    kept = [logs / "p-1.log", logs / "field-diagnostic-GPU-a.log"]
+    others = [logs / f"old-{number}.log" for number in range(2 * MAX_LOGS)]
+    for path in [*kept, *others]:
+        path.touch()
+    for path in [*kept, others[0]]:
+        os.utime(path, (0, 0))
+
+    agent.started_rank("p-2")
+
+    assert [path.exists() for path in [*kept, others[0]]] == [True, True, False]
+    assert sum(path.exists() for path in others) == MAX_LOGS

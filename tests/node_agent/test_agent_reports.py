@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import signal
 
+import pytest
+
 from node_agent import wire
+from node_agent.config import ConfigError, load_config
 from tests.node_agent.fleet import DEADLINE_S, ControlPlane, Node, eventually, problem
 
 
@@ -53,6 +56,13 @@ def test_a_misspelt_key_is_named(node: Node) -> None:
 
     assert node.process.wait(DEADLINE_S) == 78
     assert "rack_name" in node.log("cannot_start")[0]["error"]
+
+
+def test_a_rack_whose_name_is_too_long_is_named(node: Node) -> None:
+    node.configure(rack="r" * 64)
+
+    with pytest.raises(ConfigError, match=r"`\$\.rack`"):
+        load_config(node.config)
 
 
 def test_beats_carry_readings_and_rise(agent: Node) -> None:
@@ -112,6 +122,65 @@ def test_a_silent_card_is_told_without_waiting_for_a_beat(agent: Node) -> None:
     event = eventually(lambda: agent.plane.events_of("gpu_unreadable"))[0]
     assert event.gpu_uuid == "GPU-a"
     assert len(agent.plane.beats) == beats
+
+
+def next_beat(plane: ControlPlane) -> int:
+    """How many beats there are after one more has come."""
+    before = len(plane.beats)
+    eventually(lambda: len(plane.beats) > before)
+    return len(plane.beats)
+
+
+def test_a_card_that_falls_silent_during_a_report_is_told_without_waiting_for_a_beat(
+    node: Node,
+) -> None:
+    """The first report is followed by a beat, which reads the cards too."""
+
+    def silence(path: str, _body: bytes) -> None:
+        {"/v1/report": lambda: node.fit("GPU-a", unreadable=True)}.get(path, lambda: None)()
+
+    node.plane.next_in_s = 60.0
+    node.plane.refuse = silence
+    node.start()
+
+    event = eventually(lambda: node.plane.events_of("gpu_unreadable"))[0]
+
+    assert event.gpu_uuid == "GPU-a"
+    assert len(node.plane.beats) == 1
+
+
+def test_a_report_that_failed_is_sent_again_without_waiting_for_a_beat(agent: Node) -> None:
+    away = iter([problem(503, "unavailable")])
+    agent.plane.next_in_s = 60.0
+    beats = next_beat(agent.plane)
+    agent.plane.refuse = lambda path, _body: {"/v1/report": lambda: next(away, None)}.get(
+        path, lambda: None
+    )()
+    agent.fit("GPU-c")
+
+    report = eventually(lambda: agent.plane.reports[1:])[0]
+
+    assert [gpu.uuid for gpu in report.inventory.gpus] == ["GPU-c"]
+    assert len(agent.log("report_failed")) == 1
+    assert len(agent.plane.beats) == beats
+
+
+def test_an_answer_that_wants_beats_at_once_gets_ten_a_second(agent: Node) -> None:
+    agent.plane.next_in_s = -5.0
+    before = next_beat(agent.plane)
+    beats = eventually(lambda: agent.plane.beats[before + 10 :] and agent.plane.beats[before:])
+
+    assert beats[10].at - beats[0].at > 0.5
+
+
+def test_an_answer_that_wants_no_more_beats_ends_no_agent(agent: Node) -> None:
+    agent.plane.next_in_s = 1e300
+    next_beat(agent.plane)
+    agent.fit("GPU-c")
+
+    report = eventually(lambda: agent.plane.reports[1:])[0]
+
+    assert [gpu.uuid for gpu in report.inventory.gpus] == ["GPU-c"]
 
 
 def test_beats_survive_cut_connections_and_a_server_that_went_away(agent: Node) -> None:

@@ -218,3 +218,31 @@ def test_a_file_is_replaced_whole_and_private(tmp_path: Path) -> None:
     assert path.read_bytes() == b"two"
     assert path.stat().st_mode & 0o777 == 0o600
     assert [file.name for file in tmp_path.iterdir()] == ["key"]
+
+
+def test_what_a_full_disk_refused_is_written_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    events = Spool(path)
+    events.put([message(0, "sent meanwhile"), message(1, "before")])
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_write_all", Mock(side_effect=FULL))
+        events.put([message(2, "meanwhile")])
+        events.acknowledge(["ev_0"])
+    events.put([message(3, "after")])
+
+    kept = [message(1, "before"), message(2, "meanwhile"), message(3, "after")]
+    assert Spool(path).oldest(9) == kept
+
+
+def test_a_full_disk_is_not_asked_to_take_all_that_waits_with_each_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Mock(side_effect=FULL)
+    monkeypatch.setattr(files, "_write_all", write)
+    events = Spool(tmp_path / "events.jsonl")
+    for number in range(5):
+        events.put([message(number, "meanwhile")])
+
+    assert [call.args[1].count(b"\n") for call in write.call_args_list] == [1] * 5

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
 
 from node_agent.collectors.fabric import read_ports
 
@@ -28,3 +33,13 @@ def test_ports_and_their_counters_are_read(tmp_path: Path) -> None:
 
 def test_a_node_without_adapters_has_no_ports(tmp_path: Path) -> None:
     assert read_ports(tmp_path / "none") == []
+
+
+def test_an_adapter_that_is_removed_while_it_is_looked_at_is_no_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_port(tmp_path, "mlx5_0", "4: ACTIVE")
+    gone = FileNotFoundError(errno.ENOENT, "No such file or directory")
+    monkeypatch.setattr(os, "scandir", Mock(side_effect=[os.scandir(tmp_path), gone]))
+
+    assert read_ports(tmp_path) == []

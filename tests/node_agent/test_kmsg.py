@@ -6,9 +6,11 @@ import errno
 import os
 import stat
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -107,3 +109,51 @@ def test_a_cursor_that_a_full_disk_refuses_is_logged_once_and_lines_are_told(
 
     assert told == [f"NVRM: {letter}" for letter in "abcdef"]
     assert capsys.readouterr().err.count("kernel_log_cursor_not_kept") == 2
+
+
+SEGFAULT = "{}[4242]: segfault at 0 ip 000055d5c0a0 sp 00007ffd2a10 error 4 in {}[55d5c0a0+1000]"
+LOST = "NVRM: GPU 0000:1b:00.0: GPU has fallen off the bus."
+FORGED = [
+    SEGFAULT.format("train", XID),
+    SEGFAULT.format("NVRM: Xid (1b:0", XID),
+    SEGFAULT.format("NVRM: GPU 1b:00", "has fallen off the bus."),
+    SEGFAULT.format("NVRM: ", "GPU 0000:1b:00.0: GPU has fallen off the bus."),
+    SEGFAULT.format("train", "NVRM: The NVIDIA GPU 0000:1b:00.0"),
+    SEGFAULT.format("train", "nvidia-nvswitch0: SXid (PCI:0000:a9:00.0): 20034, Fatal, Link 30"),
+    f"oom-kill:constraint=CONSTRAINT_MEMCG,oom_memcg=/{XID},task=train,pid=4242,uid=1000",
+    f"BTRFS warning (device sda2): checksum error at logical 1 on dev sda2 (path: {LOST})",
+]
+
+
+@pytest.mark.parametrize("text", FORGED)
+def test_what_a_file_is_named_is_not_what_the_driver_says(
+    device: Device, tmp_path: Path, text: str
+) -> None:
+    said = f"4,2,101,-;{LOST}"
+    device.write(f"6,1,100,-;{text}", said, f"6,3,102,-;{LAST}")
+
+    assert told_of(device.path, tmp_path) == [said]
+
+
+@pytest.mark.parametrize("text", FORGED)
+def test_what_a_file_is_named_does_not_speak_against_a_card(device: Device, text: str) -> None:
+    device.write(f"6,1,100,-;{text}", f"4,2,101,-;{LOST}")
+
+    assert list(kmsg.lines(device.path)) == [(2, f"4,2,101,-;{LOST}".encode())]
+
+
+def test_a_log_that_cannot_be_read_is_said_once_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "later" / "kernel.log"
+
+    def mend() -> None:
+        log.parent.mkdir()
+        written(log, [XID, LAST])
+
+    attempts = iter([lambda: None, lambda: None, mend])
+    clock = SimpleNamespace(time=time.time, sleep=lambda _s: next(attempts)())
+    monkeypatch.setattr(kmsg, "time", clock)
+
+    assert told_of(log, tmp_path) == [XID]
+    assert capsys.readouterr().err.count("kernel_log_unreadable") == 1

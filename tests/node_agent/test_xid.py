@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
@@ -222,3 +223,28 @@ def test_any_text_is_an_address_or_not_and_a_line_or_not(line: str, pci: str) ->
     parse(line)
 
     assert same_card(line, pci) is same_card(pci, line)
+
+
+@pytest.mark.parametrize("row", [*XIDS, *SXIDS, *LOST], ids=lambda row: row["line"][:40])
+def test_what_the_driver_began_a_line_with_is_not_forged(row: dict[str, str]) -> None:
+    """As it stands in the kernel's own record, without what others put before it."""
+    (text,) = re.findall(r"(?:NVRM:|nvidia-nvswitch\d:) .*", row["line"])
+
+    assert not xid.is_forged(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"NVRM: The NVIDIA GPU 0000:b3:00.0\x0aNVRM: (PCI ID: 10de:26b5) installed in this system"
+        r" has\x0aNVRM: fallen off the bus and is not responding to commands.",
+        "NVRM: The NVIDIA GPU 0000:b3:00.0",
+        "NVRM: fallen off the bus and is not responding to commands.",
+        "NVRM: GPU at 0000:3b:00.0 has fallen off the bus.",
+        "NVRM: GPU at PCI:0000:3b:00 has fallen off the bus.",
+        "train[1]: segfault at 0 ip 55d5c0a0 sp 7ffd2a10 error 4 in libcuda.so.570.1[55d5c0a0+1]",
+        "nvidia 0000:3b:00.0: enabling device (0000 -> 0003)",
+    ],
+)
+def test_what_the_kernel_says_by_itself_is_not_forged(text: str) -> None:
+    assert not xid.is_forged(text)
