@@ -6,6 +6,7 @@ none, so that no node is counted twice.
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from typing import Any
@@ -39,6 +40,9 @@ from controlplane.incidents.models import (
     PlaybookStep,
     Reservation,
 )
+from controlplane.jobs.choices import JOB_UNFINISHED
+from controlplane.jobs.models import Job
+from controlplane.jobs.selectors import failing_tiers_of
 
 log = structlog.get_logger(__name__)
 
@@ -135,6 +139,7 @@ def _by_cluster() -> Iterator[GaugeMetricFamily]:
         ),
     ):
         yield _counted(name, text, None, clusters, rows)
+    yield _failing_tiers(clusters)
 
 
 def _counted(
@@ -150,6 +155,20 @@ def _counted(
     counts = {tuple(row[:-1]): row[-1] for row in rows.order_by().annotate(count=Count("pk"))}
     for key in keys:
         family.add_metric([str(part) for part in key], counts.get(key, 0))
+    return family
+
+
+def _failing_tiers(clusters: list[str]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(
+        "drydock_checkpoint_tiers_failing",
+        "Tiers of jobs that take no checkpoints, as the jobs' ranks say.",
+        labels=["cluster"],
+    )
+    jobs = list(Job.objects.filter(state__in=JOB_UNFINISHED).select_related("cluster"))
+    failing = failing_tiers_of(jobs)
+    counts = Counts(job.cluster.name for job in jobs for _tier in failing.get(job.pk, []))
+    for cluster in clusters:
+        family.add_metric([cluster], counts[cluster])
     return family
 
 

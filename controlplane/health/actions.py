@@ -67,18 +67,15 @@ def record_events(node_id: str, events: list[wire.Event]) -> list[str]:
 
 
 def _row_ids(node_id: str, events: Iterable[wire.Event]) -> dict[str, str]:
-    """By the ids that the sender gave: who guesses another node's ids must not hide its events, so
-    one that is taken by what another node told is a row of its own all the same, under an id that
-    nobody can guess."""
-    of_others = set(
-        Signal.objects.filter(pk__in=[event.id for event in events])
-        .exclude(node_id=node_id)
-        .values_list("pk", flat=True)
-    )
-    return {
-        event.id: _own_id(node_id, event.id) if event.id in of_others else event.id
-        for event in events
-    }
+    """By the ids that the sender gave: who guesses the ids of others must not hide what they tell.
+
+    One that is taken by what another node told is a row of its own all the same, under an id that
+    nobody can guess. So is one with a colon: those that we give have one, and those of agents none.
+    """
+    ids = [event.id for event in events]
+    of_others = Signal.objects.filter(pk__in=ids).exclude(node_id=node_id)
+    taken = {*of_others.values_list("pk", flat=True), *(one for one in ids if ":" in one)}
+    return {one: _own_id(node_id, one) if one in taken else one for one in ids}
 
 
 def _own_id(node_id: str, event_id: str) -> str:
@@ -112,7 +109,10 @@ def record_signal(
     raw: str = "",
     data: dict[str, Any] | None = None,
 ) -> None:
-    """Keep an observation made by the control plane or a job. The same id again changes nothing."""
+    """Keep an observation made by the control plane or a job. The same id again changes nothing.
+
+    An id that can be foreseen has a colon, so that no agent can take it before: see `_row_ids`.
+    """
     Signal.objects.bulk_create(
         [
             Signal(

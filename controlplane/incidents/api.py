@@ -24,6 +24,7 @@ from controlplane.health.models import Failure, Signal
 from controlplane.health.serializers import FailureDetailSerializer, FailureSerializer
 from controlplane.incidents import actions, limits, selectors
 from controlplane.incidents.actions.ending import end_job
+from controlplane.incidents.actions.runs import lock_run
 from controlplane.incidents.choices import (
     STEP_FINISHED,
     ApprovalState,
@@ -293,12 +294,21 @@ class Jobs(jobs.Jobs):
     def end(self, actor: Actor, job: Job, order: dict[str, Any]) -> None:
         """End a job
 
-        Its ranks leave at a step's edge; one without ranks ends at once. Nothing brings it back.
+        Its ranks leave at a step's edge. If Drydock started none it ends at once, and those that
+        tell of themselves hear of it. Nothing brings it back.
         """
         end_job(actor, job.pk, order["reason"])
 
 
 # --- failures and incidents -----------------------------------------------------------------------
+
+
+class _OfClusters(Reference):
+    """Of these clusters also what no node is blamed for."""
+
+    def condition(self, _name: str, values: list[str]) -> Q:
+        named = Cluster.objects.filter(Q(pk__in=values) | Q(name__in=values))
+        return selectors.failed_in(named)
 
 
 class Failures(Resource):
@@ -307,7 +317,7 @@ class Failures(Resource):
     serializer_class = FailureSerializer
     detail_serializer_class = FailureDetailSerializer
     filters = (
-        Reference("cluster", "node__cluster", id_prefix="clu_"),
+        _OfClusters("cluster", id_prefix="clu_"),
         OF_NODE,
         Exact("gpu", "gpu_id"),
         Exact("job", "job_id"),
@@ -406,9 +416,7 @@ class Runs(Resource):
 
     def lock(self, target: PlaybookRun) -> None:
         """Incident before run, as cancelling does."""
-        if target.incident_id is not None:
-            Incident.objects.select_for_update(no_key=True, of=("self",)).get(pk=target.incident_id)
-        super().lock(target)
+        lock_run(target.pk)
 
     @verb()
     def pause(self, actor: Actor, run: PlaybookRun, order: dict[str, Any]) -> None:
@@ -485,6 +493,11 @@ class Approvals(Resource):
 
     def rows(self) -> QuerySet[Approval]:
         return selectors.approvals_for(self.request.user)
+
+    def lock(self, target: Approval) -> None:
+        """Its run before it, as signing does."""
+        lock_run(target.run_id)
+        super().lock(target)
 
     @verb(takes=Signature)
     def approve(self, actor: Actor, approval: Approval, order: dict[str, Any]) -> None:

@@ -359,12 +359,18 @@ def failures_for(user: User | AnonymousUser) -> QuerySet[Failure]:
 
 
 def failures_in(clusters: Iterable[Cluster]) -> QuerySet[Failure]:
-    """Failures of nodes, or of jobs and sites where no node is blamed, in these clusters."""
+    """The failures in these clusters."""
+    return Failure.objects.filter(failed_in(clusters)).select_related("node")
+
+
+def failed_in(clusters: Iterable[Cluster]) -> Q:
+    """Of a failure: that it is of a node, or of a job or site where no node is blamed, in these
+    clusters."""
     jobs = Job.objects.filter(cluster__in=clusters).values("pk")
     shared = Incident.objects.filter(cluster__in=clusters).values("failures")
-    return Failure.objects.filter(
+    return (
         Q(node__cluster__in=clusters) | Q(node=None, job_id__in=jobs) | Q(node=None, pk__in=shared)
-    ).select_related("node")
+    )
 
 
 def steps_for(user: User | AnonymousUser) -> QuerySet[PlaybookStep]:

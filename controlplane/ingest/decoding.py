@@ -38,14 +38,7 @@ def decode(body: bytes, kind: type[M]) -> M:
 
     Raises Refused: 400 `malformed_json` or 422 `invalid_field` with the field's path.
     """
-    try:
-        message = msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        raise _invalid_field(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refused(400, "malformed_json", "", f"the body is not JSON: {error}") from None
-    except RecursionError:
-        raise _too_deep("") from None
+    message = _parsed(body, kind)
     if b"\\u0000" in body or _deepest(body) > MAX_DEPTH:
         _refuse_unstorable(msgspec.to_builtins(message), "", 0)
     return message
@@ -64,8 +57,11 @@ def decode_enroll(body: bytes) -> wire.Enroll:
 
 
 def decode_job_name(body: bytes) -> str:
-    """The job that a batch claims to be of, before anything else of it is believed."""
-    return decode(body, _JobOnly).job
+    """The job that a batch claims to be of, before anything else of it is believed.
+
+    Not looked at as a whole: whoever shows no token of this job must not cost us that.
+    """
+    return _parsed(body, _JobOnly).job
 
 
 def decode_batch(body: bytes) -> tuple[client.Batch, list[client.Message]]:
@@ -79,12 +75,24 @@ class _JobOnly(msgspec.Struct):
     job: wire.Id
 
 
+def _parsed(body: bytes, kind: type[M]) -> M:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _invalid_field(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused(400, "malformed_json", "", f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise _too_deep("") from None
+
+
 # --- the runtime's dataclasses, with bounds -------------------------------------------------------
 
 _Whole = Annotated[int, Meta(ge=-1, le=2**63 - 1)]
 _Small = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _Real = Annotated[float, Meta(ge=-1e300, le=1e300)]
 _Seconds = Annotated[float, Meta(ge=0, le=1e9)]  # thirty years, which no time of ours is beside
+_Placement = Annotated[str, Meta(max_length=40)]
 _BOUNDED: dict[Any, Any] = {
     int: _Whole,
     float: _Real,
@@ -104,7 +112,8 @@ _BY_NAME: dict[str, Any] = {
     "ettr": Annotated[float, Meta(ge=-1, le=1)] | None,
     "stored": Annotated[int, Meta(ge=0, le=2**63 - 1)] | None,
     "job": wire.Id,
-    "placement": Annotated[str, Meta(max_length=40)],
+    "placement": _Placement,
+    "entered": Annotated[list[_Placement], Meta(max_length=4096)],  # as many as a job has replicas
     "kind": wire.Short,
     "digest": Annotated[str, Meta(max_length=128)],
     "computed": Annotated[

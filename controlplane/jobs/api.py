@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -62,13 +62,19 @@ class Jobs(Resource):
         Search(["name"]),
     )
     sorts = {"id": "pk", "name": "name", "created_at": "created_at", "step": "step"}
-    volatile = ("step", "step_at", "epoch", "loss", "samples_per_s", "ledger_step")
+    volatile = (
+        *("step", "step_at", "epoch", "loss", "samples_per_s", "ledger_step"),
+        "failing_tiers",
+    )
 
     def rows(self) -> QuerySet[Job]:
         return selectors.jobs_for(self.request.user)
 
     def detailed(self, rows: QuerySet[Job]) -> QuerySet[Job]:
         return selectors.seated(rows)
+
+    def context_of(self, rows: Sequence[Job]) -> dict[str, Any]:
+        return {"failing_tiers": selectors.failing_tiers_of(rows)}
 
     @verb(detail=False, takes=NewJob, status=HTTPStatus.CREATED)
     def create(self, actor: Actor, cluster: Cluster, order: dict[str, Any]) -> Job:

@@ -21,7 +21,7 @@ SEEN = timedelta(days=30)
 PUBLISHED_NODE_DAYS = 1000.0
 
 
-#: Trainers ask with every checkpoint, and days are counted: it holds for so many seconds.
+#: Jobs ask each second, and days are counted: it holds for so many seconds.
 KNOWN_S = 60.0
 _known: dict[str, tuple[float, float]] = {}
 

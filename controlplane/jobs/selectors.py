@@ -19,6 +19,7 @@ from django.db.models import (
     Count,
     DateTimeField,
     DurationField,
+    Exists,
     ExpressionWrapper,
     F,
     Func,
@@ -322,7 +323,7 @@ def demand_ranks(job: Job) -> None:
     if not placed.exists() and not job.progress.exists():
         raise Conflict(
             f"no rank of {job.name} has told of a step: nobody is there to obey. Give its ranks "
-            "DRYDOCK_URL and DRYDOCK_TOKEN, with which they tell and hear"
+            "DRYDOCK_URL and DRYDOCK_TOKEN (manage.py jobtoken), with which they tell and hear"
         )
 
 
@@ -355,6 +356,7 @@ class TierHealth:
     failing: tuple[int, ...] = ()  # the replicas whose saves to it fail
     why: str = ""  # one of them said
     not_taken: str = ""  # why, if the job went back since and could not use the newest
+    near: str = ""  # why, if what peers keep may be lost with the node that saved it
 
 
 #: A running job whose next checkpoint or commit takes so many times as long as usual is late with
@@ -373,6 +375,8 @@ OVER = {
     "stall_over": "stalled",
     "straggler_recovered": "straggler",
 }
+#: What is over once a checkpoint comes whole: of the tier that it is told of, or of any.
+UNTIL_SAVED = ("checkpoint_late", "no_room_for_checkpoints")
 #: And so much of what ranks told.
 TROUBLES = 200
 
@@ -391,15 +395,15 @@ class Told:
     replicas: list[int]
 
 
-def told_alike(troubles: list[Signal]) -> list[Told]:
+def told_alike(troubles: list[Signal], checkpoints: list[Checkpoint]) -> list[Told]:
     """The same, newest first, with one entry for what many say, as of a shared folder, or one says
     again and again: it hides nothing that was told once and still holds. What a replica has said to
-    be over is left out."""
+    be over is left out, and so is what a later one of the job's last checkpoints shows to be."""
     alike: dict[tuple[str, str, str], list[Signal]] = {}
     over: set[tuple[str, str, int]] = set()
     for one in troubles:
         kind, subject, replica = one.data["kind"], one.data.get("subject", ""), one.replica or 0
-        if (kind, subject, replica) in over:
+        if (kind, subject, replica) in over or _saved_after_all(one, checkpoints):
             continue
         if kind in OVER:
             over.add((OVER[kind], subject, replica))
@@ -408,20 +412,52 @@ def told_alike(troubles: list[Signal]) -> list[Told]:
     return [Told(group[0], sorted({s.replica or 0 for s in group})) for group in alike.values()]
 
 
+def _saved_after_all(trouble: Signal, checkpoints: list[Checkpoint]) -> bool:
+    """Whether it held up checkpoints, and one came whole since, whoever wrote it."""
+    tier = trouble.data.get("subject", "")
+    since = [one for one in checkpoints if one.at > trouble.observed_at]
+    return trouble.data["kind"] in UNTIL_SAVED and any(tier in ("", one.tier) for one in since)
+
+
 def failing_tiers(job: Job, checkpoints: list[Checkpoint]) -> dict[str, dict[int, str]]:
     """By tier and replica, why its saves fail: of the processes that run now, each rank by itself.
-    It tells that once, however long it lasts and whatever else is told meanwhile.
+    It tells that once, however long it lasts and whatever else is told meanwhile. `checkpoints`:
+    newest first."""
+    newest = {one.tier: one for one in reversed(checkpoints)}
+    found: dict[str, dict[int, str]] = {}
+    for signal in _last_told_of_tiers([job]):
+        tier = signal.data["subject"]
+        if _still_fails(signal, newest.get(tier)):
+            found.setdefault(tier, {})[signal.replica or 0] = signal.data["text"]
+    return found
 
-    To the object store one replica writes for all: what came whole later, whoever wrote it, shows
-    that it is well. So it does where a rank's own part is well and others' never came
-    (`checkpoint_not_whole`); and where a store hangs, which is late, there is none yet.
-    """
-    there = Placement.objects.filter(replica__job=job).exclude(state=PlacementState.ENDED)
-    told = Signal.objects.filter(
-        job_id=job.pk,
-        kind=SignalKind.JOB_TROUBLE,
-        placement_id__in=there.values("pk"),
+
+def failing_tiers_of(jobs: Collection[Job]) -> dict[str, list[Tier]]:
+    """By job, its tiers that take no checkpoints, as processes say that run now: saves to them
+    fail, or were late and hang for long. In two queries at most, however many jobs."""
+    by_id = {job.pk: job for job in jobs}
+    told = _last_told_of_tiers(jobs)
+    saved = Checkpoint.objects.filter(
+        job__in={one.job_id for one in told}, tier__in={one.data["subject"] for one in told}
+    )
+    whose = ("job_id", "tier")
+    last = saved.order_by(*whose, "-at").distinct(*whose)
+    newest = {(one.job_id, one.tier): one for one in last}
+    found: dict[str, set[str]] = {}
+    for signal in told:
+        tier = signal.data["subject"]
+        one = newest.get((signal.job_id, tier))
+        if _still_fails(signal, one) or _hangs(signal, by_id[signal.job_id], one):
+            found.setdefault(signal.job_id, set()).add(tier)
+    return {job_id: [tier for tier in Tier if tier in tiers] for job_id, tiers in found.items()}
+
+
+def _last_told_of_tiers(jobs: Collection[Job]) -> list[Signal]:
+    """What ranks last told of each tier that gave them trouble and is not known to be well again,
+    oldest first."""
+    told = _told_by_present(jobs).filter(
         data__kind__in=("checkpoint_failed", "checkpoint_recovered", *NEVER_WHOLE),
+        data__subject__in=Tier.values,
     )
     # What is told of one of these says nothing of the others.
     kinds = [When(data__kind=kind, then=Value(kind)) for kind in NEVER_WHOLE]
@@ -430,16 +466,47 @@ def failing_tiers(job: Job, checkpoints: list[Checkpoint]) -> dict[str, dict[int
     # By when we heard of it: in the order in which it was told, also where a clock was put back.
     last = told.order_by(*whom, "-recorded_at", "-observed_at").distinct(*whom)
     failed = [one for one in last if one.data["kind"] != "checkpoint_recovered"]
-    found: dict[str, dict[int, str]] = {}
-    for signal in sorted(failed, key=lambda one: one.observed_at):
-        tier, kind = signal.data.get("subject", ""), signal.data["kind"]
-        whole = [one.at for one in checkpoints if one.tier == tier]
-        shown_well = any(at >= signal.observed_at for at in whole)
-        by_all = tier == Tier.OBJECT or kind in NEVER_WHOLE
-        if (by_all and shown_well) or (kind == "checkpoint_late" and whole):
-            continue
-        found.setdefault(tier, {})[signal.replica or 0] = signal.data["text"]
-    return found
+    return sorted(failed, key=lambda one: one.observed_at)
+
+
+def _told_by_present(jobs: Collection[Job]) -> QuerySet[Signal]:
+    """What processes that run now told an engineer."""
+    job_ids = [job.pk for job in jobs]
+    there = Placement.objects.filter(replica__job__in=job_ids).exclude(state=PlacementState.ENDED)
+    return Signal.objects.filter(
+        job_id__in=job_ids, kind=SignalKind.JOB_TROUBLE, placement_id__in=there.values("pk")
+    )
+
+
+def _still_fails(told: Signal, newest: Checkpoint | None) -> bool:
+    """`newest`: what came whole last in the tier that it was told of.
+
+    To the object store one replica writes for all: what came whole later, whoever wrote it, shows
+    that it is well. So it does where a rank's own part is well and others' never came
+    (`checkpoint_not_whole`); and where a store hangs, which is late, there is none yet.
+    """
+    kind = told.data["kind"]
+    by_all = told.data["subject"] == Tier.OBJECT or kind in NEVER_WHOLE
+    if newest is None:
+        return True
+    return kind != "checkpoint_late" and not (by_all and newest.at >= told.observed_at)
+
+
+def _hangs(told: Signal, job: Job, newest: Checkpoint | None) -> bool:
+    """Whether that tier, which was well before, was late by this word and is now by its age."""
+    if newest is None or told.data["kind"] != "checkpoint_late":
+        return False
+    late_s = _late_after_s(job, newest.every_s)
+    return late_s is not None and timezone.now() - newest.at > timedelta(seconds=late_s)
+
+
+def kept_near(job: Job) -> str:
+    """Why what is saved to peers' memory may be lost with the node that saved it, as a process that
+    runs now has told; "" if none has. Who joins later may keep it elsewhere, which nobody tells."""
+    joined = job.interruptions.exclude(joined=[]).filter(started_at__gt=OuterRef("observed_at"))
+    told = _told_by_present([job]).filter(~Exists(joined), data__kind="checkpoint_not_apart")
+    last = told.order_by("-observed_at").first()
+    return str(last.data["text"]) if last else ""
 
 
 def tiers_not_taken(job: Job, checkpoints: list[Checkpoint]) -> dict[str, str]:
@@ -478,13 +545,22 @@ def tiers_of(job: Job, checkpoints: list[Checkpoint]) -> list[TierHealth]:
         newest = next(iter(last), None)
         usual_s = (newest and newest.every_s) or (median(gaps) if gaps else None)
         age_s = (timezone.now() - newest.at).total_seconds() if newest else 0.0
-        due = job.state == JobState.RUNNING and newest is not None and usual_s is not None
-        late_s = LATE_TIMES * (usual_s or 0.0) + AT_ONCE.seconds if due else None
+        late_s = _late_after_s(job, usual_s)
         late = late_s is not None and age_s > late_s
         text = next(iter(why.values()), "")
         replicas, gone = tuple(sorted(why)), not_taken.get(tier, "")
-        found.append(TierHealth(Tier(tier), newest, usual_s, late_s, late, replicas, text, gone))
+        near = kept_near(job) if tier == Tier.PEER else ""
+        found.append(
+            TierHealth(Tier(tier), newest, usual_s, late_s, late, replicas, text, gone, near)
+        )
     return found
+
+
+def _late_after_s(job: Job, usual_s: float | None) -> float | None:
+    """See `TierHealth`."""
+    if job.state != JobState.RUNNING or usual_s is None:
+        return None
+    return LATE_TIMES * usual_s + AT_ONCE.seconds
 
 
 def commit_late_after_s(job: Job) -> float:

@@ -33,6 +33,7 @@ MAX_STEP = 2**53
 class JobSerializer(RowSerializer):
     cluster_name = serializers.CharField(source="cluster.name")
     active_replicas = serializers.IntegerField()
+    failing_tiers = serializers.SerializerMethodField()
 
     class Meta:
         model = Job
@@ -57,10 +58,15 @@ class JobSerializer(RowSerializer):
             "samples_per_s",
             "ledger_step",
             "recomputed_steps",
+            "failing_tiers",
             "created_at",
             "started_at",
             "ended_at",
         )
+
+    def get_failing_tiers(self, job: Job) -> list[str]:
+        """The tiers that take no checkpoints, as its ranks say: saves there fail, or hang."""
+        return [tier.value for tier in self.context["failing_tiers"].get(job.pk, [])]
 
 
 class PlacementSerializer(RowSerializer):

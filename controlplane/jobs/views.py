@@ -69,7 +69,9 @@ def jobs(request: HttpRequest) -> HttpResponseBase:
         return as_file(request, "jobs", COLUMNS, pages_of(found, request.GET, sorts=SORTS))
 
     def context() -> dict[str, Any]:
-        return {"page": page_of(found, request.GET, sorts=SORTS), "state": state}
+        page = page_of(found, request.GET, sorts=SORTS)
+        failing = selectors.failing_tiers_of(page.rows)
+        return {"page": page, "failing": failing, "state": state}
 
     return live_page(request, "jobs/list", clusters_for(request.user), context)
 

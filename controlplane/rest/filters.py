@@ -5,6 +5,7 @@ Several values of one filter mean "any of these"; several filters mean "all of t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,6 +18,8 @@ from django.utils.dateparse import parse_datetime
 from controlplane.rest.problems import Problem, invalid
 
 Row = TypeVar("Row", bound=Model)
+#: What an id has after its prefix: see `controlplane.ids`.
+_MADE = "[0-7][0-9a-hjkmnp-tv-z]{25}"
 MAX_VALUES = 100
 MAX_LENGTH = 200
 
@@ -67,7 +70,7 @@ class Reference:
 
     name: str
     lookup: str = ""
-    id_prefix: str = ""  # "clu_": what does not begin so is a name
+    id_prefix: str = ""  # "clu_": what is no id of this kind is a name
 
     def parameters(self) -> list[Parameter]:
         words = "id or name" if self.id_prefix else "id"
@@ -76,13 +79,17 @@ class Reference:
 
     def condition(self, _name: str, values: list[str]) -> Q:
         lookup = self.lookup or self.name
-        ids = [value for value in values if value.startswith(self.id_prefix)]
+        ids = [value for value in values if self._is_id(value)]
         names = [value for value in values if value not in ids]
         if not names:
             return Q(**{f"{lookup}_id__in": ids})
         if not ids:
             return Q(**{f"{lookup}__name__in": names})
         return Q(**{f"{lookup}_id__in": ids}) | Q(**{f"{lookup}__name__in": names})
+
+    def _is_id(self, value: str) -> bool:
+        """A name may begin as an id does, but goes on in other ways."""
+        return not self.id_prefix or re.fullmatch(self.id_prefix + _MADE, value) is not None
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,20 @@ import msgspec
 from rest_framework.exceptions import ParseError
 from rest_framework.parsers import BaseParser
 from rest_framework.renderers import BaseRenderer
+from rest_framework.request import Request
 
 from controlplane.rest.problems import Problem
 
 MAX_BODY_BYTES = 256 * 1024
+
+
+def body_of(request: Request) -> Mapping[str, Any]:
+    """What a write is sent with; 411 where it comes in chunks: without a length it would be taken
+    for none, and a dry run be done."""
+    if "Transfer-Encoding" in request.headers:
+        raise Problem("length_required", "a body in chunks is not read: tell its length")
+    told: Mapping[str, Any] = request.data
+    return told
 
 
 class JsonParser(BaseParser):

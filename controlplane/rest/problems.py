@@ -97,6 +97,11 @@ KINDS: dict[str, Kind] = {
         "The present state does not allow this",
         "Nothing was changed. `detail` says what stands in the way.",
     ),
+    "length_required": Kind(
+        _H.LENGTH_REQUIRED,
+        "The body comes in chunks, which are not read",
+        "Send it whole, with `Content-Length`.",
+    ),
     "changed": Kind(
         _H.PRECONDITION_FAILED,
         "The object has changed since you read it",

@@ -39,7 +39,7 @@ IF_NONE_MATCH = Parameter("If-None-Match", "Answer 304 if the tag is still this.
 
 #: Which problems an operation may answer with.
 _ALWAYS = (400, 401, 404, 405, 406, 500, 503)
-_WRITING = (403, 409, 412, 413, 415, 422)
+_WRITING = (403, 409, 411, 412, 413, 415, 422)
 
 
 class ApiSchema(AutoSchema):

@@ -26,6 +26,7 @@ from controlplane.accounts.requests import actor_of
 from controlplane.fleet.changes import change
 from controlplane.rest import etags, idempotency, permissions
 from controlplane.rest.filters import boolean, demand_known, values_of
+from controlplane.rest.media import body_of
 from controlplane.rest.serializers import Body, Reasoned
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _perform(
         permissions.demand(request.user, verb.role, view.cluster_of(target))
     else:
         permissions.demand_somewhere(request.user, verb.role)
-    told = request.query_params.dict() if in_query else request.data
+    told = request.query_params.dict() if in_query else body_of(request)
     order = _order_of(request, verb, told)
     dry_run = order.pop("dry_run") or _asks_for_dry_run(request)
     key = idempotency.key_of(request)

@@ -18,8 +18,9 @@ import controlplane.ingest.metrics  # noqa: F401 - for what it registers
 import workers.metrics
 from controlplane import metrics
 from controlplane.fleet.models import Lease
+from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
-from tests.factories import NodeFactory, SignalFactory
+from tests.factories import ClusterFactory, NodeFactory, PlacementFactory, SignalFactory
 
 PROMTOOL = shutil.which("promtool")
 ELSEWHERE = "198.51.100.7"
@@ -139,6 +140,26 @@ def test_a_node_that_was_retired_while_it_was_heard_does_not_make_up_for_a_silen
 
     told = registry.get_sample_value("drydock_nodes_reachable", {"cluster": silent.cluster.name})
     assert told == 0
+
+
+def test_tiers_that_take_no_checkpoints_are_counted_where_their_job_is() -> None:
+    placement, elsewhere = PlacementFactory(), ClusterFactory()
+    job = placement.replica.job
+    for tier in ("local", "shared"):
+        SignalFactory(
+            kind=SignalKind.JOB_TROUBLE,
+            job_id=job.pk,
+            placement_id=placement.pk,
+            data={"kind": "checkpoint_failed", "subject": tier, "text": "full", "rank": 0},
+        )
+    registry = CollectorRegistry()
+    registry.register(workers.metrics.FleetFigures(lambda: True))
+
+    told = [
+        registry.get_sample_value("drydock_checkpoint_tiers_failing", {"cluster": cluster.name})
+        for cluster in (job.cluster, elsewhere)
+    ]
+    assert told == [2, 0]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.django_db
 
 #: Sessions, users and grants are read on every page.
-QUERIES = {"overview": 22, "jobs": 5, "job": 18, "incidents": 6, "incident": 12}
+QUERIES = {"overview": 22, "jobs": 6, "job": 18, "incidents": 6, "incident": 12}
 
 
 @pytest.fixture

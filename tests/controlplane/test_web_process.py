@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import secrets
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from controlplane.accounts.models import User
 from tests.controlplane.ingest.door import wait_until
-from tests.factories import UserFactory
+from tests.controlplane.rest.world import token_of
+from tests.factories import IncidentFactory, UserFactory
 from tests.running import answers, get, web
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -79,6 +81,21 @@ def test_several_processes_tell_one_set_of_metrics(log: Path, tmp_path: Path) ->
     (told,) = [f for f in text_string_to_metric_families(text) if f.name == "drydock_http_requests"]
     logins = [s.value for s in told.samples if s.labels["route"] == "login"]
     assert (status, logins) == (200, [20.0])
+
+
+def test_an_order_in_chunks_is_refused_and_not_done(log: Path) -> None:
+    incident = IncidentFactory()
+    token = token_of(UserFactory(is_superuser=True))
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    with web(log) as (_process, port):
+        caller = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        path = f"/api/v1/incidents/{incident.pk}/acknowledge"
+        caller.request("POST", path, body=iter([b'{"dry_run":', b" true}"]), headers=headers)
+        answer = caller.getresponse()
+        code = json.loads(answer.read())["code"]
+
+    incident.refresh_from_db()
+    assert (answer.status, code, incident.owner) == (411, "length_required", None)
 
 
 def waits_for_a_lock() -> bool:

@@ -247,26 +247,39 @@ def reads_back_otherwise(placement: Placement, **data: object) -> None:
     )
 
 
-def test_a_disk_that_gives_back_other_bytes_is_a_failure_of_its_node_alone(
-    placement: Placement,
+@pytest.mark.parametrize(
+    ("tier", "code"), [("local", "checkpoint_damaged"), ("peer", "memory_damaged")]
+)
+def test_a_disk_or_memory_that_gives_back_other_bytes_is_a_failure_of_its_node_alone(
+    placement: Placement, tier: str, code: str
 ) -> None:
     """Also where the replica is on several, of which each has its own."""
     other = PlacementFactory(replica=placement.replica, node_rank=1)
-    reads_back_otherwise(other)
+    reads_back_otherwise(other, subject=tier)
     intake.triage_signals()
 
     failure = Failure.objects.get()
-    assert (failure.code, failure.node, failure.urgency) == (
-        "checkpoint_damaged", other.node, "idle",
-    )  # fmt: skip
+    assert (failure.code, failure.node, failure.urgency) == (code, other.node, "idle")
     assert Incident.objects.get().node == other.node
     assert not PlaybookRun.objects.exists()
+
+
+def test_a_node_s_disk_and_its_memory_are_two_faults(placement: Placement) -> None:
+    for tier in ("local", "peer"):
+        reads_back_otherwise(placement, subject=tier)
+    intake.triage_signals()
+
+    found = {*Failure.objects.values_list("code", "node", "count")}
+    assert found == {
+        ("checkpoint_damaged", placement.node_id, 1),
+        ("memory_damaged", placement.node_id, 1),
+    }
 
 
 @pytest.mark.parametrize(
     "data", [{"subject": "shared"}, {"subject": "object"}, {"kind": "checkpoint_stale"}]
 )
-def test_what_is_no_fault_of_a_node_s_own_disk_opens_nothing(
+def test_what_is_no_fault_of_a_node_s_own_disk_or_memory_opens_nothing(
     placement: Placement, data: dict[str, object]
 ) -> None:
     reads_back_otherwise(placement, **data)

@@ -19,7 +19,7 @@ from controlplane.jobs import selectors
 from controlplane.jobs.choices import JobState
 from controlplane.jobs.models import Job
 from runtime import client
-from tests.factories import CheckpointFactory
+from tests.factories import CheckpointFactory, JobFactory
 from tests.workers.moving import told_by
 from tests.workers.test_earlier_lines import PARITY, SXID
 from tests.workers.world import XID_79, World
@@ -84,6 +84,14 @@ def _failing(world: World) -> None:
     selectors.failing_tiers(world.job, [])
 
 
+def _failing_of_many(world: World) -> None:
+    selectors.failing_tiers_of([world.job, JobFactory()])
+
+
+def _kept_near(world: World) -> None:
+    selectors.kept_near(world.job)
+
+
 def _not_taken(world: World) -> None:
     selectors.tiers_not_taken(world.job, [CheckpointFactory(job=world.job)])
 
@@ -106,6 +114,8 @@ def _verdicts(world: World) -> None:
         _all_of_it,
         _troubles,
         _failing,
+        _failing_of_many,
+        _kept_near,
         _not_taken,
         _verdicts,
     ],

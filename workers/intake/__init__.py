@@ -21,10 +21,10 @@ from controlplane.jobs.models import Job
 from workers.intake.coordinators import coordinators_went_with, is_coordinator_gone
 from workers.intake.hardware import (
     blamed,
-    blames_its_disk,
+    blames_its_node,
     hardware_spoke,
-    job_blamed_a_disk,
     job_blamed_a_replica,
+    job_blamed_its_node,
 )
 from workers.intake.lost_replicas import (
     ended_warm_spare,
@@ -113,8 +113,8 @@ def _handle(signal: Signal) -> None:
         replica_was_stopped(signal, stopped)
     elif (index := blamed(signal)) is not None:
         job_blamed_a_replica(signal, index)
-    elif blames_its_disk(signal):
-        job_blamed_a_disk(signal)
+    elif blames_its_node(signal):
+        job_blamed_its_node(signal)
     elif signal.node is not None and is_coordinator_gone(signal):
         led = Job.objects.filter(coordinator_placement=signal.placement_id)
         coordinators_went_with(signal.node, signal, led)

@@ -18,6 +18,9 @@ from workers.intake.failures import only_repeats, take_up
 from workers.intake.timeline import tell_node_incident
 from workers.verdicts import verdict_of
 
+#: By the tier that a rank finds damaged, where only its own node can have done it: what that is.
+OF_ITS_NODE = {Tier.LOCAL: triage.DAMAGED, Tier.PEER: triage.DAMAGED_MEMORY}
+
 
 def hardware_spoke(signal: Signal) -> None:
     """A line of a node's kernel log, or a card's readings: nothing, a note, or a failure that
@@ -49,19 +52,20 @@ def job_blamed_a_replica(signal: Signal, index: int) -> None:
         take_up(signal, held[0].node, None, verdict)
 
 
-def job_blamed_a_disk(signal: Signal) -> None:
-    """A rank reads back from its node's own disk what it did not write. The failure is that node's:
-    its own, of however many the replica is on."""
+def job_blamed_its_node(signal: Signal) -> None:
+    """A rank reads back from its node's own disk or memory what was not given to it. The failure is
+    that node's: its own, of however many the replica is on."""
     told_by = Placement.objects.select_related("node__lease", "node__cluster", "node__rack")
     for placement in told_by.filter(pk=signal.placement_id, replica__job=signal.job_id):
-        verdict = triage.judge_blame(str(signal.data["kind"]), str(signal.data.get("text", "")))
+        code = OF_ITS_NODE[signal.data["subject"]]
+        verdict = triage.judge_blame(code, str(signal.data.get("text", "")))
         take_up(signal, placement.node, None, verdict)
 
 
-def blames_its_disk(signal: Signal) -> bool:
+def blames_its_node(signal: Signal) -> bool:
     """Whether that is what a rank says. Of what all nodes share nobody knows whose fault it is."""
     told = signal.kind == SignalKind.JOB_TROUBLE and signal.data.get("kind") == triage.DAMAGED
-    return told and signal.data.get("subject") == Tier.LOCAL
+    return told and signal.data.get("subject") in OF_ITS_NODE
 
 
 def blamed(signal: Signal) -> int | None:

@@ -19,6 +19,7 @@ from workers.triage.loss import (
 from workers.triage.readings import (
     BLAMES,
     DAMAGED,
+    DAMAGED_MEMORY,
     beyond_remapping,
     judge_blame,
     judge_errors,
@@ -44,6 +45,7 @@ __all__ = [
     "ACTIONS",
     "BLAMES",
     "DAMAGED",
+    "DAMAGED_MEMORY",
     "FOR_PEOPLE",
     "LASTING",
     "NODE_REPAIRS",

@@ -14,8 +14,9 @@ from workers.triage.verdicts import LineVerdict
 MAX_REMAPPED_ROWS = 512
 #: What a job says of one of its replicas that speaks of the node: kinds of its troubles.
 BLAMES = frozenset({"straggler", "diverged"})
-#: What a rank says of its own node, if its subject is that node's disk.
-DAMAGED = "checkpoint_damaged"
+#: What a rank says of its own node, if its subject is that node's disk or memory: a failure of the
+#: disk is called so, and one of the memory as follows, for they are two faults.
+DAMAGED, DAMAGED_MEMORY = "checkpoint_damaged", "memory_damaged"
 #: NVML's clocks event reasons, in words.
 _REASONS = {
     0x8: "its hardware slows it",
@@ -39,12 +40,13 @@ def judge_reading(pci: str, data: Mapping[str, Any]) -> LineVerdict | None:
 
 def judge_blame(kind: str, told: str) -> LineVerdict:
     """What it means that a job finds one of its replicas unlike the others, one of BLAMES, or that
-    a node's disk does not give back what was written to it, DAMAGED: `told` in its words.
+    a node's disk does not give back what was written to it, DAMAGED, or its memory what it was
+    given to keep, DAMAGED_MEMORY: `told` in its words.
 
     A straggler may be held back by its card, its host or a neighbour's program; what a replica
     holds that nobody else does may be the error of a card, of memory, or the script's own doing.
-    No node is taken out for what may be a script's, nor for a disk of which what was damaged was
-    written again: somebody looks.
+    No node is taken out for what may be a script's, nor for a disk or memory while there are other
+    copies of what was damaged: somebody looks.
     """
     return LineVerdict(kind, "", "unknown", "field_diagnostic", "idle", "told-by-the-job", told)
 

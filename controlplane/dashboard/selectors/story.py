@@ -22,6 +22,7 @@ PAGE_SIZE = 40
 #: The words for what the audit trail says of a node. A change of state is told by its states.
 _WORDS: dict[str, str] = {
     "node.enroll": "Enrolled",
+    "node.enroll_again": "Enrolled again: another rack or address",
     "node.boot": "Booted: a new boot id",
     "node.drain": "Drained",
     "node.undrain": "Drain given back",

@@ -75,6 +75,8 @@ def queue_command(
 def take_commands(node_ids: list[str]) -> dict[str, list[Command]]:
     """The orders that these nodes have not finished, oldest first; marks them as delivered.
 
+    None for a node whose key is revoked, whatever poll it holds still.
+
     A delivered order is handed out again until its result is known: the agent's journal, not this
     row, is what keeps it from being executed twice.
     """
@@ -82,6 +84,7 @@ def take_commands(node_ids: list[str]) -> dict[str, list[Command]]:
     rows = list(
         Command.objects.filter(
             node_id__in=node_ids,
+            node__key_revoked_at=None,
             state__in=[CommandState.QUEUED, CommandState.DELIVERED],
             expires_at__gt=now,
         ).order_by("created_at")

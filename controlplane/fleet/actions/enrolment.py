@@ -129,12 +129,16 @@ def revoke_join_token(actor: Actor, token_id: str, reason: str) -> None:
 def enroll(message: wire.Enroll) -> Node:
     """Let a new node in by its join token; the same key again gets the same node.
 
+    Such a one may have another rack or address by now, where a join token lets it say so.
+
     Raises Refused, naming the field, for a token that is unknown, revoked, expired or used up, and
     for a name or a key that belongs to another node.
     """
-    known = Node.objects.filter(public_key=message.public_key, name=message.name).first()
+    there = Node.objects.select_related("rack").filter(public_key=message.public_key)
+    known = there.filter(name=message.name).first()
     if known is not None and known.key_revoked_at is None:
-        return known  # the answer to the first enrolment was lost
+        _record_place(known, message)
+        return known
     token = _usable_token(message.join_token)
     if Node.objects.filter(public_key=message.public_key).exists():
         raise Refused(409, "key_taken", "public_key", "another node has this key; make a new one")
@@ -188,6 +192,33 @@ def revoke_node_key(actor: Actor, node_id: str, reason: str) -> None:
         cluster_id=node.cluster_id,
         after={"key_revoked_at": now.isoformat()},
         reason=reason,
+    )
+    touch(node.cluster_id)
+
+
+def _record_place(node: Node, message: wire.Enroll) -> None:
+    """Note where a node that is in already is by now; nothing where the answer to its enrolment was
+    lost. Only under a join token: whoever knows its public key can ask in its name, and others go
+    to its address."""
+    before = {"rack": node.rack.name if node.rack else "", "address": node.address}
+    after = {"rack": message.rack, "address": message.address}
+    if after == before:
+        return
+    token = _usable_token(message.join_token)
+    if token.cluster_id != node.cluster_id:
+        raise Refused(
+            403, "token_unknown", "join_token", "this join token is of another cluster; make one"
+        )
+    node.rack, node.address = _rack(node.cluster_id, message.rack), message.address
+    node.save(update_fields=["rack", "address"])
+    audit(
+        Actor(ActorKind.AGENT, node.pk),
+        "node.enroll_again",
+        "node",
+        node.pk,
+        cluster_id=node.cluster_id,
+        before=before,
+        after={**after, "join_token": token.pk},
     )
     touch(node.cluster_id)
 

@@ -16,7 +16,7 @@ from controlplane.fleet.changes import change, touch
 from controlplane.health.models import Failure
 from controlplane.incidents.actions.incidents import tell
 from controlplane.incidents.actions.requests import call_off
-from controlplane.incidents.actions.runs import lock_run
+from controlplane.incidents.actions.runs import lock_run, valid_approvals, void_approvals
 from controlplane.incidents.choices import (
     RUN_UNFINISHED,
     ApprovalState,
@@ -80,9 +80,11 @@ def set_mode(actor: Actor, cluster_id: str, playbook: str, mode: Mode, reason: s
         reason=reason,
     )
     if mode != Mode.APPROVE:
-        Approval.objects.filter(
-            cluster_id=cluster_id, run__playbook=playbook, state=ApprovalState.WAITING
-        ).update(state=ApprovalState.VOID, decided_at=timezone.now())
+        void_approvals(
+            Approval.objects.filter(
+                cluster_id=cluster_id, run__playbook=playbook, state=ApprovalState.WAITING
+            )
+        )
     touch(cluster_id)
     _look_again(PlaybookRun.objects.filter(cluster_id=cluster_id, playbook=playbook))
 
@@ -182,13 +184,11 @@ def close_breaker(actor: Actor, breaker_id: str, reason: str) -> None:
 @change()
 def request_approval(run: PlaybookRun, plan: Plan) -> Approval:
     """The approval that holds or waits for this very plan; others of the run become void."""
-    valid = Approval.objects.filter(
-        run=run, state__in=[ApprovalState.WAITING, ApprovalState.APPROVED]
-    )
+    valid = valid_approvals(run)
     there = valid.filter(digest=plan.digest).first()
     if there is not None:
         return there
-    if valid.update(state=ApprovalState.VOID, decided_at=timezone.now()):
+    if void_approvals(valid):
         _tell(run, "void", "the world changed: the plan must be signed anew")
     approval = Approval.objects.create(
         cluster_id=run.cluster_id, run=run, plan=plan.as_dict(), digest=plan.digest

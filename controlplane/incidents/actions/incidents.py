@@ -40,6 +40,7 @@ def open_or_merge(
     job_id: str | None = None,
     replica: int | None = None,
     node_id: str | None = None,
+    actor: Actor = SYSTEM,
 ) -> Incident:
     """The unresolved incident about this subject, locked; a new one if there is none.
 
@@ -71,7 +72,7 @@ def open_or_merge(
         return incident
     tell(incident, "opened", EntryKind.STATE, f"Incident opened: {title}")
     audit(
-        SYSTEM,
+        actor,
         "incident.open",
         "incident",
         incident.pk,

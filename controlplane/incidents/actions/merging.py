@@ -12,7 +12,7 @@ from django.db.models import Exists, F, OuterRef, Q
 from django.utils import timezone
 
 from controlplane.accounts.actions import audit
-from controlplane.accounts.models import SYSTEM
+from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.fleet.changes import change, touch
 from controlplane.fleet.choices import IN_SERVICE
 from controlplane.fleet.models import Node, RepairRecord
@@ -42,7 +42,11 @@ def incident_of_replica(job_id: str, index: int) -> Incident | None:
 
 @change()
 def open_for_replica(
-    placement: Placement, occurred_at: datetime, severity: Severity = Severity.MAJOR
+    placement: Placement,
+    occurred_at: datetime,
+    severity: Severity = Severity.MAJOR,
+    *,
+    actor: Actor = SYSTEM,
 ) -> Incident:
     """The incident of the replica that this placement holds; everything about it joins there."""
     job = placement.replica.job
@@ -57,11 +61,14 @@ def open_for_replica(
         job_id=job.pk,
         replica=index,
         node_id=placement.node_id,
+        actor=actor,
     )
 
 
 @change()
-def open_for_loss(placement: Placement, occurred_at: datetime) -> Incident:
+def open_for_loss(
+    placement: Placement, occurred_at: datetime, *, actor: Actor = SYSTEM
+) -> Incident:
     """The incident of a replica that was lost: of its job, if that lost others just now.
 
     One crash of a program, of its network or of its storage takes many replicas at once: whoever is
@@ -74,10 +81,10 @@ def open_for_loss(placement: Placement, occurred_at: datetime) -> Incident:
         cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", [f"loss/{job.pk}"])
     first = _lost_with(job, index, occurred_at)
     if first is None or incident_of_replica(job.pk, index) is not None:
-        return open_for_replica(placement, occurred_at)
+        return open_for_replica(placement, occurred_at, actor=actor)
     subject = f"job/{job.pk}"
     if first.subject != subject:
-        _widen(first, subject, f"{job.name} lost several replicas")
+        _widen(actor, first, subject, f"{job.name} lost several replicas")
     return open_or_merge(
         subject,
         cluster_id=job.cluster_id,
@@ -85,6 +92,7 @@ def open_for_loss(placement: Placement, occurred_at: datetime) -> Incident:
         severity=Severity.MAJOR,
         occurred_at=occurred_at,
         job_id=job.pk,
+        actor=actor,
     )
 
 
@@ -181,14 +189,14 @@ def _lost_with(job: Job, index: int, at: datetime) -> Incident | None:
     return around.exclude(replica=index).order_by(F("replica").asc(nulls_first=True)).first()
 
 
-def _widen(incident: Incident, subject: str, title: str) -> None:
+def _widen(actor: Actor, incident: Incident, subject: str, title: str) -> None:
     """Let an incident be about more than it was."""
     if Incident.objects.filter(subject=subject, state__in=INCIDENT_UNRESOLVED).exists():
         return  # an earlier crash, that is not mended yet: this one joins it
     Incident.objects.filter(pk=incident.pk).update(subject=subject, replica=None, title=title)
     tell(incident, "widened", EntryKind.STATE, f"{title} within {TOGETHER.total_seconds():g} s")
     audit(
-        SYSTEM,
+        actor,
         "incident.widen",
         "incident",
         incident.pk,
@@ -220,6 +228,8 @@ def _absorb(other: Incident, into: Incident) -> None:
         ],
         ignore_conflicts=True,
     )
-    PlaybookRun.objects.filter(incident=other).update(incident=into)
+    runs = PlaybookRun.objects.filter(incident=other)
+    moved = [("run", run_id) for run_id in runs.values_list("pk", flat=True)]
+    runs.update(incident=into)
     resolve_into(other.pk, into)
-    touch(into.cluster_id, ("incident", into.pk))
+    touch(into.cluster_id, ("incident", into.pk), *moved)

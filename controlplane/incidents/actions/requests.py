@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -12,7 +13,7 @@ from django.utils import timezone
 from controlplane.accounts.choices import ActorKind
 from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.errors import Conflict
-from controlplane.fleet.changes import change
+from controlplane.fleet.changes import change, touch
 from controlplane.fleet.choices import COMMAND_FINISHED, CommandState, NodeState
 from controlplane.fleet.models import Command, Node
 from controlplane.health.choices import Action, SignalKind, Urgency
@@ -171,10 +172,11 @@ def call_off(actor: Actor, run_id: str, reason: str) -> None:
     stopped: nobody keeps two processes of such a job apart.
     """
     run = lock_run(run_id)
+    automation = replace(SYSTEM, request_id=actor.request_id)
     if run.playbook != AS_WHOLE:
         cancel_run(actor, run_id, reason)
         for placement in _stopped_on(run.node_id):
-            bring_back_stopped(placement, timezone.now())
+            bring_back_stopped(placement, timezone.now(), automation)
         return
     before = _ended_for_move(run)
     cancel_run(actor, run_id, reason)
@@ -185,7 +187,7 @@ def call_off(actor: Actor, run_id: str, reason: str) -> None:
     jobs.vacate(actor, before)
     again = before.replica.alive.exclude(pk__in=run.context.get("there", []))
     if before.replica.job.state == JobState.RUNNING and not again.exists():
-        bring_back(before, timezone.now(), emptied=True)
+        bring_back(before, timezone.now(), automation, emptied=True)
 
 
 def _stopped_on(node_id: str | None) -> list[Placement]:
@@ -298,6 +300,7 @@ def repair_node(
         PlaybookRun.objects.filter(pk=run.pk).update(
             incident=incident, title=f"Repair {node.name}", context=wanted
         )
+        touch(node.cluster_id, ("run", run.pk))
         PlaybookStep.objects.filter(run=run, state=StepState.WAITING).update(wake_at=timezone.now())
         if news := _news_of_need(run.context, wanted):
             look_again(run.pk, news, afresh=True)
@@ -431,7 +434,9 @@ def restart_job(actor: Actor, job_id: str, reason: str) -> PlaybookRun:
 
 
 @change()
-def bring_back(placement: Placement, occurred_at: datetime, *, emptied: bool = False) -> Incident:
+def bring_back(
+    placement: Placement, occurred_at: datetime, actor: Actor = SYSTEM, *, emptied: bool = False
+) -> Incident:
     """Open the incident of the replica that this placement held, and have it brought back.
 
     What is lost with other replicas of its job is one incident with them; not one that went because
@@ -440,9 +445,9 @@ def bring_back(placement: Placement, occurred_at: datetime, *, emptied: bool = F
     job = placement.replica.job
     index = placement.replica.index
     opened = open_for_replica if emptied else open_for_loss
-    incident = opened(placement, occurred_at)
+    incident = opened(placement, occurred_at, actor=actor)
     run = request_run(
-        SYSTEM,
+        actor,
         "replica-lost",
         f"{job.pk}/{index}",
         cluster_id=job.cluster_id,
@@ -454,7 +459,7 @@ def bring_back(placement: Placement, occurred_at: datetime, *, emptied: bool = F
     )
     if run.state == RunState.NEEDS_OPERATOR and (news := _news_of_loss(run, placement)):
         # What never trained is no other story: of that there are as many as a run may start.
-        look_again(run.pk, news, afresh=placement.joined_at is not None)
+        look_again(run.pk, news, actor, afresh=placement.joined_at is not None)
     if incident.replica is None:
         title = title_of_loss(incident, incident.code)
         Incident.objects.filter(pk=incident.pk).update(title=title[:200])
@@ -543,7 +548,9 @@ def _runs_on(placement: Placement) -> bool:
 
 
 @change()
-def bring_back_stopped(placement: Placement, occurred_at: datetime) -> Incident | None:
+def bring_back_stopped(
+    placement: Placement, occurred_at: datetime, actor: Actor = SYSTEM
+) -> Incident | None:
     """Have a process brought back that ended as ordered. Returns the incident that tells of it, the
     open one of its replica if there is one: that is in somebody's hands.
 
@@ -559,4 +566,4 @@ def bring_back_stopped(placement: Placement, occurred_at: datetime) -> Incident 
     if any(lock_run(run_id).state in RUN_UNFINISHED for run_id in list(runs)):
         return None
     there = incident_of_replica(placement.replica.job_id, placement.replica.index)
-    return there or bring_back(placement, occurred_at, emptied=True)
+    return there or bring_back(placement, occurred_at, actor, emptied=True)

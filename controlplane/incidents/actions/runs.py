@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 from django.utils import timezone
 
 from controlplane import doorbell
@@ -119,7 +119,7 @@ def retry_run(actor: Actor, run_id: str, reason: str) -> None:
 
 
 @change()
-def look_again(run_id: str, news: str, *, afresh: bool) -> None:
+def look_again(run_id: str, news: str, actor: Actor = SYSTEM, *, afresh: bool) -> None:
     """Let a run that asked for a person try its step again by itself: `news` is what it did not
     know when it asked, in words. Nothing for one that did not ask; a person's pause holds.
 
@@ -127,7 +127,7 @@ def look_again(run_id: str, news: str, *, afresh: bool) -> None:
     """
     run = PlaybookRun.objects.select_for_update(no_key=True, of=("self",)).get(pk=run_id)
     if run.state == RunState.NEEDS_OPERATOR:
-        _take_turn(SYSTEM, run, news, "run.news", afresh=afresh)
+        _take_turn(actor, run, news, "run.news", afresh=afresh)
 
 
 def _take_turn(actor: Actor, run: PlaybookRun, reason: str, verb: str, *, afresh: bool) -> None:
@@ -146,9 +146,7 @@ def _take_turn(actor: Actor, run: PlaybookRun, reason: str, verb: str, *, afresh
         turn.pop("went_for", None)
         if "passed_over" in turn:  # nodes that did not start it, perhaps for what has been mended
             turn["passed_over"] = []
-    Approval.objects.filter(
-        run=run, state__in=[ApprovalState.WAITING, ApprovalState.APPROVED]
-    ).update(state=ApprovalState.VOID, decided_at=now)
+    void_approvals(valid_approvals(run))
     PlaybookRun.objects.filter(pk=run.pk).update(deadline=_fresh_deadline(run), context=turn)
     doorbell.ring_after_commit()
 
@@ -219,9 +217,7 @@ def cancel_run(actor: Actor, run_id: str, reason: str) -> None:
         state__in=[StepState.DONE, StepState.SKIPPED, StepState.FAILED]
     ).update(state=StepState.SKIPPED, lock_token="", lock_expires_at=None, wake_at=None)
     Reservation.objects.filter(run=run, released_at=None).update(released_at=timezone.now())
-    Approval.objects.filter(run=run, state=ApprovalState.WAITING).update(
-        state=ApprovalState.VOID, decided_at=timezone.now()
-    )
+    void_approvals(Approval.objects.filter(run=run, state=ApprovalState.WAITING))
     _set_run(actor, run, RunState.CANCELLED, reason or "cancelled", "run.cancel")
 
 
@@ -314,6 +310,20 @@ def _fresh_deadline(run: PlaybookRun) -> datetime:
     """As long again as its playbook may take; an hour where the workers have not told yet."""
     known = Playbook.objects.filter(pk=run.playbook).first()
     return timezone.now() + timedelta(seconds=known.deadline_s if known else 3600)
+
+
+def valid_approvals(run: PlaybookRun) -> QuerySet[Approval]:
+    """Those that hold a plan of this run, signed or to be signed."""
+    return Approval.objects.filter(
+        run=run, state__in=[ApprovalState.WAITING, ApprovalState.APPROVED]
+    )
+
+
+def void_approvals(approvals: QuerySet[Approval]) -> bool:
+    """Let these count no more, and be signed no more. Whether there were any."""
+    for approval_id, cluster_id in approvals.values_list("pk", "cluster_id"):
+        touch(cluster_id, ("approval", approval_id))
+    return bool(approvals.update(state=ApprovalState.VOID, decided_at=timezone.now()))
 
 
 def lock_run(run_id: str) -> PlaybookRun:

@@ -12,6 +12,7 @@ from controlplane.jobs.actions.jobs import (
     place,
     register,
     request_stop,
+    reveal_token,
     set_coordinator,
     vacate,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "release_spare",
     "request_stop",
     "reserve_spare",
+    "reveal_token",
     "set_coordinator",
     "set_warm_spares",
     "stand_by",

@@ -8,7 +8,7 @@ from typing import Any
 from django.db.models import QuerySet
 from django.utils import timezone
 
-from controlplane import doorbell
+from controlplane import crypto, doorbell
 from controlplane.accounts.actions import audit
 from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.errors import Conflict
@@ -16,6 +16,7 @@ from controlplane.fleet import actions as fleet
 from controlplane.fleet.changes import change, touch
 from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Node
+from controlplane.jobs.actions.spares import release
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import (
     IN_ITS_PLACE,
@@ -188,9 +189,8 @@ def take_node(actor: Actor, node_id: str, replica: Replica) -> bool:
         fleet.transition(actor, node_id, NodeState.ALLOCATED, reason=reason)
         # It is needed now; another may take its part.
         fleet.set_spare(actor, node_id, False, reason="it takes a replica")
-    SpareReservation.objects.filter(node_id=node_id, released_at=None).update(
-        released_at=timezone.now()
-    )
+    reserved = SpareReservation.objects.filter(node_id=node_id)
+    release(actor, reserved, f"replica {replica.index} of {job.name} takes it")
     return node.spare
 
 
@@ -250,6 +250,24 @@ def keep_as_spare(actor: Actor, node_id: str, reason: str) -> None:
 
 
 @change()
+def reveal_token(actor: Actor, job_id: str) -> str:
+    """Tell the token of a job's ranks, for those that its own scheduler starts; it stands nowhere.
+
+    It lets whoever has it speak for the job, so that it is on record who asked.
+    """
+    job = Job.objects.get(pk=job_id)
+    audit(
+        actor,
+        "job.reveal_token",
+        "job",
+        job_id,
+        cluster_id=job.cluster_id,
+        reason="for ranks that its scheduler starts",
+    )
+    return crypto.job_token(job_id)
+
+
+@change()
 def direct(
     actor: Actor, job_id: str, verb: str, *, ttl_s: float = 60, reason: str = ""
 ) -> Directive:
@@ -274,16 +292,18 @@ def direct(
 def request_stop(actor: Actor, job_id: str, reason: str) -> Job:
     """Have a job's ranks leave at a step's edge; it ends when the last one has.
 
-    One without a process ends at once. Raises Conflict if it has ended or is stopping already.
+    One that we have no process of ends at once; ranks of its own scheduler's that tell of
+    themselves hear of it. Raises Conflict if it has ended or is stopping already.
     """
     job = Job.objects.select_for_update(no_key=True).get(pk=job_id)
     if job.state not in JOB_ACTIVE:
         raise Conflict(f"{job.name} is {job.get_state_display().lower()}; there is nothing to end")
-    if not _alive(job).exists():
-        return end_job(actor, job_id, reason)
-    set_job(actor, job, JobState.STOPPING, reason, "job.stop")
-    direct(actor, job_id, "stop", ttl_s=STOP_TTL_S, reason=reason)
-    return job
+    ours = _alive(job).exists()
+    if ours:
+        set_job(actor, job, JobState.STOPPING, reason, "job.stop")
+    if ours or job.progress.exists():
+        direct(actor, job_id, "stop", ttl_s=STOP_TTL_S, reason=reason)
+    return job if ours else end_job(actor, job_id, reason)
 
 
 @change()
@@ -312,7 +332,7 @@ def end_job(actor: Actor, job_id: str, reason: str) -> Job:
     job.save(update_fields=["ended_at"])
     set_job(actor, job, JobState.STOPPED, reason, "job.end")
     _stop_coordinator(actor, job)
-    SpareReservation.objects.filter(job=job, released_at=None).update(released_at=job.ended_at)
+    release(actor, SpareReservation.objects.filter(job=job), f"{job.name} is over")
     return job
 
 

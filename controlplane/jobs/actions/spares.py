@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 from django.db.models import QuerySet
@@ -15,6 +16,8 @@ from controlplane.fleet.changes import change, touch
 from controlplane.fleet.models import Node
 from controlplane.jobs import selectors
 from controlplane.jobs.models import Job, NodeExclusion, SpareReservation
+
+TIME_IS_UP = "its time is up"
 
 
 @change()
@@ -124,9 +127,8 @@ def reserve_spare(
         raise Conflict("no spare that fits is free; ask for less, or wait for a repair to end")
     now = timezone.now()
     # A row whose time is up holds nothing, but the keeper may not have come by yet.
-    SpareReservation.objects.filter(node=node, released_at=None, expires_at__lte=now).update(
-        released_at=now
-    )
+    due = SpareReservation.objects.filter(node=node, expires_at__lte=now)
+    release(replace(SYSTEM, request_id=actor.request_id), due, TIME_IS_UP)
     reservation = SpareReservation.objects.create(
         cluster_id=cluster_id,
         node=node,
@@ -172,8 +174,15 @@ def expire_reservations(now: datetime) -> int:
     due = SpareReservation.objects.filter(released_at=None, expires_at__lte=now)
     expired = list(due.select_for_update(no_key=True, skip_locked=True))
     for reservation in expired:
-        _release(SYSTEM, reservation, now, "its time is up")
+        _release(SYSTEM, reservation, now, TIME_IS_UP)
     return len(expired)
+
+
+def release(actor: Actor, reservations: QuerySet[SpareReservation], reason: str) -> None:
+    """Give back what is held still of these."""
+    now = timezone.now()
+    for held in reservations.filter(released_at=None).select_for_update(no_key=True):
+        _release(actor, held, now, reason)
 
 
 def _release(actor: Actor, reservation: SpareReservation, at: datetime, reason: str) -> None:

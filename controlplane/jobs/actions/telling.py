@@ -12,9 +12,9 @@ from django.utils import timezone
 
 from controlplane import doorbell
 from controlplane.accounts.models import SYSTEM, Actor
-from controlplane.errors import Conflict
+from controlplane.errors import Conflict, Refused
 from controlplane.fleet.changes import change, touch
-from controlplane.health.actions import record_signal
+from controlplane.health.actions import LAST_MOMENT, record_signal
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
 from controlplane.jobs.actions.jobs import end_itself, end_placement, set_job, set_replicas
@@ -63,7 +63,10 @@ TIMES = ("at", "started_at", "committed_at")
 def record_runtime_batch(
     job_id: str, batch: client.Batch, messages: list[client.Message]
 ) -> client.Reply:
-    """Keep what one rank told. Each message has a natural key: telling it again changes nothing."""
+    """Keep what one rank told. Each message has a natural key: telling it again changes nothing.
+
+    Raises Refused where its clock is so wrong that no time can be made of what it says.
+    """
     if not messages:  # it asks only for orders, as each replica does: that takes no lock
         return _reply(Job.objects.get(pk=job_id))
     # One job's batches take turns, so that the ledger's end is read and moved by one at a time.
@@ -88,8 +91,9 @@ def record_runtime_batch(
             _record_stopped(job, batch, message)
     job.save(update_fields=TOLD)
     touch(job.cluster_id, ("job", job.pk))
-    saves = any(isinstance(message, client.CheckpointSaved) for message in messages)
-    return _reply(job, recent_rate(job.cluster_id) if saves else None)
+    # Who tells of progress says when all save, and may hear of no save itself.
+    asks = any(isinstance(one, client.CheckpointSaved | client.Progress) for one in messages)
+    return _reply(job, recent_rate(job.cluster_id) if asks else None)
 
 
 def _reply(job: Job, failures_per_node_day: float | None = None) -> client.Reply:
@@ -156,7 +160,8 @@ def _record_progress(job: Job, batch: client.Batch, message: client.Progress) ->
     job.samples_per_s = (
         message.samples / (message.steps * message.step_s) if message.step_s else None
     )
-    if job.state == JobState.STARTING:
+    # One that its own scheduler starts is not known to be starting.
+    if job.state in (JobState.PENDING, JobState.STARTING):
         job.state = JobState.RUNNING
         job.started_at = job.started_at or at
         job.save(update_fields=["state", "started_at"])
@@ -269,8 +274,11 @@ def _record_peer_lost(job: Job, batch: client.Batch, message: client.PeerLost) -
 
 def _record_regrouped(job: Job, message: client.Regrouped) -> None:
     committed_at = _moment(message.committed_at)
-    for replica, placement in zip(message.joined, message.entered, strict=False):
-        _moved(job, placement, replica, committed_at)
+    # Few of them stood by before: one look tells which, however many there are.
+    places = dict(zip(message.entered, message.joined, strict=False))
+    stood_by = Placement.objects.filter(pk__in=places, replica__job=job, standby=True)
+    for placement in stood_by.order_by("pk").values_list("pk", flat=True):
+        _moved(job, placement, places[placement], committed_at)
     Interruption.objects.get_or_create(
         job=job,
         epoch=message.epoch,
@@ -463,8 +471,15 @@ def _by_our_clock(batch: client.Batch, message: Said) -> Said:
     ahead_s = batch.sent_at - timezone.now().timestamp()
     if -BEHIND_S <= ahead_s <= AHEAD_S:
         return message
-    times = {name: getattr(message, name) for name in TIMES if hasattr(message, name)}
-    return replace(message, **{name: at - ahead_s for name, at in times.items()})
+    times = {name: getattr(message, name) - ahead_s for name in TIMES if hasattr(message, name)}
+    if any(not 0 <= at <= LAST_MOMENT for at in times.values()):
+        raise Refused(
+            422,
+            "invalid_field",
+            "sent_at",
+            "set this clock: by it, what the batch tells of was before 1970 or is in millennia",
+        )
+    return replace(message, **times)
 
 
 def _moment(unix_time: float) -> datetime:

@@ -42,8 +42,8 @@ from runtime.client import ENV_PLACEMENT
 from runtime.replica.record import Record, RecordFile
 
 CORRUPT = "corrupt-checkpoint"
-#: The code of an incident of a node whose own disk does so.
-DAMAGED = "checkpoint_damaged"
+#: The codes of an incident of a node whose own disk does so, or its memory.
+DAMAGED = ("checkpoint_damaged", "memory_damaged")
 
 
 @dataclass(frozen=True)
@@ -263,11 +263,11 @@ def _whole(job: Job) -> bool:
 
 
 def _mended(job: Job, since: datetime) -> list[Incident] | None:
-    """Once all are over. Of a disk that gives back other bytes than were written to it a person has
-    to look: that is us, who know why."""
+    """Once all are over. Of a disk or a memory that gives back other bytes than it was given a
+    person has to look: that is us, who know why."""
     opened = Incident.objects.filter(cluster=job.cluster, opened_at__gte=since)
-    for judged in opened.filter(code=DAMAGED, state__in=INCIDENT_UNRESOLVED):
-        resolve_by_hand(SYSTEM, judged.pk, "this scenario flipped that bit; the disk is well")
+    for judged in opened.filter(code__in=DAMAGED, state__in=INCIDENT_UNRESOLVED):
+        resolve_by_hand(SYSTEM, judged.pk, "this scenario flipped that bit; the node is well")
     incidents = [*opened]
     unresolved = [one for one in incidents if one.state in INCIDENT_UNRESOLVED]
     return incidents if incidents and not unresolved else None

@@ -1,11 +1,13 @@
-"""The job's page: what its tiers hold, and a checkpoint on demand."""
+"""What a job's page and the list of jobs show of its tiers, and a checkpoint on demand."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 
 import pytest
+from django.db import connection
 from django.test import Client
+from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from django.utils import timezone
 
@@ -14,7 +16,14 @@ from controlplane.health.choices import SignalKind
 from controlplane.jobs.models import Directive, Job, Placement
 from controlplane.jobs.selectors import TROUBLES
 from tests.controlplane.dashboard.world import Fleet
-from tests.factories import CheckpointFactory, PlacementFactory, ReplicaFactory, SignalFactory
+from tests.factories import (
+    CheckpointFactory,
+    InterruptionFactory,
+    JobFactory,
+    PlacementFactory,
+    ReplicaFactory,
+    SignalFactory,
+)
 
 
 @pytest.fixture
@@ -325,3 +334,124 @@ def test_a_store_that_hangs_from_the_first_save_is_shown(operator: Client, job: 
 
     assert "failing" not in local
     assert "failing on replica 10" in shared
+
+
+@pytest.mark.parametrize(
+    ("kind", "of", "saved_to", "over"),
+    [
+        ("checkpoint_late", "shared", "shared", True),
+        ("checkpoint_late", "shared", "local", False),
+        ("no_room_for_checkpoints", "", "local", True),
+        ("checkpoint_failed", "shared", "shared", False),
+    ],
+)
+def test_what_held_up_checkpoints_is_over_once_a_later_one_came_whole(
+    operator: Client, job: Job, kind: str, of: str, saved_to: str, over: bool
+) -> None:
+    now = timezone.now()
+    placement = PlacementFactory(replica=ReplicaFactory(job=job, index=10))
+    told(job, kind, 10, ago_s=30, placement=placement, tier=of)
+    CheckpointFactory(job=job, tier=saved_to, at=now - timedelta(seconds=40))
+    earlier = page(operator, job)
+    CheckpointFactory(job=job, tier=saved_to, at=now - timedelta(seconds=20))
+
+    assert kind in earlier
+    assert (kind not in page(operator, job)) == over
+
+
+@pytest.fixture
+def kept_near(job: Job) -> Placement:
+    """A process that told half a minute ago that no other node keeps what it saves to memory."""
+    placement = PlacementFactory(replica=ReplicaFactory(job=job, index=10))
+    CheckpointFactory(job=job, tier="peer")
+    told(job, "checkpoint_not_apart", 10, ago_s=30, placement=placement, tier="")
+    return placement
+
+
+def of_peers(client: Client, job: Job) -> str:
+    return page(client, job).split('data-tier="peer"')[1].split("</tr>")[0]
+
+
+@pytest.mark.parametrize(
+    ("joined", "ago_s", "near"), [([11], 20, False), ([11], 40, True), ([], 20, True)]
+)
+def test_what_lies_in_the_own_node_s_memory_is_not_called_verified_until_somebody_joins(
+    operator: Client, job: Job, kept_near: Placement, joined: list[int], ago_s: int, near: bool
+) -> None:
+    before = of_peers(operator, job)
+    began = timezone.now() - timedelta(seconds=ago_s)
+    InterruptionFactory(job=job, joined=joined, started_at=began)
+    after = of_peers(operator, job)
+
+    assert "not on another node" in before
+    assert "verified" not in before
+    assert ("not on another node" in after) == near
+    assert ("verified" in after) != near
+
+
+def test_what_a_process_that_is_gone_said_of_that_counts_no_more(
+    operator: Client, job: Job, kept_near: Placement
+) -> None:
+    Placement.objects.filter(pk=kept_near.pk).update(state="ended")
+
+    assert "not on another node" not in of_peers(operator, job)
+
+
+# --- the list of jobs -----------------------------------------------------------------------------
+
+
+def marks(client: Client) -> list[str]:
+    """What the list says of tiers that take no checkpoints, job by job."""
+    shown = client.get(reverse("jobs")).content.decode()
+    found = shown.split('data-testid="failing-tiers"')[1:]
+    return [one.split("</a>")[0].split("</svg> ")[1] for one in found]
+
+
+def test_the_list_of_jobs_names_the_tiers_to_which_saves_fail(operator: Client, job: Job) -> None:
+    JobFactory(cluster=job.cluster, name="well")
+    placement = PlacementFactory(replica=ReplicaFactory(job=job, index=10))
+    for tier in ("shared", "local"):
+        told(job, "checkpoint_failed", 10, ago_s=30, placement=placement, tier=tier)
+    failing = marks(operator)
+    told(job, "checkpoint_recovered", 10, ago_s=5, placement=placement, tier="shared")
+
+    assert failing == ["no checkpoints: local disk, shared storage"]
+    assert marks(operator) == ["no checkpoints: local disk"]
+
+
+@pytest.mark.parametrize(
+    ("state", "age_s", "found"),
+    [
+        ("running", 140, ["no checkpoints: shared storage"]),
+        ("running", 110, []),  # not three times as old yet as it is saved to, and ten seconds
+        ("stopping", 140, []),
+    ],
+)
+def test_it_names_a_tier_that_was_late_before_and_takes_nothing_any_more(
+    operator: Client, job: Job, state: str, age_s: int, found: list[str]
+) -> None:
+    Job.objects.filter(pk=job.pk).update(state=state)
+    placement = PlacementFactory(replica=ReplicaFactory(job=job, index=10))
+    at = timezone.now() - timedelta(seconds=age_s)
+    CheckpointFactory(job=job, tier="shared", every_s=40.0, at=at)
+    CheckpointFactory(job=job, tier="local", every_s=1.0, at=at)  # of which nobody says so
+    told(job, "checkpoint_late", 10, ago_s=500, placement=placement, tier="shared")
+
+    assert marks(operator) == found
+
+
+def test_what_the_list_says_of_many_jobs_costs_no_more_queries_than_of_one(
+    operator: Client, job: Job
+) -> None:
+    counts = []
+    for more in (1, 5):
+        for _ in range(more):
+            placement = PlacementFactory(replica__job__cluster=job.cluster)
+            failing = placement.replica.job
+            CheckpointFactory(job=failing, tier="local")
+            told(failing, "checkpoint_failed", 0, ago_s=30, placement=placement)
+        with CaptureQueriesContext(connection) as queries:
+            assert len(marks(operator)) >= more
+        counts.append(len(queries))
+
+    assert counts[0] == counts[1]

@@ -52,6 +52,16 @@ def test_a_delivered_command_is_handed_out_until_its_result_is_known() -> None:
     assert actions.take_commands([node.pk]) == {}
 
 
+def test_a_node_whose_key_was_revoked_is_handed_no_order() -> None:
+    node, other = NodeFactory(), NodeFactory()
+    for one in (node, other):
+        actions.queue_command(SYSTEM, one.pk, wire.Diagnose(), requester=one.pk)
+    actions.revoke_node_key(SYSTEM, node.pk, "stolen")
+
+    assert set(actions.take_commands([node.pk, other.pk])) == {other.pk}
+    assert node.commands.get().state == CommandState.QUEUED
+
+
 def test_the_first_result_stands() -> None:
     node = NodeFactory()
     command = actions.queue_command(SYSTEM, node.pk, wire.Diagnose(), requester="stp_1")

@@ -6,9 +6,10 @@ import base64
 import secrets
 from typing import Any
 
+import msgspec
 import pytest
 
-from controlplane.accounts.models import SYSTEM
+from controlplane.accounts.models import SYSTEM, AuditEvent
 from controlplane.errors import Refused
 from controlplane.fleet import actions
 from controlplane.fleet.models import Cluster, Gpu, JoinToken, Node
@@ -67,6 +68,42 @@ def test_the_same_request_again_is_the_same_node_and_no_second_use(cluster: Clus
     message = request(actions.create_join_token(SYSTEM, cluster.pk))
     assert actions.enroll(message).pk == actions.enroll(message).pk
     assert JoinToken.objects.get().uses == 1
+
+
+def moved(enrolled: wire.Enroll, **changes: Any) -> wire.Enroll:
+    """The same node asks again, with another rack and address in its file."""
+    return msgspec.structs.replace(enrolled, rack="r2", address="10.0.0.2", **changes)
+
+
+def test_a_node_that_was_moved_is_known_by_a_fresh_token_where_it_is_now(cluster: Cluster) -> None:
+    first = request(actions.create_join_token(SYSTEM, cluster.pk))
+    node = actions.enroll(first)
+    fresh = actions.create_join_token(SYSTEM, cluster.pk)
+
+    assert actions.enroll(moved(first, join_token=fresh)).pk == node.pk
+
+    node.refresh_from_db()
+    event = AuditEvent.objects.get(verb="node.enroll_again")
+    assert (str(node.rack), node.address) == ("r2", "10.0.0.2")
+    assert event.before == {"rack": "r1", "address": "127.0.0.1"}
+    assert (event.after["rack"], event.after["address"]) == ("r2", "10.0.0.2")
+
+
+@pytest.mark.parametrize("code", ["token_used", "token_unknown"])
+def test_where_a_node_is_nobody_says_who_only_knows_its_public_key(
+    cluster: Cluster, code: str
+) -> None:
+    used = actions.create_join_token(SYSTEM, cluster.pk)
+    others = actions.create_join_token(SYSTEM, ClusterFactory().pk)
+    first = request(used)
+    node = actions.enroll(first)
+
+    refusal = refused(moved(first, join_token={"token_used": used, "token_unknown": others}[code]))
+
+    node.refresh_from_db()
+    assert (refusal.code, refusal.field) == (code, "join_token")
+    assert (str(node.rack), node.address) == ("r1", "127.0.0.1")
+    assert JoinToken.objects.filter(uses=1).count() == 1
 
 
 def test_a_used_token_lets_no_second_node_in(cluster: Cluster) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
 }
 BY_NAME: dict[str, st.SearchStrategy[Any]] = {"how": st.just("reset"), "tier": st.just("local")}
 numbers = st.integers(-2, 2**64) | st.sampled_from([2**31 - 1, 2**31, 2**63 - 1]) | st.floats()
+clocks = st.sampled_from([0.0, 1.0, time.time(), 1e11])
 
 
 @pytest.fixture
@@ -113,7 +115,7 @@ def test_almost_valid_runtime_messages(door: Door, job: Job, data: st.DataObject
         "replica": 0,
         "rank": 0,
         "placement": "",
-        "sent_at": 1.0,
+        "sent_at": data.draw(clocks),
         "messages": [{"type": kind.type, **fields}],
     }
     bearer = {"Authorization": f"Bearer {job_token(job.pk)}"}

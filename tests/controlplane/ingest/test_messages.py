@@ -6,11 +6,14 @@ import json
 
 import pytest
 import redis as redis_client
+from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM
 from controlplane.crypto import command_public_keys
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.models import Node
+from controlplane.health.actions import record_signal
+from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
 from node_agent import wire
 from tests.factories import JobFactory, PlacementFactory
@@ -131,6 +134,20 @@ def test_whoever_guesses_the_ids_of_another_nodes_events_hides_none(
 
     assert [answer.json["ids"] for answer in answers] == [[event["id"]]] * 2
     assert Signal.objects.get(node_id=node.node_id).raw == event["raw"]
+
+
+def test_what_the_control_plane_will_tell_is_hidden_by_no_event_under_its_id(
+    node: NodeClient, other_node: NodeClient, transactional_db: None
+) -> None:
+    foreseen = f"lease:{node.node_id}:1000.000"
+    event = other_node.event(id=foreseen)
+
+    answers = [other_node.post("/v1/events", {"events": [event]}) for _ in range(2)]
+    record_signal(foreseen, SignalKind.LEASE_LOST, source="keeper", observed_at=timezone.now())
+
+    assert [answer.json["ids"] for answer in answers] == [[foreseen]] * 2
+    assert Signal.objects.get(pk=foreseen).kind == SignalKind.LEASE_LOST
+    assert Signal.objects.get(node_id=other_node.node_id).raw == event["raw"]
 
 
 def test_answered_events_survive_a_killed_server(

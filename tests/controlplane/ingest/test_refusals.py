@@ -272,6 +272,14 @@ def test_public_key_that_is_none(door: Door, join_token: str, key: str) -> None:
     assert refusal(answer) == (422, "invalid_field", "public_key")
 
 
+@pytest.mark.parametrize("rack", ["r" * 64, "r" * 255])
+def test_a_rack_whose_name_is_too_long_is_named(door: Door, join_token: str, rack: str) -> None:
+    answer = door.post("/v1/enroll", enrolment(door, join_token, "n1").enroll_message(rack=rack))
+
+    assert refusal(answer) == (422, "invalid_field", "rack")
+    assert not Node.objects.exists()
+
+
 # --- command results ------------------------------------------------------------------------------
 
 
@@ -328,15 +336,26 @@ def saved(**changes: Any) -> dict[str, Any]:
     return {"type": "checkpoint", **said, "stall_s": 0.1, "seconds": 0.2, "at": 1.0, **changes}
 
 
+def regrouped(**changes: Any) -> dict[str, Any]:
+    said = {"epoch": 2, "replicas": [0, 9], "lost": [], "joined": [9], "entered": ["plc_1"]}
+    times = {"started_at": 1.0, "committed_at": 1.0, "step": 2, "gap_s": 0.1}
+    return {"type": "regrouped", **said, **times, **changes}
+
+
 def tell(
-    door: Door, job_id: str, *messages: dict[str, Any], token: str = "", replica: int = 0
+    door: Door,
+    job_id: str,
+    *messages: dict[str, Any],
+    token: str = "",
+    replica: int = 0,
+    sent_at: float | None = None,
 ) -> Answer:
     batch = {
         "job": job_id,
         "replica": replica,
         "rank": 0,
         "placement": "plc_1",
-        "sent_at": time.time(),
+        "sent_at": time.time() if sent_at is None else sent_at,
         "messages": list(messages),
     }
     bearer = {"Authorization": f"Bearer {token or job_token(job_id)}"}
@@ -365,18 +384,7 @@ def test_what_an_older_job_does_not_say_of_a_checkpoint_is_not_known(door: Door,
     [
         {"type": "hello", "pid": 7, "at": 1.0, "stage": "entered"},
         progress(),
-        {
-            "type": "regrouped",
-            "epoch": 2,
-            "replicas": [0, 9],
-            "lost": [],
-            "joined": [9],
-            "entered": ["plc_1"],
-            "started_at": 1.0,
-            "committed_at": 1.0,
-            "step": 2,
-            "gap_s": 0.1,
-        },
+        regrouped(),
     ],
 )
 def test_a_place_that_the_job_does_not_have_is_taken_by_nobody(
@@ -423,6 +431,8 @@ def test_a_job_that_is_gone(door: Door, cluster: Cluster) -> None:
         (ledger(order={"samples": -1}), "messages[0].order[...]"),
         (saved(stored=-1), "messages[0].stored"),
         (saved(stored="all"), "messages[0].stored"),
+        (regrouped(entered=["p" * 41]), "messages[0].entered[0]"),
+        (regrouped(entered=[""] * 4097), "messages[0].entered"),
     ],
 )
 def test_a_runtime_message_at_fault(
@@ -435,6 +445,16 @@ def test_too_many_runtime_messages(door: Door, job: Job) -> None:
     answer = tell(door, job.pk, *[progress(step) for step in range(501)])
 
     assert refusal(answer) == (422, "invalid_field", "messages")
+    assert not ProgressSample.objects.exists()
+
+
+@pytest.mark.parametrize(("sent_at", "at"), [(1e11, 0.0), (0.0, 1e11)])
+def test_a_clock_by_which_there_is_no_time_is_named(
+    door: Door, job: Job, sent_at: float, at: float
+) -> None:
+    answer = tell(door, job.pk, progress(at=at), sent_at=sent_at)
+
+    assert refusal(answer) == (422, "invalid_field", "sent_at")
     assert not ProgressSample.objects.exists()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from controlplane.accounts.models import SYSTEM
@@ -12,7 +14,8 @@ from controlplane.incidents.candidates import free_nodes
 from controlplane.incidents.choices import IncidentState, RunState
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
-from controlplane.jobs.models import Directive, Placement, SpareReservation
+from controlplane.jobs.models import Directive, Job, Placement, SpareReservation
+from runtime import client
 from tests.factories import (
     ClusterFactory,
     IncidentFactory,
@@ -131,6 +134,40 @@ def test_nothing_brings_an_ended_job_back() -> None:
     assert (run.state, incident.state) == (RunState.CANCELLED, IncidentState.RESOLVED)
     placement.refresh_from_db()
     assert placement.state == PlacementState.RUNNING  # it leaves by itself, at a step's edge
+
+
+def told(job: Job, *messages: client.Message) -> client.Reply:
+    """What a rank hears that the job's own scheduler started."""
+    batch = client.Batch(
+        job=job.pk, replica=0, rank=0, placement="step-7", sent_at=time.time(), messages=[]
+    )
+    return jobs.record_runtime_batch(job.pk, batch, list(messages))
+
+
+def test_ranks_that_a_scheduler_started_are_heard_and_hear_that_their_job_is_ended() -> None:
+    job = JobFactory(state=JobState.PENDING, started_at=None)
+    told(
+        job,
+        client.Progress(
+            step=4, steps=5, epoch=1, at=time.time(), loss=3.0, grad_norm=1.0, step_s=0.1,
+            max_gap_s=0.2, samples=120, tokens=120, replicas=[0],
+        ),
+    )  # fmt: skip
+    job.refresh_from_db()
+    assert (job.state, job.started_at is not None) == (JobState.RUNNING, True)
+
+    ended = jobs.request_stop(SYSTEM, job.pk, "converged")
+
+    assert ended.state == JobState.STOPPED
+    assert [one["verb"] for one in told(job).directives] == ["stop"]
+
+
+def test_where_no_rank_tells_of_itself_nobody_is_told_to_stop() -> None:
+    job = JobFactory()
+    jobs.record_progress(SYSTEM, job.pk, step=3)
+
+    assert jobs.request_stop(SYSTEM, job.pk, "converged").state == JobState.STOPPED
+    assert not Directive.objects.exists()
 
 
 def test_ranks_that_report_are_believed_more_than_their_scheduler() -> None:

@@ -63,6 +63,13 @@ def tell(
     return actions.record_runtime_batch(placement.replica.job_id, batch, list(messages))
 
 
+def regrouped(epoch: int, entered: list[str]) -> client.Regrouped:
+    return client.Regrouped(
+        epoch=epoch, replicas=[0], lost=[], joined=[*range(len(entered))], entered=entered,
+        started_at=1000.0, committed_at=1000.2, step=5, gap_s=0.2,
+    )  # fmt: skip
+
+
 def progress(
     step: int, at: float = 1000.0, epoch: int = 1, *, whole: bool = False
 ) -> client.Progress:
@@ -134,6 +141,31 @@ def test_a_message_told_twice_stands_once(placement: Placement) -> None:
     assert LedgerRange.objects.count() == 1
     assert Signal.objects.count() == 1
     assert Interruption.objects.count() == 1
+
+
+def test_who_entered_is_looked_up_at_once_however_many_they_are(placement: Placement) -> None:
+    asked = []
+    for epoch, count in ((2, 1), (3, 1000)):
+        with CaptureQueriesContext(connection) as queries:
+            tell(placement, regrouped(epoch, [f"plc_{number}" for number in range(count)]))
+        asked.append(len(queries))
+
+    assert asked[1] == asked[0]
+    assert Interruption.objects.count() == 2
+
+
+def test_of_those_who_entered_each_that_stood_by_has_its_place(placement: Placement) -> None:
+    job = placement.replica.job
+    others = [ReplicaFactory(job=job, index=index) for index in (1, 2)]
+    spares = [PlacementFactory(replica=placement.replica, standby=True, warm=True) for _ in others]
+
+    tell(placement, regrouped(2, [placement.pk, *(spare.pk for spare in spares)]))
+
+    for spare in spares:
+        spare.refresh_from_db()
+    assert [(spare.replica, spare.standby) for spare in spares] == [
+        (other, False) for other in others
+    ]
 
 
 def test_progress_told_late_does_not_turn_the_clock_back(placement: Placement) -> None:
@@ -374,11 +406,12 @@ def test_of_directives_of_one_verb_the_newest_is_said(placement: Placement) -> N
     ]
 
 
-def test_who_saves_is_told_how_often_nodes_fail(placement: Placement) -> None:
-    assert tell(placement, saved_to("peer", 5, 1000.0)).failures_per_node_day == pytest.approx(
-        6.5e-3
-    )
-    assert tell(placement, progress(5)).failures_per_node_day is None
+@pytest.mark.parametrize("message", [saved_to("peer", 5, 1000.0), progress(5)])
+def test_who_saves_or_says_when_all_save_is_told_how_often_nodes_fail(
+    placement: Placement, message: client.Message
+) -> None:
+    assert tell(placement, message).failures_per_node_day == pytest.approx(6.5e-3)
+    assert tell(placement, ledger(0, 5)).failures_per_node_day is None
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, 240.0])

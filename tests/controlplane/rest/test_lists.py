@@ -9,9 +9,21 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from controlplane.api import RESOURCES
+from controlplane.health.choices import SignalKind
 from controlplane.rest.filters import Parameter
 from tests.controlplane.rest.world import ROWS, Caller, World
-from tests.factories import CheckpointFactory, NodeFactory
+from tests.factories import (
+    CheckpointFactory,
+    ClusterFactory,
+    FailureFactory,
+    IncidentFactory,
+    JobFactory,
+    NodeFactory,
+    PlacementFactory,
+    RackFactory,
+    ReplicaFactory,
+    SignalFactory,
+)
 
 every_list = pytest.mark.parametrize("name", sorted(RESOURCES))
 EVERY_SORT = [
@@ -198,6 +210,34 @@ def test_a_cluster_is_named_by_id_or_name(fleet: None, world: World, viewer: Cal
     assert by_id == names(viewer, f"cluster={world.cluster.name}&q=a") != []
 
 
+def replicas_of(caller: Caller, jobs: str) -> list[str]:
+    return [row["id"] for row in results(caller, f"/api/v1/replicas?job={jobs}&sort=index")]
+
+
+def test_a_name_may_begin_as_an_id_does(world: World, viewer: Caller) -> None:
+    job, other = JobFactory(cluster=world.cluster, name="job_7b"), JobFactory(cluster=world.cluster)
+    replica, last = ReplicaFactory(job=job, index=0), ReplicaFactory(job=other, index=1)
+    rack = RackFactory(cluster=world.cluster, name="rck_9")
+    node = NodeFactory(cluster=world.cluster, rack=rack)
+
+    assert replicas_of(viewer, "job_7b") == replicas_of(viewer, job.pk) == [replica.pk]
+    assert replicas_of(viewer, f"{other.pk},job_7b") == [replica.pk, last.pk]
+    assert names(viewer, "rack=rck_9") == names(viewer, f"rack={rack.pk}") == [node.name]
+
+
+def test_what_no_node_is_blamed_for_is_of_its_cluster_too(world: World, viewer: Caller) -> None:
+    of_job = FailureFactory(node=None, job_id=JobFactory(cluster=world.cluster).pk)
+    of_site = FailureFactory(node=None)
+    IncidentFactory(cluster=world.cluster).failures.add(of_site)
+    every = results(viewer, "/api/v1/failures")
+    told = {of_job.pk, of_site.pk, world.objects["failures"].pk}
+
+    for named in (world.cluster.pk, world.cluster.name):
+        assert results(viewer, f"/api/v1/failures?cluster={named}") == every
+    assert told <= {row["id"] for row in every}
+    assert results(viewer, f"/api/v1/failures?cluster={ClusterFactory().name}") == []
+
+
 def test_rows_that_come_in_between_shift_no_page(fleet: None, world: World, viewer: Caller) -> None:
     first = viewer.get("/api/v1/nodes?q=1&limit=1&name=a1,a15,b1").json()
     NodeFactory(cluster=world.cluster, name="a0-1")
@@ -273,3 +313,24 @@ def test_a_checkpoint_says_what_its_tier_holds_of_it(
     shown = viewer.get(f"/api/v1/checkpoints/{one.pk}").json()
 
     assert (shown["bytes"], shown["stored"]) == (9, stored)
+
+
+def test_a_job_names_the_tiers_to_which_saves_fail_and_that_voids_no_order_to_it(
+    world: World, viewer: Caller
+) -> None:
+    well = ROWS["jobs"](world.cluster)
+    placement = PlacementFactory(replica__job=world.objects["jobs"])
+    before = viewer.get(world.path("jobs"))
+    SignalFactory(
+        kind=SignalKind.JOB_TROUBLE,
+        job_id=placement.replica.job_id,
+        placement_id=placement.pk,
+        data={"kind": "checkpoint_failed", "subject": "shared", "text": "full", "rank": 0},
+    )
+    after = viewer.get(world.path("jobs"))
+
+    listed = {row["id"]: row["failing_tiers"] for row in results(viewer, "/api/v1/jobs")}
+    assert (before.json()["failing_tiers"], after.json()["failing_tiers"]) == ([], ["shared"])
+    assert (listed[placement.replica.job_id], listed[well.pk]) == (["shared"], [])
+    assert after["ETag"] != before["ETag"]
+    assert after["ETag"].split(".")[0] == before["ETag"].split(".")[0]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from django.test import Client
 
+from controlplane.accounts.models import AuditEvent
 from controlplane.rest import problems
 from tests.controlplane.rest.world import Caller, World
 
@@ -71,6 +72,15 @@ def test_a_body_that_is_too_large(world: World, operator: Caller) -> None:
     answer = operator.order(f"{world.path('nodes')}/hold", {"reason": "x" * 300_000})
 
     assert told(answer) == (413, "body_too_large")
+
+
+def test_a_body_in_chunks_is_not_taken_for_none(world: World, operator: Caller) -> None:
+    path = f"{world.path('incidents')}/acknowledge"
+
+    answer = operator.order(path, {"dry_run": True}, transfer_encoding="chunked")
+
+    assert told(answer) == (411, "length_required")
+    assert not AuditEvent.objects.filter(verb="incident.acknowledge").exists()
 
 
 def test_nobody_is_asked_who_it_is(world: World) -> None:

@@ -9,15 +9,28 @@ import msgspec
 import pytest
 from django.utils import timezone
 
-from controlplane.accounts.models import SYSTEM
+from controlplane.accounts.models import SYSTEM, AuditEvent
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.models import Cluster, MaintenanceWindow, Node, Rack
 from controlplane.incidents import actions as incidents
+from controlplane.incidents.choices import ApprovalState, Mode, RunState
+from controlplane.incidents.models import PlaybookRun
+from controlplane.incidents.plans import plan_of_order
 from controlplane.jobs import actions as jobs
-from controlplane.jobs.models import SpareReservation
+from controlplane.jobs.models import Job, SpareReservation
 from node_agent import wire
 from tests.controlplane.rest.world import Caller, World, playbooks
-from tests.factories import ClusterFactory, GpuFactory, JobFactory, NodeFactory, RackFactory
+from tests.factories import (
+    ApprovalFactory,
+    ClusterFactory,
+    GpuFactory,
+    IncidentFactory,
+    JobFactory,
+    NodeFactory,
+    PlaybookRunFactory,
+    RackFactory,
+    ReplicaFactory,
+)
 
 
 @pytest.fixture
@@ -210,6 +223,92 @@ def test_a_node_that_falls_silent_or_returns_is_a_change(yard: World, scheduler:
     fleet.renew_leases({it.pk: timezone.now()}, 30)
 
     assert lost[1] == changes(scheduler, yard, lost[0])[1] == [("node", it.pk)]
+
+
+def _placed(job: Job, spare: Node) -> None:
+    jobs.place(SYSTEM, ReplicaFactory(job=job).pk, spare.pk, placement_id="plc_1")
+
+
+def _ended(job: Job, _spare: Node) -> None:
+    jobs.end_job(SYSTEM, job.pk, "converged")
+
+
+def _reserved_anew(job: Job, _spare: Node) -> None:
+    SpareReservation.objects.update(expires_at=timezone.now())
+    jobs.reserve_spare(SYSTEM, job.cluster_id, holder="another", ttl_s=60, reason="its turn")
+
+
+@pytest.mark.parametrize("over", [_placed, _ended, _reserved_anew])
+def test_a_reservation_that_is_over_is_a_change_and_on_record(
+    over: Any, yard: World, scheduler: Caller
+) -> None:
+    job, spare = JobFactory(cluster=yard.cluster), node(yard, spare=True)
+    kept = jobs.reserve_spare(
+        SYSTEM, yard.cluster.pk, holder="slurm", ttl_s=60, reason="mine", job_id=job.pk
+    )
+    seq, _ = changes(scheduler, yard, 0)
+
+    over(job, spare)
+
+    kept.refresh_from_db()
+    assert kept.released_at is not None
+    assert ("spare_reservation", kept.pk) in changes(scheduler, yard, seq)[1]
+    assert AuditEvent.objects.filter(verb="spare.release", object_id=kept.pk).count() == 1
+
+
+def _automatic(run: PlaybookRun) -> None:
+    incidents.set_mode(SYSTEM, run.cluster_id, run.playbook, Mode.AUTOMATIC, "it is trusted")
+
+
+def _planned_anew(run: PlaybookRun) -> None:
+    incidents.request_approval(run, plan_of_order(NodeFactory(cluster=run.cluster), "reboot"))
+
+
+def _tried_again(run: PlaybookRun) -> None:
+    PlaybookRun.objects.update(state=RunState.NEEDS_OPERATOR)
+    incidents.retry_run(SYSTEM, run.pk, "the cable is in")
+
+
+def _cancelled(run: PlaybookRun) -> None:
+    incidents.cancel_run(SYSTEM, run.pk, "not now")
+
+
+@pytest.mark.parametrize("void", [_automatic, _planned_anew, _tried_again, _cancelled])
+def test_a_plan_that_is_to_be_signed_no_more_is_a_change(
+    void: Any, yard: World, scheduler: Caller
+) -> None:
+    approval = ApprovalFactory(run__incident__cluster=yard.cluster)
+    seq, _ = changes(scheduler, yard, 0)
+
+    void(approval.run)
+
+    approval.refresh_from_db()
+    assert approval.state == ApprovalState.VOID
+    assert ("approval", approval.pk) in changes(scheduler, yard, seq)[1]
+
+
+def test_a_repair_that_is_about_more_by_now_is_a_change(yard: World, scheduler: Caller) -> None:
+    it = node(yard)
+    run = incidents.repair_node(SYSTEM, it.pk, None, "it fell silent", only_if_silent=True)
+    seq, _ = changes(scheduler, yard, 0)
+
+    incidents.repair_node(SYSTEM, it.pk, None, "its card fell off the bus")
+
+    assert changes(scheduler, yard, seq)[1] == [("run", run.pk)]
+
+
+def test_a_run_that_goes_over_to_another_incident_is_a_change(
+    yard: World, scheduler: Caller
+) -> None:
+    other, into = (IncidentFactory(cluster=yard.cluster) for _ in range(2))
+    run = PlaybookRunFactory(incident=other)
+    seq, _ = changes(scheduler, yard, 0)
+
+    incidents.merge_into(into, [other])
+
+    run.refresh_from_db()
+    assert run.incident == into
+    assert ("run", run.pk) in changes(scheduler, yard, seq)[1]
 
 
 def test_long_news_come_in_parts_and_none_is_missed(

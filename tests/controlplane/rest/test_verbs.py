@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 from django.apps import apps
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 
 from controlplane.accounts.models import AuditEvent, IdempotentRequest
 from controlplane.fleet.models import Node
+from tests import factories as make
 from tests.controlplane.rest.orders import ORDERS, Order, verbs
 from tests.controlplane.rest.world import Caller, World
 
@@ -136,6 +140,21 @@ def test_a_field_that_is_not_known_is_refused(verb: str, world: World, admin: Ca
     assert [error["field"] for error in answer.json()["errors"]] == ["dryrun"]
 
 
+@pytest.mark.parametrize("verb", ["approvals/approve", "approvals/reject", "runs/cancel"])
+def test_an_order_bound_to_a_state_locks_in_the_order_in_which_all_do(
+    verb: str, world: World, admin: Caller
+) -> None:
+    order = ORDERS[verb](world)
+    tag = admin.get("/".join(order.path.split("/")[:5]))["ETag"]
+
+    with CaptureQueriesContext(connection) as queries:
+        send(admin, order, if_match=tag)
+
+    texts = [query["sql"] for query in queries if "FOR NO KEY UPDATE" in query["sql"]]
+    locked = re.findall(r'FROM "incidents_(\w+)"', " ".join(texts))
+    assert locked[:2] == ["incident", "playbookrun"]
+
+
 # --- single things --------------------------------------------------------------------------------
 
 
@@ -153,6 +172,26 @@ def test_the_dry_run_of_a_nodes_order_shows_its_plan(world: World, operator: Cal
 
     assert plan["playbook"] == "reboot-node"
     assert plan["steps"][0]["disruptive"]
+
+
+def test_what_automation_does_in_the_same_write_is_told_too(world: World, operator: Caller) -> None:
+    stopped = make.PlacementFactory(replica__job__cluster=world.cluster)
+    make.SignalFactory(
+        kind="process_exited",
+        node=stopped.node,
+        placement_id=stopped.pk,
+        data={"requested": True},
+    )
+    run = make.PlaybookRunFactory(
+        incident__cluster=world.cluster, playbook="drain-node", node=stopped.node
+    )
+
+    answer = operator.order(f"/api/v1/runs/{run.pk}/cancel", {"reason": "not today"})
+
+    told = {change["verb"] for change in answer.json()["changes"]}
+    assert {"run.cancel", "incident.open", "run.request"} <= told
+    opened = AuditEvent.objects.get(verb="incident.open")
+    assert (opened.actor_kind, opened.request_id) == ("system", answer["X-Request-Id"])
 
 
 def test_only_an_admin_sets_a_playbooks_mode(world: World, operator: Caller) -> None:
