@@ -7,6 +7,7 @@ starts at full speed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -79,16 +80,23 @@ def corpus(limit: int) -> torch.Tensor:
 
 def report(step: Any) -> None:
     """After each commit: give way to others, and a line where somebody asked for one."""
-    if os.nice(0) < OPTIONS["nice"]:
-        os.nice(OPTIONS["nice"] - os.nice(0))
-        # Where Linux shares the processor out among sessions, only a session's niceness counts.
-        if AUTOGROUP.exists():
-            AUTOGROUP.write_text(str(OPTIONS["nice"]))
+    if OPTIONS["nice"]:
+        give_way(OPTIONS["nice"])
     if OPTIONS["log"]:
         with Path(OPTIONS["log"]).open("a") as file:
             file.write(json.dumps(vars(step)) + "\n")
-    if step.step % 20 == 0 and job.replica == min(step.members):
+    if step.step % 20 == 0 and job.sender.speaks:
         print(f"step {step.step} loss {step.loss:.3f} members {step.members}", flush=True)
+
+
+def give_way(nice: int) -> None:
+    """To other processes. Where Linux shares the processor out among sessions only a session's
+    niceness counts, and it lets who is not root change one in each tenth of a second, of all that
+    there are: who is refused asks again after the next step."""
+    os.nice(max(0, nice - os.nice(0)))
+    with contextlib.suppress(OSError):
+        if not AUTOGROUP.read_text().endswith(f" nice {nice}\n"):
+            AUTOGROUP.write_text(str(nice))
 
 
 class Gpt(nn.Module):

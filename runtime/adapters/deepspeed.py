@@ -73,6 +73,11 @@ class EngineState:
         """On all ranks at once. Raises ValueError for the state of another configuration or model,
         and RuntimeError as torch does."""
         engine, optimizer = self.engine, self.engine.optimizer
+        if "made_of" not in state:
+            raise ValueError(
+                "the state is of a plain module, and this script's of an EngineState: go on with "
+                "the script that saved it, or start a new job"
+            )
         for key, ours in self._made_of().items():
             if (theirs := state["made_of"].get(key)) != ours:
                 raise ValueError(

@@ -43,6 +43,11 @@ def unmet_of_settings(trainer: Any) -> Iterator[tuple[bool, str]]:
     )
     yield args.torch_compile, "torch_compile=True: compile the model's parts yourself"
     yield (
+        args.torch_empty_cache_steps is not None,
+        f"torch_empty_cache_steps={args.torch_empty_cache_steps}: the group takes the step; call "
+        "torch.cuda.empty_cache in a callback's on_step_end",
+    )
+    yield (
         args.auto_find_batch_size,
         "auto_find_batch_size=True: the global batch is fixed, so a shard must fit; give a smaller "
         "per_device_train_batch_size and more shards",
@@ -133,6 +138,11 @@ def unmet_of_optimizer(optimizer: Any, schedule: Any) -> Iterator[tuple[bool, st
     yield (
         isinstance(optimizer, AcceleratedOptimizer),
         "an optimizer prepared by accelerate: give the Trainer the bare one",
+    )
+    yield (
+        all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")),
+        f"{type(optimizer).__name__}: it evaluates with other weights than it trains; use an "
+        "optimizer that only steps",
     )
     yield (
         isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.plugins import Precision
 
 from runtime.adapters.refusals import overridden
 from runtime.data import Batches
@@ -30,10 +31,12 @@ _REPLACED = (
 )
 #: Callbacks that change batches, weights or the optimizer behind the group's back.
 _MEDDLING = (
+    "BaseFinetuning",
     "BatchSizeFinder",
     "EMAWeightAveraging",
     "GradientAccumulationScheduler",
     "LearningRateFinder",
+    "ModelPruning",
     "StochasticWeightAveraging",
     "WeightAveraging",
 )
@@ -80,11 +83,15 @@ def unmet_of_settings(job: Job, settings: Mapping[str, Any]) -> Iterator[tuple[b
         differs("gradient_clip_algorithm", None, "norm"),
         f"{said('gradient_clip_algorithm')}: the group clips by the global norm",
     )
-    yield (
-        str(settings.get("precision")) not in _PRECISIONS,
-        f"{said('precision')}: a scaler would decide on each replica for itself, and parameters "
-        "must be float32; use 'bf16-mixed'",
-    )
+    plugins = settings.get("plugins") or []
+    given = plugins if isinstance(plugins, list | tuple) else [plugins]
+    precisions = [one.precision for one in given if isinstance(one, Precision)]
+    for precision in (settings.get("precision"), *precisions):
+        yield (
+            str(precision) not in _PRECISIONS,
+            f"precision={precision!r}: a scaler would decide on each replica for itself, and "
+            "parameters must be float32; use 'bf16-mixed'",
+        )
     yield differs("fast_dev_run", False), f"{said('fast_dev_run')}: say max_steps"
     yield differs("overfit_batches", 0.0), f"{said('overfit_batches')}: {_NO_FEWER}"
     yield differs("limit_train_batches", None, 1.0), f"{said('limit_train_batches')}: {_NO_FEWER}"

@@ -187,6 +187,11 @@ def test_an_engine_without_an_optimizer_is_refused() -> None:
         EngineState(engine)
 
 
+def test_the_state_of_a_plain_module_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match="is of a plain module, and this script's of an Engine"):
+        EngineState(DeepSpeedEngine()).load_state_dict(torch.nn.Linear(1, 1).state_dict())
+
+
 def test_a_step_that_ends_among_its_micro_batches_is_told() -> None:
     with pytest.raises(ValueError, match="the step ends after 3 of 4 micro-batches: make all"):
         EngineState(DeepSpeedEngine()).state_dict()

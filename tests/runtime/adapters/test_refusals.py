@@ -15,7 +15,8 @@ pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
 
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import BackboneFinetuning, LambdaCallback, ModelPruning
+from lightning.pytorch.plugins import MixedPrecision
 from transformers import TrainerCallback
 
 import runtime
@@ -81,6 +82,7 @@ class OwnData(huggingface.ReplicaTrainer):
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True: the global batch is fixed"),
         ({"include_num_input_tokens_seen": True}, "include_num_input_tokens_seen: no replica see"),
         ({"optim": "schedule_free_adamw"}, "optim=schedule_free_adamw: it steps inside backward"),
+        ({"torch_empty_cache_steps": 4}, "torch_empty_cache_steps=4: the group takes the step"),
         (
             {"dataloader_num_workers": 2, "dataloader_multiprocessing_context": "fork"},
             "dataloader_multiprocessing_context='fork': a forked worker",
@@ -123,6 +125,24 @@ def test_a_hugging_face_trainer_neither_resumes_nor_steps_by_a_metric(
     }
     trainer = hugging_face(job, tmp_path, **by_metric, metric_for_best_model="loss")
     with pytest.raises(ValueError, match="ReduceLROnPlateau: it steps by a metric"):
+        trainer.train()
+
+
+class Switches(torch.optim.SGD):
+    """As the schedule-free optimizers do."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+def test_a_hugging_face_optimizer_that_evaluates_with_other_weights_is_refused(
+    job: Job, tmp_path: Path
+) -> None:
+    trainer = hugging_face(job, tmp_path)
+    trainer.optimizer = Switches(trainer.model.parameters())
+
+    with pytest.raises(ValueError, match="Switches: it evaluates with other weights"):
         trainer.train()
 
 
@@ -170,6 +190,7 @@ class ByMetric(Sums):
         ({"accumulate_grad_batches": 4}, "accumulate_grad_batches=4: a step is a fixed number"),
         ({"gradient_clip_algorithm": "value"}, "gradient_clip_algorithm='value': the group clips"),
         ({"precision": "16-mixed"}, "precision='16-mixed': a scaler would decide"),
+        ({"plugins": [MixedPrecision("16-mixed", "cpu")]}, "precision='16-mixed': a scaler would"),
         ({"limit_train_batches": 5}, "limit_train_batches=5: the group trains every sample"),
         ({"sync_batchnorm": True}, "sync_batchnorm=True: the group sums running statistics"),
     ],
@@ -204,6 +225,8 @@ def test_a_lightning_trainer_that_would_leave_a_card_idle_is_refused(
             {"callbacks": [LambdaCallback(on_after_backward=print)]},
             "LambdaCallback.on_after_backward: the group steps",
         ),
+        (Sums, {"callbacks": [ModelPruning("l1_unstructured")]}, "ModelPruning: it changes what"),
+        (Sums, {"callbacks": [BackboneFinetuning()]}, "BackboneFinetuning: it changes what"),
         (Sums, {"val_check_interval": "00:00:10:00"}, "val_check_interval by time: replicas"),
         (Sums, {"val_check_interval": 3}, "so an epoch may have only 2 steps and be over before"),
     ],
