@@ -26,7 +26,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.peer_memory import slower
+from benchmarks.peer_memory import judged, slower
 from runtime.checkpoint import store
 from runtime.checkpoint.draft import Draft
 from runtime.image import Buffer, Table, chunks_of, hash_of, pages
@@ -122,8 +122,7 @@ def report(
         for what, kind in (("hashes", "with"), ("without, again (A/A)", "again")):
             middle, low, high = slower(pairs(rounds, until, kind))
             yield f"until {until:<9} {what:<22} {middle:+.1%} ({low:+.1%} to {high:+.1%})"
-    middle, _low, _high = slower(pairs(rounds, "durable", "with"))
-    verdict = "kept" if middle <= TARGET else "MISSED"
+    verdict = judged(slower(pairs(rounds, "durable", "with")), TARGET)
     yield f"target: hashing lengthens a save by at most {TARGET:.0%}: {verdict}"
 
 

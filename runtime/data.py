@@ -76,7 +76,8 @@ class Batches:
     The epochs follow each other without a seam: a step at an epoch's end is filled up from the
     next, so each sample is trained once in each epoch and each step has the whole batch. With
     `drop_last` what fills no whole step is left out instead. `workers` processes load what comes
-    next, started by `start`: forkserver or spawn.
+    next, started by `start`: forkserver or spawn. `tokens_per_sample` is what the job's page counts
+    tokens by.
 
     Raises ValueError or TypeError, with the remedy, for data that cannot be put in an order.
     """
@@ -195,17 +196,18 @@ class Batches:
         return self._block_of(step)[1][step % self._block_steps]
 
     def ids(self, first: int, end: int) -> torch.Tensor:
-        """The ids of the steps from `first` to before `end`: steps x shards x samples."""
+        """The ids of the steps from `first` to before `end`: steps x shards x samples. In the
+        processor's memory, also where the script has torch make its tensors on a card."""
+        here, stop = first * self.global_batch, end * self.global_batch
         if self._factory is not None:
-            positions = torch.arange(first * self.global_batch, end * self.global_batch)
+            positions = torch.arange(here, stop, device="cpu")
             in_steps = positions.remainder_(self.samples).view(-1, self.shard_size, self.shards)
             return in_steps.transpose(1, 2)
-        here, stop = first * self.global_batch, end * self.global_batch
         pieces = []
         while here < stop:
             epoch, start = divmod(here, self.per_epoch)
             length = min(stop - here, self.per_epoch - start)
-            positions = torch.arange(start, start + length)
+            positions = torch.arange(start, start + length, device="cpu")
             pieces.append(permuted(positions, self.samples, self.seed, epoch))
             here += length
         return torch.cat(pieces).view(end - first, self.shards, self.shard_size)
@@ -367,7 +369,7 @@ def _keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 def _weights(size: int) -> torch.Tensor:
     """An odd factor for each place in a shard."""
-    weights = torch.arange(1, size + 1) * 0x9E37_79B9_7F4A_7C1
+    weights = torch.arange(1, size + 1, device="cpu") * 0x9E37_79B9_7F4A_7C1
     weights ^= weights >> 15
     return weights | 1
 

@@ -74,7 +74,7 @@ def receive_chunk(connection: socket.socket, into: memoryview) -> str:
     receive_into(connection, into)
     found = xxhash.xxh3_128_digest(into)
     if found != expected:
-        raise Damaged(f"{size} bytes were changed on the way")
+        raise Damaged(f"a chunk of {size} bytes has not the hash that came with it")
     return found.hex()
 
 

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import sys
@@ -23,7 +24,7 @@ from multiprocessing import connection, forkserver, queues
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from runtime.forking import in_children
 
@@ -33,6 +34,11 @@ START_METHODS = ("forkserver", "spawn")
 PREFETCH = 2  # shards that each worker is ahead, unless a DataLoader says otherwise
 STUCK_S = 2.0  # so long torch may take to end its own thread
 MAX_DEATHS = 3  # of workers; then everything is loaded in the training process
+#: What pickling raises; anything else that keeps workers from starting may be over the next time.
+_UNPICKLABLE = (
+    pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError,
+    NotImplementedError,
+)  # fmt: skip
 #: What tells a loader from a dataset that keeps another, and a function to collate.
 _OF_A_LOADER = ("dataset", "collate_fn", "batch_size", "num_workers", "drop_last")
 #: Orders of torch's own making, which Batches replaces by its own.
@@ -151,16 +157,19 @@ class Loader:
     def fetch(self, step: int, index: int, ids: tuple[int, ...]) -> Any:
         """The data of a shard: as loaded beforehand, else loaded now."""
         self._loaded = {key: data for key, data in self._loaded.items() if key[0] >= step}
-        if self._crew is not None and isinstance(self._crew.error, OSError | EOFError):
-            # What runs short may be there again: open files, memory, the fork server.
-            self._bury(self._crew, self._crew.error)
+        if self._crew is not None and self._crew.lacking is not None:
+            # It may be there again: open files, memory, threads, the fork server.
+            self._bury(self._crew, self._crew.lacking)
         if self._crew is not None and self._crew.ready():
             self._receive(self._crew, (step, index))
         elif self._crew is not None and not self._crew.alive():
             self._bury(self._crew, RuntimeError("a worker died as it began"))
         if (step, index) in self._loaded:
             return self._loaded.pop((step, index))
-        return load(self._source, self._seed, self._rank, step, index, ids)
+        if not self._source.workers:
+            return load(self._source, self._seed, self._rank, step, index, ids)
+        with _threads_of_a_worker():
+            return load(self._source, self._seed, self._rank, step, index, ids)
 
     def close(self) -> None:
         if self._crew is not None:
@@ -192,7 +201,8 @@ class Loader:
         crew.close()
         again = self._deaths < MAX_DEATHS
         then = "started anew" if again else "not started again: the rank itself loads from now on"
-        self._trouble("loader_worker_died", f"{error}; a loader's workers are {then}")
+        told = str(error) or repr(error)  # that memory runs short has no words
+        self._trouble("loader_worker_died", f"{told}; a loader's workers are {then}")
         self._crew = self._new_crew() if again else None
 
     def _new_crew(self) -> _Crew:
@@ -235,42 +245,49 @@ class _Crew:
 
     def __init__(self, source: Source, seed: int, rank: int, upcoming: _Upcoming) -> None:
         self.asked: deque[Key] = deque()  # of the workers, in the order of their answers
-        context = multiprocessing.get_context(source.start)
-        self._woken = context.Semaphore(0)
         self._asleep = source.workers
-        self._loader: DataLoader[Any] = DataLoader(
-            _Shards(source, seed, rank),
-            batch_size=None,
-            sampler=self._asking(upcoming),
-            num_workers=source.workers,
-            prefetch_factor=source.prefetch,
-            collate_fn=_as_it_is,
-            pin_memory=source.pin_memory,
-            worker_init_fn=_Wake(self._woken, source.worker_init),
-            multiprocessing_context=context,
-            generator=torch.Generator(),  # the training's own random numbers stay untouched
-        )
         self._iterator: Any = None
         self._answers: Any = None  # the queue of what the workers loaded
         self._never_set: Any = None  # by which torch would tell the workers that they are to end
-        self.error: Exception | None = None  # why they could not be started
+        #: why they cannot be started: what ran short, or what they can never be given
+        self.lacking: Exception | None = None
+        self._unpicklable: Exception | None = None
         self._closed = False
         self._lock = threading.Lock()
-        threading.Thread(target=self._start, name="drydock-loader", daemon=True).start()
+        context = multiprocessing.get_context(source.start)
+        try:
+            self._woken = context.Semaphore(0)
+            self._loader: DataLoader[Any] = DataLoader(
+                _Shards(source, seed, rank),
+                batch_size=None,
+                sampler=self._asking(upcoming),
+                num_workers=source.workers,
+                prefetch_factor=source.prefetch,
+                collate_fn=_as_it_is,
+                pin_memory=source.pin_memory,
+                worker_init_fn=_Wake(self._woken, source.worker_init),
+                multiprocessing_context=context,
+                generator=torch.Generator(),  # the training's own random numbers stay untouched
+            )
+            threading.Thread(target=self._start, name="drydock-loader", daemon=True).start()
+        except (OSError, RuntimeError, MemoryError) as error:
+            self.lacking = error
 
     def ready(self) -> bool:
         """Whether all are there: until then nobody is to wait for them.
 
-        Raises RuntimeError if they cannot be started at all.
+        Raises RuntimeError if they can never be given what they are to have.
         """
-        if self.error is not None:
+        if self._unpicklable is not None:
             raise RuntimeError(
-                f"the loader's workers cannot be started: {self.error!r}; what the dataset, the "
-                "collate function and worker_init_fn hold must be picklable, or use workers=0"
-            ) from self.error
+                f"the loader's workers cannot be started: {self._unpicklable!r}; what the dataset, "
+                "the collate function and worker_init_fn hold must be picklable, or use workers=0"
+            ) from self._unpicklable
+        if self._iterator is None:
+            return False
         while self._asleep and self._woken.acquire(block=False):
             self._asleep -= 1
-        return self._asleep == 0 and self._iterator is not None
+        return self._asleep == 0
 
     def alive(self) -> bool:
         return all(worker.is_alive() for worker in self._workers())
@@ -304,8 +321,11 @@ class _Crew:
     def _start(self) -> None:
         try:
             iterator: Any = iter(self._loader)
-        except Exception as error:  # whatever pickling raises; told where shards are fetched
-            self.error = error
+        except _UNPICKLABLE as error:  # both are told where shards are fetched
+            self._unpicklable = error
+            return
+        except Exception as error:
+            self.lacking = error
             return
         # By this event torch tells workers that they are to end, which we do by killing them. Who
         # is killed while it looks at it keeps its lock: torch would wait for that for ever. It is
@@ -352,13 +372,13 @@ class _Shards(Dataset[Any]):
     """A dataset whose samples are whole shards."""
 
     def __init__(self, source: Source, seed: int, rank: int) -> None:
-        self._source = source
+        self.source = source
         self._seed = seed
         self._rank = rank
 
     def __getitem__(self, asked: Asked) -> Any:
         try:
-            return load(self._source, self._seed, self._rank, *asked)
+            return load(self.source, self._seed, self._rank, *asked)
         except Exception as error:
             return _Fault(repr(error))
 
@@ -384,6 +404,8 @@ class _Wake:
         # An answer that cannot be sent would be dropped, and waited for without end.
         queues.Queue._on_queue_feeder_error = staticmethod(_die_unheard)  # type: ignore[attr-defined]
         try:
+            info: Any = get_worker_info()  # frozen, and its dataset is ours of shards
+            object.__setattr__(info, "dataset", info.dataset.source.dataset)
             if self._init is not None:
                 self._init(worker)
         except BaseException:  # torch would have it live on, and answer nothing
@@ -410,19 +432,40 @@ def _as_it_is(data: Any) -> Any:
 
 
 @contextlib.contextmanager
+def _threads_of_a_worker() -> Iterator[None]:
+    """Compute as torch has its workers do: what several threads sum together has other last bits.
+
+    The number is the calling thread's own, which trains only once it has loaded. Threads that first
+    compute meanwhile keep to one; ours only copy.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
 def random_numbers(seed: int) -> Iterator[None]:
-    """Draw from this seed within, and go on outside as if nothing had been drawn."""
+    """Draw from this seed within, on the current card too if one is in use, and go on outside as if
+    nothing had been drawn."""
     mixed = seed & 0x7FFF_FFFF_FFFF_FFFF
     numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    kept = (torch.get_rng_state(), random.getstate(), numpy and numpy.get_state())
-    torch.default_generator.manual_seed(mixed)
+    of_torch = [torch.default_generator]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        of_torch.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    kept = ([one.get_state() for one in of_torch], random.getstate(), numpy and numpy.get_state())
+    for one in of_torch:
+        one.manual_seed(mixed)
     random.seed(mixed)
     if numpy is not None:
         numpy.seed(mixed & 0xFFFF_FFFF)
     try:
         yield
     finally:
-        torch.set_rng_state(kept[0])
+        for one, state in zip(of_torch, kept[0], strict=True):
+            one.set_state(state)
         random.setstate(kept[1])
         if numpy is not None:
             numpy.set_state(kept[2])

@@ -1,5 +1,5 @@
 """A state in which tensors are divided among ranks, taken apart to be saved and put together again:
-each rank saves its own part, with a word on how the whole is divided."""
+each rank saves its own part, and beside it how the whole is divided."""
 
 from __future__ import annotations
 
@@ -20,10 +20,30 @@ def taken_apart(value: Any) -> Any:
     return {OURS: part_of(value), "of": _described(value)} if is_divided(value) else value
 
 
-def _described(tensor: Any) -> str:
-    """How a tensor is divided, to be compared."""
-    placements = ", ".join(str(placement) for placement in tensor.placements)
-    return f"{tuple(tensor.shape)} as {placements} over {tensor.device_mesh.mesh.tolist()}"
+def _described(tensor: Any) -> dict[str, Any]:
+    """How a tensor is divided: its whole shape, over which ranks, and what becomes of it along each
+    dimension of these."""
+    return {
+        "shape": [*tensor.shape],
+        "placements": [_placed(one) for one in tensor.placements],
+        "mesh": tensor.device_mesh.mesh.tolist(),
+    }
+
+
+def _placed(placement: Any) -> dict[str, int] | str:
+    """A placement of DTensor; of kinds that only torch knows, its word for it."""
+    if type(placement).__name__ == "Shard":
+        return {"shard": placement.dim}
+    return "replicate" if placement.is_replicate() else str(placement)
+
+
+def _in_words(divided: Mapping[str, Any]) -> str:
+    """For a person, and all that earlier versions saved."""
+    words = [
+        f"S({one['shard']})" if isinstance(one, dict) else one for one in divided["placements"]
+    ]
+    placements = ", ".join("R" if word == "replicate" else word for word in words)
+    return f"{tuple(divided['shape'])} as {placements} over {divided['mesh']}"
 
 
 def put_together(saved: Any, one: Stateful, where: str, model: Any = None) -> Any:
@@ -73,18 +93,20 @@ def _joined(saved: dict[str, Any], now: Any, where: str, weights: Sequence[Any])
     """The divided tensor of which a state has our part. Raises ValueError if neither `now` nor any
     of the weights is divided as it was."""
     for like in (now, *weights):
-        if is_divided(like) and _described(like) == saved["of"]:
+        here = _described(like) if is_divided(like) else None
+        if here is not None and saved["of"] in (here, _in_words(here)):
             return as_part(saved[OURS], like)
+    there = saved["of"] if isinstance(saved["of"], str) else _in_words(saved["of"])
     shown = next((one for one in (now, *weights[:1]) if isinstance(one, torch.Tensor)), None)
     if shown is None:
         raise ValueError(
-            f"{where} is in the checkpoint a tensor of {saved['of']}, and here there is none yet: "
+            f"{where} is in the checkpoint a tensor of {there}, and here there is none yet: "
             "have it made before the WholeJob is entered, so that its state_dict shows how it is "
             "divided, or start the job with the script that saved it"
         )
-    here = _described(shown) if is_divided(shown) else "not divided"
+    ours = _in_words(_described(shown)) if is_divided(shown) else "not divided"
     raise ValueError(
-        f"{where} is in the checkpoint a tensor of {saved['of']}, which is here {here}: start the "
+        f"{where} is in the checkpoint a tensor of {there}, which is here {ours}: start the "
         "job with the script and the number of ranks that saved it"
     )
 

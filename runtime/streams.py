@@ -114,10 +114,9 @@ class _Stream:
         while self._begins[-1] <= position:
             epoch = len(self._begins) - 1
             with self._drawing(epoch, self._begins[epoch]):
-                stream = self._factory(self._shard, epoch)
-                if not isinstance(stream, Sized):
-                    return
-                length = len(stream)
+                length = _length_of(self._factory(self._shard, epoch))
+            if length is None:
+                return
             self._note_length(epoch, length)
 
     def _begin(self, epoch: int, start: int = 0) -> None:
@@ -165,8 +164,8 @@ class _Stream:
         if self._start:
             return self._factory(self._shard, self._epoch, start=self._start)
         stream = self._factory(self._shard, self._epoch)
-        if isinstance(stream, Sized):
-            self._note_length(self._epoch, len(stream))
+        if (length := _length_of(stream)) is not None:
+            self._note_length(self._epoch, length)
         return stream
 
     def _end_pass(self) -> None:
@@ -196,3 +195,12 @@ class _Stream:
                 f"{length} samples, and its length was {known}: let the factory give the same "
                 "samples each time, and a stream its true length or none"
             )
+
+
+def _length_of(stream: Iterable[Any]) -> int | None:
+    """None if it does not tell: a DataLoader always has `__len__`, which raises TypeError where its
+    dataset only iterates."""
+    try:
+        return len(stream) if isinstance(stream, Sized) else None
+    except TypeError:
+        return None

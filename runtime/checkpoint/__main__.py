@@ -24,8 +24,8 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -289,6 +289,20 @@ def _removed(path: Path) -> Answer:
     return answer, [f"{path.name:<16} removed meanwhile"]
 
 
+@contextmanager
+def _told_if_removed(path: Path) -> Iterator[None]:
+    """Raises Damaged that says so, for what it then lacks is no damage."""
+    try:
+        yield
+    except (Damaged, FileNotFoundError) as error:
+        if not _is_gone(path):
+            raise
+        raise Damaged(
+            f"{path} was removed while it was read, as a job that trains removes its older ones: "
+            "run it again, or copy it first"
+        ) from error
+
+
 def _verified(asked: argparse.Namespace, path: Path) -> list[store.Finding]:
     with _bar(asked, path.name, size_of(path)) as bar:
         return store.verify(path, bar)
@@ -302,7 +316,7 @@ def diff(asked: argparse.Namespace) -> list[Answer]:
     paths = [_newest(asked.left), _newest(asked.right)]
     states = []
     for path in paths:
-        with _bar(asked, path.name, size_of(path)) as bar:
+        with _told_if_removed(path), _bar(asked, path.name, size_of(path)) as bar:
             states.append(comparable_state(path, bar))
     found = list(differences(*states))
     same = unchanged(*states)
@@ -321,12 +335,13 @@ def diff(asked: argparse.Namespace) -> list[Answer]:
 
 def export(asked: argparse.Namespace) -> list[Answer]:
     """Write the newest one as another tool reads it."""
-    from runtime.checkpoint.interchange import EXPORTS, left_out, size_as, whole_state
+    from runtime.checkpoint.interchange import EXPORTS, demand, left_out, size_as, whole_state
 
     path = _newest(asked.path)
     if path.resolve() in asked.out.resolve().parents:
         raise Damaged(f"{asked.out} is in the checkpoint itself: give a place outside {path}")
-    with _bar(asked, path.name, size_of(path)) as bar:
+    demand(asked.to, asked.out)
+    with _told_if_removed(path), _bar(asked, path.name, size_of(path)) as bar:
         state = whole_state(path, bar)
     with _bar(asked, asked.out.name, size_as(asked.to, state)) as bar:
         EXPORTS[asked.to](state, asked.out, bar)
@@ -343,13 +358,22 @@ def import_(asked: argparse.Namespace) -> list[Answer]:
     """Make what another tool wrote the beginning of a new job."""
     from runtime.checkpoint import interchange
 
-    state = interchange.foreign_state(asked.source)
-    size = 2 * interchange.size_of(state["model"])  # it is written, and read back
-    with _bar(asked, asked.source.name, size) as bar:
+    with _bar(asked, asked.source.name, interchange.size_to_read(asked.source)) as bar:
+        state = interchange.foreign_state(asked.source, bar)
+    size = 3 * interchange.size_of(state["model"])  # it is copied, written, and read back
+    with _bar(asked, asked.state_dir.name, size) as bar:
         path = interchange.import_into(asked.state_dir, state, asked.source, asked.strip, bar)
-    names = len(state["model"])
-    text = f"{names} tensors are in {path}: a job with this state folder begins from them at step 0"
-    return [({"source": str(asked.source), "path": str(path), "tensors": names}, [text])]
+    tensors = len([*interchange.tensors_in(state["model"])])
+    names = tuple(str(name) for name in state if name != "model")
+    lines = [
+        f"{tensors} tensors are in {path}: a job with this state folder begins from them at step 0"
+    ]
+    if names:
+        lines.append(f"without {store.shortened(names)}: a job begins from weights alone")
+    answer = {
+        "source": str(asked.source), "path": str(path), "tensors": tensors, "left_out": names,
+    }  # fmt: skip
+    return [(answer, lines)]
 
 
 def prune(asked: argparse.Namespace) -> list[Answer]:
@@ -453,6 +477,30 @@ def _path_or_url(text: str) -> Path | str:
     return text if "://" in text else Path(text)
 
 
+def _folder(text: str) -> Path:
+    if text.startswith(in_memory.SCHEME):
+        raise argparse.ArgumentTypeError(
+            "only ls and verify look into a node's memory: a job that starts takes a state from "
+            f"there and saves it to its folders, which can be given; found {text}"
+        )
+    if "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"only ls and verify look into an object store: copy {text} to a folder first, and "
+            f"give that; from S3 by aws s3 sync {text} FOLDER"
+        )
+    return Path(text)
+
+
+def _here(text: str) -> Path:
+    """Of what other tools read and write."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"a place on this machine is expected, found {text}: copy from there first, or to "
+            "there afterwards"
+        )
+    return Path(text)
+
+
 def _count(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError("at least 1 is kept")
@@ -505,15 +553,15 @@ def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
     for verb in ("ls", "verify"):
         one[verb].add_argument("path", type=_path_or_url)
     for verb in ("inspect", "export", "prune"):
-        one[verb].add_argument("path", type=Path)
-    one["diff"].add_argument("left", type=Path)
-    one["diff"].add_argument("right", type=Path)
-    one["export"].add_argument("out", type=Path, help="a name that nothing has yet")
+        one[verb].add_argument("path", type=_folder)
+    one["diff"].add_argument("left", type=_folder)
+    one["diff"].add_argument("right", type=_folder)
+    one["export"].add_argument("out", type=_here, help="a name that nothing has yet")
     one["export"].add_argument("--to", required=True, choices=("dcp", "safetensors", "torch"))
     one["import"].add_argument(
-        "source", type=Path, help="a torch or safetensors file, a DCP or a Hugging Face folder"
+        "source", type=_here, help="a torch or safetensors file, a DCP or a Hugging Face folder"
     )
-    one["import"].add_argument("state_dir", type=Path, help="DRYDOCK_STATE_DIR of the new job")
+    one["import"].add_argument("state_dir", type=_here, help="DRYDOCK_STATE_DIR of the new job")
     one["import"].add_argument(
         "--strip", default="", metavar="PREFIX", help="of the tensors' names, as in 'module.'"
     )

@@ -227,14 +227,16 @@ class Draft:
 
     def _verify_described(self) -> list[store.Finding]:
         findings = []
+        ranks = {part_name(rank): rank for rank in range(self.ranks)}  # the manifest is of all
         for name, data in self._described.items():
             try:
                 found = read_back(name, self.handle)
             except (OSError, EOFError) as error:
-                findings.append(store.Finding(name, None, (), str(error)))
+                findings.append(store.Finding(name, ranks.get(name), (), str(error)))
                 continue
             if found != data and not self._is_another_s(name, found):
-                findings.append(store.Finding(name, None, (), "its bytes are not what was saved"))
+                what = "its bytes are not what was saved"
+                findings.append(store.Finding(name, ranks.get(name), (), what))
         return findings
 
     def _is_another_s(self, name: str, found: bytes) -> bool:

@@ -21,6 +21,7 @@ from runtime.job import Job
 MOST_MODULES = 1000  # that are hashed, and of each so many bytes: milliseconds, usually
 MOST_BYTES = 1 << 18
 INSTALLED = frozenset({"site-packages", "dist-packages"})
+OURS = __name__.partition(".")[0]
 
 
 def facts_of(job: Job) -> dict[str, Any]:
@@ -75,11 +76,10 @@ def script() -> dict[str, str]:
 
 @functools.cache
 def modules() -> dict[str, Any]:
-    """How many modules from below the script's folder are imported, and one hash of them all, of
-    their names and what is in them; empty if there are none. Looked up once: what is imported later
-    must not pass for a change, for it is not there yet when a checkpoint is looked for."""
-    path = _script()
-    found = {} if path is None else dict(_below(path))
+    """How many modules of the user's own are imported, and one hash of them all, of their names and
+    what is in them; empty if there are none. Looked up once: what is imported later must not pass
+    for a change, for it is not there yet when a checkpoint is looked for."""
+    found = dict(_users_own())
     if not found:
         return {}
     hashed = xxhash.xxh3_128()
@@ -100,19 +100,20 @@ def _script() -> Path | None:
     return path if path is not None and path.is_file() else None
 
 
-def _below(script: Path) -> Iterator[tuple[str, str]]:
-    """The files of modules that lie beside the script or deeper, and are neither Python's nor of an
-    installed package: their names as seen from there, and where they are."""
-    folders = {f"{script.absolute().parent}/", f"{script.resolve().parent}/"}
+def _users_own() -> Iterator[tuple[str, str]]:
+    """The names and files of modules that are neither Python's, nor of an installed package, nor
+    ours, wherever they lie: beside the script, in a folder of PYTHONPATH, or as a package that is
+    installed to be edited. The script itself, which has other names too, is told of apart."""
     python = f"{sysconfig.get_path('stdlib')}/"
-    for module in list(sys.modules.values()):
+    for name, module in list(sys.modules.items()):
         file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
         if not isinstance(file, str) or file.startswith(python):
             continue
-        for folder in folders:
-            name = file.removeprefix(folder)
-            if name not in (file, script.name) and INSTALLED.isdisjoint(Path(file).parts):
-                yield name, file
+        whose = name.partition(".")[0]
+        if whose not in ("__main__", "__mp_main__", OURS) and INSTALLED.isdisjoint(
+            Path(file).parts
+        ):
+            yield name, file
 
 
 def version_of(module: str) -> str | None:

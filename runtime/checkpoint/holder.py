@@ -41,6 +41,7 @@ from typing import Any
 
 from runtime import client
 from runtime.checkpoint.memory_left import LOOK_BYTES, demand
+from runtime.checkpoint.store import shortened
 from runtime.framing import (
     PeerFailed,
     Refused,
@@ -368,8 +369,11 @@ def _copied(before: Held | None, table: Table, chunks: int, into: Buffer) -> Ite
         place = slice(number * CHUNK_BYTES, (number + 1) * CHUNK_BYTES)
         into.memory[place] = before.buffer.memory[place]
         if hash_of(into.memory[place]) != before.hashes[number]:
-            names = ", ".join(before.table.names_in(number))
-            raise Damaged(f"what is held of tensors {names} is not what was received")
+            names = shortened(tuple(before.table.names_in(number)))
+            raise Damaged(
+                f"what is held of rank {before.label.rank}, tensors {names}, is not what was "
+                "received"
+            )
         yield before.hashes[number]
 
 

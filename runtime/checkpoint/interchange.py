@@ -8,12 +8,15 @@ torch's `weights_only` lets through.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +24,12 @@ import torch
 
 from runtime.checkpoint import draft, store
 from runtime.checkpoint.manifest import refuse_odd_name, shown
-from runtime.checkpoint.progress import watched
+from runtime.checkpoint.progress import bytes_in, bytes_read, watched
 from runtime.checkpoint.records import Odd, in_a_line, refuse_damaged
 from runtime.checkpoint.resharding import AS_SAVED, resharded
 from runtime.checkpoint.tiers import epochs_taken, known_run
 from runtime.image import Damaged, Staged
-from runtime.snapshot import stage, state_of
+from runtime.snapshot import Copying, Layout, state_of
 
 #: Bytes of one safetensors file at most, as Hugging Face cuts them.
 SHARD_BYTES = 5_000_000_000
@@ -97,7 +100,9 @@ def to_dcp(state: State, out: Path, progress: store.Progress = store.unseen) -> 
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    with _made_whole(out, progress) as new:
+    with _made_whole(out, progress) as new, warnings.catch_warnings():
+        # That nobody else saves is meant.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
             save(state, checkpoint_id=new, no_dist=True)
         except CheckpointException as error:  # no Exception, and of many lines
@@ -113,13 +118,11 @@ def to_safetensors(
 ) -> None:
     """A folder with the model's weights in files of so many bytes at most, and their index; tied
     weights are in it under each of their names. Raises Odd without a recent safetensors."""
-    library = _safetensors()
-    if not hasattr(library, "TensorSpec"):
-        raise Odd(f"the package safetensors is too old to write with: {_NEWER}")
+    library = _recent_safetensors()
     if "model" not in state:
         raise Odd(f"the checkpoint has no model, only {store.shortened(tuple(map(str, state)))}")
     model = state["model"]  # of tensors, and of values that hold none
-    if odd := [name for name, one in model.items() if one is not next(_tensors_in(one), one)]:
+    if odd := [name for name, one in model.items() if one is not next(tensors_in(one), one)]:
         raise Odd(
             f"{odd[0]} of the model holds tensors that have no name of their own, and safetensors "
             "keeps none of those: export --to torch or dcp"
@@ -156,6 +159,15 @@ EXPORTS: dict[str, Callable[..., None]] = {
 }  # fmt: skip
 
 
+def demand(kind: str, out: Path) -> None:
+    """Before a checkpoint is read for it: raises Odd if an export of this kind cannot be written
+    there."""
+    if os.path.lexists(out):
+        raise _exists(out)
+    if kind == "safetensors":
+        _recent_safetensors()
+
+
 def left_out(kind: str, state: State) -> tuple[str, ...]:
     """What the model has that an export of this kind does not take with it: what modules give that
     is no tensor (`get_extra_state`)."""
@@ -171,16 +183,11 @@ def size_as(kind: str, state: State) -> int:
 # --- in -------------------------------------------------------------------------------------------
 
 
-def foreign_state(source: Path) -> State:
-    """What others wrote, as it is: `model`, and what else there is beside it. Raises Odd."""
-    if source.is_file():
-        found = _unpickled(source) if source.suffix != ".safetensors" else _from_safetensors(source)
-    elif (source / ".metadata").exists():
-        found = _from_dcp(source)
-    elif source.is_dir():
-        found = _from_hugging_face(source)
-    else:
-        raise Odd(f"{source} does not exist")
+def foreign_state(source: Path, progress: store.Progress = store.unseen) -> State:
+    """What others wrote, as it is: `model`, and what else there is beside it. `progress` is told of
+    the bytes that are read. Raises Odd."""
+    with watched(bytes_read, progress):
+        found = _found_in(source)
     for key in MODEL_KEYS:
         model = found.get(key)
         if isinstance(model, Mapping) and any(map(torch.is_tensor, model.values())):
@@ -194,6 +201,17 @@ def foreign_state(source: Path) -> State:
     )
 
 
+def size_to_read(source: Path) -> int:
+    """Bytes that `foreign_state` reads, those of DCP once for their checksums too. safetensors are
+    mapped, and read as they are copied."""
+    if (source / ".metadata").exists():
+        return 2 * bytes_in(source)
+    if source.is_dir():
+        mapped = any(source.glob("model.safetensors*"))
+        return 0 if mapped else sum(map(bytes_in, source.glob("*.bin")))
+    return 0 if source.suffix == ".safetensors" else bytes_in(source)
+
+
 def import_into(
     folder: Path,
     state: State,
@@ -204,8 +222,8 @@ def import_into(
     """A checkpoint from which a new job of this state folder begins at step 0; where it is.
 
     It has the weights, by their names without the prefix `strip`, and nothing else. `progress`: see
-    `draft.write`. Raises Odd if there are checkpoints already, or a job has begun there, or no name
-    has that prefix; OSError, Damaged.
+    `draft.write`; it is told of the bytes before that when they are copied. Raises Odd if there are
+    checkpoints already, or a job has begun there, or no name has that prefix; OSError, Damaged.
     """
     checkpoints = folder / "checkpoints"
     if there := store.candidates(checkpoints):
@@ -232,10 +250,35 @@ def import_into(
         raise Odd(f"no tensor's name begins with {strip!r}; the names are {names}")
     facts = {"imported": str(source), "epoch": 0, "ranks": 1, "at": round(time.time(), 3)}
     try:
-        staged = stage({"model": model}, 0)
+        staged = _staged({"model": model}, progress)
     except (TypeError, RuntimeError) as error:
         raise Odd(f"{source} cannot be kept: {in_a_line(error)}") from error
     return draft.write(checkpoints, staged, facts=facts, progress=progress)
+
+
+def _staged(state: State, progress: store.Progress) -> Staged:
+    """As `snapshot.stage` makes it; `progress` is told of the bytes that were copied."""
+    seen = 0
+
+    def copied(end: int) -> None:
+        nonlocal seen
+        progress(end - seen)
+        seen = end
+
+    # Of what is due at once nothing is told.
+    copy = Copying(state, 0, due=lambda _name, _tensor: "soon").finish(copied)
+    table = Layout(state).table  # which has all in the same places
+    return Staged(0, table, copy.buffer[: table.bytes])
+
+
+def _found_in(source: Path) -> State:
+    if source.is_file():
+        return _unpickled(source) if source.suffix != ".safetensors" else _from_safetensors(source)
+    if (source / ".metadata").exists():
+        return _from_dcp(source)
+    if source.is_dir():
+        return _from_hugging_face(source)
+    raise Odd(f"{source} does not exist")
 
 
 def _unpickled(path: Path) -> State:
@@ -351,15 +394,15 @@ def _causes(error: Any) -> str:
 
 def size_of(value: Any) -> int:
     """Bytes of the tensors in a nested value."""
-    return sum(one.numel() * one.element_size() for one in _tensors_in(value))
+    return sum(one.numel() * one.element_size() for one in tensors_in(value))
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping | list | tuple):
         for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(one)
+            yield from tensors_in(one)
 
 
 def _safetensors() -> Any:
@@ -368,6 +411,13 @@ def _safetensors() -> Any:
     except ImportError as error:
         raise Odd(f"the package safetensors is missing: {_NEWER}") from error
     return safetensors
+
+
+def _recent_safetensors() -> Any:
+    library = _safetensors()
+    if not hasattr(library, "TensorSpec"):
+        raise Odd(f"the package safetensors is too old to write with: {_NEWER}")
+    return library
 
 
 def _shards(model: Mapping[str, torch.Tensor], most: int) -> list[dict[str, torch.Tensor]]:
@@ -391,8 +441,8 @@ def _made_whole(out: Path, progress: store.Progress) -> Iterator[Path]:
     if os.path.lexists(out):
         raise _exists(out)
     draft.make_folder(out.parent)
-    with _beside(out.parent) as new:
-        with watched(new, progress):
+    with _beside(out) as new:
+        with watched(partial(bytes_in, new), progress):
             yield new
             for one in [*new.rglob("*"), new]:
                 draft.sync(one)
@@ -420,13 +470,25 @@ def _exists(out: Path) -> Odd:
 
 
 @contextlib.contextmanager
-def _beside(folder: Path) -> Iterator[Path]:
-    """A name that nobody has; what is there at the end is removed."""
-    path = folder / f"exchange-{uuid.uuid4().hex}.part"
+def _beside(out: Path) -> Iterator[Path]:
+    """A name to write to that nobody has; what is there at the end is removed, and so is what those
+    left who were killed."""
+    begin = f".{out.name}.exporting-"
+    for one in out.parent.iterdir():
+        # It may be another user's, or go just now.
+        with contextlib.suppress(OSError):
+            if one.name.startswith(begin) and draft.is_abandoned(one):
+                shutil.rmtree(one, ignore_errors=True)
+    folder = out.parent / f"{begin}{uuid.uuid4().hex[:12]}"
+    folder.mkdir()
     try:
-        yield path
+        with (folder / "new.lock").open("xb", buffering=0) as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError:
+                pass  # a file system without locks: its age will tell
+            else:
+                lock.write(draft.HOST.encode())
+            yield folder / "new"
     finally:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -174,8 +174,11 @@ class ObjectStore:
         naming tensors and object; OSError."""
         found = self.named(save, progress)
         part = self._part(found, rank)
+        if part.packed:
+            coding.demand(posixpath.join(found.path, part.name))
         buffer = pages(part.table.bytes)
-        self._compare(found.path, part, buffer, progress)
+        for finding in self._compare(found.path, part, buffer, progress):
+            raise Damaged(f"{found.path}: {finding}")
         return Staged(part.step, part.table, buffer, part.hashes)
 
     def verify(self, found: Found, progress: store.Progress = store.unseen) -> list[str]:
@@ -186,7 +189,9 @@ class ObjectStore:
         not_checked: list[Exception] = []
         for expected in found.manifest.parts:
             try:
-                self._compare(found.path, self._part(found, expected.rank), progress=progress)
+                part = self._part(found, expected.rank)
+                wrong = self._compare(found.path, part, progress=progress)
+                findings += [f"{found.path}: {one}" for one in wrong]
             except (coding.NotInstalled, OSError) as error:
                 not_checked.append(error)
             except Damaged as error:
@@ -224,16 +229,15 @@ class ObjectStore:
         try:
             self._put(folder, putting, before)
             part = putting.part(step, save, rank)
-            try:
-                self._compare(folder, part)
-            except Damaged:
-                if not putting.copied:
-                    raise
+            findings = self._compare(folder, part)
+            if findings and putting.copied:
                 # What the store copied was damaged where it was.
                 putting = _Putting(table, image, files, ready, packer)
                 self._put(folder, putting, None)
                 part = putting.part(step, save, rank)
-                self._compare(folder, part)
+                findings = self._compare(folder, part)
+            if findings:
+                raise Damaged(f"{folder}: {store.shortened(tuple(map(str, findings)))}")
         except BaseException:
             # The first that fails ends it: one that hangs takes its time for each, and the room
             # is held, and nobody hears that the save failed. What is left goes with older ones.
@@ -297,8 +301,13 @@ class ObjectStore:
     def _part(self, found: Found, rank: int) -> Part:
         expected = found.manifest.part(rank)
         path = posixpath.join(found.path, expected.name)
-        with _missing_is_damage(path):
-            return store.checked_part(self._small(path), found.manifest, expected, path)
+        try:
+            data = self._small(path)
+        except FileNotFoundError as error:
+            raise Damaged(
+                f"{path} is missing: the tensors of rank {rank} are expected there"
+            ) from error
+        return store.checked_part(data, found.manifest, expected, path)
 
     def publish(self, step: int, save: str, ranks: int, facts: dict[str, Any]) -> Found | None:
         """Make it a checkpoint if the parts of all ranks are there, by whoever sees that first; it,
@@ -427,6 +436,12 @@ class ObjectStore:
         with self._asking(folder):
             return [str(path).rstrip("/") for path in self._files.ls(folder, detail=False)]
 
+    def _size(self, path: str) -> float:
+        """Of a store that does not say that, infinity."""
+        with self._asking(path):
+            found: int | None = self._files.size(path)
+        return math.inf if found is None else found
+
     def _changed(self, path: str) -> datetime:
         with self._asking(path):
             found: datetime = self._files.modified(path)
@@ -460,16 +475,15 @@ class ObjectStore:
 
     def _piece(self, path: str, run: Run, stopped: threading.Event) -> memoryview:
         """What is in an object there. Of thousands of answers one may break off on its way: it is
-        asked for once more, unless another request has failed. Raises Damaged if there is no such
-        object, OSError."""
+        asked for once more, unless another request has failed. Raises OSError."""
 
         def ask() -> memoryview:
-            with _missing_is_damage(path), self._asking(path):
+            with self._asking(path):
                 return memoryview(self._files.cat_file(path, start=run.start, end=run.end))
 
         try:
             return ask()
-        except PermissionError:
+        except (PermissionError, FileNotFoundError):
             raise
         except OSError:
             if stopped.is_set():
@@ -505,48 +519,79 @@ class ObjectStore:
         part: Part,
         into: memoryview | None = None,
         progress: store.Progress = store.unseen,
-    ) -> None:
-        """Read the objects of a part, each chunk compared; `into` is to be used, and nothing more
-        is asked for once a chunk is wrong. Raises Damaged, OSError."""
+    ) -> list[store.Finding]:
+        """Read the objects of a part, each chunk compared; what is wrong with them. If `into` is
+        given they are to be used, and nothing more is asked for once something is wrong. Raises,
+        where nothing else is wrong, OSError, and NotInstalled if some are packed and nothing here
+        unpacks them."""
         longest = COMPARED_BYTES if into is None else BLOCK_BYTES
-        wrong: list[int] = []
-        if part.packed:
-            coding.demand(posixpath.join(folder, part.name))
+        cut: dict[str, str] = {}  # by the object: how it is not all there
+        wrong: dict[str, list[int]] = {file.name: [] for file in part.files}  # its chunks
 
-        def get(path: str, file: DataFile, run: Run, stopped: threading.Event) -> None:
-            block = self._piece(path, run, stopped)
-            progress(len(block))
-            if len(block) != run.end - run.start:
+        @contextlib.contextmanager
+        def judging(file: DataFile) -> Iterator[None]:
+            """What is wrong with the object as such is noted."""
+            try:
+                yield
+            except FileNotFoundError:
+                cut[file.name] = f"it is missing, {part.stored_of(file)} bytes expected"
+            except EOFError as error:
+                cut[file.name] = str(error)
+            if into is not None and (file.name in cut or wrong[file.name]):
+                raise _Enough
+
+        def demand(file: DataFile, size: float, expected: int) -> None:
+            if size < expected:
+                raise EOFError(f"it ends after {size} of {part.stored_of(file)} bytes")
+
+        def look(file: DataFile, _stopped: threading.Event) -> None:
+            """Kinds of stores answer each in its own way who asks for what lies behind the end."""
+            with judging(file):
                 stored = part.stored_of(file)
-                raise Damaged(f"{path} ends after {run.start + len(block)} of {stored} bytes")
-            for chunk, stored_of_it in part.cut(run, block):
-                data = coding.chunk_in(part, chunk, stored_of_it)
-                if data is None:
-                    wrong.append(chunk)
-                elif into is not None:
-                    start = chunk * CHUNK_BYTES
-                    into[start : start + len(data)] = data
-            if wrong and into is not None:
-                raise flaw()
+                demand(file, self._size(posixpath.join(folder, file.name)), stored)
 
-        def flaw() -> Damaged:
-            names = sorted({part.file_of(chunk) for chunk in wrong})
-            tensors = store.shortened(store.names_in(part, *sorted(wrong)))
-            least = "" if into is None else "at least "
-            return Damaged(
-                f"{folder}: {', '.join(names)} (rank {part.rank}), tensors {tensors}: "
-                f"{least}{len(wrong)} chunks are not what was saved"
+        def get(file: DataFile, run: Run, stopped: threading.Event) -> None:
+            with judging(file):
+                block = self._piece(posixpath.join(folder, file.name), run, stopped)
+                progress(len(block))
+                demand(file, run.start + len(block), run.end)
+                for chunk, stored in part.cut(run, block):
+                    data = coding.chunk_in(part, chunk, stored)
+                    if data is None:
+                        wrong[file.name].append(chunk)
+                    elif into is not None:
+                        start = chunk * CHUNK_BYTES
+                        into[start : start + len(data)] = data
+
+        try:
+            if into is None:
+                _do_all([partial(look, file) for file in part.files])
+            _do_all(
+                [
+                    partial(get, file, run)
+                    for file in part.files
+                    if file.name not in cut and (coding.is_installed() or not part.packs(file))
+                    for run in part.runs_of(file, longest)
+                ]
             )
-
-        _do_all(
-            [
-                partial(get, posixpath.join(folder, file.name), file, run)
-                for file in part.files
-                for run in part.runs_of(file, longest)
-            ]
-        )
-        if wrong:
-            raise flaw()
+        except _Enough:
+            pass
+        except OSError:
+            if not cut and not any(wrong.values()):
+                raise
+        findings = []
+        least = "" if into is None else "at least "
+        for file in part.files:
+            chunks: Sequence[int] = sorted(wrong[file.name])
+            what = f"{least}{len(chunks)} chunks are not what was saved" if chunks else ""
+            if file.name in cut:
+                chunks, what = chunks_in(file), cut[file.name]
+            if what:
+                names = store.names_in(part, *chunks)
+                findings.append(store.Finding(file.name, part.rank, names, what))
+        if part.packed and not findings:
+            coding.demand(posixpath.join(folder, part.name))
+        return findings
 
     @contextlib.contextmanager
     def _asking(self, path: str) -> Iterator[None]:
@@ -618,6 +663,10 @@ class _GivenUp(Exception):
     """Another request failed, so that this one is of no use."""
 
 
+class _Enough(Exception):
+    """What is wrong is enough to know for whoever wants to use it."""
+
+
 def _do_all(tasks: Sequence[Callable[[threading.Event], None]]) -> None:
     """Several at once. Raises what one raises; then no more are begun, and those under way are told
     by the event."""
@@ -633,11 +682,3 @@ def _do_all(tasks: Sequence[Callable[[threading.Event], None]]) -> None:
             raise
 
     at_once(do, tasks, STREAMS, "drydock-objects")
-
-
-@contextlib.contextmanager
-def _missing_is_damage(path: str) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise Damaged(f"{path} is missing") from error

@@ -25,7 +25,7 @@ from typing import Any
 
 from runtime import client
 from runtime.checkpoint.holder import ADDRESS, IDLE_S, LOCK, SILENT_S, Label, make_ours
-from runtime.checkpoint.store import Progress, unseen
+from runtime.checkpoint.store import Progress, shortened, unseen
 from runtime.framing import PeerFailed, receive_chunk, receive_json, send_chunk, send_json
 from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, chunks_of, hash_of, pages
 from runtime.serving import STRANGER, TIMEOUT_S, Requests
@@ -465,8 +465,11 @@ def read(
                 part = buffer[start : start + CHUNK_BYTES]
                 hashes.append(receive_chunk(connection, part))
             except Damaged as error:
-                names = ", ".join(table.names_in(number))
-                raise Damaged(f"holder {address}, rank {rank}, tensors {names}: {error}") from error
+                names = shortened(tuple(table.names_in(number)))
+                raise Damaged(
+                    f"holder {address}, rank {rank}, tensors {names}: {error}, so it is not what "
+                    "was given to be kept: that node's memory changed it, or the way from it"
+                ) from error
             progress(len(part))
         return Staged.restore({**described, "digest": digest}, buffer, tuple(hashes))
     except (KeyError, TypeError, ValueError) as error:

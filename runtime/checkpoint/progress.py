@@ -57,15 +57,15 @@ class Bar:
 
 
 @contextlib.contextmanager
-def watched(path: Path, progress: Callable[[int], object]) -> Iterator[None]:
-    """Tell of the bytes that come to lie in a file or folder, while others write it that say
-    nothing themselves."""
+def watched(count: Callable[[], int], progress: Callable[[int], object]) -> Iterator[None]:
+    """Tell of the bytes that come, while others read or write them that say nothing themselves.
+    `count`: how many there are by now."""
     over = threading.Event()
-    seen = 0
+    seen = count()
 
     def look() -> None:
         nonlocal seen
-        new = _bytes_in(path) - seen
+        new = count() - seen
         seen += new
         progress(new)
 
@@ -83,10 +83,18 @@ def watched(path: Path, progress: Callable[[int], object]) -> Iterator[None]:
     look()
 
 
-def _bytes_in(path: Path) -> int:
+def bytes_in(path: Path) -> int:
     """As far as can be seen: what is written may get another name meanwhile."""
     size = 0
     for one in [path, *path.rglob("*")]:
         with contextlib.suppress(FileNotFoundError):
             size += one.stat().st_size if one.is_file() else 0
     return size
+
+
+def bytes_read() -> int:
+    """That this process has read; 0 where the kernel does not tell it."""
+    try:
+        return int(Path("/proc/self/io").read_text().split()[1])
+    except OSError:
+        return 0

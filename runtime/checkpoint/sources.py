@@ -18,7 +18,7 @@ from runtime.checkpoint import peer, store
 from runtime.checkpoint.asking import Asking
 from runtime.checkpoint.coding import NotInstalled
 from runtime.checkpoint.facts import changed_since
-from runtime.checkpoint.manifest import MANIFEST, Manifest
+from runtime.checkpoint.manifest import MANIFEST, Manifest, shown
 from runtime.checkpoint.objects import Found, ObjectStore, step_of
 from runtime.checkpoint.suspects import State, suspects
 from runtime.checkpoint.tiers import (
@@ -210,10 +210,10 @@ class Sources:
         return read(last)
 
     def loaded(self, name: str) -> None:
-        """That one is what training goes on from: the log says what has changed since it was made,
-        for with another program or another torch the same steps give other numbers."""
+        """That one is what training goes on from: what has changed since it was made is told, for
+        with another program or another torch the same steps give other numbers."""
         if changed := changed_since(self._facts.get(name, {})):
-            log.warning("changed_since save=%s what=%s", name, changed)
+            self._job.trouble("changed_since", f"since {name} was saved: {changed}")
 
     def _read_held(self, name: str, rank: int, progress: store.Progress) -> Staged:
         """Of several who hold it the first whose copy is whole; which is not is told."""
@@ -223,7 +223,11 @@ class Sources:
 
         def read(holder: str, digest: str) -> Staged:
             call = partial(peer.read, holder, self._job.token, rank, name, digest)
-            return _read(Asking(f"the holder {holder}"), call, progress)
+            try:
+                return _read(Asking(f"the holder {holder}"), call, progress)
+            except Damaged as error:
+                self._blame_memory(holder, error)
+                raise
 
         for place in nearer:
             try:
@@ -246,6 +250,13 @@ class Sources:
             return
         if there:
             self._job.trouble("checkpoint_damaged", f"{tier}, when it was read: {error}", tier)
+
+    def _blame_memory(self, holder: str, error: Damaged) -> None:
+        """Bytes that our own node's holder gives are not those that it compared when it received
+        them: nobody else writes there, and no network is between, so it is the node's memory. A
+        description of them that does not fit may be one of another version."""
+        if holder == self.holder and isinstance(error.__cause__, Damaged):
+            self._job.trouble("checkpoint_damaged", f"peer, when it was read: {error}", "peer")
 
     def _named(
         self, name: str, tier: TierName, progress: store.Progress
@@ -273,10 +284,25 @@ class Sources:
         elif tier == "object":  # it may have what a job of this name trained before that
             found = [one for one in found if store.saved_at(one) >= self._imported_at]
         if self._tiers[tier].own:
-            found = [one for one in found if one.facts.get("ranks") == self._job.ranks]
+            found = self._of_as_many_ranks(tier, found)
         self._facts |= {one.save: one.facts for one in found}
         # Once each, of however many replicas there is a copy.
         return list(dict.fromkeys((store.epoch_of(one), one.step, one.save) for one in found))
+
+    def _of_as_many_ranks(self, tier: TierName, found: list[Manifest]) -> list[Manifest]:
+        """Those whose parts are divided as ours are. That the newest is none of them is told: where
+        the job goes on from is then older than what it had."""
+        ours = [one for one in found if one.facts.get("ranks") == self._job.ranks]
+        newest = max(found, key=lambda one: (store.epoch_of(one), one.step), default=None)
+        if newest is not None and newest not in ours:
+            self._job.trouble(
+                PASSED_OVER,
+                f"{tier}: step {newest.step} was saved by {shown(newest.facts.get('ranks'))} ranks "
+                f"and this job has {self._job.ranks}: only what all ranks have in one place is "
+                "taken up by another number",
+                tier,
+            )
+        return ours
 
     @functools.cached_property
     def _objects(self) -> ObjectStore:
@@ -288,13 +314,14 @@ class Sources:
         found = asking.ask(partial(self._objects.found, asking.heard))
         whole = [one.manifest for one in found if isinstance(one, Found)]
         newest = max((one.step for one in whole), default=-1)
-        for damaged in (one for one in found if isinstance(one, Damaged)):
+        flaws = [one for one in found if isinstance(one, Damaged)]
+        for damaged in flaws:
             kind = REFUSED if step_of(damaged) > newest else PASSED_OVER
             self._job.trouble(kind, f"object: {damaged}", "object")
-        if found and not whole:
+        if flaws and not whole:
             raise ValueError(
-                f"none of the {len(found)} checkpoints in {self._objects.url} can be read: mend "
-                "that, or to begin anew move them away"
+                f"none of the {len(flaws)} checkpoints in {self._objects.url} can be read "
+                f"({max(flaws, key=step_of)}): mend that, or to begin anew move them away"
             )
         return whole
 
@@ -366,10 +393,11 @@ class Sources:
                 self._job.trouble(kind, f"{tier}: {damaged}", tier)
                 self._blame_disk(tier, path, damaged)
         if found and not whole and not self._tiers[tier].own:
-            folder = self._folders.shared
+            folder, which = self._folders.shared, store.WHICH_ARE_WHOLE
+            why = str(found[0]).partition(f"; {which}")[0]
             raise ValueError(
-                f"none of the {len(found)} checkpoints in {folder} can be read: mend that, or to "
-                f"begin anew move that folder away; {store.WHICH_ARE_WHOLE} {folder}"
+                f"none of the {len(found)} checkpoints in {folder} can be read ({why}): mend that, "
+                f"or to begin anew move that folder away; {which} {folder}"
             )
         return whole
 

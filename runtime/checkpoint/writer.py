@@ -105,6 +105,7 @@ class Writer:
         self._packer = Packer()
         self._name = ""  # of the save under way
         self._known_run = ""
+        self._mounts: dict[str, Path] = {}  # folder -> see `mount_of`, as of our first save there
         self._asking: Asking | None = None  # the shared folder for it
         self._copied = 0  # bytes of its state that are there
         self._flaw = ""  # why there will be no more
@@ -191,6 +192,7 @@ class Writer:
 
     def _write(self, asked: dict[str, Any]) -> None:
         image, table = self._copy(asked)
+        self._demand_mounted(Path(asked["folder"]))
         folder, rank, step = self._folder(asked), int(asked["rank"]), int(asked["step"])
         if "within" not in asked and not self._known_run:
             with contextlib.suppress(OSError):  # else who saves elsewhere could not if it is full
@@ -255,6 +257,17 @@ class Writer:
             return
         self._say("verified", whole=as_told(whole, str(path)))
         self._clean(folder, path, asked)
+
+    def _demand_mounted(self, folder: Path) -> None:
+        """That the file system on which we saved first is still there: what is written beneath its
+        mount point nobody finds again once it is back. Raises OSError."""
+        if str(folder) not in self._mounts:
+            self._mounts[str(folder)] = mount_of(folder)
+        mount = self._mounts[str(folder)]
+        with contextlib.suppress(OSError):
+            folder.stat()  # has mounted what is mounted when somebody asks for it
+        if not os.path.ismount(mount):
+            raise OSError(f"nothing is mounted at {mount} any more, where {folder} was: mount it")
 
     def _left_alone(self, folder: Path) -> int:
         """How many of our saves there, up to the last, never had the parts of all: others save
@@ -444,6 +457,14 @@ class Writer:
         ):  # the trainer is gone; what it asked is done all the same
             said = {"op": op, "save": self._name, **message}
             self._trainer.send(json.dumps(said).encode())
+
+
+def mount_of(folder: Path) -> Path:
+    """Where the file system begins on which this folder is, or will be."""
+    path = folder.resolve()
+    while not os.path.ismount(path):
+        path = path.parent
+    return path
 
 
 def neighbours(folder: Path) -> list[Path]:

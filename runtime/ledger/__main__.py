@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -23,7 +24,10 @@ from runtime.ledger.record import SampleLedger
 
 UNREADABLE = 2
 #: What something that only looks like a ledger may come to.
-MALFORMED = (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+MALFORMED = (
+    LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, MemoryError,
+    struct.error,
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -63,22 +63,26 @@ class ReplicaGroup:
     `scaler` a torch.amp.GradScaler; `ema` a moving average of the weights, updated after each step;
     `extra` what else is to be saved and handed to newcomers, by name. `mode` says what becomes of a
     dead replica's shards: see `step.Mode`. `max_grad_norm` clips by the global norm, None not at
-    all. `steps` ends the job after so many; `on_step` is called after each commit. `after_step` may
-    change weights after each step, beside the optimizers: it is called on every replica, also for
-    steps that others made and it makes up for, and so may hang on the state alone. After each
-    `compare_every` steps all replicas' states are compared, and when a newcomer made something else
-    of a step than another; an engineer is told of a difference (`diverged`, and which replica is
-    the odd one); 0 for never. One that takes 30% longer for a shard than its peers do, for
-    `straggler_after_s` seconds in a row, is told of as a `straggler`; 0 for nobody. A rank that
-    computes one step for `stalled_after_s` seconds, and for 20 times as long as usual, is told of
-    as `stalled`, with the place in its script; 0 for nobody.
+    all. `steps` ends the job after so many, None never. `on_step` is called after each commit, on
+    every rank of every replica. `after_step` may change weights after each step, beside the
+    optimizers: it is called on every replica, also for steps that others made and it makes up for,
+    and so may hang on the state alone. After each `compare_every` steps all replicas' states are
+    compared, and when a newcomer made something else of a step than another; an engineer is told of
+    a difference (`diverged`, and which replica is the odd one); 0 for never. One that takes 30%
+    longer for a shard than its peers do, for `straggler_after_s` seconds in a row, is told of as a
+    `straggler`; 0 for nobody. A rank that computes one step for `stalled_after_s` seconds, and for
+    20 times as long as usual, is told of as `stalled`, with the place in its script; 0 for nobody.
 
     A replica may have several ranks, among which `fully_shard` divided the model before; all of
     them run the same script, and each computes its part of each shard.
 
-    Raises ValueError for an unknown mode, for a model of a shape whose replicas cannot be dropped
-    (tensor or pipeline parallel, ...), and for an optimizer that trains what is not the model's,
-    with what to do instead.
+    Raises ValueError for an unknown mode or a number that cannot be, for a model of a shape whose
+    replicas cannot be dropped (tensor or pipeline parallel, ...), for an optimizer that trains what
+    is not the model's, and for shards that the ranks cannot divide; TypeError for a trained
+    parameter that is not float32 and for a state of which no copy can be made; RuntimeError where
+    DRYDOCK_NETWORK names none of this machine's addresses. Entering it, or the loop, raises
+    RuntimeError where the job does not let this replica in, or a rank of it does not come. Each
+    says what to do instead.
     """
 
     def __init__(

@@ -37,7 +37,13 @@ MAX_LINE = 1 << 20
 
 def options(description: str) -> argparse.Namespace:
     """The command line and the environment of a coordinator; ends the process if one is wrong."""
-    parser = argparse.ArgumentParser(prog="runtime.replica.coordinator", description=description)
+    parser = argparse.ArgumentParser(
+        prog="runtime.replica.coordinator",
+        description=description,
+        epilog="In the environment: DRYDOCK_TOKEN, the job's token, which must be there; and "
+        "DRYDOCK_WORLD_REPLICAS, with how many replicas the job starts: as many as --min-replicas "
+        "if it is not set, or more once one that joins says so.",
+    )
     parser.add_argument("--job", required=True)
     parser.add_argument("--min-replicas", type=int, default=1)
     parser.add_argument("--state-dir", type=Path, required=True)

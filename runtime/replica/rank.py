@@ -30,7 +30,7 @@ from runtime.checkpoint.suspects import Losses
 from runtime.checkpoint.tiers import TIERS, TierName
 from runtime.framing import PeerFailed
 from runtime.giving_way import give_way
-from runtime.image import Damaged
+from runtime.image import Damaged, Table
 from runtime.job import Job
 from runtime.replica.fetching import Follower, fetch_reduced, fetch_state
 from runtime.replica.gradients import Tail, Wishes
@@ -46,7 +46,7 @@ from runtime.replica.siblings import NEXT
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
 from runtime.replica.telling import Committed
-from runtime.snapshot import Copying, TooSmall, state_of, touched
+from runtime.snapshot import Copying, TooSmall, as_laid_out, digest_of, state_of, touched
 from runtime.stalls import Stalls
 
 log = logging.getLogger("drydock.replica")
@@ -135,6 +135,7 @@ class Rank:
             pace_of(job.rate_cap),
         )
         self._read: dict[str, Any] | None = None  # a state
+        self._read_as: Table | None = None  # how that lay, once our part was read as it is
         self._given_up = 0  # the last read of which another rank says that it is of no use
         self._follower: Follower | None = None
         self._passed_on: Follower | None = None  # who gave us the step that is held
@@ -201,7 +202,7 @@ class Rank:
         """Read and verify our part of a checkpoint: what was trained up to it, and its digest. No
         digest if no part is ours as it is: other ranks saved it, or another tool. Raises Unloadable
         if it fails, or is given up by its `number`, which is higher each time; NotInstalled."""
-        self._read = None
+        self._read = self._read_as = None
         sources, rank, ranks = self.saver.sources, self.job.rank, self.job.ranks
         digest = ""
 
@@ -214,6 +215,7 @@ class Rank:
             if saved == ranks:
                 staged = sources.read(name, tier, rank, progress=go_on)
                 self._read, digest = state_of(staged), staged.digest
+                self._read_as = staged.table
                 if ranks == 1 and not self.state.division.divided and has_parts(self._read):
                     # It was divided among as many as one.
                     self._read, digest = resharded(lambda _rank: staged, 1, 0, 1), ""
@@ -261,8 +263,11 @@ class Rank:
         self.state.statistics.reload()
 
     @order
-    def digest(self) -> str:
-        """Of our part of the state, at an edge."""
+    def digest(self, *, as_read: bool = False) -> str:
+        """Of our part of the state, at an edge; `as_read`: were it laid out as what was read last,
+        whatever is trained by now."""
+        if as_read and self._read_as is not None:
+            return digest_of(self.state._whole(), as_laid_out(self._read_as))
         return self.state.digest(ledger=True)
 
     @order

@@ -85,10 +85,12 @@ def describe(
     else a step changes, by what it is.
     """
     tensors = [
-        f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+        f"{name} {tuple(tensor.shape)} {tensor.dtype}{' trained' * tensor.requires_grad}"
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     ]
-    count = sum(parameter.numel() for parameter in model.parameters())
+    weights = [*model.parameters()]
+    count = sum(one.numel() for one in weights)
+    trained = sum(one.numel() for one in weights if one.requires_grad)
     digest = _hash_of("\n".join(tensors))
     return {
         "mode": mode,
@@ -97,7 +99,7 @@ def describe(
         "data": batches.data,
         "content": batches.content,
         "model": f"{type(model).__name__} of {len(tensors)} tensors and {count:,} parameters "
-        f"({digest})",
+        f"({trained:,} of them trained, {digest})",
         "modules": _modules(model),
         "optimizer": ", ".join(_settings(optimizer) for optimizer in optimizers),
         "clipping": "none" if max_grad_norm is None else f"{max_grad_norm:g}",

@@ -9,6 +9,7 @@ import copy
 import math
 import random
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -447,10 +448,14 @@ def put_back_model(model: torch.nn.Module | Stateful, weights: Any, *, cast: boo
     except RuntimeError as error:  # many lines, of which the first names the model
         if not str(error).startswith("Error(s) in loading state_dict"):
             raise
-        flaws = [line.strip() for line in str(error).splitlines()[1:]] or [""]
+        # What is missing comes first, then what was there instead.
+        flaws = [
+            textwrap.shorten(line, MAX_FLAW, placeholder=" …")
+            for line in str(error).splitlines()[1:3]
+        ]
         raise ValueError(
             f"the state is of another model than this script's {type(model).__name__} "
-            f"({flaws[0][:MAX_FLAW]}); {GO_ON}"
+            f"({' '.join(flaws)}); {GO_ON}"
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import textwrap
 import threading
 import time
 import uuid
@@ -36,6 +37,8 @@ from runtime.replica.telling import Teller
 HASHED_FOR = ("staged", "compared", "proved")
 MAX_TRIES = 8  # checkpoints that fail, before a person has to look
 TRIES_OF_ONE = 2  # that fail, until a tier comes after the others
+#: So many refusals, the last ones, are in the error that ends the job, and characters of each.
+TOLD, MAX_REFUSAL = 3, 300
 #: So long, and three times as long as it usually takes and as the interval is, whoever writes alone
 #: for all is waited for; as much longer each time, for the store may only be slow.
 HANGS_S = 600.0
@@ -87,6 +90,7 @@ class Together:
         }  # by the step
         self._hearing = threading.Lock()
         self._reads = 0  # how many were ordered
+        self._refusal: dict[str, Any] = {}  # the first answer to a read that was one
         self._compare_every = compare_every
         self._compared = 0  # after so many times as many steps, or given up
         self._told_late = False
@@ -109,6 +113,9 @@ class Together:
         failed = [answer for answer in answers if "failed" in answer]
         if failed:
             telling = min(failed, key=lambda answer: [*FAILURES].index(answer["failed"]))
+            if refused(telling):  # the others only give up what one refuses
+                telling = self._refusal
+                raise Unloadable(f"rank {answers.index(telling)}: {telling['text']}")
             raise FAILURES[telling["failed"]](telling["text"])
         return [answer["value"] for answer in answers]
 
@@ -127,6 +134,7 @@ class Together:
         if broke(answer):
             self.siblings.tell("broken", epoch=self.member.epoch)
         elif refused(answer) and self.rank.give_up(self._reads):
+            self._refusal = answer
             self.siblings.tell("give_up", number=self._reads)
 
     # --- a step ---------------------------------------------------------------------------------
@@ -304,17 +312,21 @@ class Together:
         self.seen_epoch = max(self._all("seen_epoch"))
         there = [found for found in mine if all(found in one for one in others)]
         failed: Counter[str] = Counter()
+        why: list[str] = []
         while there and failed.total() < MAX_TRIES:
             step, name, tier = there.pop(0)
-            parts = self._read(name, tier)
-            if len({history for history, _digest in parts}) == 1:
+            try:
+                digests = self._read(name, tier)
+            except Unloadable as error:
+                why.append(f"{tier}, step {step}: {error}")
+            else:
                 self._all("load")
                 self.loaded = True
                 self.rank.saver.sources.loaded(name)
                 left = reversed([(step, name, tier), *there])  # of each tier the newest is the last
                 with self._hearing:
                     self._common = {t: at for at, _, t in left if t not in OF_ALL_NODES}
-                self._compare(step, [digest for _history, digest in parts])
+                self._compare(step, digests)
                 return
             failed[tier] += 1
             what = f"{tier}, step {step}: a part is damaged, or of another run"
@@ -327,32 +339,33 @@ class Together:
             folder = self.rank.saver.folders.shared
             blind = [rank for rank, does in enumerate(sees) if not does]
             if any(sees) and blind:
-                what = f"ranks {blind} see no checkpoint in {folder}, and others do: mount it"
-                self.trouble("checkpoints_out_of_reach", what)
+                why.append(f"ranks {blind} see no checkpoint in {folder}, and others do: mount it")
+                self.trouble("checkpoints_out_of_reach", why[-1])
             count = len(mine) or max(map(len, others))
+            told = [textwrap.shorten(one, MAX_REFUSAL, placeholder=" …") for one in why[-TOLD:]]
             raise ValueError(
-                f"none of the {count} checkpoints of this job can be loaded (the lines before "
-                f"this say why): mend that, or to begin anew move {folder} away; "
-                f"{WHICH_ARE_WHOLE} {folder}"
+                f"none of the {count} checkpoints of this job can be loaded "
+                f"({'; '.join(told) or 'none is seen by all ranks'}): mend that, or to begin anew "
+                f"move {folder} away; {WHICH_ARE_WHOLE} {folder}"
             )
         self._all("reload")
 
-    def _read(self, name: str, tier: TierName) -> list[list[str]]:
-        """What `Rank.read` returns, by rank; nothing once one rank refuses it: what the others have
-        not read by then is left, however much that is."""
+    def _read(self, name: str, tier: TierName) -> list[str]:
+        """The digests that `Rank.read` returns, by rank. Raises Unloadable once one rank refuses
+        it: what the others have not read by then is left, however much that is."""
         self._reads += 1
-        try:
-            return self._all("read", name=name, tier=tier, number=self._reads)
-        except Unloadable:
-            return []
+        parts = self._all("read", name=name, tier=tier, number=self._reads)
+        if len({history for history, _digest in parts}) > 1:
+            raise Unloadable("its parts are of other runs")
+        return [digest for _history, digest in parts]
 
     def _compare(self, step: int, saved: list[str]) -> None:
         """Whether what trains now is what was saved: who takes back less than it gave away trains
         on with other numbers, and nothing else would show it."""
-        self._digests = self._all("digest")
-        pairs = enumerate(zip(saved, self._digests, strict=True))
-        flawed = [rank for rank, (before, now) in pairs if before not in ("", now)]
-        if flawed:
+        self._digests = now = self._all("digest")
+        if _unlike(saved, now):  # perhaps only laid out otherwise: other weights are trained now
+            now = self._all("digest", as_read=True)
+        if flawed := _unlike(saved, now):
             self.trouble(
                 "checkpoint_not_restored",
                 f"step {step}, ranks {flawed}: after loading, the state is not the one that was "
@@ -527,3 +540,9 @@ def broke(answer: dict[str, Any]) -> bool:
 def refused(answer: dict[str, Any]) -> bool:
     """Whether a rank answers that its part of a checkpoint fails."""
     return "failed" in answer and FAILURES[answer["failed"]] is Unloadable
+
+
+def _unlike(saved: list[str], now: list[str]) -> list[int]:
+    """The ranks whose state has another digest; of what was saved without one nobody knows."""
+    pairs = enumerate(zip(saved, now, strict=True))
+    return [rank for rank, (before, after) in pairs if before not in ("", after)]

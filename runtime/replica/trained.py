@@ -36,7 +36,7 @@ _WRITTEN = (
     "each step"
 )
 _NOT_GIVEN = (
-    "has a gradient that backward did not give it: give it the sum of all losses of the shard; for "
+    "has a gradient that backward did not give it: give it all losses of the shard added up; for "
     "anything else there is torch.autograd.grad, or zero_grad() afterwards"
 )
 _ANOTHER = (

@@ -16,13 +16,12 @@ from runtime.checkpoint.store import WHICH_ARE_WHOLE, Progress, unseen
 from runtime.checkpoint.tiers import TierName
 from runtime.image import Damaged, Staged
 from runtime.job import Job
-from runtime.replica.together import MAX_TRIES, TRIES_OF_ONE
+from runtime.replica.together import MAX_TRIES, TOLD, TRIES_OF_ONE
 from runtime.whole.ranks import Ranks
 
 #: Step, name and tier of a checkpoint.
 Found = tuple[int, str, TierName]
 LOOK_S = 0.5  # so often a rank that reads its part looks whether another refuses its own
-TOLD = 3  # so many of a rank's refusals, the last ones, are in the error that ends the job
 
 
 class _GivenUp(Exception):
@@ -69,12 +68,14 @@ class Newest:
         failed: Counter[str] = Counter()
         while there and failed.total() < MAX_TRIES:
             step, name, tier = there.pop(0)
-            part = self.read(name, tier)
+            failed[tier] += 1  # unless all have it
+            left = sorted(there, key=lambda one: failed[one[2]] >= TRIES_OF_ONE)
+            follows = left[0] if left and failed.total() < MAX_TRIES else None
+            part = self.read(name, tier, follows)
             if not self.ranks.on_any([part is None])[0]:
                 assert part is not None  # noqa: S101 - all ranks have theirs
                 return Loaded(step, name, tier, part, there)
-            failed[tier] += 1
-            there.sort(key=lambda one: failed[one[2]] >= TRIES_OF_ONE)
+            there = left
         folder = self.saver.folders.shared
         if failed:
             raise ValueError(
@@ -98,9 +99,9 @@ class Newest:
             )
         return None
 
-    def read(self, name: str, tier: TierName) -> Staged | None:
+    def read(self, name: str, tier: TierName, follows: Found | None = None) -> Staged | None:
         """Our part of a checkpoint, verified; None if it is not whole, which is told, or another
-        rank says that its own is not.
+        rank says that its own is not. `follows`: which one is tried then.
 
         Raises ValueError if it is an import, or of another number of ranks, and NotInstalled.
         """
@@ -122,7 +123,8 @@ class Newest:
             return None
         except (Damaged, OSError) as error:
             self._refused.append(f"{tier}: {error}")
-            self.job.trouble("checkpoint_refused", self._refused[-1], tier)
+            then = f"; the next one is {follows[2]}, step {follows[0]}" if follows else ""
+            self.job.trouble("checkpoint_refused", self._refused[-1] + then, tier)
             _get_default_store().set(refusal, "")
             return None
         raise ValueError(

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 TORN_BYTES = 1 << 20
 
@@ -48,6 +48,17 @@ class Faulty(Noisy):
         if sample == self.fault:
             raise OSError(f"sample {sample} cannot be read")
         return super().__getitem__(sample)
+
+
+class Averages(Noisy):
+    """Of so many numbers that several threads would share the work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.rand(32, 1 << 16, generator=torch.Generator().manual_seed(1))
+
+    def __getitem__(self, _sample: int) -> tuple[torch.Tensor, int]:
+        return torch.stack([row.mean() for row in self.rows]), os.getpid()
 
 
 class Keeping(Noisy):
@@ -146,6 +157,21 @@ class Greeted(Noisy):
 
     def __getitem__(self, sample: int) -> Any:
         return os.environ.get("HELLO", "")
+
+
+class Labelled(Noisy):
+    """Tells what a worker's first function did to it."""
+
+    label = ""
+
+    def __getitem__(self, _sample: int) -> Any:
+        return self.label
+
+
+def label(worker: int) -> None:
+    """A worker_init_fn, of the kind that torch's documentation shows."""
+    info: Any = get_worker_info()
+    info.dataset.label = f"of {worker}"
 
 
 def as_list(samples: list[Any]) -> list[Any]:

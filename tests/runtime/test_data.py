@@ -56,6 +56,17 @@ def test_the_order_is_the_one_that_checkpoints_rely_on() -> None:
     assert checksums[:4] == [692180, 831889, 751103, 234331]
 
 
+def test_ids_are_made_by_the_processor_wherever_a_script_has_tensors_made() -> None:
+    def made() -> list[tuple[tuple[int, ...], list[int]]]:
+        indexed, streams = Batches(samples=96), Batches(factory=lambda shard, epoch: iter(()))
+        return [(one.shard(9, 2).ids, one.checksums(9)) for one in (indexed, streams)]
+
+    usual = made()
+
+    with torch.device("meta"):
+        assert made() == usual
+
+
 def test_no_place_favours_a_sample() -> None:
     first = Counter(permuted(torch.tensor([0]), 10, 1, epoch).item() for epoch in range(5000))
 

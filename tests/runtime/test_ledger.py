@@ -372,6 +372,14 @@ def test_the_command_reads_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 RANGE = Ledger(step_from=0, step_to=1, epoch=1, samples=2)
+ORDER = {"order": 2, "samples": 4, "shards": 2, "shard_size": 1, "seed": 0, "drop_last": 0}
+HUGE = 1 << 62
+
+
+def page_of(entry: dict[str, int], **order: int) -> str:
+    """One that nobody wrote."""
+    made = {**asdict(RANGE), "computed": [[0, 0, 2]], **entry, "order": {**ORDER, **order}}
+    return json.dumps([made])
 
 
 @pytest.mark.parametrize(
@@ -383,6 +391,9 @@ RANGE = Ledger(step_from=0, step_to=1, epoch=1, samples=2)
         ("[" * 100_000, "no ledger: RecursionError"),
         (json.dumps([{**asdict(RANGE), "order": 5}]), "no ledger: "),
         (json.dumps([asdict(RANGE)]), "kept no proof"),
+        (page_of({}, samples=HUGE), "no ledger: RuntimeError("),
+        (page_of({}, samples=HUGE, shards=HUGE), "no ledger: MemoryError("),
+        (page_of({"step_from": 2 * HUGE, "step_to": 2 * HUGE}), "no ledger: error("),
     ],
 )
 def test_what_is_no_ledger_is_told_with_status_two(

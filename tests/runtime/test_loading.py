@@ -7,12 +7,14 @@ import errno
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,19 +32,22 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from runtime import loading
 from runtime.data import Batches
-from runtime.loading import MAX_DEATHS
+from runtime.loading import MAX_DEATHS, random_numbers
 from tests.runtime.datasets import (
     TORN_BYTES,
+    Averages,
     Endless,
     Faulty,
     Fetching,
     Greeted,
     Keeping,
+    Labelled,
     Noisy,
     as_list,
     broken_elsewhere,
     die,
     fail,
+    label,
     locked_elsewhere,
     say_hello,
     stuck_elsewhere,
@@ -238,6 +243,43 @@ def test_workers_load_the_same_and_leave_random_numbers_alone(
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
+@pytest.fixture
+def _four_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_four_threads")
+def test_what_the_rank_computes_as_it_loads_has_the_last_bits_that_workers_come_to(
+    opened: Open,
+) -> None:
+    batches = opened(Averages(), workers=1)
+    step = first_step_of_workers(batches) + 1
+
+    (theirs, worker), (ours, rank) = (batches.shard(step, k).data for k in (0, 3))
+
+    assert worker.item() != rank.item() == os.getpid()
+    assert torch.equal(theirs, ours)
+    assert torch.get_num_threads() == 4
+
+
+def test_what_is_drawn_on_the_current_card_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    other, current = (torch.Generator().manual_seed(7) for _ in range(2))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "default_generators", (other, current))
+
+    drawn = []
+    for _ in range(2):
+        with random_numbers(11):
+            drawn.append(torch.rand(3, generator=current).tolist())
+
+    assert drawn[0] == drawn[1]
+    assert torch.equal(torch.rand(3, generator=current), torch.rand(3, generator=other))
+
+
 def test_shards_that_come_to_us_are_loaded_at_once_and_then_beforehand(opened: Open) -> None:
     batches = opened(Noisy(), workers=2)
     step = first_step_of_workers(batches)
@@ -397,14 +439,26 @@ def test_a_child_of_the_script_makes_nobody_wait_for_the_rest_of_a_dead_worker_s
     assert "worker" in troubles[0]
 
 
+@pytest.mark.parametrize(
+    ("short", "said"),
+    [
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "Too many open files"),
+        (RuntimeError("can't start new thread"), "can't start new thread"),
+        (MemoryError(), "MemoryError()"),
+    ],
+)
 def test_workers_for_which_something_runs_short_are_started_again(
-    opened: Open, troubles: list[str], monkeypatch: pytest.MonkeyPatch
+    opened: Open,
+    troubles: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    short: Exception,
+    said: str,
 ) -> None:
-    """At first no more files can be opened."""
-    begin, short = DataLoader.__iter__, iter([OSError(errno.EMFILE, os.strerror(errno.EMFILE))])
+    """At first, as they begin."""
+    begin, shortage = DataLoader.__iter__, iter([short])
 
     def begun(loader: DataLoader[Any]) -> Any:
-        for error in short:
+        for error in shortage:
             raise error
         return begin(loader)
 
@@ -413,7 +467,53 @@ def test_workers_for_which_something_runs_short_are_started_again(
 
     assert first_step_of_workers(batches) >= 0
     (told,) = troubles
-    assert "Too many open files; a loader's workers are started anew" in told
+    assert f"{said}; a loader's workers are started anew" in told
+
+
+@contextlib.contextmanager
+def no_files() -> Iterator[None]:
+    """Beside those that are open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextlib.contextmanager
+def no_threads() -> Iterator[None]:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("shortage", "said"),
+    [(no_files, "Too many open files"), (no_threads, "can't start new thread")],
+)
+def test_what_runs_short_while_workers_are_started_anew_ends_nobody(
+    opened: Open,
+    troubles: list[str],
+    shortage: Callable[[], AbstractContextManager[None]],
+    said: str,
+) -> None:
+    batches = opened(Noisy(), workers=1)
+    step = first_step_of_workers(batches)
+    (victim,) = loaders_of(batches, step + 1)
+    os.kill(victim, signal.SIGKILL)
+    until(partial(is_gone, victim), "the worker is gone")
+
+    with shortage():
+        pids = batches.shard(step + 20, 0).data[1]
+    anew = first_step_of_workers(batches, step + 21)
+
+    assert pids.tolist() == [os.getpid()]
+    assert anew > step + 20
+    assert [said in told for told in troubles] == [False, True]
 
 
 @pytest.mark.parametrize("begins", [die, fail])
@@ -439,6 +539,15 @@ def test_a_loader_s_workers_begin_as_it_says(opened: Open, kind: type[Any]) -> N
     steps = iter(range(10_000))
 
     assert until(lambda: batches.shard(next(steps), 0).data[0], "a worker answers") == "0"
+
+
+def test_a_worker_s_first_function_finds_the_dataset_that_was_given(opened: Open) -> None:
+    batches = opened(DataLoader(Labelled(), num_workers=1, worker_init_fn=label))
+    steps = iter(range(10_000))
+
+    told = until(lambda: batches.shard(next(steps), 0).data[0], "a worker answers")
+
+    assert told == "of 0"
 
 
 def test_what_cannot_be_given_to_workers_is_told_with_the_remedy(opened: Open) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from runtime.parts import put_together, taken_apart
 from tests.runtime.whole.runs import Alone
 
 
@@ -82,6 +83,27 @@ def test_an_average_of_a_divided_model_goes_on_as_it_was(alone: Alone) -> None:
         one.full_tensor().tolist() for one in before.weights
     ]
     assert alone.troubles() == []
+
+
+def test_how_the_whole_is_divided_stands_beside_a_part(alone: Alone) -> None:
+    alone.trainee = lambda: (model := divided(), torch.optim.SGD(model.parameters()))
+    with alone.start() as whole:
+        model: Any = whole.model
+        state = taken_apart(model.weight)
+
+    assert state["of"] == {"shape": [2, 2], "placements": [{"shard": 0}], "mesh": [0]}
+    assert state["rank_s_part"].shape == (2, 2)
+
+
+def test_a_part_that_an_earlier_version_saved_is_put_together_too(alone: Alone) -> None:
+    alone.trainee = lambda: (model := divided(), torch.optim.SGD(model.parameters()))
+    with alone.start() as whole:
+        model: Any = whole.model
+        weight = model.weight
+        saved = {"weight": {**taken_apart(weight), "of": "(2, 2) as S(0) over [0]"}}
+        found = put_together(saved, model, "model")
+
+    assert found["weight"].full_tensor().tolist() == weight.full_tensor().tolist()
 
 
 def test_what_is_divided_and_has_no_place_yet_is_refused_by_name_with_the_remedy(

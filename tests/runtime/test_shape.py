@@ -303,6 +303,23 @@ def test_models_of_equal_tensors_are_told_apart_by_their_modules() -> None:
     assert difference(shape(nn.Dropout(0.5)), shape(nn.Dropout(0.5))) == ""
 
 
+def test_replicas_that_train_other_weights_of_a_model_are_told_apart() -> None:
+    def shape(frozen: str) -> dict[str, str]:
+        made = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        made.get_submodule(frozen).requires_grad_(False)
+        return describe(made, [], Batches(samples=96, shards=12), "cover", 1.0, "torch")
+
+    fewer = difference(shape(""), shape("0"))
+    others = difference(shape("1"), shape("0"))
+
+    assert fewer.startswith(
+        "this replica's model is Sequential of 4 tensors and 40 parameters (0 of them trained, "
+    )
+    assert "the job's is Sequential of 4 tensors and 40 parameters (20 of them trained, " in fewer
+    assert others.startswith("this replica's model is ")
+    assert difference(shape("1"), shape("1")) == ""
+
+
 class Told(nn.Module):
     """Tells of itself where it lies in memory, as what has no words of its own does."""
 

@@ -22,7 +22,7 @@ from runtime.data import Batches
 from runtime.image import CHUNK_BYTES, Damaged, Staged
 from runtime.ledger import Summed
 from runtime.replica.optimizers import torchs_own
-from runtime.replica.state import TrainingState
+from runtime.replica.state import TrainingState, put_back_model
 from runtime.snapshot import TooSmall, digest_of, room_for, size_of, stage, state_of, touched
 from tests.runtime import fake_card
 
@@ -179,6 +179,19 @@ def test_a_state_of_another_model_is_refused_in_one_line_that_says_what_to_do() 
     assert "\n" not in said
     assert "this script's Linear (size mismatch for weight: copying a param with shape" in said
     assert "python -m runtime.checkpoint inspect STATE_DIR" in said
+
+
+def test_both_what_was_expected_and_what_was_found_of_another_model_are_said() -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(200)])
+    given = {f"module.{name}": one for name, one in model.state_dict().items()}
+
+    with pytest.raises(ValueError, match="another model") as error:
+        put_back_model(model, given)
+
+    said = str(error.value)
+    assert 'Missing key(s) in state_dict: "0.weight", "0.bias", ' in said
+    assert ', … Unexpected key(s) in state_dict: "module.0.weight", ' in said
+    assert len(said) < 1000
 
 
 Optimizer = Callable[[list[torch.Tensor]], Any]

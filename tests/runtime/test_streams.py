@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset
 
 from runtime.data import Batches, of_order
 from runtime.ledger.check import check, shards_of
@@ -104,6 +105,26 @@ def test_every_step_has_its_samples_wherever_one_comes_from(
     found = [batches.shard(step, shard).data for step, shard in places]
 
     assert found == [expected(shard, step) for step, shard in places]
+
+
+class Iterated(IterableDataset[Sample]):
+    def __init__(self, shard: int, epoch: int) -> None:
+        self.place = shard, epoch
+
+    def __iter__(self) -> Iterator[Sample]:
+        return Plain().samples(*self.place, 0)
+
+
+def test_a_loader_over_what_only_iterates_tells_no_length() -> None:
+    """It has a `__len__` all the same, which raises."""
+
+    def loaded(shard: int, epoch: int) -> DataLoader[Sample]:
+        return DataLoader(Iterated(shard, epoch), batch_size=None, collate_fn=tuple)
+
+    all_along = opened(loaded)
+
+    assert [all_along.shard(step, 1).data for step in (0, 1)] == [expected(1, 0), expected(1, 1)]
+    assert opened(loaded).shard(30, 1).data == expected(1, 30)
 
 
 def test_a_replica_that_stays_reads_each_sample_once() -> None:

@@ -126,9 +126,11 @@ class Pair:
         self.together.member.replica = 0
 
 
-def new_state() -> TrainingState:
+def new_state(*, frozen: bool = False) -> TrainingState:
+    """`frozen`: one of its weights is not trained."""
     torch.manual_seed(1)
     model = torch.nn.Linear(2, 1)
+    model.bias.requires_grad_(not frozen)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return TrainingState(model, [optimizer], Batches(samples=24, shards=2))
 
@@ -656,9 +658,7 @@ def test_what_one_alone_could_not_write_either_is_told_by_that_one(pair: Pair) -
     assert pair.told.messages == []
 
 
-def test_only_a_checkpoint_whose_parts_are_of_one_run_is_loaded(
-    pair: Pair, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_a_checkpoint_whose_parts_are_of_one_run_is_loaded(pair: Pair) -> None:
     for step in (5, 8):
         staged = trained(step).copy()
         draft = Draft(pair.saver.folders.shared, step, f"save{step}", 2, {"torch": "1.0"})
@@ -671,7 +671,8 @@ def test_only_a_checkpoint_whose_parts_are_of_one_run_is_loaded(
         "value": [[8, "save8", "shared"], [5, "save5", "shared"], [2, "save2", "shared"]]
     }
     pair.other.answers["read"] = {"value": ["of another run", "d"]}
-    with pytest.raises(ValueError, match=r"none of the 2 .* can be loaded.*runtime.checkpoint v"):
+    of_others = r"\(shared, step 8: its parts are of other runs; shared, step 5: its .*\)"
+    with pytest.raises(ValueError, match=rf"none of the 2 .* {of_others}.*runtime.checkpoint v"):
         pair.together.load([])
     refused = pair.state.committed
     pair.other.answers["read"] = {"value": [history, "d1"]}
@@ -682,14 +683,14 @@ def test_only_a_checkpoint_whose_parts_are_of_one_run_is_loaded(
     told = [m for m in pair.told.messages if isinstance(m, Trouble)]
     damaged = "shared, step 8: a part is damaged, or of another run"
     assert ("shared", damaged) in [(m.subject, m.text.split(";")[0]) for m in told]
-    assert caplog.text.count("changed_since save=save8 what=torch was '1.0', is") == 1
+    assert [m.text.partition(", is")[0] for m in told if m.kind == "changed_since"] == [
+        "since save8 was saved: torch was '1.0'"
+    ]
     assert pair.together.digest() == f"{pair.state.digest(ledger=True)}-d1"
 
 
-@pytest.fixture
-def saved(pair: Pair) -> Staged:
-    """What both ranks see as the checkpoint SAVE."""
-    staged = trained(5).copy()
+def seen_by_both(pair: Pair, staged: Staged) -> Staged:
+    """As the checkpoint SAVE."""
     draft = Draft(pair.saver.folders.shared, 5, SAVE, 2, {})
     for rank in (0, 1):
         draft.write(rank, staged.table, memoryview(staged.buffer))
@@ -697,6 +698,12 @@ def saved(pair: Pair) -> Staged:
     draft.close()
     pair.other.answers["checkpoints"] = {"value": [[5, SAVE, "shared"]]}
     return staged
+
+
+@pytest.fixture
+def saved(pair: Pair) -> Staged:
+    """What both ranks see as the checkpoint SAVE."""
+    return seen_by_both(pair, trained(5).copy())
 
 
 def test_what_all_ranks_have_on_their_disks_is_known_from_the_start(
@@ -724,6 +731,32 @@ def test_a_state_that_is_not_what_was_saved_is_told(pair: Pair, saved: Staged) -
     (told,) = [m for m in pair.told.messages if isinstance(m, Trouble)]
     assert told.kind == "checkpoint_not_restored"
     assert told.text.startswith("step 5, ranks [1]")
+
+
+class Forgetful(Counted):
+    """Gives back less."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize(("kind", "told"), [(Counted, []), (Forgetful, ["step 5, ranks [0]"])])
+def test_that_weights_are_trained_that_were_not_when_they_were_saved_is_no_flaw(
+    pair: Pair, kind: type[Counted], told: list[str]
+) -> None:
+    """They lie elsewhere in each copy from now on, and among members only such copies count."""
+    before = new_state(frozen=True)
+    before.committed, before.extra = 5, {"own": Counted(3)}
+    staged = seen_by_both(pair, before.copy())
+    pair.other.answers["read"] = {"value": [rank_module.history_of(state_of(staged)), ""]}
+    pair.other.answers["digest"] = {"value": "other"}
+    pair.state.extra = {"own": kind(0)}
+
+    pair.together.load([])
+
+    flaws = [m.text for m in pair.told.messages if isinstance(m, Trouble)]
+    assert [text.partition(":")[0] for text in flaws] == told
+    assert pair.together.digest() == f"{pair.state.digest(ledger=True)}-other"
+    assert pair.state.digest(ledger=True) != staged.digest
 
 
 def test_a_tier_of_which_two_checkpoints_fail_comes_after_the_others(
@@ -814,7 +847,7 @@ def test_what_lies_where_all_should_see_it_and_we_do_not_is_no_reason_to_begin_a
     pair.other.answers["checkpoints"] = {"value": [[9, "a", "shared"]]}
     monkeypatch.setattr(pair.saver.sources, "saves", lambda _elsewhere, _after: [])
 
-    with pytest.raises(ValueError, match="none of the 1 checkpoints of this job can be loaded"):
+    with pytest.raises(ValueError, match=r"none of the 1 .* loaded \(ranks \[0\] see no check"):
         pair.together.load([])
 
     (told,) = pair.told.messages
@@ -833,6 +866,47 @@ def test_a_bounded_number_of_checkpoints_is_tried_before_a_person_has_to_look(
         pair.together.load([])
 
     assert pair.other.heard.count("read") == MAX_TRIES
+
+
+@pytest.mark.usefixtures("saved")
+def test_that_none_can_be_loaded_says_which_rank_refuses_what(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gives_up = {"failed": "unloadable", "text": "another rank refused it"}
+    pair.other.answers |= {"read": {}, "give_up": gives_up}
+
+    def fails(*_where: object, **_also: object) -> Staged:
+        raise Damaged("a bit")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.saver.sources, "read", fails)
+        with pytest.raises(ValueError, match=r"loaded \(shared, step 5: rank 0: a bit\): mend"):
+            pair.together.load([])
+    pair.other.answers |= {"read": {**REFUSED, "text": "another bit"}, "give_up": {}}
+    with pytest.raises(ValueError, match=r"loaded \(shared, step 5: rank 1: another bit\): mend"):
+        pair.together.load([])
+
+
+def test_of_many_reasons_why_none_can_be_loaded_the_last_are_said_in_short(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = [(step, f"save{step}", "shared") for step in range(MAX_TRIES, 0, -1)]
+    pair.other.answers["checkpoints"] = {"value": [[*found] for found in there]}
+    pair.other.answers |= {"read": {}, "give_up": REFUSED}
+    monkeypatch.setattr(pair.saver.sources, "saves", lambda _elsewhere, _after: there)
+
+    def fails(*_where: object, **_also: object) -> Staged:
+        raise Damaged("a bit\n" * 1000)
+
+    monkeypatch.setattr(pair.saver.sources, "ranks", lambda *_asked, **_also: 2)
+    monkeypatch.setattr(pair.saver.sources, "read", fails)
+
+    with pytest.raises(ValueError, match=r"\(shared, step 3: rank 0: a bit a bit") as error:
+        pair.together.load([])
+
+    assert len(str(error.value)) < 2000
+    assert str(error.value).count("…; shared, step ") == 2
+    assert "\n" not in str(error.value)
 
 
 def test_a_step_that_one_rank_does_not_hear_of_is_not_made(

@@ -6,8 +6,9 @@ import errno
 import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -258,6 +259,22 @@ def test_json_that_is_not_on_the_disk_as_it_was_written_is_found_by_whoever_wrot
     assert (finding.file, finding.what) == (name, "its bytes are not what was saved")
     for draft in drafts:
         draft.close()
+
+
+@pytest.mark.parametrize(("name", "rank"), [("manifest.json", None), ("rank-1.json", 1)])
+@pytest.mark.parametrize("damage", [partial(flip_a_bit, where=50), Path.unlink])
+def test_json_that_is_not_as_it_was_written_says_whose_it_is(
+    tmp_path: Path, damage: Callable[[Path], None], name: str, rank: int | None
+) -> None:
+    with draft_at(tmp_path, 4) as first, draft_at(tmp_path, 4) as second:
+        write(first, 0, staged_at(1))
+        part = write(second, 1, staged_at(1)).part
+        assert second.publish()
+        damage(second.path / name)
+
+        (finding,) = second.verify(part)
+
+    assert (finding.file, finding.rank) == (name, rank)
 
 
 def test_a_manifest_that_another_made_of_the_same_parts_stays(tmp_path: Path) -> None:

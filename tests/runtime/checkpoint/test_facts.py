@@ -89,7 +89,7 @@ def program(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_modules_from_below_the_script_s_folder_count_once_for_all(program: Path) -> None:
+def test_modules_of_the_user_s_own_count_once_for_all(program: Path) -> None:
     first, later = ran(program)
 
     assert first["modules"] == later["modules"]
@@ -114,3 +114,20 @@ def test_a_module_that_the_script_imports_is_seen_to_change(
 
     assert (before["modules"] != after["modules"]) is changed
     assert before["script"] == after["script"]
+
+
+def test_a_module_that_lies_elsewhere_is_seen_to_change(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    script, package = tmp_path / "scripts" / "train.py", tmp_path / "model.py"
+    script.write_text(
+        "import json, sys; sys.path.append('..'); import model\n"
+        "from runtime.checkpoint.facts import computes\n"
+        "print(json.dumps([computes()]))"
+    )
+    package.write_text("depth = 2")
+    (before,) = ran(script.parent)
+    package.write_text("depth = 3")
+    (after,) = ran(script.parent)
+
+    assert before["modules"]["files"] == 1
+    assert before["modules"] != after["modules"]

@@ -112,10 +112,29 @@ def test_a_disk_that_became_read_only_is_told_and_mended(trainer: OneRank, disk:
 
 def test_a_disk_that_is_gone_costs_the_shared_folder_nothing(trainer: OneRank, disk: Path) -> None:
     subprocess.run(["umount", "--lazy", disk], check=True)
-    disk.chmod(0o000)
     trainer.save_all(2)
+    beneath = [*disk.iterdir()]
     mount("-t", "tmpfs", "none", disk)  # another one, empty
     trainer.save_all(3)
 
+    assert beneath == []
     assert store.number_of(store.candidates(trainer.saver.folders.shared)[0]) == (3, 0)
     assert on_disk(trainer)[0] == 3
+    assert trainer.told.troubles() == ["checkpoint_failed", "checkpoint_recovered"]
+
+
+def test_nothing_is_saved_beneath_a_shared_folder_that_is_gone(disk: Path) -> None:
+    trainer = OneRank(disk)
+    trainer.save_all(1)
+    subprocess.run(["umount", "--lazy", disk], check=True)
+    trainer.save(2)
+    trainer.told.until(lambda: "checkpoint_failed" in trainer.told.troubles())
+    beneath = [*disk.iterdir()]
+    mount("-t", "tmpfs", "none", disk)
+    trainer.save_all(3)
+    trainer.saver.finish()
+
+    assert beneath == []
+    assert f"nothing is mounted at {disk} any more" in trainer.told.messages[1].text
+    assert trainer.told.saved() == [1, 3]
+    assert trainer.told.troubles() == ["checkpoint_failed", "checkpoint_recovered"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from runtime import framing, serving
 from runtime.checkpoint import holder, memory_left, peer
@@ -18,6 +19,7 @@ from runtime.checkpoint.peer import Keeping
 from runtime.framing import PeerFailed, receive_json, send_chunk, send_json
 from runtime.image import CHUNK_BYTES, Damaged, Staged, chunks_of
 from runtime.serving import Requests, RequestServer
+from runtime.snapshot import Copying
 from tests.runtime.checkpoint.holding import (
     PATIENCE_S,
     TOKEN,
@@ -29,7 +31,7 @@ from tests.runtime.checkpoint.holding import (
     label,
     read,
 )
-from tests.runtime.checkpoint.states import SOON_S, staged_at
+from tests.runtime.checkpoint.states import SOON_S, due, staged_at
 from tests.runtime.replicas import until
 
 
@@ -233,6 +235,22 @@ def test_a_table_that_went_wrong_in_memory_is_neither_given_nor_taken_for_ours(
         with pytest.raises(PeerFailed, match="rank 0, step 7, is described otherwise than when"):
             ask()
     assert keep(address, 8) == staged_at(8).digest
+
+
+def test_that_many_tensors_are_damaged_hides_neither_whose_they_are_nor_why(
+    address: str, here: Holder
+) -> None:
+    weights = {f"w{n}": torch.zeros(1) for n in range(1000)}
+    older, newer = (Copying({"base": weights}, step, due=due).finish() for step in (7, 8))
+    keeping = Keeping(address, TOKEN)
+    hold(keeping, older, bytes=older.table.bytes)
+    (held,) = here.memory.listed()
+    held.buffer.memory[0] ^= 1
+
+    with pytest.raises(Damaged, match=r"rank 0, tensors base\.w.* and 996 more: a chunk of"):
+        peer.read(address, TOKEN, 0, "save7", older.digest)
+    with pytest.raises(PeerFailed, match=r"rank 0, tensors base\.w.* and 996 more, is not what"):
+        hold(keeping, newer, bytes=newer.table.bytes)
 
 
 def test_another_state_than_was_asked_for_is_not_taken(

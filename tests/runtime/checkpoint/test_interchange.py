@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import pickle
+import signal
 import struct
 import subprocess
 import sys
@@ -79,7 +80,7 @@ def test_what_is_exported_comes_back(path: Path, tmp_path: Path, kind: str) -> N
     assert main(["export", str(path), str(out), "--to", kind]) == 0
 
     assert same(foreign_state(out)["model"], weights(path))
-    assert not [*tmp_path.glob("exchange-*")]
+    assert {one.name for one in tmp_path.iterdir()} == {"job", "out"}
 
 
 def told(capsys: Capture, *arguments: str, status: int = 0) -> dict[str, Any]:
@@ -100,7 +101,24 @@ def test_programs_are_told_what_was_exported_and_imported(
 
     assert exported == {"path": str(path), "out": str(out), "to": "torch", "left_out": []}
     (there,) = store.candidates(new / "checkpoints")
-    assert brought == {"source": str(out), "path": str(there), "tensors": len(weights(path))}
+    assert brought == {
+        "source": str(out), "path": str(there), "tensors": len(weights(path)),
+        "left_out": [name for name in whole_state(path) if name != "model"],
+    }  # fmt: skip
+
+
+def test_what_an_import_leaves_out_is_said(tmp_path: Path, capsys: Capture) -> None:
+    theirs = {"model": Counting(2, 2).state_dict(), "optimizer": {"lr": 1.0}, "epoch": 3}
+    torch.save(theirs, tmp_path / "theirs.pt")
+    torch.save(theirs["model"], tmp_path / "weights.pt")
+
+    assert main(["import", str(tmp_path / "theirs.pt"), str(tmp_path / "new")]) == 0
+    tensors, without = capsys.readouterr().out.splitlines()
+    alone = told(capsys, "import", str(tmp_path / "weights.pt"), str(tmp_path / "newer"))
+
+    assert tensors.startswith("2 tensors are in ")
+    assert without == "without optimizer, epoch: a job begins from weights alone"
+    assert (alone["tensors"], alone["left_out"]) == (2, [])
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch"])
@@ -189,6 +207,17 @@ def test_a_job_begins_from_what_was_imported(path: Path, tmp_path: Path) -> None
 
     assert same(state.model.state_dict(), weights(path))
     assert state.committed == -1  # its first step is step 0
+
+
+def test_what_was_imported_lies_as_any_copy_of_it(path: Path, tmp_path: Path) -> None:
+    EXPORTS["torch"](whole_state(path), tmp_path / "weights.pt")
+    imported(tmp_path / "weights.pt", tmp_path / "new")
+
+    (found,) = store.candidates(tmp_path / "new" / "checkpoints")
+    copy = stage({"model": foreign_state(tmp_path / "weights.pt")["model"]}, 0)
+    staged = store.read(found)
+    assert (staged.table.bytes, staged.table.trained) == (copy.table.bytes, 0)
+    assert staged.digest == copy.digest
 
 
 @pytest.mark.parametrize(("written", "tied"), [("0.weight", "2.weight"), ("2.weight", "0.weight")])
@@ -608,6 +637,86 @@ def test_an_export_survives_a_loss_of_power(
     files = {one.name for one in (tmp_path / "out").rglob("*")}
     assert files <= set(durable)
     assert durable[-1] == tmp_path.name
+
+
+@pytest.mark.parametrize("kind", sorted(EXPORTS))
+def test_a_place_that_is_taken_is_refused_before_anything_is_read(
+    path: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    (tmp_path / "out").symlink_to("nowhere")
+    monkeypatch.setattr(store, "read", read_by_nobody)
+
+    assert main(["export", str(path), str(tmp_path / "out"), "--to", kind]) == 2
+    assert "out exists: give another name, or remove it" in capsys.readouterr().err
+
+
+def read_by_nobody(*_given: object) -> NoReturn:
+    pytest.fail("it was read")
+
+
+def test_what_writes_safetensors_is_looked_for_before_anything_is_read(
+    path: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "read", read_by_nobody)
+    asked = ["export", str(path), str(tmp_path / "out"), "--to", "safetensors"]
+
+    monkeypatch.delattr(safetensors, "TensorSpec")
+    assert main(asked) == 2
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert main(asked) == 2
+
+    old, missing = capsys.readouterr().err.splitlines()
+    assert "the package safetensors is too old to write with: pip install" in old
+    assert "the package safetensors is missing: pip install" in missing
+
+
+def test_what_an_export_left_that_was_killed_is_removed_by_the_next(
+    path: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    program = (
+        "import os, signal, torch; from runtime.checkpoint.__main__ import main; "
+        "torch.save = lambda _state, file: os.kill(os.getpid(), signal.SIGKILL); "
+        f"main(['export', {str(path)!r}, {str(out)!r}, '--to', 'torch'])"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    (left,) = tmp_path.glob(".out.exporting-*")
+
+    EXPORTS["torch"](whole_state(path), tmp_path / "other")
+    assert left.exists()
+    EXPORTS["torch"](whole_state(path), out)
+
+    assert {one.name for one in tmp_path.iterdir()} == {"job", "other", "out"}
+
+
+def test_an_export_that_is_under_way_is_left_alone(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, save = tmp_path / "out", torch.save
+    left: list[bool] = []
+
+    def meanwhile(*given: Any) -> None:
+        (mine,) = tmp_path.glob(".out.exporting-*")
+        monkeypatch.setattr(torch, "save", save)
+        EXPORTS["torch"](whole_state(path), out)
+        left.append((mine / "new").exists())
+        save(*given)
+
+    monkeypatch.setattr(torch, "save", meanwhile)
+
+    with pytest.raises(Odd, match="out exists: give another name"):
+        EXPORTS["torch"](whole_state(path), out)
+    assert left == [True]
+    assert {one.name for one in tmp_path.iterdir()} == {"job", "out"}
+
+
+def test_an_export_to_dcp_warns_of_nothing(
+    path: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    to_dcp(whole_state(path), tmp_path / "out")
+
+    assert [str(one.message) for one in recwarn] == []
 
 
 def test_an_export_takes_no_place_that_was_taken_meanwhile(

@@ -20,6 +20,7 @@ from runtime.checkpoint.manifest import Manifest, sealed
 from tests.runtime.checkpoint.states import flip_a_bit, staged_at, unreadable
 
 Capture = pytest.CaptureFixture[str]
+URL = "s3://bucket/prefix/JOB"
 
 
 def test_checkpoints_are_listed_newest_first(tmp_path: Path, capsys: Capture) -> None:
@@ -98,6 +99,32 @@ def test_what_its_job_removes_meanwhile_is_not_damaged(
     newer, older = capsys.readouterr().out.splitlines()
     assert newer.startswith("step-00000002")
     assert older == "step-00000001    removed meanwhile"
+
+
+@pytest.mark.parametrize("found_by", ["manifest_of", "part_of"])
+@pytest.mark.parametrize("verb", ["diff", "export"])
+def test_what_its_job_removes_while_it_is_read_is_not_damaged(
+    tmp_path: Path, verb: str, found_by: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "job", staged_at(1))
+    there = getattr(store, found_by)
+
+    def just_in_time(*given: Any) -> Any:
+        found = there(*given)
+        store.remove(path)
+        return found
+
+    monkeypatch.setattr(store, found_by, just_in_time)
+    words = {
+        "diff": [str(path), str(path)],
+        "export": [str(path), str(tmp_path / "out"), "--to", "torch"],
+    }
+
+    assert main([verb, *words[verb]]) == 2
+    assert capsys.readouterr().err == (
+        f"{path} was removed while it was read, as a job that trains removes its older ones: "
+        "run it again, or copy it first\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-0.json", "rank-0-0001.bin"])
@@ -195,6 +222,25 @@ def test_what_cannot_be_done_is_an_object_too(tmp_path: Path, capsys: Capture) -
         (["prune", "there", "--keep", "0"], "at least 1 is kept"),
         (["export", "there", "out", "--to", "onnx"], "invalid choice: 'onnx'"),
         (["look", "there"], "invalid choice: 'look'"),
+        *(
+            (asked, f"only ls and verify look into an object store: copy {URL} to a folder first")
+            for asked in (
+                ["inspect", URL],
+                ["diff", "there", URL],
+                ["diff", URL, "there"],
+                ["export", URL, "out", "--to", "torch"],
+                ["prune", URL],
+            )
+        ),
+        (["inspect", "holder://here:1"], "only ls and verify look into a node's memory"),
+        *(
+            (asked, f"a place on this machine is expected, found {URL}: copy from there first")
+            for asked in (
+                ["export", "there", URL, "--to", "torch"],
+                ["import", URL, "there"],
+                ["import", "there", URL],
+            )
+        ),
     ],
 )
 def test_what_is_wrong_with_the_arguments_is_an_object_too(

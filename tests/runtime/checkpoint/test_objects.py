@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import os
+import re
 import signal
 import threading
 import uuid
@@ -225,6 +226,92 @@ def test_what_was_damaged_there_is_refused_by_name(url: str, damage: Break, name
         objects.read("save7", 0)
 
 
+def of_two_ranks(url: str) -> tuple[ObjectStore, Found]:
+    objects = ObjectStore(url, "j")
+    for rank in (0, 1):
+        put(objects, 7, rank=rank)
+    found = objects.publish(7, "save7", 2, {})
+    assert found is not None
+    return objects, found
+
+
+def test_all_that_is_wrong_there_is_named_of_every_rank(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    objects, found = of_two_ranks(url)
+    remove(objects._files, f"{found.path}/rank-0-0000.bin")
+    remove(objects._files, f"{found.path}/rank-0-0001.bin")
+    turn_a_bit(objects._files, f"{found.path}/rank-1-0000.bin")
+    cut(objects._files, f"{found.path}/rank-1-0001.bin")
+
+    assert main(["verify", objects.url_of(found), "--json"]) == 1
+
+    (said,) = json.loads(capsys.readouterr().out)
+    words = [
+        r"rank-0-0000\.bin \(rank 0\), tensors base: it is missing, 2097152 bytes expected",
+        r"rank-0-0001\.bin \(rank 0\), tensors .*model\.weight.*: it is missing, \d+ bytes",
+        r"rank-1-0000\.bin \(rank 1\), tensors base: 1 chunks are not what was saved",
+        r"rank-1-0001\.bin \(rank 1\), tensors .*model\.weight.*: it ends after \d+ of \d+ bytes",
+    ]
+    pairs = zip(words, said["findings"], strict=True)
+    assert [word for word, finding in pairs if not re.search(word, finding)] == []
+
+
+def test_one_that_ends_with_a_chunk_is_not_taken_for_a_store_out_of_reach(url: str) -> None:
+    """S3 refuses who asks for what lies behind the end."""
+    objects, found = of_two_ranks(url)
+    path = f"{found.path}/rank-1-0000.bin"
+    objects._files.pipe_file(path, objects._files.cat_file(path)[:CHUNK_BYTES])
+
+    (finding,) = objects.verify(found)
+
+    assert finding.endswith("tensors base: it ends after 1048576 of 2097152 bytes")
+
+
+def test_what_was_found_damaged_is_said_though_the_store_hangs_then(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects, found = of_two_ranks(folder)
+    remove(objects._files, f"{found.path}/rank-0-0000.bin")
+    small = objects._files.cat_file
+
+    def fail(path: str, **given: Any) -> bytes:
+        if "start" not in given:
+            return bytes(small(path))
+        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+    monkeypatch.setattr(objects._files, "cat_file", fail)
+
+    (finding,) = objects.verify(found)
+
+    assert "rank-0-0000.bin (rank 0), tensors base: it is missing" in finding
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (turn_a_bit, "at least 1 chunks are not what was saved"),
+        (cut, "it ends after 2097151 of 2097152 bytes"),
+        (remove, "it is missing, 2097152 bytes expected"),
+    ],
+)
+def test_who_loads_hears_whose_an_object_was(url: str, damage: Break, words: str) -> None:
+    objects, found = of_two_ranks(url)
+    damage(objects._files, f"{found.path}/rank-1-0000.bin")
+
+    with pytest.raises(Damaged, match=rf"rank-1-0000\.bin \(rank 1\), tensors base: {words}"):
+        objects.read("save7", 1)
+
+
+def test_a_part_of_which_nothing_is_said_there_is_named_by_its_rank(url: str) -> None:
+    objects, found = of_two_ranks(url)
+    remove(objects._files, f"{found.path}/rank-1.json")
+
+    assert objects.verify(found) == [
+        f"{found.path}/rank-1.json is missing: the tensors of rank 1 are expected there"
+    ]
+
+
 def two(url: str) -> tuple[ObjectStore, Found, Found]:
     """Of steps 7 and 6."""
     objects = ObjectStore(url, "j")
@@ -281,9 +368,9 @@ def test_what_is_damaged_is_said_though_other_parts_could_not_be_read(
     objects.publish(7, "save7", 2, {})
     compare = ObjectStore._compare
 
-    def compared(self: ObjectStore, where: str, part: Any, **also: Any) -> None:
+    def compared(self: ObjectStore, where: str, part: Any, **also: Any) -> Any:
         by_rank: list[Any] = [partial(compare, self), out_of_reach]
-        by_rank[part.rank](where, part, **also)
+        return by_rank[part.rank](where, part, **also)
 
     def out_of_reach(*_given: object, **_also: object) -> None:
         raise OSError(errno.ETIMEDOUT, "Connection timed out")
@@ -913,9 +1000,11 @@ def test_nobody_begins_anew_where_nothing_in_the_store_can_be_read(
     found = objects.publish(7, "save7", 1, {})
     assert found is not None
     change_manifest(objects, found)
+    (damaged,) = objects.found()
     one = OneRank(tmp_path, object_store=folder)
 
-    with pytest.raises(ValueError, match="none of the 1 checkpoints in file://"):
+    why = rf"none of the 1 checkpoints in file://.* \({re.escape(str(damaged))}\): mend that"
+    with pytest.raises(ValueError, match=why):
         one.saver.sources.saves()
 
 

@@ -590,6 +590,21 @@ def test_where_nothing_unpacks_objects_what_to_install_is_said(
         objects.read("save7", 0)
 
 
+def test_an_object_that_is_missing_shows_where_nothing_unpacks(
+    objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = put(objects, 7, Packer(SLOW))
+    without_zstandard(monkeypatch)
+    with pytest.raises(coding.NotInstalled, match=re.escape(INSTALL)):
+        objects.verify(found)
+    (Path(found.path) / "rank-0-0002.bin").unlink()
+
+    (finding,) = objects.verify(found)
+
+    assert "rank-0-0002.bin (rank 0), tensors" in finding
+    assert "it is missing" in finding
+
+
 # --- the writer's process -------------------------------------------------------------------------
 
 

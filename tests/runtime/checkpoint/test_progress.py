@@ -25,7 +25,7 @@ ASKED = [
         (["export", "job", f"new.{kind}", "--to", kind], ["step-00000002", f"new.{kind}"])
         for kind in sorted(EXPORTS)
     ),
-    (["import", "theirs.pt", "new"], ["theirs.pt"]),
+    *((["import", f"theirs.{kind}", "new"], [f"theirs.{kind}", "new"]) for kind in sorted(EXPORTS)),
     (["prune", "job", "--keep", "1"], ["step-00000002"]),
 ]
 
@@ -63,12 +63,13 @@ def test_more_than_was_announced_is_all_of_it() -> None:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two checkpoints, and what another tool made; every byte that is told of is drawn."""
+    """Two checkpoints, and what other tools made; every byte that is told of is drawn."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(progress, "REDRAW_S", 0.0)
     for step in (1, 2):
         write(Path("job"), staged_at(step))
-    EXPORTS["torch"](whole_state(Path("job/step-00000001")), Path("theirs.pt"))
+    for kind, export in EXPORTS.items():
+        export(whole_state(Path("job/step-00000001")), Path(f"theirs.{kind}"))
 
 
 @pytest.mark.usefixtures("job")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ import torch
 from runtime.checkpoint import store
 from runtime.checkpoint.draft import HOST
 from runtime.checkpoint.handle import WRITER_MODULE, WriterHandle
+from runtime.checkpoint.manifest import sealed
 from runtime.checkpoint.tiers import TierName, tiers_of
 from runtime.client import CheckpointSaved, Trouble
 from runtime.image import Damaged, Piece
@@ -459,7 +461,20 @@ def test_checkpoints_of_which_none_can_be_read_are_not_taken_for_none(trainer: O
     trainer.save_all(1)
     (trainer.saver.folders.shared / "step-00000001" / "manifest.json").write_text("{}")
 
-    with pytest.raises(ValueError, match=r"none of the 1 .* can be read: mend .*m runtime.check"):
+    with pytest.raises(ValueError, match=r"the 1 .* can be read \(.*m runtime.check") as error:
+        trainer.saver.sources.saves()
+    assert "manifest.json is no checkpoint's JSON: " in str(error.value)
+    assert str(error.value).count("python -m runtime.checkpoint verify") == 1
+
+
+def test_that_all_are_of_another_version_says_what_to_do(trainer: OneRank) -> None:
+    trainer.save_all(1)
+    manifest = trainer.saver.folders.shared / "step-00000001" / "manifest.json"
+    said = {**json.loads(manifest.read_bytes()), "version": 5}
+    del said["self"]
+    manifest.write_bytes(sealed(said))
+
+    with pytest.raises(ValueError, match=r"can be read \(.* version 5, .*--upgrade .*\): mend"):
         trainer.saver.sources.saves()
 
 

@@ -21,8 +21,8 @@ from runtime.checkpoint.draft import write
 from runtime.checkpoint.sources import Sources
 from runtime.checkpoint.tiers import Folders, epochs_taken, next_epoch, run_of, tiers_of
 from runtime.client import Trouble
-from runtime.framing import send_json
-from runtime.image import Damaged
+from runtime.framing import send_chunk, send_json
+from runtime.image import Damaged, chunks_of
 from runtime.job import Job
 from runtime.serving import RequestServer
 from tests.runtime.checkpoint.holding import TOKEN, answering, label
@@ -94,9 +94,49 @@ def test_the_nearest_whole_copy_is_read(job: Job, sources: Sources, nodes: list[
 
     assert sources.read(SAVE, "peer", 0).digest == staged_at(STEP).digest
     assert [(one.kind, one.subject) for one in troubles(job)] == [
-        ("checkpoint_passed_over", "peer")
-    ] * 2
+        ("checkpoint_damaged", "peer"),  # of the own node alone
+        *[("checkpoint_passed_over", "peer")] * 2,
+    ]
     assert nodes[0].address in troubles(job)[0].text
+
+
+def test_a_bit_that_flipped_in_the_own_nodes_memory_is_a_fault_of_it(
+    job: Job, sources: Sources, nodes: list[Node]
+) -> None:
+    sources.saves()
+    flip_held_bits(nodes[0].pid)
+    with pytest.raises(Damaged):
+        sources.read(SAVE, "peer", 0)
+
+    (told,) = troubles(job)
+    assert (told.kind, told.subject) == ("checkpoint_damaged", "peer")
+    assert told.text.startswith(f"peer, when it was read: holder {nodes[0].address}, rank 0")
+
+
+def test_a_description_that_does_not_fit_is_none(
+    job: Job, sources: Sources, nodes: list[Node]
+) -> None:
+    staged = staged_at(STEP)
+    described = {"step": STEP, **staged.table.describe(), "skeleton": {}}
+    answers: dict[str, tuple[dict[str, Any], list[memoryview]]] = {
+        "list": ({"held": peer.held(nodes[0].address, TOKEN)}, []),
+        "read": (described, [*chunks_of(staged.buffer)]),
+    }
+
+    def serve(connection: socket.socket, request: dict[str, Any]) -> None:
+        answer, chunks = answers[request["op"]]
+        send_json(connection, answer)
+        for chunk in chunks:
+            send_chunk(connection, chunk)
+
+    server = RequestServer("127.0.0.1", TOKEN, serve)
+    sources.holder = server.address
+    sources.saves()
+    with pytest.raises(Damaged, match="take another copy"):
+        sources.read(SAVE, "peer", 0)
+    server.close()
+
+    assert troubles(job) == []
 
 
 def test_where_none_is_whole_the_last_ones_damage_is_raised(
@@ -153,17 +193,19 @@ def test_who_does_not_answer_is_named(job: Job, sources: Sources, nodes: list[No
     assert (trouble.kind, trouble.subject) == ("holder_out_of_reach", NOBODY)
 
 
-def test_the_log_says_what_has_changed_since_a_state_was_made(
-    sources: Sources, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_what_has_changed_since_a_state_was_made_is_told(
+    job: Job, sources: Sources, tmp_path: Path
 ) -> None:
     write(tmp_path / "checkpoints", staged_at(STEP + 1), facts={"torch": "1.0"})
     ((_, held, _), (_, save, _)) = sources.saves()
 
     sources.loaded(held)  # which says nothing of who made it
-    assert caplog.text == ""
+    assert troubles(job) == []
     sources.loaded(save)
 
-    assert f"changed_since save={save} what=torch was '1.0', is '2." in caplog.text
+    (trouble,) = troubles(job)
+    assert trouble.kind == "changed_since"
+    assert f"since {save} was saved: torch was '1.0', is '2." in trouble.text
 
 
 @pytest.fixture
@@ -355,6 +397,19 @@ def test_where_a_newer_one_is_whole_what_is_damaged_is_only_passed_over(
     sources.saves()
 
     assert told_of(sources)[0] == ("checkpoint_passed_over", "local")
+
+
+def test_a_newer_one_of_another_number_of_ranks_is_told_to_be_passed_over(
+    on_disk: tuple[Sources, Path],
+) -> None:
+    sources, path = on_disk
+    save = store.manifest_of(path).save
+    write(path.parent, staged_at(STEP + 1), facts={"epoch": 1, "ranks": 4})
+
+    assert sources.saves() == [(STEP, save, "local")]
+    (told,) = troubles(sources._job)
+    assert (told.kind, told.subject) == ("checkpoint_passed_over", "local")
+    assert f"step {STEP + 1} was saved by 4 ranks and this job has 1" in told.text
 
 
 def test_what_is_pruned_while_it_is_listed_is_no_fault_of_a_disk(

@@ -6,13 +6,14 @@ import errno
 import os
 import shutil
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
-from runtime.checkpoint import draft, store, tiers
+from runtime.checkpoint import Checkpointer, draft, store, tiers
 from runtime.checkpoint.interval import FAILURES_PER_NODE_DAY as RATE
 from runtime.checkpoint.tiers import (
     Folders,
@@ -23,9 +24,11 @@ from runtime.checkpoint.tiers import (
     run_of,
     tiers_of,
 )
-from runtime.client import Sender
+from runtime.client import Sender, Trouble
 from runtime.job import Job
 from tests.runtime.checkpoint.states import staged_at
+from tests.runtime.replicas import PATIENCE_S, until
+from tests.runtime.test_client import Door, make_sender
 
 
 def job_at(folder: Path, *, replica: int = 0, rank: int = 0, own_disk: bool = True) -> Job:
@@ -59,6 +62,29 @@ def test_a_job_on_twice_the_nodes_is_expected_to_fail_twice_as_often(tmp_path: P
 def test_of_several_ranks_each_keeps_two_on_its_disk_whatever_is_asked(tmp_path: Path) -> None:
     """Else one may have the newest alone, and another only the one before, as a node dies."""
     assert tiers_of(job_at(tmp_path), 5.0, 1, RATE)["local"].keep == 2
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    door = Door()
+    yield door
+    door.close()
+
+
+def test_how_often_nodes_fail_as_the_control_plane_says_it_sets_the_interval(
+    tmp_path: Path, door: Door
+) -> None:
+    sender = make_sender(door.url)
+    saver = Checkpointer(replace(job_at(tmp_path), sender=sender))
+    pace = saver.tiers["shared"].pace
+    pace.note(stall_s=0.1, durable_s=0.1)
+    published_s = pace.every_s
+    door.reply["failures_per_node_day"] = 4 * RATE
+    sender.start()
+    sender.tell(Trouble(kind="straggler", text="", at=1.0))
+
+    until(lambda: pace.every_s == pytest.approx(published_s / 2), "it saves twice as often")
+    sender.close(PATIENCE_S)
 
 
 def test_a_rate_of_failures_that_is_no_number_is_refused(tmp_path: Path) -> None:

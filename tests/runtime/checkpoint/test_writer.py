@@ -21,7 +21,8 @@ from runtime.checkpoint.writer import PACKET_BYTES, Writer
 from runtime.image import aligned, pages
 from tests.runtime.checkpoint.states import flip_a_bit, staged_at
 
-JSON = ["manifest.json", "rank-0.json"]
+#: And whose they are said to be.
+JSON = {"manifest.json": "", "rank-0.json": " (rank 0)"}
 
 
 class Asked:
@@ -90,9 +91,9 @@ def test_where_there_is_a_checkpoint_for_all_the_run_has_its_name(asked: Asked) 
     assert known_run(asked.folder)
 
 
-@pytest.mark.parametrize("name", JSON)
+@pytest.mark.parametrize(("name", "whose"), JSON.items())
 def test_json_that_is_not_on_the_disk_as_it_was_written_is_written_again_and_told(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch, name: str
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, name: str, whose: str
 ) -> None:
     publish = Draft.publish
 
@@ -107,14 +108,15 @@ def test_json_that_is_not_on_the_disk_as_it_was_written_is_written_again_and_tol
 
     assert ops(said) == ["durable", "alarm", "verified", "done"]
     assert said[1]["kind"] == "checkpoint_damaged"
-    assert said[1]["text"].startswith(f"written again, for it was not what was saved: {name}: ")
+    why = f"written again, for it was not what was saved: {name}{whose}: "
+    assert said[1]["text"].startswith(why)
     (path,) = store.candidates(asked.folder)
     assert store.verify(path) == []
 
 
-@pytest.mark.parametrize("name", JSON)
+@pytest.mark.parametrize(("name", "whose"), JSON.items())
 def test_where_the_disk_does_not_give_the_json_back_the_one_before_stays(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch, name: str
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, name: str, whose: str
 ) -> None:
     """Though the page cache has it whole."""
     asked.to_save(1)
@@ -130,7 +132,7 @@ def test_where_the_disk_does_not_give_the_json_back_the_one_before_stays(
     said = asked.to_save(2)
 
     assert ops(said) == ["durable", "alarm", "failed", "done"]
-    assert said[2]["error"] == f"{name}: [Errno 5] Input/output error: '{name}'"
+    assert said[2]["error"] == f"{name}{whose}: [Errno 5] Input/output error: '{name}'"
     assert [path.name for path in store.candidates(asked.folder)] == ["step-00000001"]
     (aside,) = asked.folder.glob(".damaged-*")
     assert "step-00000002" in aside.name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -48,6 +49,12 @@ def test_a_tier_of_which_two_checkpoints_fail_comes_after_the_others(
             newest_of(whole).load(there, there)
 
     assert tried == ["d", "c", "a", "b"]
+    text = "\n".join(one["text"] for one in alone.door.messages("trouble"))
+    assert re.findall(r"a bit; the next one is (\w+, step \d)", text) == [
+        "local, step 8",
+        "shared, step 5",
+        "local, step 7",
+    ]
 
 
 def test_what_another_rank_refuses_is_not_read_to_its_end(
@@ -82,6 +89,8 @@ def test_a_bounded_number_of_checkpoints_is_tried_before_a_person_has_to_look(
             newest_of(whole).load(there, there)
 
     assert len(tried) == MAX_TRIES
+    texts = [one["text"] for one in alone.door.messages("trouble")]
+    assert sum("the next one is" in one for one in texts) == MAX_TRIES - 1
 
 
 def test_it_takes_weights_alone_for_no_checkpoint_of_its_own(alone: Alone) -> None:
